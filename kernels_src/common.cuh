@@ -1,0 +1,144 @@
+// What every kernel shares: index types, vector words, byte-stride addressing, slots and faults.
+//
+// Kernels move rows of bytes. A row is found by byte strides, so a layout (NHD, HND, packed QKV,
+// K/V interleaved) is a set of strides and never a kernel of its own.
+#pragma once
+
+#ifndef __CUDACC__
+#include "host/cuda_names.h"
+#endif
+
+using i64 = long long;
+using u64 = unsigned long long;
+using u32 = unsigned int;
+
+// --- Words: the unit of one memory access --------------------------------------------------------
+
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<1> {
+  using type = unsigned char;
+};
+template <>
+struct WordOf<2> {
+  using type = unsigned short;
+};
+template <>
+struct WordOf<4> {
+  using type = unsigned int;
+};
+template <>
+struct WordOf<8> {
+  using type = uint2;
+};
+template <>
+struct WordOf<16> {
+  using type = uint4;
+};
+
+// 1, 2, 4, 8 or 16 bytes; an address of one must be a multiple of its size.
+template <int kBytes>
+using Word = typename WordOf<kBytes>::type;
+
+// `kCount` values of T that are loaded and stored in words of up to 16 bytes.
+template <typename T, int kCount>
+struct Pack {
+  static constexpr int kBytes = sizeof(T) * kCount;
+  static constexpr int kWordBytes = kBytes < 16 ? kBytes : 16;
+  static constexpr int kWords = kBytes / kWordBytes;
+  static_assert(kWords * kWordBytes == kBytes, "a pack is a whole number of words");
+
+  alignas(kWordBytes) T values[kCount];
+
+  __device__ __forceinline__ void load(const char* source) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      reinterpret_cast<Word<kWordBytes>*>(values)[i] =
+          reinterpret_cast<const Word<kWordBytes>*>(source)[i];
+    }
+  }
+
+  __device__ __forceinline__ void store(char* target) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      reinterpret_cast<Word<kWordBytes>*>(target)[i] =
+          reinterpret_cast<const Word<kWordBytes>*>(values)[i];
+    }
+  }
+};
+
+// --- Indices, slots and faults -------------------------------------------------------------------
+
+// An int32 or int64 from an index array.
+__device__ __forceinline__ i64 load_index(const char* address, int index_bytes) {
+  return index_bytes == 8 ? *reinterpret_cast<const i64*>(address)
+                          : *reinterpret_cast<const int*>(address);
+}
+
+// The device's fault record: the first fault since it was last cleared, and how many there were.
+struct FaultRecord {
+  u64 count;
+  i64 operation;  // an id that the Python side knows (kvcupy/faults.py)
+  i64 position;   // in the index array
+  i64 value;
+};
+
+__device__ __forceinline__ void report_fault(FaultRecord* faults, i64 operation, i64 position,
+                                             i64 value) {
+  if (atomicAdd(&faults->count, u64{1}) == 0) {
+    faults->operation = operation;
+    faults->position = position;
+    faults->value = value;
+  }
+}
+
+// Where a slot lies: slot = page * page_size + offset.
+struct CacheStrides {
+  i64 page_bytes;
+  i64 offset_bytes;
+  i64 head_bytes;
+};
+
+// page_shift is log2(page_size), or -1 when page_size is no power of two.
+__device__ __forceinline__ i64 slot_offset_bytes(const CacheStrides& strides, i64 slot,
+                                                 int page_size, int page_shift) {
+  const i64 page = page_shift >= 0 ? slot >> page_shift : slot / page_size;
+  const i64 offset = slot - page * page_size;
+  return page * strides.page_bytes + offset * strides.offset_bytes;
+}
+
+// --- Shared memory and reductions ----------------------------------------------------------------
+
+// The dynamic shared memory of the block.
+template <typename T>
+__device__ __forceinline__ T* dynamic_shared() {
+#ifdef __CUDACC__
+  extern __shared__ uint4 shared_words[];
+  return reinterpret_cast<T*>(shared_words);
+#else
+  return reinterpret_cast<T*>(kvcupy_host::shared_memory());
+#endif
+}
+
+constexpr u32 kAllLanes = 0xffffffffu;
+
+// The largest value among `lanes` neighbouring threads, known to each of them. `lanes` is a power
+// of two; every thread of the block must call it. `scratch` holds one float a warp, used past 32
+// lanes.
+__device__ __forceinline__ float max_over_lanes(float value, int lanes, float* scratch) {
+  const int within_warp = lanes < 32 ? lanes : 32;
+  for (int distance = within_warp / 2; distance > 0; distance /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, distance));
+  }
+  if (lanes > 32) {
+    const int warp = threadIdx.x / 32;
+    const int warps = lanes / 32;
+    const int first_warp = warp / warps * warps;
+    if (threadIdx.x % 32 == 0) scratch[warp] = value;
+    __syncthreads();
+    for (int i = 0; i < warps; ++i) value = fmaxf(value, scratch[first_warp + i]);
+    __syncthreads();
+  }
+  return value;
+}

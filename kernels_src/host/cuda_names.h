@@ -1,0 +1,198 @@
+// The CUDA names that the kernels use, for a C++ compiler. With it the .cu files of this folder's
+// parent run on this processor, one OS thread a block (see runner.h).
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "vector_types.h"  // NVIDIA's: uint4, dim3, ...
+
+#undef __host__
+#undef __device__
+#undef __global__
+#undef __shared__
+#undef __forceinline__
+#undef __launch_bounds__
+#undef __grid_constant__
+#define __host__
+#define __device__
+#define __global__ static inline __attribute__((always_inline))
+#define __shared__ static thread_local
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+// Never taken the address of, so that stores through pointers are known not to change them.
+static thread_local uint3 threadIdx;
+static thread_local uint3 blockIdx;
+static thread_local dim3 blockDim;
+static thread_local dim3 gridDim;
+constexpr int warpSize = 32;
+
+namespace kvcupy_host {
+
+// What the runner supplies. Each ends the launch with an error where it cannot be done.
+void block_barrier();
+void warp_barrier(unsigned mask);
+[[noreturn]] void trap();
+void* shared_memory();
+unsigned long long* warp_exchange();  // 32 values, one a lane of the calling thread's warp
+
+inline unsigned lane() {
+  return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % warpSize;
+}
+
+template <typename T>
+inline T exchange(unsigned mask, T value, unsigned source) {
+  static_assert(sizeof(T) <= sizeof(unsigned long long), "a shuffle moves at most 8 bytes");
+  unsigned long long* slots = warp_exchange();
+  unsigned long long bits = 0;
+  memcpy(&bits, &value, sizeof(T));
+  slots[lane()] = bits;
+  warp_barrier(mask);
+  bits = slots[source];
+  warp_barrier(mask);
+  memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+}  // namespace kvcupy_host
+
+inline void __syncthreads() { kvcupy_host::block_barrier(); }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { kvcupy_host::warp_barrier(mask); }
+[[noreturn]] inline void __trap() { kvcupy_host::trap(); }
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+
+// --- Warp shuffles and votes: a lane outside its segment of `width` keeps its own value
+// ------------
+
+template <typename T>
+inline T __shfl_sync(unsigned mask, T value, int source, int width = warpSize) {
+  const int first = kvcupy_host::lane() / width * width;
+  return kvcupy_host::exchange(mask, value, first + (source & (width - 1)));
+}
+
+template <typename T>
+inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = warpSize) {
+  const int self = kvcupy_host::lane();
+  const int source = self ^ lanes;
+  return kvcupy_host::exchange(mask, value, source < (self / width + 1) * width ? source : self);
+}
+
+template <typename T>
+inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = warpSize) {
+  const int self = kvcupy_host::lane();
+  const int source = self + static_cast<int>(delta);
+  return kvcupy_host::exchange(mask, value, source < (self / width + 1) * width ? source : self);
+}
+
+template <typename T>
+inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = warpSize) {
+  const int self = kvcupy_host::lane();
+  const int source = self - static_cast<int>(delta);
+  return kvcupy_host::exchange(mask, value, source >= self / width * width ? source : self);
+}
+
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  unsigned long long* slots = kvcupy_host::warp_exchange();
+  slots[kvcupy_host::lane()] = predicate != 0;
+  kvcupy_host::warp_barrier(mask);
+  unsigned votes = 0;
+  for (int i = 0; i < warpSize; ++i) {
+    if (mask >> i & 1u) votes |= static_cast<unsigned>(slots[i]) << i;
+  }
+  kvcupy_host::warp_barrier(mask);
+  return votes;
+}
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned mask, int predicate) {
+  return __ballot_sync(mask, predicate) == mask;
+}
+
+// --- Atomics -------------------------------------------------------------------------------------
+
+template <typename T>
+inline T atomicExch(T* address, T value) {
+  T old;
+  __atomic_exchange(address, &value, &old, __ATOMIC_SEQ_CST);
+  return old;
+}
+
+template <typename T>
+inline T atomicCAS(T* address, T compare, T value) {
+  __atomic_compare_exchange(address, &compare, &value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  return compare;
+}
+
+namespace kvcupy_host {
+
+template <typename T, typename Combine>
+inline T atomic_update(T* address, Combine combine) {
+  T old;
+  __atomic_load(address, &old, __ATOMIC_SEQ_CST);
+  T desired = combine(old);
+  while (!__atomic_compare_exchange(address, &old, &desired, false, __ATOMIC_SEQ_CST,
+                                    __ATOMIC_SEQ_CST)) {
+    desired = combine(old);
+  }
+  return old;
+}
+
+}  // namespace kvcupy_host
+
+template <typename T>
+inline T atomicAdd(T* address, T value) {
+  return kvcupy_host::atomic_update(address, [=](T old) { return static_cast<T>(old + value); });
+}
+template <typename T>
+inline T atomicMax(T* address, T value) {
+  return kvcupy_host::atomic_update(address, [=](T old) { return old < value ? value : old; });
+}
+template <typename T>
+inline T atomicMin(T* address, T value) {
+  return kvcupy_host::atomic_update(address, [=](T old) { return value < old ? value : old; });
+}
+template <typename T>
+inline T atomicAnd(T* address, T value) {
+  return __atomic_fetch_and(address, value, __ATOMIC_SEQ_CST);
+}
+template <typename T>
+inline T atomicOr(T* address, T value) {
+  return __atomic_fetch_or(address, value, __ATOMIC_SEQ_CST);
+}
+
+// --- Arithmetic ----------------------------------------------------------------------------------
+
+inline float __fdiv_rn(float x, float y) { return x / y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+template <typename T>
+inline T __ldg(const T* address) {
+  return *address;
+}
+template <typename T>
+constexpr T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <typename T>
+constexpr T max(T a, T b) {
+  return a < b ? b : a;
+}

@@ -1,0 +1,304 @@
+// Fibers: the threads of one block, run in turn on one OS thread.
+//
+// A thread runs until it meets a barrier. A block barrier opens when every thread that has not left
+// waits at it; a warp barrier opens when every lane of its mask waits with that same mask. When
+// nobody can go on, the kernel's barriers diverge and the launch fails. The order in which threads
+// run is their index, or drawn anew for each turn from a seed, so that a kernel that lacks a
+// barrier gives a wrong result instead of a lucky one.
+#pragma once
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define KVCUPY_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define KVCUPY_ASAN 1
+#endif
+#endif
+#ifdef KVCUPY_ASAN
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#if !defined(__x86_64__) && !defined(__aarch64__)
+#include <ucontext.h>
+#endif
+
+namespace kvcupy_host {
+
+// --- Switching stacks ----------------------------------------------------------------------------
+
+#if defined(__x86_64__) || defined(__aarch64__)
+
+// Save the callee-saved registers and the stack pointer, go on with another stack.
+extern "C" __attribute__((visibility("hidden"))) void kvcupy_switch_stack(void** save, void* load);
+
+#if defined(__x86_64__)
+asm(R"(
+.text
+.p2align 4
+.type kvcupy_switch_stack,@function
+kvcupy_switch_stack:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size kvcupy_switch_stack,.-kvcupy_switch_stack
+)");
+constexpr int kSavedWords = 6;  // then the return address
+#else
+asm(R"(
+.text
+.p2align 4
+.type kvcupy_switch_stack,@function
+kvcupy_switch_stack:
+  sub sp, sp, #160
+  stp x19, x20, [sp, #0]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp, #0]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+.size kvcupy_switch_stack,.-kvcupy_switch_stack
+)");
+#endif
+
+struct Context {
+  void* stack_pointer = nullptr;
+
+  void prepare(char* stack, size_t bytes, void (*entry)()) {
+    auto top = reinterpret_cast<uintptr_t>(stack + bytes) & ~uintptr_t{15};
+#if defined(__x86_64__)
+    // As after a call: the stack is 16-byte aligned plus one return address.
+    auto* words = reinterpret_cast<void**>(top) - 2;
+    words[0] = reinterpret_cast<void*>(entry);
+    words[1] = nullptr;
+    stack_pointer = words - kSavedWords;
+    memset(stack_pointer, 0, kSavedWords * sizeof(void*));
+#else
+    stack_pointer = reinterpret_cast<void*>(top - 160);
+    memset(stack_pointer, 0, 160);
+    static_cast<void**>(stack_pointer)[11] = reinterpret_cast<void*>(entry);  // x30
+#endif
+  }
+};
+
+inline void switch_context(Context& from, Context& to) {
+  kvcupy_switch_stack(&from.stack_pointer, to.stack_pointer);
+}
+
+#else
+
+struct Context {
+  ucontext_t context;
+
+  void prepare(char* stack, size_t bytes, void (*entry)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack;
+    context.uc_stack.ss_size = bytes;
+    context.uc_link = nullptr;
+    makecontext(&context, entry, 0);
+  }
+};
+
+inline void switch_context(Context& from, Context& to) { swapcontext(&from.context, &to.context); }
+
+#endif
+
+// --- One block -----------------------------------------------------------------------------------
+
+constexpr int kMaxThreads = 1024;
+constexpr size_t kStackBytes = 64 * 1024;
+
+enum class State : unsigned char { kReady, kAtBlockBarrier, kAtWarpBarrier, kDone };
+
+struct Fiber {
+  Context context;
+  State state;
+  unsigned warp_mask;
+  uint3 index;
+};
+
+// Runs blocks of one launch on the calling OS thread; lives as long as that thread.
+class BlockRunner {
+ public:
+  ~BlockRunner() {
+    if (stacks_) munmap(stacks_, kMaxThreads * kStackBytes);
+  }
+
+  // Returns false if the barriers of the block diverge or a thread trapped.
+  bool run(void (*entry)(), unsigned long long seed) {
+    if (!stacks_) {
+      void* memory = mmap(nullptr, kMaxThreads * kStackBytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (memory == MAP_FAILED) return false;
+      stacks_ = static_cast<char*>(memory);
+    }
+    count_ = static_cast<int>(blockDim.x * blockDim.y * blockDim.z);
+    random_ = seed;
+    trapped_ = false;
+    for (int i = 0; i < count_; ++i) {
+      Fiber& fiber = fibers_[i];
+      fiber.state = State::kReady;
+      const unsigned plane = blockDim.x * blockDim.y;
+      fiber.index = {i % blockDim.x, i % plane / blockDim.x, i / plane};
+      fiber.context.prepare(stacks_ + i * kStackBytes, kStackBytes, entry);
+      order_[i] = i;
+    }
+    int left = count_;
+    while (left > 0) {
+      if (random_) shuffle_order();
+      bool progress = false;
+      for (int i = 0; i < count_; ++i) {
+        const int next = order_[i];
+        if (fibers_[next].state != State::kReady) continue;
+        progress = true;
+        resume(next);
+        if (trapped_) return false;
+        if (fibers_[next].state == State::kDone) --left;
+      }
+      if (!progress && !open_block_barrier()) return false;
+    }
+    return true;
+  }
+
+  void block_barrier() {
+    fibers_[current_].state = State::kAtBlockBarrier;
+    suspend();
+  }
+
+  void warp_barrier(unsigned mask) {
+    Fiber* warp = fibers_ + current_ / 32 * 32;
+    const int lanes = count_ - current_ / 32 * 32 < 32 ? count_ - current_ / 32 * 32 : 32;
+    fibers_[current_].state = State::kAtWarpBarrier;
+    fibers_[current_].warp_mask = mask;
+    bool open = true;
+    for (int i = 0; i < lanes; ++i) {
+      if (mask >> i & 1u) {
+        open &= warp[i].state == State::kAtWarpBarrier && warp[i].warp_mask == mask;
+      }
+    }
+    if (!open) {
+      suspend();
+      return;
+    }
+    for (int i = 0; i < lanes; ++i) {
+      if (mask >> i & 1u) warp[i].state = State::kReady;
+    }
+  }
+
+  [[noreturn]] void leave() {
+    fibers_[current_].state = State::kDone;
+    suspend();
+    abort();
+  }
+
+  [[noreturn]] void trap() {
+    trapped_ = true;
+    leave();
+  }
+
+  unsigned long long* warp_exchange() { return exchange_ + current_ / 32 * 32; }
+  bool trapped() const { return trapped_; }
+
+ private:
+  void resume(int next) {
+    current_ = next;
+    threadIdx = fibers_[next].index;
+#ifdef KVCUPY_ASAN
+    void* fake = nullptr;
+    __sanitizer_start_switch_fiber(&fake, stacks_ + next * kStackBytes, kStackBytes);
+#endif
+    switch_context(scheduler_, fibers_[next].context);
+#ifdef KVCUPY_ASAN
+    __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
+#endif
+  }
+
+  void suspend() {
+    Fiber& fiber = fibers_[current_];
+#ifdef KVCUPY_ASAN
+    void* fake = nullptr;
+    __sanitizer_start_switch_fiber(fiber.state == State::kDone ? nullptr : &fake, scheduler_bottom_,
+                                   scheduler_bytes_);
+#endif
+    switch_context(fiber.context, scheduler_);
+#ifdef KVCUPY_ASAN
+    __sanitizer_finish_switch_fiber(fake, &scheduler_bottom_, &scheduler_bytes_);
+#endif
+  }
+
+  bool open_block_barrier() {
+    bool any = false;
+    for (int i = 0; i < count_; ++i) {
+      if (fibers_[i].state == State::kAtWarpBarrier) return false;
+      any |= fibers_[i].state == State::kAtBlockBarrier;
+    }
+    for (int i = 0; i < count_; ++i) {
+      if (fibers_[i].state == State::kAtBlockBarrier) fibers_[i].state = State::kReady;
+    }
+    return any;
+  }
+
+  void shuffle_order() {
+    for (int i = count_ - 1; i > 0; --i) {
+      random_ ^= random_ << 13;  // xorshift64
+      random_ ^= random_ >> 7;
+      random_ ^= random_ << 17;
+      const int other = static_cast<int>(random_ % static_cast<unsigned>(i + 1));
+      const int kept = order_[i];
+      order_[i] = order_[other];
+      order_[other] = kept;
+    }
+  }
+
+ public:
+  // What ASan must know of the stack that the scheduler runs on.
+  const void* scheduler_bottom_ = nullptr;
+  size_t scheduler_bytes_ = 0;
+
+ private:
+  Fiber fibers_[kMaxThreads];
+  int order_[kMaxThreads];
+  unsigned long long exchange_[kMaxThreads];
+  Context scheduler_;
+  char* stacks_ = nullptr;
+  unsigned long long random_ = 0;
+  int count_ = 0;
+  int current_ = 0;
+  bool trapped_ = false;
+};
+
+}  // namespace kvcupy_host

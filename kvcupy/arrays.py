@@ -1,0 +1,213 @@
+"""ArrayView: pointer, shape, byte strides, format and device of any array, without a copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import dtypes
+
+
+class ArrayView:
+    """An array of any library, described by address.
+
+    Attributes
+    ----------
+    pointer : address of element (0, 0, ...)
+    shape : elements on each axis
+    strides : bytes between neighbours on each axis; zero and negative are possible
+    format : a name of `kvcupy.dtypes.FORMATS`, else a NumPy dtype name such as "int64"
+    itemsize : bytes an element
+    device : "host", "cuda:0", ...
+    library : "numpy", "cupy", "torch" or "dlpack"; whose current stream `stream=None` means
+    readonly : whether the exporter forbids writing
+    owner : the object that keeps the memory alive
+    """
+
+    __slots__ = (
+        "device", "format", "itemsize", "library", "owner", "pointer", "readonly", "shape",
+        "strides",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        pointer: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        format: str,
+        device: str,
+        *,
+        library: str = "numpy",
+        readonly: bool = False,
+        owner: object = None,
+    ) -> None:
+        self.pointer = pointer
+        self.shape = shape
+        self.strides = strides
+        self.format = format
+        self.itemsize = dtypes.numpy_dtype(format).itemsize
+        self.device = device
+        self.library = library
+        self.readonly = readonly
+        self.owner = owner
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        product = 1
+        for n in self.shape:
+            product *= n
+        return product
+
+    @property
+    def pinned(self) -> bool:
+        """Whether this is page-locked host memory, which a GPU reads and writes directly."""
+        from .devices import pinned
+
+        return self.device == "host" and pinned.is_pinned(self.owner)
+
+    def byte_range(self) -> tuple[int, int]:
+        """Return the first address, and the one past the last, that the view can touch."""
+        if self.size == 0:
+            return self.pointer, self.pointer
+        reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
+        low = self.pointer + sum(r for r in reach if r < 0)
+        high = self.pointer + sum(r for r in reach if r > 0) + self.itemsize
+        return low, high
+
+    def __getitem__(self, index: Any) -> ArrayView:
+        """Return part of the array, with the same tag (indexing as its library does it)."""
+        owner: Any = self.owner
+        return view_as(owner[index], self.format)
+
+    def __repr__(self) -> str:
+        return f"<{describe(self)} on {self.device} at {self.pointer:#x}>"
+
+
+def describe(view: ArrayView) -> str:
+    """Return shape and format as error messages show them: `(4, 8, 128) bf16`."""
+    return f"({', '.join(map(str, view.shape))}{',' if view.ndim == 1 else ''}) {view.format}"
+
+
+def overlap(a: ArrayView, b: ArrayView) -> bool:
+    """Return whether two views share a byte; interleaved views do not."""
+    a_low, a_high = a.byte_range()
+    b_low, b_high = b.byte_range()
+    if a_high <= b_low or b_high <= a_low:
+        return False
+    if a.device != b.device:
+        return False
+    return bool(np.shares_memory(_untyped(a), _untyped(b)))
+
+
+def _untyped(view: ArrayView) -> np.ndarray[Any, Any]:
+    """Return an array over addresses, of any device: its bytes are never touched."""
+    untyped = np.dtype((np.void, view.itemsize))
+    return array_at(None, view.pointer, view.shape, untyped, view.strides)
+
+
+class Memory:
+    """Bytes at an address, exported to NumPy as untyped elements. They live as long as `owner`."""
+
+    __slots__ = ("__array_interface__", "owner")
+
+    def __init__(
+        self,
+        owner: object,
+        pointer: int,
+        shape: tuple[int, ...],
+        itemsize: int,
+        strides: tuple[int, ...] | None,
+        *,
+        readonly: bool,
+    ) -> None:
+        self.owner = owner
+        self.__array_interface__: dict[str, Any] = {
+            "version": 3,
+            "data": (pointer, readonly),
+            "shape": shape,
+            "strides": strides,
+            "typestr": f"|V{itemsize}",
+        }
+
+
+def array_at(
+    owner: object,
+    pointer: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    strides: tuple[int, ...] | None = None,
+    *,
+    readonly: bool = False,
+    memory: type[Memory] = Memory,
+) -> np.ndarray[Any, Any]:
+    """Return the NumPy array at an address of host memory that `owner` keeps alive.
+
+    >>> source = np.arange(6, dtype=np.uint8)
+    >>> array_at(source, source.ctypes.data + 4, (3,), np.dtype(np.uint8), (-2,))
+    array([4, 2, 0], dtype=uint8)
+    """
+    exporter = memory(owner, pointer, shape, dtype.itemsize, strides, readonly=readonly)
+    return np.asarray(exporter).view(dtype)
+
+
+def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Return the byte strides of a C-contiguous array.
+
+    >>> contiguous_strides((4, 2, 3), 2)
+    (12, 6, 2)
+    """
+    strides: list[int] = []
+    for n in reversed(shape):
+        strides.insert(0, itemsize)
+        itemsize *= n
+    return tuple(strides)
+
+
+def view_as(array: Any, format: str) -> ArrayView:
+    """Tag an array of integers that holds the bits of a number format.
+
+    Parameters
+    ----------
+    array : uint16 or uint8 array (also int16, int8) of any library, any shape and strides
+    format : one of "fp32 fp16 bf16 fp8_e4m3 fp8_e5m2 int8"
+
+    Returns
+    -------
+    ArrayView : the same memory, accepted wherever an array is; it keeps `array` alive
+
+    Raises
+    ------
+    ValueError : unknown format, or its size is not the array's
+    TypeError : `array` holds neither integers nor that format
+
+    Examples
+    --------
+    >>> view_as(np.zeros((4, 8), np.uint16), "bf16")
+    <(4, 8) bf16 on host at 0x...>
+    """
+    if format not in dtypes.FORMATS:
+        raise ValueError(f"format: expected one of {', '.join(dtypes.FORMATS)}, got {format!r}")
+    from .exporters import view
+
+    v = view(array)
+    if v.format != format:
+        if not v.format.startswith(("int", "uint")):
+            raise TypeError(f"array: expected integers that hold {format} bits, got {v.format}")
+        if v.itemsize != dtypes.FORMATS[format].itemsize:
+            wanted = 8 * dtypes.FORMATS[format].itemsize
+            raise ValueError(f"array: expected {wanted}-bit integers for {format}, got {v.format}")
+    return ArrayView(
+        v.pointer,
+        v.shape,
+        v.strides,
+        format,
+        v.device,
+        library=v.library,
+        readonly=v.readonly,
+        owner=array if not isinstance(array, ArrayView) else array.owner,
+    )

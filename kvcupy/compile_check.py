@@ -1,0 +1,230 @@
+"""Compile every kernel for every architecture, on any machine, and look at what came out.
+
+A specialisation passes if it compiles without a warning, keeps everything in registers, uses no
+more of them than its budget, and, where it promises 16-byte accesses, if they are in its SASS.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .devices import nvrtc
+from .errors import CompileError
+from .kernels import Specialisation
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+# The most registers a thread of each kernel may use on any architecture. 64 lets 1024 threads share
+# a multiprocessor's 65536; a kernel that must hide more latency has less.
+REGISTER_BUDGET: dict[str, int] = {
+    "store_copy": 64,
+    "store_convert": 64,
+    "store_dynamic": 64,
+}
+
+_ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.E(?:\.\w+)*\.(?:128|256)\b")
+_WIDE_STORE = re.compile(r"\bSTG\.E(?:\.\w+)*\.(?:128|256)\b")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What ptxas says of one compiled kernel. Stack and spills are summed over its functions."""
+
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One specialisation on one architecture; it passes if `problems` is empty."""
+
+    specialisation: str
+    arch: str
+    usage: Usage | None
+    problems: tuple[str, ...]
+
+
+@dataclass
+class Report:
+    """What `check` found.
+
+    Attributes
+    ----------
+    entries : one for each specialisation and architecture, in that order
+    nvdisasm : the disassembler, or None: then the width of accesses was not looked at
+    seconds : how long it took
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    nvdisasm: Path | None = None
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong with any of them."""
+        return not self.problems
+
+    @property
+    def problems(self) -> list[str]:
+        """All problems, each with what it is about."""
+        return [f"{e.specialisation} {e.arch}: {p}" for e in self.entries for p in e.problems]
+
+    def __str__(self) -> str:
+        """Show one line a kernel and architecture: instantiations, and their most registers."""
+        groups: dict[tuple[str, str], list[Entry]] = {}
+        for entry in self.entries:
+            groups.setdefault((entry.specialisation.partition("<")[0], entry.arch), []).append(
+                entry
+            )
+        lines = [f"{'kernel':36} {'arch':8} {'count':>5} {'registers':>9} {'problems':>8}"]
+        for (kernel, arch), entries in groups.items():
+            most = max((e.usage.registers for e in entries if e.usage), default=0)
+            wrong = sum(bool(e.problems) for e in entries)
+            lines.append(f"{kernel:36} {arch:8} {len(entries):5} {most:9} {wrong:8}")
+        lines += self.problems
+        if self.nvdisasm is None:
+            lines.append(
+                "access widths not checked: no nvdisasm (pip install nvidia-cuda-nvdisasm)"
+            )
+        lines.append(f"{len(self.entries)} compiled in {self.seconds:.1f} s")
+        return "\n".join(lines)
+
+
+def check(
+    specialisations: Iterable[Specialisation] | None = None,
+    archs: Sequence[str] = ARCHS,
+    *,
+    promises_128_bits: Callable[[Specialisation], bool] = lambda _: False,
+    budgets: Mapping[str, int] = REGISTER_BUDGET,
+    threads: int = 2,
+    kernels_dir: Path | None = None,
+    options: Sequence[str] = (),
+) -> Report:
+    """Compile and check. Compiled kernels go to the disk cache on the way.
+
+    Parameters
+    ----------
+    specialisations : by default all that the operations can ask for
+    archs : names such as "sm_90"
+    promises_128_bits : tells which must have 16-byte loads and stores in their SASS
+    budgets : most registers, by kernel name
+    threads : how many compile at a time
+    kernels_dir : where the sources are, if not the package's own
+    options : further NVRTC options
+    """
+    if specialisations is None:
+        from .ops import specialisations as all_specialisations
+
+        specialisations = all_specialisations()
+    started = time.perf_counter()
+    nvdisasm = find_nvdisasm()
+
+    def check_one(task: tuple[Specialisation, str]) -> Entry:
+        specialisation, arch = task
+        try:
+            compiled = nvrtc.compile_cubin(
+                specialisation, arch, kernels_dir=kernels_dir, options=options, verbose=True
+            )
+        except CompileError as error:
+            return Entry(str(specialisation), arch, None, (str(error),))
+        if not compiled.target.startswith("sm_"):
+            problem = f"compiled to PTX only: this NVRTC is older than {arch}"
+            return Entry(str(specialisation), arch, None, (problem,))
+        usage = read_log(compiled.log, compiled.lowered_name)
+        problems = _judge(usage, specialisation.kernel.name, budgets)
+        if nvdisasm is not None and promises_128_bits(specialisation):
+            problems += missing_wide_accesses(disassemble(nvdisasm, compiled.image))
+        return Entry(str(specialisation), arch, usage, tuple(problems))
+
+    tasks = [(s, arch) for s in specialisations for arch in archs]
+    with ThreadPoolExecutor(threads) as pool:
+        entries = list(pool.map(check_one, tasks))
+    return Report(entries, nvdisasm, time.perf_counter() - started)
+
+
+def read_log(log: str, lowered_name: str) -> Usage:
+    """Return what a log of `--ptxas-options=-v` says of a kernel and all functions it calls.
+
+    Raises
+    ------
+    CompileError : the log says nothing of the kernel
+    """
+    if not any(match["name"] == lowered_name for match in _ENTRY.finditer(log)):
+        raise CompileError(f"the log does not speak of {lowered_name}", log)
+    registers = max((int(n) for n in _REGISTERS.findall(log)), default=0)
+    frames = [tuple(map(int, numbers)) for numbers in _STACK.findall(log)]
+    return Usage(
+        registers,
+        sum(stack for stack, _, _ in frames),
+        sum(stores + loads for _, stores, loads in frames),
+        tuple(line.strip() for line in log.splitlines() if re.search(r"\bwarning\b", line)),
+    )
+
+
+def _judge(usage: Usage, kernel: str, budgets: Mapping[str, int]) -> list[str]:
+    problems = list(usage.warnings)
+    if usage.stack_bytes or usage.spill_bytes:
+        problems.append(
+            f"{usage.stack_bytes} bytes of stack, {usage.spill_bytes} bytes spilled: expected none"
+        )
+    budget = budgets.get(kernel)
+    if budget is None:
+        problems.append(f"{kernel} has no entry in REGISTER_BUDGET")
+    elif usage.registers > budget:
+        problems.append(f"{usage.registers} registers, over the budget of {budget}")
+    return problems
+
+
+def find_nvdisasm() -> Path | None:
+    """Return NVIDIA's disassembler from its wheel or from PATH, or None."""
+    for entry in dict.fromkeys(sys.path):
+        for found in sorted(Path(entry or ".").glob("nvidia/*/bin/nvdisasm"), reverse=True):
+            return found
+    on_path = shutil.which("nvdisasm")
+    return Path(on_path) if on_path else None
+
+
+def disassemble(nvdisasm: Path, cubin: bytes) -> str:
+    """Return the SASS of a cubin.
+
+    Raises
+    ------
+    CompileError : nvdisasm refuses it
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(cubin)
+        done = subprocess.run(
+            [str(nvdisasm), "-c", str(file)], capture_output=True, text=True, check=False
+        )
+    if done.returncode != 0:
+        raise CompileError("nvdisasm failed", done.stderr)
+    return done.stdout
+
+
+def missing_wide_accesses(sass: str) -> list[str]:
+    """Return what is missing of 16-byte loads and stores of global memory.
+
+    >>> missing_wide_accesses("LDG.E.128 R4, [R2.64] ; STG.E.64 [R6.64], R4 ;")
+    ['no 16-byte store (STG.E.128) in its SASS']
+    """
+    problems = []
+    if not _WIDE_LOAD.search(sass):
+        problems.append("no 16-byte load (LDG.E.128) in its SASS")
+    if not _WIDE_STORE.search(sass):
+        problems.append("no 16-byte store (STG.E.128) in its SASS")
+    return problems

@@ -1,0 +1,66 @@
+"""The processors that kvcupy runs on, found by name."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from .protocol import Device
+
+_devices: dict[str, Device] = {}
+_lock = threading.Lock()
+
+
+def get(device: Any = None) -> Device:
+    """Return a Device from its name, from a Device, or the default one for None."""
+    if device is None:
+        return default_device()
+    if not isinstance(device, str):
+        if not hasattr(device, "fault_pointer"):
+            raise TypeError(f'device: expected a Device, "host" or "cuda:0", got {device!r}')
+        found: Device = device
+        return found
+    known = _devices.get(device)
+    return known if known is not None else _open(device)
+
+
+def _open(name: str) -> Device:
+    kind, _, index = name.partition(":")
+    if kind not in ("host", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+        raise ValueError(f'device: expected "host", "cuda" or "cuda:<number>", got {name!r}')
+    full_name = "host" if kind == "host" else f"cuda:{int(index or 0)}"
+    with _lock:
+        if full_name not in _devices:
+            if kind == "host":
+                from .host import HostDevice
+
+                _devices[full_name] = HostDevice()
+            else:
+                from .cuda import CudaDevice
+
+                _devices[full_name] = CudaDevice(int(index or 0))
+        _devices[name] = _devices[full_name]
+        return _devices[name]
+
+
+def default_device() -> Device:
+    """Return `cuda:0` if a GPU is usable, else `host`."""
+    from .cuda import cuda_available
+
+    return get("cuda:0" if cuda_available() else "host")
+
+
+def device(name: str) -> Device:
+    """Return a device by name: "host", "cuda" (the first GPU) or "cuda:1".
+
+    Raises
+    ------
+    ValueError : the name is none of these
+    DeviceError : there is no such GPU, or it cannot be used
+
+    Examples
+    --------
+    >>> device("host").name
+    'host'
+    """
+    return get(name)

@@ -1,0 +1,176 @@
+"""The disk cache of compiled kernels: cubins as bytes, host kernels as shared libraries.
+
+It lies in `$KVCUPY_CACHE_DIR`, else in `~/.cache/kvcupy`. An entry is its content followed by a
+checksum, so that an entry of any kind is one file, put in place by one rename: a loader of shared
+libraries never looks past the end of the ones it knows. An entry that fails its checksum is removed
+and counts as missing. Where the directory cannot be written, nothing is kept and nothing fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+_MAGIC = b"kvcupy01"
+_TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
+
+_locks: dict[str, threading.Lock] = {}
+_locks_guard = threading.Lock()
+_own_folders: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def directory() -> Path:
+    """Return the folder of the cache, which need not exist.
+
+    Notes
+    -----
+    Read from the environment at every call: a test, or a job, may point it elsewhere.
+    """
+    named = os.environ.get("KVCUPY_CACHE_DIR")
+    if named:
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "kvcupy"
+    except RuntimeError:  # no home: a place that can never be written
+        return Path(os.devnull) / "kvcupy"
+
+
+def key(kind: str, *parts: str) -> str:
+    """Return the key of an entry: a digest of its kind and of everything it was made from.
+
+    >>> key("cubin", "a", "bc") != key("cubin", "ab", "c")
+    True
+    """
+    total = hashlib.sha256()
+    for part in (kind, *parts):
+        data = part.encode()
+        total.update(len(data).to_bytes(8, "little"))
+        total.update(data)
+    return f"{kind}-{total.hexdigest()}"
+
+
+def path(key: str, suffix: str = "") -> Path:
+    """Return where the entry `key` lies, or would lie."""
+    return directory() / f"{key}{suffix}"
+
+
+def load(key: str, suffix: str = "") -> bytes | None:
+    """Return the content of an entry, or None if it is missing or damaged (then it is removed)."""
+    place = path(key, suffix)
+    try:
+        data = place.read_bytes()
+    except OSError:
+        return None
+    content, trailer = data[:-_TRAILER_BYTES], data[-_TRAILER_BYTES:]
+    if trailer == _trailer(content):
+        return content
+    with contextlib.suppress(OSError):
+        place.unlink()
+    return None
+
+
+def store(key: str, content: bytes, suffix: str = "") -> Path | None:
+    """Keep `content` under `key`; return its file, or None where nothing can be written."""
+    place = path(key, suffix)
+    temporary: str | None = None
+    try:
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".new-", delete=False) as file:
+            temporary = file.name
+            file.write(content)
+            file.write(_trailer(content))
+        Path(temporary).replace(place)
+    except OSError:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+        return None
+    return place
+
+
+@contextlib.contextmanager
+def locked(key: str) -> Iterator[None]:
+    """Hold the lock of `key` against other threads and, where files can be locked, processes."""
+    with _locks_guard:
+        mine = _locks.setdefault(key, threading.Lock())
+    with mine, contextlib.ExitStack() as stack:
+        file = _lock_file(key)
+        if file is not None:
+            stack.enter_context(file)
+            _flock(file)
+        yield
+
+
+def get_or_make(key: str, make: Callable[[], bytes], suffix: str = "") -> bytes:
+    """Return the content of an entry, made by `make` if it is missing, once for all who ask."""
+    content = load(key, suffix)
+    if content is not None:
+        return content
+    with locked(key):
+        content = load(key, suffix)
+        if content is None:
+            content = make()
+            store(key, content, suffix)
+    return content
+
+
+def file(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
+    """Return the file of an entry, which `make` writes if it is missing.
+
+    Parameters
+    ----------
+    make : writes a file at the path that it is given
+
+    Notes
+    -----
+    Where the cache cannot be written, the file lies in a folder that goes when the process ends.
+    """
+    if load(key, suffix) is not None:
+        return path(key, suffix)
+    with locked(key):
+        if load(key, suffix) is not None:
+            return path(key, suffix)
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / f"made{suffix}"
+            make(made)
+            content = made.read_bytes()
+        kept = store(key, content, suffix)
+        if kept is None:
+            kept = _own_folder() / f"{key}{suffix}"
+            kept.write_bytes(content)
+        return kept
+
+
+def _own_folder() -> Path:
+    if not _own_folders:
+        _own_folders.append(tempfile.TemporaryDirectory(prefix="kvcupy-"))
+    return Path(_own_folders[0].name)
+
+
+def _trailer(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest() + _MAGIC
+
+
+def _lock_file(key: str) -> IO[bytes] | None:
+    folder = directory() / "locks"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return (folder / key).open("ab")
+    except OSError:
+        return None
+
+
+def _flock(file: IO[bytes]) -> None:
+    """Wait for the file's lock, which closing the file releases."""
+    try:
+        import fcntl
+    except ImportError:  # not on this system: two processes may then compile the same thing
+        return
+    with contextlib.suppress(OSError):  # a file system without locks: likewise
+        fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,0 +1,94 @@
+"""Other libraries' streams: the current one of CuPy or torch, and any that is passed as `stream=`.
+
+The current stream is asked for at every call. One remembered from an earlier call would send work
+to a stream that nobody waits for, or leave it out of a capture.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from .cuda_streams import Stream
+
+if TYPE_CHECKING:
+    from .cuda import CudaDevice
+
+
+def current_stream(device: CudaDevice, library: str) -> Stream:
+    """Return the current stream of torch, or of CuPy for any other library's arrays."""
+    if library == "torch":
+        theirs = sys.modules["torch"].cuda.current_stream(device.index)
+        return Stream(device, theirs.cuda_stream, theirs, library="torch")
+    cupys = device.api.cupy.cuda.get_current_stream(device.index)
+    return Stream(device, cupys.ptr, cupys, cupy_stream=cupys, library="cupy")
+
+
+def is_ordered(owner: Any, stream: Stream) -> bool:
+    """Return whether `stream` is the current one of the library that `owner` comes from."""
+    library = library_of(owner.__class__)
+    if not library:
+        return owner is None
+    if stream.library:
+        return stream.library == library
+    return current_stream(stream.device, library) == stream
+
+
+def adopt(device: CudaDevice, stream: Any) -> Stream:
+    """Return somebody else's stream as one of `device`.
+
+    Raises
+    ------
+    TypeError : it is no stream
+    ValueError : it belongs to another device
+    """
+    cuda = device.api.cupy.cuda
+    if isinstance(stream, (cuda.Stream, cuda.ExternalStream)):
+        _require_index(device, stream, stream.device_id)
+        return Stream(device, stream.ptr, stream, cupy_stream=stream)
+    theirs = getattr(stream, "device", None)
+    if getattr(theirs, "kind", "cuda") != "cuda":  # a stream of kvcupy's host device
+        raise ValueError(f"stream: expected one of {device.name}, got {stream!r}")
+    if isinstance(pointer := getattr(stream, "cuda_stream", None), int):  # torch
+        _require_index(device, stream, getattr(theirs, "index", None))
+        return Stream(device, pointer, stream)
+    pointer = _protocol_pointer(stream)
+    index = getattr(theirs, "device_id", None)  # cuda.core
+    _require_index(device, stream, index if isinstance(index, int) else None)
+    return Stream(device, pointer, stream)
+
+
+def _protocol_pointer(stream: Any) -> int:
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is None or isinstance(stream, type):
+        raise TypeError(
+            "stream: expected None, a kvcupy, CuPy or torch stream, or an object with "
+            f"__cuda_stream__, got {type(stream).__name__}"
+        )
+    answer = protocol() if callable(protocol) else protocol
+    match answer:
+        case (0, int(pointer)):
+            return pointer
+    raise TypeError(f"stream: expected __cuda_stream__() == (0, address), got {answer!r}")
+
+
+def _require_index(device: CudaDevice, stream: object, index: int | None) -> None:
+    if index is not None and index not in (-1, device.index):  # CuPy's -1: any device
+        raise ValueError(
+            f"stream: expected one of {device.name}, got one of cuda:{index}: {stream!r}"
+        )
+
+
+@lru_cache(maxsize=256)
+def library_of(kind: type[Any]) -> str:
+    """Return whose allocator is behind objects of a type: "cupy", "torch", or "" for others.
+
+    >>> library_of(list)
+    ''
+    """
+    for base in kind.__mro__:
+        root, name = base.__module__.partition(".")[0], base.__name__
+        if (root, name) in (("cupy", "ndarray"), ("torch", "Tensor")):
+            return root
+    return ""

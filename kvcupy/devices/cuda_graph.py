@@ -1,0 +1,123 @@
+"""Captures and the graphs that they become."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from .. import observe
+from ..errors import CaptureError, DeviceError
+from .cuda_api import UNJOINED
+
+if TYPE_CHECKING:
+    from .cuda import CudaDevice
+    from .cuda_streams import Stream
+
+
+class Graph:
+    """Captured work, or a capture in progress. Each launch reads its arrays anew.
+
+    Attributes
+    ----------
+    open : whether the capture goes on
+    kept : what the captured work needs: arrays, host functions, graphs within the graph
+    last_stream : where it was last launched, so that a host function's failure surfaces there
+    """
+
+    def __init__(self, device: CudaDevice | None) -> None:
+        self.device = device
+        self.open = True
+        self.kept: list[object] = []
+        self.last_stream = 0
+        self._streams: list[Stream] = []
+        self._graph: Any = None
+
+    def begin(self, stream: Stream) -> None:
+        """Start capturing `stream`."""
+        device = stream.device
+        try:
+            with device.current():
+                stream.cupy.begin_capture(device.api.runtime.streamCaptureModeRelaxed)
+        except device.api.errors as error:
+            raise device.api.failure(f"capture of {stream!r}", error) from error
+        self.last_stream = stream.pointer
+        self.join(stream)
+
+    def join(self, stream: Stream) -> None:
+        """Note that `stream` takes part, because it waited for a captured one."""
+        if self is FOREIGN:
+            return
+        self._streams.append(stream)
+        stream.device.captures[stream.pointer] = self
+
+    def finish(self) -> None:
+        """End the capture and make the graph ready for launches."""
+        device = self._origin.device
+        try:
+            with device.current():
+                self._graph = self._origin.cupy.end_capture()
+        except device.api.errors as error:
+            if getattr(error, "status", None) == UNJOINED:
+                forks = ", ".join(sorted({s.name for s in self._streams[1:]})) or "a stream"
+                raise CaptureError(
+                    f"{forks}: forked into the capture of {self._origin.name} and not joined; let "
+                    f"{self._origin.name} wait for it before the block ends"
+                ) from error
+            raise device.api.failure(f"end of the capture of {self._origin!r}", error) from error
+        finally:
+            self._close()
+
+    def abort(self) -> None:
+        """End the capture and drop what it holds; the streams are usable again."""
+        try:
+            # Spoilt, or with a fork unjoined: CUDA complains and ends it all the same.
+            with self._origin.device.current(), suppress(RuntimeError):
+                self._origin.cupy.end_capture()
+        finally:
+            self._close()
+
+    def launch(self, stream: Any = None) -> None:
+        """Replay on a stream; None is CuPy's current one.
+
+        Raises
+        ------
+        CaptureError : the capture has not ended, or failed
+
+        Notes
+        -----
+        Capture: legal on another stream; the graph becomes part of the other one.
+        """
+        if self._graph is None or self.device is None:
+            raise CaptureError("the graph cannot be launched: its capture did not end well")
+        target = self.device.as_stream(stream, "cupy")
+        observe.issue(
+            lambda: observe.Operation("graph", target),
+            lambda: self._launch(target),
+        )
+
+    def _launch(self, target: Stream) -> None:
+        device = target.device
+        self.last_stream = target.pointer
+        try:
+            with device.current():
+                self._graph.launch(target.cupy)
+        except device.api.errors as error:
+            raise device.api.failure(f"launch of a graph on {target!r}", error) from error
+        device.retain(target, (self,))
+
+    @property
+    def _origin(self) -> Stream:
+        if not self._streams:
+            raise DeviceError("the capture was never begun")
+        return self._streams[0]
+
+    def _close(self) -> None:
+        self.open = False
+        if self._graph is None:
+            self.kept.clear()
+        for stream in self._streams:
+            stream.device.captures.pop(stream.pointer, None)
+
+
+FOREIGN = Graph(None)
+"""Stands for a capture that another library began; whoever did keeps its arrays alive."""

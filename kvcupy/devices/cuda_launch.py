@@ -1,0 +1,192 @@
+"""Kernels on a GPU: a loaded function, and the shortest way from packed bytes to a launch.
+
+A kernel takes one struct, so the driver wants one pointer to it. Each thread has a buffer whose
+address, and whose pointer's address, are known beforehand; a launch copies the struct there and
+calls `cuLaunchKernel` through CuPy with plain integers. The driver copies the struct before it
+returns.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import CompileError, KvcupyError
+from ..kernels import Specialisation, pointer_fields
+from . import nvrtc
+from .cuda_api import (
+    DEFAULT_SMEM_BYTES,
+    FUNCTION_MAX_DYNAMIC_SMEM,
+    FUNCTION_STATIC_SMEM,
+    CudaApi,
+)
+
+if TYPE_CHECKING:
+    from .cuda_streams import Stream
+
+_BUFFER_BYTES = 4096  # the most that all architectures take as parameters
+
+
+class CudaFunction:
+    """A specialisation loaded on one device.
+
+    Attributes
+    ----------
+    pointer : the driver's function
+    function : CuPy's, which keeps its module loaded
+    smem_ready : the most dynamic shared memory that may be asked for as things stand
+    """
+
+    __slots__ = ("_lock", "function", "params_bytes", "pointer", "smem_ready", "specialisation")
+
+    def __init__(self, specialisation: Specialisation, function: Any, static_smem: int) -> None:
+        self.specialisation = specialisation
+        self.function = function
+        self.pointer = int(function.ptr)
+        self.params_bytes = specialisation.kernel.params.itemsize
+        self.smem_ready = DEFAULT_SMEM_BYTES - static_smem
+        self._lock = threading.Lock()
+
+    def allow_smem(self, api: CudaApi, smem_bytes: int) -> None:
+        """Let the function have more dynamic shared memory than is given without asking."""
+        with self._lock:
+            if smem_bytes > self.smem_ready:
+                api.driver.funcSetAttribute(self.pointer, FUNCTION_MAX_DYNAMIC_SMEM, smem_bytes)
+                self.smem_ready = smem_bytes
+
+
+class ParamsBuffer(threading.local):
+    """Where this thread puts the struct of a launch.
+
+    Attributes
+    ----------
+    view : writable bytes
+    arguments : address of the `void*[1]` that points to them
+    """
+
+    def __init__(self) -> None:
+        self._bytes = (ctypes.c_uint64 * (_BUFFER_BYTES // 8))()
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._bytes))
+        self.view = memoryview(self._bytes).cast("B")
+        self.arguments = ctypes.addressof(self._pointers)
+        self.ready = False  # whether this thread has the device's context
+
+
+class Launcher:
+    """Loads and launches the kernels of one device. The caller makes the device current."""
+
+    def __init__(self, api: CudaApi, index: int, arch: str) -> None:
+        self._api = api
+        self._index = index
+        self._arch = arch
+        self._buffer = ParamsBuffer()
+        self._functions: dict[Specialisation, CudaFunction] = {}
+        self._refused: dict[Specialisation, tuple[str, str]] = {}
+        self._loading: dict[Specialisation, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def known(self, specialisation: Specialisation) -> CudaFunction | None:
+        """Return a specialisation that is loaded already."""
+        return self._functions.get(specialisation)
+
+    def load(self, specialisation: Specialisation) -> CudaFunction:
+        """Compile, or find compiled, and load; one thread does, the others wait for it.
+
+        Raises
+        ------
+        CompileError : with the compiler's or the driver's complaint; another call repeats it
+        """
+        with self._lock:
+            loading = self._loading.setdefault(specialisation, threading.Lock())
+        with loading:
+            if specialisation in self._refused:
+                raise CompileError(*self._refused[specialisation])
+            function = self._functions.get(specialisation)
+            if function is None:
+                try:
+                    function = self._load(specialisation)
+                except CompileError as error:
+                    text = str(error).removesuffix(f"\n{error.log}")
+                    self._refused[specialisation] = (text, error.log)
+                    raise
+                self._functions[specialisation] = function
+            return function
+
+    def _load(self, specialisation: Specialisation) -> CudaFunction:
+        compiled = nvrtc.compile_cubin(specialisation, self._arch)
+        api = self._api
+        try:
+            module = api.cupy.cuda.Module()
+            module.load(compiled.image)
+            function = module.get_function(compiled.lowered_name)
+            static_smem = api.driver.funcGetAttribute(FUNCTION_STATIC_SMEM, function.ptr)
+        except api.errors as error:
+            raise CompileError(
+                f"{specialisation}, compiled for {compiled.target}, cannot be loaded: {error}"
+            ) from error
+        return CudaFunction(specialisation, function, static_smem)
+
+    def launch(
+        self,
+        function: CudaFunction,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        smem_bytes: int,
+        params: bytes,
+        stream: Stream,
+    ) -> None:
+        """Launch; CuPy's exceptions pass."""
+        api, buffer = self._api, self._buffer
+        if not buffer.ready:  # a thread has no context before its first call of the runtime
+            api.runtime.setDevice(self._index)
+            api.runtime.memGetInfo()
+            buffer.ready = True
+        if smem_bytes > function.smem_ready:
+            function.allow_smem(api, smem_bytes)
+        if api.can_launch_packed and len(params) <= _BUFFER_BYTES:
+            buffer.view[: len(params)] = params
+            api.driver.launchKernel(
+                function.pointer, *grid, *block, smem_bytes, stream.pointer, buffer.arguments, 0
+            )
+        else:  # CuPy passes a structured array of one element by value
+            struct = np.frombuffer(params, function.specialisation.kernel.params)
+            function.function(grid, block, (struct,), shared_mem=smem_bytes, stream=stream.cupy)
+
+
+def launch_failure(
+    api: CudaApi,
+    device_name: str,
+    function: CudaFunction,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    smem_bytes: int,
+    params: bytes,
+    stream: object,
+    error: Exception,
+) -> KvcupyError:
+    """Return the error of a refused launch, with everything that was asked for."""
+    what = (
+        f"{function.specialisation} failed on {device_name}: grid {grid}, block {block}, "
+        f"{smem_bytes} bytes of shared memory, {stream!r}, "
+        f"arguments {describe_params(function.specialisation.kernel.params, params)}"
+    )
+    return api.failure(what, error)
+
+
+def describe_params(dtype: np.dtype[Any], params: bytes) -> str:
+    """Return the fields of a packed struct as text, addresses in hexadecimal.
+
+    >>> dtype = np.dtype([("data", np.uint64), ("count", np.int32)], align=True)
+    >>> describe_params(dtype, np.array([(255, 3)], dtype).tobytes())
+    '{data: 0xff, count: 3}'
+    """
+    record = np.frombuffer(params, dtype)[0]
+    addresses = pointer_fields(dtype)
+    shown = (
+        f"{name}: {int(record[name]):#x}" if i < addresses else f"{name}: {record[name]}"
+        for i, name in enumerate(dtype.names or ())
+    )
+    return "{" + ", ".join(shown) + "}"

@@ -1,0 +1,132 @@
+"""Compiling a kernel for this processor with whatever C++ compiler there is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from .. import sources
+from ..errors import CompileError
+from ..kernels import Specialisation
+from . import cache
+
+# Exactly the kernel's own arithmetic: no contraction into FMA, no fast-math.
+_FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing",
+    "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler that answered: the command that starts it, the first line of its version."""
+
+    command: tuple[str, ...]
+    version: str
+
+    @property
+    def is_zig(self) -> bool:
+        return "ziglang" in self.command
+
+
+def _candidates() -> list[list[str]]:
+    found = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else []
+    found += [[path] for name in ("c++", "g++", "clang++") if (path := shutil.which(name))]
+    if find_spec("ziglang") is not None:
+        found.append([sys.executable, "-m", "ziglang", "c++"])
+    return found
+
+
+@lru_cache(maxsize=1)
+def find_compiler() -> Compiler | None:
+    """Return the first of $CXX, c++, g++, clang++ and the ziglang wheel that runs, or None."""
+    for command in _candidates():
+        try:
+            answer = subprocess.run(
+                [*command, "--version"], capture_output=True, text=True, timeout=60, check=True
+            )
+        except (OSError, subprocess.SubprocessError):
+            continue  # not usable; the next one may be
+        return Compiler(tuple(command), (answer.stdout.splitlines() or [""])[0])
+    return None
+
+
+@lru_cache(maxsize=1)
+def _processor() -> str:
+    """Identify the instruction set: objects are built for the processor that they are built on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = ""
+    if cpuinfo.is_file():
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+        flags = next((s for s in lines if s.lower().startswith(("flags", "features"))), "")
+    return f"{platform.machine()} {hashlib.sha256(flags.encode()).hexdigest()[:16]}"
+
+
+def _program(specialisation: Specialisation) -> str:
+    kernel = specialisation.kernel
+    runner = "run_fiber_block" if kernel.barriers else "run_plain_block"
+    return (
+        '#include "host/runner.h"\n'
+        f'#include "{kernel.source}"\n'
+        f"KVCUPY_HOST_KERNEL({runner}, {kernel.struct}, {specialisation.expression})\n"
+    )
+
+
+def build(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> Path:
+    """Return the shared library of a specialisation, compiling it unless the cache has it.
+
+    Raises
+    ------
+    CompileError : no compiler, no CUDA headers, or the compiler's own complaint
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise CompileError("no C++ compiler was found (pip install kvcupy[host] brings one)")
+    includes = sources.cuda_include_dirs(12)
+    if not includes:
+        raise CompileError(
+            "NVIDIA's number-format headers were not found (pip install kvcupy[host])"
+        )
+    program = _program(specialisation)
+    native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+    flags = (*_FLAGS, native, *extra_flags)
+    key = cache.key(
+        "host", sources.digest(), program, *flags, compiler.version, *compiler.command,
+        _processor(), *map(str, includes),
+    )  # fmt: skip
+    return cache.file(key, ".so", lambda target: _compile(compiler, program, flags, target))
+
+
+def _compile(compiler: Compiler, program: str, flags: tuple[str, ...], target: Path) -> None:
+    kernels = sources.kernels_dir()
+    search = [f"-I{kernels}", f"-I{kernels / 'host'}"]
+    for headers in sources.cuda_include_dirs(12):
+        search += ["-isystem", str(headers)]
+    with tempfile.TemporaryDirectory() as folder:
+        source, built = Path(folder) / "kernel.cpp", Path(folder) / "kernel.o"
+        source.write_text(program)
+        _run([*compiler.command, *flags, *search, "-c", str(source), "-o", str(built)], program)
+        # zig c++ would first build a C++ library, which the kernels do not need.
+        linker = (*compiler.command[:-1], "cc") if compiler.is_zig else compiler.command
+        sanitizers = [flag for flag in flags if flag.startswith("-fsanitize")]
+        _run([*linker, *sanitizers, "-shared", "-pthread", str(built), "-o", str(target)], program)
+
+
+def _run(command: list[str], program: str) -> None:
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise CompileError(f"{command[0]} could not be started: {error}") from error
+    if result.returncode != 0:
+        kernel = program.splitlines()[-1]
+        raise CompileError(f"{command[0]} failed on {kernel}", result.stderr or result.stdout)

@@ -1,0 +1,258 @@
+"""The host device: this processor, running the same kernels that a GPU runs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from .. import arrays, dtypes, observe
+from ..errors import CaptureError, DeviceError
+from ..exporters import view as as_view
+from ..kernels import Specialisation
+from . import cxx, pinned
+from .host_streams import HostEvent, HostStream, InlineStream
+
+# Config of kernels_src/host/runner.h: grid, block, smem_bytes, max_workers, seed.
+_CONFIG = struct.Struct("@3I3IIIQ")
+
+_STATUS = {
+    1: "a thread trapped",
+    2: "the barriers of a block diverge: some threads wait where others never come",
+    3: "the kernel is declared without barriers but reached one",
+    4: "no memory for its block",
+}
+
+_MAX_SMEM_BYTES = 227 * 1024
+_ALIGNMENT = 256  # of allocations, as on a GPU
+
+
+class HostFunction:
+    """A specialisation compiled for this processor and loaded."""
+
+    def __init__(self, specialisation: Specialisation, library: ctypes.CDLL) -> None:
+        self.specialisation = specialisation
+        self.entry = library.kvcupy_launch
+        self.entry.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+        self.entry.restype = ctypes.c_int
+
+
+class HostDevice:
+    """The host device. There is one object, `kvcupy.device("host")`.
+
+    `thread_order_seed` shuffles the order in which threads of a block run (0: by index);
+    `num_workers` bounds the threads that a launch uses; `extra_flags` go to the compiler.
+    """
+
+    name = "host"
+    kind = "host"
+
+    def __init__(self) -> None:
+        count = getattr(os, "sched_getaffinity", None)
+        self.num_workers: int = len(count(0)) if count else os.cpu_count() or 1
+        self.multiprocessors = self.num_workers
+        self.thread_order_seed = 0
+        self.extra_flags: tuple[str, ...] = ()
+        self._inline = InlineStream(self)
+        self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
+        self._functions: dict[tuple[Specialisation, tuple[str, ...]], HostFunction] = {}
+        self._lock = threading.Lock()
+        self._faults = np.zeros(4, np.int64)
+        self.fault_pointer = self._faults.ctypes.data
+
+    def __repr__(self) -> str:
+        return "<kvcupy device host>"
+
+    # --- Memory ---
+
+    def empty(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
+        """Return an uninitialised array, aligned to 256 bytes; `dtype` may be a format name."""
+        return _allocate(np.empty, shape, dtype)
+
+    def zeros(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
+        """Return an array of zeros; `dtype` may be a format name."""
+        return _allocate(np.zeros, shape, dtype)
+
+    def empty_pinned(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
+        """Return uninitialised memory of exact size that `ArrayView.pinned` recognises."""
+        array = self.empty(shape, dtype)
+        return pinned.wrap(array, array.ctypes.data, array.shape, array.dtype)
+
+    def asarray(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return a copy of a NumPy array on this device."""
+        copy = self.empty(np.shape(array), np.asarray(array).dtype)
+        copy[...] = array
+        return copy
+
+    def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        """Return a copy of an array of this device as NumPy array (bf16, fp8: ml_dtypes)."""
+        view = as_view(array)
+        return self.carrier(view).view(dtypes.numpy_dtype(view.format)).copy()
+
+    def carrier(self, view: arrays.ArrayView) -> np.ndarray[Any, Any]:
+        """Return the bytes of a view as NumPy array of the carrier dtype, without a copy."""
+        return arrays.array_at(
+            view.owner, view.pointer, view.shape, dtypes.carrier_dtype(view.format), view.strides,
+            readonly=view.readonly,
+        )  # fmt: skip
+
+    def copy(self, dst: Any, src: Any, *, stream: Any = None) -> None:
+        """Copy `src` to `dst`, of equal shape and format, in the order of `stream`.
+
+        Raises
+        ------
+        ValueError : shapes or formats differ, or `dst` cannot be written
+        """
+        to, of = as_view(dst, "dst"), as_view(src, "src")
+        if to.shape != of.shape or to.format != of.format:
+            raise ValueError(f"dst: expected {arrays.describe(of)}, got {arrays.describe(to)}")
+        if to.readonly:
+            raise ValueError("dst: expected a writable array, got a read-only one")
+        target, source = self.carrier(to), self.carrier(of)
+        on = self.as_stream(stream)
+        observe.issue(
+            lambda: observe.Operation(
+                "copy", on, reads=(observe.Access(of),), writes=(observe.Access(to),)
+            ),
+            lambda: on.enqueue(lambda: _copy(target, source)),
+        )
+
+    # --- Streams ---
+
+    def stream(self, priority: int = 0) -> HostStream:
+        """Return a new stream. Lower priorities go first (negative ones take a privilege)."""
+        stream = HostStream(self, priority)
+        self._streams.add(stream)
+        return stream
+
+    def event(self, timing: bool = False) -> HostEvent:
+        """Return an event, not yet recorded."""
+        return HostEvent(timing)
+
+    def as_stream(self, stream: Any, library: str = "numpy") -> InlineStream | HostStream:
+        """Return `stream` as a stream of this device; None is the calling thread."""
+        if stream is None:
+            return self._inline
+        if isinstance(stream, (HostStream, InlineStream)):
+            return stream
+        raise TypeError(f"stream: expected None or a stream of the host device, got {stream!r}")
+
+    def synchronize(self) -> None:
+        """Wait for all streams; raise the first failure among them."""
+        streams = list(self._streams)
+        for stream in streams:
+            if stream.capturing:
+                raise CaptureError(f"{stream.name} is being captured: synchronising is illegal")
+        failure: DeviceError | None = None
+        for stream in streams:
+            try:
+                stream.synchronize()
+            except DeviceError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    # --- Kernels ---
+
+    def load(self, specialisation: Specialisation) -> HostFunction:
+        """Return a specialisation, compiled and loaded at the first call."""
+        key = (specialisation, self.extra_flags)
+        known = self._functions.get(key)
+        if known is not None:
+            return known
+        library = ctypes.CDLL(str(cxx.build(specialisation, self.extra_flags)))
+        with self._lock:
+            return self._functions.setdefault(key, HostFunction(specialisation, library))
+
+    def launch(
+        self,
+        function: HostFunction,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        smem_bytes: int,
+        params: bytes,
+        stream: Any,
+        keep: Sequence[object] = (),
+    ) -> None:
+        """Run a grid in the order of `stream`; `keep` lives until it is done."""
+        config = _config(grid, block, smem_bytes, self.num_workers, self.thread_order_seed)
+        if stream is self._inline:
+            status = function.entry(params, config)
+            if status:
+                raise _failure(function, grid, block, smem_bytes, status)
+            return
+
+        def run(_keep: Sequence[object] = keep) -> None:
+            status = function.entry(params, config)
+            if status:
+                raise _failure(function, grid, block, smem_bytes, status)
+
+        stream.enqueue(run)
+
+    def run(self, function: Callable[[], object], stream: Any, keep: Sequence[object] = ()) -> None:
+        """Run a function on NumPy arrays in the order of `stream`."""
+
+        def run(_keep: Sequence[object] = keep) -> None:
+            function()
+
+        stream.enqueue(run)
+
+    def fault_array(self) -> np.ndarray[Any, Any]:
+        """Return the fault record."""
+        return self._faults
+
+
+def _allocate(make: Callable[..., Any], shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
+    wanted = dtypes.numpy_dtype(dtype)
+    shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * wanted.itemsize
+    raw: np.ndarray[Any, Any] = make(num_bytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + num_bytes].view(wanted).reshape(shape)
+
+
+def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
+    if target.flags.c_contiguous and source.flags.c_contiguous:
+        ctypes.memmove(target.ctypes.data, source.ctypes.data, target.nbytes)
+    else:
+        np.copyto(target, source)
+
+
+@lru_cache(maxsize=4096)
+def _config(
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    smem_bytes: int,
+    num_workers: int,
+    seed: int,
+) -> bytes:
+    """Pack a launch configuration, refusing what a GPU would refuse."""
+    limits = (("grid", grid, (2**31 - 1, 65535, 65535)), ("block", block, (1024, 1024, 64)))
+    for name, sizes, most in limits:
+        if any(not 1 <= n <= m for n, m in zip(sizes, most, strict=True)):
+            raise DeviceError(f"bad launch: {name} {sizes}, expected 1 to {most}")
+    if block[0] * block[1] * block[2] > 1024:
+        raise DeviceError(f"bad launch: block {block} has more than 1024 threads")
+    if not 0 <= smem_bytes <= _MAX_SMEM_BYTES:
+        raise DeviceError(f"bad launch: {smem_bytes} bytes of shared memory")
+    return _CONFIG.pack(*grid, *block, smem_bytes, num_workers, seed)
+
+
+def _failure(
+    function: HostFunction,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    smem_bytes: int,
+    status: int,
+) -> DeviceError:
+    return DeviceError(
+        f"{function.specialisation} failed on host: {_STATUS.get(status, status)} "
+        f"(grid {grid}, block {block}, {smem_bytes} bytes of shared memory)"
+    )

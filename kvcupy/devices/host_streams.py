@@ -1,0 +1,409 @@
+"""Streams, events and graphs of the host device.
+
+A stream is a thread that works off a queue. `stream=None` is the calling thread itself
+(`InlineStream`). A captured stream writes its work into a program instead of its queue; replaying
+the graph puts that program back on queues.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from .. import observe
+from ..errors import CaptureError, DeviceError
+
+if TYPE_CHECKING:
+    from .host import HostDevice
+
+Task = Callable[["_State"], "_Marker | None"]  # returns the marker that it passes
+
+
+class _Marker:
+    """One passing of a point in a stream: done or not, when, and after which failure."""
+
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+        self.time_ns = 0
+        self.error: BaseException | None = None
+
+    def finish(self, error: BaseException | None) -> None:
+        self.time_ns = time.perf_counter_ns()
+        self.error = error
+        self.passed.set()
+
+
+class HostEvent:
+    """A point in a host stream; recording it again moves it."""
+
+    def __init__(self, timing: bool = False) -> None:
+        self.timing = timing
+        self._marker: _Marker | None = None
+        self._captured: _Point | None = None
+
+    def done(self) -> bool:
+        """Return whether the stream has passed the point (True if it was never recorded)."""
+        self._refuse_captured()
+        return self._marker is None or self._marker.passed.is_set()
+
+    def synchronize(self) -> None:
+        """Wait until the stream has passed the point; DeviceError if its work failed before."""
+        self._refuse_captured()
+        if self._marker is not None:
+            self._marker.passed.wait()
+            if self._marker.error is not None:
+                raise _surfaced(self._marker.error)
+
+    def elapsed_us(self, since: Any) -> float:
+        """Return the microseconds from `since` to this event, waiting for both.
+
+        Raises
+        ------
+        ValueError : one of them has no timing, or was never recorded
+        """
+        for name, event in (("event", self), ("since", since)):
+            if not isinstance(event, HostEvent) or not event.timing or event._marker is None:
+                raise ValueError(f"{name}: expected a recorded event made with timing=True")
+            event.synchronize()
+        assert self._marker is not None
+        return float(self._marker.time_ns - since._marker.time_ns) / 1000
+
+    def _refuse_captured(self) -> None:
+        if self._captured is not None and self._captured.capture.open:
+            raise CaptureError("an event recorded in a capture cannot be waited for by the host")
+
+
+def _surfaced(error: BaseException) -> DeviceError:
+    surfaced = DeviceError(f"work on a host stream failed: {error!r}")
+    surfaced.__cause__ = error
+    return surfaced
+
+
+class _State:
+    """What a stream shares with its worker thread."""
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[Task | None] = SimpleQueue()
+        self.error: BaseException | None = None
+        self.finished = 0
+        self.changed = threading.Condition()
+
+
+def _work(state: _State, priority: int) -> None:
+    with suppress(OSError, AttributeError):  # a wish: raising one's priority takes a privilege
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
+    while (task := state.queue.get()) is not None:
+        marker = task(state)
+        del task  # and with it the arrays that it kept alive
+        with state.changed:
+            state.finished += 1
+            state.changed.notify_all()
+        if marker is not None:
+            marker.finish(state.error)
+
+
+class InlineStream:
+    """The calling thread as a stream: whatever is put on it is done when the call returns."""
+
+    priority = 0
+    capturing = False
+    name = "main"
+
+    def __init__(self, device: HostDevice) -> None:
+        self.device = device
+
+    def wait(self, other: Any) -> None:
+        """Block until `other`, an event or a stream, has passed."""
+        event = _as_event(other, self.device)
+        event.synchronize()
+        observe.waited(self, event)
+
+    def record(self, event: Any = None) -> HostEvent:
+        """Record `event`, or a new one, which is done at once."""
+        recorded = _own_event(event, self.device)
+        recorded._captured = None
+        recorded._marker = _Marker()
+        recorded._marker.finish(None)
+        observe.recorded(recorded, self)
+        return recorded
+
+    def enqueue(self, function: Callable[[], object]) -> None:
+        function()
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call `function` now."""
+        observe.issue(lambda: observe.Operation("call", self), lambda: self.enqueue(function))
+
+    def synchronize(self) -> None:
+        """Return: nothing is ever outstanding."""
+
+    def done(self) -> bool:
+        """Return True: nothing is ever outstanding."""
+        return True
+
+    def capture(self) -> AbstractContextManager[HostGraph]:
+        raise CaptureError("stream: the calling thread cannot be captured; use device.stream()")
+
+
+class HostStream:
+    """A FIFO worker thread. Made by `Device.stream`."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, device: HostDevice, priority: int = 0) -> None:
+        self.device = device
+        self.priority = priority
+        self.name = f"stream {next(self._numbers)}"
+        self._state = _State()
+        self._submitted = 0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._capture: _Capture | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.name} of {self.device.name}>"
+
+    @property
+    def capturing(self) -> bool:
+        return self._capture is not None
+
+    def enqueue(self, function: Callable[[], object]) -> None:
+        """Run `function` in order; after a failure nothing runs until it has surfaced."""
+        if self._capture is not None:
+            self._capture.add(self, "run", function)
+            return
+
+        def task(state: _State) -> None:
+            if state.error is None:
+                try:
+                    function()
+                except BaseException as error:
+                    state.error = error
+
+        self._put(task)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Call a host function in the order of the stream.
+
+        An exception in it surfaces as DeviceError at the next synchronisation.
+        """
+        observe.issue(lambda: observe.Operation("call", self), lambda: self.enqueue(function))
+
+    def wait(self, other: Any) -> None:
+        """Let later work here wait for an event, or for all that a stream holds so far."""
+        event = _as_event(other, self.device)
+        if event._captured is not None and event._captured.capture.open:
+            event._captured.capture.join(self, event._captured)
+        elif self._capture is not None:
+            if event._marker is not None:
+                raise CaptureError("a captured stream cannot wait for work outside the capture")
+        elif (marker := event._marker) is not None:
+            self._put(lambda state: _pass(marker, state))
+        observe.waited(self, event)
+
+    def record(self, event: Any = None) -> HostEvent:
+        """Record `event`, or a new one, behind all that the stream holds so far."""
+        recorded = _own_event(event, self.device)
+        if self._capture is not None:
+            recorded._captured = self._capture.mark(self)
+        else:
+            recorded._captured = None
+            recorded._marker = marker = _Marker()
+            self._put(lambda state: marker)
+        observe.recorded(recorded, self)
+        return recorded
+
+    def synchronize(self) -> None:
+        """Wait for all work; DeviceError if any of it failed since the last synchronisation."""
+        self._refuse_captured()
+        if self._thread is threading.current_thread():
+            raise DeviceError("a function on a stream cannot wait for that stream")
+        state, target = self._state, self._submitted
+        with state.changed:
+            state.changed.wait_for(lambda: state.finished >= target)
+            error, state.error = state.error, None
+        if error is not None:
+            raise _surfaced(error)
+
+    def done(self) -> bool:
+        """Return whether all work is done; DeviceError if some of it failed."""
+        self._refuse_captured()
+        if self._state.error is not None:
+            raise _surfaced(self._state.error)
+        return self._state.finished == self._submitted
+
+    @contextmanager
+    def capture(self) -> Iterator[HostGraph]:
+        """Record what is put on this stream, and on streams that wait for it, into a graph.
+
+        Raises
+        ------
+        CaptureError : the stream is being captured already, or a forked stream was not joined
+        """
+        self._refuse_captured("a second capture")
+        capture = _Capture(self)
+        graph = HostGraph(self.device, capture)
+        try:
+            yield graph
+            capture.require_joined()
+        finally:
+            capture.close()
+        graph.finished = True
+
+    def _refuse_captured(self, what: str = "synchronising it") -> None:
+        if self._capture is not None:
+            raise CaptureError(f"{self.name} is being captured: {what} is illegal")
+
+    def _put(self, task: Task) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_work, args=(self._state, self.priority), name=self.name, daemon=True
+                )
+                self._thread.start()
+                weakref.finalize(self, self._state.queue.put, None)
+            self._submitted += 1
+            self._state.queue.put(task)
+
+
+def _pass(marker: _Marker, state: _State) -> None:
+    marker.passed.wait()
+    if state.error is None:
+        state.error = marker.error
+
+
+def _own_event(event: Any, device: HostDevice) -> HostEvent:
+    if event is None:
+        return HostEvent()
+    if not isinstance(event, HostEvent):
+        raise TypeError(f"event: expected an event of {device.name}, got {event!r}")
+    return event
+
+
+def _as_event(other: Any, device: HostDevice) -> HostEvent:
+    if isinstance(other, HostEvent):
+        return other
+    if isinstance(other, (HostStream, InlineStream)):
+        return other.record()
+    raise TypeError(f"expected an event or stream of {device.name}, got {other!r}")
+
+
+# --- Graphs ---------------------------------------------------------------------------------------
+
+
+class _Point:
+    """A recorded event inside a capture: which node, and what had happened before it."""
+
+    def __init__(self, capture: _Capture, node: int, seen: dict[HostStream, int]) -> None:
+        self.capture = capture
+        self.node = node
+        self.seen = seen
+
+
+class _Capture:
+    """A capture in progress: the program so far, and what each stream has waited for."""
+
+    def __init__(self, origin: HostStream) -> None:
+        self.origin = origin
+        self.open = True
+        self.program: list[tuple[int, str, Any]] = []  # lane, kind, function or node
+        self.lanes: dict[HostStream, int] = {}
+        self.counts: dict[HostStream, int] = {}  # actions of each lane so far
+        self.seen: dict[HostStream, dict[HostStream, int]] = {}  # of others, known to be done
+        self._enter(origin)
+
+    def _enter(self, stream: HostStream) -> None:
+        self.lanes[stream] = len(self.lanes)
+        self.counts[stream] = 0
+        self.seen[stream] = {}
+        stream._capture = self
+
+    def add(self, stream: HostStream, kind: str, payload: Any) -> None:
+        self.counts[stream] += 1
+        self.seen[stream][stream] = self.counts[stream]
+        self.program.append((self.lanes[stream], kind, payload))
+
+    def mark(self, stream: HostStream) -> _Point:
+        point = _Point(self, len(self.program), dict(self.seen[stream]))
+        self.program.append((self.lanes[stream], "record", point.node))
+        return point
+
+    def join(self, stream: HostStream, point: _Point) -> None:
+        if stream._capture is None:
+            self._enter(stream)
+        elif stream._capture is not self:
+            raise CaptureError("two captures cannot wait for one another")
+        self.add(stream, "wait", point.node)
+        mine = self.seen[stream]
+        for other, count in point.seen.items():
+            mine[other] = max(mine.get(other, 0), count)
+
+    def require_joined(self) -> None:
+        known = self.seen[self.origin]
+        for stream, count in self.counts.items():
+            if known.get(stream, 0) < count:
+                raise CaptureError(f"{stream.name} was forked into the capture and never joined")
+
+    def close(self) -> None:
+        self.open = False
+        for stream in self.lanes:
+            stream._capture = None
+
+
+class HostGraph:
+    """Captured work of one or more streams. Each launch reads its arrays anew."""
+
+    def __init__(self, device: HostDevice, capture: _Capture) -> None:
+        self.device = device
+        self.finished = False
+        self._capture = capture
+        self._streams: list[HostStream] = []  # for the lanes beside the one launched on
+        self._last: HostEvent | None = None
+        self._lock = threading.Lock()
+
+    def launch(self, stream: Any = None) -> None:
+        """Replay on a stream; with None the call returns when the work is done.
+
+        Raises
+        ------
+        CaptureError : the capture has not ended, or failed
+        """
+        if not self.finished:
+            raise CaptureError("the graph cannot be launched: its capture did not end well")
+        target = self.device.as_stream(stream)
+        observe.issue(lambda: observe.Operation("graph", target), lambda: self._launch(target))
+
+    def _launch(self, target: InlineStream | HostStream) -> None:
+        if isinstance(target, InlineStream) or target.capturing:
+            target.enqueue(self._launch_and_wait)
+        else:
+            self._replay(target)
+
+    def _launch_and_wait(self) -> None:
+        own = HostStream(self.device)
+        self._replay(own)
+        own.synchronize()
+
+    def _replay(self, target: HostStream) -> None:
+        with self._lock:
+            while len(self._streams) < len(self._capture.lanes) - 1:
+                self._streams.append(HostStream(self.device))
+            lanes = [target, *self._streams]
+            if self._last is not None:
+                target.wait(self._last)
+            events: dict[int, HostEvent] = {}
+            for lane, kind, payload in self._capture.program:
+                if kind == "run":
+                    lanes[lane].enqueue(payload)
+                elif kind == "record":
+                    events[payload] = lanes[lane].record()
+                else:
+                    lanes[lane].wait(events[payload])
+            self._last = target.record()

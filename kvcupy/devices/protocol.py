@@ -1,0 +1,109 @@
+"""What a device is: the one surface that `ops`, `cache` and `scripts` stand on.
+
+Two classes implement it, `devices.cuda.CudaDevice` and `devices.host.HostDevice`. Nothing above
+this folder asks which of the two it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from ..arrays import ArrayView
+    from ..kernels import Specialisation
+
+
+class Event(Protocol):
+    """A point in a stream. An event never recorded counts as done, and waiting for it is free."""
+
+    @property
+    def timing(self) -> bool: ...
+    def done(self) -> bool: ...
+    def synchronize(self) -> None: ...
+    def elapsed_us(self, since: Any) -> float: ...
+
+
+class Graph(Protocol):
+    """A captured sequence of operations, replayed with one call."""
+
+    def launch(self, stream: Any = None) -> None: ...
+
+
+class Stream(Protocol):
+    """A queue of work that runs in order. Lower `priority` numbers go first."""
+
+    name: str
+
+    @property
+    def device(self) -> Device: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def capturing(self) -> bool: ...
+    def wait(self, other: Any) -> None: ...
+    def record(self, event: Any = None) -> Event: ...
+    def synchronize(self) -> None: ...
+    def done(self) -> bool: ...
+    def call(self, function: Callable[[], object]) -> None: ...
+    def capture(self) -> AbstractContextManager[Graph]: ...
+
+
+class Device(Protocol):
+    """Memory, streams and kernel launches of one processor."""
+
+    @property
+    def name(self) -> str: ...  # "host", "cuda:0"
+    @property
+    def kind(self) -> str: ...  # "host" or "cuda"
+    @property
+    def multiprocessors(self) -> int: ...  # blocks wanted at least, to use all of the device
+
+    # What users call (API.md, "Devices and streams").
+    def empty(self, shape: Any, dtype: Any) -> Any: ...
+    def zeros(self, shape: Any, dtype: Any) -> Any: ...
+    def empty_pinned(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]: ...
+    def asarray(self, array: np.ndarray[Any, Any]) -> Any: ...
+    def to_numpy(self, array: Any) -> np.ndarray[Any, Any]: ...
+    def stream(self, priority: int = 0) -> Stream: ...
+    def event(self, timing: bool = False) -> Event: ...
+    def copy(self, dst: Any, src: Any, *, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    # What operations call.
+    def as_stream(self, stream: Any, library: str = "numpy") -> Stream:
+        """Return `stream` as this device's Stream; None is the current one of `library`
+        ("numpy", "cupy", "torch"). TypeError names the argument `stream`."""
+
+    def load(self, specialisation: Specialisation) -> Any:
+        """Compile (or find compiled) and load; CompileError if that cannot be done."""
+
+    def launch(
+        self,
+        function: Any,  # what load() returned
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        smem_bytes: int,
+        params: bytes,  # the packed Params struct, copied before the call returns
+        stream: Stream,
+        keep: Sequence[object] = (),  # owners that must outlive the launch
+    ) -> None: ...
+
+    def run(
+        self, function: Callable[[], object], stream: Stream, keep: Sequence[object] = ()
+    ) -> None:
+        """Run array expressions in the order of `stream` (the fallback of an operation)."""
+
+    def carrier(self, view: ArrayView) -> Any:
+        """Return the bytes of `view` as this device's own array (NumPy or CuPy), same shape and
+        strides, in the carrier dtype of its format. No copy."""
+
+    @property
+    def fault_pointer(self) -> int:
+        """Address of the device's 32-byte fault record (`kvcupy.faults`)."""
+
+    def fault_array(self) -> Any:
+        """Return the fault record as this device's own array, int64 (4,)."""

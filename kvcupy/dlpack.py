@@ -1,0 +1,134 @@
+"""Reading a DLPack capsule: any exporter of `__dlpack__`, every format, no copy.
+
+Only the layout of the structs is needed (dmlc/dlpack, `dlpack.h`, versions 0.8 and 1.x), so it is
+written down here with ctypes. Libraries that import capsules refuse bfloat16 or float8; this does
+not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, ClassVar
+
+from .arrays import ArrayView, contiguous_strides
+
+_CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
+_READ_ONLY = 1
+
+# (type code, bits) -> format
+_FORMATS = {
+    (0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64",
+    (1, 8): "uint8", (1, 16): "uint16", (1, 32): "uint32", (1, 64): "uint64",
+    (2, 16): "fp16", (2, 32): "fp32", (2, 64): "float64", (4, 16): "bf16", (6, 8): "bool",
+    (10, 8): "fp8_e4m3", (12, 8): "fp8_e5m2",
+}  # fmt: skip
+
+
+class _Tensor(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Managed(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("tensor", _Tensor),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    ]
+
+
+class _Versioned(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    ]
+
+
+_api = ctypes.pythonapi
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", _api)
+)
+_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", _api)
+)
+
+
+class Capsule:
+    """Keeps the exporter and its capsule; the capsule's own destructor frees the export.
+
+    `pinned` tells page-locked host memory, which DLPack marks on the device type.
+    """
+
+    def __init__(self, exporter: object, capsule: object, pinned: bool) -> None:
+        self.exporter = exporter
+        self.capsule = capsule
+        self.pinned = pinned
+
+
+def view(exporter: Any) -> ArrayView:
+    """View the array behind `exporter.__dlpack__`.
+
+    The capsule is kept unconsumed: its destructor releases the export when the view is dropped.
+
+    Raises
+    ------
+    TypeError : a device or element type that kvcupy does not know
+    """
+    device_type = int(exporter.__dlpack_device__()[0])
+    arguments: dict[str, Any] = {}
+    if device_type in (_CUDA, _CUDA_MANAGED):
+        from .devices import cuda
+
+        arguments["stream"] = cuda.dlpack_stream()
+    try:
+        capsule = exporter.__dlpack__(max_version=(1, 0), **arguments)
+    except TypeError:  # an exporter of before DLPack 1.0
+        capsule = exporter.__dlpack__(**arguments)
+
+    readonly = False
+    if _is_valid(capsule, b"dltensor_versioned"):
+        versioned = _Versioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
+        tensor, readonly = versioned.tensor, bool(versioned.flags & _READ_ONLY)
+    else:
+        tensor = _Managed.from_address(_get_pointer(capsule, b"dltensor")).tensor
+
+    format = _FORMATS.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
+    if format is None:
+        raise TypeError(f"got DLPack type code {tensor.code} of {tensor.bits} bits")
+    if tensor.device_type in (_CPU, _CUDA_HOST):
+        device = "host"
+    elif tensor.device_type in (_CUDA, _CUDA_MANAGED):
+        device = f"cuda:{tensor.device_id}"
+    else:
+        raise TypeError(f"got DLPack device type {tensor.device_type}")
+    shape = tuple(tensor.shape[: tensor.ndim])
+    itemsize = tensor.bits // 8
+    strides = (
+        tuple(s * itemsize for s in tensor.strides[: tensor.ndim])
+        if tensor.strides
+        else contiguous_strides(shape, itemsize)
+    )
+    return ArrayView(
+        (tensor.data or 0) + tensor.byte_offset,
+        shape,
+        strides,
+        format,
+        device,
+        library="dlpack",
+        readonly=readonly,
+        owner=Capsule(exporter, capsule, tensor.device_type == _CUDA_HOST),
+    )

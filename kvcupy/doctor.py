@@ -1,0 +1,192 @@
+"""One page on what this machine has, what works on it, and how to get what is missing.
+
+Whatever may be broken is looked at from a distance: versions come from package metadata, and each
+device is tried in a process of its own, so that a driver that takes its process down, or never
+answers, costs a line of the page and no more.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from pathlib import Path
+
+from . import __version__
+from .probe import Probe, probe_apart
+
+_PACKAGE = Path(__file__).resolve().parent
+_DEVICES = ("host", "cuda")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the page; `remedy` is the command that brings what the line says is missing."""
+
+    label: str
+    text: str
+    remedy: str | None = None
+
+
+def main() -> int:
+    """Print the page; return 0 if at least one device works, else 1."""
+    text, works = page()
+    print(text)
+    return 0 if works else 1
+
+
+def page() -> tuple[str, bool]:
+    """Return the page, and whether at least one device works."""
+    with ThreadPoolExecutor(len(_DEVICES)) as pool:
+        probes = dict(zip(_DEVICES, pool.map(probe_apart, _DEVICES), strict=True))
+    sections = {
+        "Versions": _guarded(versions),
+        "GPU": _guarded(lambda: gpu(probes["cuda"])),
+        "Host compiler": _guarded(compiler),
+        "Number-format headers": _guarded(headers),
+        "Cache of compiled kernels": _guarded(cache),
+        "What works": [Row(name, probe.verdict()) for name, probe in probes.items()],
+    }
+    lines: list[str] = []
+    for title, rows in sections.items():
+        lines += [title, *(f"  {row.label:<12}{row.text}".rstrip() for row in rows), ""]
+    remedies = {row.remedy: row for rows in sections.values() for row in rows if row.remedy}
+    if remedies:
+        lines.append("How to get what is missing")
+        lines += [f"  {row.label:<12}{remedy}" for remedy, row in remedies.items()]
+    return "\n".join(lines).rstrip(), any(probe.works for probe in probes.values())
+
+
+def _guarded(section: Callable[[], list[Row]]) -> list[Row]:
+    try:
+        return section()
+    except Exception as error:
+        return [Row("broken", f"{type(error).__name__}: {error}".splitlines()[0])]
+
+
+def versions() -> list[Row]:
+    """Return the versions of all that takes part, and what the absent parts would be for."""
+    system = f"{platform.system()} {platform.machine()}"
+    rows = [
+        Row("Python", f"{platform.python_version()} on {system}, {sys.executable}"),
+        Row("kvcupy", f"{__version__} from {_PACKAGE}"),
+        *_guarded(_kernels),
+    ]
+    cuda = _cuda_extra()
+    for label, distributions, extra, purpose in (
+        ("numpy", ("numpy",), "", ""),
+        ("ml_dtypes", ("ml_dtypes",), "", ""),
+        ("CuPy", ("cupy-cuda12x", "cupy-cuda13x", "cupy"), cuda, "runs kernels on GPUs"),
+        ("NVRTC", ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"), cuda, "compiles for GPUs"),
+        ("torch", ("torch",), "torch", "optional: its tensors are taken without a copy"),
+        ("matplotlib", ("matplotlib",), "plot", "optional: draws timelines"),
+    ):
+        found = next((f"{v} ({d})" for d in distributions if (v := _version(d))), None)
+        absent = f"not installed ({purpose})" if purpose else "not installed"
+        remedy = None if found else _install(extra)
+        rows.append(Row(label, (found or absent).removesuffix(f" ({label})"), remedy))
+    return rows
+
+
+def _kernels() -> list[Row]:
+    from . import sources
+
+    return [Row("kernels", f"{sources.kernels_dir()}, digest {sources.digest()[:12]}")]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except Exception:  # absent, or its metadata is damaged: no version either way
+        return None
+
+
+def _install(extra: str) -> str:
+    """Return the command that adds an extra of kvcupy to this very environment."""
+    on_path = shutil.which("python")
+    same = on_path is not None and Path(on_path) == Path(sys.executable)
+    python = "python" if same else shlex.quote(sys.executable)
+    if _version("kvcupy"):
+        return f"{python} -m pip install 'kvcupy[{extra}]'".replace("'kvcupy[]'", "kvcupy")
+    return f"{python} -m pip install -e {shlex.quote(f'{_PACKAGE.parent}[{extra}]')}"
+
+
+def _nvidia_smi(*arguments: str) -> str | None:
+    """Return what `nvidia-smi` prints, None where there is none or it fails."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
+
+
+def _cuda_extra() -> str:
+    version = re.search(r"CUDA[^\d\n]*Version\s*:\s*(\d+)\.", _nvidia_smi() or "")
+    return "cuda13" if version and int(version[1]) >= 13 else "cuda12"
+
+
+def gpu(probe: Probe) -> list[Row]:
+    """Return the GPUs that the driver sees, and why they are of no use, if so."""
+    query = "--query-gpu=name,compute_cap,memory.total,driver_version"
+    listed = _nvidia_smi(query, "--format=csv,noheader")
+    rows = []
+    for number, line in enumerate((listed or "").strip().splitlines()):
+        name, capability, memory, driver = (part.strip() for part in line.split(","))
+        text = f"{name}, sm_{capability.replace('.', '')}, {memory}, driver {driver}"
+        rows.append(Row(f"cuda:{number}", text))
+    if not rows:
+        rows.append(Row("none", "nvidia-smi, which comes with NVIDIA's driver, lists no GPU"))
+    if not probe.works:
+        rows.append(Row("unusable", probe.cause()))
+    return rows
+
+
+def compiler() -> list[Row]:
+    """Return the C++ compiler that the host device would use."""
+    found = import_module(".devices.cxx", __package__).find_compiler()
+    if found is None:
+        text = "none of $CXX, c++, g++, clang++, zig: the host device falls back to NumPy"
+        return [Row("none", text, _install("host"))]
+    return [Row("found", f"{' '.join(found.command)}, {found.version}")]
+
+
+def headers() -> list[Row]:
+    """Return where CUDA's headers were looked for, and found."""
+    from . import sources
+
+    used = sources.cuda_include_dirs()
+    rows = []
+    for place in sources.header_places():
+        if place.major is None:
+            state = "none"
+        else:
+            state = f"CUDA {place.major}" + (", used by default" if place.path in used else "")
+        rows.append(Row(place.origin, f"{place.path}: {state}"))
+    if not used:
+        rows.append(Row("missing", "needed to compile any kernel", _install("headers")))
+    return rows
+
+
+def cache() -> list[Row]:
+    """Return the folder of compiled kernels, what it holds, and whether more can be added."""
+    folder: Path | None = import_module(".devices.cache", __package__).directory()
+    if folder is None:
+        text = "no home directory; every process compiles anew"
+        return [Row("none", text, "export KVCUPY_CACHE_DIR=/a/folder")]
+    sizes = [f.stat().st_size for f in folder.glob("*") if f.is_file()]
+    existing = next((p for p in (folder, *folder.parents) if p.exists()), folder)
+    writable = os.access(existing, os.W_OK | os.X_OK)
+    text = f"{folder}: {sum(sizes) / 1e6:.1f} MB in {len(sizes)} files, "
+    if writable:
+        return [Row("folder", text + "writable")]
+    return [Row("folder", text + "not writable", f"chmod u+rwx {shlex.quote(str(existing))}")]

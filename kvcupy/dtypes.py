@@ -1,0 +1,73 @@
+"""The number formats of API.md: names, sizes, limits, and the dtypes that carry them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Format:
+    """One number format.
+
+    `carrier` is the NumPy dtype that every array library has for its bits; `limit` is the
+    largest magnitude of a quantised format, None for the others; `ctype` is its name in the
+    kernels.
+    """
+
+    name: str
+    itemsize: int
+    numpy: np.dtype[Any]
+    carrier: np.dtype[Any]
+    limit: float | None
+    ctype: str
+
+    @property
+    def quantised(self) -> bool:
+        return self.limit is not None
+
+
+def _format(name: str, dtype: Any, carrier: Any, limit: float | None, ctype: str) -> Format:
+    dtype = np.dtype(dtype)
+    return Format(name, dtype.itemsize, dtype, np.dtype(carrier), limit, ctype)
+
+
+FORMATS: dict[str, Format] = {
+    f.name: f
+    for f in (
+        _format("fp32", np.float32, np.float32, None, "float"),
+        _format("fp16", np.float16, np.float16, None, "half"),
+        _format("bf16", ml_dtypes.bfloat16, np.uint16, None, "bfloat16"),
+        _format("fp8_e4m3", ml_dtypes.float8_e4m3fn, np.uint8, 448.0, "fp8_e4m3"),
+        _format("fp8_e5m2", ml_dtypes.float8_e5m2, np.uint8, 57344.0, "fp8_e5m2"),
+        _format("int8", np.int8, np.int8, 127.0, "int8"),
+    )
+}
+
+_TAGS: dict[str, str] = {f.numpy.name: f.name for f in FORMATS.values()}
+
+
+def tag(dtype: Any) -> str:
+    """Return the format name of a dtype, or the dtype's own name if it is none of them.
+
+    >>> tag("float32"), tag("int64")
+    ('fp32', 'int64')
+    """
+    name = np.dtype(dtype).name if not isinstance(dtype, str) else dtype
+    return _TAGS.get(name, name)
+
+
+def numpy_dtype(name: Any) -> np.dtype[Any]:
+    """Return the NumPy dtype of a format name, or of anything `numpy.dtype` takes."""
+    if isinstance(name, str) and name in FORMATS:
+        return FORMATS[name].numpy
+    wanted: np.dtype[Any] = np.dtype(name)
+    return wanted
+
+
+def carrier_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype in which any array library can hold the bits of `name`."""
+    return FORMATS[name].carrier if name in FORMATS else np.dtype(name)

@@ -1,0 +1,181 @@
+"""From an array of any library to its description.
+
+`probe` is what an operation calls for each argument on every call: a pointer and a hashable
+signature, from attributes that the library answers in nanoseconds. `view` gives the whole
+description; operations ask for it only the first time that they see a signature.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import dtypes
+from .arrays import ArrayView, contiguous_strides
+
+Signature = tuple[Any, ...]
+Probe = Callable[[Any], tuple[int, Signature]]
+
+
+def _probe_view(x: ArrayView) -> tuple[int, Signature]:
+    return x.pointer, (x.format, x.shape, x.strides, x.device, x.library, x.readonly)
+
+
+def _probe_numpy(x: np.ndarray[Any, Any]) -> tuple[int, Signature]:
+    pointer, readonly = x.__array_interface__["data"]
+    return pointer, (x.dtype, x.shape, x.strides, readonly)
+
+
+def _probe_torch(x: Any) -> tuple[int, Signature]:
+    return x.data_ptr(), (x.dtype, x.shape, x.stride(), x.device)
+
+
+def _probe_cupy(x: Any) -> tuple[int, Signature]:
+    memory = x.data
+    return memory.ptr, (x.dtype, x.shape, x.strides, memory.device_id)
+
+
+def _probe_exporter(x: Any) -> tuple[int, Signature]:
+    return _probe_view(_view_exporter(x))
+
+
+_PROBES: dict[type, Probe] = {ArrayView: _probe_view, np.ndarray: _probe_numpy}
+
+
+def probe(x: Any) -> tuple[int, Signature]:
+    """Return address and signature of an array; equal signatures mean equal descriptions.
+
+    Raises
+    ------
+    TypeError : `x` exports no array; the message starts with what came, for callers to complete
+    """
+    known = _PROBES.get(type(x))
+    return known(x) if known is not None else _probe_for(x)(x)
+
+
+def _probe_for(x: Any) -> Probe:
+    kind = type(x)
+    if isinstance(x, np.ndarray):
+        found: Probe = _probe_numpy
+    elif _is(x, "torch", "Tensor"):
+        found = _probe_torch
+    elif _is(x, "cupy", "ndarray"):
+        found = _probe_cupy
+    else:
+        _view_exporter(x)  # refuses what exports nothing
+        found = _probe_exporter
+    _PROBES[kind] = found
+    return found
+
+
+def _is(x: object, module: str, name: str) -> bool:
+    """Return whether `x` is an instance of a class of a module that need not be imported."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(x, getattr(loaded, name, ()))
+
+
+# --- Views ----------------------------------------------------------------------------------------
+
+
+def view(x: Any, name: str = "array") -> ArrayView:
+    """Describe an array without copying it.
+
+    Parameters
+    ----------
+    x : NumPy or CuPy array, torch tensor (CPU or CUDA), ArrayView, or any exporter of
+        `__cuda_array_interface__` or DLPack
+    name : the argument's name, for error messages
+
+    Raises
+    ------
+    TypeError : `x` is none of these, or its dtype or device is not supported
+
+    Examples
+    --------
+    >>> view(np.zeros((2, 3), np.float16))
+    <(2, 3) fp16 on host at 0x...>
+    """
+    if isinstance(x, ArrayView):
+        return x
+    try:
+        if isinstance(x, np.ndarray):
+            return _view_numpy(x)
+        if _is(x, "torch", "Tensor"):
+            return _view_torch(x)
+        if _is(x, "cupy", "ndarray"):
+            return _view_cupy(x)
+        return _view_exporter(x)
+    except TypeError as error:
+        raise TypeError(f"{name}: expected an array, {error}") from None
+
+
+def _view_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
+    if not x.dtype.isnative or x.dtype.hasobject or x.dtype.names:
+        raise TypeError(f"got NumPy dtype {x.dtype!r}")
+    pointer, readonly = x.__array_interface__["data"]
+    return ArrayView(
+        pointer, x.shape, x.strides, dtypes.tag(x.dtype), "host", readonly=readonly, owner=x
+    )
+
+
+def _view_torch(x: Any) -> ArrayView:
+    torch = sys.modules["torch"]
+    if x.device.type not in ("cpu", "cuda") or x.layout is not torch.strided:
+        raise TypeError(f"got a torch tensor with layout {x.layout} on {x.device}")
+    itemsize = x.element_size()
+    device = "host" if x.device.type == "cpu" else f"cuda:{x.device.index}"
+    return ArrayView(
+        x.data_ptr(),
+        tuple(x.shape),
+        tuple(s * itemsize for s in x.stride()),
+        dtypes.tag(str(x.dtype).removeprefix("torch.")),
+        device,
+        library="torch",
+        owner=x,
+    )
+
+
+def _view_cupy(x: Any) -> ArrayView:
+    return ArrayView(
+        x.data.ptr,
+        x.shape,
+        x.strides,
+        dtypes.tag(x.dtype),
+        f"cuda:{x.data.device_id}",
+        library="cupy",
+        owner=x,
+    )
+
+
+def _view_exporter(x: Any) -> ArrayView:
+    """View anything else: `__cuda_array_interface__` first, since it needs no capsule."""
+    interface = getattr(x, "__cuda_array_interface__", None)
+    if interface is not None:
+        return _view_cuda_interface(x, interface)
+    if hasattr(x, "__dlpack__"):
+        from . import dlpack
+
+        return dlpack.view(x)
+    raise TypeError(f"got {type(x).__name__}")
+
+
+def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
+    from .devices import cuda
+
+    dtype = np.dtype(interface["typestr"])
+    shape = tuple(interface["shape"])
+    strides = interface.get("strides") or contiguous_strides(shape, dtype.itemsize)
+    pointer, readonly = interface["data"]
+    return ArrayView(
+        pointer or 0,
+        shape,
+        tuple(strides),
+        dtypes.tag(dtype),
+        f"cuda:{cuda.device_of_pointer(pointer)}",
+        library="cupy",
+        readonly=readonly,
+        owner=x,
+    )

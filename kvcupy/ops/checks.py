@@ -1,0 +1,246 @@
+"""Argument checks that operations share: rows, caches, index arrays and scales.
+
+Each check names the argument, what was expected and what came, before anything is launched.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import dtypes
+from ..arrays import ArrayView, describe, overlap
+from ..exporters import Signature, probe, view
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Input rows: `num_tokens` of `num_heads` times `width` elements, by byte strides."""
+
+    num_tokens: int
+    num_heads: int
+    width: int
+    token_bytes: int
+    head_bytes: int
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A cache by byte strides. A slot is `page * page_size + offset`."""
+
+    num_slots: int
+    page_size: int
+    num_heads: int
+    width: int
+    page_bytes: int
+    offset_bytes: int
+    head_bytes: int
+
+    @property
+    def page_shift(self) -> int:
+        """log2 of the page size, -1 if it is no power of two."""
+        size = self.page_size
+        return size.bit_length() - 1 if size & (size - 1) == 0 else -1
+
+    def flattened(self) -> Cache:
+        """Return the same cache with pages of one slot, where slots are evenly spaced anyway."""
+        if self.page_bytes != self.page_size * self.offset_bytes:
+            return self
+        return Cache(
+            self.num_slots, 1, self.num_heads, self.width, self.offset_bytes, 0, self.head_bytes
+        )
+
+
+def number_format(v: ArrayView, name: str) -> dtypes.Format:
+    """Return the number format of an argument."""
+    if v.format not in dtypes.FORMATS:
+        hint = "; tag it with kv.view_as" if v.format in ("uint8", "uint16") else ""
+        known = ", ".join(dtypes.FORMATS)
+        raise TypeError(f"{name}: expected one of the formats {known}, got {v.format}{hint}")
+    return dtypes.FORMATS[v.format]
+
+
+def rows(v: ArrayView, name: str) -> Rows:
+    """Read an argument as (tokens, heads, width) or (tokens, width)."""
+    if v.ndim not in (2, 3):
+        raise ValueError(
+            f"{name}: expected (tokens, heads, width) or (tokens, width), got {describe(v)}"
+        )
+    _require_contiguous(v, name)
+    if v.ndim == 2:
+        return Rows(v.shape[0], 1, v.shape[1], v.strides[0], 0)
+    return Rows(*v.shape, *v.strides[:2])
+
+
+def cache(v: ArrayView, name: str, layout: str, rows_ndim: int) -> Cache:
+    """Read an argument as a cache for rows of `rows_ndim` dimensions."""
+    _require_contiguous(v, name)
+    require_output(v, name)
+    if rows_ndim == 2:
+        if v.ndim == 2:
+            return Cache(v.shape[0], 1, 1, v.shape[1], v.strides[0], 0, 0)
+        raise ValueError(f"{name}: expected (num_slots, width) for 2-D rows, got {describe(v)}")
+    if v.ndim == 3:
+        return Cache(v.shape[0], 1, v.shape[1], v.shape[2], v.strides[0], 0, v.strides[1])
+    if v.ndim == 4:
+        offset, head = (1, 2) if layout == "NHD" else (2, 1)
+        return Cache(
+            num_slots=v.shape[0] * v.shape[offset],
+            page_size=max(1, v.shape[offset]),
+            num_heads=v.shape[head],
+            width=v.shape[3],
+            page_bytes=v.strides[0],
+            offset_bytes=v.strides[offset],
+            head_bytes=v.strides[head],
+        )
+    paged = "page_size, heads" if layout == "NHD" else "heads, page_size"
+    raise ValueError(
+        f"{name}: expected (num_slots, heads, width) or (num_pages, {paged}, width), "
+        f"got {describe(v)}"
+    )
+
+
+def mla_cache(v: ArrayView, name: str) -> Cache:
+    """Read an argument as an MLA cache, (num_slots, width) or (num_pages, page_size, width)."""
+    _require_contiguous(v, name)
+    require_output(v, name)
+    if v.ndim == 2:
+        return Cache(v.shape[0], 1, 1, v.shape[1], v.strides[0], 0, 0)
+    if v.ndim == 3:
+        pages, page_size, width = v.shape
+        return Cache(pages * page_size, max(1, page_size), 1, width, v.strides[0], v.strides[1], 0)
+    raise ValueError(
+        f"{name}: expected (num_slots, width) or (num_pages, page_size, width), got {describe(v)}"
+    )
+
+
+def layout_name(layout: object) -> str:
+    """Check a layout argument."""
+    if layout not in ("NHD", "HND"):
+        raise ValueError(f'layout: expected "NHD" or "HND", got {layout!r}')
+    return str(layout)
+
+
+def indices(v: ArrayView, name: str) -> int:
+    """Check an index array, int32 or int64 of one dimension; return bytes an index."""
+    if v.format not in ("int32", "int64"):
+        raise TypeError(f"{name}: expected int32 or int64, got {describe(v)}")
+    if v.ndim != 1:
+        raise ValueError(f"{name}: expected one dimension, got {describe(v)}")
+    return v.itemsize
+
+
+def slot_number(value: object, name: str) -> int:
+    """Check an optional slot number; None becomes -1, which no slot to be written has."""
+    if value is None:
+        return -1
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: expected an int or None, got {value!r}")
+    return int(value)
+
+
+def probe_scale(scale: Any) -> tuple[int, Signature | float | None]:
+    """Return address and signature of a scale argument; a number has no address."""
+    if scale is None:
+        return 0, None
+    if isinstance(scale, numbers.Real):
+        return 0, float(scale)
+    return probe(scale)
+
+
+def is_array(argument: object) -> bool:
+    """Return whether a scale argument is meant as an array."""
+    return argument is not None and not isinstance(argument, numbers.Real)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A static scale: one number, or a device array with `head_bytes` between heads."""
+
+    value: float
+    array: ArrayView | None
+    head_bytes: int
+
+
+def scale(argument: Any, name: str, num_heads: int, target: dtypes.Format) -> Scale:
+    """Check a static scale for a cache of format `target`."""
+    if not is_array(argument):
+        value = 1.0 if argument is None else float(argument)
+        if not target.quantised and value != 1.0:
+            raise ValueError(f"{name}: expected None or 1.0 for a {target.name} cache, got {value}")
+        with np.errstate(over="ignore", under="ignore"):
+            in_kernel = np.float32(value)
+        if not (in_kernel > 0 and np.isfinite(in_kernel)):
+            raise ValueError(f"{name}: expected a finite float32 above zero, got {value}")
+        return Scale(value, None, 0)
+    v = view(argument, name)
+    if v.format != "fp32":
+        raise TypeError(f"{name}: expected float32, got {describe(v)}")
+    if not target.quantised:
+        raise ValueError(f"{name}: expected None or 1.0 for a {target.name} cache, got an array")
+    if v.size == 1:
+        return Scale(1.0, v, 0)
+    if v.shape != (num_heads,):
+        raise ValueError(f"{name}: expected one element or ({num_heads},), got {describe(v)}")
+    return Scale(1.0, v, v.strides[0])
+
+
+def scale_cache(
+    argument: Any, name: str, static: tuple[str, Any], target: Cache, format: dtypes.Format
+) -> ArrayView | None:
+    """Check the cache of dynamic scales, float32 (num_slots, num_heads)."""
+    if argument is None:
+        return None
+    v = view(argument, name)
+    if v.format != "fp32":
+        raise TypeError(f"{name}: expected float32, got {describe(v)}")
+    if not format.quantised:
+        raise ValueError(f"{name}: expected None for a {format.name} cache, got an array")
+    if static[1] is not None:
+        raise ValueError(f"{name}: expected None beside {static[0]}, got an array")
+    if v.shape != (target.num_slots, target.num_heads):
+        wanted = f"({target.num_slots}, {target.num_heads})"
+        raise ValueError(f"{name}: expected {wanted} fp32, got {describe(v)}")
+    _require_contiguous(v, name)
+    require_output(v, name)
+    return v
+
+
+def require_output(v: ArrayView, name: str) -> None:
+    """Refuse what cannot be written element by element."""
+    if v.readonly:
+        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+    if any(n > 1 and s == 0 for n, s in zip(v.shape, v.strides, strict=True)):
+        raise ValueError(f"{name}: expected distinct elements, got a broadcast array")
+
+
+def require_same_device(views: Sequence[tuple[str, ArrayView | None]]) -> str:
+    """Return the device of all arrays of a call."""
+    first_name, first = views[0]
+    assert first is not None
+    for name, v in views[1:]:
+        if v is not None and v.device != first.device:
+            raise ValueError(f"{name}: expected {first.device} like {first_name}, got {v.device}")
+    return first.device
+
+
+def require_disjoint(
+    outputs: Sequence[tuple[str, ArrayView | None]], inputs: Sequence[tuple[str, ArrayView | None]]
+) -> None:
+    """Refuse outputs that share bytes with an input or with one another."""
+    for i, (name, output) in enumerate(outputs):
+        for other_name, other in (*outputs[i + 1 :], *inputs):
+            if output is not None and other is not None and overlap(output, other):
+                raise ValueError(f"{name}: expected memory of its own, got some of {other_name}'s")
+
+
+def _require_contiguous(v: ArrayView, name: str) -> None:
+    if v.ndim and v.shape[-1] > 1 and v.strides[-1] != v.itemsize:
+        raise ValueError(
+            f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), "
+            f"got strides of {v.strides} bytes"
+        )

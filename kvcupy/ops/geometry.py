@@ -1,0 +1,62 @@
+"""How threads are laid over rows: vector width, lanes a row, block and grid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_BLOCK = 128
+_MAX_LANES = 512
+_UNROLL = 4  # words in flight a thread, as in kernels_src/store.cu
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """`lanes` threads (a power of two) share a row; a block holds whole groups of lanes."""
+
+    lanes: int
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+
+    @property
+    def lane_shift(self) -> int:
+        return self.lanes.bit_length() - 1
+
+
+def widest(numbers: Iterable[int]) -> int:
+    """Return the widest word (16, 8, 4, 2 or 1 bytes) that divides all of the numbers.
+
+    >>> widest([256, 24, 0])
+    8
+    """
+    together = 16
+    for n in numbers:
+        together |= n
+    return together & -together
+
+
+def spread(
+    num_rows: int, words: int, multiprocessors: int, *, whole_warps: bool = False
+) -> Geometry:
+    """Lay threads over `num_rows` rows of `words` words.
+
+    A row gets a lane a word up to one warp, so that a warp's accesses are whole sectors, then more
+    warps so that no thread has more than four words in flight at a time; and as many as it can use
+    when there are too few rows to occupy the device. Small work goes in small blocks, so that it
+    spreads over all multiprocessors.
+    """
+    lanes = min(_power_of_two(words), 32)
+    while lanes < _MAX_LANES and lanes * _UNROLL < words:
+        lanes *= 2
+    while lanes < min(_MAX_LANES, words) and num_rows * lanes < multiprocessors * 2 * _BLOCK:
+        lanes *= 2
+    smallest = max(lanes, 32) if whole_warps else lanes
+    block = max(smallest, _BLOCK)
+    while block > max(32, smallest) and num_rows * lanes < multiprocessors * block:
+        block //= 2
+    rows_a_block = block // lanes
+    return Geometry(lanes, (-(-num_rows // rows_a_block), 1, 1), (block, 1, 1))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

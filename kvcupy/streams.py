@@ -1,0 +1,73 @@
+"""Order between streams: fork, join, and how long arrays must live."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from . import devices
+from .devices.protocol import Stream
+
+
+def fork(main: Any, *others: Any) -> None:
+    """Make the other streams wait for all that `main` holds so far.
+
+    Parameters
+    ----------
+    main : Stream, or a CuPy or torch stream, or anything with `__cuda_stream__`
+    others : streams of the same device
+
+    Notes
+    -----
+    Capture: legal; the others join the capture, and must be joined to it again with `join`.
+    """
+    streams = _as_streams((main, *others))
+    event = streams[0].record()
+    for other in streams[1:]:
+        other.wait(event)
+
+
+def join(main: Any, *others: Any) -> None:
+    """Make `main` wait for all that the other streams hold so far.
+
+    Parameters
+    ----------
+    main : Stream, or a CuPy or torch stream, or anything with `__cuda_stream__`
+    others : streams of the same device
+    """
+    streams = _as_streams((main, *others))
+    for other in streams[1:]:
+        streams[0].wait(other.record())
+
+
+def keep_alive(arrays: Any, stream: Any) -> None:
+    """Keep arrays from being freed, and their memory reused, before `stream` has passed this point.
+
+    Operations keep their own arguments; this is for arrays that a stream uses by other means.
+
+    Parameters
+    ----------
+    arrays : one array, or a list or tuple of them
+    stream : Stream, or a CuPy or torch stream, or anything with `__cuda_stream__`
+
+    Notes
+    -----
+    Memory pools hand a freed block out again at once, to any stream that allocates from the same
+    one. Capture: legal; the graph keeps the arrays.
+    """
+    kept = tuple(arrays) if isinstance(arrays, (list, tuple)) else (arrays,)
+    (on,) = _as_streams((stream,))
+    on.device.run(_nothing, on, kept)
+
+
+def _nothing() -> None:
+    """Do nothing: what matters is what the stream keeps alive until it gets here."""
+
+
+def _as_streams(streams: Sequence[Any]) -> list[Stream]:
+    """Resolve streams on the device of the first kvcupy stream, else on the current GPU."""
+    for stream in streams:
+        own: Any = getattr(stream, "device", None)
+        if hasattr(own, "fault_pointer"):
+            return [own.as_stream(s) for s in streams]
+    return [devices.get("cuda").as_stream(s) for s in streams]

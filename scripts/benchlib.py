@@ -1,0 +1,190 @@
+"""How the scripts measure, check and report: timing loops, bitwise checks, tables, JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from kvcupy import observe
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("kvcupy", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "torch")
+
+
+class WrongBytes(Exception):
+    """A measured case did not compute what NumPy computes."""
+
+
+def require_equal(case: str, got: Any, want: Any) -> None:
+    """Compare two arrays byte by byte.
+
+    Raises
+    ------
+    WrongBytes
+        They differ; the message names the first byte, both values and the number of bytes.
+    """
+    if got.shape != want.shape:
+        raise WrongBytes(f"{case}: expected shape {want.shape}, got {got.shape}")
+    got_bytes = np.ascontiguousarray(got).reshape(-1).view(np.uint8)
+    want_bytes = np.ascontiguousarray(want).reshape(-1).view(np.uint8)
+    wrong = np.flatnonzero(got_bytes != want_bytes)
+    if wrong.size:
+        at = int(wrong[0])
+        index = np.unravel_index(at // want.itemsize, want.shape)
+        raise WrongBytes(
+            f"{case}: {wrong.size} of {want_bytes.size} bytes differ, the first at byte {at} "
+            f"(element {tuple(map(int, index))}): got {got_bytes[at]}, want {want_bytes[at]}"
+        )
+
+
+def wall_us(device: Any, work: Callable[[], object], repeat: int = 1) -> float:
+    """Time `repeat` calls of `work` and what they put on the device, in us a call."""
+    device.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeat):
+        work()
+    device.synchronize()
+    return (time.perf_counter() - start) * 1e6 / repeat
+
+
+def event_us(device: Any, stream: Any, work: Callable[[], object]) -> float:
+    """Time what `work` puts on `stream`, between two timing events."""
+    start, stop = device.event(timing=True), device.event(timing=True)
+    stream.record(start)
+    work()
+    stream.record(stop)
+    stop.synchronize()
+    return float(stop.elapsed_us(start))
+
+
+def interleave(candidates: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """Measure all candidates in turn, `rounds` times over, and return their medians in us.
+
+    Each candidate times itself. One round that does not count warms them up. The order turns
+    from round to round, so that a disturbance hits all alike.
+    """
+    for measure in candidates.values():
+        measure()
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+    for number in range(rounds):
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(candidates[name]())
+    return {name: median(values) for name, values in samples.items()}
+
+
+def repeats_for(device: Any, work: Callable[[], object], target_us: float) -> int:
+    """Return how many calls of `work` take about `target_us`."""
+    work()
+    return max(1, int(target_us / max(wall_us(device, work, 3), 0.1)))
+
+
+def named_stream(device: Any, name: str) -> Any:
+    """Return a new stream whose lane in a timeline is `name`."""
+    stream = device.stream()
+    stream.name = name
+    return stream
+
+
+def run_named(
+    device: Any,
+    name: str,
+    function: Callable[[], object],
+    stream: Any,
+    *,
+    reads: tuple[observe.Access, ...] = (),
+    writes: tuple[observe.Access, ...] = (),
+) -> None:
+    """Run array expressions on a stream as an operation that timelines and checkers see."""
+    observe.issue(
+        lambda: observe.Operation(name, stream, reads, writes),
+        lambda: device.run(function, stream),
+    )
+
+
+def random_bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return uint16 of any bit pattern, NaNs included: a copy must not care."""
+    return rng.integers(0, 1 << 16, shape, dtype=np.uint16)
+
+
+def format_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Lay out a table: the first column to the left, numbers to the right; None is `-`."""
+    cells = [list(columns), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    lines = [
+        "  ".join(
+            c.rjust(w) if i else c.ljust(w)
+            for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    ]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    return str(value)
+
+
+def describe(device: Any) -> dict[str, Any]:
+    """Return what a result must say of where it was measured."""
+    return {
+        "device": device.name,
+        "processor": _processor(),
+        "gpu_and_driver": _output(
+            "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
+        ),
+        "python": platform.python_version(),
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _output("git", "-C", str(ROOT), "rev-parse", "HEAD"),
+        "dirty": bool(
+            _output("git", "-C", str(ROOT), "status", "--porcelain", "--", "*.py", "*.cu*")
+        ),
+    }
+
+
+def write_json(path: str | Path, report: dict[str, Any]) -> None:
+    """Write a report, its folder too."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _output(*command: str) -> str | None:
+    """Return what a program prints, None if it is not there or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None if result.returncode == 0 else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Runs the demonstration, on a GPU where there is one, else on this processor:
+#     scripts/demo.sh [arguments of scripts/overlap_demo.py]
+# It works in the active virtual environment, else in .venv, and installs only what is missing.
+set -euo pipefail
+
+# shellcheck source=scripts/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+choose_python demo
+provide demo
+exec "$python" "$root/scripts/overlap_demo.py" "$@"

@@ -1,0 +1,103 @@
+# Sourced by demo.sh, test.sh and .ci/run: chooses the Python to work in and brings what it lacks.
+# shellcheck shell=bash
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+python= # what to run
+made=   # the environment made in this run, if one was
+
+say() { printf '%s\n' "$*" >&2; }
+
+die() {
+  say "$@"
+  exit 1
+}
+
+fits() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+
+# Print a Python of this machine that is new enough.
+base_python() {
+  local name
+  for name in python3 python3.13 python3.12 python3.11 python3.10 python; do
+    if command -v "$name" >/dev/null && fits "$name"; then
+      "$name" -c 'import sys; print(sys.executable)'
+      return
+    fi
+  done
+  return 1
+}
+
+# Set $python: the active environment's, else that of .venv, else one that needs nothing for the
+# task in the arguments, else that of a new .venv.
+choose_python() {
+  local prefix base
+  for prefix in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$root/.venv"; do
+    if [[ -n $prefix && -x $prefix/bin/python ]]; then
+      python=$prefix/bin/python
+      fits "$python" || die "The environment $prefix: expected Python 3.10 or newer," \
+        "got $("$python" --version 2>&1)."
+      return
+    fi
+  done
+  base=$(base_python) || die "No Python 3.10 or newer is on the PATH."
+  python=$base
+  if [[ -n $(needs "$@") ]]; then
+    make_environment "$base"
+    made=$root/.venv
+    python=$made/bin/python
+  fi
+}
+
+make_environment() {
+  local base=$1
+  say "Making .venv with $("$base" --version)."
+  if "$base" -c 'import ensurepip, venv' 2>/dev/null; then
+    "$base" -m venv "$root/.venv"
+  elif "$base" -m virtualenv --version >/dev/null 2>&1; then
+    "$base" -m virtualenv --quiet "$root/.venv"
+  elif command -v uv >/dev/null; then
+    uv venv --quiet --python "$base" "$root/.venv"
+  elif "$base" -m pip --version >/dev/null 2>&1; then
+    "$base" -m venv --without-pip "$root/.venv"
+  else
+    die "$base can make no virtual environment: it has no ensurepip, virtualenv or pip, and there" \
+      "is no uv. On Debian or Ubuntu \`apt install python3-venv\` mends that; or activate an" \
+      "environment of your own and run this again."
+  fi
+}
+
+# Install into $python, with whichever installer there is.
+install() {
+  local base
+  if "$python" -m pip --version >/dev/null 2>&1; then
+    "$python" -m pip install --quiet --disable-pip-version-check "$@"
+  elif command -v uv >/dev/null; then
+    uv pip install --quiet --python "$python" "$@"
+  elif base=$(base_python) && "$base" -m pip --version >/dev/null 2>&1; then
+    "$base" -m pip --python "$python" install --quiet --disable-pip-version-check "$@"
+  else
+    say "There is no pip for $python."
+    return 1
+  fi
+}
+
+# Print what the task in the arguments lacks. With --essential: what there is no way without.
+needs() { "$python" "$root/scripts/needs.py" "$@"; }
+
+# Install what the task in the arguments lacks. Offline, go on without what is not essential.
+provide() {
+  local listed line missing=()
+  listed=$(needs "$@")
+  if [[ -z $listed ]]; then return; fi
+  while IFS= read -r line; do missing+=("$line"); done <<<"$listed"
+  say "Installing, once: ${missing[*]}"
+  if install "${missing[@]}"; then return; fi
+  if [[ -n $made ]]; then # with nothing in it, the Python that it was made from may serve better
+    rm -rf "$made"
+    python=$(base_python)
+  fi
+  if [[ -n ${CI:-} || -n $(needs "$@" --essential) ]]; then
+    die "Could not install what is needed: ${missing[*]}"
+  fi
+  say "Going on without it."
+}

@@ -1,0 +1,117 @@
+"""Print what a task still lacks, as arguments for `pip install`, one a line; nothing if nothing.
+
+Runs before anything is installed, so that it imports the standard library alone until it knows
+that the package's own requirements are there.
+
+    python scripts/needs.py demo
+    python scripts/needs.py test --torch
+    python scripts/needs.py dev
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from ctypes.util import find_library
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = ("numpy", "ml_dtypes")
+TORCH = "torch==2.13.0"
+COMPILERS = ("c++", "g++", "clang++")
+
+
+def lacks(*modules: str) -> bool:
+    """Return whether one of these modules cannot be found."""
+    return any(find_spec(module) is None for module in modules)
+
+
+def lacks_compiler() -> bool:
+    """Return whether this machine has no C++ compiler."""
+    chosen = os.environ.get("CXX", "").split()
+    found = any(shutil.which(name) for name in (*chosen[:1], *COMPILERS))
+    return not found and lacks("ziglang")
+
+
+def lacks_headers() -> bool:
+    """Return whether NVIDIA's number-format headers are missing."""
+    sys.path.insert(0, str(ROOT))
+    from kvcupy import sources
+
+    return not sources.cuda_include_dirs()
+
+
+def lacks_nvrtc() -> bool:
+    """Return whether CuPy or NVRTC is missing on a processor for which there are wheels."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return False
+    wheel = any(name.startswith("nvidia-cuda-nvrtc") for name in installed())
+    toolkit = find_library("nvrtc") or list(Path("/usr/local/cuda").glob("lib64/libnvrtc.so*"))
+    return lacks("cupy") or not (wheel or toolkit)
+
+
+def installed() -> set[str]:
+    """Return the names of all installed distributions."""
+    names = (d.metadata["Name"] for d in distributions())
+    return {name.lower().replace("_", "-") for name in names if name}
+
+
+def driver_cuda() -> int:
+    """Return the CUDA version of this machine's NVIDIA driver, 0 if no GPU can be used."""
+    try:
+        smi = subprocess.run(["nvidia-smi"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    version = re.search(r"CUDA\D*Version\s*:\s*(\d+)\.", smi.stdout)
+    return int(version[1]) if smi.returncode == 0 and version else 0
+
+
+def cuda_extra() -> str:
+    """Return the extra that fits the CuPy that is here already, else the driver."""
+    if "cupy-cuda13x" in installed():
+        return "cuda13"
+    return "cuda13" if driver_cuda() >= 13 else "cuda12"
+
+
+def missing(task: str, torch: bool = False, essential: bool = False) -> list[str]:
+    """Return the arguments for `pip install`: what `task` needs, or only what it cannot do without.
+
+    Without the rest a task does less: no picture, no GPU, no check of the CUDA compiler.
+    """
+    core = lacks(*CORE)
+    extras = {
+        "test": task != "demo" and lacks("pytest", "hypothesis", "hatchling"),
+        "dev": task == "dev" and lacks("ruff", "mypy", "clang_format"),
+    }
+    if not essential:
+        extras["plot"] = lacks("matplotlib")
+        extras["headers"] = core or lacks_headers()
+        extras["host"] = lacks_compiler()
+        has_gpu = driver_cuda() >= 12
+        if (has_gpu and lacks("cupy")) or (task != "demo" and lacks_nvrtc()):
+            extras[cuda_extra()] = True
+    names = sorted(extra for extra, absent in extras.items() if absent)
+    arguments = ["-e", f"{ROOT}[{','.join(names)}]" if names else str(ROOT)]
+    return (arguments if core or names else []) + ([TORCH] if torch and lacks("torch") else [])
+
+
+def main() -> None:
+    """Read the command line and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("task", choices=("demo", "test", "dev"))
+    parser.add_argument("--torch", action="store_true", help="torch too")
+    parser.add_argument("--essential", action="store_true", help="what there is no way without")
+    options = parser.parse_args()
+    for argument in missing(options.task, options.torch, options.essential):
+        print(argument)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Choose the device of a test run: ``pytest --device host`` (default), ``cuda`` or ``cuda:1``."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="host", help="the kvcupy device that the tests run on")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a real GPU; skipped where there is none")
+    config.addinivalue_line("markers", "slow: takes long, or much memory")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not for_gpu:
+        return
+    import kvcupy as kv
+
+    if kv.default_device().kind != "cuda":
+        for item in for_gpu:
+            item.add_marker(pytest.mark.skip(reason="no usable GPU"))
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest):
+    """The device named by ``--device``.
+
+    Where a kernel does not compile, its test fails: array expressions would pass in its place.
+    """
+    import kvcupy as kv
+
+    kv.config.fallback = "error"
+    return kv.device(request.config.getoption("--device"))

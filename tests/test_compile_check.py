@@ -1,0 +1,120 @@
+"""The compile check complains of what is wrong and of nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
+
+from kvcupy import compile_check, ops
+from kvcupy.compile_check import REGISTER_BUDGET, check, read_log
+from kvcupy.errors import CompileError
+from kvcupy.kernels import Kernel
+
+KERNELS = Path(__file__).parent / "kernels"
+PARAMS = np.dtype([("in", np.uint64), ("out", np.uint64), ("count", np.int32)], align=True)
+BUDGETS = dict.fromkeys(("wide", "narrow", "warns", "spills", "stack", "broken"), 64)
+
+
+def specialise(name, value=128):
+    return Kernel("faulty.cu", name, PARAMS, "FaultyParams").specialise(value)
+
+
+def run(*specialisations, archs=("sm_80",), budgets=BUDGETS, **options):
+    return check(specialisations, archs, budgets=budgets, kernels_dir=KERNELS, **options)
+
+
+def test_a_good_kernel_passes_everywhere():
+    report = run(specialise("wide"), archs=compile_check.ARCHS, promises_128_bits=lambda _: True)
+    assert report.ok, str(report)
+    assert [entry.arch for entry in report.entries] == list(compile_check.ARCHS)
+    assert all(0 < entry.usage.registers <= 64 for entry in report.entries)
+
+
+def test_a_warning_is_reported():
+    (problem,) = run(specialise("warns")).problems
+    assert "faulty.cu:warns<128> sm_80" in problem
+    assert "unused" in problem
+
+
+def test_spilled_registers_are_reported():
+    assert run(specialise("spills", 40)).ok
+    (problem,) = run(specialise("spills", 40), options=("-maxrregcount=24",)).problems
+    assert "bytes spilled: expected none" in problem
+    assert " 0 bytes spilled" not in problem
+
+
+def test_an_array_in_memory_is_reported():
+    (problem,) = run(specialise("stack", 16)).problems
+    assert "64 bytes of stack, 0 bytes spilled" in problem
+
+
+def test_registers_over_the_budget_are_reported():
+    (problem,) = run(specialise("spills", 40), budgets={"spills": 40}).problems
+    assert "registers, over the budget of 40" in problem
+
+
+def test_a_kernel_without_a_budget_is_reported():
+    (problem,) = run(specialise("wide"), budgets={}).problems
+    assert "wide has no entry in REGISTER_BUDGET" in problem
+
+
+def test_a_kernel_that_does_not_compile_is_reported_and_the_others_are_not():
+    report = run(specialise("broken"), specialise("wide"))
+    assert [bool(entry.problems) for entry in report.entries] == [True, False]
+    assert "NoSuchType" in report.problems[0]
+
+
+def test_ptx_instead_of_a_cubin_is_reported():
+    report = run(specialise("wide"), archs=("sm_999",))
+    assert "sm_999" in str(report)
+    assert not report.ok
+
+
+def test_narrow_accesses_are_reported_where_wide_ones_are_promised():
+    report = run(specialise("narrow"), promises_128_bits=lambda _: True)
+    assert report.problems == [
+        "faulty.cu:narrow<128> sm_80: no 16-byte load (LDG.E.128) in its SASS",
+        "faulty.cu:narrow<128> sm_80: no 16-byte store (STG.E.128) in its SASS",
+    ]
+    assert run(specialise("narrow")).ok
+
+
+def test_the_disassembler_is_there():
+    """Without it the widths would go unchecked, silently: `pip install nvidia-cuda-nvdisasm`."""
+    assert compile_check.find_nvdisasm() is not None
+
+
+def test_a_report_without_a_disassembler_says_so(monkeypatch):
+    monkeypatch.setattr(compile_check, "find_nvdisasm", lambda: None)
+    report = run(specialise("narrow"), promises_128_bits=lambda _: True)
+    assert report.ok
+    assert "not checked: no nvdisasm" in str(report)
+
+
+def test_a_log_that_does_not_speak_of_the_kernel_is_refused():
+    with pytest.raises(CompileError, match="_Z4other"):
+        read_log("ptxas info : Used 3 registers", "_Z4other")
+
+
+def test_all_functions_of_a_kernel_count():
+    log = """ptxas info : Compiling entry function 'k' for 'sm_90'
+        ptxas . 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+        ptxas info : Function properties for helper
+        ptxas . 16 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+        ptxas info : Used 40 registers, used 0 barriers"""
+    assert read_log(log, "k") == compile_check.Usage(40, 16, 12, ())
+
+
+def test_every_kernel_of_the_package_has_a_budget():
+    used = {s.kernel.name for s in ops.specialisations()}
+    assert used <= REGISTER_BUDGET.keys()
+
+
+@pytest.mark.slow
+def test_every_specialisation_passes_on_every_architecture():
+    report = check()
+    assert report.ok, str(report)

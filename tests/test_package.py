@@ -1,0 +1,298 @@
+"""The package as installed: what importing does, where the kernels are, what a wheel holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvcupy import sources
+from kvcupy.errors import KvcupyError
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_python(code: str, *, cwd: Path, path: Path) -> str:
+    """Run code in a new process that finds packages at `path` first, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Importing ---------------------------------------------------------------------------------------
+
+IMPORT = """
+import json, sys
+events = []
+sys.addaudithook(lambda name, args: events.append((name, repr(args))))
+import kvcupy
+names = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec", "os.system", "ctypes.dlopen")
+print(json.dumps({
+    "modules": sorted({name.split(".")[0] for name in sys.modules}),
+    "started": [event for event in events if event[0] in names[:-1]],
+    "libraries": [args for name, args in events if name == names[-1]],
+    "made": [event for event in events if event[0] == "os.mkdir"],
+}))
+"""
+
+
+def test_import_touches_no_device_and_compiles_nothing(tmp_path):
+    seen = json.loads(run_python(IMPORT, cwd=tmp_path, path=ROOT))
+    assert not {"cupy", "cupyx", "torch", "cuda", "matplotlib"} & set(seen["modules"])
+    assert seen["started"] == []
+    assert [name for name in seen["libraries"] if "cuda" in name or "nvrtc" in name] == []
+    assert [event for event in seen["made"] if "__pycache__" not in event[1]] == []
+
+
+# kernels_src -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A copy of kernels_src in a checkout of its own, which `sources` takes for its own."""
+    shutil.copytree(ROOT / "kernels_src", tmp_path / "kernels_src")
+    (tmp_path / "kvcupy").mkdir()
+    (tmp_path / "pyproject.toml").touch()
+    monkeypatch.setattr(sources, "_PACKAGE", tmp_path / "kvcupy")
+    return tmp_path
+
+
+def test_checkout_uses_the_folder_beside_the_package():
+    assert sources.kernels_dir() == ROOT / "kernels_src"
+
+
+def test_checkout_ignores_a_stale_copy_inside_the_package(tree):
+    shutil.copytree(tree / "kernels_src", tree / "kvcupy" / "kernels_src")
+    assert sources.kernels_dir() == tree / "kernels_src"
+
+
+def test_installed_package_uses_the_folder_inside(tree):
+    (tree / "pyproject.toml").unlink()
+    shutil.copytree(tree / "kernels_src", tree / "kvcupy" / "kernels_src")
+    assert sources.kernels_dir() == tree / "kvcupy" / "kernels_src"
+
+
+def test_no_kernels_is_an_error_that_names_the_place(tree):
+    (tree / "pyproject.toml").unlink()
+    with pytest.raises(KvcupyError, match=r"kvcupy.kernels_src"):
+        sources.kernels_dir()
+
+
+def test_digest_is_of_names_and_contents(tree):
+    before = sources.digest()
+    assert before == sources.digest()
+    header = tree / "kernels_src" / "common.cuh"
+    text = header.read_bytes()
+    header.write_bytes(text + b"\n")
+    edited = sources.digest()
+    assert edited != before
+    header.write_bytes(text)
+    assert sources.digest() == before
+    header.rename(header.with_name("renamed.cuh"))
+    assert sources.digest() not in (before, edited)
+
+
+def test_digest_notices_an_edit_that_keeps_the_size_and_one_in_a_subfolder(tree):
+    before = sources.digest()
+    header = tree / "kernels_src" / "common.cuh"
+    text = header.read_bytes()
+    header.write_bytes(text[:-1] + b" ")
+    os.utime(header, ns=(1, 1))
+    edited = sources.digest()
+    assert edited != before
+    (tree / "kernels_src" / "host" / "new.h").write_text("// new\n")
+    assert sources.digest() != edited
+
+
+def test_digest_does_not_depend_on_where_the_tree_is(tree):
+    assert sources.digest() == sources._hash(
+        ROOT / "kernels_src", [path for path, _ in sorted(sources._files(ROOT / "kernels_src"))]
+    )
+
+
+def test_digest_leaves_out_what_editors_write(tree):
+    before = sources.digest()
+    (tree / "kernels_src" / ".common.cuh.swp").touch()
+    (tree / "kernels_src" / "common.cuh~").touch()
+    assert sources.digest() == before
+
+
+def test_digest_reads_no_file_twice(tree, monkeypatch):
+    before = sources.digest()
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"read again: {path}"))
+    assert sources.digest() == before
+
+
+# NVIDIA's headers --------------------------------------------------------------------------------
+
+
+def make_headers(folder: Path, version: int | None, target: str | None = None) -> Path:
+    """Make a folder that looks like CUDA's headers of `version`, and `nv/target` at `target`."""
+    folder.mkdir(parents=True)
+    if version is not None:
+        for name in ("cuda_fp16.h", "cuda_bf16.h", "cuda_fp8.h"):
+            (folder / name).touch()
+        (folder / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
+    if target is not None:
+        (folder / target / "nv").mkdir(parents=True)
+        (folder / target / "nv" / "target").touch()
+    return folder
+
+
+@pytest.fixture
+def bare(tmp_path, monkeypatch):
+    """A process that finds no CUDA headers but those under the folder returned."""
+    for variable in ("CUDA_PATH", "CUDA_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
+    monkeypatch.setattr(sources, "_cupy_target", lambda: None)
+    monkeypatch.setattr(sources, "_TOOLKIT", tmp_path / "toolkit" / "include")
+    return tmp_path
+
+
+def test_no_headers_is_an_empty_list(bare):
+    assert sources.cuda_include_dirs() == []
+    assert [place.major for place in sources.header_places()] == [None]
+
+
+def test_headers_of_the_version_asked_for_come_from_its_wheel(bare):
+    twelve = make_headers(bare / "nvidia" / "cuda_runtime" / "include", 12090)
+    thirteen = make_headers(bare / "nvidia" / "cu13" / "include", 13050)
+    assert sources.cuda_include_dirs(12) == [twelve]
+    assert sources.cuda_include_dirs(13) == [thirteen]
+    assert sources.cuda_include_dirs(14) == [twelve]  # better than none
+
+
+def test_a_wheel_folder_without_headers_is_passed_over(bare, monkeypatch):
+    make_headers(bare / "nvidia" / "cu13" / "include", None)
+    toolkit = make_headers(bare / "cuda" / "include", 12040)
+    monkeypatch.setenv("CUDA_PATH", str(bare / "cuda"))
+    assert sources.cuda_include_dirs() == [toolkit]
+    places = {place.origin: place.major for place in sources.header_places()}
+    assert places == {"wheel": None, "$CUDA_PATH": 12, "toolkit": None}
+
+
+def test_wheels_come_before_a_toolkit_of_the_same_version(bare, monkeypatch):
+    make_headers(bare / "toolkit" / "include", 12040)
+    wheel = make_headers(bare / "nvidia" / "cuda_runtime" / "include", 12090)
+    assert sources.cuda_include_dirs(12) == [wheel]
+
+
+@pytest.mark.parametrize("target", [".", "cccl"])
+def test_nv_target_of_a_toolkit_is_its_own(bare, monkeypatch, target):
+    toolkit = make_headers(bare / "toolkit" / "include", 13050, target)
+    other = make_headers(bare / "cupy", None, ".")
+    monkeypatch.setattr(sources, "_cupy_target", lambda: other)
+    assert sources.cuda_include_dirs() == list(dict.fromkeys([toolkit, toolkit / target]))
+
+
+def test_nv_target_of_the_wheels_is_the_one_in_cupy(bare, monkeypatch):
+    wheel = make_headers(bare / "nvidia" / "cuda_runtime" / "include", 12090)
+    other = make_headers(bare / "cupy", None, ".")
+    monkeypatch.setattr(sources, "_cupy_target", lambda: other)
+    assert sources.cuda_include_dirs() == [wheel, other]
+
+
+def test_a_relative_cuda_path_gives_whole_paths(bare, monkeypatch):
+    make_headers(bare / "include", 12090)
+    monkeypatch.chdir(bare)
+    monkeypatch.setenv("CUDA_HOME", ".")
+    assert sources.cuda_include_dirs() == [bare / "include"]
+
+
+def test_the_header_search_imports_no_cupy(tmp_path):
+    code = "import sys; from kvcupy import sources; sources.cuda_include_dirs(12)\n"
+    run_python(code + "assert 'cupy' not in sys.modules", cwd=tmp_path, path=ROOT)
+
+
+# Wheel and sdist ---------------------------------------------------------------------------------
+
+
+def build(kind: str, folder: Path) -> Path:
+    """Build a "wheel" or an "sdist" of this checkout with its own build backend."""
+    pytest.importorskip("hatchling", reason="builds need hatchling")
+    code = f"from hatchling.build import build_{kind}; print(build_{kind}({str(folder)!r}))"
+    return folder / run_python(code, cwd=ROOT, path=ROOT).split()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return build("wheel", tmp_path_factory.mktemp("wheel"))
+
+
+def kernel_files() -> set[str]:
+    files = (ROOT / "kernels_src").rglob("*")
+    return {path.relative_to(ROOT).as_posix() for path in files if path.is_file()}
+
+
+def test_wheel_holds_package_and_kernels_and_no_more(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"kvcupy/{name}" for name in kernel_files()} <= names
+    assert "kvcupy/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {"kvcupy", "kvcupy-0.1.0.dist-info"}
+    assert "kvcupy-0.1.0.dist-info/licenses/LICENSE" in names
+
+
+def test_every_extra_that_another_names_exists(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read("kvcupy-0.1.0.dist-info/METADATA").decode()
+    fields = [line.split(": ", 1) for line in metadata.split("\n\n")[0].splitlines()]
+    extras = {value for name, value in fields if name == "Provides-Extra"}
+    named = {
+        extra
+        for name, value in fields
+        if name == "Requires-Dist" and value.startswith("kvcupy[")
+        for extra in value.split("[")[1].split("]")[0].split(",")
+    }
+    assert named <= extras
+    assert {"cuda12", "cuda13", "headers", "host", "plot", "test", "torch", "dev"} <= extras
+
+
+STORE = """
+import numpy as np
+import kvcupy as kv
+from kvcupy import sources
+
+kv.config.fallback = "error"
+rows = np.arange(16, dtype=np.float16).reshape(1, 2, 8)
+k_cache, v_cache = np.zeros((4, 2, 8), np.float16), np.zeros((4, 2, 8), np.float16)
+kv.store_kv(rows, -rows, k_cache, v_cache, np.array([2]))
+assert (k_cache[2] == rows[0]).all() and (v_cache[2] == -rows[0]).all()
+assert not k_cache[[0, 1, 3]].any() and not v_cache[[0, 1, 3]].any()
+print(kv.__file__)
+print(sources.kernels_dir())
+"""
+
+
+def test_installed_wheel_stores_rows_with_the_kernels_that_it_brought(wheel, tmp_path):
+    pytest.importorskip("pip", reason="installing needs pip")
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(wheel)], check=True, capture_output=True)
+    package, kernels = run_python(STORE, cwd=tmp_path, path=site).split()
+    assert Path(package) == site / "kvcupy" / "__init__.py"
+    assert Path(kernels) == site / "kvcupy" / "kernels_src"
+
+
+def test_sdist_holds_all_that_a_checkout_does(tmp_path):
+    with tarfile.open(build("sdist", tmp_path)) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert kernel_files() <= names
+    for folder in ("kvcupy", "tests", "scripts"):
+        files = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
+        assert files <= names
+    assert {"pyproject.toml", "LICENSE", "scripts/test.sh", "scripts/demo.sh"} <= names

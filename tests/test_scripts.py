@@ -1,0 +1,350 @@
+"""scripts/: what the demo and the benchmark report, and that their checks can fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvcupy as kv
+from kvcupy import exporters
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
+
+@pytest.fixture(autouse=True)
+def scripts_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+@pytest.fixture
+def device_name(request):
+    return request.config.getoption("--device")
+
+
+def demo(device_name, *arguments):
+    import overlap_demo
+
+    small = ["--device", device_name, "--tokens", "24", "--steps", "4", "--rounds", "1"]
+    return overlap_demo.main([*small, *map(str, arguments)])
+
+
+def bench(device_name, *arguments):
+    import bench_ops
+
+    small = ["--device", device_name, "--quick", "--rotate-mb", "1"]
+    return bench_ops.main([*small, *map(str, arguments)])
+
+
+def wrong_byte(operation, cache_index):
+    """Wrap an operation so that it flips a bit of one stored byte afterwards."""
+
+    def wrapped(*arrays, stream=None, **options):
+        operation(*arrays, stream=stream, **options)
+        cache, slots = kv.device("host").carrier(kv.exporters.view(arrays[cache_index])), arrays[-1]
+
+        def flip():
+            at = int(kv.device("host").carrier(kv.exporters.view(slots))[0])
+            cache[at].reshape(-1).view(np.uint8)[7] ^= 4
+
+        if stream is None:
+            flip()
+        else:
+            kv.device("host").run(flip, stream)
+
+    return wrapped
+
+
+# The demo ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-70b-tp8", "deepseek-v3-mla"])
+def test_demo_reports_every_case(device_name, model, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out, report = tmp_path / "out", tmp_path / "new" / "report.json"
+    assert demo(device_name, "--model", model, "--json", report, "--out", out) == 0
+    read = json.loads(report.read_text())
+
+    assert [row["case"] for row in read["writes"]] == [
+        "array expressions, one stream", "array expressions, two streams",
+        "one launch", "one launch, graph replay",
+    ]  # fmt: skip
+    assert [row["case"] for row in read["overlap"]] == [
+        "copy alone", "compute and store alone", "in sequence, one stream",
+        "copy stream, two buffers",
+    ]  # fmt: skip
+    for row in read["writes"] + read["overlap"]:
+        assert row["time_us"] > 0 and row["gb_per_s"] > 0
+    assert 0 <= read["overlap"][-1]["hidden"] <= 1
+    assert read["model"] == model and read["tokens"] == 24
+    assert len(read["steps"]) == 4
+    for key in ("device", "processor", "gpu_and_driver", "versions", "date", "commit"):
+        assert key in read
+
+    printed = capsys.readouterr().out
+    for name in ("write", "sequence", "overlap"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        events = json.loads((out / f"{name}.json").read_text())["traceEvents"]
+        assert any(event["ph"] == "X" for event in events)
+        assert str(out / f"{name}.png") in printed
+    lanes = {e["args"]["name"] for e in events_named(out / "overlap.json", "thread_name")}
+    assert lanes == {"main", "copy"}
+    assert len(events_named(out / "overlap.json", "matmul")) == 4
+
+
+def events_named(path, name):
+    return [e for e in json.loads(path.read_text())["traceEvents"] if e["name"] == name]
+
+
+@pytest.mark.parametrize(
+    ("model", "operation", "cache_index"),
+    [("llama-3.1-70b-tp8", "store_kv", 3), ("deepseek-v3-mla", "store_mla", 2)],
+)
+def test_demo_notices_one_wrong_byte(device, monkeypatch, model, operation, cache_index):
+    if device.name != "host":
+        pytest.skip("the wrong byte is written by the host")
+    from benchlib import WrongBytes
+
+    monkeypatch.setattr(kv, operation, wrong_byte(getattr(kv, operation), cache_index))
+    with pytest.raises(WrongBytes, match="one launch.*1 of .* bytes differ"):
+        demo("host", "--model", model)
+
+
+def test_demo_notices_a_step_that_reads_too_early(device, monkeypatch):
+    """Control of the copy stream: steps that do not wait for their copy must be found out."""
+    if device.name != "host":
+        pytest.skip("only the host's scheduling is slow enough to be sure of it")
+    import time
+
+    from benchlib import WrongBytes
+    from step_pipeline import Compute, Steps
+
+    real = Steps.copy
+
+    def late(self, step, stream):
+        stream.call(lambda: time.sleep(0.05))
+        real(self, step, stream)
+
+    monkeypatch.setattr(Steps, "copy", late)
+    monkeypatch.setattr(Compute, "fit", lambda self, stream, target_us: None)
+    monkeypatch.setattr(type(device.stream()), "wait", lambda self, other: None)
+    with pytest.raises(WrongBytes, match="copy stream"):
+        demo("host", "--model", "llama-3.1-70b-tp8")
+
+
+def test_demo_runs_as_a_program_over_a_trace(device_name, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, [(0, 60, 9, [1]), (10, 40, 5, [2])])
+    command = [sys.executable, SCRIPTS / "overlap_demo.py", "--device", device_name, "--tokens", 16]
+    command += ["--steps", 3, "--rounds", 1, "--model", "llama-3.1-70b-tp8", "--trace", trace]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "copy stream, two buffers" in result.stdout
+
+
+def test_hidden_fraction():
+    from step_pipeline import hidden_fraction
+
+    assert hidden_fraction(30.0, 22.0, 10.0) == pytest.approx(0.8)
+    assert hidden_fraction(30.0, 10.0, 10.0) == 1.0
+    assert hidden_fraction(30.0, 31.0, 10.0) == 0.0
+
+
+# The benchmark -------------------------------------------------------------------------------
+
+
+def test_bench_reports_ratios_and_headlines(device_name, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    assert bench(device_name, "--only", "store_kv llama-3.1-8b bf16", "--json", report) == 0
+    read = json.loads(report.read_text())
+    assert {(row["case"], row["mode"]) for row in read["rows"]} == {
+        (f"store_kv llama-3.1-8b bf16 T={tokens}", mode)
+        for tokens in (1, 128, 4096)
+        for mode in ("eager", "graph")
+    }
+    for row in read["rows"]:
+        tokens = int(row["case"].rpartition("=")[2])
+        assert row["bytes"] == tokens * (2 * 2 * 1024 * 2 + 8)
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["us"]["kvcupy"] / 1e3)
+        assert row["percent_of_copy"] == pytest.approx(
+            100 * row["gb_per_s"] / read["copy_gb_per_s"]
+        )
+        assert row["vs_expression"] == pytest.approx(row["us"]["expression"] / row["us"]["kvcupy"])
+    if "torch" in read["rows"][0]["us"]:
+        assert read["headlines"]["call_cost_kvcupy_over_torch"] > 0
+        assert read["headlines"]["bandwidth_kvcupy_over_torch"] > 0
+    assert "x torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["70b-tp8 fp8 static T=128", "70b-tp8 fp8 dynamic T=128", "mla bf16 T=1", "mla fp8 static T=1"],
+)
+def test_bench_checks_every_format(device_name, case, tmp_path):
+    report = tmp_path / "report.json"
+    assert bench(device_name, "--only", case, "--json", report) == 0
+    rows = json.loads(report.read_text())["rows"]
+    assert rows and all(row["us"]["kvcupy"] > 0 for row in rows)
+
+
+def test_bench_graph_leaves_out_eager_calls(device_name, tmp_path):
+    report = tmp_path / "report.json"
+    bench(device_name, "--graph", "--only", "70b-tp8 bf16 T=128", "--json", report)
+    assert {row["mode"] for row in json.loads(report.read_text())["rows"]} == {"graph"}
+
+
+def test_bench_notices_one_wrong_byte(device, monkeypatch):
+    if device.name != "host":
+        pytest.skip("the wrong byte is written by the host")
+    from benchlib import WrongBytes
+
+    monkeypatch.setattr(kv, "store_kv", wrong_byte(kv.store_kv, 3))
+    with pytest.raises(WrongBytes, match=r"kvcupy, cache 1: \d+ of"):
+        bench("host", "--only", "70b-tp8 bf16 T=128")
+
+
+def test_the_headline_cases_are_always_there():
+    from bench_ops import BANDWIDTH, CALL_COST, shapes
+
+    for tokens in ((1, 128), (64,)):
+        names = [shape.name for shape in shapes(tokens, None)]
+        assert names[:2] == [CALL_COST.name, BANDWIDTH.name]
+        assert len(names) == len(set(names))
+
+
+# What both stand on --------------------------------------------------------------------------
+
+
+def test_require_equal_names_the_first_byte():
+    from benchlib import WrongBytes, require_equal
+
+    want = np.arange(12, dtype=np.uint16).reshape(3, 4)
+    got = want.copy()
+    require_equal("same", got, want)
+    got[1, 2] ^= 0x0100
+    message = (
+        r"case: 1 of 24 bytes differ, the first at byte 13 \(element \(1, 2\)\): got 1, want 0"
+    )
+    with pytest.raises(WrongBytes, match=message):
+        require_equal("case", got, want)
+    with pytest.raises(WrongBytes, match="shape"):
+        require_equal("case", got[:2], want)
+
+
+def test_require_equal_compares_bits_not_values():
+    from benchlib import WrongBytes, require_equal
+
+    nan = np.full(3, np.nan, np.float32)
+    require_equal("nan", nan, nan.copy())
+    with pytest.raises(WrongBytes):
+        require_equal("zero", np.float32([0.0]), np.float32([-0.0]))
+
+
+def test_interleave_takes_turns_and_medians():
+    from benchlib import interleave
+
+    order, times = [], {"a": iter([99, 1, 5, 3]), "b": iter([99, 2, 2, 8])}
+
+    def measure(name):
+        order.append(name)
+        return next(times[name])
+
+    found = interleave({name: lambda name=name: measure(name) for name in "ab"}, 3)
+    assert found == {"a": 3, "b": 2}  # the first of each was the warm-up
+    assert "".join(order) == "ab" + "ab" + "ba" + "ab"
+
+
+def test_format_table_aligns():
+    from benchlib import format_table
+
+    lines = format_table(("case", "us"), [("long name", 1.234), ("x", None)]).splitlines()
+    assert lines == ["case         us", "---------  ----", "long name  1.23", "x             -"]
+
+
+# Traces --------------------------------------------------------------------------------------
+
+
+def write_trace(path, requests):
+    keys = ("timestamp", "input_length", "output_length", "hash_ids")
+    path.write_text("".join(json.dumps(dict(zip(keys, r, strict=True))) + "\n" for r in requests))
+
+
+def test_a_trace_is_read_line_by_line(tmp_path):
+    from workload import Request, read_trace
+
+    write_trace(tmp_path / "t.jsonl", [(0, 700, 3, [7, 8]), (12.5, 1, 1, [])])
+    assert list(read_trace(tmp_path / "t.jsonl")) == [
+        Request(0.0, 700, 3, (7, 8)), Request(12.5, 1, 1)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ['{"timestamp": 0, "input_length": 5}', "nonsense", "[1, 2]"])
+def test_a_bad_line_is_named(tmp_path, line):
+    from workload import read_trace
+
+    (tmp_path / "t.jsonl").write_text('{"timestamp":0,"input_length":1,"output_length":1}\n' + line)
+    with pytest.raises(ValueError, match=r"t\.jsonl:2: expected an object with timestamp"):
+        list(read_trace(tmp_path / "t.jsonl"))
+
+
+def test_steps_decode_and_prefill_in_chunks():
+    from workload import Request, batch_steps
+
+    steps = list(batch_steps([Request(0, 25, 2), Request(0, 10, 3)], budget=16))
+    assert [(s.decode, s.prefill) for s in steps] == [
+        (0, 16), (0, 16), (1, 3), (2, 0), (1, 0), (1, 0)
+    ]  # fmt: skip
+    assert sum(s.prefill for s in steps) == 35
+    assert sum(s.decode for s in steps) == 5
+
+
+def test_known_prefix_blocks_are_not_computed_again():
+    from workload import Request, batch_steps
+
+    first = Request(0, 1024, 1, (1, 2))
+    again = Request(1e6, 1600, 1, (1, 2, 3, 4))
+    same = Request(2e6, 1024, 1, (1, 2))
+    steps = list(batch_steps([first, again, same], budget=4096))
+    assert [s.prefill for s in steps if s.prefill] == [1024, 1600 - 1024, 1]
+
+
+def test_busy_steps_mix_and_fill_the_budget():
+    from workload import busy_steps, synthetic_trace
+
+    steps = busy_steps(synthetic_trace(), 2048, 8)
+    assert len(steps) == 8
+    assert steps[0].decode and steps[0].prefill
+    assert all(0 < step.tokens <= 2048 for step in steps)
+    assert steps == busy_steps(synthetic_trace(), 2048, 8)
+
+
+def test_a_trace_too_short_is_refused():
+    from workload import Request, busy_steps
+
+    with pytest.raises(ValueError, match="at least 5 steps"):
+        busy_steps([Request(0, 4, 2)], 16, 5)
+    assert len(busy_steps([Request(0, 4, 5)], 16, 5)) == 5
+
+
+def test_the_synthetic_trace_has_the_lengths_it_says():
+    from workload import synthetic_trace
+
+    requests = list(islice(synthetic_trace(), 4000))
+    assert 6_000 < np.median([r.input_length for r in requests]) < 8_000
+    assert 300 < np.median([r.output_length for r in requests]) < 400
+    gaps = np.diff([r.timestamp for r in requests])
+    assert 150 < gaps.mean() < 185 and gaps.min() >= 0
+
+
+def test_models_state_what_a_token_costs():
+    from workload import MODELS
+
+    assert MODELS["llama-3.1-8b"].row_widths == (1024, 1024)
+    assert MODELS["llama-3.1-70b-tp8"].row_widths == (128, 128)
+    assert MODELS["deepseek-v3-mla"].row_widths == (512, 64)
+    assert MODELS["qwen3-8b"].projection == (4096, 4096 + 2 * 1024)

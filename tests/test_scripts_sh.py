@@ -1,0 +1,319 @@
+"""demo.sh, test.sh and .ci/run: which Python they work in, and what they install into it.
+
+Each runs on a copy, with a Python that only writes down what it was asked to do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BASH = shutil.which("bash")
+FILES = ("scripts/env.sh", "scripts/demo.sh", "scripts/test.sh", ".ci/run")
+
+pytestmark = pytest.mark.skipif(BASH is None, reason="needs bash")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_syntax(name):
+    done = subprocess.run([BASH, "-n", str(ROOT / name)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_shellcheck(name):
+    if shutil.which("shellcheck") is None:
+        pytest.skip("needs shellcheck")
+    command = ["shellcheck", "-x", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_scripts_are_strict_and_executable(name):
+    path = ROOT / name
+    assert os.access(path, os.X_OK)
+    lines = path.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash"
+    assert "set -euo pipefail" in lines
+
+
+# A stand-in for Python: notes its arguments in $LOG. It answers for needs.py with $NEEDS, or with
+# $ESSENTIAL if asked for that; `pip install` fails if $OFFLINE.
+STAND_IN = """#!/bin/bash
+printf '%s %s\\n' "$(basename "$(dirname "$(dirname "$0")")")" "$*" >>"$LOG"
+case "$*" in
+  *version_info*) [[ -z ${OLD:-} ]] ;;
+  *sys.executable*) echo "$0" ;;
+  *"import ensurepip"*) [[ -z ${NO_ENSUREPIP:-} ]] ;;
+  "-m virtualenv"*) false ;;
+  "-m venv "*) mkdir -p "${!#}/bin"; cp "$0" "${!#}/bin/python" ;;
+  *needs.py*--essential*) [[ -z ${ESSENTIAL:-} ]] || echo "$ESSENTIAL" ;;
+  *needs.py*) [[ -z ${NEEDS:-} ]] || printf '%b\\n' "$NEEDS" ;;
+  "-m pip --version") [[ -z ${NO_PIP:-} ]] ;;
+  *"pip install"*) [[ -z ${OFFLINE:-} ]] ;;
+esac
+"""
+
+
+class Sandbox:
+    """A copy of the scripts, beside environments whose Python is a stand-in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "log"
+        self.checkout = folder / "check out"  # a space, for quoting's sake
+        shutil.copytree(ROOT / "scripts", self.checkout / "scripts")
+        tools = folder / "tools" / "bin"
+        tools.mkdir(parents=True)
+        for name in ("bash", "dirname", "basename", "env", "mkdir", "cp", "rm"):
+            (tools / name).symlink_to(shutil.which(name))
+        self.path = [tools]
+
+    def python(self, where: Path | str, name: str = "python") -> Path:
+        """Put a stand-in for Python into the environment `where`, and return the environment."""
+        environment = self.folder / where
+        (environment / "bin").mkdir(parents=True, exist_ok=True)
+        (environment / "bin" / name).write_text(STAND_IN)
+        (environment / "bin" / name).chmod(0o755)
+        return environment
+
+    def run(self, script: str, *arguments: str, fails: bool = False, **variables: object) -> str:
+        """Run a script in another folder; return what it says. `log_lines` then has the calls."""
+        self.log.write_text("")
+        done = subprocess.run(
+            [BASH, str(self.checkout / "scripts" / script), *arguments],
+            cwd=self.folder,
+            env={
+                "PATH": os.pathsep.join(map(str, self.path)),
+                "LOG": str(self.log),
+                **{name: str(value) for name, value in variables.items()},
+            },
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode != 0) == fails, done.stderr
+        return done.stderr
+
+    @property
+    def calls(self) -> list[str]:
+        """The calls of any Python, each after the name of its environment, without the checkout."""
+        text = self.log.read_text().replace(f"{self.checkout}/", "")
+        return [line for line in text.splitlines() if "version_info" not in line]
+
+
+@pytest.fixture
+def sandbox(tmp_path):
+    return Sandbox(tmp_path)
+
+
+@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
+def test_active_environment_is_used_and_nothing_installed(sandbox, variable):
+    sandbox.python(sandbox.checkout / ".venv")
+    active = sandbox.python("active")
+    sandbox.run("demo.sh", "--tokens", "8", "--out", "a b", **{variable: active})
+    assert sandbox.calls == [
+        "active scripts/needs.py demo",
+        "active scripts/overlap_demo.py --tokens 8 --out a b",
+    ]
+
+
+def test_tests_get_the_remaining_arguments(sandbox):
+    active = sandbox.python("active")
+    sandbox.run("test.sh", "-x", "--torch", "-k", "store", VIRTUAL_ENV=active)
+    assert sandbox.calls == ["active scripts/needs.py test --torch", "active -m pytest -x -k store"]
+
+
+def test_own_environment_is_used_when_none_is_active(sandbox):
+    sandbox.python(sandbox.checkout / ".venv")
+    sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    sandbox.run("test.sh")
+    assert sandbox.calls == [".venv scripts/needs.py test", ".venv -m pytest"]
+
+
+def test_python_that_has_everything_is_used_as_it_is(sandbox):
+    sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    sandbox.run("demo.sh")
+    assert sandbox.calls[-1] == "system scripts/overlap_demo.py"
+    assert not (sandbox.checkout / ".venv").exists()
+
+
+def test_environment_is_made_and_filled_where_something_is_missing(sandbox):
+    sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    said = sandbox.run("demo.sh", NEEDS="-e\\n.[headers,plot]")
+    assert ".venv -m pip install --quiet --disable-pip-version-check -e .[headers,plot]" in (
+        sandbox.calls
+    )
+    assert sandbox.calls[-1] == ".venv scripts/overlap_demo.py"
+    assert not any(call.startswith("system -m pip") for call in sandbox.calls)
+    assert ".[headers,plot]" in said
+
+
+def test_environment_without_pip_is_filled_from_outside(sandbox):
+    active = sandbox.python("active")
+    (active / "bin" / "python").write_text(STAND_IN.replace("${NO_PIP:-}", "x"))
+    sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    sandbox.run("demo.sh", NEEDS="numpy", VIRTUAL_ENV=active)
+    assert any(
+        call.startswith(f"system -m pip --python {active}/bin/python install")
+        for call in sandbox.calls
+    )
+
+
+def test_environment_is_made_without_ensurepip(sandbox):
+    sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    sandbox.run("demo.sh", NEEDS="numpy", NO_ENSUREPIP=1)
+    assert "system -m venv --without-pip .venv" in sandbox.calls
+
+
+def test_no_way_to_make_an_environment_is_explained(sandbox):
+    sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    said = sandbox.run("demo.sh", NEEDS="numpy", NO_ENSUREPIP=1, NO_PIP=1, fails=True)
+    assert "apt install python3-venv" in said
+
+
+def test_offline_goes_on_without_what_is_not_essential(sandbox):
+    active = sandbox.python("active")
+    said = sandbox.run("demo.sh", NEEDS="matplotlib", OFFLINE=1, VIRTUAL_ENV=active)
+    assert "Going on without it" in said
+    assert sandbox.calls[-1] == "active scripts/overlap_demo.py"
+
+
+def test_offline_falls_back_to_the_python_that_the_environment_was_made_from(sandbox):
+    sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    sandbox.run("demo.sh", NEEDS="matplotlib", OFFLINE=1)
+    assert sandbox.calls[-1] == "system scripts/overlap_demo.py"
+    assert not (sandbox.checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize("variables", [{"ESSENTIAL": "numpy"}, {"CI": "true"}])
+def test_offline_gives_up_where_the_rest_cannot_run_or_must_be_whole(sandbox, variables):
+    active = sandbox.python("active")
+    said = sandbox.run(
+        "demo.sh", NEEDS="numpy", OFFLINE=1, VIRTUAL_ENV=active, fails=True, **variables
+    )
+    assert "Could not install" in said
+    assert not any("overlap_demo" in call for call in sandbox.calls)
+
+
+def test_old_python_is_refused_by_name(sandbox):
+    active = sandbox.python("active")
+    said = sandbox.run("test.sh", VIRTUAL_ENV=active, OLD=1, fails=True)
+    assert str(active) in said and "3.10" in said
+
+
+def test_no_python_at_all_is_explained(sandbox):
+    assert "No Python 3.10" in sandbox.run("test.sh", fails=True)
+
+
+# needs.py ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def needs(monkeypatch):
+    """needs.py on a machine with everything but a GPU; a test takes away what it is about."""
+    spec = importlib.util.spec_from_file_location("needs", ROOT / "scripts" / "needs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    absent: set[str] = set()
+    monkeypatch.setattr(module, "absent", absent, raising=False)
+    monkeypatch.setattr(module, "lacks", lambda *names: bool(absent & set(names)))
+    monkeypatch.setattr(module, "lacks_headers", lambda: "headers" in absent)
+    monkeypatch.setattr(module, "installed", lambda: {"nvidia-cuda-nvrtc-cu12"} - absent)
+    monkeypatch.setattr(module, "driver_cuda", lambda: 0)
+    monkeypatch.setattr(module.shutil, "which", lambda name: None if "c++" in absent else name)
+    monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(module.sys, "platform", "linux")
+    return module
+
+
+@pytest.mark.parametrize("task", ["demo", "test", "dev"])
+def test_nothing_missing_is_nothing_to_install(needs, task):
+    assert needs.missing(task, torch=True) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "absent", "extras"),
+    [
+        ("demo", {"numpy"}, "headers"),
+        ("demo", {"matplotlib"}, "plot"),
+        ("demo", {"c++", "ziglang"}, "host"),
+        ("demo", {"numpy", "ml_dtypes", "matplotlib", "headers"}, "headers,plot"),
+        ("test", {"pytest"}, "test"),
+        ("test", {"cupy", "hypothesis"}, "cuda12,test"),
+        ("dev", {"ruff"}, "dev"),
+    ],
+)
+def test_what_is_missing_is_installed_by_the_extra_that_brings_it(needs, task, absent, extras):
+    needs.absent.update(absent)
+    assert needs.missing(task) == ["-e", f"{ROOT}[{extras}]"]
+
+
+def test_a_compiler_from_a_wheel_is_a_compiler(needs):
+    needs.absent.update({"c++"})
+    assert needs.missing("demo") == []
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [(12, "cuda12"), (13, "cuda13")])
+def test_a_gpu_asks_for_the_cupy_that_its_driver_takes(needs, monkeypatch, cuda, extra):
+    needs.absent.add("cupy")
+    assert needs.missing("demo") == []  # no GPU, no CuPy
+    monkeypatch.setattr(needs, "driver_cuda", lambda: cuda)
+    assert needs.missing("demo") == ["-e", f"{ROOT}[{extra}]"]
+
+
+def test_nvrtc_joins_the_cupy_that_is_there(needs, monkeypatch):
+    monkeypatch.setattr(needs, "installed", lambda: {"cupy-cuda13x"})
+    monkeypatch.setattr(needs, "find_library", lambda name: None)
+    monkeypatch.setattr(needs.Path, "glob", lambda path, pattern: iter(()))
+    assert needs.missing("test") == ["-e", f"{ROOT}[cuda13]"]
+    monkeypatch.setattr(needs.platform, "machine", lambda: "riscv64")
+    assert needs.missing("test") == []
+
+
+def test_torch_is_one_release_and_only_on_request(needs):
+    needs.absent.add("torch")
+    assert needs.missing("test") == []
+    assert needs.missing("test", torch=True) == ["torch==2.13.0"]
+
+
+def test_only_what_there_is_no_way_without_is_essential(needs):
+    needs.absent.update({"matplotlib", "headers", "c++", "ziglang", "cupy"})
+    assert needs.missing("test", essential=True) == []
+    needs.absent.update({"numpy", "pytest"})
+    assert needs.missing("demo", essential=True) == ["-e", str(ROOT)]
+    assert needs.missing("test", essential=True) == ["-e", f"{ROOT}[test]"]
+
+
+SMI = "| NVIDIA-SMI 580.65   Driver Version: 580.65   CUDA {}Version: {}   |"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "cuda"),
+    [
+        (SMI.format("", "12.9"), 0, 12),
+        (SMI.format("", "13.0"), 0, 13),
+        (SMI.format("UMD ", "13.2"), 0, 13),
+        (SMI.format("", "N/A"), 0, 0),
+        ("NVIDIA-SMI has failed", 9, 0),
+        (None, 0, 0),
+    ],
+)
+def test_driver_version(tmp_path, monkeypatch, text, status, cuda):
+    if text is not None:
+        smi = tmp_path / "nvidia-smi"
+        smi.write_text(f"#!{BASH}\necho '{text}'\nexit {status}\n")
+        smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code = "import needs; print(needs.driver_cuda())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT / "scripts", capture_output=True, text=True
+    )
+    assert done.stdout.strip() == str(cuda), done.stderr
