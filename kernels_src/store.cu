@@ -58,7 +58,7 @@ struct StoreRow {
 __device__ __forceinline__ StoreRow find_row(const StoreParams& p) {
   const int row = blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
   if (row >= p.num_rows) return {0, 0, -1};
-  const int token = row / p.num_heads;
+  const int token = p.num_heads == 1 ? row : row / p.num_heads;
   const int head = row - token * p.num_heads;
   i64 slot = load_index(p.slots + token * p.slot_stride_bytes, p.index_bytes);
   if (slot >= p.num_slots) {

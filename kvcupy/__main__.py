@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .probe import environment
+
 if TYPE_CHECKING:
     from .kernels import Specialisation
 
@@ -60,7 +62,7 @@ def _run_script(command: str, arguments: Sequence[str]) -> int:
         text = f"{command}: {script.name} comes with the source repository, not with the package"
         print(f"{text}; run this in a checkout.", file=sys.stderr)
         return 2
-    return subprocess.call([sys.executable, str(script), *arguments])
+    return subprocess.call([sys.executable, str(script), *arguments], env=environment())
 
 
 def _compile(options: argparse.Namespace) -> int:

@@ -209,5 +209,5 @@ def view_as(array: Any, format: str) -> ArrayView:
         v.device,
         library=v.library,
         readonly=v.readonly,
-        owner=array if not isinstance(array, ArrayView) else array.owner,
+        owner=v.owner,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from copy import copy
 
 from .errors import CompileError, KvcupyError
 
@@ -35,7 +36,7 @@ class Config:
     def fall_back(self, operation: str, cause: KvcupyError) -> None:
         """Raise `cause`, or log it once an operation and reason, as `fallback` says."""
         if self._fallback == "error" or not isinstance(cause, CompileError):
-            raise cause
+            raise copy(cause)  # whose traceback keeps no frame of another call
         reason = f"{operation}: {str(cause).splitlines()[0]}"
         with self._lock:
             if reason in self._warned:

@@ -78,6 +78,11 @@ class Capsule:
         self.capsule = capsule
         self.pinned = pinned
 
+    def __getitem__(self, index: Any) -> Any:
+        """Return part of the exporter, indexed as it does that itself."""
+        exporter: Any = self.exporter
+        return exporter[index]
+
 
 def view(exporter: Any) -> ArrayView:
     """View the array behind `exporter.__dlpack__`.
@@ -86,7 +91,7 @@ def view(exporter: Any) -> ArrayView:
 
     Raises
     ------
-    TypeError : a device or element type that kvcupy does not know
+    TypeError : a device or element type that kvcupy does not know, or the exporter refuses
     """
     device_type = int(exporter.__dlpack_device__()[0])
     arguments: dict[str, Any] = {}
@@ -95,13 +100,15 @@ def view(exporter: Any) -> ArrayView:
 
         arguments["stream"] = cuda.dlpack_stream()
     try:
-        capsule = exporter.__dlpack__(max_version=(1, 0), **arguments)
-    except TypeError:  # an exporter of before DLPack 1.0
-        capsule = exporter.__dlpack__(**arguments)
+        capsule = _export(exporter, arguments)
+    except BufferError as error:
+        raise TypeError(f"got {type(exporter).__name__}: {error}") from error
 
     readonly = False
     if _is_valid(capsule, b"dltensor_versioned"):
         versioned = _Versioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
+        if versioned.major != 1:
+            raise TypeError(f"got DLPack version {versioned.major}.{versioned.minor}")
         tensor, readonly = versioned.tensor, bool(versioned.flags & _READ_ONLY)
     else:
         tensor = _Managed.from_address(_get_pointer(capsule, b"dltensor")).tensor
@@ -132,3 +139,11 @@ def view(exporter: Any) -> ArrayView:
         readonly=readonly,
         owner=Capsule(exporter, capsule, tensor.device_type == _CUDA_HOST),
     )
+
+
+def _export(exporter: Any, arguments: dict[str, Any]) -> object:
+    """Return a capsule of version 1, or an older one of an exporter of before DLPack 1.0."""
+    try:
+        return exporter.__dlpack__(max_version=(1, 0), **arguments)
+    except TypeError:
+        return exporter.__dlpack__(**arguments)

@@ -7,6 +7,7 @@ description; operations ask for it only the first time that they see a signature
 
 from __future__ import annotations
 
+import numbers
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -30,12 +31,16 @@ def _probe_numpy(x: np.ndarray[Any, Any]) -> tuple[int, Signature]:
 
 
 def _probe_torch(x: Any) -> tuple[int, Signature]:
-    return x.data_ptr(), (x.dtype, x.shape, x.stride(), x.device)
+    try:
+        return x.data_ptr(), (x.dtype, x.shape, x.stride(), x.device)
+    except RuntimeError as error:  # sparse, fake: without memory, or without strides
+        raise TypeError(f"got a torch tensor with layout {x.layout} on {x.device}") from error
 
 
 def _probe_cupy(x: Any) -> tuple[int, Signature]:
+    # One more than a NumPy array has: its readonly False is equal to the number of a GPU, 0.
     memory = x.data
-    return memory.ptr, (x.dtype, x.shape, x.strides, memory.device_id)
+    return memory.ptr, (x.dtype, x.shape, x.strides, "cupy", memory.device_id)
 
 
 def _probe_exporter(x: Any) -> tuple[int, Signature]:
@@ -54,6 +59,18 @@ def probe(x: Any) -> tuple[int, Signature]:
     """
     known = _PROBES.get(type(x))
     return known(x) if known is not None else _probe_for(x)(x)
+
+
+def probe_argument(x: Any) -> tuple[int, Signature | float | None]:
+    """Probe an argument that may also be None or a number, which have no address."""
+    known = _PROBES.get(type(x))
+    if known is not None:
+        return known(x)
+    if x is None:
+        return 0, None
+    if isinstance(x, numbers.Real):
+        return 0, float(x)
+    return _probe_for(x)(x)
 
 
 def _probe_for(x: Any) -> Probe:
@@ -113,18 +130,25 @@ def view(x: Any, name: str = "array") -> ArrayView:
 
 
 def _view_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
-    if not x.dtype.isnative or x.dtype.hasobject or x.dtype.names:
-        raise TypeError(f"got NumPy dtype {x.dtype!r}")
+    _require_plain(x.dtype)
     pointer, readonly = x.__array_interface__["data"]
     return ArrayView(
         pointer, x.shape, x.strides, dtypes.tag(x.dtype), "host", readonly=readonly, owner=x
     )
 
 
+def _require_plain(dtype: np.dtype[Any]) -> None:
+    """Refuse elements that are not numbers in this processor's byte order."""
+    if not dtype.isnative or dtype.hasobject or dtype.names:
+        raise TypeError(f"got NumPy dtype {dtype!r}")
+
+
 def _view_torch(x: Any) -> ArrayView:
     torch = sys.modules["torch"]
     if x.device.type not in ("cpu", "cuda") or x.layout is not torch.strided:
         raise TypeError(f"got a torch tensor with layout {x.layout} on {x.device}")
+    if x.is_quantized or x.is_conj() or x.is_neg():
+        raise TypeError(f"got a torch tensor of {x.dtype} whose bits are not its values")
     itemsize = x.element_size()
     device = "host" if x.device.type == "cpu" else f"cuda:{x.device.index}"
     return ArrayView(
@@ -155,7 +179,7 @@ def _view_exporter(x: Any) -> ArrayView:
     interface = getattr(x, "__cuda_array_interface__", None)
     if interface is not None:
         return _view_cuda_interface(x, interface)
-    if hasattr(x, "__dlpack__"):
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         from . import dlpack
 
         return dlpack.view(x)
@@ -165,7 +189,10 @@ def _view_exporter(x: Any) -> ArrayView:
 def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
     from .devices import cuda
 
+    if interface.get("mask") is not None:
+        raise TypeError(f"got {type(x).__name__} with a mask")
     dtype = np.dtype(interface["typestr"])
+    _require_plain(dtype)
     shape = tuple(interface["shape"])
     strides = interface.get("strides") or contiguous_strides(shape, dtype.itemsize)
     pointer, readonly = interface["data"]

@@ -61,3 +61,68 @@ def pointer_fields(dtype: np.dtype[Any]) -> int:
             break
         count += 1
     return count
+
+
+_LAYOUT_NAMES = """\
+#ifdef __CUDACC_RTC__  // which has no offsetof
+#define OFFSET_OF(type, field) __INTADDR__(&((type*)0)->field)
+#else
+#define OFFSET_OF(type, field) __builtin_offsetof(type, field)
+#endif
+// What a field is: 'f' floating, 'i' signed, 'u' unsigned or an address.
+template <typename T>
+constexpr char kFieldKind = T(0.5f) != T(0) ? 'f' : T(-1) < T(0) ? 'i' : 'u';
+template <typename T>
+constexpr char kFieldKind<T*> = 'u';
+template <typename T, int kCount>
+constexpr char kFieldKind<T[kCount]> = kFieldKind<T>;
+"""
+
+
+def layout_asserts(kernel: Kernel) -> str:
+    """Return C++ that compiles only where `kernel.params` mirrors the struct exactly.
+
+    Notes
+    -----
+    To be compiled after the kernel's source. It compares size and alignment of each struct, the
+    number of its fields (padding can hide a missing one), and name, offset, size and kind of each
+    field, in nested structs too.
+    """
+    name, lines = kernel.struct, [_LAYOUT_NAMES]
+    _assert_struct(lines, kernel.params, name, "", 0)
+    lines.append(f"inline void count_fields(const {name}& params) {{")
+    _count_fields(lines, kernel.params, "params")
+    return "\n".join([*lines, "}", ""])
+
+
+def _assert_struct(
+    lines: list[str], dtype: np.dtype[Any], struct: str, path: str, start: int
+) -> None:
+    of = f"decltype({struct}::{path})" if path else struct
+    lines.append(f'static_assert(sizeof({of}) == {dtype.itemsize}, "bytes of {path or struct}");')
+    lines.append(
+        f'static_assert(alignof({of}) == {dtype.alignment}, "alignment of {path or struct}");'
+    )
+    for name, (field, offset, *_) in (dtype.fields or {}).items():
+        inner = f"{path}.{name}" if path else name
+        place = start + offset
+        lines.append(
+            f'static_assert(OFFSET_OF({struct}, {inner}) == {place}, "offset of {inner}");'
+        )
+        if field.names:
+            _assert_struct(lines, field, struct, inner, place)
+            continue
+        of = f"decltype({struct}::{inner})"
+        lines.append(f'static_assert(sizeof({of}) == {field.itemsize}, "bytes of {inner}");')
+        lines.append(
+            f"static_assert(kFieldKind<{of}> == '{field.base.kind}', \"kind of {inner}\");"
+        )
+
+
+def _count_fields(lines: list[str], dtype: np.dtype[Any], value: str) -> None:
+    names = dtype.names or ()
+    bindings = ", ".join(f"f{i}" for i in range(len(names)))
+    lines.append(f"  {{ [[maybe_unused]] const auto& [{bindings}] = {value}; }}")
+    for name in names:
+        if dtype[name].names:
+            _count_fields(lines, dtype[name], f"{value}.{name}")

@@ -86,14 +86,19 @@ def _store(name: str) -> None:
             raise AssertionError("the cache differs from the rows stored in it")
 
 
-def probe_apart(name: str) -> Probe:
-    """Run `probe` in a process of its own and return its outcome, whatever becomes of it."""
+def environment() -> dict[str, str]:
+    """Return the environment for a process that is to find this very package."""
     home = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(p for p in (os.environ.get("PYTHONPATH"), home) if p)
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def probe_apart(name: str) -> Probe:
+    """Run `probe` in a process of its own and return its outcome, whatever becomes of it."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", "kvcupy.probe", name],
-            env={**os.environ, "PYTHONPATH": path},
+            env=environment(),
             capture_output=True,
             text=True,
             errors="replace",

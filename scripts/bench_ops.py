@@ -6,7 +6,8 @@ eager   calls from Python, wall clock around many of them and one synchronisatio
 graph   calls captured over rotated sets of arguments, replayed between two timing events: what the
         device needs
 
-GB/s counts the bytes that have to be read and written. Each candidate is checked byte by byte.
+GB/s counts the bytes that have to be read and written. Ratios are of the least times: other
+programs disturb those least, and threaded baselines most. Each candidate is checked byte by byte.
 
     python scripts/bench_ops.py --json scripts/results/bench_ops.json
 """
@@ -17,6 +18,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from benchlib import (
     event_us,
     format_table,
     interleave,
+    medians,
+    minima,
     named_stream,
     repeats_for,
     wall_us,
@@ -97,20 +101,20 @@ def own_arrays(array: Any, fmt: str) -> Any:
 
 def eager(device: Any, calls: list[Call], target_us: float) -> Callable[[], float]:
     """Return a measurement of a call from Python, in us."""
+    repeat = repeats_for(device, partial(calls[0], None), target_us)
+    turns = list(islice(cycle(calls), repeat))
 
     def sweep() -> None:
-        for call in calls:
+        for call in turns:
             call(None)
 
-    repeat = repeats_for(device, sweep, target_us)
-    return lambda: wall_us(device, sweep, repeat) / len(calls)
+    return lambda: wall_us(device, sweep) / repeat
 
 
 def replayed(device: Any, stream: Any, calls: list[Call], target_us: float) -> Callable[[], float]:
     """Capture the calls; return a measurement of one of them in a replay, in us."""
-    device.synchronize()
-    calls[0](stream)
-    stream.synchronize()
+    # All of them, unless one alone takes so long that a few tell as much.
+    calls = calls[: max(2, repeats_for(device, partial(calls[0], stream), 4 * target_us))]
     with stream.capture() as graph:
         for call in calls:
             call(stream)
@@ -152,7 +156,7 @@ class Bench:
         self.device, self.graph_only = device, arguments.graph
         self.rounds = 3 if quick else 9
         self.target_us = 2_000.0 if quick else 20_000.0
-        self.rotate_bytes = arguments.rotate_mb * 1_000_000
+        self.rotate_bytes = (arguments.rotate_mb or (64 if quick else 256)) * 1_000_000
         self.stream = named_stream(device, "bench")
         self.torch = TorchArrays(device)
         self.notes: set[str] = set()
@@ -200,28 +204,31 @@ class Bench:
                 self.notes.add(f"{name} cannot be captured: {type(error).__name__}: {error}")
         return timers
 
-    def _row(self, shape: Shape, mode: str, sets: int, us: dict[str, float]) -> dict[str, Any]:
-        own = us["kvcupy"]
+    def _row(
+        self, shape: Shape, mode: str, sets: int, samples: dict[str, list[float]]
+    ) -> dict[str, Any]:
+        us, least = medians(samples), minima(samples)
         # Per call, compare like with like: torch tensors in both.
-        beside_torch = us.get("kvcupy, torch tensors", own)
-        gb_per_s = shape.bytes_moved / own / 1e3
+        beside_torch = least.get("kvcupy, torch tensors", least["kvcupy"])
+        gb_per_s = shape.bytes_moved / us["kvcupy"] / 1e3
         return {
             "case": shape.name,
             "mode": mode,
             "sets": sets,
             "bytes": shape.bytes_moved,
             "us": us,
+            "least_us": least,
             "gb_per_s": gb_per_s,
             "percent_of_copy": 100 * gb_per_s / self.copy_gb_per_s,
-            "vs_expression": us["expression"] / own if "expression" in us else None,
-            "vs_torch": us["torch"] / beside_torch if "torch" in us else None,
+            "vs_expression": least["expression"] / least["kvcupy"] if "expression" in us else None,
+            "vs_torch": least["torch"] / beside_torch if "torch" in us else None,
         }
 
     def headlines(self, rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         """Return the two ratios that say most: the cost of a call, and bandwidth."""
         found: dict[str, float] = {}
         for row in rows:
-            us, like = row["us"], "kvcupy, torch tensors"
+            us, like = row["least_us"], "kvcupy, torch tensors"
             if row["mode"] == "eager" and "torch" in us:
                 if row["case"] == CALL_COST.name:
                     found["call_cost_kvcupy_over_torch"] = us[like] / us["torch"]
@@ -254,12 +261,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def render(report: dict[str, Any]) -> str:
     """Return the report as one table, headlines and notes below."""
-    columns = ("case", "run", "us (median)", "GB/s", "% of copy", "us, torch in", "torch us")
-    columns += ("x expression", "x torch")
+    columns = ("case", "run", "us (median)", "us (min)", "GB/s", "% of copy")
+    columns += ("us, torch in", "torch us", "x expression", "x torch")
     rows = []
     for row in report["rows"]:
         us = row["us"]
-        measured = (us["kvcupy"], row["gb_per_s"], row["percent_of_copy"])
+        least = row["least_us"]["kvcupy"]
+        measured = (us["kvcupy"], least, row["gb_per_s"], row["percent_of_copy"])
         torch = (us.get("kvcupy, torch tensors"), us.get("torch"))
         rows.append(
             (row["case"], row["mode"], *measured, *torch, row["vs_expression"], row["vs_torch"])
@@ -277,7 +285,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds")
     parser.add_argument("--graph", action="store_true", help="graph replays only")
     parser.add_argument("--only", help="only cases whose name contains this")
-    parser.add_argument("--rotate-mb", type=int, default=256, help="arguments a graph goes through")
+    parser.add_argument(
+        "--rotate-mb", type=int, help="size of the arguments that calls rotate over"
+    )
     parser.add_argument("--json", type=Path, help="write the report here")
     arguments = parser.parse_args(argv)
     report = run(arguments)

@@ -48,13 +48,21 @@ def lacks_headers() -> bool:
     return not sources.cuda_include_dirs()
 
 
+def has_cuda_wheels() -> bool:
+    """Return whether CuPy and NVIDIA publish wheels for this system and processor."""
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+
+
 def lacks_nvrtc() -> bool:
-    """Return whether CuPy or NVRTC is missing on a processor for which there are wheels."""
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        return False
+    """Return whether CuPy or NVRTC is missing."""
     wheel = any(name.startswith("nvidia-cuda-nvrtc") for name in installed())
     toolkit = find_library("nvrtc") or list(Path("/usr/local/cuda").glob("lib64/libnvrtc.so*"))
     return lacks("cupy") or not (wheel or toolkit)
+
+
+def lacks_nvdisasm() -> bool:
+    """Return whether NVIDIA's disassembler is missing."""
+    return "nvidia-cuda-nvdisasm" not in installed() and shutil.which("nvdisasm") is None
 
 
 def installed() -> set[str]:
@@ -94,9 +102,11 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
         extras["plot"] = lacks("matplotlib")
         extras["headers"] = core or lacks_headers()
         extras["host"] = lacks_compiler()
-        has_gpu = driver_cuda() >= 12
-        if (has_gpu and lacks("cupy")) or (task != "demo" and lacks_nvrtc()):
+        if driver_cuda() >= 12 and lacks("cupy"):
             extras[cuda_extra()] = True
+        if task != "demo" and has_cuda_wheels():
+            extras[cuda_extra()] = lacks_nvrtc()
+            extras["test"] |= lacks_nvdisasm()
     names = sorted(extra for extra, absent in extras.items() if absent)
     arguments = ["-e", f"{ROOT}[{','.join(names)}]" if names else str(ROOT)]
     return (arguments if core or names else []) + ([TORCH] if torch and lacks("torch") else [])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 
@@ -30,8 +33,26 @@ def device(request: pytest.FixtureRequest):
     """The device named by ``--device``.
 
     Where a kernel does not compile, its test fails: array expressions would pass in its place.
+    The host device lays kernels out as a GPU does, so that several threads share a row.
     """
     import kvcupy as kv
 
     kv.config.fallback = "error"
-    return kv.device(request.config.getoption("--device"))
+    chosen = kv.device(request.config.getoption("--device"))
+    if chosen.kind == "host":
+        chosen.warp_lanes = 32
+    return chosen
+
+
+@pytest.fixture
+def kernel_sources(tmp_path, monkeypatch):
+    """A copy of ``kernels_src`` that a test may change, and that every host device of the test
+    compiles from (`helpers.KernelSources`)."""
+    from helpers import KernelSources
+
+    from kvcupy import sources
+
+    folder = tmp_path / "kernels_src"
+    shutil.copytree(Path(__file__).resolve().parents[1] / "kernels_src", folder)
+    monkeypatch.setattr(sources, "kernels_dir", lambda: folder)
+    return KernelSources(folder, monkeypatch)

@@ -9,7 +9,9 @@ as they were, and that inputs are unmodified, all at once.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -91,6 +93,49 @@ def random_finite(rng: np.random.Generator, fmt: str, count: int) -> np.ndarray:
     values = rng.integers(0, 256, count * DTYPE[fmt].itemsize, dtype=np.uint8).view(DTYPE[fmt])
     values[np.isnan(reference.decode(values, fmt))] = from_values(3.0, fmt)
     return values
+
+
+# Device code of a test's own -----------------------------------------------------------------
+
+
+class KernelSources:
+    """A copy of ``kernels_src``; the fixture `kernel_sources` makes one.
+
+    A loaded kernel stays loaded, so what is changed here is seen by the devices made afterwards.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.folder, self._monkeypatch = folder, monkeypatch
+
+    def add(self, name: str) -> None:
+        """Add a file of ``tests/kernels``."""
+        shutil.copy(Path(__file__).parent / "kernels" / name, self.folder / name)
+
+    def replace(self, name: str, old: str, new: str, count: int = 1) -> None:
+        """Replace text that must occur exactly `count` times."""
+        path = self.folder / name
+        text = path.read_text()
+        assert text.count(old) == count, f"{name} has {text.count(old)} of {old!r}, not {count}"
+        path.write_text(text.replace(old, new))
+
+    def device(self) -> Any:
+        """Make a host device, and let the operations of kvcupy use it until the test ends.
+
+        It lays kernels out as on a GPU, and a kernel that does not compile is an error.
+        """
+        from kvcupy import devices
+        from kvcupy.config import config
+        from kvcupy.devices.host import HostDevice
+        from kvcupy.ops import plan, store
+
+        device = HostDevice()
+        device.warp_lanes = 32
+        self._monkeypatch.setitem(devices._devices, "host", device)
+        for module in (plan, store):
+            if hasattr(module, "_plans"):
+                self._monkeypatch.setattr(module, "_plans", {})
+        self._monkeypatch.setattr(config, "_fallback", "error")
+        return device
 
 
 # Placing on a device -------------------------------------------------------------------------

@@ -41,8 +41,8 @@ def test_a_warning_is_reported():
 
 
 def test_spilled_registers_are_reported():
-    assert run(specialise("spills", 40)).ok
-    (problem,) = run(specialise("spills", 40), options=("-maxrregcount=24",)).problems
+    assert run(specialise("spills", 30)).ok
+    (problem,) = run(specialise("spills", 30), options=("-maxrregcount=24",)).problems
     assert "bytes spilled: expected none" in problem
     assert " 0 bytes spilled" not in problem
 
@@ -53,7 +53,7 @@ def test_an_array_in_memory_is_reported():
 
 
 def test_registers_over_the_budget_are_reported():
-    (problem,) = run(specialise("spills", 40), budgets={"spills": 40}).problems
+    (problem,) = run(specialise("spills", 30), budgets={"spills": 40}).problems
     assert "registers, over the budget of 40" in problem
 
 
@@ -116,5 +116,5 @@ def test_every_kernel_of_the_package_has_a_budget():
 
 @pytest.mark.slow
 def test_every_specialisation_passes_on_every_architecture():
-    report = check()
+    report = check(promises_128_bits=lambda s: s.expression == "store_copy<16>")
     assert report.ok, str(report)

@@ -284,6 +284,12 @@ def test_unknown_commands_are_refused(arguments):
     assert refusal.value.code == 2
 
 
+def test_scripts_find_the_package_from_anywhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert command_line.main(["demo", "--help"]) == 0
+
+
 @pytest.mark.parametrize(("command", "script"), [("bench", "bench_ops"), ("demo", "overlap_demo")])
 def test_scripts_get_their_arguments(monkeypatch, tmp_path, command, script):
     monkeypatch.setattr(command_line, "__file__", str(tmp_path / "kvcupy" / "__main__.py"))

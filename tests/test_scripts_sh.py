@@ -228,7 +228,10 @@ def needs(monkeypatch):
     monkeypatch.setattr(module, "lacks_headers", lambda: "headers" in absent)
     monkeypatch.setattr(module, "installed", lambda: {"nvidia-cuda-nvrtc-cu12"} - absent)
     monkeypatch.setattr(module, "driver_cuda", lambda: 0)
-    monkeypatch.setattr(module.shutil, "which", lambda name: None if "c++" in absent else name)
+    hidden = {"c++": "c++", "g++": "c++", "clang++": "c++"}
+    monkeypatch.setattr(
+        module.shutil, "which", lambda name: None if hidden.get(name, name) in absent else name
+    )
     monkeypatch.setattr(module.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(module.sys, "platform", "linux")
     return module
@@ -248,12 +251,14 @@ def test_nothing_missing_is_nothing_to_install(needs, task):
         ("demo", {"numpy", "ml_dtypes", "matplotlib", "headers"}, "headers,plot"),
         ("test", {"pytest"}, "test"),
         ("test", {"cupy", "hypothesis"}, "cuda12,test"),
+        ("test", {"nvdisasm"}, "test"),
+        ("demo", {"nvdisasm", "pytest"}, None),
         ("dev", {"ruff"}, "dev"),
     ],
 )
 def test_what_is_missing_is_installed_by_the_extra_that_brings_it(needs, task, absent, extras):
     needs.absent.update(absent)
-    assert needs.missing(task) == ["-e", f"{ROOT}[{extras}]"]
+    assert needs.missing(task) == (["-e", f"{ROOT}[{extras}]"] if extras else [])
 
 
 def test_a_compiler_from_a_wheel_is_a_compiler(needs):

@@ -6,7 +6,10 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "vector_types.h"  // NVIDIA's: uint4, dim3, ...
+// NVIDIA's: uint4, dim3, ...; they use some of the names below as parameters, so they come first.
+#include "vector_types.h"
+
+#include "vector_functions.h"
 
 #undef __host__
 #undef __device__
@@ -23,11 +26,25 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
-// Never taken the address of, so that stores through pointers are known not to change them.
-static thread_local uint3 threadIdx;
-static thread_local uint3 blockIdx;
-static thread_local dim3 blockDim;
-static thread_local dim3 gridDim;
+namespace kvcupy_host {
+
+// Who this thread is. The address is asked for through a const function, so that a compiler asks
+// once and not at every access, as it would for a thread_local variable in a shared library.
+struct Indices {
+  uint3 thread;
+  uint3 block;
+  dim3 block_size;
+  dim3 grid_size;
+};
+static thread_local Indices indices_of_thread;
+__attribute__((const, noinline)) static Indices* indices() { return &indices_of_thread; }
+
+}  // namespace kvcupy_host
+
+#define threadIdx (kvcupy_host::indices()->thread)
+#define blockIdx (kvcupy_host::indices()->block)
+#define blockDim (kvcupy_host::indices()->block_size)
+#define gridDim (kvcupy_host::indices()->grid_size)
 constexpr int warpSize = 32;
 
 namespace kvcupy_host {
@@ -38,6 +55,7 @@ void warp_barrier(unsigned mask);
 [[noreturn]] void trap();
 void* shared_memory();
 unsigned long long* warp_exchange();  // 32 values, one a lane of the calling thread's warp
+unsigned lanes_left(unsigned mask);   // those of mask that exist and have not returned
 
 inline unsigned lane() {
   return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % warpSize;
@@ -66,8 +84,9 @@ inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
-// --- Warp shuffles and votes: a lane outside its segment of `width` keeps its own value
-// ------------
+// --- Warp shuffles and votes ---------------------------------------------------------------------
+// A lane whose source is outside its segment of `width` keeps its own value. Of lane offsets the
+// hardware sees five bits.
 
 template <typename T>
 inline T __shfl_sync(unsigned mask, T value, int source, int width = warpSize) {
@@ -78,21 +97,21 @@ inline T __shfl_sync(unsigned mask, T value, int source, int width = warpSize) {
 template <typename T>
 inline T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = warpSize) {
   const int self = kvcupy_host::lane();
-  const int source = self ^ lanes;
+  const int source = self ^ (lanes & 31);
   return kvcupy_host::exchange(mask, value, source < (self / width + 1) * width ? source : self);
 }
 
 template <typename T>
 inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = warpSize) {
   const int self = kvcupy_host::lane();
-  const int source = self + static_cast<int>(delta);
+  const int source = self + static_cast<int>(delta & 31);
   return kvcupy_host::exchange(mask, value, source < (self / width + 1) * width ? source : self);
 }
 
 template <typename T>
 inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = warpSize) {
   const int self = kvcupy_host::lane();
-  const int source = self - static_cast<int>(delta);
+  const int source = self - static_cast<int>(delta & 31);
   return kvcupy_host::exchange(mask, value, source >= self / width * width ? source : self);
 }
 
@@ -101,28 +120,39 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
   slots[kvcupy_host::lane()] = predicate != 0;
   kvcupy_host::warp_barrier(mask);
   unsigned votes = 0;
+  const unsigned voters = kvcupy_host::lanes_left(mask);
   for (int i = 0; i < warpSize; ++i) {
-    if (mask >> i & 1u) votes |= static_cast<unsigned>(slots[i]) << i;
+    if (voters >> i & 1u) votes |= static_cast<unsigned>(slots[i]) << i;
   }
   kvcupy_host::warp_barrier(mask);
   return votes;
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
-inline int __all_sync(unsigned mask, int predicate) {
-  return __ballot_sync(mask, predicate) == mask;
-}
+inline int __all_sync(unsigned mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
 
 // --- Atomics -------------------------------------------------------------------------------------
 
+namespace kvcupy_host {
+
+// A parameter from which T is not deduced: as in CUDA, the address decides the type.
 template <typename T>
-inline T atomicExch(T* address, T value) {
+struct Same {
+  using type = T;
+};
+template <typename T>
+using Value = typename Same<T>::type;
+
+}  // namespace kvcupy_host
+
+template <typename T>
+inline T atomicExch(T* address, kvcupy_host::Value<T> value) {
   T old;
   __atomic_exchange(address, &value, &old, __ATOMIC_SEQ_CST);
   return old;
 }
 
 template <typename T>
-inline T atomicCAS(T* address, T compare, T value) {
+inline T atomicCAS(T* address, kvcupy_host::Value<T> compare, kvcupy_host::Value<T> value) {
   __atomic_compare_exchange(address, &compare, &value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   return compare;
 }
@@ -144,23 +174,23 @@ inline T atomic_update(T* address, Combine combine) {
 }  // namespace kvcupy_host
 
 template <typename T>
-inline T atomicAdd(T* address, T value) {
+inline T atomicAdd(T* address, kvcupy_host::Value<T> value) {
   return kvcupy_host::atomic_update(address, [=](T old) { return static_cast<T>(old + value); });
 }
 template <typename T>
-inline T atomicMax(T* address, T value) {
+inline T atomicMax(T* address, kvcupy_host::Value<T> value) {
   return kvcupy_host::atomic_update(address, [=](T old) { return old < value ? value : old; });
 }
 template <typename T>
-inline T atomicMin(T* address, T value) {
+inline T atomicMin(T* address, kvcupy_host::Value<T> value) {
   return kvcupy_host::atomic_update(address, [=](T old) { return value < old ? value : old; });
 }
 template <typename T>
-inline T atomicAnd(T* address, T value) {
+inline T atomicAnd(T* address, kvcupy_host::Value<T> value) {
   return __atomic_fetch_and(address, value, __ATOMIC_SEQ_CST);
 }
 template <typename T>
-inline T atomicOr(T* address, T value) {
+inline T atomicOr(T* address, kvcupy_host::Value<T> value) {
   return __atomic_fetch_or(address, value, __ATOMIC_SEQ_CST);
 }
 
@@ -196,3 +226,23 @@ template <typename T>
 constexpr T max(T a, T b) {
   return a < b ? b : a;
 }
+// Of a NaN and a number, the number. The C library makes an exception of signalling NaN: it lets
+// them win, and what was found before them is forgotten.
+namespace kvcupy_host {
+template <typename T>
+constexpr T smaller_number(T a, T b) {
+  return a < b || b != b ? a : b;
+}
+template <typename T>
+constexpr T larger_number(T a, T b) {
+  return a > b || b != b ? a : b;
+}
+}  // namespace kvcupy_host
+#define fminf(a, b) kvcupy_host::smaller_number<float>(a, b)
+#define fmaxf(a, b) kvcupy_host::larger_number<float>(a, b)
+#define fmin(a, b) kvcupy_host::smaller_number<double>(a, b)
+#define fmax(a, b) kvcupy_host::larger_number<double>(a, b)
+inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return fmaxf(a, b); }
+inline double min(double a, double b) { return fmin(a, b); }
+inline double max(double a, double b) { return fmax(a, b); }

@@ -4,7 +4,8 @@
 // waits at it; a warp barrier opens when every lane of its mask waits with that same mask. When
 // nobody can go on, the kernel's barriers diverge and the launch fails. The order in which threads
 // run is their index, or drawn anew for each turn from a seed, so that a kernel that lacks a
-// barrier gives a wrong result instead of a lucky one.
+// barrier gives a wrong result instead of a lucky one. Turns are not always fair then: in some a
+// warp runs as far as it can, as warps of a GPU do, before another has moved at all.
 #pragma once
 
 #include <stdint.h>
@@ -177,19 +178,16 @@ class BlockRunner {
       fiber.context.prepare(stacks_ + i * kStackBytes, kStackBytes, entry);
       order_[i] = i;
     }
-    int left = count_;
-    while (left > 0) {
+    left_ = count_;
+    while (left_ > 0) {
       if (random_) shuffle_order();
+      const bool by_warps = random_ >> 32 & 1;
       bool progress = false;
       for (int i = 0; i < count_; ++i) {
-        const int next = order_[i];
-        if (fibers_[next].state != State::kReady) continue;
-        progress = true;
-        resume(next);
+        progress |= by_warps ? run_warp(order_[i]) : run_thread(order_[i]);
         if (trapped_) return false;
-        if (fibers_[next].state == State::kDone) --left;
       }
-      if (!progress && !open_block_barrier()) return false;
+      if (!progress && !open_barriers()) return false;
     }
     return true;
   }
@@ -200,23 +198,9 @@ class BlockRunner {
   }
 
   void warp_barrier(unsigned mask) {
-    Fiber* warp = fibers_ + current_ / 32 * 32;
-    const int lanes = count_ - current_ / 32 * 32 < 32 ? count_ - current_ / 32 * 32 : 32;
     fibers_[current_].state = State::kAtWarpBarrier;
     fibers_[current_].warp_mask = mask;
-    bool open = true;
-    for (int i = 0; i < lanes; ++i) {
-      if (mask >> i & 1u) {
-        open &= warp[i].state == State::kAtWarpBarrier && warp[i].warp_mask == mask;
-      }
-    }
-    if (!open) {
-      suspend();
-      return;
-    }
-    for (int i = 0; i < lanes; ++i) {
-      if (mask >> i & 1u) warp[i].state = State::kReady;
-    }
+    if (!open_warp_barrier(current_)) suspend();
   }
 
   [[noreturn]] void leave() {
@@ -231,9 +215,40 @@ class BlockRunner {
   }
 
   unsigned long long* warp_exchange() { return exchange_ + current_ / 32 * 32; }
+
+  unsigned lanes_left(unsigned mask) const {
+    const int first = current_ / 32 * 32;
+    for (int i = 0; i < 32; ++i) {
+      if (first + i >= count_ || fibers_[first + i].state == State::kDone) mask &= ~(1u << i);
+    }
+    return mask;
+  }
   bool trapped() const { return trapped_; }
 
  private:
+  // Let a thread go on to its next barrier; false if it waits at one, or has left.
+  bool run_thread(int next) {
+    if (fibers_[next].state != State::kReady) return false;
+    resume(next);
+    if (fibers_[next].state == State::kDone) --left_;
+    return true;
+  }
+
+  // Let a thread's warp go on, beginning with that thread, until all of it waits.
+  bool run_warp(int begin) {
+    const int first = begin / 32 * 32;
+    bool any = false;
+    for (bool again = true; again;) {
+      again = false;
+      for (int i = 0; i < 32 && !trapped_; ++i) {
+        const int next = first + (begin + i) % 32;
+        if (next < count_) again |= run_thread(next);
+      }
+      any |= again;
+    }
+    return any;
+  }
+
   void resume(int next) {
     current_ = next;
     threadIdx = fibers_[next].index;
@@ -258,6 +273,34 @@ class BlockRunner {
 #ifdef KVCUPY_ASAN
     __sanitizer_finish_switch_fiber(fake, &scheduler_bottom_, &scheduler_bytes_);
 #endif
+  }
+
+  // Open the warp barrier that a thread waits at, if all lanes of its mask that have not left wait
+  // there too.
+  bool open_warp_barrier(int waiting) {
+    const unsigned mask = fibers_[waiting].warp_mask;
+    const int first = waiting / 32 * 32;
+    const int end = first + 32 < count_ ? first + 32 : count_;
+    if (!(mask >> (waiting - first) & 1u)) return false;
+    for (int i = first; i < end; ++i) {
+      const Fiber& fiber = fibers_[i];
+      if (!(mask >> (i - first) & 1u) || fiber.state == State::kDone) continue;
+      if (fiber.state != State::kAtWarpBarrier || fiber.warp_mask != mask) return false;
+    }
+    for (int i = first; i < end; ++i) {
+      Fiber& fiber = fibers_[i];
+      if (mask >> (i - first) & 1u && fiber.state != State::kDone) fiber.state = State::kReady;
+    }
+    return true;
+  }
+
+  // Nobody is ready: open what the threads that have left meanwhile no longer hold shut.
+  bool open_barriers() {
+    bool any = false;
+    for (int i = 0; i < count_; ++i) {
+      if (fibers_[i].state == State::kAtWarpBarrier) any |= open_warp_barrier(i);
+    }
+    return any || open_block_barrier();
   }
 
   bool open_block_barrier() {
@@ -297,6 +340,7 @@ class BlockRunner {
   char* stacks_ = nullptr;
   unsigned long long random_ = 0;
   int count_ = 0;
+  int left_ = 0;  // threads that have not left
   int current_ = 0;
   bool trapped_ = false;
 };

@@ -96,6 +96,11 @@ unsigned long long* warp_exchange() {
   return worker->fibers->warp_exchange();
 }
 
+unsigned lanes_left(unsigned mask) {
+  if (!worker->fibers) leave_plain(kBarrierInPlainKernel);
+  return worker->fibers->lanes_left(mask);
+}
+
 inline long long now_ns() {
   timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);

@@ -23,6 +23,7 @@ _TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
 _locks: dict[str, threading.Lock] = {}
 _locks_guard = threading.Lock()
 _own_folders: list[tempfile.TemporaryDirectory[str]] = []
+_own_files: dict[Path, Path] = {}  # where an entry could not be kept, and the file instead
 
 
 def directory() -> Path:
@@ -131,11 +132,13 @@ def file(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
     -----
     Where the cache cannot be written, the file lies in a folder that goes when the process ends.
     """
-    if load(key, suffix) is not None:
-        return path(key, suffix)
+    known = _find(key, suffix)
+    if known is not None:
+        return known
     with locked(key):
-        if load(key, suffix) is not None:
-            return path(key, suffix)
+        known = _find(key, suffix)
+        if known is not None:
+            return known
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / f"made{suffix}"
             make(made)
@@ -143,8 +146,20 @@ def file(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
         kept = store(key, content, suffix)
         if kept is None:
             kept = _own_folder() / f"{key}{suffix}"
-            kept.write_bytes(content)
+            unfinished = kept.with_name(f".new-{kept.name}")
+            unfinished.write_bytes(content)
+            unfinished.replace(kept)
+            _own_files[path(key, suffix)] = kept
         return kept
+
+
+def _find(key: str, suffix: str) -> Path | None:
+    """Return the file of an entry, or the one of this process that stands in for it.
+
+    The latter is never written twice: a library in it may be in use.
+    """
+    place = path(key, suffix)
+    return place if load(key, suffix) is not None else _own_files.get(place)
 
 
 def _own_folder() -> Path:

@@ -58,6 +58,7 @@ class CudaDevice:
     """
 
     kind = "cuda"
+    warp_lanes = 32
 
     def __init__(self, index: int = 0, api: CudaApi | None = None) -> None:
         self.index = index
@@ -204,15 +205,14 @@ class CudaDevice:
         Owners whose library's current stream this is need no help: their allocator reuses memory
         in the order of that stream.
         """
-        graph = self.capture_of(stream.pointer)
-        if graph is FOREIGN:
-            return
+        graph = self.capture_of(stream.pointer) if self.captures else None
         if graph is not None:
-            graph.kept.append(tuple(keep))
+            if graph is not FOREIGN:
+                graph.kept.append(tuple(keep))
             return
         held = tuple(owner for owner in keep if not cuda_adopt.is_ordered(owner, stream))
-        if not held:
-            return
+        if not held or self.api.is_capturing(stream.pointer):
+            return  # whoever captures without kvcupy keeps the arrays alive too
         try:
             self.retired.hold(stream.pointer, held)
         except self.api.errors as error:

@@ -44,7 +44,7 @@ def adopt(device: CudaDevice, stream: Any) -> Stream:
     ValueError : it belongs to another device
     """
     cuda = device.api.cupy.cuda
-    if isinstance(stream, (cuda.Stream, cuda.ExternalStream)):
+    if isinstance(stream, (cuda.Stream, getattr(cuda, "ExternalStream", cuda.Stream))):
         _require_index(device, stream, stream.device_id)
         return Stream(device, stream.ptr, stream, cupy_stream=stream)
     theirs = getattr(stream, "device", None)

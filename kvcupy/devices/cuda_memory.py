@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import arrays, dtypes, exporters, observe
-from ..errors import CaptureError
+from ..errors import CaptureError, KvcupyError
 from . import cuda_copy, pinned
 from .cuda_api import HOST_ALLOC_PORTABLE, MEMCPY_DEFAULT, UNREGISTERED_MEMORY
 
@@ -141,18 +142,20 @@ def _enqueue_copy(
     owners = (to.owner, of.owner)
     try:
         with device.current():
+            dst = src = None
             if not plan.suits_engine:
-                targets = device_address(device, to), device_address(device, of)
-                if targets[0] is not None and targets[1] is not None:
-                    _copy_by_kernel(device, plan, targets[0], targets[1], owners, on)
-                    return
-            cuda_copy.enqueue(
-                device.api.runtime, plan, to.pointer, of.pointer, MEMCPY_DEFAULT, on.pointer
-            )
+                dst, src = device_address(device, to), device_address(device, of)
+            if dst is not None and src is not None:
+                _copy_by_kernel(device, plan, dst, src, owners, on)
+            else:
+                cuda_copy.enqueue(
+                    device.api.runtime, plan, to.pointer, of.pointer, MEMCPY_DEFAULT, on.pointer
+                )
     except device.api.errors as error:
+        with suppress(KvcupyError):  # part of it may be in flight; a lost device holds nothing
+            device.retain(on, owners)
         raise device.api.failure(f"copy of {arrays.describe(of)} on {on!r}", error) from error
-    finally:
-        device.retain(on, owners)
+    device.retain(on, owners)
 
 
 def _copy_by_kernel(

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -40,7 +41,9 @@ class Compiler:
 
 
 def _candidates() -> list[list[str]]:
-    found = [shlex.split(os.environ["CXX"])] if os.environ.get("CXX") else []
+    found = []
+    with suppress(ValueError):  # a quote that nobody closes
+        found += [words] if (words := shlex.split(os.environ.get("CXX", ""))) else []
     found += [[path] for name in ("c++", "g++", "clang++") if (path := shutil.which(name))]
     if find_spec("ziglang") is not None:
         found.append([sys.executable, "-m", "ziglang", "c++"])
@@ -89,14 +92,7 @@ def build(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> 
     ------
     CompileError : no compiler, no CUDA headers, or the compiler's own complaint
     """
-    compiler = find_compiler()
-    if compiler is None:
-        raise CompileError("no C++ compiler was found (pip install kvcupy[host] brings one)")
-    includes = sources.cuda_include_dirs(12)
-    if not includes:
-        raise CompileError(
-            "NVIDIA's number-format headers were not found (pip install kvcupy[host])"
-        )
+    compiler, includes = _toolchain()
     program = _program(specialisation)
     native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     flags = (*_FLAGS, native, *extra_flags)
@@ -107,11 +103,44 @@ def build(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> 
     return cache.file(key, ".so", lambda target: _compile(compiler, program, flags, target))
 
 
-def _compile(compiler: Compiler, program: str, flags: tuple[str, ...], target: Path) -> None:
+def check(program: str) -> None:
+    """Have C++ text compiled, which may include files of `kernels_src/`, and keep nothing of it.
+
+    Raises
+    ------
+    CompileError : no compiler, no CUDA headers, or the compiler's own complaint
+    """
+    compiler, includes = _toolchain()
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "check.cpp"
+        source.write_text(f'#include "host/cuda_names.h"\n{program}')
+        search = _search_paths(includes)
+        _run([*compiler.command, *_FLAGS, *search, "-fsyntax-only", str(source)], program)
+
+
+def _toolchain() -> tuple[Compiler, list[Path]]:
+    """Return the compiler and the folders of CUDA's headers."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise CompileError("no C++ compiler was found (pip install kvcupy[host] brings one)")
+    includes = sources.cuda_include_dirs(12)
+    if not includes:
+        raise CompileError(
+            "NVIDIA's number-format headers were not found (pip install kvcupy[host])"
+        )
+    return compiler, includes
+
+
+def _search_paths(includes: list[Path]) -> list[str]:
     kernels = sources.kernels_dir()
-    search = [f"-I{kernels}", f"-I{kernels / 'host'}"]
-    for headers in sources.cuda_include_dirs(12):
-        search += ["-isystem", str(headers)]
+    found = [f"-I{kernels}", f"-I{kernels / 'host'}"]
+    for headers in includes:
+        found += ["-isystem", str(headers)]
+    return found
+
+
+def _compile(compiler: Compiler, program: str, flags: tuple[str, ...], target: Path) -> None:
+    search = _search_paths(sources.cuda_include_dirs(12))
     with tempfile.TemporaryDirectory() as folder:
         source, built = Path(folder) / "kernel.cpp", Path(folder) / "kernel.o"
         source.write_text(program)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import arrays, dtypes, observe
-from ..errors import CaptureError, DeviceError
+from ..errors import CaptureError, CompileError, DeviceError
 from ..exporters import view as as_view
 from ..kernels import Specialisation
 from . import cxx, pinned
@@ -47,6 +47,7 @@ class HostFunction:
 class HostDevice:
     """The host device. There is one object, `kvcupy.device("host")`.
 
+    One thread a row is best here; `warp_lanes` of 32 lays kernels out as on a GPU, as the tests do.
     `thread_order_seed` shuffles the order in which threads of a block run (0: by index);
     `num_workers` bounds the threads that a launch uses; `extra_flags` go to the compiler.
     """
@@ -58,6 +59,7 @@ class HostDevice:
         count = getattr(os, "sched_getaffinity", None)
         self.num_workers: int = len(count(0)) if count else os.cpu_count() or 1
         self.multiprocessors = self.num_workers
+        self.warp_lanes = 1
         self.thread_order_seed = 0
         self.extra_flags: tuple[str, ...] = ()
         self._inline = InlineStream(self)
@@ -167,9 +169,13 @@ class HostDevice:
         known = self._functions.get(key)
         if known is not None:
             return known
-        library = ctypes.CDLL(str(cxx.build(specialisation, self.extra_flags)))
+        try:
+            library = ctypes.CDLL(str(cxx.build(specialisation, self.extra_flags)))
+            function = HostFunction(specialisation, library)
+        except (OSError, AttributeError) as error:  # no room to build in, or nothing loadable
+            raise CompileError(f"{specialisation} cannot be loaded: {error}") from error
         with self._lock:
-            return self._functions.setdefault(key, HostFunction(specialisation, library))
+            return self._functions.setdefault(key, function)
 
     def launch(
         self,
@@ -182,7 +188,10 @@ class HostDevice:
         keep: Sequence[object] = (),
     ) -> None:
         """Run a grid in the order of `stream`; `keep` lives until it is done."""
-        config = _config(grid, block, smem_bytes, self.num_workers, self.thread_order_seed)
+        try:
+            config = _config(grid, block, smem_bytes, self.num_workers, self.thread_order_seed)
+        except ValueError as error:
+            raise DeviceError(f"{function.specialisation} cannot be launched: {error}") from None
         if stream is self._inline:
             status = function.entry(params, config)
             if status:
@@ -237,11 +246,14 @@ def _config(
     limits = (("grid", grid, (2**31 - 1, 65535, 65535)), ("block", block, (1024, 1024, 64)))
     for name, sizes, most in limits:
         if any(not 1 <= n <= m for n, m in zip(sizes, most, strict=True)):
-            raise DeviceError(f"bad launch: {name} {sizes}, expected 1 to {most}")
+            raise ValueError(f"{name} {sizes}, expected 1 to {most} (grid {grid}, block {block})")
     if block[0] * block[1] * block[2] > 1024:
-        raise DeviceError(f"bad launch: block {block} has more than 1024 threads")
+        raise ValueError(f"block {block} has more than 1024 threads (grid {grid})")
     if not 0 <= smem_bytes <= _MAX_SMEM_BYTES:
-        raise DeviceError(f"bad launch: {smem_bytes} bytes of shared memory")
+        raise ValueError(
+            f"{smem_bytes} bytes of shared memory, expected at most {_MAX_SMEM_BYTES} "
+            f"(grid {grid}, block {block})"
+        )
     return _CONFIG.pack(*grid, *block, smem_bytes, num_workers, seed)
 
 

@@ -23,7 +23,29 @@ from ..errors import CaptureError, DeviceError
 if TYPE_CHECKING:
     from .host import HostDevice
 
-Task = Callable[["_State"], "_Marker | None"]  # returns the marker that it passes
+# Takes the state and the epoch that it was queued in; returns the marker that it passes.
+Task = Callable[["_State", int], "_Marker | None"]
+
+
+class _Failure:
+    """What went wrong in a stream. All that was queued before it surfaced is skipped."""
+
+    def __init__(self, error: BaseException, state: _State, epoch: int) -> None:
+        self.error = error
+        self.state = state
+        self.epoch = epoch
+
+    @property
+    def surfaced(self) -> bool:
+        return self.state.epoch > self.epoch
+
+    def surface(self) -> None:
+        """Raise DeviceError, the first time: what is queued from now on runs again."""
+        with self.state.changed:
+            if self.surfaced:
+                return
+            self.state.epoch = self.epoch + 1
+        raise _surfaced(self.error)
 
 
 class _Marker:
@@ -32,11 +54,11 @@ class _Marker:
     def __init__(self) -> None:
         self.passed = threading.Event()
         self.time_ns = 0
-        self.error: BaseException | None = None
+        self.failure: _Failure | None = None
 
-    def finish(self, error: BaseException | None) -> None:
+    def finish(self, failure: _Failure | None) -> None:
         self.time_ns = time.perf_counter_ns()
-        self.error = error
+        self.failure = failure
         self.passed.set()
 
 
@@ -58,8 +80,8 @@ class HostEvent:
         self._refuse_captured()
         if self._marker is not None:
             self._marker.passed.wait()
-            if self._marker.error is not None:
-                raise _surfaced(self._marker.error)
+            if self._marker.failure is not None:
+                self._marker.failure.surface()
 
     def elapsed_us(self, since: Any) -> float:
         """Return the microseconds from `since` to this event, waiting for both.
@@ -87,26 +109,40 @@ def _surfaced(error: BaseException) -> DeviceError:
 
 
 class _State:
-    """What a stream shares with its worker thread."""
+    """What a stream shares with its worker thread.
+
+    `epoch` counts the failures that have surfaced. Work carries the epoch that it was queued in,
+    and is skipped after a failure of that same epoch.
+    """
 
     def __init__(self) -> None:
-        self.queue: SimpleQueue[Task | None] = SimpleQueue()
-        self.error: BaseException | None = None
+        self.queue: SimpleQueue[tuple[int, Task] | None] = SimpleQueue()
+        self.failure: _Failure | None = None
+        self.epoch = 0
         self.finished = 0
         self.changed = threading.Condition()
+
+    def failure_in(self, epoch: int) -> _Failure | None:
+        """Return the failure after which work of `epoch` must not run."""
+        failure = self.failure
+        return failure if failure is not None and failure.epoch == epoch else None
+
+    def fail(self, error: BaseException, epoch: int) -> None:
+        self.failure = _Failure(error, self, epoch)
 
 
 def _work(state: _State, priority: int) -> None:
     with suppress(OSError, AttributeError):  # a wish: raising one's priority takes a privilege
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
-    while (task := state.queue.get()) is not None:
-        marker = task(state)
-        del task  # and with it the arrays that it kept alive
+    while (queued := state.queue.get()) is not None:
+        epoch, task = queued
+        marker = task(state, epoch)
+        del queued, task  # and with them the arrays that the task kept alive
         with state.changed:
             state.finished += 1
+            if marker is not None:
+                marker.finish(state.failure_in(epoch))
             state.changed.notify_all()
-        if marker is not None:
-            marker.finish(state.error)
 
 
 class InlineStream:
@@ -114,7 +150,7 @@ class InlineStream:
 
     priority = 0
     capturing = False
-    name = "main"
+    name = "calling thread"
 
     def __init__(self, device: HostDevice) -> None:
         self.device = device
@@ -180,12 +216,12 @@ class HostStream:
             self._capture.add(self, "run", function)
             return
 
-        def task(state: _State) -> None:
-            if state.error is None:
+        def task(state: _State, epoch: int) -> None:
+            if state.failure_in(epoch) is None:
                 try:
                     function()
                 except BaseException as error:
-                    state.error = error
+                    state.fail(error, epoch)
 
         self._put(task)
 
@@ -197,28 +233,38 @@ class HostStream:
         observe.issue(lambda: observe.Operation("call", self), lambda: self.enqueue(function))
 
     def wait(self, other: Any) -> None:
-        """Let later work here wait for an event, or for all that a stream holds so far."""
+        """Let later work here wait for an event, or for all that a stream holds so far.
+
+        A failure before that point, unless it has surfaced, is one of this stream too.
+        """
         event = _as_event(other, self.device)
+        self._follow(event)
+        observe.waited(self, event)
+
+    def _follow(self, event: HostEvent) -> None:
         if event._captured is not None and event._captured.capture.open:
             event._captured.capture.join(self, event._captured)
         elif self._capture is not None:
             if event._marker is not None:
                 raise CaptureError("a captured stream cannot wait for work outside the capture")
-        elif (marker := event._marker) is not None:
-            self._put(lambda state: _pass(marker, state))
-        observe.waited(self, event)
+        elif (marker := event._marker) is not None and not _settled(marker):
+            self._put(lambda state, epoch: _pass(marker, state, epoch))
 
     def record(self, event: Any = None) -> HostEvent:
         """Record `event`, or a new one, behind all that the stream holds so far."""
         recorded = _own_event(event, self.device)
-        if self._capture is not None:
-            recorded._captured = self._capture.mark(self)
-        else:
-            recorded._captured = None
-            recorded._marker = marker = _Marker()
-            self._put(lambda state: marker)
+        self._mark(recorded)
         observe.recorded(recorded, self)
         return recorded
+
+    def _mark(self, event: HostEvent) -> HostEvent:
+        if self._capture is not None:
+            event._captured = self._capture.mark(self)
+        else:
+            event._captured = None
+            event._marker = marker = _Marker()
+            self._put(lambda state, epoch: marker)
+        return event
 
     def synchronize(self) -> None:
         """Wait for all work; DeviceError if any of it failed since the last synchronisation."""
@@ -228,16 +274,26 @@ class HostStream:
         state, target = self._state, self._submitted
         with state.changed:
             state.changed.wait_for(lambda: state.finished >= target)
-            error, state.error = state.error, None
-        if error is not None:
-            raise _surfaced(error)
+            failure = state.failure_in(state.epoch)
+            if state.finished == self._submitted:
+                state.failure = None  # nobody is left to skip, and it may hold arrays
+        if failure is not None:
+            failure.surface()
+
+    def forgive(self) -> None:
+        """Let what is queued from now on run, whatever failed before."""
+        with self._state.changed:
+            self._state.epoch += 1
 
     def done(self) -> bool:
         """Return whether all work is done; DeviceError if some of it failed."""
         self._refuse_captured()
-        if self._state.error is not None:
-            raise _surfaced(self._state.error)
-        return self._state.finished == self._submitted
+        with self._state.changed:
+            failure = self._state.failure_in(self._state.epoch)
+            all_done = self._state.finished == self._submitted
+        if failure is not None:
+            raise _surfaced(failure.error)
+        return all_done
 
     @contextmanager
     def capture(self) -> Iterator[HostGraph]:
@@ -270,13 +326,19 @@ class HostStream:
                 self._thread.start()
                 weakref.finalize(self, self._state.queue.put, None)
             self._submitted += 1
-            self._state.queue.put(task)
+            self._state.queue.put((self._state.epoch, task))
 
 
-def _pass(marker: _Marker, state: _State) -> None:
+def _settled(marker: _Marker) -> bool:
+    """Return whether waiting for a marker has no effect: it is passed, its failure surfaced."""
+    failure = marker.failure
+    return marker.passed.is_set() and (failure is None or failure.surfaced)
+
+
+def _pass(marker: _Marker, state: _State, epoch: int) -> None:
     marker.passed.wait()
-    if state.error is None:
-        state.error = marker.error
+    if marker.failure is not None and state.failure_in(epoch) is None:
+        state.fail(marker.failure.error, epoch)
 
 
 def _own_event(event: Any, device: HostDevice) -> HostEvent:
@@ -396,14 +458,16 @@ class HostGraph:
             while len(self._streams) < len(self._capture.lanes) - 1:
                 self._streams.append(HostStream(self.device))
             lanes = [target, *self._streams]
+            for stream in self._streams:
+                stream.forgive()  # a failed replay has surfaced in the stream that launched it
             if self._last is not None:
-                target.wait(self._last)
+                target._follow(self._last)
             events: dict[int, HostEvent] = {}
             for lane, kind, payload in self._capture.program:
                 if kind == "run":
                     lanes[lane].enqueue(payload)
                 elif kind == "record":
-                    events[payload] = lanes[lane].record()
+                    events[payload] = lanes[lane]._mark(HostEvent())
                 else:
-                    lanes[lane].wait(events[payload])
-            self._last = target.record()
+                    lanes[lane]._follow(events[payload])
+            self._last = target._mark(HostEvent())

@@ -61,6 +61,8 @@ class Device(Protocol):
     def kind(self) -> str: ...  # "host" or "cuda"
     @property
     def multiprocessors(self) -> int: ...  # blocks wanted at least, to use all of the device
+    @property
+    def warp_lanes(self) -> int: ...  # threads that step together, so share a row well
 
     # What users call (API.md, "Devices and streams").
     def empty(self, shape: Any, dtype: Any) -> Any: ...

@@ -70,7 +70,7 @@ def rows(v: ArrayView, name: str) -> Rows:
         raise ValueError(
             f"{name}: expected (tokens, heads, width) or (tokens, width), got {describe(v)}"
         )
-    _require_contiguous(v, name)
+    require_contiguous(v, name)
     if v.ndim == 2:
         return Rows(v.shape[0], 1, v.shape[1], v.strides[0], 0)
     return Rows(*v.shape, *v.strides[:2])
@@ -78,7 +78,7 @@ def rows(v: ArrayView, name: str) -> Rows:
 
 def cache(v: ArrayView, name: str, layout: str, rows_ndim: int) -> Cache:
     """Read an argument as a cache for rows of `rows_ndim` dimensions."""
-    _require_contiguous(v, name)
+    require_contiguous(v, name)
     require_output(v, name)
     if rows_ndim == 2:
         if v.ndim == 2:
@@ -106,7 +106,7 @@ def cache(v: ArrayView, name: str, layout: str, rows_ndim: int) -> Cache:
 
 def mla_cache(v: ArrayView, name: str) -> Cache:
     """Read an argument as an MLA cache, (num_slots, width) or (num_pages, page_size, width)."""
-    _require_contiguous(v, name)
+    require_contiguous(v, name)
     require_output(v, name)
     if v.ndim == 2:
         return Cache(v.shape[0], 1, 1, v.shape[1], v.strides[0], 0, 0)
@@ -140,6 +140,8 @@ def slot_number(value: object, name: str) -> int:
         return -1
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name}: expected an int or None, got {value!r}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}: expected a 64-bit int, got {value!r}")
     return int(value)
 
 
@@ -205,7 +207,7 @@ def scale_cache(
     if v.shape != (target.num_slots, target.num_heads):
         wanted = f"({target.num_slots}, {target.num_heads})"
         raise ValueError(f"{name}: expected {wanted} fp32, got {describe(v)}")
-    _require_contiguous(v, name)
+    require_contiguous(v, name)
     require_output(v, name)
     return v
 
@@ -238,7 +240,8 @@ def require_disjoint(
                 raise ValueError(f"{name}: expected memory of its own, got some of {other_name}'s")
 
 
-def _require_contiguous(v: ArrayView, name: str) -> None:
+def require_contiguous(v: ArrayView, name: str) -> None:
+    """Refuse gaps between the elements of the last axis."""
     if v.ndim and v.shape[-1] > 1 and v.strides[-1] != v.itemsize:
         raise ValueError(
             f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), "

@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 
 from .. import dtypes
+from ..devices.protocol import Device
 
 # Mantissa bits and smallest normal exponent.
 _FP8 = {"fp8_e4m3": (3, -6), "fp8_e5m2": (2, -14)}
+
+# Overflow to infinity and NaN are results like any other.
+_QUIET = np.errstate(over="ignore", under="ignore", invalid="ignore")
 
 
 def module_of(array: Any) -> Any:
@@ -22,6 +26,7 @@ def module_of(array: Any) -> Any:
     return sys.modules[type(array).__module__.partition(".")[0]]
 
 
+@_QUIET
 def decode(carrier: Any, name: str) -> Any:
     """Return the float32 values of bits in the carrier dtype of a format."""
     xp = module_of(carrier)
@@ -33,6 +38,7 @@ def decode(carrier: Any, name: str) -> Any:
     return carrier.astype(xp.float32)
 
 
+@_QUIET
 def encode(values: Any, name: str) -> Any:
     """Round float32 values to a format once, to nearest even; return bits in its carrier dtype."""
     xp = module_of(values)
@@ -45,8 +51,7 @@ def encode(values: Any, name: str) -> Any:
     if name == "int8":
         bounded = xp.clip(xp.where(xp.isnan(values), 0, values), -127, 127)
         return xp.rint(bounded).astype(xp.int8)
-    with np.errstate(over="ignore"):
-        return values.astype(dtypes.FORMATS[name].carrier)
+    return values.astype(dtypes.FORMATS[name].carrier)
 
 
 def _encode_fp8(xp: Any, values: Any, name: str) -> Any:
@@ -54,7 +59,8 @@ def _encode_fp8(xp: Any, values: Any, name: str) -> Any:
     unknown = xp.isnan(values)
     magnitude = xp.minimum(xp.abs(xp.where(unknown, 0, values)), dtypes.FORMATS[name].limit)
     magnitude = magnitude.astype(xp.float32)
-    exponent = xp.maximum(xp.frexp(magnitude)[1] - 1, lowest)
+    # The exponent of zero is 0 for frexp, and the least one here.
+    exponent = xp.where(magnitude > 0, xp.maximum(xp.frexp(magnitude)[1] - 1, lowest), lowest)
     steps = xp.rint(xp.ldexp(magnitude, mantissa_bits - exponent)).astype(xp.int32)
     # A carry out of the mantissa moves on into the exponent by itself.
     code = ((exponent - lowest + 1) << mantissa_bits) + steps - (1 << mantissa_bits)
@@ -62,6 +68,13 @@ def _encode_fp8(xp: Any, values: Any, name: str) -> Any:
     return code.astype(xp.uint8)
 
 
+@_QUIET
+def divide(values: Any, scale: Any) -> Any:
+    """Return float32 values divided by a scale, each quotient rounded once."""
+    return values / scale
+
+
+@_QUIET
 def dynamic_scale(values: Any, name: str) -> Any:
     """Return the scale of each row of float32 values (last axis): max(absmax, 1e-6) / limit."""
     xp = module_of(values)
@@ -69,3 +82,11 @@ def dynamic_scale(values: Any, name: str) -> Any:
     largest = xp.minimum(known.max(axis=-1), np.finfo(np.float32).max)
     limit = np.float32(dtypes.FORMATS[name].limit or 1)
     return xp.maximum(largest, np.float32(1e-6)).astype(xp.float32) / limit
+
+
+def note_fault(device: Device, count: int, operation: int, position: Any, value: Any) -> None:
+    """Note faults in the device's record, as `report_fault` of the kernels does."""
+    record = device.fault_array()
+    if int(record[0]) == 0:
+        record[1], record[2], record[3] = operation, position, value
+    record[0] += count

@@ -36,19 +36,27 @@ def widest(numbers: Iterable[int]) -> int:
 
 
 def spread(
-    num_rows: int, words: int, multiprocessors: int, *, whole_warps: bool = False
+    num_rows: int,
+    words: int,
+    multiprocessors: int,
+    *,
+    warp_lanes: int = 32,
+    whole_warps: bool = False,
+    most_lanes: int = _MAX_LANES,
 ) -> Geometry:
     """Lay threads over `num_rows` rows of `words` words.
 
-    A row gets a lane a word up to one warp, so that a warp's accesses are whole sectors, then more
+    Where threads do not step together (`warp_lanes` 1) each takes a row. Else a row gets a lane a
+    word up to one warp, so that a warp's accesses are whole sectors, then more
     warps so that no thread has more than four words in flight at a time; and as many as it can use
     when there are too few rows to occupy the device. Small work goes in small blocks, so that it
     spreads over all multiprocessors.
     """
-    lanes = min(_power_of_two(words), 32)
-    while lanes < _MAX_LANES and lanes * _UNROLL < words:
+    lanes = min(_power_of_two(words), warp_lanes)
+    most_lanes = 1 if warp_lanes == 1 else most_lanes
+    while lanes < most_lanes and lanes * _UNROLL < words:
         lanes *= 2
-    while lanes < min(_MAX_LANES, words) and num_rows * lanes < multiprocessors * 2 * _BLOCK:
+    while lanes < min(most_lanes, words) and num_rows * lanes < multiprocessors * 2 * _BLOCK:
         lanes *= 2
     smallest = max(lanes, 32) if whole_warps else lanes
     block = max(smallest, _BLOCK)

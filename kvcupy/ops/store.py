@@ -185,8 +185,10 @@ def _find_plan(
         kdp, kds = checks.probe_scale(arrays[7])
         vdp, vds = checks.probe_scale(arrays[8])
         alignment = (kp | vp | kcp | vcp) & 15
+        # The type too: 5.0 is equal to 5, and no slot.
         signature = (
-            operation, layout, skip_slot, alignment, ks, vs, kcs, vcs, ss, kss, vss, kds, vds,
+            operation, layout, skip_slot, type(skip_slot), alignment,
+            ks, vs, kcs, vcs, ss, kss, vss, kds, vds,
         )  # fmt: skip
         return (kp, vp, kcp, vcp, sp, ksp, vsp, kdp, vdp), signature, _plans.get(signature)
     except TypeError:

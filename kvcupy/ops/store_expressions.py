@@ -40,9 +40,9 @@ def store_side(
     if scales is not None:
         found = expressions.dynamic_scale(values, side.target.name)
         scales[chosen] = found
-        values = values / found[..., None]
+        values = expressions.divide(values, found[..., None])
     elif side.target.quantised:
-        values = values / _static_scale(device, side, values)
+        values = expressions.divide(values, _static_scale(device, side, values))
     target[where] = expressions.encode(values, side.target.name)
 
 

@@ -178,7 +178,11 @@ class Launch:
             raise ValueError(f"slot_mapping: expected fewer than 2**31 rows, got {num_rows}")
         barriers = first.kernel.barriers
         shape = geometry.spread(
-            num_rows, max(widths) // step, device.multiprocessors, whole_warps=barriers
+            num_rows,
+            max(widths) // step,
+            device.multiprocessors,
+            warp_lanes=device.warp_lanes,
+            whole_warps=barriers,
         )
         self.grid, self.block = shape.grid, shape.block
         self.smem_bytes = shape.block[0] // 32 * 4 if barriers else 0

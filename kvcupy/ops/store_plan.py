@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +37,7 @@ class Plan:
         self.names = names
         self.device = devices.get(slots.device)
         self.library = library
-        self.sides = sides
+        self.sides: list[Side] = []
         self.skip_slot = skip_slot
         self.num_tokens = slots.shape[0]
         self.v_cache_offset = 0  # bytes, where both sides lie in one cache
@@ -44,15 +45,18 @@ class Plan:
         self.launches: list[Launch] = []
         self.cause: CompileError | None = None
         self._disjoint: set[tuple[int, ...]] = set()
-        if self.num_tokens == 0:
-            return
         together = len({side.kind for side in sides}) == 1
         try:
-            for group in [sides] if together else [[side] for side in sides]:
+            groups = [sides] if together else [[side] for side in sides]
+            for group in groups if self.num_tokens else []:
                 launch = Launch(self.device, group, slots, alignment, skip_slot, self.fault_id)
                 self.launches.append(launch)
         except CompileError as cause:
-            self.cause = cause
+            self.cause = copy(cause)
+        # A plan is remembered, and must not keep the arrays of the call that it was made for.
+        for side in sides:
+            scale = replace(side.scale, array=None)
+            self.sides.append(replace(side, scale=scale, scale_cache=None))
 
     def shifted(self, pointers: tuple[int, ...]) -> tuple[int, ...]:
         return (*pointers[:3], pointers[3] + self.v_cache_offset, *pointers[4:])

@@ -295,6 +295,22 @@ def test_dynamic_scale_of_special_rows(device, fmt):
                   k_scale_cache=scale_caches[0], v_scale_cache=scale_caches[1])
 
 
+@pytest.mark.parametrize("bits", [0x7F800001, 0xFF800001, 0x7FC00000, 0xFFFFFFFF])
+def test_dynamic_scale_passes_over_every_nan(device, bits):
+    """A signalling one too, which C's fmaxf lets win."""
+    rows = np.full((4, 2, 256), 0.5, np.float32)
+    rows[:, :, 0] = 7
+    rows.view(np.uint32)[1, :, 1:] = bits
+    rows.view(np.uint32)[2, :, 128::2] = bits
+    rows.view(np.uint32)[3, :, 64] = bits
+    case = Case(device, bits)
+    key, value = case.place(rows, "fp32"), case.place(rows[:, :, ::-1], "fp32")
+    caches = [case.output("int8", (5, 2, 256)) for _ in range(2)]
+    case.store_kv(key, value, *caches, range(4),
+                  k_scale_cache=case.output("fp32", (5, 2)),
+                  v_scale_cache=case.output("fp32", (5, 2)))
+
+
 def test_tiny_and_huge_scales(device):
     """Quotients that overflow float32 saturate, subnormal ones are not flushed before rounding."""
     for fmt, scale in itertools.product(QUANTISED, (1e-38, 1e-30, 1e38, 2e-45)):
@@ -583,6 +599,21 @@ def test_skip_slot_beside_padding_and_faults(device):
     case = Case(device, 58)
     case.store_kv(*small(case), [5, 0, 7, -1, 8, 1], skip_slot=7)
     case.store_kv(*small(case), [5, 0, 7, -1, 3, 1], skip_slot=-1)
+
+
+@pytest.mark.parametrize(("skip", "error"), [
+    (5.0, TypeError), (True, TypeError), ("5", TypeError),
+    (2**63, ValueError), (-(2**70), ValueError),
+], ids=str)
+def test_skip_slot_is_a_64_bit_int(device, skip, error):
+    """Also after a call with an equal one: 5 == 5.0, 1 == True."""
+    case = Case(device, 60)
+    args = small(case)
+    for good in (5, 1, np.int64(5), np.int32(1)):
+        case.store_kv(*args, [2, 0, 5, -1, 1, 7], skip_slot=good)
+        with pytest.raises(error, match="skip_slot"):
+            kv.store_kv(*(a.array for a in args), case.slots(range(6)).array, skip_slot=skip)
+    case.check("", [])
 
 
 def test_zero_tokens(device):

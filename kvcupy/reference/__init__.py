@@ -1,0 +1,59 @@
+"""State what every operation computes, in NumPy, one function an operation.
+
+This package is the specification that the kernels are tested against. It is written to be read:
+number formats are taken apart into their bits, tokens are visited one after another, and nothing
+is done twice in two ways. It imports NumPy alone and checks no arguments, but for the dictionary
+of `rope_table`.
+"""
+
+from .formats import (
+    FORMAT_OF_DTYPE,
+    LIMIT,
+    bits_of,
+    decode,
+    encode,
+    format_of,
+)
+from .gather import copy_pages, gather_kv
+from .indexing import find_duplicate_slots, page_table_csr, slot_mapping
+from .rope import (
+    apply_rope,
+    cos_sin,
+    pair_axes,
+    position_faults,
+    rope_store_kv,
+    rope_store_mla,
+    rotate,
+)
+from .scaling import rope_frequencies, rope_rows, rope_table
+from .store import divide, dynamic_scales, num_slots, slot_row, store_kv, store_mla
+
+__all__ = [
+    "FORMAT_OF_DTYPE",
+    "LIMIT",
+    "apply_rope",
+    "bits_of",
+    "copy_pages",
+    "cos_sin",
+    "decode",
+    "divide",
+    "dynamic_scales",
+    "encode",
+    "find_duplicate_slots",
+    "format_of",
+    "gather_kv",
+    "num_slots",
+    "page_table_csr",
+    "pair_axes",
+    "position_faults",
+    "rope_frequencies",
+    "rope_rows",
+    "rope_store_kv",
+    "rope_store_mla",
+    "rope_table",
+    "rotate",
+    "slot_mapping",
+    "slot_row",
+    "store_kv",
+    "store_mla",
+]

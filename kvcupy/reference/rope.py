@@ -1,0 +1,244 @@
+"""Rotary position embedding, and the rotation followed by the store.
+
+Everything is float64 until rotated rows are rounded, once, to their own format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .formats import Array, Float64, bits_of, decode, encode, format_of
+from .store import Faults, Scale, store_kv, store_mla
+
+
+def position_faults(positions: Array, max_positions: int) -> Faults:
+    """List (token, position) of the tokens that have a position outside the table.
+
+    Of three positions ``(3, T)``, each counts, whichever pairs it turns.
+    """
+    axes = np.atleast_2d(positions)
+    outside = (axes < 0) | (axes >= max_positions)
+    return [(int(token), int(axes[axis, token])) for token, axis in np.argwhere(outside.T)]
+
+
+def _tokens_inside(positions: Array, max_positions: int) -> Array:
+    """List the tokens without a fault."""
+    outside = [token for token, _ in position_faults(positions, max_positions)]
+    return np.setdiff1d(np.arange(positions.shape[-1]), outside)
+
+
+def pair_axes(pairs: int, sections: Sequence[int], interleaved: bool) -> list[int]:
+    """Say which of the three positions of a token turns each pair."""
+    if not interleaved:  # Qwen2-VL: first all pairs of axis 0, then those of 1, then of 2.
+        return [axis for axis, count in enumerate(sections) for _ in range(count)]
+    # Qwen3-VL: the axes take turns; one that has had its pairs leaves its turn to axis 0.
+    return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(pairs)]
+
+
+def cos_sin(
+    rope_table: Array,
+    positions: Array,
+    sections: Sequence[int] | None = None,
+    sections_interleaved: bool = False,
+) -> tuple[Float64, Float64]:
+    """Look up the cosine and sine of every token and pair, each ``(T, rotary_dim / 2)``."""
+    pairs = rope_table.shape[1] // 2
+    turns = [0] * pairs
+    if sections is not None:
+        turns = pair_axes(pairs, sections, sections_interleaved)
+    position_of_pair = np.atleast_2d(positions)[turns].T
+    table, column = rope_table.astype(np.float64), np.arange(pairs)
+    return table[position_of_pair, column], table[position_of_pair, pairs + column]
+
+
+def rotate(
+    rows: Array,
+    cosine: Float64,
+    sine: Float64,
+    *,
+    interleaved: bool = False,
+    norm: Array | None = None,
+    eps: float = 1e-6,
+) -> Float64:
+    """Normalise, if `norm` is given, and turn the first elements of each head, unrounded.
+
+    Parameters
+    ----------
+    rows
+        ``(T, H, D)``, or ``(T, D)`` of one head.
+    cosine, sine
+        ``(T, rotary_dim / 2)``.
+    interleaved
+        Pairs are ``(2i, 2i + 1)``; otherwise ``(i, i + rotary_dim / 2)``.
+    norm, eps
+        With `norm` ``(D,)``, rows first become ``x * norm / sqrt(mean(x ** 2) + eps)``.
+    """
+    x = decode(rows, format_of(rows))
+    if rows.ndim == 3:
+        cosine, sine = cosine[:, None], sine[:, None]
+    pairs = cosine.shape[-1]
+    first = slice(0, 2 * pairs, 2) if interleaved else slice(0, pairs)
+    second = slice(1, 2 * pairs, 2) if interleaved else slice(pairs, 2 * pairs)
+    with np.errstate(invalid="ignore"):
+        if norm is not None:
+            mean = np.mean(x**2, axis=-1, keepdims=True)
+            x = x * decode(norm, format_of(norm)) / np.sqrt(mean + eps)
+        a, b = x[..., first].copy(), x[..., second].copy()
+        x[..., first] = a * cosine - b * sine
+        x[..., second] = b * cosine + a * sine
+    return x
+
+
+def apply_rope(
+    query: Array | None,
+    key: Array,
+    rope_table: Array,
+    positions: Array,
+    *,
+    interleaved: bool = False,
+    sections: Sequence[int] | None = None,
+    sections_interleaved: bool = False,
+    query_norm: Array | None = None,
+    key_norm: Array | None = None,
+    eps: float = 1e-6,
+) -> tuple[Array | None, Array]:
+    """Give the rotated query and key. For unrounded values, call `cos_sin` and `rotate`.
+
+    Parameters
+    ----------
+    query, key
+        ``(T, Hq, D)`` and ``(T, H, D)``; rows past the positions stay as they are.
+    rope_table
+        float32 ``(max_positions, rotary_dim)``, ``[cos | sin]``.
+    positions
+        ``(T,)``, or ``(3, T)`` with `sections`. Tokens whose position is outside the table stay
+        as they are, see `position_faults`.
+    interleaved, query_norm, key_norm, eps
+        As in `rotate`; each for all of its rows.
+    sections, sections_interleaved
+        How many pairs each of the three positions turns, see `pair_axes`.
+    """
+    tokens = _tokens_inside(positions, len(rope_table))
+    cosine, sine = cos_sin(rope_table, positions[..., tokens], sections, sections_interleaved)
+
+    def rotated(rows: Array, norm: Array | None) -> Array:
+        result, fmt = rows.copy(), format_of(rows)
+        exact = rotate(rows[tokens], cosine, sine, interleaved=interleaved, norm=norm, eps=eps)
+        # What does not turn keeps its bits, unless it is normalised.
+        width = rope_table.shape[1] if norm is None else rows.shape[-1]
+        bits_of(result, fmt)[tokens, ..., :width] = bits_of(encode(exact[..., :width], fmt), fmt)
+        return result
+
+    return None if query is None else rotated(query, query_norm), rotated(key, key_norm)
+
+
+def _write_rotated(rotated: Array | None, target: Array | None, tokens: Array) -> None:
+    """Copy the bits of the tokens that were rotated."""
+    if rotated is not None and target is not None:
+        fmt = format_of(rotated)
+        bits_of(target, fmt)[tokens] = bits_of(rotated, fmt)[tokens]
+
+
+def _slots_to_store(slot_mapping: Array, tokens: Array) -> Array:
+    """Give the slots of the tokens that were rotated, and -1 for the others."""
+    return np.where(np.isin(np.arange(len(slot_mapping)), tokens), slot_mapping, -1)
+
+
+def rope_store_kv(
+    query: Array | None,
+    key: Array,
+    value: Array,
+    rope_table: Array,
+    positions: Array,
+    k_cache: Array,
+    v_cache: Array,
+    slot_mapping: Array,
+    *,
+    interleaved: bool = False,
+    sections: Sequence[int] | None = None,
+    sections_interleaved: bool = False,
+    query_norm: Array | None = None,
+    key_norm: Array | None = None,
+    eps: float = 1e-6,
+    write_key: bool = True,
+    query_out: Array | None = None,
+    layout: str = "NHD",
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    k_scale_cache: Array | None = None,
+    v_scale_cache: Array | None = None,
+    skip_slot: int | None = None,
+) -> tuple[Faults, Faults]:
+    """Rotate query and key, and write the rotated key and the value to their slots, in place.
+
+    The rotated key, rounded to its own format, goes to `key` if `write_key`, and to the cache.
+    The slots may be fewer than the positions: what has no slot is rotated and not stored. The
+    rotated query goes to `query_out`, or back to `query`. For the rest see `apply_rope` and
+    `store_kv`.
+
+    Returns
+    -------
+    list of (token, position), list of (token, slot)
+        The faults; tokens of the first list were neither rotated nor stored.
+    """
+    new_query, new_key = apply_rope(
+        query,
+        key,
+        rope_table,
+        positions,
+        interleaved=interleaved,
+        sections=sections,
+        sections_interleaved=sections_interleaved,
+        query_norm=query_norm,
+        key_norm=key_norm,
+        eps=eps,
+    )
+    tokens = _tokens_inside(positions, len(rope_table))
+    slots = _slots_to_store(slot_mapping, tokens)
+    _write_rotated(new_query, query if query_out is None else query_out, tokens)
+    if write_key:
+        _write_rotated(new_key, key, tokens)
+    return position_faults(positions, len(rope_table)), store_kv(
+        new_key,
+        value,
+        k_cache,
+        v_cache,
+        slots,
+        layout=layout,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        k_scale_cache=k_scale_cache,
+        v_scale_cache=v_scale_cache,
+        skip_slot=skip_slot,
+    )
+
+
+def rope_store_mla(
+    query: Array | None,
+    latent: Array,
+    rope_key: Array,
+    rope_table: Array,
+    positions: Array,
+    cache: Array,
+    slot_mapping: Array,
+    *,
+    interleaved: bool = False,
+    write_key: bool = True,
+    query_out: Array | None = None,
+    scale: Scale = None,
+    skip_slot: int | None = None,
+) -> tuple[Faults, Faults]:
+    """Rotate query ``(T, Hq, P)`` and rope_key ``(T, P)``, and store as `store_mla` does.
+
+    The faults returned, and what goes where, are those of `rope_store_kv`.
+    """
+    new_query, new_key = apply_rope(query, rope_key, rope_table, positions, interleaved=interleaved)
+    tokens = _tokens_inside(positions, len(rope_table))
+    slots = _slots_to_store(slot_mapping, tokens)
+    _write_rotated(new_query, query if query_out is None else query_out, tokens)
+    if write_key:
+        _write_rotated(new_key, rope_key, tokens)
+    faults = store_mla(latent, new_key, cache, slots, scale=scale, skip_slot=skip_slot)
+    return position_faults(positions, len(rope_table)), faults

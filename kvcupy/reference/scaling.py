@@ -1,0 +1,136 @@
+"""The table of rotary position embedding, for every way in which models stretch their context.
+
+Everything is float64, rounded once to float32 at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .formats import Array, Float32, Float64
+
+Scaling = Mapping[str, Any]
+Frequencies = tuple[Float64, float]
+
+
+def _linear(plain: Float64, scaling: Scaling, base: float, context: int) -> Frequencies:
+    """Shrink all angles by `factor`: positions are interpolated."""
+    return plain / scaling["factor"], 1.0
+
+
+def _dynamic(plain: Float64, scaling: Scaling, base: float, context: int) -> Frequencies:
+    """Raise the base with the length of the context, once that exceeds the original one."""
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    growth = factor * max(context, original) / original - (factor - 1)
+    # base * growth ** (dim / (dim - 2)), as a factor of frequency i = base ** (-2i / dim)
+    pairs = len(plain)
+    return plain * growth ** (-np.arange(pairs) / max(pairs - 1, 1)), 1.0
+
+
+def _llama3(plain: Float64, scaling: Scaling, base: float, context: int) -> Frequencies:
+    """Shrink the frequency of long waves by `factor`, keep that of short ones, blend between."""
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return plain * kept + plain / scaling["factor"] * (1 - kept), 1.0
+
+
+def _yarn(plain: Float64, scaling: Scaling, base: float, context: int) -> Frequencies:
+    """Do so by the index of the pair, and scale cosine and sine too."""
+    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
+    rotary_dim = 2 * len(plain)
+
+    def pair_that_turns(times: float) -> float:
+        return rotary_dim * math.log(original / (2 * math.pi * times)) / (2 * math.log(base))
+
+    first = pair_that_turns(scaling.get("beta_fast") or 32)
+    last = pair_that_turns(scaling.get("beta_slow") or 1)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    width = last - first if last != first else 0.001
+    shrunk = np.clip((np.arange(len(plain)) - first) / width, 0.0, 1.0)
+    frequencies = plain * (1 - shrunk) + plain / factor * shrunk
+
+    def magnitude(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        attention = magnitude(1.0)
+        if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+            attention = magnitude(scaling["mscale"]) / magnitude(scaling["mscale_all_dim"])
+    return frequencies, float(attention)
+
+
+def _longrope(plain: Float64, scaling: Scaling, base: float, context: int) -> Frequencies:
+    """Divide each frequency by a factor of its own, from the list for the length of the context."""
+    original = scaling["original_max_position_embeddings"]
+    divisors = np.asarray(
+        scaling["long_factor" if context > original else "short_factor"], np.float64
+    )
+    if divisors.shape != plain.shape:
+        raise ValueError(f"scaling: expected {len(plain)} factors, got {divisors.shape}")
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        ratio = scaling.get("factor") or context / original
+        attention = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+    return plain / divisors, float(attention)
+
+
+#: How each type changes the plain frequencies, and the keys that it cannot do without.
+SCALINGS: dict[str, tuple[Callable[[Float64, Scaling, float, int], Frequencies], str]] = {
+    "default": (lambda plain, scaling, base, context: (plain, 1.0), ""),
+    "linear": (_linear, "factor"),
+    "dynamic": (_dynamic, "factor original_max_position_embeddings"),
+    "llama3": (
+        _llama3,
+        "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+    ),
+    "yarn": (_yarn, "factor original_max_position_embeddings"),
+    "longrope": (_longrope, "short_factor long_factor original_max_position_embeddings"),
+}
+
+
+def rope_frequencies(
+    context: int, rotary_dim: int, *, base: float = 10000.0, scaling: Scaling | None = None
+) -> Frequencies:
+    """Give the radians by which one position turns each pair, and the factor of cosine and sine.
+
+    `scaling` is the dictionary of a Hugging Face config, with `rope_type` (once `type`).
+    """
+    given = dict(scaling or {})
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in SCALINGS:
+        raise ValueError(f"scaling: expected a rope_type of {sorted(SCALINGS)}, got {kind!r}")
+    scale, needed = SCALINGS[kind]
+    missing = [key for key in needed.split() if given.get(key) is None]
+    if missing:
+        raise ValueError(f"scaling: expected {kind} to have {missing}, got {sorted(given)}")
+    plain = base ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
+    return scale(plain, given, base, context)
+
+
+def rope_rows(positions: Array, frequencies: Float64, attention: float) -> Float64:
+    """Give ``[cos | sin]`` of each position, times the attention factor, unrounded."""
+    angles = positions[:, None].astype(np.float64) * frequencies
+    return attention * np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+
+
+def rope_table(
+    max_positions: int,
+    rotary_dim: int,
+    *,
+    base: float = 10000.0,
+    scaling: Scaling | None = None,
+) -> Float32:
+    """Give ``[cos | sin]`` of every position, float32 ``(max_positions, rotary_dim)``.
+
+    Dynamic and longrope scaling take `max_positions` as the length of the context.
+    """
+    frequencies = rope_frequencies(max_positions, rotary_dim, base=base, scaling=scaling)
+    return rope_rows(np.arange(max_positions), *frequencies).astype(np.float32)

@@ -1,0 +1,157 @@
+"""Rows of K and V into their slots, quantised on the way."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .formats import LIMIT, Array, Float32, bits_of, decode, encode, format_of
+
+Scale = float | Array | None
+Faults = list[tuple[int, int]]
+
+#: Dynamic scales never divide by a smaller absolute maximum than this.
+SMALLEST_ABSMAX = np.float32(1e-6)
+
+
+def dynamic_scales(rows: Float32, fmt: str) -> Float32:
+    """Give the scale of each row: `max(absmax, 1e-6) / limit`, in float32.
+
+    NaN elements do not count, and an infinity counts as the largest float32, so that a scale is
+    always finite and positive.
+    `rows` is float32 ``(H, D)``; `fmt` is the quantised format that they will be stored in.
+    """
+    magnitude = np.where(np.isnan(rows), np.float32(0), np.abs(rows))
+    magnitude = np.minimum(magnitude, np.finfo(np.float32).max)
+    absmax = np.maximum(magnitude.max(axis=1), SMALLEST_ABSMAX)
+    return np.asarray(absmax / np.float32(LIMIT[fmt]), np.float32)
+
+
+def divide(rows: Float32, scales: Float32) -> Float32:
+    """Divide each row by its scale: one true float32 division an element, rounded to nearest."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return np.asarray(rows / scales[:, None], np.float32)
+
+
+def scale_per_head(scale: Scale, num_heads: int) -> Float32:
+    """Spread None, a float, or an array of one or `num_heads` elements over the heads."""
+    values = np.asarray(1.0 if scale is None else scale, np.float32).reshape(-1)
+    return np.broadcast_to(values, (num_heads,))
+
+
+def _store_row(row: Array, target: Array, scales: Float32, scale_row: Array | None = None) -> None:
+    """Write one token, `row` (H, D), to `target`, a view of its slot in the cache.
+
+    With `scale_row` (H,), the scales come from the row itself and are recorded there.
+    """
+    source, destination = format_of(row), format_of(target)
+    if source == destination:  # Nothing to round: the bits go over as they are, unscaled.
+        bits_of(target, destination)[...] = bits_of(row, source)
+        if scale_row is not None:
+            scale_row[...] = np.float32(1)
+        return
+    x = decode(row, source).astype(np.float32)  # exact: float32 holds every format here
+    if scale_row is not None:
+        scales = dynamic_scales(x, destination)
+        scale_row[...] = scales
+    stored = encode(divide(x, scales), destination)
+    bits_of(target, destination)[...] = bits_of(stored, destination)
+
+
+def num_slots(cache: Array, layout: str = "NHD") -> int:
+    """Count the tokens that a cache of 2, 3 or 4 dimensions holds."""
+    if cache.ndim < 4:
+        return int(cache.shape[0])
+    return int(cache.shape[0] * cache.shape[1 if layout == "NHD" else 2])
+
+
+def slot_row(cache: Array, slot: int, layout: str = "NHD") -> Array:
+    """View the (H, D) elements of one slot; a 2-D cache has one head."""
+    if cache.ndim < 4:
+        return np.atleast_2d(cache[slot])
+    pages = cache if layout == "NHD" else cache.swapaxes(1, 2)
+    page, offset = divmod(slot, pages.shape[1])
+    return np.asarray(pages[page, offset])
+
+
+def split_slots(
+    slot_mapping: Array, slots_in_cache: int, skip_slot: int | None
+) -> tuple[list[tuple[int, int]], Faults]:
+    """Split (token, slot) pairs into those to write and those past the end; drop the skipped."""
+    writes: list[tuple[int, int]] = []
+    faults: Faults = []
+    for position, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0 or slot == skip_slot:
+            continue
+        (faults if slot >= slots_in_cache else writes).append((position, slot))
+    return writes, faults
+
+
+def store_kv(
+    key: Array,
+    value: Array,
+    k_cache: Array,
+    v_cache: Array,
+    slot_mapping: Array,
+    *,
+    layout: str = "NHD",
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    k_scale_cache: Array | None = None,
+    v_scale_cache: Array | None = None,
+    skip_slot: int | None = None,
+) -> Faults:
+    """Write the rows of K and V to their slots, in place.
+
+    Parameters
+    ----------
+    key, value
+        ``(T, H, D)`` and ``(T, H, Dv)``, or ``(T, width)``; rows past the slots are not read.
+    k_cache, v_cache
+        ``(num_slots, H, D)``, ``(num_slots, width)``, or paged as `layout` says.
+    layout
+        ``"NHD"`` ``(num_pages, page_size, H, D)`` or ``"HND"`` ``(num_pages, H, page_size, D)``.
+    slot_mapping, skip_slot
+        Integers, one a token; negative ones and those equal to `skip_slot` write nothing.
+    k_scale, v_scale
+        None, a float, or an array of one or H elements; for quantised caches.
+    k_scale_cache, v_scale_cache
+        float32 ``(num_slots, H)``, receiving the scale of each stored row and head.
+
+    Returns
+    -------
+    list of (position, slot)
+        The slots past the end, which wrote nothing.
+    """
+    writes, faults = split_slots(slot_mapping, num_slots(k_cache, layout), skip_slot)
+    sides = ((key, k_cache, k_scale, k_scale_cache), (value, v_cache, v_scale, v_scale_cache))
+    for rows, cache, scale, scale_cache in sides:
+        scales = scale_per_head(scale, rows.shape[1] if rows.ndim == 3 else 1)
+        for token, slot in writes:
+            row, target = np.atleast_2d(rows[token]), slot_row(cache, slot, layout)
+            _store_row(row, target, scales, None if scale_cache is None else scale_cache[slot])
+    return faults
+
+
+def store_mla(
+    latent: Array,
+    rope_key: Array,
+    cache: Array,
+    slot_mapping: Array,
+    *,
+    scale: Scale = None,
+    skip_slot: int | None = None,
+) -> Faults:
+    """Write a latent ``(T, R)`` and its rotated key ``(T, P)`` side by side, in place.
+
+    The cache is ``(num_slots, R + P)`` or ``(num_pages, page_size, R + P)``, with one scale for
+    both parts. Slots, `skip_slot` and the faults returned are those of `store_kv`.
+    """
+    heads = cache[:, :, None] if cache.ndim == 3 else cache[:, None]
+    writes, faults = split_slots(slot_mapping, num_slots(heads), skip_slot)
+    scales = scale_per_head(scale, 1)
+    rank = latent.shape[1]
+    for token, slot in writes:
+        target = slot_row(heads, slot)
+        _store_row(latent[token][None], target[:, :rank], scales)
+        _store_row(rope_key[token][None], target[:, rank:], scales)
+    return faults

@@ -1,0 +1,768 @@
+"""The GPU device at its boundary with CuPy: what it asks for, refuses and keeps alive."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import itertools
+import re
+import threading
+import weakref
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fake_cuda import ILLEGAL, FakeApi, busy
+
+from kvcupy import observe
+from kvcupy.arrays import ArrayView
+from kvcupy.devices import cuda, cuda_copy, cuda_memory, pinned
+from kvcupy.devices.cuda_api import CudaApi
+from kvcupy.devices.cuda_graph import FOREIGN
+from kvcupy.devices.cuda_launch import CudaFunction
+from kvcupy.devices.cuda_streams import Stream
+from kvcupy.errors import CaptureError, CompileError, DeviceError
+from kvcupy.kernels import Kernel
+
+PARAMS = np.dtype(
+    [("in", np.uint64), ("out", np.uint64), ("count", np.int32), ("factor", np.float32)],
+    align=True,
+)
+SCALE = Kernel("scale.cu", "scale", PARAMS, "ScaleParams").specialise(128)
+
+
+@pytest.fixture
+def api(monkeypatch):
+    api = FakeApi()
+    api.install(monkeypatch)
+    return api
+
+
+@pytest.fixture
+def device(api):
+    return cuda.CudaDevice(0, api)
+
+
+def function_of(api, pointer=0xF00):
+    api.driver.params_bytes[pointer] = PARAMS.itemsize
+    return CudaFunction(SCALE, SimpleNamespace(ptr=pointer), static_smem=0)
+
+
+def packed(count=5):
+    return np.array([(1, 2, count, 0.5)], PARAMS).tobytes()
+
+
+class Owner:
+    """Something that a launch must keep alive."""
+
+
+def log(api, kind):
+    return [entry[1:] for entry in api.runtime.log if entry[0] == kind]
+
+
+# --- Opening ---
+
+
+def test_a_gpu_that_is_not_there_is_a_device_error(api):
+    with pytest.raises(DeviceError, match="cuda:2: there are 2 GPUs"):
+        cuda.CudaDevice(2, api)
+
+
+def test_what_the_device_says_of_itself(device):
+    assert (device.name, device.kind, device.multiprocessors, device.arch) == (
+        "cuda:0", "cuda", 132, "sm_90",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("part", ["runtime", "driver"])
+def test_the_fakes_have_the_shape_of_the_real_calls(api, part):
+    """CuPy's compiled functions carry their signature as the first line of their docstring."""
+    pytest.importorskip("cupy")
+    real, fake = getattr(CudaApi(), part), getattr(api, part)
+    own = {"__init__", "_event_status", "_spoil"}
+    methods = [m for m in inspect.getmembers(fake, inspect.ismethod) if m[0] not in own]
+    assert len(methods) >= 3
+    for name, method in methods:
+        signature = re.match(rf"{name}\((.*?)\)", getattr(real, name).__doc__)
+        expected = [p for p in signature[1].split(", ") if p]
+        parameters = list(inspect.signature(method).parameters.values())
+        if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            required = [p for p in parameters if p.default is p.empty]
+            assert len(required) == len([p for p in expected if "=" not in p]), name
+
+
+def test_the_real_packed_launch_takes_what_is_passed():
+    pytest.importorskip("cupy")
+    api = CudaApi()
+    assert api.can_launch_packed
+    parameters = re.search(r"\((.*)\)", api.driver.launchKernel.__doc__)[1].split(", ")
+    assert [p.split()[-1] for p in parameters] == [
+        "f", "grid_dim_x", "grid_dim_y", "grid_dim_z", "block_dim_x", "block_dim_y", "block_dim_z",
+        "shared_mem_bytes", "stream", "kernel_params", "extra",
+    ]  # fmt: skip
+
+
+def test_the_real_classes_are_there():
+    cupy = pytest.importorskip("cupy")
+    for name in vars(FakeApi().cupy.cuda):
+        assert hasattr(cupy.cuda, name), name
+    for name in ("begin_capture", "end_capture", "from_external", "__enter__"):
+        assert hasattr(cupy.cuda.Stream, name), name
+    runtime = CudaApi().runtime
+    assert runtime.streamCaptureModeRelaxed == 2
+    assert (runtime.eventDisableTiming, runtime.hostAllocPortable) == (2, 1)
+    assert (runtime.memcpyDefault, runtime.cudaDevAttrMultiProcessorCount) == (4, 16)
+
+
+def test_a_carrier_is_a_real_cupy_array_at_the_address_with_the_strides():
+    cupy = pytest.importorskip("cupy")
+    device = SimpleNamespace(api=CudaApi(), index=0, name="cuda:0")
+    view = ArrayView(0x10000, (3, 4), (-64, 4), "bf16", "cuda:0", library="cupy", owner="owner")
+    made = cuda_memory.carrier(device, view)
+    assert isinstance(made, cupy.ndarray)
+    assert (made.data.ptr, made.shape, made.strides) == (0x10000, (3, 4), (-64, 4))
+    assert (made.dtype, made.data.device_id) == (np.uint16, 0)
+    assert made.data.mem._owner == "owner"
+
+
+def test_a_real_cupy_stream_is_made_of_any_pointer(api):
+    pytest.importorskip("cupy")
+    stream = Stream(SimpleNamespace(api=CudaApi(), index=0), 0x1230, source="kept")
+    assert stream.cupy.ptr == 0x1230
+    assert stream.cupy is stream.cupy
+
+
+def test_availability_never_raises_and_has_a_reason():
+    assert cuda.cuda_available() == (cuda.why_not() == "")
+
+
+# --- Launching ---
+
+
+def test_a_launch_passes_the_struct_and_every_number(api, device):
+    stream = device.stream()
+    device.launch(function_of(api), (7, 2, 1), (128, 1, 1), 64, packed(9), stream)
+    (launch,) = api.driver.launches
+    assert launch == (0xF00, (7, 2, 1, 128, 1, 1), 64, stream.pointer, packed(9), 0, 0)
+
+
+def test_threads_do_not_share_the_buffer_and_each_gets_a_context(api, device):
+    function, stream = function_of(api), device.stream()
+    threads = [
+        threading.Thread(
+            target=device.launch,
+            args=(function, (1, 1, 1), (1, 1, 1), 0, packed(i), stream),
+        )
+        for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {launch[4] for launch in api.driver.launches} == {packed(i) for i in range(4)}
+    assert log(api, "context") == [(0,)] * 4
+
+
+def test_the_right_device_is_current_during_a_launch_and_the_other_after_it(api):
+    second = cuda.CudaDevice(1, api)
+    stream = second.stream()
+    second.launch(function_of(api), (1, 1, 1), (1, 1, 1), 0, packed(), stream)
+    assert api.driver.launches[0][5] == 1
+    assert api.runtime.current == 0
+
+
+def test_shared_memory_past_48_kib_is_asked_for_once(api, device):
+    function, stream = function_of(api), device.stream()
+    for smem_bytes in (48 * 1024, 100_000, 90_000, 100_000, 120_000):
+        device.launch(function, (1, 1, 1), (1, 1, 1), smem_bytes, packed(), stream)
+    assert api.driver.attributes == [(0xF00, 8, 100_000), (0xF00, 8, 120_000)]
+
+
+def test_a_refused_launch_tells_everything(api, device):
+    api.driver.error = 1
+    with pytest.raises(DeviceError) as caught:
+        device.launch(function_of(api), (3, 1, 1), (2048, 1, 1), 16, packed(77), device.stream())
+    for part in ("scale.cu:scale<128>", "cuda:0", "grid (3, 1, 1)", "block (2048, 1, 1)",
+                 "16 bytes of shared memory", "in: 0x1", "count: 77", "cudaError 1"):  # fmt: skip
+        assert part in str(caught.value)
+
+
+def test_a_struct_of_the_wrong_size_is_refused(api, device):
+    with pytest.raises(ValueError, match="params: expected 24 bytes, got 3"):
+        device.launch(function_of(api), (1, 1, 1), (1, 1, 1), 0, b"abc", device.stream())
+    assert api.driver.launches == []
+
+
+def test_without_the_packed_launch_cupys_function_is_called(monkeypatch):
+    api = FakeApi(packed=False)
+    api.install(monkeypatch)
+    device, calls = cuda.CudaDevice(0, api), []
+
+    class Callable:
+        ptr = 1
+
+        def __call__(self, grid, block, arguments, shared_mem, stream):
+            calls.append((grid, block, arguments[0].tobytes(), shared_mem, stream.ptr))
+
+    stream = device.stream()
+    function = CudaFunction(SCALE, Callable(), 0)
+    device.launch(function, (2, 1, 1), (4, 1, 1), 8, packed(), stream)
+    assert calls == [((2, 1, 1), (4, 1, 1), packed(), 8, stream.pointer)]
+
+
+def test_loading_happens_once_and_a_failure_is_remembered(api, device, monkeypatch):
+    from kvcupy.devices import nvrtc
+
+    asked = []
+
+    def compile_cubin(specialisation, arch):
+        asked.append((specialisation, arch))
+        if specialisation.kernel.name == "broken":
+            raise CompileError("does not compile", "line 1: no")
+        return nvrtc.Compiled(b"image", "_Z5scale", "", arch)
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", compile_cubin)
+    assert device.load(SCALE) is device.load(SCALE)
+    broken = Kernel("scale.cu", "broken", PARAMS, "ScaleParams").specialise(1)
+    messages = []
+    for _ in range(2):
+        with pytest.raises(CompileError) as caught:
+            device.load(broken)
+        messages.append((str(caught.value), caught.value.log))
+    assert messages == [("does not compile\nline 1: no", "line 1: no")] * 2
+    assert asked == [(SCALE, "sm_90"), (broken, "sm_90")]
+
+
+# --- Streams of other libraries ---
+
+
+def test_none_is_the_current_stream_at_the_time_of_the_call(api, device):
+    assert device.as_stream(None).pointer == 0
+    api.currents[0] = now = api.cupy.cuda.Stream()
+    assert device.as_stream(None).pointer == now.ptr
+    assert device.as_stream(None, "numpy") == device.as_stream(None, "cupy")
+
+
+def test_streams_of_other_libraries_are_taken(device, api):
+    theirs = api.cupy.cuda.Stream()
+    assert device.as_stream(theirs).pointer == theirs.ptr
+    torchs = SimpleNamespace(cuda_stream=99, device=SimpleNamespace(index=0))
+    assert device.as_stream(torchs).pointer == 99
+    anyones = SimpleNamespace(__cuda_stream__=lambda: (0, 123))
+    assert device.as_stream(anyones).pointer == 123
+    ours = device.stream()
+    assert device.as_stream(ours) is ours
+    assert device.as_stream(SimpleNamespace(__cuda_stream__=ours.__cuda_stream__)) == ours
+
+
+@pytest.mark.parametrize("wrong", [0, 7, True, "stream", object(), FakeApi])
+def test_what_is_no_stream_is_a_type_error(device, wrong):
+    with pytest.raises(TypeError, match="stream: expected None, a kvcupy, CuPy or torch stream"):
+        device.as_stream(wrong)
+
+
+@pytest.mark.parametrize("answer", [(1, 5), 5, None, (0, "5"), (0, 5, 6)])
+def test_a_broken_stream_protocol_is_a_type_error(device, answer):
+    with pytest.raises(TypeError, match="stream: expected __cuda_stream__"):
+        device.as_stream(SimpleNamespace(__cuda_stream__=lambda: answer))
+
+
+def test_a_stream_of_another_device_is_a_value_error(api, device):
+    other = cuda.CudaDevice(1, api)
+    with other.current():
+        cupys = api.cupy.cuda.Stream()
+    torchs = SimpleNamespace(cuda_stream=99, device=SimpleNamespace(index=1))
+    hosts = SimpleNamespace(device=SimpleNamespace(kind="host", name="host"))
+    for wrong in (other.stream(), cupys, torchs, hosts):
+        with pytest.raises(ValueError, match="stream: expected one of cuda:0"):
+            device.as_stream(wrong)
+
+
+def test_streams_have_priorities_and_names_that_can_be_set(device):
+    stream = device.stream(priority=-2)
+    assert stream.priority == -2
+    stream.name = "copies"
+    assert repr(stream) == "<copies of cuda:0>"
+    assert device.stream().name != device.stream().name
+
+
+# --- Events ---
+
+
+def test_an_event_never_recorded_is_done_and_free_to_wait_for(api, device):
+    event, stream = device.event(), device.stream()
+    assert event.done()
+    event.synchronize()
+    stream.wait(event)
+    assert api.runtime.log == []
+
+
+def test_an_event_is_done_when_its_stream_has_passed_it(api, device):
+    stream = device.stream()
+    with busy(api, stream):
+        event = stream.record()
+        assert not event.done()
+        assert not stream.done()
+        event.synchronize()
+        assert event.done()
+
+
+def test_a_fault_is_raised_where_it_is_met(api, device):
+    stream = device.stream()
+    event = stream.record()
+    api.runtime.fault = ILLEGAL
+    for ask in (event.done, event.synchronize, stream.done, stream.synchronize, device.synchronize):
+        with pytest.raises(DeviceError, match="700"):
+            ask()
+
+
+def test_synchronisation_events_have_no_timing_and_handles_are_used_again(api, device):
+    stream = device.stream()
+    for _ in range(3):
+        stream.record()
+    assert log(api, "create event") == [(2,)]
+    held = [stream.record(), stream.record()]
+    assert held[0].pointer != held[1].pointer
+    stream.record(device.event(timing=True))
+    assert log(api, "create event") == [(2,), (2,), (0,)]
+
+
+def test_waiting_for_a_stream_is_waiting_for_an_event_in_it(api, device):
+    main, other = device.stream(), device.stream()
+    main.wait(other)
+    (recorded,), (waited,) = log(api, "record"), log(api, "wait")
+    assert recorded[1] == other.pointer
+    assert waited == (main.pointer, recorded[0])
+    main.wait(main)
+    assert len(log(api, "wait")) == 1
+
+
+def test_elapsed_time_needs_timing(device):
+    stream = device.stream()
+    start, end = device.event(timing=True), device.event(timing=True)
+    with pytest.raises(ValueError, match="event: expected a recorded event made with timing=True"):
+        end.elapsed_us(start)
+    stream.record(start)
+    stream.record(end)
+    assert end.elapsed_us(start) == 1500
+    with pytest.raises(ValueError, match="since"):
+        end.elapsed_us(stream.record())
+
+
+def test_a_wrong_event_is_refused(api, device):
+    stream = device.stream()
+    with pytest.raises(TypeError, match="event: expected an event of cuda:0"):
+        stream.record("event")
+    with pytest.raises(ValueError, match="event: expected one of cuda:0, got one of cuda:1"):
+        stream.record(cuda.CudaDevice(1, api).event())
+
+
+def test_records_and_waits_are_announced(device):
+    seen = []
+    watcher = SimpleNamespace(
+        recorded=lambda event, stream: seen.append(("recorded", event, stream)),
+        waited=lambda stream, event: seen.append(("waited", event, stream)),
+    )
+    main, other = device.stream(), device.stream()
+    with observe.attached(watcher):
+        main.wait(other)
+    assert [(kind, stream) for kind, _, stream in seen] == [("recorded", other), ("waited", main)]
+    assert seen[0][1] is seen[1][1]
+
+
+# --- Host functions ---
+
+
+def test_a_host_functions_exception_surfaces_once_at_its_own_stream(device):
+    stream, other = device.stream(), device.stream()
+    stream.call(lambda: 1 / 0)
+    other.synchronize()
+    with pytest.raises(DeviceError, match="ZeroDivisionError") as caught:
+        stream.synchronize()
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    stream.synchronize()
+
+
+def test_the_device_surfaces_it_too(device):
+    device.stream().call(lambda: 1 / 0)
+    with pytest.raises(DeviceError, match="ZeroDivisionError"):
+        device.synchronize()
+
+
+# --- Lifetime ---
+
+
+def test_owners_live_until_the_stream_has_passed(api, device):
+    stream, owner = device.stream(), Owner()
+    gone = weakref.ref(owner)
+    with busy(api, stream):
+        device.launch(function_of(api), (1, 1, 1), (1, 1, 1), 0, packed(), stream, (owner,))
+        del owner
+        device.empty(4, "fp32")
+        assert gone() is not None
+    device.empty(4, "fp32")
+    assert gone() is None
+    assert len(device.retired) == 0
+
+
+def test_holding_owners_does_not_use_up_events(api, device):
+    stream = device.stream()
+    for _ in range(20):
+        device.run(lambda: None, stream, (Owner(),))
+    assert len(log(api, "create event")) <= 2
+
+
+def test_a_busy_stream_does_not_hold_up_the_others(api, device):
+    slow, fast, owners = device.stream(), device.stream(), [Owner(), Owner()]
+    gone = [weakref.ref(owner) for owner in owners]
+    with busy(api, slow):
+        for stream, owner in zip((slow, fast), owners, strict=True):
+            device.run(lambda: None, stream, (owner,))
+        del owner
+        owners.clear()
+        device.stream()
+        assert [ref() is None for ref in gone] == [False, True]
+
+
+def test_synchronising_lets_go(api, device):
+    stream, owner = device.stream(), Owner()
+    gone = weakref.ref(owner)
+    api.runtime.held.add(stream.pointer)
+    device.run(lambda: None, stream, (owner,))
+    del owner
+    stream.synchronize()
+    assert gone() is None
+
+
+def test_on_the_librarys_current_stream_nothing_is_held(api, device):
+    cupys = type("ndarray", (), {"__module__": "cupy"})
+    torchs = type("Tensor", (), {"__module__": "torch"})
+    current = device.as_stream(None, "cupy")
+    device.run(lambda: None, current, (cupys(), None))
+    device.run(lambda: None, device.as_stream(device.stream()), ())
+    assert log(api, "record") == []
+    api.currents[0] = SimpleNamespace(ptr=0x77)
+    explicit = device.as_stream(SimpleNamespace(__cuda_stream__=lambda: (0, 0x77)))
+    device.run(lambda: None, explicit, (cupys(),))
+    assert log(api, "record") == []
+    with busy(api, current):
+        device.run(lambda: None, current, (torchs(),))
+        assert len(device.retired) == 1
+
+
+def test_expressions_run_with_the_stream_current(api, device):
+    stream = device.stream()
+    device.run(lambda: api.entered.append("ran"), stream)
+    assert api.entered == [stream.pointer, "ran"]
+
+
+# --- Capture ---
+
+
+def test_a_graph_keeps_what_it_captured_and_replays(api, device):
+    stream, owner = device.stream(), Owner()
+    gone = weakref.ref(owner)
+    with stream.capture() as graph:
+        device.launch(function_of(api), (1, 1, 1), (1, 1, 1), 0, packed(), stream, (owner,))
+    del owner
+    gc.collect()
+    assert gone() is not None
+    graph.launch(stream)
+    graph.launch()
+    assert api.graphs[0].launched == [stream.pointer, 0]
+    stream.synchronize()
+    device.synchronize()
+    del graph
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_graph_in_flight_is_kept(api, device):
+    stream = device.stream()
+    with stream.capture() as graph:
+        pass
+    gone = weakref.ref(graph)
+    with busy(api, stream):
+        graph.launch(stream)
+        del graph
+        gc.collect()
+        assert gone() is not None
+    device.synchronize()
+    assert gone() is None
+
+
+def test_a_fork_that_is_joined_belongs_to_the_graph(api, device):
+    main, other, owner = device.stream(), device.stream(), Owner()
+    gone = weakref.ref(owner)
+    with main.capture() as graph:
+        other.wait(main)
+        assert other.capturing
+        device.run(lambda: None, other, (owner,))
+        main.wait(other)
+    assert not other.capturing
+    del owner
+    assert gone() is not None
+    assert graph.kept
+
+
+def usable(*streams):
+    for stream in streams:
+        assert not stream.capturing
+        stream.synchronize()
+        assert stream.record().done()
+
+
+@pytest.mark.parametrize("which", ["main", "fork"])
+@pytest.mark.parametrize("what", ["synchronize", "done", "capture"])
+def test_illegal_calls_raise_and_leave_the_capture_whole(device, which, what):
+    main, fork = device.stream(), device.stream()
+    with main.capture() as graph:
+        fork.wait(main)
+        stream = {"main": main, "fork": fork}[which]
+        with pytest.raises(CaptureError, match="is being captured"):
+            stream.capture().__enter__() if what == "capture" else getattr(stream, what)()
+        with pytest.raises(CaptureError, match="synchronising the device"):
+            device.synchronize()
+        main.wait(fork)
+    graph.launch(main)
+    usable(main, fork)
+
+
+def test_an_event_of_a_capture_cannot_be_waited_for_by_the_host(device):
+    stream = device.stream()
+    with stream.capture():
+        event = stream.record()
+        for ask in (event.done, event.synchronize):
+            with pytest.raises(CaptureError, match="recorded in a capture"):
+                ask()
+    assert event.done()
+    device.stream().wait(event)
+    usable(stream)
+
+
+def test_an_unfinished_graph_cannot_be_launched(device):
+    stream = device.stream()
+    with stream.capture() as graph, pytest.raises(CaptureError, match="cannot be launched"):
+        graph.launch(stream)
+    graph.launch(stream)
+
+
+def test_an_unjoined_fork_is_named(device):
+    main, fork = device.stream(), device.stream()
+    fork.name = "the fork"
+    with pytest.raises(CaptureError, match="the fork: forked into the capture"), main.capture():
+        fork.wait(main)
+    usable(main, fork)
+
+
+def test_a_captured_stream_cannot_wait_for_the_outside(device):
+    main, outside = device.stream(), device.stream()
+    event = outside.record()
+    with main.capture() as graph, pytest.raises(CaptureError, match="outside the capture"):
+        main.wait(event)
+    graph.launch(main)
+
+
+def test_two_captures_cannot_wait_for_one_another(device):
+    a, b = device.stream(), device.stream()
+    with a.capture(), b.capture(), pytest.raises(CaptureError, match="two captures"):
+        a.wait(b)
+    usable(a, b)
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_an_exception_in_the_block_aborts_and_propagates(device, forked):
+    main, fork, owner = device.stream(), device.stream(), Owner()
+    gone = weakref.ref(owner)
+    with pytest.raises(KeyError, match="mine"), main.capture() as graph:
+        if forked:
+            fork.wait(main)
+        device.run(lambda: None, main, (owner,))
+        raise KeyError("mine")
+    usable(main, fork)
+    del owner
+    assert gone() is None
+    with pytest.raises(CaptureError, match="did not end well"):
+        graph.launch(main)
+
+
+def test_a_spoilt_capture_is_a_capture_error(api, device):
+    stream = device.stream()
+    with pytest.raises(CaptureError, match="901"), stream.capture():
+        api.runtime.streamQuery(stream.pointer)
+    usable(stream)
+
+
+def test_the_default_stream_cannot_be_captured(device):
+    with pytest.raises(CaptureError, match="default stream"):
+        device.as_stream(None).capture().__enter__()
+
+
+def test_a_host_function_is_called_again_at_each_replay_and_kept(api, device):
+    stream, called = device.stream(), []
+    with stream.capture() as graph:
+        stream.call(lambda: called.append(1) or 1 / 0)
+    ((function, argument),) = api.runtime.calls
+    assert (function, argument) in graph.kept  # CUDA has only its address
+    target = device.stream()
+    graph.launch(target)
+    function(argument)
+    assert called == [1]
+    stream.synchronize()
+    with pytest.raises(DeviceError, match="ZeroDivisionError"):
+        target.synchronize()
+
+
+def test_another_librarys_capture_is_left_to_that_library(api, device):
+    theirs = api.cupy.cuda.Stream()
+    stream = device.as_stream(theirs)
+    theirs.begin_capture(0)
+    device.run(lambda: None, stream, (Owner(),))
+    assert log(api, "record") == []
+    assert FOREIGN.kept == []
+    with pytest.raises(CaptureError):
+        stream.synchronize()
+    with pytest.raises(CaptureError):
+        stream.call(lambda: None)
+    theirs.end_capture()
+    usable(stream)
+
+
+# --- Memory ---
+
+
+def test_pinned_memory_is_known_by_its_base_and_of_exact_size(device):
+    array = device.empty_pinned((3, 5), "bf16")
+    assert (array.shape, array.dtype) == ((3, 5), ml_dtypes.bfloat16)
+    for view in (array, array[1:], array.view(np.uint16), array.T):
+        assert pinned.is_pinned(view)
+    assert not pinned.is_pinned(array.copy())
+    assert device.empty_pinned((0, 4), "fp32").shape == (0, 4)
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int64"])
+def test_arrays_of_every_format_go_there_and_back(device, name):
+    from kvcupy import dtypes, exporters
+
+    source = np.arange(12).reshape(3, 4).astype(dtypes.numpy_dtype(name))
+    assert exporters.view(device.asarray(source)).format == name
+    assert exporters.view(device.empty((3, 4), name)).format == name
+    zeros = exporters.view(device.zeros((3, 4), name))
+    np.testing.assert_array_equal(device.carrier(zeros), 0)
+    np.testing.assert_array_equal(device.to_numpy(device.asarray(source)), source)
+
+
+def test_the_fault_record_is_four_zeros_made_once(device):
+    assert device.fault_array().tolist() == [0, 0, 0, 0]
+    assert device.fault_array() is device.fault_array()
+
+
+def test_a_carrier_of_pageable_memory_is_refused(api, device):
+    from kvcupy import exporters
+
+    api.runtime.memory_type = 0
+    with pytest.raises(ValueError, match="or in pinned memory, got one on host"):
+        device.carrier(exporters.view(np.zeros(3)))
+
+
+def strided(shape, axes, *, step=1):
+    """An array of `shape` whose memory has the axes in another order, and gaps."""
+    base = np.zeros([shape[a] * step for a in axes], np.int32)
+    view = base[tuple(slice(None, None, step) for _ in axes)]
+    return view.transpose(np.argsort(axes))
+
+
+@pytest.mark.parametrize("memory_type", [0, 1])
+@pytest.mark.parametrize("steps", list(itertools.product((1, 2), repeat=2)))
+@pytest.mark.parametrize("axes", [(0, 1, 2), (2, 0, 1), (1, 0, 2)])
+def test_copies_of_any_layout_are_exact(api, device, axes, steps, memory_type):
+    api.runtime.memory_type = memory_type
+    shape = (3, 20, 18)
+    src = strided(shape, (0, 1, 2), step=steps[0])
+    src[...] = np.random.default_rng(1).integers(0, 99, shape)
+    dst = strided(shape, axes, step=steps[1])
+    device.copy(dst, src, stream=device.stream())
+    np.testing.assert_array_equal(dst, src)
+
+
+@pytest.mark.parametrize("memory_type", [0, 1])
+def test_a_reversed_a_repeated_and_an_overlapping_source_are_copied(api, device, memory_type):
+    api.runtime.memory_type = memory_type
+    src = np.arange(40, dtype=np.int32).reshape(5, 8)
+    windows = np.lib.stride_tricks.sliding_window_view(src.reshape(-1)[:12], 8)
+    for source in (src[::-1], src[:, ::-1], np.broadcast_to(src[2], (5, 8)), windows):
+        dst = np.zeros((5, 8), np.int32)
+        device.copy(dst, source)
+        np.testing.assert_array_equal(dst, source)
+
+
+@pytest.mark.parametrize(
+    ("dst", "src", "calls"),
+    [
+        (np.zeros((4, 64)), np.ones((4, 64)), [("copy", 2048)]),
+        (np.zeros((4, 128))[:, :64], np.ones((4, 64)), [("copy 2d", (512, 4))]),
+        (np.zeros((2, 4, 128))[:, 1:, :64], np.ones((2, 3, 64)), [("copy 2d", (512, 3))] * 2),
+        (np.zeros((64, 4)).T, np.ones((4, 64)), []),  # by a kernel
+    ],
+)
+def test_what_the_copy_engine_is_asked_for(api, device, dst, src, calls):
+    device.copy(dst, src)
+    assert [entry[:2] for entry in api.runtime.log if entry[0].startswith("copy")] == calls
+    np.testing.assert_array_equal(dst, src)
+
+
+def test_an_empty_copy_puts_nothing_on_the_stream(api, device):
+    device.copy(np.zeros((0, 4)), np.ones((0, 4)))
+    assert api.runtime.log == []
+
+
+def test_both_arrays_of_a_copy_live_until_it_is_done(api, device):
+    stream, dst, src = device.stream(), np.zeros(4), np.ones(4)
+    gone = weakref.ref(src)
+    with busy(api, stream):
+        device.copy(dst, src, stream=stream)
+        del src
+        assert gone() is not None
+    device.synchronize()
+    assert gone() is None
+
+
+def test_a_wrong_copy_is_refused_before_anything_is_copied(api, device):
+    with pytest.raises(ValueError, match=r"dst: expected \(3,\) fp32, got \(4,\) fp32"):
+        device.copy(np.zeros(4, np.float32), np.ones(3, np.float32))
+    with pytest.raises(ValueError, match=r"dst: expected \(3,\) fp32, got \(3,\) fp16"):
+        device.copy(np.zeros(3, np.float16), np.ones(3, np.float32))
+    frozen = np.zeros(3)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="dst: expected a writable array"):
+        device.copy(frozen, np.ones(3))
+    with pytest.raises(TypeError, match="src: expected an array"):
+        device.copy(np.zeros(3), "abc")
+    assert api.runtime.log == []
+
+
+def test_a_failed_copy_says_what_it_was(api, device):
+    api.runtime.fault = 1
+    with pytest.raises(DeviceError, match=r"copy of \(3,\) float64 on <default stream of cuda:0>"):
+        device.copy(np.zeros(3), np.ones(3))
+
+
+def test_a_copy_announces_what_it_touches(device):
+    seen = []
+    watcher = SimpleNamespace(
+        before=seen.append, after=lambda _: None, recorded=lambda *_: None, waited=lambda *_: None
+    )
+    dst, src = np.zeros(3), np.ones(3)
+    with observe.attached(watcher):
+        device.copy(dst, src)
+    (operation,) = seen
+    assert operation.writes[0].view.owner is dst
+    assert operation.reads[0].view.owner is src
+
+
+def test_words_are_as_wide_as_addresses_allow():
+    plan = cuda_copy.plan((4, 6), (32, 2), (64, 2), 2)
+    assert cuda_copy.words(plan, 0, 0)[0] == 4
+    assert cuda_copy.words(plan, 2, 0)[0] == 2
+    assert cuda_copy.words(plan, 1, 0)[0] == 1

@@ -1,0 +1,448 @@
+"""The GPU device on a GPU: that CUDA behaves as `test_cuda.py` takes it to."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvcupy as kv
+from kvcupy import dtypes, exporters
+from kvcupy.devices import nvrtc, pinned
+from kvcupy.kernels import Kernel
+
+pytestmark = pytest.mark.gpu
+
+PARAMS = np.dtype(
+    [("in", np.uint64), ("out", np.uint64), ("count", np.int32), ("factor", np.float32)],
+    align=True,
+)
+KERNELS = Path(__file__).parent.parent / "kernels"
+DELAY_KILOTICKS = 200_000  # about 0.1 s
+
+
+@pytest.fixture(scope="module")
+def device():
+    return kv.device("cuda:0")
+
+
+@pytest.fixture
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def load(device, monkeypatch):
+    """Load a kernel of `tests/kernels`."""
+    really = nvrtc.compile_cubin
+    monkeypatch.setattr(
+        nvrtc, "compile_cubin", lambda s, arch: really(s, arch, kernels_dir=KERNELS)
+    )
+
+    def load(name):
+        return device.load(Kernel("scale.cu", name, PARAMS, "ScaleParams").specialise(128))
+
+    return load
+
+
+def params(out, count, factor=1.0, source=0):
+    return np.array([(source, out, count, factor)], PARAMS).tobytes()
+
+
+@pytest.fixture
+def delay(device, load):
+    """Keep a stream busy for a while."""
+    function, scratch = load("delay"), device.zeros(1, "fp32")
+
+    def delay(stream):
+        packed = params(exporters.view(scratch).pointer, DELAY_KILOTICKS)
+        device.launch(function, (1, 1, 1), (32, 1, 1), 0, packed, stream, (scratch,))
+
+    return delay
+
+
+def scale(device, function, out, source, factor, stream):
+    to, of = exporters.view(out), exporters.view(source)
+    grid = (-(-of.size // 128), 1, 1)
+    packed = params(to.pointer, of.size, factor, of.pointer)
+    device.launch(function, grid, (128, 1, 1), 0, packed, stream, (out, source))
+
+
+@pytest.mark.parametrize("smem_bytes", [0, 1024, 60 * 1024])
+def test_a_launch_computes(device, load, smem_bytes):
+    source = device.asarray(np.arange(1000, dtype=np.float32))
+    out, stream = device.zeros(1000, "fp32"), device.stream()
+    packed = params(exporters.view(out).pointer, 1000, 2.5, exporters.view(source).pointer)
+    device.launch(load("scale"), (8, 1, 1), (128, 1, 1), smem_bytes, packed, stream, (out, source))
+    stream.synchronize()
+    np.testing.assert_array_equal(device.to_numpy(out), np.arange(1000, dtype=np.float32) * 2.5)
+
+
+def test_the_fallback_launch_computes_too(device, load, monkeypatch):
+    source, out = device.asarray(np.ones(128, np.float32)), device.zeros(128, "fp32")
+    monkeypatch.setattr(device.api, "can_launch_packed", False)
+    stream = device.stream()
+    scale(device, load("scale"), out, source, 3.0, stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(device.to_numpy(out), 3.0)
+
+
+def test_a_thread_that_never_used_cuda_can_launch(device, load):
+    source, out = device.asarray(np.ones(128, np.float32)), device.zeros(128, "fp32")
+    function, stream, failures = load("scale"), device.stream(), []
+
+    def work():
+        try:
+            scale(device, function, out, source, 4.0, stream)
+            stream.synchronize()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert failures == []
+    np.testing.assert_array_equal(device.to_numpy(out), 4.0)
+
+
+def test_a_refused_launch_tells_everything_and_harms_nothing(device, load):
+    stream = device.stream()
+    with pytest.raises(kv.DeviceError, match=r"scale<128>.*block \(4096, 1, 1\)"):
+        device.launch(load("scale"), (1, 1, 1), (4096, 1, 1), 0, params(0, 0), stream)
+    stream.synchronize()
+
+
+def test_events_pass_when_the_work_before_them_is_done(device, delay):
+    stream = device.stream()
+    delay(stream)
+    event = stream.record()
+    assert not event.done()
+    assert not stream.done()
+    event.synchronize()
+    assert event.done()
+
+
+def test_a_wait_orders_streams_and_without_it_they_are_not(device, load, delay):
+    source, out = device.asarray(np.ones(128, np.float32)), device.zeros(128, "fp32")
+    middle = device.zeros(128, "fp32")
+    function = load("scale")
+    for waits in (True, False):
+        device.copy(middle, device.zeros(128, "fp32"))
+        device.synchronize()
+        first, second = device.stream(), device.stream()
+        delay(first)
+        scale(device, function, middle, source, 2.0, first)
+        if waits:
+            second.wait(first)
+        scale(device, function, out, middle, 3.0, second)
+        device.synchronize()
+        np.testing.assert_array_equal(device.to_numpy(out), 6.0 if waits else 0.0)
+
+
+def test_elapsed_time(device, delay):
+    stream, start, end = device.stream(), device.event(True), device.event(True)
+    stream.record(start)
+    delay(stream)
+    stream.record(end)
+    assert 10_000 < end.elapsed_us(start) < 10_000_000
+
+
+def test_priorities_reach_cuda(device, cupy):
+    high, low = device.stream(priority=-1), device.stream(priority=0)
+    assert cupy.cuda.runtime.streamGetPriority(high.pointer) < 0
+    assert cupy.cuda.runtime.streamGetPriority(low.pointer) == 0
+
+
+def test_host_functions_run_in_order_and_their_exceptions_surface(device, delay):
+    stream, seen = device.stream(), []
+    delay(stream)
+    event = stream.record()
+    stream.call(lambda: seen.append("first"))
+    stream.call(lambda: 1 / 0)
+    stream.call(lambda: seen.append("second"))
+    assert not event.done() or seen
+    with pytest.raises(kv.DeviceError, match="ZeroDivisionError"):
+        stream.synchronize()
+    assert seen == ["first", "second"]
+    stream.synchronize()
+
+
+def test_owners_live_exactly_until_the_stream_has_passed(device, delay):
+    class Owner:
+        pass
+
+    stream, owner = device.stream(), Owner()
+    gone = weakref.ref(owner)
+    delay(stream)
+    device.run(lambda: None, stream, (owner,))
+    del owner
+    device.retired.reap()
+    assert gone() is not None
+    stream.synchronize()
+    assert gone() is None
+
+
+def test_memory_in_flight_is_not_handed_out_again(device, cupy, load, delay):
+    """CuPy's pool would give the block to the next allocation on the default stream at once."""
+    function, stream = load("scale"), device.stream()
+    source, out = device.asarray(np.full(1 << 16, 2, np.float32)), device.zeros(1 << 16, "fp32")
+    delay(stream)
+    scale(device, function, out, source, 1.0, stream)
+    del source
+    for _ in range(4):
+        cupy.full(1 << 16, 99, cupy.float32)
+    stream.synchronize()
+    np.testing.assert_array_equal(device.to_numpy(out), 2.0)
+
+
+# --- Capture ---
+
+
+def test_a_graph_with_a_fork_replays_and_reads_its_arrays_anew(device, load):
+    source, out = device.asarray(np.ones(128, np.float32)), device.zeros(128, "fp32")
+    middle, function = device.zeros(128, "fp32"), load("scale")
+    main, other = device.stream(), device.stream()
+    with main.capture() as graph:
+        scale(device, function, middle, source, 2.0, main)
+        other.wait(main)
+        scale(device, function, out, middle, 5.0, other)
+        main.wait(other)
+    np.testing.assert_array_equal(device.to_numpy(out), 0.0)
+    for value in (1.0, 3.0):
+        device.copy(source, np.full(128, value, np.float32), stream=main)
+        graph.launch(main)
+        main.synchronize()
+        np.testing.assert_array_equal(device.to_numpy(out), 10.0 * value)
+
+
+def test_copies_and_host_functions_are_captured(device):
+    source, out = device.empty_pinned(256, "fp32"), device.empty_pinned(256, "fp32")
+    there, stream, seen = device.zeros(256, "fp32"), device.stream(), []
+    source[:], out[:] = 1.0, 0.0
+    with stream.capture() as graph:
+        device.copy(there, source, stream=stream)
+        device.copy(out, there, stream=stream)
+        stream.call(lambda: seen.append(float(out[0])))
+    for value in (4.0, 7.0):
+        source[:] = value
+        graph.launch(stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(out, value)
+    assert seen == [4.0, 7.0]
+
+
+def test_the_graph_keeps_its_arrays(device, load, cupy):
+    function, stream = load("scale"), device.stream()
+    source, out = device.asarray(np.full(4096, 2, np.float32)), device.zeros(4096, "fp32")
+    with stream.capture() as graph:
+        scale(device, function, out, source, 1.0, stream)
+    del source
+    gc.collect()
+    held = [cupy.full(4096, 99, cupy.float32) for _ in range(8)]
+    device.synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    np.testing.assert_array_equal(device.to_numpy(out), 2.0)
+    assert len(held) == 8
+
+
+def usable(device, *streams):
+    for stream in streams:
+        assert not stream.capturing
+        stream.call(lambda: None)
+        stream.synchronize()
+    device.synchronize()
+
+
+@pytest.mark.parametrize("what", ["synchronize", "done", "capture", "event", "device", "outside"])
+def test_illegal_calls_leave_the_capture_whole(device, load, what):
+    out = device.asarray(np.ones(128, np.float32))
+    function, main, fork, outside = load("scale"), *(device.stream() for _ in range(3))
+    before = outside.record()
+    with main.capture() as graph:
+        fork.wait(main)
+        with pytest.raises(kv.CaptureError):
+            {
+                "synchronize": fork.synchronize,
+                "done": main.done,
+                "capture": lambda: fork.capture().__enter__(),
+                "event": lambda: main.record().done(),
+                "device": device.synchronize,
+                "outside": lambda: main.wait(before),
+            }[what]()
+        scale(device, function, out, out, 2.0, fork)
+        main.wait(fork)
+    graph.launch(main)
+    main.synchronize()
+    np.testing.assert_array_equal(device.to_numpy(out), 2.0)
+    usable(device, main, fork)
+
+
+def test_an_unjoined_fork_is_a_capture_error_and_streams_are_usable(device, load):
+    out = device.zeros(128, "fp32")
+    function, main, fork = load("scale"), device.stream(), device.stream()
+    with pytest.raises(kv.CaptureError, match="not joined"), main.capture():
+        fork.wait(main)
+        scale(device, function, out, out, 2.0, fork)
+    usable(device, main, fork)
+
+
+def test_an_exception_in_the_block_propagates_and_streams_are_usable(device, load):
+    out = device.zeros(128, "fp32")
+    function, main, fork = load("scale"), device.stream(), device.stream()
+    with pytest.raises(KeyError), main.capture():
+        fork.wait(main)
+        scale(device, function, out, out, 2.0, fork)
+        raise KeyError
+    usable(device, main, fork)
+
+
+# --- Other libraries ---
+
+
+def test_cupy_streams(device, cupy, load, delay):
+    theirs = cupy.cuda.Stream(non_blocking=True)
+    with theirs:
+        assert device.as_stream(None).pointer == theirs.ptr
+        array = cupy.ones(128, cupy.float32)
+        delay(device.as_stream(None))
+        scale(device, load("scale"), array, array, 2.0, device.as_stream(None))
+        assert float(array.sum()) == 256.0
+    assert device.as_stream(None).pointer == cupy.cuda.get_current_stream().ptr
+    ours = device.stream()
+    assert cupy.cuda.Stream.from_external(ours).ptr == ours.pointer
+
+
+def test_torch_streams(device, load):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch without CUDA")
+    theirs, function = torch.cuda.Stream(), load("scale")
+    with torch.cuda.stream(theirs):
+        current = device.as_stream(None, "torch")
+        assert current.pointer == theirs.cuda_stream
+        tensor = torch.ones(128, device="cuda")
+        scale(device, function, tensor, tensor, 3.0, current)
+        assert float(tensor.sum()) == 384.0
+    assert device.as_stream(theirs).pointer == theirs.cuda_stream
+    ours = device.stream()
+    with torch.cuda.stream(torch.cuda.ExternalStream(ours.pointer)):
+        assert device.as_stream(None, "torch") == ours
+
+
+def test_a_launch_inside_torchs_capture(device, load):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("torch without CUDA")
+    tensor, function = torch.ones(128, device="cuda"), load("scale")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        scale(device, function, tensor, tensor, 2.0, device.as_stream(None, "torch"))
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert float(tensor[0]) == 8.0
+
+
+# --- Memory ---
+
+
+@pytest.mark.parametrize("name", [*dtypes.FORMATS, "int64", "int32"])
+def test_arrays_of_every_format_go_there_and_back(device, name):
+    source = np.arange(24).reshape(4, 6).astype(dtypes.numpy_dtype(name))
+    there = device.asarray(source)
+    assert exporters.view(there).format == name
+    np.testing.assert_array_equal(device.to_numpy(there).view(np.uint8), source.view(np.uint8))
+    assert not device.to_numpy(device.zeros((4, 6), name)).view(np.uint8).any()
+
+
+def test_pinned_memory_is_pinned_and_not_rounded_up(device, cupy):
+    array = device.empty_pinned((5 << 20) + 1, "int8")
+    assert pinned.is_pinned(array)
+    assert cupy.cuda.runtime.pointerGetMemoryType(array.ctypes.data) == 1
+    np.testing.assert_array_equal(device.carrier(exporters.view(array)).shape, array.shape)
+
+
+LAYOUTS = {
+    "whole": lambda a: a,
+    "rows": lambda a: a[:, :, :40],
+    "many": lambda a: a[::2, 1:],
+    "turned": lambda a: a.transpose(1, 2, 0),
+    "back": lambda a: a[:, ::-1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sides", ["device device", "device pinned", "pinned device",
+                                   "device pageable", "pageable device"])  # fmt: skip
+def test_copies_of_any_layout_are_exact(device, cupy, layout, sides):
+    shape, at = (24, 16, 64), LAYOUTS[layout]
+    values = np.random.default_rng(3).integers(0, 2**15, shape).astype(np.int32)
+
+    def make(kind, content):
+        if kind == "device":
+            return device.asarray(content)
+        array = device.empty_pinned(shape, "int32") if kind == "pinned" else np.empty_like(content)
+        array[...] = content
+        return array
+
+    to, of = sides.split()
+    dst, src, stream = make(to, np.zeros_like(values)), make(of, values), device.stream()
+    device.copy(at(dst), at(src), stream=stream)
+    stream.synchronize()
+    expected = np.zeros_like(values)
+    at(expected)[...] = at(values)
+    got = device.to_numpy(dst) if to == "device" else dst
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_copies_with_pinned_memory_do_not_block(device, delay):
+    source, there = device.empty_pinned(1 << 22, "fp32"), device.empty(1 << 22, "fp32")
+    source[:] = 1.0
+    stream = device.stream()
+    delay(stream)
+    started = time.perf_counter()
+    device.copy(there, source, stream=stream)
+    device.copy(there[::2], source[::2], stream=stream)
+    assert time.perf_counter() - started < 0.05
+    assert not stream.done()
+    stream.synchronize()
+
+
+def test_a_fault_on_the_device_surfaces_everywhere():
+    """In a process of its own, for the device is lost afterwards."""
+    import subprocess
+    import sys
+
+    program = f"""
+import numpy as np
+import kvcupy as kv
+from pathlib import Path
+from kvcupy.devices import nvrtc
+from kvcupy.kernels import Kernel
+
+really = nvrtc.compile_cubin
+nvrtc.compile_cubin = lambda s, arch: really(s, arch, kernels_dir=Path({str(KERNELS)!r}))
+dtype = np.dtype({PARAMS.descr!r})
+device = kv.device("cuda:0")
+stream = device.stream()
+function = device.load(Kernel("scale.cu", "crash", dtype, "ScaleParams").specialise(128))
+packed = np.array([(0, 16, 0, 1.0)], dtype).tobytes()
+device.launch(function, (1, 1, 1), (32, 1, 1), 0, packed, stream)
+event = None
+for ask in (stream.synchronize, stream.done, device.synchronize):
+    try:
+        ask()
+    except kv.DeviceError as error:
+        assert "llegal" in str(error), error
+    else:
+        raise SystemExit(f"{{ask}} did not raise")
+print("all raised")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "all raised" in done.stdout, done.stderr

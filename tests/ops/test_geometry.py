@@ -1,0 +1,162 @@
+"""How threads are laid over rows, and that no such choice changes what is stored."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from helpers import Case
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import kvcupy as kv
+from kvcupy import devices
+from kvcupy.devices.host import HostDevice
+from kvcupy.ops import geometry
+
+work = given(
+    num_rows=st.one_of(st.integers(1, 300), st.integers(1, 2**31 - 1)),
+    words=st.one_of(st.integers(1, 100), st.integers(1, 2**20)),
+    multiprocessors=st.sampled_from([1, 2, 8, 84, 132, 160, 100_000]),
+    options=st.fixed_dictionaries(
+        {"whole_warps": st.booleans(), "warp_lanes": st.sampled_from([1, 32])}
+    ),
+)
+quick = settings(max_examples=500, deadline=None, database=None)
+
+
+def is_power_of_two(n):
+    return n > 0 and n & (n - 1) == 0
+
+
+@quick
+@work
+@example(num_rows=2**31 - 1, words=1, multiprocessors=1, options={})
+@example(num_rows=1, words=1, multiprocessors=100_000, options={})
+def test_every_row_has_its_lanes(num_rows, words, multiprocessors, options):
+    shape = geometry.spread(num_rows, words, multiprocessors, **options)
+    (grid, *flat_grid), (block, *flat_block) = shape.grid, shape.block
+    assert [*flat_grid, *flat_block] == [1, 1, 1, 1]
+    assert is_power_of_two(shape.lanes)
+    assert shape.lanes == 1 << shape.lane_shift
+    assert block % shape.lanes == 0
+    # Row r belongs to the threads with global number r * lanes and on: each once, none too few.
+    rows_a_block = block // shape.lanes
+    assert grid * rows_a_block >= num_rows
+    assert (grid - 1) * rows_a_block < num_rows
+    # What CUDA allows, and whole warps.
+    assert 32 <= block <= 1024
+    assert block % 32 == 0
+    assert 1 <= grid <= 2**31 - 1
+
+
+@quick
+@work
+def test_lanes_are_not_wasted(num_rows, words, multiprocessors, options):
+    lanes = geometry.spread(num_rows, words, multiprocessors, **options).lanes
+    assert lanes < 2 * words or lanes == 1
+    assert lanes >= min(words, options["warp_lanes"])
+
+
+@quick
+@work
+def test_small_work_is_spread_over_the_device(num_rows, words, multiprocessors, options):
+    """With a block for each multiprocessor, or as many blocks as there are rows or warps."""
+    shape = geometry.spread(num_rows, words, multiprocessors, **options)
+    warps = -(-num_rows * shape.lanes // 32)
+    assert shape.grid[0] >= min(multiprocessors, num_rows, warps) // 2
+    if num_rows * shape.lanes < multiprocessors * 32:
+        assert shape.block[0] == max(32, shape.lanes)
+
+
+@quick
+@work
+def test_a_thread_has_few_words_in_flight(num_rows, words, multiprocessors, options):
+    lanes = geometry.spread(num_rows, words, multiprocessors, **options).lanes
+    assert words <= 4 * lanes or lanes == {1: 1, 32: 512}[options["warp_lanes"]]
+
+
+def test_geometries_of_usual_work():
+    """8 heads of 128 bf16 elements: one row of 128 words where they join."""
+    one_token = geometry.spread(1, 128, 132)
+    assert (one_token.lanes, one_token.grid, one_token.block) == (128, (1, 1, 1), (128, 1, 1))
+    many = geometry.spread(4096, 128, 132)
+    assert (many.lanes, many.grid, many.block) == (32, (1024, 1, 1), (128, 1, 1))
+    heads = geometry.spread(4096 * 8, 16, 132)
+    assert (heads.lanes, heads.grid) == (16, (4096, 1, 1))
+
+
+@quick
+@given(st.lists(st.integers(0, 2**40), max_size=6))
+def test_widest_divides_all_and_no_wider_word_does(numbers):
+    word = geometry.widest(numbers)
+    assert word in (1, 2, 4, 8, 16)
+    assert all(n % word == 0 for n in numbers)
+    assert word == 16 or any(n % (2 * word) for n in numbers)
+
+
+def test_widest_takes_any_iterable():
+    assert geometry.widest(n for n in (64, 24)) == 8
+    assert geometry.widest([]) == 16
+
+
+# Stores under every geometry ------------------------------------------------------------------
+
+
+@pytest.fixture(params=[(1, 1), (1, 32), (8, 32), (132, 32), (100_000, 32)], ids=str)
+def host(request, monkeypatch):
+    """A host device that claims so many multiprocessors, whose warps are so wide."""
+    device = HostDevice()
+    device.multiprocessors, device.warp_lanes = request.param
+    monkeypatch.setitem(devices._devices, "host", device)
+    monkeypatch.setattr(kv.config, "fallback", "error")
+    forget_plans(monkeypatch)
+    return device
+
+
+def forget_plans(monkeypatch):
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvcupy.ops.") and hasattr(module, "_plans"):
+            monkeypatch.setattr(module, "_plans", {})
+
+
+def store_of_each_kind(case, shape, v_width):
+    """A copy, a conversion, and one with dynamic scales."""
+    tokens, heads, width = shape
+    slots = case.rng.permutation(np.arange(-1, tokens + 3))[:tokens]
+    for source, target, dynamic in (
+        ("bf16", "bf16", False), ("bf16", "fp8_e4m3", False), ("fp32", "int8", True),
+    ):  # fmt: skip
+        key, value = case.input(source, shape), case.input(source, (tokens, heads, v_width))
+        caches = [case.output(target, (tokens + 2, heads, w)) for w in (width, v_width)]
+        options = {}
+        if dynamic:
+            options = {f"{s}_scale_cache": case.output("fp32", (tokens + 2, heads)) for s in "kv"}
+        elif target == "fp8_e4m3":
+            options = {"k_scale": case.rng.uniform(0.5, 2, heads).astype(np.float32)}
+        case.store_kv(key, value, *caches, slots, **options)
+
+
+SHAPES = [(1, 1, 1), (1, 1, 40), (3, 2, 128), (2, 1, 4096), (1, 1, 9000), (70, 3, 33), (257, 1, 8)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_geometry_changes_what_is_stored(host, shape):
+    for v_width in (shape[2], max(1, shape[2] // 3)):
+        store_of_each_kind(Case(host, shape), shape, v_width)
+
+
+def test_the_claim_decides_the_geometry(host, monkeypatch):
+    """The control of the test above: rows are really shared by one warp, or by several."""
+    launched = []
+    launch = host.launch
+    monkeypatch.setattr(host, "launch", lambda f, *a: launched.append(a[:3]) or launch(f, *a))
+    case = Case(host, 1)
+    store_of_each_kind(case, (2, 1, 4096), 4096)
+    threads = [grid[0] * block[0] for grid, block, _ in launched]
+    assert len(threads) == 3
+    if host.warp_lanes == 1:
+        assert threads == [32, 32, 32]
+    else:  # two rows of 512 words: all the lanes that a row may have, or four words a lane
+        assert threads == {1: [256] * 3, 8: [1024] * 3}.get(host.multiprocessors, [1024] * 3)

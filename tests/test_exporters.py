@@ -1,0 +1,839 @@
+"""Arrays of any library, described by address: `view`, `probe`, `view_as`, `overlap`, `pinned`."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import sys
+import types
+import weakref
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import DTYPE, FORMATS, UNSIGNED
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcupy as kv
+from kvcupy import exporters
+from kvcupy.arrays import array_at, overlap
+from kvcupy.devices import cuda
+from kvcupy.exporters import probe, view
+
+ITEMSIZE = {**{f: d.itemsize for f, d in DTYPE.items()}, "int64": 8, "int32": 4, "uint8": 1}
+
+
+@pytest.fixture(autouse=True)
+def known_types(monkeypatch):
+    """Let no class that a test makes up stay known after it."""
+    monkeypatch.setattr(exporters, "_PROBES", dict(exporters._PROBES))
+
+
+def described(v):
+    """What equal signatures promise to be equal."""
+    return v.shape, v.strides, v.format, v.device, v.readonly, v.library
+
+
+def assert_describes(array, pointer, shape, strides, fmt, **others):
+    """Assert what `view` says of an array, and that `probe` agrees on the address."""
+    v = view(array)
+    expected = {"device": "host", "library": "numpy", "readonly": False, **others}
+    assert (v.pointer, v.shape, v.strides, v.format) == (pointer, shape, strides, fmt)
+    assert {name: getattr(v, name) for name in expected} == expected
+    assert v.itemsize == ITEMSIZE.get(fmt, v.itemsize)
+    assert all(type(n) is int for n in (v.pointer, *v.shape, *v.strides))
+    assert probe(array)[0] == pointer
+    assert hash(probe(array)[1]) is not None
+
+
+# NumPy ----------------------------------------------------------------------------------------
+
+BASE = np.arange(2 * 6 * 8, dtype=np.float32).reshape(2, 6, 8)
+CUTS = {
+    "contiguous": lambda a: a,
+    "every other": lambda a: a[:, ::2, ::4],
+    "reversed": lambda a: a[::-1, :, ::-2],
+    "transposed": lambda a: a.transpose(2, 0, 1),
+    "broadcast": lambda a: np.broadcast_to(a[:, :1], (2, 6, 8)),
+    "0-d": lambda a: a[1, 2, 3, ...],
+    "empty": lambda a: a[:, 3:3],
+    "a new axis": lambda a: a[:, None],
+    "read-only": lambda a: frozen(a.copy()),
+    "a subclass": lambda a: a.view(np.matrix) if a.ndim == 2 else a[0].view(np.matrix),
+}
+
+
+def frozen(array):
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_numpy(cut):
+    a = CUTS[cut](BASE)
+    assert_describes(
+        a, a.ctypes.data, a.shape, a.strides, "fp32", readonly=not a.flags.writeable, owner=a
+    )
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_format_in_numpy(fmt):
+    a = np.zeros((3, 4), DTYPE[fmt])[:, ::2]
+    assert_describes(a, a.ctypes.data, (3, 2), (4 * a.itemsize, 2 * a.itemsize), fmt)
+
+
+@pytest.mark.parametrize("name", ["int64", "int32", "uint8", "uint16", "bool", "float64"])
+def test_other_dtypes_keep_their_name(name):
+    assert view(np.zeros(3, name)).format == name
+
+
+@pytest.mark.parametrize(
+    "dtype", [">f4", ">i8", object, [("a", "f4")], [("a", ">f4"), ("b", "O")], "U3", "V4"], ids=str
+)
+def test_numpy_dtypes_that_no_kernel_reads(dtype):
+    with pytest.raises(TypeError, match=r"^key: expected an array, "):
+        view(np.zeros((2, 2), dtype), "key")
+
+
+# Torch ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")
+
+
+def torch_dtype(torch, fmt):
+    names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int8": "int8",
+             "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}  # fmt: skip
+    return getattr(torch, names.get(fmt, fmt))
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, "int64", "int32", "uint8"])
+def test_every_format_in_torch(torch, fmt):
+    t = torch.zeros(6 * ITEMSIZE[fmt], dtype=torch.uint8).view(torch_dtype(torch, fmt)).view(2, 3)
+    size = ITEMSIZE[fmt]
+    assert_describes(t, t.data_ptr(), (2, 3), (3 * size, size), fmt, library="torch", owner=t)
+
+
+@pytest.mark.parametrize(
+    ("cut", "shape", "steps"),
+    [
+        (lambda t: t[:, 1::2, ::3], (2, 3, 3), (48, 16, 3)),
+        (lambda t: t.permute(2, 0, 1), (8, 2, 6), (1, 48, 8)),
+        (lambda t: t[:, :1].expand(2, 5, 8), (2, 5, 8), (48, 0, 1)),
+        (lambda t: t[1, 2, 3], (), ()),
+        (lambda t: t[:, 6:], (2, 0, 8), (48, 8, 1)),
+    ],
+)
+def test_views_of_torch(torch, cut, shape, steps):
+    t = cut(torch.zeros(2, 6, 8, dtype=torch.bfloat16))
+    strides = tuple(2 * s for s in steps)
+    assert_describes(t, t.data_ptr(), shape, strides, "bf16", library="torch")
+
+
+def test_torch_parameters(torch):
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    assert_describes(parameter, parameter.data_ptr(), (3,), (4,), "fp32", library="torch")
+
+
+NO_KERNEL_READS = {
+    "meta": lambda t: t.zeros(2, 2, device="meta"),
+    "sparse": lambda t: t.zeros(2, 2).to_sparse(),
+    "sparse by rows": lambda t: t.zeros(2, 2).to_sparse_csr(),
+    "quantised": lambda t: t.quantize_per_tensor(t.zeros(2, 2), 1.0, 0, t.quint8),
+    "lazily negated": lambda t: t.imag(t.zeros(2, 2, dtype=t.complex64).conj()),
+    "lazily conjugated": lambda t: t.zeros(2, 2, dtype=t.complex64).conj(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", NO_KERNEL_READS)
+def test_torch_tensors_that_no_kernel_reads(torch, kind):
+    """Twice, for what a probe learns of a class must not let the next one pass."""
+    tensor = NO_KERNEL_READS[kind](torch)
+    good = np.zeros((2, 2), np.float32)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"^key: expected an array, got"):
+            view(tensor, "key")
+        with pytest.raises(TypeError, match="key"):
+            kv.store_kv(tensor, good, good.copy(), good.copy(), np.zeros(0, np.int64))
+        other = torch.zeros(2)
+        assert probe(other)[0] == other.data_ptr()
+
+
+# DLPack ---------------------------------------------------------------------------------------
+
+
+class Hidden:
+    """An array behind DLPack, and nothing else of it."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+class Sliced(Hidden):
+    """The same, and it takes an index."""
+
+    def __getitem__(self, index):
+        return Sliced(self.array[index])
+
+
+class HiddenOld(Hidden):
+    """The same, of before DLPack 1.0: no versions, no flags."""
+
+    def __dlpack__(self, *, stream=None):
+        return self.array.__dlpack__()
+
+
+@pytest.mark.parametrize("hide", [Hidden, HiddenOld])
+@pytest.mark.parametrize("cut", [c for c in CUTS if c not in ("broadcast", "read-only")])
+def test_dlpack_of_numpy(hide, cut):
+    a = CUTS[cut](BASE)
+    assert_describes(hide(a), a.ctypes.data, a.shape, a.strides, "fp32", library="dlpack")
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, "int64", "int32", "uint8"])
+def test_dlpack_of_torch(torch, fmt):
+    t = torch.zeros(2, 3, dtype=torch.uint8).repeat(1, ITEMSIZE[fmt])
+    t = t.view(torch_dtype(torch, fmt))[:, 1:]
+    size = ITEMSIZE[fmt]
+    assert_describes(Hidden(t), t.data_ptr(), (2, 2), (3 * size, size), fmt, library="dlpack")
+
+
+def test_dlpack_says_what_is_read_only():
+    assert view(Hidden(frozen(np.zeros(3)))).readonly
+    assert not view(Hidden(np.zeros(3))).readonly
+
+
+def test_the_export_lasts_as_long_as_the_view():
+    a = np.zeros(3, np.float32)
+    before = sys.getrefcount(a)
+    v = view(Sliced(a))
+    part = v[1:]
+    tagged = kv.view_as(v, "fp32")
+    assert sys.getrefcount(a) > before
+    del v
+    assert sys.getrefcount(a) > before
+    del part, tagged
+    assert sys.getrefcount(a) == before
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.zeros(3, ">f4"), np.zeros(3, object), np.zeros(3, "M8[s]")],
+    ids=lambda a: str(a.dtype),
+)
+def test_an_exporter_that_refuses_is_a_type_error(array):
+    """NumPy and torch say BufferError."""
+    with pytest.raises(TypeError, match=r"^value: expected an array, "):
+        view(Hidden(array), "value")
+
+
+# Capsules, made by hand -----------------------------------------------------------------------
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class OldManaged(ctypes.Structure):
+    _fields_ = (
+        ("tensor", Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class VersionedManaged(ctypes.Structure):
+    _fields_ = (
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64), ("tensor", Tensor),
+    )  # fmt: skip
+
+
+Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+Destructor = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+new_capsule = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+)(("PyCapsule_New", ctypes.pythonapi))
+# With a plain address: the destructor gets a capsule that must not be referred to any more.
+is_capsule = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
+pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+@Destructor
+def destroy(capsule):
+    """Call the deleter of what nobody consumed, as DLPack asks of every producer."""
+    for name, kind in ((b"dltensor", OldManaged), (b"dltensor_versioned", VersionedManaged)):
+        if is_capsule(capsule, name):
+            address = pointer_in(capsule, name)
+            Deleter(kind.from_address(address).deleter)(address)
+
+
+class HandMade:
+    """An exporter that fills in every field itself and counts what is deleted."""
+
+    def __init__(self, shape=(2, 3), strides=(3, 1), *, versioned=True, flags=0, major=1, **fields):
+        self.versioned, self.deleted, self.exported = versioned, 0, 0
+        self.memory = ctypes.create_string_buffer(256)
+        self.data = ctypes.addressof(self.memory)
+        self.shape = (ctypes.c_int64 * len(shape))(*shape)
+        self.strides = None if strides is None else (ctypes.c_int64 * len(strides))(*strides)
+        fields = {"code": 2, "bits": 32, "lanes": 1, "device_type": 1, "ndim": len(shape),
+                  "data": self.data, **fields}  # fmt: skip
+        self.managed = (VersionedManaged if versioned else OldManaged)()
+        for name, value in fields.items():
+            setattr(self.managed.tensor, name, value)
+        if len(shape):
+            self.managed.tensor.shape = self.shape
+        if self.strides is not None:
+            self.managed.tensor.strides = self.strides
+        if versioned:
+            self.managed.major, self.managed.flags = major, flags
+        self.deleter = Deleter(self.delete)
+        self.managed.deleter = ctypes.cast(self.deleter, ctypes.c_void_p).value
+
+    def delete(self, address):
+        assert address == ctypes.addressof(self.managed)
+        self.deleted += 1
+
+    def __dlpack_device__(self):
+        return self.managed.tensor.device_type, self.managed.tensor.device_id
+
+    def __dlpack__(self, *, stream=None, max_version=None):
+        self.exported += 1
+        assert not self.versioned or max_version >= (1, 0)
+        name = b"dltensor_versioned" if self.versioned else b"dltensor"
+        return new_capsule(
+            ctypes.addressof(self.managed), name, ctypes.cast(destroy, ctypes.c_void_p)
+        )
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_the_deleter_runs_once_when_the_view_is_dropped(versioned):
+    exporter = HandMade(versioned=versioned)
+    v = view(exporter)
+    gc.collect()
+    assert (exporter.exported, exporter.deleted) == (1, 0)
+    del v
+    gc.collect()
+    assert (exporter.exported, exporter.deleted) == (1, 1)
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+def test_a_tag_keeps_the_export(versioned):
+    exporter = HandMade((4,), (1,), versioned=versioned, code=1, bits=16)
+    tagged = kv.view_as(exporter, "bf16")
+    again = kv.view_as(tagged, "bf16")
+    gc.collect()
+    assert exporter.exported > exporter.deleted
+    del tagged
+    assert exporter.exported > exporter.deleted
+    del again
+    gc.collect()
+    assert exporter.exported == exporter.deleted
+
+
+def test_every_probe_gives_its_export_back():
+    exporter = HandMade()
+    first, second = probe(exporter), probe(exporter)
+    assert first == second
+    assert exporter.exported == exporter.deleted >= 2
+
+
+@pytest.mark.parametrize("versioned", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "strides", "expected"),
+    [
+        ((2, 3), (3, 1), (12, 4)),
+        ((2, 3), (1, 2), (4, 8)),
+        ((2, 3), (0, -1), (0, -4)),
+        ((2, 3), None, (12, 4)),
+        ((), None, ()),
+        ((), (), ()),
+        ((0, 3), None, (12, 4)),
+    ],
+)
+def test_shape_and_strides_of_a_capsule(versioned, shape, strides, expected):
+    exporter = HandMade(shape, strides, versioned=versioned)
+    assert_describes(exporter, exporter.data, shape, expected, "fp32", library="dlpack")
+
+
+def test_byte_offset():
+    exporter = HandMade(byte_offset=24)
+    assert view(exporter).pointer == exporter.data + 24
+
+
+def test_a_capsule_without_memory():
+    assert view(HandMade((0,), data=None)).pointer == 0
+
+
+def test_flags_of_a_capsule():
+    assert view(HandMade(flags=1)).readonly
+    assert not view(HandMade(flags=2)).readonly  # "copied" says nothing about writing
+
+
+CODES = {
+    (0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64", (1, 8): "uint8",
+    (1, 16): "uint16", (1, 32): "uint32", (1, 64): "uint64", (2, 16): "fp16", (2, 32): "fp32",
+    (2, 64): "float64", (4, 16): "bf16", (6, 8): "bool", (10, 8): "fp8_e4m3", (12, 8): "fp8_e5m2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "bits"), CODES)
+def test_type_codes(code, bits):
+    v = view(HandMade((2, 3), None, code=code, bits=bits))
+    assert v.format == CODES[code, bits]
+    assert v.itemsize == bits // 8
+    assert v.strides == (3 * bits // 8, bits // 8)
+
+
+UNKNOWN = {
+    "opaque handles": {"code": 3, "bits": 64},
+    "complex": {"code": 5, "bits": 64},
+    "another float8": {"code": 11, "bits": 8},
+    "float4": {"code": 17, "bits": 4},
+    "two lanes": {"lanes": 2},
+    "128-bit floats": {"bits": 128},
+    "int4": {"code": 0, "bits": 4},
+    "OpenCL": {"device_type": 4},
+    "ROCm": {"device_type": 10},
+    "another major version": {"major": 2},
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_capsules_that_no_kernel_reads(kind):
+    exporter = HandMade(**UNKNOWN[kind])
+    with pytest.raises(TypeError, match=r"^cache: expected an array, got DLPack"):
+        view(exporter, "cache")
+    gc.collect()
+    assert exporter.exported == exporter.deleted
+
+
+def test_pinned_memory_of_a_capsule():
+    exporter = HandMade((4,), (1,), device_type=3, code=1, bits=16)
+    v = view(exporter)
+    assert v.device == "host"
+    assert v.pinned
+    assert kv.view_as(exporter, "bf16").pinned
+    assert not view(HandMade()).pinned
+
+
+@pytest.mark.parametrize("device_type", [2, 13])
+def test_capsules_of_a_gpu(monkeypatch, device_type):
+    monkeypatch.setattr(cuda, "dlpack_stream", lambda: 1)
+    assert view(HandMade(device_type=device_type, device_id=3)).device == "cuda:3"
+
+
+def test_an_exporter_without_a_device_is_none():
+    class Half:
+        def __dlpack__(self, **options):
+            raise AssertionError("not asked")
+
+    with pytest.raises(TypeError, match=r"^key: expected an array, got Half"):
+        view(Half(), "key")
+
+
+def test_an_export_that_owns_its_memory_is_kept_by_the_view():
+    class Temporary:
+        def __dlpack__(self, **options):
+            self.made = np.arange(3, dtype=np.float32)
+            self.freed = weakref.ref(self.made)
+            return self.__dict__.pop("made").__dlpack__(**options)
+
+        def __dlpack_device__(self):
+            return 1, 0
+
+    exporter = Temporary()
+    v = view(exporter)
+    assert exporter.freed() is not None
+    assert kv.device("host").to_numpy(v).tolist() == [0, 1, 2]
+    del v
+    assert exporter.freed() is None
+
+
+# __cuda_array_interface__ and CuPy, without a GPU ---------------------------------------------
+
+
+@pytest.fixture
+def gpu_pointers(monkeypatch):
+    """Let every address belong to GPU 1."""
+    asked = []
+    monkeypatch.setattr(cuda, "device_of_pointer", lambda pointer: asked.append(pointer) or 1)
+    return asked
+
+
+def on_gpu(**changes):
+    interface = {"version": 3, "typestr": "<f2", "shape": (2, 3), "data": (0x7F00, False)}
+    return types.SimpleNamespace(__cuda_array_interface__={**interface, **changes})
+
+
+@pytest.mark.parametrize("strides", [None, (6, 2), (0, 2), (-8, 4)])
+def test_cuda_array_interface(gpu_pointers, strides):
+    x = on_gpu(strides=strides)
+    others = {"device": "cuda:1", "library": "cupy", "owner": x}
+    assert_describes(x, 0x7F00, (2, 3), strides or (6, 2), "fp16", **others)
+    assert gpu_pointers[0] == 0x7F00
+
+
+def test_cuda_array_interface_in_full(gpu_pointers):
+    assert view(on_gpu(data=(0x7F00, True))).readonly
+    assert view(on_gpu(shape=())).strides == ()
+    assert view(on_gpu(shape=[4], typestr="|u1")).format == "uint8"
+    assert view(on_gpu(shape=(0,), data=(0, False))).pointer == 0
+    assert view(on_gpu(shape=(0,), data=(None, False))).pointer == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"typestr": ">f2"}, {"typestr": "|O8"}, {"typestr": "|V2"}, {"mask": np.zeros(6, bool)}],
+    ids=str,
+)
+def test_gpu_arrays_that_no_kernel_reads(gpu_pointers, changes):
+    with pytest.raises(TypeError, match=r"^key: expected an array, "):
+        view(on_gpu(**changes), "key")
+
+
+class FakeMemory:
+    def __init__(self, pointer, device_id):
+        self.ptr, self.device_id = pointer, device_id
+
+
+class FakeCupy:
+    """What is asked of a CuPy array."""
+
+    def __init__(self, pointer=0x7F00, dtype=np.float16, shape=(2, 3), strides=(6, 2), device_id=0):
+        self.data = FakeMemory(pointer, device_id)
+        self.dtype, self.shape, self.strides = np.dtype(dtype), shape, strides
+
+
+@pytest.fixture
+def cupy_like(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(ndarray=FakeCupy))
+    return FakeCupy
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.int64])
+def test_cupy(cupy_like, dtype):
+    size = np.dtype(dtype).itemsize
+    x = cupy_like(dtype=dtype, strides=(3 * size, size), device_id=2)
+    fmt = {2: "fp16", 8: "int64"}[size] if dtype is not ml_dtypes.bfloat16 else "bf16"
+    others = {"device": "cuda:2", "library": "cupy", "owner": x}
+    assert_describes(x, 0x7F00, (2, 3), (3 * size, size), fmt, **others)
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+@pytest.mark.parametrize("device_id", [0, 1])
+def test_a_cupy_array_never_has_the_signature_of_a_numpy_array(cupy_like, device_id, readonly):
+    """False is equal to 0, and True to 1."""
+    a = np.zeros((2, 3), np.float16)
+    a.flags.writeable = not readonly
+    assert probe(a)[1] != probe(cupy_like(device_id=device_id))[1]
+
+
+def test_a_cupy_array_never_runs_on_the_plan_of_numpy_arrays(cupy_like, device):
+    if device.kind != "host":
+        pytest.skip("NumPy arrays live on the host device")
+    rows, caches = np.ones((2, 3), np.float16), np.zeros((2, 2, 3), np.float16)
+    slots = np.array([0, 1])
+    kv.store_kv(rows, rows, *caches, slots)
+    foreign = cupy_like(pointer=rows.ctypes.data)
+    with pytest.raises(ValueError, match="value: expected cuda:0 like key, got host"):
+        kv.store_kv(foreign, rows, *caches, slots)
+
+
+# What is no array -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "thing", [None, 1, 1.5, "text", [1.0], (1, 2), {}, object(), np.float32(1), memoryview(b"abc"),
+              np.ndarray, np.dtype("f4")],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_no_array(thing):
+    with pytest.raises(TypeError, match=r"^key: expected an array, "):
+        view(thing, "key")
+    with pytest.raises(TypeError):
+        probe(thing)
+
+
+# Views of views -------------------------------------------------------------------------------
+
+
+def test_a_view_is_a_view_of_itself():
+    v = kv.view_as(np.zeros((2, 3), np.uint16), "bf16")
+    assert view(v) is v
+    assert probe(v)[0] == v.pointer
+    assert v.ndim == 2
+    assert v.size == 6
+    assert "(2, 3) bf16 on host" in repr(v)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_view_as_tags_integers_of_its_size(fmt):
+    for dtype in (UNSIGNED[DTYPE[fmt].itemsize], f"int{8 * DTYPE[fmt].itemsize}", DTYPE[fmt]):
+        a = np.zeros((4, 6), dtype)[::-2, 1:]
+        v = kv.view_as(a, fmt)
+        assert described(v) == (a.shape, a.strides, fmt, "host", False, "numpy")
+        assert (v.pointer, v.itemsize) == (a.ctypes.data, DTYPE[fmt].itemsize)
+
+
+def test_view_as_keeps_what_the_array_is(torch):
+    assert kv.view_as(frozen(np.zeros(3, np.uint8)), "fp8_e5m2").readonly
+    assert kv.view_as(torch.zeros(3, dtype=torch.uint8), "fp8_e4m3").library == "torch"
+    assert kv.view_as(Hidden(np.zeros(3, np.uint16)), "bf16").library == "dlpack"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fmt", "error", "message"),
+    [
+        (np.uint8, "bf16", ValueError, "array: expected 16-bit integers for bf16, got uint8"),
+        (np.uint16, "fp8_e4m3", ValueError, "expected 8-bit integers for fp8_e4m3, got uint16"),
+        (np.uint64, "fp32", ValueError, "32-bit"),
+        (np.float16, "bf16", TypeError, "array: expected integers that hold bf16 bits, got fp16"),
+        (np.float32, "fp8_e5m2", TypeError, "got fp32"),
+        (np.bool_, "int8", TypeError, "got bool"),
+        (np.uint16, "float99", ValueError, "format: expected one of fp32, .*got 'float99'"),
+        (np.uint16, None, ValueError, "format"),
+        (object, "bf16", TypeError, "array"),
+    ],
+)
+def test_view_as_refuses(dtype, fmt, error, message):
+    with pytest.raises(error, match=message):
+        kv.view_as(np.zeros((2, 2), dtype), fmt)
+
+
+def test_view_as_refuses_what_is_no_array():
+    with pytest.raises(TypeError, match="array: expected an array, got list"):
+        kv.view_as([1, 2], "int8")
+
+
+def test_a_tag_is_final():
+    tagged = kv.view_as(np.zeros(4, np.uint16), "bf16")
+    assert described(kv.view_as(tagged, "bf16")) == described(tagged)
+    with pytest.raises(TypeError, match="got bf16"):
+        kv.view_as(tagged, "fp16")
+
+
+INDICES = [1, slice(1, None, 2), (slice(None), -1), (Ellipsis, slice(None, None, -1)), (0, None)]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_slices_of_a_tagged_view(index):
+    a = np.arange(24, dtype=np.uint16).reshape(4, 6)
+    part, wanted = kv.view_as(a, "bf16")[index], a[index]
+    assert described(part) == (wanted.shape, wanted.strides, "bf16", "host", False, "numpy")
+    assert part.pointer == wanted.ctypes.data
+
+
+def test_slices_of_a_tagged_torch_tensor(torch):
+    t = torch.zeros(4, 6, dtype=torch.uint8)
+    part = kv.view_as(t, "fp8_e4m3")[1:, ::2]
+    assert (part.pointer, part.shape, part.strides) == (t.data_ptr() + 6, (3, 3), (6, 2))
+    assert part.format == "fp8_e4m3"
+
+
+def test_slices_of_an_exporter():
+    a = np.arange(6, dtype=np.uint16)
+    part = kv.view_as(Sliced(a), "bf16")[2:]
+    assert (part.pointer, part.shape, part.format) == (a.ctypes.data + 4, (4,), "bf16")
+
+
+def test_views_keep_the_memory_alive():
+    class Traced(np.ndarray):
+        pass
+
+    a = np.zeros((4, 4), np.uint16).view(Traced)
+    gone = weakref.ref(a)
+    part = kv.view_as(kv.view_as(a, "bf16"), "bf16")[1:][:, 2:]
+    del a
+    gc.collect()
+    assert gone() is not None
+    del part
+    gc.collect()
+    assert gone() is None
+
+
+# Signatures -----------------------------------------------------------------------------------
+
+
+def imported_torch():
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch
+
+
+@st.composite
+def arrays(draw):
+    """Small arrays of few shapes, so that two of them are often alike."""
+    size = draw(st.sampled_from([1, 2, 2, 4]))
+    fmt = draw(st.sampled_from([f for f in FORMATS if ITEMSIZE[f] == size]))
+    memory = np.zeros(64 * size, np.uint8)
+    shape = draw(st.sampled_from([(2, 3), (3, 2), (2, 1), (6,), (0, 3), ()]))
+    steps = tuple(draw(st.sampled_from([3, 1, 0, -1])) for _ in shape)
+    array = array_at(
+        memory, memory.ctypes.data + 32 * size, shape, DTYPE[fmt], tuple(size * s for s in steps),
+        readonly=draw(st.booleans()),
+    )  # fmt: skip
+    kind = draw(st.sampled_from(["numpy", "torch", "dlpack", "old dlpack", "cupy", "tagged"]))
+    if kind == "torch":
+        torch = imported_torch()
+        if torch is None or any(s < 0 for s in steps):
+            return array
+        flat = torch.zeros(64 * size, dtype=torch.uint8).view(torch_dtype(torch, fmt))
+        return flat.as_strided(shape, steps)
+    if kind == "cupy":
+        return FakeCupy(0x7F00, DTYPE[fmt], shape, array.strides, draw(st.integers(0, 1)))
+    if kind == "tagged":
+        return kv.view_as(array.view(UNSIGNED[size]), fmt)
+    if kind.endswith("dlpack") and fmt in ("fp32", "fp16", "int8"):
+        if kind == "dlpack":
+            return Hidden(array)
+        return HiddenOld(array) if array.flags.writeable else array
+    return array
+
+
+@settings(max_examples=400, deadline=None, database=None)
+@given(first=arrays(), second=arrays())
+def test_equal_signatures_are_equal_descriptions(first, second):
+    known, fake = sys.modules.get("cupy"), types.SimpleNamespace(ndarray=FakeCupy)
+    sys.modules["cupy"] = fake
+    try:
+        signatures = probe(first)[1], probe(second)[1]
+        descriptions = described(view(first)), described(view(second))
+        assert probe(first)[1] == signatures[0], "a signature is not the same twice"
+    finally:
+        sys.modules.pop("cupy") if known is None else sys.modules.update(cupy=known)
+    if signatures[0] == signatures[1]:
+        assert descriptions[0] == descriptions[1]
+        assert hash(signatures[0]) == hash(signatures[1])
+    elif type(first) is type(second):
+        assert descriptions[0] != descriptions[1]
+
+
+def change_of_each_kind(make):
+    """Pairs of arrays that differ in one thing only."""
+    base = make(np.zeros((4, 6), np.uint16))
+    yield "shape", base, make(np.zeros((4, 7), np.uint16)[:, :5])
+    yield "strides", base, make(np.zeros((4, 7), np.uint16)[:, :6])
+    yield "order", base, make(np.zeros((4, 6), np.uint16)[::-1])
+    yield "dtype", base, make(np.zeros((4, 6), np.int16))
+    yield "readonly", base, make(frozen(np.zeros((4, 6), np.uint16)))
+
+
+@pytest.mark.parametrize("make", [lambda a: a, Hidden, lambda a: kv.view_as(a, "bf16")])
+def test_any_change_changes_the_signature(make):
+    for what, one, other in change_of_each_kind(make):
+        if isinstance(one, kv.ArrayView) and what == "dtype":
+            other = kv.view_as(np.zeros((4, 6), np.uint16), "fp16")
+        assert probe(one)[1] != probe(other)[1], what
+
+
+def test_another_address_does_not_change_the_signature(torch):
+    for make in (lambda: np.zeros((3, 4), np.float16), lambda: torch.zeros(3, 4),
+                 lambda: Hidden(np.zeros((3, 4)))):  # fmt: skip
+        one, other = make(), make()
+        assert probe(one)[1] == probe(other)[1]
+        assert probe(one)[0] != probe(other)[0]
+
+
+# Pinned memory --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_pinned_memory_knows_that_it_is(fmt):
+    pinned = kv.device("host").empty_pinned((4, 6), fmt)
+    assert pinned.shape == (4, 6)
+    assert pinned.dtype == DTYPE[fmt]
+    carrier = pinned.view(UNSIGNED[pinned.itemsize])
+    for part in (pinned, pinned[1:, ::2], pinned[::-1].T, pinned.reshape(-1), pinned[None, 2]):
+        assert view(part).pinned
+    assert kv.view_as(carrier, fmt).pinned
+    assert kv.view_as(carrier, fmt)[1:].pinned
+
+
+def test_other_memory_is_not_pinned(torch):
+    device = kv.device("host")
+    pinned = device.empty_pinned((4,), "int8")
+    for other in (np.zeros(4), pinned.copy(), pinned + pinned, device.empty((4,), "int8"),
+                  np.frombuffer(bytearray(8)), torch.zeros(4), Hidden(np.zeros(4)),
+                  copy.deepcopy(pinned)):  # fmt: skip
+        assert not view(other).pinned
+
+
+def test_a_slice_keeps_pinned_memory_alive():
+    device = kv.device("host")
+    part = device.empty_pinned((1 << 16,), "int8")[5:10]
+    part[...] = 7
+    gc.collect()
+    fresh = [np.full(1 << 16, 1, np.int8) for _ in range(8)]
+    assert (part == 7).all(), len(fresh)
+
+
+# Overlap --------------------------------------------------------------------------------------
+
+
+def touched(v):
+    """Every byte of a view, one after another."""
+    starts = {v.pointer}
+    for n, stride in zip(v.shape, v.strides, strict=True):
+        starts = {start + i * stride for start in starts for i in range(n)}
+    return {start + i for start in starts for i in range(v.itemsize)} if v.size else set()
+
+
+@st.composite
+def patches(draw):
+    """Views of any strides in the same few hundred bytes, which are never touched."""
+    fmt = draw(st.sampled_from(["int8", "bf16", "fp32"]))
+    shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+    strides = tuple(draw(st.integers(-12, 12)) for _ in shape)
+    return kv.ArrayView(4096 + draw(st.integers(0, 60)), shape, strides, fmt, "host")
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(a=patches(), b=patches())
+def test_overlap_is_a_shared_byte(a, b):
+    assert overlap(a, b) == overlap(b, a) == bool(touched(a) & touched(b))
+    if a.size:
+        assert a.byte_range() == (min(touched(a)), max(touched(a)) + 1)
+
+
+def test_overlap_of_interleaved_views():
+    both = np.zeros((4, 2, 8), np.float16)
+    k, v = view(both[:, 0]), view(both[:, 1])
+    assert not overlap(k, v)
+    assert overlap(k, view(both))
+    assert overlap(view(both[:, 0, ::-1]), view(both[2, 0, 7:]))
+    assert not overlap(view(both[..., ::2]), view(both[..., 1::2]))
+
+
+def test_views_of_two_devices_never_overlap():
+    here = kv.ArrayView(4096, (4,), (4,), "fp32", "cuda:0")
+    there = kv.ArrayView(4096, (4,), (4,), "fp32", "cuda:1")
+    assert overlap(here, here)
+    assert not overlap(here, there)

@@ -1,0 +1,142 @@
+"""The fault record: counted on the device, raised once, cleared by raising."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from helpers import check_faults, names_number
+
+import kvcupy as kv
+from kvcupy import faults
+
+
+@pytest.fixture
+def store(device):
+    """Store rows of ones at some slots of a cache of eight, or of an MLA cache of eight."""
+
+    def run(slots, *, operation="store_kv", stream=None, dtype=np.int64):
+        slots = device.asarray(np.array(slots, dtype))
+        rows = device.zeros((len(slots), 4), "fp16")
+        if operation == "store_mla":
+            cache = device.zeros((8, 8), "fp16")
+            kv.store_mla(rows, rows, cache, slots, stream=stream)
+        else:
+            caches = [device.zeros((8, 4), "fp16") for _ in range(2)]
+            kv.store_kv(rows, rows, *caches, slots, stream=stream)
+
+    yield run
+    device.synchronize()
+    device.fault_array().fill(0)
+
+
+def raised(device) -> str:
+    with pytest.raises(kv.IndexFault) as caught:
+        kv.check_faults(device)
+    return str(caught.value)
+
+
+def test_nothing_is_raised_where_nothing_was_wrong(device, store):
+    store([0, 7, -1])
+    kv.check_faults(device)
+
+
+def test_one_fault_is_named_in_full(device, store):
+    store([3, 8, 0])
+    assert raised(device) == "store_kv: slot_mapping[1] is 8, past the end; it was skipped"
+
+
+def test_several_faults_are_counted(device, store):
+    store([3, 8, 0, 9, 10])
+    text = raised(device)
+    assert "as were 2 more" in text
+    assert any(f"slot_mapping[{p}] is {s}," in text for p, s in ((1, 8), (3, 9), (4, 10)))
+
+
+def test_raising_clears(device, store):
+    store([8])
+    raised(device)
+    kv.check_faults(device)
+    store([0])
+    kv.check_faults(device)
+    store([-1, 11], dtype=np.int32)
+    text = raised(device)
+    assert "[1] is 11" in text
+    assert "more" not in text
+
+
+def test_the_first_of_two_operations_is_named(device, store):
+    store([0, 21])
+    store([22, 23], operation="store_mla")
+    text = raised(device)
+    assert text.startswith("store_kv: slot_mapping[1] is 21")
+    assert "as were 2 more" in text
+    store([22, 1], operation="store_mla")
+    assert raised(device).startswith("store_mla: slot_mapping[0] is 22")
+
+
+@pytest.mark.parametrize("value", [8, 2**31 - 1, 2**31, 2**32 + 5, 2**63 - 1])
+def test_values_of_64_bits_are_told(device, store, value):
+    store([1, 2, value])
+    text = raised(device)
+    assert names_number(text, value)
+    assert names_number(text, 2)
+
+
+def test_work_in_flight_is_waited_for(device, store):
+    if device.kind != "host":
+        pytest.skip("the gate of this test is a function on a host stream")
+    stream, gate = device.stream(), threading.Event()
+    stream.call(gate.wait)
+    store([5, 77], stream=stream)
+    threading.Timer(0.05, gate.set).start()
+    check_faults(device, "store_kv", [(1, 77)])
+
+
+def test_streams_report_together(device, store):
+    streams = [device.stream() for _ in range(3)]
+    device.synchronize()
+    for i, stream in enumerate(streams):
+        store([0, 100 + i, 200 + i], stream=stream)
+    text = raised(device)
+    assert "as were 5 more" in text
+    kv.check_faults(device)
+
+
+def test_a_device_may_be_named(device, store):
+    store([9])
+    with pytest.raises(kv.IndexFault):
+        kv.check_faults(device.name)
+    with pytest.raises(ValueError, match="device"):
+        kv.check_faults("tpu")
+    with pytest.raises(TypeError, match="device"):
+        kv.check_faults(3)
+
+
+def test_no_device_is_the_default_one(device, store):
+    if device is not kv.default_device():
+        pytest.skip("not the default device")
+    store([9])
+    with pytest.raises(kv.IndexFault):
+        kv.check_faults()
+
+
+def test_operations_have_numbers_of_their_own():
+    first = faults.operation_id("test_operation", "slots")
+    assert faults.operation_id("test_operation", "slots") == first
+    assert faults.operation_id("test_operation", "pages") != first
+    assert first > 0
+
+
+def test_a_number_that_nobody_gave_is_an_unknown_operation(device):
+    device.fault_array()[...] = device.asarray(np.array([1, 10**6, 4, 5]))
+    text = raised(device)
+    assert "unknown operation" in text
+    assert names_number(text, 4)
+    assert names_number(text, 5)
+
+
+def test_index_faults_are_no_index_errors():
+    assert issubclass(kv.IndexFault, kv.KvcupyError)
+    assert not issubclass(kv.IndexFault, (IndexError, ValueError))
