@@ -123,14 +123,26 @@ __device__ __forceinline__ T* dynamic_shared() {
 
 constexpr u32 kAllLanes = 0xffffffffu;
 
-// The largest value among `lanes` neighbouring threads, known to each of them. `lanes` is a power
-// of two; every thread of the block must call it. `scratch` holds one float a warp, used past 32
-// lanes.
-__device__ __forceinline__ float max_over_lanes(float value, int lanes, float* scratch) {
-  const int within_warp = lanes < 32 ? lanes : 32;
-  for (int distance = within_warp / 2; distance > 0; distance /= 2) {
+// The sum, or the largest, of the values of `lanes` neighbouring threads (a power of two, up to a
+// warp), known to each of them. Every thread of the warp must call it.
+__device__ __forceinline__ float sum_within_warp(float value, int lanes) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, distance);
+  }
+  return value;
+}
+
+__device__ __forceinline__ float max_within_warp(float value, int lanes) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
     value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, distance));
   }
+  return value;
+}
+
+// The largest value of `lanes` neighbouring threads (a power of two), known to each of them. Every
+// thread of the block must call it. `scratch` holds one float a warp, used past 32 lanes.
+__device__ __forceinline__ float max_over_lanes(float value, int lanes, float* scratch) {
+  value = max_within_warp(value, lanes < 32 ? lanes : 32);
   if (lanes > 32) {
     const int warp = threadIdx.x / 32;
     const int warps = lanes / 32;

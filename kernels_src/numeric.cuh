@@ -29,6 +29,11 @@ constexpr float kLimit<int8> = 127.0f;
 template <typename T>
 constexpr bool kQuantised = kLimit<T> != 0.0f;
 
+template <typename A, typename B>
+constexpr bool kSameType = false;
+template <typename A>
+constexpr bool kSameType<A, A> = true;
+
 constexpr float kFloatMax = 3.402823466e+38f;
 
 __device__ __forceinline__ float to_float(float x) { return x; }

@@ -8,7 +8,12 @@ from .config import config
 from .devices import default_device, device
 from .errors import CaptureError, CompileError, DeviceError, IndexFault, KvcupyError
 from .faults import check_faults
-from .ops.store import find_duplicate_slots, store_kv, store_mla
+from .ops.gather import gather_kv
+from .ops.indexing import find_duplicate_slots, page_table_csr, slot_mapping
+from .ops.pages import copy_pages
+from .ops.rope import apply_rope, rope_store_kv, rope_store_mla
+from .ops.rope_table import rope_table
+from .ops.store import store_kv, store_mla
 from .streams import fork, join, keep_alive
 from .timeline import timeline
 
@@ -21,14 +26,22 @@ __all__ = [
     "DeviceError",
     "IndexFault",
     "KvcupyError",
+    "apply_rope",
     "check_faults",
     "config",
+    "copy_pages",
     "default_device",
     "device",
     "find_duplicate_slots",
     "fork",
+    "gather_kv",
     "join",
     "keep_alive",
+    "page_table_csr",
+    "rope_store_kv",
+    "rope_store_mla",
+    "rope_table",
+    "slot_mapping",
     "store_kv",
     "store_mla",
     "timeline",

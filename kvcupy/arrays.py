@@ -79,6 +79,18 @@ class ArrayView:
         high = self.pointer + sum(r for r in reach if r > 0) + self.itemsize
         return low, high
 
+    def without_owner(self) -> ArrayView:
+        """Return the same description, which keeps nothing alive: for what is remembered."""
+        return ArrayView(
+            self.pointer,
+            self.shape,
+            self.strides,
+            self.format,
+            self.device,
+            library=self.library,
+            readonly=self.readonly,
+        )
+
     def __getitem__(self, index: Any) -> ArrayView:
         """Return part of the array, with the same tag (indexing as its library does it)."""
         owner: Any = self.owner

@@ -29,6 +29,11 @@ REGISTER_BUDGET: dict[str, int] = {
     "store_copy": 72,
     "store_convert": 64,
     "store_dynamic": 64,
+    "rope_store": 96,
+    "gather_copy": 72,
+    "gather_convert": 64,
+    "copy_pages": 64,
+    "slot_mapping": 64,
 }
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")

@@ -82,9 +82,15 @@ def random_elements(rng: np.random.Generator, fmt: str, count: int) -> np.ndarra
     usual = from_values(rng.standard_normal(count) * 10.0 ** rng.integers(-3, 3, count), fmt)
     special = from_values([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 448.0, 1e-41, 6e4], fmt)
     chosen = rng.integers(0, 4, count)
-    mixed = np.where(chosen == 0, rng.choice(special.view(UNSIGNED[dtype.itemsize]), count),
-                     np.where(chosen == 1, anything.view(UNSIGNED[dtype.itemsize]),
-                              usual.view(UNSIGNED[dtype.itemsize])))
+    mixed = np.where(
+        chosen == 0,
+        rng.choice(special.view(UNSIGNED[dtype.itemsize]), count),
+        np.where(
+            chosen == 1,
+            anything.view(UNSIGNED[dtype.itemsize]),
+            usual.view(UNSIGNED[dtype.itemsize]),
+        ),
+    )
     return mixed.astype(UNSIGNED[dtype.itemsize]).view(dtype)
 
 
@@ -118,6 +124,15 @@ class KernelSources:
         assert text.count(old) == count, f"{name} has {text.count(old)} of {old!r}, not {count}"
         path.write_text(text.replace(old, new))
 
+    def replace_everywhere(self, old: str, new: str) -> None:
+        """Replace text wherever it occurs in the kernels; somewhere it must."""
+        found = 0
+        for path in sorted(self.folder.glob("*.cu*")):
+            text = path.read_text()
+            found += text.count(old)
+            path.write_text(text.replace(old, new))
+        assert found, f"no kernel has {old!r}"
+
     def device(self) -> Any:
         """Make a host device, and let the operations of kvcupy use it until the test ends.
 
@@ -126,14 +141,12 @@ class KernelSources:
         from kvcupy import devices
         from kvcupy.config import config
         from kvcupy.devices.host import HostDevice
-        from kvcupy.ops import plan, store
+        from kvcupy.ops import plan
 
         device = HostDevice()
         device.warp_lanes = 32
         self._monkeypatch.setitem(devices._devices, "host", device)
-        for module in (plan, store):
-            if hasattr(module, "_plans"):
-                self._monkeypatch.setattr(module, "_plans", {})
+        self._monkeypatch.setattr(plan, "_plans", {})
         self._monkeypatch.setattr(config, "_fallback", "error")
         return device
 
@@ -156,8 +169,13 @@ def to_device(device: Any, array: np.ndarray, cut: Cut | None = None) -> Any:
     fmt = reference.FORMAT_OF_DTYPE.get(array.dtype.name, "")
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()
     uploaded = device.asarray(flat)
-    return typed_view(device, uploaded, array.dtype, fmt,
-                      lambda a: (cut or (lambda whole: whole))(a.reshape(array.shape)))
+    return typed_view(
+        device,
+        uploaded,
+        array.dtype,
+        fmt,
+        lambda a: (cut or (lambda whole: whole))(a.reshape(array.shape)),
+    )
 
 
 def typed_view(device: Any, raw: Any, dtype: np.dtype, fmt: str, cut: Cut) -> Any:
@@ -206,9 +224,14 @@ class Buffer:
                 f"got {got[side][bad[0]]:#04x}, want {self.want[side][bad[0]]:#04x}, "
                 f"seed {self.case.seed}"
             )
-        compare(got[self.start : self.stop].view(self.dtype),
-                self.want[self.start : self.stop].view(self.dtype),
-                self.fmt, exact=self.exact, name=self.name, seed=self.case.seed)
+        compare(
+            got[self.start : self.stop].view(self.dtype),
+            self.want[self.start : self.stop].view(self.dtype),
+            self.fmt,
+            exact=self.exact,
+            name=self.name,
+            seed=self.case.seed,
+        )
 
 
 def compare(got: np.ndarray, want: np.ndarray, fmt: str, *, exact: bool, name: str, seed: Any):
@@ -267,8 +290,15 @@ class Case:
 
     # Arguments
 
-    def place(self, content: np.ndarray, fmt: str, cut: Cut | None = None, *, misalign: int = 0,
-              name: str = "argument") -> Arg:
+    def place(
+        self,
+        content: np.ndarray,
+        fmt: str,
+        cut: Cut | None = None,
+        *,
+        misalign: int = 0,
+        name: str = "argument",
+    ) -> Arg:
         """Place an array, viewed through `cut`, which starts from the array's own shape.
 
         `misalign` moves the first element by that many elements.
@@ -278,14 +308,28 @@ class Case:
         self.buffers.append(buffer)
         return Arg(buffer, lambda a: (cut or (lambda b: b))(a.reshape(content.shape)))
 
-    def input(self, fmt: str, shape: tuple[int, ...], cut: Cut | None = None, *,
-              misalign: int = 0, name: str = "input") -> Arg:
+    def input(
+        self,
+        fmt: str,
+        shape: tuple[int, ...],
+        cut: Cut | None = None,
+        *,
+        misalign: int = 0,
+        name: str = "input",
+    ) -> Arg:
         """Draw an input of base shape `shape`, special values among its elements."""
         content = random_elements(self.rng, fmt, int(np.prod(shape))).reshape(shape)
         return self.place(content, fmt, cut, misalign=misalign, name=name)
 
-    def output(self, fmt: str, shape: tuple[int, ...], cut: Cut | None = None, *,
-               misalign: int = 0, name: str = "output") -> Arg:
+    def output(
+        self,
+        fmt: str,
+        shape: tuple[int, ...],
+        cut: Cut | None = None,
+        *,
+        misalign: int = 0,
+        name: str = "output",
+    ) -> Arg:
         """Draw what an output of base shape `shape` holds beforehand: anything but NaN."""
         content = random_finite(self.rng, fmt, int(np.prod(shape))).reshape(shape)
         return self.place(content, fmt, cut, misalign=misalign, name=name)
@@ -315,8 +359,11 @@ class Case:
 
         if stream is not None:  # The uploads above went to the current stream.
             self.device.synchronize()
-        getattr(kv, operation)(*map(given, args), stream=stream,
-                               **{name: given(value) for name, value in options.items()})
+        getattr(kv, operation)(
+            *map(given, args),
+            stream=stream,
+            **{name: given(value) for name, value in options.items()},
+        )
         if stream is not None:
             stream.synchronize()
         faults = getattr(reference, operation)(
@@ -324,8 +371,9 @@ class Case:
         )
         self.check(operation, faults)
 
-    def store_kv(self, key: Arg, value: Arg, k_cache: Arg, v_cache: Arg, slots: Any,
-                 **options: Any) -> None:
+    def store_kv(
+        self, key: Arg, value: Arg, k_cache: Arg, v_cache: Arg, slots: Any, **options: Any
+    ) -> None:
         """Check one `kv.store_kv`; `slots` is a placed index array or a list."""
         slots = slots if isinstance(slots, Arg) else self.slots(slots)
         for source, cache in ((key, k_cache), (value, v_cache)):

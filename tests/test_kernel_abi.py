@@ -10,7 +10,8 @@ from kvcupy.devices import cxx, nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel, Specialisation, layout_asserts, pointer_fields
 from kvcupy.ops import specialisations
-from kvcupy.ops.store_launch import CONVERT, COPY, PARAMS
+from kvcupy.ops.cache_rows import PARAMS
+from kvcupy.ops.store import CONVERT, COPY
 
 KERNELS = list(dict.fromkeys(s.kernel for s in specialisations()))
 
@@ -48,7 +49,7 @@ def test_a_mirror_that_differs_from_the_source_does_not_compile(compile_text):
     """The control of the test above: one pair of pointers changes places."""
     fields = [(name, PARAMS[name]) for name in PARAMS.names]
     fields[2:4] = fields[3:1:-1]
-    swapped = Kernel("store.cu", "store_copy", np.dtype(fields, align=True), "StoreParams")
+    swapped = Kernel("store.cu", "store_copy", np.dtype(fields, align=True), "CacheRowsParams")
     with pytest.raises(CompileError, match="offset of k_cache"):
         compile_text(f'#include "store.cu"\n{layout_asserts(swapped)}')
 

@@ -1,13 +1,14 @@
 """Prove the specification against sources that share no code with it.
 
 Decoding is compared with ml_dtypes and NumPy over every bit pattern, encoding with their casts and
-with torch's over every rounding boundary, and the store functions with loops over single elements.
+with torch's over every rounding boundary, and the rest with loops over single elements.
+Rotary position embedding is in `test_reference_rope.py`.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -30,10 +31,17 @@ def same(got: np.ndarray, want: np.ndarray, message: str = "") -> None:
 
 
 def test_imports_numpy_alone():
-    tree = ast.parse(inspect.getsource(reference))
-    names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    names |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert names == {"__future__", "dataclasses", "typing", "numpy", "numpy.typing"}
+    names = set()
+    for path in Path(reference.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(node.module)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 1, "the specification stands on nothing else of kvcupy"
+    standard = {"__future__", "collections.abc", "dataclasses", "math", "typing"}
+    assert names == standard | {"numpy", "numpy.typing"}
 
 
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f != "fp32"])
@@ -86,8 +94,10 @@ def test_encode_rounds_as_others_do(fmt):
     x = np.concatenate([rounding_boundaries(fmt), noise, np.float32([0.0, -0.0])])
     got = reference.decode(reference.encode(x, fmt), fmt)
     if fmt == "int8":
-        whole = [0 if np.isnan(v) else int(max(-127, min(127, round(v) if abs(v) < 1e9 else v)))
-                 for v in x.tolist()]  # Python's round() takes ties to even
+        whole = [
+            0 if np.isnan(v) else int(max(-127, min(127, round(v) if abs(v) < 1e9 else v)))
+            for v in x.tolist()
+        ]  # Python's round() takes ties to even
         assert got.tolist() == whole
         return
     limit = reference.LIMIT.get(fmt, np.inf)
@@ -99,8 +109,12 @@ def test_encode_rounds_as_others_do(fmt):
     same(got, want, fmt)
 
     torch = pytest.importorskip("torch")
-    kind = {"fp16": torch.float16, "bf16": torch.bfloat16,
-            "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[fmt]
+    kind = {
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+    }[fmt]
     by_torch = torch.from_numpy(x).to(kind).to(torch.float64).numpy()
     same(got[~beyond], by_torch[~beyond], f"{fmt} against torch")
 
@@ -144,8 +158,17 @@ def test_limits_are_the_largest_finite_values(fmt):
 
 def test_dynamic_scales():
     big = np.float32(np.finfo(np.float32).max)
-    rows = np.float32([[1, -3, 2], [0, -0.0, 0], [np.nan, 5, -6], [np.inf, 1, np.nan],
-                       [np.nan] * 3, [-big, 0, 1], [1e-7, 0, 0]])
+    rows = np.float32(
+        [
+            [1, -3, 2],
+            [0, -0.0, 0],
+            [np.nan, 5, -6],
+            [np.inf, 1, np.nan],
+            [np.nan] * 3,
+            [-big, 0, 1],
+            [1e-7, 0, 0],
+        ]
+    )
     floor = np.float32(1e-6)
     for fmt, limit in reference.LIMIT.items():
         want = [np.float32(m) / np.float32(limit) for m in (3, floor, 6, big, floor, big, floor)]
@@ -207,8 +230,17 @@ def test_store_kv_against_a_loop_over_elements(layout):
     v_cache = np.full(shape(2), 7, ml_dtypes.float8_e4m3fn)
     k_want, v_want = k_cache.copy(), v_cache.copy()
     k_scale, v_scale = 0.3, np.float32([0.5, 2, 9])
-    faults = reference.store_kv(key, value, k_cache, v_cache, slots, layout=layout,
-                                k_scale=k_scale, v_scale=v_scale, skip_slot=11)
+    faults = reference.store_kv(
+        key,
+        value,
+        k_cache,
+        v_cache,
+        slots,
+        layout=layout,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        skip_slot=11,
+    )
     assert faults == naive_store(key, k_want, slots, layout, [k_scale] * 3, 11) == [(3, 20)]
     naive_store(value, v_want, slots, layout, v_scale, 11)
     same(k_cache.astype(np.float64).ravel(), k_want.astype(np.float64).ravel())
@@ -219,8 +251,15 @@ def test_store_kv_copies_bits_of_the_same_format():
     patterns = all_patterns("fp8_e4m3").reshape(16, 2, 8)
     k_cache, v_cache = np.zeros((2, 16, 2, 8), patterns.dtype)
     scale_cache = np.zeros((16, 2), np.float32)
-    reference.store_kv(patterns, patterns, k_cache, v_cache, np.arange(16)[::-1],
-                       k_scale=3.0, v_scale_cache=scale_cache)
+    reference.store_kv(
+        patterns,
+        patterns,
+        k_cache,
+        v_cache,
+        np.arange(16)[::-1],
+        k_scale=3.0,
+        v_scale_cache=scale_cache,
+    )
     for cache in (k_cache, v_cache):
         assert np.array_equal(cache[::-1].view(np.uint8), patterns.view(np.uint8))
     assert (scale_cache == 1).all()
@@ -262,3 +301,123 @@ def test_find_duplicate_slots():
         listed = slots.tolist()
         want = sorted({s for s in listed if s >= 0 and listed.count(s) > 1})
         assert reference.find_duplicate_slots(slots).tolist() == want
+
+
+# Gather, pages, indices ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_gather_kv_against_a_loop_over_elements(layout):
+    """float32 products, cast by ml_dtypes after clipping by hand."""
+    rng = np.random.default_rng(7)
+    heads, size, pages, width = 3, 4, 5, 6
+    shape = (pages, size, heads, width) if layout == "NHD" else (pages, heads, size, width)
+    k_cache = rng.integers(-127, 128, shape).astype(np.int8)
+    v_cache = (rng.standard_normal(shape) * 9).astype(ml_dtypes.float8_e4m3fn)
+    k_scale, v_scales = 0.37, rng.uniform(0.1, 9, (pages * size, heads)).astype(np.float32)
+    slots = np.array([3, -1, 19, 20, 0, 11, -7])
+    k_out = np.full((7, heads, width), 7, ml_dtypes.bfloat16)
+    v_out = np.full((7, heads, width), 7, ml_dtypes.float8_e5m2)
+    faults = reference.gather_kv(
+        k_cache,
+        v_cache,
+        slots,
+        k_out=k_out,
+        v_out=v_out,
+        layout=layout,
+        k_scale=k_scale,
+        v_scale_cache=v_scales,
+    )
+    assert faults == [(3, 20)]
+    for token, head, d in np.ndindex(k_out.shape):
+        slot = int(slots[token])
+        where = (slot // size, slot % size, head, d)
+        if layout == "HND":
+            where = (slot // size, head, slot % size, d)
+        if token in (1, 3, 6):
+            want = (7, 7)
+        else:
+            v = np.float32(v_cache[where]) * v_scales[slot, head]
+            want = (
+                ml_dtypes.bfloat16(np.float32(k_cache[where]) * np.float32(k_scale)),
+                ml_dtypes.float8_e5m2(np.clip(v, -57344, 57344)),
+            )
+        assert (k_out[token, head, d], v_out[token, head, d]) == want
+
+
+def test_gather_kv_copies_bits_of_the_same_format():
+    patterns = all_patterns("fp8_e5m2").reshape(16, 2, 8)
+    outs = [np.zeros_like(patterns) for _ in range(2)]
+    reference.gather_kv(
+        patterns,
+        patterns,
+        np.arange(16)[::-1],
+        k_out=outs[0],
+        v_out=outs[1],
+        k_scale=3.0,
+        v_scale_cache=np.full((16, 2), 2, np.float32),
+    )
+    for out in outs:
+        assert np.array_equal(out[::-1].view(np.uint8), patterns.view(np.uint8))
+
+
+def test_gather_kv_of_two_dimensions():
+    caches = np.arange(16, dtype=np.float16).reshape(2, 4, 2)
+    outs = np.full((2, 3, 2), -1, np.float32)
+    slots = np.array([3, 4, 1])
+    assert reference.gather_kv(*caches, slots, k_out=outs[0], v_out=outs[1]) == [(1, 4)]
+    assert outs.tolist() == [[[6, 7], [-1, -1], [2, 3]], [[14, 15], [-1, -1], [10, 11]]]
+
+
+def test_gather_kv_inverts_store_kv():
+    rng = np.random.default_rng(8)
+    key = (rng.standard_normal((5, 2, 8)) * 3).astype(np.float32)
+    caches = np.zeros((2, 4, 2, 2, 8), np.int8)
+    scales = np.zeros((2, 8, 2), np.float32)
+    slots = np.array([6, 0, 3, 7, 2])
+    reference.store_kv(key, -key, *caches, slots, k_scale_cache=scales[0], v_scale_cache=scales[1])
+    outs = np.zeros((2, 5, 2, 8), np.float32)
+    reference.gather_kv(
+        *caches,
+        slots,
+        k_out=outs[0],
+        v_out=outs[1],
+        k_scale_cache=scales[0],
+        v_scale_cache=scales[1],
+    )
+    assert np.array_equal(outs[0], -outs[1])
+    absmax = np.abs(key).max(axis=2, keepdims=True)
+    assert (np.abs(outs[0] - key) <= absmax / 127 * 0.5001).all()
+
+
+def test_copy_pages():
+    first, second = np.arange(12).reshape(6, 2), np.arange(6, dtype=np.int8)
+    src, dst = np.array([5, -1, 0, 6, 1, 2]), np.array([3, 4, -2, 4, 7, 4])
+    assert reference.copy_pages((first, second), src, dst) == ([(3, 6)], [(4, 7)])
+    assert second.tolist() == [0, 1, 2, 5, 2, 5]
+    assert (first == 2 * second[:, None] + np.arange(2)).all()
+
+
+def test_slot_mapping():
+    table = np.array([[4, 1, 99], [99, 99, 99], [0, 2, 3]])
+    got = reference.slot_mapping(table, np.array([6, 0, 9]), np.array([3, 0, 2]), 4)
+    assert got.dtype == np.int64
+    assert got.tolist() == [19, 4, 5, 11, 12]
+
+
+def test_page_table_csr():
+    """The length that FlashInfer reads back is the length that went in."""
+    rng = np.random.default_rng(9)
+    for page_size in (1, 3, 16):
+        table = rng.integers(0, 1000, (6, 8))
+        lengths = np.array([0, 1, page_size, page_size + 1, 8 * page_size, 0])
+        indptr, indices, last = reference.page_table_csr(table, lengths, page_size)
+        assert {a.dtype for a in (indptr, indices, last)} == {np.dtype(np.int32)}
+        pages = np.diff(indptr)
+        assert indptr[0] == 0 and indptr[-1] == len(indices)
+        some = lengths > 0
+        assert ((pages - 1) * page_size + last)[some].tolist() == lengths[some].tolist()
+        assert (last[some] >= 1).all() and (last <= page_size).all()
+        assert not last[~some].any() and not pages[~some].any()
+        for b, row in enumerate(table):
+            assert indices[indptr[b] : indptr[b + 1]].tolist() == row[: pages[b]].tolist()

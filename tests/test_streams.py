@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 
@@ -19,6 +20,17 @@ DELAY_S = 0.03
 def delay(stream):
     """Hold up a stream, so that whoever does not wait for it comes too early."""
     stream.call(lambda: time.sleep(DELAY_S))
+
+
+class Gate:
+    """Holds up a stream until it is opened."""
+
+    def __init__(self, stream):
+        self._open = threading.Event()
+        stream.call(lambda: self._open.wait(20))
+
+    def open(self):
+        self._open.set()
 
 
 def nothing(*streams):
@@ -147,11 +159,12 @@ def test_keep_alive(device, many):
     arrays = [device.zeros(4, np.float32) for _ in range(2)]
     watched = [weakref.ref(array) for array in arrays]
     stream = device.stream()
-    delay(stream)
+    gate = Gate(stream)
     kv.keep_alive(arrays if many else arrays[0], stream)
     del arrays
     gc.collect()
     assert [ref() is not None for ref in watched] == [True, many]
+    gate.open()
     device.synchronize()
     kv.keep_alive((), stream)  # a device may release what has passed only when it is called again
     device.synchronize()
@@ -162,10 +175,11 @@ def test_keep_alive(device, many):
 def test_without_keep_alive_an_array_goes_at_once(device):
     array = device.zeros(4, np.float32)
     watched = weakref.ref(array)
-    delay(device.stream())
+    gate = Gate(device.stream())
     del array
     gc.collect()
     assert watched() is None
+    gate.open()
 
 
 def test_store_keeps_its_arguments_alive(device):
@@ -175,11 +189,12 @@ def test_store_keeps_its_arguments_alive(device):
     arguments.append(device.asarray(np.array([1, 0, 7])))
     watched = [weakref.ref(array) for array in arguments]
     device.synchronize()
-    delay(stream)
+    gate = Gate(stream)
     kv.store_kv(*arguments[:2], *caches, arguments[2], stream=stream)
     del arguments
     gc.collect()
     assert all(ref() is not None for ref in watched)
+    gate.open()
     stream.synchronize()
     assert device.to_numpy(caches[0])[:, 0, 0].tolist() == [1, 1, 0, 0, 0, 0, 0, 1]
 
@@ -219,9 +234,13 @@ def ranges(accesses):
 
 
 def store_arguments(device, tokens=3):
-    arrays = [device.zeros((5, 2, 4), np.float32), device.zeros((5, 2, 6), np.float32),
-              device.zeros((4, 2, 2, 4), np.float32), device.zeros((4, 2, 2, 6), np.float32),
-              device.asarray(np.arange(tokens))]
+    arrays = [
+        device.zeros((5, 2, 4), np.float32),
+        device.zeros((5, 2, 6), np.float32),
+        device.zeros((4, 2, 2, 4), np.float32),
+        device.zeros((4, 2, 2, 6), np.float32),
+        device.asarray(np.arange(tokens)),
+    ]
     device.synchronize()
     return arrays
 
@@ -281,8 +300,9 @@ def test_reads_and_writes_of_a_store_name_its_slots(device, dynamic):
     scales = {}
     if dynamic:
         k_cache, v_cache = (device.zeros(c.shape, np.int8) for c in (k_cache, v_cache))
-        scales = {name: device.zeros((8, 2), np.float32)
-                  for name in ("k_scale_cache", "v_scale_cache")}
+        scales = {
+            name: device.zeros((8, 2), np.float32) for name in ("k_scale_cache", "v_scale_cache")
+        }
     with observe.attached(Log()) as log:
         kv.store_kv(key, value, k_cache, v_cache, slots, **scales)
     (operation,) = log.operations

@@ -7,6 +7,10 @@ from ..kernels import Specialisation
 
 def specialisations() -> list[Specialisation]:
     """Return every kernel specialisation that any operation can ask for."""
-    from . import store_launch
+    from . import gather, indexing, pages, rope_launch, store
 
-    return store_launch.specialisations()
+    return [
+        found
+        for module in (store, rope_launch, gather, pages, indexing)
+        for found in module.specialisations()
+    ]

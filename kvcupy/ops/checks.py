@@ -6,7 +6,7 @@ Each check names the argument, what was expected and what came, before anything 
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import dtypes
 from ..arrays import ArrayView, describe, overlap
-from ..exporters import Signature, probe, view
+from ..exporters import view
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,11 @@ def rows(v: ArrayView, name: str) -> Rows:
     return Rows(*v.shape, *v.strides[:2])
 
 
-def cache(v: ArrayView, name: str, layout: str, rows_ndim: int) -> Cache:
+def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool = True) -> Cache:
     """Read an argument as a cache for rows of `rows_ndim` dimensions."""
     require_contiguous(v, name)
-    require_output(v, name)
+    if written:
+        require_output(v, name)
     if rows_ndim == 2:
         if v.ndim == 2:
             return Cache(v.shape[0], 1, 1, v.shape[1], v.strides[0], 0, 0)
@@ -134,24 +135,32 @@ def indices(v: ArrayView, name: str) -> int:
     return v.itemsize
 
 
-def slot_number(value: object, name: str) -> int:
+def length_of(v: ArrayView, name: str) -> int:
+    """Check an index array; return how many indices it has."""
+    indices(v, name)
+    return v.shape[0]
+
+
+def slot_number(value: Any, name: str) -> int:
     """Check an optional slot number; None becomes -1, which no slot to be written has."""
     if value is None:
         return -1
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}: expected an int or None, got {value!r}")
+    require_int(value, name)
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name}: expected a 64-bit int, got {value!r}")
     return int(value)
 
 
-def probe_scale(scale: Any) -> tuple[int, Signature | float | None]:
-    """Return address and signature of a scale argument; a number has no address."""
-    if scale is None:
-        return 0, None
-    if isinstance(scale, numbers.Real):
-        return 0, float(scale)
-    return probe(scale)
+def require_int(value: Any, name: str) -> None:
+    """Refuse what is no integer (a bool is none)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+
+
+def require_number(value: Any, name: str) -> None:
+    """Refuse what is no real number (a bool is none)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
 
 
 def is_array(argument: object) -> bool:
@@ -179,7 +188,7 @@ def scale(argument: Any, name: str, num_heads: int, target: dtypes.Format) -> Sc
         if not (in_kernel > 0 and np.isfinite(in_kernel)):
             raise ValueError(f"{name}: expected a finite float32 above zero, got {value}")
         return Scale(value, None, 0)
-    v = view(argument, name)
+    v = view(argument, name).without_owner()
     if v.format != "fp32":
         raise TypeError(f"{name}: expected float32, got {describe(v)}")
     if not target.quantised:
@@ -192,12 +201,18 @@ def scale(argument: Any, name: str, num_heads: int, target: dtypes.Format) -> Sc
 
 
 def scale_cache(
-    argument: Any, name: str, static: tuple[str, Any], target: Cache, format: dtypes.Format
+    argument: Any,
+    name: str,
+    static: tuple[str, Any],
+    target: Cache,
+    format: dtypes.Format,
+    *,
+    written: bool = True,
 ) -> ArrayView | None:
     """Check the cache of dynamic scales, float32 (num_slots, num_heads)."""
     if argument is None:
         return None
-    v = view(argument, name)
+    v = view(argument, name).without_owner()
     if v.format != "fp32":
         raise TypeError(f"{name}: expected float32, got {describe(v)}")
     if not format.quantised:
@@ -208,8 +223,16 @@ def scale_cache(
         wanted = f"({target.num_slots}, {target.num_heads})"
         raise ValueError(f"{name}: expected {wanted} fp32, got {describe(v)}")
     require_contiguous(v, name)
-    require_output(v, name)
+    if written:
+        require_output(v, name)
     return v
+
+
+def require_given(views: Mapping[str, ArrayView], names: Iterable[str]) -> None:
+    """Refuse None, or a number, for what must be an array."""
+    for name in names:
+        if name not in views:
+            raise TypeError(f"{name}: expected an array, got None")
 
 
 def require_output(v: ArrayView, name: str) -> None:
@@ -220,14 +243,24 @@ def require_output(v: ArrayView, name: str) -> None:
         raise ValueError(f"{name}: expected distinct elements, got a broadcast array")
 
 
-def require_same_device(views: Sequence[tuple[str, ArrayView | None]]) -> str:
-    """Return the device of all arrays of a call."""
-    first_name, first = views[0]
-    assert first is not None
-    for name, v in views[1:]:
-        if v is not None and v.device != first.device:
-            raise ValueError(f"{name}: expected {first.device} like {first_name}, got {v.device}")
-    return first.device
+def require_same_device(given: Mapping[str, Any]) -> None:
+    """Refuse arrays of several devices in one call."""
+    arrays = [(name, a) for name, a in given.items() if isinstance(a, ArrayView)]
+    for name, array in arrays[1:]:
+        first_name, first = arrays[0]
+        if array.device != first.device:
+            wanted = f"{first.device} like {first_name}"
+            raise ValueError(f"{name}: expected {wanted}, got {array.device}")
+
+
+def require_aligned(named: Sequence[tuple[str, ArrayView | None]]) -> None:
+    """Refuse elements at addresses that are no multiples of their size, which a GPU cannot read."""
+    for name, v in named:
+        if v is not None and any(n % v.itemsize for n in (v.pointer, *v.strides)):
+            raise ValueError(
+                f"{name}: expected elements at multiples of {v.itemsize} bytes, "
+                f"got address {v.pointer:#x} and strides of {v.strides} bytes"
+            )
 
 
 def require_disjoint(

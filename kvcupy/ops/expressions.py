@@ -75,6 +75,12 @@ def divide(values: Any, scale: Any) -> Any:
 
 
 @_QUIET
+def multiply(values: Any, scale: Any) -> Any:
+    """Return float32 values multiplied by a scale, each product rounded once."""
+    return values * scale
+
+
+@_QUIET
 def dynamic_scale(values: Any, name: str) -> Any:
     """Return the scale of each row of float32 values (last axis): max(absmax, 1e-6) / limit."""
     xp = module_of(values)

@@ -66,5 +66,14 @@ def spread(
     return Geometry(lanes, (-(-num_rows // rows_a_block), 1, 1), (block, 1, 1))
 
 
+def require_countable(num_rows: int, name: str) -> None:
+    """Refuse more rows than a kernel counts in an int, with a block to spare."""
+    most = 2**31 - 1024
+    if num_rows > most:
+        raise ValueError(
+            f"{name}: expected at most {most} rows (tokens times heads), got {num_rows}"
+        )
+
+
 def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()

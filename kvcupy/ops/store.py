@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from .. import devices
-from ..arrays import ArrayView, describe
-from ..exporters import probe, view
-from . import checks
-from .store_launch import Side
-from .store_plan import Plan
+from ..arrays import ArrayView
+from ..dtypes import FORMATS
+from ..kernels import Kernel, Specialisation
+from . import cache_rows, checks, plan
+from .cache_rows import ARRAYS, NUM_ROWS, PACK, PARAMS, CacheRowsPlan
+from .side import Side, require_rows, sides_of_kv, sides_of_mla
+from .store_expressions import report_slots, store_rows
 
-_KV = (
-    "key", "value", "k_cache", "v_cache", "slot_mapping",
-    "k_scale", "v_scale", "k_scale_cache", "v_scale_cache",
-)  # fmt: skip
+COPY = Kernel("store.cu", "store_copy", PARAMS, "CacheRowsParams")
+CONVERT = Kernel("store.cu", "store_convert", PARAMS, "CacheRowsParams")
+DYNAMIC = Kernel("store.cu", "store_dynamic", PARAMS, "CacheRowsParams", barriers=True)
+
+_KV = tuple("slot_mapping" if name == "slots" else name for name in ARRAYS)
 _MLA = ("latent", "rope_key", "cache", "cache", "slot_mapping", "scale", "scale", "", "")
+_OUTPUTS = (2, 3, 7, 8)
 
-_plans: dict[Any, Plan] = {}
-_MAX_PLANS = 4096
+
+def specialisations() -> list[Specialisation]:
+    """Return every specialisation that a store can ask for."""
+    found = cache_rows.copies(COPY)
+    for source in FORMATS.values():
+        for target in FORMATS.values():
+            for count in (PACK, 1) if source is not target else ():
+                found.append(CONVERT.specialise(source.ctype, target.ctype, count))
+                if target.quantised:
+                    found.append(DYNAMIC.specialise(source.ctype, target.ctype, count))
+    return found
 
 
 def store_kv(
@@ -73,6 +83,7 @@ def store_kv(
 
     Examples
     --------
+    >>> import numpy as np
     >>> k = np.ones((2, 8, 64), np.float16)
     >>> k_cache, v_cache = np.zeros((2, 16, 8, 64), np.float16)
     >>> store_kv(k, 2 * k, k_cache, v_cache, np.array([3, 7]))
@@ -82,13 +93,11 @@ def store_kv(
     arrays = (
         key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_scale_cache, v_scale_cache,
     )  # fmt: skip
-    found = _find_plan("store_kv", arrays, layout, skip_slot)
-    if found is None:
-        raise _refusal(_KV, arrays, layout, skip_slot)
-    pointers, signature, plan = found
-    if plan is None:
-        plan = _remember(signature, _plan_kv(arrays, layout, skip_slot, pointers))
-    plan.run(pointers, arrays, stream)
+    pointers, made = plan.obtain(
+        "store_kv", _KV, arrays, NUM_ROWS, (layout, skip_slot, type(skip_slot)),
+        lambda given, alignment: _plan_kv(given, layout, skip_slot, alignment),
+    )  # fmt: skip
+    made.run(pointers, arrays, stream)
 
 
 def store_mla(
@@ -124,6 +133,7 @@ def store_mla(
 
     Examples
     --------
+    >>> import numpy as np
     >>> cache = np.zeros((64, 576), np.float16)
     >>> latent, rope = np.ones((1, 512), np.float16), np.full((1, 64), 2, np.float16)
     >>> store_mla(latent, rope, cache, np.array([5]))
@@ -131,178 +141,81 @@ def store_mla(
     (1.0, 2.0)
     """
     arrays = (latent, rope_key, cache, cache, slot_mapping, scale, scale, None, None)
-    found = _find_plan("store_mla", arrays, "NHD", skip_slot)
-    if found is None:
-        raise _refusal(_MLA, arrays, "NHD", skip_slot)
-    pointers, signature, plan = found
-    if plan is None:
-        plan = _remember(signature, _plan_mla(arrays, skip_slot, pointers))
-    plan.run(plan.shifted(pointers), arrays, stream)
-
-
-def find_duplicate_slots(slot_mapping: Any) -> np.ndarray[Any, Any]:
-    """Return the slots that occur more than once, sorted; negative ones do not count.
-
-    Parameters
-    ----------
-    slot_mapping : int32 or int64 (T,)
-
-    Returns
-    -------
-    NumPy array of the same dtype. Which of two rows with one slot a store keeps is undefined.
-
-    Notes
-    -----
-    Stream: waits for the array. Capture: illegal.
-
-    Examples
-    --------
-    >>> find_duplicate_slots(np.array([4, 1, 4, -1, -1]))
-    array([4])
-    """
-    v = view(slot_mapping, "slot_mapping")
-    checks.indices(v, "slot_mapping")
-    slots, counts = np.unique(devices.get(v.device).to_numpy(slot_mapping), return_counts=True)
-    repeated: np.ndarray[Any, Any] = slots[(counts > 1) & (slots >= 0)]
-    return repeated
+    pointers, made = plan.obtain(
+        "store_mla", _MLA, arrays, NUM_ROWS, (skip_slot, type(skip_slot)),
+        lambda given, alignment: _plan_mla(given, skip_slot, alignment),
+    )  # fmt: skip
+    made.run(pointers, arrays, stream)
 
 
 # --- Plans ----------------------------------------------------------------------------------------
 
 
-def _find_plan(
-    operation: str, arrays: tuple[Any, ...], layout: Any, skip_slot: Any
-) -> tuple[tuple[int, ...], Any, Plan | None] | None:
-    """Return addresses, signature and the plan if there is one; None if something is no array."""
-    try:
-        kp, ks = probe(arrays[0])
-        vp, vs = probe(arrays[1])
-        kcp, kcs = probe(arrays[2])
-        vcp, vcs = probe(arrays[3])
-        sp, ss = probe(arrays[4])
-        ksp, kss = checks.probe_scale(arrays[5])
-        vsp, vss = checks.probe_scale(arrays[6])
-        kdp, kds = checks.probe_scale(arrays[7])
-        vdp, vds = checks.probe_scale(arrays[8])
-        alignment = (kp | vp | kcp | vcp) & 15
-        # The type too: 5.0 is equal to 5, and no slot.
-        signature = (
-            operation, layout, skip_slot, type(skip_slot), alignment,
-            ks, vs, kcs, vcs, ss, kss, vss, kds, vds,
-        )  # fmt: skip
-        return (kp, vp, kcp, vcp, sp, ksp, vsp, kdp, vdp), signature, _plans.get(signature)
-    except TypeError:
-        return None
+class StorePlan(CacheRowsPlan):
+    """A store of K and V, or of the two parts of MLA."""
+
+    def kernel_of(self, one: Side) -> Kernel:
+        """Return the kernel that a side takes."""
+        if one.rows_format is one.cache_format:
+            return COPY
+        return CONVERT if one.scale_cache is None else DYNAMIC
+
+    def formats_of(self, one: Side) -> tuple[str, str]:
+        """Return the formats of the rows and of the cache, as the kernels name them."""
+        return one.rows_format.ctype, one.cache_format.ctype
+
+    def slots(self, views: list[ArrayView | None], output: int) -> ArrayView | None:
+        """Return the slots: all that is written is written there."""
+        return views[4]
+
+    def express(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
+        """Store as array expressions."""
+        device, views = self.device, self.views(pointers, arrays)
+        slots = views[4]
+        assert slots is not None
+        num_slots = self.k.cache.num_slots
+        report_slots(device, slots, num_slots, self.skip_slot, self.fault_id)
+        for i, side in enumerate((self.k, self.v)):
+            rows, cache = views[i], views[2 + i]
+            assert rows is not None and cache is not None
+            store_rows(
+                device, side, device.carrier(rows), cache, slots, self.skip_slot, views[5 + i],
+                views[7 + i],
+            )  # fmt: skip
 
 
-def _remember(signature: Any, plan: Plan) -> Plan:
-    if len(_plans) >= _MAX_PLANS:
-        _plans.clear()
-    _plans[signature] = plan
-    return plan
+def _plan_kv(given: dict[str, Any], layout: Any, skip_slot: Any, alignment: int) -> StorePlan:
+    checks.require_given(given, _KV[:5])
+    checks.require_same_device(given)
+    k, v = sides_of_kv(given, layout)
+    return _plan("store_kv", _KV, given, k, v, skip_slot, alignment)
 
 
-def _refusal(
-    names: tuple[str, ...], arrays: tuple[Any, ...], layout: Any, skip_slot: Any
-) -> TypeError:
-    """Find the argument that has no signature: raise the error that names it."""
-    for i, (name, array) in enumerate(zip(names, arrays, strict=True)):
-        if i < len(_KV) - 4 or checks.is_array(array):
-            view(array, name)
-    checks.layout_name(layout)
-    checks.slot_number(skip_slot, "skip_slot")
-    return TypeError(f"expected hashable arguments, got {layout!r}, {skip_slot!r}")
+def _plan_mla(given: dict[str, Any], skip_slot: Any, alignment: int) -> StorePlan:
+    checks.require_given(given, _MLA[:5])
+    checks.require_same_device(given)
+    latent, rope = sides_of_mla(given)
+    offset = latent.rows.width * latent.cache_format.itemsize
+    made = _plan("store_mla", _MLA, given, latent, rope, skip_slot, alignment | offset & 15)
+    made.offsets = tuple(offset if i == 3 else 0 for i in range(len(_MLA)))
+    return made
 
 
-def _plan_kv(
-    arrays: tuple[Any, ...], layout: Any, skip_slot: Any, pointers: tuple[int, ...]
-) -> Plan:
-    layout = checks.layout_name(layout)
-    views = [view(array, name) for array, name in zip(arrays[:5], _KV[:5], strict=True)]
-    key, value, k_cache, v_cache, slots = views
-    named = zip(_KV[5:], arrays[5:], strict=True)
-    scales = [(name, view(a, name)) for name, a in named if checks.is_array(a)]
-    checks.require_same_device([*zip(_KV, views, strict=False), *scales])
-
-    sides = []
-    for prefix, rows_view, cache_view, scale, dynamic in (
-        ("k", key, k_cache, arrays[5], arrays[7]),
-        ("v", value, v_cache, arrays[6], arrays[8]),
-    ):
-        name = "key" if prefix == "k" else "value"
-        source = checks.number_format(rows_view, name)
-        target = checks.number_format(cache_view, f"{prefix}_cache")
-        rows = checks.rows(rows_view, name)
-        cache = checks.cache(cache_view, f"{prefix}_cache", layout, rows_view.ndim)
-        if (cache.num_heads, cache.width) != (rows.num_heads, rows.width):
-            raise ValueError(
-                f"{prefix}_cache: expected {rows.num_heads} heads of {rows.width} like {name}, "
-                f"got {describe(cache_view)} ({layout})"
-            )
-        static = checks.scale(scale, f"{prefix}_scale", rows.num_heads, target)
-        scale_cache = checks.scale_cache(
-            dynamic, f"{prefix}_scale_cache", (f"{prefix}_scale", scale), cache, target
-        )
-        sides.append(Side(prefix, rows, cache, source, target, static, scale_cache))
-    k, v = sides
-    if value.ndim != key.ndim or v.rows.num_heads != k.rows.num_heads:
-        raise ValueError(f"value: expected heads as in key {describe(key)}, got {describe(value)}")
-    if (v.cache.num_slots, v.cache.page_size) != (k.cache.num_slots, k.cache.page_size):
-        raise ValueError(
-            f"v_cache: expected pages as in k_cache {describe(k_cache)}, got {describe(v_cache)}"
-        )
-    return _finish("store_kv", _KV, [k, v], slots, skip_slot, pointers, key.library)
-
-
-def _plan_mla(arrays: tuple[Any, ...], skip_slot: Any, pointers: tuple[int, ...]) -> Plan:
-    found = [view(arrays[i], _MLA[i]) for i in (0, 1, 2, 4)]
-    latent, _, cache_view, slots = found
-    named = list(zip(("latent", "rope_key", "cache", "slot_mapping"), found, strict=True))
-    if checks.is_array(arrays[5]):
-        named.append(("scale", view(arrays[5], "scale")))
-    checks.require_same_device(named)
-    for name, v in named[:2]:
-        if v.ndim != 2:
-            raise ValueError(f"{name}: expected (tokens, width), got {describe(v)}")
-    rows = [checks.rows(v, name) for name, v in named[:2]]
-    target = checks.number_format(cache_view, "cache")
-    cache = checks.mla_cache(cache_view, "cache")
-    if cache.width != rows[0].width + rows[1].width:
-        raise ValueError(
-            f"cache: expected rows of {rows[0].width} + {rows[1].width}, got {describe(cache_view)}"
-        )
-    scale = checks.scale(arrays[5], "scale", 1, target)
-    sides = [
-        Side(prefix, r, replace(cache, width=r.width), checks.number_format(v, name), target, scale)
-        for prefix, r, (name, v) in zip("kv", rows, named[:2], strict=True)
-    ]
-    offset = rows[0].width * target.itemsize
-    shifted = (*pointers[:3], pointers[3] + offset, *pointers[4:])
-    plan = _finish("store_mla", _MLA, sides, slots, skip_slot, shifted, latent.library)
-    plan.v_cache_offset = offset
-    return plan
-
-
-def _finish(
+def _plan(
     operation: str,
     names: tuple[str, ...],
-    sides: list[Side],
-    slots: ArrayView,
+    given: dict[str, Any],
+    k: Side,
+    v: Side,
     skip_slot: Any,
-    pointers: tuple[int, ...],
-    library: str,
-) -> Plan:
-    """Check what both operations have in common, and plan."""
+    alignment: int,
+) -> StorePlan:
+    slots = given["slot_mapping"]
     checks.indices(slots, "slot_mapping")
-    for name, side in zip(names, sides, strict=False):
-        if side.rows.num_tokens < slots.shape[0]:
-            raise ValueError(
-                f"{name}: expected at least {slots.shape[0]} rows, one a slot, "
-                f"got {side.rows.num_tokens}"
-            )
+    for name, side in zip(names[:2], (k, v), strict=True):
+        require_rows(side, name, slots.shape[0])
     skip = checks.slot_number(skip_slot, "skip_slot")
-    alignment = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15
-    flat = [replace(side, cache=side.cache.flattened()) for side in sides]
-    if all(side.cache.page_size == 1 for side in flat):
-        sides = flat
-    return Plan(operation, names, sides, slots, skip, alignment, library)
+    return StorePlan(
+        operation, names, _OUTPUTS, devices.get(slots.device), given[names[0]].library,
+        k, v, slots, skip, alignment,
+    )  # fmt: skip

@@ -40,7 +40,7 @@ def _llama3(plain: Float64, scaling: Scaling, base: float, context: int) -> Freq
 
 
 def _yarn(plain: Float64, scaling: Scaling, base: float, context: int) -> Frequencies:
-    """Do so by the index of the pair, and scale cosine and sine too."""
+    """Blend likewise, but by the index of the pair, and scale cosine and sine too."""
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
     rotary_dim = 2 * len(plain)
 

@@ -60,10 +60,18 @@ def run(device, specialisation, grid, block, *, smem=0, stream=None, **fields):
     params = np.zeros((), specialisation.kernel.params)
     for name, value in fields.items():
         params[name.rstrip("_")] = value.ctypes.data if isinstance(value, np.ndarray) else value
-    grid, block = ((*shape, 1, 1)[:3] if isinstance(shape, tuple) else (shape, 1, 1)
-                   for shape in (grid, block))
-    device.launch(device.load(specialisation), grid, block, smem, params.tobytes(),
-                  device.as_stream(stream), tuple(fields.values()))
+    grid, block = (
+        (*shape, 1, 1)[:3] if isinstance(shape, tuple) else (shape, 1, 1) for shape in (grid, block)
+    )
+    device.launch(
+        device.load(specialisation),
+        grid,
+        block,
+        smem,
+        params.tobytes(),
+        device.as_stream(stream),
+        tuple(fields.values()),
+    )
 
 
 def first_difference(got, want) -> str:
@@ -134,16 +142,29 @@ def reverse(device, blocks=3, block=64):
     """Turn blocks around; return what differs."""
     values = np.arange(blocks * block, dtype=np.int32)
     got = np.full_like(values, -1)
-    run(device, threads_kernel("reverse_static", block, barriers=True), blocks, block,
-        in_=values, out=got)
+    run(
+        device,
+        threads_kernel("reverse_static", block, barriers=True),
+        blocks,
+        block,
+        in_=values,
+        out=got,
+    )
     return first_difference(got, values.reshape(blocks, block)[:, ::-1].ravel())
 
 
 def sum_in_a_tree(device, blocks=3, block=256):
     values = np.random.default_rng(0).integers(0, 1000, (blocks, block), dtype=np.int32)
     got = np.full(blocks, -1, np.int32)
-    run(device, threads_kernel("tree_sum", block, barriers=True), blocks, block,
-        smem=4 * block, in_=values, out=got)
+    run(
+        device,
+        threads_kernel("tree_sum", block, barriers=True),
+        blocks,
+        block,
+        smem=4 * block,
+        in_=values,
+        out=got,
+    )
     return first_difference(got, values.sum(axis=1))
 
 
@@ -185,8 +206,14 @@ def test_one_seed_gives_one_order(sources):
 def test_dynamic_shared_memory_arrives_poisoned_in_every_block(device, barriers):
     for block in (32, 1024):
         got = np.zeros(5 * block, np.uint32)
-        run(device, threads_kernel("read_fresh_shared", block, barriers=barriers), 5, block,
-            smem=4 * block, out=got)
+        run(
+            device,
+            threads_kernel("read_fresh_shared", block, barriers=barriers),
+            5,
+            block,
+            smem=4 * block,
+            out=got,
+        )
         assert_equal(got, np.full(5 * block, 0xFFFFFFFF))
 
 
@@ -196,8 +223,15 @@ def test_threads_that_left_are_not_waited_for_at_a_block_barrier(device, stay):
     for seed in (0, 1, 2):
         device.thread_order_seed = seed
         got = np.full_like(values, -1)
-        run(device, threads_kernel("leave_early", 96, barriers=True), 2, 96, in_=values, out=got,
-            who=stay)
+        run(
+            device,
+            threads_kernel("leave_early", 96, barriers=True),
+            2,
+            96,
+            in_=values,
+            out=got,
+            who=stay,
+        )
         want = np.full_like(values, -1)
         want[:, :stay] = values[:, :stay][:, ::-1]
         assert_equal(got, want, f"seed {seed}")
@@ -250,8 +284,18 @@ def test_shuffles(device, kind):
         for operand in (0, 1, 2, 3, 7, 15, 16, 31, 33):
             device.thread_order_seed = operand
             got = np.full(threads, -1, np.int32)
-            run(device, function, 1, threads, in_=values, mask=mask, out=got, operand=operand,
-                kind=kind, width=width)
+            run(
+                device,
+                function,
+                1,
+                threads,
+                in_=values,
+                mask=mask,
+                out=got,
+                operand=operand,
+                kind=kind,
+                width=width,
+            )
             # What comes from a lane that takes no part, or does not exist, is undefined.
             lanes = np.arange(128)
             source = shuffled(kind, lanes, operand, width)[:threads]
@@ -259,8 +303,11 @@ def test_shuffles(device, kind):
             known &= (mask >> (source % 32).astype(np.uint32) & 1) == 1
             want = values[np.minimum(source, threads - 1)]
             compared += known.sum()
-            assert_equal(np.where(known, got, 0), np.where(known, want, 0),
-                         f"width {width}, mask {name}, operand {operand}")
+            assert_equal(
+                np.where(known, got, 0),
+                np.where(known, want, 0),
+                f"width {width}, mask {name}, operand {operand}",
+            )
     assert compared > 4000
 
 
@@ -268,8 +315,18 @@ def test_shuffles(device, kind):
 def test_shuffles_carry_all_bits(device, ctype):
     values = np.arange(1, 33, dtype=np.int32)
     got = np.zeros(32, np.int32)
-    run(device, kernel("host_warps.cu", "shuffle", ctype, barriers=True), 1, 32,
-        in_=values, mask=masks(32, [0xFFFFFFFF]), out=got, operand=5, kind=XOR, width=32)
+    run(
+        device,
+        kernel("host_warps.cu", "shuffle", ctype, barriers=True),
+        1,
+        32,
+        in_=values,
+        mask=masks(32, [0xFFFFFFFF]),
+        out=got,
+        operand=5,
+        kind=XOR,
+        width=32,
+    )
     assert_equal(got, shuffled(XOR, values, 5, 32))
 
 
@@ -318,8 +375,15 @@ def test_lanes_that_left_are_not_waited_for_in_a_warp(device):
     for seed in range(5):
         device.thread_order_seed = seed
         got = np.full(64, -1, np.int32)
-        run(device, kernel("host_warps.cu", "even_lanes_add", 2, barriers=True), 1, 64,
-            in_=values, mask=np.zeros(64, np.uint32), out=got)
+        run(
+            device,
+            kernel("host_warps.cu", "even_lanes_add", 2, barriers=True),
+            1,
+            64,
+            in_=values,
+            mask=np.zeros(64, np.uint32),
+            out=got,
+        )
         want = np.where(values % 2 == 0, values + (values ^ 2), -1)
         assert_equal(got, want, f"seed {seed}")
 
@@ -344,14 +408,22 @@ def on_few_words(device, name, ctype, values, start):
     """Let all threads of many blocks work on three words, on several workers."""
     device.num_workers = 4
     words = np.full(WORDS, start, CTYPES[ctype])
-    run(device, kernel("host_atomics.cu", name, ctype), BLOCKS, BLOCK, in_=values, out=words,
-        words=WORDS)
+    run(
+        device,
+        kernel("host_atomics.cu", name, ctype),
+        BLOCKS,
+        BLOCK,
+        in_=values,
+        out=words,
+        words=WORDS,
+    )
     return words
 
 
 def reduce_words(function, values, start):
-    return [function.reduce(values[i::WORDS], initial=start, dtype=values.dtype)
-            for i in range(WORDS)]
+    return [
+        function.reduce(values[i::WORDS], initial=start, dtype=values.dtype) for i in range(WORDS)
+    ]
 
 
 @pytest.mark.parametrize("ctype", CTYPES)
@@ -378,8 +450,9 @@ def test_atomic_reductions(device, ctype, name, function):
     if name == "any_bits":
         values &= dtype(0x0F0F0F0F)
     start = values[0]
-    assert_equal(on_few_words(device, name, ctype, values, start),
-                 reduce_words(function, values, start))
+    assert_equal(
+        on_few_words(device, name, ctype, values, start), reduce_words(function, values, start)
+    )
 
 
 @pytest.mark.parametrize("ctype", INTEGERS)
@@ -389,8 +462,15 @@ def test_atomics_return_what_was_there(device, ctype):
     threads = BLOCKS * BLOCK
     for name in ("draw_numbers", "pass_on"):
         word, old = np.zeros(1, CTYPES[ctype]), np.full(threads, -1, np.int32)
-        run(device, kernel("host_atomics.cu", name, ctype), BLOCKS, BLOCK, out=word, old=old,
-            words=1)
+        run(
+            device,
+            kernel("host_atomics.cu", name, ctype),
+            BLOCKS,
+            BLOCK,
+            out=word,
+            old=old,
+            words=1,
+        )
         seen = np.sort(old if name == "draw_numbers" else np.append(old, word.astype(np.int32)))
         assert_equal(seen, np.arange(seen.size), name)
 
@@ -485,8 +565,14 @@ def test_bad_launches(device, grid, block, smem):
 
 def test_the_largest_launches_that_are_legal(device):
     got = np.zeros((1024, 12), np.int32)
-    run(device, threads_kernel("write_indices", 12, barriers=True), 1, (32, 32), smem=227 * 1024,
-        out=got)
+    run(
+        device,
+        threads_kernel("write_indices", 12, barriers=True),
+        1,
+        (32, 32),
+        smem=227 * 1024,
+        out=got,
+    )
     assert_equal(got[-1, :3], [31, 31, 0])
 
 

@@ -221,8 +221,13 @@ def test_elapsed_needs_two_recorded_events_with_timing(device):
     stream = device.stream()
     stream.record(timed)
     stream.record(plain)
-    for event, since in ((timed, plain), (plain, timed), (timed, never), (never, timed),
-                         (timed, None)):
+    for event, since in (
+        (timed, plain),
+        (plain, timed),
+        (timed, never),
+        (never, timed),
+        (timed, None),
+    ):
         with pytest.raises(ValueError, match="timing=True"):
             event.elapsed_us(since)
 
@@ -469,8 +474,12 @@ def test_copy_overlapping_halves(device):
 
 def test_copy_refuses_what_does_not_fit(device):
     dst = np.zeros((2, 3), np.float32)
-    for src in (np.ones((3, 2), np.float32), np.ones(6, np.float32), np.ones((2, 3), np.float64),
-                np.ones((2, 3), np.int32)):
+    for src in (
+        np.ones((3, 2), np.float32),
+        np.ones(6, np.float32),
+        np.ones((2, 3), np.float64),
+        np.ones((2, 3), np.int32),
+    ):
         with pytest.raises(ValueError, match=r"^dst: expected \(.*got \(2, 3\) fp32"):
             device.copy(dst, src)
     with pytest.raises(TypeError, match=r"^src:"):

@@ -31,8 +31,14 @@ from kvcupy import reference
 
 LAYOUTS = ("NHD", "HND")
 #: A copy of each element size, and conversions of each kind, where all 36 pairs would be too many.
-PAIRS = (("bf16", "bf16"), ("fp8_e5m2", "fp8_e5m2"), ("fp32", "fp32"),
-         ("bf16", "fp8_e4m3"), ("fp32", "int8"), ("fp8_e4m3", "fp16"))
+PAIRS = (
+    ("bf16", "bf16"),
+    ("fp8_e5m2", "fp8_e5m2"),
+    ("fp32", "fp32"),
+    ("bf16", "fp8_e4m3"),
+    ("fp32", "int8"),
+    ("fp8_e4m3", "fp16"),
+)
 
 
 def cache_shape(layout: str, pages: int, size: int, heads: int, width: int) -> tuple[int, ...]:
@@ -100,22 +106,32 @@ def test_every_pair_of_formats_dynamic(device, source, destination):
     k_cache = case.output(destination, (25, 4, 3, 40), name="k_cache")
     v_cache = case.output(destination, (25, 4, 3, 24), name="v_cache")
     case.store_kv(
-        key, value, k_cache, v_cache, shuffled_slots(case, 96, 100),
+        key,
+        value,
+        k_cache,
+        v_cache,
+        shuffled_slots(case, 96, 100),
         k_scale_cache=case.output("fp32", (100, 3), name="k_scale_cache"),
         v_scale_cache=case.output("fp32", (100, 3), name="v_scale_cache"),
     )
 
 
-@pytest.mark.parametrize("pairs", [
-    (("bf16", "fp8_e4m3"), ("fp16", "int8")),
-    (("fp16", "fp16"), ("fp32", "fp8_e5m2")),
-    (("fp8_e4m3", "fp8_e4m3"), ("bf16", "bf16")),
-    (("int8", "fp32"), ("fp32", "bf16")),
-], ids=str)
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        (("bf16", "fp8_e4m3"), ("fp16", "int8")),
+        (("fp16", "fp16"), ("fp32", "fp8_e5m2")),
+        (("fp8_e4m3", "fp8_e4m3"), ("bf16", "bf16")),
+        (("int8", "fp32"), ("fp32", "bf16")),
+    ],
+    ids=str,
+)
 def test_key_and_value_follow_their_own_formats(device, pairs):
     case = Case(device, 2)
-    sides = [(case.input(source, (9, 2, 16)), case.output(destination, (4, 4, 2, 16)))
-             for source, destination in pairs]
+    sides = [
+        (case.input(source, (9, 2, 16)), case.output(destination, (4, 4, 2, 16)))
+        for source, destination in pairs
+    ]
     (key, k_cache), (value, v_cache) = sides
     case.store_kv(key, value, k_cache, v_cache, shuffled_slots(case, 9, 16))
 
@@ -175,8 +191,15 @@ def test_scaling_is_one_float32_division(device, fmt, wrong):
     key = case.place(np.resize(k_values, (6, 1, 48)), "fp32")
     value = case.place(np.resize(v_values, (6, 1, 33)), "fp32")
     k_cache, v_cache = case.output(fmt, (6, 1, 48)), case.output(fmt, (6, 1, 33))
-    case.store_kv(key, value, k_cache, v_cache, range(6),
-                  k_scale=float(k_scale), v_scale=np.float32([v_scale]))
+    case.store_kv(
+        key,
+        value,
+        k_cache,
+        v_cache,
+        range(6),
+        k_scale=float(k_scale),
+        v_scale=np.float32([v_scale]),
+    )
 
 
 @pytest.mark.parametrize("fmt", QUANTISED)
@@ -186,6 +209,7 @@ def test_dynamic_scaling_divides_twice(device, fmt):
     rng = np.random.default_rng(5)
     rows, found = [], 0
     for absmax in rng.uniform(0.5, 900, 64).astype(np.float32):
+
         def by_inverse_scale(x, _, absmax=absmax):
             return x * (limit / absmax)
 
@@ -198,8 +222,9 @@ def test_dynamic_scaling_divides_twice(device, fmt):
     value = case.place(np.float32(rows)[::-1, None], "fp32")
     caches = [case.output(fmt, (64, 1, 64)) for _ in range(2)]
     scale_caches = [case.output("fp32", (64, 1)) for _ in range(2)]
-    case.store_kv(key, value, *caches, range(64),
-                  k_scale_cache=scale_caches[0], v_scale_cache=scale_caches[1])
+    case.store_kv(
+        key, value, *caches, range(64), k_scale_cache=scale_caches[0], v_scale_cache=scale_caches[1]
+    )
 
 
 SCALES = {
@@ -259,8 +284,9 @@ def test_unit_scale_is_allowed_on_any_cache(device):
     case.store_kv(key, value, *caches, [2, 1, 0], k_scale=1.0, v_scale=None)
 
 
-@pytest.mark.parametrize(("source", "fmt"), [("fp32", "fp8_e4m3"), ("bf16", "int8"),
-                                             ("fp16", "fp8_e5m2")])
+@pytest.mark.parametrize(
+    ("source", "fmt"), [("fp32", "fp8_e4m3"), ("bf16", "int8"), ("fp16", "fp8_e5m2")]
+)
 @pytest.mark.parametrize("width", [4096, 1000, 544, 128, 33, 1])
 def test_dynamic_scale_sees_every_element(device, source, fmt, width):
     """The largest magnitude stands in each 32-element segment, at changing places and signs."""
@@ -277,22 +303,44 @@ def test_dynamic_scale_sees_every_element(device, source, fmt, width):
     value = case.place(from_values(rows[:, ::-1, ::-1], source), source)
     caches = [case.output(fmt, (tokens + 1, 2, width)) for _ in range(2)]
     scale_caches = [case.output("fp32", (tokens + 1, 2)) for _ in range(2)]
-    case.store_kv(key, value, *caches, np.roll(range(tokens), 1),
-                  k_scale_cache=scale_caches[0], v_scale_cache=scale_caches[1])
+    case.store_kv(
+        key,
+        value,
+        *caches,
+        np.roll(range(tokens), 1),
+        k_scale_cache=scale_caches[0],
+        v_scale_cache=scale_caches[1],
+    )
 
 
 @pytest.mark.parametrize("fmt", QUANTISED)
 def test_dynamic_scale_of_special_rows(device, fmt):
     big, inf, nan = np.finfo(np.float32).max, np.inf, np.nan
-    rows = [[0] * 5, [-0.0] * 5, [nan] * 5, [inf, 1, -1, 0, 2], [nan, -inf, 1e30, 0, -3e38],
-            [1e-7, -1e-7, 0, 0, 1e-9], [1e-6, 0, 0, 0, 0], [1e-42, 0, 0, 0, -1e-45],
-            [big, -big, 1, 0, 1e36], [nan, 3, -4, 0, 1], [np.float32(1.1e-6), 0, 0, 0, 0]]
+    rows = [
+        [0] * 5,
+        [-0.0] * 5,
+        [nan] * 5,
+        [inf, 1, -1, 0, 2],
+        [nan, -inf, 1e30, 0, -3e38],
+        [1e-7, -1e-7, 0, 0, 1e-9],
+        [1e-6, 0, 0, 0, 0],
+        [1e-42, 0, 0, 0, -1e-45],
+        [big, -big, 1, 0, 1e36],
+        [nan, 3, -4, 0, 1],
+        [np.float32(1.1e-6), 0, 0, 0, 0],
+    ]
     case = Case(device, 10)
     key = case.place(np.float32(rows)[:, None], "fp32")
     caches = [case.output(fmt, (12, 1, 5)) for _ in range(2)]
     scale_caches = [case.output("fp32", (12, 1)) for _ in range(2)]
-    case.store_kv(key, key, *caches, range(11, 0, -1),
-                  k_scale_cache=scale_caches[0], v_scale_cache=scale_caches[1])
+    case.store_kv(
+        key,
+        key,
+        *caches,
+        range(11, 0, -1),
+        k_scale_cache=scale_caches[0],
+        v_scale_cache=scale_caches[1],
+    )
 
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0xFF800001, 0x7FC00000, 0xFFFFFFFF])
@@ -306,9 +354,14 @@ def test_dynamic_scale_passes_over_every_nan(device, bits):
     case = Case(device, bits)
     key, value = case.place(rows, "fp32"), case.place(rows[:, :, ::-1], "fp32")
     caches = [case.output("int8", (5, 2, 256)) for _ in range(2)]
-    case.store_kv(key, value, *caches, range(4),
-                  k_scale_cache=case.output("fp32", (5, 2)),
-                  v_scale_cache=case.output("fp32", (5, 2)))
+    case.store_kv(
+        key,
+        value,
+        *caches,
+        range(4),
+        k_scale_cache=case.output("fp32", (5, 2)),
+        v_scale_cache=case.output("fp32", (5, 2)),
+    )
 
 
 def test_tiny_and_huge_scales(device):
@@ -326,9 +379,14 @@ def test_scale_cache_may_be_a_strided_view(device):
     key, value = case.input("bf16", (6, 3, 8)), case.input("bf16", (6, 3, 8))
     caches = [case.output("int8", (2, 4, 3, 8)) for _ in range(2)]
     both = case.output("fp32", (8, 2, 5))
-    case.store_kv(key, value, *caches, [5, 7, -1, 0, 2, 6],
-                  k_scale_cache=both.sub(lambda a: a[:, 0, :3]),
-                  v_scale_cache=both.sub(lambda a: a[:, 1, 1:4]))
+    case.store_kv(
+        key,
+        value,
+        *caches,
+        [5, 7, -1, 0, 2, 6],
+        k_scale_cache=both.sub(lambda a: a[:, 0, :3]),
+        v_scale_cache=both.sub(lambda a: a[:, 1, 1:4]),
+    )
 
 
 # Layouts, strides and widths -----------------------------------------------------------------
@@ -404,8 +462,12 @@ def test_key_and_value_packed_in_one_array(device, pair):
     case = Case(device, 16)
     qkv = case.input(pair[0], (6, 4 + 2 + 2, 32))
     caches = [case.output(pair[1], (5, 2, 2, 32)) for _ in range(2)]
-    case.store_kv(qkv.sub(lambda a: a[:, 4:6]), qkv.sub(lambda a: a[:, 6:]), *caches,
-                  shuffled_slots(case, 6, 10))
+    case.store_kv(
+        qkv.sub(lambda a: a[:, 4:6]),
+        qkv.sub(lambda a: a[:, 6:]),
+        *caches,
+        shuffled_slots(case, 6, 10),
+    )
 
 
 def test_key_and_value_have_strides_of_their_own(device):
@@ -441,8 +503,9 @@ def test_dimensions_of_one_element_may_have_any_stride(device):
     wide_value = value.sub(lambda a: np.broadcast_to(a, (4, 2, 5)))
     wide_cache = case.output("bf16", (8, 2, 5))
     case.store_kv(key, wide_value, k_cache, wide_cache, [3, 1, 0, 6])
-    case.store_kv(key.sub(lambda a: a[:, ::2]), value, k_cache.sub(lambda a: a[:, ::2]), v_cache,
-                  [2, 7, 5, 4])
+    case.store_kv(
+        key.sub(lambda a: a[:, ::2]), value, k_cache.sub(lambda a: a[:, ::2]), v_cache, [2, 7, 5, 4]
+    )
 
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 31, 32, 33, 64, 80, 96, 98, 100, 128, 192, 576, 656)
@@ -470,8 +533,9 @@ def test_odd_strides_between_aligned_rows(device, pair):
     for pad, width in itertools.product((1, 2, 4, 8), (64, 128)):
         case = Case(device, (pad, width))
         key = case.input(pair[0], (3, 2, width + pad), lambda a, w=width: a[..., :w])
-        value = case.input(pair[0], (3, 2 * width + pad),
-                           lambda a, w=width: a[:, : 2 * w].reshape(3, 2, w))
+        value = case.input(
+            pair[0], (3, 2 * width + pad), lambda a, w=width: a[:, : 2 * w].reshape(3, 2, w)
+        )
         k_cache = case.output(pair[1], (5, 2, width))
         v_cache = case.output(pair[1], (5, 2, width + pad), lambda a, w=width: a[..., :w])
         case.store_kv(key, value, k_cache, v_cache, [4, 1, 0])
@@ -512,10 +576,12 @@ def test_offsets_past_two_gigabytes(device):
 
 def small(case, *, tokens=6, fmt="bf16", cache_fmt="bf16", num_slots=8, layout="slots"):
     """K, V and their caches, of different widths."""
-    return (case.input(fmt, (tokens, 2, 8), name="key"),
-            case.input(fmt, (tokens, 2, 6), name="value"),
-            case.output(cache_fmt, cache_shape(layout, num_slots // 4, 4, 2, 8), name="k_cache"),
-            case.output(cache_fmt, cache_shape(layout, num_slots // 4, 4, 2, 6), name="v_cache"))
+    return (
+        case.input(fmt, (tokens, 2, 8), name="key"),
+        case.input(fmt, (tokens, 2, 6), name="value"),
+        case.output(cache_fmt, cache_shape(layout, num_slots // 4, 4, 2, 8), name="k_cache"),
+        case.output(cache_fmt, cache_shape(layout, num_slots // 4, 4, 2, 6), name="v_cache"),
+    )
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, -1, -2])
@@ -532,8 +598,11 @@ def test_negative_slots_are_skipped_never_wrapped(device, negative, layout):
     options = {"layout": layout} if layout in LAYOUTS else {}
     case.store_kv(*small(case, layout=layout), [1, negative, 3, negative, 0, 2], **options)
     if negative >= -(2**31):
-        case.store_kv(*small(case, layout=layout),
-                      case.slots([negative, 1, 3, 6, negative, 2], "int32"), **options)
+        case.store_kv(
+            *small(case, layout=layout),
+            case.slots([negative, 1, 3, 6, negative, 2], "int32"),
+            **options,
+        )
 
 
 @pytest.mark.parametrize("layout", ["slots", *LAYOUTS])
@@ -552,8 +621,12 @@ def test_slot_past_the_end_is_a_fault(device, slot, layout):
 def test_fault_writes_no_scale(device):
     case = Case(device, 25)
     scale_caches = [case.output("fp32", (8, 2)) for _ in range(2)]
-    case.store_kv(*small(case, cache_fmt="int8"), [3, 8, -1, 2**40, 7, 0],
-                  k_scale_cache=scale_caches[0], v_scale_cache=scale_caches[1])
+    case.store_kv(
+        *small(case, cache_fmt="int8"),
+        [3, 8, -1, 2**40, 7, 0],
+        k_scale_cache=scale_caches[0],
+        v_scale_cache=scale_caches[1],
+    )
 
 
 def test_faults_of_several_calls_are_raised_together(device):
@@ -591,8 +664,14 @@ def test_skip_slot_is_never_written(device, skip, layout):
     slots = [first, skip, second, skip, skip, third]
     case.store_kv(*small(case, layout=layout), slots, skip_slot=skip, **options)
     scale_caches = [case.output("fp32", (8, 2)) for _ in range(2)]
-    case.store_kv(*small(case, cache_fmt="fp8_e4m3", layout=layout), slots, skip_slot=skip,
-                  k_scale_cache=scale_caches[0], v_scale_cache=scale_caches[1], **options)
+    case.store_kv(
+        *small(case, cache_fmt="fp8_e4m3", layout=layout),
+        slots,
+        skip_slot=skip,
+        k_scale_cache=scale_caches[0],
+        v_scale_cache=scale_caches[1],
+        **options,
+    )
 
 
 def test_skip_slot_beside_padding_and_faults(device):
@@ -601,10 +680,17 @@ def test_skip_slot_beside_padding_and_faults(device):
     case.store_kv(*small(case), [5, 0, 7, -1, 3, 1], skip_slot=-1)
 
 
-@pytest.mark.parametrize(("skip", "error"), [
-    (5.0, TypeError), (True, TypeError), ("5", TypeError),
-    (2**63, ValueError), (-(2**70), ValueError),
-], ids=str)
+@pytest.mark.parametrize(
+    ("skip", "error"),
+    [
+        (5.0, TypeError),
+        (True, TypeError),
+        ("5", TypeError),
+        (2**63, ValueError),
+        (-(2**70), ValueError),
+    ],
+    ids=str,
+)
 def test_skip_slot_is_a_64_bit_int(device, skip, error):
     """Also after a call with an equal one: 5 == 5.0, 1 == True."""
     case = Case(device, 60)
@@ -621,8 +707,12 @@ def test_zero_tokens(device):
     case.store_kv(*small(case, tokens=0), [])
     case.store_kv(*small(case, tokens=3), [])
     scale_caches = [case.output("fp32", (8, 2)) for _ in range(2)]
-    case.store_kv(*small(case, tokens=0, cache_fmt="int8"), case.slots([], "int32"),
-                  k_scale_cache=scale_caches[0], v_scale_cache=scale_caches[1])
+    case.store_kv(
+        *small(case, tokens=0, cache_fmt="int8"),
+        case.slots([], "int32"),
+        k_scale_cache=scale_caches[0],
+        v_scale_cache=scale_caches[1],
+    )
 
 
 @pytest.mark.parametrize("cache_fmt", ["bf16", "fp8_e4m3"])
@@ -649,13 +739,24 @@ def test_caller_may_reuse_one_signature_with_other_data(device):
     case = Case(device, 32)
     for scale in (0.5, 2.0):
         for slots in ([0, 1, 2, 3, 4, 5], [7, 6, 5, -1, 3, 8]):
-            case.store_kv(*small(case, cache_fmt="fp8_e5m2"), slots,
-                          k_scale=scale, v_scale=np.float32([scale * 3]))
+            case.store_kv(
+                *small(case, cache_fmt="fp8_e5m2"),
+                slots,
+                k_scale=scale,
+                v_scale=np.float32([scale * 3]),
+            )
 
 
 def test_find_duplicate_slots(device):
-    cases = ([], [3], [3, 3], [5, 1, 5, 2, 1, 5], [-1, -1, -7, -7, 4], [0, 0, -1, 2**40, 2**40],
-             list(range(100)) + list(range(0, 100, 9)))
+    cases = (
+        [],
+        [3],
+        [3, 3],
+        [5, 1, 5, 2, 1, 5],
+        [-1, -1, -7, -7, 4],
+        [0, 0, -1, 2**40, 2**40],
+        list(range(100)) + list(range(0, 100, 9)),
+    )
     for slots in cases:
         case = Case(device, 33)
         for dtype, step in itertools.product(("int32", "int64"), (1, 2, -1)):
@@ -680,65 +781,180 @@ def error_cases():
     both = (TypeError, ValueError)
     for side, cache in (("key", "k_cache"), ("value", "v_cache")):
         width = 8 if side == "key" else 6
-        yield f"{side} 1-D", ValueError, side, lambda c, s=side: {
-            s: c.input("bf16", (6,)).array}
-        yield f"{side} 4-D", ValueError, side, lambda c, s=side, w=width: {
-            s: c.input("bf16", (6, 2, 1, w)).array}
-        yield f"{side} 2-D", ValueError, f"{side}|{cache}", lambda c, s=side, w=width: {
-            s: c.input("bf16", (6, 2 * w)).array}
-        yield f"{side} heads", ValueError, f"{side}|{cache}", lambda c, s=side, w=width: {
-            s: c.input("bf16", (6, 3, w)).array}
-        yield f"{side} width", ValueError, f"{side}|{cache}", lambda c, s=side, w=width: {
-            s: c.input("bf16", (6, 2, w + 1)).array}
-        yield f"{side} float64", TypeError, side, lambda c, s=side, w=width: {
-            s: c.device.zeros((6, 2, w), np.float64)}
-        yield f"{side} untagged", TypeError, side, lambda c, s=side, w=width: {
-            s: c.device.zeros((6, 2, w), np.uint16)}
+        yield f"{side} 1-D", ValueError, side, lambda c, s=side: {s: c.input("bf16", (6,)).array}
+        yield (
+            f"{side} 4-D",
+            ValueError,
+            side,
+            lambda c, s=side, w=width: {s: c.input("bf16", (6, 2, 1, w)).array},
+        )
+        yield (
+            f"{side} 2-D",
+            ValueError,
+            f"{side}|{cache}",
+            lambda c, s=side, w=width: {s: c.input("bf16", (6, 2 * w)).array},
+        )
+        yield (
+            f"{side} heads",
+            ValueError,
+            f"{side}|{cache}",
+            lambda c, s=side, w=width: {s: c.input("bf16", (6, 3, w)).array},
+        )
+        yield (
+            f"{side} width",
+            ValueError,
+            f"{side}|{cache}",
+            lambda c, s=side, w=width: {s: c.input("bf16", (6, 2, w + 1)).array},
+        )
+        yield (
+            f"{side} float64",
+            TypeError,
+            side,
+            lambda c, s=side, w=width: {s: c.device.zeros((6, 2, w), np.float64)},
+        )
+        yield (
+            f"{side} untagged",
+            TypeError,
+            side,
+            lambda c, s=side, w=width: {s: c.device.zeros((6, 2, w), np.uint16)},
+        )
         yield f"{side} list", TypeError, side, lambda c, s=side: {s: [[[1.0]]]}
         yield f"{side} None", TypeError, side, lambda c, s=side: {s: None}
-        yield f"{side} few", ValueError, f"{side}|slot_mapping", lambda c, s=side, w=width: {
-            s: c.input("bf16", (5, 2, w)).array}
-        yield f"{side} last dimension strided", ValueError, side, lambda c, s=side, w=width: {
-            s: c.input("bf16", (6, 2, 2 * w), lambda a: a[..., ::2]).array}
-        yield f"{side} last dimension reversed", ValueError, side, lambda c, s=side, w=width: {
-            s: c.input("bf16", (6, 2, w), lambda a: a[..., ::-1]).array}
-        yield f"{cache} 1-D", ValueError, cache, lambda c, s=cache: {
-            s: c.output("bf16", (16,)).array}
-        yield f"{cache} 5-D", ValueError, cache, lambda c, s=cache, w=width: {
-            s: c.output("bf16", (2, 4, 1, 2, w)).array}
-        yield f"{cache} heads", ValueError, cache, lambda c, s=cache, w=width: {
-            s: c.output("bf16", (8, 3, w)).array}
-        yield f"{cache} width", ValueError, cache, lambda c, s=cache, w=width: {
-            s: c.output("bf16", (8, 2, w - 1)).array}
-        yield f"{cache} slots", ValueError, "k_cache|v_cache", lambda c, s=cache, w=width: {
-            s: c.output("bf16", (9, 2, w)).array}
-        yield f"{cache} float64", TypeError, cache, lambda c, s=cache, w=width: {
-            s: c.device.zeros((8, 2, w), np.float64)}
-        yield f"{cache} untagged", TypeError, cache, lambda c, s=cache, w=width: {
-            s: c.device.zeros((8, 2, w), np.uint16)}
+        yield (
+            f"{side} few",
+            ValueError,
+            f"{side}|slot_mapping",
+            lambda c, s=side, w=width: {s: c.input("bf16", (5, 2, w)).array},
+        )
+        yield (
+            f"{side} last dimension strided",
+            ValueError,
+            side,
+            lambda c, s=side, w=width: {
+                s: c.input("bf16", (6, 2, 2 * w), lambda a: a[..., ::2]).array
+            },
+        )
+        yield (
+            f"{side} last dimension reversed",
+            ValueError,
+            side,
+            lambda c, s=side, w=width: {
+                s: c.input("bf16", (6, 2, w), lambda a: a[..., ::-1]).array
+            },
+        )
+        yield (
+            f"{cache} 1-D",
+            ValueError,
+            cache,
+            lambda c, s=cache: {s: c.output("bf16", (16,)).array},
+        )
+        yield (
+            f"{cache} 5-D",
+            ValueError,
+            cache,
+            lambda c, s=cache, w=width: {s: c.output("bf16", (2, 4, 1, 2, w)).array},
+        )
+        yield (
+            f"{cache} heads",
+            ValueError,
+            cache,
+            lambda c, s=cache, w=width: {s: c.output("bf16", (8, 3, w)).array},
+        )
+        yield (
+            f"{cache} width",
+            ValueError,
+            cache,
+            lambda c, s=cache, w=width: {s: c.output("bf16", (8, 2, w - 1)).array},
+        )
+        yield (
+            f"{cache} slots",
+            ValueError,
+            "k_cache|v_cache",
+            lambda c, s=cache, w=width: {s: c.output("bf16", (9, 2, w)).array},
+        )
+        yield (
+            f"{cache} float64",
+            TypeError,
+            cache,
+            lambda c, s=cache, w=width: {s: c.device.zeros((8, 2, w), np.float64)},
+        )
+        yield (
+            f"{cache} untagged",
+            TypeError,
+            cache,
+            lambda c, s=cache, w=width: {s: c.device.zeros((8, 2, w), np.uint16)},
+        )
         yield f"{cache} list", TypeError, cache, lambda c, s=cache: {s: [[[1.0]]]}
-        yield f"{cache} last dimension strided", ValueError, cache, lambda c, s=cache, w=width: {
-            s: c.output("bf16", (8, 2, 2 * w), lambda a: a[..., ::2]).array}
-        yield f"{cache} zero stride over slots", ValueError, cache, lambda c, s=cache, w=width: {
-            s: c.output("bf16", (1, 2, w), lambda a: repeat_rows(a, 8)).array}
-        yield f"{cache} zero stride over heads", ValueError, cache, lambda c, s=cache, w=width: {
-            s: c.output("bf16", (1, 8, w),
-                        lambda a: repeat_rows(a, 2).swapaxes(0, 1)).array}
-    yield "heads of K and V differ", ValueError, "key|value|k_cache|v_cache", lambda c: {
-        "value": c.input("bf16", (6, 3, 6)).array, "v_cache": c.output("bf16", (8, 3, 6)).array}
-    yield "slots float", TypeError, "slot_mapping", lambda c: {
-        "slot_mapping": c.device.zeros((6,), np.float32)}
-    yield "slots uint32", TypeError, "slot_mapping", lambda c: {
-        "slot_mapping": c.device.zeros((6,), np.uint32)}
-    yield "slots int16", TypeError, "slot_mapping", lambda c: {
-        "slot_mapping": c.device.zeros((6,), np.int16)}
+        yield (
+            f"{cache} last dimension strided",
+            ValueError,
+            cache,
+            lambda c, s=cache, w=width: {
+                s: c.output("bf16", (8, 2, 2 * w), lambda a: a[..., ::2]).array
+            },
+        )
+        yield (
+            f"{cache} zero stride over slots",
+            ValueError,
+            cache,
+            lambda c, s=cache, w=width: {
+                s: c.output("bf16", (1, 2, w), lambda a: repeat_rows(a, 8)).array
+            },
+        )
+        yield (
+            f"{cache} zero stride over heads",
+            ValueError,
+            cache,
+            lambda c, s=cache, w=width: {
+                s: c.output("bf16", (1, 8, w), lambda a: repeat_rows(a, 2).swapaxes(0, 1)).array
+            },
+        )
+    yield (
+        "heads of K and V differ",
+        ValueError,
+        "key|value|k_cache|v_cache",
+        lambda c: {
+            "value": c.input("bf16", (6, 3, 6)).array,
+            "v_cache": c.output("bf16", (8, 3, 6)).array,
+        },
+    )
+    yield (
+        "slots float",
+        TypeError,
+        "slot_mapping",
+        lambda c: {"slot_mapping": c.device.zeros((6,), np.float32)},
+    )
+    yield (
+        "slots uint32",
+        TypeError,
+        "slot_mapping",
+        lambda c: {"slot_mapping": c.device.zeros((6,), np.uint32)},
+    )
+    yield (
+        "slots int16",
+        TypeError,
+        "slot_mapping",
+        lambda c: {"slot_mapping": c.device.zeros((6,), np.int16)},
+    )
     yield "slots list", TypeError, "slot_mapping", lambda c: {"slot_mapping": [0] * 6}
-    yield "slots 2-D", ValueError, "slot_mapping", lambda c: {
-        "slot_mapping": c.device.zeros((6, 1), np.int64)}
-    yield "slots 0-D", ValueError, "slot_mapping", lambda c: {
-        "slot_mapping": c.device.zeros((), np.int64)}
-    yield "slots longer than rows", ValueError, "slot_mapping|key", lambda c: {
-        "slot_mapping": c.device.zeros((7,), np.int64)}
+    yield (
+        "slots 2-D",
+        ValueError,
+        "slot_mapping",
+        lambda c: {"slot_mapping": c.device.zeros((6, 1), np.int64)},
+    )
+    yield (
+        "slots 0-D",
+        ValueError,
+        "slot_mapping",
+        lambda c: {"slot_mapping": c.device.zeros((), np.int64)},
+    )
+    yield (
+        "slots longer than rows",
+        ValueError,
+        "slot_mapping|key",
+        lambda c: {"slot_mapping": c.device.zeros((7,), np.int64)},
+    )
     yield "layout", ValueError, "layout", lambda c: {"layout": "NDH"}
     yield "skip_slot", both, "skip_slot", lambda c: {"skip_slot": 1.5}
 
@@ -754,12 +970,14 @@ def refused(device, case, call, error, name):
     case.check("", [])
 
 
-@pytest.mark.parametrize(("error", "name", "change"), [e[1:] for e in ERRORS],
-                         ids=[e[0] for e in ERRORS])
+@pytest.mark.parametrize(
+    ("error", "name", "change"), [e[1:] for e in ERRORS], ids=[e[0] for e in ERRORS]
+)
 def test_wrong_arguments(device, error, name, change):
     case = Case(device, 34)
-    args = dict(zip(("key", "value", "k_cache", "v_cache"), (a.array for a in small(case)),
-                    strict=True))
+    args = dict(
+        zip(("key", "value", "k_cache", "v_cache"), (a.array for a in small(case)), strict=True)
+    )
     args["slot_mapping"] = case.slots(range(6)).array
     args.update(change(case))
     refused(device, case, lambda: kv.store_kv(**args), error, name)
@@ -787,8 +1005,13 @@ def test_wrong_scales(device, side, bad):
     args = [a.array for a in small(case, cache_fmt="fp8_e4m3")]
     slots = case.slots(range(6)).array
     scale = device.asarray(scale) if isinstance(scale, np.ndarray) else scale
-    refused(device, case, lambda: kv.store_kv(*args, slots, **{f"{side}_scale": scale}),
-            error, f"{side}_scale")
+    refused(
+        device,
+        case,
+        lambda: kv.store_kv(*args, slots, **{f"{side}_scale": scale}),
+        error,
+        f"{side}_scale",
+    )
 
 
 @pytest.mark.parametrize("side", "kv")
@@ -798,12 +1021,18 @@ def test_scales_belong_to_quantised_caches(device, cache_fmt, side):
     args = [a.array for a in small(case, cache_fmt=cache_fmt)]
     slots = case.slots(range(6)).array
     dynamic = case.output("fp32", (8, 2)).array
-    for option, given_ in ((f"{side}_scale", 2.0),
-                           (f"{side}_scale", device.asarray(np.float32([2.0, 3.0]))),
-                           (f"{side}_scale_cache", dynamic)):
-        refused(device, case,
-                lambda option=option, given_=given_: kv.store_kv(*args, slots, **{option: given_}),
-                ValueError, option)
+    for option, given_ in (
+        (f"{side}_scale", 2.0),
+        (f"{side}_scale", device.asarray(np.float32([2.0, 3.0]))),
+        (f"{side}_scale_cache", dynamic),
+    ):
+        refused(
+            device,
+            case,
+            lambda option=option, given_=given_: kv.store_kv(*args, slots, **{option: given_}),
+            ValueError,
+            option,
+        )
 
 
 @pytest.mark.parametrize("side", "kv")
@@ -822,8 +1051,7 @@ def test_wrong_scale_caches(device, side):
     refuse(TypeError, **{name: device.zeros((8, 2), np.int32)})
     refuse(TypeError, **{name: 1.0})
     refuse(ValueError, **{name: case.output("fp32", (8, 4), lambda a: a[:, ::2]).array})
-    refuse(ValueError, **{
-        name: case.output("fp32", (1, 2), lambda a: repeat_rows(a, 8)).array})
+    refuse(ValueError, **{name: case.output("fp32", (1, 2), lambda a: repeat_rows(a, 8)).array})
     good = case.output("fp32", (8, 2)).array
     refuse(ValueError, **{name: good, f"{side}_scale": 2.0})
     refuse(ValueError, **{name: good, f"{side}_scale": device.asarray(np.float32([2.0, 3.0]))})
@@ -836,10 +1064,13 @@ def test_scale_caches_may_not_be_one(device):
     first, second = both.sub(lambda a: a[:8]).array, both.sub(lambda a: a[1:]).array
     slots = case.slots(range(6)).array
     for other in (first, second):
-        refused(device, case,
-                lambda other=other: kv.store_kv(*args, slots, k_scale_cache=first,
-                                                v_scale_cache=other),
-                ValueError, "k_scale_cache|v_scale_cache")
+        refused(
+            device,
+            case,
+            lambda other=other: kv.store_kv(*args, slots, k_scale_cache=first, v_scale_cache=other),
+            ValueError,
+            "k_scale_cache|v_scale_cache",
+        )
 
 
 def test_overlapping_arrays_are_refused(device):
@@ -877,15 +1108,23 @@ def test_neighbours_and_shared_inputs_are_allowed(device):
 def test_read_only_outputs_are_refused(device, output):
     case = Case(device, 41)
     key, value, k_cache, v_cache = (a.array for a in small(case, cache_fmt="int8"))
-    args = {"k_cache": k_cache, "v_cache": v_cache,
-            "k_scale_cache": case.output("fp32", (8, 2)).array,
-            "v_scale_cache": case.output("fp32", (8, 2)).array}
+    args = {
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "k_scale_cache": case.output("fp32", (8, 2)).array,
+        "v_scale_cache": case.output("fp32", (8, 2)).array,
+    }
     if not isinstance(args[output], np.ndarray):
         pytest.skip("this array library has no read-only arrays")
     args[output].flags.writeable = False
     slots = case.slots(range(6)).array
-    refused(device, case, lambda: kv.store_kv(key, value, slot_mapping=slots, **args),
-            ValueError, output)
+    refused(
+        device,
+        case,
+        lambda: kv.store_kv(key, value, slot_mapping=slots, **args),
+        ValueError,
+        output,
+    )
 
 
 def test_read_only_inputs_are_fine(device):
@@ -980,15 +1219,30 @@ def torch_tensor(torch, device, array, dtype):
     return bits.cuda() if device.kind == "cuda" else bits
 
 
-@pytest.mark.parametrize("pair", [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp8_e4m3"),
-                                  ("bf16", "fp8_e5m2"), ("fp8_e4m3", "fp8_e4m3"),
-                                  ("fp32", "int8")], ids="-".join)
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("fp32", "fp32"),
+        ("bf16", "bf16"),
+        ("fp16", "fp8_e4m3"),
+        ("bf16", "fp8_e5m2"),
+        ("fp8_e4m3", "fp8_e4m3"),
+        ("fp32", "int8"),
+    ],
+    ids="-".join,
+)
 def test_torch_tensors(device, pair):
     torch = pytest.importorskip("torch")
     if device.kind == "cuda" and not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
-    kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
-             "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
+    kinds = {
+        "fp32": torch.float32,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+        "fp8_e4m3": torch.float8_e4m3fn,
+        "fp8_e5m2": torch.float8_e5m2,
+        "int8": torch.int8,
+    }
     rng = np.random.default_rng(48)
     qkv = random_elements(rng, pair[0], 5 * 6 * 8).reshape(5, 6, 8)
     mirror = random_elements(rng, pair[1], 4 * 2 * 2 * 2 * 8).reshape(4, 2, 2, 2, 8)
@@ -996,8 +1250,14 @@ def test_torch_tensors(device, pair):
     scale = 0.5 if pair[1] in QUANTISED else None
     on_torch = torch_tensor(torch, device, qkv, kinds[pair[0]])
     cache = torch_tensor(torch, device, mirror, kinds[pair[1]])
-    kv.store_kv(on_torch[:, 2:4], on_torch[:, 4:], cache[:, 0], cache[:, 1],
-                torch.from_numpy(slots).to(cache.device), k_scale=scale)
+    kv.store_kv(
+        on_torch[:, 2:4],
+        on_torch[:, 4:],
+        cache[:, 0],
+        cache[:, 1],
+        torch.from_numpy(slots).to(cache.device),
+        k_scale=scale,
+    )
     kv.check_faults(device)
     reference.store_kv(qkv[:, 2:4], qkv[:, 4:], mirror[:, 0], mirror[:, 1], slots, k_scale=scale)
     for name, tensor, want in (("qkv", on_torch, qkv), ("cache", cache, mirror)):
@@ -1045,8 +1305,9 @@ def test_arrays_of_two_devices_are_refused(name):
 
 
 @pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("pair", [*PAIRS, ("fp16", "bf16"), ("bf16", "int8"), ("fp32", "fp8_e5m2")],
-                         ids="-".join)
+@pytest.mark.parametrize(
+    "pair", [*PAIRS, ("fp16", "bf16"), ("bf16", "int8"), ("fp32", "fp8_e5m2")], ids="-".join
+)
 def test_mla(device, pair, paged):
     for rank, rope in ((512, 64), (7, 3), (1, 1), (16, 5), (5, 16), (96, 32), (512, 144)):
         case = Case(device, (rank, rope))
@@ -1071,14 +1332,17 @@ def test_mla_alignment(device, pair, misalign):
 
 
 MLA_VIEWS = {
-    "one projection": lambda c: (lambda both: (both.sub(lambda a: a[:, :24]),
-                                               both.sub(lambda a: a[:, 24:])))(
-        c.input("bf16", (5, 32))),
-    "reversed and broadcast": lambda c: (c.input("bf16", (5, 24), lambda a: a[::-1]),
-                                         c.input("bf16", (1, 8),
-                                                 lambda a: np.broadcast_to(a, (5, 8)))),
-    "every other row": lambda c: (c.input("bf16", (10, 24), lambda a: a[1::2]),
-                                  c.input("bf16", (15, 9), lambda a: a[::3, 1:])),
+    "one projection": lambda c: (
+        lambda both: (both.sub(lambda a: a[:, :24]), both.sub(lambda a: a[:, 24:]))
+    )(c.input("bf16", (5, 32))),
+    "reversed and broadcast": lambda c: (
+        c.input("bf16", (5, 24), lambda a: a[::-1]),
+        c.input("bf16", (1, 8), lambda a: np.broadcast_to(a, (5, 8))),
+    ),
+    "every other row": lambda c: (
+        c.input("bf16", (10, 24), lambda a: a[1::2]),
+        c.input("bf16", (15, 9), lambda a: a[::3, 1:]),
+    ),
     "more rows than slots": lambda c: (c.input("bf16", (8, 24)), c.input("bf16", (8, 8))),
 }
 
@@ -1134,38 +1398,81 @@ def test_mla_slots(device):
 MLA_ERRORS = {
     "latent 3-D": (ValueError, "latent", lambda c: {"latent": c.input("bf16", (6, 1, 8)).array}),
     "rope_key 1-D": (ValueError, "rope_key", lambda c: {"rope_key": c.input("bf16", (6,)).array}),
-    "latent width": (ValueError, "latent|rope_key|cache", lambda c: {
-        "latent": c.input("bf16", (6, 9)).array}),
-    "rope_key width": (ValueError, "latent|rope_key|cache", lambda c: {
-        "rope_key": c.input("bf16", (6, 3)).array}),
+    "latent width": (
+        ValueError,
+        "latent|rope_key|cache",
+        lambda c: {"latent": c.input("bf16", (6, 9)).array},
+    ),
+    "rope_key width": (
+        ValueError,
+        "latent|rope_key|cache",
+        lambda c: {"rope_key": c.input("bf16", (6, 3)).array},
+    ),
     "cache 1-D": (ValueError, "cache", lambda c: {"cache": c.output("bf16", (12,)).array}),
     "cache 4-D": (ValueError, "cache", lambda c: {"cache": c.output("bf16", (2, 4, 1, 12)).array}),
-    "few latents": (ValueError, "latent|slot_mapping", lambda c: {
-        "latent": c.input("bf16", (5, 8)).array}),
-    "few rope keys": (ValueError, "rope_key|slot_mapping", lambda c: {
-        "rope_key": c.input("bf16", (5, 4)).array}),
-    "latent float64": (TypeError, "latent", lambda c: {
-        "latent": c.device.zeros((6, 8), np.float64)}),
-    "rope_key untagged": (TypeError, "rope_key", lambda c: {
-        "rope_key": c.device.zeros((6, 4), np.uint16)}),
-    "cache float64": (TypeError, "cache", lambda c: {
-        "cache": c.device.zeros((2, 4, 12), np.float64)}),
-    "latent strided": (ValueError, "latent", lambda c: {
-        "latent": c.input("bf16", (6, 16), lambda a: a[:, ::2]).array}),
-    "rope_key reversed": (ValueError, "rope_key", lambda c: {
-        "rope_key": c.input("bf16", (6, 4), lambda a: a[:, ::-1]).array}),
-    "cache strided": (ValueError, "cache", lambda c: {
-        "cache": c.output("bf16", (2, 4, 24), lambda a: a[..., ::2]).array}),
-    "cache zero stride": (ValueError, "cache", lambda c: {
-        "cache": c.output("bf16", (1, 4, 12), lambda a: repeat_rows(a, 2)).array}),
-    "slots float": (TypeError, "slot_mapping", lambda c: {
-        "slot_mapping": c.device.zeros((6,), np.float32)}),
-    "slots 2-D": (ValueError, "slot_mapping", lambda c: {
-        "slot_mapping": c.device.zeros((6, 1), np.int64)}),
+    "few latents": (
+        ValueError,
+        "latent|slot_mapping",
+        lambda c: {"latent": c.input("bf16", (5, 8)).array},
+    ),
+    "few rope keys": (
+        ValueError,
+        "rope_key|slot_mapping",
+        lambda c: {"rope_key": c.input("bf16", (5, 4)).array},
+    ),
+    "latent float64": (
+        TypeError,
+        "latent",
+        lambda c: {"latent": c.device.zeros((6, 8), np.float64)},
+    ),
+    "rope_key untagged": (
+        TypeError,
+        "rope_key",
+        lambda c: {"rope_key": c.device.zeros((6, 4), np.uint16)},
+    ),
+    "cache float64": (
+        TypeError,
+        "cache",
+        lambda c: {"cache": c.device.zeros((2, 4, 12), np.float64)},
+    ),
+    "latent strided": (
+        ValueError,
+        "latent",
+        lambda c: {"latent": c.input("bf16", (6, 16), lambda a: a[:, ::2]).array},
+    ),
+    "rope_key reversed": (
+        ValueError,
+        "rope_key",
+        lambda c: {"rope_key": c.input("bf16", (6, 4), lambda a: a[:, ::-1]).array},
+    ),
+    "cache strided": (
+        ValueError,
+        "cache",
+        lambda c: {"cache": c.output("bf16", (2, 4, 24), lambda a: a[..., ::2]).array},
+    ),
+    "cache zero stride": (
+        ValueError,
+        "cache",
+        lambda c: {"cache": c.output("bf16", (1, 4, 12), lambda a: repeat_rows(a, 2)).array},
+    ),
+    "slots float": (
+        TypeError,
+        "slot_mapping",
+        lambda c: {"slot_mapping": c.device.zeros((6,), np.float32)},
+    ),
+    "slots 2-D": (
+        ValueError,
+        "slot_mapping",
+        lambda c: {"slot_mapping": c.device.zeros((6, 1), np.int64)},
+    ),
     "scale without need": (ValueError, "scale", lambda c: {"scale": 2.0}),
-    "overlap": (ValueError, "latent|cache", lambda c: (lambda both: {
-        "latent": both.sub(lambda a: a[:6, :8]).array, "cache": both.array})(
-            c.output("bf16", (8, 12)))),
+    "overlap": (
+        ValueError,
+        "latent|cache",
+        lambda c: (
+            lambda both: {"latent": both.sub(lambda a: a[:6, :8]).array, "cache": both.array}
+        )(c.output("bf16", (8, 12))),
+    ),
 }
 
 
@@ -1239,10 +1546,21 @@ def test_any_call(device, call):
         shape = (call["tokens"] + call["padding"], heads, call["widths"][side])
         args.append(drawn_input(case, source, call["views"][side], shape, call["misalign"][side]))
     for side, letter in enumerate("kv"):
-        base = cache_shape(call["layout"], call["pages"], call["page_size"], heads,
-                           call["widths"][side] + call["wider"][side])
-        args.append(case.output(destination, base, lambda a, s=side: a[..., : call["widths"][s]],
-                                misalign=call["misalign"][2 + side]))
+        base = cache_shape(
+            call["layout"],
+            call["pages"],
+            call["page_size"],
+            heads,
+            call["widths"][side] + call["wider"][side],
+        )
+        args.append(
+            case.output(
+                destination,
+                base,
+                lambda a, s=side: a[..., : call["widths"][s]],
+                misalign=call["misalign"][2 + side],
+            )
+        )
         scale = call["scales"][side]
         if destination not in QUANTISED or scale == "none":
             continue
@@ -1272,8 +1590,13 @@ def test_comparison_sees_one_changed_bit(device, place):
     cache = case.output("bf16", (4, 2, 11), lambda a: a[..., :8])
     case.check("", [])
     buffer = (key if place == "input" else cache).buffer
-    at = {"before": buffer.start - 1, "after": buffer.stop, "gap": buffer.start + 17,
-          "element": buffer.start + 3, "input": buffer.start}[place]
+    at = {
+        "before": buffer.start - 1,
+        "after": buffer.stop,
+        "gap": buffer.start + 17,
+        "element": buffer.start + 3,
+        "input": buffer.start,
+    }[place]
     buffer.raw[at : at + 1] ^= 1
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         case.check("", [])

@@ -1,0 +1,100 @@
+// Rows of K and V on their way into a cache or out of it: what store.cu and gather.cu share.
+//
+// A group of `lanes` neighbouring threads takes the K row and the V row of one (token, head), so
+// that lane i moves the words i, i + lanes, ... of a row: neighbouring lanes touch neighbouring
+// words, and a warp that covers several short rows still fills whole sectors. Where heads are
+// contiguous in a token and in the cache, Python joins them into one row (num_heads = 1). Several
+// warps share a row when there are too few rows to fill the device.
+#pragma once
+
+#include "cache_side.cuh"
+
+struct CacheRowsParams {
+  char* key;            // [num_tokens, num_heads, k.width], outside the cache
+  char* value;          // [num_tokens, num_heads, v.width], outside the cache
+  char* k_cache;        // [num_pages, page_size, num_heads, k.width] by strides
+  char* v_cache;        // [num_pages, page_size, num_heads, v.width] by strides
+  const char* slots;    // [num_tokens] int32 or int64
+  const char* k_scale;  // [num_heads] float32, or null: k.scale
+  const char* v_scale;  // [num_heads] float32, or null: v.scale
+  char* k_scale_cache;  // [num_slots, num_heads] float32, or null: static scales
+  char* v_scale_cache;  // [num_slots, num_heads] float32, or null: static scales
+  FaultRecord* faults;
+  CacheSide k;
+  CacheSide v;
+  i64 slot_stride_bytes;
+  i64 num_slots;
+  i64 skip_slot;  // a slot never touched; negative: none
+  i64 operation;  // for the fault record; negative: another launch of the call reports
+  int num_rows;   // num_tokens * num_heads
+  int num_heads;
+  int page_size;
+  int page_shift;
+  int index_bytes;
+  int lane_shift;  // log2(lanes)
+};
+
+// The rows, of K and of V, that this thread works on.
+struct CacheRow {
+  int token;
+  int head;
+  i64 slot;  // negative: nothing to do
+};
+
+__device__ __forceinline__ CacheRow find_row(const CacheRowsParams& p) {
+  const int row = blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
+  if (row >= p.num_rows) return {0, 0, -1};
+  const int token = p.num_heads == 1 ? row : row / p.num_heads;
+  const int head = row - token * p.num_heads;
+  i64 slot = load_index(p.slots + token * p.slot_stride_bytes, p.index_bytes);
+  if (slot == p.skip_slot) slot = -1;
+  if (slot >= p.num_slots) {
+    const bool first_of_token = head == 0 && (threadIdx.x & ((1 << p.lane_shift) - 1)) == 0;
+    if (first_of_token && p.operation >= 0) report_fault(p.faults, p.operation, token, slot);
+    slot = -1;
+  }
+  return {token, head, slot};
+}
+
+__device__ __forceinline__ char* outside_row(char* base, const CacheSide& side,
+                                             const CacheRow& row) {
+  return base + row.token * side.token_bytes + row.head * side.head_bytes;
+}
+
+__device__ __forceinline__ char* cache_row(char* base, const CacheSide& side, const CacheRow& row,
+                                           const CacheRowsParams& p) {
+  return base + slot_offset_bytes(side.cache, row.slot, p.page_size, p.page_shift) +
+         row.head * side.cache.head_bytes;
+}
+
+// Copy the words of two rows, all loads of both before the first store.
+template <int kWordBytes>
+__device__ __forceinline__ void copy_rows(const char* k_from, char* k_to, int k_bytes,
+                                          const char* v_from, char* v_to, int v_bytes, int lane,
+                                          int lanes) {
+  constexpr int kUnroll = 4;  // words of each row in flight a thread
+  const int k_words = k_bytes / kWordBytes;
+  const int v_words = v_bytes / kWordBytes;
+  const auto* k_in = reinterpret_cast<const Word<kWordBytes>*>(k_from);
+  const auto* v_in = reinterpret_cast<const Word<kWordBytes>*>(v_from);
+  auto* k_out = reinterpret_cast<Word<kWordBytes>*>(k_to);
+  auto* v_out = reinterpret_cast<Word<kWordBytes>*>(v_to);
+  for (int first = lane; first < k_words || first < v_words; first += lanes * kUnroll) {
+    Word<kWordBytes> k[kUnroll];
+    Word<kWordBytes> v[kUnroll];
+    // Load
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int word = first + i * lanes;
+      if (word < k_words) k[i] = k_in[word];
+      if (word < v_words) v[i] = v_in[word];
+    }
+    // Store
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      const int word = first + i * lanes;
+      if (word < k_words) k_out[word] = k[i];
+      if (word < v_words) v_out[word] = v[i];
+    }
+  }
+}

@@ -1,0 +1,68 @@
+// Gather rows of K and V out of a cache, dequantised where that is wanted, both in one launch.
+//
+// The way back of store.cu: threads lie over rows as cache_rows.cuh says, and a skipped slot leaves
+// its row as it was.
+//
+// Bytes: each K and V row is read once and written once, plus one index a token.
+#include "cache_rows.cuh"
+
+// Same format in and out: bytes.
+// grid: (rows / (block / lanes)), block: (a multiple of lanes), smem: 0
+template <int kWordBytes>
+__global__ void gather_copy(const __grid_constant__ CacheRowsParams p) {
+  const CacheRow row = find_row(p);
+  if (row.slot < 0) return;
+  const int lanes = 1 << p.lane_shift;
+  const int lane = threadIdx.x & (lanes - 1);
+  copy_rows<kWordBytes>(cache_row(p.k_cache, p.k, row, p), outside_row(p.key, p.k, row), p.k.width,
+                        cache_row(p.v_cache, p.v, row, p), outside_row(p.value, p.v, row),
+                        p.v.width, lane, lanes);
+}
+
+// The scale of a row of the cache: its own, or its head's.
+__device__ __forceinline__ float scale_of(const char* scale, char* scale_cache,
+                                          const CacheSide& side, const CacheRow& row) {
+  return scale_cache ? *scale_address(scale_cache, side, row.slot, row.head)
+                     : static_scale(scale, side, row.head);
+}
+
+template <typename TCache, typename TOut, int kCount>
+__device__ __forceinline__ Pack<TOut, kCount> dequantise(const Pack<TCache, kCount>& in,
+                                                         float scale) {
+  Pack<TOut, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float x = to_float(in.values[i]);
+    out.values[i] = from_float<TOut>(kQuantised<TCache> ? __fmul_rn(x, scale) : x);
+  }
+  return out;
+}
+
+// Another format: float32 arithmetic, one rounding.
+// grid: (rows / (block / lanes)), block: (a multiple of lanes), smem: 0
+template <typename TCache, typename TOut, int kCount>
+__global__ void gather_convert(const __grid_constant__ CacheRowsParams p) {
+  const CacheRow row = find_row(p);
+  if (row.slot < 0) return;
+  const int lanes = 1 << p.lane_shift;
+  const int lane = threadIdx.x & (lanes - 1);
+  const char* k_in = cache_row(p.k_cache, p.k, row, p);
+  const char* v_in = cache_row(p.v_cache, p.v, row, p);
+  char* k_out = outside_row(p.key, p.k, row);
+  char* v_out = outside_row(p.value, p.v, row);
+  const float k_scale = p.k.width ? scale_of(p.k_scale, p.k_scale_cache, p.k, row) : 1.0f;
+  const float v_scale = p.v.width ? scale_of(p.v_scale, p.v_scale_cache, p.v, row) : 1.0f;
+  constexpr int kInBytes = sizeof(TCache);
+  constexpr int kOutBytes = sizeof(TOut);
+
+  for (int i = lane * kCount; i < p.k.width || i < p.v.width; i += lanes * kCount) {
+    Pack<TCache, kCount> k;
+    Pack<TCache, kCount> v;
+    // Load
+    if (i < p.k.width) k.load(k_in + i * kInBytes);
+    if (i < p.v.width) v.load(v_in + i * kInBytes);
+    // Convert, Store
+    if (i < p.k.width) dequantise<TCache, TOut>(k, k_scale).store(k_out + i * kOutBytes);
+    if (i < p.v.width) dequantise<TCache, TOut>(v, v_scale).store(v_out + i * kOutBytes);
+  }
+}

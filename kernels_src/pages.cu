@@ -1,0 +1,77 @@
+// Copy pages of an array onto other pages of it.
+//
+// A page is up to three nested axes of rows, by strides, and a row is bytes. A group of `lanes`
+// neighbouring threads takes one row of one page, lane i its words i, i + lanes, ...
+//
+// Bytes: each row is read once and written once, plus two indices a page.
+#include "common.cuh"
+
+struct CopyPagesParams {
+  char* cache;            // [num_pages, rows by three strides, row_bytes]
+  const char* src_pages;  // [num_copies] int32 or int64
+  const char* dst_pages;  // [num_copies] int32 or int64
+  FaultRecord* faults;
+  i64 page_bytes;   // stride between pages
+  i64 row_bytes_0;  // strides between rows on the three axes
+  i64 row_bytes_1;
+  i64 row_bytes_2;
+  i64 num_pages;
+  i64 src_stride_bytes;
+  i64 dst_stride_bytes;
+  i64 src_operation;  // for the fault record
+  i64 dst_operation;
+  i64 num_rows;  // num_copies * rows a page
+  i64 row_bytes;
+  int rows_1;  // rows on the second axis
+  int rows_2;  // rows on the third axis
+  int rows_a_page;
+  int src_index_bytes;
+  int dst_index_bytes;
+  int lane_shift;
+};
+
+// Whether a page exists; a fault if not.
+__device__ __forceinline__ bool exists(const CopyPagesParams& p, i64 page, i64 position,
+                                       i64 operation, bool reports) {
+  if (page < p.num_pages) return true;
+  if (reports) report_fault(p.faults, operation, position, page);
+  return false;
+}
+
+// grid: (rows / (block / lanes)), block: (a multiple of lanes), smem: 0
+template <int kWordBytes>
+__global__ void copy_pages(const __grid_constant__ CopyPagesParams p) {
+  constexpr int kUnroll = 4;  // words in flight a thread
+  const int lanes = 1 << p.lane_shift;
+  const int lane = threadIdx.x & (lanes - 1);
+  const i64 row = i64{blockIdx.x} * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
+  if (row >= p.num_rows) return;
+  const i64 position = row / p.rows_a_page;
+  const int within = static_cast<int>(row - position * p.rows_a_page);
+  const bool reports = within == 0 && lane == 0;
+  const i64 src = load_index(p.src_pages + position * p.src_stride_bytes, p.src_index_bytes);
+  const i64 dst = load_index(p.dst_pages + position * p.dst_stride_bytes, p.dst_index_bytes);
+  if (src < 0 || dst < 0) return;
+  if (!exists(p, src, position, p.src_operation, reports)) return;
+  if (!exists(p, dst, position, p.dst_operation, reports)) return;
+
+  const int outer = within / p.rows_2;
+  const i64 offset = outer / p.rows_1 * p.row_bytes_0 + outer % p.rows_1 * p.row_bytes_1 +
+                     (within - outer * p.rows_2) * p.row_bytes_2;
+  const auto* in = reinterpret_cast<const Word<kWordBytes>*>(p.cache + src * p.page_bytes + offset);
+  auto* out = reinterpret_cast<Word<kWordBytes>*>(p.cache + dst * p.page_bytes + offset);
+  const i64 words = p.row_bytes / kWordBytes;
+  for (i64 first = lane; first < words; first += lanes * kUnroll) {
+    Word<kWordBytes> in_flight[kUnroll];
+    // Load
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (first + i * lanes < words) in_flight[i] = in[first + i * lanes];
+    }
+    // Store
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) {
+      if (first + i * lanes < words) out[first + i * lanes] = in_flight[i];
+    }
+  }
+}

@@ -1,0 +1,350 @@
+// Rotate query and key by position, and store key and value into a cache, in one launch.
+//
+// A group of `lanes` neighbouring threads (a power of two, up to a warp) takes one row: a query
+// head, a key head or a value head of one token. In a rotated row a thread owns both elements of
+// each of its pairs, so that rotating in place needs no exchange: pair i is elements (i, i +
+// rotary_dim / 2), or (2i, 2i + 1) when interleaved. The rest of the row passes. A key row goes on,
+// rounded to its own format, to the live key and to the cache; a value row only to the cache.
+//
+// RMSNorm before the rotation and dynamic scales need a whole row at once: those launches (kReduce)
+// pass over the row up to three times, the later times in L1.
+//
+// Bytes: each row is read once and written once a destination; cos and sin of a token stay in L1.
+#include "cache_side.cuh"
+
+// How pairs choose among three positions a token (mrope).
+constexpr int kNoSections = 0;           // one position a token
+constexpr int kSections = 1;             // consecutive sections of pairs
+constexpr int kSectionsInterleaved = 2;  // pair i takes axis i % 3 while that axis has pairs left
+
+constexpr int kReportPositions = 1;
+constexpr int kReportSlots = 2;
+
+struct RopeParams {
+  const char* query;       // [num_tokens, num_q_heads, head_dim], or null
+  char* query_out;         // like query; query itself: in place
+  const char* key;         // [num_tokens, num_heads, head_dim]
+  char* key_out;           // like key; null: the rotated key goes to the cache alone
+  const char* value;       // [num_tokens, num_heads, v.width]
+  char* k_cache;           // by strides; null: rotate only
+  char* v_cache;           // by strides; null: no value
+  const char* table;       // [max_positions, rotary_dim] float32, [cos | sin]
+  const char* positions;   // [num_tokens], or [3, num_tokens] with sections
+  const char* slots;       // [num_stored] int32 or int64
+  const char* query_norm;  // [head_dim] weights of RMSNorm, float32 or like query; null: none
+  const char* key_norm;    // [head_dim], likewise
+  const char* k_scale;
+  const char* v_scale;
+  char* k_scale_cache;
+  char* v_scale_cache;
+  FaultRecord* faults;
+  CacheSide k;
+  CacheSide v;
+  i64 query_token_bytes;
+  i64 query_head_bytes;
+  i64 query_out_token_bytes;
+  i64 query_out_head_bytes;
+  i64 key_out_token_bytes;
+  i64 key_out_head_bytes;
+  i64 table_row_bytes;
+  i64 max_positions;
+  i64 position_bytes;  // stride between tokens
+  i64 axis_bytes;      // stride between the three axes
+  i64 slot_stride_bytes;
+  i64 num_slots;
+  i64 skip_slot;
+  i64 position_operation;  // for the fault record
+  i64 slot_operation;
+  int num_rows;     // num_tokens * (num_q_heads + num_k_heads + num_v_heads)
+  int num_stored;   // tokens that have a slot
+  int num_q_heads;  // rows of a token: query, then key, then value heads; each may be 0
+  int num_k_heads;
+  int num_v_heads;
+  int reports;  // kReportPositions | kReportSlots, less what another launch of the call reports
+  int head_dim;
+  int rotary_dim;  // 0: nothing turns, a key row is only stored
+  int interleaved;
+  int sections;       // kNoSections, kSections or kSectionsInterleaved
+  int section_end_0;  // kSections: first pair of axis 1, then of axis 2
+  int section_end_1;  // kSectionsInterleaved: end of the pairs of axis 1, and of axis 2
+  int page_size;
+  int page_shift;
+  int slot_bytes;      // of an index in slots
+  int position_index;  // bytes of an index in positions
+  int lane_shift;
+  int norm_is_float;  // whether the weights are float32
+  float epsilon;
+};
+
+// The rows of cos and sin for one token: one for all pairs, or one for each of three axes.
+struct Angles {
+  const char* first;
+  const char* second;
+  const char* third;
+};
+
+// The row that turns pair i.
+__device__ __forceinline__ const float* row_of_pair(const RopeParams& p, const Angles& angles,
+                                                    int i) {
+  int axis = (i >= p.section_end_0) + (i >= p.section_end_1);
+  if (p.sections == kSectionsInterleaved) {
+    axis = i % 3;
+    if (i >= (axis == 1 ? p.section_end_0 : p.section_end_1)) axis = 0;
+  }
+  return reinterpret_cast<const float*>(axis == 0   ? angles.first
+                                        : axis == 1 ? angles.second
+                                                    : angles.third);
+}
+
+// The token's row of the table on one axis; null, and a fault, if its position is outside.
+__device__ __forceinline__ const char* find_row(const RopeParams& p, int token, int axis,
+                                                bool reports) {
+  const char* address = p.positions + axis * p.axis_bytes + token * p.position_bytes;
+  const i64 position = load_index(address, p.position_index);
+  if (position >= 0 && position < p.max_positions) return p.table + position * p.table_row_bytes;
+  if (reports) report_fault(p.faults, p.position_operation, token, position);
+  return nullptr;
+}
+
+// Find the rows of a token; false if one of its positions is outside the table.
+__device__ __forceinline__ bool find_angles(const RopeParams& p, int token, bool reports,
+                                            Angles& angles) {
+  angles.first = find_row(p, token, 0, reports);
+  if (!angles.first || p.sections == kNoSections) return angles.first;
+  angles.second = find_row(p, token, 1, reports);
+  if (!angles.second) return false;
+  angles.third = find_row(p, token, 2, reports);
+  return angles.third;
+}
+
+// The slot of a token, or -1: padding, none given, the skipped one, or past the end (a fault).
+__device__ __forceinline__ i64 find_slot(const RopeParams& p, int token, bool reports) {
+  if (token >= p.num_stored) return -1;
+  const i64 slot = load_index(p.slots + token * p.slot_stride_bytes, p.slot_bytes);
+  if (slot == p.skip_slot) return -1;
+  if (slot < p.num_slots) return slot;
+  if (reports) report_fault(p.faults, p.slot_operation, token, slot);
+  return -1;
+}
+
+// a * b - c * d to within an ulp and a half of float32, where plain arithmetic would cancel
+// (Kahan). Where it overflows on the way, the plain result.
+__device__ __forceinline__ float difference_of_products(float a, float b, float c, float d) {
+  const float cd = __fmul_rn(c, d);
+  const float rough = __fmaf_rn(a, b, -cd);
+  const float exact = __fadd_rn(rough, __fmaf_rn(-c, d, cd));
+  return exact == exact ? exact : rough;
+}
+
+// One row that turns: how to get at its pairs.
+template <typename T, int kCount>
+struct TurningRow {
+  const RopeParams& p;
+  const char* in;
+  const Angles& angles;
+  const char* norm;  // weights, or null
+  float inverse_rms;
+
+  __device__ __forceinline__ void load_pairs(int i, Pack<T, kCount>& x, Pack<T, kCount>& y) const {
+    constexpr int kBytes = sizeof(T);
+    if (p.interleaved) {
+      Pack<T, 2 * kCount> both;
+      both.load(in + 2 * i * kBytes);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        x.values[j] = both.values[2 * j];
+        y.values[j] = both.values[2 * j + 1];
+      }
+    } else {
+      x.load(in + i * kBytes);
+      y.load(in + (i + p.rotary_dim / 2) * kBytes);
+    }
+  }
+
+  template <typename TOut>
+  __device__ __forceinline__ void store_pairs(char* out, int i, const Pack<TOut, kCount>& x,
+                                              const Pack<TOut, kCount>& y) const {
+    constexpr int kBytes = sizeof(TOut);
+    if (p.interleaved) {
+      Pack<TOut, 2 * kCount> both;
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        both.values[2 * j] = x.values[j];
+        both.values[2 * j + 1] = y.values[j];
+      }
+      both.store(out + 2 * i * kBytes);
+    } else {
+      x.store(out + i * kBytes);
+      y.store(out + (i + p.rotary_dim / 2) * kBytes);
+    }
+  }
+
+  // An element after RMSNorm, if there is one.
+  __device__ __forceinline__ float normed(T x, int element) const {
+    const float value = to_float(x);
+    if (!norm) return value;
+    const float weight = p.norm_is_float ? reinterpret_cast<const float*>(norm)[element]
+                                         : to_float(reinterpret_cast<const T*>(norm)[element]);
+    return value * inverse_rms * weight;
+  }
+
+  // Pairs i .. i + kCount - 1, turned, rounded once.
+  __device__ __forceinline__ void turn(int i, Pack<T, kCount>& x, Pack<T, kCount>& y) const {
+    load_pairs(i, x, y);
+    const int half = p.rotary_dim / 2;
+    Pack<float, kCount> cosine;
+    Pack<float, kCount> sine;
+    if (p.sections != kNoSections) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        const float* row = row_of_pair(p, angles, i + j);
+        cosine.values[j] = row[i + j];
+        sine.values[j] = row[half + i + j];
+      }
+    } else {
+      cosine.load(angles.first + i * static_cast<int>(sizeof(float)));
+      sine.load(angles.first + (half + i) * static_cast<int>(sizeof(float)));
+    }
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float a = normed(x.values[j], p.interleaved ? 2 * (i + j) : i + j);
+      const float b = normed(y.values[j], p.interleaved ? 2 * (i + j) + 1 : i + j + half);
+      const float c = cosine.values[j];
+      const float s = sine.values[j];
+      x.values[j] = from_float<T>(difference_of_products(a, c, b, s));
+      y.values[j] = from_float<T>(difference_of_products(b, c, -a, s));
+    }
+  }
+
+  // Elements i .. i + kCount - 1 of the part that passes.
+  __device__ __forceinline__ Pack<T, kCount> pass(int i) const {
+    Pack<T, kCount> x;
+    x.load(in + i * static_cast<int>(sizeof(T)));
+    if (norm) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) x.values[j] = from_float<T>(normed(x.values[j], i + j));
+    }
+    return x;
+  }
+};
+
+// To the cache's format; the same format is the same bits.
+template <typename TIn, typename TOut, int kCount>
+__device__ __forceinline__ Pack<TOut, kCount> to_cache(const Pack<TIn, kCount>& in, float scale) {
+  if constexpr (kSameType<TIn, TOut>) {
+    return in;
+  } else {
+    return convert<TIn, TOut>(in, scale);
+  }
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ float absmax_of(const Pack<T, kCount>& pack, float largest) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) largest = fmaxf(largest, fabsf(to_float(pack.values[j])));
+  return largest;
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ float sum_of_squares(const char* in, int width, int lane, int lanes) {
+  float sum = 0.0f;
+  for (int i = lane * kCount; i < width; i += lanes * kCount) {
+    Pack<T, kCount> pack;
+    pack.load(in + i * static_cast<int>(sizeof(T)));
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float x = to_float(pack.values[j]);
+      sum += x * x;
+    }
+  }
+  return sum;
+}
+
+// grid: (rows / (block / lanes)), block: (a multiple of 32), smem: 0
+template <typename T, typename TCache, int kCount, bool kReduce>
+__global__ void rope_store(const __grid_constant__ RopeParams p) {
+  const int lanes = 1 << p.lane_shift;
+  const int lane = threadIdx.x & (lanes - 1);
+  const int row = blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
+  const int rows_a_token = p.num_q_heads + p.num_k_heads + p.num_v_heads;
+  const int token = row / rows_a_token;
+  const int row_head = row - token * rows_a_token;
+  const bool is_query = row_head < p.num_q_heads;
+  const bool is_value = row_head >= p.num_q_heads + p.num_k_heads;
+  const int head = row_head - (is_query ? 0 : p.num_q_heads + (is_value ? p.num_k_heads : 0));
+  const int reports = row_head == 0 && lane == 0 ? p.reports : 0;
+
+  // Guards. With kReduce a thread without work still takes part in the reductions of its warp.
+  Angles angles = {};
+  bool active = row < p.num_rows && find_angles(p, token, reports & kReportPositions, angles);
+  i64 slot = active ? find_slot(p, token, reports & kReportSlots) : -1;
+  if (is_query) slot = -1;
+  if (is_value && slot < 0) active = false;
+  if (!kReduce && !active) return;
+
+  const CacheSide& side = is_value ? p.v : p.k;
+  const char* in = (is_value ? p.value : p.key) + token * side.token_bytes + head * side.head_bytes;
+  if (is_query) in = p.query + token * p.query_token_bytes + head * p.query_head_bytes;
+  char* live = nullptr;
+  if (is_query) {
+    live = p.query_out + token * p.query_out_token_bytes + head * p.query_out_head_bytes;
+  } else if (!is_value && p.key_out) {
+    live = p.key_out + token * p.key_out_token_bytes + head * p.key_out_head_bytes;
+  }
+  char* cached = nullptr;
+  if (slot >= 0) {
+    cached = (is_value ? p.v_cache : p.k_cache) +
+             slot_offset_bytes(side.cache, slot, p.page_size, p.page_shift) +
+             head * side.cache.head_bytes;
+  }
+  const char* scale_array = is_value ? p.v_scale : p.k_scale;
+  char* scale_cache = is_value ? p.v_scale_cache : p.k_scale_cache;
+  float scale = is_query ? 1.0f : static_scale(scale_array, side, head);
+
+  const int width = !active ? 0 : is_value ? p.v.width : p.head_dim;
+  const int pairs = is_value || !active ? 0 : p.rotary_dim / 2;
+  const int passing = 2 * pairs;  // the first element that does not turn
+  const char* norm = is_value ? nullptr : is_query ? p.query_norm : p.key_norm;
+  TurningRow<T, kCount> turning{p, in, angles, norm, 1.0f};
+
+  if constexpr (kReduce) {
+    const float squares =
+        sum_within_warp(norm ? sum_of_squares<T, kCount>(in, width, lane, lanes) : 0.0f, lanes);
+    if (norm) turning.inverse_rms = 1.0f / sqrtf(squares / p.head_dim + p.epsilon);
+    float largest = 0.0f;
+    if (kQuantised<TCache> && scale_cache && cached) {
+      for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
+        Pack<T, kCount> x;
+        Pack<T, kCount> y;
+        turning.turn(i, x, y);
+        largest = absmax_of(y, absmax_of(x, largest));
+      }
+      for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
+        largest = absmax_of(turning.pass(i), largest);
+      }
+    }
+    largest = max_within_warp(largest, lanes);
+    if constexpr (kQuantised<TCache>) {
+      if (scale_cache && cached) {
+        scale = dynamic_scale<TCache>(largest);
+        if (lane == 0) *scale_address(scale_cache, side, slot, head) = scale;
+      }
+    }
+  }
+
+  for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
+    Pack<T, kCount> x;
+    Pack<T, kCount> y;
+    turning.turn(i, x, y);
+    if (live) turning.store_pairs(live, i, x, y);
+    if (cached) {
+      turning.store_pairs(cached, i, to_cache<T, TCache>(x, scale), to_cache<T, TCache>(y, scale));
+    }
+  }
+  const bool copies = live && (live != in || norm);
+  for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
+    const Pack<T, kCount> x = turning.pass(i);
+    if (copies) x.store(live + i * static_cast<int>(sizeof(T)));
+    if (cached) to_cache<T, TCache>(x, scale).store(cached + i * static_cast<int>(sizeof(TCache)));
+  }
+}

@@ -1,0 +1,293 @@
+"""Index arrays: slots of appended tokens, page tables in CSR form, duplicates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import devices, faults
+from ..arrays import ArrayView, describe
+from ..errors import CompileError
+from ..exporters import view
+from ..kernels import Kernel, Specialisation
+from . import checks, expressions, outputs, plan
+
+_ARRAYS = ("block_table", "seq_lens", "append_lens", "out")
+
+_PARAMS = np.dtype(
+    [
+        *((name, np.uint64) for name in (*_ARRAYS, "faults")),
+        ("table_row_bytes", np.int64),
+        ("table_entry_bytes", np.int64),
+        ("seq_len_bytes", np.int64),
+        ("append_len_bytes", np.int64),
+        ("num_out", np.int64),
+        ("max_pages", np.int64),
+        ("seq_len_operation", np.int64),
+        ("append_len_operation", np.int64),
+        ("num_sequences", np.int32),
+        ("page_size", np.int32),
+        ("table_index_bytes", np.int32),
+        ("seq_len_index_bytes", np.int32),
+        ("append_len_index_bytes", np.int32),
+    ],
+    align=True,
+)
+
+_LANES = 32
+SLOT_MAPPING = Kernel("indexing.cu", "slot_mapping", _PARAMS, "SlotMappingParams", barriers=True)
+
+
+def specialisations() -> list[Specialisation]:
+    """Return every specialisation that the operations here can ask for."""
+    return [SLOT_MAPPING.specialise(_LANES)]
+
+
+def slot_mapping(
+    block_table: Any,
+    seq_lens: Any,
+    append_lens: Any,
+    page_size: int,
+    *,
+    out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """Return the slots of the tokens that a step appends, sequence by sequence.
+
+    Parameters
+    ----------
+    block_table : int32 or int64 (B, max_pages), the pages of each sequence. Entries past its end
+        are not read
+    seq_lens : int32 or int64 (B,), the appended tokens included
+    append_lens : int32 or int64 (B,), how many of the last tokens are new
+    page_size : slots a page
+    out : int64 (T,), written in place; what the step does not need is filled with -1. None:
+        allocated, as long as the step needs
+    stream : see API.md
+
+    Returns
+    -------
+    int64 (T,) : `out`, or an allocated array of the table's library
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was written
+
+    Notes
+    -----
+    A sequence longer than its row of the table is a fault, and so is one that `out` has no room
+    for. Stream: one kernel; without `out` the
+    host waits for `append_lens`. Capture: legal with `out`.
+
+    Examples
+    --------
+    >>> table = np.array([[7, 3], [5, 0]], np.int32)
+    >>> slot_mapping(table, np.array([5, 2]), np.array([2, 2]), 4).tolist()
+    [31, 12, 20, 21]
+    """
+    checks.require_int(page_size, "page_size")
+    if not 1 <= page_size < 2**31:
+        raise ValueError(f"page_size: expected at least 1, got {page_size}")
+    if out is None:
+        lengths = view(append_lens, "append_lens")
+        checks.indices(lengths, "append_lens")
+        numbers = devices.get(lengths.device).to_numpy(append_lens)
+        if len(numbers) and numbers.min() < 0:
+            raise ValueError(f"append_lens: expected no negative lengths, got {numbers.min()}")
+        out = outputs.zeros(
+            view(block_table, "block_table"), (int(numbers.sum()),), "int64", stream
+        )
+    arrays = (block_table, seq_lens, append_lens, out)
+    pointers, made = plan.obtain(
+        "slot_mapping", _ARRAYS, arrays, 0, (int(page_size),),
+        lambda given, alignment: _plan(given, int(page_size)),
+    )  # fmt: skip
+    made.run(pointers, arrays, stream)
+    return out
+
+
+def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any, Any, Any]:
+    """Return a page table in the form that FlashInfer takes: only the pages in use, end to end.
+
+    Parameters
+    ----------
+    block_table : int32 or int64 (B, max_pages)
+    seq_lens : int32 or int64 (B,)
+    page_size : slots a page
+
+    Returns
+    -------
+    indptr : int32 (B + 1,), where each sequence's pages begin
+    indices : int32 (indptr[-1],), the pages
+    last_page_len : int32 (B,), tokens on the last page, 1 to page_size; 0 for an empty sequence
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit, or a sequence is longer than its row
+
+    Notes
+    -----
+    Array expressions on the current stream of the arrays' library; the host waits for the lengths.
+    Capture: illegal.
+
+    Examples
+    --------
+    >>> table = np.array([[7, 3], [5, 0]], np.int32)
+    >>> [a.tolist() for a in page_table_csr(table, np.array([5, 2]), 4)]
+    [[0, 2, 3], [7, 3, 5], [1, 2]]
+    """
+    checks.require_int(page_size, "page_size")
+    if page_size < 1:
+        raise ValueError(f"page_size: expected at least 1, got {page_size}")
+    given = {
+        name: view(array, name)
+        for name, array in (("block_table", block_table), ("seq_lens", seq_lens))
+    }
+    checks.require_same_device(given)
+    table, lengths = given["block_table"], given["seq_lens"]
+    _check_table(table, {"seq_lens": lengths})
+    device = devices.get(table.device)
+    found: list[Any] = []
+
+    def express() -> None:
+        numbers = device.carrier(lengths)
+        xp = expressions.module_of(numbers)
+        numbers = numbers.astype(xp.int64)
+        pages = -(-numbers // page_size)
+        if len(numbers) and not 0 <= int(numbers.min()) <= int(pages.max()) * page_size:
+            raise ValueError(f"seq_lens: expected no negative lengths, got {int(numbers.min())}")
+        if len(numbers) and int(pages.max()) > table.shape[1]:
+            wanted = f"at most {table.shape[1]} pages of {page_size}"
+            raise ValueError(f"seq_lens: expected {wanted}, got {int(numbers.max())} tokens")
+        indptr = xp.zeros(len(numbers) + 1, xp.int32)
+        indptr[1:] = xp.cumsum(pages)
+        used = xp.arange(table.shape[1])[None, :] < pages[:, None]
+        last = numbers - xp.maximum(pages - 1, 0) * page_size
+        found.extend((indptr, device.carrier(table)[used].astype(xp.int32), last.astype(xp.int32)))
+
+    device.run(express, device.as_stream(None, table.library), (block_table, seq_lens))
+    indptr, indices, last_page_len = (outputs.in_library(a, table) for a in found)
+    return indptr, indices, last_page_len
+
+
+def find_duplicate_slots(slot_mapping: Any) -> np.ndarray[Any, Any]:
+    """Return the slots that occur more than once, sorted; negative ones do not count.
+
+    Parameters
+    ----------
+    slot_mapping : int32 or int64 (T,)
+
+    Returns
+    -------
+    NumPy array of the same dtype. Which of two rows with one slot a store keeps is undefined.
+
+    Notes
+    -----
+    Stream: waits for the array. Capture: illegal.
+
+    Examples
+    --------
+    >>> find_duplicate_slots(np.array([4, 1, 4, -1, -1]))
+    array([4])
+    """
+    v = view(slot_mapping, "slot_mapping")
+    checks.indices(v, "slot_mapping")
+    slots, counts = np.unique(devices.get(v.device).to_numpy(slot_mapping), return_counts=True)
+    repeated: np.ndarray[Any, Any] = slots[(counts > 1) & (slots >= 0)]
+    return repeated
+
+
+# --- Plans ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class SlotMappingPlan(plan.Plan):
+    """The slots of one step."""
+
+    table: ArrayView
+    seq_lens: ArrayView
+    append_lens: ArrayView
+    out: ArrayView
+    page_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.table.shape[0] == 0 or self.out.shape[0] == 0:
+            return
+        try:
+            self.launches.append(self._launch())
+        except CompileError as cause:
+            self.cause = cause
+
+    def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
+        """Describe the four arrays."""
+        return [view(array) for array in arrays]
+
+    def express(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
+        """Find the slots on the host."""
+        device = self.device
+        table, seq_lens, append_lens = (device.to_numpy(array) for array in arrays[:3])
+        slots = np.full(self.out.shape, -1, np.int64)
+        first = 0
+        for b, (length, count) in enumerate(zip(seq_lens, append_lens, strict=True)):
+            tokens = np.arange(length - count, length)
+            entries = tokens // self.page_size
+            inside = (tokens >= 0) & (entries < table.shape[1])
+            pages = np.where(inside, table[b, np.where(inside, entries, 0)], -1).astype(np.int64)
+            found = np.where(pages < 0, -1, pages * self.page_size + tokens % self.page_size)
+            if not inside.all():
+                bad = int((~inside).sum())
+                expressions.note_fault(device, bad, _fault_id("seq_lens"), b, length)
+            room = slots[first : first + count]
+            room[:] = found[: len(room)]
+            if first + count > len(slots):
+                expressions.note_fault(device, 1, _fault_id("append_lens"), b, count)
+            first += count
+        device.carrier(view(arrays[3]))[...] = device.asarray(slots)
+
+    def _launch(self) -> plan.Launch:
+        table = self.table
+        params = np.zeros((), _PARAMS)
+        params["table_row_bytes"], params["table_entry_bytes"] = table.strides
+        params["table_index_bytes"] = table.itemsize
+        for name, lengths in (("seq_len", self.seq_lens), ("append_len", self.append_lens)):
+            params[f"{name}_bytes"] = lengths.strides[0]
+            params[f"{name}_index_bytes"] = lengths.itemsize
+            params[f"{name}_operation"] = _fault_id(f"{name}s")
+        params["num_out"], params["max_pages"] = self.out.shape[0], table.shape[1]
+        params["num_sequences"], params["page_size"] = table.shape[0], self.page_size
+        grid, block = (table.shape[0], 1, 1), (_LANES, 1, 1)
+        specialisation = SLOT_MAPPING.specialise(_LANES)
+        return plan.Launch(self.device, specialisation, grid, block, 0, params, range(4))
+
+
+def _fault_id(argument: str) -> int:
+    return faults.operation_id("slot_mapping", argument)
+
+
+def _plan(given: dict[str, Any], page_size: int) -> SlotMappingPlan:
+    checks.require_given(given, _ARRAYS)
+    checks.require_same_device(given)
+    table, seq_lens, append_lens, out = (given[name] for name in _ARRAYS)
+    _check_table(table, {"seq_lens": seq_lens, "append_lens": append_lens})
+    if out.format != "int64":
+        raise TypeError(f"out: expected int64, got {describe(out)}")
+    checks.indices(out, "out")
+    checks.require_contiguous(out, "out")
+    checks.require_output(out, "out")
+    return SlotMappingPlan(
+        "slot_mapping", _ARRAYS, (3,), devices.get(table.device), table.library,
+        table, seq_lens, append_lens, out, page_size,
+    )  # fmt: skip
+
+
+def _check_table(table: ArrayView, lengths: dict[str, ArrayView]) -> None:
+    if table.format not in ("int32", "int64"):
+        raise TypeError(f"block_table: expected int32 or int64, got {describe(table)}")
+    if table.ndim != 2:
+        raise ValueError(f"block_table: expected (sequences, max_pages), got {describe(table)}")
+    for name, v in lengths.items():
+        if checks.length_of(v, name) != table.shape[0]:
+            raise ValueError(f"{name}: expected ({table.shape[0]},), got {describe(v)}")

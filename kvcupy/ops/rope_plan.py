@@ -1,0 +1,175 @@
+"""What the signature of a call on RoPE decides, and issuing it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .. import streams
+from ..arrays import ArrayView
+from ..errors import CompileError
+from ..exporters import view
+from . import checks, plan, rope_expressions, rope_launch
+from .rope_launch import ARRAYS, REPORT_POSITIONS, REPORT_SLOTS, Part, Rotation, Store
+from .store_expressions import report_slots, store_rows
+
+NAMES = tuple({"table": "rope_table", "slots": "slot_mapping"}.get(name, name) for name in ARRAYS)
+OUTPUTS = tuple(
+    ARRAYS.index(name)
+    for name in ("query_out", "key_out", "k_cache", "v_cache", "k_scale_cache", "v_scale_cache")
+)
+NUM_ROWS = ARRAYS.index("positions")  # the arrays before are moved in whole words
+
+
+@dataclass
+class RopePlan(plan.Plan):
+    """A rotation, with or without a store."""
+
+    rotation: Rotation
+    parts: list[Part]
+    store: Store | None
+    alignment: int
+    loads: bool = True  # False: only for its checks
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rotation.num_tokens == 0 or not self.loads:
+            return
+        try:
+            for part in self.parts:
+                self.launches.append(
+                    rope_launch.launch(self.device, part, self.rotation, self.store, self.alignment)
+                )
+        except CompileError as cause:
+            self.cause = cause
+
+    def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
+        """Describe the arrays that the parts touch: rows of the tokens there are, caches by pages.
+
+        What is written where it is read counts as written.
+        """
+        tokens = self.rotation.num_tokens
+        stored = self.store.slots.shape[0] if self.store is not None else 0
+        address = dict(zip(ARRAYS, pointers, strict=True))
+        whole = dict(zip(ARRAYS, arrays, strict=True))
+        found: dict[str, ArrayView] = {}
+        for part in self.parts:
+            for index in part.pointers():
+                if index is not None and pointers[index]:
+                    found.setdefault(ARRAYS[index], view(arrays[index]))
+            for name, turned in (("query", part.query), ("key", part.key)):
+                if turned is None:
+                    continue
+                source, target = address[name], address[f"{name}_out"]
+                found.pop(name, None)
+                if not part.turns and turned.out is not None:
+                    del found[f"{name}_out"]
+                    like = view(whole[f"{name}_out"])
+                    found[name] = _rows_view(turned.out, target, tokens, like)
+                    continue
+                if not turned.in_place(source, target):
+                    found[name] = _rows_view(turned.rows, source, tokens, view(whole[name]))
+                if turned.out is not None:
+                    like = view(whole[f"{name}_out"])
+                    found[f"{name}_out"] = _rows_view(turned.out, target, tokens, like)
+            for name, side in (("k", part.k), ("v", part.v)):
+                if side is not None:
+                    cache = f"{name}_cache"
+                    found[cache] = side.cache_view(address[cache], view(whole[cache]))
+            if part.v is not None:
+                value = view(whole["value"])
+                found["value"] = part.v.rows_view(address["value"], stored, value)
+        return [found.get(name) for name in ARRAYS]
+
+    def label(self, output: int, views: list[ArrayView | None]) -> str:
+        """Name an output as the caller does: what is written in place is query or key itself."""
+        name = self.names[output]
+        source = name.removesuffix("_out")
+        in_place = source != name and views[ARRAYS.index(ARRAYS[output][:-4])] is None
+        return self.names[ARRAYS.index(source)] if in_place else name
+
+    def slots(self, views: list[ArrayView | None], output: int) -> ArrayView | None:
+        """Return the slots, for the caches."""
+        return views[ARRAYS.index("slots")] if "cache" in ARRAYS[output] else None
+
+    def express(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
+        """Rotate and store as array expressions."""
+        views = dict(zip(ARRAYS, self.views(pointers, arrays), strict=True))
+        device, rotation = self.device, self.rotation
+        table, positions = views["table"], views["positions"]
+        assert table is not None and positions is not None
+        valid = rope_expressions.valid_tokens(device, rotation, positions)
+        if any(part.reports & REPORT_POSITIONS for part in self.parts):
+            rope_expressions.report_positions(device, rotation, positions)
+        for part in self.parts:
+            turned_key = None
+            for name, turned in (("query", part.query), ("key", part.key)):
+                rows, target = views[name], views[f"{name}_out"]
+                if turned is None:
+                    continue
+                rows = target if rows is None else rows  # in place
+                assert rows is not None
+                bits = device.carrier(rows).copy()
+                if part.turns:
+                    bits[valid] = rope_expressions.turned_rows(
+                        device, rotation, rows, views[f"{name}_norm"], table, positions, valid
+                    )
+                if target is not None and part.turns:
+                    device.carrier(target)[valid] = bits[valid]
+                if name == "key":
+                    turned_key = bits
+            self._store(part, views, turned_key, valid)
+
+    def _store(self, part: Part, views: dict[str, ArrayView | None], key: Any, valid: Any) -> None:
+        slots = views["slots"]
+        if slots is None or self.store is None:
+            return
+        device, count = self.device, slots.shape[0]
+        if part.reports & REPORT_SLOTS:
+            cache = next(s.cache for s in (part.k, part.v) if s is not None)
+            report_slots(
+                device, slots, cache.num_slots, self.store.skip_slot, self.store.fault_id,
+                valid[:count],
+            )  # fmt: skip
+        for name, side in (("k", part.k), ("v", part.v)):
+            if side is None:
+                continue
+            value, cache_view = views["value"], views[f"{name}_cache"]
+            assert cache_view is not None
+            rows = key[:count] if name == "k" else device.carrier(value)  # type: ignore[arg-type]
+            store_rows(
+                device, side, rows, cache_view, slots, self.store.skip_slot,
+                views[f"{name}_scale"], views[f"{name}_scale_cache"], valid[:count],
+            )  # fmt: skip
+
+
+def _rows_view(rows: checks.Rows, pointer: int, num_tokens: int, like: ArrayView) -> ArrayView:
+    shape = (num_tokens, rows.num_heads, rows.width)
+    strides = (rows.token_bytes, rows.head_bytes, like.itemsize)
+    return ArrayView(pointer, shape, strides, like.format, like.device, owner=like.owner)
+
+
+class AlternatePlan(plan.Plan):
+    """Rotation, then the K copy on the stream and the V copy on another, ordered by events."""
+
+    def __init__(
+        self, whole: RopePlan, rotate: RopePlan, store_k: RopePlan, store_v: RopePlan
+    ) -> None:
+        super().__init__("rope_store_kv", NAMES, OUTPUTS, whole.device, whole.library)
+        self.whole, self.rotate, self.store_k, self.store_v = whole, rotate, store_k, store_v
+
+    def run_on(
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any, alternate: Any
+    ) -> None:
+        """Issue the three launches and the events between them."""
+        main = self.device.as_stream(stream, self.library)
+        try:
+            other = self.device.as_stream(alternate, self.library)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"alt_{error}") from None
+        self.whole.check(pointers, arrays)
+        self.rotate.run(pointers, arrays, main)
+        streams.fork(main, other)
+        self.store_k.run(pointers, arrays, main)
+        self.store_v.run(pointers, arrays, other)
+        streams.join(main, other)

@@ -1,0 +1,191 @@
+"""Tables of cos and sin by position, for every rope scaling of Hugging Face configs."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .. import devices
+from . import checks
+
+Frequencies = np.ndarray[Any, np.dtype[np.float64]]
+Config = Mapping[str, Any]
+
+
+def rope_table(
+    max_positions: int,
+    rotary_dim: int,
+    *,
+    base: float = 10000.0,
+    scaling: Config | None = None,
+    device: Any = None,
+) -> Any:
+    """Return `[cos | sin]` of every position, computed in float64 and rounded once.
+
+    Parameters
+    ----------
+    max_positions : rows of the table. "dynamic" and "longrope" take it for the context length
+    rotary_dim : elements of a head that turn; even
+    base : rope_theta
+    scaling : `rope_scaling` (or `rope_parameters`) of a Hugging Face config: `rope_type` is one of
+        default, linear, dynamic, llama3, yarn, longrope. The attention factor is folded in
+    device : Device or its name; None: the default device
+
+    Returns
+    -------
+    float32 (max_positions, rotary_dim) on the device: cos of the rotary_dim / 2 frequencies, then
+    sin of them
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit, or `scaling` lacks a key of its type
+
+    Notes
+    -----
+    Source: huggingface/transformers `modeling_rope_utils.py`; yarn: arXiv 2309.00071.
+
+    Examples
+    --------
+    >>> table = rope_table(4096, 128, base=500000.0, device="host")
+    >>> table.shape, float(table[0, 0]), float(table[0, 64])
+    ((4096, 128), 1.0, 0.0)
+    """
+    checks.require_int(max_positions, "max_positions")
+    checks.require_int(rotary_dim, "rotary_dim")
+    if max_positions < 1:
+        raise ValueError(f"max_positions: expected at least 1, got {max_positions}")
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(f"rotary_dim: expected an even number above 0, got {rotary_dim}")
+    checks.require_number(base, "base")
+    if not (base > 0 and math.isfinite(base)):
+        raise ValueError(f"base: expected a finite number above 0, got {base!r}")
+    frequencies, factor = _frequencies(max_positions, rotary_dim, float(base), scaling or {})
+    angles = np.arange(max_positions, dtype=np.float64)[:, None] * frequencies
+    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * factor
+    return devices.get(device).asarray(table.astype(np.float32))
+
+
+def _frequencies(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
+    """Return the angle of each pair at position 1, and the attention factor."""
+    if not isinstance(scaling, Mapping):
+        raise TypeError(f"scaling: expected a dictionary or None, got {scaling!r}")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in _KINDS:
+        raise ValueError(f"scaling: expected rope_type {', '.join(_KINDS)}, got {kind!r}")
+    return _KINDS[kind](context, dim, base, scaling)
+
+
+def _powers(dim: int, base: float) -> Frequencies:
+    powers: Frequencies = base ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+    return powers
+
+
+def _number(scaling: Config, key: str, default: float | None = None) -> float:
+    value = scaling.get(key, default)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        wanted = f"a number for {key!r}"
+        raise ValueError(f"scaling: expected {wanted}, got {scaling.get(key)!r} in {dict(scaling)}")
+    return float(value)
+
+
+def _default(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
+    return _powers(dim, base), 1.0
+
+
+def _linear(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
+    return _powers(dim, base) / _number(scaling, "factor"), 1.0
+
+
+def _dynamic(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
+    """Stretch the base once the context is longer than the model was trained for (NTK)."""
+    factor = _number(scaling, "factor")
+    trained = _number(scaling, "original_max_position_embeddings")
+    if dim > 2:
+        stretch = factor * max(context, trained) / trained - (factor - 1)
+        base *= stretch ** (dim / (dim - 2))
+    return _powers(dim, base), 1.0
+
+
+def _llama3(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
+    """Stretch long wavelengths, keep short ones, blend between."""
+    factor = _number(scaling, "factor")
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    trained = _number(scaling, "original_max_position_embeddings")
+    frequencies = _powers(dim, base)
+    turns = trained * frequencies / (2 * math.pi)  # within the context that was trained
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / factor), 1.0
+
+
+def _yarn(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
+    """Interpolate slow pairs, keep fast ones, ramp between; sharpen attention."""
+    trained = _number(scaling, "original_max_position_embeddings")
+    if "factor" in scaling and scaling["factor"] is None:  # as some configs say "from the lengths"
+        scaling = {**scaling, "factor": context / trained}
+    factor = _number(scaling, "factor")
+
+    def pair_of(turns: float) -> float:
+        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first = pair_of(_number(scaling, "beta_fast", 32.0) or 32.0)
+    last = pair_of(_number(scaling, "beta_slow", 1.0) or 1.0)
+    if scaling.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    if first == last:
+        last += 0.001
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float64) - first) / (last - first), 0.0, 1.0)
+    frequencies = _powers(dim, base)
+    return frequencies * (1 - ramp) + frequencies / factor * ramp, _yarn_attention(factor, scaling)
+
+
+def _yarn_attention(factor: float, scaling: Config) -> float:
+    if scaling.get("attention_factor") is not None:
+        return _number(scaling, "attention_factor")
+
+    def sharpened(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        over = sharpened(_number(scaling, "mscale_all_dim"))
+        return sharpened(_number(scaling, "mscale")) / over
+    return sharpened(1.0)
+
+
+def _longrope(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
+    """Divide each pair's frequency by a factor of its own, of one list or the other."""
+    trained = _number(scaling, "original_max_position_embeddings")
+    factors = {
+        key: _pair_factors(scaling, key, dim // 2) for key in ("short_factor", "long_factor")
+    }
+    factor = _number(scaling, "factor", context / trained)
+    attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+    attention = _number(scaling, "attention_factor", attention)
+    chosen = factors["long_factor" if context > trained else "short_factor"]
+    return _powers(dim, base) / chosen, attention
+
+
+def _pair_factors(scaling: Config, key: str, pairs: int) -> Frequencies:
+    try:
+        factors = np.asarray(scaling.get(key), dtype=np.float64)
+    except (TypeError, ValueError):
+        factors = np.empty(0)
+    if factors.shape != (pairs,):
+        raise ValueError(f"scaling: expected {pairs} numbers for {key!r}, got {scaling.get(key)!r}")
+    return factors
+
+
+_KINDS: dict[str, Callable[[int, int, float, Config], tuple[Frequencies, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+}

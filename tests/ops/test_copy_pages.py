@@ -1,0 +1,375 @@
+"""`copy_pages`, by what a user sees of it."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from helpers import Arg, Case, names_number, repeat_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcupy as kv
+from kvcupy import reference
+
+if not hasattr(kv, "copy_pages"):
+    pytest.skip("copy_pages is not exported yet", allow_module_level=True)
+
+SRC, DST = (2, 7, 0), (5, 1, 3)
+
+
+class PagesCase(Case):
+    """The buffers of one test, with a call of `copy_pages` that checks everything."""
+
+    def pages(self, shape, cut=None, *, dtype=np.uint8, misalign=0):
+        """Pages of any dtype and any bits."""
+        dtype = np.dtype(dtype)
+        count = int(np.prod(shape)) * dtype.itemsize
+        content = self.rng.integers(0, 256, count, dtype=np.uint8).view(dtype).reshape(shape)
+        return self.place(content, "", cut, misalign=misalign, name="cache")
+
+    def indices(self, values, dtype="int64", step=1):
+        return self.slots(values, dtype, step)
+
+    def copy(self, cache, src, dst, *, stream=None):
+        """Check one `kv.copy_pages`; `cache` is an argument or a tuple of them."""
+        src, dst = (a if isinstance(a, Arg) else self.indices(a) for a in (src, dst))
+        several = isinstance(cache, tuple)
+        arrays = tuple(a.array for a in cache) if several else cache.array
+        if stream is not None:
+            self.device.synchronize()
+        kv.copy_pages(arrays, src.array, dst.array, stream=stream)
+        if stream is not None:
+            stream.synchronize()
+        views = tuple(bytes_of(a.view) for a in (cache if several else (cache,)))
+        faults = reference.copy_pages(views, src.view, dst.view)
+        self.finish(faults)
+
+    def finish(self, faults):
+        named = [
+            (name, *fault)
+            for name, side in zip(("src_pages", "dst_pages"), faults, strict=True)
+            for fault in side
+        ]
+        if named:
+            with pytest.raises(kv.IndexFault) as caught:
+                kv.check_faults(self.device)
+            text = str(caught.value)
+            assert "copy_pages" in text
+            assert any(
+                name in text and names_number(text, place) and names_number(text, page)
+                for name, place, page in named
+            ), f"none of {named[:5]} in {text!r}"
+        kv.check_faults(self.device)
+        for buffer in self.buffers:
+            buffer.check()
+
+
+def bytes_of(view):
+    """The same elements as unsigned integers, so that NaN is copied like anything else."""
+    return view.view(f"u{view.dtype.itemsize}") if view.dtype.itemsize <= 8 else view
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.uint8, np.int8, np.float16, np.float32, np.float64, np.int64, np.bool_]
+)
+def test_any_dtype(device, dtype):
+    """Bits are copied, whatever they mean; bool holds 0 and 1 alone."""
+    case = PagesCase(device, 1)
+    cache = case.pages((8, 4, 2, 6), dtype=np.uint8 if dtype is np.bool_ else dtype)
+    if dtype is np.bool_:
+        cache.view[...] &= 1
+        cache.buffer.raw[...] = device.asarray(cache.buffer.want.copy())
+        cache.array = cache.array.view(np.bool_)
+    case.copy(cache, SRC, DST)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3", "fp8_e5m2"])
+def test_formats_that_numpy_does_not_know(device, fmt):
+    case = PagesCase(device, 2)
+    caches = tuple(case.input(fmt, (8, 4, 2, 6)) for _ in range(2))
+    case.copy(caches, SRC, DST)
+    tagged = case.input(fmt, (8, 3, 5))
+    tagged.array = kv.view_as(tagged.raw_array, fmt)
+    case.copy(tagged, SRC, DST)
+
+
+@pytest.mark.parametrize("misalign", [0, 1, 4])
+@pytest.mark.parametrize("page_bytes", [1, 2, 3, 5, 8, 15, 16, 17, 31, 64, 100, 257, 4096, 4099])
+def test_pages_of_any_size(device, page_bytes, misalign):
+    """One byte beside a page belongs to the next page, or is a canary."""
+    case = PagesCase(device, (page_bytes, misalign))
+    case.copy(case.pages((8, page_bytes), misalign=misalign), SRC, DST)
+    wide = case.pages((8, page_bytes + 3), lambda a: a[:, :page_bytes], misalign=misalign)
+    case.copy(wide, SRC, DST)
+    case.copy(case.pages((8, page_bytes, 3), dtype=np.float16), [7], [0])
+
+
+def test_one_dimension_has_pages_of_one_element(device):
+    case = PagesCase(device, 3)
+    case.copy(case.pages((8,), dtype=np.float32), SRC, DST)
+
+
+STRIDED = {
+    "kv[:, 0]": ((8, 2, 4, 2, 6), lambda a: a[:, 0]),
+    "kv[:, 1]": ((8, 2, 4, 2, 6), lambda a: a[:, 1]),
+    "every other page": ((16, 4, 2, 6), lambda a: a[1::2]),
+    "one layer of pages first": ((8, 3, 2, 4, 6), lambda a: a[:, 1, 1]),
+    "some heads": ((8, 4, 5, 6), lambda a: a[:, :, 1:3]),
+    "wider rows": ((8, 4, 2, 9), lambda a: a[..., 2:8]),
+    "heads first": ((8, 2, 4, 6), lambda a: a.transpose(0, 2, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32])
+@pytest.mark.parametrize("view", STRIDED)
+def test_strided_pages(device, view, dtype):
+    case = PagesCase(device, 4)
+    case.copy(case.pages(*STRIDED[view], dtype=dtype), SRC, DST)
+
+
+def test_a_tuple_of_arrays(device):
+    """One launch, arrays of any dtype, shape and strides, the same pages of each."""
+    case = PagesCase(device, 5)
+    both = case.pages((8, 2, 4, 6), dtype=np.float16)
+    case.copy(
+        (
+            case.pages((8, 4, 2, 6), dtype=np.float32),
+            case.pages((8, 5)),
+            both.sub(lambda a: a[:, 0]),
+            both.sub(lambda a: a[:, 1]),
+            case.pages((8, 7), dtype=np.int64),
+        ),
+        SRC,
+        DST,
+    )
+    case.copy(tuple(case.pages((8, 33)) for _ in range(70)), SRC, DST)
+    case.copy((case.pages((8, 3)),), SRC, DST)
+
+
+@pytest.mark.parametrize("step", [1, 2, -1])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_indices_of_any_type_and_stride(device, dtype, step):
+    case = PagesCase(device, 6)
+    cache = case.pages((8, 20))
+    case.copy(cache, case.indices(SRC, dtype, step), case.indices(DST, "int64", -step))
+    case.copy(cache, case.indices(SRC, "int32", 3), case.indices(DST, dtype, step))
+
+
+def test_one_page_to_many(device):
+    case = PagesCase(device, 7)
+    case.copy(case.pages((8, 4, 6), dtype=np.float16), [3] * 7, [0, 1, 2, 4, 5, 6, 7])
+
+
+def test_many_pages(device):
+    case = PagesCase(device, 8)
+    order = case.rng.permutation(600)
+    case.copy(case.pages((600, 48)), order[:300], order[300:])
+
+
+@pytest.mark.parametrize("negative", [-1, -8, -9, -(2**31), -(2**32) + 3, -(2**63)])
+def test_negative_pages_are_skipped(device, negative):
+    """On either side, and on both."""
+    case = PagesCase(device, 9)
+    cache = case.pages((8, 20))
+    case.copy(cache, [2, negative, 0, negative], [5, 1, negative, negative])
+
+
+@pytest.mark.parametrize("page", [8, 9, 7777, 2**31 - 1, 2**31, 2**32 + 3, 2**63 - 1])
+def test_page_past_the_end_is_a_fault(device, page):
+    """Of the side that it is on; the rest is copied."""
+    case = PagesCase(device, 10)
+    cache = case.pages((8, 20))
+    case.copy(cache, [2, page, 0], [5, 1, 3])
+    case.copy(cache, [2, 7, 0], [5, page, 3])
+    case.copy(cache, [2, page, 0, 1], [page, page, 3, 4])
+    case.copy((cache, case.pages((8, 3))), [page, 6], [5, 7])
+    case.copy(cache, SRC, DST)
+
+
+def test_zero_pages(device):
+    case = PagesCase(device, 11)
+    case.copy(case.pages((8, 20)), [], [])
+    case.copy(case.pages((0, 20)), [], [])
+    case.copy(case.pages((0, 20)), [-1], [0])
+    case.copy(case.pages((8, 0)), [1], [0])
+
+
+def test_offsets_past_two_gigabytes(device):
+    page_bytes = 2**20
+    cache = device.empty((2**31 // page_bytes + 4, page_bytes), np.uint8)
+    rng = np.random.default_rng(12)
+    pages = rng.integers(0, 256, (2, page_bytes), dtype=np.uint8)
+    last = cache.shape[0] - 1
+    cache[last], cache[1] = device.asarray(pages[0].copy()), device.asarray(pages[1].copy())
+    cache[3] = 77
+    kv.copy_pages(
+        cache, device.asarray(np.array([last, 1])), device.asarray(np.array([2, last - 1]))
+    )
+    kv.check_faults(device)
+    for index, want in ((last, pages[0]), (2, pages[0]), (1, pages[1]), (last - 1, pages[1])):
+        assert np.array_equal(device.to_numpy(cache[index]), want)
+    assert (device.to_numpy(cache[3]) == 77).all()
+
+
+@st.composite
+def copies(draw):
+    return {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "num_pages": draw(st.integers(1, 12)),
+        "arrays": draw(
+            st.lists(
+                st.tuples(
+                    st.integers(1, 70),
+                    st.integers(1, 3),
+                    st.integers(0, 3),
+                    st.integers(0, 9),
+                    st.sampled_from([np.uint8, np.float16, np.float32, np.int64]),
+                ),
+                min_size=1,
+                max_size=4,
+            )
+        ),
+        "index": tuple(
+            (draw(st.sampled_from(["int32", "int64"])), draw(st.sampled_from([1, 2, -1])))
+            for _ in range(2)
+        ),
+    }
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(call=copies())
+def test_any_copy(device, call):
+    """Sources and targets are disjoint, and each target occurs once."""
+    case = PagesCase(device, call["seed"])
+    count = call["num_pages"]
+    cache = tuple(
+        case.pages(
+            (count, rows, width + pad),
+            lambda a, w=width: a[..., :w],
+            dtype=dtype,
+            misalign=misalign,
+        )
+        for width, rows, pad, misalign, dtype in call["arrays"]
+    )
+    order = case.rng.permutation(count)
+    cut = int(case.rng.integers(0, count + 1))
+    dst = order[cut:]
+    src = case.rng.choice(order[:cut], len(dst)) if cut else np.full(len(dst), -1)
+    past = case.rng.random(len(dst)) < 0.1
+    dst, src = np.where(past, -1, dst), np.where(case.rng.random(len(dst)) < 0.1, count, src)
+    case.copy(cache, case.indices(src, *call["index"][0]), case.indices(dst, *call["index"][1]))
+
+
+def test_explicit_stream(device):
+    case = PagesCase(device, 13)
+    case.copy(case.pages((8, 20)), [2, 8, 0], [5, 1, 3], stream=device.stream())
+
+
+def test_in_a_graph(device):
+    case = PagesCase(device, 14)
+    stream = device.stream()
+    cache, src, dst = case.pages((8, 20)), case.indices(SRC), case.indices(DST)
+    case.copy(cache, src, dst, stream=stream)
+    with stream.capture() as graph:
+        kv.copy_pages(cache.array, src.array, dst.array, stream=stream)
+    cache.view[...] = case.rng.integers(0, 256, cache.view.shape, dtype=np.uint8)
+    cache.buffer.raw[...] = device.asarray(cache.buffer.want.copy())
+    device.synchronize()
+    cache.buffer.check()
+    graph.launch(stream)
+    stream.synchronize()
+    reference.copy_pages(cache.view, src.view, dst.view)
+    case.finish(([], []))
+
+
+def test_torch_tensors(device):
+    torch = pytest.importorskip("torch")
+    if device.kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    place = "cuda" if device.kind == "cuda" else "cpu"
+    cache = torch.arange(8 * 6, dtype=torch.float32).to(torch.bfloat16).reshape(8, 6).to(place)
+    want = cache.clone()
+    want[list(DST)] = want[list(SRC)]
+    kv.copy_pages(cache, *(torch.tensor(pages, device=place) for pages in (SRC, DST)))
+    kv.check_faults(device)
+    assert torch.equal(cache, want)
+
+
+BOTH = (TypeError, ValueError)
+ERRORS = {
+    "cache None": (TypeError, "cache", lambda c: {"cache": None}),
+    "cache 0-D": (ValueError, "cache", lambda c: {"cache": c.device.zeros((), np.float32)}),
+    "no arrays": (ValueError, "cache", lambda c: {"cache": ()}),
+    "arrays of unlike page counts": (
+        ValueError,
+        "cache",
+        lambda c: {"cache": (c.pages((8, 3)).array, c.pages((9, 3)).array)},
+    ),
+    "pages at stride zero": (
+        ValueError,
+        "cache",
+        lambda c: {
+            "cache": c.place(np.zeros((1, 6), np.uint8), "", lambda a: repeat_rows(a, 8)).array
+        },
+    ),
+    "arrays overlap": (
+        ValueError,
+        "cache",
+        lambda c: (
+            lambda both: {
+                "cache": (both.sub(lambda a: a[:, :5]).array, both.sub(lambda a: a[:, 4:]).array)
+            }
+        )(c.pages((8, 9))),
+    ),
+    "src_pages float": (
+        TypeError,
+        "src_pages",
+        lambda c: {"src_pages": c.device.zeros((3,), np.float32)},
+    ),
+    "dst_pages int16": (
+        TypeError,
+        "dst_pages",
+        lambda c: {"dst_pages": c.device.zeros((3,), np.int16)},
+    ),
+    "src_pages list": (TypeError, "src_pages", lambda c: {"src_pages": [0, 1, 2]}),
+    "dst_pages 2-D": (
+        ValueError,
+        "dst_pages",
+        lambda c: {"dst_pages": c.device.zeros((3, 1), np.int64)},
+    ),
+    "lengths differ": (
+        ValueError,
+        "src_pages|dst_pages",
+        lambda c: {"dst_pages": c.device.zeros((4,), np.int64)},
+    ),
+    "stream": (TypeError, "stream", lambda c: {"stream": "main"}),
+}
+
+
+@pytest.mark.parametrize("wrong", ERRORS)
+def test_wrong_arguments(device, wrong):
+    error, name, change = ERRORS[wrong]
+    case = PagesCase(device, 15)
+    call = {
+        "cache": case.pages((8, 6)).array,
+        "src_pages": case.indices(SRC).array,
+        "dst_pages": case.indices(DST).array,
+        **change(case),
+    }
+    with pytest.raises(error) as caught:
+        kv.copy_pages(**call)
+    assert re.search(rf"\b({name})\b", str(caught.value)), f"{name} not in {caught.value}"
+    case.finish(([], []))
+
+
+def test_read_only_caches_are_refused(device):
+    case = PagesCase(device, 16)
+    cache = case.pages((8, 6)).array
+    if not isinstance(cache, np.ndarray):
+        pytest.skip("this array library has no read-only arrays")
+    cache.flags.writeable = False
+    with pytest.raises(ValueError, match=r"\bcache\b"):
+        kv.copy_pages(cache, case.indices(SRC).array, case.indices(DST).array)
+    case.finish(([], []))

@@ -1,0 +1,251 @@
+"""`slot_mapping` and `page_table_csr`, by what a user sees of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import INDEX_DTYPE, POISON_SLOT, Case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcupy as kv
+from kvcupy import reference
+
+if not (hasattr(kv, "slot_mapping") and hasattr(kv, "page_table_csr")):
+    pytest.skip("slot_mapping and page_table_csr are not exported yet", allow_module_level=True)
+
+
+def poisoned_table(rng, lengths, page_size, *, spare=2):
+    """Distinct pages for each sequence, and poison past its last one."""
+    used = [-(-int(n) // page_size) for n in lengths]
+    pages = rng.permutation(sum(used) + 3)
+    table = np.full((len(used), max(used, default=0) + spare), POISON_SLOT, np.int64)
+    for row, count in zip(table, used, strict=True):
+        row[:count], pages = pages[:count], pages[count:]
+    return table
+
+
+class IndexCase(Case):
+    """Index arrays between canaries, with calls that check everything."""
+
+    def indices(self, values, dtype="int32", cut=None):
+        return self.place(np.asarray(values).astype(INDEX_DTYPE[dtype]), dtype, cut)
+
+    def numpy(self, array):
+        return np.asarray(self.device.to_numpy(array))
+
+    def slots_of(self, table, seq_lens, append_lens, page_size, *, out=None):
+        got = kv.slot_mapping(
+            table.array,
+            seq_lens.array,
+            append_lens.array,
+            page_size,
+            out=None if out is None else out.array,
+        )
+        want = reference.slot_mapping(table.view, seq_lens.view, append_lens.view, page_size)
+        assert got.shape == want.shape
+        assert self.numpy(got).dtype == np.int64 and self.numpy(got).tolist() == want.tolist()
+        if out is not None:
+            out.view[...] = want
+        self.check("slot_mapping", [])
+
+    def csr(self, table, seq_lens, page_size):
+        got = kv.page_table_csr(table.array, seq_lens.array, page_size)
+        want = reference.page_table_csr(table.view, seq_lens.view, page_size)
+        assert len(got) == 3
+        for name, a, b in zip(("indptr", "indices", "last_page_len"), got, want, strict=True):
+            assert self.numpy(a).dtype == np.int32, name
+            assert self.numpy(a).tolist() == b.tolist(), name
+        self.check("page_table_csr", [])
+
+
+LENGTHS = (17, 0, 1, 16, 32, 33, 5)
+APPENDED = (17, 0, 1, 3, 16, 2, 0)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_slot_mapping(device, dtype, page_size):
+    for other in ("int32", "int64"):
+        case = IndexCase(device, 1)
+        table = case.indices(poisoned_table(case.rng, LENGTHS, page_size), dtype)
+        lengths, appended = case.indices(LENGTHS, other), case.indices(APPENDED, dtype)
+        case.slots_of(table, lengths, appended, page_size)
+        case.slots_of(table, lengths, lengths, page_size)
+        case.slots_of(table, lengths, case.indices([1 if n else 0 for n in LENGTHS]), page_size)
+
+
+def test_slot_mapping_by_hand(device):
+    table = device.asarray(np.array([[4, 1], [7, POISON_SLOT]], np.int32))
+    lengths, appended = (device.asarray(np.array(a, np.int32)) for a in ([6, 3], [3, 2]))
+    got = kv.slot_mapping(table, lengths, appended, 4)
+    assert np.asarray(device.to_numpy(got)).tolist() == [19, 4, 5, 29, 30]
+
+
+def test_slot_mapping_into_an_output(device):
+    case = IndexCase(device, 2)
+    table = case.indices(poisoned_table(case.rng, LENGTHS, 4))
+    total = sum(APPENDED)
+    for shape, cut in (((total,), None), ((total + 4,), lambda a: a[2:-2])):
+        out = case.place(np.full(shape, 99, np.int64), "int64", cut)
+        case.slots_of(table, case.indices(LENGTHS), case.indices(APPENDED), 4, out=out)
+
+
+def test_slots_past_two_to_the_31(device):
+    """A page number fits int32, its slots do not."""
+    case = IndexCase(device, 3)
+    table = case.indices([[2**31 - 1, 2**30], [5, POISON_SLOT]])
+    case.slots_of(table, case.indices([130, 1]), case.indices([70, 1]), 128)
+
+
+def test_strided_indices(device):
+    case = IndexCase(device, 4)
+    content = poisoned_table(case.rng, LENGTHS, 8)
+    wide = np.full((14, content.shape[1] + 5), POISON_SLOT)
+    wide[::2, 2 : 2 + content.shape[1]] = content
+    width = content.shape[1]
+    table = case.indices(wide, "int32", lambda a: a[::2, 2 : 2 + width])
+    lengths = case.indices(np.stack([LENGTHS, APPENDED], 1), "int64", lambda a: a[:, 0])
+    appended = case.indices(np.stack([LENGTHS, APPENDED], 1), "int32", lambda a: a[:, 1])
+    case.slots_of(table, lengths, appended, 8)
+    case.csr(table, lengths, 8)
+
+
+def test_without_sequences_or_tokens(device):
+    case = IndexCase(device, 5)
+    none = case.indices([])
+    for table in (case.indices(np.zeros((0, 4))), case.indices(np.zeros((0, 0)))):
+        case.slots_of(table, none, none, 16)
+        case.csr(table, none, 16)
+    table = case.indices(np.full((3, 2), POISON_SLOT))
+    case.slots_of(table, case.indices([0] * 3), case.indices([0] * 3), 16)
+    case.csr(table, case.indices([0] * 3), 16)
+
+
+def test_slots_feed_store_kv(device):
+    """The tokens of a second step land behind those of the first."""
+    rng = np.random.default_rng(6)
+    table = device.asarray(np.array([[2, 0], [3, POISON_SLOT]], np.int32))
+    cache = device.zeros((4, 4, 1, 2), np.float32)
+    other = device.zeros((4, 4, 1, 2), np.float32)
+    rows = rng.standard_normal((9, 1, 2)).astype(np.float32)
+    steps = (([3, 2], [3, 2], rows[:5]), ([6, 3], [3, 1], rows[5:]))
+    for lengths, appended, part in steps:
+        slots = kv.slot_mapping(
+            table, *(device.asarray(np.array(a, np.int32)) for a in (lengths, appended)), 4
+        )
+        placed = device.asarray(part.copy())
+        kv.store_kv(placed, placed, cache, other, slots)
+    kv.check_faults(device)
+    got = np.asarray(device.to_numpy(cache)).reshape(16, 1, 2)
+    assert np.array_equal(got[[8, 9, 10, 11, 0, 1]], rows[[0, 1, 2, 5, 6, 7]])
+    assert np.array_equal(got[[12, 13, 14]], rows[[3, 4, 8]])
+    assert not got[[2, 3, 4, 5, 6, 7, 15]].any()
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_page_table_csr(device, dtype, page_size):
+    case = IndexCase(device, 7)
+    table = case.indices(poisoned_table(case.rng, LENGTHS, page_size), dtype)
+    for other in ("int32", "int64"):
+        case.csr(table, case.indices(LENGTHS, other), page_size)
+
+
+def test_page_table_csr_by_hand(device):
+    table = device.asarray(np.array([[4, 1], [POISON_SLOT] * 2, [7, POISON_SLOT]], np.int32))
+    got = kv.page_table_csr(table, device.asarray(np.array([8, 0, 3], np.int32)), 4)
+    assert [np.asarray(device.to_numpy(a)).tolist() for a in got] == [
+        [0, 2, 2, 3],
+        [4, 1, 7],
+        [4, 0, 3],
+    ]
+
+
+@settings(max_examples=80, deadline=None, database=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    page_size=st.integers(1, 20),
+    lengths=st.lists(st.integers(0, 90), max_size=9),
+    shares=st.lists(st.floats(0, 1), min_size=9, max_size=9),
+    dtypes=st.tuples(*[st.sampled_from(["int32", "int64"])] * 3),
+    given_out=st.booleans(),
+)
+def test_any_table(device, seed, page_size, lengths, shares, dtypes, given_out):
+    case = IndexCase(device, seed)
+    appended = [round(n * share) for n, share in zip(lengths, shares, strict=False)]
+    table = case.indices(poisoned_table(case.rng, lengths, page_size), dtypes[0])
+    seq_lens = case.indices(lengths, dtypes[1])
+    out = None
+    if given_out:
+        out = case.place(np.full(sum(appended), 99, np.int64), "int64")
+    case.slots_of(table, seq_lens, case.indices(appended, dtypes[2]), page_size, out=out)
+    case.csr(table, seq_lens, page_size)
+
+
+BOTH = (TypeError, ValueError)
+ERRORS = {
+    "table float": (
+        TypeError,
+        "block_table",
+        lambda d: {"block_table": d.zeros((2, 3), np.float32)},
+    ),
+    "table 1-D": (ValueError, "block_table", lambda d: {"block_table": d.zeros((3,), np.int32)}),
+    "table list": (TypeError, "block_table", lambda d: {"block_table": [[0], [1]]}),
+    "table rows": (
+        ValueError,
+        "block_table|seq_lens",
+        lambda d: {"block_table": d.zeros((3, 3), np.int32)},
+    ),
+    "seq_lens float": (TypeError, "seq_lens", lambda d: {"seq_lens": d.zeros((2,), np.float64)}),
+    "seq_lens 2-D": (ValueError, "seq_lens", lambda d: {"seq_lens": d.zeros((2, 1), np.int32)}),
+    "page_size zero": (ValueError, "page_size", lambda d: {"page_size": 0}),
+    "page_size negative": (ValueError, "page_size", lambda d: {"page_size": -4}),
+    "page_size no integer": (BOTH, "page_size", lambda d: {"page_size": 2.5}),
+}
+APPEND_ERRORS = {
+    "append_lens float": (
+        TypeError,
+        "append_lens",
+        lambda d: {"append_lens": d.zeros((2,), np.float32)},
+    ),
+    "append_lens length": (
+        ValueError,
+        "append_lens|seq_lens",
+        lambda d: {"append_lens": d.zeros((3,), np.int32)},
+    ),
+    "out int32": (TypeError, "out", lambda d: {"out": d.zeros((4,), np.int32)}),
+    "out 2-D": (ValueError, "out", lambda d: {"out": d.zeros((4, 1), np.int64)}),
+}
+
+
+@pytest.mark.parametrize("wrong", [*ERRORS, *APPEND_ERRORS])
+def test_wrong_arguments(device, wrong):
+    error, name, change = {**ERRORS, **APPEND_ERRORS}[wrong]
+    call = {
+        "block_table": device.asarray(np.array([[1, 0, 2], [4, 3, 5]], np.int32)),
+        "seq_lens": device.asarray(np.array([5, 6], np.int32)),
+        "page_size": 4,
+    }
+    if wrong in ERRORS:
+        with pytest.raises(error, match=rf"\b({name})\b"):
+            kv.page_table_csr(**{**call, **change(device)})
+    call["append_lens"] = device.asarray(np.array([2, 2], np.int32))
+    with pytest.raises(error, match=rf"\b({name})\b"):
+        kv.slot_mapping(**{**call, **change(device)})
+    kv.check_faults(device)
+
+
+@pytest.mark.parametrize("wrong", ["seq_lens", "append_lens"])
+def test_what_only_the_device_sees_is_a_fault(device, wrong):
+    """A sequence past its row of the table; slots that the output has no room for."""
+    table = device.asarray(np.array([[1, 0], [4, 3]], np.int32))
+    seq_lens = device.asarray(np.array([5, 9 if wrong == "seq_lens" else 6], np.int32))
+    append_lens = device.asarray(np.array([2, 3], np.int64))
+    out = device.asarray(np.full(4 if wrong == "append_lens" else 7, 99, np.int64))
+    kv.slot_mapping(table, seq_lens, append_lens, 4, out=out)
+    want = [7, 0, 19, 12] if wrong == "append_lens" else [7, 0, 14, 15, -1, -1, -1]
+    assert device.to_numpy(out).tolist() == want
+    with pytest.raises(kv.IndexFault, match=rf"slot_mapping: {wrong}\[1\]"):
+        kv.check_faults(device)
+    kv.check_faults(device)

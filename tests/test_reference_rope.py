@@ -1,0 +1,436 @@
+"""Prove the rotary position embedding of the specification against transformers, and by hand.
+
+transformers computes frequencies and angles in float32, which is off by a hundredth of a radian at
+position 131,071. With `torch.float` replaced by float64 its own code becomes a precise oracle.
+"""
+
+from __future__ import annotations
+
+import cmath
+
+import numpy as np
+import pytest
+from helpers import DTYPE, from_values, random_elements
+
+from kvcupy import reference
+
+FAR = np.array([0, 1, 2, 1023, 2047, 2048, 2049, 8191, 32768, 100_000, 131_071])
+LONG = {
+    "short_factor": np.linspace(1, 1.2, 16).tolist(),
+    "long_factor": np.linspace(1, 40, 16).tolist(),
+}
+ORIGINAL = {"original_max_position_embeddings": 4096}
+
+#: Each with the context length that it is asked for. Head dimension 32.
+SCALINGS = {
+    "default": ({"rope_type": "default"}, 131_072),
+    "linear": ({"rope_type": "linear", "factor": 8.0}, 131_072),
+    "dynamic, short": ({"rope_type": "dynamic", "factor": 2.0, **ORIGINAL}, 1000),
+    "dynamic, at the original": ({"rope_type": "dynamic", "factor": 2.0, **ORIGINAL}, 4096),
+    "dynamic, long": ({"rope_type": "dynamic", "factor": 4.0, **ORIGINAL}, 131_072),
+    "llama3": (
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        131_072,
+    ),
+    "llama3, narrow": (
+        {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 2.0,
+            "high_freq_factor": 3.0,
+            **ORIGINAL,
+        },
+        131_072,
+    ),
+    "yarn": ({"rope_type": "yarn", "factor": 32.0, **ORIGINAL}, 131_072),
+    "yarn, betas": (
+        {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16.0, "beta_slow": 2.0, **ORIGINAL},
+        131_072,
+    ),
+    "yarn, not truncated": (
+        {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            **ORIGINAL,
+        },
+        131_072,
+    ),
+    "yarn, attention factor": (
+        {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "attention_factor": 0.7,
+            "mscale": 2.0,
+            "mscale_all_dim": 3.0,
+            **ORIGINAL,
+        },
+        131_072,
+    ),
+    "yarn, mscale": (
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5, **ORIGINAL},
+        131_072,
+    ),
+    "yarn, mscale alone": (
+        {"rope_type": "yarn", "factor": 40.0, "mscale": 3.0, **ORIGINAL},
+        131_072,
+    ),
+    "yarn, no factor": ({"rope_type": "yarn", "factor": 1.0, **ORIGINAL}, 4096),
+    "yarn, steep": (
+        {
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            **ORIGINAL,
+        },
+        131_072,
+    ),
+    "longrope, short": ({"rope_type": "longrope", **LONG, **ORIGINAL, "factor": 32.0}, 4096),
+    "longrope, long": ({"rope_type": "longrope", **LONG, **ORIGINAL, "factor": 32.0}, 131_072),
+    "longrope, ratio": ({"rope_type": "longrope", **LONG, **ORIGINAL}, 131_072),
+    "longrope, attention factor": (
+        {"rope_type": "longrope", **LONG, **ORIGINAL, "factor": 32.0, "attention_factor": 1.25},
+        131_072,
+    ),
+}
+
+
+@pytest.fixture
+def torch64(monkeypatch):
+    """torch, with float64 wherever it says float32."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_default_dtype()
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.set_default_dtype(torch.float64)
+    yield torch
+    torch.set_default_dtype(before)
+
+
+def llama_config(scaling, context, base, head_dim=32):
+    """The config that asks for the same; dynamic scaling calls the original length otherwise."""
+    transformers = pytest.importorskip("transformers")
+    original = scaling.get("original_max_position_embeddings", context)
+    dynamic = scaling["rope_type"] == "dynamic"
+    parameters = {"rope_theta": base, **scaling}
+    return transformers.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=original if dynamic else context,
+        rope_parameters=parameters,
+    )
+
+
+@pytest.mark.parametrize("base", [10000.0, 500000.0])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_and_table_are_those_of_transformers(torch64, name, base):
+    pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling, context = SCALINGS[name]
+    config = llama_config(scaling, context, base)
+    init = ROPE_INIT_FUNCTIONS.get(
+        scaling["rope_type"], LlamaRotaryEmbedding.compute_default_rope_parameters
+    )
+    want, attention = init(config, device="cpu", seq_len=context)
+    assert want.dtype == torch64.float64
+    got, factor = reference.rope_frequencies(context, 32, base=base, scaling=scaling)
+    np.testing.assert_allclose(got, want.numpy(), rtol=1e-13)
+    assert factor == pytest.approx(attention, rel=1e-14)
+
+    positions = np.append(FAR[context > FAR], context - 1)
+    rows = reference.rope_rows(positions, got, factor)
+    angles = positions[:, None] * want.numpy()
+    near = attention * np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    np.testing.assert_allclose(rows, near, atol=1e-9)
+    if context <= 4096:
+        table = reference.rope_table(context, 32, base=base, scaling=scaling)
+        assert table.dtype == np.float32 and table.shape == (context, 32)
+        assert np.array_equal(table[positions], rows.astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "name", ["default", "linear", "dynamic, long", "llama3", "yarn, mscale", "longrope, ratio"]
+)
+def test_cosine_and_sine_are_those_of_the_rotary_class(torch64, name):
+    """The class itself, which finds the length of the context from the positions."""
+    pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling, context = SCALINGS[name]
+    rotary = LlamaRotaryEmbedding(llama_config(scaling, context, 10000.0))
+    positions = np.append(FAR[context > FAR], context - 1)
+    wanted = rotary(torch64.zeros(1), torch64.from_numpy(positions)[None])
+    rows = reference.rope_rows(positions, *reference.rope_frequencies(context, 32, scaling=scaling))
+    for got, want in zip((rows[:, :16], rows[:, 16:]), wanted, strict=True):
+        np.testing.assert_allclose(np.tile(got, 2), want[0].numpy(), atol=1e-9)
+
+
+def test_type_was_once_the_key_of_rope_type():
+    new = {"rope_type": "linear", "factor": 4.0}
+    want = reference.rope_table(64, 8, scaling=new)
+    assert np.array_equal(
+        reference.rope_table(64, 8, scaling={"type": "linear", "factor": 4.0}), want
+    )
+    assert np.array_equal(reference.rope_table(64, 8, scaling={**new, "type": "yarn"}), want)
+    for none in (None, {}, {"type": "default"}):
+        assert np.array_equal(
+            reference.rope_table(64, 8, scaling=none), reference.rope_table(64, 8)
+        )
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 4, 6, 64])
+def test_table_of_any_width(rotary_dim):
+    for name, (scaling, _) in SCALINGS.items():
+        half = rotary_dim // 2
+        lists = {key: [1.5] * half for key in LONG if key in scaling}
+        table = reference.rope_table(5000, rotary_dim, scaling={**scaling, **lists})
+        assert table.shape == (5000, rotary_dim) and np.isfinite(table).all(), name
+        length = np.hypot(table[:, :half], table[:, half:])
+        np.testing.assert_allclose(length, length[0, 0], rtol=1e-6, err_msg=name)
+
+
+WRONG_SCALINGS = [
+    {"rope_type": "logarithmic"},
+    {"type": "su"},
+    {"rope_type": "linear"},
+    {"rope_type": "linear", "factor": None},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "dynamic", **ORIGINAL},
+    {"rope_type": "yarn", "factor": 2.0},
+    {"rope_type": "yarn", **ORIGINAL},
+    {"rope_type": "longrope", **LONG},
+    {"rope_type": "longrope", **ORIGINAL, "short_factor": [1.0] * 16},
+    {"rope_type": "longrope", **ORIGINAL, "short_factor": [1.0] * 15, "long_factor": [1.0] * 15},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, **ORIGINAL},
+]
+
+
+@pytest.mark.parametrize("scaling", WRONG_SCALINGS, ids=str)
+def test_wrong_scalings_are_named(scaling):
+    with pytest.raises(ValueError, match="scaling"):
+        reference.rope_table(64, 32, scaling=scaling)
+
+
+# The rotation --------------------------------------------------------------------------------
+
+
+def turned_by_hand(row, table_row, interleaved):
+    """Multiply complex numbers, one pair after another."""
+    pairs = len(table_row) // 2
+    result = row.astype(np.complex128).real.copy()
+    for i in range(pairs):
+        first, second = (2 * i, 2 * i + 1) if interleaved else (i, i + pairs)
+        turn = complex(table_row[i], table_row[pairs + i])
+        z = complex(row[first], row[second]) * turn
+        result[first], result[second] = z.real, z.imag
+    return result
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [2, 6, 10])
+@pytest.mark.parametrize("fmt", ["fp32", "fp16", "bf16"])
+def test_rotation_against_complex_numbers(fmt, rotary_dim, interleaved):
+    rng = np.random.default_rng(1)
+    table = reference.rope_table(50, rotary_dim)
+    positions = np.array([49, 0, 7, 7])
+    query = from_values(rng.standard_normal((5, 3, 10)), fmt)
+    key = from_values(rng.standard_normal((4, 2, 10)), fmt)
+    got = reference.apply_rope(query, key, table, positions, interleaved=interleaved)
+    for rows, rotated in zip((query, key), got, strict=True):
+        assert rotated.dtype == rows.dtype
+        for token, head in np.ndindex(rows.shape[:2]):
+            want = rows[token, head]
+            if token < 4:
+                exact = turned_by_hand(
+                    want.astype(np.float64), table[positions[token]].astype(np.float64), interleaved
+                )
+                want = exact.astype(np.float32 if fmt == "fp32" else np.float64).astype(DTYPE[fmt])
+            assert rotated[token, head].tolist() == want.tolist()
+
+
+def test_a_rotation_is_multiplication_by_a_unit_complex_number():
+    """From the angle itself, without any table; position 131,071."""
+    rng = np.random.default_rng(2)
+    rows = rng.standard_normal((1, 1, 64)).astype(np.float32)
+    position = 131_071
+    both = reference.rope_rows(np.array([position]), *reference.rope_frequencies(position + 1, 64))
+    got = reference.rotate(rows, both[:, :32], both[:, 32:])
+    for i in range(32):
+        turn = cmath.exp(1j * position * 10000.0 ** (-2 * i / 64))
+        want = complex(rows[0, 0, i], rows[0, 0, i + 32]) * turn
+        assert abs(complex(got[0, 0, i], got[0, 0, i + 32]) - want) < 1e-9
+
+
+def test_scores_depend_on_distance_alone():
+    rng = np.random.default_rng(3)
+    query, key = rng.standard_normal((2, 1, 1, 16)).astype(np.float32)
+    table = reference.rope_table(200, 16)
+    scores = []
+    for shift in (0, 50, 150):
+        q, _ = reference.apply_rope(query, key, table, np.array([shift + 40]))
+        _, k = reference.apply_rope(query, key, table, np.array([shift + 9]))
+        scores.append(float((q * k).sum()))
+    np.testing.assert_allclose(scores, scores[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_what_does_not_turn_keeps_its_bits(interleaved):
+    for fmt in ("fp32", "fp16", "bf16"):
+        rng = np.random.default_rng(4)
+        rows = random_elements(rng, fmt, 6 * 2 * 12).reshape(6, 2, 12)
+        table = reference.rope_table(9, 8)
+        positions = np.array([3, -1, 8, 9])
+        assert reference.position_faults(positions, 9) == [(1, -1), (3, 9)]
+        query, key = reference.apply_rope(None, rows, table, positions, interleaved=interleaved)
+        assert query is None
+        bits, before = (reference.bits_of(a, fmt) for a in (key, rows))
+        assert np.array_equal(bits[..., 8:], before[..., 8:])
+        assert np.array_equal(bits[[1, 3, 4, 5]], before[[1, 3, 4, 5]])
+        assert not np.array_equal(bits[[0, 2]], before[[0, 2]])
+
+
+def test_norm_against_torch():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(5)
+    rows = (rng.standard_normal((3, 2, 12)) * 4).astype(np.float32)
+    weight = from_values(rng.uniform(0.5, 2, 12), "bf16")
+    normed = torch.nn.functional.rms_norm(
+        torch.from_numpy(rows).double(), (12,), torch.from_numpy(weight.astype(np.float64)), 1e-3
+    )
+    rest = reference.rotate(rows, np.ones((3, 4)), np.zeros((3, 4)), norm=weight, eps=1e-3)
+    np.testing.assert_allclose(rest, normed.numpy(), rtol=1e-14)
+    table = reference.rope_table(9, 8)
+    both = [table[[8, 0, 5], half].astype(np.float64) for half in (slice(4), slice(4, 8))]
+    exact = reference.rotate(rows, *both, norm=weight, eps=1e-3)
+    for token, head in np.ndindex(3, 2):
+        want = turned_by_hand(normed[token, head].numpy(), table[[8, 0, 5][token]], False)
+        np.testing.assert_allclose(exact[token, head], want, rtol=1e-12)
+    _, key = reference.apply_rope(None, rows, table, np.array([8, 0, 5]), key_norm=weight, eps=1e-3)
+    assert np.array_equal(key, exact.astype(np.float32))
+
+
+def test_pairs_of_each_section():
+    assert reference.pair_axes(8, (2, 3, 3), False) == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert reference.pair_axes(8, (4, 2, 2), True) == [0, 1, 2, 0, 1, 2, 0, 0]
+    assert reference.pair_axes(7, (2, 4, 1), True) == [0, 1, 2, 0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("model", "sections"),
+    [
+        ("qwen2_vl", (2, 3, 3)),
+        ("qwen2_vl", (4, 0, 4)),
+        ("qwen3_vl", (3, 3, 2)),
+        ("qwen3_vl", (4, 2, 2)),
+        ("qwen3_vl", (6, 1, 1)),
+    ],
+    ids=str,
+)
+def test_sections_are_those_of_qwen(torch64, model, sections):
+    transformers = pytest.importorskip("transformers")
+    parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
+    if model == "qwen2_vl":
+        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding as Rotary
+
+        kind = transformers.Qwen2VLTextConfig
+    else:
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+            Qwen3VLTextRotaryEmbedding as Rotary,
+        )
+
+        kind = transformers.Qwen3VLTextConfig
+    config = kind(
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_parameters=parameters,
+    )
+    positions = np.random.default_rng(6).integers(0, 4000, (3, 5))
+    wanted = Rotary(config)(torch64.zeros(1), torch64.from_numpy(positions)[:, None])
+    got = reference.cos_sin(
+        reference.rope_table(4000, 16), positions, sections, model == "qwen3_vl"
+    )
+    for values, want in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(np.tile(values, 2), want[0].numpy(), atol=6e-8)
+
+
+# Rotation and store --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write_key", [True, False])
+@pytest.mark.parametrize("query_out", [False, True])
+def test_rope_store_kv_is_rotation_then_store(write_key, query_out):
+    rng = np.random.default_rng(7)
+    query = from_values(rng.standard_normal((6, 3, 8)), "fp16")
+    key, value = (from_values(rng.standard_normal((6, 2, w)), "bf16") for w in (8, 5))
+    table = reference.rope_table(20, 6)
+    positions, slots = np.array([4, 20, 19, 0, 3]), np.array([7, 2, -1, 8])
+    caches = [np.full((8, 2, w), 77, np.int8) for w in (8, 5)]
+    scales = [np.full((8, 2), -1, np.float32) for _ in range(2)]
+    want_q, want_k = reference.apply_rope(query, key, table, positions, interleaved=True)
+    want_caches, want_scales = ([a.copy() for a in arrays] for arrays in (caches, scales))
+    reference.store_kv(
+        want_k,
+        value,
+        *want_caches,
+        np.array([7, -1, -1, 8]),
+        k_scale_cache=want_scales[0],
+        v_scale_cache=want_scales[1],
+    )
+    old_q, old_k = query.copy(), key.copy()
+    out = np.full_like(query, 9) if query_out else None
+    faults = reference.rope_store_kv(
+        query,
+        key,
+        value,
+        table,
+        positions,
+        *caches,
+        slots,
+        interleaved=True,
+        write_key=write_key,
+        query_out=out,
+        k_scale_cache=scales[0],
+        v_scale_cache=scales[1],
+    )
+    assert faults == ([(1, 20)], [(3, 8)])
+    if query_out:  # neither the token without a position nor the row past the positions
+        want_q[[1, 5]] = 9
+        assert np.array_equal(out, want_q) and np.array_equal(query, old_q)
+    else:
+        assert np.array_equal(query, want_q) and not np.array_equal(query, old_q)
+    assert np.array_equal(key, want_k if write_key else old_k)
+    for got, want in zip((*caches, *scales), (*want_caches, *want_scales), strict=True):
+        assert np.array_equal(got, want)
+
+
+def test_rope_store_mla_is_rotation_then_store():
+    rng = np.random.default_rng(8)
+    query, rope_key = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((4, 3, 6), (4, 6))
+    )
+    latent = rng.standard_normal((4, 5)).astype(np.float32)
+    table, positions, slots = reference.rope_table(9, 6), np.array([8, 0, 9]), np.array([2, 4, 0])
+    cache, want = np.zeros((2, 4, 11), np.float16)
+    want_q, want_k = reference.apply_rope(query, rope_key, table, positions)
+    reference.store_mla(latent, want_k, want, np.array([2, 4, -1]))
+    faults = reference.rope_store_mla(query, latent, rope_key, table, positions, cache, slots)
+    assert faults == ([(2, 9)], [(1, 4)])
+    assert np.array_equal(query, want_q) and np.array_equal(rope_key, want_k)
+    assert np.array_equal(cache, want) and cache[2].any() and not cache[0].any()
