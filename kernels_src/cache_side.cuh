@@ -30,14 +30,13 @@ __device__ __forceinline__ float* scale_address(char* scale_cache, const CacheSi
 
 template <typename TIn, typename TOut, int kCount>
 __device__ __forceinline__ Pack<TOut, kCount> convert(const Pack<TIn, kCount>& in, float scale) {
-  Pack<TOut, kCount> out;
+  const Pack<float, kCount> values = to_floats(in);
+  if constexpr (kQuantised<TOut>) {
+    Pack<TOut, kCount> out;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    if constexpr (kQuantised<TOut>) {
-      out.values[i] = quantise<TOut>(to_float(in.values[i]), scale);
-    } else {
-      out.values[i] = from_float<TOut>(to_float(in.values[i]));
-    }
+    for (int i = 0; i < kCount; ++i) out.values[i] = quantise<TOut>(values.values[i], scale);
+    return out;
+  } else {
+    return from_floats<TOut>(values);
   }
-  return out;
 }

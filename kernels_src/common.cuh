@@ -37,15 +37,25 @@ struct WordOf<16> {
   using type = uint4;
 };
 
+#ifdef __CUDACC__
+constexpr int kWidestWord = 16;
+#else
+constexpr int kWidestWord = 32;  // still at multiples of 16
+template <>
+struct WordOf<32> {
+  typedef unsigned int type __attribute__((vector_size(32), aligned(16)));
+};
+#endif
+
 // 1, 2, 4, 8 or 16 bytes; an address of one must be a multiple of its size.
 template <int kBytes>
 using Word = typename WordOf<kBytes>::type;
 
-// `kCount` values of T that are loaded and stored in words of up to 16 bytes.
+// `kCount` values of T that are loaded and stored in the widest words.
 template <typename T, int kCount>
 struct Pack {
   static constexpr int kBytes = sizeof(T) * kCount;
-  static constexpr int kWordBytes = kBytes < 16 ? kBytes : 16;
+  static constexpr int kWordBytes = kBytes < kWidestWord ? kBytes : kWidestWord;
   static constexpr int kWords = kBytes / kWordBytes;
   static_assert(kWords * kWordBytes == kBytes, "a pack is a whole number of words");
 

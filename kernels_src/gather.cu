@@ -29,13 +29,12 @@ __device__ __forceinline__ float scale_of(const char* scale, char* scale_cache,
 template <typename TCache, typename TOut, int kCount>
 __device__ __forceinline__ Pack<TOut, kCount> dequantise(const Pack<TCache, kCount>& in,
                                                          float scale) {
-  Pack<TOut, kCount> out;
+  Pack<float, kCount> values = to_floats(in);
+  if constexpr (kQuantised<TCache>) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float x = to_float(in.values[i]);
-    out.values[i] = from_float<TOut>(kQuantised<TCache> ? __fmul_rn(x, scale) : x);
+    for (int i = 0; i < kCount; ++i) values.values[i] = __fmul_rn(values.values[i], scale);
   }
-  return out;
+  return from_floats<TOut>(values);
 }
 
 // Another format: float32 arithmetic, one rounding.

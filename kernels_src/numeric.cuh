@@ -90,3 +90,90 @@ template <typename T>
 __device__ __forceinline__ float dynamic_scale(float absmax) {
   return __fdiv_rn(fmaxf(fminf(absmax, kFloatMax), 1e-6f), kLimit<T>);
 }
+
+// a * b + c * d to within an ulp and a half of float32, where plain arithmetic would cancel
+// (Kahan). Where it overflows on the way, the plain result.
+__device__ __forceinline__ float sum_of_products(float a, float b, float c, float d) {
+  const float cd = __fmul_rn(c, d);
+  const float rough = __fmaf_rn(a, b, cd);
+  const float exact = __fadd_rn(rough, __fmaf_rn(c, d, -cd));
+  return exact == exact ? exact : rough;
+}
+
+// --- Packs ---------------------------------------------------------------------------------------
+
+template <typename T, int kCount>
+__device__ __forceinline__ Pack<float, kCount> to_floats(const Pack<T, kCount>& in) {
+  Pack<float, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.values[i] = to_float(in.values[i]);
+  return out;
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> from_floats(const Pack<float, kCount>& in) {
+  Pack<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.values[i] = from_float<T>(in.values[i]);
+  return out;
+}
+
+// Elements of even number, and of odd.
+template <typename T, int kCount>
+__device__ __forceinline__ void split(const Pack<T, 2 * kCount>& both, Pack<T, kCount>& even,
+                                      Pack<T, kCount>& odd) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    even.values[i] = both.values[2 * i];
+    odd.values[i] = both.values[2 * i + 1];
+  }
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ Pack<T, 2 * kCount> merge(const Pack<T, kCount>& even,
+                                                     const Pack<T, kCount>& odd) {
+  Pack<T, 2 * kCount> both;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    both.values[2 * i] = even.values[i];
+    both.values[2 * i + 1] = odd.values[i];
+  }
+  return both;
+}
+
+// a * scale * b, element by element.
+template <int kCount>
+__device__ __forceinline__ Pack<float, kCount> products(const Pack<float, kCount>& a, float scale,
+                                                        const Pack<float, kCount>& b) {
+  Pack<float, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    out.values[i] = __fmul_rn(__fmul_rn(a.values[i], scale), b.values[i]);
+  }
+  return out;
+}
+
+template <int kCount>
+__device__ __forceinline__ Pack<float, kCount> negative(const Pack<float, kCount>& in) {
+  Pack<float, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.values[i] = -in.values[i];
+  return out;
+}
+
+template <int kCount>
+__device__ __forceinline__ Pack<float, kCount> sum_of_products(const Pack<float, kCount>& a,
+                                                               const Pack<float, kCount>& b,
+                                                               const Pack<float, kCount>& c,
+                                                               const Pack<float, kCount>& d) {
+  Pack<float, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    out.values[i] = sum_of_products(a.values[i], b.values[i], c.values[i], d.values[i]);
+  }
+  return out;
+}
+
+#ifndef __CUDACC__
+#include "host/packs.h"
+#endif

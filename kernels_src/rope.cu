@@ -29,10 +29,10 @@ struct RopeParams {
   char* k_cache;           // by strides; null: rotate only
   char* v_cache;           // by strides; null: no value
   const char* table;       // [max_positions, rotary_dim] float32, [cos | sin]
-  const char* positions;   // [num_tokens], or [3, num_tokens] with sections
-  const char* slots;       // [num_stored] int32 or int64
   const char* query_norm;  // [head_dim] weights of RMSNorm, float32 or like query; null: none
   const char* key_norm;    // [head_dim], likewise
+  const char* positions;   // [num_tokens], or [3, num_tokens] with sections
+  const char* slots;       // [num_stored] int32 or int64
   const char* k_scale;
   const char* v_scale;
   char* k_scale_cache;
@@ -127,15 +127,6 @@ __device__ __forceinline__ i64 find_slot(const RopeParams& p, int token, bool re
   return -1;
 }
 
-// a * b - c * d to within an ulp and a half of float32, where plain arithmetic would cancel
-// (Kahan). Where it overflows on the way, the plain result.
-__device__ __forceinline__ float difference_of_products(float a, float b, float c, float d) {
-  const float cd = __fmul_rn(c, d);
-  const float rough = __fmaf_rn(a, b, -cd);
-  const float exact = __fadd_rn(rough, __fmaf_rn(-c, d, cd));
-  return exact == exact ? exact : rough;
-}
-
 // One row that turns: how to get at its pairs.
 template <typename T, int kCount>
 struct TurningRow {
@@ -145,86 +136,93 @@ struct TurningRow {
   const char* norm;  // weights, or null
   float inverse_rms;
 
-  __device__ __forceinline__ void load_pairs(int i, Pack<T, kCount>& x, Pack<T, kCount>& y) const {
-    constexpr int kBytes = sizeof(T);
+  // Pairs i .. i + kCount - 1 of a row of U.
+  template <typename U>
+  __device__ __forceinline__ void load_pairs(const char* row, int i, Pack<U, kCount>& x,
+                                             Pack<U, kCount>& y) const {
+    constexpr int kBytes = sizeof(U);
     if (p.interleaved) {
-      Pack<T, 2 * kCount> both;
-      both.load(in + 2 * i * kBytes);
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        x.values[j] = both.values[2 * j];
-        y.values[j] = both.values[2 * j + 1];
-      }
+      Pack<U, 2 * kCount> both;
+      both.load(row + 2 * i * kBytes);
+      split(both, x, y);
     } else {
-      x.load(in + i * kBytes);
-      y.load(in + (i + p.rotary_dim / 2) * kBytes);
+      x.load(row + i * kBytes);
+      y.load(row + (i + p.rotary_dim / 2) * kBytes);
     }
   }
 
-  template <typename TOut>
-  __device__ __forceinline__ void store_pairs(char* out, int i, const Pack<TOut, kCount>& x,
-                                              const Pack<TOut, kCount>& y) const {
-    constexpr int kBytes = sizeof(TOut);
+  template <typename U>
+  __device__ __forceinline__ void store_pairs(char* row, int i, const Pack<U, kCount>& x,
+                                              const Pack<U, kCount>& y) const {
+    constexpr int kBytes = sizeof(U);
     if (p.interleaved) {
-      Pack<TOut, 2 * kCount> both;
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        both.values[2 * j] = x.values[j];
-        both.values[2 * j + 1] = y.values[j];
-      }
-      both.store(out + 2 * i * kBytes);
+      merge(x, y).store(row + 2 * i * kBytes);
     } else {
-      x.store(out + i * kBytes);
-      y.store(out + (i + p.rotary_dim / 2) * kBytes);
+      x.store(row + i * kBytes);
+      y.store(row + (i + p.rotary_dim / 2) * kBytes);
     }
   }
 
-  // An element after RMSNorm, if there is one.
-  __device__ __forceinline__ float normed(T x, int element) const {
-    const float value = to_float(x);
-    if (!norm) return value;
-    const float weight = p.norm_is_float ? reinterpret_cast<const float*>(norm)[element]
-                                         : to_float(reinterpret_cast<const T*>(norm)[element]);
-    return value * inverse_rms * weight;
+  // cos and sin of pairs that take their angles from three rows.
+  __device__ __forceinline__ void load_sections(int i, Pack<float, kCount>& cosine,
+                                                Pack<float, kCount>& sine) const {
+    alignas(32) float values[2 * kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float* row = row_of_pair(p, angles, i + j);
+      values[j] = row[i + j];
+      values[kCount + j] = row[p.rotary_dim / 2 + i + j];
+    }
+    cosine.load(reinterpret_cast<const char*>(values));
+    sine.load(reinterpret_cast<const char*>(values + kCount));
   }
 
   // Pairs i .. i + kCount - 1, turned, rounded once.
   __device__ __forceinline__ void turn(int i, Pack<T, kCount>& x, Pack<T, kCount>& y) const {
-    load_pairs(i, x, y);
+    constexpr int kFloatBytes = sizeof(float);
     const int half = p.rotary_dim / 2;
     Pack<float, kCount> cosine;
     Pack<float, kCount> sine;
-    if (p.sections != kNoSections) {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        const float* row = row_of_pair(p, angles, i + j);
-        cosine.values[j] = row[i + j];
-        sine.values[j] = row[half + i + j];
-      }
+    if (p.sections == kNoSections) {
+      cosine.load(angles.first + i * kFloatBytes);
+      sine.load(angles.first + (half + i) * kFloatBytes);
     } else {
-      cosine.load(angles.first + i * static_cast<int>(sizeof(float)));
-      sine.load(angles.first + (half + i) * static_cast<int>(sizeof(float)));
+      load_sections(i, cosine, sine);
     }
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const float a = normed(x.values[j], p.interleaved ? 2 * (i + j) : i + j);
-      const float b = normed(y.values[j], p.interleaved ? 2 * (i + j) + 1 : i + j + half);
-      const float c = cosine.values[j];
-      const float s = sine.values[j];
-      x.values[j] = from_float<T>(difference_of_products(a, c, b, s));
-      y.values[j] = from_float<T>(difference_of_products(b, c, -a, s));
+    load_pairs(in, i, x, y);
+    Pack<float, kCount> a = to_floats(x);
+    Pack<float, kCount> b = to_floats(y);
+    if (norm) {
+      Pack<float, kCount> a_weight;
+      Pack<float, kCount> b_weight;
+      if (p.norm_is_float) {
+        load_pairs(norm, i, a_weight, b_weight);
+      } else {
+        load_pairs(norm, i, x, y);
+        a_weight = to_floats(x);
+        b_weight = to_floats(y);
+      }
+      a = products(a, inverse_rms, a_weight);
+      b = products(b, inverse_rms, b_weight);
     }
+    x = from_floats<T>(sum_of_products(a, cosine, negative(b), sine));
+    y = from_floats<T>(sum_of_products(b, cosine, a, sine));
   }
 
   // Elements i .. i + kCount - 1 of the part that passes.
   __device__ __forceinline__ Pack<T, kCount> pass(int i) const {
     Pack<T, kCount> x;
     x.load(in + i * static_cast<int>(sizeof(T)));
-    if (norm) {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) x.values[j] = from_float<T>(normed(x.values[j], i + j));
+    if (!norm) return x;
+    Pack<float, kCount> weight;
+    if (p.norm_is_float) {
+      weight.load(norm + i * static_cast<int>(sizeof(float)));
+    } else {
+      Pack<T, kCount> narrow;
+      narrow.load(norm + i * static_cast<int>(sizeof(T)));
+      weight = to_floats(narrow);
     }
-    return x;
+    return from_floats<T>(products(to_floats(x), inverse_rms, weight));
   }
 };
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import median
@@ -16,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcupy import observe
+from kvcupy import observe, timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("kvcupy", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "torch")
@@ -68,17 +70,22 @@ def event_us(device: Any, stream: Any, work: Callable[[], object]) -> float:
     return float(stop.elapsed_us(start))
 
 
-def interleave(candidates: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def interleave(
+    candidates: dict[str, Callable[[], float]], rounds: int, *, seconds: float = math.inf
+) -> dict[str, list[float]]:
     """Measure all candidates in turn, `rounds` times over; return what each measured, in us.
 
     Each candidate times itself. One round that does not count warms them up. The order turns
-    from round to round, so that a disturbance hits all alike.
+    from round to round, so that a disturbance hits all alike. After `seconds`, three rounds do.
     """
+    end = time.perf_counter() + seconds
     for measure in candidates.values():
         measure()
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
     for number in range(rounds):
+        if number >= 3 and time.perf_counter() > end:
+            break
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
             samples[name].append(candidates[name]())
@@ -125,6 +132,28 @@ def run_named(
         lambda: observe.Operation(name, stream, reads, writes),
         lambda: device.run(function, stream),
     )
+
+
+def captured(stream: Any, work: Callable[[], object]) -> Callable[[], None]:
+    """Capture what `work` puts on `stream`; return its replay."""
+    with stream.capture() as graph:
+        work()
+    return partial(graph.launch, stream)
+
+
+def save_timeline(
+    device: Any, works: Sequence[Callable[[], None]], out: Path | None, stem: str, title: str
+) -> None:
+    """Run `works` one after another; save what ran when, as JSON and PNG, if there is a folder."""
+    if out is None:
+        return
+    with timeline() as recorded:
+        for work in works:
+            work()
+            device.synchronize()
+    out.mkdir(parents=True, exist_ok=True)
+    recorded.save(out / f"{stem}.json")
+    recorded.plot(out / f"{stem}.png", title=title)
 
 
 def random_bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

@@ -1,9 +1,11 @@
 """Show what overlaps on this device, and what one launch saves, with every result checked.
 
-Two questions, two parts of the table:
+Three questions, three tables:
 
 write K and V     two array expressions on one stream; one each on two streams that wait for one
                   another by events; one launch that writes both; that launch replayed in a graph.
+rotate and write  query and key rotated by position, then K and V written: apart, with K and V on
+                  two streams, and in one launch; called from Python, and replayed.
 bring the next    K, V and slots of step i+1 come from pinned memory while step i computes and
 step's K/V        stores, against the same work in sequence:
 
@@ -18,7 +20,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from benchlib import (
+    captured,
     describe,
     format_table,
     interleave,
@@ -37,14 +41,19 @@ from benchlib import (
     minima,
     named_stream,
     random_bits,
+    save_timeline,
     wall_us,
     write_json,
 )
 from kv_layers import LAYERS, KVLayers
+from rope_writes import ARRAYS, RopeWrites
 from step_pipeline import Steps, hidden_fraction
 from workload import MODELS, Model, Step, busy_steps, read_trace, synthetic_trace
 
 import kvcupy as kv
+
+SECONDS = 5.0  # for each part, after which three rounds do
+PASS_US = 20_000  # of one measurement, at least
 
 
 def run_writes(device: Any, model: Model, tokens: int, rounds: int, out: Path | None) -> list[dict]:
@@ -80,39 +89,56 @@ def run_writes(device: Any, model: Model, tokens: int, rounds: int, out: Path | 
         "array expressions, two streams": two_streams,
         "one launch": fused,
     }
-    for launch in launches:  # compile before anything is captured
-        launch(stream=main)
-    main.synchronize()
-    with main.capture() as graph:
-        fused()
-    cases["one launch, graph replay"] = partial(graph.launch, main)
-
+    fused()  # compiled before anything is captured
+    cases["one launch, graph replay"] = captured(main, fused)
     for name, work in cases.items():
         layers.wipe()
         work()
         device.synchronize()
         layers.check(name, [(host_rows, host_slots)])
+    save_timeline(
+        device, [one_stream, two_streams, fused], out, "write",
+        f"{model.name}, {tokens} tokens, {LAYERS} layers: K and V",
+    )  # fmt: skip
+    moved = tokens * (2 * layers.row_width * 2 + 8)
+    return compare(device, cases, rounds, moved)
 
-    repeat = max(1, int(40_000 / max(wall_us(device, one_stream), 1.0)))
+
+def run_rope(device: Any, model: Model, tokens: int, rounds: int, out: Path | None) -> list[dict]:
+    """Measure the ways to rotate query and key and to write K and V, in us a layer."""
+    work = RopeWrites(device, model, tokens)
+    forms = work.forms()
+    for form in forms.values():  # compile before anything is captured
+        form()
+    device.synchronize()
+    cases = dict(forms)
+    for name, form in forms.items():
+        if name != ARRAYS:  # whose library may allocate, which no capture allows
+            cases[f"{name}, graph replay"] = captured(work.main, form)
+    work.check(cases)
+    save_timeline(
+        device, list(forms.values()), out, "rope",
+        f"{model.name}, {tokens} tokens, {LAYERS} layers: rotate, then K and V",
+    )  # fmt: skip
+    return compare(device, cases, rounds, work.bytes_moved)
+
+
+def compare(
+    device: Any, cases: dict[str, Callable[[], None]], rounds: int, bytes_moved: int
+) -> list[dict]:
+    """Measure cases of `LAYERS` layers each; return a row for each, a layer."""
+    first = next(iter(cases))
+    repeat = max(1, int(PASS_US / max(wall_us(device, cases[first]), 1.0)))
     timers = {name: partial(wall_us, device, work, repeat) for name, work in cases.items()}
-    samples = interleave(timers, rounds)
+    samples = interleave(timers, rounds, seconds=SECONDS)
     times, least = medians(samples), minima(samples)
-    if out is not None:
-        with kv.timeline() as timeline:
-            for work in (one_stream, two_streams, fused):
-                work()
-                device.synchronize()
-        save_timeline(
-            timeline, out / "write", f"{model.name}, {tokens} tokens, {LAYERS} layers: K and V"
-        )
-    moved = 2 * tokens * layers.row_width * 2 + slots.nbytes
     return [
         {
             "case": name,
             "time_us": us / LAYERS,
             "least_us": least[name] / LAYERS,
-            "gb_per_s": moved * LAYERS / us / 1e3,
-            "ratio": times["array expressions, one stream"] / us,
+            "gb_per_s": bytes_moved * LAYERS / us / 1e3,
+            "ratio": least[first] / least[name],
             "hidden": None,
         }
         for name, us in times.items()
@@ -126,7 +152,7 @@ def run_steps(
     steps = Steps(device, model, batch)
     largest = int(np.argmax(steps.counts))
     copy = partial(steps.copy, largest, steps.copier)
-    copy_us = min(wall_us(device, copy) for _ in range(5))
+    copy_us = min(wall_us(device, copy) for _ in range(20))
     steps.compute.fit(steps.main, 1.3 * copy_us)
 
     for name, work in (("in sequence", steps.in_sequence), ("copy stream", steps.overlapped)):
@@ -137,36 +163,33 @@ def run_steps(
         device.synchronize()
         steps.check(name)
 
-    sequence, overlap = "in sequence, one stream", "copy stream, two buffers"
+    alone, sequence, overlap = "copy alone", "in sequence, one stream", "copy stream, two buffers"
     cases = {
-        "copy alone": steps.copy_alone,
+        alone: steps.copy_alone,
         "compute and store alone": steps.work_alone,
         sequence: steps.in_sequence,
         overlap: steps.overlapped,
     }
     timers = {name: partial(wall_us, device, work) for name, work in cases.items()}
-    samples = interleave(timers, rounds)
+    # What other programs disturb is passed over: many rounds, and the least time of each case.
+    samples = interleave(timers, rounds, seconds=SECONDS)
     times, least = medians(samples), minima(samples)
-    hidden = hidden_fraction(least[sequence], least[overlap], least["copy alone"])
+    hidden = hidden_fraction(least[sequence], least[overlap], least[alone])
     most = 1 - steps.counts[0] / sum(steps.counts)  # nothing runs yet that could hide the first
-    if out is not None:
-        for name, work in (("sequence", steps.in_sequence), ("overlap", steps.overlapped)):
-            with kv.timeline() as timeline:
-                work()
-            what = (
-                f"{hidden:.0%} of the copy time hidden, {most:.0%} possible"
-                if name == "overlap"
-                else "in sequence"
-            )
-            save_timeline(timeline, out / name, f"{model.name}, {len(batch)} steps: {what}")
-    moved = sum(steps.counts) * LAYERS * steps.layers.row_width * 2 + sum(steps.counts) * 8
+    title = f"{model.name}, {len(batch)} steps:"
+    save_timeline(device, [steps.in_sequence], out, "sequence", f"{title} in sequence")
+    save_timeline(
+        device, [steps.overlapped], out, "overlap",
+        f"{title} {hidden:.0%} of the copy time hidden, {most:.0%} possible",
+    )  # fmt: skip
+    moved = sum(steps.counts) * (LAYERS * steps.layers.row_width * 2 + 8)
     rows = [
         {
             "case": name,
             "time_us": us / len(batch),
             "least_us": least[name] / len(batch),
             "gb_per_s": moved / us / 1e3,
-            "ratio": times[sequence] / us if name in (sequence, overlap) else None,
+            "ratio": least[sequence] / least[name] if name in (sequence, overlap) else None,
             "hidden": hidden if name == overlap else None,
             "hidden_at_most": most if name == overlap else None,
         }
@@ -175,20 +198,30 @@ def run_steps(
     return rows, str(steps.compute)
 
 
-def save_timeline(timeline: Any, stem: Path, title: str) -> None:
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    timeline.save(stem.with_suffix(".json"))
-    timeline.plot(stem.with_suffix(".png"), title=title)
+@contextmanager
+def one_core_a_stream(device: Any) -> Iterator[None]:
+    """Let a launch on this processor use one core, as a product does: the copy has the other."""
+    if device.kind != "host":
+        yield
+        return
+    before, device.num_workers = device.num_workers, 1
+    try:
+        yield
+    finally:
+        device.num_workers = before
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run both parts and return the report."""
+    """Run all parts and return the report."""
     device = kv.device(arguments.device) if arguments.device else kv.default_device()
     model = MODELS[arguments.model]
     requests = read_trace(arguments.trace) if arguments.trace else synthetic_trace()
     batch = busy_steps(requests, arguments.tokens, arguments.steps)
-    writes = run_writes(device, model, arguments.tokens, arguments.rounds, arguments.out)
-    steps, compute = run_steps(device, model, batch, arguments.rounds, arguments.out)
+    common = (arguments.rounds, arguments.out)
+    with one_core_a_stream(device):
+        steps, compute = run_steps(device, model, batch, *common)
+    writes = run_writes(device, model, arguments.tokens, *common)
+    rope = run_rope(device, model, arguments.tokens, *common)
     return {
         **describe(device),
         "model": model.name,
@@ -198,24 +231,34 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "steps": [{"decode": step.decode, "prefill": step.prefill} for step in batch],
         "compute": compute,
         "writes": writes,
+        "rope": rope,
         "overlap": steps,
     }
 
 
 def render(report: dict[str, Any]) -> str:
-    """Return the report as one table."""
-    columns = ("case", "us (median)", "us (min)", "GB/s", "ratio", "copy hidden, of possible")
-    rows: list[Sequence[object]] = []
-    for title, part in (("write, a layer", "writes"), ("next step's K/V, a step", "overlap")):
+    """Return the report as tables, each under a line that says what it compares."""
+    columns = ("case", "us (median)", "us (min)", "GB/s", "times as fast", "copy hidden")
+    most = report["overlap"][-1]["hidden_at_most"]
+    lines = []
+    for part, title in (
+        ("writes", f"Write K and V of {report['tokens']} tokens, a layer"),
+        ("rope", f"Rotate query and key of {report['tokens']} tokens and write K and V, a layer"),
+        (
+            "overlap",
+            f"Copy in the next step's K/V while this one computes, a step of {len(report['steps'])}"
+            f" (hidden: (in sequence - copy stream) / copy alone, of least times; at most"
+            f" {most:.0%}, for nothing hides the first copy)",
+        ),
+    ):
+        rows = []
         for row in report[part]:
-            hidden = None
-            if row["hidden"] is not None:
-                hidden = f"{row['hidden']:.0%} of {row['hidden_at_most']:.0%}"
-            name = f"{title}: {row['case']}"
-            rows.append(
-                (name, row["time_us"], row["least_us"], row["gb_per_s"], row["ratio"], hidden)
-            )
-    return format_table(columns, rows)
+            hidden = None if row["hidden"] is None else f"{row['hidden']:.0%} of {most:.0%}"
+            measured = (row["time_us"], row["least_us"], row["gb_per_s"])
+            rows.append((row["case"], *measured, row["ratio"], hidden))
+        wanted = len(columns) if part == "overlap" else len(columns) - 1
+        lines += [title, "", format_table(columns[:wanted], [row[:wanted] for row in rows]), ""]
+    return "\n".join(lines[:-1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -224,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens a step at most")
     parser.add_argument("--steps", type=int, default=8, help="steps of continuous batching")
-    parser.add_argument("--rounds", type=int, default=15, help="measurements of each case")
+    parser.add_argument("--rounds", type=int, default=60, help="measurements of a case at most")
     parser.add_argument("--trace", type=Path, help="request trace, JSON lines")
     parser.add_argument("--json", type=Path, help="write the report here")
     parser.add_argument("--out", type=Path, help="write timelines (JSON and PNG) to this folder")
@@ -237,7 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         write_json(arguments.json, report)
     if arguments.out:
-        for name in ("write", "sequence", "overlap"):
+        print()
+        for name in ("write", "rope", "sequence", "overlap"):
             print(arguments.out / f"{name}.json", arguments.out / f"{name}.png")
     return 0
 

@@ -31,6 +31,7 @@ DTYPE = {
     "int8": np.dtype(np.int8),
 }
 INDEX_DTYPE = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64)}
+LAYOUTS = ("NHD", "HND")
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 GUARD_BYTES = 128
@@ -41,6 +42,16 @@ POISON_SLOT = 2147480000
 """Stands wherever an index array must not be read: it would be a fault."""
 
 Cut = Callable[[Any], Any]
+
+
+def cache_shape(layout: str, pages: int, size: int, heads: int, width: int) -> tuple[int, ...]:
+    """The base shape of a cache: paged in either layout, by slots, or of two dimensions."""
+    return {
+        "NHD": (pages, size, heads, width),
+        "HND": (pages, heads, size, width),
+        "slots": (pages * size, heads, width),
+        "2-D": (pages * size, width),
+    }[layout]
 
 
 # Values --------------------------------------------------------------------------------------
@@ -413,3 +424,11 @@ def check_faults(device: Any, operation: str, faults: list[tuple[int, int]]) -> 
             f"none of {faults[:5]} in {text!r}"
         )
     kv.check_faults(device)
+
+
+def refused(case: Case, call: Callable[[], Any], error: Any, name: str) -> None:
+    """Assert that `call` raises `error`, names the argument, and changed nothing."""
+    with pytest.raises(error) as caught:
+        call()
+    assert re.search(rf"\b({name})\b", str(caught.value)), f"{name} not in {caught.value}"
+    case.check("", [])

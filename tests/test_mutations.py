@@ -1,116 +1,34 @@
 """The checks of this suite notice kernels that are broken in one place.
 
-Each mutation changes a copy of ``kernels_src``; then a store is checked as `ops/test_store.py`
-checks it, and must fail. Unchanged, the copy passes the same check.
+Each mutation changes a copy of ``kernels_src``; then one of `operation_checks`, which check as the
+tests of the operations do, must fail. Unchanged, the copy passes all of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
+import operation_checks as checks
 import pytest
-from helpers import Case
 
-HEADS = 2
-
-
-def caches(case: Case, fmt: str, widths: tuple[int, int], pages: int, page_size: int):
-    """Two caches of `pages` pages, each in the middle of a buffer of three times as many.
-
-    Pages have a gap between them. A row that misses its cache lands in the buffer, and is noticed.
-    """
-    return [
-        case.output(fmt, (3 * pages, page_size + 1, HEADS, width),
-                    lambda a: a[pages : 2 * pages, :page_size], name=name)
-        for name, width in zip(("k_cache", "v_cache"), widths, strict=True)
-    ]  # fmt: skip
-
-
-def slots_of_every_kind(num_slots: int) -> list[int]:
-    """All slots, from the last, 5 is to be skipped; negative ones; the first two past the end."""
-    return [-1, num_slots, *range(num_slots - 1, -1, -1), -7, num_slots + 1]
-
-
-def check_copy(device, page_size=4):
-    """bf16 rows, V wider than K."""
-    case = Case(device, 1)
-    tokens = 5 * page_size + 4
-    key, value = (case.input("bf16", (tokens, HEADS, width)) for width in (16, 40))
-    k_cache, v_cache = caches(case, "bf16", (16, 40), 5, page_size)
-    case.store_kv(key, value, k_cache, v_cache, slots_of_every_kind(5 * page_size), skip_slot=5)
-
-
-def check_copy_of_odd_pages(device):
-    check_copy(device, page_size=3)
-
-
-def values_that_tell(scale: np.float32) -> np.ndarray:
-    """Values that another rounding than that of x / scale takes to another int8, and others."""
-    ties = (np.arange(-130, 130) + np.float32(0.5)) * scale
-    near = np.concatenate([np.nextafter(ties, np.float32(side)) for side in (-1e9, 1e9)])
-    x = np.concatenate([ties, near]).astype(np.float32)
-    differs = np.rint(x / scale) != np.rint(x * (np.float32(1) / scale))
-    assert differs.any(), "the input tells nothing"
-    special = np.float32([np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0, -0.0, -129 * scale])
-    return np.concatenate([np.resize(x[differs], 64), special, x])
-
-
-def check_convert(device, fmt="int8"):
-    """fp32 rows with a scale for K and one a head for V."""
-    case = Case(device, 2)
-    k_scale, v_scale = np.float32(0.37), np.float32([0.013, 1.9])
-    key = case.place(np.resize(values_that_tell(k_scale), (24, HEADS, 40)), "fp32")
-    value = case.place(np.resize(values_that_tell(v_scale[1]), (24, HEADS, 24)), "fp32")
-    k_cache, v_cache = caches(case, fmt, (40, 24), 5, 4)
-    case.store_kv(
-        key,
-        value,
-        k_cache,
-        v_cache,
-        slots_of_every_kind(20),
-        skip_slot=5,
-        k_scale=float(k_scale),
-        v_scale=v_scale,
-    )
-
-
-def check_convert_to_fp8(device):
-    check_convert(device, "fp8_e4m3")
-
-
-def check_dynamic(device):
-    """Rows that several warps share, their largest element in any place, in any thread order."""
-    device.multiprocessors = 132  # few rows for so many: more threads a row
-    for seed in range(1, 13):
-        device.thread_order_seed = seed
-        case = Case(device, seed)
-        rows = case.rng.standard_normal((2, 24, HEADS, 1024)).astype(np.float32)
-        places = case.rng.integers(0, 1024, (2, 24, HEADS, 1))
-        np.put_along_axis(rows, places, case.rng.uniform(5, 50, places.shape), axis=3)
-        rows[:, 2, 0] = 1e-9  # under the smallest absmax
-        key, value = case.place(rows[0], "fp32"), case.place(rows[1, :, :, :512], "fp32")
-        k_cache, v_cache = caches(case, "int8", (1024, 512), 5, 4)
-        scale_caches = {
-            f"{side}_scale_cache": case.output("fp32", (60, HEADS), lambda a: a[20:40],
-                                               name=f"{side}_scale_cache")
-            for side in "kv"
-        }  # fmt: skip
-        case.store_kv(
-            key, value, k_cache, v_cache, slots_of_every_kind(20), skip_slot=5, **scale_caches
-        )
-
-
-CHECKS = (check_copy, check_copy_of_odd_pages, check_convert, check_convert_to_fp8, check_dynamic)
+import kvcupy as kv
 
 
 @dataclass
 class Mutation:
-    """Text of the kernels, what stands there instead, and the check that must notice."""
+    """Text of the kernels, what stands there instead, and the check that must notice.
+
+    Without a file, the text is replaced wherever it occurs; else in that file, where it must occur
+    once. `more` is replaced along with it, each in its file.
+    """
 
     old: str
     new: str
-    check: object
+    check: Callable[[Any], Any]
+    file: str | None = None
+    more: tuple[tuple[str, str, str], ...] = ()
 
 
 BARRIER = "    __syncthreads();\n"
@@ -122,47 +40,214 @@ DIVIDE = "__fdiv_rn(x, scale)"
 NAN = "x != x ? int8{0} : "
 TAIL = "first < k_words || first < v_words"
 
-MUTATIONS = {
+STORE = {
     "no barrier before the maxima of warps are read": Mutation(
-        BARRIER + REDUCE, REDUCE, check_dynamic),
+        BARRIER + REDUCE, REDUCE, checks.check_dynamic),
     "no barrier after the maxima of warps are read": Mutation(
-        REDUCE + BARRIER, REDUCE, check_dynamic),
+        REDUCE + BARRIER, REDUCE, checks.check_dynamic),
     "the maxima of one warp too few": Mutation(
-        "i < warps; ++i", "i + 1 < warps; ++i", check_dynamic),
+        "i < warps; ++i", "i + 1 < warps; ++i", checks.check_dynamic),
     "half a warp reduced": Mutation(
-        "distance = lanes / 2;", "distance = lanes / 4;", check_dynamic),
+        "distance = lanes / 2;", "distance = lanes / 4;", checks.check_dynamic),
     "K by the strides of V": Mutation(
-        K_ROW, K_ROW.replace("p.k,", "p.v,"), check_convert),  # narrower, so inside the buffer
+        K_ROW, K_ROW.replace("p.k,", "p.v,"), checks.check_convert),  # narrower: inside the buffer
     "V by the strides of K": Mutation(
-        V_ROW, V_ROW.replace("p.v,", "p.k,"), check_copy),  # likewise
+        V_ROW, V_ROW.replace("p.v,", "p.k,"), checks.check_copy),  # likewise
     "the heads of a row forgotten": Mutation(
-        " +\n         row.head * side.cache.head_bytes;", ";", check_convert),
+        " +\n         row.head * side.cache.head_bytes;", ";", checks.check_convert),
     "the end of the wider row forgotten": Mutation(
-        TAIL, "first < k_words", check_copy),
+        TAIL, "first < k_words", checks.check_copy),
     "pages of a power of two only": Mutation(
         "page_shift >= 0 ? slot >> page_shift : slot / page_size",
-        "slot >> (page_shift >= 0 ? page_shift : 1)", check_copy_of_odd_pages),
+        "slot >> (page_shift >= 0 ? page_shift : 1)", checks.check_copy_of_odd_pages),
     "multiply by the reciprocal": Mutation(
-        DIVIDE, "x * __fdiv_rn(1.0f, scale)", check_convert),
+        DIVIDE, "x * __fdiv_rn(1.0f, scale)", checks.check_convert),
     "round towards zero": Mutation(
-        "rintf(", "truncf(", check_convert),
-    "int8 of NaN undecided": Mutation(NAN, "", check_convert),
+        "rintf(", "truncf(", checks.check_convert),
+    "int8 of NaN undecided": Mutation(NAN, "", checks.check_convert),
     "no saturation in fp8": Mutation(
-        "__NV_SATFINITE, __NV_E4M3", "__NV_NOSAT, __NV_E4M3", check_convert_to_fp8),
-    "no smallest scale": Mutation("1e-6f", "0.0f", check_dynamic),
+        "__NV_SATFINITE, __NV_E4M3", "__NV_NOSAT, __NV_E4M3", checks.check_convert_to_fp8),
+    "no smallest scale": Mutation("1e-6f", "0.0f", checks.check_dynamic),
     "negative slots count from the end": Mutation(
-        FAULT, f"if (slot < 0) slot += p.num_slots;\n  {FAULT}", check_copy),
+        FAULT, f"if (slot < 0) slot += p.num_slots;\n  {FAULT}", checks.check_copy),
     "slots past the end written": Mutation(
-        FAULT, "if (slot > 2 * p.num_slots) {", check_copy),
+        FAULT, "if (slot > 2 * p.num_slots) {", checks.check_copy),
     "the slot just past the end written": Mutation(
-        FAULT, "if (slot > p.num_slots) {", check_copy),
+        FAULT, "if (slot > p.num_slots) {", checks.check_copy),
     "slots past the end not reported": Mutation(
-        " report_fault(p.faults", " if (false) report_fault(p.faults", check_copy),
-    "the skipped slot written": Mutation(SKIP, "", check_copy),
+        " report_fault(p.faults", " if (false) report_fault(p.faults", checks.check_copy),
+    "the skipped slot written": Mutation(SKIP, "", checks.check_copy),
 }  # fmt: skip
 
+FIRST = "sum_of_products(a, cosine, negative(b), sine)"
+SECOND = "sum_of_products(b, cosine, a, sine)"
+POSITION_FAULT = "if (reports) report_fault(p.faults, p.position_operation"
+SLOT_FAULT = "if (reports) report_fault(p.faults, p.slot_operation"
+COPIES = "const bool copies = live && (live != in || norm);"
+CACHED = "if (cached) to_cache<T, TCache>(x, scale)"
+LIVE_KEY = (
+    "if (!is_value && p.key_out) {\n"
+    "    live = p.key_out + token * p.key_out_token_bytes + head * p.key_out_head_bytes;"
+)
+SUM = "distance = lanes / 2; distance > {}; distance /= 2) {{\n    value += "
+MAX = "distance = lanes / 2; distance > {}; distance /= 2) {{\n    value = fmaxf("
 
-@pytest.mark.parametrize("check", CHECKS)
+ROPE = {
+    "the other sine": Mutation(
+        FIRST, FIRST.replace("negative(b)", "b"), checks.check_rotation, "rope.cu"),
+    "the other sine of the second half": Mutation(
+        SECOND, SECOND.replace(", a,", ", negative(a),"), checks.check_rotation, "rope.cu"),
+    "cosines of half precision": Mutation(
+        FIRST, FIRST.replace("cosine", "to_floats(from_floats<__half>(cosine))"),
+        checks.check_rotation, "rope.cu"),
+    "pairs side by side where they are halves apart": Mutation(
+        "if (p.interleaved) {", "if (true) {", checks.check_rotation),
+    "pairs halves apart where they are side by side": Mutation(
+        "if (p.interleaved) {", "if (false) {", checks.check_interleaved_rotation),
+    "the position of the neighbour": Mutation(
+        "+ token * p.position_bytes", "+ (token ^ 1) * p.position_bytes", checks.check_rotation,
+        "rope.cu"),
+    "the table without its stride": Mutation(
+        "position * p.table_row_bytes", "position * p.rotary_dim * 4", checks.check_rotation,
+        "rope.cu"),
+    "the position past the table looked up": Mutation(
+        "position < p.max_positions", "position <= p.max_positions", checks.check_rotation,
+        "rope.cu"),
+    "negative positions count from the end": Mutation(
+        "if (position >= 0 && position < p.max_positions) return p.table + position *",
+        "if (position < p.max_positions) return p.table + (position & 63) *",
+        checks.check_rotation, "rope.cu"),
+    "positions outside not reported": Mutation(
+        POSITION_FAULT, POSITION_FAULT.replace("reports", "false", 1), checks.check_rotation,
+        "rope.cu"),
+    "what passes is not copied": Mutation(
+        COPIES, COPIES.replace("live != in || ", ""), checks.check_rotation, "rope.cu"),
+    "what passes is not normalised": Mutation(
+        COPIES, COPIES.replace(" || norm", ""), checks.check_partial_norm, "rope.cu"),
+    "what passes is not stored": Mutation(
+        CACHED, CACHED.replace("cached", "cached && is_value"), checks.check_rope_store,
+        "rope.cu"),
+    "no epsilon": Mutation(" + p.epsilon", "", checks.check_norm, "rope.cu"),
+    "the mean over what turns": Mutation(
+        "squares / p.head_dim", "squares / p.rotary_dim", checks.check_partial_norm, "rope.cu"),
+    "the norm of the key for both": Mutation(
+        "is_query ? p.query_norm : p.key_norm", "p.key_norm", checks.check_norm, "rope.cu"),
+    "a sum one step short": Mutation(
+        SUM.format(0), SUM.format(1), checks.check_norm, "common.cuh"),
+    "a maximum one step short": Mutation(
+        MAX.format(0), MAX.format(1), checks.check_rope_store_dynamic, "common.cuh"),
+    "the second section forgotten": Mutation(
+        "(i >= p.section_end_0) + (i >= p.section_end_1)", "2 * (i >= p.section_end_1)",
+        checks.check_sections, "rope.cu"),
+    "ends of interleaved sections swapped": Mutation(
+        "axis == 1 ? p.section_end_0 : p.section_end_1",
+        "axis == 1 ? p.section_end_1 : p.section_end_0", checks.check_interleaved_sections,
+        "rope.cu"),
+    "the first position for all sections": Mutation(
+        "axis * p.axis_bytes", "0 * p.axis_bytes", checks.check_sections, "rope.cu"),
+    "the key rounded twice": Mutation(
+        f"from_floats<T>({FIRST})", f"from_floats<T>(to_floats(from_floats<__half>({FIRST})))",
+        checks.check_rope_store, "rope.cu"),
+    "the key quantised before it is rounded": Mutation(
+        "  float inverse_rms;\n",
+        "  float inverse_rms;\n  mutable Pack<float, kCount> exact_x, exact_y;\n",
+        checks.check_rope_store_beside, "rope.cu", (
+            ("rope.cu", f"from_floats<T>({FIRST})", f"from_floats<T>(exact_x = {FIRST})"),
+            ("rope.cu", f"from_floats<T>({SECOND})", f"from_floats<T>(exact_y = {SECOND})"),
+            ("rope.cu", "to_cache<T, TCache>(x, scale), to_cache<T, TCache>(y, scale)",
+             "to_cache<float, TCache>(turning.exact_x, scale), "
+             "to_cache<float, TCache>(turning.exact_y, scale)"),
+        )),
+    "the key written where it should not be": Mutation(
+        LIVE_KEY, "if (!is_value) {\n    live = const_cast<char*>(in);",
+        checks.check_rope_store_beside, "rope.cu"),
+    "the value turned": Mutation(
+        "is_value || !active ? 0 : p.rotary_dim / 2", "!active ? 0 : p.rotary_dim / 2",
+        checks.check_rope_store, "rope.cu"),
+    "the scale of K for V": Mutation(
+        "is_value ? p.v_scale : p.k_scale", "p.k_scale", checks.check_rope_store_beside,
+        "rope.cu"),
+    "a dynamic scale without what passes": Mutation(
+        "largest = absmax_of(turning.pass(i), largest);", "", checks.check_rope_store_dynamic,
+        "rope.cu"),
+    "tokens without a slot stored": Mutation(
+        "if (token >= p.num_stored) return -1;", "", checks.check_rope_store, "rope.cu"),
+    "the skipped slot written by a rotation": Mutation(
+        "if (slot == p.skip_slot) return -1;", "", checks.check_rope_store, "rope.cu"),
+    "the slot past the end written by a rotation": Mutation(
+        "if (slot < p.num_slots) return slot;", "if (slot <= p.num_slots) return slot;",
+        checks.check_rope_store, "rope.cu"),
+    "slots past the end not reported by a rotation": Mutation(
+        SLOT_FAULT, SLOT_FAULT.replace("reports", "false", 1), checks.check_good_positions,
+        "rope.cu"),
+    "MLA without its offset": Mutation(
+        "cached = (is_value ? p.v_cache : p.k_cache) +", "cached = p.v_cache +",
+        checks.check_rope_store_mla, "rope.cu"),
+}  # fmt: skip
+
+NOTHING_TO_DO = "  if (row.slot < 0) return;\n"
+PAGE = "p.cache + {} * p.page_bytes"
+PADDING = "for (i64 i = before + appended + lane; i < p.num_out; i += kLanes) p.out[i] = -1;"
+PREFIX = "for (int other = lane; other < sequence; other += kLanes)"
+
+OTHERS = {
+    "scales of a gather ignored": Mutation(
+        "kQuantised<TCache> ? __fmul_rn(x, scale) : x", "x", checks.check_gather_static,
+        "gather.cu"),
+    "dynamic scales of a gather ignored": Mutation(
+        "return scale_cache ? *scale", "return false ? *scale", checks.check_gather_dynamic,
+        "gather.cu"),
+    "dynamic scales of a gather by token": Mutation(
+        "side, row.slot, row.head)\n", "side, row.token, row.head)\n",
+        checks.check_gather_dynamic, "gather.cu"),
+    "rows of skipped slots gathered": Mutation(
+        f"{NOTHING_TO_DO}  const int lanes = 1 << p.lane_shift;\n"
+        "  const int lane = threadIdx.x & (lanes - 1);\n  copy_rows",
+        "  const int lanes = 1 << p.lane_shift;\n"
+        "  const int lane = threadIdx.x & (lanes - 1);\n  copy_rows",
+        checks.check_gather, "gather.cu"),
+    "K gathered where V belongs": Mutation(
+        "outside_row(p.key, p.k, row)", "outside_row(p.value, p.k, row)", checks.check_gather),
+    "pages the other way": Mutation(
+        PAGE.format("src"), PAGE.format("dst "), checks.check_pages, "pages.cu",
+        (("pages.cu", PAGE.format("dst"), PAGE.format("src")),)),
+    "the last word of a page dropped": Mutation(
+        "p.row_bytes / kWordBytes", "p.row_bytes / kWordBytes - 1", checks.check_pages,
+        "pages.cu"),
+    "words in flight twice": Mutation(
+        "first += lanes * kUnroll", "first += lanes * (kUnroll + 1)", checks.check_pages,
+        "pages.cu"),
+    "pages onto negative ones": Mutation(
+        "if (src < 0 || dst < 0) return;", "if (src < 0) return;", checks.check_pages, "pages.cu"),
+    "the page past the end copied": Mutation(
+        "if (page < p.num_pages)", "if (page <= p.num_pages)", checks.check_pages, "pages.cu"),
+    "pages past the end not reported": Mutation(
+        "if (reports) report_fault", "if (false) report_fault", checks.check_pages, "pages.cu"),
+    "the second axis of a page forgotten": Mutation(
+        "outer % p.rows_1 * p.row_bytes_1", "outer % p.rows_1 * 0", checks.check_pages,
+        "pages.cu"),
+    "the sequence just before not counted": Mutation(
+        PREFIX, PREFIX.replace("other < ", "other + 1 < "), checks.check_slot_mapping,
+        "indexing.cu"),
+    "the sequence itself counted": Mutation(
+        PREFIX, PREFIX.replace("other < ", "other <= "), checks.check_slot_mapping,
+        "indexing.cu"),
+    "lengths of a warp summed one step short": Mutation(
+        "distance = 16;", "distance = 8;", checks.check_slot_mapping, "indexing.cu"),
+    "more sequences than lanes not counted": Mutation(
+        PREFIX, PREFIX.replace("other < ", "other < 32 && other < "), checks.check_slot_mapping,
+        "indexing.cu"),
+    "no padding": Mutation(PADDING, "", checks.check_slot_mapping, "indexing.cu"),
+    "padding from where the last sequence begins": Mutation(
+        PADDING, PADDING.replace(" + appended", ""), checks.check_slot_mapping, "indexing.cu"),
+    "slots of the tokens before": Mutation(
+        "- appended;", "- 2 * appended;", checks.check_slot_mapping, "indexing.cu"),
+}  # fmt: skip
+
+MUTATIONS = STORE | ROPE | OTHERS
+
+
+@pytest.mark.parametrize("check", checks.CHECKS)
 def test_kernels_as_they_are(kernel_sources, check):
     """The control of the test below."""
     check(kernel_sources.device())
@@ -171,6 +256,11 @@ def test_kernels_as_they_are(kernel_sources, check):
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_broken_kernel_is_noticed(kernel_sources, mutation):
     broken = MUTATIONS[mutation]
-    kernel_sources.replace_everywhere(broken.old, broken.new)
-    with pytest.raises((AssertionError, pytest.fail.Exception)):
+    if broken.file is None:
+        kernel_sources.replace_everywhere(broken.old, broken.new)
+    else:
+        kernel_sources.replace(broken.file, broken.old, broken.new)
+    for file, old, new in broken.more:
+        kernel_sources.replace(file, old, new)
+    with pytest.raises((AssertionError, pytest.fail.Exception, kv.IndexFault)):
         broken.check(kernel_sources.device())

@@ -23,6 +23,7 @@ struct Config {
   unsigned smem_bytes;
   unsigned max_workers;
   unsigned long long seed;  // order of the threads of a block; 0: by index
+  void (*run_together)(void (*work)(void*), void* argument, int helpers);  // pool.cpp's, or null
 };
 
 enum Status : int {
@@ -33,7 +34,7 @@ enum Status : int {
   kNoMemory = 4,
 };
 
-constexpr long long kHelpAfterNanoseconds = 60'000;
+constexpr long long kHelpAfterNanoseconds = 15'000;
 
 struct Grid {
   const void* params;
@@ -196,25 +197,14 @@ inline bool take_blocks(Grid& grid, long long stop_at) {
   return !left;
 }
 
-inline void* help(void* grid) {
-  take_blocks(*static_cast<Grid*>(grid), 0);
-  return nullptr;
-}
+inline void help(void* grid) { take_blocks(*static_cast<Grid*>(grid), 0); }
 
 inline int run_grid(Grid& grid) {
-  constexpr int kMaxHelpers = 63;
-  const bool can_get_help = grid.config->max_workers > 1 && grid.blocks > 1;
-  if (take_blocks(grid, can_get_help ? now_ns() + kHelpAfterNanoseconds : 0)) return grid.status;
-
-  pthread_t helpers[kMaxHelpers];
-  int num_helpers = 0;
-  const int wanted = static_cast<int>(grid.config->max_workers) - 1;
-  while (num_helpers < wanted && num_helpers < kMaxHelpers &&
-         pthread_create(&helpers[num_helpers], nullptr, help, &grid) == 0) {
-    ++num_helpers;
+  const Config& config = *grid.config;
+  const bool can_get_help = config.run_together && config.max_workers > 1 && grid.blocks > 1;
+  if (!take_blocks(grid, can_get_help ? now_ns() + kHelpAfterNanoseconds : 0)) {
+    config.run_together(help, &grid, static_cast<int>(config.max_workers) - 1);
   }
-  take_blocks(grid, 0);
-  for (int i = 0; i < num_helpers; ++i) pthread_join(helpers[i], nullptr);
   return grid.status;
 }
 

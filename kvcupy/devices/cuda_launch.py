@@ -9,6 +9,7 @@ returns.
 from __future__ import annotations
 
 import ctypes
+import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -118,12 +119,16 @@ class Launcher:
     def _load(self, specialisation: Specialisation) -> CudaFunction:
         compiled = nvrtc.compile_cubin(specialisation, self._arch)
         api = self._api
+        refusals: tuple[type[Exception], ...] = (OSError, *api.errors)
         try:
-            module = api.cupy.cuda.Module()
-            module.load(compiled.image)
-            function = module.get_function(compiled.lowered_name)
+            # When RawModule returns the kernel, the driver has loaded the file.
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(compiled.image)
+                file.flush()
+                module = api.cupy.RawModule(path=file.name)
+                function = module.get_function(compiled.lowered_name).kernel
             static_smem = api.driver.funcGetAttribute(FUNCTION_STATIC_SMEM, function.ptr)
-        except api.errors as error:
+        except refusals as error:
             raise CompileError(
                 f"{specialisation}, compiled for {compiled.target}, cannot be loaded: {error}"
             ) from error

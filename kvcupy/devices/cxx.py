@@ -92,8 +92,16 @@ def build(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> 
     ------
     CompileError : no compiler, no CUDA headers, or the compiler's own complaint
     """
+    return _build(_program(specialisation), extra_flags)
+
+
+def build_pool() -> Path:
+    """Return the shared library of the threads that help with launches; raise as `build` does."""
+    return _build('#include "host/pool.cpp"\n', ())
+
+
+def _build(program: str, extra_flags: tuple[str, ...]) -> Path:
     compiler, includes = _toolchain()
-    program = _program(specialisation)
     native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
     flags = (*_FLAGS, native, *extra_flags)
     key = cache.key(

@@ -8,7 +8,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,8 @@ from ..kernels import Specialisation
 from . import cxx, pinned
 from .host_streams import HostEvent, HostStream, InlineStream
 
-# Config of kernels_src/host/runner.h: grid, block, smem_bytes, max_workers, seed.
-_CONFIG = struct.Struct("@3I3IIIQ")
+# Config of kernels_src/host/runner.h: grid, block, smem_bytes, max_workers, seed, run_together.
+_CONFIG = struct.Struct("@3I3IIIQP")
 
 _STATUS = {
     1: "a thread trapped",
@@ -234,6 +234,16 @@ def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
         np.copyto(target, source)
 
 
+@cache
+def _run_together() -> int:
+    """Return the address of the function that shares a launch among threads.
+
+    Called once a kernel has been loaded, so there is a compiler. The library stays loaded.
+    """
+    pool = ctypes.CDLL(str(cxx.build_pool()))
+    return ctypes.cast(pool.kvcupy_run_together, ctypes.c_void_p).value or 0
+
+
 @lru_cache(maxsize=4096)
 def _config(
     grid: tuple[int, int, int],
@@ -254,7 +264,7 @@ def _config(
             f"{smem_bytes} bytes of shared memory, expected at most {_MAX_SMEM_BYTES} "
             f"(grid {grid}, block {block})"
         )
-    return _CONFIG.pack(*grid, *block, smem_bytes, num_workers, seed)
+    return _CONFIG.pack(*grid, *block, smem_bytes, num_workers, seed, _run_together())
 
 
 def _failure(

@@ -18,7 +18,7 @@ from ..devices.protocol import Device
 _FP8 = {"fp8_e4m3": (3, -6), "fp8_e5m2": (2, -14)}
 
 # Overflow to infinity and NaN are results like any other.
-_QUIET = np.errstate(over="ignore", under="ignore", invalid="ignore")
+QUIET = np.errstate(over="ignore", under="ignore", invalid="ignore")
 
 
 def module_of(array: Any) -> Any:
@@ -26,7 +26,7 @@ def module_of(array: Any) -> Any:
     return sys.modules[type(array).__module__.partition(".")[0]]
 
 
-@_QUIET
+@QUIET
 def decode(carrier: Any, name: str) -> Any:
     """Return the float32 values of bits in the carrier dtype of a format."""
     xp = module_of(carrier)
@@ -38,7 +38,7 @@ def decode(carrier: Any, name: str) -> Any:
     return carrier.astype(xp.float32)
 
 
-@_QUIET
+@QUIET
 def encode(values: Any, name: str) -> Any:
     """Round float32 values to a format once, to nearest even; return bits in its carrier dtype."""
     xp = module_of(values)
@@ -68,19 +68,19 @@ def _encode_fp8(xp: Any, values: Any, name: str) -> Any:
     return code.astype(xp.uint8)
 
 
-@_QUIET
+@QUIET
 def divide(values: Any, scale: Any) -> Any:
     """Return float32 values divided by a scale, each quotient rounded once."""
     return values / scale
 
 
-@_QUIET
+@QUIET
 def multiply(values: Any, scale: Any) -> Any:
     """Return float32 values multiplied by a scale, each product rounded once."""
     return values * scale
 
 
-@_QUIET
+@QUIET
 def dynamic_scale(values: Any, name: str) -> Any:
     """Return the scale of each row of float32 values (last axis): max(absmax, 1e-6) / limit."""
     xp = module_of(values)

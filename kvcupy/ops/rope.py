@@ -80,8 +80,8 @@ def apply_rope(
     query_out = query if query_out is None else query_out
     key_out = key if key_out is None else key_out
     arrays = (
-        query, query_out, key, key_out, None, None, None, rope_table, positions, None,
-        query_norm, key_norm, None, None, None, None,
+        query, query_out, key, key_out, None, None, None, rope_table, query_norm, key_norm,
+        positions, None, None, None, None, None,
     )  # fmt: skip
     turning = _Turning(interleaved, sections, sections_interleaved, eps)
     pointers, made = plan.obtain(
@@ -165,7 +165,7 @@ def rope_store_kv(
     query_out = query if query_out is None else query_out
     arrays = (
         query, query_out, key, key if write_key else None, value, k_cache, v_cache, rope_table,
-        positions, slot_mapping, query_norm, key_norm, k_scale, v_scale, k_scale_cache,
+        query_norm, key_norm, positions, slot_mapping, k_scale, v_scale, k_scale_cache,
         v_scale_cache,
     )  # fmt: skip
     turning = _Turning(interleaved, sections, sections_interleaved, eps)
@@ -234,7 +234,7 @@ def rope_store_mla(
     query_out = query if query_out is None else query_out
     arrays = (
         query, query_out, rope_key, rope_key if write_key else None, latent, cache, cache,
-        rope_table, positions, slot_mapping, None, None, scale, scale, None, None,
+        rope_table, None, None, positions, slot_mapping, scale, scale, None, None,
     )  # fmt: skip
     turning = _Turning(interleaved, None, False, 0.0)
     pointers, made = plan.obtain(

@@ -26,6 +26,7 @@ def report_positions(device: Device, rotation: Rotation, positions: ArrayView) -
             expressions.note_fault(device, len(bad), rotation.fault_id, bad[0], axis[bad[0]])
 
 
+@expressions.QUIET
 def turned_rows(
     device: Device,
     rotation: Rotation,
@@ -35,8 +36,12 @@ def turned_rows(
     positions: ArrayView,
     valid: Any,
 ) -> Any:
-    """Return the rows of the valid tokens turned, as bits of their own format."""
-    values = expressions.decode(device.carrier(rows)[valid], rows.format)
+    """Return the rows of the valid tokens turned, as bits of their own format.
+
+    In float64, where the products are exact, so that nothing cancels that a kernel keeps.
+    """
+    bits = device.carrier(rows)[valid]
+    values = expressions.decode(bits, rows.format)
     xp = expressions.module_of(values)
     if norm is not None:
         mean = (values * values).mean(axis=-1, keepdims=True, dtype=xp.float32)
@@ -48,10 +53,12 @@ def turned_rows(
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     else:
         first, second = slice(0, half), slice(half, 2 * half)
-    x, y = values[..., first].copy(), values[..., second].copy()
+    x, y = (values[..., part].astype(xp.float64) for part in (first, second))
     values[..., first] = x * cos - y * sin
     values[..., second] = y * cos + x * sin
-    return expressions.encode(values, rows.format)
+    changed = slice(None) if norm is not None else slice(0, 2 * half)
+    bits[..., changed] = expressions.encode(values[..., changed], rows.format)
+    return bits
 
 
 def _angles(

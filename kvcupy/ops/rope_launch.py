@@ -16,8 +16,8 @@ from .plan import Launch
 from .side import Side
 
 ARRAYS = (
-    "query", "query_out", "key", "key_out", "value", "k_cache", "v_cache", "table", "positions",
-    "slots", "query_norm", "key_norm", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache",
+    "query", "query_out", "key", "key_out", "value", "k_cache", "v_cache", "table", "query_norm",
+    "key_norm", "positions", "slots", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache",
 )  # fmt: skip
 
 _LONG = (

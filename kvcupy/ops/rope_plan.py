@@ -125,10 +125,10 @@ class RopePlan(plan.Plan):
         if slots is None or self.store is None:
             return
         device, count = self.device, slots.shape[0]
-        if part.reports & REPORT_SLOTS:
-            cache = next(s.cache for s in (part.k, part.v) if s is not None)
+        side = part.k or part.v
+        if side is not None and part.reports & REPORT_SLOTS:
             report_slots(
-                device, slots, cache.num_slots, self.store.skip_slot, self.store.fault_id,
+                device, slots, side.cache.num_slots, self.store.skip_slot, self.store.fault_id,
                 valid[:count],
             )  # fmt: skip
         for name, side in (("k", part.k), ("v", part.v)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -276,12 +277,12 @@ class FakeApi:
             def __exit__(self, *_):
                 runtime.current = self.before
 
-        class Module:
-            def load(self, image):
-                self.image = image
+        class RawModule:
+            def __init__(self, *, path):
+                self.image = Path(path).read_bytes()
 
             def get_function(self, name):
-                return SimpleNamespace(ptr=0xF00)
+                return SimpleNamespace(kernel=SimpleNamespace(ptr=0xF00))
 
         def unowned(pointer, size, owner, device_id):
             return SimpleNamespace(ptr=pointer, owner=owner)
@@ -291,8 +292,9 @@ class FakeApi:
 
         default = Stream.from_external(SimpleNamespace(__cuda_stream__=lambda: (0, 0)))
         self.cupy = SimpleNamespace(
+            RawModule=RawModule,
             cuda=SimpleNamespace(
-                Stream=Stream, ExternalStream=ExternalStream, Device=Device, Module=Module,
+                Stream=Stream, ExternalStream=ExternalStream, Device=Device,
                 Memory=Memory, UnownedMemory=unowned,
                 MemoryPointer=lambda mem, offset: SimpleNamespace(mem=mem),
                 PinnedMemory=lambda size, flags: Memory(size),

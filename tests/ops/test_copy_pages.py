@@ -2,73 +2,17 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
-from helpers import Arg, Case, names_number, repeat_rows
+from helpers import refused, repeat_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_cases import PagesCase
 
 import kvcupy as kv
 from kvcupy import reference
 
-if not hasattr(kv, "copy_pages"):
-    pytest.skip("copy_pages is not exported yet", allow_module_level=True)
-
 SRC, DST = (2, 7, 0), (5, 1, 3)
-
-
-class PagesCase(Case):
-    """The buffers of one test, with a call of `copy_pages` that checks everything."""
-
-    def pages(self, shape, cut=None, *, dtype=np.uint8, misalign=0):
-        """Pages of any dtype and any bits."""
-        dtype = np.dtype(dtype)
-        count = int(np.prod(shape)) * dtype.itemsize
-        content = self.rng.integers(0, 256, count, dtype=np.uint8).view(dtype).reshape(shape)
-        return self.place(content, "", cut, misalign=misalign, name="cache")
-
-    def indices(self, values, dtype="int64", step=1):
-        return self.slots(values, dtype, step)
-
-    def copy(self, cache, src, dst, *, stream=None):
-        """Check one `kv.copy_pages`; `cache` is an argument or a tuple of them."""
-        src, dst = (a if isinstance(a, Arg) else self.indices(a) for a in (src, dst))
-        several = isinstance(cache, tuple)
-        arrays = tuple(a.array for a in cache) if several else cache.array
-        if stream is not None:
-            self.device.synchronize()
-        kv.copy_pages(arrays, src.array, dst.array, stream=stream)
-        if stream is not None:
-            stream.synchronize()
-        views = tuple(bytes_of(a.view) for a in (cache if several else (cache,)))
-        faults = reference.copy_pages(views, src.view, dst.view)
-        self.finish(faults)
-
-    def finish(self, faults):
-        named = [
-            (name, *fault)
-            for name, side in zip(("src_pages", "dst_pages"), faults, strict=True)
-            for fault in side
-        ]
-        if named:
-            with pytest.raises(kv.IndexFault) as caught:
-                kv.check_faults(self.device)
-            text = str(caught.value)
-            assert "copy_pages" in text
-            assert any(
-                name in text and names_number(text, place) and names_number(text, page)
-                for name, place, page in named
-            ), f"none of {named[:5]} in {text!r}"
-        kv.check_faults(self.device)
-        for buffer in self.buffers:
-            buffer.check()
-
-
-def bytes_of(view):
-    """The same elements as unsigned integers, so that NaN is copied like anything else."""
-    return view.view(f"u{view.dtype.itemsize}") if view.dtype.itemsize <= 8 else view
 
 
 @pytest.mark.parametrize(
@@ -358,10 +302,7 @@ def test_wrong_arguments(device, wrong):
         "dst_pages": case.indices(DST).array,
         **change(case),
     }
-    with pytest.raises(error) as caught:
-        kv.copy_pages(**call)
-    assert re.search(rf"\b({name})\b", str(caught.value)), f"{name} not in {caught.value}"
-    case.finish(([], []))
+    refused(case, lambda: kv.copy_pages(**call), error, name)
 
 
 def test_read_only_caches_are_refused(device):

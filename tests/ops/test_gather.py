@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import re
 
 import numpy as np
 import pytest
+from gather_cases import GatherCase, as_numpy
 from helpers import (
     DTYPE,
     FORMATS,
+    LAYOUTS,
     QUANTISED,
-    Arg,
-    Case,
     all_patterns,
+    cache_shape,
     check_faults,
     compare,
     from_values,
     random_elements,
+    refused,
     repeat_rows,
     rounding_boundaries,
 )
@@ -27,10 +28,6 @@ from hypothesis import strategies as st
 import kvcupy as kv
 from kvcupy import reference
 
-if not hasattr(kv, "gather_kv"):
-    pytest.skip("gather_kv is not exported yet", allow_module_level=True)
-
-LAYOUTS = ("NHD", "HND")
 PAIRS = (
     ("bf16", "bf16"),
     ("fp8_e5m2", "fp8_e5m2"),
@@ -40,97 +37,6 @@ PAIRS = (
     ("fp16", "fp8_e4m3"),
 )
 SLOTS = (7, 0, -1, 11, 3, 4, 7)
-
-
-def cache_shape(layout, pages, size, heads, width):
-    """The base shape of a cache: paged in either layout, by slots, or of two dimensions."""
-    return {
-        "NHD": (pages, size, heads, width),
-        "HND": (pages, heads, size, width),
-        "slots": (pages * size, heads, width),
-        "2-D": (pages * size, width),
-    }[layout]
-
-
-class GatherCase(Case):
-    """The buffers of one test, with a call of `gather_kv` that checks everything."""
-
-    def gather(
-        self, k_cache, v_cache, slots, k_out=None, v_out=None, *, stream=None, dtype=None, **options
-    ):
-        """Check one call; outputs that are not given are allocated by it, zero where skipped."""
-        slots = slots if isinstance(slots, Arg) else self.slots(slots)
-
-        def to_pass(value):
-            if isinstance(value, Arg):
-                return value.array
-            return self.device.asarray(value) if isinstance(value, np.ndarray) else value
-
-        if stream is not None:
-            self.device.synchronize()
-        got = kv.gather_kv(
-            k_cache.array,
-            v_cache.array,
-            slots.array,
-            k_out=to_pass(k_out),
-            v_out=to_pass(v_out),
-            dtype=dtype,
-            stream=stream,
-            **{name: to_pass(value) for name, value in options.items()},
-        )
-        if stream is not None:
-            stream.synchronize()
-        assert len(got) == 2
-        wants = []
-        for given_out, cache in zip((k_out, v_out), (k_cache, v_cache), strict=True):
-            if given_out is not None:
-                given_out.buffer.exact &= given_out.fmt == cache.fmt
-                wants.append(given_out.view)
-                continue
-            fmt = dtype or next((o.fmt for o in (k_out, v_out) if o is not None), None)
-            fmt = fmt or ("bf16" if cache.fmt in QUANTISED else cache.fmt)
-            heads = () if cache.view.ndim == 2 else (heads_of(cache.view, options),)
-            wants.append(np.zeros((len(slots.view), *heads, cache.view.shape[-1]), DTYPE[fmt]))
-        faults = reference.gather_kv(
-            k_cache.view,
-            v_cache.view,
-            slots.view,
-            k_out=wants[0],
-            v_out=wants[1],
-            **{
-                name: value.view if isinstance(value, Arg) else value
-                for name, value in options.items()
-            },
-        )
-        for name, out, given_out, want, cache in zip(
-            "KV", got, (k_out, v_out), wants, (k_cache, v_cache), strict=True
-        ):
-            fmt = reference.format_of(want)
-            if given_out is None:
-                compare(
-                    as_numpy(self.device, out, fmt),
-                    want,
-                    fmt,
-                    exact=fmt == cache.fmt,
-                    name=name,
-                    seed=self.seed,
-                )
-            else:
-                assert tuple(out.shape) == want.shape
-        self.check("gather_kv", faults)
-
-
-def heads_of(cache, options):
-    return cache.shape[1] if options.get("layout") == "HND" or cache.ndim == 3 else cache.shape[2]
-
-
-def as_numpy(device, array, fmt):
-    """An output as a NumPy array of the format's own dtype, whatever carries it."""
-    if isinstance(array, kv.ArrayView):
-        array = device.carrier(array)
-    got = np.ascontiguousarray(device.to_numpy(array))
-    assert got.dtype.itemsize == DTYPE[fmt].itemsize
-    return got.view(DTYPE[fmt])
 
 
 # Formats and scales --------------------------------------------------------------------------
@@ -621,14 +527,6 @@ def test_torch_tensors(device):
         assert isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16
         got = out.cpu().view(torch.uint8).numpy().view(want.dtype)
         compare(got, want, "bf16", exact=False, name="made", seed=22)
-
-
-def refused(case, call, error, name):
-    """Assert that `call` raises `error`, names the argument, and changed nothing."""
-    with pytest.raises(error) as caught:
-        call()
-    assert re.search(rf"\b({name})\b", str(caught.value)), f"{name} not in {caught.value}"
-    case.check("", [])
 
 
 BOTH = (TypeError, ValueError)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import numpy as np
+import operation_checks as checks
 import pytest
 from helpers import Case
 from hypothesis import example, given, settings
@@ -160,3 +162,26 @@ def test_the_claim_decides_the_geometry(host, monkeypatch):
         assert threads == [32, 32, 32]
     else:  # two rows of 512 words: all the lanes that a row may have, or four words a lane
         assert threads == {1: [256] * 3, 8: [1024] * 3}.get(host.multiprocessors, [1024] * 3)
+
+
+# Every operation ------------------------------------------------------------------------------
+
+ADDS_UP = (checks.check_norm, checks.check_partial_norm)
+"""Sums of squares, which another number of threads adds up in another order."""
+
+
+@pytest.mark.parametrize("check", checks.CHECKS)
+def test_no_geometry_changes_a_result(monkeypatch, check):
+    """Each is as the reference has it, and all are equal bit for bit."""
+    found = []
+    for multiprocessors, warp_lanes in itertools.product((1, 132), (1, 32)):
+        device = HostDevice()
+        device.multiprocessors, device.warp_lanes = multiprocessors, warp_lanes
+        monkeypatch.setitem(devices._devices, "host", device)
+        monkeypatch.setattr(kv.config, "fallback", "error")
+        forget_plans(monkeypatch)
+        found.append([buffer.raw.copy() for buffer in check(device).buffers])
+    assert len(found[0]) >= 3
+    for other in found[1:] if check not in ADDS_UP else ():
+        for index, (got, want) in enumerate(zip(other, found[0], strict=True)):
+            assert np.array_equal(got, want), f"buffer {index}"

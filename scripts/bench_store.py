@@ -6,15 +6,16 @@ A candidate takes a stream and makes one call a set. All write what `check` expe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from bench_timers import Call, Wrap, by_device, ignoring_stream, on_stream, upload
 from benchlib import require_equal
-from workload import Model
+from workload import MODELS, Model
 
 import kvcupy as kv
 
@@ -22,7 +23,6 @@ FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 LIMIT = np.float32(448.0)
 SCALE = 0.0625  # a power of two: dividing and multiplying by the reciprocal agree bitwise
 FORMATS = ("bf16", "fp8 static", "fp8 dynamic")
-Call = Callable[[Any], None]  # takes the stream, None for the current one
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,27 @@ class Shape:
         scales = 8 * self.model.kv_heads if self.format == "fp8 dynamic" else 0
         return self.tokens * (2 * elements + 8 + stored + scales)
 
+    def build(self, device: Any, sets: int) -> StoreCase:
+        return StoreCase(device, self, sets)
+
+
+CALL_COST = Shape("store_kv", MODELS["llama-3.1-8b"], 1, "bf16")
+BANDWIDTH = Shape("store_kv", MODELS["llama-3.1-8b"], 4096, "bf16")
+
+
+def shapes(tokens: Sequence[int]) -> list[Shape]:
+    """Return the cases, the two headlines first; past 4096 tokens, copies of one model alone."""
+    found = {shape.name: shape for shape in (CALL_COST, BANDWIDTH)}
+    for name in ("llama-3.1-8b", "llama-3.1-70b-tp8", "deepseek-v3-mla"):
+        model = MODELS[name]
+        for fmt in FORMATS[:2] if model.mla else FORMATS:
+            for count in tokens:
+                if count > 4096 and (fmt != "bf16" or name != "llama-3.1-8b"):
+                    continue
+                shape = Shape("store_mla" if model.mla else "store_kv", model, count, fmt)
+                found.setdefault(shape.name, shape)
+    return list(found.values())
+
 
 class StoreCase:
     """Arguments of one shape on one device, `sets` times over, and everyone's way to write them."""
@@ -73,15 +94,15 @@ class StoreCase:
         self.scale_shape = (num_slots, shape.model.kv_heads)
 
         # Bits travel as unsigned integers: every array library has those.
-        self.on_device = [[_upload(device, x.view(np.uint16)) for x in xs] for xs in self.inputs]
-        self.slots_on_device = [_upload(device, slots) for slots in self.slots]
+        self.on_device = [[upload(device, x.view(np.uint16)) for x in xs] for xs in self.inputs]
+        self.slots_on_device = [upload(device, slots) for slots in self.slots]
         self.caches = [device.zeros(s, self.stored) for s in self.cache_shapes]
         self.scales = [device.zeros(self.scale_shape, np.float32) for _ in shape.parts]
         device.synchronize()
 
     # kvcupy
 
-    def kvcupy(self, wrap: Callable[[Any, str], Any]) -> list[Call]:
+    def kvcupy(self, wrap: Wrap) -> list[Call]:
         """Return kvcupy's calls on arrays that `wrap` made of bits and a format."""
         shape = self.shape
         stored = "bf16" if shape.format == "bf16" else "fp8_e4m3"
@@ -98,7 +119,7 @@ class StoreCase:
         for bits, slots in zip(self.on_device, self.slots_on_device, strict=True):
             parts = [wrap(part, "bf16") for part in bits]
             bound = partial(operation, *parts, *caches, wrap(slots, "int64"), **options)
-            calls.append(partial(_on_stream, bound))
+            calls.append(partial(on_stream, bound))
         return calls
 
     # The array library of the device
@@ -109,15 +130,9 @@ class StoreCase:
             return None
         calls: list[Call] = []
         for parts, slots in zip(self.on_device, self.slots_on_device, strict=True):
-            work = partial(_assign_all, self._targets(self.caches), slots, parts)
-            calls.append(partial(self._run, work))
+            work = partial(assign_all, self._targets(self.caches), slots, parts)
+            calls.append(partial(by_device, self.device, work))
         return calls
-
-    def _run(self, work: Callable[[], None], stream: Any) -> None:
-        if stream is None:
-            work()
-        else:
-            self.device.run(work, stream)
 
     def _targets(self, caches: list[Any]) -> list[Any]:
         if not self.shape.model.mla:
@@ -127,7 +142,7 @@ class StoreCase:
 
     # torch
 
-    def torch(self, torch: Any, wrap: Callable[[Any, str], Any]) -> list[Call]:
+    def torch(self, torch: Any, wrap: Wrap) -> list[Call]:
         """Return torch's calls, as serving systems write them when they have no kernel for it.
 
         They take no stream: they go to torch's current one.
@@ -136,17 +151,12 @@ class StoreCase:
         if self.shape.format == "bf16":
             caches = [cache.view(torch.bfloat16) for cache in caches]
         scales = [wrap(scale, "fp32") for scale in self.scales]
-        limit = torch.full((1,), float(LIMIT), device=scales[0].device)
-        work = {
-            "bf16": _assign_all,
-            "fp8 static": partial(_torch_static, torch),
-            "fp8 dynamic": partial(_torch_dynamic, torch, limit, scales),
-        }[self.shape.format]
+        work = torch_write(torch, self.shape.format, scales)
         calls: list[Call] = []
         for bits, slots in zip(self.on_device, self.slots_on_device, strict=True):
             parts = [wrap(part, "bf16") for part in bits]
             bound = partial(work, caches, wrap(slots, "int64"), parts)
-            calls.append(partial(_ignoring_stream, bound))
+            calls.append(partial(ignoring_stream, bound))
         return calls
 
     # Checks
@@ -157,14 +167,14 @@ class StoreCase:
             self.device.copy(array, self.device.zeros(array.shape, array.dtype))
         self.device.synchronize()
 
-    def check(self, candidate: str) -> None:
+    def check(self, candidate: str, results: Sequence[Any] = ()) -> None:
         """Compare all caches and scales with NumPy's, byte by byte."""
         caches = [np.zeros(s, self.stored) for s in self.cache_shapes]
         scales = [np.zeros(self.scale_shape, np.float32) for _ in self.scales]
         for parts, slots in zip(self.inputs, self.slots, strict=True):
             targets = zip(self._targets(caches), scales, parts, strict=True)
             for target, scale, part in targets:
-                target[slots], row_scales = _quantise(part, self.shape.format)
+                target[slots], row_scales = quantise(part, self.shape.format)
                 if row_scales is not None:
                     scale[slots] = row_scales
         self.device.synchronize()
@@ -182,7 +192,7 @@ class StoreCase:
             require_equal(f"{where}, {name}", self.device.to_numpy(got), want)
 
 
-def _quantise(part: np.ndarray, fmt: str) -> tuple[np.ndarray, np.ndarray | None]:
+def quantise(part: np.ndarray, fmt: str) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the stored bits and the dynamic scales of one part, in NumPy."""
     if fmt == "bf16":
         return part.view(np.uint16), None
@@ -200,23 +210,19 @@ def _draw(rng: np.random.Generator, bank: np.ndarray, shape: tuple[int, ...]) ->
     return np.resize(np.roll(bank, int(rng.integers(bank.size))), shape)
 
 
-def _upload(device: Any, array: np.ndarray) -> Any:
-    copy = device.empty(array.shape, array.dtype)
-    device.copy(copy, device.asarray(array))
-    return copy
-
-
-def _on_stream(bound: Callable[..., None], stream: Any) -> None:
-    bound(stream=stream)
-
-
-def _ignoring_stream(bound: Callable[[], None], stream: Any) -> None:
-    bound()
-
-
-def _assign_all(targets: list[Any], slots: Any, parts: list[Any]) -> None:
+def assign_all(targets: list[Any], slots: Any, parts: list[Any]) -> None:
     for target, part in zip(targets, parts, strict=True):
         target[slots] = part
+
+
+def torch_write(torch: Any, fmt: str, scales: list[Any]) -> Callable[[Any, Any, Any], None]:
+    """Return torch's `(targets, slots, parts)` write into caches of a format."""
+    if fmt == "bf16":
+        return assign_all
+    if fmt == "fp8 static":
+        return partial(_torch_static, torch)
+    limit = torch.full((1,), float(LIMIT), device=scales[0].device)
+    return partial(_torch_dynamic, torch, limit, scales)
 
 
 def _torch_static(torch: Any, targets: list[Any], slots: Any, parts: list[Any]) -> None:

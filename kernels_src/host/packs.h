@@ -1,0 +1,122 @@
+// Conversions of eight 16-bit floats at a time in the vector types of GCC and Clang. They give what
+// the conversions of one give, bit for bit but for the payload of a NaN.
+#pragma once
+
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
+
+namespace kvcupy_host {
+
+using Floats = float __attribute__((vector_size(32)));
+using Words = unsigned __attribute__((vector_size(32)));
+using Halves = unsigned short __attribute__((vector_size(16)));
+using TwiceHalves = unsigned short __attribute__((vector_size(32)));
+
+template <typename To, typename From>
+inline To bits_as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits");
+  To to;
+  memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+template <typename T>
+inline void split_halves(const Pack<T, 16>& both, Pack<T, 8>& even, Pack<T, 8>& odd) {
+  const auto halves = bits_as<TwiceHalves>(both);
+  even = bits_as<Pack<T, 8>>(__builtin_shufflevector(halves, halves, 0, 2, 4, 6, 8, 10, 12, 14));
+  odd = bits_as<Pack<T, 8>>(__builtin_shufflevector(halves, halves, 1, 3, 5, 7, 9, 11, 13, 15));
+}
+
+template <typename T>
+inline Pack<T, 16> merge_halves(const Pack<T, 8>& even, const Pack<T, 8>& odd) {
+  return bits_as<Pack<T, 16>>(__builtin_shufflevector(bits_as<Halves>(even), bits_as<Halves>(odd),
+                                                      0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14,
+                                                      7, 15));
+}
+
+}  // namespace kvcupy_host
+
+template <>
+inline void split<bfloat16, 8>(const Pack<bfloat16, 16>& both, Pack<bfloat16, 8>& even,
+                               Pack<bfloat16, 8>& odd) {
+  kvcupy_host::split_halves(both, even, odd);
+}
+template <>
+inline void split<half, 8>(const Pack<half, 16>& both, Pack<half, 8>& even, Pack<half, 8>& odd) {
+  kvcupy_host::split_halves(both, even, odd);
+}
+template <>
+inline Pack<bfloat16, 16> merge<bfloat16, 8>(const Pack<bfloat16, 8>& even,
+                                             const Pack<bfloat16, 8>& odd) {
+  return kvcupy_host::merge_halves(even, odd);
+}
+template <>
+inline Pack<half, 16> merge<half, 8>(const Pack<half, 8>& even, const Pack<half, 8>& odd) {
+  return kvcupy_host::merge_halves(even, odd);
+}
+
+template <>
+inline Pack<float, 8> to_floats<bfloat16, 8>(const Pack<bfloat16, 8>& in) {
+  using namespace kvcupy_host;
+  const Words words = __builtin_convertvector(bits_as<Halves>(in.values), Words) << 16;
+  return bits_as<Pack<float, 8>>(words);
+}
+
+template <>
+inline Pack<bfloat16, 8> from_floats<bfloat16, 8>(const Pack<float, 8>& in) {
+  using namespace kvcupy_host;
+  const auto floats = bits_as<Floats>(in);
+  const auto words = bits_as<Words>(in);
+  const Words rounded = (words + 0x7fff + (words >> 16 & 1)) >> 16;  // to nearest even
+  const auto unknown = bits_as<Words>(floats != floats);
+  return bits_as<Pack<bfloat16, 8>>(
+      __builtin_convertvector((rounded & ~unknown) | (unknown & 0x7fff), Halves));
+}
+
+#if defined(__F16C__)
+namespace kvcupy_host {
+using Float16s = _Float16 __attribute__((vector_size(16)));
+}
+
+template <>
+inline Pack<float, 8> to_floats<half, 8>(const Pack<half, 8>& in) {
+  using namespace kvcupy_host;
+  return bits_as<Pack<float, 8>>(__builtin_convertvector(bits_as<Float16s>(in.values), Floats));
+}
+
+template <>
+inline Pack<half, 8> from_floats<half, 8>(const Pack<float, 8>& in) {
+  using namespace kvcupy_host;
+  return bits_as<Pack<half, 8>>(__builtin_convertvector(bits_as<Floats>(in), Float16s));
+}
+#endif
+
+template <>
+inline Pack<float, 8> negative<8>(const Pack<float, 8>& in) {
+  using namespace kvcupy_host;
+  return bits_as<Pack<float, 8>>(-bits_as<Floats>(in));
+}
+
+template <>
+inline Pack<float, 8> products<8>(const Pack<float, 8>& a, float scale, const Pack<float, 8>& b) {
+  using namespace kvcupy_host;
+  return bits_as<Pack<float, 8>>(bits_as<Floats>(a) * scale * bits_as<Floats>(b));
+}
+
+#if defined(__FMA__)
+template <>
+inline Pack<float, 8> sum_of_products<8>(const Pack<float, 8>& pa, const Pack<float, 8>& pb,
+                                         const Pack<float, 8>& pc, const Pack<float, 8>& pd) {
+  using namespace kvcupy_host;
+  const auto a = bits_as<__m256>(pa);
+  const auto b = bits_as<__m256>(pb);
+  const auto c = bits_as<__m256>(pc);
+  const auto d = bits_as<__m256>(pd);
+  const __m256 cd = _mm256_mul_ps(c, d);
+  const __m256 rough = _mm256_fmadd_ps(a, b, cd);
+  const __m256 exact = _mm256_add_ps(rough, _mm256_fmsub_ps(c, d, cd));
+  const __m256 known = _mm256_cmp_ps(exact, exact, _CMP_ORD_Q);
+  return bits_as<Pack<float, 8>>(_mm256_blendv_ps(rough, exact, known));
+}
+#endif

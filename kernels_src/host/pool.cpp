@@ -1,0 +1,93 @@
+// Threads that help with a launch. One library for all kernels, so that there is one set of
+// threads.
+//
+// Whoever launches works too, and never waits for a helper that has not come: with no helper at all
+// (after a fork, or when all are busy) a launch only takes longer.
+#include <pthread.h>
+
+namespace {
+
+struct Job {
+  void (*work)(void*);
+  void* argument;
+  int wanted;   // helpers that may still come
+  int running;  // helpers at work
+  Job* next;
+};
+
+pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+pthread_cond_t called = PTHREAD_COND_INITIALIZER;
+pthread_cond_t finished = PTHREAD_COND_INITIALIZER;
+Job* jobs = nullptr;
+int num_threads = 0;
+
+Job* find_job() {
+  for (Job* job = jobs; job; job = job->next) {
+    if (job->wanted > 0) return job;
+  }
+  return nullptr;
+}
+
+void* help(void*) {
+  pthread_mutex_lock(&lock);
+  for (;;) {
+    Job* job = find_job();
+    if (!job) {
+      pthread_cond_wait(&called, &lock);
+      continue;
+    }
+    --job->wanted;
+    ++job->running;
+    pthread_mutex_unlock(&lock);
+    job->work(job->argument);
+    pthread_mutex_lock(&lock);
+    if (--job->running == 0) pthread_cond_broadcast(&finished);
+  }
+}
+
+// A child process has none of the threads, and perhaps a lock that one of them held.
+void forget_threads() {
+  lock = PTHREAD_MUTEX_INITIALIZER;
+  called = PTHREAD_COND_INITIALIZER;
+  finished = PTHREAD_COND_INITIALIZER;
+  jobs = nullptr;
+  num_threads = 0;
+}
+
+void add_threads(int wanted) {
+  if (num_threads == 0 && wanted > 0) pthread_atfork(nullptr, nullptr, forget_threads);
+  while (num_threads < wanted) {
+    pthread_t thread;
+    if (pthread_create(&thread, nullptr, help, nullptr) != 0) return;
+    pthread_detach(thread);
+    ++num_threads;
+  }
+}
+
+}  // namespace
+
+// Run `work(argument)` here and on up to `helpers` threads more; return when all of them are done.
+extern "C" __attribute__((visibility("default"))) void kvcupy_run_together(void (*work)(void*),
+                                                                           void* argument,
+                                                                           int helpers) {
+  Job job{work, argument, helpers, 0, nullptr};
+  pthread_mutex_lock(&lock);
+  add_threads(helpers);
+  job.next = jobs;
+  jobs = &job;
+  if (helpers == 1) {
+    pthread_cond_signal(&called);
+  } else {
+    pthread_cond_broadcast(&called);
+  }
+  pthread_mutex_unlock(&lock);
+
+  work(argument);
+
+  pthread_mutex_lock(&lock);
+  Job** link = &jobs;
+  while (*link != &job) link = &(*link)->next;
+  *link = job.next;  // nobody comes any more
+  while (job.running > 0) pthread_cond_wait(&finished, &lock);
+  pthread_mutex_unlock(&lock);
+}

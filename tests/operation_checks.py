@@ -1,0 +1,326 @@
+"""One small check of each thing that an operation does, for whatever device runs it.
+
+A check takes a device, calls an operation with arguments that tell its mistakes, compares all with
+the reference, and returns the `Case`. `test_mutations.py` runs them on kernels that are broken,
+`ops/test_geometry.py` on devices that lay threads out in another way.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from gather_cases import GatherCase
+from helpers import Case, from_values
+from page_cases import IndexCase, PagesCase, poisoned_table
+from rope_cases import RopeCase
+
+import kvcupy as kv
+from kvcupy import reference
+
+HEADS = 2
+
+
+def caches(case: Case, fmt: str, widths: tuple[int, int], pages: int, page_size: int):
+    """Two caches of `pages` pages, each in the middle of a buffer of three times as many.
+
+    Pages have a gap between them. A row that misses its cache lands in the buffer, and is noticed.
+    """
+    return [
+        case.output(fmt, (3 * pages, page_size + 1, HEADS, width),
+                    lambda a: a[pages : 2 * pages, :page_size], name=name)
+        for name, width in zip(("k_cache", "v_cache"), widths, strict=True)
+    ]  # fmt: skip
+
+
+def scale_caches(case: Case, num_slots: int = 20):
+    """Caches of dynamic scales, each in the middle of a buffer."""
+    return {
+        f"{side}_scale_cache": case.output("fp32", (3 * num_slots, HEADS),
+                                           lambda a: a[num_slots : 2 * num_slots],
+                                           name=f"{side}_scale_cache")
+        for side in "kv"
+    }  # fmt: skip
+
+
+def slots_of_every_kind(num_slots: int) -> list[int]:
+    """All slots, from the last, 5 is to be skipped; negative ones; the first two past the end."""
+    return [-1, num_slots, *range(num_slots - 1, -1, -1), -7, num_slots + 1]
+
+
+# store_kv ------------------------------------------------------------------------------------
+
+
+def check_copy(device, page_size=4):
+    """bf16 rows, V wider than K."""
+    case = Case(device, 1)
+    tokens = 5 * page_size + 4
+    key, value = (case.input("bf16", (tokens, HEADS, width)) for width in (16, 40))
+    k_cache, v_cache = caches(case, "bf16", (16, 40), 5, page_size)
+    case.store_kv(key, value, k_cache, v_cache, slots_of_every_kind(5 * page_size), skip_slot=5)
+    return case
+
+
+def check_copy_of_odd_pages(device):
+    return check_copy(device, page_size=3)
+
+
+def values_that_tell(scale: np.float32) -> np.ndarray:
+    """Values that another rounding than that of x / scale takes to another int8, and others."""
+    ties = (np.arange(-130, 130) + np.float32(0.5)) * scale
+    near = np.concatenate([np.nextafter(ties, np.float32(side)) for side in (-1e9, 1e9)])
+    x = np.concatenate([ties, near]).astype(np.float32)
+    differs = np.rint(x / scale) != np.rint(x * (np.float32(1) / scale))
+    assert differs.any(), "the input tells nothing"
+    special = np.float32([np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0, -0.0, -129 * scale])
+    return np.concatenate([np.resize(x[differs], 64), special, x])
+
+
+def check_convert(device, fmt="int8"):
+    """fp32 rows with a scale for K and one a head for V."""
+    case = Case(device, 2)
+    k_scale, v_scale = np.float32(0.37), np.float32([0.013, 1.9])
+    key = case.place(np.resize(values_that_tell(k_scale), (24, HEADS, 40)), "fp32")
+    value = case.place(np.resize(values_that_tell(v_scale[1]), (24, HEADS, 24)), "fp32")
+    k_cache, v_cache = caches(case, fmt, (40, 24), 5, 4)
+    case.store_kv(
+        key,
+        value,
+        k_cache,
+        v_cache,
+        slots_of_every_kind(20),
+        skip_slot=5,
+        k_scale=float(k_scale),
+        v_scale=v_scale,
+    )
+    return case
+
+
+def check_convert_to_fp8(device):
+    return check_convert(device, "fp8_e4m3")
+
+
+def check_dynamic(device):
+    """Rows that several warps share, their largest element in any place, in any thread order."""
+    device.multiprocessors = 132  # few rows for so many: more threads a row
+    for seed in range(1, 13):
+        device.thread_order_seed = seed
+        case = Case(device, seed)
+        rows = case.rng.standard_normal((2, 24, HEADS, 1024)).astype(np.float32)
+        places = case.rng.integers(0, 1024, (2, 24, HEADS, 1))
+        np.put_along_axis(rows, places, case.rng.uniform(5, 50, places.shape), axis=3)
+        rows[:, 2, 0] = 1e-9  # under the smallest absmax
+        key, value = case.place(rows[0], "fp32"), case.place(rows[1, :, :, :512], "fp32")
+        k_cache, v_cache = caches(case, "int8", (1024, 512), 5, 4)
+        case.store_kv(
+            key, value, k_cache, v_cache, slots_of_every_kind(20), skip_slot=5, **scale_caches(case)
+        )
+    return case
+
+
+def check_mla(device):
+    """Latent and rope part of bf16 rows, in fp8."""
+    case = Case(device, 3)
+    latent, rope_key = case.input("bf16", (24, 64)), case.input("bf16", (24, 16))
+    cache = case.output("fp8_e5m2", (15, 4, 85), lambda a: a[5:10, :, 2:82], name="cache")
+    case.store_mla(latent, rope_key, cache, slots_of_every_kind(20), skip_slot=5, scale=0.3)
+    return case
+
+
+# The rotary operations -----------------------------------------------------------------------
+
+POSITIONS = np.array([5, 0, 63, 64, 17, 40, -1, 9, 31, 2, 62, 1])
+"""The last of the table and the first past it among them."""
+
+
+def check_rotation(device, interleaved=False):
+    """A part of each head turns, out of place and in place."""
+    case = RopeCase(device, 10)
+    query, key = (case.rows("bf16", (12, heads, 48), name="rows") for heads in (3, HEADS))
+    table, positions = case.table(32, POSITIONS, pad=8), case.positions(POSITIONS)
+    out = case.output("bf16", (12, 3, 48), name="query_out")
+    case.apply(query, key, table, positions, query_out=out, interleaved=interleaved)
+    return case
+
+
+def check_interleaved_rotation(device):
+    return check_rotation(device, interleaved=True)
+
+
+def check_norm(device):
+    """Heads that several threads share, some of them as small as the epsilon, some zero."""
+    case = RopeCase(device, 11)
+    sizes = np.float32([1, 1e-3, 0, 1e3, 1e-2, 3e-4])[:, None, None]
+    rows = [case.rng.standard_normal((6, heads, 64)) * sizes for heads in (3, HEADS)]
+    query, key = (case.place(from_values(r, "bf16"), "bf16") for r in rows)
+    positions = POSITIONS[[0, 1, 2, 4, 5, 7]]
+    norms = {f"{side}_norm": case.rows("fp32", (64,)) for side in ("query", "key")}
+    case.apply(query, key, case.table(64, positions), case.positions(positions), **norms)
+    return case
+
+
+def check_partial_norm(device):
+    """The mean is over the whole head, and what does not turn is normalised too."""
+    case = RopeCase(device, 18)
+    positions = POSITIONS[:3]
+    key = case.rows("fp16", (3, HEADS, 24))
+    norm = case.rows("fp16", (24,))
+    case.apply(None, key, case.table(16, positions), case.positions(positions), key_norm=norm)
+    return case
+
+
+def check_sections(device, sections_interleaved=False):
+    """Three positions a token; only the first 3 + 2 of 8 pairs do not turn by the last."""
+    case = RopeCase(device, 12)
+    positions = np.stack([np.roll(POSITIONS, i) for i in range(3)])
+    counts = (2, 5, 1) if sections_interleaved else (3, 2, 3)
+    query, key = (case.rows("fp32", (12, heads, 16)) for heads in (3, HEADS))
+    case.apply(
+        query, key, case.table(16, positions), case.positions(positions),
+        sections=counts, sections_interleaved=sections_interleaved,
+    )  # fmt: skip
+    return case
+
+
+def check_interleaved_sections(device):
+    return check_sections(device, sections_interleaved=True)
+
+
+def rope_store_arguments(case: RopeCase, fmt: str, cache_fmt: str, widths=(32, 24)):
+    """All of `rope_store_kv`; two tokens have no slot, though the array goes on with good ones."""
+    positions = np.resize(np.delete(POSITIONS, 6), 26)
+    positions[9] = 64
+    query, key = (case.rows(fmt, (26, heads, widths[0])) for heads in (3, HEADS))
+    value = case.rows(fmt, (26, HEADS, widths[1]))
+    k_cache, v_cache = caches(case, cache_fmt, widths, 5, 4)
+    slots = slots_of_every_kind(20)
+    slots[4] = -3  # so that this one is free for a token without a slot
+    longer = case.place(np.array([*slots, 17, 17]), "int64", lambda a: a[:24], name="slots")
+    table = case.table(widths[0] - 8, positions)
+    return query, key, value, table, case.positions(positions), k_cache, v_cache, longer
+
+
+def check_rope_store(device):
+    """bf16 to bf16, all in place."""
+    case = RopeCase(device, 13)
+    case.store(*rope_store_arguments(case, "bf16", "bf16"), skip_slot=5)
+    return case
+
+
+def check_good_positions(device):
+    """Slots past the end are the only faults."""
+    case = RopeCase(device, 19)
+    query, key, value, _, _, *store = rope_store_arguments(case, "bf16", "bf16")
+    positions = np.resize(POSITIONS[:3], 26)
+    case.store(query, key, value, case.table(24, positions), case.positions(positions), *store)
+    return case
+
+
+def check_rope_store_beside(device):
+    """bf16 to fp8: the query goes elsewhere, the key to the cache alone."""
+    case = RopeCase(device, 14)
+    args = rope_store_arguments(case, "bf16", "fp8_e4m3")
+    case.store(
+        *args, skip_slot=5, write_key=False, k_scale=np.float32([0.7, 3.0]), v_scale=0.3,
+        query_out=case.output("bf16", (26, 3, 32), name="query_out"),
+    )  # fmt: skip
+    return case
+
+
+def check_rope_store_dynamic(device):
+    """fp16 to int8: scales of rows that several threads share."""
+    case = RopeCase(device, 15)
+    args = rope_store_arguments(case, "fp16", "int8", widths=(72, 56))
+    case.store(*args, skip_slot=5, **scale_caches(case))
+    return case
+
+
+def check_rope_store_mla(device):
+    """The rope part of MLA goes behind the latent."""
+    case = RopeCase(device, 16)
+    query, latent = case.rows("bf16", (12, 3, 16)), case.rows("bf16", (12, 64))
+    cache = case.output("bf16", (15, 4, 82), lambda a: a[5:10, :, :80], name="cache")
+    case.store_mla_rotated(
+        query, latent, case.rows("bf16", (12, 16)), case.table(16, POSITIONS),
+        case.positions(POSITIONS), cache, [19, -1, 0, 7, 20, 5, 3, 4, 11, -7, 8, 21], skip_slot=5,
+    )  # fmt: skip
+    return case
+
+
+# gather_kv, copy_pages, slot_mapping ---------------------------------------------------------
+
+
+def check_gather(device, cache_fmt="bf16", **options):
+    """Into rows of bf16, with room for more tokens."""
+    case = GatherCase(device, 20)
+    sources = caches(case, cache_fmt, (16, 40), 5, 4)
+    outs = [case.output("bf16", (26, HEADS, width)) for width in (16, 40)]
+    case.gather(*sources, slots_of_every_kind(20), *outs, **options)
+    return case
+
+
+def check_gather_static(device):
+    """From int8, a scale a head for K and one for V."""
+    return check_gather(device, "int8", k_scale=np.float32([0.7, 3.0]), v_scale=0.3)
+
+
+def check_gather_dynamic(device):
+    """From int8, a scale a row."""
+    case = GatherCase(device, 21)
+    scales = {
+        f"{side}_scale_cache": case.place(
+            case.rng.uniform(0.1, 9, (20, HEADS)).astype(np.float32), "fp32")
+        for side in "kv"
+    }  # fmt: skip
+    sources = caches(case, "int8", (16, 40), 5, 4)
+    outs = [case.output("bf16", (26, HEADS, width)) for width in (16, 40)]
+    case.gather(*sources, slots_of_every_kind(20), *outs, **scales)
+    return case
+
+
+def check_pages(device):
+    """Pages of three axes of rows, in the middle of a buffer, with words left over a thread."""
+    case = PagesCase(device, 22)
+    cache = case.pages((15, 2, 3, 2, 4405), lambda a: a[5:10, :, ::2, :, :4402])
+    case.copy(cache, [2, 4, -1, 0, 5, 3, 2], [1, 3, 0, -2, 4, 6, 0])
+    return case
+
+
+def check_slot_mapping(device):
+    """More sequences than a warp has lanes, and an output with room to spare."""
+    case = IndexCase(device, 23)
+    lengths = case.rng.integers(0, 40, 70)
+    appended = np.minimum(case.rng.integers(0, 50, 70), lengths)
+    table = case.indices(poisoned_table(case.rng, lengths, 8))
+    lengths, appended = case.indices(lengths), case.indices(appended, "int64")
+    want = reference.slot_mapping(table.view, lengths.view, appended.view, 8)
+    out = case.place(np.full(len(want) + 77, 99), "int64", lambda a: a[2:-2], name="out")
+    kv.slot_mapping(table.array, lengths.array, appended.array, 8, out=out.array)
+    out.view[...] = -1
+    out.view[: len(want)] = want
+    case.check("slot_mapping", [])
+    return case
+
+
+CHECKS = (
+    check_copy,
+    check_copy_of_odd_pages,
+    check_convert,
+    check_convert_to_fp8,
+    check_dynamic,
+    check_mla,
+    check_rotation,
+    check_interleaved_rotation,
+    check_norm,
+    check_partial_norm,
+    check_sections,
+    check_interleaved_sections,
+    check_rope_store,
+    check_good_positions,
+    check_rope_store_beside,
+    check_rope_store_dynamic,
+    check_rope_store_mla,
+    check_gather,
+    check_gather_static,
+    check_gather_dynamic,
+    check_pages,
+    check_slot_mapping,
+)

@@ -1,0 +1,279 @@
+"""Remembered plans: what makes a new one, what does not, and that they keep no array alive."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from every_call import CALLS, apply_rope, array, copy_pages, gather_kv, kv_caches, rope_store_kv
+
+import kvcupy as kv
+from kvcupy.ops import plan
+
+
+def arrays_of(call):
+    return {name: value for name, value in call.items() if hasattr(value, "shape")}
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The operations that have made a plan, in order."""
+    monkeypatch.setattr(plan, "_plans", {})
+    log, obtain = [], plan.obtain
+
+    def spy(operation, names, arrays, num_rows, options, make):
+        def announced(given, alignment):
+            log.append(operation)
+            return make(given, alignment)
+
+        return obtain(operation, names, arrays, num_rows, options, announced)
+
+    monkeypatch.setattr(plan, "obtain", spy)
+    return log
+
+
+# Lifetime -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_no_array_is_kept(device, made, operation):
+    """Neither by a plan that was made nor by one that was found."""
+    for _ in range(2):
+        call = CALLS[operation](device)
+        getattr(kv, operation)(**call)
+        device.synchronize()
+        alive = {name: weakref.ref(value) for name, value in arrays_of(call).items()}
+        assert len(alive) >= 3
+        del call
+        gc.collect()
+        assert [name for name, ref in alive.items() if ref() is not None] == []
+    assert made == [operation]
+
+
+def test_no_array_is_kept_on_two_streams(device, made):
+    main, other = device.stream(), device.stream()
+    call = rope_store_kv(device)
+    device.synchronize()
+    kv.rope_store_kv(**call, stream=main, alt_stream=other)
+    device.synchronize()
+    kv.keep_alive((), main)  # a device may release what has passed only when it is called again
+    kv.keep_alive((), other)
+    device.synchronize()
+    alive = {name: weakref.ref(value) for name, value in arrays_of(call).items()}
+    del call
+    gc.collect()
+    assert [name for name, ref in alive.items() if ref() is not None] == []
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_no_array_is_kept_by_an_error(device, made, operation):
+    call = CALLS[operation](device)
+    alive = {name: weakref.ref(value) for name, value in arrays_of(call).items()}
+    with pytest.raises(TypeError):
+        getattr(kv, operation)(**call, stream="none")
+    del call
+    gc.collect()
+    assert [name for name, ref in alive.items() if ref() is not None] == []
+
+
+# Signatures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_the_same_signature_is_planned_once(device, made, operation):
+    """Other arrays, another stream, other content: all of that is the same call."""
+    for turn in range(3):
+        call = CALLS[operation](device)
+        if operation == "copy_pages":
+            call["src_pages"][...] = turn % 2
+        stream = device.stream() if turn == 2 else None
+        device.synchronize()
+        getattr(kv, operation)(**call, stream=stream)
+        device.synchronize()
+    assert made == [operation]
+
+
+def test_numbers_of_one_value_are_one_signature(device, made):
+    call = {**rope_store_kv(device), **kv_caches(device, k_scale=0.5, v_scale=0.25)}
+    del call["v_scale_cache"]
+    for k_scale in (0.5, 0.5, 0.25 * 2):
+        kv.rope_store_kv(**{**call, "k_scale": k_scale})
+    assert len(made) == 1
+
+
+def without(*names):
+    """Leave arguments out."""
+    return lambda device, call: [call.pop(name) for name in names]
+
+
+def setting(**changes):
+    """Give options."""
+    return lambda device, call: call.update(changes)
+
+
+def replacing(**makers):
+    """Make other arrays."""
+    return lambda device, call: call.update({n: make(device) for n, make in makers.items()})
+
+
+def in_layout_hnd(device, call):
+    """Pages of as many slots, and the same bytes a page."""
+    caches = {name: call[name].transpose(0, 2, 1, 3) for name in ("k_cache", "v_cache")}
+    call.update(caches, layout="HND")
+
+
+def int32(name):
+    return lambda device, call: call.update(
+        {name: device.asarray(device.to_numpy(call[name]).astype(np.int32))}
+    )
+
+
+def moved(name):
+    """Begin one element later, and so at another alignment."""
+
+    def change(device, call):
+        old = call[name]
+        raw = device.zeros(old.size + 1, old.dtype)
+        call[name] = raw[1:].reshape(old.shape)
+
+    return change
+
+
+ROPE_CHANGES = {
+    "no query": setting(query=None, query_out=None, query_norm=None),
+    "no norm": without("key_norm"),
+    "another epsilon": setting(eps=1e-5),
+    "interleaved": setting(interleaved=True),
+    "another rotary_dim": replacing(rope_table=lambda d: array(d, 16, 8)),
+    "another table length": replacing(rope_table=lambda d: array(d, 17, 4)),
+    "int32 positions": int32("positions"),
+    "misaligned": moved("key"),
+    "a format": replacing(
+        query=lambda d: array(d, 3, 4, 8, fmt="fp16"),
+        query_out=lambda d: array(d, 3, 4, 8, fmt="fp16"),
+    ),
+    "sections": lambda device, call: call.update(
+        sections=(1, 1, 0), positions=device.zeros((3, 3), np.int64)),
+    "interleaved sections": lambda device, call: call.update(
+        sections=(1, 1, 0), sections_interleaved=True, positions=device.zeros((3, 3), np.int64)),
+}  # fmt: skip
+STORE_CHANGES = {
+    "key not written": setting(write_key=False),
+    "skip_slot": setting(skip_slot=5),
+    "layout": in_layout_hnd,
+    "int32 slots": int32("slot_mapping"),
+    "one slot less": lambda device, call: call.update(slot_mapping=call["slot_mapping"][:2]),
+    "no scale": without("k_scale"),
+    "a number for a scale": setting(k_scale=0.5),
+    "static scales": without("v_scale_cache"),
+    "a cache in the rows' format": lambda device, call: (
+        without("k_scale", "v_scale_cache")(device, call),
+        call.update(kv_caches(device, "fp32", k_scale=None)),
+    ),
+    "two streams": lambda device, call: call.update(alt_stream=device.stream()),
+}
+GATHER_CHANGES = {
+    "layout": in_layout_hnd,
+    "int32 slots": int32("slots"),
+    "dtype": setting(dtype="fp32"),
+    "outputs in the caches' format": lambda device, call: call.update(
+        k_out=device.zeros((3, 2, 8), np.int8), v_out=device.zeros((3, 2, 6), np.int8)),
+    "no scale": without("k_scale"),
+    "misaligned": moved("k_out"),
+}  # fmt: skip
+PAGES_CHANGES = {
+    "int32 pages": int32("src_pages"),
+    "other int32 pages": int32("dst_pages"),
+    "gaps": lambda device, call: call.update(cache=call["cache"][:, :, :2]),
+    "misaligned": moved("cache"),
+}
+CHANGES = [
+    *((apply_rope, name, change) for name, change in ROPE_CHANGES.items()),
+    *((rope_store_kv, name, change) for name, change in (ROPE_CHANGES | STORE_CHANGES).items()),
+    *((gather_kv, name, change) for name, change in GATHER_CHANGES.items()),
+    *((copy_pages, name, change) for name, change in PAGES_CHANGES.items()),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [(make, change) for make, _, change in CHANGES],
+    ids=[f"{make.__name__}: {name}" for make, name, _ in CHANGES],
+)
+def test_what_decides_the_work_is_part_of_the_signature(device, made, make, change):
+    """The plan of one call must not serve another; each is found again."""
+    operation = getattr(kv, make.__name__)
+    for _ in range(2):
+        operation(**make(device))
+        other = make(device)
+        change(device, other)
+        device.synchronize()
+        operation(**other)
+        device.synchronize()
+    assert made == [make.__name__] * 2
+
+
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_in_place_and_beside_are_told_apart(device, made, side):
+    """By the addresses, whether or not one plan serves both."""
+    results = []
+    for turn in range(4):
+        call = apply_rope(device)
+        del call["query_out"]
+        beside = device.zeros(call[side].shape, np.float32)
+        if turn % 2:
+            call[f"{side}_out"] = beside
+        before = device.to_numpy(call[side])
+        kv.apply_rope(**call)
+        assert np.array_equal(device.to_numpy(call[side]), before) == bool(turn % 2)
+        results.append(device.to_numpy(beside if turn % 2 else call[side]))
+    assert all(np.array_equal(result, results[0]) for result in results[1:])
+
+
+@pytest.mark.parametrize(("first", "then"), [(5, 5.0), (1, True), (0, False), (5, "5")], ids=repr)
+def test_a_skip_slot_that_is_equal_but_of_another_type_is_refused(device, made, first, then):
+    for operation in ("store_kv", "store_mla", "rope_store_kv", "rope_store_mla"):
+        call = CALLS[operation](device)
+        getattr(kv, operation)(**call, skip_slot=first)
+        with pytest.raises(TypeError, match="skip_slot"):
+            getattr(kv, operation)(**call, skip_slot=then)
+        getattr(kv, operation)(**call, skip_slot=first)
+
+
+@pytest.mark.parametrize(("operation", "name"), [
+    ("apply_rope", "sections_interleaved"), ("apply_rope", "interleaved"),
+    ("rope_store_kv", "interleaved"),
+])  # fmt: skip
+def test_an_option_may_be_any_truth(device, made, operation, name):
+    """1 is True here, and is remembered as such."""
+    results = []
+    for value in (True, 1, False, 0):
+        call = CALLS[operation](device)
+        getattr(kv, operation)(**call, **{name: value})
+        results.append(device.to_numpy(call["query_out"]))
+    assert np.array_equal(results[0], results[1]) and np.array_equal(results[2], results[3])
+
+
+def test_operations_do_not_take_one_anothers_plans(device, made):
+    """`rope_store_kv` after `apply_rope` with the same rows, and the other way round."""
+    for _ in range(2):
+        for operation, make in CALLS.items():
+            getattr(kv, operation)(**make(device))
+    assert made == list(CALLS)
+
+
+def test_unhashable_options_are_planned_each_time_and_work(device, made):
+    call = apply_rope(device)
+    call["positions"] = device.zeros((3, 3), np.int64)
+    for _ in range(2):
+        kv.apply_rope(**call, sections=[1, 1, 0])
+    assert made == ["apply_rope"] * 2
+
+
+def test_forget_drops_all(device, made):
+    for _ in range(2):
+        kv.copy_pages(**copy_pages(device))
+        plan.forget()
+    assert made == ["copy_pages"] * 2

@@ -1,0 +1,408 @@
+"""`rope_store_kv` and `rope_store_mla`, by what a user sees of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from helpers import FORMATS, LAYOUTS, QUANTISED, cache_shape, names_number
+from rope_cases import (
+    FLOATS,
+    POSITIONS,
+    SLOTS,
+    THREE,
+    VIEWS,
+    RopeCase,
+    assert_rotated,
+    mla_arguments,
+    store_arguments,
+)
+
+import kvcupy as kv
+from kvcupy import reference
+
+SCALES = {
+    "none": None,
+    "float": 0.7,
+    "one element": np.float32([1.3]),
+    "per head": np.float32([0.2, 5.0]),
+}
+
+
+@pytest.mark.parametrize("cache_fmt", FORMATS)
+@pytest.mark.parametrize("fmt", FLOATS)
+def test_store_in_every_format(device, fmt, cache_fmt):
+    for interleaved, write_key in itertools.product((False, True), (True, False)):
+        case = RopeCase(device, 25)
+        args = store_arguments(case, fmt, cache_fmt, width=64, v_width=40)
+        options = {"interleaved": interleaved, "write_key": write_key}
+        case.store(*args, SLOTS, **options)
+        if cache_fmt in QUANTISED:
+            case.store(*args, SLOTS, **options, k_scale=0.03, v_scale=np.float32([2.0, 0.1]))
+
+
+@pytest.mark.parametrize("cache_fmt", QUANTISED)
+@pytest.mark.parametrize("fmt", FLOATS)
+def test_store_with_dynamic_scales(device, fmt, cache_fmt):
+    """The scale is that of the rotated key."""
+    for layout, width in (("NHD", 64), ("HND", 20), ("slots", 256)):
+        case = RopeCase(device, 26)
+        args = store_arguments(case, fmt, cache_fmt, layout=layout, width=width)
+        scales = {f"{side}_scale_cache": case.output("fp32", (12, 2)) for side in "kv"}
+        if layout != "slots":
+            scales["layout"] = layout
+        for write_key in (True, False):
+            case.store(*args, [7, 12, -1, 11, 3, 4], **scales, write_key=write_key)
+
+
+@pytest.mark.parametrize(("k", "v"), [*itertools.permutations([*SCALES, "dynamic"], 2)])
+def test_store_with_scales_of_each_kind(device, k, v):
+    case = RopeCase(device, 27)
+    args = store_arguments(case, "bf16", "fp8_e4m3", layout="NHD")
+    options = {}
+    for side, name in (("k", k), ("v", v)):
+        if name == "dynamic":
+            options[f"{side}_scale_cache"] = case.output("fp32", (12, 2))
+        else:
+            options[f"{side}_scale"] = SCALES[name]
+    case.store(*args, SLOTS, **options)
+
+
+@pytest.mark.parametrize(
+    "pair", [("bf16", "bf16"), ("fp16", "fp8_e5m2"), ("fp32", "int8")], ids="-".join
+)
+@pytest.mark.parametrize("layout", ["NHD", "HND", "slots"])
+def test_store_layouts(device, layout, pair):
+    options = {"layout": layout} if layout in LAYOUTS else {}
+    for width, v_width, rotary_dim in ((64, 64, 64), (24, 56, 8), (10, 3, 6), (128, 96, 64)):
+        case = RopeCase(device, (28, width))
+        args = store_arguments(
+            case, *pair, layout=layout, width=width, v_width=v_width, rotary_dim=rotary_dim
+        )
+        case.store(*args, SLOTS, **options)
+        case.store(*args, SLOTS[::-1], **options, interleaved=True)
+
+
+@pytest.mark.parametrize("kind", ["pages", "first", "last", "layer"])
+def test_store_in_combined_caches(device, kind):
+    for layout, fmt in itertools.product(LAYOUTS, ("bf16", "fp8_e4m3")):
+        case = RopeCase(device, 30)
+        args = store_arguments(case, v_width=8)[:5]
+        base = cache_shape(layout, 3, 4, 2, 8)
+        shape, k_cut, v_cut = {
+            "pages": ((3, 2, *base[1:]), lambda a: a[:, 0], lambda a: a[:, 1]),
+            "first": ((2, *base), lambda a: a[0], lambda a: a[1]),
+            "last": ((*base[:-1], 16), lambda a: a[..., :8], lambda a: a[..., 8:]),
+            "layer": ((3, 3, 2, *base[1:]), lambda a: a[:, 1, 0], lambda a: a[:, 1, 1]),
+        }[kind]
+        both = case.output(fmt, shape)
+        case.store(*args, both.sub(k_cut), both.sub(v_cut), SLOTS, layout=layout)
+
+
+@pytest.mark.parametrize("pair", [("bf16", "bf16"), ("fp16", "int8")], ids="-".join)
+@pytest.mark.parametrize("write_key", [True, False])
+def test_store_of_packed_qkv(device, write_key, pair):
+    """Rotated in place, key and value go from the projection to the cache."""
+    for width, interleaved in itertools.product((16, 100), (False, True)):
+        case = RopeCase(device, 31)
+        qkv = case.rows(pair[0], (6, 7, width))
+        parts = [qkv.sub(lambda a, s=s: a[:, s]) for s in (slice(3), slice(3, 5), slice(5, 7))]
+        caches = [case.output(pair[1], (3, 4, 2, width)) for _ in range(2)]
+        case.store(
+            *parts,
+            case.table(width, POSITIONS),
+            case.positions(POSITIONS),
+            *caches,
+            SLOTS,
+            write_key=write_key,
+            interleaved=interleaved,
+        )
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_store_of_strided_rows(device, view):
+    names = list(VIEWS)
+    others = [names[(names.index(view) + i) % len(names)] for i in (1, 2)]
+    for cache_fmt, write_key in (("bf16", True), ("fp8_e4m3", False)):
+        case = RopeCase(device, 32)
+        query, key, value = (case.rows("bf16", *VIEWS[name]) for name in (view, *others))
+        caches = [case.output(cache_fmt, (12, 2, 12)) for _ in range(2)]
+        out = case.output("bf16", *VIEWS[others[0]])
+        case.store(
+            query,
+            key,
+            value,
+            case.table(8, POSITIONS),
+            case.positions(POSITIONS),
+            *caches,
+            SLOTS,
+            write_key=write_key,
+            query_out=out,
+        )
+
+
+@pytest.mark.parametrize("write_key", [True, False])
+@pytest.mark.parametrize("query", ["in place", "out", "none"])
+def test_store_outputs(device, query, write_key):
+    """`write_key=False` leaves the key's bits, `query_out` those of the query."""
+    for cache_fmt in ("bf16", "fp8_e5m2"):
+        case = RopeCase(device, 33)
+        args = list(store_arguments(case, cache_fmt=cache_fmt, rotary_dim=6))
+        options = {"write_key": write_key}
+        if query == "none":
+            args[0] = None
+        elif query == "out":
+            options["query_out"] = case.output("bf16", (6, 3, 8))
+        case.store(*args, SLOTS, **options)
+
+
+def test_key_and_value_follow_their_own_formats(device):
+    for formats in (
+        ("fp32", "bf16", "fp16", "int8", "fp16"),
+        ("bf16", "fp16", "fp32", "fp16", "fp8_e4m3"),
+        ("fp16", "fp16", "bf16", "fp8_e5m2", "bf16"),
+    ):
+        case = RopeCase(device, 34)
+        query, key = case.rows(formats[0], (6, 3, 8)), case.rows(formats[1], (6, 2, 8))
+        value = case.input(formats[2], (6, 2, 6))
+        caches = [case.output(fmt, (12, 2, w)) for fmt, w in zip(formats[3:], (8, 6), strict=True)]
+        case.store(
+            query, key, value, case.table(8, POSITIONS), case.positions(POSITIONS), *caches, SLOTS
+        )
+
+
+# Slots of a store ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+@pytest.mark.parametrize("cache_fmt", ["bf16", "int8"])
+def test_tokens_without_a_slot_are_rotated(device, cache_fmt, count):
+    """The value has no row for them either."""
+    for write_key in (True, False):
+        case = RopeCase(device, 35)
+        query, key, _, table, positions, *caches = store_arguments(case, cache_fmt=cache_fmt)
+        value = case.rows("bf16", (count, 2, 6))
+        case.store(query, key, value, table, positions, *caches, SLOTS[:count], write_key=write_key)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_positions_and_slots_of_any_type_and_stride(device, dtype):
+    for other, step in itertools.product(("int32", "int64"), (2, -1)):
+        case = RopeCase(device, 36)
+        args = list(store_arguments(case))
+        args[4] = case.positions(POSITIONS, dtype, -step)
+        case.store(*args, case.slots(SLOTS, other, step))
+
+
+@pytest.mark.parametrize("layout", ["slots", *LAYOUTS])
+def test_skipped_slots_are_rotated_and_not_written(device, layout):
+    options = {"layout": layout} if layout in LAYOUTS else {}
+    for cache_fmt, write_key in (("bf16", True), ("fp8_e4m3", True), ("fp8_e4m3", False)):
+        case = RopeCase(device, 37)
+        args = store_arguments(case, cache_fmt=cache_fmt, layout=layout)
+        case.store(
+            *args,
+            [3, -1, 5, -(2**32) + 3, 5, -(2**63)],
+            skip_slot=5,
+            write_key=write_key,
+            **options,
+        )
+        case.store(*args, [-1] * 6, write_key=write_key, **options)
+        case.store(*args, [0] * 6, skip_slot=0, write_key=write_key, **options)
+
+
+@pytest.mark.parametrize("slot", [12, 13, 7777, 2**31 - 1, 2**31, 2**32 + 3, 2**63 - 1])
+def test_slot_past_the_end_is_a_fault_of_the_slot_alone(device, slot):
+    """The token is rotated all the same, and no scale is written for it."""
+    case = RopeCase(device, 38)
+    slots = [7, 0, slot, 11, -1, slot]
+    case.store(*store_arguments(case), slots)
+    scales = {f"{side}_scale_cache": case.output("fp32", (12, 2)) for side in "kv"}
+    case.store(
+        *store_arguments(case, cache_fmt="int8", layout="HND"), slots, layout="HND", **scales
+    )
+
+
+@pytest.mark.parametrize("bad", [-1, 64, 2**32 + 3, -(2**63)])
+@pytest.mark.parametrize("write_key", [True, False])
+def test_position_outside_the_table_is_not_stored(device, write_key, bad):
+    for cache_fmt in ("bf16", "int8"):
+        case = RopeCase(device, 39)
+        values = np.array(POSITIONS)
+        values[[0, 3, 5]] = bad
+        args = store_arguments(case, cache_fmt=cache_fmt, positions=values)
+        case.store(*args, SLOTS, write_key=write_key, query_out=case.output("bf16", (6, 3, 8)))
+        case.store(*args, SLOTS[:4], write_key=write_key)
+        if cache_fmt == "int8":
+            scales = {f"{side}_scale_cache": case.output("fp32", (12, 2)) for side in "kv"}
+            case.store(*args, SLOTS, write_key=write_key, **scales)
+
+
+def test_faults_of_both_kinds(device):
+    case = RopeCase(device, 40)
+    args = store_arguments(case, positions=(5, 64, 63, -1, 17, 40))
+    case.store(*args, [7, 0, 12, 11, -1, 99])
+    case.store(*args, [7, 0, 1, 11, -1, 2])
+
+
+def test_fault_names_the_argument(device):
+    case = RopeCase(device, 41)
+    for values, slots, name, place, value in (
+        ((5, 77, 1), (0, 1, 2), "positions", 1, 77),
+        ((5, -7, 1), (0, 1, 2), "positions", 1, -7),
+        ((5, 3, 1), (0, 1, 31), "slot_mapping", 2, 31),
+    ):
+        args = store_arguments(case, tokens=3, positions=values)
+        kv.rope_store_kv(*(a.array for a in args), case.slots(slots).array)
+        with pytest.raises(kv.IndexFault) as caught:
+            kv.check_faults(device)
+        text = str(caught.value)
+        assert "rope_store_kv" in text and name in text
+        assert names_number(text, place) and names_number(text, value)
+        kv.check_faults(device)
+
+
+def test_rows_past_the_positions_hold_nan(device):
+    case = RopeCase(device, 42)
+    query, key, value, table, positions, *caches = store_arguments(
+        case, "bf16", "fp8_e4m3", tokens=9
+    )
+    for arg in (query, key, value):
+        arg.view[6:] = np.nan
+        arg.buffer.raw[...] = device.asarray(arg.buffer.want.copy())
+    scales = {f"{side}_scale_cache": case.output("fp32", (12, 2)) for side in "kv"}
+    case.store(query, key, value, table, positions, *caches, SLOTS, **scales)
+
+
+@pytest.mark.parametrize("fmt", FLOATS)
+@pytest.mark.parametrize("cache_fmt", ["own", "fp8_e4m3", "int8"])
+def test_store_with_norms_and_sections(device, cache_fmt, fmt):
+    for mixed, write_key, weights in itertools.product((False, True), (True, False), ("fp32", fmt)):
+        case = RopeCase(device, 43)
+        query, key = case.rows(fmt, (6, 3, 20)), case.rows(fmt, (6, 2, 20))
+        value = case.rows(fmt, (6, 2, 24))
+        caches = [
+            case.output(fmt if cache_fmt == "own" else cache_fmt, (12, 2, w)) for w in (20, 24)
+        ]
+        norms = {f"{side}_norm": case.rows(weights, (20,)) for side in ("query", "key")}
+        case.store(
+            query,
+            key,
+            value,
+            case.table(16, THREE),
+            case.positions(THREE),
+            *caches,
+            SLOTS,
+            sections=(3, 3, 2),
+            sections_interleaved=mixed,
+            write_key=write_key,
+            eps=1e-5,
+            **norms,
+        )
+
+
+def test_offsets_past_two_gigabytes(device):
+    """Rows and slots further apart than 2**31 bytes, touched at a few places only."""
+    width, num_slots = 64, 2**31 // 64 + 100
+    last = num_slots - 1
+    caches = [device.empty((num_slots, 1, width), np.int8) for _ in range(2)]
+    untouched = (0, last - 1, last % (2**31 // width), (last + 1) % (2**31 // width))
+    for cache, slot in itertools.product(caches, untouched):
+        cache[slot] = 77
+    rng = np.random.default_rng(44)
+    content = rng.standard_normal((2, 3, 1, width)).astype(np.float16)
+    query, key = (device.empty((3, 1, 2**29 + 64), np.float16)[..., :width] for _ in range(2))
+    query[...], key[...] = device.asarray(content[0].copy()), device.asarray(content[1].copy())
+    table = reference.rope_table(10, width)
+    positions, slots = np.array([9, 3, 4]), np.array([last, -1, 5])
+    kv.rope_store_kv(
+        query,
+        key,
+        device.asarray(content[0].copy()),
+        device.asarray(table),
+        device.asarray(positions),
+        *caches,
+        device.asarray(slots),
+        k_scale=0.02,
+    )
+    kv.check_faults(device)
+    both = reference.cos_sin(table, positions)
+    live = [np.array(device.to_numpy(rows.copy())) for rows in (query, key)]
+    for got, rows in zip(live, content, strict=True):
+        assert_rotated(got, rows, *both)
+    wants = np.zeros((2, 6, 1, width), np.int8)
+    reference.store_kv(live[1], content[0], *wants, np.array([4, -1, 5]), k_scale=0.02)
+    for cache, want in zip(caches, wants, strict=True):
+        assert np.array_equal(device.to_numpy(cache[last]), want[4])
+        assert np.array_equal(device.to_numpy(cache[5]), want[5])
+        for slot in untouched:
+            assert (device.to_numpy(cache[slot]) == 77).all()
+
+
+# rope_store_mla ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("cache_fmt", FORMATS)
+@pytest.mark.parametrize("fmt", FLOATS)
+def test_mla_in_every_format(device, fmt, cache_fmt, interleaved):
+    for paged, (rank, width) in itertools.product((False, True), ((512, 64), (7, 6), (1, 2))):
+        case = RopeCase(device, (45, rank))
+        args = mla_arguments(case, fmt, cache_fmt, rank=rank, width=width, paged=paged, heads=5)
+        scale = 0.03 if cache_fmt in QUANTISED else None
+        case.store_mla_rotated(*args, SLOTS, interleaved=interleaved, scale=scale)
+
+
+@pytest.mark.parametrize("write_key", [True, False])
+@pytest.mark.parametrize("query", ["in place", "out", "none"])
+def test_mla_outputs(device, query, write_key):
+    for cache_fmt in ("bf16", "fp8_e4m3"):
+        case = RopeCase(device, 46)
+        args = list(mla_arguments(case, cache_fmt=cache_fmt, rotary_dim=6))
+        options = {"write_key": write_key}
+        if query == "none":
+            args[0] = None
+        elif query == "out":
+            options["query_out"] = case.output("bf16", (6, 3, 8))
+        case.store_mla_rotated(*args, SLOTS, **options)
+
+
+def test_mla_views(device):
+    """Latent and key are one projection, the query is the end of wider heads."""
+    for cache_fmt, interleaved in itertools.product(("bf16", "int8"), (False, True)):
+        case = RopeCase(device, 47)
+        both, heads = case.rows("bf16", (6, 24)), case.rows("bf16", (6, 3, 20))
+        _, _, _, table, positions, _ = mla_arguments(case)
+        cache = case.output(cache_fmt, (3, 2, 4, 27), lambda a: a[:, 1, :, 3:])
+        case.store_mla_rotated(
+            heads.sub(lambda a: a[..., 12:]),
+            both.sub(lambda a: a[:, :16]),
+            both.sub(lambda a: a[:, 16:]),
+            table,
+            positions,
+            cache,
+            case.slots(SLOTS, "int32", 2),
+            interleaved=interleaved,
+        )
+
+
+def test_mla_slots_and_faults(device):
+    for cache_fmt in ("bf16", "fp8_e5m2"):
+        case = RopeCase(device, 48)
+        args = mla_arguments(case, cache_fmt=cache_fmt)
+        case.store_mla_rotated(*args, [7, 12, -1, 5, 2**40, 5], skip_slot=5)
+        case.store_mla_rotated(*args, SLOTS[:2])
+        case.store_mla_rotated(*args, [])
+        args = mla_arguments(case, cache_fmt=cache_fmt, positions=(5, 64, -1, 3, 17, 2**40))
+        case.store_mla_rotated(*args, SLOTS, query_out=case.output("bf16", (6, 3, 8)))
+        case.store_mla_rotated(*args, [7, 0, 12, 99, 3, 4], write_key=False)
+
+
+@pytest.mark.parametrize("fmt", QUANTISED)
+def test_mla_scale(device, fmt):
+    for scale in (None, 1.0, 0.013, np.float32([0.7])):
+        case = RopeCase(device, 49)
+        case.store_mla_rotated(
+            *mla_arguments(case, "fp32", fmt, rank=96, width=32), SLOTS, scale=scale
+        )

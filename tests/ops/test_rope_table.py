@@ -1,0 +1,121 @@
+"""`rope_table`, by what a user sees of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from rope_cases import ulp
+
+import kvcupy as kv
+from kvcupy import reference
+
+ORIGINAL = {"original_max_position_embeddings": 512}
+LONG = {
+    "short_factor": [1.0 + i / 40 for i in range(8)],
+    "long_factor": [1.0 + 4 * i for i in range(8)],
+}
+SCALINGS = {
+    "none": None,
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 8.0},
+    "old key": {"type": "linear", "factor": 2.5},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, **ORIGINAL},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        **ORIGINAL,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 32.0, **ORIGINAL},
+    "yarn, betas": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        **ORIGINAL,
+    },
+    "yarn, not truncated": {"rope_type": "yarn", "factor": 4, "truncate": False, **ORIGINAL},
+    "yarn, attention": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7, **ORIGINAL},
+    "yarn, mscale": {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        **ORIGINAL,
+    },
+    "longrope": {"rope_type": "longrope", "factor": 8.0, **LONG, **ORIGINAL},
+    "longrope, ratio": {"rope_type": "longrope", **LONG, **ORIGINAL},
+    "longrope, attention": {"rope_type": "longrope", **LONG, **ORIGINAL, "attention_factor": 1.2},
+}
+
+
+def assert_table(device, table, max_positions, rotary_dim, **options):
+    """Rounded once from float64: half a unit, and 1e-9 for how an angle of 1e5 may be computed."""
+    got = np.asarray(device.to_numpy(table))
+    assert got.shape == (max_positions, rotary_dim) and got.dtype == np.float32
+    want = reference.rope_rows(
+        np.arange(max_positions), *reference.rope_frequencies(max_positions, rotary_dim, **options)
+    )
+    error = np.abs(got - want)
+    assert (error <= ulp(want, "fp32") * 0.501 + 1e-9).all(), f"off by {error.max()}"
+
+
+@pytest.mark.parametrize("max_positions", [500, 512, 2000])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_table(device, name, max_positions):
+    options = {"base": 500000.0, "scaling": SCALINGS[name]}
+    before = dict(SCALINGS[name] or {})
+    table = kv.rope_table(max_positions, 16, device=device, **options)
+    assert_table(device, table, max_positions, 16, **options)
+    assert (SCALINGS[name] or {}) == before
+
+
+def test_table_as_far_as_131072_positions(device):
+    table = kv.rope_table(131_072, 8, device=device)
+    assert_table(device, table, 131_072, 8)
+    assert_table(device, kv.rope_table(131_072, 2, base=1e6, device=device), 131_072, 2, base=1e6)
+
+
+def test_table_of_any_shape(device):
+    for max_positions, rotary_dim in ((1, 2), (3, 4), (7, 6), (5, 100), (9, 256)):
+        table = kv.rope_table(max_positions, rotary_dim, device=device.name)
+        assert_table(device, table, max_positions, rotary_dim)
+
+
+WRONG_SCALINGS = [
+    {"rope_type": "logarithmic"},
+    {"rope_type": "linear"},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "dynamic", **ORIGINAL},
+    {"rope_type": "yarn", "factor": 2.0},
+    {"rope_type": "yarn", **ORIGINAL},
+    {"rope_type": "longrope", **LONG},
+    {"rope_type": "longrope", **ORIGINAL, "short_factor": LONG["short_factor"]},
+    {"rope_type": "longrope", **ORIGINAL, "short_factor": [1.0] * 7, "long_factor": [1.0] * 7},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, **ORIGINAL},
+]
+
+
+@pytest.mark.parametrize("scaling", WRONG_SCALINGS, ids=str)
+def test_wrong_scalings_of_the_table(device, scaling):
+    with pytest.raises(ValueError, match=r"\bscaling\b"):
+        kv.rope_table(64, 16, scaling=scaling, device=device)
+
+
+@pytest.mark.parametrize(
+    ("args", "name"),
+    [
+        ((64, 7), "rotary_dim"),
+        ((64, 0), "rotary_dim"),
+        ((64, -2), "rotary_dim"),
+        ((-1, 8), "max_positions"),
+        ((64, 8.5), "rotary_dim"),
+        ((6.5, 8), "max_positions"),
+        (("64", 8), "max_positions"),
+    ],
+    ids=str,
+)
+def test_wrong_shapes_of_the_table(device, args, name):
+    with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
+        kv.rope_table(*args, device=device)

@@ -1,0 +1,403 @@
+"""Calls of the rotary operations that check everything, and arguments for them.
+
+What is rotated is compared with float64, within `allowed_error`; everything else bitwise. A cache
+must hold, bit for bit, the store of the rotated key that the operation itself made.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import (
+    GUARD_BYTES,
+    INDEX_DTYPE,
+    POISON_SLOT,
+    Arg,
+    Buffer,
+    Case,
+    cache_shape,
+    from_values,
+    names_number,
+)
+
+import kvcupy as kv
+from kvcupy import reference
+
+FLOATS = ("fp32", "fp16", "bf16")
+
+# Tolerance -----------------------------------------------------------------------------------
+
+MANTISSA_BITS = {"fp32": 23, "fp16": 10, "bf16": 7}
+LOWEST_EXPONENT = {"fp32": -126, "fp16": -14, "bf16": -126}
+
+ROUNDING = 2.0**-24
+"""The relative error of one float32 operation."""
+NORM_ROUNDINGS = 32
+"""What a normalised element has been through in float32: sums of up to 256 squares in a warp, a
+root and a division, which the GPU may do with two units of error, and two products."""
+TINY = 2.0**-147
+"""What float32 loses where its results are subnormal."""
+
+
+def ulp(values: np.ndarray, fmt: str) -> np.ndarray:
+    """The unit in the last place of a format at each value."""
+    usual = np.isfinite(values) & (values != 0)
+    exponent = np.where(usual, np.frexp(np.where(usual, values, 1.0))[1] - 1, -2000)
+    return np.ldexp(1.0, np.maximum(exponent, LOWEST_EXPONENT[fmt]) - MANTISSA_BITS[fmt])
+
+
+def allowed_error(exact, rows, cosine, sine, fmt, *, norm, **options) -> np.ndarray:
+    """How far float32 arithmetic and one rounding may be from `exact`.
+
+    `x cos - y sin` is two products and a sum, each of them rounded to float32, and then the one
+    rounding to the format. So it is half a unit of the format, plus a float32 rounding of each
+    product, whose magnitudes together are at most that of (x, y) times that of (cos, sin). Without
+    cancellation this is less than one unit for fp16 and bf16, and less than two for fp32, where
+    the products' own errors are as large as the last rounding.
+    """
+    ones, zeros = np.ones_like(cosine), np.zeros_like(cosine)
+    element = reference.rotate(rows, ones, zeros, norm=norm, **options)
+    partner = reference.rotate(rows, zeros, ones, norm=norm, **options)
+    length = np.hypot(cosine, sine)
+    spread = np.repeat(length, 2, 1) if options["interleaved"] else np.tile(length, 2)
+    spread = np.concatenate(
+        [spread, np.ones((len(spread), rows.shape[-1] - spread.shape[1]))], axis=1
+    )
+    radius = np.hypot(element, partner) * (spread[:, None] if rows.ndim == 3 else spread)
+    before = ROUNDING * (radius * (1 if norm is None else 1 + NORM_ROUNDINGS) + np.abs(exact))
+    return ulp(exact, fmt) / 2 + before + TINY
+
+
+def assert_rotated(
+    got, rows, cosine, sine, *, norm=None, width=None, name="rows", seed=None, **options
+) -> None:
+    """Assert that the first `width` elements of `got` are the rotated `rows`."""
+    options = {"interleaved": False, "eps": 1e-6, **options}
+    fmt = reference.format_of(rows)
+    with np.errstate(invalid="ignore", over="ignore"):
+        exact = reference.rotate(rows, cosine, sine, norm=norm, **options)
+        allowed = allowed_error(exact, rows, cosine, sine, fmt, norm=norm, **options)
+        want = reference.decode(reference.encode(exact, fmt), fmt)
+        values = reference.decode(got, fmt)
+        right = (values == want) | (np.isnan(values) & np.isnan(want))
+        right |= np.abs(values - exact) <= allowed
+    wrong = ~right[..., :width]
+    if wrong.any():
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        pytest.fail(
+            f"{name}: {int(wrong.sum())} of {wrong.size} elements differ; first at index {at}: "
+            f"got {values[at]}, want {exact[at]} within {allowed[at]}, seed {seed}"
+        )
+
+
+# One call and its check ----------------------------------------------------------------------
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    return reference.bits_of(array, reference.format_of(array))
+
+
+class RopeCase(Case):
+    """The buffers of one test, with calls of the rotary operations that check everything."""
+
+    def rows(self, fmt, shape, cut=None, *, misalign=0, name="rows"):
+        """Rows of usual magnitudes."""
+        values = self.rng.standard_normal(shape) * 10.0 ** self.rng.integers(-2, 3, shape)
+        return self.place(from_values(values, fmt), fmt, cut, misalign=misalign, name=name)
+
+    def positions(self, values, dtype="int64", step=1):
+        """An index array of one or two dimensions, every `step`-th of a longer one of poison."""
+        values = np.asarray(values, np.int64)
+        count, spread = values.shape[-1], max(abs(step), 1)
+        content = np.full((*values.shape[:-1], count * spread), POISON_SLOT, INDEX_DTYPE[dtype])
+        content[..., ::spread] = values if step > 0 else values[..., ::-1]
+        first = (count - 1) * spread if step < 0 and count else None
+        return self.place(content, dtype, lambda a: a[..., first::step], name="positions")
+
+    def table(self, rotary_dim, positions, max_positions=64, *, pad=0, **options):
+        """A table that is NaN wherever no position looks, and between its rows."""
+        positions = np.asarray(positions, np.int64)
+        used = np.unique(positions[(positions >= 0) & (positions < max_positions)])
+        content = np.full((max_positions, rotary_dim + pad), np.nan, np.float32)
+        frequencies = reference.rope_frequencies(max_positions, rotary_dim, **options)
+        content[used, :rotary_dim] = reference.rope_rows(used, *frequencies)
+        return self.place(content, "fp32", lambda a: a[:, :rotary_dim], name="rope_table")
+
+    def live(self, arg):
+        """What an argument holds on the device, as a NumPy array."""
+        buffer = arg.buffer
+        flat = np.asarray(self.device.to_numpy(buffer.raw))[buffer.start : buffer.stop]
+        return arg._cut(flat.view(buffer.dtype))
+
+    def twin(self, arg):
+        """A copy of an argument at the same alignment and strides, which is not compared."""
+        buffer = arg.buffer
+        payload = buffer.want[buffer.start : buffer.stop].copy().view(buffer.dtype)
+        copy = Buffer(self, buffer.fmt, payload, buffer.start - GUARD_BYTES, buffer.name)
+        return Arg(copy, arg._cut)
+
+    def issue(self, operation, args, stream, options):
+        def to_pass(value):
+            if isinstance(value, Arg):
+                return value.array
+            return self.device.asarray(value) if isinstance(value, np.ndarray) else value
+
+        if stream is not None:
+            self.device.synchronize()
+        getattr(kv, operation)(
+            *map(to_pass, args),
+            stream=stream,
+            **{name: to_pass(value) for name, value in options.items()},
+        )
+        if stream is not None:
+            stream.synchronize()
+
+    def take_over(self, rows, target, table, positions, norm, options):
+        """Check rotated rows, and let the mirror hold what the device holds of them."""
+        if rows is None:
+            return
+        target = rows if target is None else target
+        tokens = inside(positions.view, len(table.view))
+        cosine, sine = reference.cos_sin(
+            table.view,
+            positions.view[..., tokens],
+            options.get("sections"),
+            options.get("sections_interleaved", False),
+        )
+        before, got = rows.view[tokens].copy(), self.live(target)[tokens]
+        width = table.view.shape[1] if norm is None else before.shape[-1]
+        assert_rotated(
+            got,
+            before,
+            cosine,
+            sine,
+            width=width,
+            name=rows.buffer.name,
+            seed=self.seed,
+            norm=None if norm is None else norm.view,
+            interleaved=options.get("interleaved", False),
+            eps=options.get("eps", 1e-6),
+        )
+        bits(target.view)[tokens] = bits(before)
+        bits(target.view)[tokens, ..., :width] = bits(got)[..., :width]
+
+    def apply(
+        self, query, key, table, positions, *, query_out=None, key_out=None, stream=None, **options
+    ):
+        """Check one `kv.apply_rope`."""
+        outputs = {"query_out": query_out, "key_out": key_out}
+        self.issue("apply_rope", (query, key, table, positions), stream, {**outputs, **options})
+        self.take_over(query, query_out, table, positions, options.get("query_norm"), options)
+        self.take_over(key, key_out, table, positions, options.get("key_norm"), options)
+        self.finish("apply_rope", table, positions, [])
+
+    def store(
+        self,
+        query,
+        key,
+        value,
+        table,
+        positions,
+        k_cache,
+        v_cache,
+        slots,
+        *,
+        stream=None,
+        **options,
+    ):
+        """Check one `kv.rope_store_kv`."""
+        slots = slots if isinstance(slots, Arg) else self.slots(slots)
+        args = (query, key, value, table, positions, k_cache, v_cache, slots)
+        self.issue("rope_store_kv", args, stream, options)
+        self.take_over(
+            query, options.get("query_out"), table, positions, options.get("query_norm"), options
+        )
+        rotated = key
+        if not options.get("write_key", True):  # Ask for the key that was not written.
+            rotated = self.twin(key)
+            again = {
+                name: self.twin(value) if name.endswith("scale_cache") else value
+                for name, value in options.items()
+                if name not in ("write_key", "query_out", "query_norm")
+            }
+            args = (
+                None,
+                rotated,
+                value,
+                table,
+                positions,
+                self.twin(k_cache),
+                self.twin(v_cache),
+                slots,
+            )
+            self.issue("rope_store_kv", args, stream, again)
+        self.take_over(rotated, None, table, positions, options.get("key_norm"), options)
+        for source, cache in ((key, k_cache), (value, v_cache)):
+            cache.buffer.exact &= source.fmt == cache.fmt
+        names = ("layout", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache", "skip_slot")
+        faults = reference.store_kv(
+            rotated.view,
+            value.view,
+            k_cache.view,
+            v_cache.view,
+            without_outsiders(slots.view, positions.view, len(table.view)),
+            **{name: mirrored(options[name]) for name in names if name in options},
+        )
+        self.finish("rope_store_kv", table, positions, faults)
+
+    def store_mla_rotated(
+        self, query, latent, rope_key, table, positions, cache, slots, *, stream=None, **options
+    ):
+        """Check one `kv.rope_store_mla`."""
+        slots = slots if isinstance(slots, Arg) else self.slots(slots)
+        args = (query, latent, rope_key, table, positions, cache, slots)
+        self.issue("rope_store_mla", args, stream, options)
+        self.take_over(query, options.get("query_out"), table, positions, None, options)
+        rotated = rope_key
+        if not options.get("write_key", True):
+            rotated = self.twin(rope_key)
+            again = {
+                name: value
+                for name, value in options.items()
+                if name not in ("write_key", "query_out")
+            }
+            args = (None, latent, rotated, table, positions, self.twin(cache), slots)
+            self.issue("rope_store_mla", args, stream, again)
+        self.take_over(rotated, None, table, positions, None, options)
+        cache.buffer.exact &= latent.fmt == cache.fmt == rope_key.fmt
+        names = ("scale", "skip_slot")
+        faults = reference.store_mla(
+            latent.view,
+            rotated.view,
+            cache.view,
+            without_outsiders(slots.view, positions.view, len(table.view)),
+            **{name: mirrored(options[name]) for name in names if name in options},
+        )
+        self.finish("rope_store_mla", table, positions, faults)
+
+    def finish(self, operation, table, positions, slot_faults):
+        """Compare the fault record and every buffer with what they should be."""
+        axes = np.atleast_2d(positions.view)
+        count = axes.shape[1]
+        # In an array (3, T), a token may be named by its own index or by that in memory.
+        named = [
+            ("positions", place, int(axes[axis, token]))
+            for axis, token in np.argwhere((axes < 0) | (axes >= len(table.view))).tolist()
+            for place in {token, axis * count + token}
+        ]
+        named += [("slot_mapping", *fault) for fault in slot_faults]
+        if named:
+            with pytest.raises(kv.IndexFault) as caught:
+                kv.check_faults(self.device)
+            text = str(caught.value)
+            assert operation in text
+            assert any(
+                name in text and names_number(text, place) and names_number(text, value)
+                for name, place, value in named
+            ), f"none of {named[:5]} in {text!r}"
+        kv.check_faults(self.device)
+        for buffer in self.buffers:
+            buffer.check()
+
+
+def mirrored(value):
+    return value.view if isinstance(value, Arg) else value
+
+
+def inside(positions, max_positions):
+    """The tokens whose positions the table has."""
+    axes = np.atleast_2d(positions)
+    return np.flatnonzero(((axes >= 0) & (axes < max_positions)).all(axis=0))
+
+
+def without_outsiders(slots, positions, max_positions):
+    """The slots, -1 for tokens that are not rotated."""
+    tokens = np.arange(len(slots))
+    return np.where(np.isin(tokens, inside(positions, max_positions)), slots, -1)
+
+
+# Arguments -----------------------------------------------------------------------------------
+
+POSITIONS = (5, 0, 63, 5, 17, 40)
+
+
+def arguments(
+    case, fmt="bf16", *, tokens=6, heads=(3, 2), width=8, rotary_dim=None, positions=POSITIONS
+):
+    """Query, key, table and positions."""
+    return (
+        case.rows(fmt, (tokens, heads[0], width), name="query"),
+        case.rows(fmt, (tokens, heads[1], width), name="key"),
+        case.table(rotary_dim or width, positions),
+        case.positions(positions),
+    )
+
+
+def store_arguments(
+    case,
+    fmt="bf16",
+    cache_fmt=None,
+    *,
+    layout="slots",
+    width=8,
+    v_width=6,
+    rotary_dim=None,
+    positions=POSITIONS,
+    tokens=6,
+):
+    """All of `rope_store_kv` up to the caches, which have 12 slots."""
+    query, key, table, placed = arguments(
+        case, fmt, width=width, rotary_dim=rotary_dim, positions=positions, tokens=tokens
+    )
+    value = case.input(fmt, (tokens, 2, v_width), name="value")
+    k_cache = case.output(cache_fmt or fmt, cache_shape(layout, 3, 4, 2, width), name="k_cache")
+    v_cache = case.output(cache_fmt or fmt, cache_shape(layout, 3, 4, 2, v_width), name="v_cache")
+    return query, key, value, table, placed, k_cache, v_cache
+
+
+SLOTS = (7, 0, -1, 11, 3, 4)
+
+
+def mla_arguments(
+    case,
+    fmt="bf16",
+    cache_fmt=None,
+    *,
+    rank=12,
+    width=8,
+    rotary_dim=None,
+    positions=POSITIONS,
+    paged=False,
+    heads=3,
+):
+    """All of `rope_store_mla` up to the cache, which has 12 slots."""
+    shape = (3, 4, rank + width) if paged else (12, rank + width)
+    return (
+        case.rows(fmt, (6, heads, width), name="query"),
+        case.input(fmt, (6, rank), name="latent"),
+        case.rows(fmt, (6, width), name="rope_key"),
+        case.table(rotary_dim or width, positions),
+        case.positions(positions),
+        case.output(cache_fmt or fmt, shape, name="cache"),
+    )
+
+
+VIEWS = {
+    "every other token": ((12, 2, 12), lambda a: a[::2]),
+    "heads first": ((2, 6, 12), lambda a: a.transpose(1, 0, 2)),
+    "wider rows": ((6, 2, 17), lambda a: a[..., 3:15]),
+    "tokens reversed": ((6, 2, 12), lambda a: a[::-1]),
+    "heads reversed": ((6, 2, 12), lambda a: a[:, ::-1]),
+    "some heads": ((6, 7, 12), lambda a: a[:, 1:6:3]),
+}
+
+THREE = np.array([[5, 0, 63, 5, 17, 40], [1, 62, 3, 3, 0, 9], [2, 7, 7, 60, 61, 0]])
+
+
+def mirrored_array(value):
+    return value.array if isinstance(value, Arg) else value
+
+
+def clear_faults(device):
+    with pytest.raises(kv.IndexFault):
+        kv.check_faults(device)
