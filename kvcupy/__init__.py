@@ -3,10 +3,11 @@
 Importing this touches no device, imports neither CuPy nor torch, and compiles nothing.
 """
 
-from .arrays import ArrayView, view_as
+from .arrays import ArrayView
 from .config import config
 from .devices import default_device, device
 from .errors import CaptureError, CompileError, DeviceError, IndexFault, KvcupyError
+from .exporters import view_as
 from .faults import check_faults
 from .ops.gather import gather_kv
 from .ops.indexing import find_duplicate_slots, page_table_csr, slot_mapping

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -66,9 +67,7 @@ class ArrayView:
     @property
     def pinned(self) -> bool:
         """Whether this is page-locked host memory, which a GPU reads and writes directly."""
-        from .devices import pinned
-
-        return self.device == "host" and pinned.is_pinned(self.owner)
+        return self.device == "host" and is_pinned(self.owner)
 
     def byte_range(self) -> tuple[int, int]:
         """Return the first address, and the one past the last, that the view can touch."""
@@ -90,11 +89,6 @@ class ArrayView:
             library=self.library,
             readonly=self.readonly,
         )
-
-    def __getitem__(self, index: Any) -> ArrayView:
-        """Return part of the array, with the same tag (indexing as its library does it)."""
-        owner: Any = self.owner
-        return view_as(owner[index], self.format)
 
     def __repr__(self) -> str:
         return f"<{describe(self)} on {self.device} at {self.pointer:#x}>"
@@ -167,6 +161,40 @@ def array_at(
     return np.asarray(exporter).view(dtype)
 
 
+class PinnedMemory(Memory):
+    """Page-locked host memory, which a GPU reads and writes directly.
+
+    A pinned array is an ordinary `numpy.ndarray`; what marks it is where its chain of `.base` ends.
+    """
+
+    __slots__ = ()
+
+
+def pinned_at(
+    owner: object, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> np.ndarray[Any, Any]:
+    """Return the contiguous array of pinned memory at an address that `owner` keeps alive."""
+    return array_at(owner, pointer, shape, dtype, memory=PinnedMemory)
+
+
+def is_pinned(owner: object) -> bool:
+    """Return whether host memory is page-locked, from the object that keeps it alive.
+
+    >>> is_pinned(np.zeros(3))
+    False
+    """
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if isinstance(owner, PinnedMemory):
+        return True
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and isinstance(owner, torch.Tensor):
+        return bool(owner.is_pinned())
+    if cupy is not None and isinstance(owner, cupy.cuda.PinnedMemoryPointer):
+        return True
+    return bool(getattr(owner, "pinned", False))  # a DLPack capsule says so itself
+
+
 def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     """Return the byte strides of a C-contiguous array.
 
@@ -178,48 +206,3 @@ def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]
         strides.insert(0, itemsize)
         itemsize *= n
     return tuple(strides)
-
-
-def view_as(array: Any, format: str) -> ArrayView:
-    """Tag an array of integers that holds the bits of a number format.
-
-    Parameters
-    ----------
-    array : uint16 or uint8 array (also int16, int8) of any library, any shape and strides
-    format : one of "fp32 fp16 bf16 fp8_e4m3 fp8_e5m2 int8"
-
-    Returns
-    -------
-    ArrayView : the same memory, accepted wherever an array is; it keeps `array` alive
-
-    Raises
-    ------
-    ValueError : unknown format, or its size is not the array's
-    TypeError : `array` holds neither integers nor that format
-
-    Examples
-    --------
-    >>> view_as(np.zeros((4, 8), np.uint16), "bf16")
-    <(4, 8) bf16 on host at 0x...>
-    """
-    if format not in dtypes.FORMATS:
-        raise ValueError(f"format: expected one of {', '.join(dtypes.FORMATS)}, got {format!r}")
-    from .exporters import view
-
-    v = view(array)
-    if v.format != format:
-        if not v.format.startswith(("int", "uint")):
-            raise TypeError(f"array: expected integers that hold {format} bits, got {v.format}")
-        if v.itemsize != dtypes.FORMATS[format].itemsize:
-            wanted = 8 * dtypes.FORMATS[format].itemsize
-            raise ValueError(f"array: expected {wanted}-bit integers for {format}, got {v.format}")
-    return ArrayView(
-        v.pointer,
-        v.shape,
-        v.strides,
-        format,
-        v.device,
-        library=v.library,
-        readonly=v.readonly,
-        owner=v.owner,
-    )

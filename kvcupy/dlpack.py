@@ -96,9 +96,9 @@ def view(exporter: Any) -> ArrayView:
     device_type = int(exporter.__dlpack_device__()[0])
     arguments: dict[str, Any] = {}
     if device_type in (_CUDA, _CUDA_MANAGED):
-        from .devices import cuda
+        from .devices import cuda_api
 
-        arguments["stream"] = cuda.dlpack_stream()
+        arguments["stream"] = cuda_api.dlpack_stream()
     try:
         capsule = _export(exporter, arguments)
     except BufferError as error:

@@ -187,7 +187,7 @@ def _view_exporter(x: Any) -> ArrayView:
 
 
 def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
-    from .devices import cuda
+    from .devices import cuda_api
 
     if interface.get("mask") is not None:
         raise TypeError(f"got {type(x).__name__} with a mask")
@@ -201,8 +201,65 @@ def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
         shape,
         tuple(strides),
         dtypes.tag(dtype),
-        f"cuda:{cuda.device_of_pointer(pointer)}",
+        f"cuda:{cuda_api.device_of_pointer(pointer)}",
         library="cupy",
         readonly=readonly,
         owner=x,
+    )
+
+
+class _Tagged(ArrayView):
+    """Integers under the name of the format whose bits they hold; slices keep the name."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: Any) -> ArrayView:
+        """Return part of the array, with the same tag (indexing as its library does it)."""
+        owner: Any = self.owner
+        return view_as(owner[index], self.format)
+
+
+_PROBES[_Tagged] = _probe_view
+
+
+def view_as(array: Any, format: str) -> ArrayView:
+    """Tag an array of integers that holds the bits of a number format.
+
+    Parameters
+    ----------
+    array : uint16 or uint8 array (also int16, int8) of any library, any shape and strides
+    format : one of "fp32 fp16 bf16 fp8_e4m3 fp8_e5m2 int8"
+
+    Returns
+    -------
+    ArrayView : the same memory, accepted wherever an array is; it keeps `array` alive
+
+    Raises
+    ------
+    ValueError : unknown format, or its size is not the array's
+    TypeError : `array` holds neither integers nor that format
+
+    Examples
+    --------
+    >>> view_as(np.zeros((4, 8), np.uint16), "bf16")
+    <(4, 8) bf16 on host at 0x...>
+    """
+    if format not in dtypes.FORMATS:
+        raise ValueError(f"format: expected one of {', '.join(dtypes.FORMATS)}, got {format!r}")
+    v = view(array)
+    if v.format != format:
+        if not v.format.startswith(("int", "uint")):
+            raise TypeError(f"array: expected integers that hold {format} bits, got {v.format}")
+        if v.itemsize != dtypes.FORMATS[format].itemsize:
+            wanted = 8 * dtypes.FORMATS[format].itemsize
+            raise ValueError(f"array: expected {wanted}-bit integers for {format}, got {v.format}")
+    return _Tagged(
+        v.pointer,
+        v.shape,
+        v.strides,
+        format,
+        v.device,
+        library=v.library,
+        readonly=v.readonly,
+        owner=v.owner,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,17 @@ def check(case: Any, name: str, calls: list[Call]) -> None:
     """Make each call once, on fresh arguments, and compare what it leaves or returns."""
     case.wipe()
     case.check(name, [call(None) for call in calls])
+
+
+@contextmanager
+def one_thread(torch: Any) -> Iterator[None]:
+    """Let torch compute on one core of this processor: for small work that is its best."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Bench:
@@ -63,9 +75,17 @@ class Bench:
         rows = []
         if not self.graph_only:
             timers = {n: eager(self.device, c, self.target_us) for n, c in calls.items()}
+            if "torch" in calls and self.device.kind == "host":
+                with one_thread(self.torch.torch):
+                    alone = eager(self.device, calls["torch"], self.target_us)
+                timers["torch, one thread"] = partial(self._alone, alone)
             rows.append(self._row(shape, "eager", sets, interleave(timers, self.rounds)))
         rows.append(self._row(shape, "graph", sets, interleave(self._graphs(calls), self.rounds)))
         return rows
+
+    def _alone(self, measure: Callable[[], float]) -> float:
+        with one_thread(self.torch.torch):
+            return measure()
 
     def _compiled(self, shape: Any, case: Any) -> dict[str, list[Call]]:
         """Compile torch's calls, if that works here; say why if not."""
@@ -103,6 +123,7 @@ class Bench:
         us, least = medians(samples), minima(samples)
         # Per call, compare like with like: torch tensors in both.
         beside_torch = least.get("kvcupy, torch tensors", least["kvcupy"])
+        torch = [least[name] for name in ("torch", "torch, one thread") if name in us]
         gb_per_s = shape.bytes_moved / us["kvcupy"] / 1e3
         return {
             "case": shape.name,
@@ -114,7 +135,7 @@ class Bench:
             "gb_per_s": gb_per_s,
             "percent_of_copy": 100 * gb_per_s / self.copy_gb_per_s,
             "vs_expression": least["expression"] / least["kvcupy"] if "expression" in us else None,
-            "vs_torch": least["torch"] / beside_torch if "torch" in us else None,
+            "vs_torch": min(torch) / beside_torch if torch else None,
             "vs_torch_compile": (
                 least["torch.compile"] / beside_torch if "torch.compile" in us else None
             ),

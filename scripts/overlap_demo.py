@@ -218,10 +218,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     requests = read_trace(arguments.trace) if arguments.trace else synthetic_trace()
     batch = busy_steps(requests, arguments.tokens, arguments.steps)
     common = (arguments.rounds, arguments.out)
-    with one_core_a_stream(device):
-        steps, compute = run_steps(device, model, batch, *common)
     writes = run_writes(device, model, arguments.tokens, *common)
     rope = run_rope(device, model, arguments.tokens, *common)
+    with one_core_a_stream(device):
+        steps, compute = run_steps(device, model, batch, *common)
     return {
         **describe(device),
         "model": model.name,

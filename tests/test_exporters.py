@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import kvcupy as kv
 from kvcupy import exporters
 from kvcupy.arrays import array_at, overlap
-from kvcupy.devices import cuda
+from kvcupy.devices import cuda_api
 from kvcupy.exporters import probe, view
 
 ITEMSIZE = {**{f: d.itemsize for f, d in DTYPE.items()}, "int64": 8, "int32": 4, "uint8": 1}
@@ -444,7 +444,7 @@ def test_pinned_memory_of_a_capsule():
 
 @pytest.mark.parametrize("device_type", [2, 13])
 def test_capsules_of_a_gpu(monkeypatch, device_type):
-    monkeypatch.setattr(cuda, "dlpack_stream", lambda: 1)
+    monkeypatch.setattr(cuda_api, "dlpack_stream", lambda: 1)
     assert view(HandMade(device_type=device_type, device_id=3)).device == "cuda:3"
 
 
@@ -482,7 +482,7 @@ def test_an_export_that_owns_its_memory_is_kept_by_the_view():
 def gpu_pointers(monkeypatch):
     """Let every address belong to GPU 1."""
     asked = []
-    monkeypatch.setattr(cuda, "device_of_pointer", lambda pointer: asked.append(pointer) or 1)
+    monkeypatch.setattr(cuda_api, "device_of_pointer", lambda pointer: asked.append(pointer) or 1)
     return asked
 
 

@@ -80,7 +80,12 @@ def test_demo_reports_every_case(device_name, model, tmp_path, capsys):
         "copy alone", "compute and store alone", "in sequence, one stream",
         "copy stream, two buffers",
     ]  # fmt: skip
-    for row in read["writes"] + read["overlap"]:
+    forms = ["rotate, then array expressions", "rotate, then one store"]
+    forms += ["rotate, then K and V on two streams"] if model != "deepseek-v3-mla" else []
+    forms += ["rotate and write in one launch"]
+    replays = [f"{form}, graph replay" for form in forms[1:]]
+    assert [row["case"] for row in read["rope"]] == forms + replays
+    for row in read["writes"] + read["rope"] + read["overlap"]:
         assert row["time_us"] >= row["least_us"] > 0 and row["gb_per_s"] > 0
     assert 0 <= read["overlap"][-1]["hidden"] <= 1
     assert read["model"] == model and read["tokens"] == 24
@@ -89,7 +94,8 @@ def test_demo_reports_every_case(device_name, model, tmp_path, capsys):
         assert key in read
 
     printed = capsys.readouterr().out
-    for name in ("write", "sequence", "overlap"):
+    assert "Copy in the next step's K/V while this one computes" in printed
+    for name in ("write", "rope", "sequence", "overlap"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         events = json.loads((out / f"{name}.json").read_text())["traceEvents"]
         assert any(event["ph"] == "X" for event in events)
@@ -117,6 +123,47 @@ def test_demo_notices_one_wrong_byte(device, monkeypatch, model, operation, cach
         demo("host", "--model", model)
 
 
+@pytest.mark.parametrize(
+    ("model", "operation", "cache_index"),
+    [("llama-3.1-70b-tp8", "rope_store_kv", 6), ("deepseek-v3-mla", "rope_store_mla", 5)],
+)
+def test_demo_notices_one_wrong_byte_of_a_fused_write(
+    device, monkeypatch, model, operation, cache_index
+):
+    if device.name != "host":
+        pytest.skip("the wrong byte is written by the host")
+    from benchlib import WrongBytes
+    from rope_writes import RopeWrites
+    from workload import MODELS
+
+    monkeypatch.setattr(kv, operation, wrong_byte(getattr(kv, operation), cache_index))
+    work = RopeWrites(device, MODELS[model], 24)
+    with pytest.raises(WrongBytes, match=r"rotate.*1 of .* bytes differ"):
+        work.check(work.forms())
+
+
+def test_demo_notices_a_rotation_that_all_forms_get_wrong(device):
+    from benchlib import WrongBytes
+    from rope_writes import RopeWrites
+    from workload import MODELS
+
+    work = RopeWrites(device, MODELS["llama-3.1-70b-tp8"], 24)
+    forms = work.forms()
+    work.check(forms)
+    work.table = kv.rope_table(8192, 128, base=505_000.0, device=device)  # not that of the forms
+    with pytest.raises(WrongBytes, match=r"query of layer 0: .* too far off"):
+        work.check(forms)
+
+
+def test_launches_beside_a_copy_leave_it_a_core(device):
+    from overlap_demo import one_core_a_stream
+
+    before = getattr(device, "num_workers", None)
+    with one_core_a_stream(device):
+        assert device.kind != "host" or device.num_workers == 1
+    assert getattr(device, "num_workers", None) == before
+
+
 @pytest.mark.parametrize("deaf", ["main", "copy"])
 def test_demo_notices_a_missing_wait(device, monkeypatch, deaf):
     """Control of the copy stream: without either of its waits, a step stores what it must not.
@@ -126,9 +173,11 @@ def test_demo_notices_a_missing_wait(device, monkeypatch, deaf):
     """
     if device.name != "host":
         pytest.skip("only the host's scheduling is slow enough to be sure of it")
+    import overlap_demo
     from benchlib import WrongBytes
     from step_pipeline import Compute, Steps
 
+    monkeypatch.setattr(overlap_demo, "run_rope", lambda *arguments: [])  # it has a main, too
     copy, wait = Steps.copy, type(device.stream()).wait
 
     def late_copy(self, step, stream):
@@ -176,7 +225,8 @@ def test_hidden_fraction():
 
 def test_bench_reports_ratios_and_headlines(device_name, tmp_path, capsys):
     report = tmp_path / "report.json"
-    assert bench(device_name, "--only", "store_kv llama-3.1-8b bf16", "--json", report) == 0
+    only = ("--sections", "store", "--only", "store_kv llama-3.1-8b bf16")
+    assert bench(device_name, *only, "--json", report) == 0
     read = json.loads(report.read_text())
     assert {(row["case"], row["mode"]) for row in read["rows"]} == {
         (f"store_kv llama-3.1-8b bf16 T={tokens}", mode)
@@ -194,8 +244,8 @@ def test_bench_reports_ratios_and_headlines(device_name, tmp_path, capsys):
             row["least_us"]["expression"] / row["least_us"]["kvcupy"]
         )
     if "torch" in read["rows"][0]["us"]:
-        assert read["headlines"]["call_cost_kvcupy_over_torch"] > 0
-        assert read["headlines"]["bandwidth_kvcupy_over_torch"] > 0
+        assert read["headlines"]["store_kv T=1: kvcupy's time over torch's"] > 0
+        assert read["headlines"]["store_kv T=4096: times torch's bandwidth"] > 0
     assert "x torch" in capsys.readouterr().out
 
 
@@ -227,12 +277,147 @@ def test_bench_notices_one_wrong_byte(device, monkeypatch):
 
 
 def test_the_headline_cases_are_always_there():
-    from bench_ops import BANDWIDTH, CALL_COST, shapes
+    from bench_ops import SECTIONS, shapes
+    from bench_rope import HEADLINES
+    from bench_store import BANDWIDTH, CALL_COST
 
     for tokens in ((1, 128), (64,)):
-        names = [shape.name for shape in shapes(tokens, None)]
+        names = [shape.name for shape in shapes(SECTIONS, tokens, None)]
         assert names[:2] == [CALL_COST.name, BANDWIDTH.name]
+        assert {shape.name for shape in HEADLINES} <= set(names)
         assert len(names) == len(set(names))
+    assert [shape.tokens for shape in HEADLINES] == [1, 64, 4096]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "apply_rope llama-3.1-8b bf16 norm T=1",
+        "rope_store_kv llama-3.1-8b bf16 T=64",
+        "rope_store_kv llama-3.1-8b bf16 norm T=1",
+        "rope_store_kv llama-3.1-8b fp8 static T=1",
+        "rope_store_kv llama-3.1-8b fp8 dynamic T=1",
+        "rope_store_mla deepseek-v3-mla bf16 T=64",
+        "rope_store_mla deepseek-v3-mla fp8 static T=1",
+        "gather_kv llama-3.1-8b bf16 to bf16 T=1",
+        "gather_kv llama-3.1-8b fp8 static to bf16 T=128",
+        "gather_kv llama-3.1-8b fp8 dynamic to bf16 T=1",
+        "copy_pages llama-3.1-8b K and V pages=1",
+        "slot_mapping sequences=64 appended=1",
+        "slot_mapping sequences=1 appended=512",
+    ],
+)
+def test_bench_checks_every_operation(device, case):
+    """Every candidate there is of a case computes what NumPy does; nothing is measured."""
+    from bench_ops import SECTIONS, shapes
+    from bench_run import check
+    from bench_timers import TorchArrays, own_arrays
+
+    (shape,) = (s for s in shapes(SECTIONS, (1,), None) if s.name == case)
+    made, torch = shape.build(device, 2), TorchArrays(device)
+    candidates = {"kvcupy": made.kvcupy(own_arrays)}
+    if (expressions := made.expressions()) is not None:
+        candidates["expression"] = expressions
+    if torch.torch is not None:
+        candidates["kvcupy, torch tensors"] = made.kvcupy(torch.wrap)
+        candidates["torch"] = made.torch(torch.torch, torch.wrap)
+    for name, calls in candidates.items():
+        assert len(calls) == 2
+        check(made, name, calls)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("apply_rope llama-3.1-8b bf16 T=1", "too far off"),
+        ("rope_store_kv llama-3.1-8b bf16 T=1", "cache 0: .* bytes differ|too far off"),
+        ("gather_kv llama-3.1-8b bf16 to bf16 T=1", "rows: .* bytes differ"),
+        ("copy_pages llama-3.1-8b K and V pages=1", "pages: .* bytes differ"),
+        ("slot_mapping sequences=64 appended=1", "slots: .* bytes differ"),
+    ],
+)
+def test_bench_notices_what_was_not_done(device, case, message):
+    from bench_ops import SECTIONS, shapes
+    from bench_run import check
+    from bench_timers import own_arrays
+    from benchlib import WrongBytes
+
+    (shape,) = (s for s in shapes(SECTIONS, (1,), None) if s.name == case)
+    made = shape.build(device, 2)
+    calls = made.kvcupy(own_arrays)
+    check(made, "kvcupy", calls)
+    with pytest.raises(WrongBytes, match=message):
+        check(made, "kvcupy", [calls[0], lambda stream: None])
+
+
+def test_bench_compiles_torch_only_where_that_works(device, tmp_path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from bench_rope import HEADLINES
+
+    def refuse(function, **options):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    report = tmp_path / "report.json"
+    case = HEADLINES[0].name
+    assert bench(device.name, "--torch-compile", "--only", case, "--json", report) == 0
+    read = json.loads(report.read_text())
+    assert read["notes"][0] == f"{case}: no torch.compile: RuntimeError: no compiler here"
+    assert read["rows"][0]["vs_torch_compile"] is None
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    assert bench(device.name, "--torch-compile", "--only", case, "--json", report) == 0
+    read = json.loads(report.read_text())
+    assert read["rows"][0]["vs_torch_compile"] > 0
+    assert read["headlines"]["rope_store_kv T=1: times as fast as torch.compile"] > 0
+
+
+def test_bench_reports_views_and_loading(device_name, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    assert bench(device_name, "--sections", "views", "loading", "--json", report) == 0
+    read = json.loads(report.read_text())
+    libraries = {row["library"]: row for row in read["views"]}
+    assert "numpy" in libraries
+    for row in libraries.values():
+        assert row["probe_ns"] >= row["least_probe_ns"] > 0 and row["view_ns"] > 0
+    loaded = {row["where"]: row for row in read["loading"]}
+    assert read["device"] in loaded
+    assert "sm_90" in loaded or "not measured: " in "".join(read["notes"])
+    for row in loaded.values():
+        assert row["cold_ms"] > row["warm_ms"] > 0
+    for name in ("probe of a numpy array, ns", "load store_copy<16> on host, ms"):
+        assert read["headlines"][name] > 0 or device_name != "host"
+    assert "from disk ms" in capsys.readouterr().out
+    assert isinstance(read["dirty"], bool)
+
+
+def test_a_missed_target_is_said():
+    from bench_ops import verdict
+
+    assert verdict("store_kv T=1: kvcupy's time over torch's", 1.5) == " (wanted: at most 2)"
+    assert verdict("rope_store_kv T=64: times as fast as torch", 1.5) == (
+        " (wanted: at least 2; missed)"
+    )
+    assert verdict("something else", 1.5) == ""
+
+
+def test_rotations_are_held_to_an_ulp():
+    from benchlib import WrongBytes
+    from rotations import BF16, Rotation, normal_bits
+
+    table = kv.rope_table(64, 8, device="host")
+    bits, positions = normal_bits(np.random.default_rng(0), (5, 2, 8)), np.arange(5) + 7
+    for interleaved in (False, True):
+        rotation = Rotation.of(bits, table, positions, interleaved=interleaved)
+        rounded = rotation.exact.astype(BF16).view(np.uint16)
+        rotation.require("case", rounded)
+        for change in (2, -2):
+            wrong = rounded.copy()
+            wrong[3, 1, 5] = int(wrong[3, 1, 5]) + change
+            with pytest.raises(WrongBytes, match=r"case: 1 of 80 .* the first at \(3, 1, 5\)"):
+                rotation.require("case", wrong)
+            rotation.require("case", wrong, roundings=4)
+        with pytest.raises(WrongBytes):
+            rotation.require("case", bits, roundings=4)
 
 
 # What both stand on --------------------------------------------------------------------------

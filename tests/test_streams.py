@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import gc
-import threading
-import time
 import weakref
 
 import numpy as np
 import pytest
+from stream_cases import Gate, Log, delay, nothing, ranges
 
 import kvcupy as kv
 from kvcupy import observe
 from kvcupy.exporters import view
-
-DELAY_S = 0.03
-
-
-def delay(stream):
-    """Hold up a stream, so that whoever does not wait for it comes too early."""
-    stream.call(lambda: time.sleep(DELAY_S))
-
-
-class Gate:
-    """Holds up a stream until it is opened."""
-
-    def __init__(self, stream):
-        self._open = threading.Event()
-        stream.call(lambda: self._open.wait(20))
-
-    def open(self):
-        self._open.set()
-
-
-def nothing(*streams):
-    """Stand in for a fork or join that is left out."""
 
 
 class Arrays:
@@ -200,37 +177,6 @@ def test_store_keeps_its_arguments_alive(device):
 
 
 # Observers ---------------------------------------------------------------------------------------
-
-
-class Log:
-    """Writes down all that is announced."""
-
-    def __init__(self, refuse=None):
-        self.lines, self.operations, self.refuse = [], [], refuse
-
-    def before(self, operation):
-        self.lines.append(("before", operation.name, operation.stream))
-        self.operations.append(operation)
-        if operation.name == self.refuse:
-            raise kv.KvcupyError("refused")
-
-    def after(self, operation):
-        self.lines.append(("after", operation.name, operation.stream))
-
-    def recorded(self, event, stream):
-        self.lines.append(("recorded", event, stream))
-
-    def waited(self, stream, event):
-        self.lines.append(("waited", event, stream))
-
-    def take(self):
-        lines, self.lines = self.lines, []
-        return lines
-
-
-def ranges(accesses):
-    """The byte ranges of accesses, sorted."""
-    return sorted(access.view.byte_range() for access in accesses)
 
 
 def store_arguments(device, tokens=3):

@@ -9,7 +9,7 @@ import numpy as np
 
 from .. import arrays, dtypes, exporters, observe
 from ..errors import CaptureError, KvcupyError
-from . import cuda_copy, pinned
+from . import cuda_copy
 from .cuda_api import HOST_ALLOC_PORTABLE, MEMCPY_DEFAULT, UNREGISTERED_MEMORY
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def empty_pinned(device: CudaDevice, shape: Any, dtype: Any) -> np.ndarray[Any, 
             memory = device.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), HOST_ALLOC_PORTABLE)
     except device.api.errors as error:
         raise device.api.failure(f"{num_bytes} bytes of pinned memory", error) from error
-    return pinned.wrap(memory, memory.ptr, shape, wanted)
+    return arrays.pinned_at(memory, memory.ptr, shape, wanted)
 
 
 def fault_record(device: CudaDevice) -> Any:
@@ -189,7 +189,7 @@ def _allocate(device: CudaDevice, how: str, shape: Any, format: str) -> Any:
 
 def _tagged(array: Any, format: str) -> Any:
     if format.startswith("fp8"):
-        return arrays.view_as(array, format)
+        return exporters.view_as(array, format)
     return array.view(dtypes.numpy_dtype(format))
 
 

@@ -17,8 +17,9 @@ from .. import arrays, dtypes, observe
 from ..errors import CaptureError, CompileError, DeviceError
 from ..exporters import view as as_view
 from ..kernels import Specialisation
-from . import cxx, pinned
-from .host_streams import HostEvent, HostStream, InlineStream
+from . import cxx
+from .host_events import HostEvent
+from .host_streams import HostStream, InlineStream
 
 # Config of kernels_src/host/runner.h: grid, block, smem_bytes, max_workers, seed, run_together.
 _CONFIG = struct.Struct("@3I3IIIQP")
@@ -85,7 +86,7 @@ class HostDevice:
     def empty_pinned(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
         """Return uninitialised memory of exact size that `ArrayView.pinned` recognises."""
         array = self.empty(shape, dtype)
-        return pinned.wrap(array, array.ctypes.data, array.shape, array.dtype)
+        return arrays.pinned_at(array, array.ctypes.data, array.shape, array.dtype)
 
     def asarray(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return a copy of a NumPy array on this device."""

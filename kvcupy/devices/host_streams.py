@@ -1,4 +1,4 @@
-"""Streams, events and graphs of the host device.
+"""Streams of the host device.
 
 A stream is a thread that works off a queue. `stream=None` is the calling thread itself
 (`InlineStream`). A captured stream writes its work into a program instead of its queue; replaying
@@ -8,146 +8,25 @@ the graph puts that program back on queues.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from queue import SimpleQueue
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .. import observe
 from ..errors import CaptureError, DeviceError
+from .host_events import HostEvent, Marker, State, Task, surfaced, work
+from .host_graphs import Capture, HostGraph
 
 if TYPE_CHECKING:
     from .host import HostDevice
-
-# Takes the state and the epoch that it was queued in; returns the marker that it passes.
-Task = Callable[["_State", int], "_Marker | None"]
-
-
-class _Failure:
-    """What went wrong in a stream. All that was queued before it surfaced is skipped."""
-
-    def __init__(self, error: BaseException, state: _State, epoch: int) -> None:
-        self.error = error
-        self.state = state
-        self.epoch = epoch
-
-    @property
-    def surfaced(self) -> bool:
-        return self.state.epoch > self.epoch
-
-    def surface(self) -> None:
-        """Raise DeviceError, the first time: what is queued from now on runs again."""
-        with self.state.changed:
-            if self.surfaced:
-                return
-            self.state.epoch = self.epoch + 1
-        raise _surfaced(self.error)
-
-
-class _Marker:
-    """One passing of a point in a stream: done or not, when, and after which failure."""
-
-    def __init__(self) -> None:
-        self.passed = threading.Event()
-        self.time_ns = 0
-        self.failure: _Failure | None = None
-
-    def finish(self, failure: _Failure | None) -> None:
-        self.time_ns = time.perf_counter_ns()
-        self.failure = failure
-        self.passed.set()
-
-
-class HostEvent:
-    """A point in a host stream; recording it again moves it."""
-
-    def __init__(self, timing: bool = False) -> None:
-        self.timing = timing
-        self._marker: _Marker | None = None
-        self._captured: _Point | None = None
-
-    def done(self) -> bool:
-        """Return whether the stream has passed the point (True if it was never recorded)."""
-        self._refuse_captured()
-        return self._marker is None or self._marker.passed.is_set()
-
-    def synchronize(self) -> None:
-        """Wait until the stream has passed the point; DeviceError if its work failed before."""
-        self._refuse_captured()
-        if self._marker is not None:
-            self._marker.passed.wait()
-            if self._marker.failure is not None:
-                self._marker.failure.surface()
-
-    def elapsed_us(self, since: Any) -> float:
-        """Return the microseconds from `since` to this event, waiting for both.
-
-        Raises
-        ------
-        ValueError : one of them has no timing, or was never recorded
-        """
-        for name, event in (("event", self), ("since", since)):
-            if not isinstance(event, HostEvent) or not event.timing or event._marker is None:
-                raise ValueError(f"{name}: expected a recorded event made with timing=True")
-            event.synchronize()
-        assert self._marker is not None
-        return float(self._marker.time_ns - since._marker.time_ns) / 1000
-
-    def _refuse_captured(self) -> None:
-        if self._captured is not None and self._captured.capture.open:
-            raise CaptureError("an event recorded in a capture cannot be waited for by the host")
-
-
-def _surfaced(error: BaseException) -> DeviceError:
-    surfaced = DeviceError(f"work on a host stream failed: {error!r}")
-    surfaced.__cause__ = error
-    return surfaced
-
-
-class _State:
-    """What a stream shares with its worker thread.
-
-    `epoch` counts the failures that have surfaced. Work carries the epoch that it was queued in,
-    and is skipped after a failure of that same epoch.
-    """
-
-    def __init__(self) -> None:
-        self.queue: SimpleQueue[tuple[int, Task] | None] = SimpleQueue()
-        self.failure: _Failure | None = None
-        self.epoch = 0
-        self.finished = 0
-        self.changed = threading.Condition()
-
-    def failure_in(self, epoch: int) -> _Failure | None:
-        """Return the failure after which work of `epoch` must not run."""
-        failure = self.failure
-        return failure if failure is not None and failure.epoch == epoch else None
-
-    def fail(self, error: BaseException, epoch: int) -> None:
-        self.failure = _Failure(error, self, epoch)
-
-
-def _work(state: _State, priority: int) -> None:
-    with suppress(OSError, AttributeError):  # a wish: raising one's priority takes a privilege
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
-    while (queued := state.queue.get()) is not None:
-        epoch, task = queued
-        marker = task(state, epoch)
-        del queued, task  # and with them the arrays that the task kept alive
-        with state.changed:
-            state.finished += 1
-            if marker is not None:
-                marker.finish(state.failure_in(epoch))
-            state.changed.notify_all()
 
 
 class InlineStream:
     """The calling thread as a stream: whatever is put on it is done when the call returns."""
 
+    inline = True
     priority = 0
     capturing = False
     name = "calling thread"
@@ -165,7 +44,7 @@ class InlineStream:
         """Record `event`, or a new one, which is done at once."""
         recorded = _own_event(event, self.device)
         recorded._captured = None
-        recorded._marker = _Marker()
+        recorded._marker = Marker()
         recorded._marker.finish(None)
         observe.recorded(recorded, self)
         return recorded
@@ -191,17 +70,18 @@ class InlineStream:
 class HostStream:
     """A FIFO worker thread. Made by `Device.stream`."""
 
+    inline = False
     _numbers = itertools.count(1)
 
     def __init__(self, device: HostDevice, priority: int = 0) -> None:
         self.device = device
         self.priority = priority
         self.name = f"stream {next(self._numbers)}"
-        self._state = _State()
+        self._state = State()
         self._submitted = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._capture: _Capture | None = None
+        self._capture: Capture | None = None
 
     def __repr__(self) -> str:
         return f"<{self.name} of {self.device.name}>"
@@ -216,7 +96,7 @@ class HostStream:
             self._capture.add(self, "run", function)
             return
 
-        def task(state: _State, epoch: int) -> None:
+        def task(state: State, epoch: int) -> None:
             if state.failure_in(epoch) is None:
                 try:
                     function()
@@ -262,7 +142,7 @@ class HostStream:
             event._captured = self._capture.mark(self)
         else:
             event._captured = None
-            event._marker = marker = _Marker()
+            event._marker = marker = Marker()
             self._put(lambda state, epoch: marker)
         return event
 
@@ -292,7 +172,7 @@ class HostStream:
             failure = self._state.failure_in(self._state.epoch)
             all_done = self._state.finished == self._submitted
         if failure is not None:
-            raise _surfaced(failure.error)
+            raise surfaced(failure.error)
         return all_done
 
     @contextmanager
@@ -304,8 +184,8 @@ class HostStream:
         CaptureError : the stream is being captured already, or a forked stream was not joined
         """
         self._refuse_captured("a second capture")
-        capture = _Capture(self)
-        graph = HostGraph(self.device, capture)
+        capture = Capture(self)
+        graph = HostGraph(self.device, capture, HostStream)
         try:
             yield graph
             capture.require_joined()
@@ -321,7 +201,7 @@ class HostStream:
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=_work, args=(self._state, self.priority), name=self.name, daemon=True
+                    target=work, args=(self._state, self.priority), name=self.name, daemon=True
                 )
                 self._thread.start()
                 weakref.finalize(self, self._state.queue.put, None)
@@ -329,13 +209,13 @@ class HostStream:
             self._state.queue.put((self._state.epoch, task))
 
 
-def _settled(marker: _Marker) -> bool:
+def _settled(marker: Marker) -> bool:
     """Return whether waiting for a marker has no effect: it is passed, its failure surfaced."""
     failure = marker.failure
     return marker.passed.is_set() and (failure is None or failure.surfaced)
 
 
-def _pass(marker: _Marker, state: _State, epoch: int) -> None:
+def _pass(marker: Marker, state: State, epoch: int) -> None:
     marker.passed.wait()
     if marker.failure is not None and state.failure_in(epoch) is None:
         state.fail(marker.failure.error, epoch)
@@ -355,119 +235,3 @@ def _as_event(other: Any, device: HostDevice) -> HostEvent:
     if isinstance(other, (HostStream, InlineStream)):
         return other.record()
     raise TypeError(f"expected an event or stream of {device.name}, got {other!r}")
-
-
-# --- Graphs ---------------------------------------------------------------------------------------
-
-
-class _Point:
-    """A recorded event inside a capture: which node, and what had happened before it."""
-
-    def __init__(self, capture: _Capture, node: int, seen: dict[HostStream, int]) -> None:
-        self.capture = capture
-        self.node = node
-        self.seen = seen
-
-
-class _Capture:
-    """A capture in progress: the program so far, and what each stream has waited for."""
-
-    def __init__(self, origin: HostStream) -> None:
-        self.origin = origin
-        self.open = True
-        self.program: list[tuple[int, str, Any]] = []  # lane, kind, function or node
-        self.lanes: dict[HostStream, int] = {}
-        self.counts: dict[HostStream, int] = {}  # actions of each lane so far
-        self.seen: dict[HostStream, dict[HostStream, int]] = {}  # of others, known to be done
-        self._enter(origin)
-
-    def _enter(self, stream: HostStream) -> None:
-        self.lanes[stream] = len(self.lanes)
-        self.counts[stream] = 0
-        self.seen[stream] = {}
-        stream._capture = self
-
-    def add(self, stream: HostStream, kind: str, payload: Any) -> None:
-        self.counts[stream] += 1
-        self.seen[stream][stream] = self.counts[stream]
-        self.program.append((self.lanes[stream], kind, payload))
-
-    def mark(self, stream: HostStream) -> _Point:
-        point = _Point(self, len(self.program), dict(self.seen[stream]))
-        self.program.append((self.lanes[stream], "record", point.node))
-        return point
-
-    def join(self, stream: HostStream, point: _Point) -> None:
-        if stream._capture is None:
-            self._enter(stream)
-        elif stream._capture is not self:
-            raise CaptureError("two captures cannot wait for one another")
-        self.add(stream, "wait", point.node)
-        mine = self.seen[stream]
-        for other, count in point.seen.items():
-            mine[other] = max(mine.get(other, 0), count)
-
-    def require_joined(self) -> None:
-        known = self.seen[self.origin]
-        for stream, count in self.counts.items():
-            if known.get(stream, 0) < count:
-                raise CaptureError(f"{stream.name} was forked into the capture and never joined")
-
-    def close(self) -> None:
-        self.open = False
-        for stream in self.lanes:
-            stream._capture = None
-
-
-class HostGraph:
-    """Captured work of one or more streams. Each launch reads its arrays anew."""
-
-    def __init__(self, device: HostDevice, capture: _Capture) -> None:
-        self.device = device
-        self.finished = False
-        self._capture = capture
-        self._streams: list[HostStream] = []  # for the lanes beside the one launched on
-        self._last: HostEvent | None = None
-        self._lock = threading.Lock()
-
-    def launch(self, stream: Any = None) -> None:
-        """Replay on a stream; with None the call returns when the work is done.
-
-        Raises
-        ------
-        CaptureError : the capture has not ended, or failed
-        """
-        if not self.finished:
-            raise CaptureError("the graph cannot be launched: its capture did not end well")
-        target = self.device.as_stream(stream)
-        observe.issue(lambda: observe.Operation("graph", target), lambda: self._launch(target))
-
-    def _launch(self, target: InlineStream | HostStream) -> None:
-        if isinstance(target, InlineStream) or target.capturing:
-            target.enqueue(self._launch_and_wait)
-        else:
-            self._replay(target)
-
-    def _launch_and_wait(self) -> None:
-        own = HostStream(self.device)
-        self._replay(own)
-        own.synchronize()
-
-    def _replay(self, target: HostStream) -> None:
-        with self._lock:
-            while len(self._streams) < len(self._capture.lanes) - 1:
-                self._streams.append(HostStream(self.device))
-            lanes = [target, *self._streams]
-            for stream in self._streams:
-                stream.forgive()  # a failed replay has surfaced in the stream that launched it
-            if self._last is not None:
-                target._follow(self._last)
-            events: dict[int, HostEvent] = {}
-            for lane, kind, payload in self._capture.program:
-                if kind == "run":
-                    lanes[lane].enqueue(payload)
-                elif kind == "record":
-                    events[payload] = lanes[lane]._mark(HostEvent())
-                else:
-                    lanes[lane]._follow(events[payload])
-            self._last = target._mark(HostEvent())

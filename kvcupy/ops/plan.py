@@ -93,6 +93,10 @@ class Plan:
     def is_empty(self) -> bool:
         return not self.launches and self.cause is None
 
+    def drop_traceback(self) -> None:
+        """Let go of the frames, and so of the arrays, of the call for which nothing compiled."""
+        self.cause = copy(self.cause)
+
     def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
         """Describe what is really touched of each array; None for what is no array."""
         raise NotImplementedError
@@ -206,8 +210,7 @@ def obtain(
             given[name] = view(array, name).without_owner()
     pointers = tuple(probe_argument(a)[0] for a in arrays)
     made = make(given, alignment(pointers, num_rows))
-    # What is remembered keeps no array of this call alive, its traceback neither.
-    made.cause = copy(made.cause)
+    made.drop_traceback()  # what is remembered keeps no array of this call alive
     if signature is not None:
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()

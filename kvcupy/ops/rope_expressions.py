@@ -20,10 +20,13 @@ def valid_tokens(device: Device, rotation: Rotation, positions: ArrayView) -> An
 def report_positions(device: Device, rotation: Rotation, positions: ArrayView) -> None:
     """Note the positions outside the table in the device's fault record."""
     numbers = device.carrier(positions)
-    for axis in numbers if numbers.ndim == 2 else (numbers,):
-        bad = ((axis < 0) | (axis >= rotation.table.shape[0])).nonzero()[0]
-        if len(bad):
-            expressions.note_fault(device, len(bad), rotation.fault_id, bad[0], axis[bad[0]])
+    numbers = numbers if numbers.ndim == 2 else numbers[None]
+    outside = (numbers < 0) | (numbers >= rotation.table.shape[0])
+    bad = outside.any(axis=0).nonzero()[0]
+    if len(bad):
+        token = bad[0]
+        axis = outside[:, token].argmax()  # one fault a token: its first such position
+        expressions.note_fault(device, len(bad), rotation.fault_id, token, numbers[axis, token])
 
 
 @expressions.QUIET

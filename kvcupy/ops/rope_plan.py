@@ -158,6 +158,11 @@ class AlternatePlan(plan.Plan):
         super().__init__("rope_store_kv", NAMES, OUTPUTS, whole.device, whole.library)
         self.whole, self.rotate, self.store_k, self.store_v = whole, rotate, store_k, store_v
 
+    def drop_traceback(self) -> None:
+        """Let go of the call for which nothing compiled, in each of the three."""
+        for one in (self.rotate, self.store_k, self.store_v):
+            one.drop_traceback()
+
     def run_on(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any, alternate: Any
     ) -> None:

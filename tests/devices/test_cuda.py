@@ -16,8 +16,8 @@ import pytest
 from fake_cuda import ILLEGAL, FakeApi, busy
 
 from kvcupy import observe
-from kvcupy.arrays import ArrayView
-from kvcupy.devices import cuda, cuda_copy, cuda_memory, pinned
+from kvcupy.arrays import ArrayView, is_pinned
+from kvcupy.devices import cuda, cuda_copy, cuda_memory
 from kvcupy.devices.cuda_api import CudaApi
 from kvcupy.devices.cuda_graph import FOREIGN
 from kvcupy.devices.cuda_launch import CudaFunction
@@ -636,8 +636,8 @@ def test_pinned_memory_is_known_by_its_base_and_of_exact_size(device):
     array = device.empty_pinned((3, 5), "bf16")
     assert (array.shape, array.dtype) == ((3, 5), ml_dtypes.bfloat16)
     for view in (array, array[1:], array.view(np.uint16), array.T):
-        assert pinned.is_pinned(view)
-    assert not pinned.is_pinned(array.copy())
+        assert is_pinned(view)
+    assert not is_pinned(array.copy())
     assert device.empty_pinned((0, 4), "fp32").shape == (0, 4)
 
 

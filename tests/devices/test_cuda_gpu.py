@@ -13,7 +13,8 @@ import pytest
 
 import kvcupy as kv
 from kvcupy import dtypes, exporters
-from kvcupy.devices import nvrtc, pinned
+from kvcupy.arrays import is_pinned
+from kvcupy.devices import nvrtc
 from kvcupy.kernels import Kernel
 
 pytestmark = pytest.mark.gpu
@@ -363,7 +364,7 @@ def test_arrays_of_every_format_go_there_and_back(device, name):
 
 def test_pinned_memory_is_pinned_and_not_rounded_up(device, cupy):
     array = device.empty_pinned((5 << 20) + 1, "int8")
-    assert pinned.is_pinned(array)
+    assert is_pinned(array)
     assert cupy.cuda.runtime.pointerGetMemoryType(array.ctypes.data) == 1
     np.testing.assert_array_equal(device.carrier(exporters.view(array)).shape, array.shape)
 

@@ -1,0 +1,61 @@
+"""Streams that are late, and observers of what is put on them."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import kvcupy as kv
+
+DELAY_S = 0.03
+
+
+def delay(stream):
+    """Hold up a stream, so that whoever does not wait for it comes too early."""
+    stream.call(lambda: time.sleep(DELAY_S))
+
+
+class Gate:
+    """Holds up a stream until it is opened."""
+
+    def __init__(self, stream):
+        self._open = threading.Event()
+        stream.call(lambda: self._open.wait(20))
+
+    def open(self):
+        self._open.set()
+
+
+def nothing(*streams):
+    """Stand in for a fork or join that is left out."""
+
+
+class Log:
+    """Writes down all that is announced."""
+
+    def __init__(self, refuse=None):
+        self.lines, self.operations, self.refuse = [], [], refuse
+
+    def before(self, operation):
+        self.lines.append(("before", operation.name, operation.stream))
+        self.operations.append(operation)
+        if operation.name == self.refuse:
+            raise kv.KvcupyError("refused")
+
+    def after(self, operation):
+        self.lines.append(("after", operation.name, operation.stream))
+
+    def recorded(self, event, stream):
+        self.lines.append(("recorded", event, stream))
+
+    def waited(self, stream, event):
+        self.lines.append(("waited", event, stream))
+
+    def take(self):
+        lines, self.lines = self.lines, []
+        return lines
+
+
+def ranges(accesses):
+    """The byte ranges of accesses, sorted."""
+    return sorted(access.view.byte_range() for access in accesses)
