@@ -90,6 +90,25 @@ class ArrayView:
             readonly=self.readonly,
         )
 
+    def __getitem__(self, index: Any) -> ArrayView:
+        """Return part of the array, by integers, slices, `...` and None, as NumPy reads them."""
+        steps = index if isinstance(index, tuple) else (index,)
+        if not all(i is None or isinstance(i, (int, np.integer, slice, type(...))) for i in steps):
+            raise TypeError(f"index: expected integers, slices, ... or None, got {index!r}")
+        if ... not in steps:
+            steps = (*steps, ...)  # else NumPy would read a single element
+        part = _untyped(self)[steps]
+        return ArrayView(
+            part.__array_interface__["data"][0],
+            part.shape,
+            part.strides,
+            self.format,
+            self.device,
+            library=self.library,
+            readonly=self.readonly,
+            owner=self.owner,
+        )
+
     def __repr__(self) -> str:
         return f"<{describe(self)} on {self.device} at {self.pointer:#x}>"
 

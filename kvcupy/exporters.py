@@ -208,20 +208,6 @@ def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
     )
 
 
-class _Tagged(ArrayView):
-    """Integers under the name of the format whose bits they hold; slices keep the name."""
-
-    __slots__ = ()
-
-    def __getitem__(self, index: Any) -> ArrayView:
-        """Return part of the array, with the same tag (indexing as its library does it)."""
-        owner: Any = self.owner
-        return view_as(owner[index], self.format)
-
-
-_PROBES[_Tagged] = _probe_view
-
-
 def view_as(array: Any, format: str) -> ArrayView:
     """Tag an array of integers that holds the bits of a number format.
 
@@ -253,7 +239,7 @@ def view_as(array: Any, format: str) -> ArrayView:
         if v.itemsize != dtypes.FORMATS[format].itemsize:
             wanted = 8 * dtypes.FORMATS[format].itemsize
             raise ValueError(f"array: expected {wanted}-bit integers for {format}, got {v.format}")
-    return _Tagged(
+    return ArrayView(
         v.pointer,
         v.shape,
         v.strides,

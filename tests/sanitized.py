@@ -1,6 +1,6 @@
 """What `test_sanitizers.py` starts: kernels over arrays that end where their allocation ends.
 
-usage: sanitized.py stores|traps <folder of the kernels>
+usage: sanitized.py stores|rotations|moves|traps <folder of the kernels>
 
 The runtime of the sanitizers is loaded before Python, so that NumPy's allocations are guarded.
 """
@@ -14,7 +14,8 @@ from pathlib import Path
 os.environ.pop("LD_PRELOAD", None)  # the compiler that is started below needs none of it
 
 import numpy as np
-from helpers import UNSIGNED, from_values
+from helpers import QUANTISED, UNSIGNED, from_values
+from rope_cases import assert_rotated
 
 import kvcupy as kv
 from kvcupy import devices, reference, sources
@@ -44,6 +45,37 @@ STORES = (
     ("bf16", "fp8_e5m2", 19, 1, 1, True),
 )
 
+POSITIONS = [30, 0, 29, 31, -1, 7, 30, 5, 11]  # the last of the table, one past it, ...
+
+# Formats of rows and cache, width of K, part of it that turns, width of V, elements that pointers
+# and rows are moved by, and what else: "i" interleaved, "n" norm, "s" sections, "d" dynamic scales,
+# "o" out of place, the key to the cache alone.
+ROTATIONS = (
+    ("bf16", "bf16", 64, 64, 128, 0, ""),
+    ("fp16", "fp16", 48, 16, 8, 0, "io"),
+    ("fp32", "fp32", 6, 2, 5, 0, "n"),
+    ("bf16", "fp8_e4m3", 100, 98, 7, 1, "no"),
+    ("fp16", "int8", 256, 128, 64, 0, "d"),
+    ("fp16", "int8", 26, 26, 3, 3, "ind"),
+    ("bf16", "fp8_e5m2", 80, 80, 96, 0, "is"),
+    ("fp32", "fp8_e4m3", 32, 16, 16, 0, "sno"),
+    ("bf16", "fp16", 2, 2, 1, 1, "i"),
+)
+
+# Formats of cache and output, width of K, width of V, elements moved by, dynamic scales or not.
+GATHERS = (
+    ("fp16", "fp16", 64, 128, 0, False),
+    ("bf16", "bf16", 33, 1, 1, False),
+    ("int8", "int8", 17, 5, 1, False),
+    ("fp8_e4m3", "bf16", 64, 24, 0, False),
+    ("int8", "fp16", 5, 7, 3, True),
+    ("fp8_e5m2", "fp32", 24, 200, 0, True),
+    ("fp32", "fp8_e5m2", 19, 1, 1, False),
+)
+
+# Shape of a pool, elements moved by.
+POOLS = (((6, 2, 4, 8), 0), ((6, 1037), 0), ((6, 5, 3), 1), ((6,), 0), ((6, 2, 3, 9000), 3))
+
 
 def at_the_end(content: np.ndarray, moved: int = 0) -> np.ndarray:
     """Copy an array to where its last byte is the last of an allocation.
@@ -63,6 +95,12 @@ def at_the_end(content: np.ndarray, moved: int = 0) -> np.ndarray:
 
 def values(rng: np.random.Generator, fmt: str, *shape: int) -> np.ndarray:
     return from_values(rng.standard_normal(shape) * 3, fmt)
+
+
+def same_bits(got: np.ndarray, want: np.ndarray, what: str) -> None:
+    unsigned = UNSIGNED[want.dtype.itemsize]
+    got, want = (np.ascontiguousarray(a).view(unsigned) for a in (got, want))
+    np.testing.assert_array_equal(got, want, what)
 
 
 def store(device: HostDevice, number: int) -> None:
@@ -91,10 +129,136 @@ def store(device: HostDevice, number: int) -> None:
         *zip(("key", "value", "k_cache", "v_cache", "slots"), placed, arrays, strict=True),
         *((name, placed_options[name], want) for name, want in options.items()),
     ]:
-        bits = UNSIGNED[want.dtype.itemsize]
-        np.testing.assert_array_equal(
-            np.ascontiguousarray(got).view(bits), want.view(bits), f"{name} of {STORES[number]}"
-        )
+        same_bits(got, want, f"{name} of {STORES[number]}")
+
+
+def rotate_and_store(device: HostDevice, number: int) -> None:
+    """Run one rotation with its store, and compare both with the reference."""
+    fmt, target, width, rotary_dim, v_width, moved, kinds = ROTATIONS[number]
+    rng = np.random.default_rng(number)
+    device.thread_order_seed = number
+    index = np.int32 if number % 2 else np.int64
+    tokens, pairs = len(POSITIONS), rotary_dim // 2
+    options: dict[str, object] = {"interleaved": "i" in kinds}
+    positions = np.array(POSITIONS, index)
+    if "s" in kinds:
+        positions = np.stack([positions, np.roll(positions, 1), positions[::-1]])
+        options["sections"] = (pairs // 4, pairs // 2, pairs - pairs // 4 - pairs // 2)
+    if "n" in kinds:
+        options |= {name: at_the_end(values(rng, "fp32", width), moved)
+                    for name in ("query_norm", "key_norm")}  # fmt: skip
+    query, key = (values(rng, fmt, tokens + 2, heads, width) for heads in (3, HEADS))
+    value = values(rng, fmt, TOKENS, HEADS, v_width)
+    caches = [values(rng, target, PAGES, PAGE_SIZE, HEADS, w) for w in (width, v_width)]
+    slots = np.array(SLOTS, index)
+    table = reference.rope_table(31, rotary_dim)
+    scales: dict[str, np.ndarray] = {}
+    if "d" in kinds:
+        scales = {name: np.zeros((PAGES * PAGE_SIZE, HEADS), np.float32)
+                  for name in ("k_scale_cache", "v_scale_cache")}  # fmt: skip
+    elif target in QUANTISED:
+        scales = {"k_scale": np.float32([0.5, 0.3]), "v_scale": np.float32([0.7])}
+    arrays = (query, key, value, table, positions, *caches, slots)
+    placed = [at_the_end(a, moved) for a in arrays]
+    placed_scales = {name: at_the_end(a) for name, a in scales.items()}
+    out = at_the_end(np.zeros_like(query), moved) if "o" in kinds else placed[0]
+    aside = {"query_out": out, "write_key": False} if "o" in kinds else {}
+
+    kv.rope_store_kv(*placed, **options, **aside, **placed_scales)
+    with np.testing.assert_raises(kv.IndexFault):
+        kv.check_faults(device)
+    if "o" in kinds:  # the key as it went to the cache
+        same_bits(placed[1], key, f"key of {ROTATIONS[number]}")
+        kv.apply_rope(None, *placed[1:2], *placed[3:5], **without_query(options))
+        with np.testing.assert_raises(kv.IndexFault):
+            kv.check_faults(device)
+    axes = np.atleast_2d(positions)
+    good = np.flatnonzero(((axes >= 0) & (axes < len(table))).all(axis=0))
+    both = reference.cos_sin(table, positions[..., good], options.get("sections"))
+    for name, got, rows in (("query", out, query), ("key", placed[1], key)):
+        bad = np.setdiff1d(np.arange(tokens + 2), good)
+        untouched = np.zeros_like(rows) if got is out and "o" in kinds else rows
+        same_bits(got[bad], untouched[bad], f"{name} left alone of {ROTATIONS[number]}")
+        assert_rotated(
+            got[good], rows[good], *both, interleaved="i" in kinds,
+            norm=options.get(f"{name}_norm"), name=f"{name} of {ROTATIONS[number]}",
+        )  # fmt: skip
+    stored = np.where(np.isin(np.arange(TOKENS), good), slots, -1)
+    reference.store_kv(np.ascontiguousarray(placed[1]), value, *caches, stored, **scales)
+    for name, got, want in [
+        *zip(("k_cache", "v_cache"), placed[5:7], caches, strict=True),
+        ("value", placed[2], value),
+        *((name, placed_scales[name], want) for name, want in scales.items()),
+    ]:
+        same_bits(got, want, f"{name} of {ROTATIONS[number]}")
+
+
+def without_query(options: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in options.items() if name != "query_norm"}
+
+
+def gather(device: HostDevice, number: int) -> None:
+    """Run one gather, and compare it with the reference."""
+    source, target, k_width, v_width, moved, dynamic = GATHERS[number]
+    rng = np.random.default_rng(number)
+    device.thread_order_seed = number
+    caches = [values(rng, source, PAGES, PAGE_SIZE, HEADS, w) for w in (k_width, v_width)]
+    outs = [values(rng, target, TOKENS, HEADS, w) for w in (k_width, v_width)]
+    slots = np.array(SLOTS, np.int32 if number % 2 else np.int64)
+    scales = {}
+    if dynamic:
+        scales = {name: rng.uniform(0.1, 9, (PAGES * PAGE_SIZE, HEADS)).astype(np.float32)
+                  for name in ("k_scale_cache", "v_scale_cache")}  # fmt: skip
+    elif source in QUANTISED and source != target:
+        scales = {"k_scale": np.float32([0.5, 0.3]), "v_scale": np.float32([0.7])}
+    k_out, v_out = (at_the_end(a, moved) for a in outs)
+    placed = [at_the_end(a, moved) for a in (*caches, slots)]
+    kv.gather_kv(
+        *placed, k_out=k_out, v_out=v_out, **{name: at_the_end(a) for name, a in scales.items()}
+    )
+    with np.testing.assert_raises(kv.IndexFault):
+        kv.check_faults(device)
+    reference.gather_kv(*caches, slots, k_out=outs[0], v_out=outs[1], **scales)
+    for name, got, want in (("k_out", k_out, outs[0]), ("v_out", v_out, outs[1])):
+        same_bits(got, want, f"{name} of {GATHERS[number]}")
+
+
+def copy_pages(device: HostDevice, number: int) -> None:
+    """Copy pages, the first and the last among them."""
+    shape, moved = POOLS[number]
+    rng = np.random.default_rng(number)
+    device.thread_order_seed = number
+    pool = rng.integers(0, 2**16, shape).astype(np.uint16)
+    src, dst = np.array([0, 4, -1, 2, 6]), np.array([5, 1, 3, -7, 3], np.int32)
+    placed = [at_the_end(a, moved) for a in (pool, src, dst)]
+    kv.copy_pages(*placed)
+    with np.testing.assert_raises(kv.IndexFault):
+        kv.check_faults(device)
+    reference.copy_pages(pool, src, dst)
+    same_bits(placed[0], pool, f"pages {POOLS[number]}")
+
+
+def map_slots(device: HostDevice, number: int) -> None:
+    """Find slots, where the last page of the last sequence is the last entry of the table."""
+    rng = np.random.default_rng(number)
+    device.thread_order_seed = number
+    lengths = rng.integers(0, 33, 40)
+    lengths[-1] = 32
+    appended = rng.integers(0, lengths + 1)
+    table = rng.permutation(40 * 8).reshape(40, 8).astype(np.int32)
+    want = reference.slot_mapping(table, lengths, appended, 4)
+    for spare in (0, 3):
+        placed = [at_the_end(a, number) for a in (table, lengths, appended)]
+        out = at_the_end(np.full(len(want) + spare, 7))
+        kv.slot_mapping(*placed, 4, out=out)
+        kv.check_faults(device)
+        same_bits(out, np.append(want, [-1] * spare), "slots")
+        if len(want) > 9:  # no room for the last ones: a fault, and not a write
+            short = at_the_end(np.full(len(want) - 9, 7))
+            kv.slot_mapping(*placed, 4, out=short)
+            with np.testing.assert_raises(kv.IndexFault):
+                kv.check_faults(device)
+            same_bits(short, want[:-9], "the slots that there is room for")
 
 
 def run_traps(device: HostDevice) -> None:
@@ -126,12 +290,16 @@ def main(what: str, folder: str) -> None:
     device = HostDevice()
     device.extra_flags, device.warp_lanes = FLAGS, 32
     devices._devices["host"] = device
-    if what == "traps":
-        run_traps(device)
-    else:
-        for number in range(len(STORES)):
-            print(f"store {number} {STORES[number]}", flush=True)
-            store(device, number)
+    work = {
+        "stores": ((store, len(STORES)),),
+        "rotations": ((rotate_and_store, len(ROTATIONS)),),
+        "moves": ((gather, len(GATHERS)), (copy_pages, len(POOLS)), (map_slots, 3)),
+        "traps": ((lambda device, _: run_traps(device), 1),),
+    }[what]
+    for one, count in work:
+        for number in range(count):
+            print(f"{getattr(one, '__name__', what)} {number}", flush=True)
+            one(device, number)
     print("all done")
 
 

@@ -53,13 +53,9 @@ def sanitized(runtime, kernel_sources):
     return run
 
 
-def test_stores(sanitized):
-    status, output = sanitized("stores")
-    assert status == 0 and "all done" in output, output[-6000:]
-
-
-def test_blocks_that_trap(sanitized):
-    status, output = sanitized("traps")
+@pytest.mark.parametrize("what", ["stores", "rotations", "moves", "traps"])
+def test_nothing_is_reported(sanitized, what):
+    status, output = sanitized(what)
     assert status == 0 and "all done" in output, output[-6000:]
 
 
