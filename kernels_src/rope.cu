@@ -136,18 +136,25 @@ struct TurningRow {
   const char* norm;  // weights, or null
   float inverse_rms;
 
-  // Pairs i .. i + kCount - 1 of a row of U.
+  // Where the elements of a pair lie.
+  __device__ __forceinline__ int first_of_pair(int i) const { return p.interleaved ? 2 * i : i; }
+  __device__ __forceinline__ int second_of_pair(int i) const {
+    return p.interleaved ? 2 * i + 1 : i + p.rotary_dim / 2;
+  }
+
+  // Pairs i .. i + kCount - 1 of a row of U. One pair alone is two accesses: it may begin at any
+  // element.
   template <typename U>
   __device__ __forceinline__ void load_pairs(const char* row, int i, Pack<U, kCount>& x,
                                              Pack<U, kCount>& y) const {
     constexpr int kBytes = sizeof(U);
-    if (p.interleaved) {
+    if (kCount > 1 && p.interleaved) {
       Pack<U, 2 * kCount> both;
       both.load(row + 2 * i * kBytes);
       split(both, x, y);
     } else {
-      x.load(row + i * kBytes);
-      y.load(row + (i + p.rotary_dim / 2) * kBytes);
+      x.load(row + first_of_pair(i) * kBytes);
+      y.load(row + second_of_pair(i) * kBytes);
     }
   }
 
@@ -155,11 +162,11 @@ struct TurningRow {
   __device__ __forceinline__ void store_pairs(char* row, int i, const Pack<U, kCount>& x,
                                               const Pack<U, kCount>& y) const {
     constexpr int kBytes = sizeof(U);
-    if (p.interleaved) {
+    if (kCount > 1 && p.interleaved) {
       merge(x, y).store(row + 2 * i * kBytes);
     } else {
-      x.store(row + i * kBytes);
-      y.store(row + (i + p.rotary_dim / 2) * kBytes);
+      x.store(row + first_of_pair(i) * kBytes);
+      y.store(row + second_of_pair(i) * kBytes);
     }
   }
 

@@ -69,10 +69,13 @@ def _compile(options: argparse.Namespace) -> int:
     if not (options.all or options.check or options.arch):
         return _warm()
     from . import compile_check
+    from .ops import promises_128_bits
 
     archs = options.arch or compile_check.ARCHS
     if options.check:
-        report = compile_check.check(archs=archs, threads=os.cpu_count() or 1)
+        report = compile_check.check(
+            archs=archs, threads=os.cpu_count() or 1, promises_128_bits=promises_128_bits
+        )
         print(report)
         return 0 if report.ok else 1
     from .devices import nvrtc

@@ -14,13 +14,14 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvcupy import observe, timeline
 
 ROOT = Path(__file__).resolve().parent.parent
+T = TypeVar("T")
 PACKAGES = ("kvcupy", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "torch")
 
 
@@ -71,9 +72,9 @@ def event_us(device: Any, stream: Any, work: Callable[[], object]) -> float:
 
 
 def interleave(
-    candidates: dict[str, Callable[[], float]], rounds: int, *, seconds: float = math.inf
-) -> dict[str, list[float]]:
-    """Measure all candidates in turn, `rounds` times over; return what each measured, in us.
+    candidates: dict[str, Callable[[], T]], rounds: int, *, seconds: float = math.inf
+) -> dict[str, list[T]]:
+    """Measure all candidates in turn, `rounds` times over; return what each measured.
 
     Each candidate times itself. One round that does not count warms them up. The order turns
     from round to round, so that a disturbance hits all alike. After `seconds`, three rounds do.
@@ -81,7 +82,7 @@ def interleave(
     end = time.perf_counter() + seconds
     for measure in candidates.values():
         measure()
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    samples: dict[str, list[T]] = {name: [] for name in candidates}
     names = list(candidates)
     for number in range(rounds):
         if number >= 3 and time.perf_counter() > end:

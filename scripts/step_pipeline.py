@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class Steps:
         self.main, self.copier = named_stream(device, "main"), named_stream(device, "copy")
         self.launches = [self._launches(step) for step in range(len(steps))]
         self.compute = Compute(device, model, most)
+        self.ends = [device.event(timing=True) for _ in range(len(steps) + 1)]
 
     def _launches(self, step: int) -> list[Callable[..., None]]:
         n, side = self.counts[step], step % 2
@@ -55,15 +57,15 @@ class Steps:
             launch(stream=self.main)
 
     def copy_alone(self) -> None:
-        for step in range(len(self.counts)):
+        for step in self._steps(self.copier):
             self.copy(step, self.copier)
 
     def work_alone(self) -> None:
-        for step in range(len(self.counts)):
+        for step in self._steps(self.main):
             self.work(step)
 
     def in_sequence(self) -> None:
-        for step in range(len(self.counts)):
+        for step in self._steps(self.main):
             self.copy(step, self.main)
             self.work(step)
 
@@ -79,14 +81,29 @@ class Steps:
             self.copy(step, self.copier)
             arrived[step % 2] = self.copier.record()
 
-        fetch(0)
-        for step in range(len(self.counts)):
+        for step in self._steps(self.main):
+            if step == 0:
+                fetch(0)
             if step + 1 < len(self.counts):
                 fetch(step + 1)
             self.main.wait(arrived[step % 2])
             self.work(step)
             read[step % 2] = self.main.record()
         kv.join(self.main, self.copier)
+
+    def _steps(self, stream: Any) -> Iterator[int]:
+        """Go through the steps, and record on `stream` when each has ended."""
+        stream.record(self.ends[0])
+        for step in range(len(self.counts)):
+            yield step
+            stream.record(self.ends[step + 1])
+
+    def step_times_us(self, work: Callable[[], None]) -> list[float]:
+        """Run one of the ways to do all steps; return the time from the end of each to the next."""
+        self.device.synchronize()
+        work()
+        self.device.synchronize()
+        return [float(end.elapsed_us(start)) for start, end in pairwise(self.ends)]
 
     def check(self, case: str) -> None:
         writes = [

@@ -252,7 +252,7 @@ def map_slots(device: HostDevice, number: int) -> None:
         out = at_the_end(np.full(len(want) + spare, 7))
         kv.slot_mapping(*placed, 4, out=out)
         kv.check_faults(device)
-        same_bits(out, np.append(want, [-1] * spare), "slots")
+        same_bits(out, np.append(want, np.full(spare, -1)), "slots")
         if len(want) > 9:  # no room for the last ones: a fault, and not a write
             short = at_the_end(np.full(len(want) - 9, 7))
             kv.slot_mapping(*placed, 4, out=short)
@@ -293,7 +293,7 @@ def main(what: str, folder: str) -> None:
     work = {
         "stores": ((store, len(STORES)),),
         "rotations": ((rotate_and_store, len(ROTATIONS)),),
-        "moves": ((gather, len(GATHERS)), (copy_pages, len(POOLS)), (map_slots, 3)),
+        "moves": ((copy_pages, len(POOLS)), (map_slots, 3), (gather, len(GATHERS))),
         "traps": ((lambda device, _: run_traps(device), 1),),
     }[what]
     for one, count in work:

@@ -101,9 +101,9 @@ ROPE = {
         FIRST, FIRST.replace("cosine", "to_floats(from_floats<__half>(cosine))"),
         checks.check_rotation, "rope.cu"),
     "pairs side by side where they are halves apart": Mutation(
-        "if (p.interleaved) {", "if (true) {", checks.check_rotation),
+        "p.interleaved", "true", checks.check_rotation),
     "pairs halves apart where they are side by side": Mutation(
-        "if (p.interleaved) {", "if (false) {", checks.check_interleaved_rotation),
+        "p.interleaved", "false", checks.check_interleaved_rotation),
     "the position of the neighbour": Mutation(
         "+ token * p.position_bytes", "+ (token ^ 1) * p.position_bytes", checks.check_rotation,
         "rope.cu"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..dtypes import FORMATS
 from ..kernels import Specialisation
 
 
@@ -14,3 +15,15 @@ def specialisations() -> list[Specialisation]:
         for module in (store, rope_launch, gather, pages, indexing)
         for found in module.specialisations()
     ]
+
+
+def promises_128_bits(specialisation: Specialisation) -> bool:
+    """Return whether a kernel is meant to move 16 bytes at a time, in and out.
+
+    Copies of 16-byte words are, and kernels that take packs of 8 elements of at least two bytes.
+    """
+    arguments = specialisation.arguments
+    if arguments == ("16",):
+        return True
+    one_byte = {f.ctype for f in FORMATS.values() if f.itemsize == 1}
+    return arguments[2:3] == ("8",) and one_byte.isdisjoint(arguments[:2])

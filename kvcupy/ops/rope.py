@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from .. import devices, faults
-from ..arrays import describe
-from . import checks, plan
-from .rope_checks import parts_of, rotation_of, turned_of
-from .rope_launch import REPORT_POSITIONS, REPORT_SLOTS, ROTATED, Part, Rotation, Store
-from .rope_plan import NAMES, NUM_ROWS, OUTPUTS, AlternatePlan, RopePlan
-from .side import Side, require_rows, sides_of_kv, sides_of_mla
-
-_MLA_NAMES = tuple(
-    {"key": "rope_key", "value": "latent", "k_cache": "cache", "v_cache": "cache",
-     "k_scale": "scale", "v_scale": "scale"}.get(name, name)
-    for name in NAMES
-)  # fmt: skip
+from . import plan
+from .rope_checks import MLA_NAMES, Turning, plan_mla, plan_rotation, plan_store
+from .rope_plan import NAMES, NUM_ROWS
 
 
 def apply_rope(
@@ -83,10 +72,10 @@ def apply_rope(
         query, query_out, key, key_out, None, None, None, rope_table, query_norm, key_norm,
         positions, None, None, None, None, None,
     )  # fmt: skip
-    turning = _Turning(interleaved, sections, sections_interleaved, eps)
+    turning = Turning.of(interleaved, sections, sections_interleaved, eps)
     pointers, made = plan.obtain(
         "apply_rope", NAMES, arrays, NUM_ROWS, (turning,),
-        lambda given, alignment: _plan_rotation(given, turning, alignment),
+        lambda given, alignment: plan_rotation(given, turning, alignment),
     )  # fmt: skip
     made.run(pointers, arrays, stream)
 
@@ -168,12 +157,12 @@ def rope_store_kv(
         query_norm, key_norm, positions, slot_mapping, k_scale, v_scale, k_scale_cache,
         v_scale_cache,
     )  # fmt: skip
-    turning = _Turning(interleaved, sections, sections_interleaved, eps)
+    turning = Turning.of(interleaved, sections, sections_interleaved, eps)
     alternate = alt_stream is not None
     options = (turning, layout, skip_slot, type(skip_slot), alternate)
     pointers, made = plan.obtain(
         "rope_store_kv", NAMES, arrays, NUM_ROWS, options,
-        lambda given, alignment: _plan_store(
+        lambda given, alignment: plan_store(
             given, turning, layout, skip_slot, alternate, alignment
         ),
     )  # fmt: skip
@@ -236,129 +225,9 @@ def rope_store_mla(
         query, query_out, rope_key, rope_key if write_key else None, latent, cache, cache,
         rope_table, None, None, positions, slot_mapping, scale, scale, None, None,
     )  # fmt: skip
-    turning = _Turning(interleaved, None, False, 0.0)
+    turning = Turning(interleaved, None, False, 0.0)
     pointers, made = plan.obtain(
-        "rope_store_mla", _MLA_NAMES, arrays, NUM_ROWS, (turning, skip_slot, type(skip_slot)),
-        lambda given, alignment: _plan_mla(given, turning, skip_slot, alignment),
+        "rope_store_mla", MLA_NAMES, arrays, NUM_ROWS, (turning, skip_slot, type(skip_slot)),
+        lambda given, alignment: plan_mla(given, turning, skip_slot, alignment),
     )  # fmt: skip
     made.run(pointers, arrays, stream)
-
-
-# --- Plans ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Turning:
-    """How pairs turn, as the caller says it."""
-
-    interleaved: Any
-    sections: Any
-    sections_interleaved: Any
-    eps: Any
-
-    def rotation(self, operation: str, given: dict[str, Any]) -> Rotation:
-        fault_id = faults.operation_id(operation, "positions")
-        return rotation_of(
-            fault_id, given, self.interleaved, self.sections, self.sections_interleaved, self.eps
-        )
-
-
-def _plan_rotation(given: dict[str, Any], turning: _Turning, alignment: int) -> RopePlan:
-    checks.require_given(given, ("key",))
-    checks.require_same_device(given)
-    rotation = turning.rotation("apply_rope", given)
-    query = turned_of(given, "query", rotation)
-    key = turned_of(given, "key", rotation)
-    return _plan("apply_rope", NAMES, given, rotation, parts_of(query, key, None, None), None,
-                 alignment)  # fmt: skip
-
-
-def _plan_store(
-    given: dict[str, Any],
-    turning: _Turning,
-    layout: Any,
-    skip_slot: Any,
-    alternate: bool,
-    alignment: int,
-) -> RopePlan | AlternatePlan:
-    checks.require_given(given, ("key", "value", "k_cache", "v_cache", "slot_mapping"))
-    checks.require_same_device(given)
-    rotation = turning.rotation("rope_store_kv", given)
-    query = turned_of(given, "query", rotation)
-    key = turned_of(given, "key", rotation, written="key_out" in given)
-    k, v = sides_of_kv(given, layout)
-    store = _store("rope_store_kv", given, "value", v, rotation, skip_slot)
-
-    def planned(parts: list[Part]) -> RopePlan:
-        return _plan("rope_store_kv", NAMES, given, rotation, parts, store, alignment)
-
-    if not alternate:
-        return planned(parts_of(query, key, k, v))
-    written = key is not None and key.out is not None
-    whole = RopePlan(
-        "rope_store_kv", NAMES, OUTPUTS, devices.get(store.slots.device), given["key"].library,
-        rotation, parts_of(query, key, k, v), store, alignment, loads=False,
-    )  # fmt: skip
-    first = parts_of(query, key if written else None, None, None)
-    then_k = Part(key=key, k=k, turns=not written, reports=0 if first else REPORT_POSITIONS)
-    then_v = Part(v=v, reports=REPORT_SLOTS)
-    return AlternatePlan(whole, planned(first), planned([then_k]), planned([then_v]))
-
-
-def _plan_mla(given: dict[str, Any], turning: _Turning, skip_slot: Any, alignment: int) -> RopePlan:
-    checks.require_given(given, ("latent", "rope_key", "cache", "slot_mapping"))
-    checks.require_same_device(given)
-    rotation = turning.rotation("rope_store_mla", given)
-    query = turned_of(given, "query", rotation)
-    key = turned_of(
-        {**given, "key": given["rope_key"]}, "key", rotation, written="key_out" in given
-    )
-    latent, rope = sides_of_mla(given)
-    store = _store("rope_store_mla", given, "latent", latent, rotation, skip_slot)
-    offset = latent.rows.width * latent.cache_format.itemsize
-    made = _plan(
-        "rope_store_mla", _MLA_NAMES, given, rotation, parts_of(query, key, rope, latent), store,
-        alignment | offset & 15,
-    )  # fmt: skip
-    made.offsets = tuple(offset if name == "k_cache" else 0 for name in NAMES)
-    return made
-
-
-def _store(
-    operation: str,
-    given: dict[str, Any],
-    name: str,
-    v: Side,
-    rotation: Rotation,
-    skip_slot: Any,
-) -> Store:
-    """Check the slots, and the rows that do not turn."""
-    slots = given["slot_mapping"]
-    checks.indices(slots, "slot_mapping")
-    if slots.shape[0] > rotation.num_tokens:
-        raise ValueError(
-            f"slot_mapping: expected at most {rotation.num_tokens} slots, one a position, "
-            f"got {slots.shape[0]}"
-        )
-    require_rows(v, name, slots.shape[0])
-    if v.rows_format.name not in ROTATED:
-        raise TypeError(f"{name}: expected {', '.join(ROTATED)}, got {describe(given[name])}")
-    skip = checks.slot_number(skip_slot, "skip_slot")
-    return Store(slots, skip, faults.operation_id(operation, "slot_mapping"))
-
-
-def _plan(
-    operation: str,
-    names: tuple[str, ...],
-    given: dict[str, Any],
-    rotation: Rotation,
-    parts: list[Part],
-    store: Store | None,
-    alignment: int,
-) -> RopePlan:
-    positions = given["positions"]
-    first = next((given[n] for n in ("query", "key", "rope_key") if n in given), positions)
-    return RopePlan(
-        operation, names, OUTPUTS, devices.get(positions.device), first.library,
-        rotation, parts, store, alignment,
-    )  # fmt: skip
