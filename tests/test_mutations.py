@@ -192,7 +192,7 @@ PREFIX = "for (int other = lane; other < sequence; other += kLanes)"
 
 OTHERS = {
     "scales of a gather ignored": Mutation(
-        "kQuantised<TCache> ? __fmul_rn(x, scale) : x", "x", checks.check_gather_static,
+        "if constexpr (kQuantised<TCache>)", "if constexpr (false)", checks.check_gather_static,
         "gather.cu"),
     "dynamic scales of a gather ignored": Mutation(
         "return scale_cache ? *scale", "return false ? *scale", checks.check_gather_dynamic,

@@ -264,12 +264,20 @@ def test_operations_do_not_take_one_anothers_plans(device, made):
     assert made == list(CALLS)
 
 
-def test_unhashable_options_are_planned_each_time_and_work(device, made):
-    call = apply_rope(device)
-    call["positions"] = device.zeros((3, 3), np.int64)
+def test_a_list_of_sections_is_as_good_as_a_tuple(device, made):
+    results = []
+    for sections in ((1, 1, 0), [1, 1, 0], np.array([1, 1, 0])):
+        call = {**apply_rope(device), "positions": device.asarray(np.array([[3, 9, 1]] * 3))}
+        kv.apply_rope(**call, sections=sections)
+        results.append(device.to_numpy(call["query_out"]))
+    assert results[0].any()
+    assert all(np.array_equal(result, results[0]) for result in results[1:])
+
+
+def test_an_option_that_cannot_be_hashed_is_refused_as_any_other(device, made):
     for _ in range(2):
-        kv.apply_rope(**call, sections=[1, 1, 0])
-    assert made == ["apply_rope"] * 2
+        with pytest.raises(ValueError, match="layout"):
+            kv.gather_kv(**gather_kv(device), layout=["NHD"])
 
 
 def test_forget_drops_all(device, made):
