@@ -35,17 +35,17 @@ __device__ __forceinline__ i64 sum_within_warp(i64 value) {
   return value;
 }
 
-// grid: (num_sequences), block: (32), smem: 0
+// grid: (num_sequences), block: (kLanes), smem: 0
 template <int kLanes>
 __global__ void slot_mapping(const __grid_constant__ SlotMappingParams p) {
-  static_assert(kLanes == 32, "one warp a sequence");
+  static_assert(kLanes == 32 || kLanes == 1, "one warp a sequence, or one thread");
   const int sequence = blockIdx.x;
   const int lane = threadIdx.x;
   i64 before = 0;
   for (int other = lane; other < sequence; other += kLanes) {
     before += load_index(p.append_lens + other * p.append_len_bytes, p.append_len_index_bytes);
   }
-  before = sum_within_warp(before);
+  if constexpr (kLanes == 32) before = sum_within_warp(before);
   const i64 appended =
       load_index(p.append_lens + sequence * p.append_len_bytes, p.append_len_index_bytes);
   const i64 first =

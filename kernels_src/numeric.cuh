@@ -174,6 +174,16 @@ __device__ __forceinline__ Pack<float, kCount> sum_of_products(const Pack<float,
   return out;
 }
 
+// (a, b) turned by angles of these cosines and sines, rounded once.
+template <typename T, int kCount>
+__device__ __forceinline__ void rotate(const Pack<float, kCount>& a, const Pack<float, kCount>& b,
+                                       const Pack<float, kCount>& cosine,
+                                       const Pack<float, kCount>& sine, Pack<T, kCount>& x,
+                                       Pack<T, kCount>& y) {
+  x = from_floats<T>(sum_of_products(a, cosine, negative(b), sine));
+  y = from_floats<T>(sum_of_products(b, cosine, a, sine));
+}
+
 #ifndef __CUDACC__
 #include "host/packs.h"
 #endif

@@ -212,8 +212,7 @@ struct TurningRow {
       a = products(a, inverse_rms, a_weight);
       b = products(b, inverse_rms, b_weight);
     }
-    x = from_floats<T>(sum_of_products(a, cosine, negative(b), sine));
-    y = from_floats<T>(sum_of_products(b, cosine, a, sine));
+    rotate(a, b, cosine, sine, x, y);
   }
 
   // Elements i .. i + kCount - 1 of the part that passes.

@@ -47,6 +47,7 @@ def _probe_exporter(x: Any) -> tuple[int, Signature]:
     return _probe_view(_view_exporter(x))
 
 
+_NOTHING = (0, None)  # what None probes to
 _PROBES: dict[type, Probe] = {ArrayView: _probe_view, np.ndarray: _probe_numpy}
 
 
@@ -63,11 +64,11 @@ def probe(x: Any) -> tuple[int, Signature]:
 
 def probe_argument(x: Any) -> tuple[int, Signature | float | None]:
     """Probe an argument that may also be None or a number, which have no address."""
+    if x is None:
+        return _NOTHING
     known = _PROBES.get(type(x))
     if known is not None:
         return known(x)
-    if x is None:
-        return 0, None
     if isinstance(x, numbers.Real):
         return 0, float(x)
     return _probe_for(x)(x)

@@ -6,6 +6,9 @@ eager   calls from Python, wall clock around many of them and one synchronisatio
 graph   calls captured over rotated sets of arguments, replayed between two timing events: what the
         device needs
 
+Arguments are rotated over more memory than the caches hold, but for the "fresh" cases, whose
+arguments are as a layer finds them, just written.
+
 GB/s counts the bytes that have to be read and written. Ratios are of the least times: other
 programs disturb those least, and threaded baselines most. Here on the processor, torch's is the
 better of one thread and all. Copies are checked byte by byte, rotations against float64.
@@ -90,6 +93,7 @@ def headlines(report: dict[str, Any]) -> dict[str, float]:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all that is asked for and return the report."""
     device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    where = describe(device)  # now: the tree may change while this runs
     sections = arguments.sections or SECTIONS
     bench = Bench(device, arguments)
     tokens = QUICK_TOKENS if arguments.quick else TOKENS
@@ -105,7 +109,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if bench.torch.missing:
         notes.append(f"no torch baseline: {bench.torch.missing}")
     report = {
-        **describe(device),
+        **where,
         "quick": arguments.quick,
         "copy_gb_per_s": bench.copy_gb_per_s,
         "rotate_bytes": bench.rotate_bytes,

@@ -33,16 +33,22 @@ FORMATS = ("bf16", "bf16 norm", "fp8 static", "fp8 dynamic")
 
 @dataclass(frozen=True)
 class Shape:
-    """One case: what is rotated, how many tokens, and the format of the cache."""
+    """One case: what is rotated, how many tokens, and the format of the cache.
+
+    `fresh` arguments are as a layer finds them: the projection has just written them, so they lie
+    in the processor's cache. Others are rotated over more memory than that holds.
+    """
 
     operation: str
     model: Model
     tokens: int
     format: str
+    fresh: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.operation} {self.model.name} {self.format} T={self.tokens}"
+        name = f"{self.operation} {self.model.name} {self.format} T={self.tokens}"
+        return f"{name} fresh" if self.fresh else name
 
     @property
     def stores(self) -> bool:
@@ -83,7 +89,9 @@ class Shape:
         return RopeCase(device, self, sets)
 
 
-HEADLINES = tuple(Shape("rope_store_kv", MODELS["llama-3.1-8b"], t, "bf16") for t in TOKENS)
+HEADLINES = tuple(
+    Shape("rope_store_kv", MODELS["llama-3.1-8b"], count, "bf16", fresh=True) for count in TOKENS
+)
 
 
 def shapes() -> list[Shape]:

@@ -19,6 +19,8 @@ from bench_timers import (
 )
 from benchlib import WrongBytes, interleave, medians, minima, named_stream
 
+SECONDS = 1.5  # for the candidates of a case together, after which three rounds do
+
 
 def check(case: Any, name: str, calls: list[Call]) -> None:
     """Make each call once, on fresh arguments, and compare what it leaves or returns."""
@@ -44,8 +46,8 @@ class Bench:
         quick = arguments.quick
         self.device, self.graph_only = device, arguments.graph
         self.compiles = arguments.torch_compile
-        self.rounds = 3 if quick else 9
-        self.target_us = 2_000.0 if quick else 20_000.0
+        self.rounds = 5 if quick else 25
+        self.target_us = 2_000.0 if quick else 5_000.0
         self.rotate_bytes = (arguments.rotate_mb or (64 if quick else 256)) * 1_000_000
         self.stream = named_stream(device, "bench")
         self.torch = TorchArrays(device)
@@ -58,6 +60,8 @@ class Bench:
         `shape` has a name, counts the bytes that a call moves, and builds the case's arguments.
         """
         sets = min(max(self.rotate_bytes // shape.bytes_moved, 2), 64)
+        if getattr(shape, "fresh", False):
+            sets = 2
         case = shape.build(self.device, sets)
         candidates: dict[str, list[Call] | None] = {
             "kvcupy": case.kvcupy(own_arrays),
@@ -79,9 +83,12 @@ class Bench:
                 with one_thread(self.torch.torch):
                     alone = eager(self.device, calls["torch"], self.target_us)
                 timers["torch, one thread"] = partial(self._alone, alone)
-            rows.append(self._row(shape, "eager", sets, interleave(timers, self.rounds)))
-        rows.append(self._row(shape, "graph", sets, interleave(self._graphs(calls), self.rounds)))
+            rows.append(self._row(shape, "eager", sets, self._turns(timers)))
+        rows.append(self._row(shape, "graph", sets, self._turns(self._graphs(calls))))
         return rows
+
+    def _turns(self, timers: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
+        return interleave(timers, self.rounds, seconds=SECONDS)
 
     def _alone(self, measure: Callable[[], float]) -> float:
         with one_thread(self.torch.torch):

@@ -215,6 +215,7 @@ def one_core_a_stream(device: Any) -> Iterator[None]:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run all parts and return the report."""
     device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    where = describe(device)  # now: the tree may change while this runs
     model = MODELS[arguments.model]
     requests = read_trace(arguments.trace) if arguments.trace else synthetic_trace()
     batch = busy_steps(requests, arguments.tokens, arguments.steps)
@@ -224,7 +225,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     with one_core_a_stream(device):
         steps, compute = run_steps(device, model, batch, *common)
     return {
-        **describe(device),
+        **where,
         "model": model.name,
         "tokens": arguments.tokens,
         "layers": LAYERS,

@@ -2,8 +2,12 @@
 // threads.
 //
 // Whoever launches works too, and never waits for a helper that has not come: with no helper at all
-// (after a fork, or when all are busy) a launch only takes longer.
+// (after a fork, or when all are busy) a launch only takes longer. A helper that has just worked
+// looks out for more before it sleeps, since launches come in rows and waking takes longer than a
+// small one.
 #include <pthread.h>
+#include <sched.h>
+#include <time.h>
 
 namespace {
 
@@ -20,6 +24,21 @@ pthread_cond_t called = PTHREAD_COND_INITIALIZER;
 pthread_cond_t finished = PTHREAD_COND_INITIALIZER;
 Job* jobs = nullptr;
 int num_threads = 0;
+unsigned num_called = 0;  // jobs so far; read without the lock
+
+constexpr long long kLookOutNanoseconds = 100'000;
+
+long long now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
+}
+
+// Wait a little for a job after those that `seen` counts.
+void look_out(unsigned seen) {
+  const long long until = now_ns() + kLookOutNanoseconds;
+  while (__atomic_load_n(&num_called, __ATOMIC_ACQUIRE) == seen && now_ns() < until) sched_yield();
+}
 
 Job* find_job() {
   for (Job* job = jobs; job; job = job->next) {
@@ -42,6 +61,11 @@ void* help(void*) {
     job->work(job->argument);
     pthread_mutex_lock(&lock);
     if (--job->running == 0) pthread_cond_broadcast(&finished);
+    if (find_job()) continue;
+    const unsigned seen = num_called;
+    pthread_mutex_unlock(&lock);
+    look_out(seen);
+    pthread_mutex_lock(&lock);
   }
 }
 
@@ -75,6 +99,7 @@ extern "C" __attribute__((visibility("default"))) void kvcupy_run_together(void 
   add_threads(helpers);
   job.next = jobs;
   jobs = &job;
+  __atomic_store_n(&num_called, num_called + 1, __ATOMIC_RELEASE);
   if (helpers == 1) {
     pthread_cond_signal(&called);
   } else {

@@ -34,7 +34,7 @@ enum Status : int {
   kNoMemory = 4,
 };
 
-constexpr long long kHelpAfterNanoseconds = 15'000;
+constexpr long long kHelpAfterNanoseconds = 4'000;
 
 struct Grid {
   const void* params;

@@ -24,7 +24,7 @@ from . import cache
 # Exactly the kernel's own arithmetic: no contraction into FMA, no fast-math.
 _FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing",
-    "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function",
+    "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-psabi",
 )  # fmt: skip
 
 

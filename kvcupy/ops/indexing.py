@@ -36,13 +36,16 @@ _PARAMS = np.dtype(
     align=True,
 )
 
-_LANES = 32
-SLOT_MAPPING = Kernel("indexing.cu", "slot_mapping", _PARAMS, "SlotMappingParams", barriers=True)
+# By the threads that share a sequence: a warp, or one where threads do not step together.
+_SLOT_MAPPING = {
+    lanes: Kernel("indexing.cu", "slot_mapping", _PARAMS, "SlotMappingParams", barriers=lanes > 1)
+    for lanes in (32, 1)
+}
 
 
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that the operations here can ask for."""
-    return [SLOT_MAPPING.specialise(_LANES)]
+    return [kernel.specialise(lanes) for lanes, kernel in _SLOT_MAPPING.items()]
 
 
 def slot_mapping(
@@ -258,8 +261,9 @@ class SlotMappingPlan(plan.Plan):
             params[f"{name}_operation"] = _fault_id(f"{name}s")
         params["num_out"], params["max_pages"] = self.out.shape[0], table.shape[1]
         params["num_sequences"], params["page_size"] = table.shape[0], self.page_size
-        grid, block = (table.shape[0], 1, 1), (_LANES, 1, 1)
-        specialisation = SLOT_MAPPING.specialise(_LANES)
+        lanes = self.device.warp_lanes
+        grid, block = (table.shape[0], 1, 1), (lanes, 1, 1)
+        specialisation = _SLOT_MAPPING[lanes].specialise(lanes)
         return plan.Launch(self.device, specialisation, grid, block, 0, params, range(4))
 
 

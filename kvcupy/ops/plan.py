@@ -54,14 +54,12 @@ class Launch:
         assert count == len(pointers) + 1
         self._pack = struct.Struct(f"={count}Q")
         self._constants = params.tobytes()[self._pack.size :]
-        straight = list(pointers) == list(range(len(pointers)))
-        self._pointers = None if straight else tuple(pointers)
+        # A null pointer is taken from behind the addresses.
+        self._choose = operator.itemgetter(*(count - 1 if i is None else i for i in pointers))
         self.function = device.load(specialisation)
 
     def params(self, addresses: tuple[int, ...], faults: int) -> bytes:
-        if self._pointers is not None:
-            addresses = tuple(0 if i is None else addresses[i] for i in self._pointers)
-        return self._pack.pack(*addresses, faults) + self._constants
+        return self._pack.pack(*self._choose((*addresses, 0)), faults) + self._constants
 
 
 @dataclass
@@ -193,10 +191,8 @@ def obtain(
     """
     signature = None
     try:
-        probed = [probe_argument(a) for a in arrays]
-        pointers = tuple([p for p, _ in probed])
-        aligned = alignment(pointers, num_rows)
-        signature = (operation, options, aligned, *[s for _, s in probed])
+        pointers, signatures = zip(*map(probe_argument, arrays), strict=True)
+        signature = (operation, options, alignment(pointers, num_rows), signatures)
         known = _plans.get(signature)
         if known is not None:
             return pointers, known

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import plan
-from .rope_checks import MLA_NAMES, Turning, plan_mla, plan_rotation, plan_store
+from .rope_checks import MLA_NAMES, Turning, as_tuple, plan_mla, plan_rotation, plan_store
 from .rope_plan import NAMES, NUM_ROWS
 
 
@@ -72,10 +72,10 @@ def apply_rope(
         query, query_out, key, key_out, None, None, None, rope_table, query_norm, key_norm,
         positions, None, None, None, None, None,
     )  # fmt: skip
-    turning = Turning.of(interleaved, sections, sections_interleaved, eps)
+    turning = (interleaved, as_tuple(sections), sections_interleaved, eps)
     pointers, made = plan.obtain(
-        "apply_rope", NAMES, arrays, NUM_ROWS, (turning,),
-        lambda given, alignment: plan_rotation(given, turning, alignment),
+        "apply_rope", NAMES, arrays, NUM_ROWS, turning,
+        lambda given, alignment: plan_rotation(given, Turning(*turning), alignment),
     )  # fmt: skip
     made.run(pointers, arrays, stream)
 
@@ -157,13 +157,13 @@ def rope_store_kv(
         query_norm, key_norm, positions, slot_mapping, k_scale, v_scale, k_scale_cache,
         v_scale_cache,
     )  # fmt: skip
-    turning = Turning.of(interleaved, sections, sections_interleaved, eps)
+    turning = (interleaved, as_tuple(sections), sections_interleaved, eps)
     alternate = alt_stream is not None
     options = (turning, layout, skip_slot, type(skip_slot), alternate)
     pointers, made = plan.obtain(
         "rope_store_kv", NAMES, arrays, NUM_ROWS, options,
         lambda given, alignment: plan_store(
-            given, turning, layout, skip_slot, alternate, alignment
+            given, Turning(*turning), layout, skip_slot, alternate, alignment
         ),
     )  # fmt: skip
     if alternate:
@@ -225,9 +225,9 @@ def rope_store_mla(
         query, query_out, rope_key, rope_key if write_key else None, latent, cache, cache,
         rope_table, None, None, positions, slot_mapping, scale, scale, None, None,
     )  # fmt: skip
-    turning = Turning(interleaved, None, False, 0.0)
+    turning = (interleaved, None, False, 0.0)
     pointers, made = plan.obtain(
         "rope_store_mla", MLA_NAMES, arrays, NUM_ROWS, (turning, skip_slot, type(skip_slot)),
-        lambda given, alignment: plan_mla(given, turning, skip_slot, alignment),
+        lambda given, alignment: plan_mla(given, Turning(*turning), skip_slot, alignment),
     )  # fmt: skip
     made.run(pointers, arrays, stream)

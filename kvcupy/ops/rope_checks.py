@@ -19,6 +19,11 @@ MLA_NAMES = tuple(
 )  # fmt: skip
 
 
+def as_tuple(sections: Any) -> Any:
+    """Return a list of sections as a tuple, for only that can be part of a signature."""
+    return tuple(sections) if isinstance(sections, list) else sections
+
+
 @dataclass(frozen=True)
 class Turning:
     """How pairs turn, as the caller says it."""
@@ -27,12 +32,6 @@ class Turning:
     sections: Any
     sections_interleaved: Any
     eps: Any
-
-    @classmethod
-    def of(cls, interleaved: Any, sections: Any, sections_interleaved: Any, eps: Any) -> Turning:
-        """Take a list of sections as well as a tuple; only the latter can be a signature."""
-        counts = tuple(sections) if isinstance(sections, list) else sections
-        return cls(interleaved, counts, sections_interleaved, eps)
 
     def rotation(self, operation: str, given: dict[str, Any]) -> Rotation:
         fault_id = faults.operation_id(operation, "positions")

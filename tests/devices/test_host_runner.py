@@ -193,6 +193,10 @@ def test_a_missing_barrier_shows(sources, check, comment):
 
 
 def test_one_seed_gives_one_order(sources):
+    fill = "  tile[threadIdx.x] = p.in[first + threadIdx.x];\n"
+    sources.replace(
+        "host_threads.cu", fill, f"  tile[threadIdx.x] = -1;\n  __syncthreads();\n{fill}"
+    )
     sources.replace("host_threads.cu", "__syncthreads();  // tile is complete", "")
     device = sources.device()
     seen = {}
