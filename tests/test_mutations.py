@@ -81,6 +81,14 @@ STORE = {
 
 FIRST = "sum_of_products(a, cosine, negative(b), sine)"
 SECOND = "sum_of_products(b, cosine, a, sine)"
+TURN = "rotate(a, b, cosine, sine, x, y);"
+
+
+def turned(first: str = FIRST, second: str = SECOND, rounded: str = "from_floats<T>({})") -> str:
+    """What `rotate` comes down to, to be changed."""
+    return f"x = {rounded.format(first)};\n    y = {rounded.format(second)};"
+
+
 POSITION_FAULT = "if (reports) report_fault(p.faults, p.position_operation"
 SLOT_FAULT = "if (reports) report_fault(p.faults, p.slot_operation"
 COPIES = "const bool copies = live && (live != in || norm);"
@@ -94,11 +102,12 @@ MAX = "distance = lanes / 2; distance > {}; distance /= 2) {{\n    value = fmaxf
 
 ROPE = {
     "the other sine": Mutation(
-        FIRST, FIRST.replace("negative(b)", "b"), checks.check_rotation, "rope.cu"),
+        TURN, turned(FIRST.replace("negative(b)", "b")), checks.check_rotation, "rope.cu"),
     "the other sine of the second half": Mutation(
-        SECOND, SECOND.replace(", a,", ", negative(a),"), checks.check_rotation, "rope.cu"),
+        TURN, turned(second=SECOND.replace(", a,", ", negative(a),")), checks.check_rotation,
+        "rope.cu"),
     "cosines of half precision": Mutation(
-        FIRST, FIRST.replace("cosine", "to_floats(from_floats<__half>(cosine))"),
+        TURN, turned(FIRST.replace("cosine", "to_floats(from_floats<__half>(cosine))")),
         checks.check_rotation, "rope.cu"),
     "pairs side by side where they are halves apart": Mutation(
         "p.interleaved", "true", checks.check_rotation),
@@ -146,14 +155,13 @@ ROPE = {
     "the first position for all sections": Mutation(
         "axis * p.axis_bytes", "0 * p.axis_bytes", checks.check_sections, "rope.cu"),
     "the key rounded twice": Mutation(
-        f"from_floats<T>({FIRST})", f"from_floats<T>(to_floats(from_floats<__half>({FIRST})))",
+        TURN, turned(rounded="from_floats<T>(to_floats(from_floats<__half>({})))"),
         checks.check_rope_store, "rope.cu"),
     "the key quantised before it is rounded": Mutation(
         "  float inverse_rms;\n",
         "  float inverse_rms;\n  mutable Pack<float, kCount> exact_x, exact_y;\n",
         checks.check_rope_store_beside, "rope.cu", (
-            ("rope.cu", f"from_floats<T>({FIRST})", f"from_floats<T>(exact_x = {FIRST})"),
-            ("rope.cu", f"from_floats<T>({SECOND})", f"from_floats<T>(exact_y = {SECOND})"),
+            ("rope.cu", TURN, turned(f"exact_x = {FIRST}", f"exact_y = {SECOND}")),
             ("rope.cu", "to_cache<T, TCache>(x, scale), to_cache<T, TCache>(y, scale)",
              "to_cache<float, TCache>(turning.exact_x, scale), "
              "to_cache<float, TCache>(turning.exact_y, scale)"),
