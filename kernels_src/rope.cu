@@ -336,6 +336,14 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
     }
   }
 
+  if (is_value) {
+    for (int i = lane * kCount; i < width; i += lanes * kCount) {
+      Pack<T, kCount> x;
+      x.load(in + i * static_cast<int>(sizeof(T)));
+      to_cache<T, TCache>(x, scale).store(cached + i * static_cast<int>(sizeof(TCache)));
+    }
+    return;
+  }
   for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
     Pack<T, kCount> x;
     Pack<T, kCount> y;

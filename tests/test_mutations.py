@@ -171,7 +171,9 @@ ROPE = {
         checks.check_rope_store_beside, "rope.cu"),
     "the value turned": Mutation(
         "is_value || !active ? 0 : p.rotary_dim / 2", "!active ? 0 : p.rotary_dim / 2",
-        checks.check_rope_store, "rope.cu"),
+        checks.check_rope_store, "rope.cu", (
+            ("rope.cu", "if (is_value) {\n    for", "if (false) {\n    for"),
+        )),
     "the scale of K for V": Mutation(
         "is_value ? p.v_scale : p.k_scale", "p.k_scale", checks.check_rope_store_beside,
         "rope.cu"),
