@@ -34,10 +34,14 @@ long long now_ns() {
   return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
 }
 
-// Wait a little for a job after those that `seen` counts.
-void look_out(unsigned seen) {
-  const long long until = now_ns() + kLookOutNanoseconds;
-  while (__atomic_load_n(&num_called, __ATOMIC_ACQUIRE) == seen && now_ns() < until) sched_yield();
+// Look at a number that other threads change, without the lock, until whether it is `value` is as
+// `wanted`, or for a while.
+template <typename T>
+void look_out(const T* number, T value, bool wanted) {
+  const long long stop = now_ns() + kLookOutNanoseconds;
+  while ((__atomic_load_n(number, __ATOMIC_ACQUIRE) == value) != wanted && now_ns() < stop) {
+    sched_yield();
+  }
 }
 
 Job* find_job() {
@@ -60,11 +64,12 @@ void* help(void*) {
     pthread_mutex_unlock(&lock);
     job->work(job->argument);
     pthread_mutex_lock(&lock);
-    if (--job->running == 0) pthread_cond_broadcast(&finished);
+    if (__atomic_sub_fetch(&job->running, 1, __ATOMIC_RELEASE) == 0)
+      pthread_cond_broadcast(&finished);
     if (find_job()) continue;
     const unsigned seen = num_called;
     pthread_mutex_unlock(&lock);
-    look_out(seen);
+    look_out(&num_called, seen, false);
     pthread_mutex_lock(&lock);
   }
 }
@@ -113,6 +118,11 @@ extern "C" __attribute__((visibility("default"))) void kvcupy_run_together(void 
   Job** link = &jobs;
   while (*link != &job) link = &(*link)->next;
   *link = job.next;  // nobody comes any more
+  if (job.running > 0) {
+    pthread_mutex_unlock(&lock);
+    look_out(&job.running, 0, true);
+    pthread_mutex_lock(&lock);
+  }
   while (job.running > 0) pthread_cond_wait(&finished, &lock);
   pthread_mutex_unlock(&lock);
 }
