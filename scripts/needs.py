@@ -24,7 +24,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ("numpy", "ml_dtypes")
-TORCH = "torch==2.13.0"
+# What --torch is for: tensors, and the models' own rotations.
+TORCH = {"torch": "torch==2.13.0", "transformers": "transformers>=5,<6"}
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -109,7 +110,8 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
             extras["test"] |= lacks_nvdisasm()
     names = sorted(extra for extra, absent in extras.items() if absent)
     arguments = ["-e", f"{ROOT}[{','.join(names)}]" if names else str(ROOT)]
-    return (arguments if core or names else []) + ([TORCH] if torch and lacks("torch") else [])
+    wanted = [release for name, release in TORCH.items() if torch and lacks(name)]
+    return (arguments if core or names else []) + wanted
 
 
 def main() -> None:

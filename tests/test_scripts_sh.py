@@ -287,6 +287,8 @@ def test_torch_is_one_release_and_only_on_request(needs):
     needs.absent.add("torch")
     assert needs.missing("test") == []
     assert needs.missing("test", torch=True) == ["torch==2.13.0"]
+    needs.absent.add("transformers")
+    assert needs.missing("test", torch=True) == ["torch==2.13.0", "transformers>=5,<6"]
 
 
 def test_only_what_there_is_no_way_without_is_essential(needs):
