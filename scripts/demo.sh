@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Runs the demonstration, on a GPU where there is one, else on this processor:
 #     scripts/demo.sh [arguments of scripts/overlap_demo.py]
+# The timelines, as Perfetto JSON and as pictures, go to build/overlap_demo.
 # It works in the active virtual environment, else in .venv, and installs only what is missing.
 set -euo pipefail
 
@@ -9,4 +10,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 choose_python demo
 provide demo
-exec "$python" "$root/scripts/overlap_demo.py" "$@"
+exec "$python" "$root/scripts/overlap_demo.py" --out "$root/build/overlap_demo" "$@"

@@ -121,7 +121,7 @@ def test_active_environment_is_used_and_nothing_installed(sandbox, variable):
     sandbox.run("demo.sh", "--tokens", "8", "--out", "a b", **{variable: active})
     assert sandbox.calls == [
         "active scripts/needs.py demo",
-        "active scripts/overlap_demo.py --tokens 8 --out a b",
+        "active scripts/overlap_demo.py --out build/overlap_demo --tokens 8 --out a b",
     ]
 
 
