@@ -141,7 +141,7 @@ def test_own_environment_is_used_when_none_is_active(sandbox):
 def test_python_that_has_everything_is_used_as_it_is(sandbox):
     sandbox.path.append(sandbox.python("system", "python3") / "bin")
     sandbox.run("demo.sh")
-    assert sandbox.calls[-1] == "system scripts/overlap_demo.py"
+    assert sandbox.calls[-1] == "system scripts/overlap_demo.py --out build/overlap_demo"
     assert not (sandbox.checkout / ".venv").exists()
 
 
@@ -151,7 +151,7 @@ def test_environment_is_made_and_filled_where_something_is_missing(sandbox):
     assert ".venv -m pip install --quiet --disable-pip-version-check -e .[headers,plot]" in (
         sandbox.calls
     )
-    assert sandbox.calls[-1] == ".venv scripts/overlap_demo.py"
+    assert sandbox.calls[-1] == ".venv scripts/overlap_demo.py --out build/overlap_demo"
     assert not any(call.startswith("system -m pip") for call in sandbox.calls)
     assert ".[headers,plot]" in said
 
@@ -183,13 +183,13 @@ def test_offline_goes_on_without_what_is_not_essential(sandbox):
     active = sandbox.python("active")
     said = sandbox.run("demo.sh", NEEDS="matplotlib", OFFLINE=1, VIRTUAL_ENV=active)
     assert "Going on without it" in said
-    assert sandbox.calls[-1] == "active scripts/overlap_demo.py"
+    assert sandbox.calls[-1] == "active scripts/overlap_demo.py --out build/overlap_demo"
 
 
 def test_offline_falls_back_to_the_python_that_the_environment_was_made_from(sandbox):
     sandbox.path.append(sandbox.python("system", "python3") / "bin")
     sandbox.run("demo.sh", NEEDS="matplotlib", OFFLINE=1)
-    assert sandbox.calls[-1] == "system scripts/overlap_demo.py"
+    assert sandbox.calls[-1] == "system scripts/overlap_demo.py --out build/overlap_demo"
     assert not (sandbox.checkout / ".venv").exists()
 
 
