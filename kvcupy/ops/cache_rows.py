@@ -5,6 +5,7 @@ The Params of `kernels_src/cache_rows.cuh`, and a plan whose subclasses say whic
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -71,13 +72,13 @@ class CacheRowsPlan(plan.Plan):
         except CompileError as cause:
             self.cause = cause
 
+    @abc.abstractmethod
     def kernel_of(self, one: Side) -> Kernel:
         """Return the kernel that a side takes."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def formats_of(self, one: Side) -> tuple[str, str]:
         """Return the formats that a side comes from and goes to, as the kernels name them."""
-        raise NotImplementedError
 
     def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
         """Describe the arrays: rows by tokens, caches by pages."""

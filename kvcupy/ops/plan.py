@@ -6,12 +6,13 @@ Running packs addresses and launches; nothing is checked twice.
 
 from __future__ import annotations
 
+import abc
 import operator
 import struct
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,7 +27,15 @@ from . import checks
 
 _MAX_PLANS = 4096
 
-_plans: dict[Any, Plan] = {}
+
+class Remembered(Protocol):
+    """What is kept by signature: a plan, or several that are run together."""
+
+    def drop_traceback(self) -> None:
+        """Let go of the frames, and so of the arrays, of the call for which nothing compiled."""
+
+
+_plans: dict[Any, Remembered] = {}
 
 
 class Launch:
@@ -63,7 +72,7 @@ class Launch:
 
 
 @dataclass
-class Plan:
+class Plan(abc.ABC):
     """Base of the plans of all operations. A subclass says what its arrays are.
 
     Attributes
@@ -95,9 +104,9 @@ class Plan:
         """Let go of the frames, and so of the arrays, of the call for which nothing compiled."""
         self.cause = copy(self.cause)
 
+    @abc.abstractmethod
     def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
         """Describe what is really touched of each array; None for what is no array."""
-        raise NotImplementedError
 
     def label(self, output: int, views: list[ArrayView | None]) -> str:
         """Return the name of an output for errors."""
@@ -107,9 +116,9 @@ class Plan:
         """Return the index array that says which slots of an output are written, if one does."""
         return None
 
+    @abc.abstractmethod
     def express(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
         """Do the work as array expressions."""
-        raise NotImplementedError
 
     def run(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any) -> None:
         """Issue the operation on `stream`."""
@@ -171,7 +180,7 @@ def obtain(
     arrays: tuple[Any, ...],
     num_rows: int,
     options: tuple[Any, ...],
-    make: Callable[[dict[str, Any], int], Plan],
+    make: Callable[[dict[str, Any], int], Remembered],
 ) -> tuple[tuple[int, ...], Any]:
     """Return the addresses of a call's arrays and its plan.
 

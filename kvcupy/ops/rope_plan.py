@@ -149,14 +149,14 @@ def _rows_view(rows: checks.Rows, pointer: int, num_tokens: int, like: ArrayView
     return ArrayView(pointer, shape, strides, like.format, like.device, owner=like.owner)
 
 
-class AlternatePlan(plan.Plan):
+@dataclass
+class AlternatePlan:
     """Rotation, then the K copy on the stream and the V copy on another, ordered by events."""
 
-    def __init__(
-        self, whole: RopePlan, rotate: RopePlan, store_k: RopePlan, store_v: RopePlan
-    ) -> None:
-        super().__init__("rope_store_kv", NAMES, OUTPUTS, whole.device, whole.library)
-        self.whole, self.rotate, self.store_k, self.store_v = whole, rotate, store_k, store_v
+    whole: RopePlan  # only for its checks
+    rotate: RopePlan
+    store_k: RopePlan
+    store_v: RopePlan
 
     def drop_traceback(self) -> None:
         """Let go of the call for which nothing compiled, in each of the three."""
@@ -167,9 +167,10 @@ class AlternatePlan(plan.Plan):
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any, alternate: Any
     ) -> None:
         """Issue the three launches and the events between them."""
-        main = self.device.as_stream(stream, self.library)
+        device, library = self.whole.device, self.whole.library
+        main = device.as_stream(stream, library)
         try:
-            other = self.device.as_stream(alternate, self.library)
+            other = device.as_stream(alternate, library)
         except (TypeError, ValueError) as error:
             raise type(error)(f"alt_{error}") from None
         self.whole.check(pointers, arrays)
