@@ -76,6 +76,14 @@ def test_the_first_of_two_operations_is_named(device, store):
     assert raised(device).startswith("store_mla: slot_mapping[0] is 22")
 
 
+def test_a_slot_of_two_launches_is_one_fault(device, store):
+    """K and V of different format pairs take a launch each; the slot is wrong once."""
+    rows = device.zeros((2, 4), "fp16")
+    caches = device.zeros((8, 4), "fp16"), device.zeros((8, 4), "fp32")
+    kv.store_kv(rows, rows, *caches, device.asarray(np.array([3, 8])))
+    assert raised(device) == "store_kv: slot_mapping[1] is 8, past the end; it was skipped"
+
+
 @pytest.mark.parametrize("value", [8, 2**31 - 1, 2**31, 2**32 + 5, 2**63 - 1])
 def test_values_of_64_bits_are_told(device, store, value):
     store([1, 2, value])

@@ -152,10 +152,9 @@ class Plan(abc.ABC):
         if pointers in self._checked:
             return
         views = self.views(pointers, arrays)
-        named = list(zip(self.names, views, strict=True))
         outputs = [(self.label(i, views), views[i]) for i in self.outputs]
-        inputs = [item for i, item in enumerate(named) if i not in self.outputs]
-        checks.require_aligned(named)
+        inputs = [(self.names[i], v) for i, v in enumerate(views) if i not in self.outputs]
+        checks.require_aligned([*inputs, *outputs])
         checks.require_disjoint(outputs, inputs)
         if len(self._checked) >= _MAX_PLANS:
             self._checked.clear()

@@ -285,3 +285,34 @@ def test_forget_drops_all(device, made):
         kv.copy_pages(**copy_pages(device))
         plan.forget()
     assert made == ["copy_pages"] * 2
+
+
+# Addresses ------------------------------------------------------------------------------------
+
+
+def at_odd_address(device, like):
+    """Return zeros like an array, one byte from where its elements belong."""
+    raw = device.zeros(like.nbytes + 1, np.uint8)
+    return raw[1:].view(like.dtype).reshape(like.shape)
+
+
+WIDE = [
+    (operation, name)
+    for operation, make in CALLS.items()
+    for name, value in arrays_of(make(kv.devices.get("host"))).items()
+    if value.dtype.itemsize > 1 and operation != "copy_pages"  # which moves bytes
+]
+
+
+@pytest.mark.parametrize(("operation", "name"), WIDE, ids=str)
+def test_elements_at_odd_addresses_are_refused(device, made, operation, name):
+    """A GPU cannot read them; the plan found for the aligned call must not let them by either."""
+    getattr(kv, operation)(**CALLS[operation](device))
+    call = CALLS[operation](device)
+    call[name] = at_odd_address(device, call[name])
+    before = {n: device.to_numpy(value).tobytes() for n, value in arrays_of(call).items()}
+    with pytest.raises(ValueError, match=rf"^{name}: expected elements at multiples"):
+        getattr(kv, operation)(**call)
+    device.synchronize()
+    for n, value in arrays_of(call).items():
+        assert device.to_numpy(value).tobytes() == before[n], n

@@ -582,6 +582,16 @@ def test_wrong_arguments(device, operation, wrong):
     refused(case, lambda: getattr(kv, operation)(**call), error, name)
 
 
+@pytest.mark.parametrize("wrong", [name for name in STORE_ERRORS if name != "alt_stream"])
+def test_wrong_arguments_on_two_streams(device, wrong):
+    """All three launches are refused, or a call that raises would have rotated already."""
+    error, name, change = STORE_ERRORS[wrong]
+    case = RopeCase(device, 60)
+    call = valid_call(case, "rope_store_kv") | change(case)
+    alternate = device.stream()
+    refused(case, lambda: kv.rope_store_kv(**call, alt_stream=alternate), error, name)
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_call_that_errors_start_from_is_right(device, operation):
     case = RopeCase(device, 61)
