@@ -2,7 +2,8 @@
 
 Imported only by who wants a GPU; importing it loads nothing of CuPy. The parts: `cuda_api` (what is
 called of CuPy), `cuda_launch`, `cuda_streams`, `cuda_events`, `cuda_graph`, `cuda_calls` (host
-functions), `cuda_adopt` (other libraries' streams), `cuda_memory`, `cuda_copy`, `cuda_retire`.
+functions), `cuda_adopt` (other libraries' streams), `cuda_memory`, `cuda_pinned`, `cuda_copy`,
+`cuda_batch` (copies of runs), `cuda_driver` (what CuPy lacks), `cuda_retire`.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import CaptureError, DeviceError
-from . import cuda_adopt, cuda_memory
+from ..errors import CaptureError
+from . import cuda_adopt, cuda_graph, cuda_memory, cuda_pinned
 from .cuda_api import (
-    ATTRIBUTE_MULTIPROCESSORS,
-    DISABLE_TIMING,
     SUCCESS,
     CudaApi,
     cuda_available,
     device_of_pointer,
     dlpack_stream,
+    properties,
     why_not,
 )
+from .cuda_batch import RunCopies
 from .cuda_calls import HostCalls
-from .cuda_events import Event
+from .cuda_events import Event, create_handle
 from .cuda_graph import FOREIGN, Graph
 from .cuda_launch import CudaFunction, Launcher, launch_failure
 from .cuda_retire import EventPool, RetireList
@@ -48,6 +49,7 @@ class CudaDevice:
     Attributes
     ----------
     arch : what kernels are compiled for, such as "sm_90"
+    model : what the GPU is called, such as "NVIDIA H200"
     captures : the kvcupy capture that each stream takes part in, by address
     events, retired : handles for reuse, and owners in flight
     calls : host functions
@@ -64,24 +66,16 @@ class CudaDevice:
         self.index = index
         self.name = f"cuda:{index}"
         self.api = api = CudaApi() if api is None else api
-        try:
-            count = api.runtime.getDeviceCount()
-            if index >= count:
-                raise DeviceError(f"{self.name}: there are {count} GPUs")
-            self.multiprocessors = int(
-                api.runtime.deviceGetAttribute(ATTRIBUTE_MULTIPROCESSORS, index)
-            )
-            self.arch = f"sm_{api.cupy.cuda.Device(index).compute_capability}"
-        except api.errors as error:
-            raise api.failure(self.name, error) from error
+        self.multiprocessors, self.arch, self.model = properties(api, index)
         self.captures: dict[int, Graph] = {}
-        self.events = EventPool(self._create_event)
+        self.events = EventPool(lambda timing: create_handle(self, timing))
         runtime = api.runtime
         self.retired = RetireList(
             self.events, runtime.eventRecord, lambda event: runtime.eventQuery(event) == SUCCESS
         )
         self.calls = HostCalls(self)
         self._launcher = Launcher(api, index, self.arch)
+        self._run_copies = RunCopies(self)
         self._faults: Any = None
         self._lock = threading.Lock()
 
@@ -106,8 +100,8 @@ class CudaDevice:
         return cuda_memory.zeros(self, shape, dtype)
 
     def empty_pinned(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
-        """Return uninitialised pinned memory of exact size as a NumPy array."""
-        return cuda_memory.empty_pinned(self, shape, dtype)
+        """Return pinned memory of exact size, near the GPU where known, as a NumPy array."""
+        return cuda_pinned.empty_pinned(self, shape, dtype)
 
     def asarray(self, array: np.ndarray[Any, Any]) -> Any:
         """Return a copy of a NumPy array on this device, there when the call returns."""
@@ -136,20 +130,40 @@ class CudaDevice:
         """
         cuda_memory.copy(self, dst, src, stream)
 
+    def copy_runs(
+        self,
+        dst: np.ndarray[Any, Any],
+        src: np.ndarray[Any, Any],
+        sizes: np.ndarray[Any, Any],
+        stream: Any,
+        keep: Sequence[object] = (),
+    ) -> None:
+        """Copy contiguous runs in the order of `stream`; owners in `keep` live until it is done.
+
+        Raises
+        ------
+        DeviceError, CaptureError : a copy was refused; with the run, its addresses and its bytes
+
+        Notes
+        -----
+        Capture: legal; one node a run.
+        """
+        self._run_copies.enqueue(dst, src, sizes, stream, keep)
+
     def carrier(self, view: ArrayView) -> Any:
         """Return the bytes of a view as a CuPy array of the carrier dtype, without a copy."""
         return cuda_memory.carrier(self, view)
+
+    def address(self, view: ArrayView) -> int | None:
+        """Return where kernels find a view; None in pageable memory and on another GPU."""
+        return cuda_memory.address(self, view)
 
     # --- Streams ---
 
     def stream(self, priority: int = 0) -> Stream:
         """Return a new stream, which does not synchronise with the default stream."""
         self.retired.reap()
-        try:
-            with self.current():
-                return Stream.create(self, priority)
-        except self.api.errors as error:
-            raise self.api.failure(f"stream on {self.name}", error) from error
+        return Stream.create(self, priority)
 
     def event(self, timing: bool = False) -> Event:
         """Return an event, not yet recorded."""
@@ -191,13 +205,7 @@ class CudaDevice:
 
     def capture_of(self, pointer: int) -> Graph | None:
         """Return the capture that a CUDA stream is part of, FOREIGN if kvcupy did not begin it."""
-        tracked = self.captures.get(pointer)
-        if tracked is not None:
-            return tracked
-        if not self.api.is_capturing(pointer):
-            return None
-        ours = set(self.captures.values())  # forked into the one of ours by somebody else's wait?
-        return ours.pop() if len(ours) == 1 else FOREIGN
+        return cuda_graph.capture_of(self, pointer)
 
     def retain(self, stream: Stream, keep: Sequence[object]) -> None:
         """Keep owners alive until `stream` has passed this point, or the captured graph is gone.
@@ -217,14 +225,6 @@ class CudaDevice:
             self.retired.hold(stream.pointer, held)
         except self.api.errors as error:
             raise self.api.failure(f"record in {stream!r}", error) from error
-
-    def _create_event(self, timing: bool) -> int:
-        try:
-            with self.current():
-                flags = 0 if timing else DISABLE_TIMING
-                return int(self.api.runtime.eventCreateWithFlags(flags))
-        except self.api.errors as error:
-            raise self.api.failure(f"event on {self.name}", error) from error
 
     # --- Kernels ---
 

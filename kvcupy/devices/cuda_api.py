@@ -6,11 +6,16 @@ unchecked, its other calls raise. A test without a GPU hands in an object of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from ..errors import CaptureError, DeviceError, KvcupyError
+from . import cuda_driver
 
 SUCCESS, NOT_READY = 0, 600
+NOT_SUPPORTED = 801
 CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCapture...; the driver numbers them alike
 UNJOINED = 904
 DISABLE_TIMING = 2
@@ -18,7 +23,7 @@ ATTRIBUTE_MULTIPROCESSORS = 16
 FUNCTION_STATIC_SMEM, FUNCTION_MAX_DYNAMIC_SMEM = 1, 8
 DEFAULT_SMEM_BYTES = 48 * 1024
 MEMCPY_DEFAULT = 4  # the driver tells host from device by the address
-HOST_ALLOC_PORTABLE = 1
+HOST_ALLOC_PORTABLE = HOST_REGISTER_PORTABLE = 1
 UNREGISTERED_MEMORY = 0
 
 
@@ -29,6 +34,7 @@ class CudaApi:
     ----------
     errors : the exceptions with which the two bindings report a status
     can_launch_packed : whether the driver binding takes a launch as plain integers
+    pci_devices : where the system lists the devices on its buses
     """
 
     def __init__(self) -> None:
@@ -45,6 +51,12 @@ class CudaApi:
             driver.CUDADriverError,
         )
         self.can_launch_packed = hasattr(driver, "launchKernel")
+        self.pci_devices = Path("/sys/bus/pci/devices")
+
+    @cached_property
+    def memcpy_batch(self) -> Callable[..., int] | None:
+        """The driver's batched copy (`cuda_driver.BATCH_TYPE`); None where it has none."""
+        return cuda_driver.find_batch(self.runtime.driverGetVersion())
 
     def failure(self, what: str, error: Exception) -> KvcupyError:
         """Return the kvcupy exception for a CUDA error met while doing `what`."""
@@ -96,6 +108,26 @@ def why_not() -> str:
 def cuda_available() -> bool:
     """Return whether a GPU is usable. Never raises."""
     return not why_not()
+
+
+def properties(api: CudaApi, index: int) -> tuple[int, str, str]:
+    """Return the multiprocessors of a GPU, its architecture ("sm_90") and its name.
+
+    Raises
+    ------
+    DeviceError : there is no such GPU, or it cannot be used
+    """
+    name = f"cuda:{index}"
+    try:
+        count = api.runtime.getDeviceCount()
+        if index >= count:
+            raise DeviceError(f"{name}: there are {count} GPUs")
+        multiprocessors = int(api.runtime.deviceGetAttribute(ATTRIBUTE_MULTIPROCESSORS, index))
+        arch = f"sm_{api.cupy.cuda.Device(index).compute_capability}"
+        model = api.runtime.getDeviceProperties(index)["name"]
+    except api.errors as error:
+        raise api.failure(name, error) from error
+    return multiprocessors, arch, model.decode() if isinstance(model, bytes) else str(model)
 
 
 def device_of_pointer(pointer: int) -> int:

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CaptureError
+from .cuda_api import DISABLE_TIMING
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -69,6 +70,10 @@ class Event:
             raise api.failure("waiting for an event", error) from error
         self.device.calls.raise_failures(self._stream)
 
+    def error(self) -> BaseException | None:
+        """Return None: a failure on a GPU ends all work there, and every later call raises."""
+        return None
+
     def elapsed_us(self, since: Any) -> float:
         """Return the microseconds from `since` to this event, waiting for both.
 
@@ -94,3 +99,13 @@ class Event:
     def _refuse_captured(self) -> None:
         if self._capture is not None and self._capture.open:
             raise CaptureError("an event recorded in a capture cannot be waited for by the host")
+
+
+def create_handle(device: CudaDevice, timing: bool) -> int:
+    """Return a new CUDA event."""
+    try:
+        with device.current():
+            flags = 0 if timing else DISABLE_TIMING
+            return int(device.api.runtime.eventCreateWithFlags(flags))
+    except device.api.errors as error:
+        raise device.api.failure(f"event on {device.name}", error) from error

@@ -121,3 +121,14 @@ class Graph:
 
 FOREIGN = Graph(None)
 """Stands for a capture that another library began; whoever did keeps its arrays alive."""
+
+
+def capture_of(device: CudaDevice, pointer: int) -> Graph | None:
+    """Return the capture that a CUDA stream is part of, FOREIGN if kvcupy did not begin it."""
+    tracked = device.captures.get(pointer)
+    if tracked is not None:
+        return tracked
+    if not device.api.is_capturing(pointer):
+        return None
+    ours = set(device.captures.values())  # forked into the one of ours by somebody else's wait?
+    return ours.pop() if len(ours) == 1 else FOREIGN

@@ -1,4 +1,4 @@
-"""Memory of a GPU, and pinned memory of the host, as the arrays that users see."""
+"""Memory of a GPU as the arrays that users see, and copies between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from .. import arrays, dtypes, exporters, observe
 from ..errors import CaptureError, KvcupyError
 from . import cuda_copy
-from .cuda_api import HOST_ALLOC_PORTABLE, MEMCPY_DEFAULT, UNREGISTERED_MEMORY
+from .cuda_api import MEMCPY_DEFAULT, UNREGISTERED_MEMORY
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -59,19 +59,6 @@ def to_numpy(device: CudaDevice, array: Any) -> np.ndarray[Any, Any]:
     except device.api.errors as error:
         raise device.api.failure(f"to_numpy on {device.name}", error) from error
     return host.view(dtype)
-
-
-def empty_pinned(device: CudaDevice, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
-    """Return uninitialised pinned memory of exactly the bytes asked for, for every GPU."""
-    wanted = dtypes.numpy_dtype(dtype)
-    shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(int(n) for n in shape)
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * wanted.itemsize
-    try:
-        with device.current():
-            memory = device.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), HOST_ALLOC_PORTABLE)
-    except device.api.errors as error:
-        raise device.api.failure(f"{num_bytes} bytes of pinned memory", error) from error
-    return arrays.pinned_at(memory, memory.ptr, shape, wanted)
 
 
 def fault_record(device: CudaDevice) -> Any:
@@ -132,7 +119,16 @@ def device_address(device: CudaDevice, view: arrays.ArrayView) -> int | None:
     if view.device != "host":
         return None
     attributes = device.api.runtime.pointerGetAttributes(view.pointer)
-    return None if attributes.type == UNREGISTERED_MEMORY else int(attributes.devicePointer)
+    return None if attributes.type == UNREGISTERED_MEMORY else attributes.devicePointer or None
+
+
+def address(device: CudaDevice, view: arrays.ArrayView) -> int | None:
+    """Return the same as `device_address`, as a call that stands by itself."""
+    try:
+        with device.current():
+            return device_address(device, view)
+    except device.api.errors as error:
+        raise device.api.failure(f"address of {view!r} on {device.name}", error) from error
 
 
 def _enqueue_copy(

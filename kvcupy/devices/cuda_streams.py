@@ -72,7 +72,11 @@ class Stream:
     @classmethod
     def create(cls, device: CudaDevice, priority: int) -> Stream:
         """Return a new stream that does not synchronise with the default stream."""
-        made = device.api.cupy.cuda.Stream(non_blocking=True, priority=priority)
+        try:
+            with device.current():
+                made = device.api.cupy.cuda.Stream(non_blocking=True, priority=priority)
+        except device.api.errors as error:
+            raise device.api.failure(f"stream on {device.name}", error) from error
         name = f"stream {next(cls._numbers)}"
         return cls(device, made.ptr, cupy_stream=made, name=name, priority=priority)
 

@@ -8,7 +8,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from .. import arrays, dtypes, observe
 from ..errors import CaptureError, CompileError, DeviceError
 from ..exporters import view as as_view
 from ..kernels import Specialisation
-from . import cxx
+from . import cxx, host_copy
 from .host_events import HostEvent
+from .host_model import processor_name
 from .host_streams import HostStream, InlineStream
 
 # Config of kernels_src/host/runner.h: grid, block, smem_bytes, max_workers, seed, run_together.
@@ -73,6 +74,11 @@ class HostDevice:
     def __repr__(self) -> str:
         return "<kvcupy device host>"
 
+    @cached_property
+    def model(self) -> str:
+        """What the processor is called."""
+        return processor_name()
+
     # --- Memory ---
 
     def empty(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
@@ -124,8 +130,23 @@ class HostDevice:
             lambda: observe.Operation(
                 "copy", on, reads=(observe.Access(of),), writes=(observe.Access(to),)
             ),
-            lambda: on.enqueue(lambda: _copy(target, source)),
+            lambda: on.enqueue(lambda: host_copy.copy_array(target, source)),
         )
+
+    def copy_runs(
+        self,
+        dst: np.ndarray[Any, Any],
+        src: np.ndarray[Any, Any],
+        sizes: np.ndarray[Any, Any],
+        stream: Any,
+        keep: Sequence[object] = (),
+    ) -> None:
+        """Copy contiguous runs one by one in the order of `stream`; `keep` lives until done."""
+        self.run(host_copy.copy_of_runs(dst, src, sizes), stream, keep)
+
+    def address(self, view: arrays.ArrayView) -> int | None:
+        """Return where kernels find a view; None for memory of a GPU."""
+        return view.pointer if view.device == "host" else None
 
     # --- Streams ---
 
@@ -226,13 +247,6 @@ def _allocate(make: Callable[..., Any], shape: Any, dtype: Any) -> np.ndarray[An
     raw: np.ndarray[Any, Any] = make(num_bytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + num_bytes].view(wanted).reshape(shape)
-
-
-def _copy(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
-    if target.flags.c_contiguous and source.flags.c_contiguous:
-        ctypes.memmove(target.ctypes.data, source.ctypes.data, target.nbytes)
-    else:
-        np.copyto(target, source)
 
 
 @cache

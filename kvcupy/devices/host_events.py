@@ -75,6 +75,20 @@ class HostEvent:
             if self._marker.failure is not None:
                 self._marker.failure.surface()
 
+    def error(self) -> BaseException | None:
+        """Return what work before the point failed with, even where that has surfaced already.
+
+        Work behind a failure is skipped, so whoever waits for it must be able to tell.
+
+        Returns
+        -------
+        None while the stream has not passed the point, and where nothing failed; never waits
+        """
+        marker = self._marker
+        if self._captured is not None or marker is None or not marker.passed.is_set():
+            return None
+        return None if marker.failure is None else marker.failure.error
+
     def elapsed_us(self, since: Any) -> float:
         """Return the microseconds from `since` to this event, waiting for both.
 

@@ -25,6 +25,9 @@ class Event(Protocol):
     def done(self) -> bool: ...
     def synchronize(self) -> None: ...
     def elapsed_us(self, since: Any) -> float: ...
+    def error(self) -> BaseException | None:
+        """Return the failure of work before this point, even one that has surfaced already; None
+        while the point has not passed, and always on a GPU. Never waits."""
 
 
 class Graph(Protocol):
@@ -59,6 +62,8 @@ class Device(Protocol):
     def name(self) -> str: ...  # "host", "cuda:0"
     @property
     def kind(self) -> str: ...  # "host" or "cuda"
+    @property
+    def model(self) -> str: ...  # "NVIDIA H200", or the processor's: measurements are kept by it
     @property
     def multiprocessors(self) -> int: ...  # blocks wanted at least, to use all of the device
     @property
@@ -98,6 +103,21 @@ class Device(Protocol):
         self, function: Callable[[], object], stream: Stream, keep: Sequence[object] = ()
     ) -> None:
         """Run array expressions in the order of `stream` (the fallback of an operation)."""
+
+    def copy_runs(
+        self,
+        dst: np.ndarray[Any, Any],  # uint64, (runs,), addresses as in ArrayView.pointer
+        src: np.ndarray[Any, Any],  # likewise
+        sizes: np.ndarray[Any, Any],  # uint64, (runs,), bytes; zero is allowed
+        stream: Stream,
+        keep: Sequence[object] = (),  # owners that must outlive the copies
+    ) -> None:
+        """Copy contiguous runs in the order of `stream`. They must not overlap. The three arrays
+        are read before the call returns."""
+
+    def address(self, view: ArrayView) -> int | None:
+        """Return where kernels of this device find the first element of `view`; None if they
+        cannot reach it."""
 
     def carrier(self, view: ArrayView) -> Any:
         """Return the bytes of `view` as this device's own array (NumPy or CuPy), same shape and

@@ -7,6 +7,7 @@ streams answer "not ready". Streams follow the rules of capture and CUDA's way o
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from kvcupy.arrays import array_at
+from kvcupy.devices.cuda_driver import BATCH_TYPE, find_batch
 
 ILLEGAL, UNSUPPORTED, INVALIDATED, UNJOINED, ISOLATION, CAPTURED_EVENT = (
     700,
@@ -57,6 +59,12 @@ class Runtime:
         self.priorities = {}
         self.calls = []  # host functions of captures
         self.memory_type = 1
+        self.driver_version = 12040
+        self.bus_id = "0000:3B:00.0"
+        self.refused_copies = {}  # destination -> status
+        self.refused_registration = 0
+        self.refused_unregistration = 0
+        self.registered = {}  # address -> bytes
 
     def check_status(self, status):
         if status:
@@ -78,6 +86,16 @@ class Runtime:
 
     def deviceGetAttribute(self, attribute, index):
         return {16: 132}[attribute]
+
+    def getDeviceProperties(self, index):
+        return {"name": b"NVIDIA H200", "totalGlobalMem": 1}
+
+    def driverGetVersion(self):
+        return self.driver_version
+
+    def deviceGetPCIBusId(self, index):
+        self.check_status(0 if self.bus_id else 1)
+        return self.bus_id
 
     def deviceSynchronize(self):
         self.check_status(UNSUPPORTED if self.capturing else self.fault)
@@ -166,8 +184,9 @@ class Runtime:
 
     # Memory.
     def memcpyAsync(self, dst, src, size, kind, stream):
-        self.log.append(("copy", size, stream))
-        self.check_status(self.fault)
+        assert kind == 4, "host or device: the driver tells by the address"
+        self.log.append(("copy", size, stream, dst, src))
+        self.check_status(self.fault or self.refused_copies.get(dst, 0))
         ctypes.memmove(dst, src, size)
 
     def memcpy2DAsync(self, dst, dst_pitch, src, src_pitch, width, height, kind, stream):
@@ -179,7 +198,20 @@ class Runtime:
     def memsetAsync(self, pointer, value, size, stream):
         ctypes.memset(pointer, value, size)
 
+    def hostRegister(self, pointer, size, flags):
+        self.log.append(("register", pointer, size, flags))
+        self.check_status(self.refused_registration)
+        assert pointer not in self.registered
+        ctypes.memset(pointer, 0x5A, size)  # a crash if any of it were not mapped
+        self.registered[pointer] = size
+
+    def hostUnregister(self, pointer):
+        self.log.append(("unregister", pointer, self.current))
+        self.check_status(self.refused_unregistration)
+        ctypes.memset(pointer, 0xA5, self.registered.pop(pointer))  # likewise
+
     def pointerGetAttributes(self, pointer):
+        self.check_status(self.fault)
         return SimpleNamespace(type=self.memory_type, devicePointer=pointer, device=0)
 
 
@@ -192,6 +224,9 @@ class Driver:
         self.attributes = []
         self.params_bytes = {}
         self.error = None
+
+    def check_status(self, status):
+        self.runtime.check_status(status)
 
     def launchKernel(self, function, *numbers):
         *shape, smem, stream, arguments, extra = numbers
@@ -210,6 +245,44 @@ class Driver:
         self.attributes.append((function, attribute, value))
 
 
+class BatchDriver:
+    """libcuda.so.1 as far as batched copies go. The function that it gives out is called through C.
+
+    `calls` has every call: (dst, src, sizes), the attributes as the header lays them out, the
+    indices from which they hold, and the stream. It copies unless it is told to fail.
+    """
+
+    def __init__(self, names=("cuGetProcAddress_v2", "cuGetProcAddress"), found=0):
+        self.asked = []
+        self.calls = []
+        self.status, self.fail_index = 0, None
+        self._found = found
+        self._entry = BATCH_TYPE(self._copy)
+        for name in names:
+            setattr(self, name, functools.partial(self._look_up, name))
+
+    def _look_up(self, how, name, address, version, flags, found=None):
+        assert (found is None) == (how == "cuGetProcAddress")
+        self.asked.append((how, name, version, flags.value))
+        if found is not None:
+            found._obj.value = self._found
+        if self._found != 1:  # there, though perhaps not for the version that was asked for
+            address._obj.value = ctypes.cast(self._entry, ctypes.c_void_p).value
+        return 0
+
+    def _copy(self, dst, src, sizes, count, attributes, starts, num_attributes, failed, stream):
+        numbers = (ctypes.c_uint64 * count).from_address
+        runs = tuple(list(numbers(address)) for address in (dst, src, sizes))
+        fields = list((ctypes.c_int32 * (6 * num_attributes)).from_address(attributes))
+        where = list((ctypes.c_size_t * num_attributes).from_address(starts))
+        self.calls.append((runs, fields, where, stream))
+        if self.fail_index is not None:
+            ctypes.c_size_t.from_address(failed).value = self.fail_index
+        for run in zip(*runs, strict=True) if not self.status else ():
+            ctypes.memmove(*run)
+        return self.status
+
+
 class Memory:
     def __init__(self, size):
         self.bytes = (ctypes.c_char * max(size, 1))()
@@ -224,6 +297,8 @@ class FakeApi:
         self.driver = Driver(runtime)
         self.errors = (CudaError,)
         self.can_launch_packed = packed
+        self.pci_devices = Path("/nowhere")
+        self.library = BatchDriver()
         self.currents = {}
         self.entered = []
         self.graphs = []
@@ -302,6 +377,10 @@ class FakeApi:
             ),
             ndarray=ndarray, empty=np.empty, zeros=np.zeros, array=np.array,
         )  # fmt: skip
+
+    @property
+    def memcpy_batch(self):
+        return find_batch(self.runtime.driver_version, self.library)
 
     def install(self, monkeypatch):
         """Let `CudaApi` use these fakes and keep its own logic."""

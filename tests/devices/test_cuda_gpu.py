@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -15,6 +17,8 @@ import kvcupy as kv
 from kvcupy import dtypes, exporters
 from kvcupy.arrays import is_pinned
 from kvcupy.devices import nvrtc
+from kvcupy.devices.cuda_pinned import RegisteredPages, numa_node
+from kvcupy.devices.cuda_streams import Stream
 from kvcupy.kernels import Kernel
 
 pytestmark = pytest.mark.gpu
@@ -362,6 +366,272 @@ def test_arrays_of_every_format_go_there_and_back(device, name):
     assert not device.to_numpy(device.zeros((4, 6), name)).view(np.uint8).any()
 
 
+def resident_bytes():
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) * 1024
+
+
+def owner_of(array):
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return array.owner
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4095, 4097, (5 << 20) + 1])
+def test_pinned_memory_is_reached_by_the_gpu_and_let_go(device, cupy, num_bytes):
+    """Registered pages where the GPU's node is known, else CUDA's own: alike from outside."""
+    array = device.empty_pinned(num_bytes, "int8")
+    view = exporters.view(array)
+    assert (array.nbytes, view.pinned) == (num_bytes, True)
+    assert (
+        device.address(view) == cupy.cuda.runtime.pointerGetAttributes(view.pointer).devicePointer
+    )
+    array[...] = np.arange(num_bytes) % 100
+    stream = device.stream()
+    with stream.cupy:
+        device.carrier(view)[...] += 1  # a kernel reads and writes it
+    stream.synchronize()
+    np.testing.assert_array_equal(array, np.arange(num_bytes) % 100 + 1)
+    gone = weakref.ref(array)
+    pointer, registered = view.pointer, isinstance(owner_of(array), RegisteredPages)
+    del array, view
+    device.synchronize()
+    gc.collect()
+    assert gone() is None
+    if registered:
+        assert cupy.cuda.runtime.pointerGetAttributes(pointer).type == 0
+
+
+def test_pinned_memory_takes_no_more_than_it_holds(device):
+    device.empty_pinned(1 << 20, "int8")
+    num_bytes = (257 << 20) + 1  # to a power of two it would be 512 MiB
+    before = resident_bytes()
+    array = device.empty_pinned(num_bytes, "int8")
+    array[...] = 1
+    taken = resident_bytes() - before
+    assert taken < num_bytes + (32 << 20)
+    del array
+    gc.collect()
+    assert resident_bytes() < before + (32 << 20)
+
+
+def test_pinned_memory_lies_where_the_gpu_is(device):
+    node, maps = numa_node(device), Path("/proc/self/numa_maps")
+    if node is None or not maps.exists():
+        pytest.skip("the system does not say where the GPU is, or where pages are")
+    array = device.empty_pinned(64 << 20, "int8")
+    array[...] = 1
+    start = f"{array.ctypes.data:x} "
+    lines = [line for line in maps.read_text().splitlines() if line.startswith(start)]
+    if not lines or "prefer" not in lines[0]:
+        pytest.skip("the pages are CUDA's own, or the system does not take wishes for nodes")
+    pages = {f.split("=")[0]: int(f.split("=")[1]) for f in lines[0].split() if f[0] == "N"}
+    assert pages[f"N{node}"] > 0.9 * sum(pages.values())
+
+
+def test_the_model_and_the_addresses(device, cupy):
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"]
+    assert device.model == name.decode()
+    own, pageable = exporters.view(device.zeros(8, "fp32")), exporters.view(np.zeros(8))
+    assert device.address(own) == own.pointer
+    assert device.address(pageable) is None
+
+
+# --- Runs ---
+
+
+class Runs:
+    """Pieces of one array to be copied to another, in any order, with gaps that stay as they are.
+
+    `count` runs of different sizes, one of them empty, each in a slot of 4 KiB of its own.
+    """
+
+    SLOT_BYTES = 4096
+
+    def __init__(self, device, to, of, count):
+        random = np.random.default_rng(count)
+        self.device, self.count = device, count
+        self.values = random.integers(0, 256, (count, self.SLOT_BYTES), np.uint8)
+        self.dst = self._place(to, np.full_like(self.values, 0xEE))
+        self.src = self._place(of, self.values)
+        self.order = random.permutation(count)
+        self.sizes = random.integers(1, self.SLOT_BYTES + 1, count).astype(np.uint64)
+        self.sizes[count // 2] = 0
+
+    def _place(self, where, content):
+        if where == "device":
+            return self.device.asarray(content)
+        made = np.empty_like(content)
+        if where == "pinned":
+            made = self.device.empty_pinned(content.shape, "uint8")
+        made[...] = content
+        return made
+
+    @property
+    def arrays(self):
+        slots = np.arange(self.count, dtype=np.uint64) * self.SLOT_BYTES
+        to = np.uint64(exporters.view(self.dst).pointer) + slots[self.order]
+        return to, np.uint64(exporters.view(self.src).pointer) + slots, self.sizes
+
+    def enqueue(self, stream):
+        self.device.copy_runs(*self.arrays, stream, (self.dst, self.src))
+
+    def check(self):
+        expected = np.full_like(self.values, 0xEE)
+        for row, to, size in zip(self.values, self.order, self.sizes, strict=True):
+            expected[to, : int(size)] = row[: int(size)]
+        got = self.dst if isinstance(self.dst, np.ndarray) else self.device.to_numpy(self.dst)
+        np.testing.assert_array_equal(got, expected)
+
+
+SIDES = ["device pinned", "pinned device", "device device", "pinned pinned",
+         "device pageable", "pageable device"]  # fmt: skip
+
+
+@pytest.fixture
+def batches(device, monkeypatch):
+    """How many runs each batch had."""
+    really, counts = device.api.memcpy_batch, []
+
+    def counted(dst, src, sizes, count, *others):
+        counts.append(count)
+        return really(dst, src, sizes, count, *others)
+
+    if really is not None:
+        monkeypatch.setitem(vars(device.api), "memcpy_batch", counted)
+    return counts
+
+
+def test_a_driver_of_12_8_has_batches(device):
+    version = device.api.runtime.driverGetVersion()
+    assert (device.api.memcpy_batch is not None) == (version >= 12080)
+
+
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("count", [2, 7, 3000])
+def test_runs_are_copied_exactly(device, batches, sides, count):
+    runs, stream = Runs(device, *sides.split(), count), device.stream()
+    runs.enqueue(stream)
+    stream.synchronize()
+    runs.check()
+    if count > 2 and device.api.memcpy_batch is not None:
+        assert batches == [count - 1]  # one is empty
+
+
+@pytest.mark.parametrize("sides", SIDES)
+def test_runs_are_copied_one_by_one_where_there_is_no_batch(device, monkeypatch, sides):
+    monkeypatch.setitem(vars(device.api), "memcpy_batch", None)
+    runs, stream = Runs(device, *sides.split(), 50), device.stream()
+    runs.enqueue(stream)
+    stream.synchronize()
+    runs.check()
+
+
+@pytest.mark.parametrize("pointer", [0, 1, 2])
+def test_runs_on_the_default_streams(device, batches, pointer):
+    """The driver refuses batches on the legacy one, by either name, but not on the thread's own."""
+    runs, stream = Runs(device, "device", "pinned", 20), Stream(device, pointer)
+    runs.enqueue(stream)
+    stream.synchronize()
+    runs.check()
+    if device.api.memcpy_batch is not None:
+        assert len(batches) == (pointer == 2)
+
+
+def test_a_thread_that_never_used_cuda_can_copy_runs(device):
+    runs, stream, failures = Runs(device, "device", "pinned", 20), device.stream(), []
+
+    def work():
+        try:
+            runs.enqueue(stream)
+            stream.synchronize()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert failures == []
+    runs.check()
+
+
+def test_runs_wait_their_turn_and_do_not_block(device, delay):
+    out, stream = Runs(device, "pinned", "device", 500), device.stream()
+    Runs(device, "pinned", "device", 500).enqueue(stream)  # what takes time at the first use only
+    device.synchronize()
+    delay(stream)
+    started = time.perf_counter()
+    out.enqueue(stream)
+    assert time.perf_counter() - started < 0.05
+    assert not stream.done()
+    assert (out.dst == 0xEE).all()
+    stream.synchronize()
+    out.check()
+
+
+def test_runs_read_their_source_when_the_stream_gets_there(device, load, delay):
+    """What a kernel before them writes is what they copy."""
+    source, out = device.asarray(np.ones(256, np.float32)), device.empty_pinned(256, "fp32")
+    middle, stream = device.zeros(256, "fp32"), device.stream()
+    out[...] = 0
+    delay(stream)
+    scale(device, load("scale"), middle, source, 6.0, stream)
+    halves = np.array([0, 512], np.uint64)
+    to, of = (np.uint64(exporters.view(a).pointer) + halves for a in (out, middle))
+    device.copy_runs(to, of, np.full(2, 512, np.uint64), stream, (out, middle))
+    stream.synchronize()
+    np.testing.assert_array_equal(out, 6.0)
+
+
+def test_runs_keep_their_arrays_until_they_are_done(device, cupy, delay):
+    runs, stream = Runs(device, "pinned", "device", 20), device.stream()
+    delay(stream)
+    runs.enqueue(stream)
+    runs.src = None
+    gc.collect()
+    for _ in range(4):
+        cupy.full(runs.values.shape, 0x99, cupy.uint8)
+    stream.synchronize()
+    runs.check()
+
+
+def test_captured_runs_are_copied_at_each_replay(device, batches):
+    runs, stream = Runs(device, "pinned", "pinned", 20), device.stream()
+    with stream.capture() as graph:
+        runs.enqueue(stream)
+    assert (runs.dst == 0xEE).all()
+    for value in (3, 4):
+        runs.values[...] = value
+        runs.src[...] = value
+        graph.launch(stream)
+        stream.synchronize()
+        runs.check()
+    assert batches == []
+
+
+def test_a_refused_run_is_a_device_error():
+    """In a process of its own, for the device may be lost afterwards."""
+    done = in_a_process_of_its_own("""
+import numpy as np
+import kvcupy as kv
+from kvcupy import exporters
+
+device = kv.device("cuda:0")
+array, stream = device.zeros((20, 64), "fp32"), device.stream()
+rows = np.uint64(exporters.view(array).pointer) + np.arange(20, dtype=np.uint64) * 256
+to, of, sizes = rows[:10].copy(), rows[10:], np.full(10, 256, np.uint64)
+to[3] = 64  # no address of anything
+try:
+    device.copy_runs(to, of, sizes, stream, (array,))
+    stream.synchronize()
+except kv.DeviceError as error:
+    print("raised", error)
+""")
+    assert done.stdout.startswith("raised"), done.stderr
+    if ", run " in done.stdout:  # the driver need not say which
+        assert ", run 3: 256 bytes" in done.stdout
+
+
 def test_pinned_memory_is_pinned_and_not_rounded_up(device, cupy):
     array = device.empty_pinned((5 << 20) + 1, "int8")
     assert is_pinned(array)
@@ -415,12 +685,13 @@ def test_copies_with_pinned_memory_do_not_block(device, delay):
     stream.synchronize()
 
 
+def in_a_process_of_its_own(program):
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
 def test_a_fault_on_the_device_surfaces_everywhere():
     """In a process of its own, for the device is lost afterwards."""
-    import subprocess
-    import sys
-
-    program = f"""
+    done = in_a_process_of_its_own(f"""
 import numpy as np
 import kvcupy as kv
 from pathlib import Path
@@ -444,6 +715,5 @@ for ask in (stream.synchronize, stream.done, device.synchronize):
     else:
         raise SystemExit(f"{{ask}} did not raise")
 print("all raised")
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+""")
     assert "all raised" in done.stdout, done.stderr

@@ -1,0 +1,91 @@
+"""Page-locked host memory: of exact size, and on the side of the machine where its GPU is."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import arrays, dtypes
+from . import host_pages
+from .cuda_api import HOST_ALLOC_PORTABLE, HOST_REGISTER_PORTABLE
+
+if TYPE_CHECKING:
+    from .cuda import CudaDevice
+
+
+class RegisteredPages:
+    """Pages that CUDA has locked. When this object goes they are unlocked, then given back.
+
+    Attributes
+    ----------
+    ptr : their address
+    num_bytes : whole pages
+    """
+
+    __slots__ = ("__weakref__", "num_bytes", "ptr")
+
+    def __init__(self, device: CudaDevice, ptr: int, num_bytes: int) -> None:
+        self.ptr = ptr
+        self.num_bytes = num_bytes
+        release = weakref.finalize(self, _release, device, ptr, num_bytes)
+        release.atexit = False  # CUDA may be gone before, and the system takes the pages back
+
+
+def empty_pinned(device: CudaDevice, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
+    """Return uninitialised pinned memory of exactly the bytes asked for, for every GPU."""
+    wanted = dtypes.numpy_dtype(dtype)
+    shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(int(n) for n in shape)
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * wanted.itemsize
+    memory = _near_the_gpu(device, num_bytes)
+    if memory is None:
+        try:
+            with device.current():
+                memory = device.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), HOST_ALLOC_PORTABLE)
+        except device.api.errors as error:
+            raise device.api.failure(f"{num_bytes} bytes of pinned memory", error) from error
+    return arrays.pinned_at(memory, memory.ptr, shape, wanted)
+
+
+def numa_node(device: CudaDevice) -> int | None:
+    """Return the NUMA node that the GPU is attached to; None if it is not known."""
+    api = device.api
+    try:
+        bus_id = api.runtime.deviceGetPCIBusId(device.index)
+    except api.errors:  # it has no address that it would tell, as a GPU passed through may not
+        return None
+    return host_pages.node_of_pci_device(bus_id, api.pci_devices)
+
+
+def _near_the_gpu(device: CudaDevice, num_bytes: int) -> Any:
+    """Return registered pages, or None where CUDA's own allocation is what is left.
+
+    CUDA allocates on the node of the calling thread, which may be the far one.
+    """
+    if num_bytes < host_pages.PAGE_BYTES:
+        return None
+    node = numa_node(device)
+    if node is None:
+        return None
+    try:
+        pointer, mapped_bytes = host_pages.map_pages(num_bytes)
+    except OSError:
+        return None
+    host_pages.prefer_node(pointer, mapped_bytes, node)  # else they come from where they may
+    try:
+        with device.current():
+            device.api.runtime.hostRegister(pointer, mapped_bytes, HOST_REGISTER_PORTABLE)
+    except device.api.errors:  # the process may not lock that much by itself; the driver may
+        host_pages.unmap(pointer, mapped_bytes)
+        return None
+    return RegisteredPages(device, pointer, mapped_bytes)
+
+
+def _release(device: CudaDevice, pointer: int, num_bytes: int) -> None:
+    try:
+        with device.current():
+            device.api.runtime.hostUnregister(pointer)
+    except device.api.errors:  # locked as before, so a GPU may reach them: they stay
+        return
+    host_pages.unmap(pointer, num_bytes)

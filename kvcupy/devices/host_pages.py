@@ -1,0 +1,86 @@
+"""Anonymous pages of host memory, of exact size and near a chosen processor."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import platform
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PAGE_BYTES = mmap.PAGESIZE
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MBIND = {"x86_64": 237, "aarch64": 235}  # the C library has no function for this system call
+_MPOL_PREFERRED = 1
+_LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+def map_pages(num_bytes: int) -> tuple[int, int]:
+    """Map fresh pages that nothing shares; return their address and their bytes.
+
+    Parameters
+    ----------
+    num_bytes : at least one; rounded up to whole pages
+
+    Raises
+    ------
+    OSError : the system has no room for them
+
+    Notes
+    -----
+    They stay until `unmap`. A Python mmap would go when the interpreter does, while a thread or a
+    GPU may still be at work in it.
+    """
+    rounded = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    address = _libc().mmap(None, rounded, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    if address is None or address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), f"mapping {rounded} bytes")
+    return int(address), rounded
+
+
+def unmap(address: int, num_bytes: int) -> None:
+    """Give pages back. The address must not be used again."""
+    _libc().munmap(address, num_bytes)
+
+
+def prefer_node(address: int, num_bytes: int, node: int) -> bool:
+    """Wish for untouched pages to be taken from a NUMA node; return whether the wish was heard."""
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return False
+    words = node // _LONG_BITS + 1
+    mask = (ctypes.c_ulong * words)()
+    mask[node // _LONG_BITS] = 1 << node % _LONG_BITS
+    bits = words * _LONG_BITS + 1  # the kernel takes one off
+    arguments = (number, address, num_bytes, _MPOL_PREFERRED, ctypes.addressof(mask), bits, 0)
+    return bool(_libc().syscall(*(ctypes.c_long(a) for a in arguments)) == 0)
+
+
+def node_of_pci_device(bus_id: str, pci_devices: Path) -> int | None:
+    """Return the NUMA node that a PCI device is attached to; None if the system does not say.
+
+    Parameters
+    ----------
+    bus_id : such as "0000:3B:00.0"
+    pci_devices : the folder where the system lists them
+    """
+    try:
+        node = int((pci_devices / bus_id.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+    )  # fmt: skip
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.syscall.restype = ctypes.c_long
+    return libc
