@@ -51,6 +51,25 @@ struct WordOf<32> {
 template <int kBytes>
 using Word = typename WordOf<kBytes>::type;
 
+// Access to what is not needed again soon: the first to leave the caches.
+template <typename T>
+__device__ __forceinline__ T load_streaming(const T* source) {
+#ifdef __CUDACC__
+  return __ldcs(source);
+#else
+  return *source;
+#endif
+}
+
+template <typename T>
+__device__ __forceinline__ void store_streaming(T* target, const T& value) {
+#ifdef __CUDACC__
+  __stcs(target, value);
+#else
+  *target = value;
+#endif
+}
+
 // `kCount` values of T that are loaded and stored in the widest words.
 template <typename T, int kCount>
 struct Pack {

@@ -4,9 +4,12 @@ Importing this touches no device, imports neither CuPy nor torch, and compiles n
 """
 
 from .arrays import ArrayView
+from .cache.engine import TransferEngine
+from .cache.pages import PageAllocator
+from .cache.pool import KVPool, MLAPool
 from .config import config
 from .devices import default_device, device
-from .errors import CaptureError, CompileError, DeviceError, IndexFault, KvcupyError
+from .errors import CacheFull, CaptureError, CompileError, DeviceError, IndexFault, KvcupyError
 from .exporters import view_as
 from .faults import check_faults
 from .ops.gather import gather_kv
@@ -15,6 +18,7 @@ from .ops.pages import copy_pages
 from .ops.rope import apply_rope, rope_store_kv, rope_store_mla
 from .ops.rope_table import rope_table
 from .ops.store import store_kv, store_mla
+from .ops.transfer import transfer_pages
 from .streams import fork, join, keep_alive
 from .timeline import timeline
 
@@ -22,11 +26,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArrayView",
+    "CacheFull",
     "CaptureError",
     "CompileError",
     "DeviceError",
     "IndexFault",
+    "KVPool",
     "KvcupyError",
+    "MLAPool",
+    "PageAllocator",
+    "TransferEngine",
     "apply_rope",
     "check_faults",
     "config",
@@ -46,5 +55,6 @@ __all__ = [
     "store_kv",
     "store_mla",
     "timeline",
+    "transfer_pages",
     "view_as",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `python -m kvcupy doctor | compile | bench | demo`."""
+"""The command line: `python -m kvcupy doctor | compile | calibrate | bench | demo`."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="with NVRTC, and fail on warnings, spills and too many registers",
     )
+    calibrating = commands.add_parser(
+        "calibrate",
+        help="measure which way of a transfer is the fastest here",
+        description='Measure kernels against the copy engine, and keep what method="auto" goes by.',
+    )
+    calibrating.add_argument("--device", help="such as cuda:1; by default the first GPU, or host")
+    calibrating.add_argument("--quick", action="store_true", help="a coarse grid, in seconds")
     for name, (_, purpose) in _SCRIPTS.items():
         commands.add_parser(name, help=purpose, add_help=False)
     options, rest = parser.parse_known_args(arguments)
@@ -53,6 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from . import doctor
 
         return doctor.main()
+    if options.command == "calibrate":
+        from . import calibrate
+
+        return calibrate.main(options.device, quick=options.quick)
     return _compile(options)
 
 

@@ -34,6 +34,8 @@ REGISTER_BUDGET: dict[str, int] = {
     "gather_convert": 64,
     "copy_pages": 64,
     "slot_mapping": 64,
+    "transfer_copy": 128,  # a bounded grid: what counts is what one thread has in flight
+    "transfer_convert": 64,
 }
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")

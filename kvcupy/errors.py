@@ -25,3 +25,7 @@ class IndexFault(KvcupyError):
 
 class CaptureError(KvcupyError):
     """A call that is illegal while its stream is being captured into a graph."""
+
+
+class CacheFull(KvcupyError):
+    """There are not as many free pages as were asked for."""

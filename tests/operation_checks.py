@@ -12,6 +12,7 @@ from gather_cases import GatherCase
 from helpers import Case, from_values
 from page_cases import IndexCase, PagesCase, poisoned_table
 from rope_cases import RopeCase
+from transfer_cases import TransferCase
 
 import kvcupy as kv
 from kvcupy import reference
@@ -300,7 +301,56 @@ def check_slot_mapping(device):
     return case
 
 
+PAIRS = ([8, -1, 0, 5, 9, 3, 7, 2], [1, 6, 12, -4, 2, 13, 5, 0])
+"""Pages of nine onto pages of thirteen; the last of either, skipped ones, and some past the end."""
+
+
+def check_transfer(device):
+    """Short rows in any order of axes, some layers, scales that go along."""
+    case = TransferCase(device, 24)
+    pools = {"fmt": "fp8_e4m3", "layers": 5, "page_size": 8, "heads": 8,
+             "widths": (80, 48), "scales": True}  # fmt: skip
+    src = case.pool("layer_first", **pools)
+    dst = case.pool("page_head", pages=13, placement="pinned", **pools)
+    case.transfer(src, dst, *PAIRS, layers=[1, 3], method="kernel")
+    return case
+
+
+def check_transfer_of_a_few_short_rows(device):
+    """Fewer rows than threads that could have them, of pages that all exist."""
+    case = TransferCase(device, 25)
+    src, dst = (case.pool(layout, pages=13) for layout in ("page_first", "layer_first"))
+    case.transfer(src, dst, [3, 12], [12, 0], method="kernel")
+    return case
+
+
+def check_transfer_of_long_rows(device):
+    """Rows of several pieces, the last of them not whole, V the longer."""
+    case = TransferCase(device, 26)
+    pools = {"widths": (603, 1003), "fmt": "fp16", "page_size": 3}
+    src, dst = case.pool("page_first", **pools), case.pool("page_first_direct", pages=13, **pools)
+    case.transfer(src, dst, *PAIRS, method="kernel")
+    return case
+
+
+def check_transfer_converts(device):
+    """Into a quantised pool, with the scales of every row, and out of another."""
+    case = TransferCase(device, 27)
+    near = case.pool("layer_first", "bf16", widths=(24, 17), content=case.values)
+    far = case.pool("page_first", "int8", widths=(24, 17), scales=True, pages=13)
+    case.transfer(near, far, *PAIRS, method="kernel", convert=True)
+    wide = case.pool("page_head", "fp8_e5m2", heads=3, widths=(72, 8), scales=True,
+                     content=case.values, multipliers=case.multipliers)  # fmt: skip
+    exact = case.pool("page_first_direct", "fp32", heads=3, widths=(72, 8), pages=13)
+    case.transfer(wide, exact, *PAIRS, method="kernel", convert=True)
+    return case
+
+
 CHECKS = (
+    check_transfer,
+    check_transfer_of_a_few_short_rows,
+    check_transfer_of_long_rows,
+    check_transfer_converts,
     check_copy,
     check_copy_of_odd_pages,
     check_convert,

@@ -1,6 +1,6 @@
 """What `test_sanitizers.py` starts: kernels over arrays that end where their allocation ends.
 
-usage: sanitized.py stores|rotations|moves|traps <folder of the kernels>
+usage: sanitized.py stores|rotations|moves|transfers|traps <folder of the kernels>
 
 The runtime of the sanitizers is loaded before Python, so that NumPy's allocations are guarded.
 """
@@ -20,6 +20,7 @@ from rope_cases import assert_rotated
 import kvcupy as kv
 from kvcupy import devices, reference, sources
 from kvcupy.devices.host import HostDevice
+from kvcupy.exporters import view
 from kvcupy.kernels import Kernel
 
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
@@ -75,6 +76,34 @@ GATHERS = (
 
 # Shape of a pool, elements moved by.
 POOLS = (((6, 2, 4, 8), 0), ((6, 1037), 0), ((6, 5, 3), 1), ((6,), 0), ((6, 2, 3, 9000), 3))
+
+# Formats and axes of source and target (of pages, layers, offsets, heads), width of K, of V (0: no
+# V), elements moved by, how: "s" scales in the source, "t" in the target.
+TRANSFERS = (
+    ("bf16", "bf16", "LPTH", "PTLH", 64, 128, 0, ""),
+    ("fp16", "fp16", "PLTH", "PHTL", 33, 1, 1, ""),
+    ("int8", "int8", "LPTH", "PHTL", 656, 0, 0, ""),
+    ("int8", "int8", "LPTH", "LPTH", 1, 1, 0, ""),
+    ("fp16", "fp16", "PTLH", "PTLH", 1003, 603, 3, ""),
+    ("fp8_e4m3", "fp8_e4m3", "PTLH", "LPTH", 80, 48, 0, "st"),
+    ("bf16", "int8", "LPTH", "PTLH", 24, 17, 0, "t"),
+    ("fp8_e5m2", "fp32", "PTLH", "PHTL", 72, 8, 0, "s"),
+    ("fp32", "fp8_e4m3", "PHTL", "LPTH", 136, 0, 1, "t"),
+)
+
+
+class Pages:
+    """What a transfer asks of a pool: K and V, or one part, and their scales."""
+
+    placement = "device"
+
+    def __init__(self, device: HostDevice, axes: str, parts: list, scales: list, moved: int):
+        order = [axes.index(axis) for axis in "PLTH"]
+        self.device = device
+        self.placed = [at_the_end(a, moved) for a in parts]
+        self.placed_scales = [at_the_end(a) for a in scales]
+        self.parts = tuple(view(a.transpose(*order, 4)) for a in self.placed)
+        self.scale_parts = tuple(view(a.transpose(*order)[..., None]) for a in self.placed_scales)
 
 
 def at_the_end(content: np.ndarray, moved: int = 0) -> np.ndarray:
@@ -238,6 +267,41 @@ def copy_pages(device: HostDevice, number: int) -> None:
     same_bits(placed[0], pool, f"pages {POOLS[number]}")
 
 
+def transfer(device: HostDevice, number: int) -> None:
+    """Move pages between pools, the last pages of both among them."""
+    source, target, src_axes, dst_axes, k_width, v_width, moved, scaled = TRANSFERS[number]
+    rng = np.random.default_rng(number)
+    device.thread_order_seed = number
+    widths = [w for w in (k_width, v_width) if w]
+    pools, arrays = [], []
+    for fmt, axes, pages, has_scales in (
+        (source, src_axes, 5, "s" in scaled), (target, dst_axes, 7, "t" in scaled)
+    ):  # fmt: skip
+        sizes = {"P": pages, "L": 3, "T": PAGE_SIZE, "H": HEADS}
+        shape = tuple(sizes[axis] for axis in axes)
+        parts = [values(rng, fmt, *shape, w) for w in widths]
+        scales = [rng.uniform(0.1, 9, shape).astype(np.float32) for _ in widths if has_scales]
+        pools.append(Pages(device, axes, parts, scales, moved))
+        order = [axes.index(axis) for axis in "LPTH"]
+        arrays.append(([a.transpose(*order, 4) for a in parts],
+                       [a.transpose(order) for a in scales]))  # fmt: skip
+    src_pages, dst_pages = np.array([4, 0, -1, 2, 5]), np.array([6, 1, 3, -7, 3], np.int32)
+    placed_pages = [at_the_end(a) for a in (src_pages, dst_pages)]
+    kv.transfer_pages(
+        *pools, *placed_pages, layers=[0, 2], method="kernel", convert=source != target
+    )
+    with np.testing.assert_raises(kv.IndexFault):
+        kv.check_faults(device)
+    reference.transfer_pages(
+        arrays[0][0], arrays[1][0], src_pages, dst_pages, layers=[0, 2],
+        src_scales=arrays[0][1] or None, dst_scales=arrays[1][1] or None,
+    )  # fmt: skip
+    for pool, (parts, scales) in zip(pools, arrays, strict=True):
+        for got, want in zip((*pool.parts, *pool.scale_parts), (*parts, *scales), strict=True):
+            bits = device.to_numpy(got).swapaxes(0, 1)
+            same_bits(bits, want.reshape(bits.shape), f"pages of {TRANSFERS[number]}")
+
+
 def map_slots(device: HostDevice, number: int) -> None:
     """Find slots, where the last page of the last sequence is the last entry of the table."""
     rng = np.random.default_rng(number)
@@ -294,6 +358,7 @@ def main(what: str, folder: str) -> None:
         "stores": ((store, len(STORES)),),
         "rotations": ((rotate_and_store, len(ROTATIONS)),),
         "moves": ((copy_pages, len(POOLS)), (map_slots, 3), (gather, len(GATHERS))),
+        "transfers": ((transfer, len(TRANSFERS)),),
         "traps": ((lambda device, _: run_traps(device), 1),),
     }[what]
     for one, count in work:

@@ -53,7 +53,7 @@ def sanitized(runtime, kernel_sources):
     return run
 
 
-@pytest.mark.parametrize("what", ["stores", "rotations", "moves", "traps"])
+@pytest.mark.parametrize("what", ["stores", "rotations", "moves", "transfers", "traps"])
 def test_nothing_is_reported(sanitized, what):
     status, output = sanitized(what)
     assert status == 0 and "all done" in output, output[-6000:]
@@ -84,6 +84,14 @@ WRONG = {
         "i < appended && before + i <= p.num_out", OVERFLOW),
     "reads the length of a sequence too many": (
         "moves", "indexing.cu", "other < sequence;", "other < sequence + 1 + lane;", OVERFLOW),
+    "reads a word past a row of a transfer": (
+        "transfers", "transfer.cu", "if (w < v_words[r]) v[i]", "if (w <= v_words[r]) v[i]",
+        OVERFLOW),
+    "writes the last piece of a row whole": (
+        "transfers", "transfer.cu", "left < piece_words ? left : piece_words", "piece_words",
+        OVERFLOW),
+    "reads a row of a transfer too wide": (
+        "transfers", "transfer.cu", "live ? p.k_width : 0", "live ? p.k_width + 1 : 0", OVERFLOW),
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@
 #endif
 #endif
 #ifdef KVCUPY_ASAN
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -175,6 +176,10 @@ class BlockRunner {
       fiber.state = State::kReady;
       const unsigned plane = blockDim.x * blockDim.y;
       fiber.index = {i % blockDim.x, i % plane / blockDim.x, i / plane};
+#ifdef KVCUPY_ASAN
+      // Who left from here did not return, so the marks around its locals are still there.
+      __asan_unpoison_memory_region(stacks_ + i * kStackBytes, kStackBytes);
+#endif
       fiber.context.prepare(stacks_ + i * kStackBytes, kStackBytes, entry);
       order_[i] = i;
     }

@@ -1,7 +1,8 @@
-"""Copy whole pages of an array, or of every layer's arrays, onto other pages."""
+"""Copy whole pages of a pool, an array, or every layer's arrays, onto other pages."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +54,9 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
 
     Parameters
     ----------
-    cache : array of any dtype with pages on its first axis, or a list or tuple of them (the layers
-        of K and V, say); written in place. The last axis is contiguous
+    cache : a pool, of which every layer is copied, with its scales; or an array of any dtype with
+        pages on its first axis, or a list or tuple of them (the layers of K and V, say). Written in
+        place. The last axis is contiguous
     src_pages, dst_pages : int32 or int64 (N,). A pair with a negative page is skipped. Past the
         end: likewise, and raised by `check_faults`
     stream : see API.md
@@ -77,7 +79,7 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
     >>> cache[3].tolist()
     [0, 1, 2]
     """
-    layers = cache if isinstance(cache, (list, tuple)) else (cache,)
+    layers = _arrays_of(cache)
     if len(layers) == 0:
         raise ValueError("cache: expected at least one array, got none")
     calls = []
@@ -182,6 +184,15 @@ def _plan(given: dict[str, Any], alignment: int) -> PagesPlan:
         "copy_pages", _ARRAYS, (0,), devices.get(cache.device), cache.library,
         cache, src, dst, alignment,
     )  # fmt: skip
+
+
+def _arrays_of(cache: Any) -> Sequence[Any]:
+    """Return the arrays of a cache, pages first; those of a pool are its parts and their scales."""
+    if isinstance(cache, (list, tuple)):
+        return cache
+    if hasattr(cache, "parts"):
+        return (*cache.parts, *getattr(cache, "scale_parts", ()))
+    return (cache,)
 
 
 def _require_layers(views: list[ArrayView]) -> None:

@@ -27,6 +27,7 @@ from .rope import (
 )
 from .scaling import rope_frequencies, rope_rows, rope_table
 from .store import divide, dynamic_scales, num_slots, slot_row, store_kv, store_mla
+from .transfer import transfer_pages
 
 __all__ = [
     "FORMAT_OF_DTYPE",
@@ -56,4 +57,5 @@ __all__ = [
     "slot_row",
     "store_kv",
     "store_mla",
+    "transfer_pages",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from helpers import refused, repeat_rows
@@ -11,6 +13,7 @@ from page_cases import PagesCase
 
 import kvcupy as kv
 from kvcupy import reference
+from kvcupy.arrays import ArrayView
 
 SRC, DST = (2, 7, 0), (5, 1, 3)
 
@@ -241,10 +244,90 @@ def test_torch_tensors(device):
     assert torch.equal(cache, want)
 
 
+def filled_pool(device, kind, layout, fmt, **options):
+    """A pool of random bits, and those of its parts and scales, pages first."""
+    shape = (8, 4, 3)
+    if kind == "mla":
+        pool = kv.MLAPool(*shape, 6, dtype=fmt, layout=layout, device=device, **options)
+    else:
+        pool = kv.KVPool(
+            *shape, 2, 6, v_head_dim=10, dtype=fmt, layout=layout, device=device, **options
+        )
+    rng, contents = np.random.default_rng(17), []
+    for part in (*pool.parts, *pool.scale_parts):
+        where = kv.device(part.device)
+        bits = where.carrier(part)
+        content = rng.integers(0, 256, (*part.shape, bits.itemsize), dtype=np.uint8)
+        contents.append(content.view(f"u{bits.itemsize}")[..., 0])
+        bits[...] = where.asarray(contents[-1].view(bits.dtype))
+    return pool, tuple(contents)
+
+
+def check_pool(pool, contents):
+    for part, want in zip((*pool.parts, *pool.scale_parts), contents, strict=True):
+        got = np.asarray(kv.device(part.device).to_numpy(part)).view(want.dtype)
+        assert np.array_equal(got, want), f"{part}: first at {np.argwhere(got != want)[0]}"
+
+
+@pytest.mark.parametrize("placement", ["device", "pinned", "pageable"])
+@pytest.mark.parametrize(("fmt", "scales"), [("bf16", False), ("fp8_e4m3", False), ("int8", True)])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
+@pytest.mark.parametrize("kind", ["kv", "mla"])
+def test_a_pool(device, kind, layout, fmt, scales, placement):
+    """All of a page goes over: every layer of K and V, which differ in width, and the scales."""
+    pool, contents = filled_pool(device, kind, layout, fmt, scales=scales, placement=placement)
+    assert len(contents) == (2 if kind == "kv" else 1) * (2 if scales else 1)
+    where = kv.device(pool.parts[0].device)
+    src, dst = [2, 7, -1, 0, 8], [5, 1, 3, 9, 4]
+    kv.copy_pages(pool, where.asarray(np.array(src)), where.asarray(np.int32(dst)))
+    faults = reference.copy_pages(contents, np.array(src), np.array(dst))
+    assert faults == ([(4, 8)], [(3, 9)])
+    with pytest.raises(kv.IndexFault, match="copy_pages"):
+        kv.check_faults(where)
+    check_pool(pool, contents)
+
+
+def test_a_pool_on_a_stream_and_in_a_graph(device):
+    pool, contents = filled_pool(device, "kv", "page_head", "int8", scales=True)
+    src, dst = device.asarray(np.array(SRC)), device.asarray(np.array(DST))
+    device.synchronize()
+    stream = device.stream()
+    with stream.capture() as graph:
+        kv.copy_pages(pool, src, dst, stream=stream)
+    check_pool(pool, contents)
+    graph.launch(stream)
+    stream.synchronize()
+    reference.copy_pages(contents, np.array(SRC), np.array(DST))
+    check_pool(pool, contents)
+
+
+def test_what_only_looks_like_a_pool(device):
+    """Whatever has `parts`; without scales they may be missing."""
+
+    class Parts:
+        parts = (device.zeros((8, 3), np.float32), device.zeros((8, 4), np.int8))
+
+    Parts.parts[1][2] = 5
+    kv.copy_pages(Parts(), *(device.asarray(np.array(pages)) for pages in (SRC, DST)))
+    assert device.to_numpy(Parts.parts[1])[[2, 5, 1]].tolist() == [[5] * 4, [5] * 4, [0] * 4]
+
+
 BOTH = (TypeError, ValueError)
 ERRORS = {
     "cache None": (TypeError, "cache", lambda c: {"cache": None}),
     "cache 0-D": (ValueError, "cache", lambda c: {"cache": c.device.zeros((), np.float32)}),
+    "a pool of one array that is none": (
+        TypeError,
+        "cache",
+        lambda c: {"cache": SimpleNamespace(parts=(c.pages((8, 3)).array, None))},
+    ),
+    "a pool on another device": (
+        BOTH,
+        "cache|src_pages",
+        lambda c: {
+            "cache": SimpleNamespace(parts=(ArrayView(0, (8, 3), (3, 1), "int8", "cuda:7"),))
+        },
+    ),
     "no arrays": (ValueError, "cache", lambda c: {"cache": ()}),
     "arrays of unlike page counts": (
         ValueError,

@@ -1,0 +1,193 @@
+// Move pages between pools: any layout to any layout, GPU memory and pinned host memory alike.
+//
+// The grid is small, so that the model keeps its multiprocessors, and a link of microseconds of
+// latency is kept busy by what each thread has in flight: four words of K and four of V, all loaded
+// before the first is stored. They lie in one row where rows are long, in four rows where they are
+// short. Neighbouring lanes move neighbouring words, so a link sees whole transactions. What is
+// moved is not read again soon: loads and stores are marked streaming.
+//
+// Bytes: each row is read once and written once, plus two page numbers a piece.
+#include "numeric.cuh"
+#include "transfer_rows.cuh"
+
+constexpr int kTransferThreads = 512;
+constexpr int kConvertThreads = 256;
+
+struct TransferCopyParams {
+  const char* src_k;      // [src_num_pages, rows by strides, k_words]
+  const char* src_v;      // [src_num_pages, rows by strides, v_words]
+  char* dst_k;            // [dst_num_pages, rows by strides, k_words]
+  char* dst_v;            // [dst_num_pages, rows by strides, v_words]
+  const char* src_pages;  // [num_pairs] int32 or int64
+  const char* dst_pages;  // [num_pairs] int32 or int64
+  FaultRecord* faults;
+  TransferStrides src_k_strides;
+  TransferStrides src_v_strides;
+  TransferStrides dst_k_strides;
+  TransferStrides dst_v_strides;
+  TransferRows rows;
+  i64 k_words;  // a row
+  i64 v_words;  // a row; 0: there is no V
+  int piece_words;
+};
+
+__device__ __forceinline__ int words_of_piece(i64 row_words, const TransferPlace& at,
+                                              int piece_words) {
+  const i64 left = row_words - i64{at.piece} * piece_words;
+  return static_cast<int>(left < 0 ? 0 : left < piece_words ? left : piece_words);
+}
+
+// grid: at most max_blocks, block: kTransferThreads, smem: 0
+template <int kWordBytes, int kRows>
+__global__ void __launch_bounds__(kTransferThreads)
+    transfer_copy(const __grid_constant__ TransferCopyParams p) {
+  using W = Word<kWordBytes>;
+  constexpr int kInFlight = 4;  // words of K, and of V, a thread
+  constexpr int kWords = kInFlight / kRows;
+  const int lanes = 1 << p.rows.lane_shift;
+  const int lane = threadIdx.x & (lanes - 1);
+  const u32 groups = gridDim.x * (blockDim.x >> p.rows.lane_shift);
+  const u32 group = blockIdx.x * (blockDim.x >> p.rows.lane_shift) +
+                    (threadIdx.x >> p.rows.lane_shift);
+
+  for (u32 first = group; first < p.rows.num_pieces; first += groups * kRows) {
+    const char* k_from[kRows];
+    const char* v_from[kRows];
+    char* k_to[kRows];
+    char* v_to[kRows];
+    int k_words[kRows];
+    int v_words[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const TransferPlace at = find_piece(p.rows, p.src_pages, p.dst_pages, p.faults,
+                                          first + r * groups, lane == 0);
+      const bool live = at.src_page >= 0;
+      const i64 src = live ? at.src_page : 0;
+      const i64 dst = live ? at.dst_page : 0;
+      const i64 skipped = i64{at.piece} * p.piece_words * kWordBytes;
+      k_from[r] = p.src_k + offset_of(p.src_k_strides, src, at) + skipped;
+      v_from[r] = p.src_v + offset_of(p.src_v_strides, src, at) + skipped;
+      k_to[r] = p.dst_k + offset_of(p.dst_k_strides, dst, at) + skipped;
+      v_to[r] = p.dst_v + offset_of(p.dst_v_strides, dst, at) + skipped;
+      k_words[r] = live ? words_of_piece(p.k_words, at, p.piece_words) : 0;
+      v_words[r] = live ? words_of_piece(p.v_words, at, p.piece_words) : 0;
+    }
+
+    for (int word = lane; word < p.piece_words; word += lanes * kWords) {
+      W k[kInFlight];
+      W v[kInFlight];
+      // Load
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        const int r = i / kWords;
+        const int w = word + i % kWords * lanes;
+        if (w < k_words[r]) k[i] = load_streaming(reinterpret_cast<const W*>(k_from[r]) + w);
+        if (w < v_words[r]) v[i] = load_streaming(reinterpret_cast<const W*>(v_from[r]) + w);
+      }
+      // Store
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        const int r = i / kWords;
+        const int w = word + i % kWords * lanes;
+        if (w < k_words[r]) store_streaming(reinterpret_cast<W*>(k_to[r]) + w, k[i]);
+        if (w < v_words[r]) store_streaming(reinterpret_cast<W*>(v_to[r]) + w, v[i]);
+      }
+    }
+  }
+}
+
+struct TransferConvertParams {
+  const char* src_k;        // [src_num_pages, rows by strides, k_width]
+  const char* src_v;        // [src_num_pages, rows by strides, v_width]
+  const char* src_k_scale;  // [src_num_pages, rows by strides] float32, or null: 1
+  const char* src_v_scale;
+  char* dst_k;
+  char* dst_v;
+  char* dst_k_scale;  // or null: 1
+  char* dst_v_scale;
+  const char* src_pages;  // [num_pairs] int32 or int64
+  const char* dst_pages;  // [num_pairs] int32 or int64
+  FaultRecord* faults;
+  TransferStrides src_k_strides;
+  TransferStrides src_v_strides;
+  TransferStrides src_k_scale_strides;
+  TransferStrides src_v_scale_strides;
+  TransferStrides dst_k_strides;
+  TransferStrides dst_v_strides;
+  TransferStrides dst_k_scale_strides;
+  TransferStrides dst_v_scale_strides;
+  TransferRows rows;
+  int k_width;  // elements a row
+  int v_width;  // elements a row; 0: there is no V
+};
+
+// Convert one row, K or V, by the lanes that share it (at most a warp). Every thread of the warp
+// must call it. The second pass over a row finds it in L1.
+template <typename TIn, typename TOut, int kCount>
+__device__ __forceinline__ void convert_row(const char* from, const char* from_scale, char* to,
+                                            char* to_scale, int width, int lane, int lanes) {
+  const float factor = width && from_scale ? *reinterpret_cast<const float*>(from_scale) : 1.0f;
+  float scale = 1.0f;
+  if constexpr (kQuantised<TOut>) {
+    if (to_scale) {
+      float absmax = 0.0f;
+      for (int i = lane * kCount; i < width; i += lanes * kCount) {
+        Pack<TIn, kCount> in;
+        in.load(from + i * static_cast<int>(sizeof(TIn)));
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+          absmax = fmaxf(absmax, fabsf(__fmul_rn(to_float(in.values[j]), factor)));
+        }
+      }
+      scale = dynamic_scale<TOut>(max_within_warp(absmax, lanes));
+      if (lane == 0 && width) *reinterpret_cast<float*>(to_scale) = scale;
+    }
+  }
+  for (int i = lane * kCount; i < width; i += lanes * kCount) {
+    Pack<TIn, kCount> in;
+    Pack<TOut, kCount> out;
+    // Load
+    in.load(from + i * static_cast<int>(sizeof(TIn)));
+    // Convert, Store
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float value = __fmul_rn(to_float(in.values[j]), factor);
+      out.values[j] = kQuantised<TOut> ? quantise<TOut>(value, scale) : from_float<TOut>(value);
+    }
+    out.store(to + i * static_cast<int>(sizeof(TOut)));
+  }
+}
+
+// A row is one (layer, offset, head), with a scale of its own where a pool keeps scales.
+// grid: at most max_blocks, block: kConvertThreads, smem: 0
+template <typename TIn, typename TOut, int kCount>
+__global__ void __launch_bounds__(kConvertThreads)
+    transfer_convert(const __grid_constant__ TransferConvertParams p) {
+  const int lanes = 1 << p.rows.lane_shift;
+  const int lane = threadIdx.x & (lanes - 1);
+  const u32 groups = gridDim.x * (blockDim.x >> p.rows.lane_shift);
+  const u32 group = blockIdx.x * (blockDim.x >> p.rows.lane_shift) +
+                    (threadIdx.x >> p.rows.lane_shift);
+  const u32 of_warp = group & (32 / lanes - 1);
+
+  // All threads of a warp go round alike: they exchange values.
+  for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups) {
+    const TransferPlace at = find_piece(p.rows, p.src_pages, p.dst_pages, p.faults,
+                                        first + of_warp, lane == 0);
+    const bool live = at.src_page >= 0;
+    const i64 src = live ? at.src_page : 0;
+    const i64 dst = live ? at.dst_page : 0;
+    convert_row<TIn, TOut, kCount>(
+        p.src_k + offset_of(p.src_k_strides, src, at),
+        p.src_k_scale ? p.src_k_scale + offset_of(p.src_k_scale_strides, src, at) : nullptr,
+        p.dst_k + offset_of(p.dst_k_strides, dst, at),
+        p.dst_k_scale ? p.dst_k_scale + offset_of(p.dst_k_scale_strides, dst, at) : nullptr,
+        live ? p.k_width : 0, lane, lanes);
+    convert_row<TIn, TOut, kCount>(
+        p.src_v + offset_of(p.src_v_strides, src, at),
+        p.src_v_scale ? p.src_v_scale + offset_of(p.src_v_scale_strides, src, at) : nullptr,
+        p.dst_v + offset_of(p.dst_v_strides, dst, at),
+        p.dst_v_scale ? p.dst_v_scale + offset_of(p.dst_v_scale_strides, dst, at) : nullptr,
+        live ? p.v_width : 0, lane, lanes);
+  }
+}

@@ -1,0 +1,1 @@
+"""Pages of KV cache: the pools that hold them, and who has which."""

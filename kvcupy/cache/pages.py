@@ -1,0 +1,283 @@
+"""Which pages of a pool are free, which are out, and which a transfer still touches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..config import logger
+from ..errors import CacheFull, CaptureError, KvcupyError
+from ..ops import checks
+from .page_lists import Pages, page_array
+
+# States of a page.
+_FREE, _OUT, _DEFERRED = 0, 1, 2  # deferred: freed while a transfer touches it
+
+_MIN_FLIGHTS = 64  # transfers remembered before `busy` looks for finished ones by itself
+
+
+class InFlight(Protocol):
+    """What the allocator asks of a transfer."""
+
+    def done(self) -> bool: ...
+    def synchronize(self) -> object: ...
+
+
+class _Flight:
+    """One transfer and the pages that it touches, ascending, each once."""
+
+    __slots__ = ("pages", "transfer")
+
+    def __init__(self, transfer: InFlight, pages: Pages) -> None:
+        self.transfer = transfer
+        self.pages = pages
+
+
+class PageAllocator:
+    """Gives out the pages of a pool, 0 to `num_pages` - 1, and takes them back.
+
+    A fresh allocator gives 0, 1, 2, ...; pages freed together come out again first, in ascending
+    order, so that runs of neighbours stay whole. Time goes with the pages asked for, not with the
+    pages there are. Threads may share one.
+
+    Attributes
+    ----------
+    num_pages : pages there are
+    num_free : pages that `alloc` can give now
+    num_allocated : pages out, that is not yet freed. A page freed while a transfer touches it
+        counts in neither until the transfer is done
+
+    Notes
+    -----
+    A transfer that fails touches its pages no more: they become free. That is logged, and raised by
+    the transfer's own handle, not here. `CaptureError` is no such failure: the pages stay busy.
+
+    No lock is held while a transfer is asked or waited for.
+
+    Examples
+    --------
+    >>> pages = PageAllocator(8)
+    >>> pages.alloc(3)
+    array([0, 1, 2])
+    >>> pages.free([2, 0])
+    >>> pages.alloc(3), pages.num_free
+    (array([0, 2, 3]), 4)
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        checks.require_int(num_pages, "num_pages")
+        if num_pages < 1:
+            raise ValueError(f"num_pages: expected at least 1, got {num_pages}")
+        self.num_pages = int(num_pages)
+        self._lock = threading.Lock()
+        # The free pages, the next one last.
+        self._stack = np.arange(self.num_pages - 1, -1, -1, dtype=np.int64)
+        self._num_free = self.num_pages
+        self._num_deferred = 0
+        self._state = np.zeros(self.num_pages, np.int8)
+        self._flights: dict[_Flight, None] = {}  # in order of issue
+        self._flights_of = np.zeros(self.num_pages, np.int32)  # transfers that touch a page
+        self._look_at = _MIN_FLIGHTS
+
+    def __repr__(self) -> str:
+        return f"<PageAllocator {self._num_free} of {self.num_pages} pages free>"
+
+    @property
+    def num_free(self) -> int:
+        if self._num_deferred:
+            self._poll()
+        return self._num_free
+
+    @property
+    def num_allocated(self) -> int:
+        with self._lock:
+            return self.num_pages - self._num_free - self._num_deferred
+
+    def alloc(self, n: int) -> Pages:
+        """Take `n` pages.
+
+        Returns
+        -------
+        int64 (n,) : the pages, which are the caller's until `free`
+
+        Raises
+        ------
+        TypeError, ValueError : `n` is no number of pages
+        CacheFull : fewer than `n` are free; nothing was taken
+
+        Notes
+        -----
+        Where only pages that transfers still touch are left, this waits for those transfers, the
+        oldest first, and no longer than it must.
+        """
+        checks.require_int(n, "n")
+        if n < 0:
+            raise ValueError(f"n: expected a number of pages, got {n}")
+        n = int(n)
+        polled = False
+        while True:
+            with self._lock:
+                if n <= self._num_free:
+                    return self._take(n)
+                available = self._num_free + self._num_deferred
+                if n > available:
+                    raise CacheFull(
+                        f"n: expected at most {available}, which are free of "
+                        f"{self.num_pages} pages, got {n}"
+                    )
+                oldest = self._oldest_that_defers()
+            if polled:
+                self._wait(oldest)
+            else:
+                self._poll()
+            polled = not polled
+
+    def free(self, pages: Any) -> None:
+        """Give pages back.
+
+        Parameters
+        ----------
+        pages : list or integer array (n,) of pages that are out, each once, in any order. One that
+            a transfer touches becomes free when the transfer is done
+
+        Raises
+        ------
+        TypeError : `pages` is no list of numbers
+        ValueError : one is no page of this pool, not out, or given twice; none was freed
+        """
+        ordered = np.sort(self._require_pages(page_array(pages)))
+        with self._lock:
+            self._require_out(ordered)
+            if self._flights:
+                held = self._flights_of[ordered] > 0
+                self._state[ordered[held]] = _DEFERRED
+                self._num_deferred += int(np.count_nonzero(held))
+                ordered = ordered[~held]
+            self._put(ordered)
+
+    def allocated(self) -> Pages:
+        """Return the pages that are out, int64, ascending."""
+        with self._lock:
+            return np.flatnonzero(self._state == _OUT).astype(np.int64)
+
+    def check_leaks(self) -> None:
+        """Raise `KvcupyError` if pages are still out."""
+        out = self.allocated()
+        if len(out):
+            first = ", ".join(map(str, out[:8])) + (", ..." if len(out) > 8 else "")
+            raise KvcupyError(f"{len(out)} of {self.num_pages} pages were never freed: {first}")
+
+    def busy(self, pages: Any, transfer: InFlight) -> None:
+        """Hold back pages that a transfer touches, should they be freed, until it is done.
+
+        Parameters
+        ----------
+        pages : list or integer array (n,), repeats allowed. Numbers that are no page are passed
+            over, as transfers do. None: every page, where only the device knows which
+        transfer : with `done()` and `synchronize()`; kept until it is seen to be done
+
+        Raises
+        ------
+        TypeError, ValueError : `pages` are no integers, or `transfer` is none
+
+        Notes
+        -----
+        Now and then, when many transfers are remembered, this calls `done()` of each.
+        """
+        if not (hasattr(transfer, "done") and hasattr(transfer, "synchronize")):
+            raise TypeError(f"transfer: expected one with done() and synchronize(), got {transfer}")
+        if pages is None:
+            touched = np.arange(self.num_pages)
+        else:
+            given = page_array(pages)
+            touched = np.unique(given[(given >= 0) & (given < self.num_pages)].astype(np.int64))
+        if len(touched) == 0:
+            return
+        with self._lock:
+            self._flights[_Flight(transfer, touched)] = None
+            self._flights_of[touched] += 1
+            crowded = len(self._flights) > self._look_at
+            if crowded:  # whoever calls this meanwhile need not look too
+                self._look_at = 2 * len(self._flights)
+        if crowded:
+            self._poll()
+            self._look_at = max(_MIN_FLIGHTS, 2 * len(self._flights))
+
+    # --- With the lock held ---
+
+    def _take(self, n: int) -> Pages:
+        taken = self._stack[self._num_free - n : self._num_free][::-1].copy()
+        self._num_free -= n
+        self._state[taken] = _OUT
+        return taken
+
+    def _put(self, ordered: Pages) -> None:
+        self._stack[self._num_free : self._num_free + len(ordered)] = ordered[::-1]
+        self._num_free += len(ordered)
+        self._state[ordered] = _FREE
+
+    def _require_out(self, ordered: Pages) -> None:
+        again = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(again):
+            raise ValueError(f"pages: expected each page once, got {again[0]} twice")
+        inside = ordered[self._state[ordered] != _OUT]
+        if len(inside):
+            raise ValueError(f"pages: expected pages that are out, got {inside[0]}, which is free")
+
+    def _oldest_that_defers(self) -> _Flight:
+        return next(f for f in self._flights if (self._state[f.pages] == _DEFERRED).any())
+
+    # --- Without it: a transfer may take locks of its own, and its owner may call `busy` ---
+
+    def _poll(self) -> None:
+        """Drop the transfers that are done."""
+        with self._lock:
+            flights = list(self._flights)
+        self._drop([flight for flight in flights if _is_done(flight.transfer)])
+
+    def _wait(self, flight: _Flight) -> None:
+        try:
+            flight.transfer.synchronize()
+        except CaptureError:  # it may still run, and whoever allocates must not wait here
+            raise
+        except Exception as error:
+            _report(flight.transfer, error)
+        self._drop([flight])
+
+    def _drop(self, flights: Sequence[_Flight]) -> None:
+        """Forget transfers, and free what only they held back."""
+        with self._lock:
+            mine = [f for f in flights if f in self._flights]  # another thread may have been first
+            for flight in mine:
+                del self._flights[flight]
+                self._flights_of[flight.pages] -= 1
+            if not mine or not self._num_deferred:
+                return
+            touched = np.unique(np.concatenate([flight.pages for flight in mine]))
+            waiting = self._state[touched] == _DEFERRED
+            freed = touched[waiting & (self._flights_of[touched] == 0)]
+            self._num_deferred -= len(freed)
+            self._put(freed)
+
+    def _require_pages(self, pages: Pages) -> Pages:
+        foreign = pages[(pages < 0) | (pages >= self.num_pages)]
+        if len(foreign):
+            raise ValueError(f"pages: expected 0 to {self.num_pages - 1}, got {foreign[0]}")
+        return pages.astype(np.int64)
+
+
+def _is_done(transfer: InFlight) -> bool:
+    try:
+        return transfer.done()
+    except CaptureError:  # whoever polls may be capturing; the transfer may still run
+        return False
+    except Exception as error:
+        _report(transfer, error)
+        return True
+
+
+def _report(transfer: InFlight, error: Exception) -> None:
+    logger.warning("the pages of %r are free, because it failed: %s", transfer, error)

@@ -1,0 +1,183 @@
+"""Measure which way of a transfer is the fastest on a device, for `method="auto"` to go by.
+
+What is measured: scattered pieces of one size, by kernel and by copy engine, over a grid of sizes
+and counts; how few blocks of the kernel keep the link busy; and whether relaying short pieces on
+the device first is worth it. What is kept: `ops.transfer_method.Thresholds` of either direction.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import datetime, timezone
+from math import log
+from typing import Any
+
+import numpy as np
+
+from . import calibration, devices
+from .cache.pool import KVPool
+from .devices.protocol import Device, Stream
+from .ops import transfer, transfer_method
+from .ops.transfer_kernels import bounded_blocks
+
+PIECES = (8, 16, 64, 256, 1024, 4096)
+PIECE_BYTES = (256, 1024, 4096, 16384, 28672, 65536, 262144, 1048576)
+BLOCKS = (1, 2, 4, 8, 16)
+_MOST_BYTES = 64 << 20  # of a case
+_ROUNDS = 5
+_NEARLY = 0.95  # of the best bandwidth is as good
+
+Progress = Callable[[float, str], None]
+
+
+def main(device_name: str | None, *, quick: bool = False) -> int:
+    """Measure, print what was found, and keep it; return an exit status."""
+    device = devices.get(device_name)
+    print(f"calibrating {device.name} ({device.model})")
+    found = measure(device, quick=quick, progress=_show)
+    place = calibration.save(device.model, found)
+    transfer_method.forget()
+    print(describe(found))
+    print(f"kept in {place}")
+    return 0
+
+
+def measure(
+    device: Device, *, quick: bool = False, progress: Progress = lambda *_: None
+) -> dict[str, Any]:
+    """Return the calibration of a device.
+
+    Parameters
+    ----------
+    quick : a coarse grid, in seconds
+    progress : called with the share that is done, and with what comes next
+    """
+    pieces, sizes = (PIECES[1::3], PIECE_BYTES[1::3]) if quick else (PIECES, PIECE_BYTES)
+    found: dict[str, Any] = {
+        "device": device.model,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "measured": {},
+    }
+    stream = device.stream()
+    for i, direction in enumerate(("to_device", "to_host")):
+        times: list[dict[str, float]] = []
+        cases = [(n, size) for n in pieces for size in sizes if n * size <= _MOST_BYTES]
+        for j, (n, size) in enumerate(cases):
+            progress((i + j / len(cases)) / 2, f"{direction}: {n} pieces of {size} bytes")
+            times.append(_time_pieces(device, direction, n, size, stream))
+        blocks = _fewest_blocks(device, direction, stream)
+        found[direction] = {
+            "copy_from_bytes": crossovers(times),
+            "staged": _staging_wins(device, direction, stream),
+            "blocks": blocks,
+        }
+        found["measured"][direction] = times
+    progress(1.0, "done")
+    return found
+
+
+def crossovers(times: list[dict[str, float]]) -> list[tuple[int, int]]:
+    """Return, by number of pieces, from how many bytes a piece the copy engine is better.
+
+    The size that costs the least over all sizes, in factors of time: one disturbed measurement does
+    not move it far.
+
+    >>> crossovers([{"pieces": 8, "bytes": 256, "kernel": 1.0, "copy": 2.0},
+    ...             {"pieces": 8, "bytes": 4096, "kernel": 3.0, "copy": 2.5}])
+    [(8, 4096)]
+    """
+    found = []
+    for pieces in sorted({int(t["pieces"]) for t in times}):
+        own = [t for t in times if t["pieces"] == pieces]
+
+        def cost(from_bytes: int, own: list[dict[str, float]] = own) -> float:
+            return sum(log(t["copy" if t["bytes"] >= from_bytes else "kernel"]) for t in own)
+
+        sizes = sorted(int(t["bytes"]) for t in own)
+        found.append((pieces, min([*sizes, transfer_method.NEVER], key=cost)))
+    return found
+
+
+def describe(found: dict[str, Any]) -> str:
+    """Return the thresholds as a table for people."""
+    lines = [f"{'direction':10} {'pieces':>8}  copy engine from"]
+    for direction in ("to_device", "to_host"):
+        own = found[direction]
+        for pieces, num_bytes in own["copy_from_bytes"]:
+            text = "never" if num_bytes >= transfer_method.NEVER else f"{num_bytes} bytes a piece"
+            lines.append(f"{direction:10} {pieces:8}  {text}")
+        staged = "relaid first" if own["staged"] else "by the kernel"
+        lines.append(f"{direction:10} {'':8}  short pieces {staged}, {own['blocks']} blocks")
+    return "\n".join(lines)
+
+
+def _time_pieces(
+    device: Device, direction: str, pieces: int, size: int, stream: Stream
+) -> dict[str, float]:
+    """Return the time of scattered pieces by either method, in us."""
+    num_pages = max(1, pieces // 2)  # K and V are pieces of their own
+    src, dst = _pools(direction, device, 2 * num_pages, 1, 1, size, "layer_first")
+    pages = 2 * np.random.default_rng(0).permutation(num_pages)  # no two are neighbours
+    times = {m: _time(src, dst, pages, stream, method=m) for m in ("kernel", "copy")}
+    return {"pieces": float(pieces), "bytes": float(size), **times}
+
+
+def _fewest_blocks(device: Device, direction: str, stream: Stream) -> int:
+    """Return the fewest blocks that come near the best bandwidth."""
+    src, dst = _pools(direction, device, 4096, 1, 1, 2048, "layer_first")
+    pages = 2 * np.random.default_rng(0).permutation(2048)
+    choices = [n for n in BLOCKS if n <= device.multiprocessors]
+    times = [_time(src, dst, pages, stream, method="kernel", max_blocks=n) for n in choices]
+    # A device of few multiprocessors has none to spare, whatever is faster.
+    most = max(bounded_blocks(device), device.multiprocessors // 8)
+    return next(
+        n for n, us in zip(choices, times, strict=True) if n >= most or us * _NEARLY <= min(times)
+    )
+
+
+def _staging_wins(device: Device, direction: str, stream: Stream) -> bool:
+    """Return whether pages of a page-first pool go faster by way of the staging buffer."""
+    src, dst = _pools(direction, device, 64, 16, 8, 1024, "page_first")
+    pages = 2 * np.random.default_rng(0).permutation(32)
+    times = [_time(src, dst, pages, stream, method=m) for m in ("kernel", "staged")]
+    return times[1] < _NEARLY * times[0]
+
+
+def _pools(
+    direction: str, device: Device, num_pages: int, page_size: int, num_layers: int, width: int,
+    host_layout: str,
+) -> tuple[KVPool, KVPool]:  # fmt: skip
+    near, far = (
+        KVPool(num_pages, page_size, num_layers, 1, width, dtype="int8", layout=layout,
+               placement=placement, device=device)
+        for layout, placement in (("layer_first", "device"), (host_layout, "pinned"))
+    )  # fmt: skip
+    return (far, near) if direction == "to_device" else (near, far)
+
+
+def _time(
+    src: KVPool, dst: KVPool, pages: np.ndarray[Any, Any], stream: Stream, *, method: str,
+    max_blocks: int | None = None,
+) -> float:  # fmt: skip
+    """Return the least time of some rounds, in us, by events on the stream."""
+    prepared = transfer.prepare(src, dst, method=method, max_blocks=max_blocks)
+    pairs = transfer.PagePairs(pages, pages)
+    prepared.issue(pairs, stream)  # compiled, its buffers taken
+    start, end = (src.device.event(timing=True) for _ in range(2))
+    times = []
+    for _ in range(_ROUNDS):
+        stream.record(start)
+        prepared.issue(pairs, stream)
+        stream.record(end)
+        times.append(end.elapsed_us(start))
+    return min(times)
+
+
+def _show(share: float, what: str) -> None:
+    """Show progress on a terminal."""
+    if sys.stderr.isatty():
+        bar = "#" * round(30 * share)
+        print(f"\r{bar:30} {share:4.0%} {what:50}", end="", file=sys.stderr, flush=True)
+        if share == 1.0:
+            print(file=sys.stderr)

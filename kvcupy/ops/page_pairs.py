@@ -1,0 +1,126 @@
+"""The page lists of a transfer: which page goes where, on the host and where kernels read them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .. import scratch
+from ..arrays import ArrayView, array_at
+from ..devices.protocol import Device, Stream
+from ..exporters import view
+from . import checks
+from .transfer_kernels import Lists
+from .transfer_runs import PageRuns, page_runs
+
+_NAMES = ("src_pages", "dst_pages")
+
+
+class Existing:
+    """Pairs of pages that exist: int64 arrays of the host."""
+
+    def __init__(self, src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
+        self.src, self.dst = src, dst
+        self.count = len(src)
+
+    @cached_property
+    def runs(self) -> PageRuns:
+        """Neighbours on both sides, put together."""
+        return page_runs(self.src, self.dst)
+
+
+class PagePairs:
+    """Pairs of pages: the source of each, and its target.
+
+    Parameters
+    ----------
+    src_pages, dst_pages : int32 or int64 (N,), or sequences of ints
+    names : what errors call the two
+
+    Attributes
+    ----------
+    count : N
+    views : both lists described
+    src, dst : both as int64 (N,) arrays of the host, or None where a GPU has them
+
+    Raises
+    ------
+    TypeError, ValueError : a list is none of these, or they differ in length
+    """
+
+    def __init__(self, src_pages: Any, dst_pages: Any, names: tuple[str, str] = _NAMES) -> None:
+        owners = [_as_array(p, n) for p, n in zip((src_pages, dst_pages), names, strict=True)]
+        self.views = [view(owner, name) for owner, name in zip(owners, names, strict=True)]
+        counts = [checks.length_of(v, name) for v, name in zip(self.views, names, strict=True)]
+        if counts[0] != counts[1]:
+            raise ValueError(f"{names[1]}: expected {counts[0]} like {names[0]}, got {counts[1]}")
+        self.count = counts[0]
+        self.src, self.dst = (_on_host(v, o) for v, o in zip(self.views, owners, strict=True))
+        self._sent: ArrayView | None = None
+        self._existing: dict[tuple[int, int], Existing] = {}
+
+    def lists(self, device: Device, on: Stream) -> tuple[Lists, object]:
+        """Return the lists where kernels of `device` read them, and what keeps them there.
+
+        Lists that kernels cannot reach are sent on `on`, once; they are for that stream.
+        """
+        addresses = [device.address(v) for v in self.views]
+        if None not in addresses:
+            found = [
+                (address or 0, v.strides[0], v.itemsize)
+                for address, v in zip(addresses, self.views, strict=True)
+            ]
+            return Lists(self.count, found[0], found[1]), self.views
+        if self._sent is None:
+            self._sent = self._send(device, on)
+        start = self._sent.pointer
+        return Lists(self.count, (start, 8, 8), (start + 8 * self.count, 8, 8)), self._sent
+
+    def _send(self, device: Device, on: Stream) -> ArrayView:
+        pinned = scratch.borrow(device, 16 * self.count, pinned=True)
+        both = array_at(pinned.owner, pinned.pointer, (2, self.count), np.dtype(np.int64))
+        both[0], both[1] = self.on_host("src_pages"), self.on_host("dst_pages")
+        sent = scratch.borrow(device, 16 * self.count)
+        device.copy(sent, pinned, stream=on)
+        return sent
+
+    def existing(self, src_count: int, dst_count: int) -> Existing:
+        """Return the pairs whose pages exist in pools of so many pages."""
+        key = src_count, dst_count
+        if key not in self._existing:
+            src, dst = self.on_host("src_pages"), self.on_host("dst_pages")
+            inside = (src >= 0) & (dst >= 0) & (src < src_count) & (dst < dst_count)
+            if not inside.all():
+                src, dst = src[inside], dst[inside]
+            self._existing[key] = Existing(src, dst)
+        return self._existing[key]
+
+    def on_host(self, name: str) -> np.ndarray[Any, Any]:
+        """Return one list as host array; ValueError if only a GPU has it."""
+        pages = self.src if name == _NAMES[0] else self.dst
+        if pages is None:
+            raise ValueError(
+                f"{name}: expected an array of the host, which the call can read, got one on "
+                f'{self.views[_NAMES.index(name)].device}; method "kernel" takes it'
+            )
+        return pages
+
+
+def _as_array(pages: Any, name: str) -> Any:
+    """Return a sequence of ints as array; anything else as it is."""
+    if not isinstance(pages, (list, tuple, range)):
+        return pages
+    for page in pages:
+        checks.require_int(page, name)
+    try:
+        return np.array(pages, np.int64)
+    except OverflowError:
+        raise ValueError(f"{name}: expected 64-bit ints, got {pages!r}") from None
+
+
+def _on_host(v: ArrayView, owner: Any) -> np.ndarray[Any, Any] | None:
+    if v.device != "host":
+        return None
+    return array_at(v.owner, v.pointer, v.shape, np.dtype(v.format), v.strides).astype(np.int64)

@@ -1,0 +1,161 @@
+"""Everything that two pools and the options of a transfer decide; pages come later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from .. import faults, observe
+from ..arrays import ArrayView
+from ..config import config
+from ..devices.protocol import Device, Stream
+from ..errors import CompileError
+from . import expressions, transfer_expressions, transfer_method, transfer_runs
+from .page_pairs import PagePairs
+from .transfer_checks import Request
+from .transfer_route import Pages, Route
+from .transfer_staged import Staging
+
+_MUCH_LONGER = 4  # staging is worth its detour where it makes pieces so many times as long
+
+
+class Way:
+    """The way of pages from one pool to another. Holds addresses, and keeps no pool alive.
+
+    Attributes
+    ----------
+    src, dst : the pages of both pools, all layers
+    routes : one an evenly spaced set of layers
+    page_bytes : bytes of K and V of one page in those layers, as the source stores them
+    """
+
+    def __init__(self, device: Device, src: Pages, dst: Pages, request: Request) -> None:
+        self.device, self.src, self.dst = device, src, dst
+        self._request = request
+        slices = request.slices(src.parts[0].shape[1])
+        self.routes = [Route(device, src.of_layers(s), dst.of_layers(s)) for s in slices]
+        self._stagings = [Staging(route) for route in self.routes]
+        self.page_bytes = sum(route.src.page_bytes for route in self.routes)
+        self._direction = {(True, True): "within", (False, True): "to_device"}.get(
+            (src.on_device, dst.on_device), "to_host"
+        )
+
+    def plan(self, pairs: PagePairs, on: Stream, keep: Sequence[object]) -> Callable[[], None]:
+        """Choose a method; return what puts the transfer on the stream.
+
+        Raises
+        ------
+        ValueError : the method cannot take these pages or pools
+        CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+        """
+        method = self._choose(pairs)
+        if method == "kernel":
+            if not all(route.reachable for route in self.routes):
+                raise ValueError(
+                    'method: expected "copy" or "staged" for pageable memory, which kernels do '
+                    'not reach, got "kernel"'
+                )
+            try:
+                for route in self.routes:
+                    route.kernel_moves()
+            except CompileError as cause:
+                return self._expressed(cause, pairs, on, keep)
+            return lambda: self._by_kernels(pairs, on, keep)
+        existing = pairs.existing(self.src.num_pages, self.dst.num_pages)
+        if method == "copy":
+            moves: list[Callable[[], None]] = [
+                partial(route.by_runs, existing.runs, on, keep) for route in self.routes
+            ]
+        else:
+            try:
+                turns = [s.prepare(max(1, existing.count)) for s in self._stagings]
+            except CompileError as cause:
+                return self._expressed(cause, pairs, on, keep)
+            moves = [partial(t.move, existing, self._max_blocks(), on, keep) for t in turns]
+
+        def move() -> None:
+            if existing.count < pairs.count:
+                self.device.run(lambda: self._note_faults(pairs.src, pairs.dst), on)
+            if existing.count:
+                for one in moves:
+                    one()
+
+        return move
+
+    def accesses(self, pages: Pages, pool: Any, numbers: ArrayView) -> tuple[observe.Access, ...]:
+        """Return the bytes of a pool that the transfer touches, for who watches."""
+        return tuple(
+            observe.Access(_owned(part, pool), numbers) for part in (*pages.parts, *pages.scales)
+        )
+
+    def _choose(self, pairs: PagePairs) -> str:
+        method = self._request.method
+        if method != "auto":
+            return method
+        route, staging = self.routes[0], self._stagings[0]
+        if route.reachable and (pairs.src is None or pairs.dst is None):
+            return "kernel"
+        existing = pairs.existing(self.src.num_pages, self.dst.num_pages)
+        num_pages, num_runs = existing.count, len(existing.runs.lengths)
+        pieces, piece_bytes = transfer_runs.fragments(route.rows[0], num_pages, num_runs)
+        staged_pieces, staged_bytes = staging.fragments(num_pages, num_runs)
+        limits = transfer_method.thresholds(self.device, self._direction)
+        longer = staged_bytes >= max(
+            _MUCH_LONGER * piece_bytes, limits.crossover(staged_pieces * len(self.routes))
+        )
+        if route.converts:
+            return "staged" if (longer and limits.staged) or not route.reachable else "kernel"
+        if piece_bytes >= limits.crossover(pieces * len(self.routes)):
+            return "copy"
+        if longer and (limits.staged or not route.reachable):
+            return "staged"
+        return "kernel" if route.reachable else "copy"
+
+    def _max_blocks(self) -> int | None:
+        if self._request.max_blocks is not None or self._direction == "within":
+            return self._request.max_blocks
+        return transfer_method.thresholds(self.device, self._direction).blocks
+
+    def _by_kernels(self, pairs: PagePairs, on: Stream, keep: Sequence[object]) -> None:
+        for i, route in enumerate(self.routes):
+            route.by_kernel(pairs, self._max_blocks(), on, keep, reports=i == 0)
+
+    def _expressed(
+        self, cause: CompileError, pairs: PagePairs, on: Stream, keep: Sequence[object]
+    ) -> Callable[[], None]:
+        """Return the transfer as array expressions, if they are allowed."""
+        config.fall_back("transfer_pages", cause)
+
+        def express() -> None:
+            src, dst = (
+                self.device.carrier(view) if given is None or view.device == self.device.name
+                else given
+                for view, given in zip(pairs.views, (pairs.src, pairs.dst), strict=True)
+            )  # fmt: skip
+            self._note_faults(src, dst)
+            live = (src >= 0) & (dst >= 0)
+            live &= (src < self.src.num_pages) & (dst < self.dst.num_pages)
+            for route in self.routes:
+                transfer_expressions.move(self.device, route.src, route.dst, src[live], dst[live])
+
+        return lambda: self.device.run(express, on, (*keep, *pairs.views))
+
+    def _note_faults(self, src: Any, dst: Any) -> None:
+        """Note pages past the end in the device's record, as the kernel does."""
+        meant = (src >= 0) & (dst >= 0)
+        for name, pages, most in (
+            ("src_pages", src, self.src.num_pages), ("dst_pages", dst, self.dst.num_pages)
+        ):  # fmt: skip
+            bad = (meant & (pages >= most)).nonzero()[0]
+            meant &= pages < most
+            if len(bad):
+                operation = faults.operation_id("transfer_pages", name)
+                expressions.note_fault(self.device, len(bad), operation, bad[0], pages[bad[0]])
+
+
+def _owned(part: ArrayView, pool: Any) -> ArrayView:
+    return ArrayView(
+        part.pointer, part.shape, part.strides, part.format, part.device,
+        library=part.library, owner=pool,
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Pages of all layers from one pool to another, converted on the way where the formats differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .formats import Array, bits_of, decode, encode, format_of
+from .store import Faults, divide, dynamic_scales
+
+
+def _convert_row(
+    row: Array, target: Array, scales: Array | None, target_scales: Array | None
+) -> None:
+    """Write one token of one layer, `row` (H, D), to `target` (H, D), of another format.
+
+    `scales` (H,) are what the elements of `row` are multiplied by, None for 1; `target_scales`
+    (H,) receive those of `target`, None for 1.
+    """
+    destination = format_of(target)
+    x = decode(row, format_of(row)).astype(np.float32)  # exact: float32 holds every format here
+    if scales is not None:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            x = np.asarray(x * scales[:, None], np.float32)
+    by = np.ones(len(x), np.float32)
+    if target_scales is not None:
+        by = dynamic_scales(x, destination)
+        target_scales[...] = by
+    bits_of(target, destination)[...] = bits_of(encode(divide(x, by), destination), destination)
+
+
+def _transfer_page(
+    src: Array, dst: Array, scales: Array | None, target_scales: Array | None
+) -> None:
+    """Transfer one page of one layer, ``(page_size, H, D)``, with scales ``(page_size, H)``."""
+    fmt = format_of(src)
+    if fmt == format_of(dst):  # Nothing to round: the bits go over as they are, scales too.
+        bits_of(dst, fmt)[...] = bits_of(src, fmt)
+        if scales is not None and target_scales is not None:
+            bits_of(target_scales, "fp32")[...] = bits_of(scales, "fp32")
+        return
+    for offset in range(src.shape[0]):
+        _convert_row(
+            src[offset],
+            dst[offset],
+            None if scales is None else scales[offset],
+            None if target_scales is None else target_scales[offset],
+        )
+
+
+def transfer_pages(
+    src: Sequence[Array],
+    dst: Sequence[Array],
+    src_pages: Array,
+    dst_pages: Array,
+    *,
+    layers: int | Sequence[int] | None = None,
+    src_scales: Sequence[Array] | None = None,
+    dst_scales: Sequence[Array] | None = None,
+) -> tuple[Faults, Faults]:
+    """Write page ``src_pages[i]`` of each layer of `src` to page ``dst_pages[i]`` of `dst`.
+
+    Parameters
+    ----------
+    src, dst
+        K and V, or one latent, each ``(layers, pages, page_size, H, D)``, of any strides. The two
+        pools differ in pages at most, and in format: then elements are converted.
+    src_pages, dst_pages
+        Integers; a pair with a negative page, or with one past the end, is skipped. No page may be
+        both read and written, or written twice.
+    layers
+        None for all of them, one, or some, each once.
+    src_scales, dst_scales
+        float32 ``(layers, pages, page_size, H)``, for each of `src` or of `dst`: what a stored
+        element is multiplied by. Scales written come from the row itself, as in `store_kv`.
+
+    Returns
+    -------
+    list of (position, page), list of (position, page)
+        The pages past the end, of `src_pages` and of `dst_pages`.
+    """
+    faults: tuple[Faults, Faults] = ([], [])
+    ends = (src[0].shape[1], dst[0].shape[1])
+    chosen = range(src[0].shape[0]) if layers is None else np.atleast_1d(layers).tolist()
+    for position, pair in enumerate(zip(src_pages.tolist(), dst_pages.tolist(), strict=True)):
+        if min(pair) < 0:
+            continue
+        past = [page >= end for page, end in zip(pair, ends, strict=True)]
+        for side, page, is_past in zip(faults, pair, past, strict=True):
+            if is_past:
+                side.append((position, page))
+        if any(past):
+            continue
+        of, to = pair
+        for layer in chosen:
+            for part in range(len(src)):
+                _transfer_page(
+                    src[part][layer, of],
+                    dst[part][layer, to],
+                    None if src_scales is None else src_scales[part][layer, of],
+                    None if dst_scales is None else dst_scales[part][layer, to],
+                )
+    return faults

@@ -1,0 +1,358 @@
+"""`transfer_pages` between number formats: the very bits of the reference, NaN for NaN."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from helpers import FORMATS, QUANTISED, from_values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from store_calls import by_reciprocal, in_float64, telling_values, traps
+from transfer_cases import PLACEMENTS, POOL_LAYOUTS, TransferCase, reaches
+
+from kvcupy import reference
+
+SRC, DST = [1, -1, 2, 0], [3, 0, 0, 1]
+METHODS = ("kernel", "staged", "auto")
+LAYOUT_PAIRS = list(itertools.product(POOL_LAYOUTS, repeat=2))
+PAIRS = list(itertools.permutations(FORMATS, 2))
+
+every_method = pytest.mark.parametrize("method", METHODS)
+every_pair = pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+
+
+def scale_options(pair):
+    """With scales and without, on each side that is quantised."""
+    return itertools.product(*[(False, True) if fmt in QUANTISED else (False,) for fmt in pair])
+
+
+def pools(case, pair, scales=(False, False), layouts=("layer_first", "page_first"), **geometry):
+    """A source of usual and special values, with usual and extreme scales, and a target."""
+    geometry = {"pages": 4, "page_size": 3, "layers": 2, "content": case.values, **geometry}
+    geometry.setdefault("multipliers", case.multipliers)
+    return [
+        case.pool(layout, fmt, scales=has_scales, **geometry)
+        for layout, fmt, has_scales in zip(layouts, pair, scales, strict=True)
+    ]
+
+
+def repeated(values):
+    """Content that goes through `values`, row after row."""
+    return lambda fmt, count: np.resize(np.asarray(from_values(values, fmt)), count)
+
+
+def ones(_, count):
+    return np.ones(count, np.float32)
+
+
+# Formats --------------------------------------------------------------------------------------
+
+
+@every_pair
+@every_method
+def test_every_pair_of_formats(device, pair, method):
+    """With every kind of scales; the layouts change from case to case."""
+    start = PAIRS.index(pair) + 5 * METHODS.index(method)
+    for turn, scales in enumerate(scale_options(pair)):
+        case = TransferCase(device, (start, turn))
+        layouts = LAYOUT_PAIRS[(start + 7 * turn) % len(LAYOUT_PAIRS)]
+        made = pools(case, pair, scales, layouts, heads=3, widths=(16, 10))
+        case.transfer(*made, SRC, DST, method=method, convert=True)
+
+
+@every_method
+@pytest.mark.parametrize("layouts", LAYOUT_PAIRS, ids="-".join)
+def test_every_pair_of_layouts(device, layouts, method):
+    for pair, scales in (
+        (("bf16", "fp8_e4m3"), (False, True)),
+        (("int8", "fp16"), (True, False)),
+        (("fp8_e5m2", "int8"), (True, True)),
+    ):
+        case = TransferCase(device, 2)
+        made = pools(case, pair, scales, layouts, heads=3, widths=(8, 5))
+        case.transfer(*made, SRC, DST, method=method, convert=True)
+
+
+@every_pair
+def test_every_value(device, pair):
+    """All patterns of 8 and 16 bits, and from fp32 all boundaries of rounding, unscaled."""
+    values = telling_values(*pair)
+    if pair[0] == "fp32":
+        values = values.astype(np.float32)
+    width = 128
+    rows = -(-values.size // width)
+    case = TransferCase(device, 3)
+    src = case.pool(
+        fmt=pair[0], pages=2, page_size=rows, layers=1, heads=1, widths=(width, width),
+        content=lambda _, count: np.resize(values, count),
+    )  # fmt: skip
+    dst = case.pool(fmt=pair[1], pages=1, page_size=rows, layers=1, heads=1, widths=(width, width))
+    case.transfer(src, dst, [1], [0], method="kernel", convert=True)
+
+
+def products_that_tell(fmt):
+    """Values of a format, and for each a scale whose product in float32 is halfway between two
+    bf16, where the exact product is not."""
+    rng = np.random.default_rng(4)
+    values = from_values(rng.uniform(1, 100, 2**21), fmt)
+    by = rng.uniform(0.5, 1, values.size).astype(np.float32)
+    exact = reference.decode(values, fmt) * by
+    rounded = exact.astype(np.float32)
+    tells = (rounded != exact) & (rounded.view(np.uint32) & 0xFFFF == 0x8000)
+    assert tells.sum() >= 8, "the input tells nothing"
+    return values[tells][:64], by[tells][:64]
+
+
+@pytest.mark.parametrize("fmt", QUANTISED)
+@every_method
+def test_a_product_is_rounded_to_float32(device, fmt, method):
+    """And that to bf16, which twice rounds to another value than once."""
+    values, by = products_that_tell(fmt)
+    rows = len(values)
+    stored = np.repeat(values[:, None], 40, axis=1)
+    stored[:, 8:] = np.resize(telling_values(fmt, "bf16"), (rows, 32))
+    case = TransferCase(device, 4)
+    geometry = {"pages": 1, "page_size": rows, "layers": 1, "heads": 1, "widths": (40, 40)}
+    src = case.pool(
+        "layer_first", fmt, scales=True, content=lambda *_: stored, multipliers=lambda *_: by,
+        **geometry,
+    )  # fmt: skip
+    dst = case.pool("page_head", "bf16", **geometry)
+    case.transfer(src, dst, [0], [0], method=method, convert=True)
+
+
+# Scales that the target gets --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fmt", QUANTISED)
+@every_method
+def test_scaling_is_two_float32_divisions(device, fmt, method):
+    """absmax / limit, then x / that: neither by the reciprocal nor in float64."""
+    limit = np.float32(reference.LIMIT[fmt])
+    rng = np.random.default_rng(5)
+    rows, found = [], 0
+    for absmax in rng.uniform(0.5, 900, 96).astype(np.float32):
+        for wrong in (by_reciprocal, in_float64):
+            _, x = traps(fmt, wrong, [absmax / limit])
+            found += x.size
+            rows.append(np.concatenate([[-absmax], np.resize(x if x.size else [0], 63)]))
+    assert found >= 50, "the input tells nothing"
+    case = TransferCase(device, 5)
+    made = pools(
+        case, ("fp32", fmt), (False, True), pages=2, page_size=96, layers=1, heads=1,
+        widths=(64, 64), content=repeated(np.float32(rows)),
+    )  # fmt: skip
+    case.transfer(*made, [0, 1], [1, 0], method=method, convert=True)
+
+
+@pytest.mark.parametrize("fmt", QUANTISED)
+@pytest.mark.parametrize("source", ["fp32", "fp16", "bf16"])
+@every_method
+def test_special_rows(device, fmt, source, method):
+    big, inf, nan = 3e38 if source != "fp16" else 65504, np.inf, np.nan
+    rows = [
+        [0] * 5,
+        [-0.0] * 5,
+        [nan] * 5,
+        [inf, 1, -1, 0, 2],
+        [nan, -inf, 1e30, 0, -3e38],
+        [1e-7, -1e-7, 0, 0, 1e-9],
+        [1e-6, 0, 0, 0, 0],
+        [1e-42, 0, 0, 0, -1e-45],
+        [big, -big, 1, 0, 1e36],
+        [nan, 3, -4, 0, 1],
+        [1.1e-6, 0, 0, 0, 0],
+    ]
+    case = TransferCase(device, 6)
+    for scales in (True, False):
+        made = pools(
+            case, (source, fmt), (False, scales), page_size=11, heads=1, widths=(5, 5),
+            content=repeated(rows),
+        )  # fmt: skip
+        case.transfer(*made, SRC, DST, method=method, convert=True)
+
+
+@pytest.mark.parametrize("bits", [0x7F800001, 0xFF800001, 0x7FC00000, 0xFFFFFFFF])
+def test_scales_pass_over_every_nan(device, bits):
+    """A signalling one too, which C's fmaxf lets win."""
+    rows = np.full((4, 256), 0.5, np.float32)
+    rows[:, 0] = 7
+    rows.view(np.uint32)[1, 1:] = bits
+    rows.view(np.uint32)[2, 128::2] = bits
+    rows.view(np.uint32)[3, 64] = bits
+    case = TransferCase(device, bits)
+    src = case.pool(
+        pages=2, fmt="fp32", widths=(256, 256), content=lambda _, count: np.resize(rows, count)
+    )
+    dst = case.pool(pages=2, fmt="int8", widths=(256, 256), scales=True)
+    for method in METHODS:
+        case.transfer(src, dst, [0], [1], method=method, convert=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "fmt"), [("fp32", "fp8_e4m3"), ("bf16", "int8"), ("fp16", "fp8_e5m2")]
+)
+@pytest.mark.parametrize("width", [4096, 1000, 544, 128, 33, 1])
+def test_scales_see_every_element(device, source, fmt, width):
+    """The largest magnitude stands in each 32-element segment, at changing places and signs."""
+    count = -(-width // 32)
+    rows = np.random.default_rng(width).uniform(-1, 1, (count, width))
+    for row in range(count):
+        rows[row, min(32 * row + 7 * row % 32, width - 1)] = (-1) ** row * (2 + row)
+    for layouts in (("page_first", "layer_first"), ("layer_first", "page_head")):
+        case = TransferCase(device, width)
+        made = pools(
+            case, (source, fmt), (False, True), layouts, pages=2, page_size=count, layers=1,
+            widths=(width, width), content=repeated(rows),
+        )  # fmt: skip
+        case.transfer(*made, [0, 1], [1, 0], method="kernel", convert=True)
+
+
+def test_scales_to_scales(device):
+    """What fp8 means goes to int8; one row's scale says nothing of its neighbour's."""
+    case = TransferCase(device, 7)
+    for method, (layouts, by) in itertools.product(
+        METHODS, zip(LAYOUT_PAIRS[::5], ("usual", "ones", "tiny", "huge"), strict=True)
+    ):
+        multipliers = {
+            "usual": case.multipliers,
+            "ones": ones,
+            "tiny": lambda _, count: np.resize(np.float32([1e-38, 2e-45, 1e-30]), count),
+            "huge": lambda _, count: np.resize(np.float32([1e38, 3e38, 1e30]), count),
+        }[by]
+        made = pools(
+            case, ("fp8_e4m3", "int8"), (True, True), layouts, heads=3, multipliers=multipliers
+        )
+        case.transfer(*made, SRC, DST, method=method, convert=True)
+
+
+# Everything else --------------------------------------------------------------------------------
+
+
+@every_method
+def test_latents(device, method):
+    for (latent, pair), scales in itertools.product(
+        [(576, ("bf16", "fp8_e4m3")), (656, ("int8", "bf16")), (1, ("fp32", "int8"))],
+        [False, True],
+    ):
+        case = TransferCase(device, latent)
+        has = [scales and fmt in QUANTISED for fmt in pair]
+        for layouts in LAYOUT_PAIRS[1::5]:
+            case.transfer(
+                *pools(case, pair, has, layouts, latent=latent, page_size=2), SRC, DST,
+                method=method, convert=True,
+            )  # fmt: skip
+
+
+@every_method
+@pytest.mark.parametrize("placements", list(itertools.product(PLACEMENTS, repeat=2)), ids="-".join)
+def test_placements(device, placements, method):
+    if not reaches(device, method, *placements):
+        pytest.skip("kernels of a GPU reach no pageable memory")
+    case = TransferCase(device, 8)
+    geometry = {"pages": 4, "page_size": 3, "content": case.values}
+    for pair, scales in ((("fp16", "int8"), (False, True)), (("fp8_e4m3", "fp32"), (True, False))):
+        src, dst = (
+            case.pool(
+                layout, fmt, placement=placement, scales=has, multipliers=case.multipliers,
+                **geometry,
+            )
+            for layout, fmt, placement, has in zip(
+                ("layer_first", "page_head"), pair, placements, scales, strict=True
+            )
+        )  # fmt: skip
+        case.transfer(src, dst, SRC, DST, method=method, convert=True)
+
+
+@every_method
+@pytest.mark.parametrize("layers", [0, [2, 0], [4, 1, 2], range(0, 5, 2), [], None], ids=str)
+def test_layers(device, layers, method):
+    """Scales of other layers stay too."""
+    case = TransferCase(device, 9)
+    made = pools(case, ("bf16", "int8"), (False, True), layers=5)
+    case.transfer(*made, SRC, DST, method=method, convert=True, layers=layers)
+
+
+@every_method
+def test_pages_of_every_kind(device, method):
+    """Past the end on either side, negative, none; arrays of any type and stride."""
+    case = TransferCase(device, 10)
+    for pair, scales in ((("bf16", "int8"), (False, True)), (("fp8_e5m2", "fp32"), (True, False))):
+        made = [
+            case.pool(fmt=fmt, scales=has, pages=pages, content=case.values, multipliers=ones)
+            for fmt, has, pages in zip(pair, scales, (5, 7), strict=True)
+        ]
+        for src, dst in (
+            ([4, 5, 0, -1, 2], [6, 1, 3, 9, 7]),
+            ([2**31, 1], [1, 2**63 - 1]),
+            ([], []),
+            ([0, 0, 0], [5, 4, 0]),
+        ):
+            case.transfer(*made, src, dst, method=method, convert=True)
+            placed = case.indices(src, "int64", -2), case.indices(dst)
+            case.transfer(*made, *placed, method=method, convert=True)
+
+
+@pytest.mark.parametrize("max_blocks", [1, 2, 7])
+@every_method
+def test_max_blocks(device, method, max_blocks):
+    case = TransferCase(device, 11)
+    made = pools(case, ("fp16", "fp8_e4m3"), (False, True), pages=30, page_size=5)
+    src_pages, dst_pages = (case.rng.permutation(30)[:25] for _ in range(2))
+    case.transfer(*made, src_pages, dst_pages, method=method, convert=True, max_blocks=max_blocks)
+
+
+@pytest.mark.parametrize("method", ["kernel", "staged"])
+@pytest.mark.parametrize(
+    ("pair", "scales"),
+    [(("fp32", "int8"), (False, True)), (("fp8_e5m2", "bf16"), (True, False))],
+    ids=["to int8", "from fp8"],
+)
+def test_more_than_a_staging_buffer_holds(device, pair, scales, method):
+    """Counted in the wider format or in the narrower one: 48 MiB of fp32, or of bf16."""
+    width = 16384 if "fp32" in pair else 32768
+    case = TransferCase(device, 12)
+    rng = case.rng
+    made = pools(
+        case, pair, scales, ("page_first", "layer_first"), pages=12, page_size=16, heads=1,
+        widths=(width, width), layers=2, multipliers=ones,
+        content=lambda fmt, count: np.resize(
+            from_values(rng.standard_normal(99_991), fmt), count
+        ),
+    )  # fmt: skip
+    case.transfer(*made, rng.permutation(12), rng.permutation(12), method=method, convert=True)
+
+
+@st.composite
+def conversions(draw):
+    pair = draw(st.sampled_from(PAIRS))
+    return {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "pair": pair,
+        "scales": [fmt in QUANTISED and draw(st.booleans()) for fmt in pair],
+        "layouts": draw(st.sampled_from(LAYOUT_PAIRS)),
+        "method": draw(st.sampled_from(METHODS)),
+        "geometry": {
+            "pages": draw(st.integers(1, 5)),
+            "page_size": draw(st.integers(1, 5)),
+            "layers": draw(st.integers(1, 3)),
+            "widths": draw(st.tuples(st.integers(1, 40), st.integers(1, 40))),
+            "heads": draw(st.integers(1, 3)),
+        },
+    }
+
+
+@settings(max_examples=80, deadline=None, database=None)
+@given(call=conversions())
+def test_any_conversion(device, call):
+    case = TransferCase(device, call["seed"])
+    made = pools(case, call["pair"], call["scales"], call["layouts"], **call["geometry"])
+    count = call["geometry"]["pages"]
+    src_pages = case.rng.integers(-1, count + 1, count)
+    layers = int(case.rng.integers(0, call["geometry"]["layers"]))
+    case.transfer(
+        *made, src_pages, case.rng.permutation(count), method=call["method"], convert=True,
+        layers=case.rng.choice([None, layers]),
+    )  # fmt: skip

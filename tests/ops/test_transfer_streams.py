@@ -1,0 +1,516 @@
+"""`transfer_pages` on streams, in graphs, on threads, and what it keeps alive."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+from stream_cases import Gate, Log, delay
+from transfer_cases import METHODS, TransferCase
+
+import kvcupy as kv
+from kvcupy import observe
+from kvcupy.arrays import overlap
+
+SRC, DST = [1, 2, 6, 0], [4, 5, 0, 8]
+LAYOUTS = [
+    ("layer_first", "page_first"),
+    ("layer_first", "layer_first"),
+    ("page_head", "page_first"),
+]
+
+every_method = pytest.mark.parametrize("method", METHODS)
+some_layouts = pytest.mark.parametrize("layouts", LAYOUTS, ids="-".join)
+
+
+def chain(case, layouts=LAYOUTS[0], *, length=2, **geometry):
+    """Pools in turn of one layout and the other."""
+    return [
+        case.pool(layout, **geometry)
+        for layout, _ in zip(itertools.cycle(layouts), range(length), strict=False)
+    ]
+
+
+def fill_late(case, pool, stream):
+    """Give a pool other content, which arrives on a stream that is late."""
+    delay(stream)
+    pool.refill(case.bits, stream)
+
+
+def content(pool):
+    return [memory.download().tobytes() for memory in pool.memories]
+
+
+# Order ----------------------------------------------------------------------------------------
+
+
+@every_method
+@some_layouts
+def test_behind_a_slow_producer(device, method, layouts):
+    """What a stream brings is what the transfer behind it takes, lists or arrays of pages."""
+    case = TransferCase(device, 1)
+    src, dst = chain(case, layouts)
+    stream = device.stream()
+    placed = case.indices(SRC), case.indices(DST)
+    for pages in ((SRC, DST), (np.array(SRC, np.int32), np.array(DST)), placed):
+        device.synchronize()
+        fill_late(case, src, stream)
+        case.issue(src, dst, *pages, method=method, stream=stream)
+        stream.synchronize()
+        case.finish(case.expect(src, dst, *pages))
+
+
+@every_method
+def test_converting_behind_a_slow_producer(device, method):
+    case = TransferCase(device, 2)
+    src, dst = case.pool(fmt="bf16"), case.pool("page_first", "fp8_e4m3", scales=True)
+    stream = device.stream()
+    options = {"method": "auto" if method == "copy" else method, "convert": True}
+    device.synchronize()
+    fill_late(case, src, stream)
+    case.issue(src, dst, SRC, DST, stream=stream, **options)
+    stream.synchronize()
+    case.finish(case.expect(src, dst, SRC, DST))
+
+
+@some_layouts
+def test_pages_that_come_late(device, layouts):
+    """A kernel reads arrays of pages when its turn comes."""
+    case = TransferCase(device, 23)
+    src, dst = chain(case, layouts)
+    pages = case.indices([0, 0, 0, 0]), case.indices([7, 7, 7, 7], "int32")
+    stream = device.stream()
+    device.synchronize()
+    delay(stream)
+    for arg, values in zip(pages, (SRC, DST), strict=True):
+        arg.view[...] = values
+        device.copy(arg.array, device.asarray(arg.view.copy()), stream=stream)
+    case.issue(src, dst, *pages, method="kernel", stream=stream)
+    stream.synchronize()
+    case.finish(case.expect(src, dst, *pages))
+
+
+@every_method
+@some_layouts
+def test_without_the_stream_it_comes_too_early(device, method, layouts):
+    """The control: a transfer on another stream does not wait."""
+    case = TransferCase(device, 3)
+    src, dst = chain(case, layouts)
+    stream, other = device.stream(), device.stream()
+    device.synchronize()
+    fill_late(case, src, stream)
+    case.issue(src, dst, SRC, DST, method=method, stream=other)
+    device.synchronize()
+    case.expect(src, dst, SRC, DST)
+    with pytest.raises(pytest.fail.Exception, match="elements differ"):
+        case.finish()
+
+
+@every_method
+def test_the_call_does_not_wait(device, method):
+    """It returns while the stream is held up; until then nothing is written or reported."""
+    case = TransferCase(device, 4)
+    src, dst = chain(case)
+    before = content(dst)
+    stream = device.stream()
+    device.synchronize()
+    gate = Gate(stream)
+    start = time.monotonic()
+    case.issue(src, dst, [*SRC, 9], [*DST, 1], method=method, stream=stream)
+    waited_s = time.monotonic() - start
+    during = content(dst)
+    gate.open()
+    stream.synchronize()
+    assert waited_s < 10, "the call waited for its stream"
+    assert during == before
+    case.finish(case.expect(src, dst, [*SRC, 9], [*DST, 1]))
+
+
+@every_method
+@some_layouts
+def test_one_after_another_on_a_stream(device, method, layouts):
+    """Through four pools and back into pages that have been read."""
+    case = TransferCase(device, 5)
+    pools = chain(case, layouts, length=4)
+    stream = device.stream()
+    device.synchronize()
+    fill_late(case, pools[0], stream)
+    steps = [*itertools.pairwise(pools), (pools[3], pools[0])]
+    for src, dst in steps:
+        case.issue(src, dst, SRC, [2, 1, 0, 6], method=method, stream=stream)
+    stream.synchronize()
+    for src, dst in steps:
+        case.expect(src, dst, SRC, [2, 1, 0, 6])
+    case.finish()
+
+
+@every_method
+def test_a_consumer_on_the_same_stream(device, method):
+    """A store behind a transfer overwrites what it brought, one before it is carried along."""
+    case = TransferCase(device, 6)
+    src, dst = chain(case, fmt="fp32")
+    stream = device.stream()
+    rows = case.rng.standard_normal((4, 2, 14)).astype(np.float32)
+    key, value = device.asarray(rows[..., :8].copy()), device.asarray(rows[..., 8:].copy())
+    slots = np.array([25, 24, 27, 26])  # of page 6, which goes to page 0, and of no other
+    device.synchronize()
+    delay(stream)
+
+    def store(pool):
+        kv.store_kv(
+            key, value, pool.pool.k(1), pool.pool.v(1), device.asarray(slots), stream=stream
+        )
+        for memory, part in zip(pool.parts, (rows[..., :8], rows[..., 8:]), strict=True):
+            memory.view[1, 6, slots % 4] = part
+
+    store(src)
+    case.issue(src, dst, SRC, DST, method=method, stream=stream)
+    case.expect(src, dst, SRC, DST)
+    store(dst)
+    stream.synchronize()
+    case.finish()
+
+
+@every_method
+def test_streams_side_by_side(device, method):
+    """Several streams at once, each with pools of its own, share nothing that they should not."""
+    case = TransferCase(device, 7)
+    geometry = {"pages": 70, "page_size": 16, "layers": 4, "widths": (64, 64)}
+    streams = [device.stream() for _ in range(4)]
+    pairs = [chain(case, LAYOUTS[i % 3], **geometry) for i in range(4)]
+    device.synchronize()
+    turns = [(case.rng.permutation(70), case.rng.permutation(70)[:35]) for _ in range(4)]
+    for src_pages, dst_pages in turns:
+        for stream, (src, dst) in zip(streams, pairs, strict=True):
+            there = src_pages[:35].tolist(), dst_pages.tolist()
+            case.issue(src, dst, *there, method=method, stream=stream)
+            case.issue(dst, src, *there[::-1], method=method, stream=stream)
+    device.synchronize()
+    for src_pages, dst_pages in turns:
+        for src, dst in pairs:
+            case.expect(src, dst, src_pages[:35], dst_pages)
+            case.expect(dst, src, dst_pages, src_pages[:35])
+    case.finish()
+
+
+@every_method
+def test_threads_side_by_side(device, method):
+    """As above, from threads that each wait for their calls."""
+    cases = [TransferCase(device, (8, i)) for i in range(4)]
+    geometry = {"pages": 40, "page_size": 16, "widths": (64, 48)}
+    pairs = [chain(case, LAYOUTS[i % 3], **geometry) for i, case in enumerate(cases)]
+    lists = [[c.rng.permutation(40).tolist() for c in cases] for _ in range(2)]
+    errors = []
+
+    def work(i):
+        try:
+            for _ in range(5):
+                cases[i].issue(*pairs[i], lists[0][i], lists[1][i], method=method)
+                if device.kind != "host":
+                    device.synchronize()
+                for memory in pairs[i][1].memories:
+                    memory.upload()  # a transfer that still runs would be seen at the end
+                cases[i].issue(*pairs[i], lists[0][i], lists[1][i], method=method)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for i, case in enumerate(cases):
+        case.expect(*pairs[i], lists[0][i], lists[1][i])
+        case.finish()
+
+
+@every_method
+def test_lists_may_change_after_the_call(device, method):
+    """A list is not an array of the device: it is read when the call is made."""
+    case = TransferCase(device, 9)
+    src, dst = chain(case)
+    stream = device.stream()
+    device.synchronize()
+    gate = Gate(stream)
+    lists = list(SRC), list(DST)
+    layers = [2, 0]
+    case.issue(src, dst, *lists, method=method, layers=layers, stream=stream)
+    for changed in (*lists, layers):
+        changed[:] = [7] * 9
+    gate.open()
+    stream.synchronize()
+    case.finish(case.expect(src, dst, SRC, DST, [2, 0]))
+
+
+@every_method
+def test_faults_of_a_stream(device, method):
+    """Those of all its transfers are counted; later ones are not held up."""
+    case = TransferCase(device, 10)
+    src, dst = chain(case)
+    stream = device.stream()
+    device.synchronize()
+    for pages in (([1, 9], [2, 3]), ([2, 4], [77, 4]), ([3], [1])):
+        case.issue(src, dst, *pages, method=method, stream=stream)
+    stream.synchronize()
+    for pages in (([1, 9], [2, 3]), ([2, 4], [77, 4]), ([3], [1])):
+        case.expect(src, dst, *pages)
+    case.finish(([(1, 9)], [(0, 77)]))
+
+
+# Graphs ---------------------------------------------------------------------------------------
+
+
+@some_layouts
+@pytest.mark.parametrize("convert", [False, True])
+def test_a_captured_kernel_reads_its_arrays_at_replay(device, layouts, convert):
+    """Pools, and the page lists that are arrays of the device."""
+    case = TransferCase(device, 11)
+    formats = ("bf16", "int8") if convert else ("bf16", "bf16")
+    src, dst = (
+        case.pool(layout, fmt, scales=fmt == "int8")
+        for layout, fmt in zip(layouts, formats, strict=True)
+    )
+    pages = case.indices(SRC), case.indices(DST, "int32")
+    stream = device.stream()
+    options = {"method": "kernel", "convert": convert}
+    case.transfer(src, dst, *pages, stream=stream, **options)
+    with stream.capture() as graph:
+        case.issue(src, dst, *pages, stream=stream, **options)
+    for other in ((SRC, DST), (DST[::-1], SRC), ([0, 9, -1, 3], [7, 1, 2, 6])):
+        src.refill(case.bits)
+        for arg, values in zip(pages, other, strict=True):
+            arg.view[...] = values
+            arg.buffer.raw[...] = device.asarray(arg.buffer.want.copy())
+        device.synchronize()
+        case.finish()  # nothing has run yet
+        graph.launch(stream)
+        stream.synchronize()
+        case.finish(case.expect(src, dst, *pages))
+
+
+@every_method
+@some_layouts
+def test_a_captured_transfer_of_lists(device, method, layouts):
+    """Pools are read at replay, with the pages of the call; a fault comes with each replay."""
+    case = TransferCase(device, 12)
+    src, dst = chain(case, layouts)
+    stream = device.stream()
+    pages = [1, 2, 9, 6, -1], [4, 5, 1, 0, 3]
+    case.transfer(src, dst, *pages, method=method, stream=stream)
+    with stream.capture() as graph:
+        case.issue(src, dst, *pages, method=method, stream=stream)
+    for launched_on in (stream, device.stream(), stream):
+        src.refill(case.bits)
+        dst.refill(case.bits)
+        device.synchronize()
+        case.finish()
+        graph.launch(launched_on)
+        launched_on.synchronize()
+        case.finish(case.expect(src, dst, *pages))
+
+
+@every_method
+def test_a_first_call_may_be_captured(device, method):
+    """Shapes that no call has had before."""
+    case = TransferCase(device, 13)
+    src, dst = chain(case, heads=7, widths=(22, 26), layers=2)
+    stream = device.stream()
+    device.synchronize()
+    with stream.capture() as graph:
+        case.issue(src, dst, SRC, DST, method=method, stream=stream)
+    case.finish()
+    graph.launch(stream)
+    stream.synchronize()
+    case.finish(case.expect(src, dst, SRC, DST))
+
+
+@every_method
+def test_captured_one_after_another(device, method):
+    """In one graph, in order, a fork between them."""
+    case = TransferCase(device, 14)
+    pools = chain(case, length=4)
+    stream, other = device.stream(), device.stream()
+    device.synchronize()
+    with stream.capture() as graph:
+        case.issue(pools[0], pools[1], SRC, DST, method=method, stream=stream)
+        kv.fork(stream, other)
+        case.issue(pools[1], pools[2], DST, SRC, method=method, stream=other)
+        case.issue(pools[1], pools[3], DST, [0, 1, 2, 3], method=method, stream=stream)
+        kv.join(stream, other)
+        case.issue(pools[2], pools[0], SRC, DST, method=method, stream=stream)
+    for _ in range(2):
+        graph.launch(stream)
+        case.expect(pools[0], pools[1], SRC, DST)
+        case.expect(pools[1], pools[2], DST, SRC)
+        case.expect(pools[1], pools[3], DST, [0, 1, 2, 3])
+        case.expect(pools[2], pools[0], SRC, DST)
+    stream.synchronize()
+    case.finish()
+
+
+@pytest.mark.parametrize("method", ["staged", "auto"])
+def test_a_graph_and_calls_side_by_side(device, method):
+    """What a graph stages through is not what calls on other streams stage through."""
+    case = TransferCase(device, 15)
+    geometry = {"pages": 70, "page_size": 16, "layers": 4, "widths": (64, 64)}
+    captured, called = chain(case, **geometry), chain(case, LAYOUTS[2], **geometry)
+    stream, other = device.stream(), device.stream()
+    order = case.rng.permutation(70).tolist()
+    device.synchronize()
+    with stream.capture() as graph:
+        case.issue(*captured, order, order[::-1], method=method, stream=stream)
+    for _ in range(6):
+        graph.launch(stream)
+        case.issue(*called, order[:30], order[30:60], method=method, stream=other)
+    device.synchronize()
+    case.expect(*captured, order, order[::-1])
+    case.expect(*called, order[:30], order[30:60])
+    case.finish()
+
+
+@every_method
+def test_a_refused_call_leaves_a_capture_as_it_was(device, method):
+    case = TransferCase(device, 16)
+    src, dst = chain(case)
+    stream = device.stream()
+    device.synchronize()
+    with stream.capture() as graph:
+        with pytest.raises(ValueError, match="layers"):
+            case.issue(src, dst, SRC, DST, method=method, layers=[5], stream=stream)
+        case.issue(src, dst, SRC, DST, method=method, stream=stream)
+    graph.launch(stream)
+    stream.synchronize()
+    case.finish(case.expect(src, dst, SRC, DST))
+
+
+# Lifetime -------------------------------------------------------------------------------------
+
+
+@every_method
+def test_pools_live_until_they_are_read(device, method):
+    """The caller lets go of everything while the stream is held up."""
+    case = TransferCase(device, 17)
+    src, dst = chain(case, pages=64, page_size=16, widths=(64, 64))
+    stream = device.stream()
+    pages = case.rng.permutation(64).tolist(), case.rng.permutation(64).tolist()
+    case.expect(src, dst, *pages)
+    device.synchronize()
+    gate = Gate(stream)
+    kv.transfer_pages(
+        src.pool, dst.pool, *(device.asarray(np.array(p)) for p in pages), method=method,
+        stream=stream,
+    )  # fmt: skip
+    case.pools.remove(src)
+    num_bytes = src.parts[0].want.nbytes
+    del src
+    gc.collect()
+    others = [device.asarray(np.full(num_bytes, 0xA5, np.uint8)) for _ in range(4)]
+    lists = [device.asarray(np.full(64, -1)) for _ in range(8)]
+    gate.open()
+    stream.synchronize()
+    case.finish()
+    del others, lists
+
+
+@every_method
+def test_a_graph_keeps_its_pools(device, method):
+    case = TransferCase(device, 18)
+    src, dst = chain(case, pages=64, page_size=16, widths=(64, 64))
+    stream = device.stream()
+    device.synchronize()
+    with stream.capture() as graph:
+        case.issue(src, dst, list(range(64)), list(range(64)), method=method, stream=stream)
+    case.expect(src, dst, list(range(64)), list(range(64)))
+    case.pools.remove(src)
+    num_bytes = src.parts[0].want.nbytes
+    del src
+    gc.collect()
+    others = [device.asarray(np.full(num_bytes, 0xA5, np.uint8)) for _ in range(4)]
+    device.synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    case.finish()
+    del others
+
+
+@every_method
+@pytest.mark.parametrize("own_stream", [False, True], ids=["current", "own"])
+def test_no_pool_is_kept_after_its_transfer(device, method, own_stream):
+    """Neither by what is remembered of the call nor by a stream that has passed it."""
+    stream = device.stream() if own_stream else None
+    for _ in range(2):
+        case = TransferCase(device, 19)
+        src, dst = chain(case)
+        device.synchronize()
+        case.issue(src, dst, SRC, DST, method=method, stream=stream)
+        device.synchronize()
+        if stream is not None:
+            kv.keep_alive((), stream)  # a device may release what has passed when called again
+            device.synchronize()
+        kept = [weakref.ref(a.pool) for a in (src, dst)]
+        owners = [weakref.ref(v.owner) for a in (src, dst) for v in a.pool.parts]
+        del case, src, dst
+        gc.collect()
+        assert [ref() is None for ref in (*kept, *owners)] == [True] * 6
+
+
+# What is announced ----------------------------------------------------------------------------
+
+
+@every_method
+@some_layouts
+def test_it_is_announced(device, method, layouts):
+    """By its name, on its stream, with what it reads and writes; and the source is only read."""
+    case = TransferCase(device, 20)
+    src, dst = chain(case, layouts, fmt="int8", scales=True)
+    stream = device.stream()
+    device.synchronize()
+    with observe.attached(Log()) as log:
+        case.issue(src, dst, SRC, DST, method=method, stream=stream)
+    stream.synchronize()
+    case.finish(case.expect(src, dst, SRC, DST))
+    operations = [op for op in log.operations if op.stream is stream]
+    assert any("transfer_pages" in op.name for op in operations)
+    for wanted, side in ((src, "reads"), (dst, "writes")):
+        touched = [access.view for op in operations for access in getattr(op, side)]
+        for memory in wanted.memories:
+            assert any(overlap(view, memory.raw) for view in touched), f"{side} of {memory.name}"
+    for op in operations:
+        for access in op.writes:
+            assert not any(overlap(access.view, memory.raw) for memory in src.memories)
+
+
+@every_method
+def test_a_refusal_by_an_observer_changes_nothing(device, method):
+    """`before` may raise: then nothing has been issued, and the next call is as ever."""
+    case = TransferCase(device, 21)
+    src, dst = chain(case)
+    stream = device.stream()
+    device.synchronize()
+    with observe.attached(Log(refuse="transfer_pages")), pytest.raises(kv.KvcupyError):
+        case.issue(src, dst, SRC, DST, method=method, stream=stream)
+    stream.synchronize()
+    case.finish()
+    case.transfer(src, dst, SRC, DST, method=method, stream=stream)
+
+
+@every_method
+def test_a_failure_before_it_skips_it(device, method):
+    """What is queued behind a failed function does not run, and what comes after it does."""
+    if device.kind != "host":
+        pytest.skip("a failed host function does not stop a GPU's stream")
+    case = TransferCase(device, 22)
+    src, dst = chain(case)
+    stream = device.stream()
+    stream.call(lambda: 1 / 0)
+    case.issue(src, dst, SRC, DST, method=method, stream=stream)
+    with pytest.raises(kv.DeviceError):
+        stream.synchronize()
+    case.finish()
+    case.transfer(src, dst, SRC, DST, method=method, stream=stream)

@@ -1,0 +1,137 @@
+"""Calibrations: what is measured, how it is kept, and that `method="auto"` goes by it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import kvcupy as kv
+from kvcupy import calibrate, calibration
+from kvcupy.__main__ import main
+from kvcupy.ops import transfer_method, transfer_route, transfer_staged
+from kvcupy.ops.transfer_method import DEFAULTS, NEVER
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A folder of its own for calibrations; kernels are compiled anew at most once."""
+    monkeypatch.setattr(calibration.cache, "directory", lambda: tmp_path)
+    transfer_method.forget()
+    yield tmp_path
+    transfer_method.forget()
+
+
+def case(pieces: int, num_bytes: int, kernel: float, copy: float) -> dict[str, float]:
+    return {"pieces": pieces, "bytes": num_bytes, "kernel": kernel, "copy": copy}
+
+
+def test_the_crossover_is_where_copies_begin_to_win():
+    times = [case(16, 512, 1, 9), case(16, 4096, 3, 4), case(16, 65536, 30, 20)]
+    times += [case(64, 512, 1, 9), case(64, 4096, 5, 4), case(64, 65536, 90, 20)]
+    assert calibrate.crossovers(times) == [(16, 65536), (64, 4096)]
+
+
+def test_one_disturbed_measurement_does_not_move_the_crossover():
+    times = [case(16, 2**i, 2**i / 10, 20 + 2**i / 30) for i in range(6, 20)]
+    undisturbed = calibrate.crossovers(times)
+    times[-2]["copy"] *= 3.1
+    assert calibrate.crossovers(times) == undisturbed
+
+
+def test_copies_that_never_win_are_never_chosen():
+    assert calibrate.crossovers([case(16, 512, 1, 2), case(16, 4096, 3, 4)]) == [(16, NEVER)]
+
+
+def test_a_quick_calibration_is_kept_and_read(device, folder, capsys):
+    assert main(["calibrate", "--quick", "--device", device.name]) == 0
+    out = capsys.readouterr().out
+    assert device.model in out and "to_host" in out
+    (file,) = folder.glob("calibration-*.json")
+    kept = json.loads(file.read_text())
+    assert kept["device"] == device.model
+    for direction in ("to_device", "to_host"):
+        own = transfer_method.thresholds(device, direction)
+        assert own.copy_from_bytes == tuple(map(tuple, kept[direction]["copy_from_bytes"]))
+        assert own.staged is kept[direction]["staged"]
+        assert own.blocks == kept[direction]["blocks"] >= 1
+        assert kept["measured"][direction]
+    assert transfer_method.thresholds(device, "within") == DEFAULTS["within"]
+
+
+def chosen(device, pages, *, host_layout="layer_first") -> str:
+    """The method that "auto" takes for pages of 1 KiB rows, from the device to the host."""
+    near = kv.KVPool(64, 1, 4, 2, 256, device=device)
+    far = kv.KVPool(64, 1, 4, 2, 256, layout=host_layout, placement="pinned", device=device)
+    taken = []
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, label in (
+            (transfer_staged.Turns, "move", "staged"),
+            (transfer_route.Route, "by_runs", "copy"),
+            (transfer_route.Route, "by_kernel", "kernel"),
+        ):
+            whole = getattr(owner, name)
+
+            def spy(*arguments, whole=whole, label=label, **options):
+                taken.append(label)
+                whole(*arguments, **options)
+
+            patch.setattr(owner, name, spy)
+        kv.transfer_pages(near, far, pages, pages)
+    return taken[0]
+
+
+SCATTERED = np.arange(0, 64, 2)
+
+
+@pytest.mark.parametrize(
+    ("copy_from_bytes", "staged", "layout", "method"),
+    [
+        ([[1, NEVER]], False, "layer_first", "kernel"),
+        ([[1, 1024]], False, "layer_first", "copy"),
+        ([[1, 1025]], False, "layer_first", "kernel"),
+        ([[1, 1025]], True, "layer_first", "kernel"),  # relaying makes nothing longer
+        ([[1, 4096]], True, "page_first", "staged"),
+        ([[1, 4096]], False, "page_first", "kernel"),
+        ([[1, 4097]], True, "page_first", "kernel"),
+        ([[1, 0], [257, NEVER]], False, "layer_first", "copy"),  # 256 pieces
+        ([[1, 0], [256, NEVER]], False, "layer_first", "kernel"),
+    ],
+)
+def test_auto_goes_by_the_calibration(device, monkeypatch, copy_from_bytes, staged, layout, method):
+    kept = {"copy_from_bytes": copy_from_bytes, "staged": staged, "blocks": 2}
+    calibration.save(device.model, {"to_host": kept})
+    assert chosen(device, SCATTERED, host_layout=layout) == method
+
+
+def test_neighbours_count_as_one_piece(device):
+    calibration.save(
+        device.model,
+        {"to_host": {"copy_from_bytes": [[1, 16 * 1024]], "staged": False, "blocks": None}},
+    )
+    assert chosen(device, SCATTERED) == "kernel"
+    assert chosen(device, np.arange(32)) == "copy"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "no json", "[]", '{"to_host": 3}', '{"to_host": {"copy_from_bytes": []}}',
+     '{"to_host": {"copy_from_bytes": [["x"]], "staged": true, "blocks": 1}}'],
+)  # fmt: skip
+def test_a_file_that_makes_no_sense_counts_as_none(device, text):
+    calibration.path(device.model).write_text(text)
+    assert transfer_method.thresholds(device, "to_host") == DEFAULTS["to_host"]
+
+
+def test_the_defaults_are_those_documented():
+    for direction in ("to_device", "to_host"):
+        own = DEFAULTS[direction]
+        assert own.crossover(15) == 0
+        assert own.crossover(16) == own.crossover(100_000) == 28 * 1024
+    assert DEFAULTS["to_host"].staged and not DEFAULTS["to_device"].staged
+
+
+def test_models_have_files_of_their_own():
+    assert calibration.path("NVIDIA H200") != calibration.path("NVIDIA-H200")
+    assert calibration.path("").name.startswith("calibration-device-")

@@ -1,0 +1,257 @@
+"""Calls of `transfer_pages` that compare every byte of both pools with what it should be.
+
+A `PoolArg` is a pool beside NumPy mirrors of its memory, cut by strides of this file's own. The
+operation under test moves pages of the pools, the reference those of the mirrors.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from helpers import DTYPE, UNSIGNED, Arg, Case, names_number, random_elements
+
+import kvcupy as kv
+from kvcupy import ArrayView, reference
+
+POOL_LAYOUTS = {
+    "layer_first": "LPTHD",
+    "page_first": "PTLHD",
+    "page_first_direct": "PLTHD",
+    "page_head": "PHTLD",
+}
+"""The axes in memory: layers, pages, tokens of a page, heads, and the row of a head."""
+METHODS = ("kernel", "copy", "staged", "auto")
+PLACEMENTS = ("device", "pinned", "pageable")
+
+
+def reaches(device, method, *placements):
+    """Whether a method exists for these placements: kernels of a GPU reach no pageable memory."""
+    return device.kind == "host" or method != "kernel" or "pageable" not in placements
+
+
+class Memory:
+    """One part of a pool, K say, or its scales: the device's bytes, and what they should be."""
+
+    def __init__(self, case, name, view, axes, sizes, fmt, content):
+        self.case, self.name, self.fmt = case, name, fmt
+        shape = tuple(sizes[axis] for axis in axes)
+        self.want = content(fmt, int(np.prod(shape))).reshape(shape)
+        self.loose = np.zeros(shape, bool)
+        """Where a NaN may be any NaN, because a conversion has made it."""
+        self.raw = ArrayView(
+            view.pointer, (self.want.nbytes,), (1,), "uint8", view.device,
+            library=view.library, owner=view.owner,
+        )  # fmt: skip
+        self._order = [axes.index(axis) for axis in "LPTHD" if axis in axes]
+        pages_first = self.by_layer(self.want).swapaxes(0, 1)
+        if "D" not in axes:
+            pages_first = pages_first[..., None]
+        assert view.shape == pages_first.shape and all(
+            a == b or n <= 1
+            for n, a, b in zip(view.shape, view.strides, pages_first.strides, strict=True)
+        ), f"{name}: {view.shape} by {view.strides}, not {pages_first.strides}"
+        self.upload()
+
+    def by_layer(self, array):
+        """View an array of this part's shape as (layers, pages, page_size, heads[, width])."""
+        return array.transpose(self._order)
+
+    @property
+    def view(self):
+        return self.by_layer(self.want)
+
+    def upload(self, stream=None):
+        """Copy the mirror to the device, in the order of `stream`."""
+        self.case.device.copy(self.raw, self.want.reshape(-1).view(np.uint8), stream=stream)
+
+    def download(self):
+        got = self.case.device.to_numpy(self.raw)
+        return got.view(self.want.dtype).reshape(self.want.shape)
+
+    def check(self):
+        got, want = self.download(), self.want
+        unsigned = UNSIGNED[want.dtype.itemsize]
+        wrong = got.view(unsigned) != want.view(unsigned)
+        if self.loose.any() and wrong.any():
+            both = np.isnan(reference.decode(got, self.fmt))
+            wrong &= ~(self.loose & both & np.isnan(reference.decode(want, self.fmt)))
+        if not wrong.any():
+            return
+        layer, page, offset, *rest = np.argwhere(self.by_layer(wrong))[0].tolist()
+        at = (layer, page, offset, *rest)
+        pytest.fail(
+            f"{self.name}: {int(wrong.sum())} of {want.size} elements differ; first in layer "
+            f"{layer}, page {page}, token {offset}, at {rest}: "
+            f"got {self.by_layer(got.view(unsigned))[at]:#x} ({self.by_layer(got)[at]}), "
+            f"want {self.by_layer(want.view(unsigned))[at]:#x} ({self.view[at]}), "
+            f"seed {self.case.seed}"
+        )
+
+
+class PoolArg:
+    """A pool full of random bytes, beside what should be in it."""
+
+    def __init__(self, case, name, pool, layout, fmt, content, scale_content):
+        self.pool, self.fmt = pool, fmt
+        sizes = {
+            "L": pool.num_layers, "P": pool.num_pages, "T": pool.page_size,
+            "H": pool.num_kv_heads,
+        }  # fmt: skip
+        widths = (pool.head_dim, pool.v_head_dim)
+        sides = "KV" if len(pool.parts) == 2 else ("latent",)
+        self.parts = [
+            Memory(
+                case, f"{name} {side}", view, POOL_LAYOUTS[layout], {**sizes, "D": width}, fmt,
+                content,
+            )
+            for side, view, width in zip(sides, pool.parts, widths, strict=False)
+        ]  # fmt: skip
+        axes = "LPTH" if layout == "layer_first" else "PTLH"
+        self.scales = [
+            Memory(case, f"{name} scales of {side}", view, axes, sizes, "fp32", scale_content)
+            for side, view in zip(sides, pool.scale_parts, strict=False)
+        ]
+
+    @property
+    def memories(self):
+        return [*self.parts, *self.scales]
+
+    def refill(self, content, stream=None):
+        """Put other bytes into all of it, in the order of `stream`."""
+        for memory in self.memories:
+            memory.want[...] = content(memory.fmt, memory.want.size).reshape(memory.want.shape)
+            memory.upload(stream)
+
+    def check(self):
+        for memory in self.memories:
+            memory.check()
+
+
+class TransferCase(Case):
+    """The pools and page lists of one test."""
+
+    def __init__(self, device, seed=0):
+        super().__init__(device, seed)
+        self.pools = []
+
+    # Arguments
+
+    def bits(self, fmt, count):
+        """Draw any bits, NaN of every kind among them."""
+        size = DTYPE[fmt].itemsize
+        return self.rng.integers(0, 256, count * size, dtype=np.uint8).view(DTYPE[fmt])
+
+    def values(self, fmt, count):
+        """Draw usual magnitudes, special values, and any bits."""
+        return random_elements(self.rng, fmt, count)
+
+    def multipliers(self, _, count):
+        """Draw scales, some of them extreme."""
+        extreme = np.float32([1e-38, 1e38, 2e-45, 1, 0, np.inf])
+        usual = self.rng.uniform(1e-3, 3, count).astype(np.float32)
+        return np.where(self.rng.random(count) < 0.1, self.rng.choice(extreme, count), usual)
+
+    def pool(
+        self, layout="layer_first", fmt="bf16", *, pages=9, page_size=4, layers=3, heads=2,
+        widths=(8, 6), latent=None, placement="device", scales=False, content=None,
+        multipliers=None,
+    ):  # fmt: skip
+        """Make a pool; with `latent` a width, an MLAPool.
+
+        `content(fmt, count)` draws its elements, `multipliers` its scales; without them, any bits.
+        """
+        options = {
+            "dtype": fmt, "layout": layout, "placement": placement, "device": self.device,
+            "scales": scales,
+        }  # fmt: skip
+        if latent is None:
+            made = kv.KVPool(
+                pages, page_size, layers, heads, widths[0], v_head_dim=widths[1], **options
+            )
+        else:
+            made = kv.MLAPool(pages, page_size, layers, latent, **options)
+        name = f"pool {len(self.pools)} ({layout}, {placement})"
+        self.pools.append(
+            PoolArg(
+                self, name, made, layout, fmt, content or self.bits, multipliers or self.bits
+            )
+        )  # fmt: skip
+        return self.pools[-1]
+
+    def indices(self, values, dtype="int64", step=1):
+        """Place page indices between poison."""
+        return self.slots(values, dtype, step)
+
+    # Calls
+
+    def transfer(self, src, dst, src_pages, dst_pages, *, stream=None, **options):
+        """Check one `kv.transfer_pages`; pages are lists, NumPy arrays or placed ones."""
+        if stream is not None:
+            self.device.synchronize()
+        self.issue(src, dst, src_pages, dst_pages, stream=stream, **options)
+        if stream is not None:
+            stream.synchronize()
+        self.finish(self.expect(src, dst, src_pages, dst_pages, options.get("layers")))
+
+    def issue(self, src, dst, src_pages, dst_pages, **options):
+        """Call `kv.transfer_pages`, and check nothing."""
+        pages = (p.array if isinstance(p, Arg) else p for p in (src_pages, dst_pages))
+        kv.transfer_pages(src.pool, dst.pool, *pages, **options)
+
+    def expect(self, src, dst, src_pages, dst_pages, layers=None):
+        """Do to the mirrors what the reference does, and return its faults."""
+        pages = [
+            p.view if isinstance(p, Arg) else np.array(p, np.int64) for p in (src_pages, dst_pages)
+        ]
+        if src.fmt != dst.fmt:
+            fits = (pages[1] >= 0) & (pages[1] < dst.pool.num_pages)
+            chosen = range(dst.pool.num_layers) if layers is None else np.atleast_1d(layers)
+            for memory in dst.parts:
+                for layer in chosen:
+                    memory.by_layer(memory.loose)[layer, pages[1][fits]] = True
+        return reference.transfer_pages(
+            [m.view for m in src.parts], [m.view for m in dst.parts], *pages, layers=layers,
+            src_scales=[m.view for m in src.scales] or None,
+            dst_scales=[m.view for m in dst.scales] or None,
+        )  # fmt: skip
+
+    # Checks
+
+    def finish(self, faults=((), ())):
+        """Compare all memory, as it is when a call has returned, and the fault record."""
+        if self.device.kind != "host":
+            self.device.synchronize()
+        for pool in self.pools:
+            pool.check()
+        named = [
+            (name, *fault)
+            for name, side in zip(("src_pages", "dst_pages"), faults, strict=True)
+            for fault in side
+        ]
+        if named:
+            with pytest.raises(kv.IndexFault) as caught:
+                kv.check_faults(self.device)
+            require_named(str(caught.value), named)
+        self.check("transfer_pages", [])
+
+
+def two_pools(case, layouts=("layer_first", "page_first"), *, pages=(9, 9), **geometry):
+    """A source and a target, of one geometry."""
+    return [
+        case.pool(layout, pages=count, **geometry)
+        for layout, count in zip(layouts, pages, strict=True)
+    ]
+
+
+def require_named(text, named):
+    """The message is about one of the faults, and counts each pair of pages once or twice."""
+    assert "transfer_pages" in text
+    assert any(
+        name in text and names_number(text, place) and names_number(text, page)
+        for name, place, page in named
+    ), f"none of {named[:5]} in {text!r}"
+    more = re.search(r"(\d+) more", text)
+    count = 1 + int(more[1]) if more else 1
+    assert len({place for _, place, _ in named}) <= count <= len(named), f"{text!r} for {named[:5]}"
