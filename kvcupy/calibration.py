@@ -26,8 +26,18 @@ def path(model: str) -> Path:
 
 def load(model: str) -> dict[str, Any]:
     """Return the calibration of a device model; empty if there is none."""
+    return _read(path(model))
+
+
+def kept() -> list[dict[str, Any]]:
+    """Return the calibrations of all devices."""
+    files = sorted(cache.directory().glob("calibration-*.json"))
+    return [found for file in files if (found := _read(file))]
+
+
+def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path(model).read_text())
+        found = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

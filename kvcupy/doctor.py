@@ -188,5 +188,14 @@ def cache() -> list[Row]:
     writable = os.access(existing, os.W_OK | os.X_OK)
     text = f"{folder}: {sum(sizes) / 1e6:.1f} MB in {len(sizes)} files, "
     if writable:
-        return [Row("folder", text + "writable")]
-    return [Row("folder", text + "not writable", f"chmod u+rwx {shlex.quote(str(existing))}")]
+        return [Row("folder", text + "writable"), *_calibrations()]
+    remedy = f"chmod u+rwx {shlex.quote(str(existing))}"
+    return [Row("folder", text + "not writable", remedy), *_calibrations()]
+
+
+def _calibrations() -> list[Row]:
+    """Return which devices have been calibrated for transfers, and when."""
+    kept = import_module(".calibration", __package__).kept()
+    if not kept:
+        return [Row("calibration", "none: transfers go by defaults (python -m kvcupy calibrate)")]
+    return [Row("calibration", f"{own.get('device')}, {own.get('date')}") for own in kept]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -149,10 +150,21 @@ def test_no_place_for_the_cache(machine, monkeypatch):
     assert section(machine.page(), "Cache of compiled kernels")[0].startswith("none")
 
 
+def test_calibrations_are_listed(machine, tmp_path):
+    assert "calibration none: transfers go by defaults" in " ".join(doctor.page()[0].split())
+    (tmp_path / "cache").mkdir()
+    content = {"device": "NVIDIA H200", "date": "2026-11-20T15:00:00+00:00"}
+    (tmp_path / "cache" / "calibration-NVIDIA-H200-0.json").write_text(json.dumps(content))
+    (tmp_path / "cache" / "calibration-damaged.json").write_text("{")
+    page = " ".join(doctor.page()[0].split())
+    assert "calibration NVIDIA H200, 2026-11-20T15:00:00+00:00" in page
+    assert "None" not in page
+
+
 def test_cache_folder_is_described(machine, tmp_path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "entry").write_bytes(bytes(2_500_000))
-    (line,) = section(machine.page(), "Cache of compiled kernels")
+    line, _ = section(machine.page(), "Cache of compiled kernels")
     assert f"{tmp_path / 'cache'}: 2.5 MB in 1 files, writable" in line
 
 
