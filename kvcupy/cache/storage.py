@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ _ORDERS = {
 _PLACEMENTS = ("device", "pinned", "pageable")
 
 
-class Pool:
+class Pool(abc.ABC):
     """Base of the pools.
 
     Attributes
@@ -80,9 +81,9 @@ class Pool:
             f"{self.placement} on {self.device.name}, {self.num_bytes / 1e9:.4g} GB>"
         )
 
+    @abc.abstractmethod
     def _row(self) -> str:
         """Return what a token has in a layer, in words."""
-        raise NotImplementedError
 
     def k(self, layer: int) -> Any:
         """Return K of one layer as a view, (num_pages, page_size, heads, head_dim)."""

@@ -511,6 +511,36 @@ def in_threads(count, work):
         sys.setswitchinterval(interval)
 
 
+def test_what_threads_share_is_touched_with_the_lock_held():
+    """Luck with threads would notice only now and then."""
+    pages = kv.PageAllocator(8)
+    touched = set()
+
+    class Guarded(np.ndarray):
+        def __getitem__(self, index):
+            if pages.__dict__.get(getattr(self, "what", None)) is self:
+                assert pages._lock.locked()
+                touched.add(self.what)
+            return super().__getitem__(index)
+
+        def __setitem__(self, index, value):
+            self[index]
+            super().__setitem__(index, value)
+
+    for what in ("_stack", "_state", "_flights_of"):
+        guarded = getattr(pages, what).view(Guarded)
+        guarded.what = what
+        setattr(pages, what, guarded)
+    transfer = FakeTransfer()
+    pages.alloc(8)
+    pages.busy([1, 2], transfer)
+    pages.free([0, 1, 2])
+    pages.alloc(3)
+    pages.free([3])
+    assert transfer.waited and pages.num_free == 1
+    assert touched == {"_stack", "_state", "_flights_of"}
+
+
 def test_threads_share_an_allocator():
     """No page has two owners, none is lost."""
     pages, wrong = kv.PageAllocator(64), []
@@ -518,7 +548,7 @@ def test_threads_share_an_allocator():
 
     def work(_):
         try:
-            for _ in range(4000):
+            for _ in range(2000):
                 (page,) = got = pages.alloc(1)
                 if not owned[page].acquire(blocking=False):
                     wrong.append(page)
