@@ -13,6 +13,7 @@ from ops import (
     test_transfer,
     test_transfer_convert,
     test_transfer_errors,
+    test_transfer_graphs,
     test_transfer_sizes,
     test_transfer_streams,
 )
@@ -37,6 +38,7 @@ globals().update(
     | again(test_transfer_convert)
     | again(test_transfer_sizes)
     | again(test_transfer_streams)
+    | again(test_transfer_graphs)
     | again(test_transfer_errors)
 )
 

@@ -6,6 +6,7 @@ operation under test moves pages of the pools, the reference those of the mirror
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import numpy as np
@@ -22,6 +23,11 @@ POOL_LAYOUTS = {
     "page_head": "PHTLD",
 }
 """The axes in memory: layers, pages, tokens of a page, heads, and the row of a head."""
+MIXED_LAYOUTS = [
+    ("layer_first", "page_first"),
+    ("layer_first", "layer_first"),
+    ("page_head", "page_first"),
+]
 METHODS = ("kernel", "copy", "staged", "auto")
 PLACEMENTS = ("device", "pinned", "pageable")
 
@@ -203,7 +209,8 @@ class TransferCase(Case):
     def expect(self, src, dst, src_pages, dst_pages, layers=None):
         """Do to the mirrors what the reference does, and return its faults."""
         pages = [
-            p.view if isinstance(p, Arg) else np.array(p, np.int64) for p in (src_pages, dst_pages)
+            p.view if isinstance(p, Arg) else np.array([int(page) for page in p], np.int64)
+            for p in (src_pages, dst_pages)
         ]
         if src.fmt != dst.fmt:
             fits = (pages[1] >= 0) & (pages[1] < dst.pool.num_pages)
@@ -242,6 +249,14 @@ def two_pools(case, layouts=("layer_first", "page_first"), *, pages=(9, 9), **ge
     return [
         case.pool(layout, pages=count, **geometry)
         for layout, count in zip(layouts, pages, strict=True)
+    ]
+
+
+def chain(case, layouts=MIXED_LAYOUTS[0], *, length=2, **geometry):
+    """Pools in turn of one layout and the other."""
+    return [
+        case.pool(layout, **geometry)
+        for layout, _ in zip(itertools.cycle(layouts), range(length), strict=False)
     ]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from .. import scratch
 from ..arrays import ArrayView
 from ..devices.protocol import Device, Stream
-from . import transfer_rows, transfer_runs
+from . import transfer_kernels, transfer_rows, transfer_runs
 from .page_pairs import Existing, PagePairs
 from .transfer_route import Pages, Route
 from .transfer_runs import page_runs
@@ -38,6 +38,13 @@ class Staging:
         inside = _compact(self._far, 0, 2, None)
         addresses = [v.pointer for v in (*inside.parts, *self._far.parts)]
         self._rows = transfer_rows.joined(inside.parts, self._far.parts, addresses)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether kernels reach the pool on this side of the buffer."""
+        near = self._route.src if self._to_host else self._route.dst
+        views = (*near.parts, *near.scales)
+        return transfer_kernels.reached(self._route.device, views) is not None
 
     def fragments(self, num_pages: int, num_runs: int) -> tuple[int, int]:
         """Return how many pieces the copies have, and the bytes of one on average."""

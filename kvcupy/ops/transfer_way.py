@@ -37,6 +37,19 @@ class Way:
         self.routes = [Route(device, src.of_layers(s), dst.of_layers(s)) for s in slices]
         self._stagings = [Staging(route) for route in self.routes]
         self.page_bytes = sum(route.src.page_bytes for route in self.routes)
+        self._reachable = self.routes[0].reachable if self.routes else True
+        self._stageable = self._stagings[0].reachable if self.routes else True
+        if request.method == "kernel" and not self._reachable:
+            raise ValueError(
+                'method: expected "copy" or "staged" for pageable memory, which kernels do not '
+                'reach, got "kernel"'
+            )
+        if request.method == "staged" and not self._stageable:
+            raise ValueError(
+                'method: expected "copy" between pools of pageable memory, got "staged"'
+            )
+        if self.routes and self.routes[0].converts and not self._stageable:
+            raise ValueError("convert: expected memory that kernels reach on one side, got none")
         self._direction = {(True, True): "within", (False, True): "to_device"}.get(
             (src.on_device, dst.on_device), "to_host"
         )
@@ -51,11 +64,6 @@ class Way:
         """
         method = self._choose(pairs)
         if method == "kernel":
-            if not all(route.reachable for route in self.routes):
-                raise ValueError(
-                    'method: expected "copy" or "staged" for pageable memory, which kernels do '
-                    'not reach, got "kernel"'
-                )
             try:
                 for route in self.routes:
                     route.kernel_moves()
@@ -94,7 +102,7 @@ class Way:
         if method != "auto":
             return method
         route, staging = self.routes[0], self._stagings[0]
-        if route.reachable and (pairs.src is None or pairs.dst is None):
+        if self._reachable and (pairs.src is None or pairs.dst is None):
             return "kernel"
         existing = pairs.existing(self.src.num_pages, self.dst.num_pages)
         num_pages, num_runs = existing.count, len(existing.runs.lengths)
@@ -104,13 +112,14 @@ class Way:
         longer = staged_bytes >= max(
             _MUCH_LONGER * piece_bytes, limits.crossover(staged_pieces * len(self.routes))
         )
+        longer = self._stageable and longer
         if route.converts:
-            return "staged" if (longer and limits.staged) or not route.reachable else "kernel"
+            return "kernel" if self._reachable and not (longer and limits.staged) else "staged"
         if piece_bytes >= limits.crossover(pieces * len(self.routes)):
             return "copy"
-        if longer and (limits.staged or not route.reachable):
+        if longer and (limits.staged or not self._reachable):
             return "staged"
-        return "kernel" if route.reachable else "copy"
+        return "kernel" if self._reachable else "copy"
 
     def _max_blocks(self) -> int | None:
         if self._request.max_blocks is not None or self._direction == "within":

@@ -1,0 +1,192 @@
+"""Transfers where kernels do not reach all memory, as those of a GPU do not.
+
+`Picky` is a host device whose kernels reach what it allocated itself, and pinned memory: so page
+lists must be sent to it, and pageable pools go by the copy engine.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+import kvcupy as kv
+from kvcupy.devices.host import HostDevice
+from kvcupy.exporters import view
+
+POOL = {"num_pages": 12, "page_size": 4, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8}
+PAIRS = ([3, 11, 0, 4, 5], [7, 0, 11, 3, 2])
+
+
+class Picky(HostDevice):
+    """A host device with memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own: list[tuple[int, int]] = []
+        self.launched = 0
+
+    def zeros(self, shape, dtype):
+        array = super().zeros(shape, dtype)
+        self.own.append(view(array).byte_range())
+        return array
+
+    def empty_pinned(self, shape, dtype):
+        array = super().empty_pinned(shape, dtype)
+        self.own.append(view(array).byte_range())
+        return array
+
+    def address(self, v):
+        low, high = v.byte_range()
+        mine = any(first <= low and high <= end for first, end in self.own)
+        return v.pointer if mine or v.size == 0 else None
+
+    def launch(self, function, grid, block, smem_bytes, params, stream, keep=()):
+        self.launched += 1
+        super().launch(function, grid, block, smem_bytes, params, stream, keep)
+
+
+@pytest.fixture
+def picky():
+    kv.config.fallback = "error"
+    made = Picky()
+    made.warp_lanes = 32
+    return made
+
+
+def pool(device, placement, layout="layer_first", seed=0, **options):
+    """A pool with other bytes in every element."""
+    made = kv.KVPool(**POOL, dtype=options.pop("dtype", "fp16"), layout=layout,
+                     placement=placement, device=device, **options)  # fmt: skip
+    rng = np.random.default_rng(seed)
+    for part in made.parts:
+        bits = device.carrier(part)
+        bits[...] = rng.standard_normal(bits.shape).astype(bits.dtype)
+    return made
+
+
+def moved(device, src, dst, pairs):
+    """What the target is to hold."""
+    parts = [device.carrier(p).copy() for p in dst.parts]
+    for part, source in zip(parts, src.parts, strict=True):
+        part[pairs[1]] = device.carrier(source)[pairs[0]]
+    return parts
+
+
+def check(device, dst, parts):
+    for got, want in zip(dst.parts, parts, strict=True):
+        np.testing.assert_array_equal(device.carrier(got), want)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+@pytest.mark.parametrize("method", ["kernel", "staged", "copy", "auto"])
+def test_page_lists_are_sent_to_the_kernels(picky, method, layout):
+    near, far = pool(picky, "device"), pool(picky, "pinned", layout, 1)
+    for src, dst in ((near, far), (far, near)):
+        want = moved(picky, src, dst, PAIRS)
+        kv.transfer_pages(src, dst, *PAIRS, method=method)
+        check(picky, dst, want)
+
+
+def test_a_page_past_the_end_is_reported_from_a_list_that_was_sent(picky):
+    near, far = pool(picky, "device"), pool(picky, "pinned", seed=1)
+    want = moved(picky, near, far, ([1, 2], [3, 4]))
+    kv.transfer_pages(near, far, [1, 9, -1, 2], [3, 12, 5, 4], method="kernel")
+    with pytest.raises(kv.IndexFault, match=r"dst_pages\[1\] is 12"):
+        kv.check_faults(picky)
+    check(picky, far, want)
+
+
+def test_lists_in_flight_are_not_overwritten(picky):
+    """Two transfers wait on a stream: the second has a list of its own."""
+    near, far = pool(picky, "device"), pool(picky, "pinned", seed=1)
+    kv.transfer_pages(far, near, [0], [0], method="kernel")  # a buffer comes back from here
+    want = moved(picky, near, far, ([1, 3], [2, 4]))
+    gate, stream = threading.Event(), picky.stream()
+    stream.call(gate.wait)
+    kv.transfer_pages(near, far, [1], [2], method="kernel", stream=stream)
+    kv.transfer_pages(near, far, [3], [4], method="kernel", stream=stream)
+    gate.set()
+    stream.synchronize()
+    check(picky, far, want)
+
+
+def test_buffers_come_back(picky):
+    near, far = pool(picky, "device"), pool(picky, "pinned", "page_first", 1)
+    for method in ("kernel", "staged"):
+        kv.transfer_pages(near, far, *PAIRS, method=method)
+        allocated = len(picky.own)
+        for _ in range(5):
+            kv.transfer_pages(near, far, *PAIRS, method=method)
+        assert len(picky.own) == allocated
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_head"])
+@pytest.mark.parametrize("method", ["staged", "copy", "auto"])
+def test_pageable_pools_go_by_the_copy_engine(picky, method, layout):
+    near, far = pool(picky, "device"), pool(picky, "pageable", layout, 1)
+    for src, dst in ((near, far), (far, near)):
+        want = moved(picky, src, dst, PAIRS)
+        kv.transfer_pages(src, dst, *PAIRS, method=method)
+        check(picky, dst, want)
+
+
+def test_auto_relays_short_pieces_for_a_pageable_pool(picky):
+    """Also where thresholds would rather have the kernel, which cannot."""
+    wide = {**POOL, "num_kv_heads": 8, "head_dim": 64, "num_pages": 40, "page_size": 16}
+    near = kv.KVPool(**wide, device=picky)
+    far = kv.KVPool(**wide, layout="page_first", placement="pageable", device=picky)
+    pages = np.arange(0, 40, 2)
+    before = picky.launched
+    kv.transfer_pages(far, near, pages, pages)
+    assert picky.launched > before
+
+
+@pytest.mark.parametrize("method", ["copy", "auto"])
+def test_from_pageable_to_pageable(picky, method):
+    src, dst = pool(picky, "pageable"), pool(picky, "pageable", "page_head", 1)
+    want = moved(picky, src, dst, PAIRS)
+    kv.transfer_pages(src, dst, *PAIRS, method=method)
+    check(picky, dst, want)
+    assert picky.launched == 0
+
+
+@pytest.mark.parametrize("method", ["staged", "auto"])
+def test_converting_to_and_from_pageable_pools(picky, method):
+    near = pool(picky, "device")
+    far = pool(picky, "pageable", "page_first", 1, dtype="int8", scales=True)
+    back = pool(picky, "device", "page_first", 2)
+    kv.transfer_pages(near, far, *PAIRS, method=method, convert=True)
+    kv.transfer_pages(far, back, PAIRS[1], PAIRS[0], method=method, convert=True)
+    for a, b in zip(near.parts, back.parts, strict=True):
+        got, want = (picky.carrier(v)[PAIRS[0]].astype(np.float32) for v in (b, a))
+        limit = np.abs(want).max(axis=-1, keepdims=True) / 127
+        assert (np.abs(got - want) <= limit).all() and np.abs(want).max() > 1
+
+
+@pytest.mark.parametrize(
+    ("placements", "options", "name"),
+    [
+        (("device", "pageable"), {"method": "kernel"}, "method"),
+        (("pageable", "device"), {"method": "kernel"}, "method"),
+        (("pageable", "pageable"), {"method": "kernel"}, "method"),
+        (("pageable", "pageable"), {"method": "staged"}, "method"),
+    ],
+)
+def test_what_kernels_cannot_reach_is_refused(picky, placements, options, name):
+    src, dst = (pool(picky, placement, seed=i) for i, placement in enumerate(placements))
+    before = [picky.carrier(p).copy() for p in dst.parts]
+    with pytest.raises(ValueError, match=rf"^{name}: "):
+        kv.transfer_pages(src, dst, *PAIRS, **options)
+    check(picky, dst, before)
+    if "device" in placements:  # the engine says so when it is made
+        pools = (src, dst) if placements[0] == "device" else (dst, src)
+        with pytest.raises(ValueError, match=rf"^{name}: "):
+            kv.TransferEngine(*pools, **options)
+
+
+def test_converting_between_pageable_pools_is_refused(picky):
+    src, dst = pool(picky, "pageable"), pool(picky, "pageable", dtype="int8", scales=True)
+    with pytest.raises(ValueError, match=r"^convert: "):
+        kv.transfer_pages(src, dst, *PAIRS, convert=True)

@@ -1,0 +1,269 @@
+"""scripts/offload_demo.py and scripts/bench_transfer.py: what they report, what they notice."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvcupy as kv
+from kvcupy.cache.transfers import Transfer
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+
+
+@pytest.fixture(autouse=True)
+def scripts_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+@pytest.fixture
+def device_name(request):
+    return request.config.getoption("--device")
+
+
+def only_on_the_host(device):
+    if device.name != "host":
+        pytest.skip("the wrong byte, or the late one, is the host's")
+
+
+def offload(device_name, *arguments):
+    import offload_demo
+
+    return offload_demo.main(["--device", device_name, "--quick", *map(str, arguments)])
+
+
+def bench(device_name, *arguments):
+    import bench_transfer
+
+    quick = ["--device", device_name, "--quick", "--case-mb", "0.1"]
+    return bench_transfer.main([*quick, *map(str, arguments)])
+
+
+@pytest.fixture
+def flip_a_byte(monkeypatch):
+    """Let every transfer be followed by one wrong bit in the last of its target pages."""
+    from kvcupy.ops.transfer import PreparedTransfer
+
+    issue = PreparedTransfer.issue
+
+    def wrong(self, pairs, stream, **options):
+        issue(self, pairs, stream, **options)
+        part = kv.device("host").carrier(self.way.routes[0].dst.parts[0])
+
+        def flip():
+            part[pairs.dst[-1], 0].reshape(-1).view(np.uint8)[5] ^= 2
+
+        kv.device("host").run(flip, kv.device("host").as_stream(stream))
+
+    monkeypatch.setattr(PreparedTransfer, "issue", wrong)
+
+
+# The demo ------------------------------------------------------------------------------------
+
+WAYS = ["load all, then compute", "a copy per page", "engine, kernel", "engine, staged",
+        "engine, copy", "engine, auto"]  # fmt: skip
+
+
+def test_demo_reports_every_way(device_name, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out, report = tmp_path / "out", tmp_path / "new" / "report.json"
+    sizes = ("--page-sizes", 1, 16, "--layouts", "page_first")
+    assert offload(device_name, *sizes, "--json", report, "--out", out) == 0
+    read = json.loads(report.read_text())
+
+    cases = [(row["page_size"], row["layout"], row["way"]) for row in read["rows"]]
+    assert cases == [(size, "page_first", way) for size in (1, 16) for way in WAYS]
+    for row in read["rows"]:
+        assert row["copy_ms"] >= row["least_copy_ms"] > 0
+        assert row["total_ms"] >= row["least_total_ms"] > 0
+        shown = row["total_ms"] - row["compute_ms"]
+        assert row["hidden"] == pytest.approx((row["copy_ms"] - shown) / row["copy_ms"])
+        assert isinstance(row["least_hidden"], float) and row["runs"] >= 1
+        assert 0 < row["hidden_at_most"] <= 1 - 1 / read["layers"]
+        assert row["gb_per_s"] == pytest.approx(read["bytes_loaded"] / row["copy_ms"] / 1e6)
+    assert read["bytes_loaded"] == read["tokens_loaded"] * read["layers"] * 2 * 8 * 128 * 2
+    assert read["ratio"] == pytest.approx(read["real_copy_us"] / read["real_compute_us"])
+    for key in ("device", "processor", "gpu_and_driver", "versions", "date", "commit", "compute"):
+        assert key in read
+
+    printed = capsys.readouterr()
+    assert "of the copy hidden in 2 cases" in printed.out and "copy / compute 0.51" in printed.out
+    assert "pages of 16, page_first ..." in printed.err
+    assert len(list(out.glob("*.json"))) == len(list(out.glob("*.png"))) == len(WAYS) + 1
+    for way in WAYS:
+        assert lanes(out / f"{way.replace(',', '').replace(' ', '_')}.json") == {"load", "compute"}
+    events = json.loads((out / "engine_auto.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert names.count("matmul") == names.count("gather_kv") == read["layers"] == 4
+    assert {f"load {layer}" for layer in range(4)} <= set(names)
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def lanes(path):
+    events = json.loads(path.read_text())["traceEvents"]
+    return {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+
+
+def test_demo_notices_one_wrong_byte(device, flip_a_byte):
+    only_on_the_host(device)
+    from benchlib import WrongBytes
+
+    with pytest.raises(WrongBytes, match=r"load all, then compute: .* \d of .* bytes differ"):
+        offload("host", "--page-sizes", 16, "--layouts", "layer_first")
+
+
+@pytest.mark.parametrize("way", ["a copy per page", "engine, kernel", "engine, copy"])
+def test_demo_notices_a_layer_that_does_not_wait(device, monkeypatch, way):
+    """Control: pages come late, and with the compute stream's wait removed it reads old ones."""
+    only_on_the_host(device)
+    from benchlib import WrongBytes, random_bits
+    from offload_model import OffloadedModel, ways
+    from workload import MODELS
+
+    bits = random_bits(np.random.default_rng(0), (2, 32, 3, 2, 16))
+    model = OffloadedModel(device, MODELS["llama-3.1-70b-tp8"], bits, 4, "page_first")
+    found = ways(model, ("kernel", "copy"))[way]
+
+    def late_run():
+        model.next_turn()
+        model.loader.call(lambda: time.sleep(0.05))
+        found.run()
+        device.synchronize()
+
+    late_run()
+    model.check_reads(way)
+    model.check_pages(way)
+
+    def deaf_wait_layer(self, layer, stream):
+        self._sent()
+
+    wait = type(model.main).wait
+    deaf = lambda self, other: None if self is model.main else wait(self, other)  # noqa: E731
+    monkeypatch.setattr(Transfer, "wait_layer", deaf_wait_layer)
+    monkeypatch.setattr(type(model.main), "wait", deaf)
+    late_run()
+    model.check_pages(way)  # they did come
+    with pytest.raises(WrongBytes, match=f"{way}: K as "):
+        model.check_reads(way)
+
+
+def test_proportions_are_those_of_the_weights_and_the_link():
+    from offload_model import FEED_FORWARD, proportions
+    from workload import MODELS
+
+    peaks = {"link_gb_per_s": 55.0, "tflops": 500.0}
+    real = proportions(MODELS["llama-3.1-8b"], 8192, 1024, **peaks)
+    assert real.copy_us == pytest.approx(8192 * 4096 / 55e9 * 1e6)
+    # 218 million weights a layer, and 4 * 4096 FLOP for each of the tokens that one sees.
+    weights = 4096 * (4096 + 1024 + 1024 + 4096 + 3 * 14336)
+    flops = 1024 * (2 * weights + 4 * 4096 * (8192 + 512))
+    assert real.compute_us == pytest.approx(flops / 500e12 * 1e6)
+    for name in FEED_FORWARD:
+        assert 0 < proportions(MODELS[name], 4096, 512, **peaks).ratio < 2
+
+
+def test_a_slow_candidate_is_measured_once():
+    from offload_demo import take_turns
+
+    calls = []
+
+    def fast():
+        calls.append("fast")
+        return float(len(calls))
+
+    def slow():
+        calls.append("slow")
+        return 2e6
+
+    samples = take_turns({"fast": fast, "slow": slow}, 3, 1.0)
+    assert samples["slow"] == [2e6] and calls.count("slow") == 1
+    assert calls.count("fast") == 4 and len(samples["fast"]) == 3  # the first warmed up
+
+
+# The benchmark -------------------------------------------------------------------------------
+
+METHODS = ["kernel", "copy", "staged", "auto"]
+
+
+def test_bench_reports_every_section(device_name, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    assert bench(device_name, "--json", report) == 0
+    read = json.loads(report.read_text())
+    for row in read["rows"]:
+        token_bytes = row["row_bytes"] * row["layers"] * (1 if row["latent"] else 2)
+        assert row["bytes"] == row["pages"] * row["page_size"] * token_bytes
+        assert row["us"] >= row["least_us"] > 0
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["us"] / 1e3)
+        peak = read["peak_gb_per_s"][row["direction"]]
+        assert row["percent_of_peak"] == pytest.approx(100 * row["gb_per_s"] / peak)
+
+    def of(section):
+        return [row for row in read["rows"] if row["section"] == section]
+
+    scattered = of("scattered")
+    assert {row["row_bytes"] for row in scattered} == {1024}
+    assert {row["page_size"] for row in scattered} == {1}
+    each = "one copy a page and layer"
+    assert [row["candidate"] for row in scattered] == [each, *METHODS] * 4
+    assert [row["direction"] for row in scattered[:10]] == ["to device"] * 5 + ["to host"] * 5
+    for first in range(0, len(scattered), 5):
+        for row in scattered[first : first + 5]:
+            assert row["ratio"] == pytest.approx(scattered[first]["us"] / row["us"])
+    assert sorted(read["headlines"].values()) == sorted(
+        row["ratio"] for row in scattered if row["candidate"] == "kernel"
+    )
+    assert {row["latent"] for row in of("rows")} == {True, False}
+    assert [row["candidate"] for row in of("blocks")[:5]] == [
+        f"{n} blocks" for n in (1, 2, 4, 8, 16)
+    ]
+    assert {tuple(row["layouts"]) for row in of("layouts")} == {
+        ("layer_first", "page_first"), ("layer_first", "page_first_direct")
+    }  # fmt: skip
+    for key in ("device", "processor", "gpu_and_driver", "versions", "date", "commit"):
+        assert key in read
+    assert "times as fast" in (printed := capsys.readouterr()).out
+    assert "wanted: at least 3" in printed.out
+    assert "scattered: rows of 1024, pages of 1, layer_first to page_first" in printed.err
+
+
+def test_bench_notices_one_wrong_byte(device, flip_a_byte):
+    only_on_the_host(device)
+    from benchlib import WrongBytes
+
+    with pytest.raises(WrongBytes, match=r"kernel, to device, part 0: 1 of .* bytes differ"):
+        bench("host", "--sections", "rows")
+
+
+def test_bench_notices_what_an_earlier_transfer_has_left(device):
+    from bench_transfer_pools import DIRECTIONS, Case, Shape
+    from benchlib import WrongBytes
+
+    case, stream = Case(device, Shape(64, 4, 2, 5, ("layer_first", "page_head"))), device.stream()
+    for direction in DIRECTIONS:
+        case.scatter()
+        case.copy_each_page(direction, stream)
+        device.synchronize()
+        case.check("copies", direction)
+        case.scatter()
+        with pytest.raises(WrongBytes, match=r"nothing, .* part 0"):
+            case.check("nothing", direction)
+        case.transfer(direction, stream, method="kernel")
+        device.synchronize()
+        case.check("kernel", direction)
+
+
+def test_bench_covers_the_sizes_that_matter(device):
+    from bench_transfer import SECTIONS, Bench, cases
+
+    every = list(cases(bench := Bench(device, quick=True, case_bytes=1 << 20), SECTIONS))
+    assert len(every) < 20
+    bench.quick = False
+    shapes = [shape for section, shape, _ in cases(bench, SECTIONS) if section == "rows"]
+    assert {(s.row_bytes, s.page_size) for s in shapes} == {
+        (rows, size) for rows in (128, 256, 512, 1024, 2048, 576, 656) for size in (1, 16, 64, 128)
+    }
+    assert all(shape.bytes_moved < 2 << 20 for shape in shapes if shape.page_size < 64)
