@@ -11,7 +11,7 @@ import kvcupy as kv
 from kvcupy import calibrate, calibration
 from kvcupy.__main__ import main
 from kvcupy.ops import transfer_method, transfer_route, transfer_staged
-from kvcupy.ops.transfer_method import DEFAULTS, NEVER
+from kvcupy.ops.transfer_method import DEFAULTS, NEVER, default
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,7 @@ def test_a_quick_calibration_is_kept_and_read(device, folder, capsys):
         assert own.staged is kept[direction]["staged"]
         assert own.blocks == kept[direction]["blocks"] >= 1
         assert kept["measured"][direction]
-    assert transfer_method.thresholds(device, "within") == DEFAULTS["within"]
+    assert transfer_method.thresholds(device, "within") == default(device, "within")
 
 
 def chosen(device, pages, *, host_layout="layer_first") -> str:
@@ -121,7 +121,12 @@ def test_neighbours_count_as_one_piece(device):
 )  # fmt: skip
 def test_a_file_that_makes_no_sense_counts_as_none(device, text):
     calibration.path(device.model).write_text(text)
-    assert transfer_method.thresholds(device, "to_host") == DEFAULTS["to_host"]
+    assert transfer_method.thresholds(device, "to_host") == default(device, "to_host")
+
+
+def test_a_device_without_a_copy_engine_has_its_kernels_copy():
+    own = default(kv.device("host"), "to_host")
+    assert own.crossover(1) == own.crossover(10_000) == NEVER and not own.staged
 
 
 def test_the_defaults_are_those_documented():

@@ -100,6 +100,7 @@ def test_demo_reports_every_way(device_name, tmp_path, capsys):
     names = [event["name"] for event in events if event["ph"] == "X"]
     assert names.count("matmul") == names.count("gather_kv") == read["layers"] == 4
     assert {f"load {layer}" for layer in range(4)} <= set(names)
+    assert sum(event["ph"] == "X" for event in events) == 3 * read["layers"]
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -218,7 +219,7 @@ def test_bench_reports_every_section(device_name, tmp_path, capsys):
     )
     assert {row["latent"] for row in of("rows")} == {True, False}
     assert [row["candidate"] for row in of("blocks")[:5]] == [
-        f"{n} blocks" for n in (1, 2, 4, 8, 16)
+        f"max_blocks {n}" for n in (1, 2, 4, 8, 16)
     ]
     assert {tuple(row["layouts"]) for row in of("layouts")} == {
         ("layer_first", "page_first"), ("layer_first", "page_first_direct")

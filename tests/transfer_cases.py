@@ -69,8 +69,11 @@ class Memory:
         return self.by_layer(self.want)
 
     def upload(self, stream=None):
-        """Copy the mirror to the device, in the order of `stream`."""
-        self.case.device.copy(self.raw, self.want.reshape(-1).view(np.uint8), stream=stream)
+        """Copy the mirror to the device, in the order of `stream`, for which it does not wait."""
+        source = self.want.reshape(-1).view(np.uint8)
+        if stream is not None:  # a GPU takes pageable memory only while the caller waits
+            source = self.case.device.asarray(source)
+        self.case.device.copy(self.raw, source, stream=stream)
 
     def download(self):
         got = self.case.device.to_numpy(self.raw)

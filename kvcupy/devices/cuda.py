@@ -60,6 +60,7 @@ class CudaDevice:
     """
 
     kind = "cuda"
+    has_copy_engine = True
     warp_lanes = 32
 
     def __init__(self, index: int = 0, api: CudaApi | None = None) -> None:

@@ -56,6 +56,7 @@ class HostDevice:
 
     name = "host"
     kind = "host"
+    has_copy_engine = False
 
     def __init__(self) -> None:
         count = getattr(os, "sched_getaffinity", None)

@@ -140,8 +140,9 @@ class State:
 
 def work(state: State, priority: int) -> None:
     """Work off the queue of a stream until it holds None: the body of its thread."""
-    with suppress(OSError, AttributeError):  # a wish: raising one's priority takes a privilege
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
+    if priority:  # 0 would undo what the thread has from its process
+        with suppress(OSError, AttributeError):  # a wish: raising it takes a privilege
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
     while (queued := state.queue.get()) is not None:
         epoch, task = queued
         marker = task(state, epoch)

@@ -68,6 +68,8 @@ class Device(Protocol):
     def multiprocessors(self) -> int: ...  # blocks wanted at least, to use all of the device
     @property
     def warp_lanes(self) -> int: ...  # threads that step together, so share a row well
+    @property
+    def has_copy_engine(self) -> bool: ...  # whether copies leave its processors to kernels
 
     # What users call (API.md, "Devices and streams").
     def empty(self, shape: Any, dtype: Any) -> Any: ...

@@ -43,8 +43,9 @@ def transfer_pages(
     method : "kernel" (a launch for each evenly spaced set of layers, which reads and writes pinned
         memory directly), "copy" (contiguous runs by the copy engine), "staged" (relaid in a buffer
         of the device, then copied in long runs), or "auto", which chooses by how many pieces there
-        are and how long: as `python -m kvcupy calibrate` found for this device, else kernels for 16
-        pieces and more of less than 28 KiB
+        are and how long: as `python -m kvcupy calibrate` found for this device; else, on a GPU,
+        kernels for 16 pieces and more of less than 28 KiB, which to the host are relaid first if
+        that makes them so long; on the host device kernels
     max_blocks : of the kernels; None: one for every 24 multiprocessors of the device, where bytes
         leave its memory or enter it
     convert : allow pools of different formats. Scales of a quantised pool are dynamic, one a token

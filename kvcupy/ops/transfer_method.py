@@ -45,21 +45,27 @@ class Thresholds:
 # pieces are short are relaid first on the way there.
 _LINK = ((1, 0), (16, 28 * 1024))
 NEVER = 1 << 62
+_BY_KERNEL = Thresholds(((1, NEVER),), staged=False)
 DEFAULTS = {
     "to_device": Thresholds(_LINK, staged=False),
     "to_host": Thresholds(_LINK, staged=True),
-    "within": Thresholds(((1, NEVER),), staged=False),
+    "within": _BY_KERNEL,
 }
 
 
 _known: WeakKeyDictionary[Device, dict[str, Thresholds]] = WeakKeyDictionary()
 
 
+def default(device: Device, direction: str) -> Thresholds:
+    """Return what decides without a calibration."""
+    return DEFAULTS[direction] if device.has_copy_engine else _BY_KERNEL
+
+
 def thresholds(device: Device, direction: str) -> Thresholds:
     """Return what decides on a device in a direction: as calibrated, or by default."""
     if device not in _known:
         kept = calibration.load(device.model)
-        _known[device] = {d: _read(kept.get(d), DEFAULTS[d]) for d in DIRECTIONS}
+        _known[device] = {d: _read(kept.get(d), default(device, d)) for d in DIRECTIONS}
     return _known[device][direction]
 
 

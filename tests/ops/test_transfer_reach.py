@@ -20,7 +20,9 @@ PAIRS = ([3, 11, 0, 4, 5], [7, 0, 11, 3, 2])
 
 
 class Picky(HostDevice):
-    """A host device with memory of its own."""
+    """A host device with memory of its own, and defaults as for a copy engine."""
+
+    has_copy_engine = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -85,14 +85,17 @@ def test_pages_that_come_late(device, layouts):
 @every_method
 @some_layouts
 def test_without_the_stream_it_comes_too_early(device, method, layouts):
-    """The control: a transfer on another stream does not wait."""
+    """The control: a transfer on another stream does not wait for what is held up."""
     case = TransferCase(device, 3)
     src, dst = chain(case, layouts)
     stream, other = device.stream(), device.stream()
     device.synchronize()
-    fill_late(case, src, stream)
+    gate = Gate(stream)
+    src.refill(case.bits, stream)
     case.issue(src, dst, SRC, DST, method=method, stream=other)
-    device.synchronize()
+    other.synchronize()
+    gate.open()
+    stream.synchronize()
     case.expect(src, dst, SRC, DST)
     with pytest.raises(pytest.fail.Exception, match="elements differ"):
         case.finish()
