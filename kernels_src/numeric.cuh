@@ -35,6 +35,7 @@ template <typename A>
 constexpr bool kSameType<A, A> = true;
 
 constexpr float kFloatMax = 3.402823466e+38f;
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(half x) { return __half2float(x); }

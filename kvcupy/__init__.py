@@ -12,8 +12,10 @@ from .devices import default_device, device
 from .errors import CacheFull, CaptureError, CompileError, DeviceError, IndexFault, KvcupyError
 from .exporters import view_as
 from .faults import check_faults
+from .ops.attention import paged_attention
 from .ops.gather import gather_kv
 from .ops.indexing import find_duplicate_slots, page_table_csr, slot_mapping
+from .ops.merge import merge_states
 from .ops.pages import copy_pages
 from .ops.rope import apply_rope, rope_store_kv, rope_store_mla
 from .ops.rope_table import rope_table
@@ -47,7 +49,9 @@ __all__ = [
     "gather_kv",
     "join",
     "keep_alive",
+    "merge_states",
     "page_table_csr",
+    "paged_attention",
     "rope_store_kv",
     "rope_store_mla",
     "rope_table",

@@ -42,7 +42,8 @@ class Config:
             if reason in self._warned:
                 return
             self._warned.add(reason)
-        logger.warning("%s runs as array expressions, slowly, because %s", operation, cause)
+        # A copy: a handler may keep it, and a traceback keeps the arrays of the call.
+        logger.warning("%s runs as array expressions, slowly, because %s", operation, copy(cause))
 
 
 config = Config()

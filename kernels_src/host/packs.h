@@ -1,5 +1,5 @@
-// Conversions of eight 16-bit floats at a time in the vector types of GCC and Clang. They give what
-// the conversions of one give, bit for bit but for the payload of a NaN.
+// Conversions of eight small floats at a time, in the vector types of GCC and Clang or by table. They
+// give what the conversions of one give, bit for bit but for the payload of a NaN.
 #pragma once
 
 #if defined(__FMA__)
@@ -35,7 +35,34 @@ inline Pack<T, 16> merge_halves(const Pack<T, 8>& even, const Pack<T, 8>& odd) {
                                                       7, 15));
 }
 
+// What each of the 256 patterns of an 8-bit float is.
+template <typename T>
+struct ByteValues {
+  float of[256];
+
+  ByteValues() {
+    for (int i = 0; i < 256; ++i) of[i] = to_float(bits_as<T>(static_cast<unsigned char>(i)));
+  }
+};
+
+template <typename T>
+inline Pack<float, 8> look_up(const Pack<T, 8>& in) {
+  static const ByteValues<T> values;
+  Pack<float, 8> out;
+  for (int i = 0; i < 8; ++i) out.values[i] = values.of[bits_as<unsigned char>(in.values[i])];
+  return out;
+}
+
 }  // namespace kvcupy_host
+
+template <>
+inline Pack<float, 8> to_floats<fp8_e4m3, 8>(const Pack<fp8_e4m3, 8>& in) {
+  return kvcupy_host::look_up(in);
+}
+template <>
+inline Pack<float, 8> to_floats<fp8_e5m2, 8>(const Pack<fp8_e5m2, 8>& in) {
+  return kvcupy_host::look_up(in);
+}
 
 template <>
 inline void split<bfloat16, 8>(const Pack<bfloat16, 16>& both, Pack<bfloat16, 8>& even,

@@ -8,11 +8,29 @@ from ..kernels import Specialisation
 
 def specialisations() -> list[Specialisation]:
     """Return every kernel specialisation that any operation can ask for."""
-    from . import gather, indexing, pages, rope_launch, store, transfer_kernels
+    from . import (
+        attention_decode,
+        gather,
+        indexing,
+        merge,
+        pages,
+        rope_launch,
+        store,
+        transfer_kernels,
+    )
 
     return [
         found
-        for module in (store, rope_launch, gather, pages, indexing, transfer_kernels)
+        for module in (
+            store,
+            rope_launch,
+            gather,
+            pages,
+            indexing,
+            transfer_kernels,
+            attention_decode,
+            merge,
+        )
         for found in module.specialisations()
     ]
 
@@ -20,10 +38,12 @@ def specialisations() -> list[Specialisation]:
 def promises_128_bits(specialisation: Specialisation) -> bool:
     """Return whether a kernel is meant to move 16 bytes at a time, in and out.
 
-    Copies of 16-byte words are, and kernels that take packs of 8 elements of at least two bytes.
+    Copies of 16-byte words are, and kernels that take packs of so many bytes or more.
     """
     arguments = specialisation.arguments
     if arguments[:1] == ("16",):
         return True
-    one_byte = {f.ctype for f in FORMATS.values() if f.itemsize == 1}
-    return arguments[2:3] == ("8",) and one_byte.isdisjoint(arguments[:2])
+    sizes = {f.ctype: f.itemsize for f in FORMATS.values()}
+    formats, count = arguments[:2], "".join(arguments[2:3])
+    packed = len(formats) == 2 and sizes.keys() >= set(formats) and count.isdigit()
+    return packed and int(count) * min(sizes[name] for name in formats) >= 16

@@ -275,7 +275,7 @@ def require_disjoint(
 
 def require_contiguous(v: ArrayView, name: str) -> None:
     """Refuse gaps between the elements of the last axis."""
-    if v.ndim and v.shape[-1] > 1 and v.strides[-1] != v.itemsize:
+    if v.size and v.ndim and v.shape[-1] > 1 and v.strides[-1] != v.itemsize:
         raise ValueError(
             f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), "
             f"got strides of {v.strides} bytes"

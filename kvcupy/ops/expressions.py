@@ -18,7 +18,7 @@ from ..devices.protocol import Device
 _FP8 = {"fp8_e4m3": (3, -6), "fp8_e5m2": (2, -14)}
 
 # Overflow to infinity and NaN are results like any other.
-QUIET = np.errstate(over="ignore", under="ignore", invalid="ignore")
+QUIET = np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore")
 
 
 def module_of(array: Any) -> Any:

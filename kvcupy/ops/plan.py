@@ -64,7 +64,7 @@ class Launch:
         self._pack = struct.Struct(f"={count}Q")
         self._constants = params.tobytes()[self._pack.size :]
         # A null pointer is taken from behind the addresses.
-        self._choose = operator.itemgetter(*(count - 1 if i is None else i for i in pointers))
+        self._choose = operator.itemgetter(*(-1 if i is None else i for i in pointers))
         self.function = device.load(specialisation)
 
     def params(self, addresses: tuple[int, ...], faults: int) -> bytes:

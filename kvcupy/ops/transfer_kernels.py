@@ -225,7 +225,7 @@ def converting(
             addresses.append(0 if scale is None else scale.addresses[index])
     params["k_width"], params["v_width"] = widths[0], widths[1] if num_sources > 1 else 0
     _fill_rows(params, values, 1, lanes, *pages)
-    kernel = CONVERT[min(32, device.warp_lanes)]
+    kernel = CONVERT[1 if device.warp_lanes == 1 else 32]
     return KernelMove(
         device, kernel.specialise(source.ctype, target.ctype, count), params, addresses,
         _CONVERT_THREADS, values.rows_a_page, _CONVERT_THREADS // lanes,

@@ -6,6 +6,7 @@ is done twice in two ways. It imports NumPy alone and checks no arguments, but f
 of `rope_table`.
 """
 
+from .attention import merge_states, paged_attention, sees
 from .formats import (
     FORMAT_OF_DTYPE,
     LIMIT,
@@ -43,8 +44,10 @@ __all__ = [
     "find_duplicate_slots",
     "format_of",
     "gather_kv",
+    "merge_states",
     "num_slots",
     "page_table_csr",
+    "paged_attention",
     "pair_axes",
     "position_faults",
     "rope_frequencies",
@@ -53,6 +56,7 @@ __all__ = [
     "rope_store_mla",
     "rope_table",
     "rotate",
+    "sees",
     "slot_mapping",
     "slot_row",
     "store_kv",

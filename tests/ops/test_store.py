@@ -388,3 +388,11 @@ def test_poison_slot_is_past_every_cache_here():
     assert POISON_SLOT > 2**31 // 64 + 100
     assert {d.itemsize for d in DTYPE.values()} <= set(UNSIGNED)
     assert ml_dtypes.bfloat16 == DTYPE["bf16"].type
+
+
+def test_no_tokens_in_a_plain_numpy_array():
+    """Whose strides NumPy may give as zeros where it has no elements."""
+    empty = np.ndarray((0, 2, 8), np.float16, strides=(0, 0, 0))
+    k_cache, v_cache = np.ones((4, 2, 8), np.float16), np.ones((4, 2, 8), np.float16)
+    kv.store_kv(empty, empty, k_cache, v_cache, np.zeros(0, np.int64))
+    assert (k_cache == 1).all() and (v_cache == 1).all()

@@ -1,0 +1,349 @@
+// Decode over a paged cache, and the plain path of all other attention.
+//
+// A block has a tile of up to kRows packed rows, one KV head and one split of the keys. Groups of
+// neighbouring lanes take keys in turn: a group's lanes load a row of K and of V in 16-byte words,
+// several keys before the first is used, and every packed row uses what was loaded. Each group keeps
+// its own softmax (Milakov and Gimelshein, 2018) in registers; at the end the block merges them, and
+// merge.cu merges splits.
+//
+// Bytes: each visible K and V row once a tile, which in decode is once for all heads of its group.
+#include "attention.cuh"
+
+// Where the rows of each sequence begin in a ragged query, also past the end of it. One warp goes
+// over all lengths.
+struct AttentionStartsParams {
+  const char* query_lens;  // [num_sequences] int32 or int64
+  int* starts;             // [num_sequences + 1]
+  FaultRecord* faults;
+  i64 length_bytes;
+  i64 operation;  // for the fault record
+  int num_sequences;
+  int num_tokens;
+  int index_bytes;
+};
+
+// grid: (1), block: (kLanes), smem: 0
+template <int kLanes>
+__global__ void attention_starts(const __grid_constant__ AttentionStartsParams p) {
+  static_assert(kLanes == 32 || kLanes == 1, "one warp, or one thread");
+  constexpr i64 kMost = 0x7fffffff;
+  const int lane = threadIdx.x;
+  i64 before = 0;
+  for (int first = 0; first < p.num_sequences; first += kLanes) {
+    const int sequence = first + lane;
+    const bool active = sequence < p.num_sequences;
+    i64 length = 0;
+    if (active) length = load_index(p.query_lens + sequence * p.length_bytes, p.index_bytes);
+    const i64 given = length;
+    if (length < 0) length = 0;
+    i64 end = length;
+    if constexpr (kLanes == 32) {
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const i64 other = __shfl_up_sync(kAllLanes, end, distance);
+        if (lane >= distance) end += other;
+      }
+    }
+    const i64 start = before + end - length;
+    if (active) p.starts[sequence] = static_cast<int>(start < kMost ? start : kMost);
+    if (active && (given < 0 || before + end > p.num_tokens)) {
+      report_fault(p.faults, p.operation, sequence, given);
+    }
+    if constexpr (kLanes == 32) {
+      before += __shfl_sync(kAllLanes, end, 31);
+    } else {
+      before += end;
+    }
+  }
+  if (lane == 0) {
+    p.starts[p.num_sequences] = static_cast<int>(before < kMost ? before : kMost);
+  }
+}
+
+// Any format, told at run time, and rows of any alignment.
+struct AnyFormat {};
+
+template <typename T, int kCount>
+struct Elements {
+  static constexpr int kBytes = sizeof(T);
+  Pack<T, kCount> pack;
+
+  __device__ __forceinline__ void load(const char* row, int i, int width, int) {
+    if (i < width) {
+      pack.load(row + i * static_cast<int>(sizeof(T)));
+    } else {
+      pack = Pack<T, kCount>{};
+    }
+  }
+  __device__ __forceinline__ Pack<float, kCount> floats() const { return to_floats(pack); }
+};
+
+template <int kCount>
+struct Elements<AnyFormat, kCount> {
+  static constexpr int kBytes = 8;  // takes as many registers as if
+  Pack<float, kCount> pack;
+
+  __device__ __forceinline__ void load(const char* row, int i, int width, int format) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      pack.values[j] = i + j < width ? load_any(row, i + j, format) : 0.0f;
+    }
+  }
+  __device__ __forceinline__ Pack<float, kCount> floats() const { return pack; }
+};
+
+// sums += a * b, element by element.
+template <int kCount>
+__device__ __forceinline__ void multiply_add(const Pack<float, kCount>& a,
+                                             const Pack<float, kCount>& b,
+                                             Pack<float, kCount>& sums) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) sums.values[j] = fmaf(a.values[j], b.values[j], sums.values[j]);
+}
+
+template <int kCount>
+__device__ __forceinline__ void multiply_add(float a, const Pack<float, kCount>& b,
+                                             Pack<float, kCount>& sums) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) sums.values[j] = fmaf(a, b.values[j], sums.values[j]);
+}
+
+template <int kCount>
+__device__ __forceinline__ float sum_of(const Pack<float, kCount>& pack) {
+  float sum = pack.values[0];
+#pragma unroll
+  for (int j = 1; j < kCount; ++j) sum += pack.values[j];
+  return sum;
+}
+
+// The part of a softmax over some keys that one group of lanes has, for every row of the tile. A
+// lane has kSteps packs of a row: elements (step * lanes + lane) * 8 and on.
+template <int kRows, int kSteps>
+struct Softmax {
+  static constexpr int kCount = 8;
+  float largest[kRows];  // logit, base 2
+  float sum[kRows];      // of weights, against the largest
+  Pack<float, kCount> values[kRows][kSteps];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      largest[r] = -kInfinity;
+      sum[r] = 0.0f;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) values[r][s] = Pack<float, kCount>{};
+    }
+  }
+
+  // Make room for logits up to `logit`.
+  __device__ __forceinline__ void raise(int r, float logit) {
+    if (logit <= largest[r]) return;
+    const float rescale = exp2f(largest[r] - logit);  // 0 where nothing was seen before
+    largest[r] = logit;
+    sum[r] *= rescale;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) values[r][s].values[j] *= rescale;
+    }
+  }
+};
+
+// Merge what the groups of a block have, and write the tile's rows. Every thread calls it.
+template <int kRows, int kSteps>
+__device__ __forceinline__ void finish_tile(const AttentionParams& p, const AttentionTile& t,
+                                            Softmax<kRows, kSteps>& own, int kv_head, int split,
+                                            int lane, int lanes) {
+  constexpr int kCount = 8;
+  const int groups = blockDim.x / lanes;
+  if (groups == 1) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (r >= t.num_rows) continue;
+      const RowEnd end = end_of_row(p, t, r, kv_head, split, own.largest[r], own.sum[r]);
+      const float inverse = end.divisor > 0.0f ? 1.0f / end.divisor : 0.0f;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const int first = (s * lanes + lane) * kCount;
+        for (int j = 0; j < kCount && first + j < p.v.width; ++j) {
+          store_any(end.out, first + j, end.format, own.values[r][s].values[j] * inverse);
+        }
+      }
+      if (lane == 0 && end.lse) *end.lse = end.lse_value;
+    }
+    return;
+  }
+  const int group = threadIdx.x / lanes;
+  const int width = lanes * kCount * kSteps;
+  float* tops = dynamic_shared<float>();  // [groups, kRows]
+  float* sums = tops + groups * kRows;    // [groups, kRows]
+  float* values = sums + groups * kRows;  // [groups, kRows, width]
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (lane == 0) {
+      tops[group * kRows + r] = own.largest[r];
+      sums[group * kRows + r] = own.sum[r];
+    }
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      own.values[r][s].store(reinterpret_cast<char*>(
+          values + i64{group * kRows + r} * width + (s * lanes + lane) * kCount));
+    }
+  }
+  __syncthreads();
+  for (int r = 0; r < t.num_rows; ++r) {
+    float largest = -kInfinity;
+    for (int g = 0; g < groups; ++g) largest = fmaxf(largest, tops[g * kRows + r]);
+    float sum = 0.0f;
+    for (int g = 0; g < groups; ++g) {
+      const float top = tops[g * kRows + r];
+      if (top > -kInfinity) sum += sums[g * kRows + r] * exp2f(top - largest);
+    }
+    const RowEnd end = end_of_row(p, t, r, kv_head, split, largest, sum);
+    for (int i = threadIdx.x; i < p.v.width; i += blockDim.x) {
+      float value = 0.0f;
+      for (int g = 0; g < groups; ++g) {
+        const float top = tops[g * kRows + r];
+        if (top > -kInfinity) {
+          value += values[i64{g * kRows + r} * width + i] * exp2f(top - largest);
+        }
+      }
+      store_any(end.out, i, end.format, end.divisor > 0.0f ? value / end.divisor : 0.0f);
+    }
+    if (threadIdx.x == 0 && end.lse) *end.lse = end.lse_value;
+  }
+}
+
+// grid: (tiles, H, num_splits), block: (whole groups of lanes), smem: what `finish_tile` lays out,
+// 0 for one group
+template <typename TCache, int kRows, int kSteps>
+__global__ void __launch_bounds__(128)
+    attention_decode(const __grid_constant__ AttentionParams p) {
+  constexpr int kCount = 8;
+  constexpr int kBytes = Elements<TCache, kCount>::kBytes;
+  // Keys in flight a group: what registers hold beside the rows.
+  constexpr int kKeys = kBytes > 4                            ? 1
+                        : kRows * kSteps <= 4 && kBytes < 4 ? 4
+                        : kRows * kSteps <= 8               ? 2
+                                                            : 1;
+  const int lanes = 1 << p.lane_shift;
+  const int lane = threadIdx.x & (lanes - 1);
+  const int groups = blockDim.x / lanes;
+  const int kv_head = blockIdx.y;
+  const int split = blockIdx.z;
+  const bool reports = kv_head == 0 && lane == 0;
+  const AttentionTile t = find_tile(p, blockIdx.x, kRows, reports && threadIdx.x == 0 && split == 0);
+  if (t.num_rows == 0) return;
+
+  // Load the queries, the scale of the scores on them.
+  Pack<float, kCount> query[kRows][kSteps];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int packed = t.first_row + r;
+    const i64 token = t.first_token + packed / p.group;
+    const i64 head = i64{kv_head} * p.group + packed % p.group;
+    const char* row = p.query + token * p.query_token_bytes + head * p.query_head_bytes;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      const int first = (s * lanes + lane) * kCount;
+      for (int j = 0; j < kCount; ++j) {
+        const bool there = r < t.num_rows && first + j < p.k.width;
+        query[r][s].values[j] = there ? load_any(row, first + j, p.query_format) : 0.0f;
+      }
+    }
+  }
+
+  Softmax<kRows, kSteps> own;
+  own.clear();
+  const i64 a_split = (t.num_visible + p.num_splits - 1) / p.num_splits;
+  const i64 begin = split * a_split;
+  const i64 end = begin + a_split < t.num_visible ? begin + a_split : t.num_visible;
+  const int group = threadIdx.x / lanes;
+  const int of_warp = lanes < 32 ? group & (32 / lanes - 1) : 0;
+
+  // The groups of a warp go round alike: their lanes exchange values.
+  for (i64 first = begin + i64{group - of_warp} * kKeys; first < end; first += groups * kKeys) {
+    const i64 mine = first + of_warp * kKeys;
+    Elements<TCache, kCount> k[kKeys][kSteps];
+    Elements<TCache, kCount> v[kKeys][kSteps];
+    i64 keys[kKeys];
+    float k_scales[kKeys];
+    float v_scales[kKeys];
+    // Load
+#pragma unroll
+    for (int n = 0; n < kKeys; ++n) {
+      keys[n] = mine + n < end ? key_of(t, mine + n) : -1;
+      i64 offset = 0;
+      i64 page = -1;
+      if (keys[n] >= 0) {
+        offset = offset_in_page(p, keys[n]);
+        page = page_of(p, t, keys[n],
+                       reports && t.first_row == 0 && (offset == 0 || mine + n == begin));
+        if (page < 0) keys[n] = -1;
+      }
+      const bool there = keys[n] >= 0;
+      if (!there) page = 0;
+      const char* k_row = row_of(p.k_cache, p.k, page, offset, kv_head);
+      const char* v_row = row_of(p.v_cache, p.v, page, offset, kv_head);
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const int i = (s * lanes + lane) * kCount;
+        k[n][s].load(k_row, i, there ? p.k.width : 0, p.k_format);
+        v[n][s].load(v_row, i, there ? p.v.width : 0, p.v_format);
+      }
+      const i64 slot = page * p.page_size + offset;
+      k_scales[n] = there ? scale_of_row(p.k_scale, p.k_scale_cache, p.k, slot, kv_head) : 0.0f;
+      v_scales[n] = there ? scale_of_row(p.v_scale, p.v_scale_cache, p.v, slot, kv_head) : 0.0f;
+    }
+
+    // Scores
+    float logits[kRows][kKeys];
+#pragma unroll
+    for (int n = 0; n < kKeys; ++n) {
+      Pack<float, kCount> dots[kRows];
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const Pack<float, kCount> floats = k[n][s].floats();
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          if (s == 0) dots[r] = Pack<float, kCount>{};
+          multiply_add(query[r][s], floats, dots[r]);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float dot = sum_within_warp(sum_of(dots[r]), lanes) * k_scales[n];
+        const bool seen = keys[n] >= 0 && r < t.num_rows && sees(p, t, r, keys[n]);
+        logits[r][n] = seen ? logit_of(p, dot) : -kInfinity;
+      }
+    }
+
+    // Weights and values
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float largest = logits[r][0];
+#pragma unroll
+      for (int n = 1; n < kKeys; ++n) largest = fmaxf(largest, logits[r][n]);
+      own.raise(r, largest);
+    }
+#pragma unroll
+    for (int n = 0; n < kKeys; ++n) {
+      float weights[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        // A NaN score stays one, and what is not seen adds nothing, whatever its value is.
+        weights[r] = logits[r][n] == -kInfinity ? 0.0f : exp2f(logits[r][n] - own.largest[r]);
+        own.sum[r] += weights[r];
+        weights[r] *= v_scales[n];
+      }
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const Pack<float, kCount> floats = v[n][s].floats();
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          if (logits[r][n] != -kInfinity) multiply_add(weights[r], floats, own.values[r][s]);
+        }
+      }
+    }
+  }
+  finish_tile(p, t, own, kv_head, split, lane, lanes);
+}

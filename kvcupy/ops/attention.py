@@ -1,0 +1,118 @@
+"""Attention over a paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..exporters import view
+from . import checks, outputs, plan
+from .attention_checks import NAMES, NUM_ROWS, Options
+from .attention_plan import AttentionPlan, make_plan
+
+
+def paged_attention(
+    query: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    *,
+    query_lens: Any = None,
+    layout: str = "NHD",
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: Any = None,
+    logits_soft_cap: float | None = None,
+    tree_mask: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    k_scale_cache: Any = None,
+    v_scale_cache: Any = None,
+    out: Any = None,
+    lse_out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """Attend with the last tokens of sequences over the pages of each.
+
+    Parameters
+    ----------
+    query : fp32, fp16 or bf16 (T, Hq, D), the new tokens of all sequences, one after another
+    k_cache, v_cache : any format, (num_pages, page_size, H, D) and (..., Dv) in the layout; widths
+        up to 768. Hq is a multiple of H. For MLA, both are views of one latent cache, H = 1
+    block_table : int32 or int64 (B, max_pages), the pages of each sequence; entries past its end
+        are not read. A negative page is not seen; one past the end likewise, and raised by
+        `check_faults`
+    seq_lens : int32 or int64 (B,), the new tokens included, which are in the cache already
+    query_lens : int32 or int64 (B,), new tokens of each sequence; None: one each. T may be more
+        than their sum: what is beyond is left alone
+    layout : "NHD" or "HND"
+    sm_scale : what scores are multiplied by; None: 1 / sqrt(D)
+    causal : a query sees its own position and those before, not those after
+    window : a query at position p sees keys p - window + 1 to p
+    sinks : an int, how many of the first keys stay visible past the window; or float32 logits
+        (Hq,) that join the denominator, unscaled, and bring no value
+    logits_soft_cap : scores become cap * tanh(score / cap)
+    tree_mask : bool (T, max(query_lens)), which new tokens of its sequence each query sees; all
+        older tokens are visible. It takes the place of `causal`
+    k_scale, v_scale, k_scale_cache, v_scale_cache : as in `store_kv`, of a quantised cache
+    out : (T, Hq, Dv) of the query's format, written in place; None: allocated, zero where nothing
+        is written
+    lse_out : float32 (T, Hq), written in place: the natural logarithm of the sum of exponentials
+    stream : see API.md
+
+    Returns
+    -------
+    (T, Hq, Dv) : `out`, or an array of the query's library
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was written
+    CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+
+    Notes
+    -----
+    Arithmetic is float32, the output is rounded once. A query that sees no key gives 0, and -inf
+    in `lse_out`. Stream: up to three kernels, in order. Capture: legal with outputs given; grid and
+    workspace depend on shapes alone. Bytes: visible K and V once for all query heads of a KV head
+    in decode. Source: FlashInfer, Ye et al. 2025; Flash-Decoding, Dao et al. 2023.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> k, v = np.ones((4, 2, 1, 8), np.float32), np.arange(64, dtype=np.float32)
+    >>> query = np.ones((1, 2, 8), np.float32)
+    >>> out = paged_attention(query, k, v.reshape(4, 2, 1, 8), np.array([[2, 0]]), np.array([3]))
+    >>> out[0, 1, 0].round(3)  # the mean over pages 2 and 0, three tokens
+    np.float32(18.667)
+    """
+    options = Options.of(layout, sm_scale, causal, window, sinks, logits_soft_cap)
+    if out is None:
+        out = _allocate(query, v_cache, options.layout, stream)
+    learned = sinks if checks.is_array(sinks) else None
+    arrays = (
+        query, k_cache, v_cache, out, lse_out, block_table, seq_lens, query_lens, k_scale, v_scale,
+        k_scale_cache, v_scale_cache, learned, tree_mask,
+    )  # fmt: skip
+    pointers, made = plan.obtain(
+        "paged_attention", NAMES, arrays, NUM_ROWS, (options,),
+        lambda given, alignment: make_plan(given, options, alignment),
+    )  # fmt: skip
+    assert isinstance(made, AttentionPlan)
+    made.run(pointers, arrays, stream)
+    return out
+
+
+def _allocate(query: Any, v_cache: Any, layout: str, stream: Any) -> Any:
+    """Allocate the output; arguments that do not fit are told by the checks of the plan."""
+    rows, cache = view(query, "query"), view(v_cache, "v_cache")
+    if rows.ndim != 3 or rows.format not in ("fp32", "fp16", "bf16"):
+        raise (
+            ValueError(
+                f"query: expected (tokens, heads, width) of fp32, fp16 or bf16, got {rows!r}"
+            )
+            if rows.ndim != 3
+            else TypeError(f"query: expected fp32, fp16 or bf16, got {rows!r}")
+        )
+    width = cache.shape[-1] if cache.ndim else 0
+    return outputs.zeros(rows, (*rows.shape[:2], width), rows.format, stream)

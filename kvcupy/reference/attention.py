@@ -1,0 +1,214 @@
+"""Attention of queries to the keys and values of paged sequences, and the merging of its states.
+
+Everything is float64, from the exact values of the formats to the results, which are not rounded.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .formats import Array, Float64, decode, format_of
+from .store import Faults, Scale, num_slots, scale_per_head
+
+
+def _rows_of_slots(
+    cache: Array, layout: str, scale: Scale, scale_cache: Array | None
+) -> tuple[Float64, int]:
+    """Give the values of a paged cache, (num_slots, H, D), and the number of slots of a page."""
+    pages = cache if layout == "NHD" else cache.swapaxes(1, 2)
+    stored = decode(pages, format_of(pages)).reshape(num_slots(cache, layout), *pages.shape[2:])
+    scales = scale_per_head(scale, pages.shape[2]) if scale_cache is None else scale_cache
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values = stored.astype(np.float32) * scales[..., None]
+    return values.astype(np.float64), int(pages.shape[1])
+
+
+def sees(
+    key: int,
+    position: int,
+    new_from: int,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    first_keys: int = 0,
+    tree: Array | None = None,
+) -> bool:
+    """Say whether the query at `position` of a sequence sees the key at `key`.
+
+    Parameters
+    ----------
+    new_from
+        The position of the first query of the sequence; keys from there on are new.
+    window, first_keys
+        Keys at ``position - window`` and before are hidden, but for the first ones.
+    tree
+        The row of the tree mask, ``tree[c]`` for the new key c. It alone decides about new keys.
+    """
+    if position < 0:
+        return False
+    if tree is not None and key >= new_from:
+        return bool(tree[key - new_from])
+    if tree is None and causal and key > position:
+        return False
+    return window is None or key > position - window or key < first_keys
+
+
+def _attend(
+    scores: Float64, values: Float64, sink: float | None = None
+) -> tuple[Float64, np.float64]:
+    """Average the rows of `values` (n, Dv) by the softmax of `scores` (n,), and give its lse."""
+    logits = scores if sink is None else np.append(scores, sink)
+    if not logits.size:
+        return np.zeros(values.shape[1]), np.float64(-np.inf)
+    largest = logits.max()
+    if largest == -np.inf:  # every weight is zero
+        return np.zeros(values.shape[1]), np.float64(-np.inf)
+    total = np.exp(logits - largest).sum()
+    weights = np.exp(scores - largest) / total
+    return weights @ values, np.float64(largest + np.log(total))
+
+
+def paged_attention(
+    query: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_table: Array,
+    seq_lens: Array,
+    *,
+    query_lens: Array | None = None,
+    layout: str = "NHD",
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: int | Array | None = None,
+    logits_soft_cap: float | None = None,
+    tree_mask: Array | None = None,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
+    k_scale_cache: Array | None = None,
+    v_scale_cache: Array | None = None,
+) -> tuple[Float64, Float64, dict[str, Faults]]:
+    """Let the last tokens of each sequence attend to the keys and values that it has in the cache.
+
+    Parameters
+    ----------
+    query
+        ``(T, Hq, D)``: ``query_lens[b]`` rows of each sequence b, one after another.
+    k_cache, v_cache
+        ``(pages, page_size, H, D)`` and ``(.., Dv)``, or ``(pages, H, page_size, D)`` with
+        `layout` ``"HND"``. Query head h reads KV head ``h // (Hq / H)``.
+    block_table
+        ``(B, max_pages)``, the pages of each sequence in order. Keys of a negative page, or of one
+        past the end, are not visible.
+    seq_lens
+        ``(B,)``, in tokens, those of the query included.
+    query_lens
+        ``(B,)``; None is one row a sequence.
+    sm_scale
+        What ``q . k`` is multiplied by; None is ``1 / sqrt(D)``.
+    causal, window, tree_mask
+        See `sees`; `tree_mask` is bool ``(T, C)``.
+    sinks
+        An integer, the first keys, which stay visible past the window; or ``(Hq,)``, a logit of
+        each head that joins the denominator.
+    logits_soft_cap
+        Scores become ``cap * tanh(score / cap)``.
+    k_scale, v_scale, k_scale_cache, v_scale_cache
+        As in `store_kv`; values are ``stored * scale``, a float32 product.
+
+    Returns
+    -------
+    out ``(T, Hq, Dv)``, lse ``(T, Hq)``
+        Unrounded; zeros in the rows that belong to no sequence.
+    faults
+        By argument: pages past the end that a query would have seen, each once, at their position
+        in the flat table; lengths past the table; lengths of queries past the rows.
+    """
+    keys, page_size = _rows_of_slots(k_cache, layout, k_scale, k_scale_cache)
+    values, _ = _rows_of_slots(v_cache, layout, v_scale, v_scale_cache)
+    queries = decode(query, format_of(query))
+    (rows, query_heads, width), max_pages = query.shape, block_table.shape[1]
+    group = query_heads // keys.shape[1]
+    scaling = 1 / np.sqrt(width) if sm_scale is None else sm_scale
+    first_keys = sinks if isinstance(sinks, int) else 0
+    logits = None if sinks is None or isinstance(sinks, int) else sinks.astype(np.float64)
+    appended = [1] * len(seq_lens) if query_lens is None else query_lens.tolist()
+
+    out = np.zeros((rows, query_heads, values.shape[2]))
+    lse = np.zeros((rows, query_heads))
+    faults: dict[str, Faults] = {"block_table": [], "seq_lens": [], "query_lens": []}
+    start = 0
+    for sequence, (length, count) in enumerate(zip(seq_lens.tolist(), appended, strict=True)):
+        if start + count > rows:
+            faults["query_lens"].append((sequence, count))
+        if count > 0 and length > max_pages * page_size:
+            faults["seq_lens"].append((sequence, length))
+        new_from = length - count
+        for token in range(start, min(start + count, rows)):
+            position = new_from + token - start
+            slots = []
+            for key in range(min(length, max_pages * page_size)):
+                if not sees(
+                    key, position, new_from, causal=causal, window=window, first_keys=first_keys,
+                    tree=None if tree_mask is None else tree_mask[token],
+                ):  # fmt: skip
+                    continue
+                page = int(block_table[sequence, key // page_size])
+                if page >= len(keys) // page_size:
+                    fault = (sequence * max_pages + key // page_size, page)
+                    if fault not in faults["block_table"]:
+                        faults["block_table"].append(fault)
+                elif page >= 0:
+                    slots.append(page * page_size + key % page_size)
+            for head in range(query_heads):
+                scores = keys[slots, head // group] @ queries[token, head] * scaling
+                if logits_soft_cap is not None:
+                    scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
+                sink = None if logits is None else float(logits[head])
+                out[token, head], lse[token, head] = _attend(
+                    scores, values[slots, head // group], sink
+                )
+        start += count
+    return out, lse, faults
+
+
+def merge_states(
+    out_a: Array,
+    lse_a: Array,
+    out_b: Array | None = None,
+    lse_b: Array | None = None,
+    *,
+    lse_base: str = "e",
+) -> tuple[Float64, Float64]:
+    """Give the attention over several sets of keys from the attention over each of them.
+
+    A state whose lse is minus infinity saw no key and brings nothing, whatever it holds.
+
+    Parameters
+    ----------
+    out_a, lse_a, out_b, lse_b
+        Two states, ``(T, Hq, Dv)`` and ``(T, Hq)``; or N of them in the first two, ``(N, ...)``.
+    lse_base
+        ``"e"`` or ``"2"``, of the logarithms in and out.
+
+    Returns
+    -------
+    out ``(T, Hq, Dv)``, lse ``(T, Hq)``, unrounded
+    """
+    if out_b is None or lse_b is None:
+        outs, logarithms = list(out_a), list(lse_a)
+    else:
+        outs, logarithms = [out_a, out_b], [lse_a, lse_b]
+    to_natural = np.log(2.0) if lse_base == "2" else 1.0
+    out, lse = np.zeros(outs[0].shape), np.zeros(outs[0].shape[:2])
+    for token, head in np.ndindex(lse.shape):
+        natural = [float(one[token, head]) * to_natural for one in logarithms]
+        states = [state for state, one in enumerate(natural) if one != -np.inf]
+        rows = np.zeros((len(states), out.shape[2]))
+        for i, state in enumerate(states):
+            row = outs[state][token, head]
+            rows[i] = decode(row, format_of(row))
+        with np.errstate(invalid="ignore"):  # an infinity minus itself
+            out[token, head], total = _attend(np.array([natural[s] for s in states]), rows)
+        lse[token, head] = total / to_natural
+    return out, lse

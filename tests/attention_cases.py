@@ -1,0 +1,385 @@
+"""Calls of `paged_attention` and `merge_states` that check everything, and arguments for them.
+
+Results are compared with the float64 reference, within `attention_errors` and `merge_errors`;
+everything else, inputs and canaries and rows that belong to no sequence, bitwise. Whatever must not
+be read is NaN, or a poisoned index.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gather_cases import as_numpy
+from helpers import (
+    DTYPE,
+    INDEX_DTYPE,
+    POISON_SLOT,
+    Arg,
+    Case,
+    from_values,
+    names_number,
+)
+from page_cases import poisoned_table
+from rope_cases import ROUNDING, TINY, ulp
+
+import kvcupy as kv
+from kvcupy import reference
+
+FLOATS = ("fp32", "fp16", "bf16")
+
+# Tolerance -----------------------------------------------------------------------------------
+
+FEW = 8
+"""Roundings of a value that no sum is to blame for: products with scales, exponential, division."""
+WEIGHT_ROUNDING = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""What a softmax weight may lose, relatively, on its way into a tensor core: half a unit."""
+TRUNCATION = {"fp32": 0.0, "fp16": 0.25, "bf16": 0.25}
+"""Units that a score loses an element where tensor cores, which truncate, sum its products."""
+
+
+def slot_values(args, side):
+    """The values of a cache, float64 (num_slots, H, D), NaN where it is poisoned."""
+    pages = args[f"{side}_cache"]
+    if args.get("layout") == "HND":
+        pages = pages.swapaxes(1, 2)
+    stored = reference.decode(pages, reference.format_of(pages)).reshape(-1, *pages.shape[2:])
+    scale = args.get(f"{side}_scale_cache")
+    if scale is None:
+        scale = np.asarray(1.0 if args.get(f"{side}_scale") is None else args[f"{side}_scale"])
+    return stored * scale[..., None]
+
+
+def attention_errors(args, out, lse):
+    """How far float32 arithmetic and one rounding of the output may be from `out` and `lse`.
+
+    A score is a sum of D products. Each is at most |q| |k| in all, and float32 loses a unit of that
+    with every addition; as errors do not conspire, about the square root of their number. A change
+    of a score by x changes each weight by a factor of at most exp(x), and the denominator by
+    another. Weights are then summed over n keys, with and without values, which loses about the
+    square root of n units. Values are at most the largest in the cache, by head and element.
+    """
+    fmt = reference.format_of(args["query"])
+    query, keys, values = (
+        reference.decode(args["query"], fmt), slot_values(args, "k"), slot_values(args, "v")
+    )  # fmt: skip
+    width, group = query.shape[2], query.shape[1] // keys.shape[1]
+    longest = np.fmax.reduce(np.sqrt((keys**2).sum(2)), axis=0, initial=0.0)
+    largest = np.fmax.reduce(np.abs(values), axis=0, initial=0.0)
+    scaling = args.get("sm_scale") or 1 / np.sqrt(width)
+    size = np.sqrt((query**2).sum(2)) * np.repeat(longest, group) * abs(scaling)
+    cap = args.get("logits_soft_cap") or 0.0
+    units = FEW + 2 * np.sqrt(width) + TRUNCATION[fmt] * width
+    of_score = ROUNDING * (size * units + FEW * cap)
+    most_keys = max(int(args["seq_lens"].max(initial=1)), 1)
+    of_sums = ROUNDING * (2 * FEW + 2 * np.sqrt(most_keys))
+    rounded = WEIGHT_ROUNDING[fmt] if args.get("query_lens") is not None else 0.0
+    of_weights = (2 * of_score + of_sums + rounded)[..., None] * np.repeat(largest, group, axis=0)
+    with np.errstate(invalid="ignore"):
+        of_lse = of_score + of_sums + FEW * ROUNDING * np.abs(lse)
+    return of_weights * 1.01 + ulp(out, fmt) / 2 + TINY, of_lse
+
+
+def merge_errors(outs, lses, out, lse, fmt):
+    """How far float32 arithmetic and one rounding may be from the merged `out` and `lse`.
+
+    A weight is exp of a difference of two lse, whose rounding is a unit of each of them; n states
+    are summed one after another.
+    """
+    visible = np.isfinite(lses)
+    units = 2 * FEW + len(outs) + 4 * np.abs(np.where(visible, lses, 0)).max(0)
+    largest = np.abs(np.where(visible[..., None], outs, 0)).max(0)
+    with np.errstate(invalid="ignore"):
+        of_lse = ROUNDING * (units + FEW * np.abs(lse))
+    return ROUNDING * units[..., None] * largest + ulp(out, fmt) / 2 + TINY, of_lse
+
+
+def assert_near(name, got, want, allowed, seed):
+    """Assert that values are the same, or finite and as near as allowed."""
+    with np.errstate(invalid="ignore"):
+        wrong = ~((got == want) | (np.abs(got - want) <= allowed))
+    if wrong.any():
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        pytest.fail(
+            f"{name}: {int(wrong.sum())} of {want.size} elements differ; first at index {at}: "
+            f"got {got[at]}, want {want[at]} within {np.broadcast_to(allowed, want.shape)[at]}, "
+            f"seed {seed}"
+        )
+
+
+# Arguments -----------------------------------------------------------------------------------
+
+SEPARATE = {
+    # How K, or V, (pages, page_size, H, width) is stored, and viewed from there; its layout.
+    "NHD": (lambda a: a, None, "NHD"),
+    "HND": (lambda a: a.swapaxes(1, 2), None, "HND"),
+    "HND by strides": (lambda a: a.swapaxes(1, 2), lambda a: a.swapaxes(1, 2), "NHD"),
+    "NHD by strides": (lambda a: a, lambda a: a.swapaxes(1, 2), "HND"),
+    "every other page": (lambda a: np.stack([a, a[::-1]], 1).reshape(-1, *a.shape[1:]),
+                         lambda a: a[::2], "NHD"),
+    "pages reversed": (lambda a: a[::-1], lambda a: a[::-1], "NHD"),
+    "wider rows": (lambda a: np.concatenate([a[..., :1], a, a], -1),
+                   lambda a: a[..., 1:1 + a.shape[-1] // 2], "NHD"),
+}  # fmt: skip
+TOGETHER = {
+    # How K and V are stored in one array, where each is, and their layout.
+    "combined": (lambda k, v: np.stack([k, v], 1), lambda a: (a[:, 0], a[:, 1]), "NHD"),
+    "combined HND": (lambda k, v: np.stack([k, v], 1).swapaxes(2, 3),
+                     lambda a: (a[:, 0], a[:, 1]), "HND"),
+    "one after the other": (lambda k, v: np.stack([k, v]), lambda a: (a[0], a[1]), "NHD"),
+    "side by side": (lambda k, v: np.concatenate([k, v], -1),
+                     lambda a: (a[..., :a.shape[-1] // 2], a[..., a.shape[-1] // 2:]), "NHD"),
+}  # fmt: skip
+ARRANGEMENTS = (*SEPARATE, *TOGETHER)
+QUERY_VIEWS = {
+    "plain": (lambda a: a, None),
+    "packed": (lambda a: np.concatenate([a, a[:, :3]], 1), lambda a: a[:, : a.shape[1] - 3]),
+    "every other row": (lambda a: np.repeat(a, 2, axis=0), lambda a: a[::2]),
+    "heads first": (lambda a: a.swapaxes(0, 1), lambda a: a.swapaxes(0, 1)),
+    "reversed": (lambda a: a[::-1, ::-1], lambda a: a[::-1, ::-1]),
+}
+
+
+def scales_of(kind, heads, side):
+    """A static scale of K or of V."""
+    unit = {"k": 0.03, "v": 0.05}[side]
+    return {
+        "none": None,
+        "float": unit,
+        "one element": np.float32([2 * unit]),
+        "per head": np.linspace(unit, 5 * unit, heads).astype(np.float32),
+    }[kind]
+
+
+class AttentionCase(Case):
+    """The buffers of one test, with calls of the attention operations that check everything."""
+
+    # Arguments
+
+    def _cache(self, side, fmt, used, pages, page_size, heads, width, kind, loud):
+        """Draw (pages, page_size, H, width), poison where unused, and its scale option."""
+        values = self.rng.standard_normal((pages * page_size, heads, width)) * loud
+        scale, option = np.ones((1, heads, 1)), {}
+        if kind == "dynamic":
+            scales = self.rng.uniform(0.01, 0.2, (len(values), heads)).astype(np.float32)
+            scale = scales.astype(np.float64)[..., None]
+            scales[~used] = np.nan
+            option = {f"{side}_scale_cache": self.place(scales, "fp32", name=f"{side}_scale_cache")}
+        elif kind != "none":
+            static = scales_of(kind, heads, side)
+            scale = np.broadcast_to(np.asarray(static, np.float64).reshape(1, -1, 1), scale.shape)
+            placed = self.place(static, "fp32") if isinstance(static, np.ndarray) else static
+            option = {f"{side}_scale": placed}
+        stored = from_values(values / scale, fmt)
+        if fmt != "int8":  # which has no NaN: there, values of the same size must do
+            stored[~used] = from_values(np.nan, fmt)
+        return stored.reshape(pages, page_size, heads, width), option
+
+    def caches(self, k, v, how="NHD"):
+        """Place K and V (pages, page_size, H, width) in some arrangement, and name the layout."""
+        if how in TOGETHER:
+            store, cut, layout = TOGETHER[how]
+            both = self.place(store(k, v), reference.format_of(k), name="kv_cache")
+            parts = [both.sub(lambda a, i=i: cut(a)[i]) for i in (0, 1)]
+        else:
+            store, cut, layout = SEPARATE[how]
+            parts = [
+                self.place(store(part), reference.format_of(part), cut, name=name)
+                for part, name in ((k, "k_cache"), (v, "v_cache"))
+            ]
+        return {"k_cache": parts[0], "v_cache": parts[1], "layout": layout}
+
+    def table(self, values, dtype="int32", how="plain"):
+        """Place a block table; strided ones have poison between their entries."""
+        content = np.asarray(values).astype(INDEX_DTYPE[dtype])
+        if how == "plain":
+            return self.place(content, dtype, name="block_table")
+        spread = np.full((content.shape[0], 3, 2 * content.shape[1]), POISON_SLOT, content.dtype)
+        if how == "rows apart":
+            spread[:, 1, : content.shape[1]] = content
+            return self.place(
+                spread, dtype, lambda a: a[:, 1, : content.shape[1]], name="block_table"
+            )
+        spread[:, 1, ::2] = content
+        return self.place(spread, dtype, lambda a: a[:, 1, ::2], name="block_table")
+
+    def queries(self, fmt, rows, heads, width, *, used=None, loud=2.0, how="plain"):
+        """Place rows of a query; those past the `used` ones are NaN."""
+        values = self.rng.standard_normal((rows, heads, width)) * loud
+        values[rows if used is None else used :] = np.nan
+        store, cut = QUERY_VIEWS[how]
+        return self.place(store(from_values(values, fmt)), fmt, cut, name="query")
+
+    def arguments(
+        self, seq_lens, query_lens=None, *, fmt="fp32", cache_fmt=None, heads=(4, 2),
+        widths=(16, 16), page_size=4, how="NHD", scales=("none", "none"), padding=0, loud=2.0,
+        index=("int32", "int32"), table_how="plain", query_how="plain", step=1, hidden=None,
+    ):  # fmt: skip
+        """Make all arguments of sequences with pages of their own, in any order.
+
+        `cache_fmt` is one format or those of K and V. `hidden[b]` keys of sequence b are poisoned
+        from the first on. `loud` is the size of queries and keys: with 2, scores reach 10.
+        """
+        k_fmt, v_fmt = (cache_fmt or fmt,) * 2 if not isinstance(cache_fmt, tuple) else cache_fmt
+        seq_lens = np.asarray(seq_lens, np.int64)
+        table = poisoned_table(self.rng, np.maximum(seq_lens, 0), page_size)
+        pages = sum(-(-max(int(n), 0) // page_size) for n in seq_lens) + 3
+        used = np.zeros(pages * page_size, bool)
+        for sequence, (row, length) in enumerate(zip(table, seq_lens.tolist(), strict=True)):
+            first = 0 if hidden is None else hidden[sequence]
+            tokens = np.arange(first, max(length, first))
+            used[row[tokens // page_size] * page_size + tokens % page_size] = True
+        rows = len(seq_lens) if query_lens is None else int(np.sum(query_lens))
+        args = {"query": self.queries(fmt, rows + padding, heads[0], widths[0], used=rows,
+                                      loud=loud, how=query_how)}  # fmt: skip
+        size = (used, pages, page_size, heads[1])
+        k, k_option = self._cache("k", k_fmt, *size, widths[0], scales[0], loud)
+        v, v_option = self._cache("v", v_fmt, *size, widths[1], scales[1], 1.0)
+        args |= self.caches(k, v, how) | k_option | v_option
+        args["block_table"] = self.table(table, index[0], table_how)
+        args["seq_lens"] = self.slots(seq_lens, index[1], step)
+        if query_lens is not None:
+            args["query_lens"] = self.slots(query_lens, index[1], step)
+        return args
+
+    def results(self, args, out_cut=None, lse_cut=None, *, fmt=None):
+        """Place `out` and `lse_out` for a query of this shape."""
+        rows, heads = args["query"].view.shape[:2]
+        v = args["v_cache"].view
+        shape = (rows, heads, v.shape[-1])
+        return (
+            self.output(fmt or args["query"].fmt, shape, out_cut, name="out"),
+            self.output("fp32", shape[:2], lse_cut, name="lse_out"),
+        )
+
+    def sinks(self, heads, loud=4.0):
+        """A learned sink of each head."""
+        values = (self.rng.standard_normal(heads) * loud).astype(np.float32)
+        return self.place(values, "fp32", name="sinks")
+
+    def tree(self, query_lens, rows=None, columns=None, *, any_mask=False):
+        """A tree mask of a random tree of each sequence, noise where nothing may look."""
+        rows, widest = rows or int(np.sum(query_lens)), max(query_lens)
+        mask = self.rng.random((rows, columns or widest)) < 0.5
+        start = 0
+        for count in query_lens:
+            part = mask[start : start + count, :count]
+            if not any_mask:
+                part[...] = False
+                for node in range(count):
+                    parent = int(self.rng.integers(-1, node)) if node else -1
+                    if parent >= 0:
+                        part[node] = part[parent]
+                    part[node, node] = True
+            start += count
+        return self.place(mask, "", name="tree_mask")
+
+    # Calls
+
+    def live(self, arg):
+        """What an argument holds on the device, as a NumPy array."""
+        buffer = arg.buffer
+        flat = np.asarray(self.device.to_numpy(buffer.raw))[buffer.start : buffer.stop]
+        return arg._cut(flat.view(buffer.dtype))
+
+    def to_pass(self, value):
+        if isinstance(value, Arg):
+            return value.array
+        return self.device.asarray(value) if isinstance(value, np.ndarray) else value
+
+    def issue(self, args, out=None, lse=None, *, stream=None):
+        given = {name: self.to_pass(value) for name, value in args.items()}
+        return kv.paged_attention(
+            **given, out=self.to_pass(out), lse_out=self.to_pass(lse), stream=stream
+        )
+
+    def attend(self, args, out="given", lse="given", *, stream=None, **options):
+        """Check one `kv.paged_attention`; outputs are made here unless given, or None."""
+        args = {**args, **options}
+        made = self.results(args) if "given" in (out, lse) else (None, None)
+        out, lse = (m if isinstance(o, str) else o for o, m in zip((out, lse), made, strict=True))
+        if stream is not None:  # The uploads went to the current stream.
+            self.device.synchronize()
+        got = self.issue(args, out, lse, stream=stream)
+        if stream is not None:
+            stream.synchronize()
+        self.settle(args, got, out, lse)
+        return out, lse
+
+    def settle(self, args, got, out, lse):
+        """Check what a call left: results, faults, and that nothing else was written."""
+        args = {name: a.view if isinstance(a, Arg) else a for name, a in args.items()}
+        fmt = reference.format_of(args["query"])
+        want, want_lse, faults = reference.paged_attention(**args)
+        of_out, of_lse = attention_errors(args, want, want_lse)
+        lens = args.get("query_lens")
+        rows = min(len(want), len(args["seq_lens"]) if lens is None else int(lens.sum()))
+        mine = slice(0, rows)
+        assert tuple(got.shape) == want.shape
+        if out is None:
+            stored = as_numpy(self.device, got, fmt)
+            assert not stored[rows:].view(np.uint8).any(), "rows of no sequence are not zero"
+        else:
+            stored = self.live(out)
+        values = reference.decode(np.ascontiguousarray(stored), fmt)
+        nothing = ~want.any(axis=2)  # saw no key, or sums of zeros only
+        of_out[nothing] = 0
+        assert_near("out", values[mine], want[mine], of_out[mine], self.seed)
+        if lse is not None:
+            seen = self.live(lse).astype(np.float64)
+            assert_near("lse", seen[mine], want_lse[mine], of_lse[mine], self.seed)
+            lse.view[mine] = self.live(lse)[mine]
+        if out is not None:
+            reference.bits_of(out.view, fmt)[mine] = reference.bits_of(stored, fmt)[mine]
+        self.finish(faults)
+
+    def finish(self, faults):
+        """Compare the fault record, and every buffer, with what they should be."""
+        named = [(name, *fault) for name, some in faults.items() for fault in some]
+        if named:
+            with pytest.raises(kv.IndexFault) as caught:
+                kv.check_faults(self.device)
+            text = str(caught.value)
+            assert any(
+                f"paged_attention: {name}" in text
+                and names_number(text, place)
+                and names_number(text, value)
+                for name, place, value in named
+            ), f"none of {named[:5]} in {text!r}"
+        kv.check_faults(self.device)
+        for buffer in self.buffers:
+            buffer.check()
+
+    def merge(self, out_a, lse_a, out_b=None, lse_b=None, out=None, lse=None, *, base="e",
+              stream=None):  # fmt: skip
+        """Check one `kv.merge_states`; `out` and `lse` may be those of a state."""
+        states = [None if a is None else a.view.copy() for a in (out_a, lse_a, out_b, lse_b)]
+        if stream is not None:
+            self.device.synchronize()
+        got = kv.merge_states(
+            *(self.to_pass(a) for a in (out_a, lse_a, out_b, lse_b)), out=self.to_pass(out),
+            lse_out=self.to_pass(lse), lse_base=base, stream=stream,
+        )  # fmt: skip
+        if stream is not None:
+            stream.synchronize()
+        assert len(got) == 2
+        want, want_lse = reference.merge_states(*states, lse_base=base)
+        fmt = out_a.fmt
+        outs, lses = (states[i] if out_b is None else np.stack(states[i::2]) for i in (0, 1))
+        outs = reference.decode(np.ascontiguousarray(outs), fmt)
+        of_out, of_lse = merge_errors(outs, lses.astype(np.float64), want, want_lse, fmt)
+        of_out[~want.any(axis=2)] = 0
+        for name, a, given_, exact, allowed, f in (
+            ("out", got[0], out, want, of_out, fmt), ("lse", got[1], lse, want_lse, of_lse, "fp32"),
+        ):  # fmt: skip
+            assert tuple(a.shape) == exact.shape
+            stored = as_numpy(self.device, a, f) if given_ is None else self.live(given_)
+            values = reference.decode(np.ascontiguousarray(stored), f)
+            assert_near(name, values, exact, allowed, self.seed)
+            if given_ is not None:
+                reference.bits_of(given_.view, f)[...] = reference.bits_of(stored, f)
+        self.check("merge_states", [])
+
+
+QUERY_CACHE_PAIRS = [(q, c) for q in FLOATS for c in DTYPE]
+"""Formats of the query and of the cache."""
+SCALE_KINDS = ("none", "float", "one element", "per head", "dynamic")

@@ -1,0 +1,193 @@
+"""One small check of each thing that the attention operations do, for whatever device runs it.
+
+As those of `operation_checks`: a check takes a device, calls an operation with arguments that tell
+its mistakes, compares all with the reference, and returns the `Case`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from attention_cases import AttentionCase
+from helpers import from_values
+
+LENS = [6, 0, 4, 13, 21]
+NEW = [3, 0, 1, 13, 6]
+
+
+def check_attention_decode(device, fmt="fp32"):
+    """One token a sequence, three query heads on one, odd pages, values of another width."""
+    case = AttentionCase(device, 40)
+    case.attend(case.arguments(LENS, fmt=fmt, heads=(6, 2), widths=(24, 40), page_size=3))
+    return case
+
+
+def check_attention_decode_bf16(device):
+    return check_attention_decode(device, "bf16")
+
+
+def check_attention_decode_heads_first(device):
+    """HND, in a combined array, wide rows."""
+    case = AttentionCase(device, 41)
+    case.attend(case.arguments(LENS, fmt="bf16", widths=(128, 128), how="combined HND"))
+    return case
+
+
+def check_attention_long_decode(device):
+    """Keys enough to be split over several blocks, each of which sees other largest scores."""
+    case = AttentionCase(device, 42)
+    case.attend(case.arguments([1300, 0, 5, 700], heads=(2, 1), page_size=16))
+    return case
+
+
+def check_attention_decode_int8(device):
+    """A scale a slot for K, one a head for V."""
+    case = AttentionCase(device, 43)
+    case.attend(
+        case.arguments(
+            LENS, fmt="bf16", cache_fmt="int8", heads=(6, 3), scales=("dynamic", "per head")
+        )
+    )
+    return case
+
+
+def check_attention_decode_fp8(device):
+    """One scale for K, a scale a slot for V, in pages of heads first."""
+    case = AttentionCase(device, 44)
+    case.attend(
+        case.arguments(LENS, fmt="fp16", cache_fmt=("fp8_e4m3", "fp8_e5m2"), how="HND",
+                       scales=("float", "dynamic"))
+    )  # fmt: skip
+    return case
+
+
+def check_attention_decode_masks(device):
+    """A window with first keys; a window with learned sinks and a cap."""
+    case = AttentionCase(device, 45)
+    args = case.arguments(LENS)
+    case.attend(args, window=5, sinks=3)
+    case.attend(args, window=7, sinks=case.sinks(4), logits_soft_cap=6.0)
+    return case
+
+
+def check_attention_append(device, fmt="fp32"):
+    """Several tokens a sequence, rows to spare, causal and not."""
+    case = AttentionCase(device, 46)
+    args = case.arguments(LENS, NEW, fmt=fmt, heads=(6, 2), widths=(24, 40), padding=3, page_size=3)
+    case.attend(args)
+    case.attend(args, causal=False)
+    return case
+
+
+def check_attention_append_bf16(device):
+    return check_attention_append(device, "bf16")
+
+
+def check_attention_append_long(device):
+    """More queries than a tile, over more keys than one."""
+    case = AttentionCase(device, 47)
+    case.attend(
+        case.arguments([150], [70], fmt="bf16", heads=(1, 1), widths=(64, 64), page_size=16)
+    )
+    return case
+
+
+def check_attention_append_quantised(device):
+    """Scales a slot and a head, of int8 and fp8."""
+    for fmt, kinds in (("int8", ("dynamic", "per head")), ("fp8_e4m3", ("per head", "dynamic"))):
+        case = AttentionCase(device, 48)
+        case.attend(
+            case.arguments(LENS, NEW, fmt="bf16", cache_fmt=fmt, heads=(6, 3), scales=kinds)
+        )
+    return case
+
+
+def check_attention_append_masks(device, fmt="fp32"):
+    """Windows with first keys, learned sinks, a cap, and trees that go along with them."""
+    case = AttentionCase(device, 49)
+    args = case.arguments(LENS, NEW, fmt=fmt, padding=2)
+    rows = sum(NEW) + 2
+    case.attend(args, window=5, sinks=3)
+    case.attend(args, window=4, causal=False)
+    case.attend(args, sinks=case.sinks(4), logits_soft_cap=6.0)
+    case.attend(args, tree_mask=case.tree(NEW, rows, 15), window=4, sinks=2)
+    case.attend(args, tree_mask=case.tree(NEW, rows, 15, any_mask=True), causal=False)
+    return case
+
+
+def check_attention_append_masks_bf16(device):
+    return check_attention_append_masks(device, "bf16")
+
+
+def faulty_table(case, args, page):
+    table = args["block_table"].view.astype(np.int64)
+    table[0, 1], table[3, 2], table[4, 0] = page, -1, page
+    return {**args, "block_table": case.table(table, "int64")}
+
+
+def check_attention_faults(device, new=None):
+    """Negative pages, the page past the end, one far past it, and a length past the table."""
+    case = AttentionCase(device, 50)
+    args = case.arguments(LENS, new)
+    for page in (len(args["k_cache"].view), 2**32 + 1):
+        case.attend(faulty_table(case, args, page))
+    args["block_table"] = args["block_table"].sub(lambda a: a[:, :5])
+    case.attend(args)
+    return case
+
+
+def check_attention_append_faults(device):
+    """Likewise, and rows that do not exist."""
+    case = check_attention_faults(device, NEW)
+    args = case.arguments(LENS, NEW)
+    args["query"] = case.place(args["query"].view[:-2], "fp32", name="query")
+    case.attend(args)
+    return case
+
+
+def check_merge_two(device, fmt="bf16"):
+    """Empty states with NaN in them, natural and binary logarithms."""
+    case = AttentionCase(device, 51)
+    for base in ("e", "2"):
+        states = [states_of(case, fmt, (9, 3, 40)) for _ in "ab"]
+        out, lse = case.output(fmt, (9, 3, 40)), case.output("fp32", (9, 3))
+        case.merge(*states[0], *states[1], out, lse, base=base)
+    return case
+
+
+def check_merge_many(device):
+    """Five states of odd width."""
+    case = AttentionCase(device, 52)
+    states = states_of(case, "fp32", (5, 9, 3, 33))
+    case.merge(*states, out=case.output("fp32", (9, 3, 33)), lse=case.output("fp32", (9, 3)))
+    return case
+
+
+def states_of(case, fmt, shape):
+    """Outputs and logarithms, a third of them empty."""
+    outs = from_values(case.rng.standard_normal(shape), fmt)
+    lses = (case.rng.standard_normal(shape[:-1]) * 4).astype(np.float32)
+    empty = case.rng.random(shape[:-1]) < 0.35
+    lses[empty], outs[empty] = -np.inf, from_values(np.nan, fmt)
+    lses[..., :2, :], outs[..., :2, :, :] = -np.inf, from_values(np.nan, fmt)
+    return case.place(outs, fmt, name="out_a"), case.place(lses, "fp32", name="lse_a")
+
+
+CHECKS = (
+    check_attention_decode,
+    check_attention_decode_bf16,
+    check_attention_decode_heads_first,
+    check_attention_long_decode,
+    check_attention_decode_int8,
+    check_attention_decode_fp8,
+    check_attention_decode_masks,
+    check_attention_append,
+    check_attention_append_bf16,
+    check_attention_append_long,
+    check_attention_append_quantised,
+    check_attention_append_masks,
+    check_attention_append_masks_bf16,
+    check_attention_faults,
+    check_attention_append_faults,
+    check_merge_two,
+    check_merge_many,
+)

@@ -1,0 +1,378 @@
+"""`paged_attention` of one token a sequence, and of several, by what a user sees of it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from attention_cases import ARRANGEMENTS, FLOATS, QUERY_VIEWS, AttentionCase
+from gather_cases import as_numpy
+from helpers import POISON_SLOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcupy as kv
+from kvcupy import reference
+
+RAGGED = [5, 0, 1, 3, 4, 9, 8, 13]
+"""With pages of four: none, one, and one less, as many, and one more than fill a page or two."""
+
+
+# One token a sequence ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 16, 64, 128])
+@pytest.mark.parametrize("fmt", FLOATS)
+def test_ragged_lengths(device, fmt, page_size):
+    """Each of them about the ends of pages."""
+    case = AttentionCase(device, page_size)
+    lens = [0, 1, page_size - 1, page_size, page_size + 1, 2 * page_size + 1]
+    case.attend(case.arguments(lens, fmt=fmt, page_size=page_size))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 17, 40])
+def test_batches(device, batch):
+    case = AttentionCase(device, batch)
+    case.attend(case.arguments(np.resize(RAGGED, batch), heads=(2, 1)))
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_long_context(device, fmt):
+    """Longer than any tile, beside sequences that are over soon."""
+    case = AttentionCase(device, 1)
+    case.attend(case.arguments([4096, 3, 517], fmt=fmt, heads=(2, 1), page_size=16))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_query_heads_share_a_head(device, fmt, group):
+    case = AttentionCase(device, group)
+    case.attend(case.arguments([6, 3, 21], fmt=fmt, heads=(2 * group, 2)))
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 16, 64, 80, 96, 100, 128, 192, 256])
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_widths(device, fmt, width):
+    case = AttentionCase(device, width)
+    case.attend(case.arguments([7, 22], fmt=fmt, heads=(2, 1), widths=(width, width)))
+
+
+@pytest.mark.parametrize("widths", [(16, 24), (24, 16), (7, 64), (128, 3), (192, 128), (1, 2)])
+@pytest.mark.parametrize("lens", [None, [2, 1, 5]])
+def test_values_of_another_width(device, widths, lens):
+    case = AttentionCase(device, 2)
+    case.attend(case.arguments([7, 3, 12], lens, fmt="fp16", widths=widths))
+
+
+@pytest.mark.parametrize("lens", [None, [3, 2]])
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_latent(device, fmt, lens):
+    """576 wide, and its first 512 elements for values, all sixteen query heads on one."""
+    case = AttentionCase(device, 3)
+    args = case.arguments(
+        [19, 6], lens, fmt=fmt, heads=(16, 1), widths=(576, 1), page_size=16, loud=1.5
+    )
+    latent = args["k_cache"].sub(lambda a: a[:, :, 0])
+    args["k_cache"] = latent.sub(lambda a: a[:, :, None, :])
+    args["v_cache"] = latent.sub(lambda a: a[:, :, None, :512])
+    case.attend(args, sm_scale=192**-0.5)
+
+
+@pytest.mark.parametrize("sm_scale", [None, 0.02, 1.0, -0.3])
+def test_scale_of_scores(device, sm_scale):
+    for lens in (None, [1, 4]):
+        case = AttentionCase(device, 4)
+        case.attend(case.arguments([9, 14], lens, loud=1.2), sm_scale=sm_scale)
+
+
+def test_large_scores(device):
+    """Hundreds apart: weights underflow, and nothing overflows."""
+    for lens, seed in itertools.product((None, [3, 5]), range(3)):
+        case = AttentionCase(device, (5, seed))
+        case.attend(case.arguments([9, 14], lens, loud=12.0))
+
+
+# Several tokens ------------------------------------------------------------------------------
+
+APPENDED = [
+    ([5, 9], [5, 9]),  # first chunks
+    ([12, 30, 7], [3, 1, 7]),  # appended ones among them
+    ([0, 6, 0, 4, 9], [0, 0, 0, 4, 1]),
+    ([17, 40], [17, 17]),
+    ([64, 70], [64, 1]),
+    ([65], [65]),
+    ([21, 21, 21], [1, 1, 1]),
+]
+
+
+@pytest.mark.parametrize("fmt", FLOATS)
+@pytest.mark.parametrize(("lens", "new"), APPENDED, ids=str)
+def test_appended_tokens(device, lens, new, fmt):
+    case = AttentionCase(device, 6)
+    heads = (2, 1) if sum(new) > 40 else (4, 2)
+    case.attend(case.arguments(lens, new, fmt=fmt, heads=heads), causal=sum(new) % 2 == 0)
+    case.attend(case.arguments(lens, new, fmt=fmt, heads=heads))
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_a_long_chunk(device, fmt):
+    case = AttentionCase(device, 7)
+    case.attend(case.arguments([260, 9], [200, 3], fmt=fmt, heads=(1, 1), page_size=16))
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 64, 128])
+def test_appended_tokens_in_pages_of_any_size(device, page_size):
+    for fmt in ("fp32", "bf16"):
+        case = AttentionCase(device, page_size)
+        case.attend(case.arguments([19, page_size, 70], [17, 1, 3], fmt=fmt, page_size=page_size))
+
+
+@pytest.mark.parametrize("group", [3, 8])
+@pytest.mark.parametrize("width", [5, 64, 100, 128])
+def test_appended_tokens_of_many_shapes(device, width, group):
+    case = AttentionCase(device, (8, width))
+    case.attend(
+        case.arguments([19, 6], [17, 2], fmt="bf16", heads=(group, 1), widths=(width, width))
+    )
+
+
+def test_more_rows_than_tokens(device):
+    """What is past the last sequence is not read, and not written; zero where it is allocated."""
+    for fmt, allocate in itertools.product(("fp32", "bf16"), (False, True)):
+        case = AttentionCase(device, 9)
+        args = case.arguments([7, 3, 5], [2, 0, 4], fmt=fmt, padding=5)
+        case.attend(args, **({"out": None} if allocate else {}))
+
+
+def test_queries_before_the_first_token_see_nothing(device):
+    for options in ({}, {"causal": False}, {"window": 2}):
+        case = AttentionCase(device, 10)
+        args = case.arguments([2, 0, 5], [4, 2, 5])
+        case.attend(args, **options)
+        case.attend(args, sinks=case.sinks(4))
+
+
+@pytest.mark.parametrize("new", [None, [2, 1, 5]])
+def test_with_and_without_logarithms(device, new):
+    for out, lse in itertools.product((None, "given"), repeat=2):
+        case = AttentionCase(device, 11)
+        case.attend(case.arguments([6, 1, 9], new, fmt="bf16"), out, lse)
+
+
+def test_the_result_is_the_one_given(device):
+    case = AttentionCase(device, 12)
+    args = case.arguments([6, 1, 9])
+    out, lse = case.results(args)
+    assert case.issue(args, out, lse) is out.array
+    got = case.issue(args)
+    assert type(got) is type(args["query"].array)
+    assert as_numpy(device, got, "fp32").dtype == np.float32
+
+
+def test_nothing_to_do(device):
+    """No sequences, no rows, no table, no pages."""
+    case = AttentionCase(device, 13)
+    case.attend(case.arguments([], []))
+    case.attend(case.arguments([]), None)
+    case.attend(case.arguments([5, 3], [0, 0]))
+    case.attend(case.arguments([5, 3], [0, 0], padding=2))
+    args = case.arguments([0, 0])
+    case.attend({**args, "block_table": args["block_table"].sub(lambda a: a[:, :0])})
+    none = {f"{s}_cache": args[f"{s}_cache"].sub(lambda a: a[:0]) for s in "kv"}
+    case.attend({**args, **none})
+
+
+# Layouts, strides, index types ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new", [None, [2, 1, 5]])
+@pytest.mark.parametrize("how", ARRANGEMENTS)
+def test_arrangements_of_caches(device, how, new):
+    for fmt in ("fp32", "bf16"):
+        case = AttentionCase(device, 14)
+        case.attend(case.arguments([6, 1, 9], new, fmt=fmt, how=how, page_size=3))
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
+def test_views_of_pools(device, layout):
+    case = AttentionCase(device, 15)
+    args = case.arguments([6, 1, 9], [2, 1, 5], widths=(8, 6))
+    pages, size, heads, width = args["k_cache"].view.shape
+    pool = kv.KVPool(pages, size, 3, heads, width, v_head_dim=6, dtype="fp32", layout=layout,
+                     device=device)  # fmt: skip
+    for layer in range(3):
+        for view, name in ((pool.k(layer), "k_cache"), (pool.v(layer), "v_cache")):
+            content = args[name].view if layer == 1 else np.full(view.shape, np.nan, np.float32)
+            view[...] = device.asarray(content)
+    out, lse = case.results(args)
+    given = {name: case.to_pass(value) for name, value in args.items()}
+    got = kv.paged_attention(
+        **{**given, "k_cache": pool.k(1), "v_cache": pool.v(1)}, out=out.array, lse_out=lse.array
+    )
+    case.settle(args, got, out, lse)
+
+
+@pytest.mark.parametrize("new", [None, [2, 1, 5]])
+@pytest.mark.parametrize("how", QUERY_VIEWS)
+def test_strided_queries(device, how, new):
+    for fmt in ("fp32", "bf16"):
+        case = AttentionCase(device, 16)
+        case.attend(case.arguments([6, 1, 9], new, fmt=fmt, query_how=how))
+
+
+@pytest.mark.parametrize("new", [None, [2, 1, 5]])
+def test_strided_results(device, new):
+    for store, cut, lse_store, lse_cut in (
+        ((8, 9, 16), lambda a: a[:, 2:6], (8, 7), lambda a: a[:, 3:]),
+        ((8, 4, 21), lambda a: a[::-1, :, 3:19], (16, 4), lambda a: a[::2]),
+        ((4, 8, 16), lambda a: a.transpose(1, 0, 2), (8, 4), lambda a: a[::-1]),
+    ):
+        case = AttentionCase(device, 17)
+        args = case.arguments([6, 1, 9] if new else [6, 1, 9, 4, 0, 2, 3, 12], new, fmt="bf16")
+        out = case.output("bf16", store, cut, name="out")
+        case.attend(args, out, case.output("fp32", lse_store, lse_cut, name="lse_out"))
+
+
+@pytest.mark.parametrize("misalign", [1, 2, 3, 4])
+def test_alignment(device, misalign):
+    """Elements need no more than the alignment of their size."""
+    for fmt, new in itertools.product(("fp32", "bf16"), (None, [2, 1])):
+        case = AttentionCase(device, 18)
+        args = case.arguments([6, 9], new, fmt=fmt, widths=(64, 64))
+        for name in ("query", "k_cache", "v_cache"):
+            args[name] = case.place(args[name].view, fmt, misalign=misalign, name=name)
+        out = case.output(fmt, (len(args["query"].view), 4, 64), misalign=misalign)
+        case.attend(args, out, "given")
+
+
+@pytest.mark.parametrize("new", [None, [2, 1, 5]])
+def test_index_types_and_strides(device, new):
+    for index, table_how, step in (
+        (("int64", "int32"), "plain", 1),
+        (("int32", "int64"), "rows apart", 2),
+        (("int64", "int64"), "strided", -1),
+        (("int32", "int32"), "strided", 3),
+    ):
+        case = AttentionCase(device, 19)
+        case.attend(case.arguments([6, 1, 9], new, index=index, table_how=table_how, step=step))
+
+
+def test_sequences_may_share_pages(device):
+    case = AttentionCase(device, 20)
+    args = case.arguments([9, 9, 9], [2, 3, 1])
+    table = args["block_table"].view.copy()
+    table[1:, :2] = table[0, :2]
+    case.attend({**args, "block_table": case.table(table)})
+
+
+# Faults --------------------------------------------------------------------------------------
+
+
+def with_table(case, args, **entries):
+    """Change entries of the block table, named like b1_2."""
+    table = args["block_table"].view.astype(np.int64)
+    for name, value in entries.items():
+        table[tuple(int(n) for n in name[1:].split("_"))] = value
+    return {**args, "block_table": case.table(table, "int64")}
+
+
+@pytest.mark.parametrize("new", [None, [2, 1, 5]])
+@pytest.mark.parametrize("page", ["end", 1000, POISON_SLOT, 2**31, 2**32 + 1, 2**62])
+def test_page_past_the_end(device, page, new):
+    """Its keys are not seen, others are."""
+    case = AttentionCase(device, 21)
+    args = case.arguments([6, 3, 9], new)
+    page = len(args["k_cache"].view) if page == "end" else page
+    case.attend(with_table(case, args, b0_1=page, b2_0=page))
+    case.attend(with_table(case, args, b1_0=page))  # leaves it nothing to see
+    case.attend(args)
+
+
+@pytest.mark.parametrize("new", [None, [2, 1, 5]])
+def test_negative_pages_are_no_faults(device, new):
+    for page in (-1, -7, -(2**31), -(2**32) + 1, -(2**63)):
+        case = AttentionCase(device, 22)
+        args = case.arguments([6, 3, 9], new)
+        case.attend(with_table(case, args, b0_0=page, b1_0=page, b2_2=page))
+
+
+@pytest.mark.parametrize("new", [None, [2, 1, 5]])
+def test_length_past_the_table(device, new):
+    for length in (17, 60):
+        case = AttentionCase(device, 23)
+        args = case.arguments([6, 16, 9], new)
+        width = args["block_table"].view.shape[1]
+        args["block_table"] = args["block_table"].sub(lambda a: a[:, :4])
+        assert width > 4
+        case.attend({**args, "seq_lens": case.slots([6, length, 9], "int32")})
+
+
+def test_rows_that_do_not_exist(device):
+    """The last sequence has more tokens than there are rows, or begins behind them."""
+    for new, sequence in (([2, 1, 7], 1), ([2, 9, 1], 2)):
+        case = AttentionCase(device, (24, sequence))
+        args = case.arguments([6, 9, 9], [2, 1, 5])
+        args["query_lens"] = case.slots(new, "int32")
+        case.attend(args)
+
+
+def test_negative_lengths_see_nothing(device):
+    case = AttentionCase(device, 25)
+    for dtype, lowest in (("int32", -(2**31)), ("int64", -(2**63))):
+        args = case.arguments([6, 0, 0, 9])
+        case.attend({**args, "seq_lens": case.slots([6, -1, lowest, 9], dtype)})
+
+
+# Anything ------------------------------------------------------------------------------------
+
+
+@st.composite
+def attention_calls(draw):
+    group, heads = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    lens = draw(st.lists(st.integers(0, 30), min_size=1, max_size=6))
+    decode = draw(st.booleans())
+    return {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "seq_lens": lens,
+        "query_lens": None if decode else [draw(st.integers(0, min(n, 9))) for n in lens],
+        "heads": (group * heads, heads),
+        "widths": (draw(st.integers(1, 40)), draw(st.integers(1, 40))),
+        "page_size": draw(st.integers(1, 9)),
+        "how": draw(st.sampled_from(["NHD", "HND", "pages reversed", "wider rows"])),
+        "fmt": draw(st.sampled_from(["fp32", "bf16"])),
+        "padding": 0 if decode else draw(st.integers(0, 3)),
+        "causal": draw(st.booleans()),
+        "window": draw(st.one_of(st.none(), st.integers(1, 12))),
+        "sinks": draw(st.sampled_from(["no", "learned", 1, 3])),
+        "cap": draw(st.sampled_from([None, 4.0, 30.0])),
+        "tree": draw(st.booleans()),
+    }
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(call=attention_calls())
+def test_any_call(device, call):
+    case = AttentionCase(device, call.pop("seed"))
+    options = {"causal": call.pop("causal"), "window": call.pop("window")}
+    options["logits_soft_cap"], sinks = call.pop("cap"), call.pop("sinks")
+    if sinks == "learned":
+        options["sinks"] = case.sinks(call["heads"][0])
+    elif sinks != "no" and options["window"] is not None:
+        options["sinks"] = sinks
+    tree, query_lens = call.pop("tree"), call.get("query_lens")
+    if tree and query_lens and sum(query_lens):
+        rows = sum(query_lens) + call["padding"]
+        options["tree_mask"] = case.tree(query_lens, rows, max(query_lens) + 2, any_mask=True)
+    case.attend(case.arguments(**call), **options)
+
+
+def test_exact_where_one_key_is_seen(device):
+    """The value itself, rounded once to the format of the query: bitwise from the same format."""
+    for fmt in FLOATS:
+        case = AttentionCase(device, 26)
+        args = case.arguments([1, 1], fmt=fmt, page_size=1)
+        out, _ = case.attend(args)
+        pages = args["block_table"].view[:, 0]
+        want = np.repeat(args["v_cache"].view[pages, 0], 2, axis=1)
+        assert np.array_equal(reference.bits_of(out.view, fmt), reference.bits_of(want, fmt))

@@ -1,0 +1,183 @@
+"""Formats and scales of `paged_attention`, in every pairing of a query with a cache."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from attention_cases import FLOATS, QUERY_CACHE_PAIRS, SCALE_KINDS, AttentionCase, slot_values
+from helpers import FORMATS, QUANTISED, all_patterns, from_values
+
+import kvcupy as kv
+from kvcupy import reference
+
+LENS, NEW = [6, 1, 9], [2, 1, 5]
+both = pytest.mark.parametrize("new", [None, NEW], ids=["decode", "append"])
+
+
+@both
+@pytest.mark.parametrize("pair", QUERY_CACHE_PAIRS, ids="-".join)
+def test_formats(device, pair, new):
+    case = AttentionCase(device, 1)
+    kind = "float" if pair[1] in QUANTISED else "none"
+    case.attend(case.arguments(LENS, new, fmt=pair[0], cache_fmt=pair[1], scales=(kind, kind)))
+
+
+@both
+@pytest.mark.parametrize("fmt", QUANTISED)
+@pytest.mark.parametrize("kinds", [*itertools.permutations(SCALE_KINDS, 2), ("dynamic",) * 2],
+                         ids="-".join)  # fmt: skip
+def test_scales_differ_for_key_and_value(device, kinds, fmt, new):
+    query_fmt = {"fp8_e4m3": "bf16", "fp8_e5m2": "fp16", "int8": "fp32"}[fmt]
+    case = AttentionCase(device, 2)
+    case.attend(case.arguments(LENS, new, fmt=query_fmt, cache_fmt=fmt, scales=kinds))
+
+
+@both
+@pytest.mark.parametrize("how", ["HND", "HND by strides", "combined HND", "wider rows"])
+def test_dynamic_scales_of_slots(device, how, new):
+    """Scales are by slot and head, however the elements lie."""
+    for fmt, size in (("int8", 4), ("fp8_e4m3", 3)):
+        case = AttentionCase(device, 3)
+        args = case.arguments(
+            LENS, new, fmt="bf16", cache_fmt=fmt, how=how, page_size=size,
+            scales=("dynamic", "dynamic"), heads=(6, 3),
+        )  # fmt: skip
+        for name in ("k_scale_cache", "v_scale_cache"):
+            wide = np.repeat(args[name].view, 2, axis=0)
+            args[name] = case.place(wide, "fp32", lambda a: a[::2], name=name)
+        case.attend(args)
+
+
+@both
+@pytest.mark.parametrize(
+    "pair",
+    [("fp8_e4m3", "bf16"), ("bf16", "int8"), ("fp32", "fp16"), ("fp8_e5m2", "fp8_e4m3"),
+     ("int8", "fp8_e5m2"), ("fp16", "fp32")],
+    ids="-".join,
+)  # fmt: skip
+def test_key_and_value_follow_their_own_formats(device, pair, new):
+    for fmt in ("fp32", "bf16"):
+        case = AttentionCase(device, 4)
+        kinds = ["per head" if one in QUANTISED else "none" for one in pair]
+        case.attend(case.arguments(LENS, new, fmt=fmt, cache_fmt=pair, scales=kinds))
+
+
+@both
+@pytest.mark.parametrize("fmt", QUANTISED)
+def test_quantised_rows_of_any_width(device, fmt, new):
+    for widths in ((1, 5), (5, 1), (64, 100), (100, 64), (128, 128)):
+        case = AttentionCase(device, (5, widths[0]))
+        case.attend(
+            case.arguments(LENS, new, fmt="bf16", cache_fmt=fmt, widths=widths,
+                           scales=("per head", "float"))
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("query_fmt", FLOATS)
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f != "fp32"])
+def test_every_value_of_a_format(device, fmt, query_fmt):
+    """One key a sequence, so that the output is the value, rounded to the query's format once."""
+    patterns = all_patterns(fmt)
+    exact = reference.decode(patterns, fmt)
+    with np.errstate(over="ignore"):
+        fits = np.isfinite(reference.decode(reference.encode(exact, query_fmt), query_fmt))
+    values = patterns[np.isfinite(exact) & fits]
+    values = np.resize(values[:: max(1, values.size // 512)], (8, 1, 1, 64))
+    case = AttentionCase(device, 6)
+    args = case.arguments([1] * 8, fmt=query_fmt, cache_fmt=fmt, heads=(1, 1), page_size=1)
+    args["v_cache"] = case.place(values, fmt, name="v_cache")
+    args["k_cache"] = case.place(from_values(np.ones((8, 1, 1, 16)), fmt), fmt, name="k_cache")
+    args["block_table"] = case.table(np.arange(8)[:, None])
+    out, _ = case.attend(args)
+    want = reference.encode(reference.decode(values, fmt)[:, 0], query_fmt)
+    got = reference.decode(out.view, query_fmt)
+    assert np.array_equal(got, reference.decode(want, query_fmt))
+
+
+def test_scores_are_not_rounded(device):
+    """Products of 16-bit elements are summed in float32: two keys an eighth of a unit apart."""
+    for fmt, new in itertools.product(("fp16", "bf16"), (None, [1, 1])):
+        case = AttentionCase(device, 7)
+        args = case.arguments([2, 2], new, fmt=fmt, heads=(1, 1), widths=(64, 2), page_size=2)
+        query = np.zeros((2, 1, 64))
+        query[..., 0], query[..., 1] = 16.0, 0.125
+        keys = np.zeros((2, 2, 1, 64))
+        keys[..., 0], keys[:, 1, :, 1] = 16.0, 1.0
+        args["query"] = case.place(from_values(query, fmt), fmt)
+        args["k_cache"] = case.place(from_values(keys, fmt), fmt)
+        args["v_cache"] = case.place(from_values(np.tile(np.eye(2), (2, 1, 1)), fmt).reshape(
+            2, 2, 1, 2), fmt)  # fmt: skip
+        args["block_table"] = case.table([[0], [1]])
+        out, lse = case.attend(args, sm_scale=1.0)
+        assert (out.view[..., 1].astype(float) - out.view[..., 0].astype(float) > 0.05).all()
+        np.testing.assert_allclose(lse.view, 256 + np.log(1 + np.exp(0.125)), rtol=1e-6)
+
+
+def test_sums_of_many_values_are_not_rounded(device):
+    """Ones that a 16-bit sum would lose once it is 256."""
+    for fmt, new in itertools.product(("fp16", "bf16"), (None, [1])):
+        case = AttentionCase(device, 8)
+        args = case.arguments([3000], new, fmt=fmt, heads=(1, 1), widths=(2, 2), page_size=64,
+                              loud=0.01)  # fmt: skip
+        args["v_cache"].view[...] = from_values(1.0, fmt)
+        args["v_cache"].buffer.raw[...] = device.asarray(args["v_cache"].buffer.want.copy())
+        out, _ = case.attend(args)
+        np.testing.assert_allclose(out.view.astype(float), 1.0, atol=1e-3)
+
+
+@pytest.mark.parametrize("new", [None, [3, 2]])
+def test_infinities_of_fp16(device, new):
+    """Values near the largest of fp16 average to one, not to infinity."""
+    case = AttentionCase(device, 9)
+    args = case.arguments([9, 5], new, fmt="fp16")
+    args["v_cache"].view[...] = np.float16(60000.0)
+    args["v_cache"].buffer.raw[...] = device.asarray(args["v_cache"].buffer.want.copy())
+    out, _ = case.attend(args)
+    assert np.isfinite(out.view).all()
+
+
+@both
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_offsets_past_two_gigabytes(device, layout, new):
+    """The last pages of a cache of more than 2**31 elements give the bits of a small one."""
+    case = AttentionCase(device, 11)
+    args = case.arguments(LENS, new, fmt="bf16", cache_fmt="int8", widths=(64, 64), how=layout)
+    args["v_cache"] = args["k_cache"]  # one of them is enough memory
+    out, lse = case.attend(args)
+    before = out.view.copy(), lse.view.copy()
+    small = len(args["k_cache"].view)
+    pages = 2**31 // (4 * 2 * 64) + small
+    far = device.empty((pages, *args["k_cache"].view.shape[1:]), np.int8)
+    far[pages - small :] = args["k_cache"].array
+    table = args["block_table"].view.astype(np.int64)
+    table[table < small] += pages - small
+    given = {name: case.to_pass(a) for name, a in args.items()}
+    given |= {"block_table": case.table(table).array, "k_cache": far, "v_cache": far}
+    kv.paged_attention(**given, out=out.array, lse_out=lse.array)
+    kv.check_faults(device)
+    for got, want in zip((case.live(out), case.live(lse)), before, strict=True):
+        assert np.array_equal(got.view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.parametrize("fmt", QUANTISED)
+def test_what_store_kv_writes(device, fmt):
+    """Dynamic scales of its own, and what is attended to is what was stored."""
+    case = AttentionCase(device, 10)
+    args = case.arguments([9, 5], [3, 2], fmt="bf16", cache_fmt=fmt, scales=("dynamic",) * 2)
+    slots = np.arange(9)
+    table = args["block_table"].view
+    slots = table[0, slots // 4].astype(np.int64) * 4 + slots % 4
+    rows = [from_values(case.rng.standard_normal((9, 2, 16)) * 2, "bf16") for _ in "kv"]
+    names = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache")
+    options = {name: args[name].array for name in names}
+    kv.store_kv(*map(case.to_pass, map(lambda r: case.place(r, "bf16"), rows)),
+                slot_mapping=device.asarray(slots), **options)  # fmt: skip
+    for name in names:
+        args[name].view[...] = case.live(args[name])
+    views = {n: a.view if hasattr(a, "view") else a for n, a in args.items()}
+    stored = slot_values(views, "k")[slots]
+    step = {"fp8_e4m3": 1 / 16, "fp8_e5m2": 1 / 8, "int8": 1 / 127}[fmt]
+    assert np.abs(stored - rows[0].astype(float)).max() <= 8 * step
+    case.attend(args)

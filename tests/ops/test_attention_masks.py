@@ -1,0 +1,252 @@
+"""Which keys a query of `paged_attention` sees: windows, sinks, caps and trees."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from attention_cases import AttentionCase, attention_errors
+from helpers import from_values
+
+import kvcupy as kv
+from kvcupy import reference
+
+LENS, NEW = [6, 1, 9, 30], [2, 1, 5, 11]
+both = pytest.mark.parametrize("new", [None, NEW], ids=["decode", "append"])
+formats = pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+
+
+# Windows -------------------------------------------------------------------------------------
+
+
+@both
+@formats
+@pytest.mark.parametrize("window", [1, 2, 4, 5, 8, 29, 30, 31, 1000, 2**31 - 1])
+def test_window(device, fmt, new, window):
+    """A query and the ones before it, about the ends of pages and of sequences."""
+    case = AttentionCase(device, window)
+    case.attend(case.arguments(LENS, new, fmt=fmt), window=window)
+
+
+@both
+@pytest.mark.parametrize("sinks", [1, 3, 4, 5, 100])
+@pytest.mark.parametrize("window", [1, 6, 25])
+def test_first_keys_stay_visible(device, new, window, sinks):
+    """Each key once, also where the first ones are within the window."""
+    for fmt in ("fp32", "bf16"):
+        case = AttentionCase(device, (window, sinks))
+        case.attend(case.arguments(LENS, new, fmt=fmt), window=window, sinks=sinks)
+
+
+@pytest.mark.parametrize("sinks", [None, 2])
+def test_window_without_causality(device, sinks):
+    """A lower bound, and no upper one."""
+    for fmt, window in itertools.product(("fp32", "bf16"), (1, 3, 12)):
+        case = AttentionCase(device, window)
+        args = case.arguments(LENS, NEW, fmt=fmt)
+        case.attend(args, causal=False, window=window, sinks=sinks)
+
+
+@pytest.mark.parametrize("sinks", [None, 3])
+@pytest.mark.parametrize("new", [None, [2, 1, 7]])
+def test_what_has_left_the_window_is_not_read(device, new, sinks):
+    """Keys that no query sees may be NaN, and their pages in nobody's hands."""
+    window, lens = 6, [40, 9, 31]
+    gone = [n - (1 if new is None else new[b]) - window + 1 for b, n in enumerate(lens)]
+    for fmt in ("fp32", "bf16"):
+        case = AttentionCase(device, 1)
+        args = case.arguments(lens, new, fmt=fmt)
+        for b, count in enumerate(gone):
+            for key in range(sinks or 0, count):
+                page = int(args["block_table"].view[b, key // 4])
+                for name in ("k_cache", "v_cache"):
+                    args[name].view[page, key % 4] = np.nan
+        for name in ("k_cache", "v_cache"):
+            args[name].buffer.raw[...] = device.asarray(args[name].buffer.want.copy())
+        case.attend(args, window=window, sinks=sinks)
+        for unused in (-1, 2147480000):
+            table = args["block_table"].view.copy()
+            for b, count in enumerate(gone):
+                table[b, -(-(sinks or 0) // 4) : max(count, 0) // 4] = unused
+            case.attend({**args, "block_table": case.table(table)}, window=window, sinks=sinks)
+
+
+def test_long_window(device):
+    """It begins in the middle of a long context."""
+    case = AttentionCase(device, 2)
+    args = case.arguments([1500, 700], heads=(2, 1), page_size=16)
+    for options in ({"window": 513}, {"window": 100, "sinks": 70}):
+        case.attend(args, **options)
+
+
+# Learned sinks and soft caps -----------------------------------------------------------------
+
+
+@both
+@formats
+def test_learned_sinks(device, fmt, new):
+    """One a query head: of the size of scores, above all of them, far below, and none."""
+    case = AttentionCase(device, 3)
+    args = case.arguments([0, 1, 9, 30], new and [0, *new[1:]], fmt=fmt)
+    case.attend(args, sinks=case.sinks(4))
+    case.attend(args, sinks=case.place(np.float32([25, -80, 0, -np.inf]), "fp32"), window=4)
+
+
+@both
+@formats
+@pytest.mark.parametrize("cap", [0.5, 5.0, 50.0])
+def test_soft_cap(device, fmt, new, cap):
+    case = AttentionCase(device, 4)
+    args = case.arguments(LENS, new, fmt=fmt, loud=3.0)
+    case.attend(args, logits_soft_cap=cap)
+    case.attend(args, logits_soft_cap=cap, sm_scale=1.5)
+    case.attend(args, logits_soft_cap=cap, sinks=case.sinks(4))
+
+
+def test_soft_cap_of_large_scores(device):
+    """Thousands, which an exponential alone would not survive."""
+    for new in (None, NEW):
+        case = AttentionCase(device, 5)
+        case.attend(case.arguments(LENS, new, loud=40.0), logits_soft_cap=20.0)
+
+
+# Trees ---------------------------------------------------------------------------------------
+
+
+@formats
+@pytest.mark.parametrize("more", [0, 1, 9])
+def test_trees(device, fmt, more):
+    """Random trees of tokens, in rows with columns to spare."""
+    for new in ([2, 1, 5, 11], [6, 0, 9, 30], [0, 1, 0, 3]):
+        case = AttentionCase(device, (6, more))
+        args = case.arguments(LENS, new, fmt=fmt, padding=more)
+        case.attend(args, tree_mask=case.tree(new, sum(new) + more, max(new) + more))
+
+
+@formats
+def test_any_mask(device, fmt):
+    """A query may see later tokens and not itself; causality does not matter."""
+    for causal in (True, False):
+        case = AttentionCase(device, 7)
+        args = case.arguments(LENS, NEW, fmt=fmt)
+        case.attend(args, tree_mask=case.tree(NEW, any_mask=True), causal=causal)
+        nothing = case.place(np.zeros((sum(NEW), 11), bool), "", name="tree_mask")
+        case.attend(args, tree_mask=nothing, causal=causal)
+        case.attend({**args, "seq_lens": case.slots(NEW, "int32")}, tree_mask=nothing)
+
+
+def test_tree_of_one_token_each(device):
+    for columns in (1, 4):
+        case = AttentionCase(device, 8)
+        mask = case.place(case.rng.random((4, columns)) < 0.5, "", name="tree_mask")
+        case.attend(case.arguments(LENS), tree_mask=mask)
+
+
+def test_strided_tree_masks(device):
+    case = AttentionCase(device, 9)
+    args, mask = case.arguments(LENS, NEW), case.tree(NEW).view
+    wide = np.concatenate([~mask, mask, ~mask], 1)
+    for cut in (lambda a: a[:, 11:22], lambda a: a[:, 11:]):
+        case.attend(args, tree_mask=case.place(wide, "", cut, name="tree_mask"))
+    rows = np.stack([~mask, mask], 1)
+    case.attend(args, tree_mask=case.place(rows, "", lambda a: a[:, 1], name="tree_mask"))
+
+
+def test_a_chain_is_causal(device):
+    """A tree without branches gives what causality gives."""
+    case = AttentionCase(device, 10)
+    args = case.arguments(LENS, NEW)
+    mask = np.concatenate([np.arange(11) <= np.arange(n)[:, None] for n in NEW])
+    causal = case.attend(args)
+    chain = case.attend(args, tree_mask=case.place(mask, "", name="tree_mask"))
+    np.testing.assert_allclose(chain[0].view, causal[0].view, atol=1e-5)
+    np.testing.assert_allclose(chain[1].view, causal[1].view, atol=1e-4)
+
+
+# All at once ---------------------------------------------------------------------------------
+
+EVERYTHING = [
+    {"tree": tree, "window": window, "sinks": sinks, "logits_soft_cap": cap}
+    for tree, window, sinks, cap in itertools.product(
+        (False, True), (None, 4), ("none", "first", "learned"), (None, 8.0)
+    )
+    if window or sinks != "first"
+]
+
+
+@pytest.mark.parametrize("options", EVERYTHING, ids=lambda o: "-".join(str(v) for v in o.values()))
+def test_combinations(device, options):
+    for fmt in ("fp32", "bf16"):
+        case = AttentionCase(device, 11)
+        args = case.arguments(LENS, NEW, fmt=fmt, padding=2)
+        chosen = dict(options)
+        if chosen.pop("tree"):
+            chosen["tree_mask"] = case.tree(NEW, sum(NEW) + 2, 13)
+        sinks = {"none": None, "first": 2, "learned": case.sinks(4)}[chosen.pop("sinks")]
+        case.attend(args, **chosen, sinks=sinks)
+
+
+# torch ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["causal", "all", "window", "tree"])
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_against_torch(device, fmt, mask):
+    """scaled_dot_product_attention, in float32, over keys laid one after another."""
+    torch = pytest.importorskip("torch")
+    length, new, heads, group = 37, 9, 2, 3
+    case = AttentionCase(device, 12)
+    args = case.arguments([length], [new], fmt=fmt, heads=(group * heads, heads), widths=(32, 24))
+    i, j = np.arange(new)[:, None] + length - new, np.arange(length)[None]
+    tree = case.tree([new])
+    seen, options = {
+        "causal": (j <= i, {}),
+        "all": (j >= 0 * i, {"causal": False}),
+        "window": ((j <= i) & (j > i - 11), {"window": 11}),
+        "tree": (np.concatenate([np.ones((new, length - new), bool), tree.view], 1),
+                 {"tree_mask": tree}),
+    }[mask]  # fmt: skip
+    out, _ = case.attend(args, **options)
+    slots = (args["block_table"].view[0][j[0] // 4].astype(int), j[0] % 4)
+    parts = [args["query"].view, *(args[f"{s}_cache"].view[slots] for s in "kv")]
+    want = torch.nn.functional.scaled_dot_product_attention(
+        *(torch.from_numpy(p.astype(np.float32)).transpose(0, 1)[None] for p in parts),
+        attn_mask=torch.from_numpy(seen), enable_gqa=True,
+    )[0].transpose(0, 1).numpy()  # fmt: skip
+    views = {name: a.view for name, a in args.items() if not isinstance(a, str)}
+    allowed, _ = attention_errors(
+        views, reference.decode(from_values(want, fmt), fmt), 0 * i[:, :1]
+    )
+    got = reference.decode(out.view, fmt)
+    assert (np.abs(got - want) <= allowed + 1e-5).all()
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "fp16", "bf16"])
+def test_torch_tensors(device, fmt):
+    """In and out, on their own stream, with a bool mask of torch's."""
+    torch = pytest.importorskip("torch")
+    if device.kind == "cuda" and not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    place = "cuda" if device.kind == "cuda" else "cpu"
+    kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    case = AttentionCase(device, 13)
+    args = case.arguments([9, 6], [5, 1], fmt=fmt, cache_fmt="fp8_e4m3", scales=("float", "none"))
+    args["tree_mask"] = case.tree([5, 1])
+
+    def tensor(arg):
+        if isinstance(arg, (float, str)):
+            return arg
+        kind = {**kinds, "fp8_e4m3": torch.float8_e4m3fn}.get(arg.fmt)
+        flat = torch.from_numpy(np.ascontiguousarray(arg.view).view(np.uint8).copy()).to(place)
+        if arg.view.dtype == bool:
+            return flat.bool().reshape(arg.view.shape)
+        return flat.view(kind or getattr(torch, arg.fmt)).reshape(arg.view.shape)
+
+    got = kv.paged_attention(**{name: tensor(arg) for name, arg in args.items()})
+    assert got.dtype == kinds[fmt] and got.device.type == place
+    stored = got.cpu().contiguous().view(torch.uint8).numpy().view(from_values(0.0, fmt).dtype)
+    out, lse = case.results(args)
+    case.issue(args, out, lse)
+    case.settle(args, out.array, out, lse)
+    assert np.array_equal(reference.bits_of(stored, fmt), reference.bits_of(out.view, fmt))

@@ -1,0 +1,303 @@
+"""`merge_states`, alone and with `paged_attention`, by what a user sees of them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from attention_cases import FLOATS, AttentionCase, attention_errors
+from helpers import from_values, refused, repeat_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcupy as kv
+from kvcupy import reference
+
+INF = np.inf
+formats = pytest.mark.parametrize("fmt", FLOATS)
+bases = pytest.mark.parametrize("base", ["e", "2"])
+
+
+def state(case, fmt, shape, *, empty=0.2, cut=None, loud=6.0):
+    """Draw outputs (..., Dv) and their logarithms; some empty, with NaN for an output."""
+    outs = from_values(case.rng.standard_normal(shape), fmt)
+    lses = (case.rng.standard_normal(shape[:-1]) * loud).astype(np.float32)
+    nothing = case.rng.random(shape[:-1]) < empty
+    lses[nothing] = -INF
+    outs[nothing] = from_values(np.nan, fmt)
+    return case.place(outs, fmt, cut, name="out_a"), case.place(lses, "fp32", cut, name="lse_a")
+
+
+def results(case, fmt, shape):
+    return case.output(fmt, shape, name="out"), case.output("fp32", shape[:-1], name="lse_out")
+
+
+# Two -----------------------------------------------------------------------------------------
+
+
+@bases
+@formats
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 16, 33, 64, 100, 128, 512])
+def test_two(device, fmt, base, width):
+    for allocate in (False, True):
+        case = AttentionCase(device, width)
+        shape = (6, 3, width)
+        outputs = (None, None) if allocate else results(case, fmt, shape)
+        case.merge(*state(case, fmt, shape), *state(case, fmt, shape), *outputs, base=base)
+
+
+@formats
+def test_many_rows(device, fmt):
+    case = AttentionCase(device, 1)
+    shape = (300, 5, 24)
+    case.merge(*state(case, fmt, shape), *state(case, fmt, shape), *results(case, fmt, shape))
+
+
+@bases
+@formats
+def test_empty_states(device, fmt, base):
+    """One of them, or both: never NaN, and the other one bit for bit."""
+    case = AttentionCase(device, 2)
+    shape = (4, 2, 20)
+    full, empty = state(case, fmt, shape, empty=0), state(case, fmt, shape, empty=1)
+    for pair in itertools.product((full, empty), repeat=2):
+        out, lse = results(case, fmt, shape)
+        case.merge(*pair[0], *pair[1], out, lse, base=base)
+        if pair[0] is not pair[1]:
+            assert np.array_equal(
+                reference.bits_of(out.view, fmt), reference.bits_of(full[0].view, fmt)
+            )
+            np.testing.assert_allclose(lse.view, full[1].view, rtol=1e-6)
+    zero = reference.decode(out.view, fmt)
+    assert not zero.any() and (lse.view == -INF).all()
+
+
+@bases
+def test_far_apart(device, base):
+    """Logarithms of hundreds, and their differences: no overflow, no loss."""
+    for a, b in ((500.0, 499.0), (-500.0, -501.0), (3e4, -3e4), (-3e38, 3e38), (80.0, -80.0)):
+        case = AttentionCase(device, 3)
+        shape = (3, 2, 9)
+        states = [state(case, "fp32", shape, empty=0) for _ in "ab"]
+        for (_, lse), value in zip(states, (a, b), strict=True):
+            lse.view[...] = value
+            lse.buffer.raw[...] = device.asarray(lse.buffer.want.copy())
+        case.merge(*states[0], *states[1], *results(case, "fp32", shape), base=base)
+
+
+@bases
+@pytest.mark.parametrize("strange", [np.nan, INF])
+def test_strange_logarithms_are_not_hidden(device, base, strange):
+    """Only minus infinity means that nothing was seen."""
+    outs = device.asarray(np.ones((2, 1, 4), np.float32))
+    some = device.asarray(np.float32([[0.5], [strange]]))
+    other = device.asarray(np.float32([[strange], [0.25]]))
+    _, lse = kv.merge_states(outs, some, outs, other, lse_base=base)
+    assert not np.isfinite(device.to_numpy(lse)).any()
+
+
+@formats
+def test_in_place(device, fmt):
+    """Into either state, or the outputs of one and the logarithms of the other."""
+    for i, j in itertools.product((0, 1), repeat=2):
+        case = AttentionCase(device, 4)
+        states = [state(case, fmt, (5, 3, 40)) for _ in "ab"]
+        case.merge(*states[0], *states[1], states[i][0], states[j][1])
+
+
+def test_strides(device):
+    for fmt in ("fp32", "bf16"):
+        case = AttentionCase(device, 5)
+        rows, heads, width = 6, 3, 10
+        wide = case.place(from_values(case.rng.standard_normal((rows, 7, 23)), fmt), fmt,
+                          lambda a: a[::-1, 2:5, 5:15])  # fmt: skip
+        turned = case.place(from_values(case.rng.standard_normal((heads, rows, width)), fmt), fmt,
+                            lambda a: a.transpose(1, 0, 2))  # fmt: skip
+        lses = [case.place(case.rng.standard_normal((2 * rows, 4)).astype("f4"), "fp32",
+                           lambda a: a[::2, 1:]) for _ in "ab"]  # fmt: skip
+        out = case.output(fmt, (rows, 9, width), lambda a: a[:, 1:7:2])
+        lse = case.output("fp32", (rows, 5), lambda a: a[::-1, :3])
+        case.merge(wide, lses[0], turned, lses[1], out, lse)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8), (4, 0, 8), (1, 1, 1)])
+def test_little_to_do(device, shape):
+    case = AttentionCase(device, 6)
+    case.merge(*state(case, "bf16", shape), *state(case, "bf16", shape))
+
+
+# Many ----------------------------------------------------------------------------------------
+
+
+@bases
+@formats
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 33])
+def test_many(device, fmt, base, count):
+    for width in (5, 64):
+        case = AttentionCase(device, count)
+        shape = (4, 3, width)
+        some = state(case, fmt, (count, *shape), empty=0.4)
+        case.merge(*some, out=(r := results(case, fmt, shape))[0], lse=r[1], base=base)
+        case.merge(*some, base=base)
+
+
+def test_many_of_any_strides(device):
+    case = AttentionCase(device, 7)
+    outs = case.place(from_values(case.rng.standard_normal((6, 5, 3, 16)), "bf16"), "bf16",
+                      lambda a: a.transpose(1, 0, 2, 3)[::2])  # fmt: skip
+    lses = case.place(case.rng.standard_normal((6, 5, 3)).astype("f4"), "fp32",
+                      lambda a: a.transpose(1, 0, 2)[::2])  # fmt: skip
+    case.merge(outs, lses)
+
+
+@st.composite
+def merges(draw):
+    return {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "fmt": draw(st.sampled_from(FLOATS)),
+        "shape": (draw(st.integers(1, 9)), draw(st.integers(1, 5)), draw(st.integers(1, 70))),
+        "count": draw(st.one_of(st.none(), st.integers(1, 6))),
+        "base": draw(st.sampled_from(["e", "2"])),
+        "empty": draw(st.sampled_from([0.0, 0.5])),
+        "loud": draw(st.sampled_from([0.1, 5.0, 60.0])),
+    }
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(call=merges())
+def test_any_merge(device, call):
+    case = AttentionCase(device, call["seed"])
+    count, shape, fmt = call["count"], call["shape"], call["fmt"]
+    drawn = {name: call[name] for name in ("empty", "loud")}
+    if count is None:
+        states = (*state(case, fmt, shape, **drawn), *state(case, fmt, shape, **drawn))
+    else:
+        states = (*state(case, fmt, (count, *shape), **drawn), None, None)
+    case.merge(*states, *results(case, fmt, shape), base=call["base"])
+
+
+# With attention ------------------------------------------------------------------------------
+
+
+def merged_matches(case, whole, parts, args):
+    """Compare merged parts with the whole within the errors of all of them."""
+    out, lse = whole
+    got, got_lse = kv.merge_states(*(a.array for part in parts for a in part))
+    views = {name: a.view if hasattr(a, "view") else a for name, a in args.items()}
+    allowed, of_lse = attention_errors(views, out.view.astype(float), lse.view.astype(float))
+    assert (np.abs(case.device.to_numpy(got) - out.view) <= 3 * allowed).all()
+    assert (np.abs(case.device.to_numpy(got_lse) - lse.view) <= 3 * of_lse).all()
+
+
+def test_two_halves_of_the_keys(device):
+    """Attention to the first pages and to the others, merged, is attention to all."""
+    case = AttentionCase(device, 8)
+    lens, cut = np.array([30, 9, 21]), np.array([16, 4, 20])
+    args = case.arguments(lens)
+    whole = case.attend(args)
+    first = case.attend({**args, "seq_lens": case.slots(cut, "int32")})
+    table = np.full_like(args["block_table"].view, 2147480000)
+    for b, pages in enumerate(cut // 4):
+        table[b, : table.shape[1] - pages] = args["block_table"].view[b, pages:]
+    rest = case.attend(
+        {**args, "seq_lens": case.slots(lens - cut, "int32"), "block_table": case.table(table)}
+    )
+    merged_matches(case, whole, (first, rest), args)
+
+
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 6.0}], ids=str)
+def test_cascade(device, options):
+    """A shared prefix, attended to once by all queries of a group, and the suffix of each."""
+    case = AttentionCase(device, 9)
+    prefix, suffixes, new = 24, np.array([7, 1, 12]), [3, 1, 5]
+    args = case.arguments(suffixes + prefix, new)
+    table = args["block_table"].view.copy()
+    table[:, : prefix // 4] = table[0, : prefix // 4]
+    args["block_table"] = case.table(table)
+    whole = case.attend(args, **options)
+    together = {
+        "block_table": case.table(table[:1, : prefix // 4]),
+        "seq_lens": case.slots([prefix], "int32"), "query_lens": case.slots([sum(new)], "int32"),
+    }  # fmt: skip
+    shared = case.attend({**args, **together}, causal=False, **options)
+    apart = {
+        "block_table": case.table(table[:, prefix // 4 :]),
+        "seq_lens": case.slots(suffixes, "int32"),
+    }
+    own = case.attend({**args, **apart}, **options)
+    merged_matches(case, whole, (shared, own), args)
+
+
+# Errors --------------------------------------------------------------------------------------
+
+
+def error_cases():
+    """Yield (id, error, what the message names, changes to a valid call)."""
+    both = (TypeError, ValueError)
+    for name, shape in (("out_a", (6, 3, 8)), ("out_b", (6, 3, 8)),
+                        ("lse_a", (6, 3)), ("lse_b", (6, 3))):  # fmt: skip
+        side, is_out = name[-2:], name.startswith("out")
+        any_side = f"out{side}|lse{side}|out_a|lse_a"
+        wrong = "fp16" if is_out else "fp32"
+        for other in ((5, *shape[1:]), (7, *shape[1:]), (6, 4, *shape[2:]), shape[:-1]):
+            yield f"{name} {other}", ValueError, any_side, {name: (wrong, other)}
+        yield f"{name} float64", TypeError, name, {name: (np.float64, shape)}
+        yield f"{name} int32", TypeError, name, {name: (np.int32, shape)}
+        yield f"{name} list", TypeError, name, {name: [1.0]}
+        yield f"{name} None", both, f"{name}|{name[:-1]}a|{any_side}|out_b|lse_b", {name: None}
+    yield "out_b format", both, "out_b|out_a", {"out_b": ("bf16", (6, 3, 8))}
+    yield "lse_a fp16", TypeError, "lse_a", {"lse_a": ("fp16", (6, 3))}
+    yield "out_a quantised", TypeError, "out_a", {"out_a": ("int8", (6, 3, 8))}
+    yield "out shape", ValueError, "out", {"out": ("fp16", (6, 3, 9))}
+    yield "out rows", ValueError, "out", {"out": ("fp16", (5, 3, 8))}
+    yield "out format", both, "out", {"out": ("fp32", (6, 3, 8))}
+    yield "out list", TypeError, "out", {"out": [1.0]}
+    yield "lse_out shape", ValueError, "lse_out", {"lse_out": ("fp32", (6, 4))}
+    yield "lse_out format", TypeError, "lse_out", {"lse_out": ("fp16", (6, 3))}
+    for base in ("10", "E", 2, None, 2.718):
+        yield f"lse_base {base!r}", both, "lse_base", {"lse_base": base}
+
+
+ERRORS = list(error_cases())
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "change"), [e[1:] for e in ERRORS], ids=[e[0] for e in ERRORS]
+)
+def test_wrong_arguments(device, error, name, change):
+    case = AttentionCase(device, 10)
+    shape = (6, 3, 8)
+    args = dict(zip(("out_a", "lse_a"), state(case, "fp16", shape), strict=True))
+    args |= dict(zip(("out_b", "lse_b"), state(case, "fp16", shape), strict=True))
+    args |= dict(zip(("out", "lse_out"), results(case, "fp16", shape), strict=True))
+    call = {n: a.array for n, a in args.items()}
+    for argument, value in change.items():
+        if isinstance(value, tuple):
+            kind, wanted = value
+            value = (case.input(kind, wanted).array if isinstance(kind, str)
+                     else device.zeros(wanted, kind))  # fmt: skip
+        call[argument] = value
+    refused(case, lambda: kv.merge_states(**call), error, name)
+
+
+def test_overlapping_outputs_are_refused(device):
+    """A state may be overwritten where it is, not shifted, and not by the other output."""
+    case = AttentionCase(device, 11)
+    shape = (4, 2, 8)
+    states = [a.array for _ in "ab" for a in state(case, "fp32", shape)]
+    memory = case.output("fp32", (80 + 64,))
+
+    def part(start, *shape):
+        return memory.sub(lambda a: a[start : start + int(np.prod(shape))].reshape(shape)).array
+
+    def refuse(names, *args, **options):
+        refused(case, lambda: kv.merge_states(*args, **options), ValueError, names)
+
+    refuse("out|out_a", part(0, *shape), *states[1:], out=part(8, *shape))
+    refuse("out|out_b", *states[:2], part(16, *shape), states[3], out=part(8, *shape))
+    refuse("out|lse_a", states[0], part(60, 4, 2), *states[2:], out=part(0, *shape))
+    refuse("out|lse_out", *states, out=part(0, *shape), lse_out=part(63, 4, 2))
+    refuse("lse_out|lse_b", *states[:3], part(0, 4, 2), lse_out=part(1, 4, 2))
+    flat = case.output("fp32", (1, 2, 8), lambda a: repeat_rows(a, 4)).array
+    refuse("out", *states, out=flat)
