@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import attention_checks
 import operation_checks as checks
 import pytest
 
@@ -326,10 +327,91 @@ TRANSFER = {
         "    Pack<TIn, kCount> in;\n    Pack<TOut", CONVERTS, "transfer.cu"),
 }  # fmt: skip
 
-MUTATIONS = STORE | ROPE | OTHERS | TRANSFER
+DECODE, APPEND = attention_checks.check_attention_decode, attention_checks.check_attention_append
+LONG_DECODE = attention_checks.check_attention_long_decode
+MASKS = attention_checks.check_attention_append_masks
+CAUSAL = "p.causal && !p.tree_mask && key > position"
+WINDOW = "!p.window || key > position - p.window || key < p.sink_keys"
+SHARED = "attention.cuh"
+WEIGHT = "logits[r][n] == -kInfinity ? 0.0f : exp2f("
+SLOT = "const i64 slot = page * p.page_size + offset;"
+
+ATTENTION = {
+    "the head of a neighbouring group": Mutation(
+        "const i64 head = i64{kv_head} * p.group + packed % p.group;\n    const char* row",
+        "const i64 head = i64{kv_head ^ 1} * p.group + packed % p.group;\n    const char* row",
+        DECODE, "attention.cu"),
+    "one page for all keys": Mutation(
+        "key >> p.page_shift : key / p.page_size;", "0 : 0;", DECODE, SHARED),
+    "the first offset of every page": Mutation(
+        "key & ((i64{1} << p.page_shift) - 1) : key % p.page_size", "0 : 0", DECODE, SHARED),
+    "the scale of scores forgotten": Mutation(
+        "const float score = dot * p.score_scale;", "const float score = dot;", DECODE, SHARED),
+    "the future seen": Mutation(f"if ({CAUSAL}) return false;", "", APPEND, SHARED),
+    "the present not seen": Mutation(
+        CAUSAL, CAUSAL.replace("key > position", "key >= position"), APPEND, SHARED),
+    "a window one too wide": Mutation(
+        WINDOW, WINDOW.replace("key > position -", "key >= position -"), MASKS, SHARED),
+    "first keys forgotten past the window": Mutation(
+        WINDOW, WINDOW.replace(" || key < p.sink_keys", ""), MASKS, SHARED),
+    "the tree of the neighbouring token": Mutation(
+        "(t.first_token + token) * p.mask_row_bytes", "(t.first_token + token + 1) * "
+        "p.mask_row_bytes", MASKS, SHARED),
+    "new tokens of a tree outside of the window": Mutation(
+        "if (p.tree_mask && first > t.seq_len - t.num_new) first = t.seq_len - t.num_new;", "",
+        MASKS, SHARED),
+    "the cap after the logarithm": Mutation(
+        "p.cap_scale * tanhf(score / p.soft_cap)", "p.soft_cap * tanhf(score / p.soft_cap)", MASKS,
+        SHARED),
+    "learned sinks bring nothing": Mutation(
+        "if (sink != -kInfinity) {", "if (false) {", MASKS, SHARED),
+    "the sum not rescaled": Mutation("    sum[r] *= rescale;\n", "", LONG_DECODE, "attention.cu"),
+    "the values not rescaled": Mutation(
+        "values[r][s].values[j] *= rescale;", "values[r][s].values[j] *= 1.0f;", LONG_DECODE,
+        "attention.cu"),
+    "groups merged without their tops": Mutation(
+        "if (top > -kInfinity) sum += sums[g * kRows + r] * exp2f(top - largest);",
+        "if (top > -kInfinity) sum += sums[g * kRows + r];", DECODE, "attention.cu"),
+    "no barrier before groups are merged": Mutation(
+        "  __syncthreads();\n  for (int r = 0; r < t.num_rows; ++r) {",
+        "  for (int r = 0; r < t.num_rows; ++r) {", DECODE, "attention.cu"),
+    "keys of a split left out": Mutation(
+        "first += groups * kKeys", "first += groups * kKeys + 1", LONG_DECODE, "attention.cu"),
+    "splits that begin alike": Mutation(
+        "const i64 begin = split * a_split;", "const i64 begin = 0;", LONG_DECODE, "attention.cu"),
+    "what is not seen weighs in": Mutation(
+        WEIGHT, "logits[r][n] < -3e38f ? 1.0f : exp2f(", APPEND, "attention.cu"),
+    "dynamic scales by the offset in the page": Mutation(
+        SLOT, SLOT.replace("page * p.page_size + ", ""),
+        attention_checks.check_attention_decode_int8, "attention.cu"),
+    "the scale of K for V in attention": Mutation(
+        "weights[r] *= v_scales[n];", "weights[r] *= k_scales[n];",
+        attention_checks.check_attention_decode_int8, "attention.cu"),
+    "rows of the sequence before": Mutation(
+        "const i64 start = before + end - length;", "const i64 start = before + end;", APPEND,
+        "attention.cu"),
+    "pages past the end of a table not reported": Mutation(
+        "    if (reports) {\n      report_fault(p.faults, p.table_operation",
+        "    if (false) {\n      report_fault(p.faults, p.table_operation",
+        attention_checks.check_attention_faults, SHARED),
+    "lengths past the table not reported": Mutation(
+        "if (reports && within == 0) {", "if (false) {", attention_checks.check_attention_faults,
+        SHARED),
+    "states merged as if alike": Mutation(
+        "power(lse[i] - origin, p.base_two)", "1.0f", attention_checks.check_merge_two, "merge.cu"),
+    "natural logarithms taken for binary": Mutation(
+        "return base_two ? exp2f(exponent) : expf(exponent);", "return exp2f(exponent);",
+        attention_checks.check_merge_two, "merge.cu"),
+    "states past the eighth forgotten": Mutation(
+        "exists ? *reinterpret_cast<const float*>(rows.at(first + i))",
+        "exists && first + i < 4 ? *reinterpret_cast<const float*>(rows.at(first + i))",
+        attention_checks.check_merge_many, "merge.cu"),
+}  # fmt: skip
+
+MUTATIONS = STORE | ROPE | OTHERS | TRANSFER | ATTENTION
 
 
-@pytest.mark.parametrize("check", checks.CHECKS)
+@pytest.mark.parametrize("check", checks.CHECKS + attention_checks.CHECKS)
 def test_kernels_as_they_are(kernel_sources, check):
     """The control of the test below."""
     check(kernel_sources.device())
