@@ -2,9 +2,9 @@
 //
 // A block has a tile of up to kRows packed rows, one KV head and one split of the keys. Groups of
 // neighbouring lanes take keys in turn: a group's lanes load a row of K and of V in 16-byte words,
-// several keys before the first is used, and every packed row uses what was loaded. Each group keeps
-// its own softmax (Milakov and Gimelshein, 2018) in registers; at the end the block merges them, and
-// merge.cu merges splits.
+// several keys before the first is used, and every packed row uses what was loaded. Each group
+// keeps its own softmax (Milakov and Gimelshein, 2018) in registers; at the end the block merges
+// them, and merge.cu merges splits.
 //
 // Bytes: each visible K and V row once a tile, which in decode is once for all heads of its group.
 #include "attention.cuh"
@@ -160,7 +160,7 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
     for (int r = 0; r < kRows; ++r) {
       if (r >= t.num_rows) continue;
       const RowEnd end = end_of_row(p, t, r, kv_head, split, own.largest[r], own.sum[r]);
-      const float inverse = end.divisor > 0.0f ? 1.0f / end.divisor : 0.0f;
+      const float inverse = end.divisor != 0.0f ? 1.0f / end.divisor : 0.0f;
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const int first = (s * lanes + lane) * kCount;
@@ -185,8 +185,8 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
     }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      own.values[r][s].store(reinterpret_cast<char*>(
-          values + i64{group * kRows + r} * width + (s * lanes + lane) * kCount));
+      own.values[r][s].store(reinterpret_cast<char*>(values + i64{group * kRows + r} * width +
+                                                     (s * lanes + lane) * kCount));
     }
   }
   __syncthreads();
@@ -196,18 +196,18 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
     float sum = 0.0f;
     for (int g = 0; g < groups; ++g) {
       const float top = tops[g * kRows + r];
-      if (top > -kInfinity) sum += sums[g * kRows + r] * exp2f(top - largest);
+      if (top != -kInfinity) sum += sums[g * kRows + r] * exp2f(top - largest);
     }
     const RowEnd end = end_of_row(p, t, r, kv_head, split, largest, sum);
     for (int i = threadIdx.x; i < p.v.width; i += blockDim.x) {
       float value = 0.0f;
       for (int g = 0; g < groups; ++g) {
         const float top = tops[g * kRows + r];
-        if (top > -kInfinity) {
+        if (top != -kInfinity) {
           value += values[i64{g * kRows + r} * width + i] * exp2f(top - largest);
         }
       }
-      store_any(end.out, i, end.format, end.divisor > 0.0f ? value / end.divisor : 0.0f);
+      store_any(end.out, i, end.format, end.divisor != 0.0f ? value / end.divisor : 0.0f);
     }
     if (threadIdx.x == 0 && end.lse) *end.lse = end.lse_value;
   }
@@ -216,12 +216,11 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
 // grid: (tiles, H, num_splits), block: (whole groups of lanes), smem: what `finish_tile` lays out,
 // 0 for one group
 template <typename TCache, int kRows, int kSteps>
-__global__ void __launch_bounds__(128)
-    attention_decode(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(128) attention_decode(const __grid_constant__ AttentionParams p) {
   constexpr int kCount = 8;
   constexpr int kBytes = Elements<TCache, kCount>::kBytes;
   // Keys in flight a group: what registers hold beside the rows.
-  constexpr int kKeys = kBytes > 4                            ? 1
+  constexpr int kKeys = kBytes > 4                          ? 1
                         : kRows * kSteps <= 4 && kBytes < 4 ? 4
                         : kRows * kSteps <= 8               ? 2
                                                             : 1;
@@ -231,7 +230,8 @@ __global__ void __launch_bounds__(128)
   const int kv_head = blockIdx.y;
   const int split = blockIdx.z;
   const bool reports = kv_head == 0 && lane == 0;
-  const AttentionTile t = find_tile(p, blockIdx.x, kRows, reports && threadIdx.x == 0 && split == 0);
+  const AttentionTile t =
+      find_tile(p, blockIdx.x, kRows, reports && threadIdx.x == 0 && split == 0);
   if (t.num_rows == 0) return;
 
   // Load the queries, the scale of the scores on them.
@@ -276,8 +276,7 @@ __global__ void __launch_bounds__(128)
       i64 page = -1;
       if (keys[n] >= 0) {
         offset = offset_in_page(p, keys[n]);
-        page = page_of(p, t, keys[n],
-                       reports && t.first_row == 0 && (offset == 0 || mine + n == begin));
+        page = page_of(p, t, keys[n], reports && (offset == 0 || mine + n == begin));
         if (page < 0) keys[n] = -1;
       }
       const bool there = keys[n] >= 0;

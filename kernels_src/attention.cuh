@@ -1,10 +1,11 @@
-// Paged attention: what its kernels share. Which queries a block has, which keys they see, and where
-// those lie in the cache.
+// Paged attention: what its kernels share. Which queries a block has, which keys they see, and
+// where those lie in the cache.
 //
-// The query heads of one KV head are `group` rows of each token, so that loaded K and V serve all of
-// them: packed row r of a sequence is its new token r / group, head r % group. A tile is some packed
-// rows of one sequence and KV head. Keys are numbered by position; what a tile can see of them is the
-// kept first keys (sinks) and a range, walked through as one list that several splits share.
+// The query heads of one KV head are `group` rows of each token, so that loaded K and V serve all
+// of them: packed row r of a sequence is its new token r / group, head r % group. A tile is some
+// packed rows of one sequence and KV head. Keys are numbered by position; what a tile can see of
+// them is the kept first keys (sinks) and a range, walked through as one list that several splits
+// share.
 #pragma once
 
 #include "cache_side.cuh"
@@ -109,8 +110,8 @@ struct AttentionTile {
   int first_row;    // packed
   int num_rows;     // in the tile
   i64 seq_len;
-  i64 num_keys;  // that the table has pages for
-  i64 sinks;     // keys 0 to sinks - 1 come first,
+  i64 num_keys;   // that the table has pages for
+  i64 sinks;      // keys 0 to sinks - 1 come first,
   i64 first_key;  // then first_key to first_key + (num_visible - sinks) - 1
   i64 num_visible;
 };
@@ -217,9 +218,9 @@ __device__ __forceinline__ bool sees(const AttentionParams& p, const AttentionTi
 __device__ __forceinline__ i64 page_of(const AttentionParams& p, const AttentionTile& t, i64 key,
                                        bool reports) {
   const i64 entry = p.page_shift >= 0 ? key >> p.page_shift : key / p.page_size;
-  const i64 page = load_index(
-      p.block_table + t.sequence * p.table_row_bytes + entry * p.table_entry_bytes,
-      p.table_index_bytes);
+  const i64 page =
+      load_index(p.block_table + t.sequence * p.table_row_bytes + entry * p.table_entry_bytes,
+                 p.table_index_bytes);
   if (page >= p.num_pages) {
     if (reports) {
       report_fault(p.faults, p.table_operation, t.sequence * p.max_pages + entry, page);
@@ -272,7 +273,7 @@ __device__ __forceinline__ RowEnd end_of_row(const AttentionParams& p, const Att
   const i64 token = t.first_token + packed / p.group;
   const i64 head = i64{kv_head} * p.group + packed % p.group;
   RowEnd end;
-  const bool seen = sum > 0.0f;
+  const bool seen = sum != 0.0f;  // a NaN was seen too
   if (p.partial_out) {
     const i64 at = (split * i64{p.num_tokens} + token) * p.num_heads + head;
     end.out = p.partial_out + at * p.v.width * 4;
@@ -281,17 +282,18 @@ __device__ __forceinline__ RowEnd end_of_row(const AttentionParams& p, const Att
   } else {
     end.out = p.out + token * p.out_token_bytes + head * p.out_head_bytes;
     end.format = p.out_format;
-    end.lse = p.lse ? reinterpret_cast<float*>(p.lse + token * p.lse_token_bytes +
-                                               head * p.lse_head_bytes)
-                    : nullptr;
-    const float sink =
-        p.sinks ? *reinterpret_cast<const float*>(p.sinks + head * p.sink_bytes) * kLog2E
-                : -kInfinity;
+    end.lse =
+        p.lse
+            ? reinterpret_cast<float*>(p.lse + token * p.lse_token_bytes + head * p.lse_head_bytes)
+            : nullptr;
+    const float sink = p.sinks
+                           ? *reinterpret_cast<const float*>(p.sinks + head * p.sink_bytes) * kLog2E
+                           : -kInfinity;
     if (sink != -kInfinity) {
       const float both = fmaxf(largest, sink);
       const float rescale = seen ? exp2f(largest - both) : 0.0f;
       const float total = sum * rescale + exp2f(sink - both);
-      end.divisor = rescale > 0.0f ? total / rescale : 0.0f;
+      end.divisor = rescale != 0.0f ? total / rescale : 0.0f;
       end.lse_value = (both + log2f(total)) * kLn2;
       return end;
     }

@@ -11,7 +11,6 @@
 // lse a row and state.
 #include "numeric.cuh"
 
-
 // Of rows by token and head.
 struct RowStrides {
   i64 token_bytes;

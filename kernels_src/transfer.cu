@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kTransferThreads)
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const u32 groups = gridDim.x * (blockDim.x >> p.rows.lane_shift);
-  const u32 group = blockIdx.x * (blockDim.x >> p.rows.lane_shift) +
-                    (threadIdx.x >> p.rows.lane_shift);
+  const u32 group =
+      blockIdx.x * (blockDim.x >> p.rows.lane_shift) + (threadIdx.x >> p.rows.lane_shift);
 
   for (u32 first = group; first < p.rows.num_pieces; first += groups * kRows) {
     const char* k_from[kRows];
@@ -59,8 +59,8 @@ __global__ void __launch_bounds__(kTransferThreads)
     int v_words[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const TransferPlace at = find_piece(p.rows, p.src_pages, p.dst_pages, p.faults,
-                                          first + r * groups, lane == 0);
+      const TransferPlace at =
+          find_piece(p.rows, p.src_pages, p.dst_pages, p.faults, first + r * groups, lane == 0);
       const bool live = at.src_page >= 0;
       const i64 src = live ? at.src_page : 0;
       const i64 dst = live ? at.dst_page : 0;
@@ -166,14 +166,14 @@ __global__ void __launch_bounds__(kConvertThreads)
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const u32 groups = gridDim.x * (blockDim.x >> p.rows.lane_shift);
-  const u32 group = blockIdx.x * (blockDim.x >> p.rows.lane_shift) +
-                    (threadIdx.x >> p.rows.lane_shift);
+  const u32 group =
+      blockIdx.x * (blockDim.x >> p.rows.lane_shift) + (threadIdx.x >> p.rows.lane_shift);
   const u32 of_warp = group & (32 / lanes - 1);
 
   // All threads of a warp go round alike: they exchange values.
   for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups) {
-    const TransferPlace at = find_piece(p.rows, p.src_pages, p.dst_pages, p.faults,
-                                        first + of_warp, lane == 0);
+    const TransferPlace at =
+        find_piece(p.rows, p.src_pages, p.dst_pages, p.faults, first + of_warp, lane == 0);
     const bool live = at.src_page >= 0;
     const i64 src = live ? at.src_page : 0;
     const i64 dst = live ? at.dst_page : 0;

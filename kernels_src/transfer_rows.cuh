@@ -1,14 +1,14 @@
 // How the pages of a transfer fall apart into rows, and which rows a thread has.
 //
 // A page of a pool is up to three nested axes of rows (layers, offsets, heads; what both pools keep
-// contiguous has been joined into the row), by the strides of either pool. A row is cut into pieces,
-// and pieces are numbered page by page: a bounded grid of blocks walks over the numbers.
+// contiguous has been joined into the row), by the strides of either pool. A row is cut into
+// pieces, and pieces are numbered page by page: a bounded grid of blocks walks over the numbers.
 #pragma once
 
 #include "common.cuh"
 
-// Division by a number that is known before the launch, of what is below 2**31: a multiplication, an
-// addition and a shift (Granlund and Montgomery, 1994).
+// Division by a number that is known before the launch, of what is below 2**31: a multiplication,
+// an addition and a shift (Granlund and Montgomery, 1994).
 struct Divisor {
   u32 divisor;
   u32 multiplier;

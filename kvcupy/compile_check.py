@@ -39,6 +39,7 @@ REGISTER_BUDGET: dict[str, int] = {
     "attention_starts": 64,
     "attention_decode": 255,  # blocks of 128 threads: two a multiprocessor, whose loads fill it
     "merge_states": 100,  # eight states in flight; two take 60
+    "attention_prefill": 255,  # two or three blocks of 128 threads a multiprocessor, as planned
 }
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")

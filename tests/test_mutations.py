@@ -370,8 +370,8 @@ ATTENTION = {
         "values[r][s].values[j] *= rescale;", "values[r][s].values[j] *= 1.0f;", LONG_DECODE,
         "attention.cu"),
     "groups merged without their tops": Mutation(
-        "if (top > -kInfinity) sum += sums[g * kRows + r] * exp2f(top - largest);",
-        "if (top > -kInfinity) sum += sums[g * kRows + r];", DECODE, "attention.cu"),
+        "if (top != -kInfinity) sum += sums[g * kRows + r] * exp2f(top - largest);",
+        "if (top != -kInfinity) sum += sums[g * kRows + r];", DECODE, "attention.cu"),
     "no barrier before groups are merged": Mutation(
         "  __syncthreads();\n  for (int r = 0; r < t.num_rows; ++r) {",
         "  for (int r = 0; r < t.num_rows; ++r) {", DECODE, "attention.cu"),

@@ -1,5 +1,5 @@
-// Conversions of eight small floats at a time, in the vector types of GCC and Clang or by table. They
-// give what the conversions of one give, bit for bit but for the payload of a NaN.
+// Conversions of eight small floats at a time, in the vector types of GCC and Clang or by table.
+// They give what the conversions of one give, bit for bit but for the payload of a NaN.
 #pragma once
 
 #if defined(__FMA__)

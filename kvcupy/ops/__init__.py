@@ -10,6 +10,7 @@ def specialisations() -> list[Specialisation]:
     """Return every kernel specialisation that any operation can ask for."""
     from . import (
         attention_decode,
+        attention_prefill,
         gather,
         indexing,
         merge,
@@ -29,6 +30,7 @@ def specialisations() -> list[Specialisation]:
             indexing,
             transfer_kernels,
             attention_decode,
+            attention_prefill,
             merge,
         )
         for found in module.specialisations()

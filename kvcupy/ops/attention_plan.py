@@ -13,7 +13,7 @@ from ..arrays import ArrayView
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
 from ..exporters import view
-from . import geometry, plan
+from . import attention_prefill, geometry, plan
 from .attention_checks import NAMES, Call, Options, check_call
 from .attention_decode import STARTS, STARTS_PARAMS, decode_tiling
 from .attention_params import ARRAYS, FORMAT_NUMBERS, PARAMS, Tiling
@@ -155,6 +155,8 @@ def make_plan(given: dict[str, Any], options: Options, alignment: int) -> Attent
 
 def tiling_of(device: Device, call: Call, alignment: int) -> Tiling:
     """Choose the kernel: tensor cores where they suit, else the plain path."""
+    if call.view("query_lens") is not None and attention_prefill.suits(device, call, alignment):
+        return attention_prefill.prefill_tiling(call)
     return decode_tiling(device, call, alignment)
 
 

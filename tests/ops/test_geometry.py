@@ -170,6 +170,13 @@ ADDS_UP = (checks.check_norm, checks.check_partial_norm)
 """Sums of squares, which another number of threads adds up in another order."""
 
 
+def memory_of(case):
+    """All bytes of a check: its buffers, and the pools of a transfer."""
+    pools = [memory for pool in getattr(case, "pools", ()) for memory in pool.memories]
+    bits = (np.ascontiguousarray(m.download()).reshape(-1).view(np.uint8) for m in pools)
+    return [*(b.raw.copy() for b in case.buffers), *bits]
+
+
 @pytest.mark.parametrize("check", checks.CHECKS)
 def test_no_geometry_changes_a_result(monkeypatch, check):
     """Each is as the reference has it, and all are equal bit for bit."""
@@ -180,7 +187,7 @@ def test_no_geometry_changes_a_result(monkeypatch, check):
         monkeypatch.setitem(devices._devices, "host", device)
         monkeypatch.setattr(kv.config, "fallback", "error")
         forget_plans(monkeypatch)
-        found.append([buffer.raw.copy() for buffer in check(device).buffers])
+        found.append(memory_of(check(device)))
     assert len(found[0]) >= 3
     for other in found[1:] if check not in ADDS_UP else ():
         for index, (got, want) in enumerate(zip(other, found[0], strict=True)):

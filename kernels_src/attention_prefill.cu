@@ -1,0 +1,249 @@
+// Paged attention of many new tokens, on tensor cores (FlashAttention-2, Dao 2023).
+//
+// A block has 64 packed rows of one sequence and KV head, 16 a warp, and walks over its keys in
+// tiles. Rows come from the cache in 16-byte copies, each key's through the block table; keys of
+// the next tile are on their way while weights meet values, and values while queries meet keys:
+//
+//   keys(n) arrive | Q K^T -> scores | values(n) arrive | weights, O += P V | keys(n + 1) ...
+//   fetch values(n)                    fetch keys(n + 1)
+//
+// What no row of the block sees is zero in shared memory, whatever the cache holds there; what a
+// row does not see has the weight 0. A NaN or infinite value that one row sees does reach the
+// others of its block.
+//
+// Bytes: visible K and V once a tile of 64 rows; Q and the output once.
+#include "attention_prefill.cuh"
+
+// Write a lane's part of one row: the pairs `values` of all products, two of each four.
+template <typename T, int kProducts>
+__device__ __forceinline__ void write_row(const AttentionParams& p, char* out, bool exists,
+                                          const float (&o)[kProducts][4], int half_of, float scale,
+                                          bool zero) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int n = 0; n < kProducts; n += 2) {
+    float x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = zero ? 0.0f : o[n + i / 2][half_of * 2 + i % 2] * scale;
+    }
+    if (p.partial_out) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int column = (n + i) * 8 + t * 2;
+        if (!exists || column >= p.v.width) continue;
+        reinterpret_cast<float2*>(out)[column / 2] = make_float2(x[2 * i], x[2 * i + 1]);
+      }
+    } else {
+      // Two lanes make four neighbours of two pairs each: the even one of the first product.
+      const u32 pairs[2] = {pack_pair<T>(x[0], x[1]), pack_pair<T>(x[2], x[3])};
+      const bool odd = t % 2;
+      const u32 got = __shfl_xor_sync(kAllLanes, odd ? pairs[0] : pairs[1], 1);
+      const int column = (n + odd) * 8 + t / 2 * 4;
+      if (!exists || column >= p.v.width) continue;
+      reinterpret_cast<uint2*>(out)[column / 4] =
+          odd ? make_uint2(got, pairs[1]) : make_uint2(pairs[0], got);
+    }
+  }
+}
+
+template <int kScores>
+__device__ __forceinline__ void to_logits(const AttentionParams& p, float (&s)[kScores][4]) {
+  if (p.soft_cap > 0.0f) {
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] = logit_of(p, s[n][i]);
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] *= p.score_scale;
+    }
+  }
+}
+
+// A lane's scores to weights against the largest so far, which is kept for rows g and g + 8; sums
+// of weights and of weighted values follow it.
+template <int kScores, int kValues>
+__device__ __forceinline__ void weigh(float (&s)[kScores][4], float (&largest)[2], float (&sum)[2],
+                                      float (&o)[kValues][4]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float top = largest[h];
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) top = fmaxf(top, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
+    top = max_within_warp(top, 4);
+    const float base = top == -kInfinity ? 0.0f : top;  // nothing seen: all weights are 0
+    const float rescale = power_of_two(largest[h] - base);
+    largest[h] = top;
+    sum[h] *= rescale;
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+      for (int i = 2 * h; i < 2 * h + 2; ++i) {
+        s[n][i] = power_of_two(s[n][i] - base);
+        sum[h] += s[n][i];
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kValues; ++n) {
+      o[n][2 * h] *= rescale;
+      o[n][2 * h + 1] *= rescale;
+    }
+  }
+}
+
+// T: format of queries, cache and output.
+// grid: (tiles, H, num_splits), block: 128, smem: PrefillShape::kBytes
+template <typename T, int kWidth, int kWidthV>
+__global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kWidth, kWidthV>::kBlocks)
+    attention_prefill(const __grid_constant__ AttentionParams p) {
+  using Shape = PrefillShape<kWidth, kWidthV>;
+  constexpr int kKeys = Shape::kKeys;
+  constexpr int kSteps = kWidth / 16;
+  constexpr int kUnroll = Shape::kQueryInRegisters ? kSteps : 4;  // else loads come too early
+  const int kv_head = blockIdx.y;
+  const int split = blockIdx.z;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int first_row = warp * 16;
+  char* keys = dynamic_shared<char>();
+  char* values = keys + Shape::kValuesAt;
+  char* queries = keys + Shape::kQueryAt;
+  auto* tables = reinterpret_cast<KeyTable<kKeys>*>(keys + Shape::kTablesAt);
+  auto& shared = *reinterpret_cast<PrefillTile*>(keys + Shape::kTileAt);
+  AttentionTile& t = shared.tile;
+  if (threadIdx.x == 0) {
+    // With a causal mask the last tiles of a sequence take longest: they begin first.
+    t = find_tile(p, gridDim.x - 1 - blockIdx.x, kPrefillRows, kv_head == 0 && split == 0);
+    const i64 num_key_tiles = (t.num_visible + kKeys - 1) / kKeys;
+    const i64 a_split = (num_key_tiles + p.num_splits - 1) / p.num_splits * kKeys;
+    shared.begin = split * a_split < t.num_visible ? split * a_split : t.num_visible;
+    shared.end = shared.begin + a_split < t.num_visible ? shared.begin + a_split : t.num_visible;
+  }
+  __syncthreads();  // the tile is known
+  if (t.num_rows == 0) return;
+  const bool has_rows = first_row < t.num_rows;
+  const int num_key_tiles = static_cast<int>((shared.end - shared.begin + kKeys - 1) / kKeys);
+
+  float largest[2] = {-kInfinity, -kInfinity};  // of rows g and g + 8: logit, base 2
+  float sum[2] = {};                            // of this lane's weights, against the largest
+  float o[kWidthV / 8][4] = {};
+
+  if (lane == 0) {
+    shared.lowest[warp] = position_of(p, t, first_row);
+    shared.highest[warp] = position_of(p, t, first_row + 15);
+  }
+
+  // Where this lane's row of four matrices begins, and which of two chunks it is of.
+  const int matrix_row = lane % 8 + lane / 8 % 2 * 8;
+  const int matrix_chunk = lane / 16;
+
+  u32 query[Shape::kQueryInRegisters ? kSteps : 1][4];
+  if (num_key_tiles > 0) {
+    fetch_rows<kWidth, kPrefillRows>(queries, p.k.width, p.query, [&](int row) {
+      return row < t.num_rows ? query_row(p, t, row, kv_head) : nullptr;
+    });
+    look_up(tables[0], p, t, shared.begin, shared.end);
+    __syncthreads();  // the table is there
+    fetch_rows<kWidth, kKeys>(keys, p.k.width, p.k_cache,
+                              [&](int row) { return tables[0].k[row]; });
+    if constexpr (Shape::kQueryInRegisters) {
+      wait_for_copies();
+      __syncthreads();  // so are the queries
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        load_matrices<false>(
+            query[s], queries + chunk_offset<kWidth>(first_row + matrix_row, s * 2 + matrix_chunk));
+      }
+    }
+  }
+
+  for (int number = 0; number < num_key_tiles; ++number) {
+    const KeyTable<kKeys>& table = tables[number % 2];
+    KeyTable<kKeys>& next_table = tables[(number + 1) % 2];
+    const bool last = number + 1 == num_key_tiles;
+    wait_for_copies();
+    __syncthreads();  // the keys are there, and nobody needs the values of the last tile
+    fetch_rows<kWidthV, kKeys>(values, p.v.width, p.v_cache, [&](int row) { return table.v[row]; });
+
+    // Scores
+    float s[kKeys / 8][4] = {};
+    if (has_rows) {
+#pragma unroll kUnroll
+      for (int k = 0; k < kSteps; ++k) {
+        u32 fresh[4];
+        if constexpr (!Shape::kQueryInRegisters) {
+          load_matrices<false>(
+              fresh, queries + chunk_offset<kWidth>(first_row + matrix_row, k * 2 + matrix_chunk));
+        }
+        const u32(&a)[4] =
+            Shape::kQueryInRegisters ? query[Shape::kQueryInRegisters ? k : 0] : fresh;
+#pragma unroll
+        for (int n = 0; n < kKeys / 16; ++n) {
+          u32 b[4];
+          // Matrices: keys 0 to 7, then 8 to 15, of either the first chunk; then of the second.
+          load_matrices<false>(
+              b, keys + chunk_offset<kWidth>(n * 16 + matrix_row, k * 2 + matrix_chunk));
+          mma_m16n8k16<T>(s[2 * n], a, b[0], b[2]);
+          mma_m16n8k16<T>(s[2 * n + 1], a, b[1], b[3]);
+        }
+      }
+    }
+    const i64 first = shared.begin + i64{number} * kKeys;
+    if (!last) look_up(next_table, p, t, first + kKeys, shared.end);
+    wait_for_copies();
+    __syncthreads();  // the values and the next table are there, and nobody needs the keys
+    if (!last) {
+      fetch_rows<kWidth, kKeys>(keys, p.k.width, p.k_cache,
+                                [&](int row) { return next_table.k[row]; });
+    }
+
+    if (!has_rows) continue;
+
+    // Weights
+    to_logits(p, s);
+    if (!all_visible(table, p, t, shared.lowest[warp], shared.highest[warp], first)) {
+      const u32 visible = visible_scores(table, p, t, first_row, first);
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if (!(visible >> (n * 4 + i) & 1u)) s[n][i] = -kInfinity;
+        }
+      }
+    }
+    weigh(s, largest, sum, o);
+
+    // Values
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      const u32 a[4] = {pack_pair<T>(s[2 * k][0], s[2 * k][1]),
+                        pack_pair<T>(s[2 * k][2], s[2 * k][3]),
+                        pack_pair<T>(s[2 * k + 1][0], s[2 * k + 1][1]),
+                        pack_pair<T>(s[2 * k + 1][2], s[2 * k + 1][3])};
+#pragma unroll
+      for (int n = 0; n < kWidthV / 16; ++n) {
+        u32 b[4];
+        load_matrices<true>(
+            b, values + chunk_offset<kWidthV>(k * 16 + matrix_row, n * 2 + matrix_chunk));
+        mma_m16n8k16<T>(o[2 * n], a, b[0], b[1]);
+        mma_m16n8k16<T>(o[2 * n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // Store
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float total = sum_within_warp(sum[h], 4);
+    const int row = first_row + lane / 4 + h * 8;
+    RowEnd row_end{};
+    if (row < t.num_rows) row_end = end_of_row(p, t, row, kv_head, split, largest[h], total);
+    write_row<T>(p, row_end.out, row < t.num_rows, o, h, 1.0f / row_end.divisor,
+                 row_end.divisor == 0.0f);
+    if (row < t.num_rows && lane % 4 == 0 && row_end.lse) *row_end.lse = row_end.lse_value;
+  }
+}

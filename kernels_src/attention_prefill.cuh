@@ -1,0 +1,152 @@
+// What a block of attention_prefill.cu has in shared memory: tiles of rows, which keys they are,
+// and who sees them.
+//
+// A row of a tile has the 16-byte chunks of each 128 bytes permuted by its number, so that eight
+// rows meet all banks. Widths are padded with zeros up to kWidth and kWidthV.
+#pragma once
+
+#include "attention.cuh"
+#include "mma.cuh"
+
+constexpr int kPrefillRows = 64;
+constexpr int kPrefillThreads = 128;
+
+template <int kCount>
+struct KeyTable {
+  const char* k[kCount];  // rows in the cache; null: not visible
+  const char* v[kCount];
+  int missing[kCount / 32];  // whether some of each 32 are null
+};
+
+// What threads look up now and then, and so do not keep in registers.
+struct PrefillTile {
+  AttentionTile tile;
+  i64 lowest[kPrefillThreads / 32];  // positions of the queries of each warp
+  i64 highest[kPrefillThreads / 32];
+  i64 begin;  // the visible keys of this split
+  i64 end;
+};
+
+// How the dynamic shared memory is laid out. Queries that move on to registers lie where the first
+// values will.
+template <int kWidth, int kWidthV>
+struct PrefillShape {
+  static_assert(kWidth % 64 == 0 && kWidthV % 64 == 0, "rows are whole groups of 128 bytes");
+  static constexpr bool kQueryInRegisters = kWidth <= 192;
+  static constexpr int kKeys = kWidth <= 192 ? 64 : 32;
+  static constexpr int kBlocks = kWidth <= 64 ? 3 : 2;  // a multiprocessor, as registers go
+  static constexpr int kKeyBytes = kKeys * kWidth * 2;
+  static constexpr int kValueBytes = kKeys * kWidthV * 2;
+  static constexpr int kQueryBytes = kPrefillRows * kWidth * 2;
+  static constexpr int kValuesAt = kKeyBytes;
+  static constexpr int kQueryAt = kQueryInRegisters ? kValuesAt : kValuesAt + kValueBytes;
+  static constexpr int kQueryEnd = kQueryAt + kQueryBytes;
+  static constexpr int kValuesEnd = kValuesAt + kValueBytes;
+  static constexpr int kTablesAt = kQueryEnd > kValuesEnd ? kQueryEnd : kValuesEnd;
+  static constexpr int kTileAt = kTablesAt + 2 * static_cast<int>(sizeof(KeyTable<kKeys>));
+  static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(PrefillTile));
+};
+
+// Where chunk `chunk` of row `row` of a tile begins.
+template <int kWidth>
+__device__ __forceinline__ int chunk_offset(int row, int chunk) {
+  return row * kWidth * 2 + (chunk ^ (row & 7)) * 16;
+}
+
+// Begin to bring rows; `find(row)` is where one lies, or null. Eight threads go along a row.
+template <int kWidth, int kCount, typename Find>
+__device__ __forceinline__ void fetch_rows(char* tile, int width, const char* anywhere, Find find) {
+  constexpr int kRowsAtOnce = kPrefillThreads / 8;
+  const int first = threadIdx.x / 8;
+#pragma unroll
+  for (int i = 0; i < kCount / kRowsAtOnce; ++i) {
+    const int row = first + i * kRowsAtOnce;
+    const char* from = find(row);
+#pragma unroll
+    for (int j = 0; j < kWidth / 64; ++j) {
+      const int chunk = threadIdx.x % 8 + j * 8;
+      const bool exist = from && chunk * 8 < width;
+      copy_async(tile + chunk_offset<kWidth>(row, chunk), exist ? from + chunk * 16 : anywhere,
+                 exist);
+    }
+  }
+}
+
+__device__ __forceinline__ const char* query_row(const AttentionParams& p, const AttentionTile& t,
+                                                 int row, int kv_head) {
+  const int packed = t.first_row + row;
+  const i64 token = t.first_token + packed / p.group;
+  const i64 head = i64{kv_head} * p.group + packed % p.group;
+  return p.query + token * p.query_token_bytes + head * p.query_head_bytes;
+}
+
+// Whether any row of the tile sees a key: with a tree mask, a key of the tile may be no row's.
+__device__ __forceinline__ bool seen_by_any(const AttentionParams& p, const AttentionTile& t,
+                                            i64 key) {
+  if (!p.tree_mask || key < t.seq_len - t.num_new) return true;
+  for (int row = 0; row < t.num_rows - 1; row += p.group) {
+    if (sees(p, t, row, key)) return true;
+  }
+  return sees(p, t, t.num_rows - 1, key);
+}
+
+// Find the rows of kCount visible keys from the one numbered `first` on, of those before `end`.
+template <int kCount>
+__device__ __forceinline__ void look_up(KeyTable<kCount>& table, const AttentionParams& p,
+                                        const AttentionTile& t, i64 first, i64 end) {
+  const int i = threadIdx.x;
+  if (i >= kCount) return;
+  const int kv_head = blockIdx.y;
+  i64 page = -1;
+  i64 offset = 0;
+  if (first + i < end) {
+    const i64 key = key_of(t, first + i);
+    if (seen_by_any(p, t, key)) {
+      offset = offset_in_page(p, key);
+      page = page_of(p, t, key, kv_head == 0 && (offset == 0 || i == 0));
+    }
+  }
+  table.k[i] = page < 0 ? nullptr : row_of(p.k_cache, p.k, page, offset, kv_head);
+  table.v[i] = page < 0 ? nullptr : row_of(p.v_cache, p.v, page, offset, kv_head);
+  const int missing = __any_sync(kAllLanes, page < 0);
+  if (i % 32 == 0) table.missing[i / 32] = missing;
+}
+
+// Whether rows at positions from `lowest` to `highest` see all kCount keys from the one numbered
+// `first` on. Kept keys are below the window of every row of the tile, so they fail its test.
+template <int kCount>
+__device__ __forceinline__ bool all_visible(const KeyTable<kCount>& table, const AttentionParams& p,
+                                            const AttentionTile& t, i64 lowest, i64 highest,
+                                            i64 first) {
+#pragma unroll
+  for (int i = 0; i < kCount / 32; ++i) {
+    if (table.missing[i]) return false;
+  }
+  if (lowest < 0) return false;
+  const i64 key = key_of(t, first);
+  const i64 last = key + kCount - 1;
+  if (p.tree_mask ? last >= t.seq_len - t.num_new : p.causal && last > lowest) return false;
+  return !p.window || key > highest - p.window;
+}
+
+// Which of a lane's scores count: bit n * 4 + i says it of element i of the n-th product.
+template <int kCount>
+__device__ __forceinline__ u32 visible_scores(const KeyTable<kCount>& table,
+                                              const AttentionParams& p, const AttentionTile& t,
+                                              int first_row, i64 first) {
+  static_assert(kCount <= 64, "two columns and two rows of each product, a bit each");
+  const int lane = threadIdx.x % 32;
+  u32 visible = 0;
+  for (int i = 0; i < 2; ++i) {
+    const int row = first_row + lane / 4 + i * 8;
+    if (row >= t.num_rows) continue;
+#pragma unroll 1
+    for (int j = 0; j < kCount / 4; ++j) {
+      const int column = j / 2 * 8 + lane % 4 * 2 + j % 2;
+      if (table.k[column] && sees(p, t, row, key_of(t, first + column))) {
+        visible |= 1u << (j / 2 * 4 + i * 2 + j % 2);
+      }
+    }
+  }
+  return visible;
+}

@@ -1,0 +1,243 @@
+"""Attention on tensor cores: what warps do with matrices, and the kernel against float64 sums."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import DTYPE, address
+from prefill_calls import Call
+
+from kvcupy.devices import cxx
+from kvcupy.devices.host import HostDevice
+from kvcupy.exporters import view
+from kvcupy.kernels import Kernel
+from kvcupy.ops import attention_prefill as prefill
+from kvcupy.ops.attention_checks import Options, check_call
+
+FORMATS = {"fp16": "half", "bf16": "bfloat16"}
+MMA = np.dtype([("a", "u8"), ("b", "u8"), ("c", "u8"), ("rows", "i4")], align=True)
+
+
+# Matrices ------------------------------------------------------------------------------------
+
+
+def launch_mma(device, name, arguments, block, smem, *, rows=0, **arrays):
+    params = np.zeros((), MMA)
+    params["rows"] = rows
+    for key, array in arrays.items():
+        params[key] = address(array)
+    function = device.load(
+        Kernel("mma.cu", name, MMA, "MmaParams", barriers=True).specialise(*arguments)
+    )
+    stream = device.as_stream(None)
+    device.launch(function, (1, 1, 1), block, smem, params.tobytes(), stream, tuple(arrays))
+
+
+@pytest.fixture
+def own_device(kernel_sources):
+    """A host device that knows the kernels of `mma.cu` too."""
+    kernel_sources.add("mma.cu")
+    return kernel_sources.device()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("by_shuffles", ["false", "true"])
+def test_a_warp_multiplies_matrices(own_device, fmt, by_shuffles):
+    """Two warps, each its own matrices, in many orders of their lanes."""
+    rng = np.random.default_rng(1)
+    a = rng.standard_normal((2, 16, 16)).astype(DTYPE[fmt])
+    b = rng.standard_normal((2, 16, 8)).astype(DTYPE[fmt])
+    before = rng.standard_normal((2, 16, 8)).astype(np.float32)
+    want = before + a.astype(np.float64) @ b.astype(np.float64)
+    for seed in range(20):
+        own_device.thread_order_seed = seed
+        c = before.copy()
+        launch_mma(
+            own_device, "multiply", (FORMATS[fmt], by_shuffles), (32, 2, 1), 0, a=a, b=b, c=c
+        )
+        np.testing.assert_allclose(c, want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_warp_loads_matrices(own_device, transposed):
+    matrices = np.arange(4 * 64, dtype=np.uint16).reshape(4, 8, 8)
+    want = matrices.copy()
+    want.reshape(32, 8)[21:] = 0
+    want = want.swapaxes(1, 2) if transposed else want
+    for seed in range(20):
+        own_device.thread_order_seed = seed
+        got = np.zeros((4, 8, 4, 2), np.uint16)
+        source = own_device.asarray(matrices)
+        arguments = (str(transposed).lower(),)
+        launch_mma(own_device, "load", arguments, (32, 1, 1), 512, b=source, c=got, rows=21)
+        np.testing.assert_array_equal(got.reshape(4, 8, 8), want)
+
+
+# The kernel ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shuffled(device):
+    """The host device, whose order of threads a test may choose."""
+    if not isinstance(device, HostDevice):
+        pytest.skip("a GPU's order is its own")
+    yield device
+    device.thread_order_seed = 0
+
+
+CALLS = {
+    "ragged": Call(),
+    "bf16": Call(fmt="bf16"),
+    "one row": Call(seq_lens=(1,), query_lens=(1,), heads=(1, 1)),
+    "a whole tile": Call(seq_lens=(64,), query_lens=(64,), heads=(1, 1)),
+    "one more than a tile": Call(seq_lens=(65,), query_lens=(65,), heads=(1, 1)),
+    "nothing new in between": Call(seq_lens=(9, 30, 0, 40), query_lens=(9, 0, 0, 17)),
+    "rows of no sequence": Call(padding=70),
+    "groups that tiles cut": Call(heads=(10, 2), seq_lens=(30, 90), query_lens=(29, 14)),
+    "many queries a key": Call(heads=(72, 1), seq_lens=(40, 3), query_lens=(2, 2)),
+    "not causal": Call(causal=False),
+    "window": Call(window=20),
+    "window of one": Call(window=1, seq_lens=(100,), query_lens=(100,)),
+    "window, not causal": Call(window=33, causal=False),
+    "kept keys": Call(window=20, sink_keys=4, seq_lens=(200, 30), query_lens=(30, 30)),
+    "many kept keys": Call(window=16, sink_keys=100, seq_lens=(260,), query_lens=(40,)),
+    "soft cap": Call(soft_cap=2.0),
+    "learned sinks": Call(learned=True, heads=(4, 2)),
+    "learned sinks alone": Call(learned=True, seq_lens=(0, 8), query_lens=(3, 8)),
+    "tree": Call(tree=True, seq_lens=(100, 40), query_lens=(24, 40)),
+    "tree in a whole tile": Call(tree=True, seq_lens=(64, 128), query_lens=(3, 3)),
+    "tree, groups that tiles cut": Call(tree=True, heads=(3, 1), seq_lens=(100,), query_lens=(60,)),
+    "tree, window": Call(tree=True, window=50, sink_keys=3, seq_lens=(150,), query_lens=(30,)),
+    "more new than there is": Call(seq_lens=(5, 40), query_lens=(20, 12)),
+    "more new, not causal": Call(seq_lens=(5, 40), query_lens=(70, 12), causal=False),
+    "more new in a whole tile": Call(seq_lens=(70,), query_lens=(100,), causal=False),
+    "past a tile by one": Call(seq_lens=(100,), query_lens=(38,)),
+    "splits": Call(splits=3, seq_lens=(300, 5), query_lens=(20, 5), padding=3),
+    "splits, learned sinks aside": Call(splits=2, seq_lens=(150,), query_lens=(33,), window=90),
+    "pages of five": Call(page_size=5),
+    "one slot a page": Call(page_size=1, index="int64"),
+    "large pages": Call(page_size=256, index="int64"),
+    "holes": Call(page_size=8, holes=((0, 2), (2, 9))),
+    "a tile of holes": Call(
+        seq_lens=(120,), holes=((0, 0), (0, 1), (0, 2), (0, 3)), query_lens=(9,)
+    ),
+    "negative scale": Call(sm_scale=-0.3),
+    "large scores": Call(sm_scale=30.0),
+    "width 80": Call(widths=(80, 80)),
+    "width 128": Call(widths=(128, 128), fmt="bf16"),
+    "width 8": Call(widths=(8, 24)),
+    "widths 192 and 128": Call(widths=(192, 128), seq_lens=(90,), query_lens=(20,)),
+    "width 256": Call(widths=(256, 200), seq_lens=(90,), query_lens=(20,)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_kernel(device, name):
+    CALLS[name].check(device)
+
+
+@pytest.mark.parametrize("name", ["ragged", "kept keys", "tree", "splits", "width 80"])
+def test_in_any_order_of_threads(shuffled, name):
+    for seed in (1, 2, 3, 4):
+        shuffled.thread_order_seed = seed
+        CALLS[name].check(shuffled)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_page_past_the_end_is_reported(device, splits):
+    """It is in the second tile of rows: the first does not see so far."""
+    device.fault_array()[...] = 0
+    call = Call(seq_lens=(90,), query_lens=(90,), holes=((0, 5),), wrong_page=1000, splits=splits)
+    try:
+        call.check(device)
+        count, operation, position, value = np.asarray(device.to_numpy(device.fault_array()))
+        assert count >= 1 and (operation, position, value) == (77, 5, 1000)
+    finally:
+        device.fault_array()[...] = 0
+
+
+def test_a_launch_is_laid_out_as_the_kernel_has_it():
+    program = [
+        '#include "attention_prefill.cu"',
+        f'static_assert(kPrefillRows == {prefill.ROWS_A_TILE}, "rows");',
+        f'static_assert(kPrefillThreads == {prefill.THREADS}, "threads");',
+    ]
+    for specialisation in prefill.specialisations():
+        widths = ", ".join(specialisation.arguments[1:])
+        size = prefill.smem_bytes(specialisation)
+        assert size <= 99 * 1024, "what every architecture from sm_80 on has for a block"
+        program.append(f'static_assert(PrefillShape<{widths}>::kBytes == {size}, "bytes");')
+    cxx.check("\n".join(program))
+
+
+# Which calls may take it ---------------------------------------------------------------------
+
+
+def suits(device, *, tokens=32, sequences=2, heads=(2, 1), fmt="fp16", widths=(64, 64), shift=0,
+          alignment=256, cache_fmt=None, **more):  # fmt: skip
+    """Whether a call of such shapes does; rows of the caches are `shift` elements apart."""
+    arrays = {
+        "query": np.zeros((tokens, heads[0], widths[0]), DTYPE[fmt]),
+        "out": np.zeros((tokens, heads[0], widths[1]), DTYPE[fmt]),
+        "block_table": np.zeros((sequences, 4), np.int32),
+        "seq_lens": np.zeros(sequences, np.int32),
+        "query_lens": np.zeros(sequences, np.int32),
+    }
+    for name, width in zip(("k_cache", "v_cache"), widths, strict=True):
+        whole = np.zeros((3, 16, heads[1], width + shift), DTYPE[cache_fmt or fmt])
+        arrays[name] = whole[..., :width]
+    given = {name: view(array, name) for name, array in arrays.items()}
+    call = check_call(given | more, Options.of("NHD", None, True, None, None, None))
+    return prefill.suits(device, call, alignment)
+
+
+class Turing:
+    """What matters of a device that has tensor cores for fp16 only."""
+
+    warp_lanes, arch = 32, "sm_75"
+
+
+class Host:
+    """What matters of the host device as it is by itself."""
+
+    warp_lanes = 1
+
+
+class Ampere:
+    """What matters of a device that has all."""
+
+    warp_lanes, arch = 32, "sm_80"
+
+
+def test_what_it_suits():
+    assert suits(Ampere)
+    assert suits(Ampere, fmt="bf16", widths=(192, 128), heads=(8, 2), tokens=8)
+    assert suits(Ampere, widths=(80, 8), shift=8)
+    assert suits(Turing, widths=(192, 128))
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        {"fmt": "fp32"},
+        {"cache_fmt": "bf16"},
+        {"cache_fmt": "fp8_e4m3"},
+        {"cache_fmt": "fp8_e4m3", "k_scale": 0.5},
+        {"widths": (264, 64)},
+        {"widths": (64, 264)},
+        {"widths": (68, 64)},
+        {"shift": 4},
+        {"alignment": 8},
+        {"tokens": 15},
+        {"sequences": 5},
+    ],
+    ids=str,
+)
+def test_what_it_does_not_suit(why):
+    assert not suits(Ampere, **why)
+
+
+def test_devices_that_it_does_not_suit():
+    assert not suits(Host)
+    assert not suits(Turing, fmt="bf16")
+    assert not suits(Turing, widths=(256, 256))
