@@ -60,6 +60,7 @@ class PagePairs:
         self.src, self.dst = (_on_host(v, o) for v, o in zip(self.views, owners, strict=True))
         self._sent: ArrayView | None = None
         self._existing: dict[tuple[int, int], Existing] = {}
+        self.methods: dict[object, str] = {}  # chosen for them, by what the choice depends on
 
     def lists(self, device: Device, on: Stream) -> tuple[Lists, object]:
         """Return the lists where kernels of `device` read them, and what keeps them there.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -84,11 +85,16 @@ class Rows:
     page_bytes: tuple[int, ...]
     addresses: tuple[int, ...]
 
-    @property
+    @cached_property
     def rows_a_page(self) -> int:
         return prod(axis.count for axis in self.axes)
 
     @property
+    def shape(self) -> tuple[object, ...]:
+        """What does not depend on where the arrays are: alike for all layers of two pools."""
+        return self.row_bytes, self.axes, self.page_bytes
+
+    @cached_property
     def pages_join(self) -> bool:
         """Whether the rows of neighbouring pages follow one another on both sides."""
         return self.page_bytes == (*self.row_bytes, *self.row_bytes)

@@ -53,6 +53,11 @@ class Way:
         self._direction = {(True, True): "within", (False, True): "to_device"}.get(
             (src.on_device, dst.on_device), "to_host"
         )
+        # Of ways of one kind, those of the layers of a load say, one choice serves all.
+        self._kind = repr((
+            device.name, self._direction, self._reachable, self._stageable, src.format, dst.format,
+            src.num_pages, dst.num_pages, [route.rows[0].shape for route in self.routes],
+        ))  # fmt: skip
 
     def plan(self, pairs: PagePairs, on: Stream, keep: Sequence[object]) -> Callable[[], None]:
         """Choose a method; return what puts the transfer on the stream.
@@ -101,6 +106,11 @@ class Way:
         method = self._request.method
         if method != "auto":
             return method
+        if self._kind not in pairs.methods:
+            pairs.methods[self._kind] = self._choose_for(pairs)
+        return pairs.methods[self._kind]
+
+    def _choose_for(self, pairs: PagePairs) -> str:
         route, staging = self.routes[0], self._stagings[0]
         if self._reachable and (pairs.src is None or pairs.dst is None):
             return "kernel"
