@@ -92,10 +92,27 @@ def slot_mapping(device: Any) -> Call:
     }  # fmt: skip
 
 
+def paged_attention(device: Any) -> Call:
+    return {
+        "query": array(device, 2, 4, 8), **kv_caches(device),
+        "block_table": device.asarray(np.array([[1, 0], [0, 1]])),
+        "seq_lens": indices(device, 7, 2),
+        "out": device.zeros((2, 4, 6), np.float32), "lse_out": device.zeros((2, 4), np.float32),
+    }  # fmt: skip
+
+
+def merge_states(device: Any) -> Call:
+    return {
+        "out_a": array(device, 3, 2, 8), "lse_a": array(device, 3, 2),
+        "out_b": array(device, 3, 2, 8, seed=1), "lse_b": array(device, 3, 2, seed=1),
+        "out": device.zeros((3, 2, 8), np.float32), "lse_out": device.zeros((3, 2), np.float32),
+    }  # fmt: skip
+
+
 CALLS: dict[str, Callable[[Any], Call]] = {
     make.__name__: make
     for make in (
         store_kv, store_mla, apply_rope, rope_store_kv, rope_store_mla, gather_kv, copy_pages,
-        slot_mapping,
+        slot_mapping, paged_attention, merge_states,
     )
 }  # fmt: skip
