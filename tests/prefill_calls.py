@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from helpers import DTYPE, address, to_device
 
-from kvcupy.ops import attention_prefill as prefill
+from kvcupy.ops import attention_kernels as prefill
 from kvcupy.ops.attention_params import PARAMS
 
 LOG2_E = float(np.log2(np.e))
@@ -182,7 +182,7 @@ class Call:
         params["page_shift"] = shift if 1 << shift == self.page_size else -1
         grid = (rows * group // 64 + len(self.seq_lens), num_kv_heads, self.splits)
         device.launch(
-            device.load(chosen), grid, (prefill.THREADS, 1, 1), prefill.smem_bytes(chosen),
+            device.load(chosen), grid, (prefill.PREFILL_THREADS, 1, 1), prefill.smem_bytes(chosen),
             params.tobytes(), device.as_stream(None), tuple(placed.values()),
         )  # fmt: skip
         device.synchronize()

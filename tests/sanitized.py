@@ -1,6 +1,7 @@
 """What `test_sanitizers.py` starts: kernels over arrays that end where their allocation ends.
 
-usage: sanitized.py stores|rotations|moves|transfers|traps <folder of the kernels>
+usage: sanitized.py stores|rotations|moves|transfers|attention|traps
+                    <folder of the kernels>
 
 The runtime of the sanitizers is loaded before Python, so that NumPy's allocations are guarded.
 """
@@ -90,6 +91,18 @@ TRANSFERS = (
     ("fp8_e5m2", "fp32", "PTLH", "PHTL", 72, 8, 0, "s"),
     ("fp32", "fp8_e4m3", "PHTL", "LPTH", 136, 0, 1, "t"),
 )
+
+# Formats of query and cache, heads of both, widths of K and V, page size, new tokens of each
+# sequence (None: one each), elements moved by, how: "w" window and sinks, "t" tree.
+ATTENTION = (
+    ("fp32", "fp32", (6, 2), (64, 24), 4, None, 0, ""),
+    ("fp16", "int8", (3, 1), (33, 17), 3, None, 1, ""),
+    ("bf16", "bf16", (2, 2), (576, 512), 2, None, 0, "w"),
+    ("bf16", "bf16", (4, 1), (64, 40), 4, (5, 0, 11), 0, ""),
+    ("fp16", "fp16", (2, 2), (96, 128), 3, (9, 1, 8), 0, "wt"),
+    ("fp32", "fp8_e4m3", (2, 1), (8, 8), 1, (3, 2, 1), 0, "t"),
+)
+LENGTHS = (11, 0, 12)
 
 
 class Pages:
@@ -302,6 +315,43 @@ def transfer(device: HostDevice, number: int) -> None:
             same_bits(bits, want.reshape(bits.shape), f"pages of {TRANSFERS[number]}")
 
 
+def attend(device: HostDevice, number: int) -> None:
+    """Attend over the last pages of caches, with tables and lengths that end where memory does."""
+    fmt, cached, (heads, kv_heads), widths, page_size, new, moved, kinds = ATTENTION[number]
+    rng = np.random.default_rng(number)
+    device.thread_order_seed = number
+    pages = 3 * -(-max(LENGTHS) // page_size)
+    table = rng.permutation(pages).reshape(3, -1).astype(np.int32)
+    lengths = np.array(LENGTHS)
+    options: dict[str, np.ndarray | int] = {}
+    if new is not None:
+        lengths = np.maximum(lengths, new)
+        options["query_lens"] = np.array(new)
+    tokens = sum(new or (1, 1, 1))
+    if "w" in kinds:
+        options |= {"window": 5, "sinks": 2}
+    if "t" in kinds and new is not None:
+        options["tree_mask"] = rng.random((tokens, max(new))) < 0.6
+    if cached in QUANTISED:
+        scales = rng.uniform(0.1, 1, (2, pages * page_size, kv_heads)).astype(np.float32)
+        options |= dict(zip(("k_scale_cache", "v_scale_cache"), scales, strict=True))
+    query = values(rng, fmt, tokens, heads, widths[0])
+    caches = [values(rng, cached, pages, page_size, kv_heads, w) for w in widths]
+    out, lse = values(rng, fmt, tokens, heads, widths[1]), np.zeros((tokens, heads), np.float32)
+    placed = [at_the_end(a, moved) for a in (query, *caches)]
+    placed_out, placed_lse = at_the_end(out, moved), at_the_end(lse)
+    kv.paged_attention(
+        *placed, at_the_end(table), at_the_end(lengths), out=placed_out, lse_out=placed_lse,
+        **{n: at_the_end(a) if isinstance(a, np.ndarray) else a for n, a in options.items()},
+    )  # fmt: skip
+    kv.check_faults(device)
+    want, want_lse, _ = reference.paged_attention(query, *caches, table, lengths, **options)
+    tolerance = 1e-4 if fmt == "fp32" else 4e-2
+    got = reference.decode(placed_out, fmt)
+    np.testing.assert_allclose(got, want, tolerance, tolerance, err_msg=f"{ATTENTION[number]}")
+    np.testing.assert_allclose(placed_lse, want_lse, 1e-4, 1e-4, err_msg=f"{ATTENTION[number]}")
+
+
 def map_slots(device: HostDevice, number: int) -> None:
     """Find slots, where the last page of the last sequence is the last entry of the table."""
     rng = np.random.default_rng(number)
@@ -359,6 +409,7 @@ def main(what: str, folder: str) -> None:
         "rotations": ((rotate_and_store, len(ROTATIONS)),),
         "moves": ((copy_pages, len(POOLS)), (map_slots, 3), (gather, len(GATHERS))),
         "transfers": ((transfer, len(TRANSFERS)),),
+        "attention": ((attend, len(ATTENTION)),),
         "traps": ((lambda device, _: run_traps(device), 1),),
     }[what]
     for one, count in work:

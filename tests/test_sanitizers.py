@@ -53,7 +53,9 @@ def sanitized(runtime, kernel_sources):
     return run
 
 
-@pytest.mark.parametrize("what", ["stores", "rotations", "moves", "transfers", "traps"])
+@pytest.mark.parametrize(
+    "what", ["stores", "rotations", "moves", "transfers", "attention", "traps"]
+)
 def test_nothing_is_reported(sanitized, what):
     status, output = sanitized(what)
     assert status == 0 and "all done" in output, output[-6000:]
@@ -92,6 +94,12 @@ WRONG = {
         OVERFLOW),
     "reads a row of a transfer too wide": (
         "transfers", "transfer.cu", "live ? p.k_width : 0", "live ? p.k_width + 1 : 0", OVERFLOW),
+    "reads keys past the length of a sequence": (
+        "attention", "attention.cuh", "t.num_visible = t.sinks + end - t.first_key;",
+        "t.num_visible = t.sinks + end - t.first_key + 64;", OVERFLOW),
+    "reads a row of queries too wide": (
+        "attention", "attention.cu", "r < t.num_rows && first + j < p.k.width",
+        "r < t.num_rows && first + j < p.k.width + 8", OVERFLOW),
 }  # fmt: skip
 
 

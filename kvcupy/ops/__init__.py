@@ -9,8 +9,7 @@ from ..kernels import Specialisation
 def specialisations() -> list[Specialisation]:
     """Return every kernel specialisation that any operation can ask for."""
     from . import (
-        attention_decode,
-        attention_prefill,
+        attention_kernels,
         gather,
         indexing,
         merge,
@@ -29,8 +28,7 @@ def specialisations() -> list[Specialisation]:
             pages,
             indexing,
             transfer_kernels,
-            attention_decode,
-            attention_prefill,
+            attention_kernels,
             merge,
         )
         for found in module.specialisations()

@@ -13,10 +13,10 @@ from ..arrays import ArrayView
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
 from ..exporters import view
-from . import attention_prefill, geometry, plan
+from . import geometry, plan
 from .attention_checks import NAMES, Call, Options, check_call
-from .attention_decode import STARTS, STARTS_PARAMS, decode_tiling
-from .attention_params import ARRAYS, FORMAT_NUMBERS, PARAMS, Tiling
+from .attention_kernels import STARTS, STARTS_PARAMS, tiling_of
+from .attention_params import ARRAYS, FORMAT_NUMBERS, PARAMS
 from .merge_launch import merge_launch
 
 _OUTPUTS = (3, 4)  # of NAMES: out, lse_out
@@ -151,13 +151,6 @@ def make_plan(given: dict[str, Any], options: Options, alignment: int) -> Attent
         "paged_attention", NAMES, _OUTPUTS, devices.get(query.device), query.library, call,
         alignment,
     )  # fmt: skip
-
-
-def tiling_of(device: Device, call: Call, alignment: int) -> Tiling:
-    """Choose the kernel: tensor cores where they suit, else the plain path."""
-    if call.view("query_lens") is not None and attention_prefill.suits(device, call, alignment):
-        return attention_prefill.prefill_tiling(call)
-    return decode_tiling(device, call, alignment)
 
 
 def _num_tiles(call: Call, rows: int) -> int:

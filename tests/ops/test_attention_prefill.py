@@ -11,7 +11,7 @@ from kvcupy.devices import cxx
 from kvcupy.devices.host import HostDevice
 from kvcupy.exporters import view
 from kvcupy.kernels import Kernel
-from kvcupy.ops import attention_prefill as prefill
+from kvcupy.ops import attention_kernels as prefill
 from kvcupy.ops.attention_checks import Options, check_call
 
 FORMATS = {"fp16": "half", "bf16": "bfloat16"}
@@ -159,14 +159,15 @@ def test_a_page_past_the_end_is_reported(device, splits):
 def test_a_launch_is_laid_out_as_the_kernel_has_it():
     program = [
         '#include "attention_prefill.cu"',
-        f'static_assert(kPrefillRows == {prefill.ROWS_A_TILE}, "rows");',
-        f'static_assert(kPrefillThreads == {prefill.THREADS}, "threads");',
+        f'static_assert(kPrefillRows == {prefill.PREFILL_ROWS}, "rows");',
+        f'static_assert(kPrefillThreads == {prefill.PREFILL_THREADS}, "threads");',
     ]
-    for specialisation in prefill.specialisations():
-        widths = ", ".join(specialisation.arguments[1:])
+    for widths in prefill.WIDTHS:
+        specialisation = prefill.specialisation_for("fp16", *widths)
+        named = ", ".join(specialisation.arguments[1:])
         size = prefill.smem_bytes(specialisation)
         assert size <= 99 * 1024, "what every architecture from sm_80 on has for a block"
-        program.append(f'static_assert(PrefillShape<{widths}>::kBytes == {size}, "bytes");')
+        program.append(f'static_assert(PrefillShape<{named}>::kBytes == {size}, "bytes");')
     cxx.check("\n".join(program))
 
 
