@@ -82,10 +82,28 @@ struct Elements<AnyFormat, kCount> {
   static constexpr int kBytes = 8;  // takes as many registers as if
   Pack<float, kCount> pack;
 
-  __device__ __forceinline__ void load(const char* row, int i, int width, int format) {
+  template <typename T>
+  __device__ __forceinline__ void load_as(const char* row, int i, int width) {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      pack.values[j] = i + j < width ? load_any(row, i + j, format) : 0.0f;
+      pack.values[j] = i + j < width ? to_float(reinterpret_cast<const T*>(row)[i + j]) : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void load(const char* row, int i, int width, int format) {
+    switch (format) {
+      case 0:
+        return load_as<float>(row, i, width);
+      case 1:
+        return load_as<half>(row, i, width);
+      case 2:
+        return load_as<bfloat16>(row, i, width);
+      case 3:
+        return load_as<fp8_e4m3>(row, i, width);
+      case 4:
+        return load_as<fp8_e5m2>(row, i, width);
+      default:
+        return load_as<int8>(row, i, width);
     }
   }
   __device__ __forceinline__ Pack<float, kCount> floats() const { return pack; }
@@ -213,15 +231,17 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
   }
 }
 
+// Two blocks a multiprocessor are asked for: for three, some specialisations would spill.
 // grid: (tiles, H, num_splits), block: (whole groups of lanes), smem: what `finish_tile` lays out,
 // 0 for one group
 template <typename TCache, int kRows, int kSteps>
-__global__ void __launch_bounds__(128) attention_decode(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(128, 2)
+    attention_decode(const __grid_constant__ AttentionParams p) {
   constexpr int kCount = 8;
   constexpr int kBytes = Elements<TCache, kCount>::kBytes;
   // Keys in flight a group: what registers hold beside the rows.
   constexpr int kKeys = kBytes > 4                          ? 1
-                        : kRows * kSteps <= 4 && kBytes < 4 ? 4
+                        : kRows * kSteps == 1 && kBytes < 4 ? 4
                         : kRows * kSteps <= 8               ? 2
                                                             : 1;
   const int lanes = 1 << p.lane_shift;
