@@ -181,7 +181,7 @@ def test_demo_notices_a_missing_wait(device, monkeypatch, deaf):
     copy, wait = Steps.copy, type(device.stream()).wait
 
     def late_copy(self, step, stream):
-        stream.call(lambda: time.sleep(0.05))
+        stream.call(lambda: time.sleep(0.2))  # also where other programs hold up the main stream
         copy(self, step, stream)
 
     def deaf_wait(self, other):
