@@ -6,6 +6,7 @@ flight holds its arrays, so what comes back is idle, and no event is needed to h
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ _MOST_IDLE = 8  # of one size; what comes back beyond that is freed
 
 _Idle = dict[tuple[bool, int], list[Any]]
 _stores: WeakKeyDictionary[Device, _Idle] = WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 class _Loan:
@@ -49,7 +51,8 @@ def borrow(device: Device, num_bytes: int, *, pinned: bool = False) -> ArrayView
     DeviceError : there is no memory for it
     """
     size = max(_SMALLEST_BYTES, 1 << (num_bytes - 1).bit_length())
-    idle = _stores.setdefault(device, defaultdict(list))[pinned, size]
+    with _lock:
+        idle = _stores.setdefault(device, defaultdict(list))[pinned, size]
     try:
         array = idle.pop()
     except IndexError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,6 +18,7 @@ _NAMES = ("src_pool", "dst_pool")
 
 # By source and target, which it keeps neither of, and by options.
 _ways: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Request, Way]]] = WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def transfer_pages(
@@ -98,13 +100,15 @@ def prepare(
     request = Request.of(layers, method, max_blocks, convert)
     require_pool(src_pool, names[0])
     require_pool(dst_pool, names[1])
-    known = _ways.setdefault(src_pool, WeakKeyDictionary()).setdefault(dst_pool, {})
-    if request not in known:
+    with _lock:
+        known = _ways.setdefault(src_pool, WeakKeyDictionary()).setdefault(dst_pool, {})
+    way = known.get(request)
+    if way is None:
         src, dst = pages_of(src_pool), pages_of(dst_pool)
         devices = src_pool.device, dst_pool.device
-        require_geometry(src, dst, request, devices[0], devices, names)
-        known[request] = Way(src_pool.device, src, dst, request)
-    return PreparedTransfer(src_pool, dst_pool, known[request])
+        require_geometry(src, dst, request, devices, names)
+        way = known[request] = Way(src_pool.device, src, dst, request)
+    return PreparedTransfer(src_pool, dst_pool, way)
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ def pages_of(pool: Any) -> Pages:
 
 
 def require_geometry(
-    src: Pages, dst: Pages, request: Request, device: Device, devices: tuple[Device, Device],
+    src: Pages, dst: Pages, request: Request, devices: tuple[Device, Device],
     names: tuple[str, str],
 ) -> None:  # fmt: skip
     """Refuse pools that do not go together, and layers that they do not have."""
