@@ -6,7 +6,7 @@ from typing import Any
 
 from ..exporters import view
 from . import checks, outputs, plan
-from .attention_checks import NAMES, NUM_ROWS, Options
+from .attention_checks import NAMES, NUM_ROWS, Options, check_query
 from .attention_plan import AttentionPlan, make_plan
 
 
@@ -88,7 +88,7 @@ def paged_attention(
     """
     options = Options.of(layout, sm_scale, causal, window, sinks, logits_soft_cap)
     if out is None:
-        out = _allocate(query, v_cache, options.layout, stream)
+        out = _allocate(query, v_cache, stream)
     learned = sinks if checks.is_array(sinks) else None
     arrays = (
         query, k_cache, v_cache, out, lse_out, block_table, seq_lens, query_lens, k_scale, v_scale,
@@ -103,16 +103,9 @@ def paged_attention(
     return out
 
 
-def _allocate(query: Any, v_cache: Any, layout: str, stream: Any) -> Any:
-    """Allocate the output; arguments that do not fit are told by the checks of the plan."""
+def _allocate(query: Any, v_cache: Any, stream: Any) -> Any:
+    """Allocate the output; other arguments that do not fit are told by the checks of the plan."""
     rows, cache = view(query, "query"), view(v_cache, "v_cache")
-    if rows.ndim != 3 or rows.format not in ("fp32", "fp16", "bf16"):
-        raise (
-            ValueError(
-                f"query: expected (tokens, heads, width) of fp32, fp16 or bf16, got {rows!r}"
-            )
-            if rows.ndim != 3
-            else TypeError(f"query: expected fp32, fp16 or bf16, got {rows!r}")
-        )
+    check_query(rows)
     width = cache.shape[-1] if cache.ndim else 0
     return outputs.zeros(rows, (*rows.shape[:2], width), rows.format, stream)

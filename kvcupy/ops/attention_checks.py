@@ -105,11 +105,7 @@ def check_call(given: dict[str, Any], options: Options) -> Call:
     checks.require_given(given, ("query", "k_cache", "v_cache", "block_table", "seq_lens"))
     checks.require_same_device(given)
     query = given["query"]
-    if query.format not in ("fp32", "fp16", "bf16"):
-        raise TypeError(f"query: expected fp32, fp16 or bf16, got {describe(query)}")
-    if query.ndim != 3 or 0 in query.shape[1:]:
-        raise ValueError(f"query: expected (tokens, heads, width), got {describe(query)}")
-    checks.require_contiguous(query, "query")
+    check_query(query)
     num_tokens, num_heads, _ = query.shape
     k, v = (_side(given, prefix, options.layout) for prefix in "kv")
     _require_caches(given, k, v)
@@ -128,6 +124,15 @@ def check_call(given: dict[str, Any], options: Options) -> Call:
     _sinks(given, num_heads)
     _tree_mask(given, num_tokens)
     return Call(given, options, k, v, num_tokens, num_heads, num_sequences, max_pages)
+
+
+def check_query(query: ArrayView) -> None:
+    """Refuse what is no query, whatever else is given."""
+    if query.format not in ("fp32", "fp16", "bf16"):
+        raise TypeError(f"query: expected fp32, fp16 or bf16, got {describe(query)}")
+    if query.ndim != 3 or 0 in query.shape[1:]:
+        raise ValueError(f"query: expected (tokens, heads, width), got {describe(query)}")
+    checks.require_contiguous(query, "query")
 
 
 def _side(given: dict[str, Any], prefix: str, layout: str) -> Side:

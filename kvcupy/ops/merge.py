@@ -61,6 +61,8 @@ def merge_states(
     Notes
     -----
     Weights are exp(lse - largest lse) over their sum, in float32; each output is rounded once.
+    Cascade: attend a prefix that sequences share once, with all their queries as one sequence over
+    its pages and `causal=False`, and merge that with the attention of each over its own rest.
     Stream: one kernel, in order. Capture: legal with both outputs given. Bytes: each row of a state
     read once, each row of out written once. Source: FlashInfer `merge_state` (base 2), vLLM
     `merge_attn_states` (base e); Milakov and Gimelshein 2018, online normaliser of softmax.
