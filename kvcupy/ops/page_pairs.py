@@ -58,26 +58,30 @@ class PagePairs:
             raise ValueError(f"{names[1]}: expected {counts[0]} like {names[0]}, got {counts[1]}")
         self.count = counts[0]
         self.src, self.dst = (_on_host(v, o) for v, o in zip(self.views, owners, strict=True))
-        self._sent: ArrayView | None = None
+        self._lists: tuple[Lists, object] | None = None
         self._existing: dict[tuple[int, int], Existing] = {}
         self.methods: dict[object, str] = {}  # chosen for them, by what the choice depends on
 
     def lists(self, device: Device, on: Stream) -> tuple[Lists, object]:
         """Return the lists where kernels of `device` read them, and what keeps them there.
 
-        Lists that kernels cannot reach are sent on `on`, once; they are for that stream.
+        Lists that kernels cannot reach are sent on `on`, once. All calls are for one device and one
+        stream.
         """
-        addresses = [device.address(v) for v in self.views]
-        if None not in addresses:
-            found = [
-                (address or 0, v.strides[0], v.itemsize)
-                for address, v in zip(addresses, self.views, strict=True)
-            ]
-            return Lists(self.count, found[0], found[1]), self.views
-        if self._sent is None:
-            self._sent = self._send(device, on)
-        start = self._sent.pointer
-        return Lists(self.count, (start, 8, 8), (start + 8 * self.count, 8, 8)), self._sent
+        if self._lists is None:
+            addresses = [device.address(v) for v in self.views]
+            if None in addresses:
+                sent = self._send(device, on)
+                half = sent.pointer + 8 * self.count
+                found = Lists(self.count, (sent.pointer, 8, 8), (half, 8, 8))
+                self._lists = found, sent
+            else:
+                src, dst = (
+                    (address or 0, v.strides[0], v.itemsize)
+                    for address, v in zip(addresses, self.views, strict=True)
+                )
+                self._lists = Lists(self.count, src, dst), self.views
+        return self._lists
 
     def _send(self, device: Device, on: Stream) -> ArrayView:
         pinned = scratch.borrow(device, 16 * self.count, pinned=True)

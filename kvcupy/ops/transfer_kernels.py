@@ -135,12 +135,15 @@ class KernelMove:
             rows + _offset(ROWS, "num_pieces"),
         )
 
+    def check(self, num_pairs: int) -> None:
+        """Refuse more pairs of pages than a launch can count the pieces of."""
+        geometry.require_countable(num_pairs * self._pieces_a_page, "src_pages")
+
     def launch(
         self, lists: Lists, max_blocks: int, on: Stream, keep: Sequence[object], *, reports: bool
     ) -> None:
         """Launch on `on`. `reports`: whether this launch notes pages past the end."""
         num_pieces = lists.count * self._pieces_a_page
-        geometry.require_countable(num_pieces, "src_pages")
         (src, src_stride, src_bytes), (dst, dst_stride, dst_bytes) = lists.src, lists.dst
         packed = bytearray(self._constants)
         pages, strides, operations, counts = self._places

@@ -57,9 +57,9 @@ class Route:
 
     Attributes
     ----------
-    rows : K and V, and their scales if there are any, as they lie (not where formats differ)
-    moves : the launches of the kernel method; None where kernels cannot reach both sides
-    converts : whether the formats differ
+    rows : K and V, and their scales if both pools have them, as they lie
+    converts : whether the formats differ; then `rows` are of no use but to estimate
+    reachable : whether kernels reach all of both pools
     """
 
     def __init__(self, device: Device, src: Pages, dst: Pages) -> None:

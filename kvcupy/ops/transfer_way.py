@@ -71,7 +71,8 @@ class Way:
         if method == "kernel":
             try:
                 for route in self.routes:
-                    route.kernel_moves()
+                    for one in route.kernel_moves():
+                        one.check(pairs.count)
             except CompileError as cause:
                 return self._expressed(cause, pairs, on, keep)
             return lambda: self._by_kernels(pairs, on, keep)
@@ -91,8 +92,8 @@ class Way:
             if existing.count < pairs.count:
                 self.device.run(lambda: self._note_faults(pairs.src, pairs.dst), on)
             if existing.count:
-                for one in moves:
-                    one()
+                for enqueue in moves:
+                    enqueue()
 
         return move
 
