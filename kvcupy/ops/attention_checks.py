@@ -50,8 +50,6 @@ class Options:
             checks.require_int(sinks, "sinks")
             if not 0 <= sinks < 2**63:
                 raise ValueError(f"sinks: expected at least 0, got {sinks}")
-            if window is None:
-                raise ValueError(f"sinks: expected a window beside {sinks} kept keys, got none")
             sink_keys = int(sinks)
         return cls(
             layout, _number(sm_scale, "sm_scale"), bool(causal), int(window or 0), sink_keys,

@@ -115,7 +115,6 @@ def error_cases():
     for bad in (0, -1, -(2**40)):
         yield "window", str(bad), always(bad), ValueError, "window"
     yield "window", "not whole", always(4.5), BOTH, "window"
-    yield "sinks", "number without a window", always(2), ValueError, "sinks|window"
     yield "sinks", "not whole", always(1.5), BOTH, "sinks"
     yield "sinks", "string", always("2"), BOTH, "sinks"
     yield "sinks", "three for four heads", zeros(np.float32, 3), ValueError, "sinks"

@@ -39,6 +39,12 @@ def test_first_keys_stay_visible(device, new, window, sinks):
         case.attend(case.arguments(LENS, new, fmt=fmt), window=window, sinks=sinks)
 
 
+def test_first_keys_are_kept_from_nothing_without_a_window(device):
+    """As in a model whose layers share the number, and only some of which have a window."""
+    case = AttentionCase(device, 21)
+    case.attend(case.arguments(LENS, NEW), sinks=2)
+
+
 @pytest.mark.parametrize("sinks", [None, 2])
 def test_window_without_causality(device, sinks):
     """A lower bound, and no upper one."""
