@@ -115,6 +115,11 @@ class Stream:
         """Whether the stream is part of a capture, anybody's."""
         return self.device.capture_of(self.pointer) is not None
 
+    @property
+    def keeps(self) -> bool:
+        """Whether owners live until work here has run, replays too: not in somebody's capture."""
+        return self.device.capture_of(self.pointer) is not FOREIGN
+
     def wait(self, other: Any) -> None:
         """Let later work here wait for an event, or for all that a stream holds so far.
 

@@ -29,6 +29,7 @@ class InlineStream:
     inline = True
     priority = 0
     capturing = False
+    keeps = True
     name = "calling thread"
 
     def __init__(self, device: HostDevice) -> None:
@@ -71,6 +72,7 @@ class HostStream:
     """A FIFO worker thread. Made by `Device.stream`."""
 
     inline = False
+    keeps = True
     _numbers = itertools.count(1)
 
     def __init__(self, device: HostDevice, priority: int = 0) -> None:

@@ -117,7 +117,7 @@ class AttentionPlan(plan.Plan):
         given = dict(zip(NAMES, pointers, strict=True))
         keep = arrays
         if any(self._used):
-            workspace = scratch.borrow(device, self._places[-1])
+            workspace = scratch.borrow(device, self._places[-1], on)
             keep = (*arrays, workspace)
             for name, place, used in zip(_WORKSPACE, self._places, self._used, strict=False):
                 given[name] = workspace.pointer + place if used else 0

@@ -84,10 +84,10 @@ class PagePairs:
         return self._lists
 
     def _send(self, device: Device, on: Stream) -> ArrayView:
-        pinned = scratch.borrow(device, 16 * self.count, pinned=True)
+        pinned = scratch.borrow(device, 16 * self.count, on, pinned=True)
         both = array_at(pinned.owner, pinned.pointer, (2, self.count), np.dtype(np.int64))
         both[0], both[1] = self.on_host("src_pages"), self.on_host("dst_pages")
-        sent = scratch.borrow(device, 16 * self.count)
+        sent = scratch.borrow(device, 16 * self.count, on)
         device.copy(sent, pinned, stream=on)
         return sent
 

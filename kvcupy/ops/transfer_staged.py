@@ -50,8 +50,8 @@ class Staging:
         """Return how many pieces the copies have, and the bytes of one on average."""
         return transfer_runs.fragments(self._rows, num_pages, num_runs)
 
-    def prepare(self, num_pages: int) -> Turns:
-        """Return what moves `num_pages` pages, its buffer and its kernels in hand.
+    def prepare(self, num_pages: int, on: Stream) -> Turns:
+        """Return what moves `num_pages` pages on a stream, its buffer and its kernels in hand.
 
         Raises
         ------
@@ -60,7 +60,7 @@ class Staging:
         device = self._route.device
         most = min(num_pages, self.pages_a_turn)
         arrays = len(self._far.parts) + len(self._far.scales)
-        buffer = scratch.borrow(device, most * self._page_bytes + arrays * _ALIGNMENT)
+        buffer = scratch.borrow(device, most * self._page_bytes + arrays * _ALIGNMENT, on)
         legs = self._legs(device, buffer, most)
         legs[0 if self._to_host else 1].kernel_moves()
         return Turns(self._to_host, legs, buffer, most)

@@ -83,7 +83,7 @@ class Way:
             ]
         else:
             try:
-                turns = [s.prepare(max(1, existing.count)) for s in self._stagings]
+                turns = [s.prepare(max(1, existing.count), on) for s in self._stagings]
             except CompileError as cause:
                 return self._expressed(cause, pairs, on, keep)
             moves = [partial(t.move, existing, self._max_blocks(), on, keep) for t in turns]

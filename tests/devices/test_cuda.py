@@ -621,6 +621,7 @@ def test_another_librarys_capture_is_left_to_that_library(api, device):
     device.run(lambda: None, stream, (Owner(),))
     assert log(api, "record") == []
     assert FOREIGN.kept == []
+    assert not stream.keeps and device.stream().keeps
     with pytest.raises(CaptureError):
         stream.synchronize()
     with pytest.raises(CaptureError):

@@ -1,0 +1,86 @@
+"""Buffers that are lent: nobody else has one while it is held, and then it comes back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+import kvcupy as kv
+from kvcupy import scratch
+from kvcupy.devices.host import HostDevice
+from kvcupy.devices.host_streams import InlineStream
+
+
+@pytest.fixture
+def fresh():
+    return HostDevice()
+
+
+def pointers(*views):
+    return [v.pointer for v in views]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_buffer_comes_back_when_nobody_holds_it(fresh, pinned):
+    on = fresh.as_stream(None)
+    first = scratch.borrow(fresh, 5000, on, pinned=pinned)
+    second = scratch.borrow(fresh, 5000, on, pinned=pinned)
+    assert first.shape == (5000,) and len(set(pointers(first, second))) == 2
+    back = first.pointer
+    del first
+    gc.collect()
+    again = scratch.borrow(fresh, 4097, on, pinned=pinned)  # of the same power of two
+    assert again.pointer == back != second.pointer
+    assert scratch.borrow(fresh, 9000, on, pinned=pinned).pointer not in (back, second.pointer)
+
+
+def test_work_in_flight_holds_its_buffer(fresh):
+    stream = fresh.stream()
+    buffer = scratch.borrow(fresh, 100, stream)
+    kept = buffer.pointer
+    gate = threading.Event()
+    fresh.run(gate.wait, stream, (buffer,))
+    del buffer
+    gc.collect()
+    assert scratch.borrow(fresh, 100, stream).pointer != kept
+    gate.set()
+    stream.synchronize()
+
+
+def test_what_goes_into_a_capture_of_others_never_comes_back(fresh, monkeypatch):
+    monkeypatch.setattr(scratch, "_captured", [])
+    monkeypatch.setattr(InlineStream, "keeps", False)
+    on = fresh.as_stream(None)
+    taken = [scratch.borrow(fresh, 64, on).pointer for _ in range(4)]
+    gc.collect()
+    assert len(set(taken)) == 4
+
+
+def attend(device):
+    """A ragged call, which has a workspace; the keys of no sequence."""
+    cache = device.zeros((2, 4, 1, 8), "fp32")
+    kv.paged_attention(
+        device.zeros((3, 2, 8), "fp32"), cache, cache, device.asarray(np.zeros((1, 2), np.int32)),
+        device.asarray(np.array([5])), query_lens=device.asarray(np.array([3])),
+    )  # fmt: skip
+
+
+def stage(device):
+    """A transfer that is staged."""
+    near = kv.KVPool(4, 2, 2, 1, 8, device=device)
+    far = kv.KVPool(4, 2, 2, 1, 8, layout="page_first", placement="pinned", device=device)
+    kv.transfer_pages(near, far, [0, 2], [1, 3], method="staged")
+
+
+@pytest.mark.parametrize("work", [attend, stage])
+def test_operations_say_which_stream_their_buffers_are_for(monkeypatch, work):
+    device = kv.device("host")
+    monkeypatch.setattr(scratch, "_captured", [])
+    work(device)
+    assert scratch._captured == []
+    monkeypatch.setattr(InlineStream, "keeps", False)
+    work(device)
+    assert len(scratch._captured) == 1
