@@ -10,7 +10,7 @@ import pytest
 import kvcupy as kv
 from kvcupy import calibrate, calibration
 from kvcupy.__main__ import main
-from kvcupy.ops import transfer_method, transfer_route, transfer_staged
+from kvcupy.ops import transfer, transfer_method, transfer_route, transfer_staged
 from kvcupy.ops.transfer_method import DEFAULTS, NEVER, default
 
 
@@ -112,6 +112,28 @@ def test_neighbours_count_as_one_piece(device):
     )
     assert chosen(device, SCATTERED) == "kernel"
     assert chosen(device, np.arange(32)) == "copy"
+
+
+def methods_of(device, pairs, *pools_of):
+    """What "auto" takes for the same pairs between several pairs of pools, one after another."""
+    found = []
+    for pages, heads in pools_of:
+        near = kv.KVPool(pages, 1, 4, heads, 256, device=device)
+        far = kv.KVPool(pages, 1, 4, heads, 256, placement="pinned", device=device)
+        found.append(transfer.prepare(near, far).way._choose(pairs))
+    return found
+
+
+def test_a_choice_serves_only_transfers_of_the_same_kind(device):
+    """One list of pages between pools of other rows, and between smaller pools."""
+    pairs = transfer.PagePairs(SCATTERED, SCATTERED)
+    kept = {"copy_from_bytes": [[1, 1024]], "staged": False, "blocks": None}
+    calibration.save(device.model, {"to_host": kept})
+    assert methods_of(device, pairs, (64, 2), (64, 1), (64, 2)) == ["copy", "kernel", "copy"]
+    calibration.save(device.model, {"to_host": {**kept, "copy_from_bytes": [[1, NEVER], [256, 0]]}})
+    transfer_method.forget()
+    pairs = transfer.PagePairs(SCATTERED, SCATTERED)
+    assert methods_of(device, pairs, (64, 2), (32, 2)) == ["copy", "kernel"]  # 256 pieces, 128
 
 
 @pytest.mark.parametrize(

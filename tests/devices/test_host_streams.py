@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 import weakref
@@ -861,3 +862,14 @@ def test_an_event_of_a_capture_can_be_recorded_outside_again(device):
     assert not event.done()
     gate.open()
     event.synchronize()
+
+
+def test_a_stream_of_usual_priority_keeps_what_its_process_has(monkeypatch):
+    asked = []
+    monkeypatch.setattr(os, "setpriority", lambda *arguments: asked.append(arguments[2]))
+    device = HostDevice()
+    for priority in (0, 5):
+        stream = device.stream(priority)
+        stream.call(lambda: None)
+        stream.synchronize()
+    assert asked == [5]

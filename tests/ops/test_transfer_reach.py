@@ -15,6 +15,7 @@ from transfer_cases import TransferCase
 import kvcupy as kv
 from kvcupy.devices.host import HostDevice
 from kvcupy.exporters import view
+from kvcupy.ops import transfer_kernels
 
 POOL = {"num_pages": 12, "page_size": 4, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8}
 PAIRS = ([3, 11, 0, 4, 5], [7, 0, 11, 3, 2])
@@ -212,3 +213,12 @@ def test_more_pieces_than_a_launch_counts_are_refused_before_the_first(device, m
     with pytest.raises(ValueError, match="src_pages: expected at most 60"):
         case.issue(src, dst, [3, 5, 7], [1, 2, 12], layers=[0, 2, 3, 4, 5], method="kernel")
     case.finish()
+
+
+@pytest.mark.parametrize(
+    ("words", "lanes"), [(1, 1), (3, 4), (5, 2), (8, 8), (36, 16), (41, 16), (64, 32), (4096, 32)]
+)
+def test_at_most_a_quarter_of_the_lanes_of_a_row_are_idle(words, lanes):
+    """Rows of 576 and 656 bytes are 36 and 41 words."""
+    assert transfer_kernels._lanes(words, 32) == lanes
+    assert -(-words // lanes) * lanes * 3 <= words * 4

@@ -1,0 +1,99 @@
+"""Which kernels `paged_attention` launches, and how many splits of the keys it takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvcupy as kv
+from kvcupy import devices
+from kvcupy.devices.host import HostDevice
+from kvcupy.ops import plan
+
+
+class Watched(HostDevice):
+    """A host device laid out as a GPU of 132 multiprocessors, which notes its launches."""
+
+    def __init__(self, warp_lanes=32):
+        super().__init__()
+        self.multiprocessors, self.warp_lanes = 132, warp_lanes
+        self.launches = []
+
+    def launch(self, function, grid, block, smem_bytes, params, stream, keep=()):
+        self.launches.append((function.specialisation.kernel.name, grid))
+        super().launch(function, grid, block, smem_bytes, params, stream, keep)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    def make(**options):
+        device = Watched(**options)
+        monkeypatch.setitem(devices._devices, "host", device)
+        monkeypatch.setattr(plan, "_plans", {})
+        monkeypatch.setattr(kv.config, "fallback", "error")
+        return device
+
+    return make
+
+
+def launched(device, *, sequences=1, new=None, heads=(4, 2), dtype=np.float16, width=64,
+             cache_dtype=None, max_pages=64, **options):  # fmt: skip
+    """Names and grids of what one call launches; few of the keys that there is room for exist."""
+    tokens = sequences * (new or 1)
+    query = np.ones((tokens, heads[0], width), dtype)
+    cache = np.ones((4, 16, heads[1], width), cache_dtype or dtype)
+    table = np.zeros((sequences, max_pages), np.int32)
+    lens = np.full(sequences, max(20, new or 1))
+    if new is not None:
+        options["query_lens"] = np.full(sequences, new)
+    kv.paged_attention(query, cache, cache, table, lens, **options)
+    return device.launches
+
+
+def names(launches):
+    return [name for name, _ in launches]
+
+
+def test_a_single_sequence_is_split_and_merged(watch):
+    launches = launched(watch())
+    assert names(launches) == ["attention_decode", "merge_states"]
+    assert launches[0][1][2] == 64 * 16 // 256  # no split of less than 256 keys
+
+
+def test_many_sequences_are_not_split(watch):
+    (decode,) = launched(watch(), sequences=300)
+    assert decode[1] == (300, 2, 1)
+
+
+def test_a_window_leaves_nothing_to_split(watch):
+    assert names(launched(watch(), window=100, sinks=4)) == ["attention_decode"]
+
+
+def test_splits_follow_the_multiprocessors(watch):
+    few = launched(watch(), sequences=64, max_pages=4096)
+    assert few[0][1] == (64, 2, 4 * 132 // 128)
+
+
+@pytest.mark.parametrize("width", [64, 80])
+def test_ragged_queries_go_to_the_tensor_cores(watch, width):
+    launches = launched(watch(), sequences=2, new=16, width=width, max_pages=2)
+    assert names(launches) == ["attention_starts", "attention_prefill"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"new": None, "heads": (16, 1)},  # decode, of however many heads a group
+        {"new": 2},  # too few rows
+        {"new": 16, "width": 60},  # rows that are no whole words
+        {"new": 16, "dtype": np.float32},
+        {"new": 16, "cache_dtype": np.int8},
+        {"new": 16, "width": 512},
+    ],
+)
+def test_all_else_takes_the_plain_path(watch, call):
+    assert "attention_decode" in names(launched(watch(), max_pages=2, **call))
+
+
+def test_where_threads_do_not_step_together_there_are_no_tensor_cores(watch):
+    assert "attention_decode" in names(launched(watch(warp_lanes=1), new=16, max_pages=2))
