@@ -45,6 +45,18 @@ def device(request: pytest.FixtureRequest):
 
 
 @pytest.fixture
+def device_name(request: pytest.FixtureRequest) -> str:
+    """What ``--device`` says, for scripts that are given it."""
+    return request.config.getoption("--device")
+
+
+@pytest.fixture
+def scripts_on_path(monkeypatch):
+    """Let the scripts be imported, as they import one another."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "scripts"))
+
+
+@pytest.fixture
 def kernel_sources(tmp_path, monkeypatch):
     """A copy of ``kernels_src`` that a test may change, and that every host device of the test
     compiles from (`helpers.KernelSources`)."""

@@ -114,12 +114,13 @@ def test_neighbours_count_as_one_piece(device):
     assert chosen(device, np.arange(32)) == "copy"
 
 
-def methods_of(device, pairs, *pools_of):
+def methods_of(device, pairs, *pools_of, layout="layer_first"):
     """What "auto" takes for the same pairs between several pairs of pools, one after another."""
     found = []
     for pages, heads in pools_of:
-        near = kv.KVPool(pages, 1, 4, heads, 256, device=device)
-        far = kv.KVPool(pages, 1, 4, heads, 256, placement="pinned", device=device)
+        shape = (pages, 1, 4, heads, 256)
+        near = kv.KVPool(*shape, layout=layout, device=device)
+        far = kv.KVPool(*shape, layout=layout, placement="pinned", device=device)
         found.append(transfer.prepare(near, far).way._choose(pairs))
     return found
 
@@ -130,10 +131,11 @@ def test_a_choice_serves_only_transfers_of_the_same_kind(device):
     kept = {"copy_from_bytes": [[1, 1024]], "staged": False, "blocks": None}
     calibration.save(device.model, {"to_host": kept})
     assert methods_of(device, pairs, (64, 2), (64, 1), (64, 2)) == ["copy", "kernel", "copy"]
-    calibration.save(device.model, {"to_host": {**kept, "copy_from_bytes": [[1, NEVER], [256, 0]]}})
+    calibration.save(device.model, {"to_host": {**kept, "copy_from_bytes": [[1, NEVER], [64, 0]]}})
     transfer_method.forget()
-    pairs = transfer.PagePairs(SCATTERED, SCATTERED)
-    assert methods_of(device, pairs, (64, 2), (32, 2)) == ["copy", "kernel"]  # 256 pieces, 128
+    pairs = transfer.PagePairs(SCATTERED, SCATTERED)  # 32 of K and of V, of which 16 exist
+    both = methods_of(device, pairs, (64, 2), (32, 2), layout="page_first")
+    assert both == ["copy", "kernel"]
 
 
 @pytest.mark.parametrize(

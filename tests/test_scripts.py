@@ -17,16 +17,7 @@ import kvcupy as kv
 from kvcupy import exporters
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-
-
-@pytest.fixture(autouse=True)
-def scripts_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-
-@pytest.fixture
-def device_name(request):
-    return request.config.getoption("--device")
+pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 
 def demo(device_name, *arguments):

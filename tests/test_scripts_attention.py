@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kvcupy as kv
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-
-
-@pytest.fixture(autouse=True)
-def scripts_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-
-@pytest.fixture
-def device_name(request):
-    return request.config.getoption("--device")
+pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 
 def bench(device_name, *arguments):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,17 +11,7 @@ import pytest
 import kvcupy as kv
 from kvcupy.cache.transfers import Transfer
 
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
-
-
-@pytest.fixture(autouse=True)
-def scripts_on_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-
-@pytest.fixture
-def device_name(request):
-    return request.config.getoption("--device")
+pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 
 def only_on_the_host(device):
