@@ -117,10 +117,10 @@ def test_neighbours_count_as_one_piece(device):
 def methods_of(device, pairs, *pools_of, layout="layer_first"):
     """What "auto" takes for the same pairs between several pairs of pools, one after another."""
     found = []
-    for pages, heads in pools_of:
-        shape = (pages, 1, 4, heads, 256)
-        near = kv.KVPool(*shape, layout=layout, device=device)
-        far = kv.KVPool(*shape, layout=layout, placement="pinned", device=device)
+    for near_pages, far_pages, heads in pools_of:
+        shape = (1, 4, heads, 256)
+        near = kv.KVPool(near_pages, *shape, layout=layout, device=device)
+        far = kv.KVPool(far_pages, *shape, layout=layout, placement="pinned", device=device)
         found.append(transfer.prepare(near, far).way._choose(pairs))
     return found
 
@@ -130,12 +130,14 @@ def test_a_choice_serves_only_transfers_of_the_same_kind(device):
     pairs = transfer.PagePairs(SCATTERED, SCATTERED)
     kept = {"copy_from_bytes": [[1, 1024]], "staged": False, "blocks": None}
     calibration.save(device.model, {"to_host": kept})
-    assert methods_of(device, pairs, (64, 2), (64, 1), (64, 2)) == ["copy", "kernel", "copy"]
+    of_other_rows = (64, 64, 2), (64, 64, 1), (64, 64, 2)
+    assert methods_of(device, pairs, *of_other_rows) == ["copy", "kernel", "copy"]
     calibration.save(device.model, {"to_host": {**kept, "copy_from_bytes": [[1, NEVER], [64, 0]]}})
     transfer_method.forget()
     pairs = transfer.PagePairs(SCATTERED, SCATTERED)  # 32 of K and of V, of which 16 exist
-    both = methods_of(device, pairs, (64, 2), (32, 2), layout="page_first")
-    assert both == ["copy", "kernel"]
+    smaller = (64, 64, 2), (64, 32, 2), (32, 64, 2)
+    found = methods_of(device, pairs, *smaller, layout="page_first")
+    assert found == ["copy", "kernel", "kernel"]
 
 
 @pytest.mark.parametrize(
