@@ -7,7 +7,10 @@
 // them, and merge.cu merges splits.
 //
 // Bytes: each visible K and V row once a tile, which in decode is once for all heads of its group.
-#include "attention.cuh"
+// Where keys turn, also the other half of what turns, from the cache of the multiprocessor, and a
+// row of the table.
+#include "attention_end.cuh"
+#include "attention_rows.cuh"
 
 // Where the rows of each sequence begin in a ragged query, also past the end of it. One warp goes
 // over all lengths.
@@ -57,80 +60,6 @@ __global__ void attention_starts(const __grid_constant__ AttentionStartsParams p
   if (lane == 0) {
     p.starts[p.num_sequences] = static_cast<int>(before < kMost ? before : kMost);
   }
-}
-
-// Any format, told at run time, and rows of any alignment.
-struct AnyFormat {};
-
-template <typename T, int kCount>
-struct Elements {
-  static constexpr int kBytes = sizeof(T);
-  Pack<T, kCount> pack;
-
-  __device__ __forceinline__ void load(const char* row, int i, int width, int) {
-    if (i < width) {
-      pack.load(row + i * static_cast<int>(sizeof(T)));
-    } else {
-      pack = Pack<T, kCount>{};
-    }
-  }
-  __device__ __forceinline__ Pack<float, kCount> floats() const { return to_floats(pack); }
-};
-
-template <int kCount>
-struct Elements<AnyFormat, kCount> {
-  static constexpr int kBytes = 8;  // takes as many registers as if
-  Pack<float, kCount> pack;
-
-  template <typename T>
-  __device__ __forceinline__ void load_as(const char* row, int i, int width) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      pack.values[j] = i + j < width ? to_float(reinterpret_cast<const T*>(row)[i + j]) : 0.0f;
-    }
-  }
-
-  __device__ __forceinline__ void load(const char* row, int i, int width, int format) {
-    switch (format) {
-      case 0:
-        return load_as<float>(row, i, width);
-      case 1:
-        return load_as<half>(row, i, width);
-      case 2:
-        return load_as<bfloat16>(row, i, width);
-      case 3:
-        return load_as<fp8_e4m3>(row, i, width);
-      case 4:
-        return load_as<fp8_e5m2>(row, i, width);
-      default:
-        return load_as<int8>(row, i, width);
-    }
-  }
-  __device__ __forceinline__ Pack<float, kCount> floats() const { return pack; }
-};
-
-// sums += a * b, element by element.
-template <int kCount>
-__device__ __forceinline__ void multiply_add(const Pack<float, kCount>& a,
-                                             const Pack<float, kCount>& b,
-                                             Pack<float, kCount>& sums) {
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) sums.values[j] = fmaf(a.values[j], b.values[j], sums.values[j]);
-}
-
-template <int kCount>
-__device__ __forceinline__ void multiply_add(float a, const Pack<float, kCount>& b,
-                                             Pack<float, kCount>& sums) {
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) sums.values[j] = fmaf(a, b.values[j], sums.values[j]);
-}
-
-template <int kCount>
-__device__ __forceinline__ float sum_of(const Pack<float, kCount>& pack) {
-  float sum = pack.values[0];
-#pragma unroll
-  for (int j = 1; j < kCount; ++j) sum += pack.values[j];
-  return sum;
 }
 
 // The part of a softmax over some keys that one group of lanes has, for every row of the tile. A
@@ -231,19 +160,20 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
   }
 }
 
+// kTurns: keys are raw, and `rope_table` is given.
 // Two blocks a multiprocessor are asked for: for three, some specialisations would spill.
 // grid: (tiles, H, num_splits), block: (whole groups of lanes), smem: what `finish_tile` lays out,
 // 0 for one group
-template <typename TCache, int kRows, int kSteps>
+template <typename TCache, int kRows, int kSteps, bool kTurns>
 __global__ void __launch_bounds__(128, 2)
     attention_decode(const __grid_constant__ AttentionParams p) {
   constexpr int kCount = 8;
-  constexpr int kBytes = Elements<TCache, kCount>::kBytes;
+  constexpr int kBytes = Elements<TCache, kCount>::kBytes * (kTurns ? 2 : 1);
   // Keys in flight a group: what registers hold beside the rows.
-  constexpr int kKeys = kBytes > 4                          ? 1
-                        : kRows * kSteps == 1 && kBytes < 4 ? 4
-                        : kRows * kSteps <= 8               ? 2
-                                                            : 1;
+  constexpr int kKeys = kBytes > 4                           ? 1
+                        : kRows * kSteps == 1 && kBytes < 4  ? 4
+                        : kRows * kSteps <= (kTurns ? 4 : 8) ? 2
+                                                             : 1;
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const int groups = blockDim.x / lanes;
@@ -285,18 +215,20 @@ __global__ void __launch_bounds__(128, 2)
     const i64 mine = first + of_warp * kKeys;
     Elements<TCache, kCount> k[kKeys][kSteps];
     Elements<TCache, kCount> v[kKeys][kSteps];
+    Elements<TCache, kCount> partners[kTurns ? kKeys : 1][kTurns ? kSteps : 1];
     i64 keys[kKeys];
     float k_scales[kKeys];
     float v_scales[kKeys];
     // Load
 #pragma unroll
     for (int n = 0; n < kKeys; ++n) {
-      keys[n] = mine + n < end ? key_of(t, mine + n) : -1;
+      keys[n] = mine + n < end ? key_of(p, t, mine + n) : -1;
       i64 offset = 0;
       i64 page = -1;
       if (keys[n] >= 0) {
-        offset = offset_in_page(p, keys[n]);
-        page = page_of(p, t, keys[n], reports && (offset == 0 || mine + n == begin));
+        const i64 place = place_of(p, t, keys[n]);
+        offset = offset_in_page(p, place);
+        page = page_of(p, t, place, reports);
         if (page < 0) keys[n] = -1;
       }
       const bool there = keys[n] >= 0;
@@ -307,6 +239,9 @@ __global__ void __launch_bounds__(128, 2)
       for (int s = 0; s < kSteps; ++s) {
         const int i = (s * lanes + lane) * kCount;
         k[n][s].load(k_row, i, there ? p.k.width : 0, p.k_format);
+        if constexpr (kTurns) {
+          partners[n][s] = load_partners<TCache, kCount>(p, k_row, i, there ? p.k.width : 0);
+        }
         v[n][s].load(v_row, i, there ? p.v.width : 0, p.v_format);
       }
       const i64 slot = page * p.page_size + offset;
@@ -319,9 +254,16 @@ __global__ void __launch_bounds__(128, 2)
 #pragma unroll
     for (int n = 0; n < kKeys; ++n) {
       Pack<float, kCount> dots[kRows];
+      const float* angles = nullptr;
+      if constexpr (kTurns) angles = angles_of(p, t, keys[n]);
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
-        const Pack<float, kCount> floats = k[n][s].floats();
+        Pack<float, kCount> floats;
+        if constexpr (kTurns) {
+          floats = turned(p, k[n][s], partners[n][s], angles, (s * lanes + lane) * kCount);
+        } else {
+          floats = k[n][s].floats();
+        }
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           if (s == 0) dots[r] = Pack<float, kCount>{};

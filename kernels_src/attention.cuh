@@ -5,7 +5,8 @@
 // of them: packed row r of a sequence is its new token r / group, head r % group. A tile is some
 // packed rows of one sequence and KV head. Keys are numbered by position; what a tile can see of
 // them is the kept first keys (sinks) and a range, walked through as one list that several splits
-// share.
+// share. A key lies at the place that its position says, or further on: a sequence may have a hole
+// in its pages, and only `place_of` knows.
 #pragma once
 
 #include "cache_side.cuh"
@@ -23,10 +24,16 @@ struct AttentionParams {
   const char* v_scale_cache;  // [num_slots, H] float32, or null: static scales
   const char* sinks;          // [H * group] float32 logits, or null
   const char* tree_mask;      // [num_tokens, columns] bool, or null
-  char* out;                  // [num_tokens, H * group, v.width]
-  char* lse;                  // [num_tokens, H * group] float32, or null
-  char* partial_out;          // [num_splits, num_tokens, H * group, v.width] float32, or null: out
-  char* partial_lse;          // [num_splits, num_tokens, H * group] float32
+  const char* tree_lens;    // [num_sequences] int32: keys that the mask is about, or null: new ones
+  const char* hole_starts;  // [num_sequences] int32, or null: no holes
+  const char* holes;        // [num_sequences] int32
+  const char* key_starts;   // [num_sequences] int32: the first key looked at, or null: 0
+  const char* rope_table;   // [max_positions, rotary_dim] float32, or null: keys do not turn
+  const char* tail_positions;  // [num_sequences, tail_columns] int32: of tree keys, or null
+  char* out;                   // [num_tokens, H * group, v.width]
+  char* lse;                   // [num_tokens, H * group] float32, or null
+  char* partial_out;           // [num_splits, num_tokens, H * group, v.width] float32, or null: out
+  char* partial_lse;           // [num_splits, num_tokens, H * group] float32
   FaultRecord* faults;
   CacheSide k;  // of the cache: strides, scale, width
   CacheSide v;
@@ -42,6 +49,14 @@ struct AttentionParams {
   i64 sink_bytes;     // between learned logits
   i64 mask_row_bytes;
   i64 mask_column_bytes;
+  i64 tree_len_bytes;  // between entries, as the next three
+  i64 hole_start_bytes;
+  i64 hole_bytes;
+  i64 key_start_bytes;
+  i64 rope_row_bytes;
+  i64 tail_row_bytes;
+  i64 tail_column_bytes;
+  i64 max_positions;
   i64 num_pages;
   i64 max_pages;
   i64 window;           // keys a query sees at most, itself included; 0: all
@@ -61,6 +76,10 @@ struct AttentionParams {
   int table_index_bytes;
   int length_index_bytes;
   int mask_columns;
+  int tail_columns;
+  int rotary_start;  // of a row of K, the first element that turns
+  int rotary_dim;
+  int interleaved;  // pairs are neighbours, not halves apart
   int causal;
   int query_format;  // see load_any
   int k_format;
@@ -111,10 +130,18 @@ struct AttentionTile {
   int num_rows;     // in the tile
   i64 seq_len;
   i64 num_keys;   // that the table has pages for
-  i64 sinks;      // keys 0 to sinks - 1 come first,
+  i64 sinks;      // so many keys from the first that is looked at come first,
   i64 first_key;  // then first_key to first_key + (num_visible - sinks) - 1
   i64 num_visible;
 };
+
+constexpr i64 kNoTree = i64{1} << 62;  // past every key, and differences to it are numbers still
+
+// An entry of an int32 array with one a sequence, at least 0.
+__device__ __forceinline__ int count_of(const char* counts, i64 entry_bytes, int sequence) {
+  const int count = *reinterpret_cast<const int*>(counts + sequence * entry_bytes);
+  return count < 0 ? 0 : count;
+}
 
 __device__ __forceinline__ i64 seq_len_of(const AttentionParams& p, int sequence) {
   return load_index(p.seq_lens + sequence * p.seq_len_bytes, p.length_index_bytes);
@@ -130,6 +157,37 @@ __device__ __forceinline__ int first_tile(const AttentionParams& p, int sequence
 __device__ __forceinline__ i64 position_of(const AttentionParams& p, const AttentionTile& t,
                                            int row) {
   return t.seq_len - t.num_new + (t.first_row + row) / p.group;
+}
+
+// What a sequence has beside its length is looked up where it is needed: few calls have any of it,
+// and none should hold registers for it.
+
+// The first of the keys that the tree mask decides about.
+__device__ __forceinline__ i64 first_tree_key(const AttentionParams& p, const AttentionTile& t) {
+  if (!p.tree_mask) return kNoTree;
+  const int nodes = p.tree_lens ? count_of(p.tree_lens, p.tree_len_bytes, t.sequence) : t.num_new;
+  return nodes > 0 ? t.seq_len - nodes : kNoTree;
+}
+
+// The first key that is looked at.
+__device__ __forceinline__ int key_start(const AttentionParams& p, const AttentionTile& t) {
+  return p.key_starts ? count_of(p.key_starts, p.key_start_bytes, t.sequence) : 0;
+}
+
+// Where a key lies: at a slot of the pages that the table lists.
+__device__ __forceinline__ i64 place_of(const AttentionParams& p, const AttentionTile& t, i64 key) {
+  if (!p.hole_starts || key < count_of(p.hole_starts, p.hole_start_bytes, t.sequence)) return key;
+  return key + count_of(p.holes, p.hole_bytes, t.sequence);
+}
+
+// How many keys lie at places before `most`.
+__device__ __forceinline__ i64 keys_before(const AttentionParams& p, const AttentionTile& t,
+                                           i64 most) {
+  if (!p.hole_starts) return most;
+  const int hole_start = count_of(p.hole_starts, p.hole_start_bytes, t.sequence);
+  const i64 past_the_hole = most - count_of(p.holes, p.hole_bytes, t.sequence);
+  const i64 before_it = hole_start < most ? hole_start : most;
+  return past_the_hole > before_it ? past_the_hole : before_it;
 }
 
 // `reports`: whether this thread notes a sequence that is longer than its table.
@@ -168,8 +226,8 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int
     return t;
   }
   const i64 length = seq_len_of(p, t.sequence);
-  t.seq_len = length < 0 ? -1 : length;  // whose positions are negative, and see nothing
-  const i64 most = p.max_pages * p.page_size;
+  t.seq_len = length < 0 ? -1 : length;  // whose positions are negative, and which has no keys
+  const i64 most = keys_before(p, t, p.max_pages * p.page_size);
   t.num_keys = length < 0 ? 0 : length;
   if (t.num_keys > most) {
     if (reports && within == 0) {
@@ -178,46 +236,54 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int
     t.num_keys = most;
   }
   i64 end = t.num_keys;
-  if (p.causal && !p.tree_mask) {
+  const i64 first_tree = first_tree_key(p, t);
+  if (p.causal && first_tree == kNoTree) {
     const i64 last = position_of(p, t, t.num_rows - 1) + 1;
     end = last < 0 ? 0 : last < end ? last : end;
   }
+  const i64 start = key_start(p, t);
+  t.first_key = start < end ? start : end;
   if (p.window) {
     i64 first = position_of(p, t, 0) - p.window + 1;
-    // What a tree mask decides, the window does not.
-    if (p.tree_mask && first > t.seq_len - t.num_new) first = t.seq_len - t.num_new;
-    t.first_key = first < 0 ? 0 : first < end ? first : end;
-    t.sinks = p.sink_keys < t.first_key ? p.sink_keys : t.first_key;
+    if (first > first_tree) first = first_tree;  // what the mask decides, the window does not
+    if (first > t.first_key) t.first_key = first < end ? first : end;
+    const i64 kept = (p.sink_keys < t.first_key ? p.sink_keys : t.first_key) - start;
+    t.sinks = kept < 0 ? 0 : kept;
   }
   t.num_visible = t.sinks + end - t.first_key;
   return t;
 }
 
-__device__ __forceinline__ i64 key_of(const AttentionTile& t, i64 i) {
-  return i < t.sinks ? i : i - t.sinks + t.first_key;
+__device__ __forceinline__ i64 key_of(const AttentionParams& p, const AttentionTile& t, i64 i) {
+  return i < t.sinks ? i + key_start(p, t) : i - t.sinks + t.first_key;
+}
+
+// Whether a query of no position sees no key: where all queries see all keys, it does.
+__device__ __forceinline__ bool position_counts(const AttentionParams& p, i64 first_tree) {
+  return p.causal || p.window || first_tree != kNoTree;
 }
 
 // Whether the query of a packed row sees a key that the tile sees.
 __device__ __forceinline__ bool sees(const AttentionParams& p, const AttentionTile& t, int row,
                                      i64 key) {
   const int token = (t.first_row + row) / p.group;
-  const i64 first_new = t.seq_len - t.num_new;
-  const i64 position = first_new + token;
-  if (position < 0 || key >= t.num_keys) return false;
-  if (p.tree_mask && key >= first_new) {
-    const i64 column = key - first_new;
+  const i64 position = t.seq_len - t.num_new + token;
+  const i64 first_tree = first_tree_key(p, t);
+  if (key >= t.num_keys || (position < 0 && position_counts(p, first_tree))) return false;
+  if (key >= first_tree) {
+    const i64 column = key - first_tree;
     return column < p.mask_columns &&
            p.tree_mask[(t.first_token + token) * p.mask_row_bytes + column * p.mask_column_bytes];
   }
-  if (p.causal && !p.tree_mask && key > position) return false;
+  if (p.causal && key > position) return false;
   return !p.window || key > position - p.window || key < p.sink_keys;
 }
 
-// The page of a key, or -1: its table entry is none. The thread that `reports` notes one past the
+// The page of a place, or -1: its table entry is none. The thread that `reports` notes one past the
 // end.
-__device__ __forceinline__ i64 page_of(const AttentionParams& p, const AttentionTile& t, i64 key,
+__device__ __forceinline__ i64 page_of(const AttentionParams& p, const AttentionTile& t, i64 place,
                                        bool reports) {
-  const i64 entry = p.page_shift >= 0 ? key >> p.page_shift : key / p.page_size;
+  const i64 entry = p.page_shift >= 0 ? place >> p.page_shift : place / p.page_size;
   const i64 page =
       load_index(p.block_table + t.sequence * p.table_row_bytes + entry * p.table_entry_bytes,
                  p.table_index_bytes);
@@ -230,8 +296,8 @@ __device__ __forceinline__ i64 page_of(const AttentionParams& p, const Attention
   return page < 0 ? -1 : page;
 }
 
-__device__ __forceinline__ i64 offset_in_page(const AttentionParams& p, i64 key) {
-  return p.page_shift >= 0 ? key & ((i64{1} << p.page_shift) - 1) : key % p.page_size;
+__device__ __forceinline__ i64 offset_in_page(const AttentionParams& p, i64 place) {
+  return p.page_shift >= 0 ? place & ((i64{1} << p.page_shift) - 1) : place % p.page_size;
 }
 
 __device__ __forceinline__ const char* row_of(const char* cache, const CacheSide& side, i64 page,
@@ -251,54 +317,4 @@ __device__ __forceinline__ float scale_of_row(const char* scale, const char* sca
 __device__ __forceinline__ float logit_of(const AttentionParams& p, float dot) {
   const float score = dot * p.score_scale;
   return p.soft_cap > 0.0f ? p.cap_scale * tanhf(score / p.soft_cap) : score;
-}
-
-// --- The end of a row ----------------------------------------------------------------------------
-
-// What a row of a tile has come to: its largest logit (base 2) and the sum of weights against it.
-// `count` elements of the sum of weighted values are written from `first` on, and by one thread
-// (`first` 0) the LSE. Learned sinks join here, unless splits are merged later.
-struct RowEnd {
-  char* out;      // [v.width]
-  int format;     // of out
-  float* lse;     // or null
-  float divisor;  // of the weighted values; 0: no key was seen
-  float lse_value;
-};
-
-__device__ __forceinline__ RowEnd end_of_row(const AttentionParams& p, const AttentionTile& t,
-                                             int row, int kv_head, int split, float largest,
-                                             float sum) {
-  const int packed = t.first_row + row;
-  const i64 token = t.first_token + packed / p.group;
-  const i64 head = i64{kv_head} * p.group + packed % p.group;
-  RowEnd end;
-  const bool seen = sum != 0.0f;  // a NaN was seen too
-  if (p.partial_out) {
-    const i64 at = (split * i64{p.num_tokens} + token) * p.num_heads + head;
-    end.out = p.partial_out + at * p.v.width * 4;
-    end.format = 0;
-    end.lse = reinterpret_cast<float*>(p.partial_lse) + at;
-  } else {
-    end.out = p.out + token * p.out_token_bytes + head * p.out_head_bytes;
-    end.format = p.out_format;
-    end.lse =
-        p.lse
-            ? reinterpret_cast<float*>(p.lse + token * p.lse_token_bytes + head * p.lse_head_bytes)
-            : nullptr;
-    const float sink = p.sinks
-                           ? *reinterpret_cast<const float*>(p.sinks + head * p.sink_bytes) * kLog2E
-                           : -kInfinity;
-    if (sink != -kInfinity) {
-      const float both = fmaxf(largest, sink);
-      const float rescale = seen ? exp2f(largest - both) : 0.0f;
-      const float total = sum * rescale + exp2f(sink - both);
-      end.divisor = rescale != 0.0f ? total / rescale : 0.0f;
-      end.lse_value = (both + log2f(total)) * kLn2;
-      return end;
-    }
-  }
-  end.divisor = seen ? sum : 0.0f;
-  end.lse_value = seen ? (largest + log2f(sum)) * kLn2 : -kInfinity;
-  return end;
 }

@@ -11,6 +11,8 @@
 // row does not see has the weight 0. A NaN or infinite value that one row sees does reach the
 // others of its block.
 //
+// Keys that are cached raw are turned where they lie in shared memory, once they are all there.
+//
 // Bytes: visible K and V once a tile of 64 rows; Q and the output once.
 #include "attention_prefill.cuh"
 
@@ -27,7 +29,7 @@ __device__ __forceinline__ void write_row(const AttentionParams& p, char* out, b
     for (int i = 0; i < 4; ++i) {
       x[i] = zero ? 0.0f : o[n + i / 2][half_of * 2 + i % 2] * scale;
     }
-    if (p.partial_out) {
+    if (p.partial_out || p.out_format == 0) {  // float32
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int column = (n + i) * 8 + t * 2;
@@ -95,12 +97,13 @@ __device__ __forceinline__ void weigh(float (&s)[kScores][4], float (&largest)[2
   }
 }
 
-// T: format of queries, cache and output.
+// T: format of queries, cache and, unless that is float32, output.
+// kTurns: keys are raw, and `rope_table` is given.
 // grid: (tiles, H, num_splits), block: 128, smem: PrefillShape::kBytes
-template <typename T, int kWidth, int kWidthV>
-__global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kWidth, kWidthV>::kBlocks)
+template <typename T, int kWidth, int kWidthV, bool kTurns>
+__global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kWidth, kWidthV, kTurns>::kBlocks)
     attention_prefill(const __grid_constant__ AttentionParams p) {
-  using Shape = PrefillShape<kWidth, kWidthV>;
+  using Shape = PrefillShape<kWidth, kWidthV, kTurns>;
   constexpr int kKeys = Shape::kKeys;
   constexpr int kSteps = kWidth / 16;
   constexpr int kUnroll = Shape::kQueryInRegisters ? kSteps : 4;  // else loads come too early
@@ -112,7 +115,7 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kWidth, kWidthV>
   char* keys = dynamic_shared<char>();
   char* values = keys + Shape::kValuesAt;
   char* queries = keys + Shape::kQueryAt;
-  auto* tables = reinterpret_cast<KeyTable<kKeys>*>(keys + Shape::kTablesAt);
+  auto* tables = reinterpret_cast<KeyTable<kKeys, kTurns>*>(keys + Shape::kTablesAt);
   auto& shared = *reinterpret_cast<PrefillTile*>(keys + Shape::kTileAt);
   AttentionTile& t = shared.tile;
   if (threadIdx.x == 0) {
@@ -162,12 +165,16 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kWidth, kWidthV>
   }
 
   for (int number = 0; number < num_key_tiles; ++number) {
-    const KeyTable<kKeys>& table = tables[number % 2];
-    KeyTable<kKeys>& next_table = tables[(number + 1) % 2];
+    const KeyTable<kKeys, kTurns>& table = tables[number % 2];
+    KeyTable<kKeys, kTurns>& next_table = tables[(number + 1) % 2];
     const bool last = number + 1 == num_key_tiles;
     wait_for_copies();
     __syncthreads();  // the keys are there, and nobody needs the values of the last tile
     fetch_rows<kWidthV, kKeys>(values, p.v.width, p.v_cache, [&](int row) { return table.v[row]; });
+    if constexpr (kTurns) {
+      turn_keys<T, kWidth>(p, keys, table);
+      __syncthreads();  // all have turned
+    }
 
     // Scores
     float s[kKeys / 8][4] = {};

@@ -5,16 +5,18 @@
 // rows meet all banks. Widths are padded with zeros up to kWidth and kWidthV.
 #pragma once
 
-#include "attention.cuh"
+#include "attention_end.cuh"
+#include "attention_rope.cuh"
 #include "mma.cuh"
 
 constexpr int kPrefillRows = 64;
 constexpr int kPrefillThreads = 128;
 
-template <int kCount>
+template <int kCount, bool kTurns>
 struct KeyTable {
   const char* k[kCount];  // rows in the cache; null: not visible
   const char* v[kCount];
+  const float* angles[kTurns ? kCount : 1];
   int missing[kCount / 32];  // whether some of each 32 are null
 };
 
@@ -29,7 +31,7 @@ struct PrefillTile {
 
 // How the dynamic shared memory is laid out. Queries that move on to registers lie where the first
 // values will.
-template <int kWidth, int kWidthV>
+template <int kWidth, int kWidthV, bool kTurns>
 struct PrefillShape {
   static_assert(kWidth % 64 == 0 && kWidthV % 64 == 0, "rows are whole groups of 128 bytes");
   static constexpr bool kQueryInRegisters = kWidth <= 192;
@@ -43,7 +45,7 @@ struct PrefillShape {
   static constexpr int kQueryEnd = kQueryAt + kQueryBytes;
   static constexpr int kValuesEnd = kValuesAt + kValueBytes;
   static constexpr int kTablesAt = kQueryEnd > kValuesEnd ? kQueryEnd : kValuesEnd;
-  static constexpr int kTileAt = kTablesAt + 2 * static_cast<int>(sizeof(KeyTable<kKeys>));
+  static constexpr int kTileAt = kTablesAt + 2 * static_cast<int>(sizeof(KeyTable<kKeys, kTurns>));
   static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(PrefillTile));
 };
 
@@ -83,7 +85,7 @@ __device__ __forceinline__ const char* query_row(const AttentionParams& p, const
 // Whether any row of the tile sees a key: with a tree mask, a key of the tile may be no row's.
 __device__ __forceinline__ bool seen_by_any(const AttentionParams& p, const AttentionTile& t,
                                             i64 key) {
-  if (!p.tree_mask || key < t.seq_len - t.num_new) return true;
+  if (key < first_tree_key(p, t)) return true;
   for (int row = 0; row < t.num_rows - 1; row += p.group) {
     if (sees(p, t, row, key)) return true;
   }
@@ -91,8 +93,8 @@ __device__ __forceinline__ bool seen_by_any(const AttentionParams& p, const Atte
 }
 
 // Find the rows of kCount visible keys from the one numbered `first` on, of those before `end`.
-template <int kCount>
-__device__ __forceinline__ void look_up(KeyTable<kCount>& table, const AttentionParams& p,
+template <int kCount, bool kTurns>
+__device__ __forceinline__ void look_up(KeyTable<kCount, kTurns>& table, const AttentionParams& p,
                                         const AttentionTile& t, i64 first, i64 end) {
   const int i = threadIdx.x;
   if (i >= kCount) return;
@@ -100,10 +102,12 @@ __device__ __forceinline__ void look_up(KeyTable<kCount>& table, const Attention
   i64 page = -1;
   i64 offset = 0;
   if (first + i < end) {
-    const i64 key = key_of(t, first + i);
+    const i64 key = key_of(p, t, first + i);
     if (seen_by_any(p, t, key)) {
-      offset = offset_in_page(p, key);
-      page = page_of(p, t, key, kv_head == 0 && (offset == 0 || i == 0));
+      const i64 place = place_of(p, t, key);
+      offset = offset_in_page(p, place);
+      page = page_of(p, t, place, kv_head == 0);
+      if constexpr (kTurns) table.angles[i] = angles_of(p, t, key);
     }
   }
   table.k[i] = page < 0 ? nullptr : row_of(p.k_cache, p.k, page, offset, kv_head);
@@ -112,26 +116,50 @@ __device__ __forceinline__ void look_up(KeyTable<kCount>& table, const Attention
   if (i % 32 == 0) table.missing[i / 32] = missing;
 }
 
+// Turn the keys of a tile, which are then as if cached turned: rounded to T. Every thread calls it;
+// what it changes others see after a barrier.
+template <typename T, int kWidth, int kCount>
+__device__ __forceinline__ void turn_keys(const AttentionParams& p, char* tile,
+                                          const KeyTable<kCount, true>& table) {
+  const int half = p.rotary_dim / 2;
+  const int packs = half / (p.interleaved ? 4 : 8);  // of a row; one has pairs for a thread
+  const int first = p.rotary_start / 8;
+  for (int i = threadIdx.x; i < kCount * packs; i += kPrefillThreads) {
+    const int row = i / packs;
+    const int pack = i - row * packs;
+    if (!table.k[row]) continue;
+    const float* angles = table.angles[row];
+    char* near = tile + chunk_offset<kWidth>(row, first + pack);
+    if (p.interleaved) {
+      turn_neighbours<T>(near, angles + pack * 4, angles + half + pack * 4);
+    } else {
+      char* far = tile + chunk_offset<kWidth>(row, first + half / 8 + pack);
+      turn_halves<T>(near, far, angles + pack * 8, angles + half + pack * 8);
+    }
+  }
+}
+
 // Whether rows at positions from `lowest` to `highest` see all kCount keys from the one numbered
 // `first` on. Kept keys are below the window of every row of the tile, so they fail its test.
-template <int kCount>
-__device__ __forceinline__ bool all_visible(const KeyTable<kCount>& table, const AttentionParams& p,
-                                            const AttentionTile& t, i64 lowest, i64 highest,
-                                            i64 first) {
+template <int kCount, bool kTurns>
+__device__ __forceinline__ bool all_visible(const KeyTable<kCount, kTurns>& table,
+                                            const AttentionParams& p, const AttentionTile& t,
+                                            i64 lowest, i64 highest, i64 first) {
 #pragma unroll
   for (int i = 0; i < kCount / 32; ++i) {
     if (table.missing[i]) return false;
   }
-  if (lowest < 0) return false;
-  const i64 key = key_of(t, first);
+  const i64 first_tree = first_tree_key(p, t);
+  if (lowest < 0 && position_counts(p, first_tree)) return false;
+  const i64 key = key_of(p, t, first);
   const i64 last = key + kCount - 1;
-  if (p.tree_mask ? last >= t.seq_len - t.num_new : p.causal && last > lowest) return false;
+  if (last >= first_tree || (p.causal && last > lowest)) return false;
   return !p.window || key > highest - p.window;
 }
 
 // Which of a lane's scores count: bit n * 4 + i says it of element i of the n-th product.
-template <int kCount>
-__device__ __forceinline__ u32 visible_scores(const KeyTable<kCount>& table,
+template <int kCount, bool kTurns>
+__device__ __forceinline__ u32 visible_scores(const KeyTable<kCount, kTurns>& table,
                                               const AttentionParams& p, const AttentionTile& t,
                                               int first_row, i64 first) {
   static_assert(kCount <= 64, "two columns and two rows of each product, a bit each");
@@ -143,7 +171,7 @@ __device__ __forceinline__ u32 visible_scores(const KeyTable<kCount>& table,
 #pragma unroll 1
     for (int j = 0; j < kCount / 4; ++j) {
       const int column = j / 2 * 8 + lane % 4 * 2 + j % 2;
-      if (table.k[column] && sees(p, t, row, key_of(t, first + column))) {
+      if (table.k[column] && sees(p, t, row, key_of(p, t, first + column))) {
         visible |= 1u << (j / 2 * 4 + i * 2 + j % 2);
       }
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -56,7 +57,12 @@ def tag(dtype: Any) -> str:
     >>> tag("float32"), tag("int64")
     ('fp32', 'int64')
     """
-    name = np.dtype(dtype).name if not isinstance(dtype, str) else dtype
+    return _tag_of(dtype) if isinstance(dtype, (str, np.dtype)) else _tag_of(np.dtype(dtype))
+
+
+@lru_cache(maxsize=256)  # NumPy puts a name together each time that it is asked for one
+def _tag_of(dtype: str | np.dtype[Any]) -> str:
+    name = dtype if isinstance(dtype, str) else dtype.name
     return _TAGS.get(name, name)
 
 

@@ -29,3 +29,9 @@ class CaptureError(KvcupyError):
 
 class CacheFull(KvcupyError):
     """There are not as many free pages as were asked for."""
+
+
+class UnknownSequence(KvcupyError, KeyError):
+    """A sequence that the cache does not have."""
+
+    __str__ = Exception.__str__  # KeyError's would show the message in quotes

@@ -1,4 +1,4 @@
-"""Calls of `paged_attention` and `merge_states` that check everything, and arguments for them.
+"""Calls of `paged_attention`, `attend` and `merge_states` that check everything, and arguments.
 
 Results are compared with the float64 reference, within `attention_errors` and `merge_errors`;
 everything else, inputs and canaries and rows that belong to no sequence, bitwise. Whatever must not
@@ -24,6 +24,7 @@ from rope_cases import ROUNDING, TINY, ulp
 
 import kvcupy as kv
 from kvcupy import reference
+from kvcupy.ops import attention
 
 FLOATS = ("fp32", "fp16", "bf16")
 
@@ -49,14 +50,20 @@ def slot_values(args, side):
     return stored * scale[..., None]
 
 
-def attention_errors(args, out, lse):
+MORE = ("hole_starts", "holes", "key_starts", "tree_lens", "rope_table", "interleaved",
+        "rotary_start", "tail_positions")  # fmt: skip
+"""What `attend` takes beside the arguments of `paged_attention`."""
+
+
+def attention_errors(args, out, lse, out_fmt=None):
     """How far float32 arithmetic and one rounding of the output may be from `out` and `lse`.
 
     A score is a sum of D products. Each is at most |q| |k| in all, and float32 loses a unit of that
     with every addition; as errors do not conspire, about the square root of their number. A change
     of a score by x changes each weight by a factor of at most exp(x), and the denominator by
     another. Weights are then summed over n keys, with and without values, which loses about the
-    square root of n units. Values are at most the largest in the cache, by head and element.
+    square root of n units. Values are at most the largest in the cache, by head and element. Keys
+    that turn on their way to tensor cores are rounded: of the width, again, the square root counts.
     """
     fmt = reference.format_of(args["query"])
     query, keys, values = (
@@ -70,13 +77,15 @@ def attention_errors(args, out, lse):
     cap = args.get("logits_soft_cap") or 0.0
     units = FEW + 2 * np.sqrt(width) + TRUNCATION[fmt] * width
     of_score = ROUNDING * (size * units + FEW * cap)
+    rounded = WEIGHT_ROUNDING[fmt] if args.get("query_lens") is not None else 0.0
+    if args.get("rope_table") is not None:
+        of_score = of_score + size * rounded * min(1.0, 4 / np.sqrt(args["rope_table"].shape[1]))
     most_keys = max(int(args["seq_lens"].max(initial=1)), 1)
     of_sums = ROUNDING * (2 * FEW + 2 * np.sqrt(most_keys))
-    rounded = WEIGHT_ROUNDING[fmt] if args.get("query_lens") is not None else 0.0
     of_weights = (2 * of_score + of_sums + rounded)[..., None] * np.repeat(largest, group, axis=0)
     with np.errstate(invalid="ignore"):
         of_lse = of_score + of_sums + FEW * ROUNDING * np.abs(lse)
-    return of_weights * 1.01 + ulp(out, fmt) / 2 + TINY, of_lse
+    return of_weights * 1.01 + ulp(out, out_fmt or fmt) / 2 + TINY, of_lse
 
 
 def merge_errors(outs, lses, out, lse, fmt):
@@ -193,6 +202,8 @@ class AttentionCase(Case):
         content = np.asarray(values).astype(INDEX_DTYPE[dtype])
         if how == "plain":
             return self.place(content, dtype, name="block_table")
+        if how == "columns first":
+            return self.place(content.T, dtype, lambda a: a.T, name="block_table")
         spread = np.full((content.shape[0], 3, 2 * content.shape[1]), POISON_SLOT, content.dtype)
         if how == "rows apart":
             spread[:, 1, : content.shape[1]] = content
@@ -213,20 +224,27 @@ class AttentionCase(Case):
         self, seq_lens, query_lens=None, *, fmt="fp32", cache_fmt=None, heads=(4, 2),
         widths=(16, 16), page_size=4, how="NHD", scales=("none", "none"), padding=0, loud=2.0,
         index=("int32", "int32"), table_how="plain", query_how="plain", step=1, hidden=None,
+        holes=None, key_starts=None,
     ):  # fmt: skip
         """Make all arguments of sequences with pages of their own, in any order.
 
         `cache_fmt` is one format or those of K and V. `hidden[b]` keys of sequence b are poisoned
-        from the first on. `loud` is the size of queries and keys: with 2, scores reach 10.
+        from the first on. `loud` is the size of queries and keys: with 2, scores reach 10. `holes`
+        are pairs (start, size), one a sequence; what lies in them is poison too, and so is what
+        `key_starts` leave out.
         """
         k_fmt, v_fmt = (cache_fmt or fmt,) * 2 if not isinstance(cache_fmt, tuple) else cache_fmt
         seq_lens = np.asarray(seq_lens, np.int64)
-        table = poisoned_table(self.rng, np.maximum(seq_lens, 0), page_size)
-        pages = sum(-(-max(int(n), 0) // page_size) for n in seq_lens) + 3
+        places = [np.arange(max(int(n), 0)) for n in seq_lens]
+        for own, (start, size) in zip(places, holes or (), strict=False):
+            own[start:] += size
+        reach = [own[-1] + 1 if len(own) else 0 for own in places]
+        table = poisoned_table(self.rng, reach, page_size)
+        pages = sum(-(-int(n) // page_size) for n in reach) + 3
         used = np.zeros(pages * page_size, bool)
-        for sequence, (row, length) in enumerate(zip(table, seq_lens.tolist(), strict=True)):
+        for sequence, (row, own) in enumerate(zip(table, places, strict=True)):
             first = 0 if hidden is None else hidden[sequence]
-            tokens = np.arange(first, max(length, first))
+            tokens = own[max(first, 0 if key_starts is None else key_starts[sequence]) :]
             used[row[tokens // page_size] * page_size + tokens % page_size] = True
         rows = len(seq_lens) if query_lens is None else int(np.sum(query_lens))
         args = {"query": self.queries(fmt, rows + padding, heads[0], widths[0], used=rows,
@@ -239,7 +257,36 @@ class AttentionCase(Case):
         args["seq_lens"] = self.slots(seq_lens, index[1], step)
         if query_lens is not None:
             args["query_lens"] = self.slots(query_lens, index[1], step)
+        for name, counts in (
+            ("hole_starts", holes and [start for start, _ in holes]),
+            ("holes", holes and [size for _, size in holes]),
+            ("key_starts", key_starts),
+        ):
+            if counts is not None:
+                args[name] = self.slots(counts, "int32", step)
         return args
+
+    def nodes(self, tree_lens, query_lens, padding=0, columns=None):
+        """A mask of trees whose nodes are in part of earlier steps, noise where nobody looks."""
+        rows = sum(query_lens) + padding
+        mask = self.rng.random((rows, columns or max(tree_lens))) < 0.5
+        return {
+            "tree_mask": self.place(mask, "", name="tree_mask"),
+            "tree_lens": self.slots(tree_lens, "int32"),
+        }
+
+    def rope(self, dim, *, positions=50, start=0, interleaved=False, cut=None, store=None):
+        """A table for keys that are cached raw, and what turns of them."""
+        table = reference.rope_table(positions, dim).astype(np.float32)
+        placed = self.place(
+            table if store is None else store(table), "fp32", cut, name="rope_table"
+        )
+        return {"rope_table": placed, "rotary_start": start, "interleaved": interleaved}
+
+    def tail(self, tree_lens, columns=None, low=0, high=50):
+        """Positions of the nodes of trees."""
+        drawn = self.rng.integers(low, high, (len(tree_lens), columns or max(tree_lens)))
+        return {"tail_positions": self.place(drawn.astype(np.int32), "int32", name="tail")}
 
     def results(self, args, out_cut=None, lse_cut=None, *, fmt=None):
         """Place `out` and `lse_out` for a query of this shape."""
@@ -288,12 +335,11 @@ class AttentionCase(Case):
 
     def issue(self, args, out=None, lse=None, *, stream=None):
         given = {name: self.to_pass(value) for name, value in args.items()}
-        return kv.paged_attention(
-            **given, out=self.to_pass(out), lse_out=self.to_pass(lse), stream=stream
-        )
+        call = attention.attend if given.keys() & set(MORE) else kv.paged_attention
+        return call(**given, out=self.to_pass(out), lse_out=self.to_pass(lse), stream=stream)
 
     def attend(self, args, out="given", lse="given", *, stream=None, **options):
-        """Check one `kv.paged_attention`; outputs are made here unless given, or None."""
+        """Check one call; outputs are made here unless given, or None."""
         args = {**args, **options}
         made = self.results(args) if "given" in (out, lse) else (None, None)
         out, lse = (m if isinstance(o, str) else o for o, m in zip((out, lse), made, strict=True))
@@ -308,9 +354,9 @@ class AttentionCase(Case):
     def settle(self, args, got, out, lse):
         """Check what a call left: results, faults, and that nothing else was written."""
         args = {name: a.view if isinstance(a, Arg) else a for name, a in args.items()}
-        fmt = reference.format_of(args["query"])
+        fmt = reference.format_of(args["query"]) if out is None else out.fmt
         want, want_lse, faults = reference.paged_attention(**args)
-        of_out, of_lse = attention_errors(args, want, want_lse)
+        of_out, of_lse = attention_errors(args, want, want_lse, fmt)
         lens = args.get("query_lens")
         rows = min(len(want), len(args["seq_lens"]) if lens is None else int(lens.sum()))
         mine = slice(0, rows)
@@ -363,13 +409,14 @@ class AttentionCase(Case):
             stream.synchronize()
         assert len(got) == 2
         want, want_lse = reference.merge_states(*states, lse_base=base)
-        fmt = out_a.fmt
+        fmt, out_fmt = out_a.fmt, out_a.fmt if out is None else out.fmt
         outs, lses = (states[i] if out_b is None else np.stack(states[i::2]) for i in (0, 1))
         outs = reference.decode(np.ascontiguousarray(outs), fmt)
-        of_out, of_lse = merge_errors(outs, lses.astype(np.float64), want, want_lse, fmt)
+        of_out, of_lse = merge_errors(outs, lses.astype(np.float64), want, want_lse, out_fmt)
         of_out[~want.any(axis=2)] = 0
         for name, a, given_, exact, allowed, f in (
-            ("out", got[0], out, want, of_out, fmt), ("lse", got[1], lse, want_lse, of_lse, "fp32"),
+            ("out", got[0], out, want, of_out, out_fmt),
+            ("lse", got[1], lse, want_lse, of_lse, "fp32"),
         ):  # fmt: skip
             assert tuple(a.shape) == exact.shape
             stored = as_numpy(self.device, a, f) if given_ is None else self.live(given_)

@@ -118,6 +118,108 @@ def check_attention_append_masks_bf16(device):
     return check_attention_append_masks(device, "bf16")
 
 
+MORE_LENS = [30, 0, 41, 13, 21]
+MORE_NEW = [9, 0, 20, 13, 6]
+HOLES = [(4, 3), (0, 5), (9, 8), (14, 2), (0, 4)]
+STARTS = [2, 0, 11, 0, 30]
+NODES = [12, 0, 0, 13, 9]
+
+
+def check_attention_places(device, fmt="fp32", new=None):
+    """Holes, and keys left to others, with a window that keeps first keys."""
+    case = AttentionCase(device, 54)
+    args = case.arguments(
+        MORE_LENS, new, fmt=fmt, holes=HOLES, key_starts=STARTS, widths=(24, 40), page_size=3
+    )
+    case.attend(args)
+    case.attend(args, window=8, sinks=4)
+    return case
+
+
+def check_attention_append_places(device):
+    return check_attention_places(device, "fp16", MORE_NEW)
+
+
+def check_attention_hole_at_the_end(device):
+    """A length that the table has room for only without its hole."""
+    case = AttentionCase(device, 55)
+    args = case.arguments([14, 16], holes=[(5, 1), (7, 4)])
+    args["block_table"] = args["block_table"].sub(lambda a: a[:, :4])
+    case.attend(args)
+    return case
+
+
+def check_attention_shared_keys(device, fmt="fp32"):
+    """More queries than keys, which all see all of them; with a window, those of no position none.
+
+    A tile of queries before the first position sees whole tiles of keys.
+    """
+    case = AttentionCase(device, 59)
+    args = case.arguments([70, 3, 0], [140, 9, 4], fmt=fmt, heads=(1, 1))
+    case.attend(args, causal=False)
+    case.attend(args, causal=False, window=90)
+    return case
+
+
+def check_attention_shared_keys_fp16(device):
+    return check_attention_shared_keys(device, "fp16")
+
+
+def check_attention_trees(device, fmt="fp32"):
+    """Nodes of earlier steps, which turn by positions of their own, some past the table."""
+    case = AttentionCase(device, 56)
+    args = case.arguments(MORE_LENS, MORE_NEW, fmt=fmt, widths=(32, 24)) | case.rope(32)
+    args |= case.nodes(NODES, MORE_NEW) | case.tail(NODES, columns=11, low=-5, high=60)
+    case.attend(args)
+    case.attend(args, window=4, sinks=2)
+    return case
+
+
+def check_attention_trees_fp16(device):
+    return check_attention_trees(device, "fp16")
+
+
+def check_attention_turns(device, cache_fmt="fp32", interleaved=False):
+    """A part of each key turns by its position; past the table as its last does."""
+    case = AttentionCase(device, 57)
+    args = case.arguments(MORE_LENS, cache_fmt=cache_fmt, widths=(40, 24))
+    case.attend(args | case.rope(32, start=8, positions=25, interleaved=interleaved))
+    return case
+
+
+def check_attention_neighbours_turn(device):
+    return check_attention_turns(device, interleaved=True)
+
+
+def check_attention_packs_turn(device):
+    return check_attention_turns(device, "fp16")
+
+
+def check_attention_packs_of_neighbours_turn(device):
+    return check_attention_turns(device, "fp16", interleaved=True)
+
+
+def check_attention_append_turns(device, interleaved=False):
+    """Likewise on tensor cores, into float32."""
+    case = AttentionCase(device, 58)
+    args = case.arguments(MORE_LENS, MORE_NEW, fmt="fp16", widths=(40, 24))
+    args |= case.rope(32, start=8, positions=25, interleaved=interleaved)
+    case.attend(args, *case.results(args, fmt="fp32"))
+    return case
+
+
+def check_attention_append_turns_in_any_order(device):
+    """Warps do not wait for one another but at barriers."""
+    for device.thread_order_seed in (1, 2, 3, 4):
+        case = check_attention_append_turns(device)
+    device.thread_order_seed = 0
+    return case
+
+
+def check_attention_append_neighbours_turn(device):
+    return check_attention_append_turns(device, interleaved=True)
+
+
 def faulty_table(case, args, page):
     table = args["block_table"].view.astype(np.int64)
     table[0, 1], table[3, 2], table[4, 0] = page, -1, page
@@ -188,6 +290,20 @@ CHECKS = (
     check_attention_append_masks_bf16,
     check_attention_faults,
     check_attention_append_faults,
+    check_attention_places,
+    check_attention_append_places,
+    check_attention_hole_at_the_end,
+    check_attention_shared_keys,
+    check_attention_shared_keys_fp16,
+    check_attention_trees,
+    check_attention_trees_fp16,
+    check_attention_turns,
+    check_attention_neighbours_turn,
+    check_attention_packs_turn,
+    check_attention_packs_of_neighbours_turn,
+    check_attention_append_turns,
+    check_attention_append_turns_in_any_order,
+    check_attention_append_neighbours_turn,
     check_merge_two,
     check_merge_many,
 )

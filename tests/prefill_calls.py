@@ -9,7 +9,7 @@ import numpy as np
 from helpers import DTYPE, address, to_device
 
 from kvcupy.ops import attention_kernels as prefill
-from kvcupy.ops.attention_params import PARAMS
+from kvcupy.ops.attention_params import FORMAT_NUMBERS, PARAMS
 
 LOG2_E = float(np.log2(np.e))
 
@@ -99,7 +99,7 @@ class Call:
             seen = keys <= position
         if self.window:
             seen &= (keys > position - self.window) | (keys < self.sink_keys)
-        return seen & (position >= 0)
+        return seen & (position >= 0 or not (self.causal or self.window))
 
     def expected(self):
         """Return (out, lse) in float64, one row at a time."""
@@ -175,6 +175,7 @@ class Call:
         params["soft_cap"], params["cap_scale"] = self.soft_cap, self.soft_cap * LOG2_E
         params["num_tokens"], params["num_sequences"] = rows, len(self.seq_lens)
         params["num_splits"], params["num_heads"] = self.splits, num_heads
+        params["query_format"] = params["out_format"] = FORMAT_NUMBERS[self.fmt]
         group = num_heads // num_kv_heads
         params["group"], params["causal"] = group, self.causal
         shift = self.page_size.bit_length() - 1

@@ -15,7 +15,10 @@ from ops import (
     test_attention_errors,
     test_attention_formats,
     test_attention_masks,
+    test_attention_paged,
+    test_attention_paged_errors,
     test_attention_streams,
+    test_attention_turns,
     test_merge,
 )
 from test_fallback_operations import again, device, fresh, warnings_are_errors
@@ -29,6 +32,9 @@ globals().update(
     | again(test_attention_masks)
     | again(test_attention_formats, "test_offsets_past_two_gigabytes")
     | again(test_attention_errors)
+    | again(test_attention_paged)
+    | again(test_attention_paged_errors)
+    | again(test_attention_turns)
     | again(test_attention_streams)
     | again(test_merge)
 )

@@ -330,9 +330,11 @@ TRANSFER = {
 DECODE, APPEND = attention_checks.check_attention_decode, attention_checks.check_attention_append
 LONG_DECODE = attention_checks.check_attention_long_decode
 MASKS = attention_checks.check_attention_append_masks
-CAUSAL = "p.causal && !p.tree_mask && key > position"
+CAUSAL = "p.causal && key > position"
 WINDOW = "!p.window || key > position - p.window || key < p.sink_keys"
-SHARED = "attention.cuh"
+SHARED, TURNS = "attention.cuh", "attention_rope.cuh"
+PLACES, TREES = attention_checks.check_attention_places, attention_checks.check_attention_trees
+TURN_IN_TILES = attention_checks.check_attention_append_turns
 WEIGHT = "logits[r][n] == -kInfinity ? 0.0f : exp2f("
 SLOT = "const i64 slot = page * p.page_size + offset;"
 
@@ -342,9 +344,9 @@ ATTENTION = {
         "const i64 head = i64{kv_head ^ 1} * p.group + packed % p.group;\n    const char* row",
         DECODE, "attention.cu"),
     "one page for all keys": Mutation(
-        "key >> p.page_shift : key / p.page_size;", "0 : 0;", DECODE, SHARED),
+        "place >> p.page_shift : place / p.page_size;", "0 : 0;", DECODE, SHARED),
     "the first offset of every page": Mutation(
-        "key & ((i64{1} << p.page_shift) - 1) : key % p.page_size", "0 : 0", DECODE, SHARED),
+        "place & ((i64{1} << p.page_shift) - 1) : place % p.page_size", "0 : 0", DECODE, SHARED),
     "the scale of scores forgotten": Mutation(
         "const float score = dot * p.score_scale;", "const float score = dot;", DECODE, SHARED),
     "the future seen": Mutation(f"if ({CAUSAL}) return false;", "", APPEND, SHARED),
@@ -358,13 +360,12 @@ ATTENTION = {
         "(t.first_token + token) * p.mask_row_bytes", "(t.first_token + token + 1) * "
         "p.mask_row_bytes", MASKS, SHARED),
     "new tokens of a tree outside of the window": Mutation(
-        "if (p.tree_mask && first > t.seq_len - t.num_new) first = t.seq_len - t.num_new;", "",
-        MASKS, SHARED),
+        "if (first > first_tree) first = first_tree;", "", MASKS, SHARED),
     "the cap after the logarithm": Mutation(
         "p.cap_scale * tanhf(score / p.soft_cap)", "p.soft_cap * tanhf(score / p.soft_cap)", MASKS,
         SHARED),
     "learned sinks bring nothing": Mutation(
-        "if (sink != -kInfinity) {", "if (false) {", MASKS, SHARED),
+        "if (sink != -kInfinity) {", "if (false) {", MASKS, "attention_end.cuh"),
     "the sum not rescaled": Mutation("    sum[r] *= rescale;\n", "", LONG_DECODE, "attention.cu"),
     "the values not rescaled": Mutation(
         "values[r][s].values[j] *= rescale;", "values[r][s].values[j] *= 1.0f;", LONG_DECODE,
@@ -397,6 +398,75 @@ ATTENTION = {
     "lengths past the table not reported": Mutation(
         "if (reports && within == 0) {", "if (false) {", attention_checks.check_attention_faults,
         SHARED),
+    "queries of no position see nothing, whatever they look for": Mutation(
+        "(position < 0 && position_counts(p, first_tree))", "position < 0",
+        attention_checks.check_attention_shared_keys, SHARED),
+    "queries of no position see what a window leaves": Mutation(
+        "return p.causal || p.window ||", "return p.causal ||",
+        attention_checks.check_attention_shared_keys, SHARED),
+    "a hole that begins one key later": Mutation(
+        "|| key < count_of(", "|| key <= count_of(", PLACES, SHARED),
+    "no holes on tensor cores": Mutation(
+        "const i64 place = place_of(p, t, key);", "const i64 place = key;",
+        attention_checks.check_attention_append_places, "attention_prefill.cuh"),
+    "lengths past the table but for their holes": Mutation(
+        "most - count_of(p.holes, p.hole_bytes, t.sequence);", "most;",
+        attention_checks.check_attention_hole_at_the_end, SHARED),
+    "keys left to others seen": Mutation(
+        "t.first_key = start < end ? start : end;", "t.first_key = 0;", PLACES, SHARED),
+    "first keys kept though they are left to others": Mutation(
+        ": t.first_key) - start;", ": t.first_key);", PLACES, SHARED),
+    "first keys from the first on": Mutation(
+        "i < t.sinks ? i + key_start(p, t)", "i < t.sinks ? i", PLACES, SHARED),
+    "trees of new tokens alone": Mutation(
+        "p.tree_lens ? count_of(", "false ? count_of(", TREES, SHARED),
+    "nodes turn by their places": Mutation("if (p.tail_positions &&", "if (false &&", TREES, TURNS),
+    "one more position than there are columns": Mutation(
+        "column < p.tail_columns", "column <= p.tail_columns", TREES, TURNS),
+    "positions past the table turn by what lies there": Mutation(
+        "position < last ? position : last", "position", TREES, TURNS),
+    "negative positions turn by what lies there": Mutation(
+        "position < 0 ? 0 : ", "", TREES, TURNS),
+    "keys turn backwards": Mutation(
+        "fmaf(own, angles[pair], first ? -other : other)", "fmaf(own, angles[pair], first ? other "
+        ": -other)", attention_checks.check_attention_turns, TURNS),
+    "half of a key turned wrongly": Mutation(
+        "fmaf(own.values[j], cosines.values[j], first ? -other : other)",
+        "fmaf(own.values[j], cosines.values[j], -other)",
+        attention_checks.check_attention_packs_turn, TURNS),
+    "neighbours that are themselves": Mutation(
+        "p.rotary_start + (at ^ 1)", "p.rotary_start + at",
+        attention_checks.check_attention_neighbours_turn, TURNS),
+    "halves next to each other": Mutation(
+        "i + p.rotary_dim / 2 : i - p.rotary_dim / 2", "i + 8 : i - 8",
+        attention_checks.check_attention_packs_turn, TURNS),
+    "angles of the first half for all": Mutation(
+        "const int pair = first ? at : at - half;\n  Pack", "const int pair = at % 8;\n  Pack",
+        attention_checks.check_attention_packs_turn, TURNS),
+    "angles of other neighbours": Mutation(
+        "angles + half + at / 2", "angles + half + (at / 2 ^ 4)",
+        attention_checks.check_attention_packs_of_neighbours_turn, TURNS),
+    "what turns begins with the row": Mutation(
+        "const int at = i - p.rotary_start;\n  const int half = p.rotary_dim / 2;\n"
+        "  if (at < 0 || at >= p.rotary_dim) return own;\n  Pack",
+        "const int at = i;\n  const int half = p.rotary_dim / 2;\n"
+        "  if (at < 0 || at >= p.rotary_dim) return own;\n  Pack",
+        attention_checks.check_attention_packs_turn, TURNS),
+    "no barrier after keys have turned": Mutation(
+        "__syncthreads();  // all have turned", "",
+        attention_checks.check_attention_append_turns_in_any_order, "attention_prefill.cu"),
+    "keys of a tile left as they are": Mutation(
+        "turn_keys<T, kWidth>(p, keys, table);", "", TURN_IN_TILES, "attention_prefill.cu"),
+    "the next chunk for the other half": Mutation(
+        "first + half / 8 + pack", "first + 1 + pack", TURN_IN_TILES, "attention_prefill.cuh"),
+    "angles of the first chunk for all": Mutation(
+        "angles + half + pack * 8", "angles + half", TURN_IN_TILES, "attention_prefill.cuh"),
+    "angles of the first neighbours for all": Mutation(
+        "angles + half + pack * 4", "angles + half",
+        attention_checks.check_attention_append_neighbours_turn, "attention_prefill.cuh"),
+    "float32 written as if it had 16 bits": Mutation(
+        "p.partial_out || p.out_format == 0", "p.partial_out", TURN_IN_TILES,
+        "attention_prefill.cu"),
     "states merged as if alike": Mutation(
         "power(lse[i] - origin, p.base_two)", "1.0f", attention_checks.check_merge_two, "merge.cu"),
     "natural logarithms taken for binary": Mutation(

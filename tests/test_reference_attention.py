@@ -115,6 +115,16 @@ def test_rows_that_see_nothing():
     assert not out.any() and lse.tolist() == [[0.5, -INF]] * 5
 
 
+def test_more_queries_than_keys():
+    """Without a mask all of them see all keys; else those before the first position see none."""
+    query = [[[1.0]]] * 5
+    out, _ = attend(query, *THREE, causal=False)
+    np.testing.assert_allclose(out[:, 0], [[11.0, 12.0]] * 5, rtol=1e-6)
+    for options in ({}, {"causal": False, "window": 9}):
+        out, lse = attend(query, *THREE, **options)
+        assert not out[:2].any() and (lse[:2] == -INF).all() and (lse[2:] > -INF).all()
+
+
 def test_faults():
     keys = np.ones((4, 1, 1), np.float32)
     k, v, _ = one_sequence(keys, keys)  # three pages of two
@@ -278,6 +288,102 @@ def test_against_torch(group, causal):
     if causal:
         scores = scores.masked_fill(~torch.ones(7, 7, dtype=torch.bool).tril(), -INF)
     np.testing.assert_allclose(lse, scores.logsumexp(-1).T.numpy(), atol=1e-13)
+
+
+# What a cache asks of attention ---------------------------------------------------------------
+
+TREE = np.array([[True, False, True]])
+
+
+@pytest.mark.parametrize(
+    ("options", "want", "total"),
+    [
+        ({"key_starts": 0}, [11.0, 12.0], 8),
+        ({"key_starts": 1}, [80 / 7, 96 / 7], 7),
+        ({"key_starts": 3}, [0.0, 0.0], 0),
+        ({"key_starts": 1, "window": 1, "sinks": 1}, [16.0, 16.0], 5),
+        ({"key_starts": 1, "window": 1, "sinks": 2}, [80 / 7, 96 / 7], 7),
+        ({"tree_mask": TREE, "tree_lens": 3}, [88 / 6, 80 / 6], 6),
+        ({"tree_mask": TREE, "tree_lens": 2}, [8 / 3, 16 / 3], 3),
+        ({"tree_mask": TREE, "tree_lens": 0}, [11.0, 12.0], 8),
+        ({"tree_mask": TREE, "tree_lens": 3, "key_starts": 1}, [16.0, 16.0], 5),
+        ({"tree_mask": TREE, "tree_lens": 3, "window": 1}, [88 / 6, 80 / 6], 6),
+    ],
+)
+def test_part_of_three_keys(options, want, total):
+    counts = ("key_starts", "tree_lens")
+    options = {n: np.array([v]) if n in counts else v for n, v in options.items()}
+    out, lse = attend([[[1.0]]], *THREE, **options)
+    np.testing.assert_allclose(out[0, 0], want, rtol=1e-6)
+    np.testing.assert_allclose(lse, LOG(total) if total else -INF, rtol=1e-6)
+
+
+def with_hole(start, size, length=5, pages=6):
+    """What attends over keys 0 to 4, of which those from `start` on lie `size` slots further."""
+    rng = np.random.default_rng(1)
+    rows = rng.standard_normal((length, 1, 2)).astype(np.float32)
+    slots = np.array([p if p < start else p + size for p in range(length)])
+    cache = np.full((2 * pages, 1, 2), np.nan, np.float32)
+    cache[slots] = rows
+    cache = cache.reshape(pages, 2, 1, 2)
+    return reference.paged_attention(
+        np.ones((1, 1, 2), np.float32), cache, cache, np.arange(pages)[None], np.array([length]),
+        hole_starts=np.array([start]), holes=np.array([size]),
+    )  # fmt: skip
+
+
+def test_holes():
+    """Wherever keys lie, they are the same keys; those past the table are a fault."""
+    want = with_hole(0, 0)
+    for start, size in ((0, 3), (2, 4), (3, 7), (4, 1), (5, 6), (9, 100)):
+        out, lse, faults = with_hole(start, size)
+        assert np.array_equal(out, want[0]) and np.array_equal(lse, want[1])
+        assert not any(faults.values())
+    keys = np.ones((4, 1, 1), np.float32)
+    caches = one_sequence(keys, keys)
+    for start, size, seen in ((1, 1, 3), (0, 3, 1), (3, 5, 3), (4, 1, 4)):
+        _, lse, faults = reference.paged_attention(
+            np.zeros((1, 1, 1), np.float32), *caches, np.array([4]),
+            hole_starts=np.array([start]), holes=np.array([size]),
+        )  # fmt: skip
+        assert lse[0, 0] == pytest.approx(LOG(seen))
+        assert faults["seq_lens"] == ([] if seen == 4 else [(0, 4)])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_turning_is_multiplying_complex_numbers(interleaved):
+    rng = np.random.default_rng(2)
+    rows, positions = rng.standard_normal((5, 2, 10)), np.array([0, 3, 6, -4, 99])
+    table = reference.rope_table(7, 6).astype(np.float32)
+    got = reference.attention.turned(rows, table, positions, interleaved=interleaved, start=2)
+    part = rows[..., 2:8]
+    first, second = (part[..., ::2], part[..., 1::2]) if interleaved else np.split(part, 2, axis=-1)
+    angles = table[[0, 3, 6, 0, 6]].astype(np.float64)[:, None]
+    product = (first + 1j * second) * (angles[..., :3] + 1j * angles[..., 3:])
+    order = np.stack([product.real, product.imag], -1 if interleaved else -2)
+    want = np.concatenate([rows[..., :2], order.reshape(5, 2, 6), rows[..., 8:]], -1)
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_keys_turn_by_their_positions():
+    """Keys of one, of width two, against a query of one: scores are cosines."""
+    table = np.stack([np.cos(np.arange(9.0)), np.sin(np.arange(9.0))], 1).astype(np.float32)
+    keys = [[1.0, 0.0]] * 4
+
+    def total(**options):
+        _, lse = attend([[[1.0, 0.0]]], keys, keys, sm_scale=1.0, rope_table=table, **options)
+        return float(np.exp(lse[0, 0]))
+
+    cosines = np.exp(np.cos(np.arange(9.0)))
+    assert total() == pytest.approx(cosines[:4].sum())
+    assert total(key_starts=np.array([2])) == pytest.approx(cosines[2:4].sum())
+    tree = {"tree_mask": np.ones((1, 2), bool), "tree_lens": np.array([2])}
+    assert total(**tree, tail_positions=np.array([[7, 20]])) == pytest.approx(
+        cosines[[0, 1, 7, 8]].sum()
+    )
+    assert total(**tree, tail_positions=np.array([[6]])) == pytest.approx(
+        cosines[[0, 1, 6, 3]].sum()
+    )
 
 
 # merge_states --------------------------------------------------------------------------------

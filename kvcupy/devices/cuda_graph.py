@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .. import observe
 from ..errors import CaptureError, DeviceError
 from .cuda_api import UNJOINED
+from .launch_hooks import LaunchHooks
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -20,6 +21,7 @@ class Graph:
     Attributes
     ----------
     open : whether the capture goes on
+    hooks : what is called around each launch
     kept : what the captured work needs: arrays, host functions, graphs within the graph
     last_stream : where it was last launched, so that a host function's failure surfaces there
     """
@@ -27,6 +29,7 @@ class Graph:
     def __init__(self, device: CudaDevice | None) -> None:
         self.device = device
         self.open = True
+        self.hooks = LaunchHooks()
         self.kept: list[object] = []
         self.last_stream = 0
         self._streams: list[Stream] = []
@@ -81,7 +84,8 @@ class Graph:
 
         Raises
         ------
-        CaptureError : the capture has not ended, or failed
+        CaptureError : the capture has not ended, or failed; or `stream` is captured, and the graph
+            calls functions before each launch (`Stream.on_launch`)
 
         Notes
         -----
@@ -90,10 +94,11 @@ class Graph:
         if self._graph is None or self.device is None:
             raise CaptureError("the graph cannot be launched: its capture did not end well")
         target = self.device.as_stream(stream, "cupy")
-        observe.issue(
-            lambda: observe.Operation("graph", target),
-            lambda: self._launch(target),
-        )
+        with self.hooks.around(target):
+            observe.issue(
+                lambda: observe.Operation("graph", target),
+                lambda: self._launch(target),
+            )
 
     def _launch(self, target: Stream) -> None:
         device = target.device

@@ -18,6 +18,7 @@ from .cuda_graph import FOREIGN, Graph
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
+    from .launch_hooks import Hook
 
 _DEFAULT_STREAMS = {0: "default stream", 1: "default stream", 2: "per-thread default stream"}
 
@@ -227,6 +228,24 @@ class Stream:
             graph.abort()
             raise
         graph.finish()
+
+    def on_launch(self, before: Hook, after: Hook) -> None:
+        """Let the graph that this stream is captured into call functions around each launch.
+
+        Parameters
+        ----------
+        before, after : called with the stream that the graph is launched on
+
+        Raises
+        ------
+        CaptureError : the stream is not being captured, or by another library
+        """
+        graph = self.device.capture_of(self.pointer)
+        if graph is None:
+            raise CaptureError(f"{self.name} is not being captured: there is no graph to launch")
+        if graph is FOREIGN:
+            raise CaptureError(f"{self.name} is captured by another library; use Stream.capture")
+        graph.hooks.add(before, after)
 
     def _check_boundary(self, here: Graph | None, there: Graph | None) -> None:
         if here is not None and there is None:

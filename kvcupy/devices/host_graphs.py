@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .. import observe
 from ..errors import CaptureError
 from .host_events import HostEvent
+from .launch_hooks import LaunchHooks
 
 if TYPE_CHECKING:
     from .host import HostDevice
@@ -30,6 +31,7 @@ class Capture:
     def __init__(self, origin: HostStream) -> None:
         self.origin = origin
         self.open = True
+        self.hooks = LaunchHooks()
         self.program: list[tuple[int, str, Any]] = []  # lane, kind, function or node
         self.lanes: dict[HostStream, int] = {}
         self.counts: dict[HostStream, int] = {}  # actions of each lane so far
@@ -93,12 +95,14 @@ class HostGraph:
 
         Raises
         ------
-        CaptureError : the capture has not ended, or failed
+        CaptureError : the capture has not ended, or failed; or `stream` is captured, and the graph
+            calls functions before each launch (`Stream.on_launch`)
         """
         if not self.finished:
             raise CaptureError("the graph cannot be launched: its capture did not end well")
         target = self.device.as_stream(stream)
-        observe.issue(lambda: observe.Operation("graph", target), lambda: self._launch(target))
+        with self._capture.hooks.around(target):
+            observe.issue(lambda: observe.Operation("graph", target), lambda: self._launch(target))
 
     def _launch(self, target: Any) -> None:
         if target.inline or target.capturing:

@@ -21,6 +21,7 @@ from .host_graphs import Capture, HostGraph
 
 if TYPE_CHECKING:
     from .host import HostDevice
+    from .launch_hooks import Hook
 
 
 class InlineStream:
@@ -66,6 +67,9 @@ class InlineStream:
 
     def capture(self) -> AbstractContextManager[HostGraph]:
         raise CaptureError("stream: the calling thread cannot be captured; use device.stream()")
+
+    def on_launch(self, before: Hook, after: Hook) -> None:
+        raise CaptureError("stream: the calling thread is never captured")
 
 
 class HostStream:
@@ -194,6 +198,21 @@ class HostStream:
         finally:
             capture.close()
         graph.finished = True
+
+    def on_launch(self, before: Hook, after: Hook) -> None:
+        """Let the graph that this stream is captured into call functions around each launch.
+
+        Parameters
+        ----------
+        before, after : called with the stream that the graph is launched on
+
+        Raises
+        ------
+        CaptureError : the stream is not being captured
+        """
+        if self._capture is None:
+            raise CaptureError(f"{self.name} is not being captured: there is no graph to launch")
+        self._capture.hooks.add(before, after)
 
     def _refuse_captured(self, what: str = "synchronising it") -> None:
         if self._capture is not None:

@@ -55,6 +55,12 @@ class Stream(Protocol):
     def done(self) -> bool: ...
     def call(self, function: Callable[[], object]) -> None: ...
     def capture(self) -> AbstractContextManager[Graph]: ...
+    def on_launch(self, before: Callable[[Any], object], after: Callable[[Any], object]) -> None:
+        """While this stream is captured by `capture`: let the graph call `before(stream)` and
+        `after(stream)` around each launch on `stream`. What `before` raises prevents the launch;
+        `after` is called even if the launch fails. A pair that was given before is called once.
+        The graph can then be no part of another. CaptureError: the stream is not captured, or by
+        another library."""
 
 
 class Device(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..exporters import view
 from . import checks, outputs, plan
-from .attention_checks import NAMES, NUM_ROWS, Options, check_query
+from .attention_checks import ALL_NAMES, NAMES, NUM_ROWS, Options, check_query
 from .attention_plan import AttentionPlan, make_plan
 
 
@@ -48,7 +48,8 @@ def paged_attention(
         than their sum: what is beyond is left alone
     layout : "NHD" or "HND"
     sm_scale : what scores are multiplied by; None: 1 / sqrt(D)
-    causal : a query sees its own position and those before, not those after
+    causal : a query sees its own position and those before, not those after; where it is False,
+        sequences may have more new tokens than keys
     window : a query at position p sees keys p - window + 1 to p
     sinks : an int, how many of the first keys stay visible past the window; or float32 logits
         (Hq,) that join the denominator, unscaled, and bring no value
@@ -56,8 +57,8 @@ def paged_attention(
     tree_mask : bool (T, max(query_lens)), which new tokens of its sequence each query sees; all
         older tokens are visible. It takes the place of `causal`
     k_scale, v_scale, k_scale_cache, v_scale_cache : as in `store_kv`, of a quantised cache
-    out : (T, Hq, Dv) of the query's format, written in place; None: allocated, zero where nothing
-        is written
+    out : (T, Hq, Dv) of the query's format or float32, written in place; None: allocated, of the
+        query's, zero where nothing is written
     lse_out : float32 (T, Hq), written in place: the natural logarithm of the sum of exponentials
     stream : see API.md
 
@@ -94,9 +95,88 @@ def paged_attention(
         query, k_cache, v_cache, out, lse_out, block_table, seq_lens, query_lens, k_scale, v_scale,
         k_scale_cache, v_scale_cache, learned, tree_mask,
     )  # fmt: skip
+    return _issue(NAMES, NUM_ROWS, arrays, options, out, stream)
+
+
+def attend(
+    query: Any,
+    k_cache: Any,
+    v_cache: Any,
+    block_table: Any,
+    seq_lens: Any,
+    *,
+    query_lens: Any = None,
+    layout: str = "NHD",
+    sm_scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    sinks: Any = None,
+    logits_soft_cap: float | None = None,
+    tree_mask: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    k_scale_cache: Any = None,
+    v_scale_cache: Any = None,
+    hole_starts: Any = None,
+    holes: Any = None,
+    key_starts: Any = None,
+    tree_lens: Any = None,
+    rope_table: Any = None,
+    interleaved: bool = False,
+    rotary_start: int = 0,
+    tail_positions: Any = None,
+    out: Any = None,
+    lse_out: Any = None,
+    stream: Any = None,
+) -> Any:
+    """Attend as `paged_attention` does, over what a cache of several steps makes of its pages.
+
+    Parameters
+    ----------
+    hole_starts, holes : int32 (B,), both or neither: the key at position p lies at slot p of the
+        pages of sequence b, or from position hole_starts[b] on at slot p + holes[b]. Only this goes
+        by slots; masks, window, sinks and lengths go by positions
+    key_starts : int32 (B,), keys before it are not looked at, sinks among them
+    tree_lens : int32 (B,), with `tree_mask`, which then decides about the last tree_lens[b] keys:
+        column c is about key seq_lens[b] - tree_lens[b] + c. Not less than the new tokens of a
+        sequence, or 0: this one is as without a mask. None: `query_lens`
+    rope_table : float32 (max_positions, rotary_dim), see `kvcupy.rope_table`: keys are cached raw,
+        and elements rotary_start to rotary_start + rotary_dim - 1 of each turn by its position
+        before the score. The query comes turned. Positions past the table are its last
+    interleaved : pairs that turn together are neighbours, not halves apart
+    rotary_start : see `rope_table`
+    tail_positions : int32 (B, max(tree_lens)), positions by which the keys that `tree_mask` decides
+        about turn, in place of their own
+
+    Notes
+    -----
+    All else, what is raised among it, is as in `paged_attention`. Negative entries of the counts
+    are 0. Keys of a 16-bit cache are rounded once they have turned, where tensor cores meet them.
+    """
+    options = Options.of(
+        layout, sm_scale, causal, window, sinks, logits_soft_cap, interleaved, rotary_start
+    )
+    if out is None:
+        out = _allocate(query, v_cache, stream)
+    learned = sinks if checks.is_array(sinks) else None
+    arrays = (
+        query, k_cache, v_cache, out, lse_out, block_table, seq_lens, query_lens, k_scale, v_scale,
+        k_scale_cache, v_scale_cache, learned, tree_mask,
+    )  # fmt: skip
+    more = (hole_starts, holes, key_starts, tree_lens, tail_positions)
+    if rope_table is None and all(array is None for array in more):
+        return _issue(NAMES, NUM_ROWS, arrays, options, out, stream)
+    return _issue(ALL_NAMES, NUM_ROWS + 1, (rope_table, *arrays, *more), options, out, stream)
+
+
+def _issue(
+    names: tuple[str, ...], num_rows: int, arrays: tuple[Any, ...], options: Options, out: Any,
+    stream: Any,
+) -> Any:  # fmt: skip
+    """Run the plan of a call; of its arrays, the first `num_rows` are read or written in words."""
     pointers, made = plan.obtain(
-        "paged_attention", NAMES, arrays, NUM_ROWS, (options,),
-        lambda given, alignment: make_plan(given, options, alignment),
+        "paged_attention", names, arrays, num_rows, (options,),
+        lambda given, alignment: make_plan(names, given, options, alignment),
     )  # fmt: skip
     assert isinstance(made, AttentionPlan)
     made.run(pointers, arrays, stream)

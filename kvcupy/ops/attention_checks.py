@@ -1,4 +1,4 @@
-"""The arguments of `paged_attention`, checked."""
+"""The arguments of `paged_attention`, and of `attend`, checked."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from ..arrays import ArrayView, describe
 from . import checks
+from .attention_sequences import check_rope, check_sequences
 from .side import Side
 
 NAMES = (
@@ -19,12 +20,20 @@ NAMES = (
 )  # fmt: skip
 NUM_ROWS = 4  # of these, what is read or written in words
 
+# With what `attend` has beside them; of these, one more is read in words.
+ALL_NAMES = (
+    "rope_table", *NAMES, "hole_starts", "holes", "key_starts", "tree_lens", "tail_positions",
+)  # fmt: skip
+
 _WIDEST = 768  # elements of a row that a warp, or a thread of the host device, has registers for
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked for beside the arrays. `window` 0, `soft_cap` 0: none."""
+    """What is asked for beside the arrays. `window` 0, `soft_cap` 0: none.
+
+    The last two say what the rope table turns, where one is given.
+    """
 
     layout: str
     sm_scale: float | None
@@ -32,11 +41,14 @@ class Options:
     window: int
     sink_keys: int
     soft_cap: float
+    interleaved: bool = False
+    rotary_start: int = 0
 
     @classmethod
     def of(
-        cls, layout: Any, sm_scale: Any, causal: Any, window: Any, sinks: Any, soft_cap: Any
-    ) -> Options:
+        cls, layout: Any, sm_scale: Any, causal: Any, window: Any, sinks: Any, soft_cap: Any,
+        interleaved: Any = False, rotary_start: Any = 0,
+    ) -> Options:  # fmt: skip
         """Check the options; `sinks` may be learned logits, which are an array."""
         layout = checks.layout_name(layout)
         if not isinstance(causal, (bool, np.bool_)):
@@ -51,9 +63,15 @@ class Options:
             if not 0 <= sinks < 2**63:
                 raise ValueError(f"sinks: expected at least 0, got {sinks}")
             sink_keys = int(sinks)
+        if not isinstance(interleaved, (bool, np.bool_)):
+            raise TypeError(f"interleaved: expected a bool, got {interleaved!r}")
+        checks.require_int(rotary_start, "rotary_start")
+        if rotary_start < 0:
+            raise ValueError(f"rotary_start: expected at least 0, got {rotary_start}")
         return cls(
             layout, _number(sm_scale, "sm_scale"), bool(causal), int(window or 0), sink_keys,
-            _number(soft_cap, "logits_soft_cap", positive=True) or 0.0,
+            _number(soft_cap, "logits_soft_cap", positive=True) or 0.0, bool(interleaved),
+            int(rotary_start),
         )  # fmt: skip
 
 
@@ -121,16 +139,18 @@ def check_call(given: dict[str, Any], options: Options) -> Call:
     _outputs(given, num_tokens, num_heads, v.cache.width)
     _sinks(given, num_heads)
     _tree_mask(given, num_tokens)
+    check_sequences(given, num_sequences)
+    check_rope(given, options.rotary_start, width, num_sequences)
     return Call(given, options, k, v, num_tokens, num_heads, num_sequences, max_pages)
 
 
-def check_query(query: ArrayView) -> None:
+def check_query(query: ArrayView, name: str = "query") -> None:
     """Refuse what is no query, whatever else is given."""
     if query.format not in ("fp32", "fp16", "bf16"):
-        raise TypeError(f"query: expected fp32, fp16 or bf16, got {describe(query)}")
+        raise TypeError(f"{name}: expected fp32, fp16 or bf16, got {describe(query)}")
     if query.ndim != 3 or 0 in query.shape[1:]:
-        raise ValueError(f"query: expected (tokens, heads, width), got {describe(query)}")
-    checks.require_contiguous(query, "query")
+        raise ValueError(f"{name}: expected (tokens, heads, width), got {describe(query)}")
+    checks.require_contiguous(query, name)
 
 
 def _side(given: dict[str, Any], prefix: str, layout: str) -> Side:
@@ -194,8 +214,8 @@ def _table(given: dict[str, Any], num_tokens: int) -> tuple[int, int]:
 def _outputs(given: dict[str, Any], num_tokens: int, num_heads: int, width: int) -> None:
     query, out, lse = given["query"], given["out"], given.get("lse_out")
     shape = (num_tokens, num_heads, width)
-    if out.format != query.format:
-        raise TypeError(f"out: expected {query.format} like query, got {describe(out)}")
+    if out.format not in (query.format, "fp32"):
+        raise TypeError(f"out: expected {query.format} like query, or fp32, got {describe(out)}")
     if out.shape != shape:
         raise ValueError(f"out: expected {shape}, got {describe(out)}")
     checks.require_contiguous(out, "out")
@@ -234,6 +254,8 @@ def _tree_mask(given: dict[str, Any], num_tokens: int) -> None:
 def _number(value: Any, name: str, *, positive: bool = False) -> float | None:
     if value is None:
         return None
+    if type(value) is float and 1e-30 < value < 1e30:  # the usual: float32 has room for it
+        return value
     checks.require_number(value, name)
     assert isinstance(value, numbers.Real)
     with np.errstate(over="ignore"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from .. import faults
@@ -10,6 +11,37 @@ from ..devices.protocol import Device
 from . import expressions
 from .attention_checks import Call
 from .side import Side
+
+_COUNTS = ("seq_lens", "query_lens", "hole_starts", "holes", "key_starts", "tree_lens")
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """What the host knows of a sequence: its number, page table, lengths, tree and hole.
+
+    `length` new tokens begin at row `start` of the query, of which `there` exist. `first_tree` is
+    the first key that the tree mask is about, None if it is about none.
+    """
+
+    number: int
+    table: Any
+    seq_len: int
+    start: int
+    length: int
+    there: int
+    first_tree: int | None
+    hole_start: int
+    hole: int
+    key_start: int
+
+    @property
+    def first_new(self) -> int:
+        """The position of the first query."""
+        return max(self.seq_len, -1) - self.length
+
+    def keys_before(self, most: int) -> int:
+        """Return how many keys lie at places before `most`."""
+        return max(min(self.hole_start, most), most - self.hole)
 
 
 def attend(device: Device, call: Call, given: dict[str, ArrayView]) -> None:
@@ -21,10 +53,9 @@ def attend(device: Device, call: Call, given: dict[str, ArrayView]) -> None:
     """
     host = {
         name: device.to_numpy(given[name]).astype("int64")
-        for name in ("block_table", "seq_lens", "query_lens")
+        for name in ("block_table", *_COUNTS)
         if name in given
     }
-    table, seq_lens = host["block_table"], host["seq_lens"]
     new = host.get("query_lens")
     start = 0
     for b in range(call.num_sequences):
@@ -33,35 +64,42 @@ def attend(device: Device, call: Call, given: dict[str, ArrayView]) -> None:
         if new is not None and (new[b] < 0 or there < length):
             _note(device, "query_lens", b, new[b])
         if there:
-            _sequence(device, call, given, b, table[b], int(seq_lens[b]), start, length, there)
+            counts = {name: int(max(host[name][b], 0)) for name in _COUNTS[2:] if name in host}
+            seq_len, nodes = int(host["seq_lens"][b]), counts.get("tree_lens", length)
+            first_tree = max(seq_len, -1) - nodes if nodes and "tree_mask" in given else None
+            one = _Sequence(
+                b, host["block_table"][b], seq_len, start, length, there, first_tree,
+                counts.get("hole_starts", 0), counts.get("holes", 0), counts.get("key_starts", 0),
+            )  # fmt: skip
+            _attend_with(device, call, given, one)
         start += there
 
 
-def _sequence(
-    device: Device, call: Call, given: dict[str, ArrayView], b: int, table: Any, seq_len: int,
-    start: int, length: int, there: int,
-) -> None:  # fmt: skip
-    """Attend with the new tokens of one sequence; the first `there` of them exist."""
-    cache, options = call.k.cache, call.options
-    num_keys = max(0, seq_len)
-    if num_keys > call.max_keys:
-        _note(device, "seq_lens", b, seq_len)
-        num_keys = call.max_keys
-    query = device.carrier(given["query"])[start : start + there]
+def _attend_with(device: Device, call: Call, given: dict[str, ArrayView], one: _Sequence) -> None:
+    """Attend with the new tokens of one sequence."""
+    cache, options, there = call.k.cache, call.options, one.there
+    num_keys = max(0, one.seq_len)
+    if num_keys > one.keys_before(call.max_keys):
+        _note(device, "seq_lens", one.number, one.seq_len)
+        num_keys = one.keys_before(call.max_keys)
+    rows = slice(one.start, one.start + there)
+    query = device.carrier(given["query"])[rows]
     xp = expressions.module_of(query)
     query = expressions.decode(query, given["query"].format)
-    first_new = max(seq_len, -1) - length
-    positions = first_new + xp.arange(there)
     keys = xp.arange(num_keys)
-    seen = _visible(device, call, given, keys, positions, first_new, start)
-    pages = xp.where(seen.any(axis=0), xp.asarray(table)[keys // cache.page_size], -1)
+    places = xp.where(keys < one.hole_start, keys, keys + one.hole)
+    entries = places // cache.page_size
+    seen = _visible(device, call, given, keys, one)
+    pages = xp.where(seen.any(axis=0), xp.asarray(one.table)[entries], -1)
     num_pages = cache.num_slots // cache.page_size
-    for entry in sorted({int(i) for i in (keys // cache.page_size)[pages >= num_pages]}):
-        _note(device, "block_table", b * call.max_pages + entry, table[entry])
+    for entry in sorted({int(i) for i in entries[pages >= num_pages]}):
+        _note(device, "block_table", one.number * call.max_pages + entry, one.table[entry])
     exists = (pages >= 0) & (pages < num_pages)
-    where = xp.where(exists, pages, 0), keys % cache.page_size
+    where = xp.where(exists, pages, 0), places % cache.page_size
     seen = seen & exists[None]
     k, v = (_rows(device, call, given, name, where) for name in "kv")
+    if "rope_table" in given:
+        k = _turned(device, call, given, k, keys, one)
     query = query.reshape(there, cache.num_heads, call.group, -1)
     scores = xp.einsum("thgd,khd->htgk", query, k) * query.dtype.type(call.sm_scale)
     if options.soft_cap:
@@ -73,12 +111,12 @@ def _sequence(
     if "sinks" in given:
         sinks = device.carrier(given["sinks"]).reshape(cache.num_heads, 1, call.group, 1)
     out, lse = _softmax(xp, scores, mask, v, sinks)
-    rows = out.transpose(1, 0, 2, 3).reshape(there, call.num_heads, -1)
-    bits = expressions.encode(rows.astype(xp.float32), given["out"].format)
-    device.carrier(given["out"])[start : start + there] = bits
+    flat_out = out.transpose(1, 0, 2, 3).reshape(there, call.num_heads, -1)
+    bits = expressions.encode(flat_out.astype(xp.float32), given["out"].format)
+    device.carrier(given["out"])[rows] = bits
     if "lse_out" in given:
         flat = lse.transpose(1, 0, 2, 3).reshape(there, call.num_heads)
-        device.carrier(given["lse_out"])[start : start + there] = flat
+        device.carrier(given["lse_out"])[rows] = flat
 
 
 @expressions.QUIET
@@ -117,26 +155,57 @@ def _rows(device: Device, call: Call, given: dict[str, ArrayView], name: str, wh
     return expressions.multiply(values, values.dtype.type(one.scale.value))
 
 
+@expressions.QUIET
+def _turned(
+    device: Device, call: Call, given: dict[str, ArrayView], k: Any, keys: Any, one: _Sequence
+) -> Any:
+    """Turn the rows of keys by their positions."""
+    xp, options = expressions.module_of(k), call.options
+    table = device.carrier(given["rope_table"])
+    positions = keys
+    if "tail_positions" in given and one.first_tree is not None:
+        tail = device.carrier(given["tail_positions"])[one.number]
+        columns = keys - one.first_tree
+        inside = (columns >= 0) & (columns < len(tail))
+        if len(tail):
+            positions = xp.where(inside, tail[xp.where(inside, columns, 0)], keys)
+    angles = table[xp.clip(positions, 0, len(table) - 1)][:, None]
+    half = table.shape[1] // 2
+    cosines, sines = angles[..., :half], angles[..., half:]
+    part = k[..., options.rotary_start : options.rotary_start + 2 * half]
+    pairs = (
+        (slice(0, None, 2), slice(1, None, 2)) if options.interleaved
+        else (slice(half), slice(half, None))
+    )  # fmt: skip
+    a, b = (part[..., pair] for pair in pairs)
+    turned = k.copy()
+    into = turned[..., options.rotary_start : options.rotary_start + 2 * half]
+    into[..., pairs[0]] = a * cosines - b * sines
+    into[..., pairs[1]] = b * cosines + a * sines
+    return turned
+
+
 def _visible(
-    device: Device, call: Call, given: dict[str, ArrayView], keys: Any, positions: Any,
-    first_new: int, start: int,
-) -> Any:  # fmt: skip
+    device: Device, call: Call, given: dict[str, ArrayView], keys: Any, one: _Sequence
+) -> Any:
     """Return which keys each new token sees, (tokens, keys)."""
-    xp, options = expressions.module_of(positions), call.options
-    at, key = positions[:, None], keys[None]
+    xp, options = expressions.module_of(keys), call.options
+    at, key = one.first_new + xp.arange(one.there)[:, None], keys[None]
+    seen = xp.repeat(key >= one.key_start, one.there, axis=0)
     if options.window:
-        seen = (key > at - options.window) | (key < options.sink_keys)
-    else:
-        seen = xp.ones((len(positions), len(keys)), bool)
-    if "tree_mask" in given:
-        mask = device.carrier(given["tree_mask"])[start : start + len(positions)]
-        columns = keys - first_new
+        seen = seen & ((key > at - options.window) | (key < options.sink_keys))
+    if options.causal:
+        seen = seen & (key <= at)
+    if one.first_tree is not None:
+        mask = device.carrier(given["tree_mask"])[one.start : one.start + one.there]
+        columns = keys - one.first_tree
         inside = (columns >= 0) & (columns < mask.shape[1])
         own = mask[:, xp.where(inside, columns, 0)].astype(bool) if mask.shape[1] else seen & False
-        seen = xp.where(columns[None] >= 0, own & inside[None], seen)
-    elif options.causal:
-        seen = seen & (key <= at)
-    return seen & (at >= 0)
+        kept = own & inside[None] & (key >= one.key_start)
+        seen = xp.where(columns[None] >= 0, kept, seen)
+    if options.causal or options.window or one.first_tree is not None:
+        seen = seen & (at >= 0)
+    return seen
 
 
 def _note(device: Device, argument: str, position: int, value: Any) -> None:

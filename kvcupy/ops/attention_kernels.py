@@ -45,10 +45,14 @@ DECODE = {
 
 # Packed rows a tile, by the packs of a row that a lane has where a warp shares it.
 ROWS = {1: (1, 4, 8), 3: (1, 2)}
+# Where keys turn, there are fewer kernels, and registers: this is for one of `_ANY` format.
+_TURNING_ROWS = {1: (1, 4, 8), 3: (2,)}
+_TURNING_ANY_ROWS = {1: (1, 4, 8), 3: (1,)}
 _HOST_ROWS = (1, 4, 8)
 _HOST_STEPS = (1, 2, 4, 8, 12, 16, 24, 32, 72, 96)  # where one thread has all of a row
 _PACK = 8  # elements of a row that a lane loads at a time, and in a word of 16-bit ones
 _ANY = "AnyFormat"  # formats told at run time, rows of any alignment
+_NOT_TURNING = "float"  # keys of this format turn as those of any do: few caches have it
 _DECODE_THREADS = 128
 
 PREFILL = Kernel(
@@ -72,15 +76,20 @@ _TILE_BYTES = 144  # a PrefillTile
 
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that a GPU is asked for."""
-    formats = [f.ctype for f in dtypes.FORMATS.values()]
+    formats = [*(f.ctype for f in dtypes.FORMATS.values()), _ANY]
     decodes = [
-        DECODE[32].specialise(name, rows, steps)
-        for name in (*formats, _ANY)
-        for steps, row_counts in ROWS.items()
+        DECODE[32].specialise(name, rows, steps, _bool(turns))
+        for turns in (False, True)
+        for name in formats
+        if not turns or name != _NOT_TURNING
+        for steps, row_counts in _row_counts(name, turns).items()
         for rows in row_counts
     ]
     prefills = [
-        PREFILL.specialise(name, *widths) for name in PREFILL_FORMATS.values() for widths in WIDTHS
+        specialisation_for(name, *widths, turns=turns)
+        for turns in (False, True)
+        for name in PREFILL_FORMATS
+        for widths in WIDTHS
     ]
     starts = [kernel.specialise(lanes) for lanes, kernel in STARTS.items()]
     return [*decodes, *prefills, *starts]
@@ -105,27 +114,46 @@ def decode_tiling(device: Device, call: Call, alignment: int) -> Tiling:
     ----------
     alignment : of the addresses of the caches, as `plan.alignment` gives it
     """
+    turns = call.view("rope_table") is not None
+    name = call.k.cache_format.ctype
+    if call.k.cache_format is not call.v.cache_format or not (
+        _packed(call, alignment) and _turns_in_packs(call, alignment)
+    ):
+        name = _ANY
     row_counts: tuple[int, ...]
     packs = -(-max(call.k.cache.width, call.v.cache.width) // _PACK)
     if device.warp_lanes == 1:
         lanes, row_counts = 1, _HOST_ROWS
         steps = next(n for n in _HOST_STEPS if n >= packs)
     else:
+        if turns and name == _NOT_TURNING:
+            name = _ANY
         steps = next(n for n in ROWS if packs <= 32 * n)
-        lanes, row_counts = min(32, 1 << (-(-packs // steps) - 1).bit_length()), ROWS[steps]
+        lanes = min(32, 1 << (-(-packs // steps) - 1).bit_length())
+        row_counts = _row_counts(name, turns)[steps]
     # Rows that a sequence has to share what is loaded, as far as shapes tell.
     sharing = call.group * -(-call.num_tokens // call.num_sequences)
     rows = next((n for n in row_counts if n >= sharing), row_counts[-1])
     threads = 1 if device.warp_lanes == 1 else _DECODE_THREADS
     groups = threads // lanes
     floats = groups * rows * (2 + lanes * _PACK * steps)
-    form = call.k.cache_format
-    plain = form is not call.v.cache_format or not _packed(call, alignment)
     kernel = DECODE[1 if device.warp_lanes == 1 else 32]
     return Tiling(
-        kernel.specialise(_ANY if plain else form.ctype, rows, steps), rows, lanes, threads,
+        kernel.specialise(name, rows, steps, _bool(turns)), rows, lanes, threads,
         0 if groups == 1 else 4 * floats,
     )  # fmt: skip
+
+
+def _row_counts(name: str, turns: bool) -> dict[int, tuple[int, ...]]:
+    """Return the packed rows a tile that there are kernels of a format for, by packs a lane."""
+    if not turns:
+        return ROWS
+    return _TURNING_ANY_ROWS if name == _ANY else _TURNING_ROWS
+
+
+def _bool(value: bool) -> str:
+    """Return a template argument."""
+    return "true" if value else "false"
 
 
 def _packed(call: Call, alignment: int) -> bool:
@@ -134,6 +162,16 @@ def _packed(call: Call, alignment: int) -> bool:
     word = min(16, _PACK * call.k.cache_format.itemsize)
     whole = all(one.cache.width % _PACK == 0 for one in (call.k, call.v))
     return whole and geometry.widest((alignment, *map(abs, strides))) >= word
+
+
+def _turns_in_packs(call: Call, alignment: int) -> bool:
+    """Return whether no pack of a row of K turns in part, and angles are at aligned addresses."""
+    table = call.view("rope_table")
+    if table is None:
+        return True
+    turning = table.shape[1] if call.options.interleaved else table.shape[1] // 2
+    whole = call.options.rotary_start % _PACK == 0 and turning % _PACK == 0
+    return whole and geometry.widest((alignment, abs(table.strides[0]))) == _ALIGNMENT
 
 
 def padded_widths(k_width: int, v_width: int) -> tuple[int, int] | None:
@@ -145,22 +183,25 @@ def padded_widths(k_width: int, v_width: int) -> tuple[int, int] | None:
     return next((w for w in WIDTHS if k_width <= w[0] and v_width <= w[1]), None)
 
 
-def specialisation_for(format_name: str, k_width: int, v_width: int) -> Specialisation:
+def specialisation_for(
+    format_name: str, k_width: int, v_width: int, *, turns: bool = False
+) -> Specialisation:
     """Return the kernel for a format and rows of such widths, which it must have room for."""
     widths = padded_widths(k_width, v_width)
     if widths is None:
         raise ValueError(f"widths {k_width}, {v_width}: expected at most {WIDTHS[-1]}")
-    return PREFILL.specialise(PREFILL_FORMATS[format_name], *widths)
+    return PREFILL.specialise(PREFILL_FORMATS[format_name], *widths, _bool(turns))
 
 
 def smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `PrefillShape::kBytes` of the kernel."""
-    k_width, v_width = map(int, specialisation.arguments[1:])
+    k_width, v_width = map(int, specialisation.arguments[1:3])
     in_registers = k_width <= 192  # the queries
     keys = 64 if in_registers else 32
     k_bytes, v_bytes, query_bytes = (2 * n for n in (keys * k_width, keys * v_width, 64 * k_width))
     values = max(v_bytes, query_bytes) if in_registers else v_bytes + query_bytes
-    table_bytes = -(-(16 * keys + 4 * (keys // 32)) // 8) * 8
+    angles = keys if specialisation.arguments[3] == _bool(True) else 1
+    table_bytes = -(-(16 * keys + 8 * angles + 4 * (keys // 32)) // 8) * 8
     return k_bytes + values + 2 * table_bytes + _TILE_BYTES
 
 
@@ -169,7 +210,7 @@ def suits(device: Device, call: Call, alignment: int) -> bool:
 
     Parameters
     ----------
-    call : `query` and `out` are of one format
+    call : `out` is of the format of `query`, or float32
     alignment : of the addresses of query, caches and output, as `plan.alignment` gives it
 
     Notes
@@ -181,7 +222,7 @@ def suits(device: Device, call: Call, alignment: int) -> bool:
     """
     query, out = call.view("query"), call.view("out")
     assert query is not None and out is not None
-    names = {query.format, out.format, call.k.cache_format.name, call.v.cache_format.name}
+    names = {query.format, call.k.cache_format.name, call.v.cache_format.name}
     widths = padded_widths(call.k.cache.width, call.v.cache.width)
     if (
         device.warp_lanes != 32
@@ -198,8 +239,10 @@ def suits(device: Device, call: Call, alignment: int) -> bool:
     whole = call.k.cache.width % _PACK == 0 and call.v.cache.width % _PACK == 0
     if not whole or geometry.widest((alignment, *map(abs, strides))) < _ALIGNMENT:
         return False
+    if not _turns_in_packs(call, alignment):
+        return False
     if getattr(device, "arch", None) == "sm_75":
-        needed = smem_bytes(specialisation_for(query.format, *widths))
+        needed = smem_bytes(_prefill_kernel(call))
         if query.format == "bf16" or needed > _TURING_SMEM_BYTES:
             return False
     rows = call.num_tokens * call.group
@@ -208,7 +251,12 @@ def suits(device: Device, call: Call, alignment: int) -> bool:
 
 def prefill_tiling(call: Call) -> Tiling:
     """Lay the kernel over a call that it suits. Of `Tiling`, `lanes` means nothing to it."""
+    chosen = _prefill_kernel(call)
+    return Tiling(chosen, PREFILL_ROWS, 1, PREFILL_THREADS, smem_bytes(chosen))
+
+
+def _prefill_kernel(call: Call) -> Specialisation:
     query = call.view("query")
     assert query is not None
-    chosen = specialisation_for(query.format, call.k.cache.width, call.v.cache.width)
-    return Tiling(chosen, PREFILL_ROWS, 1, PREFILL_THREADS, smem_bytes(chosen))
+    widths = call.k.cache.width, call.v.cache.width
+    return specialisation_for(query.format, *widths, turns=call.view("rope_table") is not None)

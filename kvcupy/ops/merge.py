@@ -40,7 +40,8 @@ def merge_states(
     out_a, out_b : outputs of attention, (T, Hq, Dv) fp32, fp16 or bf16
     lse_a, lse_b : float32 (T, Hq), logarithms of the sums of exp(score); of any strides. Minus
         infinity: that state saw no key, and its output, which may hold anything, is not read
-    out : (T, Hq, Dv) like out_a, written in place; it may be out_a or out_b itself. None: allocated
+    out : (T, Hq, Dv) of out_a's format, written in place; it may be out_a or out_b itself. float32
+        states also merge into fp16 or bf16. None: allocated, like out_a
     lse_out : float32 (T, Hq), likewise, and may be lse_a or lse_b itself
     lse_base : "e" or "2", of the logarithms in and out
     stream : see API.md
@@ -125,7 +126,7 @@ class MergePlan(plan.Plan):
         merged, lse = _merged(
             list(out_a) if out_b is None else [out_a, out_b],
             lse_a if lse_b is None else expressions.module_of(lse_a).stack([lse_a, lse_b]),
-            self.given["out"].format,
+            (self.given["out_a"].format, self.given["out"].format),
             self.lse_base,
         )
         out[...], lse_out[...] = merged, lse
@@ -144,9 +145,9 @@ class MergePlan(plan.Plan):
             params[f"{'lse' if name == 'lse_out' else name}_rows"] = strides
         second = "out_b" in given
         pointers = (0, 3, 1 if second else None, 4 if second else None, None, None, 2, 5)
-        source = FORMATS[given["out"].format]
+        source, target = FORMATS[given["out_a"].format], FORMATS[given["out"].format]
         return launch(
-            self.device, params, source, source, given["out"].shape, self.alignment, pointers
+            self.device, params, source, target, given["out"].shape, self.alignment, pointers
         )
 
 
@@ -163,7 +164,8 @@ def _plan(given: dict[str, ArrayView], lse_base: Any, alignment: int) -> MergePl
         if name not in given:
             continue
         wanted = first.shape if name == "out_a" else shape
-        _require(given[name], name, wanted, first.format)
+        widens = name == "out" and first.format == "fp32" and given["out"].format in MERGED
+        _require(given[name], name, wanted, given["out"].format if widens else first.format)
         if given[name].size:
             checks.require_contiguous(given[name], name)
         _require(given[lse_name], lse_name, wanted[:-1], "fp32")
@@ -203,8 +205,11 @@ def _same_memory(a: ArrayView | None, b: ArrayView | None) -> bool:
 
 
 @expressions.QUIET
-def _merged(outs: list[Any], lse: Any, format: str, lse_base: str) -> tuple[Any, Any]:
-    """Merge bits of outputs (T, Hq, Dv) and float32 lse (N, T, Hq); return both merged."""
+def _merged(outs: list[Any], lse: Any, formats: tuple[str, str], lse_base: str) -> tuple[Any, Any]:
+    """Merge bits of outputs (T, Hq, Dv) and float32 lse (N, T, Hq); return both merged.
+
+    `formats` are those of the outputs, and of what they become.
+    """
     xp = expressions.module_of(lse)
     power, logarithm = (xp.exp2, xp.log2) if lse_base == "2" else (xp.exp, xp.log)
     counts = lse != -np.inf
@@ -216,7 +221,7 @@ def _merged(outs: list[Any], lse: Any, format: str, lse_base: str) -> tuple[Any,
     total = xp.where(unseen, np.float32(1), total)
     merged = xp.zeros(outs[0].shape, xp.float32)
     for out, seen, weight in zip(outs, counts, factors / total, strict=True):
-        values = expressions.decode(out, format)
+        values = expressions.decode(out, formats[0])
         merged += xp.where(seen[..., None], weight[..., None] * values, np.float32(0))
     merged_lse = xp.where(unseen, np.float32(-np.inf), origin + logarithm(total))
-    return expressions.encode(merged, format), merged_lse
+    return expressions.encode(merged, formats[1]), merged_lse

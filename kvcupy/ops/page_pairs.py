@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from .. import scratch
-from ..arrays import ArrayView, array_at
+from ..arrays import ArrayView, array_at, contiguous_strides
 from ..devices.protocol import Device, Stream
 from ..exporters import view
 from . import checks
@@ -71,8 +72,8 @@ class PagePairs:
         if self._lists is None:
             addresses = [device.address(v) for v in self.views]
             if None in addresses:
-                sent = self._send(device, on)
-                half = sent.pointer + 8 * self.count
+                sent = send([self.on_host(name) for name in _NAMES], device, on)
+                half = sent.pointer + sent.strides[0]
                 found = Lists(self.count, (sent.pointer, 8, 8), (half, 8, 8))
                 self._lists = found, sent
             else:
@@ -82,14 +83,6 @@ class PagePairs:
                 )
                 self._lists = Lists(self.count, src, dst), self.views
         return self._lists
-
-    def _send(self, device: Device, on: Stream) -> ArrayView:
-        pinned = scratch.borrow(device, 16 * self.count, on, pinned=True)
-        both = array_at(pinned.owner, pinned.pointer, (2, self.count), np.dtype(np.int64))
-        both[0], both[1] = self.on_host("src_pages"), self.on_host("dst_pages")
-        sent = scratch.borrow(device, 16 * self.count, on)
-        device.copy(sent, pinned, stream=on)
-        return sent
 
     def existing(self, src_count: int, dst_count: int) -> Existing:
         """Return the pairs whose pages exist in pools of so many pages."""
@@ -111,6 +104,31 @@ class PagePairs:
                 f'{self.views[_NAMES.index(name)].device}; method "kernel" takes it'
             )
         return pages
+
+
+def send(lists: Sequence[np.ndarray[Any, Any]], device: Device, on: Stream) -> ArrayView:
+    """Send lists of the host to where kernels of `device` read them, in one copy on `on`.
+
+    Parameters
+    ----------
+    lists : int64 (N,) each; they may change as soon as this returns
+
+    Returns
+    -------
+    ArrayView : int64 (lists, N), whose memory is lent for as long as the view is held
+    """
+    shape = len(lists), len(lists[0])
+    num_bytes = 8 * shape[0] * shape[1]
+    pinned = scratch.borrow(device, num_bytes, on, pinned=True)
+    rows = array_at(pinned.owner, pinned.pointer, shape, np.dtype(np.int64))
+    for row, values in zip(rows, lists, strict=True):
+        row[...] = values
+    sent = scratch.borrow(device, num_bytes, on)
+    device.copy(sent, pinned, stream=on)
+    return ArrayView(
+        sent.pointer, shape, contiguous_strides(shape, 8), "int64", sent.device,
+        library=sent.library, owner=sent.owner,
+    )  # fmt: skip
 
 
 def _as_array(pages: Any, name: str) -> Any:

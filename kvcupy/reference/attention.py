@@ -23,6 +23,36 @@ def _rows_of_slots(
     return values.astype(np.float64), int(pages.shape[1])
 
 
+def turned(
+    rows: Float64, table: Array, positions: Array, *, interleaved: bool = False, start: int = 0
+) -> Float64:
+    """Turn elements of rows by their positions.
+
+    Parameters
+    ----------
+    rows
+        ``(n, H, D)``.
+    table
+        ``(max_positions, rotary_dim)``: cosines of the pairs, then sines.
+    positions
+        ``(n,)``; one outside of the table counts as its first or last.
+    interleaved
+        Whether pairs are neighbours, and not halves apart.
+    start
+        The first element that turns.
+    """
+    half = table.shape[1] // 2
+    part = np.arange(half)
+    first, second = (2 * part, 2 * part + 1) if interleaved else (part, part + half)
+    angles = table[np.clip(positions, 0, len(table) - 1)].astype(np.float64)[:, None]
+    cosines, sines = angles[..., :half], angles[..., half:]
+    a, b = rows[..., start + first], rows[..., start + second]
+    result = rows.copy()
+    result[..., start + first] = a * cosines - b * sines
+    result[..., start + second] = b * cosines + a * sines
+    return result
+
+
 def sees(
     key: int,
     position: int,
@@ -35,19 +65,23 @@ def sees(
 ) -> bool:
     """Say whether the query at `position` of a sequence sees the key at `key`.
 
+    A query before the first position sees nothing, but where positions do not matter.
+
     Parameters
     ----------
     new_from
-        The position of the first query of the sequence; keys from there on are new.
+        The first key that a tree mask is about: the position of the first query of the sequence, or
+        one before it.
     window, first_keys
         Keys at ``position - window`` and before are hidden, but for the first ones.
     tree
-        The row of the tree mask, ``tree[c]`` for the new key c. It alone decides about new keys.
+        The row of the tree mask, ``tree[c]`` for the new key c. It alone decides about new keys;
+        those past its end are hidden.
     """
-    if position < 0:
+    if position < 0 and (causal or window is not None or tree is not None):
         return False
     if tree is not None and key >= new_from:
-        return bool(tree[key - new_from])
+        return key - new_from < len(tree) and bool(tree[key - new_from])
     if tree is None and causal and key > position:
         return False
     return window is None or key > position - window or key < first_keys
@@ -87,6 +121,14 @@ def paged_attention(
     v_scale: Scale = None,
     k_scale_cache: Array | None = None,
     v_scale_cache: Array | None = None,
+    hole_starts: Array | None = None,
+    holes: Array | None = None,
+    key_starts: Array | None = None,
+    tree_lens: Array | None = None,
+    rope_table: Array | None = None,
+    interleaved: bool = False,
+    rotary_start: int = 0,
+    tail_positions: Array | None = None,
 ) -> tuple[Float64, Float64, dict[str, Faults]]:
     """Let the last tokens of each sequence attend to the keys and values that it has in the cache.
 
@@ -115,6 +157,17 @@ def paged_attention(
         Scores become ``cap * tanh(score / cap)``.
     k_scale, v_scale, k_scale_cache, v_scale_cache
         As in `store_kv`; values are ``stored * scale``, a float32 product.
+    hole_starts, holes
+        ``(B,)``: keys from position ``hole_starts[b]`` on lie ``holes[b]`` slots further on.
+    key_starts
+        ``(B,)``: keys before are not visible.
+    tree_lens
+        ``(B,)``: how many of the last keys `tree_mask` is about; with 0, the sequence has no mask.
+        None is `query_lens`.
+    rope_table, interleaved, rotary_start
+        Turn each key by its position before the score, see `turned`.
+    tail_positions
+        ``(B, C)``: the positions by which the keys that `tree_mask` is about turn.
 
     Returns
     -------
@@ -141,27 +194,48 @@ def paged_attention(
     for sequence, (length, count) in enumerate(zip(seq_lens.tolist(), appended, strict=True)):
         if start + count > rows:
             faults["query_lens"].append((sequence, count))
-        if count > 0 and length > max_pages * page_size:
+        hole_start, hole = (
+            (0, 0) if hole_starts is None or holes is None
+            else (int(hole_starts[sequence]), int(holes[sequence]))
+        )  # fmt: skip
+        places = [p if p < hole_start else p + hole for p in range(max(length, 0))]
+        inside = [place < max_pages * page_size for place in places]
+        if count > 0 and not all(inside):
             faults["seq_lens"].append((sequence, length))
         new_from = length - count
+        nodes = count if tree_lens is None else int(tree_lens[sequence])
+        tree_from = length - nodes
+        at = np.arange(max(length, 0))
+        if tail_positions is not None:
+            tail = tail_positions[sequence, : min(nodes, tail_positions.shape[1])]
+            at[tree_from : tree_from + len(tail)] = tail
+        first = 0 if key_starts is None else int(key_starts[sequence])
         for token in range(start, min(start + count, rows)):
             position = new_from + token - start
-            slots = []
-            for key in range(min(length, max_pages * page_size)):
-                if not sees(
-                    key, position, new_from, causal=causal, window=window, first_keys=first_keys,
-                    tree=None if tree_mask is None else tree_mask[token],
+            tree = None if tree_mask is None or not nodes else tree_mask[token]
+            slots, visible = [], []
+            for key, place in enumerate(places):
+                if key < first or not inside[key] or not sees(
+                    key, position, tree_from, causal=causal, window=window, first_keys=first_keys,
+                    tree=tree,
                 ):  # fmt: skip
                     continue
-                page = int(block_table[sequence, key // page_size])
+                page = int(block_table[sequence, place // page_size])
                 if page >= len(keys) // page_size:
-                    fault = (sequence * max_pages + key // page_size, page)
+                    fault = (sequence * max_pages + place // page_size, page)
                     if fault not in faults["block_table"]:
                         faults["block_table"].append(fault)
                 elif page >= 0:
-                    slots.append(page * page_size + key % page_size)
+                    slots.append(page * page_size + place % page_size)
+                    visible.append(key)
+            rows_of_keys = keys[slots]
+            if rope_table is not None:
+                rows_of_keys = turned(
+                    rows_of_keys, rope_table, at[visible], interleaved=interleaved,
+                    start=rotary_start,
+                )  # fmt: skip
             for head in range(query_heads):
-                scores = keys[slots, head // group] @ queries[token, head] * scaling
+                scores = rows_of_keys[:, head // group] @ queries[token, head] * scaling
                 if logits_soft_cap is not None:
                     scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
                 sink = None if logits is None else float(logits[head])

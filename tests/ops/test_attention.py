@@ -145,8 +145,9 @@ def test_more_rows_than_tokens(device):
         case.attend(args, **({"out": None} if allocate else {}))
 
 
-def test_queries_before_the_first_token_see_nothing(device):
-    for options in ({}, {"causal": False}, {"window": 2}):
+def test_queries_before_the_first_token(device):
+    """They see nothing, but where all queries see all keys."""
+    for options in ({}, {"causal": False}, {"window": 2}, {"causal": False, "window": 2}):
         case = AttentionCase(device, 10)
         args = case.arguments([2, 0, 5], [4, 2, 5])
         case.attend(args, **options)

@@ -9,6 +9,7 @@ import kvcupy as kv
 from kvcupy import devices
 from kvcupy.devices.host import HostDevice
 from kvcupy.ops import plan
+from kvcupy.ops.attention import attend
 
 
 class Watched(HostDevice):
@@ -46,7 +47,7 @@ def launched(device, *, sequences=1, new=None, heads=(4, 2), dtype=np.float16, w
     lens = np.full(sequences, max(20, new or 1))
     if new is not None:
         options["query_lens"] = np.full(sequences, new)
-    kv.paged_attention(query, cache, cache, table, lens, **options)
+    attend(query, cache, cache, table, lens, **options)
     return device.launches
 
 
@@ -78,6 +79,38 @@ def test_splits_follow_the_multiprocessors(watch):
 def test_ragged_queries_go_to_the_tensor_cores(watch, width):
     launches = launched(watch(), sequences=2, new=16, width=width, max_pages=2)
     assert names(launches) == ["attention_starts", "attention_prefill"]
+
+
+def table_of(dim, *, start=0):
+    """What makes `dim` elements of each key turn."""
+    return {"rope_table": np.ones((8, dim), np.float32), "rotary_start": start}
+
+
+COUNTS = np.zeros(2, np.int32)
+SIDE_BY_SIDE = {"interleaved": True}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"hole_starts": COUNTS, "holes": COUNTS, "key_starts": COUNTS},
+        {"tree_mask": np.ones((32, 20), bool), "tree_lens": COUNTS},
+        {"out": np.zeros((32, 4, 64), np.float32)},
+        table_of(64),
+        table_of(16, start=48),
+        table_of(24, start=8) | SIDE_BY_SIDE,
+    ],
+    ids=lambda more: " ".join(more),
+)
+def test_so_do_those_that_ask_for_more(watch, more):
+    launches = launched(watch(), sequences=2, new=16, max_pages=2, **more)
+    assert names(launches) == ["attention_starts", "attention_prefill"]
+
+
+@pytest.mark.parametrize("more", [table_of(24), table_of(32, start=4), table_of(12) | SIDE_BY_SIDE])
+def test_keys_that_turn_in_part_of_a_word_do_not(watch, more):
+    launches = launched(watch(), sequences=2, new=16, max_pages=2, **more)
+    assert names(launches) == ["attention_starts", "attention_decode"]
 
 
 @pytest.mark.parametrize(

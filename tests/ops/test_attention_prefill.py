@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from helpers import DTYPE, address
@@ -162,8 +164,8 @@ def test_a_launch_is_laid_out_as_the_kernel_has_it():
         f'static_assert(kPrefillRows == {prefill.PREFILL_ROWS}, "rows");',
         f'static_assert(kPrefillThreads == {prefill.PREFILL_THREADS}, "threads");',
     ]
-    for widths in prefill.WIDTHS:
-        specialisation = prefill.specialisation_for("fp16", *widths)
+    for widths, turns in itertools.product(prefill.WIDTHS, (False, True)):
+        specialisation = prefill.specialisation_for("fp16", *widths, turns=turns)
         named = ", ".join(specialisation.arguments[1:])
         size = prefill.smem_bytes(specialisation)
         assert size <= 99 * 1024, "what every architecture from sm_80 on has for a block"
@@ -215,6 +217,7 @@ def test_what_it_suits():
     assert suits(Ampere, fmt="bf16", widths=(192, 128), heads=(8, 2), tokens=8)
     assert suits(Ampere, widths=(80, 8), shift=8)
     assert suits(Turing, widths=(192, 128))
+    assert suits(Ampere, out=view(np.zeros((32, 2, 64), np.float32)))
 
 
 @pytest.mark.parametrize(

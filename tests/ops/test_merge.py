@@ -47,6 +47,19 @@ def test_two(device, fmt, base, width):
         case.merge(*state(case, fmt, shape), *state(case, fmt, shape), *outputs, base=base)
 
 
+@bases
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+@pytest.mark.parametrize("width", [1, 3, 4, 8, 33, 128])
+def test_float_states_into_16_bits(device, fmt, base, width):
+    """Rounded once, with two states and with several."""
+    case = AttentionCase(device, width)
+    shape = (6, 3, width)
+    case.merge(*state(case, "fp32", shape), *state(case, "fp32", shape),
+               *results(case, fmt, shape), base=base)  # fmt: skip
+    several = state(case, "fp32", (4, *shape))
+    case.merge(*several, None, None, *results(case, fmt, shape), base=base)
+
+
 @formats
 def test_many_rows(device, fmt):
     case = AttentionCase(device, 1)

@@ -1,0 +1,43 @@
+"""Sequences for `attend`: one token each, few, and as many as take tensor cores; what they have."""
+
+from __future__ import annotations
+
+import pytest
+from attention_cases import AttentionCase
+
+LENS = [9, 0, 30, 14, 5]
+FEW = [3, 0, 1, 9, 5]
+LONG = [70, 5, 90, 33, 20]
+MANY = [30, 0, 40, 9, 20]
+SHAPES = {"decode": (LENS, None), "few": (LENS, FEW), "many": (LONG, MANY)}
+HOLES = [(4, 3), (0, 5), (9, 8), (14, 2), (0, 4)]
+"""A start and a size: within a page, of nothing, two pages, past the end, before everything."""
+STARTS = [2, 0, 11, 0, 4]
+
+shapes = pytest.mark.parametrize("shape", SHAPES)
+formats = pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp16"])
+
+
+def trees_of(case, lens, new, padding=0, tail=False):
+    """Trees with nodes of earlier steps, of this step alone, and sequences that have none."""
+    appended = [1] * len(lens) if new is None else new
+    nodes = [min(n + extra, length) for n, extra, length in
+             zip(appended, (4, 0, 0, 2, 0), lens, strict=True)]  # fmt: skip
+    nodes[2] = 0
+    made = case.nodes(nodes, appended, padding)
+    return {**made, **case.tail(nodes)} if tail else made
+
+
+def call_of(device, seed, shape, fmt, *, holes=False, starts=False, trees=False, rope=None, **more):
+    """Make a case and its arguments, with what is asked for."""
+    case = AttentionCase(device, seed)
+    lens, new = SHAPES[shape]
+    args = case.arguments(
+        lens, new, fmt=fmt, holes=HOLES if holes else None, key_starts=STARTS if starts else None,
+        **{"widths": (32, 24), **more},
+    )  # fmt: skip
+    if rope:
+        args |= case.rope(**rope)
+    if trees:
+        args |= trees_of(case, lens, new, more.get("padding", 0), tail=bool(rope))
+    return case, args

@@ -1,0 +1,310 @@
+"""`attend`: holes in pages, keys left to others, trees of several steps; all of it at once.
+
+What is here called few takes the plain path, one token a sequence or several; with many new tokens
+a sequence, 16-bit formats take tensor cores.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from attention_cases import AttentionCase
+from attention_shapes import SHAPES, call_of, formats, shapes
+from helpers import POISON_SLOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcupy as kv
+from kvcupy.ops.attention import attend
+
+# Each alone ----------------------------------------------------------------------------------
+
+ALONE = {
+    "holes": {"holes": True},
+    "key starts": {"starts": True},
+    "trees": {"trees": True},
+    "halves": {"rope": {"dim": 32}},
+    "neighbours": {"rope": {"dim": 32, "interleaved": True}},
+}
+
+
+@shapes
+@formats
+@pytest.mark.parametrize("what", ALONE)
+def test_alone(device, what, fmt, shape):
+    case, args = call_of(device, 1, shape, fmt, **ALONE[what])
+    case.attend(args)
+
+
+@shapes
+@pytest.mark.parametrize("options", list(itertools.product((False, True), repeat=4)), ids=str)
+def test_together(device, options, shape):
+    """Each with each, under windows that keep first keys, caps and learned sinks."""
+    holes, starts, trees, rope = options
+    for fmt in ("fp32", "bf16"):
+        case, args = call_of(
+            device, 2, shape, fmt, holes=holes, starts=starts, trees=trees,
+            rope={"dim": 16, "start": 8} if rope else None, heads=(6, 2),
+        )  # fmt: skip
+        case.attend(args)
+        case.attend(args, window=7, sinks=3)
+        case.attend(args, window=12, causal=False, logits_soft_cap=6.0, sinks=case.sinks(6))
+
+
+# Pages ---------------------------------------------------------------------------------------
+
+
+@shapes
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+def test_pages_of_any_size(device, page_size, shape):
+    for fmt in ("fp32", "fp16"):
+        case, args = call_of(
+            device, 3, shape, fmt, holes=True, starts=True, trees=True, rope={"dim": 32},
+            page_size=page_size,
+        )  # fmt: skip
+        case.attend(args, window=9, sinks=3)
+
+
+@shapes
+@pytest.mark.parametrize("table", ["columns first", "rows apart", "spread"])
+@pytest.mark.parametrize("how", ["HND", "combined HND", "pages reversed"])
+def test_any_strides(device, how, table, shape):
+    case, args = call_of(
+        device, 4, shape, "bf16", holes=True, rope={"dim": 32}, how=how, table_how=table, step=2,
+        widths=(32, 32), padding=2 if shape != "decode" else 0,
+    )  # fmt: skip
+    case.attend(args)
+
+
+@shapes
+def test_a_hole_of_whole_pages_is_other_pages(device, shape):
+    """Entries of the table left out, and the same pages without them, give the same bits."""
+    lens, new = SHAPES[shape]
+    case = AttentionCase(device, 5)
+    args = case.arguments(lens, new, fmt="fp16", holes=[(8, 12)] * len(lens))
+    out, lse = case.attend(args)
+    table = args["block_table"].view
+    without = {n: a for n, a in args.items() if n not in ("hole_starts", "holes")}
+    without["block_table"] = case.table(np.delete(table, np.s_[2:5], axis=1))
+    for got, want in zip(case.attend(without), (out, lse), strict=True):
+        assert np.array_equal(got.view, want.view, equal_nan=True)
+
+
+@pytest.mark.parametrize("new", [None, [2, 1, 5], [20, 20, 60]])
+def test_length_past_the_table(device, new):
+    """A length that fits only without its hole; with whole pages and without."""
+    for holes in (
+        [(3, 0), (5, 2), (0, 9)],
+        [(3, 70), (70, 70), (60, 4)],
+        [(63, 1), (64, 1), (0, 64)],
+    ):
+        case = AttentionCase(device, 6)
+        args = case.arguments([64, 64, 60], new, fmt="fp16", holes=holes)
+        case.attend({**args, "block_table": args["block_table"].sub(lambda a: a[:, :16])})
+
+
+@pytest.mark.parametrize("new", [None, [2, 1, 5], [14, 7, 60]])
+def test_pages_that_are_none(device, new):
+    """Of the page past a hole, and of the one that holds it, with its keys in the middle."""
+    for entry, page in itertools.product((1, 2), (-1, POISON_SLOT, 2**33)):
+        case = AttentionCase(device, 7)
+        args = case.arguments([14, 7, 60], new, fmt="fp16", holes=[(2, 3), (5, 6), (4, 5)])
+        table = args["block_table"].view.astype(np.int64)
+        table[:, entry] = page
+        case.attend({**args, "block_table": case.table(table, "int64")})
+        case.attend({**args, "block_table": case.table(table, "int64")}, window=5, sinks=2)
+
+
+# Keys left to others -------------------------------------------------------------------------
+
+
+@shapes
+@formats
+def test_nothing_is_left(device, fmt, shape):
+    """All keys of some sequences are left out, or more than there are."""
+    lens, new = SHAPES[shape]
+    case = AttentionCase(device, 8)
+    args = case.arguments(lens, new, fmt=fmt, key_starts=[9, 3, 2000, 2**31 - 1, 4])
+    case.attend(args)
+    case.attend(args, sinks=case.sinks(4))
+
+
+@shapes
+@pytest.mark.parametrize("start", [0, 1, 3, 4, 6])
+def test_kept_keys_are_left_out_too(device, start, shape):
+    lens, new = SHAPES[shape]
+    for window, sinks in ((2, 4), (6, 4), (40, 3)):
+        case = AttentionCase(device, 9)
+        args = case.arguments(lens, new, fmt="fp16", key_starts=[start] * len(lens))
+        case.attend(args, window=window, sinks=sinks)
+
+
+@shapes
+def test_two_parts_merge_to_the_whole(device, shape):
+    """Keys before some, and from there on: in float32, from 16-bit queries."""
+    lens, new = SHAPES[shape]
+    case = AttentionCase(device, 10)
+    args = case.arguments(lens, new, fmt="bf16")
+    appended = [1] * len(lens) if new is None else new
+    # All queries see all keys of the first part, in which they too have positions.
+    first = [n - k if n - k >= k else 0 for n, k in zip(lens, appended, strict=True)]
+    parts = [
+        {**args, "seq_lens": case.slots(first, "int32")},
+        {**args, "key_starts": case.slots(first, "int32")},
+    ]
+    results = [case.results(args, fmt="fp32") for _ in parts]
+    case.attend(parts[0], *results[0], causal=False)
+    case.attend(parts[1], *results[1])
+    whole = case.attend(args, *case.results(args, fmt="fp32"))
+    merged = case.results(args, fmt="fp32")
+    kv.merge_states(
+        *(a.array for pair in results for a in pair), out=merged[0].array, lse_out=merged[1].array
+    )
+    np.testing.assert_allclose(case.live(merged[0]), case.live(whole[0]), rtol=0, atol=2e-2)
+    np.testing.assert_allclose(case.live(merged[1]), case.live(whole[1]), rtol=1e-5, atol=1e-4)
+
+
+# Trees ---------------------------------------------------------------------------------------
+
+
+@shapes
+@pytest.mark.parametrize("columns", [3, 12, 60])
+def test_columns_of_any_number(device, columns, shape):
+    """Nodes past the last column are seen by nobody; those past the last position turn by place."""
+    for fmt in ("fp32", "bf16"):
+        lens, new = SHAPES[shape]
+        case = AttentionCase(device, 11)
+        appended = [1] * len(lens) if new is None else new
+        nodes = [min(n + 5, length) for n, length in zip(appended, lens, strict=True)]
+        args = case.arguments(lens, new, fmt=fmt, widths=(32, 16)) | case.rope(32)
+        args |= case.nodes(nodes, appended, columns=columns)
+        case.attend(args)
+        case.attend(args | case.tail(nodes, columns=max(2, columns - 3)), window=4)
+
+
+@shapes
+def test_no_trees_is_causal(device, shape):
+    """A mask with no nodes in it, and none at all, give the same bits."""
+    lens, new = SHAPES[shape]
+    case = AttentionCase(device, 12)
+    args = case.arguments(lens, new, fmt="fp16")
+    rows = case.nodes([0] * len(lens), [1] * len(lens) if new is None else new, columns=5)
+    for causal in (True, False):
+        results = [case.attend(a, causal=causal) for a in (args, args | rows)]
+        for one, other in zip(*results, strict=True):
+            assert np.array_equal(one.view, other.view, equal_nan=True)
+
+
+# Outputs, streams, anything ------------------------------------------------------------------
+
+
+@shapes
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+def test_float32_from_16_bit_queries(device, fmt, shape):
+    for width in (24, 20):
+        case, args = call_of(device, 19, shape, fmt, widths=(32, width))
+        case.attend(args, *case.results(args, fmt="fp32"))
+
+
+@pytest.mark.parametrize("fmt", ["fp32", "bf16"])
+def test_split_keys(device, fmt):
+    """So many that they are shared by several blocks, each of which meets holes and starts."""
+    case = AttentionCase(device, 20)
+    holes, starts = [(600, 37), (0, 0), (3, 40)], [300, 0, 5]
+    args = case.arguments(
+        [1300, 5, 700], fmt=fmt, heads=(2, 1), page_size=16, holes=holes, key_starts=starts
+    ) | case.rope(16, positions=1500)
+    case.attend(args, *case.results(args, fmt="fp32"))
+    case.attend(args, window=500, sinks=310)
+
+
+def test_in_a_graph(device):
+    """A replay reads the holes, starts, trees and positions of that time."""
+    for fmt, shape in (("fp32", "decode"), ("bf16", "few"), ("bf16", "many")):
+        case, args = call_of(
+            device, 21, shape, fmt, holes=True, starts=True, trees=True, rope={"dim": 32},
+        )  # fmt: skip
+        stream = device.stream()
+        case.attend(args, stream=stream)
+        out, lse = case.results(args)
+        with stream.capture() as graph:
+            got = case.issue(args, out, lse, stream=stream)
+        for name in ("k_cache", "v_cache"):  # any key may be seen now, so none may be NaN
+            view = args[name].view
+            view[...] = case.rng.standard_normal(view.shape).astype(view.dtype)
+        for _ in range(2):
+            args["holes"].view[...] = case.rng.integers(0, 5, 5) % (args["holes"].view + 1)
+            args["hole_starts"].view[...] = case.rng.integers(0, 9, 5)
+            args["key_starts"].view[...] = case.rng.integers(0, 6, 5)
+            args["tail_positions"].view[...] += 3
+            args["tree_mask"].view[...] ^= True
+            for arg in args.values():
+                if hasattr(arg, "buffer"):
+                    arg.buffer.raw[...] = device.asarray(arg.buffer.want.copy())
+            device.synchronize()
+            graph.launch(stream)
+            stream.synchronize()
+            case.settle(args, got, out, lse)
+
+
+def test_without_more_it_is_paged_attention(device):
+    for shape in SHAPES:
+        case, args = call_of(device, 22, shape, "bf16")
+        (out, lse), (again, lse_again) = case.attend(args), case.results(args)
+        given_ = {name: case.to_pass(value) for name, value in args.items()}
+        got = attend(**given_, out=again.array, lse_out=lse_again.array)
+        assert got is again.array
+        case.settle(args, got, again, lse_again)
+        assert np.array_equal(out.view.view(np.uint16), again.view.view(np.uint16))
+        assert np.array_equal(lse.view, lse_again.view)
+
+
+@st.composite
+def calls(draw):
+    group, heads = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    lens = draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
+    some = st.booleans()
+    width = draw(st.sampled_from([16, 24, 32, 33]))
+    counts = st.lists(st.integers(0, 45), min_size=len(lens), max_size=len(lens))
+    new = None if draw(some) else [draw(st.integers(0, n)) for n in lens]
+    dim = 2 * draw(st.integers(1, width // 2))
+    return {
+        "seed": draw(st.integers(0, 2**32 - 1)),
+        "seq_lens": lens,
+        "query_lens": new,
+        "heads": (group * heads, heads),
+        "widths": (width, draw(st.sampled_from([8, 16, 21]))),
+        "page_size": draw(st.integers(1, 17)),
+        "fmt": draw(st.sampled_from(["fp32", "fp16", "bf16"])),
+        "holes": list(zip(draw(counts), draw(counts), strict=True)) if draw(some) else None,
+        "key_starts": draw(counts) if draw(some) else None,
+        "rope": draw(st.one_of(st.none(), st.fixed_dictionaries(
+            {"dim": st.just(dim), "start": st.integers(0, width - dim), "interleaved": some}
+        ))),
+        "nodes": draw(counts) if draw(some) else None,
+        "tail": draw(some),
+        "window": draw(st.one_of(st.none(), st.integers(1, 20))),
+        "sinks": draw(st.integers(0, 9)),
+    }  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(call=calls())
+def test_any_call(device, call):
+    case = AttentionCase(device, call.pop("seed"))
+    rope, nodes, tail = call.pop("rope"), call.pop("nodes"), call.pop("tail")
+    window, sinks = call.pop("window"), call.pop("sinks")
+    options = {} if window is None else {"window": window, "sinks": sinks}
+    args = case.arguments(**call)
+    lens, new = call["seq_lens"], call["query_lens"] or [1] * len(call["seq_lens"])
+    if rope:
+        args |= case.rope(**rope, positions=30)
+    if nodes and sum(new):
+        nodes = [0 if n % 3 == 0 else min(max(n, k), max(k, length))
+                 for n, k, length in zip(nodes, new, lens, strict=True)]  # fmt: skip
+        args |= case.nodes(nodes, new, columns=max(1, *nodes))
+        if rope and tail:
+            args |= case.tail(nodes, columns=max(1, *nodes), low=-3, high=40)
+    case.attend(args, **options)

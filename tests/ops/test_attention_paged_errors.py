@@ -1,0 +1,140 @@
+"""What `attend` refuses beyond what `paged_attention` does, before any launch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from attention_cases import AttentionCase
+from helpers import refused
+
+import kvcupy as kv
+from kvcupy.ops.attention import attend
+
+BOTH = (TypeError, ValueError)
+COUNTS = ("hole_starts", "holes", "key_starts", "tree_lens")
+
+
+def valid(case):
+    """All arguments of a valid call: six rows of two sequences, eight of sixteen elements turn."""
+    args = case.arguments(
+        [9, 6], [4, 2], fmt="fp16", holes=[(2, 1), (0, 3)], key_starts=[1, 0], widths=(16, 8)
+    )
+    args |= case.rope(8, start=4) | case.nodes([5, 2], [4, 2]) | case.tail([5, 2])
+    out, lse = case.results(args)
+    return {**args, "out": out, "lse_out": lse}
+
+
+def given(case, args):
+    return {name: case.to_pass(value) for name, value in args.items()}
+
+
+def zeros(dtype, *shape, cut=None):
+    def make(case):
+        array = case.device.zeros(shape, dtype)
+        return array if cut is None else cut(array)
+
+    return make
+
+
+def always(value):
+    return lambda case: value
+
+
+def error_cases():
+    """Yield (argument, what it is instead, error, what the message names)."""
+    for name in COUNTS:
+        for dtype in (np.int64, np.int16, np.uint32, np.float32, np.bool_):
+            yield name, np.dtype(dtype).name, zeros(dtype, 2), TypeError, name
+        for shape in ((1,), (3,), (2, 1), (1, 2), ()):
+            yield name, str(shape), zeros(np.int32, *shape), ValueError, name
+        yield name, "a number", always(3), BOTH, name
+        yield name, "list", always([0, 0]), TypeError, name
+    yield "hole_starts", "None", always(None), ValueError, "hole_starts"
+    yield "holes", "None", always(None), ValueError, "holes"
+    yield "tree_mask", "None", always(None), ValueError, "tree_lens|tail_positions"
+    yield "rope_table", "None", always(None), ValueError, "rope_table|tail_positions"
+    for dtype in (np.float64, np.float16, np.int32):
+        yield "rope_table", np.dtype(dtype).name, zeros(dtype, 50, 8), TypeError, "rope_table"
+    for shape in ((50,), (50, 1, 8), (50, 7), (50, 0), (0, 8)):
+        yield "rope_table", str(shape), zeros(np.float32, *shape), ValueError, "rope_table"
+    for width in (14, 18, 64):
+        yield (
+            "rope_table", f"{width} turn", zeros(np.float32, 50, width), ValueError,
+            "rope_table|rotary_start",
+        )  # fmt: skip
+    yield (
+        "rope_table", "last axis strided", zeros(np.float32, 50, 16, cut=lambda a: a[:, ::2]),
+        ValueError, "rope_table",
+    )  # fmt: skip
+    yield "rope_table", "list", always([[1.0, 0.0]]), TypeError, "rope_table"
+    for bad in (9, 16, -1, -(2**40)):
+        yield "rotary_start", str(bad), always(bad), ValueError, "rotary_start"
+    for bad in (1.0, "4", None, [4], True):
+        yield "rotary_start", repr(bad), always(bad), TypeError, "rotary_start"
+    for bad in (1, 0, None, "yes", [True]):
+        yield "interleaved", repr(bad), always(bad), TypeError, "interleaved"
+    for dtype in (np.int64, np.float32, np.bool_):
+        yield (
+            "tail_positions",
+            np.dtype(dtype).name,
+            zeros(dtype, 2, 5),
+            TypeError,
+            "tail_positions",
+        )
+    for shape in ((1, 5), (3, 5), (2,), (2, 5, 1)):
+        yield "tail_positions", str(shape), zeros(np.int32, *shape), ValueError, "tail_positions"
+    yield "tail_positions", "list", always([[0]] * 2), TypeError, "tail_positions"
+    yield "window", "0", always(0), ValueError, "window"  # what paged_attention refuses, too
+    yield "sinks", "of KV heads", zeros(np.float32, 2), ValueError, "sinks"
+
+
+ERRORS = list(error_cases())
+
+
+@pytest.mark.parametrize(
+    ("argument", "make", "error", "name"), [(e[0], *e[2:]) for e in ERRORS],
+    ids=[f"{e[0]} {e[1]}" for e in ERRORS],
+)  # fmt: skip
+def test_wrong_arguments(device, argument, make, error, name):
+    case = AttentionCase(device, 1)
+    args = given(case, valid(case)) | {argument: make(case)}
+    refused(case, lambda: attend(**args), error, name)
+
+
+def test_the_valid_call_is_valid(device):
+    case = AttentionCase(device, 2)
+    args = valid(case)
+    case.attend({n: a for n, a in args.items() if n not in ("out", "lse_out")},
+                args["out"], args["lse_out"])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*COUNTS, "rope_table", "tail_positions"])
+def test_arrays_of_another_device(device, name):
+    case = AttentionCase(device, 3)
+    args = valid(case)
+    view, fmt = args[name].view, args[name].fmt
+    args = given(case, args)
+    elsewhere = "cuda:7" if device.kind == "host" else "host"
+    args[name] = kv.ArrayView(4096, view.shape, view.strides, fmt, elsewhere)
+    with pytest.raises((ValueError, kv.DeviceError)):
+        attend(**args)
+    case.check("", [])
+
+
+@pytest.mark.parametrize("name", ["holes", "tree_lens", "tail_positions", "rope_table"])
+def test_results_have_memory_of_their_own(device, name):
+    """An output may lie in none of what is read."""
+    case = AttentionCase(device, 4)
+    args = given(case, valid(case))
+    shape, kind = args["lse_out"].shape, args[name].dtype
+    count = int(np.prod(args[name].shape))
+    memory = device.zeros((max(count, 24),), np.float32)
+    args[name] = memory[:count].view(kind).reshape(args[name].shape)
+    args["lse_out"] = memory[:24].reshape(shape)
+    refused(case, lambda: attend(**args), ValueError, "lse_out")
+
+
+def test_turning_without_a_table_means_nothing(device):
+    case = AttentionCase(device, 5)
+    args = case.arguments([9, 6], [4, 2], fmt="fp16")
+    case.attend({**args, "interleaved": True, "rotary_start": 1000})
