@@ -5,11 +5,20 @@ Importing this touches no device, imports neither CuPy nor torch, and compiles n
 
 from .arrays import ArrayView
 from .cache.engine import TransferEngine
+from .cache.paged import PagedKVCache
 from .cache.pages import PageAllocator
 from .cache.pool import KVPool, MLAPool
 from .config import config
 from .devices import default_device, device
-from .errors import CacheFull, CaptureError, CompileError, DeviceError, IndexFault, KvcupyError
+from .errors import (
+    CacheFull,
+    CaptureError,
+    CompileError,
+    DeviceError,
+    IndexFault,
+    KvcupyError,
+    UnknownSequence,
+)
 from .exporters import view_as
 from .faults import check_faults
 from .ops.attention import paged_attention
@@ -37,7 +46,9 @@ __all__ = [
     "KvcupyError",
     "MLAPool",
     "PageAllocator",
+    "PagedKVCache",
     "TransferEngine",
+    "UnknownSequence",
     "apply_rope",
     "check_faults",
     "config",

@@ -1,0 +1,318 @@
+"""Which pages, and how many tokens, each sequence of a paged cache has. Host work only.
+
+A token has a *position*, counted in what is cached, and a *place*, which says where its row lies:
+`pages[place // page_size]`, offset `place % page_size`. They differ where a sliding window has
+dropped tokens behind the sinks: `hole` places lie between, until they fill pages that can go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import UnknownSequence
+from .pages import PageAllocator
+
+Ints = np.ndarray[Any, Any]
+
+_FIRST_ROOM = 4  # pages
+
+
+class CachedSequence:
+    """One sequence.
+
+    Attributes
+    ----------
+    length : tokens cached, those of a pending tree included
+    hole : places between the sinks and the token after them
+    window, sinks : of a sliding window; window 0: none
+    parents : of the nodes of the tree that is not committed yet, the last tokens
+    """
+
+    __slots__ = ("_pages", "hole", "length", "num_pages", "parents", "sinks", "window")
+
+    def __init__(self) -> None:
+        self.length = self.hole = self.window = self.sinks = self.num_pages = 0
+        self.parents: list[int] = []
+        self._pages = np.empty(_FIRST_ROOM, np.int32)
+
+    @property
+    def pages(self) -> Ints:
+        """Its pages in order, int32, a view."""
+        return self._pages[: self.num_pages]
+
+    @property
+    def end(self) -> int:
+        """The place that its next token gets."""
+        return self.length + self.hole
+
+    @property
+    def committed(self) -> int:
+        """Tokens before the pending tree."""
+        return self.length - len(self.parents)
+
+    def extend(self, pages: Ints) -> None:
+        """Put pages behind its own."""
+        wanted = self.num_pages + len(pages)
+        if wanted > len(self._pages):
+            self._pages = np.concatenate(
+                [self.pages, np.empty(max(wanted, 2 * len(self._pages)) - self.num_pages, np.int32)]
+            )
+        self._pages[self.num_pages : wanted] = pages
+        self.num_pages = wanted
+
+    def places(self, start: int, stop: int) -> Ints:
+        """Return the places of the tokens at positions `start` to `stop` - 1, int64."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        return (
+            positions + np.where(positions < self.sinks, 0, self.hole) if self.hole else positions
+        )
+
+    def slots(self, places: Ints, page_size: int) -> Ints:
+        """Return the slots of places, int64."""
+        slots: Ints = self.pages[places // page_size].astype(np.int64)
+        slots *= page_size
+        slots += places % page_size
+        return slots
+
+    def hole_at(self, length: int) -> int:
+        """Return the places missing before the end if it had `length` tokens."""
+        return self.hole if length > self.sinks else 0
+
+
+@dataclass
+class Reservation:
+    """Pages for the tokens of a step, taken but not yet anybody's.
+
+    Attributes
+    ----------
+    copies : sequence, index of its last page, and the page that takes its place, because the last
+        one is partial and shared
+    pages : all pages taken
+    """
+
+    pages: Ints
+    copies: list[tuple[CachedSequence, int, int]] = field(default_factory=list)
+    more: list[int] = field(default_factory=list)  # new pages of each sequence
+
+    def replaced(self) -> tuple[list[int], list[int]]:
+        """Return the pages to copy, and where to."""
+        return [int(s.pages[i]) for s, i, _ in self.copies], [page for _, _, page in self.copies]
+
+
+class Sequences:
+    """All sequences of a cache, and how many of them refer to each page."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        self._allocator = allocator
+        self._page_size = page_size
+        self._references = np.zeros(allocator.num_pages, np.int32)
+        self._known: dict[Hashable, CachedSequence] = {}
+        self.total_length = 0
+
+    def __contains__(self, seq: Hashable) -> bool:
+        return seq in self._known
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, seq: Hashable, name: str = "seq") -> CachedSequence:
+        """Return a sequence by its name; `name` is that of the argument, for errors."""
+        found = self._known.get(_hashable(seq, name))
+        if found is None:
+            raise UnknownSequence(f"{name}: expected a sequence of this cache, got {seq!r}")
+        return found
+
+    def add(self, seq: Hashable, name: str = "seq") -> CachedSequence:
+        """Add an empty sequence."""
+        self.require_new(seq, name)
+        made = self._known[seq] = CachedSequence()
+        return made
+
+    def require_new(self, seq: Hashable, name: str) -> None:
+        """Refuse a sequence that is there already."""
+        if _hashable(seq, name) in self._known:
+            raise ValueError(f"{name}: expected a new sequence, got {seq!r}, which is cached")
+
+    def adopt(self, seq: Hashable, made: CachedSequence, reserved: Reservation, count: int) -> None:
+        """Add a sequence with the pages that were reserved for its tokens."""
+        self._known[seq] = made
+        self.grow([made], [count], reserved)
+
+    def remove(self, seq: Hashable) -> None:
+        """Drop a sequence; pages that nobody else refers to become free."""
+        gone = self.find(seq)
+        self._release(gone.pages)
+        self.total_length -= gone.length
+        del self._known[seq]
+
+    def clear(self) -> None:
+        """Drop all sequences."""
+        used = np.flatnonzero(self._references)
+        self._allocator.free(used)
+        self._references[used] = 0
+        self._known.clear()
+        self.total_length = 0
+
+    # --- Growing and shrinking ---
+
+    def reserve(self, sequences: Sequence[CachedSequence], counts: Sequence[int]) -> Reservation:
+        """Take the pages that sequences need for so many more tokens.
+
+        Raises
+        ------
+        CacheFull : there are too few; none was taken
+        """
+        size = self._page_size
+        left: dict[int, int] = {}  # pages that some here no longer refer to
+        shared: list[tuple[CachedSequence, int]] = []
+        more = []
+        for sequence, count in zip(sequences, counts, strict=True):
+            end = sequence.length + sequence.hole
+            last = sequence.num_pages - 1
+            if end % size:
+                page = int(sequence.pages[last])
+                if self._references[page] - left.get(page, 0) > 1:
+                    left[page] = left.get(page, 0) + 1
+                    shared.append((sequence, last))
+            more.append(-(-(end + count) // size) - last - 1)
+        wanted = len(shared) + sum(more)
+        pages = self._allocator.alloc(wanted) if wanted else np.empty(0, np.int64)
+        copies = [(s, i, int(page)) for (s, i), page in zip(shared, pages, strict=False)]
+        return Reservation(pages, copies, more)
+
+    def give_back(self, reservation: Reservation) -> None:
+        """Free what was reserved and is not to be used."""
+        self._allocator.free(reservation.pages)
+
+    def grow(
+        self, sequences: Sequence[CachedSequence], counts: Sequence[int], reserved: Reservation
+    ) -> list[tuple[CachedSequence, int, int]]:
+        """Let sequences have the reserved pages, and so many more tokens.
+
+        Returns
+        -------
+        sequence, index, page : the shared pages that were replaced. They stay referred to until
+            `settle` or `shrink`
+        """
+        self._references[reserved.pages] = 1
+        replaced = []
+        for sequence, index, page in reserved.copies:
+            replaced.append((sequence, index, int(sequence.pages[index])))
+            sequence.pages[index] = page
+        at = len(reserved.copies)
+        for sequence, count, more in zip(sequences, counts, reserved.more, strict=True):
+            if more:
+                sequence.extend(reserved.pages[at : at + more])
+                at += more
+            sequence.length += count
+        self.total_length += sum(counts)
+        return replaced
+
+    def settle(self, replaced: Sequence[tuple[CachedSequence, int, int]]) -> None:
+        """Let go of the shared pages that `grow` replaced."""
+        if replaced:
+            for _, _, page in replaced:
+                self._release(np.array([page]))
+
+    def shrink(
+        self,
+        sequences: Sequence[CachedSequence],
+        counts: Sequence[int],
+        replaced: Sequence[tuple[CachedSequence, int, int]],
+    ) -> None:
+        """Undo `grow`."""
+        for sequence, count in zip(sequences, counts, strict=True):
+            self.truncate(sequence, sequence.length - count)
+        for sequence, index, page in replaced:
+            self._release(sequence.pages[index : index + 1])
+            sequence.pages[index] = page
+
+    def truncate(self, sequence: CachedSequence, length: int) -> None:
+        """Drop the tokens from position `length` on."""
+        self.total_length += length - sequence.length
+        sequence.hole = sequence.hole_at(length)
+        sequence.length = length
+        keep = -(-sequence.end // self._page_size)
+        gone = sequence.pages[keep:]
+        sequence.num_pages = keep
+        self._release(gone)
+
+    def slide(self, sequence: CachedSequence) -> None:
+        """Drop the tokens that have left a sequence's window, and the pages that only they had."""
+        beyond = sequence.length - sequence.window
+        if not sequence.window or beyond <= 0:
+            return
+        size = self._page_size
+        sequence.length -= beyond
+        sequence.hole += beyond
+        self.total_length -= beyond
+        first = -(-sequence.sinks // size)  # page that begins within the hole
+        last = (sequence.sinks + sequence.hole) // size
+        if last > first:
+            gone = sequence.pages[first:last].copy()
+            kept = sequence.pages[last:].copy()
+            sequence.num_pages = first
+            sequence.extend(kept)
+            sequence.hole -= (last - first) * size
+            self._release(gone)
+
+    # --- Sharing ---
+
+    def fork(self, parent: CachedSequence, child: Hashable, at: int) -> tuple[int, int] | None:
+        """Add a sequence of the first `at` tokens of another, which shares its full pages.
+
+        Returns
+        -------
+        source, target : pages to be copied, because the last page is partial; None if it is not
+
+        Raises
+        ------
+        CacheFull : there is no page for it; nothing has changed
+        """
+        hole = parent.hole_at(at)
+        full, partial = divmod(at + hole, self._page_size)
+        fresh = self._allocator.alloc(1) if partial else np.empty(0, np.int64)
+        made = self.add(child)
+        made.length, made.hole = at, hole
+        made.window, made.sinks = parent.window, parent.sinks
+        made.extend(parent.pages[:full])
+        made.extend(fresh)
+        self._references[made.pages] += 1
+        self.total_length += at
+        return (int(parent.pages[full]), int(fresh[0])) if partial else None
+
+    def shared(self, sequence: CachedSequence, places: Ints) -> Ints:
+        """Return which of a sequence's pages hold some places and are shared, by index."""
+        indices = np.unique(places // self._page_size)
+        found: Ints = indices[self._references[sequence.pages[indices]] > 1]
+        return found
+
+    def replace(self, sequence: CachedSequence, indices: Ints, pages: Ints) -> None:
+        """Give a sequence allocated pages in place of others."""
+        gone = sequence.pages[indices]
+        sequence.pages[indices] = pages
+        self._references[pages] = 1
+        self._release(gone)
+
+    def is_shared(self, page: int) -> bool:
+        """Return whether several sequences refer to a page."""
+        return bool(self._references[page] > 1)
+
+    def _release(self, pages: Ints) -> None:
+        """Refer to pages, each once, no more."""
+        if len(pages) == 0:
+            return
+        self._references[pages] -= 1
+        self._allocator.free(pages[self._references[pages] == 0])
+
+
+def _hashable(seq: Hashable, name: str) -> Hashable:
+    try:
+        hash(seq)
+    except TypeError:
+        raise TypeError(f"{name}: expected a hashable name of a sequence, got {seq!r}") from None
+    return seq

@@ -1,0 +1,401 @@
+"""A paged cache as lists of tokens, in float64: the oracle of `PagedKVCache`.
+
+A sequence is a list of tokens, which hold what every layer keeps of them, and beside it the list
+of places where they lie. Forks share tokens and pages by identity. A page is in use while any
+sequence has a token on it; nothing is counted up or down.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from attention_cases import FEW, TRUNCATION, WEIGHT_ROUNDING
+from helpers import DTYPE, QUANTISED
+from rope_cases import ROUNDING, TINY, ulp
+
+from kvcupy import reference
+
+
+class Full(Exception):
+    """There are not as many free pages as an operation takes."""
+
+
+@dataclass(eq=False)
+class Token:
+    """What every layer keeps of a token, K and V as they come back from the cache."""
+
+    k: np.ndarray  # float32 (num_layers, H, D)
+    v: np.ndarray  # float32 (num_layers, H, Dv)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Tokens in order, each with the (page, offset) where it lies."""
+
+    tokens: list[Token] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)  # of the nodes of its pending tree
+    window: int | None = None
+    sinks: int = 0
+    slid: bool = False  # whether a window has ever taken a token out
+
+    @property
+    def committed(self) -> int:
+        return len(self.tokens) - len(self.parents)
+
+    def copy(self) -> Sequence:
+        return replace(self, tokens=[*self.tokens], places=[*self.places], parents=[*self.parents])
+
+    def pages(self) -> set[int]:
+        return {page for page, _ in self.places}
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from a root to this one."""
+        return [] if node < 0 else [*self.path(self.parents[node]), node]
+
+    def positions(self) -> np.ndarray:
+        """Of all tokens: their number, or for a node of a tree the depth past the committed."""
+        depths = [self.committed + len(self.path(i)) - 1 for i in range(len(self.parents))]
+        return np.array([*range(self.committed), *depths], np.int64)
+
+    def sees(self, query: int, window: int | None, first_keys: int) -> np.ndarray:
+        """Which tokens the token of this number sees, bool (n,).
+
+        A window hides old tokens of trees, by the number of the node, as in `paged_attention`.
+        """
+        seen = np.arange(len(self.tokens)) <= query
+        if window is not None:
+            near = np.arange(len(self.tokens)) > query - window
+            near[:first_keys] = True
+            seen &= near
+        if self.parents:
+            seen[self.committed :] = False
+            seen[[self.committed + i for i in self.path(query - self.committed)]] = True
+        return seen
+
+
+def as_cached(rows: np.ndarray, fmt: str, scale: np.ndarray | None) -> np.ndarray:
+    """What a cache of a format gives back of rows (T, H, D) that it stored, float32.
+
+    Without `scale` (H,), a quantised cache takes one of each row and head.
+    """
+    given = reference.format_of(rows)
+    if fmt not in QUANTISED:
+        return reference.decode(reference.encode(reference.decode(rows, given), fmt), fmt).astype(
+            np.float32
+        )
+    slots = np.arange(len(rows))
+    cache, back = np.zeros(rows.shape, DTYPE[fmt]), np.zeros(rows.shape, np.float32)
+    options = {"k_scale": scale}
+    if scale is None:
+        options = {"k_scale_cache": np.zeros(rows.shape[:2], np.float32)}
+    reference.store_kv(rows, rows, cache, np.zeros_like(rows), slots, **options)
+    reference.gather_kv(cache, cache, slots, k_out=back, v_out=np.zeros_like(back), **options)
+    return back
+
+
+class PagedModel:
+    """What a `PagedKVCache` of the same arguments does; `rope` is a NumPy array."""
+
+    def __init__(
+        self, *, num_layers, num_q_heads, num_kv_heads, head_dim, num_pages, page_size=16,
+        dtype="bf16", rope=None, interleaved=False, rope_mode="normal", v_head_dim=None,
+        latent_dim=None, k_scale=None, v_scale=None, **_,
+    ):  # fmt: skip
+        self.num_layers, self.group = num_layers, num_q_heads // num_kv_heads
+        self.heads, self.k_width = num_kv_heads, head_dim
+        self.v_width = latent_dim or v_head_dim or head_dim
+        self.num_pages, self.page_size, self.fmt = num_pages, page_size, dtype
+        self.rope, self.interleaved = rope, interleaved
+        self.mode = "none" if rope is None else rope_mode
+        self.latent_dim = latent_dim
+        self.k_scale, self.v_scale = k_scale, v_scale
+        self.sequences: dict[object, Sequence] = {}
+        self.batch: list[tuple[Sequence, int]] = []  # of the step, with how many tokens are new
+        self._before: dict[object, Sequence] = {}
+        self._new_pages = itertools.count()
+
+    # Pages
+
+    @property
+    def available(self) -> int:
+        used: set[int] = set()
+        return self.num_pages - len(used.union(*(s.pages() for s in self.sequences.values())))
+
+    @property
+    def total_length(self) -> int:
+        return sum(len(s.tokens) for s in self.sequences.values())
+
+    def snapshot(self) -> dict[object, Sequence]:
+        return {name: s.copy() for name, s in self.sequences.items()}
+
+    def _refuse_if_full(self, before: dict[object, Sequence]) -> None:
+        if self.available < 0:
+            self.sequences = before
+            raise Full
+
+    def _move(self, sequence: Sequence, page: int) -> None:
+        """Give a sequence a page of its own in the place of another."""
+        own = next(self._new_pages)
+        sequence.places = [(own if p == page else p, offset) for p, offset in sequence.places]
+
+    def _is_shared(self, page: int) -> bool:
+        return sum(page in s.pages() for s in self.sequences.values()) > 1
+
+    def _append(self, sequence: Sequence, count: int) -> None:
+        for _ in range(count):
+            page, offset = sequence.places[-1] if sequence.places else (-1, self.page_size - 1)
+            if offset == self.page_size - 1:
+                sequence.places.append((next(self._new_pages), 0))
+            else:
+                if self._is_shared(page):
+                    self._move(sequence, page)
+                sequence.places.append((sequence.places[-1][0], offset + 1))
+            shape = (self.num_layers, self.heads)
+            sequence.tokens.append(
+                Token(
+                    np.full((*shape, self.k_width), np.nan, np.float32),
+                    np.full((*shape, self.v_width), np.nan, np.float32),
+                )
+            )
+
+    # Sequences
+
+    def add(self, name) -> None:
+        self.sequences[name] = Sequence()
+
+    def remove(self, name) -> None:
+        del self.sequences[name]
+
+    def clear(self) -> None:
+        self.sequences = {}
+
+    def fork(self, parent, child, at=None) -> None:
+        """Share full pages, copy the partial one."""
+        before = self.snapshot()
+        made = self.sequences[parent].copy()
+        at = len(made.tokens) if at is None else at
+        made.tokens, made.places = made.tokens[:at], made.places[:at]
+        if made.places and made.places[-1][1] != self.page_size - 1:
+            self._move(made, made.places[-1][0])
+        self.sequences[child] = made
+        self._refuse_if_full(before)
+
+    def load(self, name, saved: Sequence) -> None:
+        """Make a sequence of one that was saved; on pages of its own, end to end."""
+        before = self.snapshot()
+        made = self.sequences[name] = replace(saved.copy(), tokens=[], places=[])
+        self._append(made, len(saved.tokens))
+        made.tokens = [*saved.tokens]
+        self._refuse_if_full(before)
+
+    def pop(self, name, count) -> None:
+        sequence = self.sequences[name]
+        left = len(sequence.tokens) - count
+        sequence.tokens, sequence.places = sequence.tokens[:left], sequence.places[:left]
+
+    def enable_sliding_window(self, name, window, sinks=0) -> None:
+        self.sequences[name].window, self.sequences[name].sinks = window, sinks
+
+    def _slide(self, sequence: Sequence) -> None:
+        surplus = len(sequence.tokens) - (sequence.window or len(sequence.tokens))
+        if surplus > 0 and not sequence.parents:
+            gap = slice(sequence.sinks, sequence.sinks + surplus)
+            del sequence.tokens[gap], sequence.places[gap]
+            sequence.slid = True
+
+    # Steps
+
+    def begin(self, names, lens, trees=None) -> None:
+        before = self.snapshot()
+        for name, count, tree in zip(names, lens, trees or [None] * len(lens), strict=True):
+            self._append(self.sequences[name], count)
+            self.sequences[name].parents += tree or []
+        self._refuse_if_full(before)
+        self._before = before
+        self.batch = [(self.sequences[n], c) for n, c in zip(names, lens, strict=True)]
+
+    def end(self) -> None:
+        for sequence, _ in self.batch:
+            self._slide(sequence)
+        self.batch = []
+
+    def take_back(self) -> None:
+        """End a step as if it had not begun."""
+        self.sequences, self.batch = self._before, []
+
+    def commit(self, names, leaves) -> None:
+        for name, leaf in zip(names, leaves, strict=True):
+            sequence = self.sequences[name]
+            first = sequence.committed
+            kept = [sequence.tokens[first + node] for node in sequence.path(leaf)]
+            sequence.tokens[first:] = kept
+            sequence.places = sequence.places[: first + len(kept)]
+            sequence.parents = []
+            self._slide(sequence)
+
+    def new_tokens(self) -> list[tuple[Sequence, int]]:
+        """The step's tokens in the order of its rows: sequence, number in it."""
+        return [
+            (s, number)
+            for s, count in self.batch
+            for number in range(len(s.tokens) - count, len(s.tokens))
+        ]
+
+    def query_positions(self) -> np.ndarray:
+        return np.array([s.positions()[number] for s, number in self.new_tokens()], np.int32)
+
+    # Contents
+
+    def scale_of(self, layer: int, scale) -> np.ndarray | None:
+        """The static scales of a layer, float32 (H,), from any of the forms of `k_scale`."""
+        if scale is None:
+            return None
+        values = np.asarray(scale, np.float32)
+        if values.ndim == 2 or (values.ndim == 1 and len(values) != self.heads):
+            values = values[layer]
+        return np.broadcast_to(values, (self.heads,))
+
+    def write(self, layer: int, tokens: list[Token], key: np.ndarray, value: np.ndarray) -> None:
+        """Store rows as they are in tokens, of whatever format they come in."""
+        for side, rows, scale in (("k", key, self.k_scale), ("v", value, self.v_scale)):
+            stored = as_cached(rows[: len(tokens)], self.fmt, self.scale_of(layer, scale))
+            for token, row in zip(tokens, stored, strict=True):
+                getattr(token, side)[layer] = row
+
+    def get_kv(self, name, start, stop) -> tuple[np.ndarray, np.ndarray]:
+        """float32 (num_layers, n, H, D) and (.., Dv)."""
+        tokens = self.sequences[name].tokens[start:stop]
+        none = np.zeros((self.num_layers, 0, self.heads, 1), np.float32)
+        return tuple(
+            np.stack([getattr(t, side) for t in tokens], 1) if tokens else none for side in "kv"
+        )
+
+    def set_kv(self, name, start, key, value) -> None:
+        """Replace K and V of all layers, (num_layers, n, H, D), from a token on."""
+        before = self.snapshot()
+        sequence = self.sequences[name]
+        count = key.shape[1]
+        for number in range(start, start + count):
+            page = sequence.places[number][0]
+            if self._is_shared(page):
+                self._move(sequence, page)
+        self._refuse_if_full(before)
+        made = [Token(t.k.copy(), t.v.copy()) for t in sequence.tokens[start : start + count]]
+        sequence.tokens[start : start + count] = made
+        for layer in range(self.num_layers):
+            self.write(layer, made, key[layer], value[layer])
+
+    # Attention
+
+    def attention(self, layer, query, key, value, **options) -> tuple[np.ndarray, np.ndarray]:
+        """Store K and V of the step, attend; the unrounded results and how far one may be off.
+
+        Only the rows of the step's tokens count, and come back: (T, Hq, Dv).
+        """
+        new = self.new_tokens()
+        query, key, value = query[: len(new)], key[: len(new)], value[: len(new)]
+        positions = self.query_positions()
+        turning = slice(self.latent_dim or 0, None)  # in MLA, the part past the latent turns
+        if self.mode != "none":
+            turned_query, turned_key = reference.apply_rope(
+                np.ascontiguousarray(query[..., turning]), np.ascontiguousarray(key[..., turning]),
+                self.rope, positions, interleaved=self.interleaved,
+            )  # fmt: skip
+            query = np.concatenate([query[..., : turning.start], turned_query], -1)
+            if self.mode == "normal":
+                key = np.concatenate([key[..., : turning.start], turned_key], -1)
+        self.write(layer, [s.tokens[number] for s, number in new], key, value)
+        outs, errors, row = [], [], 0
+        for sequence, count in self.batch:
+            rows = query[row : row + count]
+            out, error = self._attend(layer, sequence, rows, **options)
+            outs.append(out)
+            errors.append(error)
+            row += count
+        return np.concatenate(outs), np.concatenate(errors)
+
+    def keys_of(self, layer: int, sequence: Sequence) -> np.ndarray:
+        """What a query is multiplied with, float64 (n, H, D)."""
+        stored = np.stack([t.k[layer] for t in sequence.tokens])
+        if self.mode != "inline":
+            return stored.astype(np.float64)
+        cosine, sine = reference.cos_sin(self.rope, sequence.positions())
+        start = self.latent_dim or 0
+        turned = reference.rotate(
+            np.ascontiguousarray(stored[..., start:]), cosine, sine, interleaved=self.interleaved
+        )
+        return np.concatenate([stored[..., :start].astype(np.float64), turned], -1)
+
+    def _attend(
+        self, layer, sequence, query, *, sm_scale=None, window=None, sinks=None,
+        logits_soft_cap=None,
+    ):  # fmt: skip
+        fmt = reference.format_of(query)
+        rows = reference.decode(query, fmt)
+        keys = np.repeat(self.keys_of(layer, sequence), self.group, axis=1)
+        stored = np.stack([t.v[layer] for t in sequence.tokens]).astype(np.float64)
+        values = np.repeat(stored, self.group, axis=1)
+        first_keys = sinks if isinstance(sinks, int) else 0
+        learned = sinks if isinstance(sinks, np.ndarray) else None
+        first = len(sequence.tokens) - len(rows)
+        seen = np.stack([sequence.sees(first + i, window, first_keys) for i in range(len(rows))])
+
+        scaling = 1 / np.sqrt(rows.shape[2]) if sm_scale is None else sm_scale
+        scores = np.einsum("thd,nhd->htn", rows, keys) * scaling
+        if logits_soft_cap is not None:
+            scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
+        scores = np.where(seen, scores, -np.inf)
+        highest = scores.max(2, keepdims=True)
+        if learned is not None:
+            highest = np.maximum(highest, learned.astype(np.float64)[:, None, None])
+        weights = np.exp(scores - highest)
+        total = weights.sum(2, keepdims=True)
+        if learned is not None:
+            total += np.exp(learned.astype(np.float64)[:, None, None] - highest)
+        out = np.einsum("htn,nhd->thd", weights / total, values)
+        return out, self._allowed(out, rows, keys, values, fmt, scaling, logits_soft_cap or 0.0)
+
+    def _allowed(self, out, rows, keys, values, fmt, scaling, cap):
+        """How far float32 arithmetic and one rounding may be off: `attention_errors`, and rope.
+
+        An element that turned may be rounded the other way where float32 is near a tie, and then
+        be a unit of its format off, or a step of quantisation; inline, a key may be rounded to the
+        format of the query. One element has about 1 / sqrt(D) of a row's length. Merging the parts
+        of a cascade costs a few float32 roundings more.
+        """
+        width, count = rows.shape[2], len(keys)
+        longest = np.sqrt((keys**2).sum(2)).max(0)
+        largest = np.abs(values).max(0)
+        size = np.sqrt((rows**2).sum(2)) * longest * abs(scaling)
+        units = FEW + 2 * np.sqrt(width) + TRUNCATION[fmt] * width
+        of_score = ROUNDING * (size * units + FEW * cap)
+        if self.mode != "none":
+            of_score += 2 * size * (_unit(fmt) / np.sqrt(width) + FEW * ROUNDING)
+            if self.mode == "normal" and self.fmt in QUANTISED:
+                of_score += 2 * size * _unit(self.fmt) / np.sqrt(width)
+        of_sums = ROUNDING * (4 * FEW + 2 * np.sqrt(count))
+        relative = 2 * of_score + of_sums + WEIGHT_ROUNDING[fmt]
+        return relative[..., None] * largest * 1.01 + ulp(out, fmt) / 2 + TINY
+
+
+def _unit(fmt: str) -> float:
+    """The distance of neighbours, relative to the larger; of int8, to the largest of a row."""
+    digits = {"fp32": 23, "fp16": 10, "bf16": 7, "fp8_e4m3": 3, "fp8_e5m2": 2, "int8": 7}
+    return 2.0 ** -digits[fmt]
+
+
+def stored_errors(values: np.ndarray, fmt: str, cache_fmt: str) -> np.ndarray:
+    """How far a turned key in the cache may be off: a unit of its format, then a step of the cache.
+
+    `values` are float32 (.., D), of the format `fmt` before they were stored.
+    """
+    longest = np.abs(values).max(-1, keepdims=True).astype(np.float64)
+    allowed = ulp(values.astype(np.float64), fmt) + 4 * ROUNDING * longest
+    if cache_fmt == "int8":
+        return allowed + longest * (_unit("int8") + _unit(fmt))
+    if cache_fmt != fmt:
+        allowed = allowed + np.abs(values) * (2 * _unit(cache_fmt) + 2 * _unit(fmt))
+    return allowed

@@ -1,0 +1,207 @@
+"""Steps with random tables, readers that copy them away, and waits that are left out."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+from engine_cases import PATIENCE_S, dropped_wait, poll
+
+import kvcupy as kv
+from kvcupy.cache.tables import TableRing
+
+HOLD_S = 0.03  # for so long something is held up, that must be waited for
+POISON = 0x5A
+
+
+class Source:
+    """A step of `count` tokens whose tables are random numbers. `refuse` raises instead."""
+
+    def __init__(self, seed, count=5, pages=4, refuse=None):
+        rng = np.random.default_rng(seed)
+        self.refuse = refuse
+        self.asked = self.asked_room = 0
+        self.arrays = {
+            "slots": rng.integers(-(2**62), 2**62, count, np.int64),
+            "mask": rng.integers(0, 2, (count, 3)).astype(bool),
+            "positions": rng.integers(-(2**30), 2**30, count, np.int32),
+            "none": np.zeros((count, 0), np.int32),
+            "table": rng.integers(-(2**30), 2**30, (pages, count), np.int32),
+        }
+
+    def tables(self):
+        self.asked += 1
+        if self.refuse is not None:
+            raise self.refuse
+        return self.arrays
+
+    def room(self):
+        self.asked_room += 1
+        if self.refuse is not None:
+            raise self.refuse
+        shapes = {name: (a.shape, kv.dtypes.tag(a.dtype)) for name, a in self.arrays.items()}
+        pages, count = self.arrays["table"].shape
+        return {**shapes, "table": ((pages + 3, count), "int32")}
+
+    def fixed(self, room):
+        if room["table"][0][1] != self.arrays["table"].shape[1]:
+            raise ValueError("seqs: expected as many as in the captured step")
+        return self.tables()
+
+
+class World:
+    """A ring, two compute streams, and all that they have read.
+
+    `read` puts a reader on a stream, `check` compares what every reader has seen, once the device
+    has been synchronised.
+    """
+
+    def __init__(self, device, num_slots=1, copy_stream=None):
+        self.device = device
+        self.entered = []
+        self.ring = TableRing(device, copy_stream, num_slots, self.entered.append)
+        self.compute, self.other = device.stream(), device.stream()
+        self.compute.name, self.other.name = "compute", "other"
+        self.reads = []
+
+    @property
+    def copy_stream(self):
+        return self.ring.copy_stream
+
+    @property
+    def streams(self):
+        return {"copy": self.copy_stream, "compute": self.compute, "other": self.other}
+
+    def private(self, view):
+        dtype = kv.dtypes.numpy_dtype(view.format)
+        poison = np.full(view.shape, POISON, np.uint8 if dtype.kind == "b" else dtype)
+        return self.device.asarray(poison.view(dtype))
+
+    def read(self, source, views, stream):
+        """Let a stream copy the tables away."""
+        copies = {}
+        for name, view in views.items():
+            array = source.arrays[name]
+            part = view[: array.shape[0]]  # of a captured table that has room for more
+            copies[name] = self.private(part)
+            self.device.copy(copies[name], part, stream=stream)
+        self.reads.append((source, copies))
+
+    def step(self, seed, *streams, **source):
+        """A step that is read on streams, in order."""
+        made = Source(seed, **source)
+        tables = self.ring.open(made)
+        try:
+            for stream in streams or (self.compute,):
+                self.read(made, tables.on(stream), stream)
+        finally:
+            tables.close()
+        return tables
+
+    def capture(self, seed, stream=None, **source):
+        """A graph that copies its tables away; returns it and where to."""
+        made, on = Source(seed, **source), stream or self.compute
+        tables = self.ring.open(made)
+        with on.capture() as graph:
+            views = tables.on(on)
+            outs = {name: self.private(view) for name, view in views.items()}
+            for name, view in views.items():
+                self.device.copy(outs[name], view, stream=on)
+        tables.close()
+        return graph, outs
+
+    def launch(self, graph, outs, source, stream):
+        """Launch a graph within the open step; the stream then takes away what it has read."""
+        graph.launch(stream)
+        copies = {}
+        for name, out in outs.items():
+            part = kv.exporters.view(out)[: source.arrays[name].shape[0]]
+            copies[name] = self.private(part)
+            self.device.copy(copies[name], part, stream=stream)
+        self.reads.append((source, copies))
+
+    def graph_step(self, seed, graph, outs, *streams, **source):
+        made = Source(seed, **source)
+        tables = self.ring.open(made)
+        try:
+            for stream in streams or (self.compute,):
+                self.launch(graph, outs, made, stream)
+        finally:
+            tables.close()
+        return tables
+
+    def check(self, first=0):
+        """Every reader has seen the tables of its own step."""
+        self.device.synchronize()
+        for number, (source, copies) in enumerate(self.reads[first:], start=first):
+            for name, copy in copies.items():
+                got, want = self.device.to_numpy(copy), source.arrays[name]
+                assert got.dtype == want.dtype
+                assert np.array_equal(got, want), f"read {number}, {name}: got {got}, want {want}"
+
+
+class Story:
+    """One order that must hold: what is held up, and what must not come before it is done.
+
+    With `finish` the second half is given its chance to come too early before the first may run.
+    """
+
+    def __init__(self, device, control, **world):
+        self.world = World(device, **world)
+        self.patience_s = PATIENCE_S if control else HOLD_S
+
+    def finish(self, gate, done):
+        poll(done, self.patience_s)
+        gate.open()
+
+    def finish_on_host(self, gate, work):
+        """Do some work that blocks the host until the gate is open."""
+        with background(work) as thread:
+            poll(lambda: not thread.is_alive(), self.patience_s)
+            gate.open()
+
+
+@contextmanager
+def background(work):
+    """Run a function on another thread for the length of a block; its exception is raised."""
+    failures = []
+
+    def run():
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        thread.join(PATIENCE_S)
+    assert not thread.is_alive(), "it never came to its end"
+    if failures:
+        raise failures[0]
+
+
+@contextmanager
+def dropped_host_wait(monkeypatch, device, index):
+    """Let one wait of the host for an event, counted from 0, not happen. Yields those seen."""
+    kind, seen = type(device.event()), []
+    genuine = kind.synchronize
+
+    def synchronize(self):
+        seen.append(self)
+        if len(seen) - 1 != index:
+            genuine(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "synchronize", synchronize)
+        yield seen
+
+
+def dropped(monkeypatch, world, who, index):
+    """Leave out one wait of a stream, or of the host."""
+    if who == "host":
+        return dropped_host_wait(monkeypatch, world.device, index)
+    return dropped_wait(monkeypatch, world.streams[who], index)

@@ -1,0 +1,45 @@
+"""Long random programs on a paged cache whose streams are late: the bits stay the same."""
+
+from __future__ import annotations
+
+import pytest
+from paged_cases import rope_of
+from paged_program import MOST_TOKENS, Program
+from paged_world import check
+
+from kvcupy.cache.turns import Turns
+
+ROOM = {"steps": 150, "tokens": MOST_TOKENS, "num_pages": 16}
+CASES = {
+    "one slot": {"slots_in_flight": 1},
+    "two slots": {},
+    "three slots": {"slots_in_flight": 3},
+    "given": {"copy": "given"},
+    "compute": {"copy": "compute"},
+    "rotated": {"rope": rope_of(8)},
+    "inline": {"rope": rope_of(8), "rope_mode": "inline", "slots_in_flight": 1},
+    "cascade": {"cascade": True},
+    "pages of one": {"page_size": 1, "num_pages": 60},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_late_streams_change_nothing(device, name, seed):
+    options, seed = {**ROOM, **CASES[name]}, 10 * [*CASES].index(name) + seed
+    if "rope" in options:
+        options["rope"] = device.asarray(options["rope"])
+    check(device, lambda world: Program(world, seed).run(150), seed=seed, **options)
+
+
+def test_without_turns_it_goes_wrong(device, monkeypatch):
+    """The control of the test above: tables keep their order, pages do not."""
+
+    def program(world):
+        with monkeypatch.context() as patch:
+            if world.live:
+                patch.setattr(Turns, "enter", lambda self, stream: None)
+            return Program(world, 1).run(150)
+
+    with pytest.raises(AssertionError, match="differ"):
+        check(device, program, seed=1, **ROOM)

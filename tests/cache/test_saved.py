@@ -1,0 +1,497 @@
+"""Files of saved sequences: bit for bit, whole or not at all, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import DTYPE, FORMATS, UNSIGNED, all_patterns
+
+pytest.importorskip("safetensors", minversion="0.8", reason="saved sequences need safetensors")
+
+from kvcupy.cache import saved
+
+ROOT = Path(__file__).resolve().parents[2]
+TAGS = {
+    "fp32": "F32", "fp16": "F16", "bf16": "BF16",
+    "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2", "int8": "I8",
+}  # fmt: skip
+
+
+def bits_of(fmt, shape, seed=1):
+    """Any bits, as unsigned integers of the format's size."""
+    size = DTYPE[fmt].itemsize
+    count = int(np.prod(shape))
+    raw = np.random.default_rng(seed).integers(0, 256, count * size, dtype=np.uint8)
+    return raw.view(UNSIGNED[size]).reshape(shape)
+
+
+def every_pattern(fmt):
+    """Every pattern of a format, or of fp32 the special ones: NaN of several payloads above all."""
+    if fmt != "fp32":
+        return all_patterns(fmt).view(UNSIGNED[DTYPE[fmt].itemsize])
+    return np.array(
+        [0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001, 0x7F800001, 0xFFBFFFFF, 1],
+        np.uint32,
+    )
+
+
+def same(tensor, fmt, bits):
+    """Whether a tensor that was read has these bits; it must be of that format and shape."""
+    array = tensor[2]
+    assert tensor[:2] == (fmt, bits.shape)
+    assert array.dtype == DTYPE[fmt] and array.shape == bits.shape
+    return array.tobytes() == bits.tobytes()
+
+
+def write_one(path, value=7):
+    """Write a small file of one tensor whose elements are all `value`."""
+    bits = np.full((2, 3), value, np.uint8)
+    saved.write(path, {"k": ("int8", (2, 3), bits)}, {"num_layers": 2})
+    return bits
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "sequence.safetensors"
+
+
+# --- Round trips ---
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_bit_comes_back(path, fmt):
+    special, plain = every_pattern(fmt), bits_of(fmt, (3, 5, 2, 7))
+    tensors = {
+        "special": (fmt, special.shape, special),
+        "plain": (fmt, plain.shape, plain),
+        "typed": (fmt, plain.shape, plain.view(DTYPE[fmt])),
+        "bytes": (fmt, plain.shape, plain.tobytes()),
+        "memory": (fmt, plain.shape, memoryview(bytearray(plain.tobytes()))),
+    }
+    saved.write(path, tensors, {})
+    got, _ = saved.read(path)
+    assert got.keys() == tensors.keys()
+    for name in tensors:
+        assert same(got[name], fmt, special if name == "special" else plain), name
+
+
+def test_all_formats_in_one_file(path):
+    """Of sizes that leave no tensor where its neighbour would want to begin."""
+    want = {fmt: bits_of(fmt, (3, 1 + 2 * i), i) for i, fmt in enumerate(FORMATS)}
+    saved.write(path, {fmt: (fmt, bits.shape, bits) for fmt, bits in want.items()}, {})
+    got, _ = saved.read(path)
+    for fmt, bits in want.items():
+        assert same(got[fmt], fmt, bits)
+        assert got[fmt][2].flags.aligned
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0, 3), ()])
+def test_empty_tensors_and_scalars(path, fmt, shape):
+    bits = bits_of(fmt, shape)
+    saved.write(path, {"a": (fmt, shape, bits), "z": ("fp32", (2,), bits_of("fp32", 2))}, {})
+    assert same(saved.read(path)[0]["a"], fmt, bits)
+    saved.write(path, {"a": (fmt, shape, bits.tobytes())}, {})
+    assert same(saved.read(path)[0]["a"], fmt, bits)
+
+
+def test_strided_arrays(path):
+    bits = bits_of("bf16", (6, 5, 4))
+    views = {"t": bits.transpose(2, 0, 1), "s": bits[::2, 1:4], "r": bits[::-1]}
+    saved.write(path, {name: ("bf16", v.shape, v) for name, v in views.items()}, {})
+    got, _ = saved.read(path)
+    for name, v in views.items():
+        assert same(got[name], "bf16", np.ascontiguousarray(v))
+
+
+def test_no_tensors_and_metadata_of_any_text(path):
+    fields = {"num_layers": 3, "rope_mode": "normal", "empty": "", "odd": 'a"\\\n\u00e9\u4e2d'}
+    saved.write(path, {}, fields)
+    tensors, metadata = saved.read(path)
+    assert tensors == {}
+    assert metadata == {
+        "kvcupy": "1", "kind": "sequence", "num_layers": "3", "rope_mode": "normal", "empty": "",
+        "odd": 'a"\\\n\u00e9\u4e2d',
+    }  # fmt: skip
+
+
+def test_what_is_read_is_the_file_and_stays_when_it_is_replaced(path):
+    """Nothing is loaded but what is looked at, and nothing may be written."""
+    bits = write_one(path, 1)
+    array = saved.read(path)[0]["k"][2]
+    assert not array.flags.writeable and not array.flags.owndata
+    assert str(path) in Path("/proc/self/maps").read_text()
+    write_one(path, 2)
+    assert np.array_equal(array.view(np.uint8), bits)
+    path.unlink()
+    assert np.array_equal(array.view(np.uint8), bits)
+
+
+def test_a_path_may_be_a_string(path):
+    write_one(str(path))
+    assert saved.read(str(path))[1] == saved.read(path)[1]
+
+
+def test_other_loaders_read_it(path):
+    """The package, whose tags say what torch makes of them."""
+    import safetensors
+
+    want = {fmt: every_pattern(fmt) for fmt in FORMATS}
+    saved.write(path, {fmt: (fmt, bits.shape, bits) for fmt, bits in want.items()}, {"a": 1})
+    read = dict(safetensors.deserialize(path.read_bytes()))
+    assert {fmt: read[fmt]["dtype"] for fmt in FORMATS} == TAGS
+    for fmt, bits in want.items():
+        assert list(read[fmt]["shape"]) == list(bits.shape)
+        assert bytes(read[fmt]["data"]) == bits.tobytes()
+
+
+def test_torch_reads_it(path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    kinds = {
+        "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+        "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8,
+    }  # fmt: skip
+    want = {fmt: every_pattern(fmt) for fmt in FORMATS}
+    saved.write(path, {fmt: (fmt, bits.shape, bits) for fmt, bits in want.items()}, {"a": 1})
+    got = load_file(path)
+    for fmt, bits in want.items():
+        assert got[fmt].dtype == kinds[fmt]
+        assert got[fmt].view(torch.uint8).numpy().tobytes() == bits.tobytes()
+
+
+def test_what_torch_writes_is_read(path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    rows = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    save_file({"k": rows.to(torch.bfloat16), "v": rows.to(torch.float8_e4m3fn)}, path)
+    tensors, metadata = saved.read(path)
+    assert metadata == {} and tensors["k"][:2] == ("bf16", (2, 3))
+    for name in ("k", "v"):
+        assert tensors[name][2].astype(np.float32).tolist() == rows.tolist()
+
+
+# --- Files that are none ---
+
+
+def test_a_file_cut_short_anywhere(path):
+    """Or longer by a byte."""
+    write_one(path)
+    whole = path.read_bytes()
+    assert 100 < len(whole) < 400
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=rf"^path: expected a safetensors file, got {path}: "):
+            saved.read(path)
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(ValueError, match=r"^path: expected a safetensors file"):
+        saved.read(path)
+    path.write_bytes(whole)
+    assert saved.read(path)[0]["k"][0] == "int8"
+
+
+def test_any_byte_of_the_header_changed(path):
+    """What is read then is another file, or none; never an error of another kind."""
+    bits = write_one(path)
+    whole = path.read_bytes()
+    refused = 0
+    for at in range(len(whole) - bits.nbytes):
+        for flip in (0x01, 0x20, 0x80):
+            broken = bytearray(whole)
+            broken[at] ^= flip
+            path.write_bytes(broken)
+            try:
+                tensors, _ = saved.read(path)
+            except ValueError as error:
+                refused += 1
+                assert str(error).startswith("path: expected ")
+            else:
+                for fmt, shape, array in tensors.values():
+                    assert array.shape == shape and array.dtype == DTYPE[fmt]
+                    assert array.tobytes() == bits.tobytes()
+    assert refused > len(whole)
+
+
+def raw(header, data=b""):
+    """The bytes of a file with any header."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(dtype="I8", shape=(4,), offsets=(0, 4)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+FOUR = b"\1\2\3\4"
+CORRUPT = {
+    "empty": b"",
+    "text": b"this is a text, and no tensors are in it",
+    "a pickle": b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00}",
+    "zeros": bytes(64),
+    "header that is a list": raw([]),
+    "header cut": raw(b'{"k": {"dtype"'),
+    "header not UTF-8": raw(b'{"\xff": 1}'),
+    "header of 2**63 bytes": (2**63).to_bytes(8, "little") + b"{}",
+    "tensor without a shape": raw({"k": {"dtype": "I8", "data_offsets": [0, 4]}}, FOUR),
+    "shape larger than the data": raw({"k": entry(shape=(5,))}, FOUR),
+    "shape whose size overflows": raw({"k": entry(shape=(2**63, 4))}, FOUR),
+    "negative offset": raw({"k": entry(offsets=(-4, 0))}, FOUR),
+    "offsets past the end": raw({"k": entry(offsets=(4, 8))}, FOUR),
+    "two tensors in one place": raw({"k": entry(), "v": entry()}, FOUR),
+    "a gap": raw({"k": entry(), "v": entry(offsets=(8, 12))}, FOUR * 3),
+    "bytes that are of no tensor": raw({"k": entry()}, FOUR * 2),
+    "metadata that is no text": raw({"__metadata__": {"a": 1}, "k": entry()}, FOUR),
+}
+
+
+@pytest.mark.parametrize("kind", CORRUPT)
+def test_corrupt_files(path, kind):
+    path.write_bytes(CORRUPT[kind])
+    with pytest.raises(ValueError, match=rf"^path: expected a safetensors file, got {path}: "):
+        saved.read(path)
+
+
+def test_the_files_above_are_corrupt_in_that_alone(path):
+    path.write_bytes(raw({"__metadata__": {"a": "1"}, "k": entry()}, FOUR))
+    tensors, metadata = saved.read(path)
+    assert metadata == {"a": "1"} and tensors["k"][2].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("I64", 8), ("F64", 8), ("U8", 1), ("BOOL", 1), ("U16", 2), ("I32", 4)]
+)
+def test_formats_that_kvcupy_does_not_have(path, dtype, size):
+    path.write_bytes(raw({"k": entry(dtype, (2,), (0, 2 * size))}, bytes(2 * size)))
+    with pytest.raises(ValueError, match=rf"^path: expected tensors of F32, .*, got {dtype} for k"):
+        saved.read(path)
+
+
+def test_formats_that_nobody_has(path):
+    path.write_bytes(raw({"k": entry("F5")}, FOUR))
+    with pytest.raises(ValueError, match=r"^path: expected a safetensors file"):
+        saved.read(path)
+
+
+def test_no_file(path, tmp_path):
+    with pytest.raises(FileNotFoundError):
+        saved.read(path)
+    with pytest.raises(IsADirectoryError):
+        saved.read(tmp_path)
+
+
+# --- What a file says of itself ---
+
+FIELDS = {
+    "num_layers": 2, "num_kv_heads": 8, "head_dim": 128, "v_head_dim": 64, "dtype": "bf16",
+    "rope_mode": "normal",
+}  # fmt: skip
+
+
+def test_a_file_that_fits(path):
+    saved.write(path, {}, {**FIELDS, "length": 77})
+    metadata = saved.read(path)[1]
+    saved.check(metadata, FIELDS)
+    saved.check(metadata, {})
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_file_with_another_field_or_without_it(path, field):
+    saved.write(path, {}, {**FIELDS, field: "else"})
+    metadata = saved.read(path)[1]
+    want = FIELDS[field]
+    with pytest.raises(ValueError, match=rf"^path: .* with {field} {want}, got else$"):
+        saved.check(metadata, FIELDS)
+    del metadata[field]
+    with pytest.raises(ValueError, match=rf"^path: .* with {field} {want}, got none$"):
+        saved.check(metadata, FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("kvcupy", "2"), ("kvcupy", None), ("kind", "model"), ("kind", None)]
+)
+def test_a_file_of_something_else(field, value):
+    metadata = {**saved.KIND, field: value}
+    if value is None:
+        del metadata[field]
+    with pytest.raises(ValueError, match=rf"^path: .* with {field} {saved.KIND[field]}, got"):
+        saved.check(metadata, {})
+
+
+def test_metadata_cannot_say_that_a_file_is_something_else(path):
+    saved.write(path, {}, {"kind": "model"})
+    saved.check(saved.read(path)[1], {})
+
+
+# --- Writing that fails ---
+
+
+def left_alone(path, bits):
+    """Whether the old file is there as it was, and nothing beside it."""
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+    return np.array_equal(saved.read(path)[0]["k"][2].view(np.uint8), bits)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (("int4", (2,), b"ab"), r"got 'int4'"),
+        (("bf16", (2,), b"abc"), r"expected 4 bytes of k, got 3"),
+        (("bf16", (2,), np.zeros(3, np.uint16)), r"expected 4 bytes of k, got 6"),
+        (("fp32", (0, 2), b"abcd"), r"expected 0 bytes of k, got 4"),
+    ],
+)
+def test_tensors_that_do_not_fit_their_shapes(path, tensor, text):
+    bits = write_one(path)
+    with pytest.raises(ValueError, match=rf"^tensors: .*{text}$"):
+        saved.write(path, {"a": ("int8", (1,), b"a"), "k": tensor}, {})
+    assert left_alone(path, bits)
+
+
+def test_no_room(path):
+    """A limit on the size of files stands in for a full disk; the error is of that kind."""
+    bits = write_one(path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(OSError, match=rf"File too large: '{path}'"):
+            saved.write(path, {"k": ("int8", (1 << 17,), bytes(1 << 17))}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert left_alone(path, bits)
+
+
+def test_no_folder(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_one(tmp_path / "none" / "file")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        write_one(tmp_path / "file" / "file")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_may_not_be_written(path):
+    """As a user who is not root, whom nothing is refused."""
+    bits = write_one(path)
+    path.parent.chmod(0o500)
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(PermissionError):
+            write_one(path, 2)
+    finally:
+        if root:
+            os.seteuid(0)
+        path.parent.chmod(0o700)
+    assert left_alone(path, bits)
+
+
+def test_nothing_but_files_is_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(ValueError, match=r"^path: expected the name of a file, got "):
+            write_one(tmp_path / name)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "pipe"]
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace", "chmod"])
+def test_a_failure_on_the_way(path, monkeypatch, step):
+    bits = write_one(path)
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os if step == "fsync" else Path, step, fail)
+        with pytest.raises(OSError, match="No space left"):
+            write_one(path, 2)
+    assert left_alone(path, bits)
+
+
+CRASH = """
+import os, pathlib, sys
+import numpy as np
+from kvcupy.cache import saved
+def crash(*_): os._exit(9)
+setattr(*{"fsync": (os, "fsync", crash), "replace": (pathlib.Path, "replace", crash)}[sys.argv[2]])
+saved.write(sys.argv[1], {"k": ("int8", (2, 3), bytes(6))}, {})
+"""
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_crash_before_the_file_has_its_name(path, step):
+    bits = write_one(path)
+    done = subprocess.run(
+        [sys.executable, "-c", CRASH, str(path), step],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 9
+    assert np.array_equal(saved.read(path)[0]["k"][2].view(np.uint8), bits)
+
+
+def test_it_is_on_disk_before_it_has_its_name(path, monkeypatch):
+    order, real_fsync, real_replace = [], os.fsync, Path.replace
+
+    def fsync(descriptor):
+        order.append(("fsync", os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size))
+        real_fsync(descriptor)
+
+    def replace(source, target):
+        order.append(("replace", source.stat().st_ino, source.stat().st_size))
+        assert source.parent == Path(target).parent
+        return real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    write_one(path)
+    now = path.stat()
+    assert order == [(step, now.st_ino, now.st_size) for step in ("fsync", "replace")]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_permissions_are_those_of_a_new_file(path, umask):
+    before = os.umask(umask)
+    try:
+        write_one(path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_long_names(tmp_path):
+    """As long as a file's may be: what is written beside it has a name of its own."""
+    bits = write_one(tmp_path / ("n" * 255))
+    assert left_alone(tmp_path / ("n" * 255), bits)
+
+
+# --- Without the package ---
+
+
+@pytest.mark.parametrize("missing", ["safetensors", "TensorSpec"])
+def test_the_package_is_missing_or_old(path, monkeypatch, missing):
+    real = builtins.__import__
+
+    def refuse(name, globals=None, locals=None, fromlist=(), level=0):
+        if name == "safetensors" and (missing == name or missing in (fromlist or ())):
+            raise ImportError(f"no {missing}")
+        return real(name, globals, locals, fromlist, level)
+
+    bits = write_one(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", refuse)
+        for call in (lambda: write_one(path, 2), lambda: saved.read(path)):
+            with pytest.raises(ImportError, match=r"pip install 'kvcupy\[save\]'"):
+                call()
+    assert left_alone(path, bits)
