@@ -1,0 +1,268 @@
+"""Serve requests with continuous batching on a paged cache, and show what its design saves.
+
+Prompts are prefilled in chunks beside requests that decode, in one batch a step. A request forks
+the longest prefix that is in the cache; when pages run out, kept prefixes go and then the youngest
+requests wait. Each step's page tables go to the device in one copy, on a stream of their own, while
+the compute stream is still at work:
+
+    tables                |copy 2|              |copy 3|
+    compute   |step 1: embed, qkv, attention, mlp ... |step 2 ...
+
+That is measured against the same steps with the copy on the compute stream itself. With --speculate
+a step verifies a small tree of guesses for each request that decodes. Every request's tokens are
+compared with those of a plain forward pass without a cache.
+
+    python scripts/serve_demo.py --out build/serve
+    python scripts/serve_demo.py --trace trace.jsonl --scale 32 --speculate
+    python scripts/serve_demo.py --model path/to/llama --dtype bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+# One core computes while others copy and schedule; must be set before NumPy loads its BLAS.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+from benchlib import describe, write_json
+from llama import Llama, LlamaConfig
+from llama_files import load_weights, random_weights, read_config
+from overlap_demo import one_core_a_stream
+from serve_draw import draw_steps
+from serve_engine import CacheSettings, Outcome, Server
+from serve_report import WrongTokens, check_tokens, drawn_steps, hidden_share, render, step_times
+from serve_requests import Prompt, synthetic_prompts, trace_prompts
+from serve_schedule import Policy
+
+import kvcupy as kv
+
+HEADS = 8, 2  # of queries, of keys and values, in the random model
+OWN, SHARED = "on a stream of their own", "on the compute stream"
+
+
+class Progress:
+    """One line that says how far a run is; where there is no terminal, one at its end."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.ended = total, ""
+
+    def show(self, what: str, done: int, more: str = "") -> None:
+        line = f"{what}: {done} of {self.total} requests{more}"
+        if sys.stderr.isatty():
+            print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
+        elif done == self.total and what != self.ended:
+            print(line, file=sys.stderr, flush=True)
+            self.ended = what
+
+    def end(self) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{'':<78}\r", end="", file=sys.stderr, flush=True)
+
+
+def make_model(device: Any, arguments: argparse.Namespace, prompts_of: Any) -> Any:
+    """Return the model and its prompts: the rope table is as long as the longest request."""
+    config = read_config(arguments.model) if arguments.model else random_config(arguments)
+    prompts = prompts_of(config.vocab)
+    longest = max(prompt.goal for prompt in prompts)
+    dtype = np.dtype(arguments.compute)
+    if arguments.model:
+        weights = load_weights(device, arguments.model, config, dtype=dtype)
+    else:
+        weights = random_weights(device, config, dtype=dtype)
+    return Llama(device, config, weights, context=longest), prompts
+
+
+def random_config(arguments: argparse.Namespace) -> LlamaConfig:
+    q_heads, kv_heads = HEADS
+    hidden = arguments.hidden
+    return LlamaConfig(
+        vocab=arguments.vocab, hidden=hidden, intermediate=2 * hidden, layers=arguments.layers,
+        q_heads=q_heads, kv_heads=kv_heads, head_dim=hidden // q_heads,
+    )  # fmt: skip
+
+
+def prompts_of(arguments: argparse.Namespace, vocab: int) -> list[Prompt]:
+    if arguments.trace:
+        return trace_prompts(arguments.trace, arguments.requests, vocab, scale=arguments.scale)
+    return synthetic_prompts(
+        arguments.requests, vocab, seed=arguments.seed, output_tokens=arguments.output_tokens
+    )
+
+
+def enough_pages(prompts: Sequence[Prompt], page_size: int, running: int) -> int:
+    """Return pages for so many requests of mean length, and for the longest at least."""
+    pages = [-(-prompt.goal // page_size) for prompt in prompts]
+    return max(*pages, round(min(running, len(pages)) * sum(pages) / len(pages)))
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Serve the requests in every way and return the report."""
+    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    where = describe(device)  # now: the tree may change while this runs
+    model, prompts = make_model(device, arguments, lambda vocab: prompts_of(arguments, vocab))
+    pages = arguments.pages or enough_pages(prompts, arguments.page_size, arguments.max_running)
+    settings = CacheSettings(pages, arguments.page_size, arguments.dtype)
+    policy = Policy(
+        budget=arguments.budget, max_running=arguments.max_running, share=not arguments.no_sharing,
+        branches=arguments.branches if arguments.speculate else 0, depth=arguments.depth,
+    )  # fmt: skip
+    servers = {
+        name: Server(model, settings, policy, own_copy_stream=name == OWN, ahead=arguments.ahead)
+        for name in (OWN, SHARED)
+    }
+    progress = Progress(len(prompts))
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in servers}
+
+    def serve(name: str, what: str, watch: tuple[int, int] | None = None) -> tuple[Outcome, Any]:
+        def tell(done: int, steps: int) -> None:
+            progress.show(what, done, f", {steps} steps")
+
+        return servers[name].serve(prompts, progress=tell, watch=watch)
+
+    with one_core_a_stream(device):
+        for number in range(arguments.rounds + 1):  # the first warms up
+            for name in servers:
+                outcome, _ = serve(name, f"tables {name}, run {number}")
+                outcomes[name].append(outcome)
+        first = outcomes[OWN][0]
+        steps = len(first.step_us)
+        _, recorded = serve(OWN, "copies timed", (0, steps))
+        copied = hidden_share(recorded.spans)
+        if arguments.out:
+            start, stop = drawn_steps(first.step_tokens, arguments.drawn + 2)
+            _, recorded = serve(OWN, "steps drawn", (start, stop))
+            title = f"Steps {start + 1} to {stop - 2} of serving {len(prompts)} requests"
+            arguments.out.mkdir(parents=True, exist_ok=True)
+            recorded.save(arguments.out / "serve.json")
+            draw_steps(recorded.spans, arguments.out / "serve.png", title)
+    for found in outcomes.values():
+        require_same(first, found)
+    checked = None
+    if arguments.check:
+        checked = check_tokens(
+            model, prompts, first.tokens, arguments.dtype,
+            lambda done: progress.show("checked", done),
+        )  # fmt: skip
+    progress.end()
+    counts = first.counts
+    output = sum(map(len, first.tokens))
+    return {
+        **where,
+        "model": str(arguments.model.name) if arguments.model else "random",
+        "config": asdict(model.config),
+        "trace": arguments.trace.name if arguments.trace else "synthetic",
+        "requests": len(prompts),
+        "prompt_tokens": sum(len(prompt.tokens) for prompt in prompts),
+        "output_tokens": output,
+        "num_pages": pages,
+        "page_size": arguments.page_size,
+        "dtype": arguments.dtype,
+        "compute": arguments.compute,
+        "budget": arguments.budget,
+        "max_running": arguments.max_running,
+        "ahead": servers[OWN].ahead,
+        "speculate": arguments.speculate,
+        "branches": policy.branches,
+        "depth": policy.depth,
+        "rounds": arguments.rounds,
+        "steps": steps,
+        "tables": {
+            name: {
+                "tokens_per_s": output / min(outcome.seconds for outcome in found[1:]),
+                **step_times([outcome.step_us for outcome in found[1:]]),
+            }
+            for name, found in outcomes.items()
+        },
+        "tables_copied": copied,
+        "counts": asdict(counts),
+        "acceptance_rate": counts.accepted / counts.guesses if counts.guesses else None,
+        "tokens_a_tree": 1 + counts.accepted / counts.tree_steps if counts.tree_steps else None,
+        "checked": asdict(checked) if checked else None,
+    }
+
+
+def require_same(first: Outcome, others: Sequence[Outcome]) -> None:
+    """Compare the tokens and the steps of runs of the same requests.
+
+    Raises
+    ------
+    WrongTokens
+        They differ; the message names the first request.
+    """
+    for other in others:
+        for number, (want, got) in enumerate(zip(first.tokens, other.tokens, strict=True)):
+            if got != want:
+                raise WrongTokens(f"request {number}: {want} in one run, {got} in another")
+        if other.step_tokens != first.step_tokens:
+            raise WrongTokens("two runs of the same requests made different steps")
+
+
+def header(report: dict[str, Any]) -> str:
+    config, shape = report["config"], report["model"]
+    if shape == "random":
+        shape = f"random Llama of {config['layers']} layers, hidden {config['hidden']}"
+    guesses = f", trees of {report['branches']} branches" if report["speculate"] else ""
+    return (
+        f"{report['device']} ({report['gpu_and_driver'] or report['processor']}), "
+        f"{report['date']}, commit {(report['commit'] or 'unknown')[:12]}\n"
+        f"{shape}, {report['requests']} requests ({report['trace']}): "
+        f"{report['prompt_tokens']} tokens in, {report['output_tokens']} out\n"
+        f"{report['num_pages']} pages of {report['page_size']} {report['dtype']} tokens, at most "
+        f"{report['budget']} tokens and {report['max_running']} requests a step{guesses}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
+    add("--model", type=Path, help="folder with config.json and safetensors; default: random")
+    add("--layers", type=int, default=6, help="of the random model")
+    add("--hidden", type=int, default=256, help="of the random model")
+    add("--vocab", type=int, default=1024, help="of the random model")
+    add("--trace", type=Path, help="request trace, JSON lines; default: synthetic chats")
+    add("--scale", type=float, default=32.0, help="by which a trace's lengths are divided")
+    add("--requests", type=int, default=48, help="that are served, at most")
+    add("--seed", type=int, default=0, help="of the synthetic chats")
+    add("--output-tokens", type=int, default=32, help="median of the synthetic chats")
+    add("--pages", type=int, help="of the cache; default: for --max-running requests")
+    add("--page-size", type=int, default=16, help="tokens a page")
+    add("--dtype", default="fp32", choices=("fp32", "fp16", "bf16", "fp8_e4m3", "int8"),
+        help="of the cache")  # fmt: skip
+    add("--compute", default="float32", choices=("float32", "float16"), help="of the matrices")
+    add("--budget", type=int, default=96, help="tokens a step")
+    add("--max-running", type=int, default=32, help="requests at a time")
+    add("--ahead", type=int, default=1, choices=(0, 1), help="steps launched before one is done")
+    add("--no-sharing", action="store_true", help="of prefixes, by forks")
+    add("--speculate", action="store_true", help="verify trees of guesses")
+    add("--branches", type=int, default=3, help="of a tree")
+    add("--depth", type=int, default=4, help="of a tree")
+    add("--rounds", type=int, default=3, help="measured runs of each way")
+    add("--check", action=argparse.BooleanOptionalAction, default=None,
+        help="tokens against a plain pass; default: of the random model")  # fmt: skip
+    add("--json", type=Path, help="write the report here")
+    add("--out", type=Path, help="write a timeline (JSON and PNG) to this folder")
+    add("--drawn", type=int, default=3, help="steps in the timeline")
+    arguments = parser.parse_args(argv)
+    if arguments.check is None:
+        arguments.check = arguments.model is None
+    report = run(arguments)
+    print(f"{header(report)}\n\n{render(report)}")
+    if arguments.json:
+        write_json(arguments.json, report)
+    if arguments.out:
+        print(f"\ntimeline: {arguments.out / 'serve.json'} {arguments.out / 'serve.png'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
