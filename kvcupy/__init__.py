@@ -8,6 +8,8 @@ from .cache.engine import TransferEngine
 from .cache.paged import PagedKVCache
 from .cache.pages import PageAllocator
 from .cache.pool import KVPool, MLAPool
+from .cache.prefix import block_hashes
+from .cache.tiered import TieredCache
 from .config import config
 from .devices import default_device, device
 from .errors import (
@@ -47,9 +49,11 @@ __all__ = [
     "MLAPool",
     "PageAllocator",
     "PagedKVCache",
+    "TieredCache",
     "TransferEngine",
     "UnknownSequence",
     "apply_rope",
+    "block_hashes",
     "check_faults",
     "config",
     "copy_pages",

@@ -36,6 +36,7 @@ import numpy as np
 from benchlib import describe, write_json
 from llama import Llama, LlamaConfig
 from llama_files import load_weights, random_weights, read_config
+from offload_draw import length_us
 from overlap_demo import one_core_a_stream
 from serve_draw import draw_steps
 from serve_engine import CacheSettings, Outcome, Server
@@ -46,6 +47,7 @@ from serve_schedule import Policy
 import kvcupy as kv
 
 HEADS = 8, 2  # of queries, of keys and values, in the random model
+DRAWN_OF = 3  # the quickest of so many runs is drawn: what other programs disturb least
 OWN, SHARED = "on a stream of their own", "on the compute stream"
 
 
@@ -139,11 +141,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         copied = hidden_share(recorded.spans)
         if arguments.out:
             start, stop = drawn_steps(first.step_tokens, arguments.drawn + 2)
-            _, recorded = serve(OWN, "steps drawn", (start, stop))
+            watched = (serve(OWN, "steps drawn", (start, stop))[1] for _ in range(DRAWN_OF))
+            recorded = min(watched, key=length_us)
             title = f"Steps {start + 1} to {stop - 2} of serving {len(prompts)} requests"
             arguments.out.mkdir(parents=True, exist_ok=True)
-            recorded.save(arguments.out / "serve.json")
-            draw_steps(recorded.spans, arguments.out / "serve.png", title)
+            recorded.save(arguments.out / "timeline.json")
+            draw_steps(recorded.spans, arguments.out / "timeline.png", title)
     for found in outcomes.values():
         require_same(first, found)
     checked = None
@@ -246,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--speculate", action="store_true", help="verify trees of guesses")
     add("--branches", type=int, default=3, help="of a tree")
     add("--depth", type=int, default=4, help="of a tree")
-    add("--rounds", type=int, default=3, help="measured runs of each way")
+    add("--rounds", type=int, default=7, help="measured runs of each way")
     add("--check", action=argparse.BooleanOptionalAction, default=None,
         help="tokens against a plain pass; default: of the random model")  # fmt: skip
     add("--json", type=Path, help="write the report here")
@@ -260,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         write_json(arguments.json, report)
     if arguments.out:
-        print(f"\ntimeline: {arguments.out / 'serve.json'} {arguments.out / 'serve.png'}")
+        print(f"\ntimeline: {arguments.out / 'timeline.json'} {arguments.out / 'timeline.png'}")
     return 0
 
 

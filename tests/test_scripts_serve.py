@@ -446,7 +446,9 @@ def demo(device_name, *arguments):
 def test_demo_reports(device_name, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     out, path = tmp_path / "out", tmp_path / "new" / "report.json"
-    assert demo(device_name, "--json", path, "--out", out, "--pages", 40, "--output-tokens", 16) == 0
+    assert (
+        demo(device_name, "--json", path, "--out", out, "--pages", 40, "--output-tokens", 16) == 0
+    )
     report = json.loads(path.read_text())
     for key in ("device", "processor", "versions", "date", "commit", "config"):
         assert key in report
@@ -461,11 +463,11 @@ def test_demo_reports(device_name, tmp_path, capsys):
     assert report["counts"]["forks"] > 0 and report["counts"]["shared_tokens"] >= 72
     assert report["checked"] == {"tokens": report["output_tokens"], "ties": 0}
     assert report["acceptance_rate"] is None and report["speculate"] is False
-    events = json.loads((out / "serve.json").read_text())["traceEvents"]
+    events = json.loads((out / "timeline.json").read_text())["traceEvents"]
     lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"tables", "compute"} <= lanes
     assert {"embed", "qkv", "mlp", "logits", "copy"} <= {e["name"] for e in events}
-    assert (out / "serve.png").stat().st_size > 10_000
+    assert (out / "timeline.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert f"{report['output_tokens']} tokens are those of a plain uncached pass" in printed
 

@@ -58,6 +58,7 @@ class CapturedTables:
             self._fill(step)
         stream.wait(self._copied)
         step.enter(stream)
+        step.source.launching(stream)
 
     def after(self, stream: Stream) -> None:
         """Note that a launch on `stream` reads the tables."""

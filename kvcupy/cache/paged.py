@@ -11,8 +11,8 @@ from ..ops import outputs
 from ..ops.attention_checks import check_query
 from .contents import Contents
 from .layers import Asked, Layers
-from .paged_contents import PagedContents
 from .paged_options import pool_of, rope_of, scales_of
+from .paged_tiers import PagedTiers
 from .sequences import Sequences
 from .step import Step, by_sequence
 from .steps import Steps
@@ -20,7 +20,7 @@ from .storage import count
 from .tables import StepTables
 
 
-class PagedKVCache(PagedContents):
+class PagedKVCache(PagedTiers):
     """Keep K and V of many sequences in pages, and attend with the tokens of a step.
 
     Parameters
@@ -265,7 +265,10 @@ class PagedKVCache(PagedContents):
             shape = (*rows.shape[:2], self._layers.v_width)
             out = outputs.zeros(rows, shape, rows.format, stream)
         given = view(key, "key"), view(value, "value"), view(out, "out")
-        self._layers.run(int(layer), rows, *given, tables.on(on), asked, on)
+        found = tables.on(on)
+        if not on.capturing:
+            step.await_layer(int(layer), on)
+        self._layers.run(int(layer), rows, *given, found, asked, on)
         return out
 
     # --- Tables ---

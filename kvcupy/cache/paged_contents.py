@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
+from ..errors import CaptureError
 from ..ops import checks
 from . import sequence_files
 from .contents import Contents
@@ -53,7 +54,7 @@ class PagedContents(PagedSequences):
         Keys as they are cached: rotated in rope_mode "normal". Stream: one kernel a layer, behind
         all steps so far.
         """
-        sequence = self._sequences.find(seq)
+        sequence = self._here(seq)
         for name, number in (("start", start), ("stop", stop)):
             checks.require_int(number, name)
         if not 0 <= start <= sequence.length:
@@ -61,7 +62,7 @@ class PagedContents(PagedSequences):
         if not start <= stop <= sequence.length:
             raise ValueError(f"stop: expected {start} to {sequence.length}, got {stop}")
         on = self.device.as_stream(stream, self._library)
-        with self._steps.turn(on):
+        with self._steps.turn(on, sequence):
             return self._contents.read(self._slots(sequence, start, stop), dtype, stream, on)
 
     def set_kv(self, seq: Hashable, start: int, K: Any, V: Any, *, stream: Any = None) -> None:
@@ -79,6 +80,7 @@ class PagedContents(PagedSequences):
         UnknownSequence, TypeError, ValueError : an argument does not fit
         CacheFull : a shared page is to be copied and none is free
         KvcupyError : the sequence belongs to the running step
+        CaptureError : the stream is being captured
 
         After an error nothing has changed.
 
@@ -86,7 +88,7 @@ class PagedContents(PagedSequences):
         -----
         To bring in tokens that were computed elsewhere: begin_forward, end_forward, set_kv.
         """
-        sequence = self._sequences.find(seq)
+        sequence = self._here(seq)
         self._steps.require_outside(seq)
         checks.require_int(start, "start")
         key, value = self._contents.check(K, V)
@@ -98,9 +100,12 @@ class PagedContents(PagedSequences):
             )
         if start == stop:
             return
-        self._steps.own(sequence, sequence.places(start, stop))
         on = self.device.as_stream(stream, key.library)
-        with self._steps.turn(on):
+        if on.capturing:
+            raise CaptureError(f"stream: {on.name} is being captured; set_kv cannot be")
+        self._steps.own(sequence, sequence.places(start, stop))
+        del sequence.hashes[start // self.pool.page_size :]  # it is no longer what they say
+        with self._steps.turn(on, sequence):
             self._contents.write(self._slots(sequence, start, stop), key, value, on)
 
     def save_sequence(self, seq: Hashable, path: str | Path) -> None:
@@ -120,7 +125,7 @@ class PagedContents(PagedSequences):
         """
         sequence = self._settled(seq)
         on = self.device.as_stream(None, self._library)
-        with self._steps.turn(on):
+        with self._steps.turn(on, sequence):
             tensors = self._contents.save(self._slots(sequence, 0, sequence.length), on)
         sequence_files.write(path, sequence, tensors, self._fields())
 

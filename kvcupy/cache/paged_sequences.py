@@ -9,7 +9,7 @@ from typing import Any
 from ..config import logger
 from ..ops import checks
 from .sequences import CachedSequence, Sequences
-from .steps import Steps
+from .steps import Steps, require_here
 from .storage import Pool, count
 
 
@@ -116,6 +116,7 @@ class PagedSequences:
         if not 0 <= n <= sequence.length:
             raise ValueError(f"n: expected 0 to {sequence.length}, got {n}")
         self._sequences.truncate(sequence, sequence.length - int(n))
+        del sequence.hashes[sequence.length // self.pool.page_size :]
 
     def sequence_length(self, seq: Hashable) -> int:
         """Return how many tokens a sequence has, those of a tree to be committed included."""
@@ -235,9 +236,15 @@ class PagedSequences:
 
     # --- Parts ---
 
+    def _here(self, seq: Hashable, name: str = "seq") -> CachedSequence:
+        """Return a sequence that is on the device."""
+        found = self._sequences.find(seq, name)
+        require_here(found, seq, name)
+        return found
+
     def _settled(self, seq: Hashable, name: str = "seq") -> CachedSequence:
         """Return a sequence that is outside the running step and has no tree to be committed."""
-        found = self._sequences.find(seq, name)
+        found = self._here(seq, name)
         self._steps.require_outside(seq, name)
         if found.parents:
             raise ValueError(f"{name}: {seq!r} has a token tree: call commit_token_tree first")

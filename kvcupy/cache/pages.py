@@ -206,6 +206,13 @@ class PageAllocator:
             self._poll()
             self._look_at = max(_MIN_FLIGHTS, 2 * len(self._flights))
 
+    def wait_for_freed(self) -> None:
+        """Wait for the oldest transfer that holds back freed pages, if there is one."""
+        with self._lock:
+            oldest = self._oldest_that_defers() if self._num_deferred else None
+        if oldest is not None:
+            self._wait(oldest)
+
     # --- With the lock held ---
 
     def _take(self, n: int) -> Pages:

@@ -7,18 +7,28 @@ dropped tokens behind the sinks: `hole` places lie between, until they fill page
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import UnknownSequence
+from ..errors import CacheFull, UnknownSequence
+from .leases import LeasedPages
 from .pages import PageAllocator
+from .tiered_lease import Lease
 
 Ints = np.ndarray[Any, Any]
 
 _FIRST_ROOM = 4  # pages
+
+
+class Arrival(Protocol):
+    """Pages on their way: a Transfer, or a Lease."""
+
+    def wait_layer(self, layer: int, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
 
 
 class CachedSequence:
@@ -30,13 +40,22 @@ class CachedSequence:
     hole : places between the sinks and the token after them
     window, sinks : of a sliding window; window 0: none
     parents : of the nodes of the tree that is not committed yet, the last tokens
+    hashes : what a tiered cache knows its first full pages by, or will
+    arriving : transfers and leases that bring some of its pages
+    away : where it is instead of on the device, if it is offloaded
     """
 
-    __slots__ = ("_pages", "hole", "length", "num_pages", "parents", "sinks", "window")
+    __slots__ = (
+        "_pages", "arriving", "away", "hashes", "hole", "length", "num_pages", "parents", "sinks",
+        "window",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.length = self.hole = self.window = self.sinks = self.num_pages = 0
         self.parents: list[int] = []
+        self.hashes: list[int] = []
+        self.arriving: list[Arrival] = []
+        self.away: Any = None
         self._pages = np.empty(_FIRST_ROOM, np.int32)
 
     @property
@@ -110,6 +129,9 @@ class Sequences:
         self._allocator = allocator
         self._page_size = page_size
         self._references = np.zeros(allocator.num_pages, np.int32)
+        self._leased = LeasedPages(self._references)
+        # Called with a number of pages that are wanted when there are fewer.
+        self.make_room: Callable[[int], object] | None = None
         self._known: dict[Hashable, CachedSequence] = {}
         self.total_length = 0
 
@@ -142,18 +164,50 @@ class Sequences:
         self._known[seq] = made
         self.grow([made], [count], reserved)
 
-    def remove(self, seq: Hashable) -> None:
-        """Drop a sequence; pages that nobody else refers to become free."""
+    def share(self, seq: Hashable, lease: Lease) -> CachedSequence:
+        """Add a sequence of the pages that a lease pins, for as long as it or a fork uses one."""
+        made = self.add(seq)
+        if lease.num_blocks == 0:
+            lease.release()
+            return made
+        made.extend(lease.pages)
+        self._references[lease.pages] += 1
+        self._leased.add(lease)
+        made.length = lease.num_blocks * self._page_size
+        made.arriving.append(lease)
+        self.total_length += made.length
+        return made
+
+    def owned(self, sequence: CachedSequence, count: int) -> Ints:
+        """Return which of the first pages of a sequence nobody else refers to, by index."""
+        found: Ints = np.flatnonzero(self._references[sequence.pages[:count]] == 1)
+        return found
+
+    def remove(self, seq: Hashable, given_away: Collection[int] = ()) -> None:
+        """Drop a sequence; pages that nobody else refers to become free.
+
+        Parameters
+        ----------
+        given_away : pages of it alone that now are somebody else's
+        """
         gone = self.find(seq)
-        self._release(gone.pages)
+        if gone.away is not None:
+            gone.away.drop()
+        if given_away:
+            self._references[list(given_away)] = 0
+            kept = [page for page in gone.pages.tolist() if page not in given_away]
+            self._release(np.array(kept, np.int64))
+        else:
+            self._release(gone.pages)
         self.total_length -= gone.length
         del self._known[seq]
 
     def clear(self) -> None:
         """Drop all sequences."""
-        used = np.flatnonzero(self._references)
-        self._allocator.free(used)
-        self._references[used] = 0
+        for sequence in self._known.values():
+            if sequence.away is not None:
+                sequence.away.drop()
+            self._release(sequence.pages)
         self._known.clear()
         self.total_length = 0
 
@@ -180,7 +234,7 @@ class Sequences:
                     shared.append((sequence, last))
             more.append(-(-(end + count) // size) - last - 1)
         wanted = len(shared) + sum(more)
-        pages = self._allocator.alloc(wanted) if wanted else np.empty(0, np.int64)
+        pages = self.allocate(wanted)
         copies = [(s, i, int(page)) for (s, i), page in zip(shared, pages, strict=False)]
         return Reservation(pages, copies, more)
 
@@ -249,6 +303,7 @@ class Sequences:
         size = self._page_size
         sequence.length -= beyond
         sequence.hole += beyond
+        del sequence.hashes[sequence.sinks // size :]  # of what comes behind a gap they say nothing
         self.total_length -= beyond
         first = -(-sequence.sinks // size)  # page that begins within the hole
         last = (sequence.sinks + sequence.hole) // size
@@ -275,10 +330,12 @@ class Sequences:
         """
         hole = parent.hole_at(at)
         full, partial = divmod(at + hole, self._page_size)
-        fresh = self._allocator.alloc(1) if partial else np.empty(0, np.int64)
+        fresh = self.allocate(1 if partial else 0)
         made = self.add(child)
         made.length, made.hole = at, hole
         made.window, made.sinks = parent.window, parent.sinks
+        made.hashes = parent.hashes[: at // self._page_size]
+        made.arriving = list(parent.arriving)
         made.extend(parent.pages[:full])
         made.extend(fresh)
         self._references[made.pages] += 1
@@ -298,6 +355,34 @@ class Sequences:
         self._references[pages] = 1
         self._release(gone)
 
+    def allocate(self, count: int) -> Ints:
+        """Take pages, for which room is made where that can be done.
+
+        Raises
+        ------
+        CacheFull : there are too few; none was taken
+        """
+        if count == 0:
+            return np.empty(0, np.int64)
+        if self.make_room is not None and self._allocator.num_free < count:
+            with suppress(CacheFull):  # pages in flight may do
+                self.make_room(count - self._allocator.num_free)
+        return self._allocator.alloc(count)
+
+    def leave(self, sequence: CachedSequence, away: object) -> None:
+        """Let a sequence be somewhere else, and its pages go."""
+        gone = sequence.pages.copy()
+        sequence.num_pages, sequence.away = 0, away
+        sequence.arriving.clear()
+        self._release(gone)
+
+    def come_back(self, sequence: CachedSequence, pages: Ints, arrival: Arrival) -> None:
+        """Let a sequence have allocated pages again, which a transfer fills."""
+        self._references[pages] = 1
+        sequence.extend(pages)
+        sequence.away = None
+        sequence.arriving.append(arrival)
+
     def is_shared(self, page: int) -> bool:
         """Return whether several sequences refer to a page."""
         return bool(self._references[page] > 1)
@@ -308,6 +393,8 @@ class Sequences:
             return
         self._references[pages] -= 1
         self._allocator.free(pages[self._references[pages] == 0])
+        if len(self._leased):
+            self._leased.give_back(pages.tolist())
 
 
 def _hashable(seq: Hashable, name: str) -> Hashable:

@@ -199,6 +199,7 @@ class Courier:
             self.stream.name = "tables"
         self._own = stream is None
         self._last: Event | None = None
+        self._noted: Event | None = None
 
     def send(self, arrays: Arrays, layout: Layout, pinned: PinnedSide, target: DeviceSide) -> Event:
         """Copy arrays to `target`, and return the event behind the copy, `pinned.copied`.
@@ -216,10 +217,7 @@ class Courier:
         `target`. After an error both may be used again.
         """
         layout.check(arrays)
-        if self.stream.capturing:
-            raise CaptureError("copy_stream: expected a stream that is not being captured")
-        if self._last is not None and self._last.error() is not None:
-            self._join(self._last)  # else the copy would be skipped
+        self.recover()
         self._join(pinned.copied)
         pinned.grow(layout.num_bytes)
         whole = target.grow(layout.num_bytes)
@@ -229,6 +227,23 @@ class Courier:
         self.stream.record(pinned.copied)
         self._last = pinned.copied
         return pinned.copied
+
+    def recover(self) -> None:
+        """Make the stream fit for work: behind a failure that nobody has seen it would be skipped.
+
+        Raises
+        ------
+        CaptureError : the stream is being captured
+        DeviceError : the failure, if the stream is somebody else's
+        """
+        if self.stream.capturing:
+            raise CaptureError("copy_stream: expected a stream that is not being captured")
+        if self._last is not None and self._last.error() is not None:
+            self._join(self._last)
+
+    def note(self) -> None:
+        """Remember other work that the stream has been given, for `recover`."""
+        self._last = self._noted = self.stream.record(self._noted)
 
     def _join(self, copied: Event) -> None:
         """Wait for a copy, and let what has failed before it surface.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import ArrayView
+from ..devices.protocol import Stream
 from ..errors import CaptureError
 from . import trees
 from .cascade import Cascade
@@ -32,6 +33,7 @@ class Step:
     names, sequences, counts : who gets how many tokens, in the order of their rows
     in_tree : for each, whether its tokens are nodes of a tree
     page_size, max_pages : slots a page; pages of a sequence that a captured step has room for
+    num_layers : of the cache
     tree_positions : whether attention must be told the positions of a tree's nodes
     cascade : prefixes to be attended first, or None
     replaced : shared pages that were copied for it (`Sequences.grow`)
@@ -43,6 +45,7 @@ class Step:
     in_tree: list[bool]
     page_size: int
     max_pages: int
+    num_layers: int = 0
     tree_positions: bool = False
     cascade: Cascade | None = None
     replaced: list[tuple[CachedSequence, int, int]] = field(default_factory=list)
@@ -51,7 +54,27 @@ class Step:
         self.num_tokens = sum(self.counts)
         self.has_trees = any(self.in_tree)
         self.is_decode = self.num_tokens == len(self.counts) and not self.has_trees
+        self._arriving = list({id(a): a for s in self.sequences for a in s.arriving}.values())
+        self._awaited = 0  # layers
         self.num_pages = max(s.num_pages for s in self.sequences)  # of the longest
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all that was on its way to its sequences has been waited for."""
+        return self._awaited == self.num_layers
+
+    def await_layer(self, layer: int, stream: Stream) -> None:
+        """Make a stream wait for a layer of the pages that are on their way to its sequences."""
+        for arrival in self._arriving:
+            arrival.wait_layer(layer, stream)
+        if self._arriving and layer == self._awaited:  # out of order: once more in the next step
+            self._awaited += 1
+
+    def launching(self, stream: Stream) -> None:
+        """Make a stream wait for all of them, before a launch of a graph."""
+        for arrival in self._arriving:
+            arrival.wait(stream)
+        self._awaited = self.num_layers
 
     def tables(self) -> dict[str, Ints]:
         """Return the tables of the step as host arrays.
@@ -245,3 +268,6 @@ class PageLists:
     def fixed(self, room: Room) -> dict[str, Ints]:
         """Refuse likewise: there is no room for it."""
         raise CaptureError("page_table_csr: no captured step has it")
+
+    def launching(self, stream: Stream) -> None:
+        """Do nothing: no launch reads these lists."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from ..devices.protocol import Stream
 from ..errors import KvcupyError
 from ..ops import checks
 from . import cascade, trees
@@ -28,6 +30,7 @@ class Steps:
     turns : order of the streams that work on the pool
     running : the step between its begin and its end, or None
     tables : those of the running step
+    copy_stream : where tables and pages are copied
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Steps:
         self._max_pages, self._cascade = max_pages, cascade
         self.turns = Turns()
         self._ring = TableRing(pool.device, copy_stream, slots_in_flight, self.turns.enter)
-        self._copy_stream = self._ring.copy_stream
+        self.copy_stream = self._ring.copy_stream
         # Through the same courier: a failure on the copy stream is told once.
         self._lists_ring = TableRing(
             pool.device, self._ring.courier, slots_in_flight, self.turns.enter
@@ -73,13 +76,15 @@ class Steps:
             raise KvcupyError("a step is running: call end_forward before begin_forward")
         names, counts, entries = check_batch(seqs, append_lengths, token_tree)
         sequences = self._find(names)
+        for name, sequence in zip(names, sequences, strict=True):
+            require_here(sequence, name, "seqs")
         self._check_counts(names, counts)
         nodes = self._check_trees(names, sequences, counts, entries)
         self._check_positions(names, sequences, counts, nodes)
 
         reserved = self._sequences.reserve(sequences, counts)
         try:
-            self._copy_pages(*reserved.replaced())
+            self._copy_pages(*reserved.replaced(), *(s for s, _, _ in reserved.copies))
         except BaseException:
             self._sequences.give_back(reserved)
             raise
@@ -89,6 +94,7 @@ class Steps:
         self.running = Step(
             names, sequences, counts, [new is not None for new in nodes],
             self._pool.page_size, self._max_pages,
+            num_layers=self._pool.num_layers,
             tree_positions=bool(self._layers.rope.inline),
             cascade=self._find_cascade(sequences, sum(counts)), replaced=replaced,
         )  # fmt: skip
@@ -102,6 +108,8 @@ class Steps:
         finally:
             self._sequences.settle(step.replaced)
             for sequence in step.sequences:
+                if step.has_arrived:
+                    sequence.arriving.clear()
                 if not sequence.parents:
                     self._sequences.slide(sequence)
 
@@ -164,9 +172,9 @@ class Steps:
             dst.append(slots[: len(path)])
         moved = np.concatenate(src) != np.concatenate(dst)
         if moved.any():
-            with self.turn(self._copy_stream):
+            with self.turn(self.copy_stream, *sequences):
                 self._mover.move_slots(
-                    np.concatenate(src)[moved], np.concatenate(dst)[moved], self._copy_stream
+                    np.concatenate(src)[moved], np.concatenate(dst)[moved], self.copy_stream
                 )
         for sequence, path in zip(sequences, paths, strict=True):
             kept = sequence.committed + len(path)
@@ -181,7 +189,7 @@ class Steps:
         copied = self._sequences.fork(parent, child, at)
         if copied is not None:
             try:
-                self._copy_pages([copied[0]], [copied[1]])
+                self._copy_pages([copied[0]], [copied[1]], parent)
             except BaseException:
                 self._sequences.remove(child)
                 raise
@@ -191,26 +199,41 @@ class Steps:
         shared = self._sequences.shared(sequence, places)
         if len(shared) == 0:
             return
-        fresh = self._pool.allocator.alloc(len(shared))
+        fresh = self._sequences.allocate(len(shared))
         try:
-            self._copy_pages(sequence.pages[shared].tolist(), fresh.tolist())
+            self._copy_pages(sequence.pages[shared].tolist(), fresh.tolist(), sequence)
         except BaseException:
             self._pool.allocator.free(fresh)
             raise
         self._sequences.replace(sequence, shared, fresh)
 
-    def turn(self, stream: Any) -> _Turn:
-        """Return a context in which `stream` works on the pool, behind the running step so far."""
+    @contextmanager
+    def turn(self, stream: Stream, *sequences: CachedSequence) -> Iterator[None]:
+        """Let `stream` work on the pool, behind the running step so far.
+
+        It waits for what is on its way to `sequences`.
+        """
         if self.tables is not None:
             for used in self.tables.streams:
                 if not used.capturing:
                     self.turns.leave(used)
-        return _Turn(self.turns, stream)
+        courier = self._ring.courier
+        if stream == self.copy_stream:
+            courier.recover()
+        self.turns.enter(stream)
+        try:
+            for arrival in {id(a): a for s in sequences for a in s.arriving}.values():
+                arrival.wait(stream)
+            yield
+        finally:
+            self.turns.leave(stream)
+            if stream == self.copy_stream:
+                courier.note()
 
-    def _copy_pages(self, src: list[int], dst: list[int]) -> None:
+    def _copy_pages(self, src: list[int], dst: list[int], *sequences: CachedSequence) -> None:
         if src:
-            with self.turn(self._copy_stream):
-                self._mover.copy_pages(src, dst, self._copy_stream)
+            with self.turn(self.copy_stream, *sequences):
+                self._mover.copy_pages(src, dst, self.copy_stream)
 
     # --- Checks ---
 
@@ -287,14 +310,7 @@ class Steps:
         return found if worth else None
 
 
-class _Turn:
-    """One stream's turn on the pool."""
-
-    def __init__(self, turns: Turns, stream: Any) -> None:
-        self._turns, self._stream = turns, stream
-
-    def __enter__(self) -> None:
-        self._turns.enter(self._stream)
-
-    def __exit__(self, *_: object) -> None:
-        self._turns.leave(self._stream)
+def require_here(sequence: CachedSequence, seq: Hashable, name: str) -> None:
+    """Refuse a sequence that is offloaded."""
+    if sequence.away is not None:
+        raise ValueError(f"{name}: {seq!r} is offloaded: call onboard first")

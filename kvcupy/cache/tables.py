@@ -40,6 +40,9 @@ class TableSource(Protocol):
         Raises ValueError if the step does not fit.
         """
 
+    def launching(self, stream: Stream) -> None:
+        """Let `stream` wait for what else the step needs, before a launch of a graph."""
+
 
 class _Slot:
     """An entry of the ring: a buffer on either side."""

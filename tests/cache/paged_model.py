@@ -254,7 +254,7 @@ class PagedModel:
         if scale is None:
             return None
         values = np.asarray(scale, np.float32)
-        if values.ndim == 2 or (values.ndim == 1 and len(values) != self.heads):
+        if values.ndim == 2:
             values = values[layer]
         return np.broadcast_to(values, (self.heads,))
 

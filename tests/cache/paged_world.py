@@ -34,7 +34,7 @@ class World:
     ----------
     live : whether there are streams; else all is inline
     control : whether something must come too early, and is waited for
-    copy : the copy stream: "own" of the cache, "given" to it, "compute" the compute stream itself
+    copy : the copy stream: "own" of the cache, "given" to it, or one that computes, by its name
     steps, tokens : for how many steps there are rows, and how many rows each has. All of them are
         on the device beforehand, so that a step puts nothing on any stream but what the cache does
     """
@@ -52,8 +52,8 @@ class World:
             for name in (*self.streams,):
                 self.streams[name] = device.stream()
                 self.streams[name].name = name
-            if copy == "compute":
-                self.streams["copy"] = self.streams["compute"]
+            if copy in self.streams:
+                self.streams["copy"] = self.streams[copy]
             given = None if copy == "own" else self.streams["copy"]
         self.streams["inline"] = None
         self.cache = kv.PagedKVCache(device=device, copy_stream=given, **options)

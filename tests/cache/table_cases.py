@@ -49,6 +49,9 @@ class Source:
             raise ValueError("seqs: expected as many as in the captured step")
         return self.tables()
 
+    def launching(self, stream):
+        pass
+
 
 class World:
     """A ring, two compute streams, and all that they have read.

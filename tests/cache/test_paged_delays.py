@@ -16,6 +16,7 @@ CASES = {
     "three slots": {"slots_in_flight": 3},
     "given": {"copy": "given"},
     "compute": {"copy": "compute"},
+    "other": {"copy": "other", "slots_in_flight": 1},
     "rotated": {"rope": rope_of(8)},
     "inline": {"rope": rope_of(8), "rope_mode": "inline", "slots_in_flight": 1},
     "cascade": {"cascade": True},

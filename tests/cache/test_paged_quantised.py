@@ -55,7 +55,7 @@ def test_queries_of_other_formats(device, fmt, query):
 
 
 @pytest.mark.parametrize("k_scale", [
-    0.05, np.float32([0.02, 0.2]), np.float32([0.02, 0.1, 0.3]),
+    0.05, np.float32([0.02, 0.2]), np.float32([0.07]), np.float32([[0.02], [0.1], [0.3]]),
     np.float32([[0.02, 0.1], [0.3, 0.05], [0.1, 0.1]]),
 ])  # fmt: skip
 def test_forms_of_scales(device, k_scale):

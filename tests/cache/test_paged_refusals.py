@@ -363,3 +363,34 @@ def test_what_raises_writes_nothing_to_the_pool(device):
     before = pages_of_pool(twin.cache)
     twin.step(["a"], [1])
     assert any((a != b).any() for a, b in zip(before, pages_of_pool(twin.cache), strict=True))
+
+
+def test_overwriting_in_a_capture(device):
+    """It is refused before a shared page is copied."""
+    twin = Twin(device, seed=31)
+    twin.prefill("a", 4)
+    twin.fork("a", "b")
+    stream = device.stream()
+    key, value = twin.cache.get_kv("a", 0, 4)
+    before = snapshot(twin.cache, "ab")
+    with stream.capture(), pytest.raises(kv.CaptureError, match="stream"):
+        twin.cache.set_kv("a", 0, key, value, stream=stream)
+    assert snapshot(twin.cache, "ab") == before
+
+
+def test_page_copies_after_a_failure_that_was_told(device):
+    """What somebody else's stream left on the copy stream does not make later copies vanish."""
+    twin = Twin(device, seed=32)
+    cache, stream = twin.cache, device.stream()
+    twin.prefill("a", 6)
+    stream.call(lambda: 1 // 0)
+    with cache.forward(["a"], [1]):
+        rows = [device.zeros((1, h, 8), "fp32") for h in (4, 2, 2)]
+        cache.attention(0, *rows, stream=stream)
+    cache.fork_sequence("a", "b")
+    with pytest.raises(kv.DeviceError):
+        stream.synchronize()
+    cache.fork_sequence("a", "c", 6)
+    device.synchronize()
+    want, got = (device.to_numpy(cache.get_kv(name, 4, 6)[0]) for name in "ac")
+    assert got.any() and np.array_equal(got, want)

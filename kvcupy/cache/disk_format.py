@@ -1,0 +1,241 @@
+"""The file of a disk tier, byte for byte: where things lie, and what tells that they are whole.
+
+    0         4096                             payloads_at
+    | header  | record 0 | record 1 | ... |    | payload 0 |    | payload 1 |    | ...
+      4096 B    64 B each, one a slot            page_bytes each, at multiples of 4096
+
+Numbers are little endian. A record of zeros is that of an empty slot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+BLOCK_BYTES = 4096  # what disks and file systems write whole, or not at all
+RECORD_BYTES = 64
+VERSION = 1
+NO_RECORD = bytes(RECORD_BYTES)
+
+_MAGIC = b"kvcupydt"
+_DIGEST_BYTES = 16
+_HASH_BYTES = 16  # of a block: 64 bits with a sign, or without
+_HEADER = struct.Struct("<8sIIQQ")  # magic, version, bytes of the identity, page_bytes, num_slots
+_RECORD = struct.Struct("<16sQII16s")  # hash, generation, slot, payload bytes, its checksum
+
+# A word of each block has a weight of its own, odd, so that no change of one word goes unseen.
+_BLOCK_WORDS = BLOCK_BYTES // 8
+_WEIGHTS = np.frombuffer(
+    hashlib.shake_256(b"kvcupy disk tier, weights of a block").digest(BLOCK_BYTES), "<u8"
+).astype(np.uint64) | np.uint64(1)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a file lie, in bytes from its start."""
+
+    num_slots: int
+    page_bytes: int
+
+    @classmethod
+    def fit(cls, num_bytes: int, page_bytes: int) -> Layout:
+        """Return the layout of as many slots as there is room for.
+
+        Raises
+        ------
+        ValueError : `page_bytes` is no number of bytes below 2**32, or not one slot fits
+
+        Examples
+        --------
+        >>> Layout.fit(2**20, 10_000)
+        Layout(num_slots=84, page_bytes=10000)
+        """
+        if not 1 <= page_bytes < 2**32:
+            raise ValueError(f"page_bytes: expected 1 to {2**32 - 1}, got {page_bytes}")
+        smallest = cls(1, page_bytes).num_bytes
+        if num_bytes < smallest:
+            raise ValueError(
+                f"num_bytes: expected at least {smallest}, the room of one page of {page_bytes} "
+                f"bytes, got {num_bytes}"
+            )
+        num_slots = (num_bytes - BLOCK_BYTES) // (_blocks(page_bytes) + RECORD_BYTES)
+        while cls(num_slots, page_bytes).num_bytes > num_bytes:  # the end of the table is padded
+            num_slots -= 1
+        return cls(num_slots, page_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.payload_at(self.num_slots)
+
+    @property
+    def table_bytes(self) -> int:
+        return self.num_slots * RECORD_BYTES
+
+    def record_at(self, slot: int) -> int:
+        return BLOCK_BYTES + slot * RECORD_BYTES
+
+    def payload_at(self, slot: int) -> int:
+        return BLOCK_BYTES + _blocks(self.table_bytes) + slot * _blocks(self.page_bytes)
+
+
+class Record(NamedTuple):
+    """What the table says of one slot."""
+
+    hash: int
+    generation: int
+    slot: int
+    num_bytes: int
+    checksum: bytes
+
+
+# --- Header ---------------------------------------------------------------------------------------
+
+
+def encode_header(layout: Layout, identity: Mapping[str, str]) -> bytes:
+    """Return the first 4096 bytes of a file.
+
+    Raises
+    ------
+    TypeError, ValueError : `identity` is no mapping of str to str, or longer than the header
+    """
+    if not isinstance(identity, Mapping) or not all(
+        isinstance(text, str) for item in identity.items() for text in item
+    ):
+        raise TypeError(f"identity: expected names and values that are str, got {identity}")
+    encoded = json.dumps(dict(identity), sort_keys=True).encode()
+    room = BLOCK_BYTES - _HEADER.size - _DIGEST_BYTES
+    if len(encoded) > room:
+        raise ValueError(f"identity: expected at most {room} bytes of JSON, got {len(encoded)}")
+    fields = _HEADER.pack(_MAGIC, VERSION, len(encoded), layout.page_bytes, layout.num_slots)
+    header = (fields + encoded).ljust(BLOCK_BYTES - _DIGEST_BYTES, b"\0")
+    return header + _digest(header)
+
+
+def check_header(header: bytes, layout: Layout, identity: Mapping[str, str], path: object) -> None:
+    """Refuse a file that was not made for the same pages.
+
+    Parameters
+    ----------
+    header : the first 4096 bytes of the file, or what there is of them
+    layout, identity : as expected
+    path : of the file, for messages
+
+    Raises
+    ------
+    ValueError : names `disk`, what was expected, and what the file has
+    """
+    if not header.startswith(_MAGIC):
+        start = header[: len(_MAGIC)]
+        raise ValueError(
+            f"disk: expected a file of a disk tier, got {path}, which starts {start!r}"
+        )
+    if len(header) == BLOCK_BYTES:
+        version = int.from_bytes(header[8:12], "little")
+        if version != VERSION:  # whose header may look otherwise
+            raise ValueError(
+                f"disk: expected version {VERSION} of the file, got {version} in {path}"
+            )
+    body = header[:-_DIGEST_BYTES]
+    if len(header) < BLOCK_BYTES or _digest(body) != header[-_DIGEST_BYTES:]:
+        raise ValueError(f"disk: expected a whole header, got a damaged one in {path}")
+    _, _, json_bytes, page_bytes, num_slots = _HEADER.unpack_from(body)
+    found = json.loads(body[_HEADER.size : _HEADER.size + json_bytes])
+    has = {**found, **_sizes(Layout(num_slots, page_bytes))}
+    wanted = {**identity, **_sizes(layout)}
+    for name in sorted(wanted.keys() | has.keys()):
+        if wanted.get(name) != has.get(name):
+            expected, got = wanted.get(name, "none"), has.get(name, "none")
+            raise ValueError(f"disk: expected {name} {expected}, got {got} in {path}")
+
+
+def _sizes(layout: Layout) -> dict[str, object]:
+    """Return what a header says beside the identity, in words for messages."""
+    return {
+        "bytes of a page": layout.page_bytes,
+        "number of slots (which num_bytes gives)": layout.num_slots,
+    }
+
+
+# --- Records --------------------------------------------------------------------------------------
+
+
+def encode_record(record: Record) -> bytes:
+    """Return the 64 bytes of a record, which end with their own checksum."""
+    fields = _RECORD.pack(_hash_bytes(record.hash), *record[1:])
+    return fields + _digest(fields)
+
+
+def decode_record(raw: memoryview, layout: Layout, slot: int) -> Record | None:
+    """Return what the table has for a slot, or None if that is nothing whole."""
+    fields, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
+    if _digest(fields) != digest:
+        return None
+    hash, *others = _RECORD.unpack(fields)
+    record = Record(int.from_bytes(hash, "little", signed=True), *others)
+    fits = record.slot == slot and record.num_bytes == layout.page_bytes
+    return record if fits else None
+
+
+def require_hash(hash: int) -> int:
+    """Return a hash as an int, if it fits a record."""
+    if not -(2**127) <= hash < 2**127:
+        raise ValueError(f"hash: expected an int of at most 128 bits with its sign, got {hash}")
+    return int(hash)
+
+
+# --- Checksums ------------------------------------------------------------------------------------
+
+
+def checksum(hash: int, parts: Sequence[memoryview]) -> bytes:
+    """Return 16 bytes that tell whether a payload is the one that was written for a hash.
+
+    Parameters
+    ----------
+    hash : of the block
+    parts : the payload, as bytes; where it is divided makes no difference
+
+    Notes
+    -----
+    BLAKE2b over the hash and a summary of the payload, for BLAKE2b over all of it is slower than
+    disks are. In the summary are the CRC-32 of the whole, which misses no burst of up to 32 bits
+    and no two wrong bits in 512 MiB; and of each 4096 bytes, the unit in which writes tear, the sum
+    of its words times the weights modulo 2**64, which takes unrelated contents for the right ones
+    once in 2**64. Bytes past the last 4096 are in it as they are.
+
+    Bytes: the payload, read twice.
+    """
+    if any(len(part) % BLOCK_BYTES for part in parts[:-1]):
+        parts = [memoryview(b"".join(parts))]
+    digest = hashlib.blake2b(_hash_bytes(hash), digest_size=_DIGEST_BYTES)
+    crc = num_bytes = 0
+    for part in parts:
+        blocks = len(part) // BLOCK_BYTES
+        if blocks:
+            words = np.frombuffer(part, "<u8", blocks * _BLOCK_WORDS)
+            sums = np.dot(words.reshape(blocks, _BLOCK_WORDS), _WEIGHTS)
+            digest.update(sums.astype("<u8", copy=False))
+        digest.update(part[blocks * BLOCK_BYTES :])
+        crc = zlib.crc32(part, crc)
+        num_bytes += len(part)
+    digest.update(struct.pack("<QI", num_bytes, crc))
+    return digest.digest()
+
+
+def _blocks(num_bytes: int) -> int:
+    """Return a number of bytes rounded up to whole blocks."""
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _hash_bytes(hash: int) -> bytes:
+    return hash.to_bytes(_HASH_BYTES, "little", signed=True)

@@ -1,0 +1,210 @@
+"""Which block of a tier goes first: orders of eviction, by name or of the user's own making."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, Protocol
+
+
+class Policy(Protocol):
+    """The order in which the blocks of one tier go.
+
+    `victims` gives keys in that order and changes nothing; the caller passes over those that it may
+    not evict, and may `remove` keys that it was given while it goes on. Nothing else is called
+    meanwhile. Every key that was added and not removed comes, once.
+    """
+
+    def add(self, key: int) -> None: ...  # one that is not there
+    def touch(self, key: int) -> None: ...  # one that is there was used
+    def remove(self, key: int) -> None: ...
+    def victims(self) -> Iterator[int]: ...
+
+
+class Fifo:
+    """First in, first out, however often a block is used."""
+
+    def __init__(self) -> None:
+        # An OrderedDict: a dict would look at all that was removed from its front, again and again.
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, key: int) -> None:
+        self._order[key] = None
+
+    def touch(self, key: int) -> None:
+        pass
+
+    def remove(self, key: int) -> None:
+        del self._order[key]
+
+    def victims(self) -> Iterator[int]:
+        return _from_the_front(self._order)
+
+
+class Lru(Fifo):
+    """The block that was used longest ago goes first."""
+
+    def touch(self, key: int) -> None:
+        self._order.move_to_end(key)
+
+
+class _Bucket:
+    """The keys that were used equally often, and the neighbouring buckets."""
+
+    __slots__ = ("after", "before", "count", "keys")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.keys: OrderedDict[int, None] = OrderedDict()  # longest unused first
+        self.before = self.after = self
+
+    def follow(self, before: _Bucket) -> None:
+        self.before, self.after = before, before.after
+        before.after.before = before.after = self
+
+    def leave(self) -> None:
+        """Leave the ring; `after` stays, for whoever is walking along it."""
+        self.before.after, self.after.before = self.after, self.before
+
+
+class Lfu:
+    """The block that was used least often goes first; of several, the one longest unused.
+
+    Buckets of equal counts form a ring in rising order, so that no operation looks for its place.
+    """
+
+    def __init__(self) -> None:
+        self._ring = _Bucket(0)
+        self._bucket_of: dict[int, _Bucket] = {}
+
+    def add(self, key: int) -> None:
+        self._put(key, self._ring, 1)
+
+    def touch(self, key: int) -> None:
+        bucket = self._bucket_of[key]
+        del bucket.keys[key]
+        self._put(key, bucket, bucket.count + 1)
+        if not bucket.keys:
+            bucket.leave()
+
+    def remove(self, key: int) -> None:
+        bucket = self._bucket_of.pop(key)
+        del bucket.keys[key]
+        if not bucket.keys:
+            bucket.leave()
+
+    def victims(self) -> Iterator[int]:
+        bucket = self._ring.after
+        while bucket is not self._ring:
+            yield from _from_the_front(bucket.keys)
+            bucket = bucket.after
+
+    def _put(self, key: int, before: _Bucket, count: int) -> None:
+        """Put a key into the bucket of `count`, whose place is behind `before`."""
+        bucket = before.after
+        if bucket is self._ring or bucket.count != count:
+            bucket = _Bucket(count)
+            bucket.follow(before)
+        bucket.keys[key] = None
+        self._bucket_of[key] = bucket
+
+
+class TwoQueues:
+    """Blocks used once go before blocks used again, so that a long scan does not empty the cache.
+
+        add -> [ once, in order of arrival ] -- touch --> [ again, longest unused first ]
+                     | remove                                  ^
+                     v                                         |
+               [ ghosts: keys only ] ------------- add --------'
+
+    The first queue is kept to a quarter of the blocks. Ghosts are as many as there are blocks.
+    Source: Johnson and Shasha, "2Q", VLDB 1994, with promotion on the second use.
+    """
+
+    def __init__(self) -> None:
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._again: OrderedDict[int, None] = OrderedDict()
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, key: int) -> None:
+        if key in self._ghosts:
+            del self._ghosts[key]
+            self._again[key] = None
+        else:
+            self._once[key] = None
+
+    def touch(self, key: int) -> None:
+        if key in self._once:
+            del self._once[key]
+            self._again[key] = None
+        else:
+            self._again.move_to_end(key)
+
+    def remove(self, key: int) -> None:
+        most = len(self._once) + len(self._again)
+        if key in self._again:
+            del self._again[key]
+        else:
+            del self._once[key]
+            self._ghosts[key] = None
+        while len(self._ghosts) > most:
+            self._ghosts.popitem(last=False)
+
+    def victims(self) -> Iterator[int]:
+        share = max(1, (len(self._once) + len(self._again)) // 4)
+        once = _from_the_front(self._once)
+        yield from islice(once, max(0, len(self._once) - share))
+        yield from _from_the_front(self._again)
+        yield from once
+
+
+_POLICIES: dict[str, Callable[[], Policy]] = {
+    "lru": Lru, "fifo": Fifo, "lfu": Lfu, "2q": TwoQueues,
+}  # fmt: skip
+_METHODS = ("add", "touch", "remove", "victims")
+
+
+def make(policy: Any) -> Policy:
+    """Return a new order of eviction.
+
+    Parameters
+    ----------
+    policy : "lru", "fifo", "lfu", "2q", or a class or function that makes one, without arguments
+
+    Raises
+    ------
+    TypeError, ValueError : it is neither, or what it makes is no `Policy`
+
+    Examples
+    --------
+    >>> order = make("lru")
+    >>> for key in (1, 2, 3):
+    ...     order.add(key)
+    >>> order.touch(1)
+    >>> list(order.victims())
+    [2, 3, 1]
+    """
+    if isinstance(policy, str):
+        if policy not in _POLICIES:
+            raise ValueError(f"policy: expected one of {', '.join(_POLICIES)}, got {policy!r}")
+        return _POLICIES[policy]()
+    if not callable(policy):
+        raise TypeError(f"policy: expected a name or a class, got {policy!r}")
+    made: Policy = policy()
+    if lacking := [name for name in _METHODS if not callable(getattr(made, name, None))]:
+        raise TypeError(f"policy: expected one with {', '.join(lacking)}, got {made!r}")
+    return made
+
+
+def _from_the_front(order: OrderedDict[int, None]) -> Iterator[int]:
+    """Give keys in order, though keys that were given may be removed meanwhile.
+
+    Read in growing pieces: a few cost little, and all of them cost a constant each.
+    """
+    given: list[int] = []
+    passed = 0
+    while piece := list(islice(order, passed, passed + 16 + len(given))):
+        yield from piece
+        given += piece
+        passed = sum(key in order for key in given)

@@ -1,0 +1,229 @@
+r"""Replay a trace of requests through a tiered cache, and compare every byte that it brings.
+
+Each request's prefix blocks are looked for on the device, in host memory and on disk; what is found
+comes back layer by layer, and a stream that stands for the model compares each layer of it with
+what the block's hash says it must hold. What was not found is written, and inserted. Beside it, a
+simulation that knows hash ids alone says what each tier should have found.
+
+    python scripts/replay_trace.py --plot build/replay.png
+    python scripts/replay_trace.py --trace trace.jsonl --device-blocks 1000 --host-blocks 5000 \
+        --disk-blocks 30000 --json build/replay.json
+    python scripts/replay_trace.py --policy lru --policy lfu --sweep --plot build/policies.png
+
+Pages are a model's, each size divided by --scale; one page is one block of 512 tokens of the trace.
+Equal arguments give equal counts, but for --eager; times differ. The exit status is 1 if a byte
+was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+# One core compares while the other copies; must be set before NumPy loads its BLAS.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from benchlib import describe, write_json
+from overlap_demo import one_core_a_stream
+from replay_draw import draw_comparison, draw_over_time
+from replay_orders import ORDERS
+from replay_report import (
+    Progress,
+    point_of,
+    render_comparison,
+    render_point,
+    simulated_point,
+    sizes_of,
+)
+from replay_requests import BLOCK_TOKENS, requests_of
+from replay_run import Replay
+from replay_settings import Settings, scaled_shape
+from tier_simulation import Sizes, simulate
+from workload import MODELS, Request
+
+import kvcupy as kv
+
+FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of all sizes, in a sweep
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+@contextmanager
+def disk_file(path: Path | None, wanted: bool, reopen: bool) -> Iterator[Path | None]:
+    """Give a disk tier its file: a temporary one, if none was named.
+
+    Raises
+    ------
+    SystemExit
+        The file is there already and is not to be opened again.
+    """
+    if not wanted:
+        yield None
+    elif path is None:
+        with tempfile.TemporaryDirectory(prefix="kvcupy-replay-") as folder:
+            yield Path(folder) / "blocks"
+    elif path.exists() and not reopen:
+        raise SystemExit(f"{path}: is there already; --reopen begins with the blocks in it")
+    else:
+        yield path
+
+
+def replay(
+    device: Any, settings: Settings, requests: Sequence[Request], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Replay once and return the report of it."""
+    sizes = settings.sizes
+    begun = arguments.reopen and arguments.disk is not None and arguments.disk.exists()
+    simulated = None
+    if not begun:  # else the simulation does not know what the disk holds
+        ids = [request.hash_ids for request in requests]
+        simulated = simulate(ids, sizes, settings.policy, settings.write, running=settings.running)
+    with disk_file(arguments.disk, sizes.disk > 0, arguments.reopen) as path:
+        one = Replay(device, replace(settings, disk=path))
+        progress = Progress(f"{settings.policy}, {settings.write}", len(requests))
+        try:
+            outcome = one.run(requests, speed=arguments.speed, each=progress.show)
+        finally:
+            one.close()
+    return point_of(settings, outcome, simulated)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Replay, and simulate what a sweep adds; return the report."""
+    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    where = describe(device)  # now: the tree may change while this runs
+    requests = requests_of(arguments.trace, arguments.limit, arguments.seed)
+    sizes = Sizes(arguments.device_blocks, arguments.host_blocks, arguments.disk_blocks)
+    shape = scaled_shape(MODELS[arguments.model], BLOCK_TOKENS, arguments.scale)
+    settings = Settings(
+        sizes, shape, write=arguments.write, running=arguments.running,
+        eager=arguments.eager, host_layout=arguments.host_layout,
+    )  # fmt: skip
+    points = []
+    with one_core_a_stream(device):
+        for policy in arguments.policy:
+            points.append(replay(device, replace(settings, policy=policy), requests, arguments))
+    if arguments.sweep:
+        ids = [request.hash_ids for request in requests]
+        grid = [(policy, sizes.scaled(f)) for policy in arguments.policy for f in FACTORS]
+        for policy, scaled in grid:
+            found = simulate(ids, scaled, policy, settings.write, running=settings.running)
+            points.append(simulated_point(scaled, policy, settings.write, found))
+    return {
+        **where,
+        "trace": Path(arguments.trace).name if arguments.trace else f"seed {arguments.seed}",
+        "requests": len(requests),
+        "blocks": sum(len(request.hash_ids) for request in requests),
+        "distinct_blocks": len({i for request in requests for i in request.hash_ids}),
+        "model": arguments.model,
+        "scale": arguments.scale,
+        "page_bytes": shape.page_bytes,
+        "layers": shape.layers,
+        "page_tokens": shape.tokens,
+        "host_layout": settings.host_layout,
+        "running": settings.running,
+        "eager": settings.eager,
+        "speed": arguments.speed,
+        "write": settings.write,
+        **sizes_of(sizes),
+        "points": points,
+    }
+
+
+def header(report: dict[str, Any]) -> str:
+    """Say what was replayed, and where."""
+    return (
+        f"{report['device']} ({report['gpu_and_driver'] or report['processor']}), "
+        f"{report['date']}, commit {(report['commit'] or 'unknown')[:12]}\n"
+        f"{report['trace']}: {report['requests']} requests, {report['blocks']} blocks, "
+        f"{report['distinct_blocks']} of them distinct\n"
+        f"{report['model']} / {report['scale']}: pages of {report['page_tokens']} tokens, "
+        f"{report['layers']} layers, {report['page_bytes']} bytes; written {report['write']}"
+    )
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Draw a single replay over time; several points as one chart, and each replay beside it."""
+    points = report["points"]
+    what = f"{report['trace']}, {report['requests']} requests"
+    if len(points) == 1:
+        draw_over_time(points[0], path, f"{what}: {points[0]['policy']}, {points[0]['write']}")
+        return
+    draw_comparison(points, path, what)
+    for point in points:
+        if point["replayed"]:
+            beside = path.with_stem(f"{path.stem}_{point['policy']}")
+            draw_over_time(point, beside, f"{what}: {point['policy']}, {point['write']}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    report = run(arguments)
+    print(header(report))
+    for point in report["points"]:
+        if point["replayed"]:
+            print(f"\n{point['policy']}, {point['write']}\n\n{render_point(point)}")
+    if len(report["points"]) > 1:
+        print(f"\n{render_comparison(report['points'])}")
+    if arguments.json:
+        write_json(arguments.json, report)
+    if arguments.plot:
+        draw(report, arguments.plot)
+        print(f"\nchart: {arguments.plot}")
+    return int(any(point.get("wrong") for point in report["points"]))
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--trace", type=Path, help="JSON lines; default: a made-up one, the same every time")
+    add("--limit", type=positive, help="replay so many requests at most")
+    add("--seed", type=int, default=0, help="of the made-up trace")
+    add("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
+    add("--device-blocks", type=positive, default=128)
+    add("--host-blocks", type=positive, default=512)
+    add("--disk-blocks", type=int, default=0, help="default: no disk")
+    add("--disk", type=Path, help="file of the disk tier; default: a temporary one")
+    add("--reopen", action="store_true", help="begin with what the file of --disk holds")
+    models = [name for name, model in MODELS.items() if not model.mla]
+    add("--model", choices=models, default="llama-3.1-8b")
+    add("--scale", type=positive, default=8, help="divides layers, tokens, heads and head_dim")
+    add("--host-layout", choices=LAYOUTS, default="page_first")
+    add("--policy", action="append", choices=ORDERS, help="repeat to compare; default: lru")
+    add("--write", choices=("through", "back"), default="through")
+    add("--running", type=positive, default=1, help="requests whose blocks are held at a time")
+    add("--eager", action="store_true", help="insert without waiting; hits then vary a little")
+    add("--speed", type=float, default=0.0, help="times the trace's own; 0: without pauses")
+    add("--sweep", action="store_true", help="simulate other sizes of all tiers too")
+    add("--json", type=Path, help="write the report here")
+    add("--plot", type=Path, help="draw a chart (PNG)")
+    arguments = parser.parse_args(argv)
+    arguments.policy = list(dict.fromkeys(arguments.policy or ["lru"]))
+    if arguments.disk is not None and not arguments.disk_blocks:
+        parser.error("--disk: expected --disk-blocks too")
+    if arguments.reopen and arguments.disk is None:
+        parser.error("--reopen: expected --disk too")
+    if arguments.disk is not None and len(arguments.policy) > 1:
+        parser.error("--disk: expected one policy, for each begins with an empty file")
+    return arguments
+
+
+def positive(text: str) -> int:
+    """Read a count of at least one."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""Files of a disk tier that were damaged, cut, or made for others never give wrong blocks."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import numpy as np
+import pytest
+from disk_cases import IDENTITY, PAGE_BYTES, contents, filled, open_tier, reads, write
+
+from kvcupy.cache import disk_format
+from kvcupy.cache.disk_format import Layout, Record, checksum
+
+BLOCKS = {0: 10, 1: 11, 2: 12}  # hash by slot
+LAYOUT = Layout(3, PAGE_BYTES)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "tier"
+
+
+@pytest.fixture
+def whole(path):
+    """The bytes of a file with three blocks."""
+    return filled(path, BLOCKS, num_slots=3)
+
+
+def served(path, expected=IDENTITY):
+    """Open a file and return the slots that it lists, and those whose block is served."""
+    with open_tier(path, 3, identity=expected, num_threads=1) as tier:
+        listed = {slot for _, slot in tier.entries()}
+        assert len(listed) == len(tier.entries())
+        good = {slot for slot, block_hash in BLOCKS.items() if reads(tier, slot, block_hash)}
+        assert {slot for _, slot in tier.entries()} == good  # others were dropped
+        return listed, good
+
+
+# --- Damage ---------------------------------------------------------------------------------------
+
+
+def flip(path, whole, byte, bit):
+    """Flip one bit of the file and make the rest as it was."""
+    with path.open("r+b") as file:
+        file.write(whole)
+        file.seek(byte)
+        file.write(bytes([whole[byte] ^ 1 << bit]))
+
+
+def test_no_bit_of_the_header_can_flip_unseen(path, whole):
+    used = [b for b in range(4096) if whole[b]]
+    assert max(used) == 4095 and len(used) > 60
+    for byte in used:
+        for bit in range(8):
+            flip(path, whole, byte, bit)
+            with pytest.raises(ValueError, match=r"^disk: expected "):
+                open_tier(path, 3)
+    for byte in range(0, 4096, 61):
+        flip(path, whole, byte, byte % 8)
+        with pytest.raises(ValueError, match=r"^disk: expected "):
+            open_tier(path, 3)
+
+
+def test_no_bit_of_a_record_can_flip_unseen(path, whole):
+    for byte in range(LAYOUT.record_at(1), LAYOUT.record_at(2)):
+        for bit in range(8):
+            flip(path, whole, byte, bit)
+            assert served(path) == ({0, 2}, {0, 2}), (byte, bit)
+
+
+def test_no_byte_of_a_payload_can_change_unseen(path, whole):
+    start = LAYOUT.payload_at(1)
+    for byte in range(start, start + PAGE_BYTES):
+        flip(path, whole, byte, byte % 8)
+        assert served(path) == ({0, 1, 2}, {0, 2}), byte
+        assert served(path) == ({0, 2}, {0, 2})  # dropped for good
+
+
+def test_bytes_between_do_not_matter(path, whole):
+    between = [*range(LAYOUT.record_at(3), LAYOUT.payload_at(0), 97)]
+    between += [*range(LAYOUT.payload_at(1) + PAGE_BYTES, LAYOUT.payload_at(2), 97)]
+    for byte in between:
+        flip(path, whole, byte, byte % 8)
+        assert served(path) == ({0, 1, 2}, {0, 1, 2}), byte
+
+
+def test_a_record_counts_in_its_own_place_only(path, whole):
+    """Record and payload of slot 0 in place of those of slot 1, as if written astray."""
+    changed = bytearray(whole)
+    for place, size in ((LAYOUT.record_at, 64), (LAYOUT.payload_at, PAGE_BYTES)):
+        changed[place(1) : place(1) + size] = whole[place(0) : place(0) + size]
+    path.write_bytes(changed)
+    assert served(path) == ({0, 2}, {0, 2})
+
+
+def test_a_record_of_another_length_is_none(path, whole):
+    page = contents(11)
+    for num_bytes, there in ((PAGE_BYTES, {0, 1, 2}), (PAGE_BYTES - 1, {0, 2})):
+        record = Record(11, 99, 1, num_bytes, checksum(11, [page[:num_bytes]]))
+        with path.open("r+b") as file:
+            file.seek(LAYOUT.record_at(1))
+            file.write(disk_format.encode_record(record))
+        assert served(path) == (there, there)
+
+
+def test_payloads_of_other_slots_are_not_taken(path, whole):
+    changed = bytearray(whole)
+    first, second = LAYOUT.payload_at(0), LAYOUT.payload_at(1)
+    changed[first : first + PAGE_BYTES] = whole[second : second + PAGE_BYTES]
+    path.write_bytes(changed)
+    assert served(path) == ({0, 1, 2}, {1, 2})
+
+
+# --- Checksums ------------------------------------------------------------------------------------
+
+
+def test_the_checksum_is_that_of_files_written_before():
+    assert checksum(10, [contents(10, 20_000)]).hex() == "0f40f25c0d7bda3914e5d59c4c25fdf5"
+
+
+def test_the_checksum_knows_hash_and_length():
+    page = contents(10, 8192)
+    changed = [checksum(10, [page]), checksum(11, [page]), checksum(-10, [page])]
+    changed += [checksum(10, [page[:n]]) for n in (8191, 4096, 4095, 1, 0)]
+    assert len(set(changed)) == len(changed)
+    zeros = memoryview(bytes(3 * 4096))
+    assert len({checksum(1, [zeros[:n]]) for n in range(0, len(zeros), 64)}) == 192
+
+
+def test_sums_see_blocks_that_tore_without_the_crc(monkeypatch):
+    monkeypatch.setattr(zlib, "crc32", lambda data, value=0: 0)
+    old, new = (np.array(contents(h, 10 * 4096)).reshape(10, 4096) for h in (10, 11))
+    right = checksum(11, [memoryview(new).cast("B")])
+    for torn in range(1, 2**10):
+        rows = torn >> np.arange(10) & 1
+        mixed = np.where(rows[:, None], old, new)
+        assert checksum(11, [memoryview(mixed).cast("B")]) != right, torn
+    swapped = new[[1, 0, *range(2, 10)]]
+    assert checksum(11, [memoryview(swapped).cast("B")]) != right
+
+
+def test_the_crc_sees_two_flips_that_the_sums_do_not(monkeypatch):
+    page = np.array(contents(10, 8192))
+    right = checksum(10, [memoryview(page)])
+    page[[7, 807]] ^= 0x80  # the highest bits of two words of one block
+    assert checksum(10, [memoryview(page)]) != right
+    monkeypatch.setattr(zlib, "crc32", lambda data, value=0: 0)
+    seen = checksum(10, [memoryview(page)])
+    page[[7, 807]] ^= 0x80
+    assert checksum(10, [memoryview(page)]) == seen
+
+
+# --- Files that were cut --------------------------------------------------------------------------
+
+
+def test_a_file_may_be_cut_anywhere(path, whole):
+    edges = [0, 8, 32, 4080, 4096, LAYOUT.payload_at(0), len(whole)]
+    edges += [LAYOUT.record_at(slot) for slot in range(4)]
+    edges += [LAYOUT.payload_at(slot) + PAGE_BYTES for slot in range(3)]
+    lengths = {edge + d for edge in edges for d in (-1, 0, 1)} | {*range(0, len(whole), 211)}
+    for length in sorted(n for n in lengths if 0 <= n <= len(whole)):
+        path.write_bytes(whole[:length])
+        if 0 < length < 4096:
+            with pytest.raises(ValueError, match=r"^disk: expected "):
+                open_tier(path, 3)
+            assert path.stat().st_size == length  # untouched
+            continue
+        there = {s for s in BLOCKS if LAYOUT.payload_at(s) + PAGE_BYTES <= length}
+        assert served(path) == (there, there), length
+        assert path.stat().st_size == LAYOUT.num_bytes
+        with open_tier(path, 3) as tier:
+            write(tier, 2, 12)
+        assert served(path)[1] == there | {2}
+
+
+def test_a_file_cut_while_it_is_open_gives_misses(path):
+    with open_tier(path, 3) as tier:
+        for slot, block_hash in BLOCKS.items():
+            write(tier, slot, block_hash)
+        os.truncate(path, LAYOUT.payload_at(1) + 4096)
+        assert [reads(tier, slot, h) for slot, h in BLOCKS.items()] == [True, False, False]
+        assert tier.entries() == [(10, 0)]
+        write(tier, 2, 12)
+        assert reads(tier, 2, 12)
+
+
+# --- Files of something else ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"identity": {**IDENTITY, "format": "fp16"}}, "expected format fp16, got bf16"),
+        ({"identity": {**IDENTITY, "scales": "K"}}, "expected scales K, got none"),
+        ({"identity": {"format": "bf16"}}, "expected layout none, got page_first"),
+        ({"page_bytes": PAGE_BYTES + 1}, "expected bytes of a page 5001, got 5000"),
+        ({"num_slots": 4}, r"expected number of slots .which num_bytes gives. 4, got 3"),
+    ],
+)
+def test_files_for_other_pages_are_refused_and_stay(path, whole, options, message):
+    with pytest.raises(ValueError, match=f"disk: {message} in {path}") as caught:
+        open_tier(path, **{"num_slots": 3, **options})
+    assert path.read_bytes() == whole
+    assert served(path) == ({0, 1, 2}, {0, 1, 2})
+    del caught  # which until here kept all that the failed call had, but for its lock
+
+
+def test_other_versions_are_refused(path, whole, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_format, "VERSION", 2)
+        header = disk_format.encode_header(LAYOUT, IDENTITY)
+    path.write_bytes(header + whole[4096:])
+    with pytest.raises(ValueError, match=f"disk: expected version 1 .*, got 2 in {path}"):
+        open_tier(path, 3)
+
+
+@pytest.mark.parametrize("found", [b"\0" * 9000, b"kv", b"#!/bin/sh\n" * 900])
+def test_files_of_others_are_refused_and_stay(path, found):
+    path.write_bytes(found)
+    with pytest.raises(ValueError, match=f"disk: expected a file of a disk tier, got {path}"):
+        open_tier(path)
+    assert path.read_bytes() == found
+
+
+# --- A system that fails --------------------------------------------------------------------------
+
+
+def blocks_written(path, monkeypatch, seed):
+    """Write over a flushed file; return its bytes then, every later write, and its blocks then."""
+    rng = np.random.default_rng(seed)
+    before = filled(path, BLOCKS, num_slots=3)
+    writes = []
+    real = os.pwritev
+
+    def pwritev(descriptor, parts, offset):
+        writes.append((offset, b"".join(parts)))
+        return real(descriptor, parts, offset)
+
+    touched = set()
+    with monkeypatch.context() as patch, open_tier(path, 3) as tier:
+        patch.setattr(os, "pwritev", pwritev)
+        for block_hash in range(20, 24):
+            slot = int(rng.integers(2))  # slot 2 stays as it was
+            touched.add(slot)
+            write(tier, slot, block_hash)
+    return before, writes, BLOCKS.keys() - touched
+
+
+def lose_power(before, writes, rng):
+    """Return the file if of each 4096 bytes any state that they ever had reached the disk."""
+    states = {}
+    now = bytearray(before)
+    for offset, data in writes:
+        now[offset : offset + len(data)] = data
+        for block in range(offset // 4096, (offset + len(data) - 1) // 4096 + 1):
+            start = block * 4096
+            first = [before[start : start + 4096]]
+            states.setdefault(start, first).append(bytes(now[start : start + 4096]))
+    image = bytearray(before)
+    for start, choices in states.items():
+        image[start : start + 4096] = choices[rng.integers(len(choices))]
+    return bytes(image)
+
+
+def count_after_power_loss(path, monkeypatch):
+    """Return how many blocks were served in how many openings; a wrong one is an AssertionError."""
+    good = missed = 0
+    for seed in range(8):
+        path.unlink(missing_ok=True)
+        before, writes, untouched = blocks_written(path, monkeypatch, seed)
+        rng = np.random.default_rng(seed)
+        for _ in range(40):
+            path.write_bytes(lose_power(before, writes, rng))
+            with open_tier(path, 3, num_threads=1) as tier:
+                entries = tier.entries()
+                assert untouched <= {slot for _, slot in entries}
+                for block_hash, slot in entries:
+                    whole = reads(tier, slot, block_hash)
+                    assert whole or slot not in untouched
+                    good, missed = good + whole, missed + (not whole)
+    return good, missed
+
+
+def test_whatever_a_power_loss_leaves_no_wrong_block_is_served(path, monkeypatch):
+    good, missed = count_after_power_loss(path, monkeypatch)
+    assert good > 320 and missed > 100  # it did tear, and whole blocks stayed
+
+
+def test_control_without_checksums_power_loss_gives_wrong_blocks(path, monkeypatch):
+    monkeypatch.setattr(disk_format, "checksum", lambda *_: bytes(16))
+    with pytest.raises(AssertionError):
+        count_after_power_loss(path, monkeypatch)

@@ -1,0 +1,293 @@
+"""The file of a disk tier, what the system refuses, and arguments that do not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import resource
+import stat
+
+import pytest
+from disk_cases import IDENTITY, PAGE_BYTES, contents, failing, filled, open_tier, reads, run, write
+
+from kvcupy.cache.disk import DiskTier
+from kvcupy.cache.disk_format import Layout
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "tier"
+
+
+@pytest.fixture
+def tier(path):
+    with open_tier(path) as tier:
+        yield tier
+
+
+# --- The file -------------------------------------------------------------------------------------
+
+
+def test_as_many_slots_as_fit():
+    for page_bytes in (1, 4096, 5000, 3 * 2**20):
+        for num_slots in (1, 2, 63, 64, 65, 1000):
+            layout = Layout(num_slots, page_bytes)
+            assert Layout.fit(layout.num_bytes, page_bytes) == layout
+            assert (
+                Layout.fit(layout.num_bytes + 4096, page_bytes).num_bytes <= layout.num_bytes + 4096
+            )
+            larger = Layout(num_slots + 1, page_bytes)
+            assert Layout.fit(larger.num_bytes - 1, page_bytes) == layout
+            assert layout.payload_at(0) >= layout.record_at(num_slots)
+            assert layout.payload_at(num_slots - 1) % 4096 == 0
+            assert layout.payload_at(num_slots - 1) + page_bytes <= layout.num_bytes
+
+
+def test_the_file_takes_its_room_at_once_and_is_its_owners_alone(path):
+    with DiskTier(path, 10**6, PAGE_BYTES, IDENTITY) as tier:
+        info = path.stat()
+        assert 10**6 - 8192 - 64 < info.st_size <= 10**6
+        assert info.st_blocks * 512 >= info.st_size
+        assert stat.S_IMODE(info.st_mode) == 0o600
+        tier.flush()
+
+
+def test_flush_waits_for_the_disk_and_says_if_it_fails(path, monkeypatch):
+    calls, real = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append(real(descriptor)))
+    with open_tier(path) as tier:
+        assert len(calls) == 1  # the header
+        write(tier, 0, 1)
+        tier.flush()
+        assert len(calls) == 2
+
+        def fail(descriptor):
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match=f"Input/output error: '{path}'"):
+            tier.flush()
+        assert reads(tier, 0, 1)
+
+
+def test_an_empty_file_becomes_one_of_a_tier(path):
+    path.touch()
+    with open_tier(path) as tier:
+        write(tier, 0, 1)
+        assert reads(tier, 0, 1)
+
+
+@pytest.mark.parametrize("answer", [errno.EOPNOTSUPP, errno.EINVAL, None])
+def test_file_systems_that_promise_no_room(path, monkeypatch, answer):
+    def refuse(*_):
+        raise OSError(answer, os.strerror(answer))
+
+    if answer is None:
+        monkeypatch.delattr(os, "posix_fallocate")
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with open_tier(path) as tier:
+        assert path.stat().st_size == Layout(6, PAGE_BYTES).num_bytes
+        write(tier, 5, 1)
+        assert reads(tier, 5, 1)
+
+
+def test_no_room_is_said_early_and_leaves_no_file(path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=f"No space.*{path}"):
+        patch.setattr(os, "posix_fallocate", refuse)
+        open_tier(path)
+    assert not path.exists()
+    with limited_to(2**20), pytest.raises(OSError, match=f"{path}"):  # by the system itself
+        open_tier(path, 1000)
+    assert not path.exists()
+
+
+def test_a_file_has_one_opener(path):
+    with open_tier(path) as tier:
+        write(tier, 0, 1)
+        with pytest.raises(BlockingIOError, match=f"disk: expected a file that no other.*{path}"):
+            open_tier(path)
+        program = (
+            "from disk_cases import *\n"
+            f"try: open_tier({str(path)!r})\n"
+            "except BlockingIOError as error: print(error)"
+        )
+        assert "disk: expected a file that no other tier has open" in run(program)
+        assert reads(tier, 0, 1)
+    with open_tier(path) as tier:
+        assert reads(tier, 0, 1)
+
+
+def test_a_file_removed_while_it_was_opened_is_not_used(path, monkeypatch):
+    """Whoever makes a file and fails removes it, under the eyes of the next."""
+    import fcntl
+
+    real, calls = fcntl.flock, []
+
+    def flock(*arguments):
+        if not calls:
+            path.unlink()
+        calls.append(arguments)
+        real(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    filled(path, {0: 1})
+    assert len(calls) == 2
+    with open_tier(path) as tier:
+        assert reads(tier, 0, 1)
+
+
+def test_systems_without_locks_can_import_but_not_open(path):
+    program = (
+        "import sys; sys.modules['fcntl'] = None\n"
+        "from disk_cases import *\n"
+        f"try: open_tier({str(path)!r})\n"
+        "except OSError as error: print(error)"
+    )
+    assert "disk: expected a system with flock" in run(program)
+    assert not path.exists()
+
+
+# --- Writes and reads that fail -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bytes_first", [0, 63])
+@pytest.mark.parametrize("stage", ["invalidate", "payload", "record"])
+def test_a_failed_write_empties_its_slot_alone(path, monkeypatch, stage, bytes_first):
+    filled(path, {0: 10, 1: 11, 2: 12})
+    after = ["invalidate", "payload", "record"].index(stage)
+    with open_tier(path) as tier:
+        error = OSError(errno.ENOSPC, "No space left on device")
+        with monkeypatch.context() as patch:
+            failing(patch, "pwritev", error, after=after, bytes_first=bytes_first)
+            with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+                write(tier, 1, 99)
+        assert tier.entries() == [(10, 0), (12, 2)]
+        assert not reads(tier, 1, 11) and not reads(tier, 1, 99)
+        assert reads(tier, 0, 10) and reads(tier, 2, 12)
+    with open_tier(path) as tier:
+        old = [(11, 1)] if stage == "invalidate" and not bytes_first else []  # it is whole
+        assert tier.entries() == [(10, 0), *old, (12, 2)]
+        assert all(reads(tier, slot, h) for h, slot in tier.entries())
+
+
+def test_a_limit_of_the_system_on_the_length_of_files(path):
+    with open_tier(path) as tier:
+        write(tier, 0, 10)
+        with limited_to(Layout(6, PAGE_BYTES).payload_at(3) + 4096):  # in the middle of a payload
+            for slot in (3, 4):
+                with pytest.raises(OSError, match=re.escape(str(path))):
+                    write(tier, slot, 13)
+            write(tier, 1, 11)
+        assert tier.entries() == [(10, 0), (11, 1)]
+        assert reads(tier, 0, 10) and reads(tier, 1, 11)
+
+
+def test_what_the_disk_cannot_read_is_a_miss(tier, monkeypatch, caplog):
+    write(tier, 0, 10)
+    write(tier, 1, 11)
+    failing(monkeypatch, "preadv", OSError(errno.EIO, "Input/output error"), bytes_first=99)
+    failing(monkeypatch, "pwritev", OSError(errno.EIO, "Input/output error"))
+    with caplog.at_level(logging.WARNING, "kvcupy"):
+        assert not reads(tier, 0, 10)
+    assert "slot 0" in caplog.text and "cannot be emptied" in caplog.text
+    assert tier.entries() == [(11, 1)]
+    assert reads(tier, 1, 11)
+
+
+# --- Arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"num_bytes": 12287}, ValueError, "num_bytes: expected at least 12288, .* got 12287"),
+        ({"num_bytes": 1e9}, TypeError, "num_bytes: expected an int"),
+        ({"page_bytes": 0}, ValueError, "page_bytes: expected 1 to 4294967295, got 0"),
+        ({"page_bytes": 2**32}, ValueError, "page_bytes: expected 1 to 4294967295"),
+        ({"page_bytes": True}, TypeError, "page_bytes: expected an int"),
+        ({"num_threads": 0}, ValueError, "num_threads: expected at least 1, got 0"),
+        ({"identity": {"heads": 8}}, TypeError, "identity: expected names and values that are str"),
+        ({"identity": "heads"}, TypeError, "identity: expected names"),
+        ({"identity": {"a": "b" * 4096}}, ValueError, "identity: expected at most 40.. bytes"),
+    ],
+)
+def test_arguments_of_a_tier(path, changes, error, message):
+    arguments = {"num_bytes": 10**6, "page_bytes": 4096, "identity": {}, **changes}
+    with pytest.raises(error, match=message):
+        DiskTier(path, **arguments)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("/dev/null", ValueError, "disk: expected the name of a file, got /dev/null"),
+        ("/", IsADirectoryError, "'/'"),
+        ("/nowhere/tier", FileNotFoundError, "/nowhere"),
+    ],
+)
+def test_paths_that_are_no_files(path, error, message):
+    with pytest.raises(error, match=message):
+        open_tier(path)
+
+
+@pytest.mark.parametrize(
+    ("slot", "block_hash", "memory", "error", "message"),
+    [
+        (6, 1, PAGE_BYTES, ValueError, "slot: expected 0 to 5, got 6"),
+        (-1, 1, PAGE_BYTES, ValueError, "slot: expected 0 to 5, got -1"),
+        (1.0, 1, PAGE_BYTES, TypeError, "slot: expected an int"),
+        (0, "1", PAGE_BYTES, TypeError, "hash: expected an int"),
+        (0, 2**127, PAGE_BYTES, ValueError, "hash: expected an int of at most 128 bits"),
+        (0, 1, PAGE_BYTES - 1, ValueError, "NAME: expected 5000 bytes, got 4999"),
+        (0, 1, b"abc", TypeError, "NAME: expected memoryviews, got int"),
+        (0, 1, memoryview(bytearray(2 * PAGE_BYTES))[::2], ValueError, "NAME: expected contiguous"),
+    ],
+)
+def test_arguments_of_reads_and_writes(tier, slot, block_hash, memory, error, message):
+    write(tier, 0, 1)
+    if isinstance(memory, int):
+        memory = memoryview(bytearray(memory))
+    good = (1, 1, memoryview(bytearray(PAGE_BYTES)))
+    item = (slot, block_hash, memory)
+    for name, call in (
+        ("data", lambda: tier.write(*item)),
+        ("data", lambda: tier.write_many([good, item])),
+        ("into", lambda: tier.read(*item)),
+        ("into", lambda: tier.read_many([good, item])),
+    ):
+        with pytest.raises(error, match=message.replace("NAME", name)):
+            call()
+    assert tier.entries() == [(1, 0)]
+    assert reads(tier, 0, 1)
+
+
+def test_memory_to_read_into_is_writable_and_slots_of_a_batch_differ(tier):
+    with pytest.raises(ValueError, match="into: expected writable memory"):
+        tier.read(0, 1, memoryview(bytes(PAGE_BYTES)))
+    with pytest.raises(ValueError, match="items: expected no slot twice"):
+        tier.write_many([(1, 5, contents(5)), (2, 6, contents(6)), (1, 7, contents(7))])
+    assert tier.entries() == []
+    with pytest.raises(ValueError, match="slot: expected 0 to 5, got 6"):
+        tier.drop(6)
+
+
+# --- Helpers --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def limited_to(num_bytes):
+    """Let no file of this process grow past so many bytes, nor be written there."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -1,0 +1,162 @@
+"""Orders of eviction: which block of a tier goes first."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import islice
+
+import pytest
+
+from kvcupy.cache import policies
+
+NAMES = ("lru", "fifo", "lfu", "2q")
+
+
+def order_of(name, calls):
+    """The order after calls like "+a" (add), "a" (touch), "-a" (remove)."""
+    order = policies.make(name)
+    for call in calls.split():
+        if call[0] == "+":
+            order.add(call[1:])
+        elif call[0] == "-":
+            order.remove(call[1:])
+        else:
+            order.touch(call)
+    return "".join(order.victims())
+
+
+@pytest.mark.parametrize(
+    ("name", "calls", "victims"),
+    [
+        ("lru", "+a +b +c", "abc"),
+        ("lru", "+a +b +c a", "bca"),
+        ("lru", "+a +b +c a b -c", "ab"),
+        ("lru", "+a +b -a +a", "ba"),
+        ("fifo", "+a +b +c a a", "abc"),
+        ("fifo", "+a +b -a +a", "ba"),
+        ("lfu", "+a +b +c", "abc"),
+        ("lfu", "+a +b +c a a c", "bca"),
+        ("lfu", "+a +b +c b a c", "bac"),
+        ("lfu", "+a +b a a -a +a", "ba"),
+        ("lfu", "+a +b +c a b c a b a -b", "ca"),
+        # Used once, in order of arrival, but for a quarter; then used again; then the quarter.
+        ("2q", "+a +b +c +d", "abcd"),
+        ("2q", "+a +b +c +d a", "bcad"),
+        ("2q", "+a +b +c +d a b a c d", "bacd"),
+        ("2q", "+a +b +c +d +e +f +g +h a b", "cdefabgh"),
+        # One that comes again soon after it has gone is one that is used again.
+        ("2q", "+a +b +c +d -a +a", "bcad"),
+        ("2q", "+a +b +c +d a -a +a", "bcda"),
+    ],
+)
+def test_order(name, calls, victims):
+    assert order_of(name, calls) == victims
+
+
+def test_a_scan_does_not_push_out_what_is_used_again():
+    """Nor does LFU, but the least recently used order does."""
+
+    def survivors(name):
+        order = policies.make(name)
+        present = set()
+
+        def use(key):
+            if key in present:
+                order.touch(key)
+                return
+            if len(present) == 20:
+                victim = next(order.victims())
+                order.remove(victim)
+                present.remove(victim)
+            order.add(key)
+            present.add(key)
+
+        for _ in range(3):
+            for key in range(10):
+                use(key)
+        for key in range(1000, 1100):
+            use(key)
+        return len(present & set(range(10)))
+
+    assert {name: survivors(name) for name in NAMES} == {"lru": 0, "fifo": 0, "lfu": 10, "2q": 10}
+
+
+def test_ghosts_are_no_more_than_the_blocks():
+    order = policies.make("2q")
+    for key in range(1000):
+        order.add(key)
+        if key >= 8:
+            order.remove(next(order.victims()))
+    assert len(order._ghosts) <= 9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_comes_once_and_asking_changes_nothing(name):
+    rng = random.Random(5)
+    order, present = policies.make(name), []
+    for step in range(3000):
+        chance = rng.random()
+        if chance < 0.5 or not present:
+            order.add(step)
+            present.append(step)
+        elif chance < 0.8:
+            order.touch(rng.choice(present))
+        else:
+            order.remove(present.pop(rng.randrange(len(present))))
+        if step % 50 == 0:
+            first = list(order.victims())
+            assert sorted(first) == sorted(present)
+            list(islice(order.victims(), 3))
+            assert list(order.victims()) == first
+
+
+@pytest.mark.parametrize("late", [0, 1, 20, 40])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_given_may_be_removed_while_one_goes_on(name, late):
+    """At once, or any time later."""
+    rng = random.Random(6)
+    order = policies.make(name)
+    for key in range(200):
+        order.add(key)
+    for _ in range(300):
+        order.touch(rng.randrange(200))
+    wanted, given = list(order.victims()), []
+    removed = set()
+    for key in order.victims():
+        given.append(key)
+        if len(given) > late and len(given) % 3:
+            removed.add(given[-1 - late])
+            order.remove(given[-1 - late])
+    assert given == wanted
+    assert sorted(order.victims()) == sorted(set(wanted) - removed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_victim_costs_the_same_among_many(name):
+    """A hundred times the blocks is not a hundred times the time for each."""
+
+    def time_of(count):
+        order = policies.make(name)
+        for key in range(count):
+            order.add(key)
+        for key in range(0, count, 3):
+            order.touch(key)
+        started = time.perf_counter()
+        for key in range(1000):
+            order.remove(next(order.victims()))
+            order.add(count + key)
+            order.touch(count + key)
+        return time.perf_counter() - started
+
+    assert min(time_of(200_000) for _ in range(3)) < 20 * min(time_of(2000) for _ in range(3))
+
+
+def test_names_and_classes():
+    assert isinstance(policies.make("lru"), policies.Lru)
+    assert isinstance(policies.make(policies.Fifo), policies.Fifo)
+    with pytest.raises(ValueError, match=r"^policy: expected one of lru, fifo, lfu, 2q, got"):
+        policies.make("mru")
+    for wrong in (3, None, policies.Lru(), dict, lambda: None):
+        with pytest.raises(TypeError, match=r"^policy: expected"):
+            policies.make(wrong)

@@ -1,0 +1,419 @@
+"""kv.TieredCache with a disk tier: what goes there, comes back, and outlives the process."""
+
+from __future__ import annotations
+
+import errno
+
+import numpy as np
+import pytest
+from engine_cases import NUM_LAYERS, pool_of
+from stream_cases import Gate, delay
+from tiered_cases import Blocks, in_time, snapshot
+
+import kvcupy as kv
+from kvcupy.cache.disk import DiskTier
+from kvcupy.cache.tiered import TieredCache
+
+A, B, C, D, E, F, G, H = range(20, 28)
+ROOM = 2**17  # of the file: 31 slots
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "kv"
+
+
+def file_of(slots):
+    """Bytes of a file with so many slots: a header, a table, and 4096 for each small page."""
+    return 4096 * (2 + slots)
+
+
+def write_down(blocks, hashes, at_once=2):
+    """Insert blocks and let them leave the device, a few at a time."""
+    for i in range(0, len(hashes), at_once):
+        blocks.insert(hashes[i : i + at_once])
+        blocks.evict_all()
+
+
+def damage(path, blocks, hash):
+    """Flip a byte of a block in the file."""
+    data = bytearray(path.read_bytes())
+    at = data.find(blocks.bits(hash)[:16].tobytes())
+    assert at > 0, "the block is not in the file"
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+# Down and up -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_a_block_comes_back_from_disk(device, path, write, layout):
+    pools = pool_of(device, 2), pool_of(device, 2, layout=layout, placement="pinned")
+    blocks = Blocks(device, pools=pools, disk=path, disk_bytes=ROOM, write=write)
+    write_down(blocks, [A, B, C, D])
+    assert blocks.blocks() == (set(), {C, D}, {A, B})
+    assert blocks.cache.match([A, B, C, D]) == (0, 0, 4)
+    blocks.use([A, B], known=2)
+    assert blocks.blocks() == ({A, B}, {A, B}, {A, B, C, D})
+    blocks.use([C, D], known=2)
+    found = blocks.cache.stats()
+    page = blocks.host_pool.page_bytes
+    assert found["disk_hits"] == 4 and found["lost"] == 0 and found["disk_blocks"] == 4
+    assert found["disk_write_bytes"] == 4 * page and found["disk_read_bytes"] == 4 * page
+    assert found["disk_write_s"] > 0 and found["disk_read_s"] > 0
+    blocks.assert_no_leak()
+
+
+def test_one_load_for_blocks_of_all_tiers(device, path, monkeypatch):
+    blocks = Blocks(device, 4, 4, disk=path, disk_bytes=ROOM)
+    write_down(blocks, [A, B, C, D, E, F])
+    blocks.insert([C])
+    assert blocks.cache.match([C, E, A, B, H]) == (1, 2, 4)
+    calls, genuine = [], blocks.engine.load
+    monkeypatch.setattr(
+        blocks.engine, "load", lambda *a, **o: calls.append(len(a[0])) or genuine(*a, **o)
+    )
+    blocks.use([C, E, A, B, H], known=4)
+    assert calls == [3]
+    found = blocks.cache.stats()
+    assert [found[f"{t}_hits"] for t in ("device", "host", "disk")] == [1, 1, 2]
+    assert found["misses"] == 1
+
+
+def test_scales_and_mla_go_to_disk(device, path, tmp_path):
+    quantised = {"dtype": "fp8_e4m3", "scales": True}
+    pools = pool_of(device, 2, **quantised), pool_of(device, 2, placement="pinned", **quantised)
+    cache = TieredCache(*pools, disk=path, disk_bytes=ROOM)
+    for layer in range(NUM_LAYERS):
+        scales = np.full(pools[0].k_scale(layer).shape, layer + 0.5, np.float32)
+        for view in (pools[0].k_scale, pools[0].v_scale):
+            device.copy(view(layer), device.asarray(scales))
+    cache.insert([A, B], pools[0].allocator.alloc(2))
+    cache.close()
+    pools = pool_of(device, 2, **quantised), pool_of(device, 2, placement="pinned", **quantised)
+    with TieredCache(*pools, disk=path, disk_bytes=ROOM).acquire([A, B]) as lease:
+        lease.wait()
+        device.synchronize()
+        for layer in range(NUM_LAYERS):
+            for view in (pools[0].k_scale, pools[0].v_scale):
+                assert (device.to_numpy(view(layer)) == layer + 0.5).all()
+
+    def mla(num_pages):
+        return kv.MLAPool(num_pages, 2, 3, 8, dtype="fp16", device=device)
+
+    pools, other = (mla(2), mla(2)), tmp_path / "mla"
+    device.copy(pools[0].k(1)[0], device.asarray(np.full((2, 8), 3, np.float16)))
+    cache = TieredCache(pools[0], pools[1], disk=other, disk_bytes=ROOM)
+    cache.insert([A], pools[0].allocator.alloc(1))
+    cache.close()
+    pools = mla(2), mla(2)
+    with TieredCache(*pools, disk=other, disk_bytes=ROOM).acquire([A]) as lease:
+        lease.wait()
+        device.synchronize()
+        assert (device.to_numpy(pools[0].k(1))[lease.pages[0]] == 3).all()
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_nothing_is_lost_while_the_disk_has_room(device, path, write):
+    blocks = Blocks(device, 2, 2, disk=path, disk_bytes=file_of(8), write=write)
+    hashes = list(range(100, 108))
+    write_down(blocks, hashes)
+    for _ in range(2):
+        for i in range(0, 8, 2):
+            blocks.use(hashes[i : i + 2], known=2)
+    assert blocks.cache.stats()["lost"] == 0
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+def test_a_small_host_tier_passes_on_what_it_cannot_keep(device, path, write):
+    """Whether blocks leave because they are told to, or for others that come."""
+    blocks = Blocks(device, 6, 2, disk=path, disk_bytes=ROOM, write=write)
+    hashes = list(range(100, 106))
+    blocks.insert(hashes)
+    blocks.cache.evict(6)
+    assert blocks.cache.match(hashes) == (0, 2, 6) or blocks.cache.match(hashes)[2] == 6
+    for i in (0, 2, 4):
+        blocks.use(hashes[i : i + 2], known=2)
+    others = list(range(200, 206))
+    blocks.cache.evict(6)
+    blocks.insert(others)
+    for i in (0, 2, 4):
+        blocks.use(hashes[i : i + 2], known=2)
+    for i in (0, 2, 4):
+        blocks.use(others[i : i + 2], known=2)
+    assert blocks.cache.stats()["lost"] == 0
+    blocks.assert_no_leak()
+
+
+def test_the_disk_has_an_order_too(device, path):
+    blocks = Blocks(device, 1, 1, disk=path, disk_bytes=file_of(2))
+    write_down(blocks, [A, B, C], 1)
+    assert blocks.blocks() == (set(), {C}, {A, B})
+    blocks.use([A], known=1)
+    assert blocks.blocks() == ({A}, {A}, {B, A, C} - {B}), "B was used longest ago"
+    assert blocks.cache.stats()["lost"] == 1
+    assert blocks.cache.stats()["disk_evicted"] == 1
+
+
+def test_more_leaves_the_host_than_the_disk_can_take(device, path):
+    blocks = Blocks(device, 4, 4, disk=path, disk_bytes=file_of(2))
+    write_down(blocks, [A, B, C, D, E, F, G, H], 4)
+    assert blocks.blocks() == (set(), {E, F, G, H}, {A, B})
+    assert blocks.cache.stats()["lost"] == 2
+    blocks.use([A, B], known=2)
+
+
+def test_a_block_on_disk_is_not_written_again(device, path):
+    blocks = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM)
+    write_down(blocks, [A, B, C, D])
+    for _ in range(3):
+        blocks.use([A, B], known=2)
+        blocks.use([C, D], known=2)
+    assert blocks.cache.stats()["disk_write_bytes"] == 4 * blocks.host_pool.page_bytes
+
+
+def test_a_block_goes_to_disk_when_its_save_is_done(device, path):
+    """Not before: the host page has nothing yet."""
+    blocks = Blocks(device, 4, 1, disk=path, disk_bytes=ROOM, write="back")
+    blocks.insert([A, B])
+    delay(blocks.engine.save_stream)
+    blocks.cache.evict(1)
+    blocks.cache.evict(1)
+    assert len(blocks.blocks()[2]) == 1
+    blocks.use([A], known=1)
+    blocks.use([B], known=1)
+
+
+def test_a_disk_block_is_not_read_over_a_page_that_is_still_being_loaded(device, path):
+    """B's host page is the only one, and B is still on its way up from there."""
+    blocks = Blocks(device, 4, 1, disk=path, disk_bytes=ROOM)
+    write_down(blocks, [A, B], 1)
+    delay(blocks.engine.load_stream)
+    second = blocks.cache.acquire([B])
+    first = in_time(lambda: blocks.cache.acquire([A]))
+    for lease, hash in ((second, B), (first, A)):
+        lease.wait()
+        blocks.assert_holds(lease, [hash])
+
+
+def test_through_does_not_wait_for_room_on_its_way_down(device, path):
+    """An insert copies to the host tier what it can at once."""
+    blocks = Blocks(device, 4, 1, disk=path, disk_bytes=ROOM)
+    gate = Gate(blocks.engine.save_stream)
+    blocks.device.synchronize = lambda: None  # would wait for the gate
+    try:
+        pages = blocks.device_pool.allocator.alloc(2)
+        for page, hash in zip(pages.tolist(), (A, B), strict=True):
+            blocks.fill(page, hash)
+        for page, hash in zip(pages.tolist(), (A, B), strict=True):
+            in_time(lambda hash=hash, page=page: blocks.cache.insert([hash], [page]))
+    finally:
+        del blocks.device.synchronize
+    assert blocks.blocks() == ({A, B}, {A}, set())
+    gate.open()
+    blocks.evict_all()
+    assert blocks.cache.match([A, B])[2] == 2
+    blocks.use([A], known=1)
+    blocks.use([B], known=1)
+
+
+# CacheFull ---------------------------------------------------------------------------------------
+
+
+def test_more_from_disk_than_the_host_has_pages_changes_nothing(device, path):
+    blocks = Blocks(device, 4, 2, disk=path, disk_bytes=ROOM)
+    write_down(blocks, [A, B, C, D, E, F])
+    blocks.settle()
+    before = snapshot(blocks)
+    with pytest.raises(kv.CacheFull, match=r"^hashes: expected at most 2 blocks from disk.* got 3"):
+        blocks.cache.acquire([A, B, C])
+    assert snapshot(blocks) == before
+    blocks.use([A, B], known=2)
+    blocks.use([C, D], known=2)
+
+
+def test_the_device_is_full_and_nothing_is_read(device, path):
+    blocks = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM)
+    write_down(blocks, [A, B, C, D])
+    blocks.insert([E])
+    lease = blocks.cache.acquire([E])
+    blocks.settle()
+    before = snapshot(blocks)
+    with pytest.raises(kv.CacheFull, match="at most 1 blocks to load"):
+        blocks.cache.acquire([A, B])
+    assert snapshot(blocks) == before
+    lease.release()
+    blocks.use([A, B], known=2)
+
+
+# Damage and errors -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_damaged_block_is_unknown_from_then_on(device, path, bad):
+    blocks = Blocks(device, 3, 3, disk=path, disk_bytes=ROOM)
+    write_down(blocks, [A, B, C, D, E, F], 3)
+    blocks.insert([H])
+    damage(path, blocks, (A, B, C)[bad])
+    assert blocks.cache.match([A, B, C]) == (0, 0, 3)
+    with blocks.cache.acquire([A, B, C]) as lease:
+        lease.wait()
+        blocks.assert_holds(lease, [A, B, C][:bad])
+    assert blocks.cache.match([A, B, C])[2] == bad
+    found = blocks.cache.stats()
+    assert (found["disk_errors"], found["disk_hits"], found["misses"]) == (1, bad, 3 - bad)
+    rest = [hash for hash in (A, B, C) if hash != (A, B, C)[bad]]
+    for hash in rest:
+        blocks.use([hash], known=1)
+    blocks.cache.evict(1)
+    blocks.insert([(A, B, C)[bad]])
+    blocks.use([A, B, C], known=3)
+    blocks.assert_no_leak()
+
+
+def test_a_disk_that_cannot_be_written_loses_what_leaves_the_host(device, path, monkeypatch):
+    blocks = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM)
+
+    def write_many(self, items):
+        return [OSError(errno.EIO, "broken") for _ in items]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "write_many", write_many)
+        write_down(blocks, [A, B, C, D])
+        assert blocks.blocks() == (set(), {C, D}, set())
+        found = blocks.cache.stats()
+        assert (found["lost"], found["disk_errors"], found["disk_write_bytes"]) == (2, 2, 0)
+        with pytest.raises(OSError, match="broken"):
+            blocks.cache.flush()
+        assert blocks.blocks() == (set(), {C, D}, set())
+    blocks.cache.flush()
+    assert blocks.blocks() == (set(), {C, D}, {C, D})
+    write_down(blocks, [A, B])
+    blocks.use([C, D], known=2)
+    blocks.use([A, B], known=2)
+    blocks.assert_no_leak()
+
+
+def test_a_flush_that_fails_closes_all_the_same(device, path, monkeypatch):
+    blocks = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM)
+    blocks.insert([A])
+
+    def flush(self):
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskTier, "flush", flush)
+        with pytest.raises(OSError, match="broken"):
+            blocks.cache.close()
+    blocks.cache.close()
+    for pool in (blocks.device_pool, blocks.host_pool):
+        pool.allocator.check_leaks()
+    Blocks(device, 2, 2, disk=path, disk_bytes=ROOM).use([A], known=1)
+
+
+# Reopening ---------------------------------------------------------------------------------------
+
+
+def test_what_was_flushed_is_known_to_the_next_cache(device, path):
+    blocks = Blocks(device, 4, 8, disk=path, disk_bytes=ROOM)
+    blocks.insert([A, B, C])
+    blocks.evict_all()
+    blocks.insert([D])
+    blocks.cache.flush()
+    assert blocks.blocks()[2] == {A, B, C, D}
+    blocks.cache.close()
+    again = Blocks(device, 4, 8, disk=path, disk_bytes=ROOM)
+    assert again.cache.match([A, B, C, D]) == (0, 0, 4)
+    assert again.cache.stats()["disk_blocks"] == 4
+    again.use([A, B, C, D], known=4)
+    again.cache.close()
+
+
+def test_the_order_survives(device, path):
+    """Oldest first: that is what there is to know."""
+    blocks = Blocks(device, 4, 4, disk=path, disk_bytes=file_of(4))
+    blocks.insert([A])
+    blocks.insert([B])
+    blocks.insert([C])
+    blocks.cache.close()
+    again = Blocks(device, 4, 4, disk=path, disk_bytes=file_of(4))
+    assert again.order("disk") == [A, B, C]
+    again.insert([D, E])
+    again.cache.flush()
+    assert again.blocks()[2] == {B, C, D, E}
+    again.cache.close()
+
+
+def test_flush_keeps_the_hottest_where_the_disk_is_small(device, path):
+    blocks = Blocks(device, 4, 4, disk=path, disk_bytes=file_of(2))
+    blocks.insert([A, B, C, D])
+    blocks.use([C])
+    blocks.cache.flush()
+    assert blocks.blocks()[2] == {A, C}
+    assert blocks.order("disk") == [A, C]
+    assert blocks.cache.stats()["lost"] == 0
+
+
+def test_flush_keeps_what_is_to_be_on_disk_and_is(device, path):
+    """A is the oldest there, but the host has it too."""
+    options = {"disk": path, "disk_bytes": file_of(2), "policy": "fifo"}
+    blocks = Blocks(device, 4, 4, **options)
+    blocks.insert([A])
+    blocks.insert([B])
+    blocks.cache.close()
+    again = Blocks(device, 4, 4, **options)
+    again.insert([A])
+    again.insert([C])
+    assert again.order("disk") == [A, B]
+    again.cache.flush()
+    assert again.blocks()[2] == {A, C}
+
+
+def test_back_writes_nothing_that_has_not_left_the_host(device, path):
+    blocks = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM, write="back")
+    write_down(blocks, [A, B, C, D])
+    blocks.cache.close()
+    again = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM)
+    assert again.cache.match([A, B, C]) == (0, 0, 2)
+    again.use([A, B], known=2)
+
+
+def test_clear_empties_the_file(device, path):
+    blocks = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM)
+    write_down(blocks, [A, B, C, D])
+    blocks.cache.clear()
+    assert blocks.cache.match([A]) == (0, 0, 0)
+    blocks.insert([E])
+    blocks.cache.close()
+    again = Blocks(device, 2, 2, disk=path, disk_bytes=ROOM)
+    assert again.blocks()[2] == {E}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"layout": "layer_first"}, {"page_size": 4}, {"dtype": "bf16"}, {"num_layers": 2}]
+)
+def test_a_file_of_other_pages_is_refused(device, path, changes):
+    Blocks(device, disk=path, disk_bytes=ROOM).cache.close()
+    layout = changes.pop("layout", "page_first")
+    pools = pool_of(device, 2, **changes), pool_of(device, 2, layout=layout, **changes)
+    with pytest.raises(ValueError, match=r"^disk: "):
+        TieredCache(*pools, disk=path, disk_bytes=ROOM)
+    Blocks(device, disk=path, disk_bytes=ROOM).cache.close()
+
+
+def test_an_open_file_is_refused(device, path):
+    first = Blocks(device, disk=path, disk_bytes=ROOM)
+    with pytest.raises((ValueError, OSError), match="disk"):
+        Blocks(device, disk=path, disk_bytes=ROOM)
+    first.cache.close()
+    Blocks(device, disk=path, disk_bytes=ROOM).cache.close()
+
+
+def test_too_little_room(device, path):
+    with pytest.raises(ValueError, match=r"^disk_bytes: expected at least"):
+        Blocks(device, disk=path, disk_bytes=100)
+    with pytest.raises(TypeError, match=r"^disk_bytes"):
+        Blocks(device, disk=path, disk_bytes=None)

@@ -1,0 +1,335 @@
+"""kv.TieredCache when transfers fail: what was to be copied is forgotten, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from engine_cases import NUM_LAYERS
+from stream_cases import Gate, Log
+from tiered_cases import Blocks, in_time, snapshot
+
+import kvcupy as kv
+from kvcupy import observe
+
+A, B, C, D = 0xA, 0xB, 0xC, 0xD
+
+
+def boom():
+    raise OSError("no such luck")
+
+
+@pytest.fixture
+def blocks(device):
+    """A and B in host memory, nothing on the device."""
+    blocks = Blocks(device)
+    blocks.insert([A, B])
+    blocks.evict_all()
+    blocks.settle()
+    return blocks
+
+
+def failing_stream(blocks, kind):
+    """Let what is put on a stream next fail once it runs."""
+    if blocks.device.kind != "host":
+        pytest.skip("work behind a failure is skipped on the host device only")
+    stream = getattr(blocks.engine, f"{kind}_stream")
+    gate = Gate(stream)
+    stream.call(boom)
+    return gate
+
+
+# Loads -------------------------------------------------------------------------------------------
+
+WAITS = [lambda lease: lease.wait(), lambda lease: lease.wait_layer(NUM_LAYERS - 1)]
+
+
+@pytest.mark.parametrize("wait", WAITS, ids=["wait", "wait_layer"])
+@pytest.mark.parametrize("layer", range(NUM_LAYERS))
+def test_a_load_that_cannot_be_issued(blocks, layer, wait):
+    with observe.attached(Log(refuse=f"load {layer}")):
+        lease = blocks.cache.acquire([A, B])
+    for _ in range(2):
+        with pytest.raises(kv.DeviceError, match="refused"):
+            wait(lease)
+    assert blocks.cache.match([A, B]) == (0, 2, 2)
+    lease.release()
+    blocks.use([A, B], known=2)
+    found = blocks.cache.stats()
+    assert (found["failed_loads"], found["lost"]) == (2, 0)
+    blocks.assert_no_leak()
+
+
+@pytest.mark.parametrize("wait", WAITS, ids=["wait", "wait_layer"])
+def test_a_load_that_fails_on_its_way(blocks, wait):
+    gate = failing_stream(blocks, "load")
+    first, second = (blocks.cache.acquire([A, B]) for _ in range(2))
+    gate.open()
+    for lease in (first, second, first):
+        with pytest.raises(kv.DeviceError, match="no such luck"):
+            wait(lease)
+    assert blocks.cache.match([A, B]) == (0, 2, 2)
+    pages = first.pages.tolist()
+    assert blocks.device_pool.allocator.allocated().tolist() == pages, "the leases' until released"
+    first.release()
+    assert blocks.device_pool.allocator.allocated().tolist() == pages
+    second.release()
+    blocks.use([A, B], known=2)
+    blocks.assert_no_leak()
+
+
+def test_the_pages_of_a_failed_load_are_not_given_out_while_it_runs(blocks):
+    """Layers 0 and 1 are still being written when it is known that layer 2 never is."""
+    gate = Gate(blocks.engine.load_stream)
+    with observe.attached(Log(refuse="load 2")):
+        lease = blocks.cache.acquire([A, B])
+    with pytest.raises(kv.DeviceError):
+        lease.wait()
+    lease.release()
+    assert blocks.device_pool.allocator.num_free == 2
+    assert blocks.device_pool.allocator.num_allocated == 0
+    gate.open()
+    pages = in_time(lambda: blocks.device_pool.allocator.alloc(4))
+    blocks.device_pool.allocator.free(pages)
+    blocks.use([A, B], known=2)
+
+
+def test_acquire_waits_for_pages_that_a_failed_load_still_writes(blocks):
+    taken = blocks.device_pool.allocator.alloc(2)
+    gate = Gate(blocks.engine.load_stream)
+    with observe.attached(Log(refuse="load 2")):
+        lease = blocks.cache.acquire([A, B])
+    with pytest.raises(kv.DeviceError):
+        lease.wait()
+    lease.release()
+    blocks.device.stream().call(gate.open)
+    in_time(lambda: blocks.use([A, B], known=2))
+    blocks.device_pool.allocator.free(taken)
+
+
+def test_a_failed_load_that_nobody_waited_for(blocks):
+    gate = failing_stream(blocks, "load")
+    blocks.cache.acquire([A, B]).release()
+    gate.open()
+    with pytest.raises(kv.DeviceError):
+        blocks.settle()
+    blocks.use([A, B], known=2)
+    blocks.assert_no_leak()
+
+
+def test_a_failed_load_is_not_inserted_over(blocks):
+    """Its block may be inserted anew while leases still hold the pages of the failure."""
+    gate = failing_stream(blocks, "load")
+    lease = blocks.cache.acquire([A, B])
+    gate.open()
+    with pytest.raises(kv.DeviceError):
+        lease.wait()
+    assert blocks.insert([A]) == []
+    blocks.use([A, B], known=2)
+    lease.release()
+    blocks.use([A, B], known=2)
+    blocks.assert_no_leak()
+
+
+@pytest.mark.parametrize("error", [kv.DeviceError, MemoryError, KeyboardInterrupt])
+def test_a_load_that_raises_at_the_call(blocks, monkeypatch, error):
+    blocks.insert([C, D])
+    blocks.settle()
+    before = snapshot(blocks)
+
+    def load(*args, **options):
+        raise error("not now")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks.engine, "load", load)
+        with pytest.raises(error, match="not now"):
+            blocks.cache.acquire([A, B])
+    after = snapshot(blocks)
+    assert after["device"][0] == before["device"][0]
+    assert after["device"][2:4] == before["device"][2:4]
+    assert set(after["host"][0]) == set(before["host"][0])
+    blocks.use([A, B], known=2)
+    blocks.assert_no_leak()
+
+
+# Saves -------------------------------------------------------------------------------------------
+
+
+def test_a_save_that_fails_while_the_device_has_the_block(device):
+    blocks = Blocks(device)
+    with observe.attached(Log(refuse="save")):
+        blocks.insert([A, B])
+    assert blocks.cache.match([A, B]) == (2, 2, 2)
+    assert blocks.blocks()[1] == set()
+    found = blocks.cache.stats()
+    assert (found["failed_saves"], found["lost"]) == (2, 0)
+    blocks.evict_all()
+    assert blocks.cache.match([A, B]) == (0, 2, 2), "they are saved when they leave"
+    blocks.use([A, B], known=2)
+    blocks.assert_no_leak()
+
+
+def test_a_save_that_fails_behind_an_eviction(device):
+    """The block is lost, and whoever loads it meanwhile is told."""
+    blocks = Blocks(device, write="back")
+    blocks.insert([A, B])
+    gate = failing_stream(blocks, "save")
+    blocks.cache.evict(2)
+    lease = blocks.cache.acquire([A, B])
+    gate.open()
+    with pytest.raises(kv.DeviceError, match="no such luck"):
+        lease.wait()
+    assert blocks.cache.match([A, B]) == (0, 0, 0)
+    lease.release()
+    assert blocks.cache.stats()["lost"] == 2
+    blocks.insert([A, B])
+    blocks.use([A, B], known=2)
+    blocks.assert_no_leak()
+
+
+def test_a_load_of_a_save_that_was_never_issued(device):
+    """Nothing of the load itself has failed."""
+    blocks = Blocks(device, write="back")
+    blocks.insert([A, B])
+    with observe.attached(Log(refuse="save")):
+        blocks.cache.evict(1)
+        lease = blocks.cache.acquire([A, B])
+    if lease.num_blocks == 2:
+        with pytest.raises(kv.DeviceError, match="refused"):
+            lease.wait()
+    lease.release()
+    assert blocks.cache.match([A, B]) == (1, 1, 1)
+    blocks.use([A], known=1)
+    blocks.assert_no_leak()
+
+
+def test_a_chain_of_transfers_behind_a_failed_save(device):
+    """Save, load, save again: the last copy is forgotten too."""
+    blocks = Blocks(device, 4, 8, write="back")
+    blocks.insert([A, B])
+    gate = failing_stream(blocks, "save")
+    blocks.cache.evict(2)
+    blocks.cache.acquire([A, B]).release()
+    with blocks.cache._shared.opened() as tiers:  # as if the host's policy had let them go
+        copies = list(tiers.host.copies.values())
+        tiers.host.forget(copies)
+        tiers.host.give_back([copy.page for copy in copies])
+    blocks.cache.evict(2)
+    assert blocks.cache.match([A, B]) == (0, 2, 2)
+    gate.open()
+    with pytest.raises(kv.DeviceError):
+        blocks.settle()
+    assert blocks.cache.match([A, B]) == (0, 0, 0)
+    assert blocks.cache.stats()["lost"] == 2
+    blocks.assert_no_leak()
+
+
+class Broken:
+    """Stands in for a transfer that has failed without a trace on the streams behind it."""
+
+    def done(self):
+        raise kv.DeviceError("broken")
+
+
+def test_a_load_is_as_good_as_the_save_before_it(device):
+    blocks = Blocks(device, write="back")
+    blocks.insert([A])
+    gate = Gate(blocks.engine.save_stream)
+    blocks.cache.evict(1)
+    lease = blocks.cache.acquire([A])
+    (save,) = blocks.tiers.flights.saves()
+    save._moving = Broken()
+    gate.open()
+    with pytest.raises(kv.DeviceError, match="broken"):
+        lease.wait()
+    lease.release()
+    blocks.settle()
+    assert blocks.cache.match([A]) == (0, 0, 0)
+    blocks.assert_no_leak()
+
+
+def test_a_save_is_as_good_as_the_load_before_it(device):
+    blocks = Blocks(device, write="back")
+    blocks.insert([A])
+    blocks.cache.evict(1)
+    blocks.settle()
+    gate = Gate(blocks.engine.load_stream)
+    lease = blocks.cache.acquire([A])
+    (load,) = lease._flights
+    lease.release()
+    with blocks.cache._shared.opened() as tiers:  # as if the host's policy had let it go
+        copies = list(tiers.host.copies.values())
+        tiers.host.forget(copies)
+        tiers.host.give_back([copy.page for copy in copies])
+    blocks.cache.evict(1)
+    load._moving = Broken()
+    gate.open()
+    blocks.settle()
+    assert blocks.cache.match([A]) == (0, 0, 0)
+    blocks.assert_no_leak()
+
+
+@pytest.mark.parametrize("error", [kv.DeviceError, MemoryError, KeyboardInterrupt])
+def test_a_save_that_raises_at_the_call(device, monkeypatch, error):
+    def save(*args, **options):
+        raise error("not now")
+
+    blocks = Blocks(device, write="through")
+    pages = blocks.device_pool.allocator.alloc(1)
+    blocks.fill(int(pages[0]), A)
+    before = snapshot(blocks)
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks.engine, "save", save)
+        with pytest.raises(error, match="not now"):
+            blocks.cache.insert([A], pages)
+    after = snapshot(blocks)
+    assert after == before
+    assert blocks.cache.insert([A], pages) == []
+    blocks.use([A], known=1)
+
+    blocks = Blocks(device, 3, 8, write="back")
+    blocks.insert([A, B])
+    blocks.evict_all()
+    blocks.insert([C, D])
+    blocks.settle()
+    before = snapshot(blocks)
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks.engine, "save", save)
+        for call in (lambda: blocks.cache.evict(1), lambda: blocks.cache.acquire([A, B])):
+            with pytest.raises(error, match="not now"):
+                call()
+            assert snapshot(blocks) == before
+    blocks.use([A, B], known=2)
+    blocks.use([C, D], known=2)
+    blocks.assert_no_leak()
+
+
+# Streams of others -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+@pytest.mark.parametrize("evicted", [False, True])
+def test_pages_that_were_never_written(device, write, evicted):
+    """The compute stream failed before the point of the insert: no such block."""
+    if device.kind != "host":
+        pytest.skip("work behind a failure is skipped on the host device only")
+    blocks = Blocks(device, write=write)
+    compute = device.stream()
+    gate = Gate(compute)
+    compute.call(boom)
+    pages = blocks.device_pool.allocator.alloc(2)
+    blocks.cache.insert([A, B], pages, after=compute)
+    lease = blocks.cache.acquire([A, B])
+    if evicted:
+        lease.release()
+        blocks.cache.evict(2)
+        lease = blocks.cache.acquire([A, B])
+    gate.open()
+    with pytest.raises(kv.DeviceError, match="no such luck"):
+        lease.wait()
+    with pytest.raises(kv.DeviceError, match="no such luck"):
+        compute.synchronize()  # its owner is told too
+    lease.release()
+    blocks.engine.flush()
+    assert blocks.cache.match([A, B]) == (0, 0, 0)
+    blocks.insert([A, B])
+    blocks.use([A, B], known=2)
+    blocks.assert_no_leak()

@@ -1,0 +1,146 @@
+"""A cache of blocks whose content follows from their hashes, and what it looks like from inside."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+import numpy as np
+from engine_cases import PATIENCE_S, bits_of, contents, page_values, parts_of, pool_of
+
+from kvcupy import DeviceError
+from kvcupy.cache.tiered import TieredCache
+
+TIMED = ("load_s", "save_s", "disk_read_s", "disk_write_s")
+
+
+class Blocks:
+    """Two pools, a cache between them, and pages that are filled by hash.
+
+    `placement` and others of the pools' arguments may be given for the host pool.
+    """
+
+    def __init__(self, device, on_device=4, on_host=8, *, pools=None, host=None, **options):
+        self.device = device
+        self.device_pool, self.host_pool = pools or (
+            pool_of(device, on_device),
+            pool_of(device, on_host, layout="page_first", placement="pinned", **(host or {})),
+        )
+        self.cache = TieredCache(self.device_pool, self.host_pool, **options)
+        self.engine = self.cache.engine
+
+    @property
+    def tiers(self):
+        return self.cache._shared._tiers
+
+    def values(self, hash):
+        return page_values(self.device_pool, hash)
+
+    def bits(self, hash):
+        return bits_of(self.values(hash))
+
+    def fill(self, page, hash, stream=None):
+        """Write the block of a hash into a device page, as a model would."""
+        for part, value in zip(parts_of(self.device_pool), self.values(hash), strict=True):
+            self.device.copy(part[page], self.device.asarray(value), stream=stream)
+
+    def insert(self, hashes, **options):
+        """Allocate pages, fill them, insert them; what is not needed is freed."""
+        pages = self.device_pool.allocator.alloc(len(hashes))
+        for page, hash in zip(pages.tolist(), hashes, strict=True):
+            self.fill(page, hash)
+        self.device.synchronize()
+        unneeded = self.cache.insert(hashes, pages, **options)
+        self.device_pool.allocator.free(unneeded)
+        return unneeded
+
+    def evict_all(self):
+        self.cache.evict(len(self.tiers.device.copies))
+
+    def assert_holds(self, lease, hashes):
+        """A lease has exactly these blocks, whole."""
+        assert lease.num_blocks == len(lease.pages) == len(hashes)
+        found = contents(self.device_pool)
+        for page, hash in zip(lease.pages.tolist(), hashes, strict=True):
+            assert np.array_equal(found[page], self.bits(hash)), f"block {hash} on page {page}"
+
+    def use(self, hashes, known=None):
+        """Acquire, wait, verify and release."""
+        with self.cache.acquire(hashes) as lease:
+            lease.wait()
+            self.assert_holds(lease, hashes[: lease.num_blocks])
+            if known is not None:
+                assert lease.num_blocks == known
+        return lease.num_blocks
+
+    def blocks(self):
+        """The hashes in each tier."""
+        tiers = self.tiers
+        disk = set() if tiers.disk is None else set(tiers.disk.slots)
+        return set(tiers.device.copies), set(tiers.host.copies), disk
+
+    def order(self, tier):
+        return list(getattr(self.tiers, tier).order.victims())
+
+    def settle(self):
+        """Wait for all transfers, and let the cache see it."""
+        self.device.synchronize()
+        for stream in (self.engine.load_stream, self.engine.save_stream):
+            stream.synchronize()
+        self.cache.stats()
+        for pool in (self.device_pool, self.host_pool):
+            assert pool.allocator.num_free >= 0  # asking lets it look at transfers
+
+    def settle_quietly(self):
+        """The same, where transfers and whatever else may have failed."""
+        for stream in (self.device, self.engine.load_stream, self.engine.save_stream):
+            with suppress(DeviceError):
+                stream.synchronize()
+        self.settle()
+
+    def assert_no_leak(self):
+        """Once all is forgotten, every page of both pools is free."""
+        self.cache.clear()
+        for pool in (self.device_pool, self.host_pool):
+            pool.allocator.check_leaks()
+            pages = pool.allocator.alloc(pool.num_pages)
+            pool.allocator.free(pages)
+
+
+def snapshot(blocks):
+    """All that a call which raises must leave as it was."""
+    tiers, seen = blocks.tiers, {}
+    for tier in (tiers.device, tiers.host):
+        allocator = tier.pool.allocator
+        seen[tier.name] = (
+            {hash: (id(c), c.page, c.pins) for hash, c in tier.copies.items()},
+            list(tier.order.victims()),
+            tier.owned.tolist(),
+            allocator._state.tolist(),
+            allocator._stack[: allocator.num_free].tolist(),
+        )
+    if tiers.disk is not None:
+        free = list(tiers.disk._free)
+        seen["disk"] = (dict(tiers.disk.slots), list(tiers.disk.order.victims()), free)
+    seen["stats"] = {k: v for k, v in blocks.cache.stats().items() if k not in TIMED}
+    return seen
+
+
+def in_time(function, patience_s=PATIENCE_S):
+    """Call a function in a thread of its own; fail if it hangs."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append((function(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(patience_s)
+    assert outcome, f"it hangs: {function}"
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
