@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .sequences import CachedSequence, Ints
+from .sequence import CachedSequence, Ints
 
 # Shared keys are read once instead of once a sequence; in return every token's result is written,
 # read and merged, twice in float32.

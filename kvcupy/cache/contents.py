@@ -17,7 +17,7 @@ from ..ops.page_pairs import send
 from ..ops.store import store_kv, store_mla
 from .layers import Layers
 from .pool import MLAPool
-from .sequences import Ints
+from .sequence import Ints
 from .storage import Pool
 
 Tensors = dict[str, tuple[str, tuple[int, ...], Any]]

@@ -11,7 +11,8 @@ from ..ops import checks
 from . import sequence_files
 from .contents import Contents
 from .paged_sequences import PagedSequences
-from .sequences import CachedSequence, Sequences
+from .sequence import CachedSequence
+from .sequences import Sequences
 from .steps import Steps
 from .storage import Pool
 

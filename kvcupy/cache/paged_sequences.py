@@ -8,7 +8,8 @@ from typing import Any
 
 from ..config import logger
 from ..ops import checks
-from .sequences import CachedSequence, Sequences
+from .sequence import CachedSequence
+from .sequences import Sequences
 from .steps import Steps, require_here
 from .storage import Pool, count
 

@@ -9,7 +9,7 @@ from ..errors import CacheFull
 from .leases import LeaseArrival
 from .paged_contents import PagedContents
 from .prefix import hash_list
-from .sequences import CachedSequence
+from .sequence import CachedSequence
 from .tiered import TieredCache
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import saved
 from .contents import Tensors
-from .sequences import CachedSequence
+from .sequence import CachedSequence
 
 _OWN = ("length", "window", "sinks")  # fields that may differ from sequence to sequence
 

@@ -13,7 +13,7 @@ from ..devices.protocol import Stream
 from ..errors import CaptureError
 from . import trees
 from .cascade import Cascade
-from .sequences import CachedSequence, Ints
+from .sequence import CachedSequence, Ints
 
 Room = dict[str, tuple[tuple[int, ...], str]]
 """Arrays of fixed shapes, for a captured step: shape and format by name."""

@@ -15,7 +15,8 @@ from . import cascade, trees
 from .cascade import Cascade
 from .layers import Layers
 from .moves import PageMover
-from .sequences import CachedSequence, Sequences
+from .sequence import CachedSequence
+from .sequences import Sequences
 from .step import PageLists, Step, check_batch
 from .storage import Pool
 from .tables import StepTables, TableRing
