@@ -5,11 +5,11 @@ Importing this touches no device, imports neither CuPy nor torch, and compiles n
 
 from .arrays import ArrayView
 from .cache.engine import TransferEngine
-from .cache.paged import PagedKVCache
+from .cache.paged.cache import PagedKVCache
 from .cache.pages import PageAllocator
 from .cache.pool import KVPool, MLAPool
-from .cache.prefix import block_hashes
-from .cache.tiered import TieredCache
+from .cache.tiered.cache import TieredCache
+from .cache.tiered.prefix import block_hashes
 from .config import config
 from .devices import default_device, device
 from .errors import (

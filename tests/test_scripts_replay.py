@@ -142,7 +142,7 @@ def test_a_byte_that_changed_on_disk_is_a_miss(device, tmp_path):
 def test_a_byte_that_a_disk_reads_wrongly_is_noticed(device, tmp_path, monkeypatch):
     """Control: a disk tier that verifies nothing."""
     only_on_the_host(device)
-    from kvcupy.cache import disk_format
+    from kvcupy.cache.tiered import disk_format
 
     settings = small_settings((60, 60, 400), disk=tmp_path / "blocks")
     monkeypatch.setattr(disk_format, "checksum", lambda hash, parts: bytes(16))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcupy.cache.disk import DiskTier
-from kvcupy.cache.disk_format import Layout
+from kvcupy.cache.tiered.disk import DiskTier
+from kvcupy.cache.tiered.disk_format import Layout
 
 IDENTITY = {"layout": "page_first", "format": "bf16", "shape": "(2, 16, 8, 128)"}
 PAGE_BYTES = 5000  # a whole 4096, and more

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from disk_cases import contents, open_tier
 
-from kvcupy.cache import disk_format, disk_slots
+from kvcupy.cache.tiered import disk_format, disk_slots
 
 NUM_SLOTS, PAGE_BYTES = 5, 1 << 20
 BEGIN, END = 0, 1

@@ -9,7 +9,7 @@ import numpy as np
 from engine_cases import PATIENCE_S, dropped_wait, poll
 
 import kvcupy as kv
-from kvcupy.cache.tables import TableRing
+from kvcupy.cache.paged.tables import TableRing
 
 HOLD_S = 0.03  # for so long something is held up, that must be waited for
 POISON = 0x5A

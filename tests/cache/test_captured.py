@@ -17,7 +17,7 @@ from table_cases import HOLD_S, Source, World
 
 import kvcupy as kv
 from kvcupy import observe
-from kvcupy.cache.tables import TableRing
+from kvcupy.cache.paged.tables import TableRing
 from kvcupy.devices import cuda
 from kvcupy.devices.host import HostDevice
 

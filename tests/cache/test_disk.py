@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from disk_cases import PAGE_BYTES, contents, open_tier, reads, run, write
 
-from kvcupy.cache.disk_format import Layout
+from kvcupy.cache.tiered.disk_format import Layout
 
 
 @pytest.fixture

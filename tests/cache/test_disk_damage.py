@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from disk_cases import IDENTITY, PAGE_BYTES, contents, filled, open_tier, reads, write
 
-from kvcupy.cache import disk_format
-from kvcupy.cache.disk_format import Layout, Record, checksum
+from kvcupy.cache.tiered import disk_format
+from kvcupy.cache.tiered.disk_format import Layout, Record, checksum
 
 BLOCKS = {0: 10, 1: 11, 2: 12}  # hash by slot
 LAYOUT = Layout(3, PAGE_BYTES)

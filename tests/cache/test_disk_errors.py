@@ -13,8 +13,8 @@ import stat
 import pytest
 from disk_cases import IDENTITY, PAGE_BYTES, contents, failing, filled, open_tier, reads, run, write
 
-from kvcupy.cache.disk import DiskTier
-from kvcupy.cache.disk_format import Layout
+from kvcupy.cache.tiered.disk import DiskTier
+from kvcupy.cache.tiered.disk_format import Layout
 
 
 @pytest.fixture

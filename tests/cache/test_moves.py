@@ -13,7 +13,7 @@ from stream_cases import Gate, Log
 
 import kvcupy as kv
 from kvcupy import observe, scratch
-from kvcupy.cache.moves import PageMover
+from kvcupy.cache.paged.moves import PageMover
 from kvcupy.ops import page_pairs
 
 PAGES, SIZE, LAYERS = 7, 4, 3

@@ -8,7 +8,7 @@ from itertools import islice
 
 import pytest
 
-from kvcupy.cache import policies
+from kvcupy.cache.tiered import policies
 
 NAMES = ("lru", "fifo", "lfu", "2q")
 

@@ -16,7 +16,7 @@ from helpers import DTYPE, FORMATS, UNSIGNED, all_patterns
 
 pytest.importorskip("safetensors", minversion="0.8", reason="saved sequences need safetensors")
 
-from kvcupy.cache import saved
+from kvcupy.cache.paged import saved
 
 ROOT = Path(__file__).resolve().parents[2]
 TAGS = {
@@ -423,7 +423,7 @@ def test_a_failure_on_the_way(path, monkeypatch, step):
 CRASH = """
 import os, pathlib, sys
 import numpy as np
-from kvcupy.cache import saved
+from kvcupy.cache.paged import saved
 def crash(*_): os._exit(9)
 setattr(*{"fsync": (os, "fsync", crash), "replace": (pathlib.Path, "replace", crash)}[sys.argv[2]])
 saved.write(sys.argv[1], {"k": ("int8", (2, 3), bytes(6))}, {})

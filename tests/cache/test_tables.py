@@ -15,7 +15,7 @@ from table_cases import HOLD_S, Source, Story, World, background, dropped
 import kvcupy as kv
 from kvcupy import observe
 from kvcupy.arrays import ArrayView, contiguous_strides
-from kvcupy.cache.tables import TableRing
+from kvcupy.cache.paged.tables import TableRing
 from kvcupy.devices.host import HostDevice
 
 # Order -------------------------------------------------------------------------------------------

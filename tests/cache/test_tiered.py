@@ -12,7 +12,7 @@ from stream_cases import Gate, delay
 from tiered_cases import Blocks, in_time, snapshot
 
 import kvcupy as kv
-from kvcupy.cache.tiered import TieredCache
+from kvcupy.cache.tiered.cache import TieredCache
 
 A, B, C, D, E, F = 0xA, 0xB, 0xC, 0xD, 0xE, 0xF
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")

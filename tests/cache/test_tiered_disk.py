@@ -11,8 +11,8 @@ from stream_cases import Gate, delay
 from tiered_cases import Blocks, in_time, snapshot
 
 import kvcupy as kv
-from kvcupy.cache.disk import DiskTier
-from kvcupy.cache.tiered import TieredCache
+from kvcupy.cache.tiered.cache import TieredCache
+from kvcupy.cache.tiered.disk import DiskTier
 
 A, B, C, D, E, F, G, H = range(20, 28)
 ROOM = 2**17  # of the file: 31 slots

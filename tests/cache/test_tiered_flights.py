@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvcupy as kv
-from kvcupy.cache.tiered_flights import Flight, Flights
+from kvcupy.cache.tiered.flights import Flight, Flights
 
 
 class Moving:

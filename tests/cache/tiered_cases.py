@@ -9,7 +9,7 @@ import numpy as np
 from engine_cases import PATIENCE_S, bits_of, contents, page_values, parts_of, pool_of
 
 from kvcupy import DeviceError
-from kvcupy.cache.tiered import TieredCache
+from kvcupy.cache.tiered.cache import TieredCache
 
 TIMED = ("load_s", "save_s", "disk_read_s", "disk_write_s")
 

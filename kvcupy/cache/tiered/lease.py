@@ -1,0 +1,110 @@
+"""What a cache answers: which blocks there are, and pages that stay until they are released."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ...errors import CaptureError, DeviceError, KvcupyError
+
+if TYPE_CHECKING:
+    from ..page_lists import Pages
+    from .blocks import Copy
+    from .flights import Flight
+    from .shared import SharedTiers
+
+
+class Match(NamedTuple):
+    """How many leading blocks of a prefix are known.
+
+    Attributes
+    ----------
+    device : on the device
+    host : on the device or in host memory
+    disk : in any tier
+    """
+
+    device: int
+    host: int
+    disk: int
+
+
+class Lease:
+    """Blocks on the device, pinned until they are released. Made by `TieredCache.acquire`.
+
+    What reads the pages waits by `wait_layer` or `wait` first. Threads may share a lease.
+
+    Attributes
+    ----------
+    pages : int64 (num_blocks,), the device page of each block, read-only
+    num_blocks : leading blocks of the hashes that were asked for
+    released : whether `release` was called
+    """
+
+    def __init__(self, shared: SharedTiers, copies: list[Copy]) -> None:
+        self.pages: Pages = np.array([copy.page for copy in copies], np.int64)
+        self.pages.flags.writeable = False
+        self.num_blocks = len(copies)
+        self.released = False
+        self._shared = shared
+        self._copies = copies
+        # Each brings some of the blocks, for this lease or for others that came before it.
+        arriving = {id(f): f for c in copies if (f := c.filled) is not None and not f.over}
+        self._flights: tuple[Flight, ...] = tuple(arriving.values())
+
+    def __repr__(self) -> str:
+        state = "released" if self.released else "held"
+        return f"<Lease of {self.num_blocks} block{'s' * (self.num_blocks != 1)}, {state}>"
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def wait_layer(self, layer: int, stream: Any = None) -> None:
+        """Let later work of a compute stream wait until one layer of all blocks is in place.
+
+        Parameters
+        ----------
+        layer : 0 to num_layers - 1
+        stream : Stream, or a CuPy or torch stream; None: the current one. The host does not
+            wait, except where the stream is the calling thread itself
+
+        Raises
+        ------
+        TypeError, ValueError : an argument does not fit
+        CaptureError : the stream is being captured
+        KvcupyError : the lease has been released
+        DeviceError : a transfer that brings blocks has failed, now or earlier. The cache has
+            forgotten those blocks on the device; the pages are the lease's until it is released
+        """
+        self._wait(self._shared.engine.layer_number(layer), stream)
+
+    def wait(self, stream: Any = None) -> None:
+        """Let later work of a compute stream wait for all layers; otherwise like `wait_layer`."""
+        self._wait(None, stream)
+
+    def release(self) -> None:
+        """Unpin the blocks, which nobody reads any more by way of this lease. Again: a no-op."""
+        self._shared.release(self, self._copies)
+
+    def _wait(self, layer: int | None, stream: Any) -> None:
+        on = self._shared.engine.device.as_stream(stream)
+        if on.capturing:
+            raise CaptureError("stream: a captured stream cannot wait for blocks outside it")
+        if self.released:
+            raise KvcupyError("the lease has been released: its pages may be others' by now")
+        for flight in self._flights:
+            try:
+                flight.wait(layer, on)
+            except DeviceError as error:
+                self._shared.fail(flight, error)
+                raise

@@ -1,0 +1,106 @@
+"""Names of blocks by what they hold: hashes of token ids, each chained to the block before."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from ...ops import checks
+
+_MASK = 2**64 - 1
+
+
+def block_hashes(token_ids: Any, block_tokens: int, *, parent: int = 0) -> list[int]:
+    """Hash the full blocks of a sequence; equal hashes mean equal tokens from the start on.
+
+    Parameters
+    ----------
+    token_ids : list of ints, or array (T,) of an integer type on the host
+    block_tokens : tokens a block; a last block that is not full has no hash
+    parent : hash of the block before the first one, 0 for the start of a sequence. Another number
+        keeps sequences apart that must not share blocks, of different models or adapters say
+
+    Returns
+    -------
+    list of int, (T // block_tokens,), each from 0 to 2**64 - 1
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit
+
+    Notes
+    -----
+    A hash is BLAKE2b of 8 bytes over the parent's hash and the token ids, all as 64-bit
+    little-endian numbers; so it is the same on every machine and in every process.
+
+    Examples
+    --------
+    >>> first, second = block_hashes(range(10), 4)
+    >>> block_hashes([4, 5, 6, 7], 4, parent=first) == [second]
+    True
+    """
+    checks.require_int(block_tokens, "block_tokens")
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens: expected at least 1, got {block_tokens}")
+    checks.require_int(parent, "parent")
+    if not -(2**63) <= parent < 2**64:
+        raise ValueError(f"parent: expected an int of 64 bits, got {parent}")
+    data = _token_array(token_ids).astype("<i8").tobytes()
+    block_bytes = 8 * int(block_tokens)
+    before = (int(parent) & _MASK).to_bytes(8, "little")
+    hashes = []
+    for start in range(0, len(data) - block_bytes + 1, block_bytes):
+        before = blake2b(before + data[start : start + block_bytes], digest_size=8).digest()
+        hashes.append(int.from_bytes(before, "little"))
+    return hashes
+
+
+def hash_list(hashes: Any) -> list[int]:
+    """Return hashes as ints from 0 to 2**64 - 1; one with a sign stands for the same 64 bits.
+
+    Raises
+    ------
+    TypeError, ValueError : `hashes` is no list of such numbers
+    """
+    if isinstance(hashes, np.ndarray):
+        if hashes.ndim != 1 or (hashes.size and hashes.dtype.kind not in "iu"):
+            raise ValueError(
+                f"hashes: expected integers (n,), got {hashes.dtype} {tuple(hashes.shape)}"
+            )
+        hashes = hashes.tolist()
+    try:
+        given = list(hashes)
+    except TypeError:
+        kind = type(hashes).__name__
+        raise TypeError(f"hashes: expected a list of ints, got {kind}") from None
+    if not all(type(hash) is int for hash in given):
+        for hash in given:
+            checks.require_int(hash, "hashes")
+        given = [int(hash) for hash in given]
+    if given and (min(given) < 0 or max(given) > _MASK):
+        outside = [hash for hash in given if not -(2**63) <= hash <= _MASK]
+        if outside:
+            raise ValueError(f"hashes: expected ints of 64 bits, got {outside[0]}")
+        given = [hash & _MASK for hash in given]
+    return given
+
+
+def _token_array(token_ids: Any) -> np.ndarray[Any, Any]:
+    if isinstance(token_ids, (str, bytes)):
+        raise TypeError(f"token_ids: expected ints, got {type(token_ids).__name__}")
+    try:
+        given = list(token_ids) if isinstance(token_ids, range) else token_ids
+        array = np.asarray(given)
+    except TypeError as error:  # it is on a GPU
+        raise TypeError(f"token_ids: expected a list or an array of the host, {error}") from None
+    if array.ndim != 1:
+        raise ValueError(f"token_ids: expected one dimension, got {array.ndim}")
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"token_ids: expected ints, got {array.dtype}")
+    if array.dtype == np.uint64 and array.max() > 2**63 - 1:
+        raise ValueError(f"token_ids: expected 64-bit ints, got {array.max()}")
+    return array
