@@ -148,6 +148,20 @@ def test_a_small_host_tier_passes_on_what_it_cannot_keep(device, path, write):
     blocks.assert_no_leak()
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_what_is_asked_for_is_not_lost_for_what_makes_room(device, path, slots):
+    """There is not room for six blocks, and A and B are on their way up."""
+    blocks = Blocks(device, 4, 2, disk=path, disk_bytes=file_of(slots), write="back")
+    blocks.insert([A, B])
+    blocks.evict_all()
+    blocks.insert([C, D, E, F])
+    blocks.use([A, B], known=2)
+    assert len(set.union(*blocks.blocks())) == 6 - blocks.cache.stats()["lost"] >= 4
+    blocks.evict_all()
+    assert blocks.cache.match([A, B]).disk >= 1
+    blocks.assert_no_leak()
+
+
 def test_the_disk_has_an_order_too(device, path):
     blocks = Blocks(device, 1, 1, disk=path, disk_bytes=file_of(2))
     write_down(blocks, [A, B, C], 1)

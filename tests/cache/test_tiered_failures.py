@@ -328,7 +328,7 @@ def test_pages_that_were_never_written(device, write, evicted):
     with pytest.raises(kv.DeviceError, match="no such luck"):
         compute.synchronize()  # its owner is told too
     lease.release()
-    blocks.engine.flush()
+    blocks.settle_quietly()
     assert blocks.cache.match([A, B]) == (0, 0, 0)
     blocks.insert([A, B])
     blocks.use([A, B], known=2)

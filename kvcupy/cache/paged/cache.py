@@ -251,8 +251,10 @@ class PagedKVCache(PagedTiers):
         """
         if not self._is_latent:
             raise KvcupyError("this cache holds K and V: call attention")
+        parts = view(latent, "latent"), view(rope_key, "rope_key")
+        self._layers.check_latent(*parts, self._running()[0].num_tokens)
         asked = Asked(sm_scale, window, sinks, logits_soft_cap)
-        return self._attend(layer, query, latent, rope_key, out, asked, stream)
+        return self._attend(layer, query, *parts, out, asked, stream)
 
     def _attend(
         self, layer: Any, query: Any, key: Any, value: Any, out: Any, asked: Asked, stream: Any

@@ -146,6 +146,18 @@ class Layers:
                 )
         return rows
 
+    def check_latent(self, latent: ArrayView, rope_key: ArrayView, num_tokens: int) -> None:
+        """Refuse parts of the wrong shape or format."""
+        widths = self.v_width, self.width - self.v_width
+        for rows, name, width in zip(
+            (latent, rope_key), ("latent", "rope_key"), widths, strict=True
+        ):
+            checks.number_format(rows, name)
+            if rows.ndim != 2 or rows.shape[1] != width or rows.shape[0] < num_tokens:
+                raise ValueError(
+                    f"{name}: expected at least {num_tokens} rows of {width}, got {describe(rows)}"
+                )
+
     def _require_rows(self, rows: ArrayView, name: str, num_tokens: int, width: int) -> None:
         wanted = (self._num_q_heads, width)
         if rows.device != self._device.name:

@@ -237,7 +237,7 @@ class Courier:
         DeviceError : the failure, if the stream is somebody else's
         """
         if self.stream.capturing:
-            raise CaptureError("copy_stream: expected a stream that is not being captured")
+            raise CaptureError(f"copy_stream: {self.stream.name} is being captured")
         if self._last is not None and self._last.error() is not None:
             self._join(self._last)
 

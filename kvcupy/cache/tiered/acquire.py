@@ -10,6 +10,7 @@ import numpy as np
 from ...errors import CacheFull
 from .blocks import Copy
 from .flights import Flight
+from .insert import evict
 from .room import Room, Tiers
 
 
@@ -35,11 +36,6 @@ class Plan:
     victims: list[Copy]
     saves: list[Copy]
     room: Room
-
-    @property
-    def num_unsaved(self) -> int:
-        """Blocks that would be lost, because there are too few host pages for saves."""
-        return len(self.reads) + len(self.saves) - self.room.num_pages
 
 
 def plan(tiers: Tiers, hashes: list[int]) -> Plan:
@@ -80,6 +76,25 @@ def plan(tiers: Tiers, hashes: list[int]) -> Plan:
         leaving = {copy.hash for copy in victims}
         room = tiers.plan_host(wanted, must=len(reads), keep=missing, leaving=leaving)
     return Plan(found, loads, list(reads), num_free, victims, saves, room)
+
+
+def make_way(tiers: Tiers, plan: Plan) -> bool:
+    """Let some victims leave first, if there are too few host pages to save all of them at once.
+
+    They go through the host tier to the disk, as long as that takes nothing away that is asked for.
+
+    Returns
+    -------
+    whether some have left, so that another plan is needed
+    """
+    disk, to_spare = tiers.disk, plan.room.num_pages - len(plan.reads)
+    if disk is None or to_spare >= len(plan.saves):
+        return False
+    if to_spare > 0:
+        return evict(tiers, plan.victims, plan.loads) > 0
+    # All host pages are taken by what is asked for: it can go to the disk, if that loses nothing.
+    saves = plan.saves[: disk.num_free]
+    return bool(saves) and evict(tiers, plan.victims[: plan.victims.index(saves[-1]) + 1]) > 0
 
 
 def carry_out(tiers: Tiers, plan: Plan, hashes: list[int], after: Any) -> list[Copy]:

@@ -171,9 +171,7 @@ class TieredCache:
 
         def change(tiers: Tiers) -> Lease | None:
             plan = tiered_acquire.plan(tiers, keys)
-            # What the host tier cannot take at once goes through it to the disk, step by step.
-            if plan.num_unsaved > 0 and tiers.passes_on:
-                tiered_insert.evict(tiers, plan.victims)
+            if tiered_acquire.make_way(tiers, plan):
                 return None
             return self._shared.lease(tiered_acquire.carry_out(tiers, plan, keys, on))
 

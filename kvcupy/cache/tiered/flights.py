@@ -83,7 +83,7 @@ class Fence:
         self._raise_failure()
         if not self.event.done():
             on.wait(self._behind().record())
-            self._raise_failure()
+        self._raise_failure()
 
     def wait_layer(self, layer: int, stream: Any = None) -> None:
         self.wait(stream)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,8 +54,12 @@ def insert(
     return unneeded
 
 
-def evict(tiers: Tiers, victims: Sequence[Copy]) -> int:
+def evict(tiers: Tiers, victims: Sequence[Copy], keep: Collection[int] = ()) -> int:
     """Let blocks leave the device tier, those that no other has by way of a save.
+
+    Parameters
+    ----------
+    keep : hashes that stay in the host tier and on disk
 
     Returns
     -------
@@ -64,9 +68,10 @@ def evict(tiers: Tiers, victims: Sequence[Copy]) -> int:
     """
     saves = tiers.alone(victims)
     if saves:
-        room = tiers.plan_host(len(saves), leaving={copy.hash for copy in victims})
-        if room.num_pages < len(saves) and tiers.passes_on:
-            return evict(tiers, victims[: victims.index(saves[room.num_pages])])
+        leaving = {copy.hash for copy in victims}
+        room = tiers.plan_host(len(saves), keep=keep, leaving=leaving)
+        if tiers.disk is not None and 0 < room.num_pages < len(saves):
+            return evict(tiers, victims[: victims.index(saves[room.num_pages])], keep)
         pages = tiers.make_host(room)
         saved = _save(tiers, saves[len(saves) - len(pages) :], pages, None)
         tiers.host.add(saved.values())

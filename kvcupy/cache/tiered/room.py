@@ -78,11 +78,6 @@ class Tiers:
         """Return whether the disk has a block."""
         return self.disk is not None and hash in self.disk.slots
 
-    @property
-    def passes_on(self) -> bool:
-        """Whether any number of blocks can go through the host tier to the disk, by and by."""
-        return self.disk is not None and bool(self.host.copies or self.host.num_free)
-
     # --- What is under way ---
 
     def settle(self) -> None:
