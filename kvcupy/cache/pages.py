@@ -158,6 +158,19 @@ class PageAllocator:
                 ordered = ordered[~held]
             self._put(ordered)
 
+    def require_allocated(self, pages: Any) -> Pages:
+        """Return pages that are out, each once, in ascending order.
+
+        Raises
+        ------
+        TypeError : `pages` is no list of numbers
+        ValueError : one is no page of this pool, not out, or given twice
+        """
+        ordered: Pages = np.sort(self._require_pages(page_array(pages)))
+        with self._lock:
+            self._require_out(ordered)
+        return ordered
+
     def allocated(self) -> Pages:
         """Return the pages that are out, int64, ascending."""
         with self._lock:

@@ -162,6 +162,21 @@ def test_what_is_asked_for_is_not_lost_for_what_makes_room(device, path, slots):
     blocks.assert_no_leak()
 
 
+def test_what_is_asked_for_stays_in_memory_while_others_pass_through_it(device, path):
+    """One page to spare for two saves, and H is on the only slot of the disk."""
+    blocks = Blocks(device, 4, 3, disk=path, disk_bytes=file_of(1), write="back")
+    taken = blocks.host_pool.allocator.alloc(2)
+    write_down(blocks, [H, A], 1)
+    blocks.host_pool.allocator.free(taken)
+    write_down(blocks, [B], 1)
+    assert blocks.blocks() == (set(), {A, B}, {H})
+    blocks.insert([C, D, E, F])
+    blocks.use([A, B], known=2)
+    found = blocks.cache.stats()
+    assert (found["lost"], found["disk_hits"]) == (1, 0), "H alone, which is the coldest"
+    assert blocks.cache.match([H]).disk == 0
+
+
 def test_the_disk_has_an_order_too(device, path):
     blocks = Blocks(device, 1, 1, disk=path, disk_bytes=file_of(2))
     write_down(blocks, [A, B, C], 1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..page_lists import Pages
 from .blocks import Copy, PageTier
 from .flights import Fence, Flight, Writing
@@ -18,10 +16,7 @@ if TYPE_CHECKING:
 
 def require_ownable(tier: PageTier, pages: Pages) -> None:
     """Refuse pages that are not allocated, given twice, or the cache's already."""
-    allocator = tier.pool.allocator
-    ordered = np.sort(allocator._require_pages(pages))
-    with allocator._lock:
-        allocator._require_out(ordered)
+    ordered = tier.pool.allocator.require_allocated(pages)
     if len(owned := ordered[tier.owned[ordered]]):
         raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
 
