@@ -211,6 +211,21 @@ def test_clear(device):
     twin.step("ab", [1, 1])
 
 
+def test_clear_within_a_step(device):
+    """The step goes too, and the next one may begin."""
+    twin = Twin(device, seed=25)
+    twin.prefill("a", 9, "b", 5)
+    twin.both("begin", ["b"], [3], None)
+    twin.attend()
+    twin.clear()
+    with pytest.raises(kv.KvcupyError):
+        twin.cache.query_positions()
+    with pytest.raises(kv.KvcupyError):
+        twin.cache.end_forward()
+    twin.check_empty()
+    twin.prefill("b", 7)
+
+
 def test_numbers_and_lists_of_numpy(device):
     """Names, lengths, positions, parents and leaves in arrays, tuples and NumPy's own integers."""
     twin = Twin(device, seed=24)
@@ -297,6 +312,8 @@ def test_tables_are_those_of_the_operations(device, page_size):
         assert table.dtype == np.int32
         longest = int(device.to_numpy(seq_lens).max())
         assert tuple(table.shape) == (4, -(-longest // page_size))
+        rows = zip(device.to_numpy(table), device.to_numpy(seq_lens), strict=True)
+        assert not any(row[-(-length // page_size) :].any() for row, length in rows)
         slots = kv.slot_mapping(table, seq_lens, device.asarray(np.int32(lens)), page_size)
         np.testing.assert_array_equal(*map(device.to_numpy, (cache.slot_mapping(), slots)))
         got, want = cache.page_table_csr(), kv.page_table_csr(table, seq_lens, page_size)

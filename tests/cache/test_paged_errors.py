@@ -183,6 +183,8 @@ CALLS = {
     "other sinks": (lambda c: c.enable_sliding_window("slid", 6, 2), ValueError, "sinks"),
     "get backwards": (lambda c: c.get_kv("a", 5, 3), ValueError, "start|stop"),
     "get below 0": (lambda c: c.get_kv("a", -1, 3), ValueError, "start"),
+    "get from a fraction": (lambda c: c.get_kv("a", 1.0, 3), TypeError, "start"),
+    "get to a fraction": (lambda c: c.get_kv("a", 1, 3.0), TypeError, "stop"),
     "get past the end": (lambda c: c.get_kv("a", 0, 13), ValueError, "stop"),
     "get past a slid end": (lambda c: c.get_kv("slid", 0, 7), ValueError, "stop"),
     "get no format": (lambda c: c.get_kv("a", 0, 3, dtype="int64"), ValueError, "dtype"),
@@ -254,6 +256,17 @@ def test_set_kv(device, start, key, value, dtype, error, name):
     goes_on(twin)
 
 
+@pytest.mark.parametrize("name", ["K", "V"])
+@pytest.mark.parametrize("wrong", [None, "text", np.int64, np.float64])
+def test_set_kv_of_other_formats(device, name, wrong):
+    """Either argument is looked at by itself."""
+    twin = crowd(device)
+    key, value = random_kv(twin, (2, 2, 2, 8), (2, 2, 2, 8))
+    bad = wrong if wrong in (None, "text") else device.asarray(np.zeros((2, 2, 2, 8), wrong))
+    arrays = (bad, value) if name == "K" else (key, bad)
+    unchanged(twin, lambda cache: cache.set_kv("a", 3, *arrays), TypeError, name)
+
+
 # --- The constructor ---
 
 OPTIONS = {
@@ -278,7 +291,7 @@ def test_options(name, value):
 
 @pytest.mark.parametrize("rope", [
     np.zeros((9, 10), np.float32), np.zeros((9, 7), np.float32), np.zeros((9, 8), np.float64),
-    np.zeros(8, np.float32), "table",
+    np.zeros(8, np.float32), np.zeros((0, 8), np.float32), "table",
 ])  # fmt: skip
 def test_tables_that_do_not_fit(rope):
     with pytest.raises((TypeError, ValueError), match=r"\brope\b"):

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from engine_cases import PATIENCE_S, poll
 from gather_cases import as_numpy
 from helpers import from_values, to_device
 from paged_cases import BINARY, Twin, rope_of
@@ -390,7 +391,9 @@ def test_page_copies_after_a_failure_that_was_told(device):
     cache.fork_sequence("a", "b")
     with pytest.raises(kv.DeviceError):
         stream.synchronize()
+    inherited = cache._steps._ring.courier._last
+    poll(lambda: inherited.error() is not None, PATIENCE_S)
     cache.fork_sequence("a", "c", 6)
-    device.synchronize()
+    cache._steps.copy_stream.synchronize()
     want, got = (device.to_numpy(cache.get_kv(name, 4, 6)[0]) for name in "ac")
     assert got.any() and np.array_equal(got, want)

@@ -118,6 +118,30 @@ def test_chunks_past_a_window(device, sinks):
     assert twin.lengths() == {"a": 7, "b": 28}
 
 
+def test_a_window_without_sinks(device):
+    """They are none unless said; enabling is not refused for other sinks of nothing."""
+    twin = Twin(device, seed=21)
+    twin.prefill("a", 3)
+    twin.both("enable_sliding_window", "a", 5)
+    for _ in range(4):
+        twin.step("a", [2])
+    twin.both("enable_sliding_window", "a", 6)
+    twin.step("a", [4])
+
+
+@pytest.mark.parametrize("mode", ["none", "normal", "inline"])
+def test_keys_that_keep_their_rotation_are_logged(device, caplog, mode):
+    """Once a cache, and only where a window goes with rotated keys."""
+    twin = Twin(device, seed=22, rope=rope_of(8), rope_mode=mode)
+    twin.prefill("a", 3, "b", 3)
+    caplog.clear()
+    for name in "ab":
+        twin.slide(name, 5)
+    twin.step("ab", [4, 4])
+    warnings = [r for r in caplog.records if r.name.startswith("kvcupy") and "window" in r.message]
+    assert len(warnings) == int(mode == "normal")
+
+
 def test_windows_among_plain_sequences(device):
     twin = Twin(device, seed=9)
     twin.prefill("a", 6, "b", 6, "c", 6)

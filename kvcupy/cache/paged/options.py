@@ -60,7 +60,7 @@ def rope_of(
         return Rope(None, "none", False, latent_dim or 0)
     found = view(table, "rope")
     first = latent_dim or 0
-    if found.format != "fp32" or found.ndim != 2:
+    if found.format != "fp32" or found.ndim != 2 or found.shape[0] == 0:
         raise ValueError(f"rope: expected (max_positions, rotary_dim) fp32, got {describe(found)}")
     if found.shape[1] % 2 or not 2 <= found.shape[1] <= head_dim - first:
         raise ValueError(
