@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 from engine_cases import PATIENCE_S, poll
@@ -11,7 +9,7 @@ from gather_cases import as_numpy
 from helpers import from_values, to_device
 from paged_cases import BINARY, Twin, rope_of
 from paged_snapshot import pages_of_pool, snapshot
-from test_paged_errors import crowd, goes_on, unchanged
+from test_paged_errors import crowd, goes_on, in_step, unchanged
 
 import kvcupy as kv
 
@@ -60,17 +58,6 @@ def test_a_refused_step_is_none(device):
 
 
 # --- Within a step ---
-
-
-def in_step(twin, call, error, name=None):
-    """As `unchanged`, in a step that has begun; lengths are those of the step."""
-    names = [*twin.model.sequences]
-    before = snapshot(twin.cache, names)
-    with pytest.raises(error) as caught:
-        call(twin.cache)
-    if name is not None:
-        assert re.search(rf"\b({name})\b", str(caught.value)), f"{name} not in {caught.value}"
-    assert snapshot(twin.cache, names) == before
 
 
 @pytest.mark.parametrize("trees", [None, [[-1, 0, 0], [2]]])

@@ -92,7 +92,6 @@ class Layers:
     Parameters
     ----------
     scales : for each layer, the static scales of K and V; empty if none, or if the pool has its own
-    latent_dim : of MLA, else 0
     """
 
     def __init__(

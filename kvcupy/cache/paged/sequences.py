@@ -10,7 +10,7 @@ import numpy as np
 from ...errors import CacheFull, UnknownSequence
 from ..pages import PageAllocator
 from ..tiered.lease import Lease
-from .leases import LeasedPages
+from .leases import LeaseArrival, LeasedPages
 from .sequence import Arrival, CachedSequence, Ints, Reservation
 
 
@@ -40,9 +40,9 @@ class Sequences:
             raise UnknownSequence(f"{name}: expected a sequence of this cache, got {seq!r}")
         return found
 
-    def add(self, seq: Hashable, name: str = "seq") -> CachedSequence:
+    def add(self, seq: Hashable) -> CachedSequence:
         """Add an empty sequence."""
-        self.require_new(seq, name)
+        self.require_new(seq, "seq")
         made = self._known[seq] = CachedSequence()
         return made
 
@@ -66,7 +66,7 @@ class Sequences:
         self._references[lease.pages] += 1
         self._leased.add(lease)
         made.length = lease.num_blocks * self._page_size
-        made.arriving.append(lease)
+        made.arriving.append(LeaseArrival(lease))
         self.total_length += made.length
         return made
 
@@ -160,9 +160,8 @@ class Sequences:
 
     def settle(self, replaced: Sequence[tuple[CachedSequence, int, int]]) -> None:
         """Let go of the shared pages that `grow` replaced."""
-        if replaced:
-            for _, _, page in replaced:
-                self._release(np.array([page]))
+        for _, _, page in replaced:  # one by one: several may have shared it
+            self._release(np.array([page]))
 
     def shrink(
         self,

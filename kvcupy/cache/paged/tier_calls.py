@@ -9,7 +9,6 @@ from ...errors import CacheFull
 from ..tiered.cache import TieredCache
 from ..tiered.prefix import hash_list
 from .content_calls import PagedContents
-from .leases import LeaseArrival
 from .sequence import CachedSequence
 
 
@@ -85,9 +84,7 @@ class PagedTiers(PagedContents):
         if len(set(keys)) < len(keys):
             raise ValueError("hashes: expected each once, as a chain of them has")
         lease = tiers.acquire(keys, after=self._behind_all())
-        made = self._sequences.share(seq, lease)
-        made.hashes = keys
-        made.arriving = [LeaseArrival(lease)] if made.arriving else []
+        self._sequences.share(seq, lease).hashes = keys
 
     def remove_sequence(self, seq: Hashable) -> None:
         """Remove a sequence, in any order; pages that no other shares become free.
