@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 from paged_cases import BINARY, Twin, rope_of
 
+from kvcupy.cache.paged import cascade
+from kvcupy.cache.paged.sequence import CachedSequence
+
 LEARNED = np.float32([1.5, -2.0, 0.0, 3.0])
 CASCADES = [True, False, None]
 
@@ -91,3 +94,18 @@ def test_padding_and_an_output_of_ones_own(device, cascade):
     for given_out in (True, False):
         twin.step(NAMES, [1] * 8, padding=5, given_out=given_out, contents=False)
         twin.step(NAMES, [2] * 8, padding=1, given_out=given_out, packed=True, contents=False)
+
+
+def test_who_shares_a_prefix():
+    """A third sequence joins only if the others lose nothing of what they share."""
+
+    def sequence(*pages):
+        made = CachedSequence()
+        made.extend(np.array(pages))
+        return made
+
+    batch = [sequence(1, 2, 3), sequence(1, 2, 4), sequence(1, 5), sequence(1, 6), sequence(7)]
+    found = cascade.find(batch, [True] * 4 + [False], 8)
+    assert found.counts.tolist() == [2, 2, 1] and found.lengths.tolist() == [16, 8, 0]
+    assert found.pages.tolist() == [[1, 2], [1, 0], [0, 0]] and found.saved_keys == 24
+    assert cascade.find([batch[0], batch[4]], [True, False], 8) is None

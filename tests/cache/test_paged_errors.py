@@ -14,6 +14,8 @@ from paged_cases import BINARY, Twin, rope_of
 from paged_snapshot import snapshot
 
 import kvcupy as kv
+from kvcupy.arrays import ArrayView
+from kvcupy.exporters import view
 
 
 def crowd(device, **options):
@@ -313,3 +315,17 @@ def test_tables_that_do_not_fit(rope):
 def test_constructor_takes_keywords_alone():
     with pytest.raises(TypeError):
         kv.PagedKVCache(2, 4, 2, 8, 4)
+
+
+@pytest.mark.parametrize("name", ["K", "V"])
+def test_set_kv_is_refused_before_a_shared_page_is_copied(device, name):
+    """Rows that are not contiguous, or on another device."""
+    twin = crowd(device)
+    twin.fork("a", "sharer", 12)
+    good = dict(zip("KV", random_kv(twin, (2, 2, 2, 8), (2, 2, 2, 8)), strict=True))
+    gaps = device.zeros((2, 2, 2, 16), "fp32")[..., ::2]
+    rows = view(good[name])
+    elsewhere = ArrayView(rows.pointer, rows.shape, rows.strides, rows.format, "cuda:77")
+    for bad in (gaps, elsewhere):
+        arrays = {**good, name: bad}
+        unchanged(twin, lambda cache, a=arrays: cache.set_kv("a", 3, **a), ValueError, name)

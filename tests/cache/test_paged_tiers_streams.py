@@ -13,6 +13,7 @@ from stream_cases import Gate, Log
 from table_cases import background
 
 from kvcupy import observe
+from kvcupy.cache.paged.sequence import CachedSequence
 from kvcupy.cache.paged.step import Step
 from kvcupy.cache.paged.steps import Steps
 from kvcupy.cache.paged.tier_calls import PagedTiers
@@ -302,3 +303,21 @@ def test_a_load_waits_for_who_still_reads_its_pages(one, want, monkeypatch, way,
     if not dropped:
         assert one.bits("s") == want[way][0]
         one.assert_no_leak()
+
+
+def test_a_launch_waits_once(device):
+    """What a launch has waited for, later steps do not wait for again."""
+    sequence = CachedSequence()
+    sequence.extend(np.array([0]))
+    sequence.length = 1
+    waits = []
+
+    class Arriving:
+        def wait(self, stream):
+            waits.append(stream)
+
+    sequence.arriving.append(Arriving())
+    step = Step(["a"], [sequence], [1], [False], 4, 1, num_layers=2)
+    assert not step.has_arrived
+    step.launching("s")
+    assert step.has_arrived and waits == ["s"]
