@@ -80,9 +80,9 @@ def slot_mapping(
 
     Notes
     -----
-    A sequence longer than its row of the table is a fault, and so is one that `out` has no room
-    for. Stream: one kernel; without `out` the
-    host waits for `append_lens`. Capture: legal with `out`.
+    A sequence longer than its row of the table is a fault (its tokens get -1), as are a negative
+    length, a negative append (it appends nothing) and one that `out` has no room for. Stream: one
+    kernel; without `out` the host waits for `append_lens`. Capture: legal with `out`.
 
     Examples
     --------
@@ -234,20 +234,21 @@ class SlotMappingPlan(plan.Plan):
         table, seq_lens, append_lens = (device.to_numpy(array) for array in arrays[:3])
         slots = np.full(self.out.shape, -1, np.int64)
         first = 0
-        for b, (length, count) in enumerate(zip(seq_lens, append_lens, strict=True)):
-            tokens = np.arange(length - count, length)
-            entries = tokens // self.page_size
-            inside = (tokens >= 0) & (entries < table.shape[1])
-            pages = np.where(inside, table[b, np.where(inside, entries, 0)], -1).astype(np.int64)
-            found = np.where(pages < 0, -1, pages * self.page_size + tokens % self.page_size)
-            if not inside.all():
-                bad = int((~inside).sum())
-                expressions.note_fault(device, bad, _fault_id("seq_lens"), b, length)
-            room = slots[first : first + count]
-            room[:] = found[: len(room)]
-            if first + count > len(slots):
+        for b, (length, count) in enumerate(
+            zip(seq_lens.tolist(), append_lens.tolist(), strict=True)
+        ):
+            room = slots[first : first + max(count, 0)]
+            start = max(length, -1) - max(count, 0)  # an int of Python, which never overflows
+            if len(room) != count:
                 expressions.note_fault(device, 1, _fault_id("append_lens"), b, count)
-            first += count
+            for i in range(len(room)):
+                entry, offset = divmod(start + i, self.page_size)
+                if not 0 <= entry < table.shape[1]:
+                    expressions.note_fault(device, 1, _fault_id("seq_lens"), b, length)
+                    continue
+                page = int(table[b, entry])
+                room[i] = -1 if page < 0 else min(page * self.page_size + offset, 2**63 - 1)
+            first += len(room)
         device.carrier(view(arrays[3]))[...] = device.asarray(slots)
 
     def _launch(self) -> plan.Launch:
