@@ -203,9 +203,12 @@ def launch(
         if stored is None or store is None:
             continue
         stored.write(params[name], stored.rows.width)
-        # A pack of one-byte elements is half a word of 16 bytes.
-        halves = 2 if stored.cache_format.itemsize == 1 else 1
-        strides += stored.row_strides + [halves * stride for stride in stored.cache_strides]
+        # A pack of one-byte elements is half a word of 16 bytes, so rows may lie at multiples of 8.
+        # But interleaved pairs are written both halves at once: those are whole words.
+        pairs_together = name == "k" and rotation.interleaved and part.turns
+        half_words = stored.cache_format.itemsize == 1 and not pairs_together
+        cache_strides = [(2 if half_words else 1) * stride for stride in stored.cache_strides]
+        strides += stored.row_strides + cache_strides
         params["num_stored"] = store.slots.shape[0]
         params["slot_stride_bytes"] = store.slots.strides[0]
         params["slot_bytes"] = store.slots.itemsize
