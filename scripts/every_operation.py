@@ -188,7 +188,7 @@ class Operations:
         kv.merge_states(outs[0], sums[0], outs[1], sums[1])
 
     def serve(self) -> None:
-        """Take steps of a paged cache: prefill, a fork, a tree of drafted tokens; both rotations."""
+        """Take steps of a paged cache, by both rotations: prefill, a fork, a drafted tree."""
         size, device = self.size, self.device
         for rope_mode in ("normal", "inline"):
             cache = kv.PagedKVCache(

@@ -5,6 +5,7 @@ that the package's own requirements are there.
 
     python scripts/needs.py demo
     python scripts/needs.py test --torch
+    python scripts/needs.py report --torch
     python scripts/needs.py dev
 """
 
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ("numpy", "ml_dtypes")
 # What --torch is for: tensors, and the models' own rotations.
 TORCH = {"torch": "torch==2.13.0", "transformers": "transformers>=5,<6"}
+SANITIZER = "nvidia-cuda-sanitizer-api"
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -64,6 +66,14 @@ def lacks_nvrtc() -> bool:
 def lacks_nvdisasm() -> bool:
     """Return whether NVIDIA's disassembler is missing."""
     return "nvidia-cuda-nvdisasm" not in installed() and shutil.which("nvdisasm") is None
+
+
+def lacks_sanitizer() -> bool:
+    """Return whether compute-sanitizer is missing."""
+    tool = "compute-sanitizer"
+    toolkits = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    inside = any(Path(toolkit, "bin", tool).exists() for toolkit in toolkits if toolkit)
+    return not inside and SANITIZER not in installed() and shutil.which(tool) is None
 
 
 def installed() -> set[str]:
@@ -110,14 +120,18 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
             extras["test"] |= lacks_nvdisasm()
     names = sorted(extra for extra, absent in extras.items() if absent)
     arguments = ["-e", f"{ROOT}[{','.join(names)}]" if names else str(ROOT)]
+    if task == "report":  # of a GPU: torch's wheels and the sanitizer's are made for CUDA 13
+        torch &= driver_cuda() >= 13
     wanted = [release for name, release in TORCH.items() if torch and lacks(name)]
+    if task == "report" and not essential and driver_cuda() >= 13 and lacks_sanitizer():
+        wanted.append(SANITIZER)
     return (arguments if core or names else []) + wanted
 
 
 def main() -> None:
     """Read the command line and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("task", choices=("demo", "test", "dev"))
+    parser.add_argument("task", choices=("demo", "test", "report", "dev"))
     parser.add_argument("--torch", action="store_true", help="torch too")
     parser.add_argument("--essential", action="store_true", help="what there is no way without")
     options = parser.parse_args()
