@@ -137,10 +137,14 @@ def of_tests(may_skip_all: bool) -> Judge:
         failed = [case for case in cases if _failure(case) is not None]
         skipped = sum(case.find("skipped") is not None for case in cases)
         passed = len(cases) - len(failed) - skipped
+        stopped_in = _unfinished(files.text()) if ended.how != "exited" else ""
+        if stopped_in:  # which pytest counts among those that passed
+            passed -= 1
         summary = f"{passed} passed, {len(failed)} failed, {skipped} skipped"
         details = _failures(failed)
         if ended.how != "exited" or ended.status not in (0, 1, 5):
-            return Verdict("failed", f"{summary}; {end_of(ended, files)}",
+            within = f", in {stopped_in}" if stopped_in else ""
+            return Verdict("failed", f"{summary}; {end_of(ended, files)}{within}",
                            [*details, fenced(last_lines(files.text(), 20))])  # fmt: skip
         if failed or ended.status == 1:
             return Verdict("failed", summary, details)
@@ -184,14 +188,23 @@ def _failures(cases: Sequence[ElementTree.Element]) -> list[str]:
     return details
 
 
+_OUTCOME = re.compile(r"^(\S+\.py::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)", re.MULTILINE)
+_BEGUN = re.compile(r"^(\S+\.py::\S.*)$", re.MULTILINE)
+
+
+def _unfinished(text: str) -> str:
+    """Return the test of a log that has begun and not ended, if there is one."""
+    begun = _BEGUN.findall(text)
+    return "" if not begun or _OUTCOME.match(begun[-1]) else begun[-1].strip()
+
+
 def _without_report(ended: Ended, files: Files) -> Verdict:
     """Read the log of a run that had no chance to write its report."""
     text = files.text()
-    outcomes = re.findall(r"^(\S+::.*?) (PASSED|FAILED|ERROR|SKIPPED)", text, re.MULTILINE)
-    started = re.findall(r"^(\S+\.py::\S.*)$", text, re.MULTILINE)
+    outcomes = _OUTCOME.findall(text)
     summary = f"{end_of(ended, files)} after {len(outcomes)} tests"
-    if started and not re.search(" (PASSED|FAILED|ERROR|SKIPPED)", started[-1]):
-        summary += f", in {started[-1].split('::', 1)[0]}::{started[-1].split('::', 1)[1].strip()}"
+    if stopped_in := _unfinished(text):
+        summary += f", in {stopped_in}"
     names = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")][:NAMED]
     details = ["Failed until then:\n\n" + fenced("\n".join(names))] if names else []
     return Verdict("failed", summary, [*details, fenced(last_lines(text, 40))])
