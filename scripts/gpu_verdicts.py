@@ -190,11 +190,12 @@ def _failures(cases: Sequence[ElementTree.Element]) -> list[str]:
 
 _OUTCOME = re.compile(r"^(\S+\.py::.*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)", re.MULTILINE)
 _BEGUN = re.compile(r"^(\S+\.py::\S.*)$", re.MULTILINE)
+_SUMMARIES = re.compile(r"^(?:=+ (?!test session starts)|!{5,} )", re.MULTILINE)
 
 
 def _unfinished(text: str) -> str:
     """Return the test of a log that has begun and not ended, if there is one."""
-    begun = _BEGUN.findall(text)
+    begun = _BEGUN.findall(_SUMMARIES.split(text, maxsplit=1)[0])  # warnings name tests as well
     return "" if not begun or _OUTCOME.match(begun[-1]) else begun[-1].strip()
 
 
