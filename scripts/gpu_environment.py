@@ -17,6 +17,7 @@ from gpu_private import ROOT
 
 PACKAGES = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime-cu12",
             "nvidia-cuda-runtime", "pytest")  # fmt: skip
+_VARIABLES = ("KVCUPY_", "CUDA_", "CUPY_", "PYTORCH_")
 _GPU = ("name", "compute_cap", "memory.total", "driver_version", "pcie.link.gen.max",
         "pcie.link.width.max", "power.limit", "mig.mode.current")  # fmt: skip
 
@@ -24,7 +25,7 @@ _GPU = ("name", "compute_cap", "memory.total", "driver_version", "pcie.link.gen.
 def environment() -> dict[str, str]:
     """Return the environment of the parts: they find this package, and say all at once."""
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
-    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def output(*command: str, timeout_s: float = 60) -> str:
@@ -69,6 +70,9 @@ def facts(device: str, tools: dict[str, str | None]) -> dict[str, Any]:
         "NVRTC": nvrtc or None,
         "versions": {**about["versions"], **_versions()},
         "tools": {name: _version_of(path) for name, path in tools.items()},
+        "variables": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
+        },
         "python": about["python"],
         "system": platform.platform(),
         "processor": f"{about['processor']}, {os.cpu_count()} cores",

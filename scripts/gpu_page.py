@@ -44,7 +44,12 @@ def page(results: Sequence[Result], about: dict[str, Any], *, state: str, option
     state : "running", "finished" or "interrupted"
     options : as they were given to the script
     """
-    lines = ["# kvcupy on a GPU", "", f"**{state.capitalize()}: {counts(results)}.**", ""]
+    lines = [
+        f"# kvcupy on {about.get('device', 'a GPU')}",
+        "",
+        f"**{state.capitalize()}: {counts(results)}.**",
+        "",
+    ]
     lines += [f"`scripts/gpu_report.sh {options}`".replace(" `", "`"), ""]
     lines += ["| | |", "|---|---|"]
     lines += [f"| {_cell(name)} | {_cell(_plain(value))} |" for name, value in about.items()]
@@ -85,7 +90,7 @@ def as_json(
 
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items())
+        return ", ".join(f"{name} {_plain(inner)}" for name, inner in value.items()) or "none"
     if isinstance(value, list):
         return "; ".join(map(_plain, value)) or "none"
     return "none" if value is None else str(value)

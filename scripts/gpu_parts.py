@@ -11,6 +11,7 @@ import gpu_verdicts as verdicts
 from gpu_private import ROOT
 from gpu_verdicts import METRICS, Judge
 
+PYTHON = (sys.executable, "-X", "faulthandler")
 TOOLS = ("compute-sanitizer", "ncu")
 SANITIZERS = {
     "memcheck": ("accesses outside of allocations, and misaligned ones",
@@ -39,6 +40,7 @@ class Part:
     judge : reads what the process leaves behind
     result : name of the file of results
     missing : why it cannot run here; it is skipped then
+    alone : command that runs one of its tests, named behind it; empty if it has no tests
     keep_apart : whether standard output is kept by itself, and the log is of standard error
     """
 
@@ -52,6 +54,7 @@ class Part:
     result: str = ""
     missing: str = ""
     keep_apart: bool = False
+    alone: tuple[str, ...] = ()
 
 
 def parts(
@@ -71,12 +74,12 @@ def parts(
         (sys.executable, "-m", "kvcupy", "doctor"), 1, 660,
         verdicts.of_doctor(device.partition(":")[0]), keep_apart=True,
     )  # fmt: skip
-    program = (sys.executable, str(ROOT / "scripts" / "every_operation.py"), "--device", device)
+    program = (*PYTHON, str(ROOT / "scripts" / "every_operation.py"), "--device", device)
     found = [
         Part("operations", "operations", "every operation once", program, 1, 600,
              verdicts.of_status),
         *_tests(device, quick),
-        *(_sanitizer(name, program, tools["compute-sanitizer"]) for name in SANITIZERS),
+        *(_sanitizer(name, program, device, tools["compute-sanitizer"]) for name in SANITIZERS),
         _ncu(program, device, tools["ncu"]),
         *_benchmarks(device, quick),
     ]  # fmt: skip
@@ -94,14 +97,15 @@ def parts(
 def _pytest(
     name: str, group: str, title: str, device: str, minutes: float, *arguments: str
 ) -> Part:
-    command = (
+    pytest = (
         sys.executable, "-m", "pytest", "-v", "-rfE", "--color=no", "--tb=short",
-        "-p", "no:cacheprovider", "-o", "junit_family=xunit1", "-o", "faulthandler_timeout=300",
-        "--junitxml={result}", "--device", device, *arguments,
+        "-p", "no:cacheprovider", "-o", "faulthandler_timeout=300", "--device", device,
     )  # fmt: skip
+    command = (*pytest, "-o", "junit_family=xunit1", "--junitxml={result}", *arguments)
     limit_s = 60 * max(15.0, 4 * minutes)
     judge = verdicts.of_tests(may_skip_all=device == "host")
-    return Part(name, group, title, command, minutes, limit_s, judge, f"{name}.xml")
+    return Part(name, group, title, command, minutes, limit_s, judge, f"{name}.xml",
+                alone=(*pytest, "-m", ""))  # fmt: skip
 
 
 def _tests(device: str, quick: bool) -> list[Part]:
@@ -124,7 +128,7 @@ def _tests(device: str, quick: bool) -> list[Part]:
 # NVIDIA's tools ------------------------------------------------------------------------------
 
 
-def _sanitizer(name: str, program: Sequence[str], path: str | None) -> Part:
+def _sanitizer(name: str, program: Sequence[str], device: str, path: str | None) -> Part:
     title, options = SANITIZERS[name]
     command = (
         path or "compute-sanitizer", "--tool", name, *options, "--error-exitcode", "86",
@@ -134,8 +138,10 @@ def _sanitizer(name: str, program: Sequence[str], path: str | None) -> Part:
         "compute-sanitizer is not installed (the CUDA toolkit has it, and for CUDA 13 the wheel "
         "nvidia-cuda-sanitizer-api)"
     )  # fmt: skip
-    return Part(name, "sanitizer", f"compute-sanitizer: {title}", command, 3, 1200,
-                verdicts.of_sanitizer, missing=missing)  # fmt: skip
+    judge = verdicts.of_sanitizer(may_go_unused=device == "host")
+    return Part(
+        name, "sanitizer", f"compute-sanitizer: {title}", command, 2, 1200, judge, missing=missing
+    )
 
 
 def _ncu(program: Sequence[str], device: str, path: str | None) -> Part:
@@ -186,7 +192,7 @@ def _benchmarks(device: str, quick: bool) -> list[Part]:
         script = ROOT / "scripts" / f"{name}.py"
         if device == "host" and not quick and name == "bench_attention":
             arguments = ()  # what is meant for a GPU takes an hour on a processor
-        command = (sys.executable, str(script), "--device", device, "--json", "{result}")
+        command = (*PYTHON, str(script), "--device", device, "--json", "{result}")
         found.append(
             Part(name, "bench", _about(script), (*command, *arguments), minutes,
                  60 * max(10.0, 4 * minutes), verdicts.of_benchmark, f"{name}.json",

@@ -27,9 +27,11 @@ import gpu_environment
 from gpu_page import Result, all_well, as_json, counts, page
 from gpu_parts import TOOLS, Part, parts
 from gpu_private import ROOT, Anonymiser, pack
-from gpu_run import GRACE_S, Interrupts, run
-from gpu_verdicts import Files, Verdict
+from gpu_run import GRACE_S, Ended, Interrupts, run
+from gpu_verdicts import Files, Verdict, fenced
 
+ALONE = 10  # failing tests of a part that are run again
+ALONE_S = 120.0  # for each of them
 OUT = ROOT / "build" / "gpu_report"
 
 
@@ -54,7 +56,7 @@ class Report:
         self.results = [Result(part) for part in chosen]
         self.out, self.about, self.options = out, about, options
         self.private = Anonymiser.of_this_machine(out)
-        self.grace_s = GRACE_S
+        self.cwd, self.grace_s = ROOT, GRACE_S
         for name in ("logs", "results"):
             (out / name).mkdir(parents=True, exist_ok=True)
 
@@ -96,20 +98,44 @@ class Report:
         files = Files(stdout, log, self.out / "results" / (part.result or f"{part.name}.json"))
         places = {"{result}": str(files.result), "{folder}": str(self.out / "results" / part.name)}
         command = [places.get(word, _filled(word, places)) for word in part.command]
-        ended = run(
-            command, cwd=ROOT, environment=gpu_environment.environment(), stdout=stdout, log=log,
-            limit_s=part.limit_s, interrupts=interrupts, grace_s=self.grace_s,
-        )  # fmt: skip
+        ended = self._process(command, stdout, log, part.limit_s, interrupts)
         try:
             verdict = part.judge(ended, files)
         except Exception as error:  # what a tool printed was not as expected: the rest goes on
             verdict = Verdict("failed", f"not understood: {type(error).__name__}: {error}")
+        if verdict.failing and part.alone and ended.how == "exited":
+            self._run_alone(part, verdict, log, interrupts)
         result.state = "interrupted" if ended.how == "interrupted" else verdict.state
         result.summary, result.details = verdict.summary, verdict.details
         result.seconds = ended.seconds
         for path in (files.stdout, files.log, files.result):
             if path.exists():
                 self.private.clean_file(path)
+
+    def _process(
+        self, command: list[str], stdout: Path, log: Path, limit_s: float, interrupts: Interrupts
+    ) -> Ended:
+        return run(
+            command, cwd=self.cwd, environment=gpu_environment.environment(), stdout=stdout,
+            log=log, limit_s=limit_s, interrupts=interrupts, grace_s=self.grace_s,
+        )  # fmt: skip
+
+    def _run_alone(self, part: Part, verdict: Verdict, log: Path, interrupts: Interrupts) -> None:
+        """Run failing tests again, each in a process of its own, and add what becomes of them.
+
+        A fault of the GPU fails whatever comes after it in the same process.
+        """
+        lines = []
+        for name in verdict.failing[:ALONE]:
+            ended = self._process([*part.alone, name], log, log, ALONE_S, interrupts)
+            if interrupts.count:
+                return
+            outcome = {("exited", 0): "passes", ("exited", 1): "fails"}
+            lines.append(f"{outcome.get((ended.how, ended.status), 'ends otherwise'):14} {name}")
+        passing = sum(line.startswith("passes") for line in lines)
+        verdict.summary += f"; alone {passing} of {len(lines)} pass"
+        said = "Run again, each in a process of its own, in the order in which they had failed:"
+        verdict.details.insert(0, f"{said}\n\n" + fenced("\n".join(lines)))
 
 
 def _filled(word: str, places: dict[str, str]) -> str:
@@ -226,4 +252,7 @@ def report(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # before the first part
+        sys.exit(1)

@@ -45,11 +45,13 @@ class Verdict:
     state : "passed", "failed" or "skipped"
     summary : a line
     details : paragraphs of Markdown
+    failing : tests that failed, as pytest names them, in the order in which they ran
     """
 
     state: str
     summary: str
     details: list[str] = field(default_factory=list)
+    failing: list[str] = field(default_factory=list)
 
 
 Judge = Callable[[Ended, Files], Verdict]
@@ -147,7 +149,7 @@ def of_tests(may_skip_all: bool) -> Judge:
             return Verdict("failed", f"{summary}; {end_of(ended, files)}{within}",
                            [*details, fenced(last_lines(files.text(), 20))])  # fmt: skip
         if failed or ended.status == 1:
-            return Verdict("failed", summary, details)
+            return Verdict("failed", summary, details, [_name(case) for case in failed])
         if not passed:
             reasons = {
                 case.find("skipped").get("message", "") for case in cases
@@ -218,23 +220,31 @@ _HAZARDS = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) erro
 _NO_CUDA = "terminated before first instrumented API call"
 
 
-def of_sanitizer(ended: Ended, files: Files) -> Verdict:
-    """Count what compute-sanitizer reports, of a program that must have come to its end."""
-    text = files.text()
-    counts = [int(n) for n in _ERRORS.findall(text)] + [int(n) for n, *_ in _HAZARDS.findall(text)]
-    reported = [line for line in text.splitlines() if line.startswith("=========")]
-    if ended.how != "exited":
-        return of_status(ended, files)
-    if sum(counts):
-        what = "hazards" if _HAZARDS.search(text) else "errors"
-        return Verdict("failed", f"{sum(counts)} {what}", [fenced("\n".join(reported), 120)])
-    if _NO_CUDA in text and "every operation was called" in text:
-        return Verdict("skipped", "the program made no CUDA call")
-    if ended.status != 0:
-        return of_status(ended, files)
-    if not counts:
-        return Verdict("failed", "no summary", [fenced(last_lines(text, 30))])
-    return Verdict("passed", "nothing reported")
+def of_sanitizer(may_go_unused: bool) -> Judge:
+    """Return a judge of compute-sanitizer, which counts what it reports.
+
+    Parameters
+    ----------
+    may_go_unused : whether it is no failure that the program made no CUDA call
+    """
+
+    def judge(ended: Ended, files: Files) -> Verdict:
+        text = files.text()
+        counts = [int(n) for n in _ERRORS.findall(text)]
+        counts += [int(n) for n, *_ in _HAZARDS.findall(text)]
+        if ended.how == "exited" and sum(counts):
+            what = "hazards" if _HAZARDS.search(text) else "errors"
+            reported = [line for line in text.splitlines() if line.startswith("=========")]
+            return Verdict("failed", f"{sum(counts)} {what}", [fenced("\n".join(reported), 120)])
+        if may_go_unused and _NO_CUDA in text:
+            return Verdict("skipped", "the program made no CUDA call")
+        if ended.how != "exited" or ended.status != 0:
+            return of_status(ended, files)
+        if not counts:
+            return Verdict("failed", "no summary", [fenced(last_lines(text, 30))])
+        return Verdict("passed", "nothing reported")
+
+    return judge
 
 
 METRICS = {

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,13 +40,13 @@ def stand_in(name, code, *arguments, judge=None, limit_s=60.0, **options):
     return Part(name, "stand-ins", f"stands in for {name}", command, 0.1, limit_s, judge, **options)
 
 
-def reported(out, *parts, grace_s=0.3):
+def reported(out, *parts, cwd=ROOT, grace_s=0.3):
     """Run parts; return whether all is well, the page, and the states by name."""
     from gpu_report import Report
     from gpu_run import Interrupts
 
     made = Report(parts, out, ABOUT, "--quick")
-    made.grace_s = grace_s
+    made.cwd, made.grace_s = cwd, grace_s
     well = made.run(Interrupts())
     written = json.loads((out / "report.json").read_text())
     assert written["state"] == "finished" and written["all_well"] == well
@@ -104,8 +105,6 @@ def test_what_a_part_leaves_running_is_ended(tmp_path):
 
 
 def test_a_command_that_is_not_there(tmp_path):
-    from dataclasses import replace
-
     part = replace(stand_in("gone", ""), command=("/no/such/program",))
     _, page, states = reported(tmp_path, part, stand_in("last", FINE))
     assert states == {"gone": "failed", "last": "passed"}
@@ -149,18 +148,20 @@ def test_benchmarks_leave_their_tables_and_json(tmp_path):
 
 def pytest_part(folder, code, *, may_skip_all=False, **options):
     """A part that runs pytest over some code, as the report runs the suite."""
-    from dataclasses import replace
-
     import gpu_parts
     from gpu_verdicts import of_tests
 
     (folder / "suite").mkdir(parents=True)
     (folder / "suite" / "test_some.py").write_text("import os, signal, time, pytest\n" + code)
-    made = gpu_parts._pytest("suite", "suite", "some tests", "host", 1, str(folder / "suite"))
-    at = made.command.index("--device")
-    command = (*made.command[:at], "--rootdir", str(folder), "-c", os.devnull,
-               *made.command[at + 2 :])  # fmt: skip
-    return replace(made, command=command, judge=of_tests(may_skip_all), **options)
+    made = gpu_parts._pytest("suite", "suite", "some tests", "host", 1, "suite")
+
+    def by_itself(command):  # not by this suite's settings
+        at = command.index("--device")
+        settings = ("--rootdir", str(folder), "-c", os.devnull)
+        return (*command[:at], *settings, *command[at + 2 :])
+
+    options = {"command": by_itself(made.command), "alone": by_itself(made.alone), **options}
+    return replace(made, judge=of_tests(may_skip_all), **options)
 
 
 def test_failing_tests_are_named_with_their_last_lines(tmp_path):
@@ -174,7 +175,7 @@ def test_failing_tests_are_named_with_their_last_lines(tmp_path):
         "@pytest.mark.skip(reason='not today')\n"
         "def test_skipped(): pass\n"
     )
-    well, page, _ = reported(tmp_path / "out", pytest_part(tmp_path, code))
+    well, page, _ = reported(tmp_path / "out", pytest_part(tmp_path, code), cwd=tmp_path)
     assert not well
     assert "2 passed, 2 failed, 1 skipped" in page
     assert "suite/test_some.py::test_wrong[2]`" in page and "n is not what it should be" in page
@@ -183,8 +184,28 @@ def test_failing_tests_are_named_with_their_last_lines(tmp_path):
     assert (tmp_path / "out" / "results" / "suite.xml").exists()
 
 
+def test_failing_tests_are_run_again_alone(tmp_path):
+    """The second fails because of the first, as all do after a fault of the GPU."""
+    code = (
+        "state = []\n"
+        "def test_first(): state.append(1); assert False\n"
+        "def test_second(): assert not state\n"
+        "def test_crash():\n"
+        "    if not state: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    assert False\n"
+    )
+    _, page, states = reported(tmp_path / "out", pytest_part(tmp_path, code), cwd=tmp_path)
+    assert states == {"suite": "failed"}
+    assert "0 passed, 3 failed, 0 skipped; alone 1 of 3 pass" in page
+    assert re.search(
+        r"fails +\S*::test_first\npasses +\S*::test_second\nends otherwise +\S*::test_crash", page
+    )
+
+
 def test_tests_that_pass(tmp_path):
-    well, page, _ = reported(tmp_path / "out", pytest_part(tmp_path, "def test_fine(): pass\n"))
+    well, page, _ = reported(
+        tmp_path / "out", pytest_part(tmp_path, "def test_fine(): pass\n"), cwd=tmp_path
+    )
     assert well and "1 passed, 0 failed, 0 skipped" in page
 
 
@@ -192,7 +213,7 @@ def test_tests_that_pass(tmp_path):
 def test_no_test_that_ran_is_no_pass(tmp_path, may, state):
     code = "@pytest.mark.skip(reason='no usable GPU')\ndef test_skipped(): pass\n"
     part = pytest_part(tmp_path, code, may_skip_all=may)
-    _, page, states = reported(tmp_path / "out", part)
+    _, page, states = reported(tmp_path / "out", part, cwd=tmp_path)
     assert states == {"suite": state}
     assert "no test ran (1 skipped: no usable GPU)" in page
 
@@ -203,7 +224,7 @@ def test_the_test_that_ends_its_process_is_named(tmp_path):
         "def test_crash(): os.kill(os.getpid(), signal.SIGSEGV)\n"
         "def test_after(): pass\n"
     )
-    _, page, states = reported(tmp_path / "out", pytest_part(tmp_path, code))
+    _, page, states = reported(tmp_path / "out", pytest_part(tmp_path, code), cwd=tmp_path)
     assert states == {"suite": "failed"}
     assert re.search(r"died of SIGSEGV after 1 tests, in \S*test_some.py::test_crash", page)
     assert re.search(r"Failed until then:\n\n```\n\S*test_some.py::test_before\n```", page)
@@ -229,7 +250,7 @@ def test_a_test_that_hangs_is_stopped_and_named(tmp_path, ignores):
         def count(self, value): ...
 
     made = Report([pytest_part(tmp_path, code)], tmp_path / "out", ABOUT)
-    made.grace_s = 0.3 if ignores else 30.0
+    made.cwd, made.grace_s = tmp_path, (0.3 if ignores else 30.0)
     assert not made.run(OnceBegun())
     page = (tmp_path / "out" / "report.md").read_text()
     assert made.results[0].state == "interrupted"
@@ -317,6 +338,14 @@ def test_no_name_of_a_person_or_machine_is_left(tmp_path, monkeypatch):
     assert "<checkout>/tests/test_x.py" in said and "GPU-UUID" in said
     assert "the canada.law and babbage70 stay" in said
     assert json.loads(texts["out/results/first.json"]) == {"path": "<report>/results/first.json"}
+
+
+def test_what_is_encoded_is_left_out():
+    from gpu_private import Anonymiser
+
+    kept = '<property name="b" value="1" />'
+    text = f'<properties><property name="hypothesis-statistics-a" value="YWRh" />{kept}'
+    assert Anonymiser({}, {}).text(text) == f"<properties>{kept}"
 
 
 def test_names_that_everybody_has_are_no_secret():
@@ -479,7 +508,7 @@ RACE = """========= COMPUTE-SANITIZER
 ========= Error: Race reported between Write access at store_dynamic and Read access
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"""
 NO_RACE = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
-UNUSED = """every operation was called on host
+UNUSED = """========= COMPUTE-SANITIZER
 ========= Error: Target application terminated before first instrumented API call"""
 SANITIZED = {
     "nothing": (CLEAN, 0, "passed", "nothing reported"),
@@ -532,6 +561,14 @@ def test_what_compute_sanitizer_says(tmp_path, tools, case):
     words = asked.read_text().splitlines()
     assert words[words.index("--tool") + 1] == "racecheck"
     assert words[-3:] == [str(SCRIPTS / "every_operation.py"), "--device", "host"]
+
+
+def test_a_program_that_calls_no_cuda_is_no_pass_on_a_gpu(tmp_path, tools):
+    tools("compute-sanitizer", UNUSED, 255)
+    path = {**no_tools(), "compute-sanitizer": "compute-sanitizer"}
+    part = next(p for p in all_parts("cuda", tools=path) if p.name == "memcheck")
+    _, page, states = reported(tmp_path / "out", part)
+    assert states == {"memcheck": "failed"} and "before first instrumented API call" in page
 
 
 NCU = """==PROF== Connected to process 1
