@@ -102,7 +102,8 @@ def run(
                     process.wait(POLL_S)
         finally:
             _signal(process, signal.SIGKILL)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # one that waits for a GPU may never die
+                process.wait(GRACE_S)
     return Ended(how, process.returncode, time.perf_counter() - start)
 
 
