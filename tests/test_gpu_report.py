@@ -30,6 +30,12 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def pytest_without_plugins(monkeypatch):
+    """Half of the time that it takes to start."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 def stand_in(name, code, *arguments, judge=None, limit_s=60.0, **options):
     """A part that runs Python code."""
     import gpu_verdicts
@@ -175,7 +181,8 @@ def test_failing_tests_are_named_with_their_last_lines(tmp_path):
         "@pytest.mark.skip(reason='not today')\n"
         "def test_skipped(): pass\n"
     )
-    well, page, _ = reported(tmp_path / "out", pytest_part(tmp_path, code), cwd=tmp_path)
+    part = pytest_part(tmp_path, code, alone=())
+    well, page, _ = reported(tmp_path / "out", part, cwd=tmp_path)
     assert not well
     assert "2 passed, 2 failed, 1 skipped" in page
     assert "suite/test_some.py::test_wrong[2]`" in page and "n is not what it should be" in page
@@ -224,7 +231,8 @@ def test_the_test_that_ends_its_process_is_named(tmp_path):
         "def test_crash(): os.kill(os.getpid(), signal.SIGSEGV)\n"
         "def test_after(): pass\n"
     )
-    _, page, states = reported(tmp_path / "out", pytest_part(tmp_path, code), cwd=tmp_path)
+    part = pytest_part(tmp_path, code)
+    _, page, states = reported(tmp_path / "out", part, cwd=tmp_path)
     assert states == {"suite": "failed"}
     assert re.search(r"died of SIGSEGV after 1 tests, in \S*test_some.py::test_crash", page)
     assert re.search(r"Failed until then:\n\n```\n\S*test_some.py::test_before\n```", page)
