@@ -84,10 +84,7 @@ def parts(
         *_benchmarks(device, quick),
     ]  # fmt: skip
     if no_device:
-        found = [
-            Part(**{**vars(part), "missing": f"{device} cannot be used: {no_device}"})
-            for part in found
-        ]
+        found = [Part(**{**vars(part), "missing": f"{device} cannot be used"}) for part in found]
     return [doctor, *found]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 import time
@@ -214,7 +215,10 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, default=OUT, help="default: build/gpu_report")
     parser.add_argument("--list", action="store_true", help="say what would run, and stop")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if not re.fullmatch(r"host|cuda(:\d+)?", options.device):
+        parser.error(f"--device: expected host, cuda or cuda:1, got {options.device}")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -227,6 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         chosen = chosen_parts(found, options.only)
         say(plan(chosen, out))
+        if no_device:
+            say(f"{options.device} cannot be used: {no_device}. With --device host the report can be"
+                " tried without a GPU.")  # fmt: skip
         if options.list:
             return 0
         make_room(out)

@@ -431,7 +431,7 @@ def test_quick_tests_exist():
 def test_without_a_device_only_the_doctor_is_asked():
     found = all_parts(no_device="no driver")
     assert [part.name for part in found if not part.missing] == ["doctor"]
-    assert all("cuda cannot be used: no driver" in part.missing for part in found[1:])
+    assert all("cuda cannot be used" in part.missing for part in found[1:])
 
 
 def test_tools_that_are_missing_are_named():
@@ -464,6 +464,20 @@ def test_the_plan_says_what_runs_and_how_long(capsys):
     assert "memcheck" not in said
     assert main(["--device", "host", "--only", "nothing"]) == 2
     assert "--only: expected one of" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--device", "gpu"])
+    assert "--device: expected host, cuda or cuda:1, got gpu" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_reason_is_said_first(tmp_path, monkeypatch, capsys):
+    import gpu_environment
+    from gpu_report import main
+
+    monkeypatch.setattr(gpu_environment, "no_device", lambda name: "no driver")
+    arguments = ["--quick", "--only", "gpu", "ncu", "--out", str(tmp_path / "out")]
+    assert main(arguments) == 1
+    assert "cuda cannot be used: no driver. With --device host" in capsys.readouterr().out
+    assert "**Finished: 2 skipped.**" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_an_earlier_report_is_kept_and_nothing_else_overwritten(tmp_path):
@@ -632,6 +646,33 @@ def test_tools_are_found_in_a_toolkit(tmp_path, monkeypatch):
     assert tool("ncu") != str(program)  # it cannot be run
     program.chmod(0o755)
     assert tool("ncu") == str(program)
+
+
+SMI = """case "$*" in
+  *query-gpu*) echo "GPU A, 9.0, 81559 MiB, 580.1, 5, 16, 700.00 W, Disabled"
+               echo "GPU B, 8.0, 40960 MiB, 580.1, 4, 16, 400.00 W, [N/A]" ;;
+  *query-compute-apps*) echo "300 MiB" ;;
+  *) echo "| NVIDIA-SMI 580.1  Driver Version: 580.1  CUDA Version: 13.0 |" ;;
+esac
+"""
+
+
+def test_the_gpus_are_described(tmp_path, monkeypatch):
+    from gpu_environment import facts
+    from gpu_page import page
+
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!{shutil.which('bash')}\n{SMI}")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    about = facts("cuda:1", no_tools())
+    assert [gpu["name"] for gpu in about["GPUs"]] == ["GPU A", "GPU B"]
+    assert about["GPUs"][1]["compute_cap"] == "8.0" and about["CUDA of the driver"] == "13.0"
+    assert about["other processes on the GPUs"] == 1
+    shown = page([], about, state="finished", options="")
+    assert "# kvcupy on cuda:1" in shown and "CUDA_VISIBLE_DEVICES 1" in shown
+    assert re.search(r"\| GPUs \| name GPU A, compute_cap 9.0, .*; name GPU B", shown)
 
 
 def test_a_whole_run_with_the_tools_standing_in(tmp_path, tools, capsys):
