@@ -232,8 +232,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen = chosen_parts(found, options.only)
         say(plan(chosen, out))
         if no_device:
-            say(f"{options.device} cannot be used: {no_device}. With --device host the report can be"
-                " tried without a GPU.")  # fmt: skip
+            say(f"{options.device} cannot be used: {no_device}.")
+            say("With --device host the report can be tried without a GPU.")
         if options.list:
             return 0
         make_room(out)

@@ -476,7 +476,7 @@ def test_without_a_gpu_the_reason_is_said_first(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_environment, "no_device", lambda name: "no driver")
     arguments = ["--quick", "--only", "gpu", "ncu", "--out", str(tmp_path / "out")]
     assert main(arguments) == 1
-    assert "cuda cannot be used: no driver. With --device host" in capsys.readouterr().out
+    assert "cuda cannot be used: no driver.\nWith --device host" in capsys.readouterr().out
     assert "**Finished: 2 skipped.**" in (tmp_path / "out" / "report.md").read_text()
 
 
