@@ -83,10 +83,10 @@ class Anonymiser:
 
     def clean_file(self, path: Path) -> None:
         """Rewrite a text file that names any of them."""
-        before = path.read_bytes().decode(errors="replace")
+        before = path.read_text(encoding="utf-8", errors="replace")
         after = self.text(before)
         if after != before:
-            path.write_text(after)
+            path.write_text(after, encoding="utf-8", errors="replace")
 
 
 def _user() -> str:

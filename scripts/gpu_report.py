@@ -15,12 +15,14 @@ and none failed.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import re
 import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +30,19 @@ import gpu_environment
 from gpu_page import Result, all_well, as_json, counts, page
 from gpu_parts import TOOLS, Part, parts
 from gpu_private import ROOT, Anonymiser, pack
-from gpu_run import GRACE_S, Ended, Interrupts, run
+from gpu_run import GRACE_S, Ended, Interrupts, run, shorten
 from gpu_verdicts import Files, Verdict, fenced
 
+LOG_BYTES = 32 << 20
 ALONE = 10  # failing tests of a part that are run again
 ALONE_S = 120.0  # for each of them
 OUT = ROOT / "build" / "gpu_report"
 
 
 def say(text: str = "") -> None:
-    print(text, flush=True)
+    """Print a line, if anybody is still there to read it."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 class Report:
@@ -86,7 +91,7 @@ class Report:
         }
         for name, text in texts.items():
             unfinished = self.out / f".{name}"
-            unfinished.write_text(self.private.text(text))
+            unfinished.write_text(self.private.text(text), encoding="utf-8", errors="replace")
             unfinished.replace(self.out / name)
 
     def _run(self, result: Result, interrupts: Interrupts) -> None:
@@ -100,6 +105,8 @@ class Report:
         places = {"{result}": str(files.result), "{folder}": str(self.out / "results" / part.name)}
         command = [places.get(word, _filled(word, places)) for word in part.command]
         ended = self._process(command, stdout, log, part.limit_s, interrupts)
+        for path in (stdout, log):
+            shorten(path, LOG_BYTES)
         try:
             verdict = part.judge(ended, files)
         except Exception as error:  # what a tool printed was not as expected: the rest goes on
@@ -223,6 +230,8 @@ def read(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = read(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what tests say may be in any alphabet
+        sys.stdout.reconfigure(errors="replace")
     say("Looking at this machine ...")
     tools = {name: gpu_environment.tool(name) for name in TOOLS}
     no_device = gpu_environment.no_device(options.device)

@@ -107,6 +107,21 @@ def run(
     return Ended(how, process.returncode, time.perf_counter() - start)
 
 
+def shorten(path: Path, most_bytes: int) -> None:
+    """Leave out the middle of a log that is longer than anybody reads."""
+    size = path.stat().st_size if path.exists() else 0
+    if size <= most_bytes:
+        return
+    half = most_bytes // 2
+    with path.open("r+b") as file:
+        head = file.read(half)
+        file.seek(size - half)
+        tail = file.read()
+        file.seek(0)
+        file.write(head + f"\n... {size - 2 * half} bytes ...\n".encode() + tail)
+        file.truncate()
+
+
 @contextmanager
 def _opened(log: Path, stdout: Path, out: IO[bytes]) -> Iterator[IO[bytes]]:
     if log == stdout:

@@ -29,11 +29,17 @@ class Files:
     def text(self) -> str:
         """Return all that the process said."""
         paths = dict.fromkeys((self.stdout, self.log))
-        return "\n".join(p.read_text(errors="replace") for p in paths if p.exists())
+        return "\n".join(
+            p.read_text(encoding="utf-8", errors="replace") for p in paths if p.exists()
+        )
 
     def printed(self) -> str:
         """Return its standard output."""
-        return self.stdout.read_text(errors="replace") if self.stdout.exists() else ""
+        return (
+            self.stdout.read_text(encoding="utf-8", errors="replace")
+            if self.stdout.exists()
+            else ""
+        )
 
 
 @dataclass
@@ -114,7 +120,7 @@ def of_benchmark(ended: Ended, files: Files) -> Verdict:
     if ended.how != "exited" or ended.status != 0:
         return of_status(ended, files)
     try:
-        json.loads(files.result.read_text())
+        json.loads(files.result.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return Verdict("failed", f"no JSON: {error}", [fenced(last_lines(files.text()))])
     return Verdict("passed", "checked and measured", [fenced(files.printed())])
@@ -262,7 +268,9 @@ _PERMIT = (
 
 def of_ncu(ended: Ended, files: Files) -> Verdict:
     """Make a table of what ncu measured, a line a kernel and grid."""
-    measured = files.result.read_text(errors="replace") if files.result.exists() else ""
+    measured = (
+        files.result.read_text(encoding="utf-8", errors="replace") if files.result.exists() else ""
+    )
     if NO_PERMISSION in measured or NO_PERMISSION in files.text():
         return Verdict("skipped", _PERMIT)
     if ended.how != "exited" or ended.status != 0:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ("numpy", "ml_dtypes")
 # What --torch is for: tensors, and the models' own rotations.
 TORCH = {"torch": "torch==2.13.0", "transformers": "transformers>=5,<6"}
-SANITIZER = "nvidia-cuda-sanitizer-api"
+SANITIZER = "nvidia-cuda-sanitizer-api"  # compute-sanitizer
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -124,7 +124,7 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
         torch &= driver_cuda() >= 13
     wanted = [release for name, release in TORCH.items() if torch and lacks(name)]
     if task == "report" and not essential and driver_cuda() >= 13 and lacks_sanitizer():
-        wanted.append(SANITIZER)
+        wanted.append(f"{SANITIZER}>=13,<14")
     return (arguments if core or names else []) + wanted
 
 

@@ -128,6 +128,27 @@ def test_a_judge_that_stumbles_costs_its_own_part(tmp_path):
     assert "not understood: ZeroDivisionError" in page
 
 
+def test_a_part_that_says_too_much_is_cut_short(tmp_path, monkeypatch):
+    import gpu_report
+
+    monkeypatch.setattr(gpu_report, "LOG_BYTES", 1000)
+    reported(tmp_path, stand_in("long", "print('first' + 9999 * '-' + 'last \u00fc')"))
+    log = (tmp_path / "logs" / "long.log").read_text()
+    assert log.startswith("first-") and log.endswith("last \u00fc\n") and len(log) < 1100
+    assert "bytes ..." in log
+
+
+def test_nobody_at_the_terminal_ends_no_report(tmp_path, monkeypatch):
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError
+
+        flush = write
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    assert reported(tmp_path, stand_in("first", FINE))[0]
+
+
 def test_benchmarks_leave_their_tables_and_json(tmp_path):
     from gpu_verdicts import of_benchmark
 

@@ -311,7 +311,7 @@ def test_a_gpu_report_takes_what_is_made_for_its_driver(needs, monkeypatch):
     monkeypatch.setattr(needs, "driver_cuda", lambda: 12)
     assert needs.missing("report", torch=True) == ["-e", f"{ROOT}[cuda12]"]
     monkeypatch.setattr(needs, "driver_cuda", lambda: 13)
-    sanitizer = "nvidia-cuda-sanitizer-api"
+    sanitizer = "nvidia-cuda-sanitizer-api>=13,<14"
     assert needs.missing("report") == ["-e", f"{ROOT}[cuda13]", sanitizer]
     of_torch = ["torch==2.13.0", "transformers>=5,<6"]
     assert needs.missing("report", torch=True) == ["-e", f"{ROOT}[cuda13]", *of_torch, sanitizer]
