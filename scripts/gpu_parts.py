@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import gpu_verdicts as verdicts
@@ -108,11 +109,11 @@ def _pytest(
 def _tests(device: str, quick: bool) -> list[Part]:
     """Return the tests of GPUs, and the suite folder by folder: one that crashes ends no other."""
     title = "tests that need a GPU, first things to run on one among them"
-    found = [_pytest("gpu", "gpu", title, device, 5, "-m", "gpu")]
+    found = [_pytest("gpu", "gpu", title, device, 3, "-m", "gpu")]
     tests = ROOT / "tests"
     if quick:
         chosen = [str(tests / name) for name in QUICK_TESTS]
-        return [*found, _pytest("suite", "suite", "some tests", device, 4, *chosen)]
+        return [*found, _pytest("suite", "suite", "some tests", device, 2, *chosen)]
     folders = sorted(path for path in tests.iterdir() if any(path.glob("test_*.py")))
     for folder in folders:
         title = f"tests/{folder.name} on the device"
@@ -137,7 +138,7 @@ def _sanitizer(name: str, program: Sequence[str], device: str, path: str | None)
     )  # fmt: skip
     judge = verdicts.of_sanitizer(may_go_unused=device == "host")
     return Part(
-        name, "sanitizer", f"compute-sanitizer: {title}", command, 2, 1200, judge, missing=missing
+        name, "sanitizer", f"compute-sanitizer: {title}", command, 1, 1200, judge, missing=missing
     )
 
 
@@ -155,20 +156,21 @@ def _ncu(program: Sequence[str], device: str, path: str | None) -> Part:
         "ncu is not installed (the CUDA toolkit has it, and Nsight Compute)"
     )  # fmt: skip
     return Part("ncu", "ncu", "DRAM throughput, occupancy and registers of each kernel", command,
-                5, 1200, verdicts.of_ncu, "ncu.csv", missing)  # fmt: skip
+                3, 1200, verdicts.of_ncu, "ncu.csv", missing)  # fmt: skip
 
 
 # Benchmarks ----------------------------------------------------------------------------------
 
+_PICTURES = ("--out", "{folder}")  # timelines, which need matplotlib
 # Script: minutes, arguments; and those of a quick run.
 _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_ops": (12, ()),
     "bench_transfer": (10, ()),
     "bench_attention": (4, ("--batches", "1", "8", "32", "--prefill", "512")),
     "bench_steps": (2, ()),
-    "overlap_demo": (3, ("--out", "{folder}")),
-    "offload_demo": (8, ("--out", "{folder}")),
-    "serve_demo": (3, ("--out", "{folder}")),
+    "overlap_demo": (3, _PICTURES),
+    "offload_demo": (8, _PICTURES),
+    "serve_demo": (3, _PICTURES),
     "replay_trace": (2, ()),
 }
 _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
@@ -189,6 +191,8 @@ def _benchmarks(device: str, quick: bool) -> list[Part]:
         script = ROOT / "scripts" / f"{name}.py"
         if device == "host" and not quick and name == "bench_attention":
             arguments = ()  # what is meant for a GPU takes an hour on a processor
+        if arguments == _PICTURES and find_spec("matplotlib") is None:
+            arguments = ()
         command = (*PYTHON, str(script), "--device", device, "--json", "{result}")
         found.append(
             Part(name, "bench", _about(script), (*command, *arguments), minutes,

@@ -443,6 +443,18 @@ def test_the_scripts_take_what_they_are_given(quick, monkeypatch):
                 importlib.import_module(script.stem).main(arguments)
 
 
+def test_pictures_are_drawn_where_that_can_be_done(monkeypatch):
+    import gpu_parts
+
+    def drawing():
+        return {part.name for part in all_parts() if "--out" in part.command}
+
+    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: object())
+    assert drawing() == {"overlap_demo", "offload_demo", "serve_demo"}
+    monkeypatch.setattr(gpu_parts, "find_spec", lambda name: None)
+    assert drawing() == set()
+
+
 def test_quick_tests_exist():
     part = next(p for p in all_parts(quick=True) if p.name == "suite")
     files = [word for word in part.command if word.endswith(".py")]
