@@ -8,7 +8,7 @@ from typing import Any
 
 from gpu_parts import Part
 
-STATES = ("passed", "failed", "interrupted", "skipped", "not run")
+STATES = ("passed", "failed", "interrupted", "skipped", "running", "not run")
 
 
 @dataclass

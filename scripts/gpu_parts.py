@@ -101,7 +101,7 @@ def _pytest(
     )  # fmt: skip
     command = (*pytest, "-o", "junit_family=xunit1", "--junitxml={result}", *arguments)
     limit_s = 60 * max(15.0, 4 * minutes)
-    judge = verdicts.of_tests(may_skip_all=device == "host")
+    judge = verdicts.of_tests(may_skip_all=device == "host", names_all=group == "gpu")
     return Part(name, group, title, command, minutes, limit_s, judge, f"{name}.xml",
                 alone=(*pytest, "-m", ""))  # fmt: skip
 

@@ -68,16 +68,16 @@ class Report:
 
     def run(self, interrupts: Interrupts) -> bool:
         """Run all parts, or those before the user stops it; return whether all is well."""
-        self.write("running")
         for number, result in enumerate(self.results, 1):
             if interrupts.count:
                 break
             part = result.part
             say(f"[{number}/{len(self.results)}] {part.name}: {part.title}")
+            result.state = "running"
+            self.write("running")
             self._run(result, interrupts)
             took = "" if result.seconds is None else f" in {result.seconds:.0f} s"
             say(self.private.text(f"      {result.state}{took}: {result.summary}"))
-            self.write("running")
         self.private.clean(self.out)
         self.write("interrupted" if interrupts.count else "finished")
         return all_well(self.results)
@@ -103,7 +103,7 @@ class Report:
         stdout = self.out / "results" / f"{part.name}.txt" if part.keep_apart else log
         files = Files(stdout, log, self.out / "results" / (part.result or f"{part.name}.json"))
         places = {"{result}": str(files.result), "{folder}": str(self.out / "results" / part.name)}
-        command = [places.get(word, _filled(word, places)) for word in part.command]
+        command = [_filled(word, places) for word in part.command]
         ended = self._process(command, stdout, log, part.limit_s, interrupts)
         for path in (stdout, log):
             shorten(path, LOG_BYTES)

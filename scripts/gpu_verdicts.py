@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,12 +130,13 @@ def of_benchmark(ended: Ended, files: Files) -> Verdict:
 # Tests ---------------------------------------------------------------------------------------
 
 
-def of_tests(may_skip_all: bool) -> Judge:
+def of_tests(may_skip_all: bool, *, names_all: bool = False) -> Judge:
     """Return a judge of pytest's report.
 
     Parameters
     ----------
     may_skip_all : whether it is no failure that no test ran, as of tests for GPUs without one
+    names_all : whether to name the tests that pass too
     """
 
     def judge(ended: Ended, files: Files) -> Verdict:
@@ -142,30 +144,37 @@ def of_tests(may_skip_all: bool) -> Judge:
             cases = list(ElementTree.parse(files.result).iter("testcase"))
         except (OSError, ElementTree.ParseError):
             return _without_report(ended, files)
-        failed = [case for case in cases if _failure(case) is not None]
-        skipped = sum(case.find("skipped") is not None for case in cases)
-        passed = len(cases) - len(failed) - skipped
         stopped_in = _unfinished(files.text()) if ended.how != "exited" else ""
+        failed = [case for case in cases if _failure(case) is not None]
+        skipped = [case for case in cases if case.find("skipped") is not None]
+        passed = [case for case in cases if case not in failed and case not in skipped]
         if stopped_in:  # which pytest counts among those that passed
-            passed -= 1
-        summary = f"{passed} passed, {len(failed)} failed, {skipped} skipped"
+            passed = [case for case in passed if not stopped_in.endswith(f"::{case.get('name')}")]
+        summary = f"{len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped"
         details = _failures(failed)
+        if names_all and passed:
+            details.append("Passed:\n\n" + fenced("\n".join(map(_name, passed))))
+        if skipped:
+            details.append("Skipped:\n\n" + fenced("\n".join(_reasons(skipped))))
         if ended.how != "exited" or ended.status not in (0, 1, 5):
             within = f", in {stopped_in}" if stopped_in else ""
-            return Verdict("failed", f"{summary}; {end_of(ended, files)}{within}",
-                           [*details, fenced(last_lines(files.text(), 20))])  # fmt: skip
+            details.append(fenced(last_lines(files.text(), 20)))
+            return Verdict("failed", f"{summary}; {end_of(ended, files)}{within}", details)
         if failed or ended.status == 1:
             return Verdict("failed", summary, details, [_name(case) for case in failed])
         if not passed:
-            reasons = {
-                case.find("skipped").get("message", "") for case in cases
-                if case.find("skipped") is not None
-            }  # fmt: skip
-            why = f"no test ran ({skipped} skipped: {'; '.join(sorted(reasons)[:3]) or 'none'})"
-            return Verdict("skipped" if may_skip_all else "failed", why)
-        return Verdict("passed", summary)
+            summary = f"no test ran, {len(skipped)} skipped"
+            return Verdict("skipped" if may_skip_all else "failed", summary, details)
+        return Verdict("passed", summary, details)
 
     return judge
+
+
+def _reasons(skipped: Sequence[ElementTree.Element]) -> list[str]:
+    """Return why tests were skipped, the most frequent reason first."""
+    elements = [case.find("skipped") for case in skipped]
+    counts = Counter(one.get("message", "") for one in elements if one is not None)
+    return [f"{count:6} {reason}" for reason, count in counts.most_common(30)]
 
 
 def _failure(case: ElementTree.Element) -> ElementTree.Element | None:

@@ -235,6 +235,16 @@ def test_tests_that_pass(tmp_path):
         tmp_path / "out", pytest_part(tmp_path, "def test_fine(): pass\n"), cwd=tmp_path
     )
     assert well and "1 passed, 0 failed, 0 skipped" in page
+    assert "test_fine" not in page
+
+
+def test_tests_of_a_gpu_are_named_when_they_pass(tmp_path):
+    from gpu_verdicts import of_tests
+
+    part = pytest_part(tmp_path, "def test_fine(): pass\n")
+    part = replace(part, judge=of_tests(may_skip_all=False, names_all=True))
+    _, page, _ = reported(tmp_path / "out", part, cwd=tmp_path)
+    assert re.search(r"Passed:\n\n```\n\S*test_some.py::test_fine\n```", page)
 
 
 @pytest.mark.parametrize(("may", "state"), [(True, "skipped"), (False, "failed")])
@@ -243,7 +253,8 @@ def test_no_test_that_ran_is_no_pass(tmp_path, may, state):
     part = pytest_part(tmp_path, code, may_skip_all=may)
     _, page, states = reported(tmp_path / "out", part, cwd=tmp_path)
     assert states == {"suite": state}
-    assert "no test ran (1 skipped: no usable GPU)" in page
+    assert "no test ran, 1 skipped" in page
+    assert re.search(r"Skipped:\n\n```\n +1 no usable GPU\n```", page)
 
 
 def test_the_test_that_ends_its_process_is_named(tmp_path):
@@ -288,6 +299,19 @@ def test_a_test_that_hangs_is_stopped_and_named(tmp_path, ignores):
     assert ("KeyboardInterrupt" in page) != ignores
 
 
+def test_a_run_that_is_stopped_before_its_first_test(tmp_path):
+    from gpu_run import Ended
+    from gpu_verdicts import Files, of_tests
+
+    log, report = tmp_path / "log", tmp_path / "report.xml"
+    log.write_text("===== test session starts =====\ntests/test_x.py::test_y ")
+    report.write_text("<testsuites><testsuite></testsuite></testsuites>")
+    verdict = of_tests(may_skip_all=True)(Ended("limit", 2, 9.0), Files(log, log, report))
+    assert verdict.state == "failed"
+    said = "0 passed, 0 failed, 0 skipped; stopped after its time limit, 9 s"
+    assert verdict.summary == f"{said}, in tests/test_x.py::test_y"
+
+
 # Interrupted ---------------------------------------------------------------------------------
 
 
@@ -317,7 +341,7 @@ def test_an_interruption_stops_the_part_and_leaves_a_report(tmp_path, number):
         time.sleep(0.05)
 
     # What is there while it runs, and would be there if it were killed:
-    assert "**Running: 1 passed, 2 not run.**" in (out / "report.md").read_text()
+    assert "**Running: 1 passed, 1 running, 1 not run.**" in (out / "report.md").read_text()
     running.send_signal(number)
     said, _ = running.communicate(timeout=50)
     assert running.returncode == 1
