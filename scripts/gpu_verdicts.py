@@ -141,15 +141,13 @@ def of_tests(may_skip_all: bool, *, names_all: bool = False) -> Judge:
 
     def judge(ended: Ended, files: Files) -> Verdict:
         try:
-            cases = list(ElementTree.parse(files.result).iter("testcase"))
+            found = list(ElementTree.parse(files.result).iter("testcase"))
         except (OSError, ElementTree.ParseError):
             return _without_report(ended, files)
-        stopped_in = _unfinished(files.text()) if ended.how != "exited" else ""
+        cases = [case for case in found if case.get("name")]  # one that was stopped has none
         failed = [case for case in cases if _failure(case) is not None]
         skipped = [case for case in cases if case.find("skipped") is not None]
         passed = [case for case in cases if case not in failed and case not in skipped]
-        if stopped_in:  # which pytest counts among those that passed
-            passed = [case for case in passed if not stopped_in.endswith(f"::{case.get('name')}")]
         summary = f"{len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped"
         details = _failures(failed)
         if names_all and passed:
@@ -157,6 +155,7 @@ def of_tests(may_skip_all: bool, *, names_all: bool = False) -> Judge:
         if skipped:
             details.append("Skipped:\n\n" + fenced("\n".join(_reasons(skipped))))
         if ended.how != "exited" or ended.status not in (0, 1, 5):
+            stopped_in = _unfinished(files.text())
             within = f", in {stopped_in}" if stopped_in else ""
             details.append(fenced(last_lines(files.text(), 20)))
             return Verdict("failed", f"{summary}; {end_of(ended, files)}{within}", details)
