@@ -99,7 +99,8 @@ def _pytest(
         sys.executable, "-m", "pytest", "-v", "-rfE", "--color=no", "--tb=short",
         "-p", "no:cacheprovider", "-o", "faulthandler_timeout=300", "--device", device,
     )  # fmt: skip
-    command = (*pytest, "-o", "junit_family=xunit1", "--junitxml={result}", *arguments)
+    command = (*pytest, "--continue-on-collection-errors", "-o", "junit_family=xunit1",
+               "--junitxml={result}", *arguments)  # fmt: skip
     limit_s = 60 * max(15.0, 4 * minutes)
     judge = verdicts.of_tests(may_skip_all=device == "host", names_all=group == "gpu")
     return Part(name, group, title, command, minutes, limit_s, judge, f"{name}.xml",

@@ -160,7 +160,8 @@ def of_tests(may_skip_all: bool, *, names_all: bool = False) -> Judge:
             details.append(fenced(last_lines(files.text(), 20)))
             return Verdict("failed", f"{summary}; {end_of(ended, files)}{within}", details)
         if failed or ended.status == 1:
-            return Verdict("failed", summary, details, [_name(case) for case in failed])
+            failing = dict.fromkeys(map(_name, failed))  # a test can fail, and its teardown too
+            return Verdict("failed", summary, details, list(failing))
         if not passed:
             summary = f"no test ran, {len(skipped)} skipped"
             return Verdict("skipped" if may_skip_all else "failed", summary, details)

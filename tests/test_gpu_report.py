@@ -230,6 +230,14 @@ def test_failing_tests_are_run_again_alone(tmp_path):
     )
 
 
+def test_a_file_that_cannot_be_imported_costs_no_other(tmp_path):
+    part = pytest_part(tmp_path, "def test_fine(): pass\n", alone=())
+    (tmp_path / "suite" / "test_other.py").write_text("import no_such_module_anywhere\n")
+    _, page, states = reported(tmp_path / "out", part, cwd=tmp_path)
+    assert states == {"suite": "failed"}
+    assert "1 passed, 1 failed, 0 skipped" in page and "no_such_module_anywhere" in page
+
+
 def test_tests_that_pass(tmp_path):
     well, page, _ = reported(
         tmp_path / "out", pytest_part(tmp_path, "def test_fine(): pass\n"), cwd=tmp_path
