@@ -761,10 +761,11 @@ def test_a_whole_run_with_the_tools_standing_in(tmp_path, tools, capsys):
 # What the tools look at ----------------------------------------------------------------------
 
 
-def test_every_kernel_is_launched(device, monkeypatch):
-    """By the program that the sanitizers watch: none of the kernels escapes them."""
+def test_every_operation_is_called_and_every_kernel_launched(device, monkeypatch):
+    """By the program that the sanitizers watch: none escapes them."""
     import every_operation
 
+    import kvcupy as kv
     from kvcupy.ops import specialisations
 
     launched, launch = set(), type(device).launch
@@ -773,7 +774,23 @@ def test_every_kernel_is_launched(device, monkeypatch):
         launched.add(function.specialisation.kernel.name)
         return launch(self, function, *rest, **options)
 
+    operations = {
+        name: getattr(kv, name) for name in kv.__all__
+        if getattr(getattr(kv, name), "__module__", "").startswith("kvcupy.ops.")
+    }  # fmt: skip
+    called = set()
+
+    def calling(name):
+        def call(*arguments, **options):
+            called.add(name)
+            return operations[name](*arguments, **options)
+
+        return call
+
     monkeypatch.setattr(type(device), "launch", noting)
+    for name in operations:
+        monkeypatch.setattr(kv, name, calling(name))
     for size in every_operation.SMALL:
         every_operation.run(device, size)
     assert launched == {one.kernel.name for one in specialisations()}
+    assert called == operations.keys() >= {"store_kv", "paged_attention", "transfer_pages"}
