@@ -120,12 +120,17 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
             extras["test"] |= lacks_nvdisasm()
     names = sorted(extra for extra, absent in extras.items() if absent)
     arguments = ["-e", f"{ROOT}[{','.join(names)}]" if names else str(ROOT)]
-    if task == "report":  # of a GPU: torch's wheels and the sanitizer's are made for CUDA 13
-        torch &= driver_cuda() >= 13
     wanted = [release for name, release in TORCH.items() if torch and lacks(name)]
-    if task == "report" and not essential and driver_cuda() >= 13 and lacks_sanitizer():
-        wanted.append(f"{SANITIZER}>=13,<14")
     return (arguments if core or names else []) + wanted
+
+
+def missing_for_report(torch: bool = False, essential: bool = False) -> list[str]:
+    """Return the same for a report of a GPU: torch's wheels and this one are made for CUDA 13."""
+    cuda13 = driver_cuda() >= 13
+    wanted = missing("report", torch and cuda13, essential)
+    if cuda13 and not essential and lacks_sanitizer():
+        wanted.append(f"{SANITIZER}>=13,<14")
+    return wanted
 
 
 def main() -> None:
@@ -135,7 +140,11 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="torch too")
     parser.add_argument("--essential", action="store_true", help="what there is no way without")
     options = parser.parse_args()
-    for argument in missing(options.task, options.torch, options.essential):
+    if options.task == "report":
+        wanted = missing_for_report(options.torch, options.essential)
+    else:
+        wanted = missing(options.task, options.torch, options.essential)
+    for argument in wanted:
         print(argument)
 
 

@@ -269,7 +269,7 @@ def needs(monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("task", ["demo", "test", "report", "dev"])
+@pytest.mark.parametrize("task", ["demo", "test", "dev"])
 def test_nothing_missing_is_nothing_to_install(needs, task):
     assert needs.missing(task, torch=True) == []
 
@@ -306,34 +306,6 @@ def test_a_gpu_asks_for_the_cupy_that_its_driver_takes(needs, monkeypatch, cuda,
     assert needs.missing("demo") == ["-e", f"{ROOT}[{extra}]"]
 
 
-def test_a_gpu_report_takes_what_is_made_for_its_driver(needs, monkeypatch):
-    needs.absent.update({"cupy", "torch", "transformers", "sanitizer"})
-    monkeypatch.setattr(needs, "driver_cuda", lambda: 12)
-    assert needs.missing("report", torch=True) == ["-e", f"{ROOT}[cuda12]"]
-    monkeypatch.setattr(needs, "driver_cuda", lambda: 13)
-    sanitizer = "nvidia-cuda-sanitizer-api>=13,<14"
-    assert needs.missing("report") == ["-e", f"{ROOT}[cuda13]", sanitizer]
-    of_torch = ["torch==2.13.0", "transformers>=5,<6"]
-    assert needs.missing("report", torch=True) == ["-e", f"{ROOT}[cuda13]", *of_torch, sanitizer]
-    assert needs.missing("report", essential=True) == []
-    assert sanitizer not in needs.missing("test")
-
-
-@pytest.mark.usefixtures("scripts_on_path")
-def test_compute_sanitizer_of_a_toolkit_is_found(tmp_path, monkeypatch):
-    import needs
-
-    monkeypatch.setattr(needs, "installed", set)
-    monkeypatch.setattr(needs.shutil, "which", lambda name: None)
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    if Path("/usr/local/cuda/bin/compute-sanitizer").exists():
-        pytest.skip("there is one where it is always looked for")
-    assert needs.lacks_sanitizer()
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "compute-sanitizer").touch()
-    assert not needs.lacks_sanitizer()
-
-
 def test_nvrtc_joins_the_cupy_that_is_there(needs, monkeypatch):
     monkeypatch.setattr(needs, "installed", lambda: {"cupy-cuda13x"})
     monkeypatch.setattr(needs, "find_library", lambda name: None)
@@ -357,6 +329,36 @@ def test_only_what_there_is_no_way_without_is_essential(needs):
     needs.absent.update({"numpy", "pytest"})
     assert needs.missing("demo", essential=True) == ["-e", str(ROOT)]
     assert needs.missing("test", essential=True) == ["-e", f"{ROOT}[test]"]
+
+
+def test_a_gpu_report_takes_what_is_made_for_its_driver(needs, monkeypatch):
+    assert needs.missing_for_report(torch=True) == []
+    needs.absent.update({"cupy", "torch", "transformers", "sanitizer"})
+    monkeypatch.setattr(needs, "lacks_cublas", lambda extra: False, raising=False)
+    monkeypatch.setattr(needs, "driver_cuda", lambda: 12)
+    assert needs.missing_for_report(torch=True) == ["-e", f"{ROOT}[cuda12]"]
+    monkeypatch.setattr(needs, "driver_cuda", lambda: 13)
+    sanitizer = "nvidia-cuda-sanitizer-api>=13,<14"
+    assert needs.missing_for_report() == ["-e", f"{ROOT}[cuda13]", sanitizer]
+    of_torch = ["torch==2.13.0", "transformers>=5,<6"]
+    assert needs.missing_for_report(torch=True) == ["-e", f"{ROOT}[cuda13]", *of_torch, sanitizer]
+    assert needs.missing_for_report(essential=True) == []
+    assert sanitizer not in needs.missing("test")
+
+
+@pytest.mark.usefixtures("scripts_on_path")
+def test_compute_sanitizer_of_a_toolkit_is_found(tmp_path, monkeypatch):
+    import needs
+
+    monkeypatch.setattr(needs, "installed", set)
+    monkeypatch.setattr(needs.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    if Path("/usr/local/cuda/bin/compute-sanitizer").exists():
+        pytest.skip("there is one where it is always looked for")
+    assert needs.lacks_sanitizer()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "compute-sanitizer").touch()
+    assert not needs.lacks_sanitizer()
 
 
 SMI = "| NVIDIA-SMI 580.65   Driver Version: 580.65   CUDA {}Version: {}   |"
