@@ -5,6 +5,7 @@ that the package's own requirements are there.
 
     python scripts/needs.py demo
     python scripts/needs.py test --torch
+    python scripts/needs.py report --torch
     python scripts/needs.py dev
 """
 
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ("numpy", "ml_dtypes")
 # What --torch is for: tensors, and the models' own rotations.
 TORCH = {"torch": "torch==2.13.0", "transformers": "transformers>=5,<6"}
+SANITIZER = "nvidia-cuda-sanitizer-api"  # compute-sanitizer
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -64,6 +66,14 @@ def lacks_nvrtc() -> bool:
 def lacks_nvdisasm() -> bool:
     """Return whether NVIDIA's disassembler is missing."""
     return "nvidia-cuda-nvdisasm" not in installed() and shutil.which("nvdisasm") is None
+
+
+def lacks_sanitizer() -> bool:
+    """Return whether compute-sanitizer is missing."""
+    tool = "compute-sanitizer"
+    toolkits = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    inside = any(Path(toolkit, "bin", tool).exists() for toolkit in toolkits if toolkit)
+    return not inside and SANITIZER not in installed() and shutil.which(tool) is None
 
 
 def installed() -> set[str]:
@@ -114,14 +124,27 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
     return (arguments if core or names else []) + wanted
 
 
+def missing_for_report(torch: bool = False, essential: bool = False) -> list[str]:
+    """Return the same for a report of a GPU: torch's wheels and this one are made for CUDA 13."""
+    cuda13 = driver_cuda() >= 13
+    wanted = missing("report", torch and cuda13, essential)
+    if cuda13 and not essential and lacks_sanitizer():
+        wanted.append(f"{SANITIZER}>=13,<14")
+    return wanted
+
+
 def main() -> None:
     """Read the command line and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("task", choices=("demo", "test", "dev"))
+    parser.add_argument("task", choices=("demo", "test", "report", "dev"))
     parser.add_argument("--torch", action="store_true", help="torch too")
     parser.add_argument("--essential", action="store_true", help="what there is no way without")
     options = parser.parse_args()
-    for argument in missing(options.task, options.torch, options.essential):
+    if options.task == "report":
+        wanted = missing_for_report(options.torch, options.essential)
+    else:
+        wanted = missing(options.task, options.torch, options.essential)
+    for argument in wanted:
         print(argument)
 
 
