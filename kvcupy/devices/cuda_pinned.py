@@ -9,10 +9,20 @@ import numpy as np
 
 from .. import arrays, dtypes
 from . import host_pages
-from .cuda_api import HOST_ALLOC_PORTABLE, HOST_REGISTER_PORTABLE
+from .cuda_api import (
+    HOST_ALLOC_MAPPED,
+    HOST_ALLOC_PORTABLE,
+    HOST_REGISTER_MAPPED,
+    HOST_REGISTER_PORTABLE,
+)
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
+
+# For every GPU, and where its kernels reach it. Unified addressing maps it anyway; asking costs
+# nothing.
+_ALLOC_FLAGS = HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED
+_REGISTER_FLAGS = HOST_REGISTER_PORTABLE | HOST_REGISTER_MAPPED
 
 
 class RegisteredPages:
@@ -34,7 +44,10 @@ class RegisteredPages:
 
 
 def empty_pinned(device: CudaDevice, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
-    """Return uninitialised pinned memory of exactly the bytes asked for, for every GPU."""
+    """Return uninitialised pinned memory of exactly the bytes asked for, for every GPU.
+
+    A process forked from this one does not have it.
+    """
     wanted = dtypes.numpy_dtype(dtype)
     shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(int(n) for n in shape)
     num_bytes = int(np.prod(shape, dtype=np.int64)) * wanted.itemsize
@@ -42,7 +55,7 @@ def empty_pinned(device: CudaDevice, shape: Any, dtype: Any) -> np.ndarray[Any, 
     if memory is None:
         try:
             with device.current():
-                memory = device.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), HOST_ALLOC_PORTABLE)
+                memory = device.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), _ALLOC_FLAGS)
         except device.api.errors as error:
             raise device.api.failure(f"{num_bytes} bytes of pinned memory", error) from error
     return arrays.pinned_at(memory, memory.ptr, shape, wanted)
@@ -73,9 +86,10 @@ def _near_the_gpu(device: CudaDevice, num_bytes: int) -> Any:
     except OSError:
         return None
     host_pages.prefer_node(pointer, mapped_bytes, node)  # else they come from where they may
+    host_pages.keep_from_children(pointer, mapped_bytes)  # before CUDA learns where they are
     try:
         with device.current():
-            device.api.runtime.hostRegister(pointer, mapped_bytes, HOST_REGISTER_PORTABLE)
+            device.api.runtime.hostRegister(pointer, mapped_bytes, _REGISTER_FLAGS)
     except device.api.errors:  # the process may not lock that much by itself; the driver may
         host_pages.unmap(pointer, mapped_bytes)
         return None
