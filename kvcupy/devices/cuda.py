@@ -170,13 +170,17 @@ class CudaDevice:
         """Return an event, not yet recorded."""
         return Event(self, timing)
 
-    def as_stream(self, stream: Any, library: str = "cupy") -> Stream:
+    def as_stream(self, stream: Any, library: str = "") -> Stream:
         """Return `stream` as a stream of this device; None is the current one of `library`.
+
+        Without a library None is the stream that is current in CuPy or torch, whichever has made
+        one of its own current.
 
         Raises
         ------
         TypeError : it is no stream
-        ValueError : it belongs to another device
+        ValueError : it belongs to another device; or it is None without a library, and CuPy and
+            torch have made different streams current
         """
         if stream is None:
             return cuda_adopt.current_stream(self, library)

@@ -16,13 +16,49 @@ if TYPE_CHECKING:
     from .cuda import CudaDevice
 
 
+_DEFAULT = (0, 1)  # two handles of the legacy default stream
+
+
 def current_stream(device: CudaDevice, library: str) -> Stream:
-    """Return the current stream of torch, or of CuPy for any other library's arrays."""
+    """Return the current stream of torch, or of CuPy for any other library's arrays.
+
+    Parameters
+    ----------
+    library : empty where no array says whose stream is meant; then the two must not contradict
+
+    Raises
+    ------
+    ValueError : nothing says whose is meant, and both have made a stream of theirs current
+    """
+    if not library:
+        return _agreed_stream(device)
     if library == "torch":
         theirs = sys.modules["torch"].cuda.current_stream(device.index)
         return Stream(device, theirs.cuda_stream, theirs, library="torch")
     cupys = device.api.cupy.cuda.get_current_stream(device.index)
     return Stream(device, cupys.ptr, cupys, cupy_stream=cupys, library="cupy")
+
+
+def _agreed_stream(device: CudaDevice) -> Stream:
+    """Return the stream that somebody has made current: torch's, CuPy's or both one, else CuPy's.
+
+    Whoever works with torch inside `torch.cuda.stream(s)`, or captures with `torch.cuda.graph`,
+    means `s`, though the memory may have come from CuPy. A torch that has not touched a GPU is not
+    asked: it would set up all of them.
+    """
+    ours = current_stream(device, "cupy")
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return ours
+    theirs = current_stream(device, "torch")
+    if theirs == ours or theirs.pointer in _DEFAULT:
+        return ours
+    if ours.pointer in _DEFAULT:
+        return theirs
+    raise ValueError(
+        f"stream: expected one of {device.name}, got None while CuPy's current stream is "
+        f"{ours.pointer:#x} and torch's is {theirs.pointer:#x}; pass the one that is meant"
+    )
 
 
 def is_ordered(owner: Any, stream: Stream) -> bool:

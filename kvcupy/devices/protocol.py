@@ -91,9 +91,11 @@ class Device(Protocol):
     def synchronize(self) -> None: ...
 
     # What operations call.
-    def as_stream(self, stream: Any, library: str = "numpy") -> Stream:
+    def as_stream(self, stream: Any, library: str = "") -> Stream:
         """Return `stream` as this device's Stream; None is the current one of `library`
-        ("numpy", "cupy", "torch"). TypeError names the argument `stream`."""
+        ("numpy", "cupy", "torch"), the empty one standing for whichever library has made a stream
+        current: for calls whose arrays do not say. TypeError and ValueError name the argument
+        `stream`."""
 
     def load(self, specialisation: Specialisation) -> Any:
         """Compile (or find compiled) and load; CompileError if that cannot be done."""
