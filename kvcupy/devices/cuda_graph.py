@@ -84,16 +84,20 @@ class Graph:
 
         Raises
         ------
-        CaptureError : the capture has not ended, or failed; or `stream` is captured, and the graph
-            calls functions before each launch (`Stream.on_launch`)
+        CaptureError : the capture has not ended, or failed; or `stream` is being captured
 
         Notes
         -----
-        Capture: legal on another stream; the graph becomes part of the other one.
+        Capture: illegal. CUDA launches no graph into a capture; capture the work itself there.
         """
         if self._graph is None or self.device is None:
             raise CaptureError("the graph cannot be launched: its capture did not end well")
         target = self.device.as_stream(stream, "cupy")
+        if target.capturing:
+            raise CaptureError(
+                f"{target.name} is being captured: a graph cannot be launched into a capture; "
+                "capture its work there instead"
+            )
         with self.hooks.around(target):
             observe.issue(
                 lambda: observe.Operation("graph", target),

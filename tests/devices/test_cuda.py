@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_cuda import ILLEGAL, FakeApi, busy
+from fake_cuda import ILLEGAL, FakeApi, busy, captured_by_another
 
 from kvcupy import observe
 from kvcupy.arrays import ArrayView, is_pinned
@@ -80,8 +80,9 @@ def test_the_fakes_have_the_shape_of_the_real_calls(api, part):
     """CuPy's compiled functions carry their signature as the first line of their docstring."""
     pytest.importorskip("cupy")
     real, fake = getattr(CudaApi(), part), getattr(api, part)
-    own = {"__init__", "_event_status", "_spoil"}
-    methods = [m for m in inspect.getmembers(fake, inspect.ismethod) if m[0] not in own]
+    members = inspect.getmembers(fake, inspect.ismethod)
+    methods = [m for m in members if not m[0].startswith("_") or hasattr(real, m[0])]
+    methods = [m for m in methods if m[0] != "__init__"]
     assert len(methods) >= 3
     for name, method in methods:
         signature = re.match(rf"{name}\((.*?)\)", getattr(real, name).__doc__)
@@ -546,6 +547,20 @@ def test_an_unfinished_graph_cannot_be_launched(device):
     with stream.capture() as graph, pytest.raises(CaptureError, match="cannot be launched"):
         graph.launch(stream)
     graph.launch(stream)
+
+
+def test_a_graph_launched_into_a_capture_is_refused_and_the_capture_whole(api, device):
+    inner_stream, outer_stream = device.stream(), device.stream()
+    with inner_stream.capture() as inner:
+        pass
+    with outer_stream.capture() as outer:
+        with pytest.raises(CaptureError, match="launched into a capture"):
+            inner.launch(outer_stream)
+    outer.launch(outer_stream)
+    with captured_by_another(api) as theirs, pytest.raises(CaptureError, match="into a capture"):
+        inner.launch(theirs)
+    assert api.graphs[0].launched == []
+    usable(inner_stream, outer_stream)
 
 
 def test_an_unjoined_fork_is_named(device):
