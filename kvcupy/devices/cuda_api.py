@@ -6,6 +6,7 @@ unchecked, its other calls raise. A test without a GPU hands in an object of the
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -53,6 +54,11 @@ class CudaApi:
         )
         self.can_launch_packed = hasattr(driver, "launchKernel")
         self.pci_devices = Path("/sys/bus/pci/devices")
+
+    @cached_property
+    def library(self) -> Any:
+        """The driver, for what CuPy does not bind. Calls by ctypes drop the interpreter's lock."""
+        return ctypes.CDLL("libcuda.so.1")
 
     @cached_property
     def memcpy_batch(self) -> Callable[..., int] | None:

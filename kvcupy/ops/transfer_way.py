@@ -172,9 +172,7 @@ class Way:
     def _notes(self, pairs: PagePairs, on: Stream) -> list[Callable[[], None]]:
         """Return what notes the pages of host lists that are past the end, on the stream.
 
-        Raises
-        ------
-        CompileError : there is no kernel, and `config.fallback` is "error"
+        Copies need no compiler, so nothing is said or refused where there is none.
         """
         device, note = self.device, transfer_kernels.note_fault
         found = [tuple(map(int, fault)) for fault in self._faults(pairs.src, pairs.dst)]
@@ -182,8 +180,7 @@ class Way:
             return []
         try:
             device.load(transfer_kernels.NOTE)
-        except CompileError as cause:
-            config.fall_back("transfer_pages", cause)
+        except CompileError:
             return [
                 partial(device.run, partial(expressions.note_fault, device, *fault), on)
                 for fault in found

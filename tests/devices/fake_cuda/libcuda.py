@@ -59,6 +59,7 @@ class LibCuda(BatchDriver):
     def __init__(self, machine, runtime):
         super().__init__()
         self._machine, self._runtime = machine, runtime
+        self.memory_operations = 0  # the status of what they answer
 
     def cuThreadExchangeStreamCaptureMode(self, mode):
         mode._obj.value = self._machine.exchange_mode(mode._obj.value)
@@ -77,6 +78,29 @@ class LibCuda(BatchDriver):
             status._obj.value = _ACTIVE
             id._obj.value = capture.id
         return 0
+
+    def cuLaunchHostFunc(self, stream, function, argument):
+        """Call a function of C's, which takes an address."""
+        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.value)
+        return self._put(stream, lambda: self._machine.call_host(lambda: function(argument.value)))
+
+    def cuStreamWriteValue32_v2(self, stream, address, value, flags):
+        assert flags.value == 0
+        word = ctypes.c_uint32.from_address(address.value)
+        return self._put(stream, lambda: setattr(word, "value", value.value))
+
+    def cuStreamWaitValue32_v2(self, stream, address, value, flags):
+        """The GPU looks at a word until it is equal to `value` (flags 1)."""
+        assert flags.value == 1
+        word = ctypes.c_uint32.from_address(address.value)
+        return self._put(stream, lambda: self._machine.wait_for(word, value.value))
+
+    def _put(self, stream, function):
+        def put():
+            self._machine.submit(self._machine.stream(_value(stream)), function)
+            return self._runtime.fault or self.memory_operations
+
+        return self._answer(put)
 
     def cuEventQuery(self, event):
         return self._answer(lambda: self._runtime._event_status(_value(event)))

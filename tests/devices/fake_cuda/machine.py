@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import time
 from collections import deque
 from contextlib import contextmanager
 
@@ -210,6 +211,14 @@ class Machine:
             raise self.deadlock("a host function does not end")
         for error in failures:  # nobody catches it there
             raise AssertionError(f"{error!r} left a host function") from error
+
+    def wait_for(self, word, value):
+        """Let a stream wait until the processor has written a word."""
+        until = time.monotonic() + _PATIENCE
+        while word.value != value:
+            if time.monotonic() > until:
+                raise self.deadlock("a stream waits for a word that nobody writes")
+            time.sleep(1e-4)
 
     def enter(self, keeps_gil=False):
         """Begin a call of CUDA. Whoever keeps the interpreter's lock must not wait for the driver:

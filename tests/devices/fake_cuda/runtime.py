@@ -191,8 +191,15 @@ class Runtime:
         if not self._machine.late:
             function(argument)
             return
+        held = [(function, argument)]
+        del function
+
+        def call():  # CuPy lets go of the function where the driver calls it
+            function, argument = held.pop()
+            function(argument)
+
         where = self._machine.stream(stream)
-        self._machine.submit(where, lambda: self._machine.call_host(lambda: function(argument)))
+        self._machine.submit(where, lambda: self._machine.call_host(call))
 
     def _launchHostFuncUnmanaged(self, stream, entry):
         self._machine.enter()
