@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,8 +41,22 @@ class RegisteredPages:
     def __init__(self, device: CudaDevice, ptr: int, num_bytes: int) -> None:
         self.ptr = ptr
         self.num_bytes = num_bytes
-        release = weakref.finalize(self, _release, device, ptr, num_bytes)
-        release.atexit = False  # CUDA may be gone before, and the system takes the pages back
+        _on_release(self, device, lambda: _release(device, ptr, num_bytes))
+
+
+class AllocatedMemory:
+    """Memory that CUDA has allocated, by CuPy's object. When this one goes, so does that.
+
+    Attributes
+    ----------
+    ptr : its address
+    """
+
+    __slots__ = ("__weakref__", "ptr")
+
+    def __init__(self, device: CudaDevice, memory: Any) -> None:
+        self.ptr = int(memory.ptr)
+        _on_release(self, device, [memory].clear)
 
 
 def empty_pinned(device: CudaDevice, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
@@ -55,9 +71,10 @@ def empty_pinned(device: CudaDevice, shape: Any, dtype: Any) -> np.ndarray[Any, 
     if memory is None:
         try:
             with device.current():
-                memory = device.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), _ALLOC_FLAGS)
+                made = device.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), _ALLOC_FLAGS)
         except device.api.errors as error:
             raise device.api.failure(f"{num_bytes} bytes of pinned memory", error) from error
+        memory = AllocatedMemory(device, made)
     return arrays.pinned_at(memory, memory.ptr, shape, wanted)
 
 
@@ -94,6 +111,23 @@ def _near_the_gpu(device: CudaDevice, num_bytes: int) -> Any:
         host_pages.unmap(pointer, mapped_bytes)
         return None
     return RegisteredPages(device, pointer, mapped_bytes)
+
+
+def _on_release(owner: object, device: CudaDevice, release: Callable[[], object]) -> None:
+    """Call `release` when `owner` goes.
+
+    The collector lets go of owners wherever it happens to run. CUDA may wait for the device before
+    it releases memory, and the device for the thread that calls host functions: never on that one.
+    """
+
+    def released() -> None:
+        if device.calls.here:
+            threading.Thread(target=release, name="kvcupy release", daemon=True).start()
+        else:
+            release()
+
+    # CUDA may be gone before the interpreter is, and the system takes the pages back.
+    weakref.finalize(owner, released).atexit = False
 
 
 def _release(device: CudaDevice, pointer: int, num_bytes: int) -> None:

@@ -614,21 +614,6 @@ def test_the_default_stream_cannot_be_captured(device):
         device.as_stream(None).capture().__enter__()
 
 
-def test_a_host_function_is_called_again_at_each_replay_and_kept(api, device):
-    stream, called = device.stream(), []
-    with stream.capture() as graph:
-        stream.call(lambda: called.append(1) or 1 / 0)
-    ((function, argument),) = api.runtime.calls
-    assert (function, argument) in graph.kept  # CUDA has only its address
-    target = device.stream()
-    graph.launch(target)
-    function(argument)
-    assert called == [1]
-    stream.synchronize()
-    with pytest.raises(DeviceError, match="ZeroDivisionError"):
-        target.synchronize()
-
-
 def test_another_librarys_capture_is_left_to_that_library(api, device):
     theirs = api.cupy.cuda.Stream()
     stream = device.as_stream(theirs)

@@ -82,7 +82,11 @@ class LibCuda(BatchDriver):
     def cuLaunchHostFunc(self, stream, function, argument):
         """Call a function of C's, which takes an address."""
         function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.value)
-        return self._put(stream, lambda: self._machine.call_host(lambda: function(argument.value)))
+
+        def call():
+            self._machine.call_host(lambda: function(argument.value), needs_gil=False)
+
+        return self._put(stream, call)
 
     def cuStreamWriteValue32_v2(self, stream, address, value, flags):
         assert flags.value == 0

@@ -87,6 +87,7 @@ class Machine:
         self._running = threading.RLock()  # whoever holds it is the GPU
         self._driver = threading.Lock()  # what the driver holds around a host function
         self._driver_thread = None
+        self._driver_needs_gil = False
 
     # --- Streams ---
 
@@ -190,13 +191,15 @@ class Machine:
 
     # --- Host functions and the driver's lock ---
 
-    def call_host(self, function):
-        """Call a host function as the driver does: on its own thread, holding its lock."""
+    def call_host(self, function, needs_gil=True):
+        """Call a host function as the driver does: on its own thread, holding its lock. One that
+        is C's needs no lock of the interpreter's."""
         failures = []
 
         def work():
             with self._driver:
                 self._driver_thread = threading.get_ident()
+                self._driver_needs_gil = needs_gil
                 try:
                     function()
                 except BaseException as error:
@@ -227,7 +230,7 @@ class Machine:
             raise CudaError(NOT_PERMITTED)
         if not self._driver.locked():
             return
-        if keeps_gil:
+        if keeps_gil and self._driver_needs_gil:
             raise self.deadlock("a call that keeps the GIL while the driver calls a host function")
         if not self._driver.acquire(timeout=_PATIENCE):
             raise self.deadlock("the driver's lock is not released")
