@@ -12,7 +12,8 @@ call puts four things on its stream:
 
 The semaphore wakes a thread of kvcupy's, which calls the function and writes RETURNED. There is no
 circle: the driver waits for nobody, the GPU waits for that thread, that thread waits for the
-interpreter's lock, and whoever holds that waits for neither of them.
+interpreter's lock, and whoever holds that waits for neither of them: where a call may wait for the
+GPU, be it for room in a stream's queue, it is made without the lock.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ class Call:
         return self.stream if graph is None else graph.last_stream
 
 
+class _Context(threading.local):
+    ready = False  # whether this thread has the device's context
+
+
 class HostCalls:
     """The host functions of one device.
 
@@ -78,6 +83,7 @@ class HostCalls:
         self._thread: threading.Thread | None = None
         self._blocks: list[tuple[Any, np.ndarray[Any, Any]]] = []  # pinned memory, and its words
         self._free: list[int] = []  # addresses of words
+        self._context = _Context()
         self._calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
 
     @property
@@ -126,6 +132,11 @@ class HostCalls:
     def _put(self, stream: int, address: int, semaphore: Semaphore) -> None:
         """Put what calls a function on a stream."""
         api = self._device.api
+        if not self._context.ready:  # as for a launch: no context before a call of the runtime
+            with api.relaxed():
+                api.runtime.setDevice(self._device.index)
+                api.runtime.memGetInfo()
+            self._context.ready = True
         library, word = api.library, ctypes.c_uint64(address)
         try:
             write, wait = library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
@@ -159,9 +170,11 @@ class HostCalls:
         """Return the address of an idle word."""
         with suppress(IndexError):
             return self._free.pop()
-        memory = self._device.api.cupy.cuda.PinnedMemory(
-            4 * _WORDS, HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED
-        )
+        api = self._device.api
+        with api.relaxed():
+            memory = api.cupy.cuda.PinnedMemory(
+                4 * _WORDS, HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED
+            )
         words = np.frombuffer((ctypes.c_uint32 * _WORDS).from_address(memory.ptr), np.uint32)
         words[:] = IDLE
         self._blocks.append((memory, words))

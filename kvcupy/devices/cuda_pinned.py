@@ -120,11 +120,15 @@ def _on_release(owner: object, device: CudaDevice, release: Callable[[], object]
     it releases memory, and the device for the thread that calls host functions: never on that one.
     """
 
+    def release_now() -> None:
+        with device.api.relaxed():  # captures of others have nothing to do with it
+            release()
+
     def released() -> None:
         if device.calls.here:
-            threading.Thread(target=release, name="kvcupy release", daemon=True).start()
+            threading.Thread(target=release_now, name="kvcupy release", daemon=True).start()
         else:
-            release()
+            release_now()
 
     # CUDA may be gone before the interpreter is, and the system takes the pages back.
     weakref.finalize(owner, released).atexit = False

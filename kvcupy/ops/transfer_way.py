@@ -152,6 +152,7 @@ class Way:
         self, cause: CompileError, pairs: PagePairs, on: Stream, keep: Sequence[object]
     ) -> Callable[[], None]:
         """Return the transfer as array expressions, if they are allowed."""
+        self.device.check_fallback("transfer_pages", on)
         config.fall_back("transfer_pages", cause)
 
         def express() -> None:

@@ -436,19 +436,25 @@ def test_synchronising_lets_go(api, device):
     assert gone() is None
 
 
-def test_on_the_librarys_current_stream_nothing_is_held(api, device):
-    cupys = type("ndarray", (), {"__module__": "cupy"})
+def test_on_torchs_current_stream_its_tensors_are_not_held(api, device):
+    """Its allocator reuses their memory in the order of that stream."""
     torchs = type("Tensor", (), {"__module__": "torch"})
-    current = device.as_stream(None, "cupy")
-    device.run(lambda: None, current, (cupys(), None))
+    current = Stream(device, 0, library="torch")
+    device.run(lambda: None, current, (torchs(), None))
     device.run(lambda: None, device.as_stream(device.stream()), ())
     assert log(api, "record") == []
-    api.currents[0] = SimpleNamespace(ptr=0x77)
-    explicit = device.as_stream(SimpleNamespace(__cuda_stream__=lambda: (0, 0x77)))
-    device.run(lambda: None, explicit, (cupys(),))
-    assert log(api, "record") == []
+    others = device.as_stream(None, "cupy")
+    with busy(api, others):
+        device.run(lambda: None, others, (torchs(),))
+        assert len(device.retired) == 1
+
+
+def test_cupy_arrays_are_held_on_the_current_stream_too(api, device):
+    """CuPy's pool gives a block back to the stream that was current when it was allocated."""
+    cupys = type("ndarray", (), {"__module__": "cupy"})
+    current = device.as_stream(None, "cupy")
     with busy(api, current):
-        device.run(lambda: None, current, (torchs(),))
+        device.run(lambda: None, current, (cupys(),))
         assert len(device.retired) == 1
 
 
@@ -553,9 +559,11 @@ def test_a_graph_launched_into_a_capture_is_refused_and_the_capture_whole(api, d
     inner_stream, outer_stream = device.stream(), device.stream()
     with inner_stream.capture() as inner:
         pass
-    with outer_stream.capture() as outer:
-        with pytest.raises(CaptureError, match="launched into a capture"):
-            inner.launch(outer_stream)
+    with (
+        outer_stream.capture() as outer,
+        pytest.raises(CaptureError, match="launched into a capture"),
+    ):
+        inner.launch(outer_stream)
     outer.launch(outer_stream)
     with captured_by_another(api) as theirs, pytest.raises(CaptureError, match="into a capture"):
         inner.launch(theirs)

@@ -76,6 +76,33 @@ def test_cuda_can_be_asked_while_a_function_runs(api, device, what):
     assert api.machine.deadlocks == []
 
 
+def test_a_stream_may_be_full_while_it_waits_for_a_function(api, device):
+    """Whoever puts more work there waits for room, and the function for the interpreter's lock."""
+    stream, function = device.stream(), Half()
+    stream.call(function)
+    gpu = api.machine.in_background(stream.pointer)
+    assert function.entered.wait(PATIENCE_S)
+    api.machine.room = len(api.machine.queues[stream.pointer])
+    event = stream.record()
+    device.run(lambda: None, stream, (object(),))
+    assert not event.done()
+    function.go_on.set()
+    gpu.join(PATIENCE_S)
+    event.synchronize()
+    assert api.machine.deadlocks == []
+
+
+def test_a_thread_that_has_no_context_yet_records_too(api, device, monkeypatch):
+    """The driver by itself gives it none."""
+    stream, record = device.stream(), api.library.cuEventRecord
+    monkeypatch.setattr(api.library, "cuEventRecord", lambda event, stream: 201)
+    event = stream.record()
+    assert not event.done()
+    monkeypatch.setattr(api.library, "cuEventRecord", record)
+    event.synchronize()
+    assert event.done()
+
+
 def test_a_function_may_ask_cuda(api, device):
     """It is on no thread of the driver."""
     event, stream, seen = device.stream().record(), device.stream(), []
@@ -179,6 +206,20 @@ def test_another_librarys_capture_is_refused_before_anything_is_put_there(api, d
         with pytest.raises(CaptureError, match=r"only be captured by Stream\.capture"):
             stream.call(lambda: None)
         assert api.machine.capturing[theirs.ptr].nodes == []
+
+
+def test_a_first_call_while_another_library_captures_spoils_nothing(api, device, tmp_path):
+    """Nor does letting go of pinned memory; in the global mode much is prohibited."""
+    near_the_gpu(api, tmp_path)
+    stream, called = device.stream(), []
+    with captured_by_another(api):
+        stream.call(lambda: called.append(1))
+        stream.synchronize()
+        array = device.empty_pinned(PAGE, "int8")
+        del array
+    assert called == [1]
+    assert len(unregistered(api)) == 1
+    assert api.runtime.registered == {}
 
 
 # --- What a function holds ---

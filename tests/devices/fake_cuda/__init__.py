@@ -138,7 +138,7 @@ class FakeApi(cuda_api.CudaApi):
 
         def pinned(size, flags):
             machine.require_safe()
-            return Memory(size)
+            return arrays.PinnedMemory(runtime, size)
 
         def ndarray(shape, dtype, memptr, strides=None):
             return array_at(memptr.mem, memptr.mem.ptr, shape, np.dtype(dtype), strides)

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvcupy.arrays import array_at
 
+from .machine import Memory
 from .statuses import OUT_OF_MEMORY, CudaError, OutOfMemoryError
 
 _GRAIN = 512  # bytes to which the pool rounds
@@ -32,6 +33,21 @@ class DeviceMemory:
             self._runtime.free(self.ptr)
         except CudaError as error:  # CuPy's destructor cannot raise either
             self._runtime.log.append(("refused free", error.status))
+
+
+class PinnedMemory:
+    """`cupy.cuda.PinnedMemory`."""
+
+    def __init__(self, runtime, size):
+        self._runtime, self._memory = runtime, Memory(size)
+        self.ptr = self._memory.ptr
+
+    def __del__(self):
+        if not sys.is_finalizing():
+            try:
+                self._runtime.freeHost(self.ptr)
+            except CudaError as error:
+                self._runtime.log.append(("refused free host", error.status))
 
 
 class PooledMemory:
@@ -118,7 +134,8 @@ def array_class(api):
             return self._as(part if isinstance(part, np.ndarray) else self._bytes[index, None])
 
         def __setitem__(self, index, value):
-            part = self._bytes[index if isinstance(index, (tuple, slice)) else (index, ...)]
+            plain = isinstance(index, (tuple, slice)) or index is ...
+            part = self._bytes[index if plain else (index, ...)]
             values = value._bytes if isinstance(value, ndarray) else np.asarray(value)
             api.submit(lambda: part.__setitem__(..., values))
 

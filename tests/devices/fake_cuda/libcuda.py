@@ -106,6 +106,9 @@ class LibCuda(BatchDriver):
 
         return self._answer(put)
 
+    def cuEventRecord(self, event, stream):
+        return self._answer(lambda: self._runtime._record(_value(event), _value(stream)) or 0)
+
     def cuEventQuery(self, event):
         return self._answer(lambda: self._runtime._event_status(_value(event)))
 

@@ -70,6 +70,7 @@ class Machine:
     late : whether work waits in its stream
     held : streams whose work does not finish, late or not
     capturing : stream -> Capture
+    room : how much work a stream takes before calls that put more there wait; None: any
     deadlocks : every Deadlock that was raised, for some are swallowed on their way
     """
 
@@ -84,6 +85,7 @@ class Machine:
         self.queues = {}  # stream -> deque of Work
         self.last = {}  # stream -> its latest Work
         self.deadlocks = []
+        self.room = None
         self._running = threading.RLock()  # whoever holds it is the GPU
         self._driver = threading.Lock()  # what the driver holds around a host function
         self._driver_thread = None
@@ -156,6 +158,11 @@ class Machine:
             return []
         near = self._of_the_same_device(self.blocking & set(self.capturing), stream)
         return [self.capturing[other] for other in near]
+
+    def require_room(self, stream):
+        """Refuse to wait for room in a stream's queue with the interpreter's lock."""
+        if self.room is not None and len(self.queues.get(stream, ())) >= self.room:
+            raise self.deadlock("a call that keeps the GIL while it waits for room in a stream")
 
     def is_idle(self, stream):
         return stream not in self.held and not self.queues.get(stream)

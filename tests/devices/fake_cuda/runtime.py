@@ -107,13 +107,18 @@ class Runtime:
 
     # Events.
     def eventCreateWithFlags(self, flags):
+        self._machine.enter()
         event = self._machine.new_handle()
         self.events[event] = Event(self.current)
         self.log.append(("create event", flags))
         return event
 
     def eventRecord(self, event, stream):
-        self._machine.enter()
+        self._machine.enter(keeps_gil=True)
+        self._machine.require_room(self._machine.stream(stream))
+        self._record(event, stream)
+
+    def _record(self, event, stream):
         where, known = self._machine.stream(stream), self.events[event]
         if self._machine.device_of_stream(where) not in (None, known.device):
             raise CudaError(INVALID_HANDLE)
@@ -178,6 +183,7 @@ class Runtime:
         return status or (0 if idle else NOT_READY)
 
     def streamIsCapturing(self, stream):
+        self._machine.enter()
         where = self._machine.stream(stream)
         if self._machine.implicit_captures(where):  # which are none the worse for being asked for
             raise CudaError(906)
@@ -262,8 +268,15 @@ class Runtime:
         ctypes.memset(ptr, 0x5A, size)  # a crash if any of it were not mapped
         self.registered[ptr] = size
 
+    def freeHost(self, ptr):
+        self._machine.enter()
+        self._machine.require_safe()
+        self.log.append(("free host", ptr))
+
     def hostUnregister(self, ptr):
         self._machine.enter()
+        self._machine.require_safe()
+        self._machine.require_safe()
         self.log.append(("unregister", ptr, self.current))
         self.check_status(self.refused_unregistration)
         ctypes.memset(ptr, 0xA5, self.registered.pop(ptr))  # likewise
