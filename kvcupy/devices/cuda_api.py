@@ -23,6 +23,7 @@ CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCapture...; the driver number
 UNJOINED = 904
 DISABLE_TIMING = 2
 ATTRIBUTE_MULTIPROCESSORS = 16
+ATTRIBUTE_REGISTERED_HOST_POINTERS = 91  # ...CanUseHostPointerForRegisteredMem
 FUNCTION_STATIC_SMEM, FUNCTION_MAX_DYNAMIC_SMEM = 1, 8
 DEFAULT_SMEM_BYTES = 48 * 1024
 MEMCPY_DEFAULT = 4  # the driver tells host from device by the address

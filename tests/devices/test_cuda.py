@@ -114,6 +114,7 @@ def test_the_real_classes_are_there():
     assert runtime.streamCaptureModeRelaxed == 2
     assert (runtime.eventDisableTiming, runtime.hostAllocPortable) == (2, 1)
     assert (runtime.memcpyDefault, runtime.cudaDevAttrMultiProcessorCount) == (4, 16)
+    assert runtime.cudaDevAttrCanUseHostPointerForRegisteredMem == 91
 
 
 def test_a_carrier_is_a_real_cupy_array_at_the_address_with_the_strides():

@@ -45,6 +45,7 @@ class Runtime:
         self.calls = []
         self.memory_type = 1
         self.driver_version = 12040
+        self.attributes = {16: 132, 91: 1}
         self.bus_id = "0000:3B:00.0"
         self.refused_copies = {}  # destination -> status
         self.refused_registration = 0
@@ -85,7 +86,7 @@ class Runtime:
         return self.limit_bytes - used, self.limit_bytes
 
     def deviceGetAttribute(self, attribute, index):
-        return {16: 132}[attribute]
+        return self.attributes[attribute]
 
     def getDeviceProperties(self, index):
         return {"name": b"NVIDIA H200", "totalGlobalMem": 1}
