@@ -1,9 +1,9 @@
 """Copies of runs on a GPU: one call of the driver for all of them, or one call a run.
 
 What a call costs is what many short copies cost, so all go into one where the driver can: since
-CUDA 12.8, never on the legacy default stream, and never into a graph. A batch is given addresses as the
-device knows them. Where those of registered host memory are not the host's, as in WSL2, it faults
-on the latter, so there runs go one by one, by calls that look addresses up.
+CUDA 12.8, never on the legacy default stream, and never into a graph. A batch is given addresses as
+the device knows them. Where those of registered host memory are not the host's, as in WSL2, it
+faults on the latter, so there runs go one by one, by calls that look addresses up.
 """
 
 from __future__ import annotations

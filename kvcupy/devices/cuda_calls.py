@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import arrays
 from ..errors import CaptureError, DeviceError
 from . import host_pages
 from .cuda_api import HOST_ALLOC_MAPPED, HOST_ALLOC_PORTABLE
@@ -141,7 +142,8 @@ class HostCalls:
         try:
             write, wait = library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
         except AttributeError as error:
-            raise DeviceError(f"Stream.call needs a driver of CUDA 11.7 or newer: {error}") from None
+            message = f"Stream.call needs a driver of CUDA 11.7 or newer: {error}"
+            raise DeviceError(message) from None
         steps: tuple[tuple[Any, ...], ...] = (
             (write, word, ctypes.c_uint32(ARRIVED), ctypes.c_uint(0)),
             (library.cuLaunchHostFunc, ctypes.c_void_p(semaphore.post_function),
@@ -172,10 +174,8 @@ class HostCalls:
             return self._free.pop()
         api = self._device.api
         with api.relaxed():
-            memory = api.cupy.cuda.PinnedMemory(
-                4 * _WORDS, HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED
-            )
-        words = np.frombuffer((ctypes.c_uint32 * _WORDS).from_address(memory.ptr), np.uint32)
+            memory = api.cupy.cuda.PinnedMemory(4 * _WORDS, HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED)
+        words = arrays.array_at(memory, memory.ptr, (_WORDS,), np.dtype(np.uint32))
         words[:] = IDLE
         self._blocks.append((memory, words))
         self._free.extend(range(memory.ptr + 4, memory.ptr + words.nbytes, 4))

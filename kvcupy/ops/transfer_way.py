@@ -176,7 +176,10 @@ class Way:
         Copies need no compiler, so nothing is said or refused where there is none.
         """
         device, note = self.device, transfer_kernels.note_fault
-        found = [tuple(map(int, fault)) for fault in self._faults(pairs.src, pairs.dst)]
+        found = [
+            (count, operation, int(position), int(page))
+            for count, operation, position, page in self._faults(pairs.src, pairs.dst)
+        ]
         if not found:
             return []
         try:

@@ -158,7 +158,7 @@ def test_a_function_surfaces_at_its_own_stream_and_the_next_one_is_called(device
     first.call(lambda: seen.append("called"))
     second.call(lambda: None)
     second.synchronize()
-    with pytest.raises(DeviceError, match="host function <lambda> on cuda:0 .*ZeroDivisionError"):
+    with pytest.raises(DeviceError, match=r"host function <lambda> on cuda:0 .*ZeroDivisionError"):
         first.synchronize()
     first.synchronize()
     assert seen == ["called"]
