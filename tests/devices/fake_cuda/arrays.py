@@ -129,6 +129,12 @@ def array_class(api):
         def view(self, dtype):
             return self._as(self._bytes.view(dtype))
 
+        def transpose(self, axes):
+            return self._as(self._bytes.transpose(axes))
+
+        def reshape(self, *shape):
+            return self._as(self._bytes.reshape(*shape))
+
         def __getitem__(self, index):
             part = self._bytes[index]
             return self._as(part if isinstance(part, np.ndarray) else self._bytes[index, None])

@@ -185,7 +185,7 @@ class Machine:
                 for other in first.after:
                     self.run(other)
                 first.function()
-                first.done = True
+                first.done, first.function, first.after = True, None, ()  # keeps nothing alive
                 queue.popleft()
         finally:
             self._running.release()
