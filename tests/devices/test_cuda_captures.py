@@ -102,6 +102,12 @@ def test_page_lists_in_a_capture_of_others(api, device, lent):
     assert len(set(pinned)) == len(pinned)
 
 
+def capture(stream):
+    with stream.capture() as graph:
+        pass
+    graph.launch(stream)
+
+
 def legal_calls(device):
     event, busy = device.event(), device.stream()
     busy.record(event)
@@ -121,6 +127,7 @@ def legal_calls(device):
         "wait": lambda: busy.wait(device.stream()),
         "fault record": device.fault_array,
         "load": lambda: Attention(device)(device.stream()),
+        "capture": lambda: capture(busy),
         "scratch": lambda: scratch.borrow(device, 1 << 16, busy),
     }
 
@@ -128,7 +135,7 @@ def legal_calls(device):
 CALLS = [
     "empty", "zeros", "asarray", "to_numpy", "small pinned", "event.done", "event.synchronize",
     "stream.done", "stream.synchronize", "new stream", "retain", "wait", "fault record", "load",
-    "scratch",
+    "capture", "scratch",
 ]  # fmt: skip
 
 
