@@ -79,14 +79,14 @@ def test_calls_in_one_captured_stream_share_a_workspace(api, device, lent, warm,
     attend = Attention(device)
     if warm:
         attend(device.stream())
-        device.synchronize()
-        device.stream()
-        lent[False].clear()
+        device.api.runtime.deviceSynchronize()
+        workspace = lent[False].pop()
     with captured_by_another(api, mode=mode) as theirs:
         for _ in range(4):
             attend(theirs)
     assert len(lent[False]) == 4
     assert len(set(lent[False])) == 1
+    assert not warm or lent[False][0] == workspace, "the one of the call before, which has passed"
     attend(device.stream())
     assert lent[False][-1] != lent[False][0], "their graph may be replayed at any time"
 
