@@ -126,9 +126,10 @@ def _lend_to_capture(device: Device, key: _Key, on: Stream, capture: int, store:
             _captured.append(buffers)
     array = _take(buffers.idle[key])
     if array is None:
+        side = device.stream()  # which also lets go of what has passed since the last call
         array = _take(store[key])
         if array is None:
-            array = _make_beside(device, key)
+            array = _make_beside(device, key, side)
         buffers.add(key, array)
     # What the host writes is read at each replay: a later call must not write it anew.
     return _Loan(array, [] if key[0] else buffers.idle[key], buffers)
@@ -140,13 +141,13 @@ def _make(device: Device, key: _Key) -> Any:
     return make((size,), np.int8)
 
 
-def _make_beside(device: Device, key: _Key) -> Any:
+def _make_beside(device: Device, key: _Key, side: Stream) -> Any:
     """Make a buffer with a stream of its own as the current one, which no capture has to do with.
 
     The memory pool then finds no block that a captured stream, or the default one, may still use.
     """
     made: list[Any] = []
-    device.run(lambda: made.append(_make(device, key)), device.stream())
+    device.run(lambda: made.append(_make(device, key)), side)
     return made[0]
 
 

@@ -42,7 +42,7 @@ class Graph:
         """Start capturing `stream`."""
         device = stream.device
         try:
-            with device.current():
+            with device.current(), device.api.relaxed():
                 stream.cupy.begin_capture(device.api.runtime.streamCaptureModeRelaxed)
                 self.id = device.api.capture_id(stream.pointer)
         except device.api.errors as error:
@@ -63,7 +63,7 @@ class Graph:
         """End the capture and make the graph ready for launches."""
         device = self._origin.device
         try:
-            with device.current():
+            with device.current(), device.api.relaxed():  # what it instantiates takes memory
                 self._graph = self._origin.cupy.end_capture()
         except device.api.errors as error:
             if getattr(error, "status", None) == UNJOINED:
@@ -80,7 +80,8 @@ class Graph:
         """End the capture and drop what it holds; the streams are usable again."""
         try:
             # Spoilt, or with a fork unjoined: CUDA complains and ends it all the same.
-            with self._origin.device.current(), suppress(RuntimeError):
+            device = self._origin.device
+            with device.current(), device.api.relaxed(), suppress(RuntimeError):
                 self._origin.cupy.end_capture()
         finally:
             self._close()
@@ -114,7 +115,7 @@ class Graph:
         device = target.device
         self.last_stream = target.pointer
         try:
-            with device.current():
+            with device.current(), device.api.relaxed():
                 self._graph.launch(target.cupy)
         except device.api.errors as error:
             raise device.api.failure(f"launch of a graph on {target!r}", error) from error

@@ -79,14 +79,14 @@ def test_calls_in_one_captured_stream_share_a_workspace(api, device, lent, warm,
     attend = Attention(device)
     if warm:
         attend(device.stream())
-        device.synchronize()
-        device.stream()
-        lent[False].clear()
+        device.api.runtime.deviceSynchronize()
+        workspace = lent[False].pop()
     with captured_by_another(api, mode=mode) as theirs:
         for _ in range(4):
             attend(theirs)
     assert len(lent[False]) == 4
     assert len(set(lent[False])) == 1
+    assert not warm or lent[False][0] == workspace, "the one of the call before, which has passed"
     attend(device.stream())
     assert lent[False][-1] != lent[False][0], "their graph may be replayed at any time"
 
@@ -100,6 +100,12 @@ def test_page_lists_in_a_capture_of_others(api, device, lent):
             kv.transfer_pages(near, far, [0, 2], [1, 3], method="kernel", stream=theirs)
     pinned = lent[True]
     assert len(set(pinned)) == len(pinned)
+
+
+def capture(stream):
+    with stream.capture() as graph:
+        pass
+    graph.launch(stream)
 
 
 def legal_calls(device):
@@ -121,6 +127,7 @@ def legal_calls(device):
         "wait": lambda: busy.wait(device.stream()),
         "fault record": device.fault_array,
         "load": lambda: Attention(device)(device.stream()),
+        "capture": lambda: capture(busy),
         "scratch": lambda: scratch.borrow(device, 1 << 16, busy),
     }
 
@@ -128,7 +135,7 @@ def legal_calls(device):
 CALLS = [
     "empty", "zeros", "asarray", "to_numpy", "small pinned", "event.done", "event.synchronize",
     "stream.done", "stream.synchronize", "new stream", "retain", "wait", "fault record", "load",
-    "scratch",
+    "capture", "scratch",
 ]  # fmt: skip
 
 

@@ -96,6 +96,7 @@ class FakeApi(cuda_api.CudaApi):
 
             def end_capture(self):
                 capture = machine.end(machine.stream(self.ptr))
+                machine.require_safe()  # the graph is instantiated
                 graph = SimpleNamespace(launched=[])
 
                 def launch(stream):
