@@ -206,9 +206,10 @@ class Stream:
 
         Notes
         -----
-        The function runs on a thread of kvcupy's, one for all streams of the device, while the
-        stream waits for it: it must not wait for this stream, or for a function behind it. It is
-        kept alive until the stream has passed. Capture: legal; each replay calls it again.
+        The function runs on a thread of kvcupy's, one for all streams of the device, while this
+        stream waits for it, and whatever shares a hardware queue with it. It must not wait for the
+        GPU, which allocating and freeing memory may do too, nor for another such function. It lives
+        until the stream has passed. Capture: legal; each replay calls it again.
         """
         observe.issue(
             lambda: observe.Operation("call", self),

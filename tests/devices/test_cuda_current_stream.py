@@ -10,6 +10,7 @@ import pytest
 from fake_cuda import FakeApi
 
 import kvcupy as kv
+from kvcupy.cache.paged.staging import DeviceSide
 from kvcupy.devices import cuda
 
 DEFAULT = 0
@@ -161,6 +162,21 @@ def test_two_different_streams_are_refused_and_nothing_is_moved(api, gpu, torch)
     assert api.runtime.log == []
     kv.transfer_pages(src, dst, [1], [2], method="copy", stream=ours)
     assert streams_of_copies(api) == {ours.pointer}
+
+
+def test_memory_for_tables_is_behind_the_stream_whose_arena_it_came_from(api, gpu, torch):
+    """CuPy's, whatever torch has made current."""
+    ours, theirs = gpu.stream(), gpu.stream()
+    torch.pointer = theirs.pointer
+    for current in (None, ours):
+        if current is not None:
+            current_in_cupy(api, current)
+        side, copier = DeviceSide(gpu), gpu.stream()
+        side.grow(100)
+        api.runtime.log.clear()
+        side.free_for(copier)
+        recorded = [entry[2] for entry in api.runtime.log if entry[0] == "record"]
+        assert recorded == [DEFAULT if current is None else ours.pointer]
 
 
 @pytest.mark.parametrize("library", ["torch", "cupy"])

@@ -42,8 +42,8 @@ class PinnedMemory:
         self._runtime, self._memory = runtime, Memory(size)
         self.ptr = self._memory.ptr
 
-    def __del__(self):
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing=sys.is_finalizing):
+        if not is_finalizing():
             try:
                 self._runtime.freeHost(self.ptr)
             except CudaError as error:
