@@ -26,8 +26,8 @@ class DeviceMemory:
         self.ptr = runtime.malloc(max(size, 1))
         runtime.allocated[self.ptr].device = self.device_id
 
-    def __del__(self):
-        if not hasattr(self, "ptr") or sys.is_finalizing():
+    def __del__(self, is_finalizing=sys.is_finalizing):  # for when there are no modules any more
+        if not hasattr(self, "ptr") or is_finalizing():
             return
         try:
             self._runtime.free(self.ptr)
@@ -42,8 +42,8 @@ class PinnedMemory:
         self._runtime, self._memory = runtime, Memory(size)
         self.ptr = self._memory.ptr
 
-    def __del__(self):
-        if not sys.is_finalizing():
+    def __del__(self, is_finalizing=sys.is_finalizing):
+        if not is_finalizing():
             try:
                 self._runtime.freeHost(self.ptr)
             except CudaError as error:
