@@ -202,7 +202,7 @@ class CudaDevice:
         DeviceError : the GPU, or a host function in one of its streams, has failed
         CaptureError : a capture is under way
         """
-        if self.captures:
+        if self.captures or cuda_adopt.is_current_captured(self):
             raise CaptureError("synchronising the device is illegal while a stream is captured")
         try:
             with self.current():

@@ -75,6 +75,15 @@ def is_ordered(owner: Any, stream: Stream) -> bool:
     return current_stream(stream.device, library) == stream
 
 
+def is_current_captured(device: CudaDevice) -> bool:
+    """Return whether CuPy's or torch's current stream is being captured, as in torch.cuda.graph."""
+    libraries = ["cupy"]
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():  # else asking would set up all GPUs
+        libraries.append("torch")
+    return any(current_stream(device, library).capturing for library in libraries)
+
+
 def adopt(device: CudaDevice, stream: Any) -> Stream:
     """Return somebody else's stream as one of `device`.
 

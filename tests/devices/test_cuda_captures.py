@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -160,6 +162,23 @@ def test_calls_on_other_streams_leave_a_capture_whole(api, device, name, other_t
             work()
         assert failures == []
     assert api.machine.thread.mode == GLOBAL, "as it was before"
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_the_device_is_not_synchronised_in_a_capture_of_others(api, device, monkeypatch, library):
+    """CUDA would refuse that in any mode, and spoil the capture."""
+    with captured_by_another(api) as theirs:
+        if library == "cupy":
+            api.currents[0] = theirs
+        else:
+            stream = SimpleNamespace(cuda_stream=theirs.ptr)
+            calls = {"is_initialized": lambda: True, "current_stream": lambda index: stream}
+            monkeypatch.setitem(
+                sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(**calls))
+            )
+        with pytest.raises(CaptureError, match="synchronising the device"):
+            device.synchronize()
+    device.synchronize()
 
 
 def test_zeros_are_never_part_of_a_capture(api, device):

@@ -26,8 +26,8 @@ class DeviceMemory:
         self.ptr = runtime.malloc(max(size, 1))
         runtime.allocated[self.ptr].device = self.device_id
 
-    def __del__(self):
-        if not hasattr(self, "ptr") or sys.is_finalizing():
+    def __del__(self, is_finalizing=sys.is_finalizing):  # for when there are no modules any more
+        if not hasattr(self, "ptr") or is_finalizing():
             return
         try:
             self._runtime.free(self.ptr)
