@@ -12,10 +12,12 @@ import pytest
 
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
+from kvcupy import sources
 from kvcupy.compile_check import ARCHS
 from kvcupy.devices import cache, nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
+from kvcupy.ops.store import COPY
 
 PARAMS = np.dtype(
     [("in", np.uint64), ("out", np.uint64), ("count", np.int32), ("factor", np.float32)],
@@ -95,6 +97,21 @@ def test_the_working_directory_supplies_no_source(kernels, tmp_path, monkeypatch
     shutil.rmtree(cache.directory())
     monkeypatch.chdir(elsewhere)
     assert compile_in(kernels).image == before
+
+
+def test_a_store_cu_in_the_working_directory_is_not_the_packages(tmp_path, monkeypatch):
+    """It has the same kernel, and another constant in it."""
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path / "cache"))
+    store = COPY.specialise(16)
+    before = nvrtc.compile_cubin(store, "sm_90").image
+    shutil.rmtree(tmp_path / "cache")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for source in sources.kernels_dir().glob("*.cu*"):
+        text = source.read_text()
+        (elsewhere / source.name).write_text(f"__device__ int hostile = 7;\n{text}")
+    monkeypatch.chdir(elsewhere)
+    assert nvrtc.compile_cubin(store, "sm_90").image == before
 
 
 def test_how_the_source_is_included_is_part_of_the_key(kernels, compilations, monkeypatch):
