@@ -42,7 +42,7 @@ class Graph:
         """Start capturing `stream`."""
         device = stream.device
         try:
-            with device.current(), device.api.relaxed():
+            with device.current():
                 stream.cupy.begin_capture(device.api.runtime.streamCaptureModeRelaxed)
                 self.id = device.api.capture_id(stream.pointer)
         except device.api.errors as error:
@@ -115,7 +115,7 @@ class Graph:
         device = target.device
         self.last_stream = target.pointer
         try:
-            with device.current(), device.api.relaxed():
+            with device.current(), device.api.relaxed():  # the first one may take memory too
                 self._graph.launch(target.cupy)
         except device.api.errors as error:
             raise device.api.failure(f"launch of a graph on {target!r}", error) from error

@@ -110,8 +110,15 @@ def capture(stream):
     graph.launch(stream)
 
 
+def abort(stream):
+    with pytest.raises(ZeroDivisionError), stream.capture():
+        raise ZeroDivisionError
+
+
 def legal_calls(device):
     event, busy = device.event(), device.stream()
+    with device.stream().capture() as graph:
+        pass
     busy.record(event)
     array = device.zeros(8, "fp32")
     return {
@@ -130,6 +137,10 @@ def legal_calls(device):
         "fault record": device.fault_array,
         "load": lambda: Attention(device)(device.stream()),
         "capture": lambda: capture(busy),
+        "aborted capture": lambda: abort(busy),
+        "launch": lambda: graph.launch(busy),
+        "expressions": lambda: device.run(lambda: device.api.cupy.empty(1 << 20, np.int8), busy),
+        "copy by a kernel": lambda: device.copy(array[::2], array[1::2], stream=busy),
         "scratch": lambda: scratch.borrow(device, 1 << 16, busy),
     }
 
@@ -137,7 +148,7 @@ def legal_calls(device):
 CALLS = [
     "empty", "zeros", "asarray", "to_numpy", "small pinned", "event.done", "event.synchronize",
     "stream.done", "stream.synchronize", "new stream", "retain", "wait", "fault record", "load",
-    "capture", "scratch",
+    "capture", "aborted capture", "launch", "expressions", "copy by a kernel", "scratch",
 ]  # fmt: skip
 
 

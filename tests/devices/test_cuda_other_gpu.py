@@ -11,8 +11,9 @@ from fake_cuda import FakeApi, captured_by_another
 
 import kvcupy as kv
 from kvcupy import devices, dlpack
-from kvcupy.devices import cuda
+from kvcupy.devices import cuda, nvrtc
 from kvcupy.devices.cuda_streams import Stream
+from kvcupy.kernels import Kernel
 
 LEGACY, PER_THREAD = 0, 2
 
@@ -71,6 +72,66 @@ def test_arrays_go_there_and_back(api, second):
     np.testing.assert_array_equal(array._bytes, source)
     np.testing.assert_array_equal(second.to_numpy(array), source)
     assert array.data.device_id == 1
+
+
+def test_what_a_default_stream_there_still_writes_is_read(second):
+    array = second.zeros(64, "fp32")
+    with second.current():
+        array.fill(7)
+    assert (second.to_numpy(array) == 7).all()
+
+
+def test_what_is_made_is_there(api, second, monkeypatch):
+    priority, asked = api.runtime.streamGetPriority, []
+
+    def watched(stream):
+        asked.append(api.runtime.current)
+        return priority(stream)
+
+    monkeypatch.setattr(api.runtime, "streamGetPriority", watched)
+    second.stream().record()
+    assert second.fault_array().data.device_id == 1
+    made = []
+    second.run(lambda: made.append(api.cupy.empty((8,), np.uint8)), second.stream())
+    assert made[0].data.device_id == 1
+    assert Stream(second, LEGACY).priority == 0
+    assert asked == [1]
+
+
+def test_modules_are_loaded_there(api, second, monkeypatch):
+    params = np.dtype([("data", np.uint64)])
+    compiled = nvrtc.Compiled(b"image", "name", "", "sm_90")
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda s, arch: compiled)
+    second.load(Kernel("any.cu", "any", params, "Params").specialise())
+    assert api.loaded == [1]
+
+
+def test_that_device_is_synchronised(api, second):
+    first = cuda.CudaDevice(0, api)
+    theirs, work = Copy(first, first.stream()), Copy(second, second.stream())
+    second.synchronize()
+    assert (theirs.done, work.done) == (False, True)
+
+
+def test_its_own_free_memory_is_told(api, second):
+    api.runtime.limit_bytes = 4096
+    api.runtime.log.clear()
+    with pytest.raises(kv.DeviceError, match="cuda:1"):
+        second.zeros(8192, "uint8")
+    assert ("context", 1) in api.runtime.log
+
+
+def test_the_default_stream_of_a_thread_is_captured_there(second):
+    stream = Stream(second, PER_THREAD)
+    with stream.capture() as graph:
+        work = Copy(second, stream)
+    graph.launch(stream)
+    assert not work.done
+    stream.synchronize()
+    assert work.done
+    with pytest.raises(ZeroDivisionError), stream.capture():
+        raise ZeroDivisionError
+    assert not stream.capturing
 
 
 def test_an_event_is_recorded_there(second, default):

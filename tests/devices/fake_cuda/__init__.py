@@ -51,6 +51,7 @@ class FakeApi(cuda_api.CudaApi):
     currents : CuPy's current stream by device, outside `with stream`
     entered : streams that were made CuPy's current one, in order
     graphs : that became of captures
+    loaded : the device of each module
     pool : CuPy's memory pool, of a late machine
     """
 
@@ -65,6 +66,7 @@ class FakeApi(cuda_api.CudaApi):
         self.currents = {}
         self.entered = []
         self.graphs = []
+        self.loaded = []
         api = self
 
         class Stream:
@@ -104,6 +106,7 @@ class FakeApi(cuda_api.CudaApi):
                     if where in runtime.capturing:
                         runtime.capturing[where].spoilt = True
                         raise CudaError(UNSUPPORTED)
+                    machine.require_safe()  # what it needs is put on the GPU at first
                     graph.launched.append(stream.ptr)
                     for node in capture.nodes:
                         machine.submit(where, node)
@@ -130,6 +133,7 @@ class FakeApi(cuda_api.CudaApi):
             def __init__(self, *, path):
                 machine.require_safe()
                 self.image = Path(path).read_bytes()
+                api.loaded.append(runtime.current)
 
             def get_function(self, name):
                 return SimpleNamespace(kernel=SimpleNamespace(ptr=0xF00))

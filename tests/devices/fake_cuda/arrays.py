@@ -143,6 +143,7 @@ def array_class(api):
             plain = isinstance(index, (tuple, slice)) or index is ...
             part = self._bytes[index if plain else (index, ...)]
             values = value._bytes if isinstance(value, ndarray) else np.asarray(value)
+            api.runtime._machine.require_safe()  # a kernel is compiled and loaded at first
             api.submit(lambda: part.__setitem__(..., values))
 
         def fill(self, value):

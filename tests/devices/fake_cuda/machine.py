@@ -174,6 +174,12 @@ class Machine:
             if stream in self.last:
                 self.run(self.last[stream])
 
+    def progress_device(self):
+        """Do the work of the current device."""
+        for stream in list(self.last):
+            if self.device_of_stream(stream) in (None, self.thread.device):
+                self.run(self.last[stream])
+
     def run(self, work):
         """Do the work of a stream up to and including `work`."""
         if not self._running.acquire(timeout=_PATIENCE):

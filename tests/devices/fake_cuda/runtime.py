@@ -81,6 +81,7 @@ class Runtime:
 
     def memGetInfo(self):
         self._machine.enter(keeps_gil=True)
+        self._machine.require_safe()
         self.log.append(("context", self.current))
         used = sum(len(memory.bytes) for memory in self.allocated.values())
         return self.limit_bytes - used, self.limit_bytes
@@ -104,7 +105,7 @@ class Runtime:
             capture.spoilt = True
         self.check_status(UNSUPPORTED if self.capturing else self.fault)
         self.held.clear()
-        self._machine.progress()
+        self._machine.progress_device()
 
     # Events.
     def eventCreateWithFlags(self, flags):
