@@ -164,6 +164,16 @@ def test_a_function_surfaces_at_its_own_stream_and_the_next_one_is_called(device
     assert seen == ["called"]
 
 
+def test_the_default_stream_of_a_gpu_that_is_not_current_is_that_gpus(api):
+    second, seen = cuda.CudaDevice(1, api), []
+    stream = cuda.Stream(second, 0)
+    stream.call(lambda: seen.append(threading.current_thread().name))
+    assert api.runtime.current == 0
+    assert not api.machine.queues.get(0)
+    stream.synchronize()
+    assert seen == ["kvcupy host functions, cuda:1"]
+
+
 # --- Captures ---
 
 
