@@ -204,6 +204,11 @@ class Stream:
 
         An exception in it surfaces as DeviceError at the next synchronisation.
 
+        Raises
+        ------
+        DeviceError : the driver has no stream memory operations, by which the stream waits
+        CaptureError : the stream is captured by another library
+
         Notes
         -----
         The function runs on a thread of kvcupy's, one for all streams of the device, while this
