@@ -93,14 +93,15 @@ def view(exporter: Any) -> ArrayView:
     ------
     TypeError : a device or element type that kvcupy does not know, or the exporter refuses
     """
-    device_type = int(exporter.__dlpack_device__()[0])
-    arguments: dict[str, Any] = {}
-    if device_type in (_CUDA, _CUDA_MANAGED):
-        from .devices import cuda_api
-
-        arguments["stream"] = cuda_api.dlpack_stream()
+    device_type, index = (int(number) for number in exporter.__dlpack_device__())
     try:
-        capsule = _export(exporter, arguments)
+        if device_type in (_CUDA, _CUDA_MANAGED):
+            from .devices import cuda_api
+
+            with cuda_api.dlpack_stream(index) as stream:
+                capsule = _export(exporter, {"stream": stream})
+        else:
+            capsule = _export(exporter, {})
     except BufferError as error:
         raise TypeError(f"got {type(exporter).__name__}: {error}") from error
 

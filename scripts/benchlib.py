@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+import kvcupy as kv
 from kvcupy import observe, timeline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +28,27 @@ PACKAGES = ("kvcupy", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "tor
 
 class WrongBytes(Exception):
     """A measured case did not compute what NumPy computes."""
+
+
+def device_for_products(name: str | None) -> Any:
+    """Return the device of a name, or the default one, where arrays can be multiplied as matrices.
+
+    Raises
+    ------
+    SystemExit
+        CuPy lacks cuBLAS; tells how to get it.
+    """
+    device = kv.device(name) if name else kv.default_device()
+    square = device.asarray(np.ones((8, 8), np.float32))
+    try:
+        square.dot(square)
+    except ImportError as error:
+        raise SystemExit(
+            f"{device.name}: this multiplies matrices, for which CuPy needs cuBLAS ({error}). "
+            "pip install nvidia-cublas-cu12 beside cupy-cuda12x, or nvidia-cublas beside "
+            "cupy-cuda13x; or run it with --device host"
+        ) from None
+    return device
 
 
 def require_equal(case: str, got: Any, want: Any) -> None:

@@ -29,6 +29,8 @@ CORE = ("numpy", "ml_dtypes")
 TORCH = {"torch": "torch==2.13.0", "transformers": "transformers>=5,<6"}
 SANITIZER = "nvidia-cuda-sanitizer-api"  # compute-sanitizer
 COMPILERS = ("c++", "g++", "clang++")
+# With which CuPy multiplies matrices; no part of the package does, but the models in the scripts.
+CUBLAS = {"cuda12": "nvidia-cublas-cu12>=12.3", "cuda13": "nvidia-cublas>=13,<14"}
 
 
 def lacks(*modules: str) -> bool:
@@ -61,6 +63,14 @@ def lacks_nvrtc() -> bool:
     wheel = any(name.startswith("nvidia-cuda-nvrtc") for name in installed())
     toolkit = find_library("nvrtc") or list(Path("/usr/local/cuda").glob("lib64/libnvrtc.so*"))
     return lacks("cupy") or not (wheel or toolkit)
+
+
+def lacks_cublas(extra: str) -> bool:
+    """Return whether the cuBLAS is missing that belongs to the CuPy of an extra."""
+    wheel, major = re.split(r"[<>=]", CUBLAS[extra])[0], extra.removeprefix("cuda")
+    if wheel in installed() or (find_library("cublas") or "").endswith(f".so.{major}"):
+        return False
+    return not list(Path("/usr/local/cuda").glob(f"lib64/libcublas.so.{major}*"))
 
 
 def lacks_nvdisasm() -> bool:
@@ -105,6 +115,7 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
     Without the rest a task does less: no picture, no GPU, no check of the CUDA compiler.
     """
     core = lacks(*CORE)
+    wheels: list[str] = []
     extras = {
         "test": task != "demo" and lacks("pytest", "hypothesis", "hatchling"),
         "dev": task == "dev" and lacks("ruff", "mypy", "clang_format"),
@@ -113,15 +124,17 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
         extras["plot"] = lacks("matplotlib")
         extras["headers"] = core or lacks_headers()
         extras["host"] = lacks_compiler()
-        if driver_cuda() >= 12 and lacks("cupy"):
-            extras[cuda_extra()] = True
+        if driver_cuda() >= 12:
+            extras[cuda_extra()] = lacks("cupy")
+            if lacks_cublas(cuda_extra()):
+                wheels.append(CUBLAS[cuda_extra()])
         if task != "demo" and has_cuda_wheels():
-            extras[cuda_extra()] = lacks_nvrtc()
+            extras[cuda_extra()] = extras.get(cuda_extra(), False) or lacks_nvrtc()
             extras["test"] |= lacks_nvdisasm()
     names = sorted(extra for extra, absent in extras.items() if absent)
     arguments = ["-e", f"{ROOT}[{','.join(names)}]" if names else str(ROOT)]
-    wanted = [release for name, release in TORCH.items() if torch and lacks(name)]
-    return (arguments if core or names else []) + wanted
+    wheels += [release for name, release in TORCH.items() if torch and lacks(name)]
+    return (arguments if core or names else []) + wheels
 
 
 def missing_for_report(torch: bool = False, essential: bool = False) -> list[str]:

@@ -35,6 +35,7 @@ import numpy as np
 from benchlib import (
     captured,
     describe,
+    device_for_products,
     format_table,
     interleave,
     medians,
@@ -214,7 +215,7 @@ def one_core_a_stream(device: Any) -> Iterator[None]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run all parts and return the report."""
-    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    device = device_for_products(arguments.device)
     where = describe(device)  # now: the tree may change while this runs
     model = MODELS[arguments.model]
     requests = read_trace(arguments.trace) if arguments.trace else synthetic_trace()

@@ -8,6 +8,7 @@ import gc
 import sys
 import types
 import weakref
+from contextlib import nullcontext
 
 import ml_dtypes
 import numpy as np
@@ -444,7 +445,7 @@ def test_pinned_memory_of_a_capsule():
 
 @pytest.mark.parametrize("device_type", [2, 13])
 def test_capsules_of_a_gpu(monkeypatch, device_type):
-    monkeypatch.setattr(cuda_api, "dlpack_stream", lambda: 1)
+    monkeypatch.setattr(cuda_api, "dlpack_stream", lambda index: nullcontext(1))
     assert view(HandMade(device_type=device_type, device_id=3)).device == "cuda:3"
 
 

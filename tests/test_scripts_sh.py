@@ -303,7 +303,41 @@ def test_a_gpu_asks_for_the_cupy_that_its_driver_takes(needs, monkeypatch, cuda,
     needs.absent.add("cupy")
     assert needs.missing("demo") == []  # no GPU, no CuPy
     monkeypatch.setattr(needs, "driver_cuda", lambda: cuda)
+    monkeypatch.setattr(needs, "lacks_cublas", lambda extra: False)
     assert needs.missing("demo") == ["-e", f"{ROOT}[{extra}]"]
+
+
+@pytest.mark.parametrize("task", ["demo", "test", "dev"])
+@pytest.mark.parametrize(
+    ("cupy", "cuda", "present", "wheels"),
+    [
+        ("cupy-cuda12x", 0, set(), []),  # no GPU
+        ("cupy-cuda12x", 12, set(), ["nvidia-cublas-cu12>=12.3"]),
+        ("cupy-cuda12x", 12, {"nvidia-cublas-cu12"}, []),
+        ("cupy-cuda12x", 12, {"nvidia-cublas"}, ["nvidia-cublas-cu12>=12.3"]),
+        ("cupy-cuda13x", 13, set(), ["nvidia-cublas>=13,<14"]),
+        ("cupy-cuda13x", 13, {"nvidia-cublas"}, []),
+    ],
+)
+def test_the_models_of_the_demos_find_the_cublas_of_their_cupy(
+    needs, monkeypatch, task, cupy, cuda, present, wheels
+):
+    """CuPy multiplies matrices with it, and brings none."""
+    monkeypatch.setattr(needs, "installed", lambda: {cupy, "nvidia-cuda-nvrtc-cu12", *present})
+    monkeypatch.setattr(needs, "driver_cuda", lambda: cuda)
+    monkeypatch.setattr(needs, "find_library", lambda name: None)
+    monkeypatch.setattr(needs.Path, "glob", lambda path, pattern: iter(()))
+    assert needs.missing(task) == wheels
+    assert needs.missing(task, essential=True) == []
+
+
+@pytest.mark.parametrize("task", ["demo", "test"])
+@pytest.mark.parametrize(("found", "wheels"), [("12", []), ("13", ["nvidia-cublas-cu12>=12.3"])])
+def test_a_toolkit_has_cublas_if_it_is_of_the_same_cuda(needs, monkeypatch, task, found, wheels):
+    monkeypatch.setattr(needs, "driver_cuda", lambda: 12)
+    monkeypatch.setattr(needs, "find_library", lambda name: f"lib{name}.so.{found}")
+    monkeypatch.setattr(needs.Path, "glob", lambda path, pattern: iter(()))
+    assert needs.missing(task) == wheels
 
 
 def test_nvrtc_joins_the_cupy_that_is_there(needs, monkeypatch):

@@ -115,7 +115,8 @@ class TransferEngine:
         device_pages, host_pages : int32 or int64 (N,) of the host, or lists of ints, copied by the
             call. A pair with a negative page is skipped
         after : the compute stream that has written the pages: Stream, or a CuPy or torch stream;
-            None: the current one. What it is given after the call does not hold the copy up
+            None: the one that is current in CuPy or torch, as for `transfer_pages`. What it is
+            given after the call does not hold the copy up
 
         Raises
         ------

@@ -149,6 +149,9 @@ class HostDevice:
         """Return where kernels find a view; None for memory of a GPU."""
         return view.pointer if view.device == "host" else None
 
+    def check_fallback(self, operation: str, stream: Any) -> None:
+        """Do nothing: a graph of the host device replays array expressions."""
+
     # --- Streams ---
 
     def stream(self, priority: int = 0) -> HostStream:

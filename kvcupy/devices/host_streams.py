@@ -31,6 +31,7 @@ class InlineStream:
     priority = 0
     capturing = False
     keeps = True
+    capture_id = None
     name = "calling thread"
 
     def __init__(self, device: HostDevice) -> None:
@@ -76,7 +77,8 @@ class HostStream:
     """A FIFO worker thread. Made by `Device.stream`."""
 
     inline = False
-    keeps = True
+    keeps = True  # its graphs hold what was captured
+    capture_id = None
     _numbers = itertools.count(1)
 
     def __init__(self, device: HostDevice, priority: int = 0) -> None:

@@ -27,6 +27,7 @@ OPTIONS = ("-std=c++17", "-default-device")
 VERBOSE = "--ptxas-options=-v"
 _INVALID_OPTION = 5  # NVRTC_ERROR_INVALID_OPTION
 _PTX_LADDER = (120, 100, 90, 80, 75)
+_RENAMED = (101,)  # 110 since CUDA 13, so that newer drivers do not know the number
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def compile_cubin(
         return compile_now()
     kernel = specialisation.kernel
     key = cache.key(
-        "cubin", digest, kernel.source, specialisation.expression, arch, "\0".join(flags),
-        f"{version[0]}.{version[1]}", _headers_digest(tuple(headers)),
+        "cubin", digest, _program_text(kernel.source), specialisation.expression, arch,
+        "\0".join(flags), f"{version[0]}.{version[1]}", _headers_digest(tuple(headers)),
     )  # fmt: skip
     if verbose:
         fresh = compile_now()
@@ -138,7 +139,7 @@ def targets(arch: str, supported: Sequence[int]) -> list[str]:
     if number in supported:
         return [arch]
     if supported:
-        older = [a for a in supported if a <= number]
+        older = [a for a in supported if a <= number and a not in _RENAMED]
         if not older:
             raise CompileError(f"{arch}: this NVRTC compiles for sm_{supported[0]} and newer")
         return [f"compute_{older[-1]}"]
@@ -185,10 +186,20 @@ def _compile(
     raise CompileError(f"{specialisation}: no target for {arch}")
 
 
+def _program_text(source: str) -> str:
+    """Return a program that is one file of the kernels.
+
+    In angle brackets, for quotes would look in the working directory first: whatever file of that
+    name lies there would be compiled instead, and cached as the package's own. What the file itself
+    includes in quotes is looked for beside it, then along the include path.
+    """
+    return f"#include <{source}>\n"
+
+
 @contextmanager
 def _program(nvrtc: Any, specialisation: Specialisation) -> Iterator[int]:
     source = specialisation.kernel.source
-    program = nvrtc.createProgram(f'#include "{source}"\n', f"{source}.program", (), ())
+    program = nvrtc.createProgram(_program_text(source), f"{source}.program", (), ())
     try:
         yield program
     finally:

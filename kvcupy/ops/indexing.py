@@ -170,7 +170,9 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
         last = numbers - xp.maximum(pages - 1, 0) * page_size
         found.extend((indptr, device.carrier(table)[used].astype(xp.int32), last.astype(xp.int32)))
 
-    device.run(express, device.as_stream(None, table.library), (block_table, seq_lens))
+    on = device.as_stream(None, table.library)
+    device.check_fallback("page_table_csr", on)
+    device.run(express, on, (block_table, seq_lens))
     indptr, indices, last_page_len = (outputs.in_library(a, table) for a in found)
     return indptr, indices, last_page_len
 

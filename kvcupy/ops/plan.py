@@ -129,6 +129,7 @@ class Plan(abc.ABC):
             pointers = tuple(map(operator.add, pointers, self.offsets))
         self.check(pointers, arrays)
         if self.cause is not None:
+            self.device.check_fallback(self.operation, on)
             config.fall_back(self.operation, self.cause)
         if observe.watching():
             observe.issue(

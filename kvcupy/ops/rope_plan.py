@@ -174,6 +174,9 @@ class AlternatePlan:
         except (TypeError, ValueError) as error:
             raise type(error)(f"alt_{error}") from None
         self.whole.check(pointers, arrays)
+        if any(one.cause is not None for one in (self.rotate, self.store_k, self.store_v)):
+            for on in (main, other):
+                device.check_fallback(self.rotate.operation, on)
         self.rotate.run(pointers, arrays, main)
         streams.fork(main, other)
         self.store_k.run(pointers, arrays, main)

@@ -54,6 +54,12 @@ CONVERT = {
     for lanes in (32, 1)
 }  # fmt: skip
 
+_NOTE_PARAMS = np.dtype(
+    [("faults", np.uint64), *((name, np.int64) for name in faults.RECORD_FIELDS)], align=True
+)
+
+NOTE = Kernel("faults.cu", "note_fault", _NOTE_PARAMS, "NoteFaultParams").specialise(1)
+
 # What each launch fills in: fields that follow one another in the Params.
 _POINTERS = struct.Struct("=3Q")  # src_pages, dst_pages, faults
 _PAIR = struct.Struct("=2q")  # of src and dst
@@ -76,7 +82,7 @@ def specialisations() -> list[Specialisation]:
         for count in (PACK, 1)
         if source is not target
     ]
-    return [*copies, *converts]
+    return [*copies, *converts, NOTE]
 
 
 def bounded_blocks(device: Device) -> int:
@@ -156,6 +162,19 @@ class KernelMove:
         self._device.launch(
             self._function, (blocks, 1, 1), (self._threads, 1, 1), 0, bytes(packed), on, keep
         )
+
+
+def note_fault(device: Device, fault: tuple[int, int, int, int], on: Stream) -> None:
+    """Launch the note of a fault that the host knows of.
+
+    The host neither reads the record nor waits for it, and a replay notes the fault again.
+
+    Parameters
+    ----------
+    fault : the fields of the record (`faults.RECORD_FIELDS`)
+    """
+    params = np.array((device.fault_pointer, *fault), _NOTE_PARAMS)
+    device.launch(device.load(NOTE), (1, 1, 1), (1, 1, 1), 0, params.tobytes(), on)
 
 
 def copying(device: Device, rows: Rows, src_pages: int, dst_pages: int) -> KernelMove:

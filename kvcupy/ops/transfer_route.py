@@ -95,10 +95,10 @@ class Route:
         *, reports: bool = False,
     ) -> None:  # fmt: skip
         """Launch the kernels. `reports`: whether they note pages past the end."""
-        lists, owner = pairs.lists(self.device, on)
+        lists, owners = pairs.lists(self.device, on)
         blocks = transfer_kernels.blocks(self.device, max_blocks, over_link=self.over_link)
         for i, move in enumerate(self.kernel_moves()):
-            move.launch(lists, blocks, on, (*keep, owner), reports=reports and i == 0)
+            move.launch(lists, blocks, on, (*keep, *owners), reports=reports and i == 0)
 
     def by_runs(self, runs: PageRuns, on: Stream, keep: Sequence[object]) -> None:
         """Copy runs of pages, all of which exist."""

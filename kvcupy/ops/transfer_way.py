@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,13 @@ from ..arrays import ArrayView
 from ..config import config
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from . import expressions, transfer_expressions, transfer_method, transfer_runs
+from . import (
+    expressions,
+    transfer_expressions,
+    transfer_kernels,
+    transfer_method,
+    transfer_runs,
+)
 from .page_pairs import PagePairs
 from .transfer_checks import Request
 from .transfer_route import Pages, Route
@@ -77,6 +83,7 @@ class Way:
                 return self._expressed(cause, pairs, on, keep)
             return lambda: self._by_kernels(pairs, on, keep)
         existing = pairs.existing(self.src.num_pages, self.dst.num_pages)
+        notes = self._notes(pairs, on) if existing.count < pairs.count else []
         if method == "copy":
             moves: list[Callable[[], None]] = [
                 partial(route.by_runs, existing.runs, on, keep) for route in self.routes
@@ -89,8 +96,8 @@ class Way:
             moves = [partial(t.move, existing, self._max_blocks(), on, keep) for t in turns]
 
         def move() -> None:
-            if existing.count < pairs.count:
-                self.device.run(lambda: self._note_faults(pairs.src, pairs.dst), on)
+            for note in notes:
+                note()
             if existing.count:
                 for enqueue in moves:
                     enqueue()
@@ -145,6 +152,7 @@ class Way:
         self, cause: CompileError, pairs: PagePairs, on: Stream, keep: Sequence[object]
     ) -> Callable[[], None]:
         """Return the transfer as array expressions, if they are allowed."""
+        self.device.check_fallback("transfer_pages", on)
         config.fall_back("transfer_pages", cause)
 
         def express() -> None:
@@ -153,7 +161,8 @@ class Way:
                 else given
                 for view, given in zip(pairs.views, (pairs.src, pairs.dst), strict=True)
             )  # fmt: skip
-            self._note_faults(src, dst)
+            for fault in self._faults(src, dst):
+                expressions.note_fault(self.device, *fault)
             live = (src >= 0) & (dst >= 0)
             live &= (src < self.src.num_pages) & (dst < self.dst.num_pages)
             for route in self.routes:
@@ -161,8 +170,29 @@ class Way:
 
         return lambda: self.device.run(express, on, (*keep, *pairs.views))
 
-    def _note_faults(self, src: Any, dst: Any) -> None:
-        """Note pages past the end in the device's record, as the kernel does."""
+    def _notes(self, pairs: PagePairs, on: Stream) -> list[Callable[[], None]]:
+        """Return what notes the pages of host lists that are past the end, on the stream.
+
+        Copies need no compiler, so nothing is said or refused where there is none.
+        """
+        device, note = self.device, transfer_kernels.note_fault
+        found = [
+            (count, operation, int(position), int(page))
+            for count, operation, position, page in self._faults(pairs.src, pairs.dst)
+        ]
+        if not found:
+            return []
+        try:
+            device.load(transfer_kernels.NOTE)
+        except CompileError:
+            return [
+                partial(device.run, partial(expressions.note_fault, device, *fault), on)
+                for fault in found
+            ]
+        return [partial(note, device, fault, on) for fault in found]
+
+    def _faults(self, src: Any, dst: Any) -> Iterator[tuple[int, int, Any, Any]]:
+        """Tell of pages past the end as the kernel does: count, operation, position and value."""
         meant = (src >= 0) & (dst >= 0)
         for name, pages, most in (
             ("src_pages", src, self.src.num_pages), ("dst_pages", dst, self.dst.num_pages)
@@ -171,7 +201,7 @@ class Way:
             meant &= pages < most
             if len(bad):
                 operation = faults.operation_id("transfer_pages", name)
-                expressions.note_fault(self.device, len(bad), operation, bad[0], pages[bad[0]])
+                yield len(bad), operation, bad[0], pages[bad[0]]
 
 
 def _owned(part: ArrayView, pool: Any) -> ArrayView:
