@@ -120,6 +120,8 @@ class Stream:
     @property
     def capture_id(self) -> int | None:
         """CUDA's number of the capture that the stream is part of; None outside, or if spoilt."""
+        if not self.capturing:  # CuPy tells sooner, and gives the thread the device's context
+            return None
         with self.device.current():
             return self.device.api.capture_id(self.pointer)
 
