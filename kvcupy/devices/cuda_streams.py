@@ -74,7 +74,7 @@ class Stream:
     def create(cls, device: CudaDevice, priority: int) -> Stream:
         """Return a new stream that does not synchronise with the default stream."""
         try:
-            with device.current():
+            with device.current(), device.api.relaxed():
                 made = device.api.cupy.cuda.Stream(non_blocking=True, priority=priority)
         except device.api.errors as error:
             raise device.api.failure(f"stream on {device.name}", error) from error

@@ -206,6 +206,17 @@ def test_zeros_are_never_part_of_a_capture(api, device):
     assert (array._bytes == 7).all()
 
 
+def test_memory_from_inside_a_capture_is_let_go_of_inside_another(api, device):
+    api.currents[0] = home = device.stream().cupy
+    with captured_by_another(api, home):
+        array, buffer = device.zeros(64, "fp32"), device.empty_pinned(64, "fp32")
+        event = device.event()
+        device.stream().record(event)
+    with captured_by_another(api, home):
+        del array, event
+    assert buffer.nbytes == 256
+
+
 def test_a_driver_that_is_not_found_changes_no_mode(api, device):
     api.library = None
     with api.relaxed():
