@@ -112,7 +112,7 @@ class Event:
 def create_handle(device: CudaDevice, timing: bool) -> int:
     """Return a new CUDA event."""
     try:
-        with device.current():
+        with device.current(), device.api.relaxed():
             flags = 0 if timing else DISABLE_TIMING
             return int(device.api.runtime.eventCreateWithFlags(flags))
     except device.api.errors as error:

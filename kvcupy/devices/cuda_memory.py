@@ -24,11 +24,11 @@ def empty(device: CudaDevice, shape: Any, dtype: Any) -> Any:
 
 def zeros(device: CudaDevice, shape: Any, dtype: Any) -> Any:
     """Return a CuPy array of zeros, ready for any stream. It is never part of a capture."""
-    format = dtypes.tag(dtype)
     stream = device.as_stream(None, "cupy")
     if stream.capturing:
-        return _tagged(_cleared(device, "zeros", shape, _cupy_dtype(format)), format)
-    array = _allocate(device, "zeros", shape, format)
+        with device.current(), device.stream().cupy:
+            return zeros(device, shape, dtype)
+    array = _allocate(device, "zeros", shape, dtypes.tag(dtype))
     stream.synchronize()
     return array
 
@@ -64,8 +64,19 @@ def to_numpy(device: CudaDevice, array: Any) -> np.ndarray[Any, Any]:
 
 
 def fault_record(device: CudaDevice) -> Any:
-    """Return four int64 zeros, whatever is being captured."""
-    return _cleared(device, "fault record", (4,), np.dtype(np.int64))
+    """Return four int64 zeros, outside the pool, cleared on a stream that no capture can own."""
+    cuda, runtime = device.api.cupy.cuda, device.api.runtime
+    dtype = np.dtype(np.int64)
+    try:
+        with device.current(), device.api.relaxed():
+            memory = cuda.Memory(4 * dtype.itemsize)
+            own = cuda.Stream(non_blocking=True)
+            runtime.memsetAsync(memory.ptr, 0, 4 * dtype.itemsize, own.ptr)
+            runtime.streamSynchronize(own.ptr)
+            start = cuda.MemoryPointer(memory, 0)
+            return device.api.cupy.ndarray((4,), dtype, memptr=start)
+    except device.api.errors as error:
+        raise device.api.failure(f"fault record of {device.name}", error) from error
 
 
 def carrier(device: CudaDevice, view: arrays.ArrayView) -> Any:
@@ -164,47 +175,17 @@ def _copy_by_kernel(
 def _allocate(device: CudaDevice, how: str, shape: Any, format: str) -> Any:
     """Call `cupy.empty` or `cupy.zeros` with a dtype that CuPy has."""
     device.retired.reap()
-    dtype = _cupy_dtype(format)
-    try:
-        with device.current(), device.api.relaxed():
-            made = getattr(device.api.cupy, how)(shape, dtype)
-    except device.api.errors as error:
-        raise _no_memory(device, how, shape, dtype, error) from error
-    return _tagged(made, format)
-
-
-def _cleared(device: CudaDevice, what: str, shape: Any, dtype: np.dtype[Any]) -> Any:
-    """Return zeros outside the pool, cleared on a stream that no capture can own."""
-    cuda, runtime = device.api.cupy.cuda, device.api.runtime
-    num_bytes = _count(shape) * dtype.itemsize
-    try:
-        with device.current(), device.api.relaxed():
-            memory = cuda.Memory(num_bytes)
-            own = cuda.Stream(non_blocking=True)
-            runtime.memsetAsync(memory.ptr, 0, num_bytes, own.ptr)
-            runtime.streamSynchronize(own.ptr)
-            start = cuda.MemoryPointer(memory, 0)
-            return device.api.cupy.ndarray(shape, dtype, memptr=start)
-    except device.api.errors as error:
-        raise _no_memory(device, what, shape, dtype, error) from error
-
-
-def _no_memory(
-    device: CudaDevice, what: str, shape: Any, dtype: np.dtype[Any], error: Exception
-) -> KvcupyError:
-    num_bytes = _count(shape) * dtype.itemsize
+    quantised = format.startswith("fp8")  # CuPy has bfloat16, but no 8-bit floats
+    dtype = dtypes.carrier_dtype(format) if quantised else dtypes.numpy_dtype(format)
     with device.current():
-        return device.api.failure(f"{what}, {num_bytes:,} bytes on {device.name}", error)
-
-
-def _count(shape: Any) -> int:
-    return int(np.prod(shape, dtype=np.int64))
-
-
-def _cupy_dtype(format: str) -> np.dtype[Any]:
-    """Return the dtype in which CuPy holds a format: it has bfloat16, but no 8-bit floats."""
-    quantised = format.startswith("fp8")
-    return dtypes.carrier_dtype(format) if quantised else dtypes.numpy_dtype(format)
+        try:
+            with device.api.relaxed():
+                made = getattr(device.api.cupy, how)(shape, dtype)
+        except device.api.errors as error:
+            num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            what = f"{how}, {num_bytes:,} bytes on {device.name}"
+            raise device.api.failure(what, error) from error
+    return _tagged(made, format)
 
 
 def _tagged(array: Any, format: str) -> Any:

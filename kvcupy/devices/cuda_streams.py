@@ -74,7 +74,7 @@ class Stream:
     def create(cls, device: CudaDevice, priority: int) -> Stream:
         """Return a new stream that does not synchronise with the default stream."""
         try:
-            with device.current():
+            with device.current(), device.api.relaxed():
                 made = device.api.cupy.cuda.Stream(non_blocking=True, priority=priority)
         except device.api.errors as error:
             raise device.api.failure(f"stream on {device.name}", error) from error
@@ -120,6 +120,8 @@ class Stream:
     @property
     def capture_id(self) -> int | None:
         """CUDA's number of the capture that the stream is part of; None outside, or if spoilt."""
+        if not self.capturing:  # CuPy tells sooner, and gives the thread the device's context
+            return None
         with self.device.current():
             return self.device.api.capture_id(self.pointer)
 

@@ -206,6 +206,17 @@ def test_zeros_are_never_part_of_a_capture(api, device):
     assert (array._bytes == 7).all()
 
 
+def test_memory_from_inside_a_capture_is_let_go_of_inside_another(api, device):
+    api.currents[0] = home = device.stream().cupy
+    with captured_by_another(api, home):
+        array, buffer = device.zeros(64, "fp32"), device.empty_pinned(64, "fp32")
+        event = device.event()
+        device.stream().record(event)
+    with captured_by_another(api, home):
+        del array, event
+    assert buffer.nbytes == 256
+
+
 def test_a_driver_that_is_not_found_changes_no_mode(api, device):
     api.library = None
     with api.relaxed():
@@ -216,6 +227,19 @@ def test_a_driver_that_is_not_found_changes_no_mode(api, device):
         theirs.begin_capture(RELAXED)
         assert not device.as_stream(theirs).keeps, "what is not known to be ours is another's"
         theirs.end_capture()
+
+
+def test_a_mode_that_could_not_be_set_is_not_set_back(api, device):
+    modes = []
+
+    def refuse(mode):
+        modes.append(mode._obj.value)
+        return 3  # not initialised
+
+    api.library.cuThreadExchangeStreamCaptureMode = refuse
+    with api.relaxed():
+        pass
+    assert modes == [RELAXED]
 
 
 # --- Buffers of a capture ---
@@ -252,6 +276,24 @@ def test_buffers_of_a_graph_are_shared_in_order_and_come_back_with_it(device):
     back = [scratch.borrow(device, 5000, main) for _ in range(8)]
     assert {first, other, apart} <= {buffer.pointer for buffer in back}
     del second
+
+
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
+def test_buffers_of_a_capture_have_nothing_to_do_with_the_current_stream(api, device, whose):
+    """It may be captured, or have work in flight that uses what CuPy's pool would hand out."""
+    home, stream = device.stream(), api.cupy.cuda.Stream(non_blocking=True)
+    api.currents[0] = home.cupy
+    idle = device.empty(8192, "int8")
+    pointer = idle.data.ptr
+    del idle
+    with captured_by_another(api, stream) if whose == "theirs" else home.capture():
+        on = home if whose == "ours" else device.as_stream(stream)
+        api.runtime.log.clear()
+        assert borrow(device, on) != pointer
+    used = {entry[2] for entry in api.runtime.log if entry[0] == "memset"}
+    used |= {entry[1] for entry in api.runtime.log if entry[0] == "synchronize"}
+    assert used
+    assert not used & {0, home.pointer, stream.ptr}
 
 
 def test_a_capture_that_fails_gives_its_buffers_back(device):
@@ -425,4 +467,31 @@ def test_array_expressions_are_refused_in_a_capture(api, device, no_kernels, nam
         ):
             call(theirs)
     kinds = {entry[0] for entry in api.runtime.log[len(before) :]}
+    assert api.driver.launches == []
     assert not kinds & {"copy", "memset", "record", "wait", "synchronize"}
+
+
+def test_page_tables_are_not_made_in_a_capture(api, device):
+    table, lens = device.zeros((2, 4), "int32"), device.zeros(2, "int32")
+    with captured_by_another(api) as theirs:
+        api.currents[0] = theirs
+        with pytest.raises(CaptureError, match=r"page_table_csr.* captured"):
+            kv.page_table_csr(table, lens, 4)
+
+
+def test_nothing_is_launched_if_a_later_part_would_be_array_expressions(api, device, monkeypatch):
+    """With a second stream the rotation has a kernel of its own, and the copies have another."""
+    call, stream, loaded = expressed_calls(device)["rope_store_kv"], device.stream(), []
+
+    def refuse(specialisation, arch):
+        loaded.append(specialisation)
+        if len(loaded) > 1:
+            raise CompileError("does not compile", "line 1: no")
+        return nvrtc.Compiled(b"image", "name", "", arch)
+
+    monkeypatch.setattr(nvrtc, "compile_cubin", refuse)
+    monkeypatch.setattr(config, "_fallback", "warn")
+    with stream.capture(), pytest.raises(CaptureError, match="captured"):
+        call(stream)
+    assert len(loaded) > 1
+    assert api.driver.launches == []

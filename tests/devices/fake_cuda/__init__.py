@@ -73,6 +73,7 @@ class FakeApi(cuda_api.CudaApi):
             device_id = 0
 
             def __init__(self, non_blocking=False, priority=0):
+                machine.require_safe()  # CUDA does not promise that it is not
                 self.ptr = machine.new_handle()
                 self.device_id = runtime.current
                 runtime.priorities[self.ptr] = priority
@@ -86,6 +87,8 @@ class FakeApi(cuda_api.CudaApi):
                 return made
 
             def __enter__(self):
+                if self.device_id not in (-1, runtime.current):
+                    raise RuntimeError(f"a stream of device {self.device_id} on {runtime.current}")
                 api.entered.append(self.ptr)
                 api._stack().append((runtime.current, self))
                 return self

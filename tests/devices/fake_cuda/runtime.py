@@ -110,6 +110,7 @@ class Runtime:
     # Events.
     def eventCreateWithFlags(self, flags):
         self._machine.enter()
+        self._machine.require_safe()  # as for streams
         event = self._machine.new_handle()
         self.events[event] = Event(self.current)
         self.log.append(("create event", flags))
