@@ -33,6 +33,11 @@ class Kernel:
     struct: str
     barriers: bool = False
 
+    @cached_property
+    def num_pointers(self) -> int:
+        """How many fields at the start of the Params are addresses."""
+        return pointer_fields(self.params)
+
     def specialise(self, *arguments: str | int) -> Specialisation:
         return Specialisation(self, tuple(str(a) for a in arguments))
 

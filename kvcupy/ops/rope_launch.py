@@ -79,10 +79,6 @@ class Turned:
     format: Format
     norm: ArrayView | None
 
-    def in_place(self, source: int, target: int) -> bool:
-        """Whether rows at these addresses are written where they are read."""
-        return self.out is not None and source == target and self.rows == self.out
-
     @property
     def strides(self) -> list[int]:
         found = [self.rows.token_bytes, self.rows.head_bytes]

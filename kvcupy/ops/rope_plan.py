@@ -33,6 +33,13 @@ class RopePlan(plan.Plan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        turned = [("query", part.query) for part in self.parts]
+        turned += [("key", part.key) for part in self.parts if part.turns]
+        self.in_place = tuple(
+            (ARRAYS.index(f"{name}_out"), ARRAYS.index(name))
+            for name, one in turned
+            if one is not None and one.rows == one.out
+        )
         if self.rotation.num_tokens == 0 or not self.loads:
             return
         try:
@@ -44,10 +51,7 @@ class RopePlan(plan.Plan):
             self.cause = cause
 
     def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
-        """Describe the arrays that the parts touch: rows of the tokens there are, caches by pages.
-
-        What is written where it is read counts as written.
-        """
+        """Describe the arrays that the parts touch: rows of the tokens there are, caches by pages."""
         tokens = self.rotation.num_tokens
         stored = self.store.slots.shape[0] if self.store is not None else 0
         address = dict(zip(ARRAYS, pointers, strict=True))
@@ -61,14 +65,12 @@ class RopePlan(plan.Plan):
                 if turned is None:
                     continue
                 source, target = address[name], address[f"{name}_out"]
-                found.pop(name, None)
                 if not part.turns and turned.out is not None:
-                    del found[f"{name}_out"]
+                    found.pop(f"{name}_out", None)
                     like = view(whole[f"{name}_out"])
                     found[name] = _rows_view(turned.out, target, tokens, like)
                     continue
-                if not turned.in_place(source, target):
-                    found[name] = _rows_view(turned.rows, source, tokens, view(whole[name]))
+                found[name] = _rows_view(turned.rows, source, tokens, view(whole[name]))
                 if turned.out is not None:
                     like = view(whole[f"{name}_out"])
                     found[f"{name}_out"] = _rows_view(turned.out, target, tokens, like)
@@ -107,7 +109,6 @@ class RopePlan(plan.Plan):
                 rows, target = views[name], views[f"{name}_out"]
                 if turned is None:
                     continue
-                rows = target if rows is None else rows  # in place
                 assert rows is not None
                 bits = device.carrier(rows).copy()
                 if part.turns:
@@ -157,11 +158,12 @@ class AlternatePlan:
     rotate: RopePlan
     store_k: RopePlan
     store_v: RopePlan
+    used_at: int = 0
 
-    def drop_traceback(self) -> None:
-        """Let go of the call for which nothing compiled, in each of the three."""
-        for one in (self.rotate, self.store_k, self.store_v):
-            one.drop_traceback()
+    def settle(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
+        """Prepare the checks, and let go of the call for which this was made."""
+        for one in (self.whole, self.rotate, self.store_k, self.store_v):
+            one.settle(pointers, arrays)
 
     def run_on(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any, alternate: Any
@@ -174,8 +176,8 @@ class AlternatePlan:
         except (TypeError, ValueError) as error:
             raise type(error)(f"alt_{error}") from None
         self.whole.check(pointers, arrays)
-        self.rotate.run(pointers, arrays, main)
+        self.rotate.issue(pointers, arrays, main)
         streams.fork(main, other)
-        self.store_k.run(pointers, arrays, main)
-        self.store_v.run(pointers, arrays, other)
+        self.store_k.issue(pointers, arrays, main)
+        self.store_v.issue(pointers, arrays, other)
         streams.join(main, other)
