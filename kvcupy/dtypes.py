@@ -74,6 +74,12 @@ def numpy_dtype(name: Any) -> np.dtype[Any]:
     return wanted
 
 
+@lru_cache(maxsize=256)
+def itemsize(name: str) -> int:
+    """Return the bytes of an element of a format, or of a NumPy dtype by name."""
+    return numpy_dtype(name).itemsize
+
+
 def carrier_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype in which any array library can hold the bits of `name`."""
     return FORMATS[name].carrier if name in FORMATS else np.dtype(name)

@@ -33,20 +33,28 @@ class Aliasing:
         outputs: Collection[int],
         in_place: Collection[tuple[int, int]] = (),
     ) -> None:
-        arrays = {i: v for i, v in enumerate(views) if v is not None}
-        self._strides_fit = not any(n % v.itemsize for v in arrays.values() for n in v.strides)
-        self._itemsizes = [(i, v.itemsize) for i, v in arrays.items() if v.itemsize > 1]
-        self._layouts = {i: (v.shape, v.strides, v.format) for i, v in arrays.items() if v.size}
         self._in_place = frozenset(in_place)
-        # With the distances between which byte ranges intersect.
+        self._strides_fit = True
+        self._itemsizes: list[tuple[int, int]] = []
+        self._layouts: dict[int, _Layout] = {}
+        reach: dict[int, tuple[int, int]] = {}  # in bytes from the address; empty arrays have none
+        for i, v in enumerate(views):
+            if v is None:
+                continue
+            if v.itemsize > 1:
+                self._itemsizes.append((i, v.itemsize))
+                self._strides_fit &= not any([n % v.itemsize for n in v.strides])
+            low, high = v.byte_range()
+            if low < high:
+                reach[i] = low - v.pointer, high - v.pointer
+                self._layouts[i] = v.shape, v.strides, v.format
+        # Two arrays, and the distances between which their byte ranges intersect.
         self._pairs: list[tuple[int, int, int, int]] = []
-        reach = {i: _reach(arrays[i]) for i in self._layouts}
-        written = [i for i in outputs if i in reach]
-        others = [j for j in reach if j not in written]
-        for n, i in enumerate(written):
-            low, high = reach[i]
-            for j in (*written[n + 1 :], *others):
-                self._pairs.append((i, j, low - reach[j][1], high - reach[j][0]))
+        for i in outputs:
+            if i not in reach:
+                continue
+            low, high = reach.pop(i)
+            self._pairs += [(i, j, low - to, high - start) for j, (start, to) in reach.items()]
 
     def allows(self, addresses: Sequence[int]) -> bool:
         """Return whether elements lie at multiples of their size, and outputs by themselves."""
@@ -63,12 +71,6 @@ class Aliasing:
         if distance == 0 and (i, j) in self._in_place:
             return False
         return _share_bytes(self._layouts[i], self._layouts[j], distance)
-
-
-def _reach(view: ArrayView) -> tuple[int, int]:
-    """Return from where to where a view reaches, in bytes from its address."""
-    low, high = view.byte_range()
-    return low - view.pointer, high - view.pointer
 
 
 @lru_cache(maxsize=4096)  # interleaved arrays, K and V of one pool say, keep their distance

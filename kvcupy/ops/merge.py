@@ -12,6 +12,7 @@ from ..arrays import ArrayView, describe
 from ..dtypes import FORMATS
 from ..errors import CompileError
 from ..exporters import view
+from ..kernels import zeroed
 from . import checks, expressions, outputs, plan
 from .merge_launch import MERGED, PARAMS, launch, merge_launch, specialisations
 
@@ -130,7 +131,7 @@ class MergePlan(plan.Plan):
 
     def _launch(self) -> plan.Launch:
         given = self.given
-        params = np.zeros((), PARAMS)
+        params = zeroed(PARAMS)
         params["num_states"] = 2
         if "out_b" not in given:
             params["num_states"] = given["out_a"].shape[0]

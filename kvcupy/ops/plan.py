@@ -241,17 +241,25 @@ def obtain(
             return pointers, known
     except TypeError:  # no array, or an option that cannot be hashed: the checks say which
         signature = None
-    described: list[Any] = []  # in place of the arrays: numbers, None, or views without an owner
-    for name, array in zip(names, arrays, strict=True):
-        is_number = array is None or (name.endswith("scale") and not checks.is_array(array))
-        described.append(array if is_number else view(array, name).without_owner())
-    pointers = tuple(v.pointer if isinstance(v, ArrayView) else 0 for v in described)
+    described = tuple(map(_describe, arrays, names))
+    pointers = tuple([v.pointer if isinstance(v, ArrayView) else 0 for v in described])
     given = {name: v for name, v in zip(names, described, strict=True) if v is not None}
     made = make(given, alignment(pointers, num_rows))
-    made.settle(pointers, tuple(described))
+    made.settle(pointers, described)
     if signature is not None:
         _remember(signature, made, is_new=True)
     return pointers, made
+
+
+def _describe(argument: Any, name: str) -> Any:
+    """Return a view that keeps nothing alive, or what is no array: None, or a scale's number."""
+    if argument is None or (name.endswith("scale") and not checks.is_array(argument)):
+        return argument
+    found = view(argument, name)
+    if found is argument:  # the caller's own view, which stays as it is
+        return found.without_owner()
+    found.owner = None
+    return found
 
 
 def alignment(pointers: tuple[int, ...], num_rows: int) -> int:

@@ -51,7 +51,7 @@ class RopePlan(plan.Plan):
             self.cause = cause
 
     def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
-        """Describe the arrays that the parts touch: rows of the tokens there are, caches by pages."""
+        """Describe what the parts touch: rows of the tokens that there are, caches by pages."""
         tokens = self.rotation.num_tokens
         stored = self.store.slots.shape[0] if self.store is not None else 0
         address = dict(zip(ARRAYS, pointers, strict=True))
