@@ -132,12 +132,12 @@ def plot(report: dict[str, Any], path: Path) -> None:
     Raises
     ------
     ImportError
-        matplotlib is missing: `pip install kvcupy[plot]`.
+        matplotlib is missing: `pip install matplotlib`.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install kvcupy[plot]") from error
+        raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
     rows = report["rows"]
     live, middle = [row["live"] for row in rows], [row["median_us"] for row in rows]
     figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")

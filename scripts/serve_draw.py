@@ -24,13 +24,13 @@ def draw_steps(spans: Sequence[Any], path: Path, title: str) -> None:
     Raises
     ------
     ImportError
-        matplotlib is missing: `pip install kvcupy[plot]`.
+        matplotlib is missing: `pip install matplotlib`.
     """
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ImportError("a picture needs matplotlib: pip install kvcupy[plot]") from error
+        raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
     begins = [span.start_us for span in spans if span.name == "embed"]
     origin = begins[min(1, len(begins) - 1)]
     end_us = begins[-1] if begins[-1] > origin else max(span.end_us for span in spans)
