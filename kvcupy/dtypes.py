@@ -1,4 +1,4 @@
-"""The number formats of API.md: names, sizes, limits, and the dtypes that carry them."""
+"""The number formats: names, sizes, limits, and the dtypes that carry them."""
 
 from __future__ import annotations
 

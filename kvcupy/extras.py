@@ -13,8 +13,8 @@ _PACKAGE = Path(__file__).resolve().parent
 def install(extra: str) -> str:
     """Return the `pip install` that brings what an extra of kvcupy needs.
 
-    In a checkout it installs the extra of that checkout; else it names the packages themselves, so
-    that no index is asked for kvcupy.
+    In a checkout it installs the extra of that checkout; else it names the packages themselves, for
+    no index has kvcupy.
 
     >>> install("torch")
     "pip install ..."

@@ -39,9 +39,14 @@ def directory() -> Path:
     named = os.environ.get("KVCUPY_CACHE_DIR")
     if named:
         return Path(named)
+    nowhere = Path(os.devnull) / "kvcupy"  # which can never be written
+    if not os.environ.get("XDG_CACHE_HOME"):
+        try:
+            Path.home()
+        except RuntimeError:
+            return nowhere
     folder = user_cache_path("kvcupy", appauthor=False)
-    # Without a home: a place that can never be written.
-    return folder if folder.is_absolute() else Path(os.devnull) / "kvcupy"
+    return folder if folder.is_absolute() else nowhere
 
 
 def key(kind: str, *parts: str) -> str:

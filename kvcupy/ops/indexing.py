@@ -68,7 +68,7 @@ def slot_mapping(
     page_size : slots a page
     out : int64 (T,), written in place; what the step does not need is filled with -1. None:
         allocated, as long as the step needs
-    stream : see API.md
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Returns
     -------

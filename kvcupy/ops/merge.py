@@ -45,7 +45,7 @@ def merge_states(
         states also merge into fp16 or bf16. None: allocated, like out_a
     lse_out : float32 (T, Hq), likewise, and may be lse_a or lse_b itself
     lse_base : "e" or "2", of the logarithms in and out
-    stream : see API.md
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     To merge N states at once give out_a (N, T, Hq, Dv), lse_a (N, T, Hq) and None for out_b, lse_b.
 

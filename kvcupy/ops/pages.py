@@ -59,7 +59,7 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
         place. The last axis is contiguous
     src_pages, dst_pages : int32 or int64 (N,). A pair with a negative page is skipped. Past the
         end: likewise, and raised by `check_faults`
-    stream : see API.md
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Raises
     ------

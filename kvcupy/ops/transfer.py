@@ -54,7 +54,7 @@ def transfer_pages(
         leave its memory or enter it
     convert : allow pools of different formats. Scales of a quantised pool are dynamic, one a token
         and head, as in `store_kv`; without scales they are 1
-    stream : see API.md
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Raises
     ------
