@@ -143,13 +143,13 @@ def measure(device: Any, name: str, make: Make, rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", help="such as host or cuda:0; by default the first GPU or host")
     parser.add_argument("--only", nargs="+", choices=OPERATIONS, default=OPERATIONS)
     parser.add_argument("--quick", action="store_true", help="fewer calls")
     parser.add_argument("--json", metavar="FILE", help="where to write the results")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     device = kv.device(options.device) if options.device else kv.devices.get()
     rows = measure_all(device, options.only, 20 if options.quick else 200)
     columns = ("operation", *(f"{kind} us" for kind in KINDS))

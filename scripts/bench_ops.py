@@ -183,7 +183,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     report = run(arguments)
     print(f"{report['device']} ({report['gpu_and_driver'] or report['processor']}), ", end="")
-    print(f"copy {report['copy_gb_per_s']:.1f} GB/s; every candidate checked\n")
+    print(f"copy {report['copy_gb_per_s']:.1f} GB/s; every candidate checked")
+    print("times are medians but for (min); ratios (x) and headlines are of the least times\n")
     print(render(report))
     if arguments.json:
         write_json(arguments.json, report)

@@ -224,7 +224,7 @@ def render(report: dict[str, Any]) -> str:
                 case += ", " + " and ".join(row["layouts"])
             cells.append((case, row["direction"], row["candidate"], *measured, row["ratio"]))
         wanted = len(columns) + 1 if section == "scattered" else len(columns)
-        columns += ("times as fast",)
+        columns += ("times as fast (median)",)
         title = f"{section}: rows and tokens a page"
         lines += [title, "", format_table(columns[:wanted], [c[:wanted] for c in cells]), ""]
     for name, value in report["headlines"].items():

@@ -240,7 +240,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def render(report: dict[str, Any]) -> str:
     """Return the report as tables, each under a line that says what it compares."""
-    columns = ("case", "us (median)", "us (min)", "GB/s", "times as fast", "copy hidden")
+    columns = ("case", "us (median)", "us (min)", "GB/s", "times as fast (min)", "copy hidden")
     most = report["overlap"][-1]["hidden_at_most"]
     lines = []
     for part, title in (

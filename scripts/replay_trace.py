@@ -12,7 +12,7 @@ simulation that knows hash ids alone says what each tier should have found.
 
 Pages are a model's, each size divided by --scale; one page is one block of 512 tokens of the trace.
 Equal arguments give equal counts, but for --eager; times differ. The exit status is 1 if a byte
-was wrong.
+was wrong, and 130 after Ctrl-C, which ends it between two requests' layers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from overlap_demo import one_core_a_stream
 from replay_draw import draw_comparison, draw_over_time
 from replay_orders import ORDERS
 from replay_report import (
-    Progress,
     point_of,
     render_comparison,
     render_point,
@@ -51,8 +50,10 @@ from tier_simulation import Sizes, simulate
 from workload import MODELS, Request
 
 import kvcupy as kv
+from kvcupy.progress import Progress
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of all sizes, in a sweep
+STOPPED = 130  # as shells report of a program that Ctrl-C has ended
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
@@ -88,12 +89,25 @@ def replay(
         simulated = simulate(ids, sizes, settings.policy, settings.write, running=settings.running)
     with disk_file(arguments.disk, sizes.disk > 0, arguments.reopen) as path:
         one = Replay(device, replace(settings, disk=path))
-        progress = Progress(f"{settings.policy}, {settings.write}", len(requests))
-        try:
-            outcome = one.run(requests, speed=arguments.speed, each=progress.show)
-        finally:
-            one.close()
+        what = f"{settings.policy}, {settings.write}"
+        with Progress(what, len(requests), "requests", lines=True) as progress:
+            try:
+                outcome = one.run(requests, speed=arguments.speed, each=progress.to)
+            except KeyboardInterrupt:
+                print(stopped(one, progress.done, len(requests)), file=sys.stderr)
+                raise
+            finally:
+                one.close()
     return point_of(settings, outcome, simulated)
+
+
+def stopped(one: Replay, done: int, total: int) -> str:
+    """Say what a replay that ends early has done; what is on a named disk stays there."""
+    counts = one.outcome.counts
+    return (
+        f"stopped after {done} of {total} requests: {counts['checked_bytes']} bytes compared, "
+        f"{counts['wrong_bytes']} wrong; there is no report"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -166,7 +180,10 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
-    report = run(arguments)
+    try:
+        report = run(arguments)
+    except KeyboardInterrupt:
+        return STOPPED
     print(header(report))
     for point in report["points"]:
         if point["replayed"]:

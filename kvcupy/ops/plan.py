@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import observe
 from ..arrays import ArrayView
-from ..config import config
+from ..config import config, logger
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
 from ..exporters import probe_argument, view
@@ -246,6 +246,7 @@ def obtain(
     given = {name: v for name, v in zip(names, described, strict=True) if v is not None}
     made = make(given, alignment(pointers, num_rows))
     made.settle(pointers, described)
+    logger.debug("%s: planned a call of new shapes, strides, formats or options", operation)
     if signature is not None:
         _remember(signature, made, is_new=True)
     return pointers, made
