@@ -26,11 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in _SCRIPTS:
         return _run_script(command, arguments[1:])
     options = parser.parse_args(arguments)
-    if options.command == "doctor":
-        from . import doctor
-
-        return doctor.main()
     try:
+        if options.command == "doctor":
+            from . import doctor
+
+            return doctor.main()
         if options.command == "calibrate":
             from . import calibrate
 

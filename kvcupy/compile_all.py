@@ -110,11 +110,17 @@ def _of_this_machine() -> list[tuple[str, Compile]]:
     from . import device
     from .devices.cuda import why_not
 
-    found: list[tuple[str, Compile]] = [("host", cxx.build)]
+    found: list[tuple[str, Compile]] = [("host", _for_host)]
     if not why_not():
         gpu: Any = device("cuda")
         found.append(_gpu(gpu.arch))
     return found
+
+
+def _for_host(specialisation: Specialisation) -> None:
+    """Compile a kernel for this processor, and what shares a launch among threads."""
+    cxx.build_pool()
+    cxx.build(specialisation)
 
 
 def _gpu(arch: str) -> tuple[str, Compile]:

@@ -147,12 +147,12 @@ def _require_plain(dtype: np.dtype[Any]) -> None:
 
 def _view_torch(x: Any) -> ArrayView:
     torch = sys.modules["torch"]
-    if x.device.type not in ("cpu", "cuda") or x.layout is not torch.strided:
+    format, device = _torch_names(x.dtype, x.device)
+    if device is None or x.layout is not torch.strided:
         raise TypeError(f"got a torch tensor with layout {x.layout} on {x.device}")
     if x.is_quantized or x.is_conj() or x.is_neg():
         raise TypeError(f"got a torch tensor of {x.dtype} whose bits are not its values")
     itemsize = x.element_size()
-    format, device = _torch_names(x.dtype, x.device)
     return ArrayView(
         x.data_ptr(),
         tuple(x.shape),
@@ -165,9 +165,9 @@ def _view_torch(x: Any) -> ArrayView:
 
 
 @lru_cache(maxsize=256)
-def _torch_names(dtype: Any, device: Any) -> tuple[str, str]:
-    """Return the names of a torch dtype and of a torch device."""
-    name = "host" if device.type == "cpu" else f"cuda:{device.index}"
+def _torch_names(dtype: Any, device: Any) -> tuple[str, str | None]:
+    """Return the names of a torch dtype and of a torch device, None if that is none of kvcupy's."""
+    name = {"cpu": "host", "cuda": f"cuda:{device.index}"}.get(device.type)
     return dtypes.tag(str(dtype).removeprefix("torch.")), name
 
 

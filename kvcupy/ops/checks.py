@@ -238,7 +238,8 @@ def require_output(v: ArrayView, name: str) -> None:
     """Refuse what cannot be written element by element."""
     if v.readonly:
         raise ValueError(f"{name}: expected a writable array, got a read-only one")
-    if any(n > 1 and s == 0 for n, s in zip(v.shape, v.strides, strict=True)):
+    steps = zip(v.shape, v.strides, strict=True)
+    if 0 in v.strides and any(n > 1 and s == 0 for n, s in steps):
         raise ValueError(f"{name}: expected distinct elements, got a broadcast array")
 
 
@@ -277,7 +278,7 @@ def require_disjoint(
 
 def require_contiguous(v: ArrayView, name: str) -> None:
     """Refuse gaps between the elements of the last axis."""
-    if v.size and v.ndim and v.shape[-1] > 1 and v.strides[-1] != v.itemsize:
+    if v.ndim and v.shape[-1] > 1 and v.strides[-1] != v.itemsize and v.size:
         raise ValueError(
             f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), "
             f"got strides of {v.strides} bytes"

@@ -280,7 +280,8 @@ def _remember(signature: Any, plan: Remembered, *, is_new: bool = False) -> None
     with _lock:
         _made += is_new
         plan.used_at = _made
-        _plans.pop(signature, None)
+        if not is_new:
+            _plans.pop(signature, None)
         _plans[signature] = plan
         if len(_plans) > _MAX_PLANS:
             del _plans[next(iter(_plans))]
