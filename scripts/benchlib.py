@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import math
 import platform
 import shutil
@@ -27,6 +28,13 @@ PACKAGES = ("kvcupy", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "tor
 
 class WrongBytes(Exception):
     """A measured case did not compute what NumPy computes."""
+
+
+def log_compilation() -> None:
+    """Say on stderr which kernels are compiled: a first run takes that much longer."""
+    logger = logging.getLogger("kvcupy")
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO)
 
 
 def require_equal(case: str, got: Any, want: Any) -> None:

@@ -43,6 +43,7 @@ import numpy as np
 from benchlib import (
     describe,
     format_table,
+    log_compilation,
     medians,
     minima,
     random_bits,
@@ -277,4 +278,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    log_compilation()
     sys.exit(main())

@@ -37,6 +37,7 @@ from benchlib import (
     describe,
     format_table,
     interleave,
+    log_compilation,
     medians,
     minima,
     named_stream,
@@ -289,4 +290,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    log_compilation()
     sys.exit(main())

@@ -32,7 +32,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchlib import describe, write_json
+from benchlib import describe, log_compilation, write_json
 from overlap_demo import one_core_a_stream
 from replay_draw import draw_comparison, draw_over_time
 from replay_orders import ORDERS
@@ -243,4 +243,5 @@ def positive(text: str) -> int:
 
 
 if __name__ == "__main__":
+    log_compilation()
     sys.exit(main())
