@@ -1,10 +1,12 @@
 """Measure what a call costs in Python: warm, with arrays at new addresses, and of a new shape.
 
-Shapes are small, so that the kernels are done in a few us and what counts is the way there.
+There is one token to work on, so that the kernels are done in a few us and what counts is the way
+there.
 
 same    the same arrays again and again
 fresh   arrays of the same shapes at addresses that no call has had: what a model's activations are
-shape   a number of tokens (or sequences, or pages) that no call has had; all kernels are loaded
+shape   arrays with a number of rows, or of columns of the page table, that no call has had; most of
+        them spare, so that the work is the same; all kernels are loaded
 
 Least times of single calls, in us, which other programs disturb least; medians are in the JSON.
 Arrays are torch tensors where torch is installed, else NumPy arrays.
@@ -35,7 +37,7 @@ Make = Callable[[int], Arguments]
 
 
 class Cases:
-    """Arguments of each operation, for a number of tokens, on one device."""
+    """Arguments of each operation on one device, with some spare rows or columns."""
 
     def __init__(self, device: Any) -> None:
         self.device = device
@@ -52,58 +54,61 @@ class Cases:
         """Return zeros on the device, in the library that is measured."""
         return self._wrap(self.device.zeros(shape, dtype), dtype)
 
-    def rows(self, tokens: int) -> Any:
-        return self.zeros(tokens, HEADS, WIDTH)
+    def rows(self, spare: int) -> Any:
+        return self.zeros(1 + spare, HEADS, WIDTH)
 
-    def slots(self, tokens: int) -> Any:
-        return self.array(np.arange(tokens))
+    def slots(self) -> Any:
+        return self.array(np.zeros(1, np.int64))
 
-    def store_kv(self, tokens: int) -> Arguments:
+    def tables(self, spare: int) -> Arguments:
         return {
-            "key": self.rows(tokens), "value": self.rows(tokens), "k_cache": self.k_cache,
-            "v_cache": self.v_cache, "slot_mapping": self.slots(tokens),
+            "block_table": self.array(np.zeros((1, 1 + spare), np.int32)),
+            "seq_lens": self.array(np.ones(1, np.int32)),
+        }
+
+    def store_kv(self, spare: int) -> Arguments:
+        return {
+            "key": self.rows(spare), "value": self.rows(spare), "k_cache": self.k_cache,
+            "v_cache": self.v_cache, "slot_mapping": self.slots(),
         }  # fmt: skip
 
-    def rope_store_kv(self, tokens: int) -> Arguments:
+    def rope_store_kv(self, spare: int) -> Arguments:
         return {
-            "query": self.rows(tokens), **self.store_kv(tokens), "rope_table": self.table,
-            "positions": self.slots(tokens),
+            "query": self.rows(spare), **self.store_kv(spare), "rope_table": self.table,
+            "positions": self.slots(),
         }  # fmt: skip
 
-    def gather_kv(self, tokens: int) -> Arguments:
+    def gather_kv(self, spare: int) -> Arguments:
         return {
-            "k_cache": self.k_cache, "v_cache": self.v_cache, "slots": self.slots(tokens),
-            "k_out": self.rows(tokens), "v_out": self.rows(tokens),
+            "k_cache": self.k_cache, "v_cache": self.v_cache, "slots": self.slots(),
+            "k_out": self.rows(spare), "v_out": self.rows(spare),
         }  # fmt: skip
 
-    def copy_pages(self, pages: int) -> Arguments:
-        none = np.full(pages, -1)
+    def copy_pages(self, spare: int) -> Arguments:
+        none = np.full(1 + spare, -1)
         return {
             "cache": self.k_cache, "src_pages": self.array(none), "dst_pages": self.array(none),
         }  # fmt: skip
 
-    def slot_mapping(self, sequences: int) -> Arguments:
-        ones = np.ones(sequences, np.int32)
+    def slot_mapping(self, spare: int) -> Arguments:
         return {
-            "block_table": self.array(np.zeros((sequences, 4), np.int32)),
-            "seq_lens": self.array(ones), "append_lens": self.array(ones),
-            "page_size": PAGE_SIZE, "out": self.zeros(sequences, dtype="int64"),
+            **self.tables(spare), "append_lens": self.array(np.ones(1, np.int32)),
+            "page_size": PAGE_SIZE, "out": self.zeros(1, dtype="int64"),
         }  # fmt: skip
 
-    def paged_attention(self, sequences: int) -> Arguments:
+    def paged_attention(self, spare: int) -> Arguments:
         return {
-            "query": self.rows(sequences), "k_cache": self.k_cache, "v_cache": self.v_cache,
-            "block_table": self.array(np.zeros((sequences, 4), np.int32)),
-            "seq_lens": self.array(np.ones(sequences, np.int32)), "out": self.rows(sequences),
+            "query": self.rows(0), "k_cache": self.k_cache, "v_cache": self.v_cache,
+            **self.tables(spare), "out": self.rows(0),
         }  # fmt: skip
 
-    def merge_states(self, tokens: int) -> Arguments:
+    def merge_states(self, spare: int) -> Arguments:
         def lse() -> Any:
-            return self.zeros(tokens, HEADS, dtype="fp32")
+            return self.zeros(1 + spare, HEADS, dtype="fp32")
 
         return {
-            "out_a": self.rows(tokens), "lse_a": lse(), "out_b": self.rows(tokens), "lse_b": lse(),
-            "out": self.rows(tokens), "lse_out": lse(),
+            "out_a": self.rows(spare), "lse_a": lse(), "out_b": self.rows(spare), "lse_b": lse(),
+            "out": self.rows(spare), "lse_out": lse(),
         }  # fmt: skip
 
 
@@ -114,9 +119,10 @@ OPERATIONS = (
 
 
 def time_calls(operation: Callable[..., Any], calls: Iterable[Arguments]) -> list[float]:
-    """Time calls one by one, in us."""
-    times = []
+    """Time calls one by one, in us. All arguments live to the end: no address comes twice."""
+    times, kept = [], []
     for arguments in calls:
+        kept.append(arguments)
         start = time.perf_counter_ns()
         operation(**arguments)
         times.append((time.perf_counter_ns() - start) / 1e3)
@@ -126,14 +132,12 @@ def time_calls(operation: Callable[..., Any], calls: Iterable[Arguments]) -> lis
 def measure(device: Any, name: str, make: Make, rounds: int) -> dict[str, Any]:
     """Return the least and the median time of each kind of call of one operation."""
     operation = getattr(kv, name)
-    first = [make(tokens) for tokens in (1, 2, 3)]
+    first = [make(spare) for spare in (0, 1, 2)]
     time_calls(operation, first * 5)  # loads the kernels that these shapes take
-    # All live at once, so that no two sets have an address in common.
-    moved, grown = [make(1) for _ in range(rounds)], [make(4 + i) for i in range(rounds)]
     times = {
         "same": time_calls(operation, [first[0]] * rounds),
-        "fresh": time_calls(operation, moved),
-        "shape": time_calls(operation, grown),
+        "fresh": time_calls(operation, (make(0) for _ in range(rounds))),
+        "shape": time_calls(operation, (make(3 + i) for i in range(rounds))),
     }
     device.synchronize()
     return {
