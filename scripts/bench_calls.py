@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 from bench_timers import TorchArrays, own_arrays
-from benchlib import describe, format_table, write_json
+from benchlib import chosen_device, describe, format_table, write_json
 
 import kvcupy as kv
 
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer calls")
     parser.add_argument("--json", metavar="FILE", help="where to write the results")
     options = parser.parse_args(argv)
-    device = kv.device(options.device) if options.device else kv.devices.get()
+    device = chosen_device(options.device)
     rows = measure_all(device, options.only, 20 if options.quick else 200)
     columns = ("operation", *(f"{kind} us" for kind in KINDS))
     print(format_table(columns, [[r["operation"], *_least(r)] for r in rows]))

@@ -9,6 +9,7 @@ import math
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+import kvcupy as kv
 from kvcupy import observe, timeline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,6 +30,20 @@ PACKAGES = ("kvcupy", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "tor
 
 class WrongBytes(Exception):
     """A measured case did not compute what NumPy computes."""
+
+
+def chosen_device(name: str | None) -> Any:
+    """Return the device that --device names, by default a GPU if there is one.
+
+    Raises
+    ------
+    SystemExit : the name is none, or there is no such GPU; with status 2, after a line that says so
+    """
+    try:
+        return kv.device(name) if name else kv.default_device()
+    except (ValueError, kv.DeviceError) as error:
+        print(f"--device: {str(error).splitlines()[0]}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def log_compilation() -> None:

@@ -41,6 +41,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from benchlib import (
+    chosen_device,
     describe,
     format_table,
     log_compilation,
@@ -55,7 +56,6 @@ from offload_model import BEST, FEED_FORWARD, OffloadedModel, Proportions, propo
 from overlap_demo import one_core_a_stream
 from workload import MODELS
 
-import kvcupy as kv
 from kvcupy import calibration
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -148,7 +148,7 @@ def hidden(us: dict[str, float], name: str) -> float:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all cases and return the report."""
-    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    device = chosen_device(arguments.device)
     where = describe(device)  # now: the tree may change while this runs
     model = MODELS[arguments.model]
     real = proportions(

@@ -34,6 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from benchlib import (
     captured,
+    chosen_device,
     describe,
     format_table,
     interleave,
@@ -215,7 +216,7 @@ def one_core_a_stream(device: Any) -> Iterator[None]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run all parts and return the report."""
-    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    device = chosen_device(arguments.device)
     where = describe(device)  # now: the tree may change while this runs
     model = MODELS[arguments.model]
     requests = read_trace(arguments.trace) if arguments.trace else synthetic_trace()

@@ -32,7 +32,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchlib import describe, log_compilation, write_json
+from benchlib import chosen_device, describe, log_compilation, write_json
 from overlap_demo import one_core_a_stream
 from replay_draw import draw_comparison, draw_over_time
 from replay_orders import ORDERS
@@ -49,7 +49,6 @@ from replay_settings import Settings, scaled_shape
 from tier_simulation import Sizes, simulate
 from workload import MODELS, Request
 
-import kvcupy as kv
 from kvcupy.progress import Progress
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of all sizes, in a sweep
@@ -112,7 +111,7 @@ def stopped(one: Replay, done: int, total: int) -> str:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Replay, and simulate what a sweep adds; return the report."""
-    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    device = chosen_device(arguments.device)
     where = describe(device)  # now: the tree may change while this runs
     requests = requests_of(arguments.trace, arguments.limit, arguments.seed)
     sizes = Sizes(arguments.device_blocks, arguments.host_blocks, arguments.disk_blocks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -22,6 +23,20 @@ def test_every_script_has_a_help(name):
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: {name}")
+
+
+DEVICES = [name for name in RUN if "--device" in (SCRIPTS / name).read_text()]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("device", ["frob", "cuda:63"])
+def test_a_wrong_device_is_one_line(capsys, name, device):
+    module = importlib.import_module(name.removesuffix(".py"))
+    with pytest.raises(SystemExit) as end:
+        module.main(["--device", device])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("--device: ") and device in line
 
 
 def test_loading_refuses_what_it_does_not_know(capsys):
