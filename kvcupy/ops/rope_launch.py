@@ -19,7 +19,7 @@ ARRAYS = (
     "key_norm", "positions", "slots", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache",
 )  # fmt: skip
 
-_INDEX = {name: i for i, name in enumerate(ARRAYS)}
+INDEX = {name: i for i, name in enumerate(ARRAYS)}
 
 _LONG = (
     "query_token_bytes", "query_head_bytes", "query_out_token_bytes", "query_out_head_bytes",
@@ -169,9 +169,9 @@ class Part(NamedTuple):
             taken += ["k_cache", "k_scale", "k_scale_cache"]
         if self.v is not None:
             taken += ["value", "v_cache", "v_scale", "v_scale_cache"]
-        indices = {name: _INDEX[name] for name in taken}
+        indices = {name: INDEX[name] for name in taken}
         if self.key is not None and not self.turns:
-            indices["key"] = _INDEX["key_out"]
+            indices["key"] = INDEX["key_out"]
         return [indices.get(name) for name in ARRAYS]
 
 
