@@ -12,7 +12,7 @@ simulation that knows hash ids alone says what each tier should have found.
 
 Pages are a model's, each size divided by --scale; one page is one block of 512 tokens of the trace.
 Equal arguments give equal counts, but for --eager; times differ. The exit status is 1 if a byte
-was wrong, and 130 after Ctrl-C, which ends it between two requests' layers.
+was wrong, and 130 after Ctrl-C, which closes the cache and says how far it was.
 """
 
 from __future__ import annotations

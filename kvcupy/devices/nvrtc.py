@@ -219,7 +219,8 @@ def _failure(
     message = f"{specialisation} does not compile for {arch}: {error}"
     if not headers:
         major = nvrtc_version()[0]
-        message += f" (CUDA's headers were not found: pip install nvidia-cuda-runtime-cu{major})"
+        wheel = "nvidia-cuda-runtime-cu12" if major == 12 else f"nvidia-cuda-runtime=={major}.*"
+        message += f" (CUDA's headers were not found: pip install {wheel})"
     return CompileError(message, log)
 
 
