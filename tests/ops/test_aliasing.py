@@ -73,6 +73,29 @@ def test_in_place_is_one_address_and_no_other():
     assert not check.allows((64, 68))
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(3, 7), st.integers(0, 3),
+    st.lists(st.tuples(st.integers(-24, 24), st.integers(-24, 24)), min_size=1, max_size=6),
+    st.integers(1, 5),
+)  # fmt: skip
+def test_an_operation_refuses_what_shares_memory(pages, width, pitch, count, places, step):
+    """Pages and page lists in one buffer, at one place after another: one plan, many distances."""
+    raw = np.full(120, -1)  # pairs to be skipped
+    middle = 48
+    cache = np.lib.stride_tricks.as_strided(raw[middle:], (pages, width), (8 * pitch, 8))
+    for first, second in places:
+        lists = [raw[middle + at :][: count * step : step] for at in (first, second)]
+        shares = any(np.shares_memory(cache, one) for one in lists)
+        try:
+            kv.copy_pages(cache, *lists)
+        except ValueError as error:
+            assert shares and "expected memory of its own" in str(error)
+        else:
+            assert not shares
+    assert (raw == -1).all()
+
+
 # Operations -----------------------------------------------------------------------------------
 
 
