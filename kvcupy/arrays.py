@@ -47,7 +47,7 @@ class ArrayView:
         self.shape = shape
         self.strides = strides
         self.format = format
-        self.itemsize = dtypes.numpy_dtype(format).itemsize
+        self.itemsize = dtypes.itemsize(format)
         self.device = device
         self.library = library
         self.readonly = readonly
@@ -71,12 +71,15 @@ class ArrayView:
 
     def byte_range(self) -> tuple[int, int]:
         """Return the first address, and the one past the last, that the view can touch."""
-        if self.size == 0:
-            return self.pointer, self.pointer
-        reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
-        low = self.pointer + sum(r for r in reach if r < 0)
-        high = self.pointer + sum(r for r in reach if r > 0) + self.itemsize
-        return low, high
+        low = high = self.pointer
+        for n, stride in zip(self.shape, self.strides, strict=True):
+            if n == 0:
+                return self.pointer, self.pointer
+            if stride < 0:
+                low += (n - 1) * stride
+            else:
+                high += (n - 1) * stride
+        return low, high + self.itemsize
 
     def without_owner(self) -> ArrayView:
         """Return the same description, which keeps nothing alive: for what is remembered."""

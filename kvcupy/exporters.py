@@ -10,6 +10,7 @@ from __future__ import annotations
 import numbers
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -146,21 +147,28 @@ def _require_plain(dtype: np.dtype[Any]) -> None:
 
 def _view_torch(x: Any) -> ArrayView:
     torch = sys.modules["torch"]
-    if x.device.type not in ("cpu", "cuda") or x.layout is not torch.strided:
+    format, device = _torch_names(x.dtype, x.device)
+    if device is None or x.layout is not torch.strided:
         raise TypeError(f"got a torch tensor with layout {x.layout} on {x.device}")
     if x.is_quantized or x.is_conj() or x.is_neg():
         raise TypeError(f"got a torch tensor of {x.dtype} whose bits are not its values")
     itemsize = x.element_size()
-    device = "host" if x.device.type == "cpu" else f"cuda:{x.device.index}"
     return ArrayView(
         x.data_ptr(),
         tuple(x.shape),
-        tuple(s * itemsize for s in x.stride()),
-        dtypes.tag(str(x.dtype).removeprefix("torch.")),
+        tuple([s * itemsize for s in x.stride()]),
+        format,
         device,
         library="torch",
         owner=x,
     )
+
+
+@lru_cache(maxsize=256)
+def _torch_names(dtype: Any, device: Any) -> tuple[str, str | None]:
+    """Return the names of a torch dtype and of a torch device, None if that is none of kvcupy's."""
+    name = {"cpu": "host", "cuda": f"cuda:{device.index}"}.get(device.type)
+    return dtypes.tag(str(dtype).removeprefix("torch.")), name
 
 
 def _view_cupy(x: Any) -> ArrayView:

@@ -18,7 +18,16 @@ from typing import Any
 
 import numpy as np
 from bench_timers import TorchArrays, copy_gb_per_s, eager
-from benchlib import WrongBytes, describe, format_table, interleave, medians, minima, write_json
+from benchlib import (
+    WrongBytes,
+    chosen_device,
+    describe,
+    format_table,
+    interleave,
+    medians,
+    minima,
+    write_json,
+)
 from workload import MODELS, Model
 
 import kvcupy as kv
@@ -207,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.batches, arguments.contexts, arguments.prefill = [2], [256], 8
         arguments.rounds = 3
     kv.config.fallback = "error"
-    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    device = chosen_device(arguments.device)
     about, torch = describe(device), TorchArrays(device)
     bandwidth = copy_gb_per_s(device, 1 << 26, 5)
     print(f"{device.name}, {about['processor']}, copies at {bandwidth:.1f} GB/s")

@@ -166,6 +166,7 @@ _PICTURES = ("--out", "{folder}")  # timelines, which need matplotlib
 # Script: minutes, arguments; and those of a quick run.
 _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_ops": (12, ()),
+    "bench_calls": (1, ()),
     "bench_transfer": (10, ()),
     "bench_attention": (4, ("--batches", "1", "8", "32", "--prefill", "512")),
     "bench_steps": (2, ()),
@@ -176,6 +177,7 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
 }
 _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_ops": (2, ("--quick", "--sections", "store", "rope", "pages", "views")),
+    "bench_calls": (0.5, ("--quick",)),
     "bench_transfer": (1, ("--quick",)),
     "bench_attention": (1, ("--quick",)),
     "bench_steps": (0.5, ("--live", "100", "1000", "--rounds", "50")),

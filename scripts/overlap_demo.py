@@ -38,6 +38,7 @@ from benchlib import (
     device_for_products,
     format_table,
     interleave,
+    log_compilation,
     medians,
     minima,
     named_stream,
@@ -241,7 +242,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def render(report: dict[str, Any]) -> str:
     """Return the report as tables, each under a line that says what it compares."""
-    columns = ("case", "us (median)", "us (min)", "GB/s", "times as fast", "copy hidden")
+    columns = ("case", "us (median)", "us (min)", "GB/s", "times as fast (min)", "copy hidden")
     most = report["overlap"][-1]["hidden_at_most"]
     lines = []
     for part, title in (
@@ -290,4 +291,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    log_compilation()
     sys.exit(main())

@@ -33,7 +33,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from benchlib import describe, device_for_products, write_json
+from benchlib import describe, device_for_products, log_compilation, write_json
 from llama import Llama, LlamaConfig
 from llama_files import load_weights, random_weights, read_config
 from offload_draw import length_us
@@ -266,4 +266,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    log_compilation()
     sys.exit(main())

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CompileError
-from . import cache
+from ..extras import install
+from . import cache, compiling
 
 if TYPE_CHECKING:
     from ..kernels import Specialisation
@@ -90,7 +91,8 @@ def compile_cubin(
 
     def compile_now() -> Compiled:
         extra = (*flags, VERBOSE) if verbose else flags
-        return _compile(specialisation, arch, extra, folder, headers)
+        with compiling.announced(specialisation, arch):
+            return _compile(specialisation, arch, extra, folder, headers)
 
     if digest is None:
         return compile_now()
@@ -132,10 +134,7 @@ def targets(arch: str, supported: Sequence[int]) -> list[str]:
     >>> targets("sm_90", (80, 90)), targets("sm_130", (80, 90))
     (['sm_90'], ['compute_90'])
     """
-    match = re.fullmatch(r"sm_(\d+)([af]?)", arch)
-    if match is None:
-        raise ValueError(f"arch: expected sm_NN, got {arch!r}")
-    number = int(match[1])
+    number = arch_number(arch)
     if number in supported:
         return [arch]
     if supported:
@@ -146,11 +145,24 @@ def targets(arch: str, supported: Sequence[int]) -> list[str]:
     return [arch, *(f"compute_{a}" for a in _PTX_LADDER if a <= number)]
 
 
+def arch_number(arch: str) -> int:
+    """Return the number of an architecture.
+
+    >>> arch_number("sm_90a")
+    90
+    """
+    match = re.fullmatch(r"sm_(\d+)([af]?)", arch)
+    if match is None:
+        raise ValueError(f"arch: expected sm_NN, got {arch!r}")
+    return int(match[1])
+
+
 def _nvrtc() -> Any:
     try:
         from cupy_backends.cuda.libs import nvrtc
     except ImportError as error:
-        raise CompileError(f"NVRTC needs CuPy: {error}") from error
+        remedy = f"{install('cuda12')}, or cuda13 for a driver of CUDA 13"
+        raise CompileError(f"NVRTC needs CuPy: {error} ({remedy})") from error
     try:
         nvrtc.getVersion()
     except Exception as error:  # CuPy raises several kinds when the library is not found
@@ -218,7 +230,8 @@ def _failure(
     message = f"{specialisation} does not compile for {arch}: {error}"
     if not headers:
         major = nvrtc_version()[0]
-        message += f" (CUDA's headers were not found: pip install nvidia-cuda-runtime-cu{major})"
+        wheel = "nvidia-cuda-runtime-cu12" if major == 12 else f"nvidia-cuda-runtime=={major}.*"
+        message += f" (CUDA's headers were not found: pip install {wheel})"
     return CompileError(message, log)
 
 

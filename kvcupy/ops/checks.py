@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from ..arrays import ArrayView, describe, overlap
 from ..exporters import view
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Input rows: `num_tokens` of `num_heads` times `width` elements, by byte strides."""
 
     num_tokens: int
@@ -28,8 +27,7 @@ class Rows:
     head_bytes: int
 
 
-@dataclass(frozen=True)
-class Cache:
+class Cache(NamedTuple):
     """A cache by byte strides. A slot is `page * page_size + offset`."""
 
     num_slots: int
@@ -168,8 +166,7 @@ def is_array(argument: object) -> bool:
     return argument is not None and not isinstance(argument, numbers.Real)
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """A static scale: one number, or a device array with `head_bytes` between heads."""
 
     value: float
@@ -179,8 +176,10 @@ class Scale:
 
 def scale(argument: Any, name: str, num_heads: int, target: dtypes.Format) -> Scale:
     """Check a static scale for a cache of format `target`."""
+    if argument is None:
+        return Scale(1.0, None, 0)
     if not is_array(argument):
-        value = 1.0 if argument is None else float(argument)
+        value = float(argument)
         if not target.quantised and value != 1.0:
             raise ValueError(f"{name}: expected None or 1.0 for a {target.name} cache, got {value}")
         with np.errstate(over="ignore", under="ignore"):
@@ -239,7 +238,8 @@ def require_output(v: ArrayView, name: str) -> None:
     """Refuse what cannot be written element by element."""
     if v.readonly:
         raise ValueError(f"{name}: expected a writable array, got a read-only one")
-    if any(n > 1 and s == 0 for n, s in zip(v.shape, v.strides, strict=True)):
+    steps = zip(v.shape, v.strides, strict=True)
+    if 0 in v.strides and any(n > 1 and s == 0 for n, s in steps):
         raise ValueError(f"{name}: expected distinct elements, got a broadcast array")
 
 
@@ -267,6 +267,9 @@ def require_disjoint(
     outputs: Sequence[tuple[str, ArrayView | None]], inputs: Sequence[tuple[str, ArrayView | None]]
 ) -> None:
     """Refuse outputs that share bytes with an input or with one another."""
+    ranges = sorted(v.byte_range() for _, v in (*outputs, *inputs) if v is not None)
+    if all(end <= start for (_, end), (start, _) in pairwise(ranges)):
+        return  # many layers, say, one behind the other
     for i, (name, output) in enumerate(outputs):
         for other_name, other in (*outputs[i + 1 :], *inputs):
             if output is not None and other is not None and overlap(output, other):
@@ -275,7 +278,7 @@ def require_disjoint(
 
 def require_contiguous(v: ArrayView, name: str) -> None:
     """Refuse gaps between the elements of the last axis."""
-    if v.size and v.ndim and v.shape[-1] > 1 and v.strides[-1] != v.itemsize:
+    if v.ndim and v.shape[-1] > 1 and v.strides[-1] != v.itemsize and v.size:
         raise ValueError(
             f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), "
             f"got strides of {v.strides} bytes"

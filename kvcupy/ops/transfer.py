@@ -16,7 +16,9 @@ __all__ = ["PagePairs", "PreparedTransfer", "prepare", "transfer_pages"]
 
 _NAMES = ("src_pool", "dst_pool")
 
-# By source and target, which it keeps neither of, and by options.
+_MAX_WAYS = 256  # of two pools: sets of layers come in any number
+
+# By source and target, which it keeps neither of, and by options, the last used last.
 _ways: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Request, Way]]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -106,12 +108,18 @@ def prepare(
     require_pool(dst_pool, names[1])
     with _lock:
         known = _ways.setdefault(src_pool, WeakKeyDictionary()).setdefault(dst_pool, {})
-    way = known.get(request)
+        way = known.pop(request, None)
+        if way is not None:
+            known[request] = way
     if way is None:
         src, dst = pages_of(src_pool), pages_of(dst_pool)
         devices = src_pool.device, dst_pool.device
         require_geometry(src, dst, request, devices, names)
-        way = known[request] = Way(src_pool.device, src, dst, request)
+        way = Way(src_pool.device, src, dst, request)
+        with _lock:
+            known[request] = way
+            if len(known) > _MAX_WAYS:
+                del known[next(iter(known))]
     return PreparedTransfer(src_pool, dst_pool, way)
 
 

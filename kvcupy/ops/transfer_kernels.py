@@ -12,7 +12,7 @@ import numpy as np
 from .. import dtypes, faults
 from ..arrays import ArrayView
 from ..devices.protocol import Device, Stream
-from ..kernels import Kernel, Specialisation
+from ..kernels import Kernel, Specialisation, zeroed
 from . import geometry, transfer_rows
 from .cache_rows import PACK, WORDS
 from .transfer_rows import ROWS, STRIDES, Rows
@@ -196,7 +196,7 @@ def copying(device: Device, rows: Rows, src_pages: int, dst_pages: int) -> Kerne
         in_flight_rows, piece_words = _IN_FLIGHT, lanes
     pieces_a_row = -(-longest // piece_words)
 
-    params = np.zeros((), _COPY_PARAMS)
+    params = zeroed(_COPY_PARAMS)
     both = _pair(rows.addresses)
     for name, array in zip(_ARRAYS, _pair(range(len(rows.addresses))), strict=True):
         params[f"{name}_strides"] = rows.strides(array)
@@ -235,7 +235,7 @@ def converting(
     count = PACK if packed else 1
     lanes = _lanes(-(-max(widths) // count), device.warp_lanes)
 
-    params = np.zeros((), _CONVERT_PARAMS)
+    params = zeroed(_CONVERT_PARAMS)
     addresses = []
     for side, (_, own), scale in zip(("src", "dst"), sides, scales, strict=True):
         for part, index in zip("kv", (own[0], own[-1]), strict=True):

@@ -57,7 +57,7 @@ class PageMover:
         Parameters
         ----------
         src, dst : page numbers (N,); no page is written twice, or both read and written
-        stream : see API.md
+        stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
         Raises
         ------
@@ -83,7 +83,7 @@ class PageMover:
         ----------
         src, dst : slots (N,), `page * page_size + offset`. A slot may occur any number of times on
             either side
-        stream : see API.md
+        stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
         Raises
         ------
