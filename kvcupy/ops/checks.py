@@ -59,6 +59,8 @@ def number_format(v: ArrayView, name: str) -> dtypes.Format:
     """Return the number format of an argument."""
     if v.format not in dtypes.FORMATS:
         hint = "; tag it with kv.view_as" if v.format in ("uint8", "uint16") else ""
+        if v.format == "float64":
+            hint = "; convert it with .astype(np.float32) or .float()"
         known = ", ".join(dtypes.FORMATS)
         raise TypeError(f"{name}: expected one of the formats {known}, got {v.format}{hint}")
     return dtypes.FORMATS[v.format]
@@ -129,7 +131,8 @@ def layout_name(layout: object) -> str:
 def indices(v: ArrayView, name: str) -> int:
     """Check an index array, int32 or int64 of one dimension; return bytes an index."""
     if v.format not in ("int32", "int64"):
-        raise TypeError(f"{name}: expected int32 or int64, got {describe(v)}")
+        hint = "; convert it with .astype(np.int64) or .long()"
+        raise TypeError(f"{name}: expected int32 or int64, got {describe(v)}{hint}")
     if v.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got {describe(v)}")
     return v.itemsize
@@ -238,8 +241,11 @@ def require_given(views: Mapping[str, ArrayView], names: Iterable[str]) -> None:
 def require_output(v: ArrayView, name: str) -> None:
     """Refuse what cannot be written element by element."""
     if v.readonly:
-        raise ValueError(f"{name}: expected a writable array, got a read-only one")
-    if any(n > 1 and s == 0 for n, s in zip(v.shape, v.strides, strict=True)):
+        raise ValueError(
+            f"{name}: expected a writable array, got a read-only one; pass a .copy() of it, or one "
+            "of NumPy, CuPy or torch where it is immutable, as JAX's are"
+        )
+    if v.size and any(n > 1 and s == 0 for n, s in zip(v.shape, v.strides, strict=True)):
         raise ValueError(f"{name}: expected distinct elements, got a broadcast array")
 
 
@@ -278,5 +284,6 @@ def require_contiguous(v: ArrayView, name: str) -> None:
     if v.size and v.ndim and v.shape[-1] > 1 and v.strides[-1] != v.itemsize:
         raise ValueError(
             f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), "
-            f"got strides of {v.strides} bytes"
+            f"got strides of {v.strides} bytes; .contiguous() or np.ascontiguousarray makes a copy "
+            "that has one"
         )

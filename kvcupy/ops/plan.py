@@ -21,7 +21,7 @@ from ..arrays import ArrayView
 from ..config import config
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from ..exporters import probe_argument, view
+from ..exporters import note_written, probe_argument, view
 from ..kernels import Specialisation, pointer_fields
 from . import checks
 
@@ -137,6 +137,7 @@ class Plan(abc.ABC):
             )
         else:
             self._enqueue(pointers, arrays, on)
+        note_written([arrays[i] for i in self.outputs])
 
     def _enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], on: Stream) -> None:
         device = self.device
