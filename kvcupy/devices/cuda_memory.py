@@ -110,6 +110,7 @@ def copy(device: CudaDevice, dst: Any, src: Any, stream: Any) -> None:
         ),
         lambda: _enqueue_copy(device, to, of, on),
     )
+    exporters.note_written([to])
 
 
 def device_address(device: CudaDevice, view: arrays.ArrayView) -> int | None:
