@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from . import dtypes
+from .pickling import ProcessLocal
 
 
-class ArrayView:
+class ArrayView(ProcessLocal):
     """An array of any library, described by address.
 
     Attributes
@@ -30,6 +31,8 @@ class ArrayView:
         "device", "format", "itemsize", "library", "owner", "pointer", "readonly", "shape",
         "strides",
     )  # fmt: skip
+
+    _instead = "it is an address; pickle device.to_numpy(view), and tag that with kv.view_as"
 
     def __init__(
         self,
@@ -135,7 +138,7 @@ def _untyped(view: ArrayView) -> np.ndarray[Any, Any]:
     return array_at(None, view.pointer, view.shape, untyped, view.strides)
 
 
-class Memory:
+class Memory(ProcessLocal):
     """Bytes at an address, exported to NumPy as untyped elements. They live as long as `owner`."""
 
     __slots__ = ("__array_interface__", "owner")

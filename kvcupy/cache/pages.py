@@ -11,6 +11,7 @@ import numpy as np
 from ..config import logger
 from ..errors import CacheFull, CaptureError, KvcupyError
 from ..ops import checks
+from ..pickling import ProcessLocal
 from .page_lists import Pages, page_array
 
 # States of a page.
@@ -36,7 +37,7 @@ class _Flight:
         self.pages = pages
 
 
-class PageAllocator:
+class PageAllocator(ProcessLocal):
     """Gives out the pages of a pool, 0 to `num_pages` - 1, and takes them back.
 
     A fresh allocator gives 0, 1, 2, ...; pages freed together come out again first, in ascending

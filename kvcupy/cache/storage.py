@@ -12,6 +12,7 @@ from ..arrays import ArrayView
 from ..devices.protocol import Device
 from ..ops import checks
 from ..ops.outputs import format_name
+from ..pickling import ProcessLocal
 from .pages import PageAllocator
 
 # Axes as they are stored: Layers, Pages, Slots of a page, Heads, Dimensions of a head.
@@ -24,7 +25,7 @@ _ORDERS = {
 _PLACEMENTS = ("device", "pinned", "pageable")
 
 
-class Pool(abc.ABC):
+class Pool(ProcessLocal, abc.ABC):
     """Base of the pools.
 
     Attributes
@@ -42,6 +43,8 @@ class Pool(abc.ABC):
         heads, 1)
     allocator : the PageAllocator of the pages
     """
+
+    _instead = "make one in each process, and move pages with transfer_pages or as arrays"
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import observe
 from ..errors import CaptureError, DeviceError
+from ..pickling import ProcessLocal
 from .cuda_api import UNJOINED
 from .launch_hooks import LaunchHooks
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from .cuda_streams import Stream
 
 
-class Graph:
+class Graph(ProcessLocal):
     """Captured work, or a capture in progress. Each launch reads its arrays anew.
 
     Attributes
