@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -205,8 +206,8 @@ def is_pinned(owner: object) -> bool:
     >>> is_pinned(np.zeros(3))
     False
     """
-    while isinstance(owner, np.ndarray):
-        owner = owner.base
+    while isinstance(owner, (np.ndarray, memoryview)):  # the latter is in between for np.frombuffer
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
     if isinstance(owner, PinnedMemory):
         return True
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
@@ -215,6 +216,76 @@ def is_pinned(owner: object) -> bool:
     if cupy is not None and isinstance(owner, cupy.cuda.PinnedMemoryPointer):
         return True
     return bool(getattr(owner, "pinned", False))  # a DLPack capsule says so itself
+
+
+def memory_of(owner: object) -> object:
+    """Return what is equal for arrays in one allocation, from the objects that keep them alive.
+
+    >>> a = np.zeros((2, 3))
+    >>> memory_of(a[0]) == memory_of(a[1]) != memory_of(np.zeros(3))
+    True
+    """
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and isinstance(owner, torch.Tensor):
+        return "torch", owner.untyped_storage().data_ptr()
+    if cupy is not None and isinstance(owner, cupy.ndarray):
+        return "cupy", id(owner.data.mem)
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    return id(owner)
+
+
+def transposed(v: ArrayView, axes: Sequence[int]) -> ArrayView:
+    """Return a view with its axes in another order."""
+    return reshaped(v, tuple(v.shape[i] for i in axes), tuple(v.strides[i] for i in axes))
+
+
+def reshaped(v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> ArrayView:
+    """Return the same memory with other axes."""
+    return ArrayView(
+        v.pointer,
+        shape,
+        strides,
+        v.format,
+        v.device,
+        library=v.library,
+        readonly=v.readonly,
+        owner=v.owner,
+    )
+
+
+def first_overlap(views: Sequence[ArrayView]) -> tuple[int, int] | None:
+    """Return the first two of some views, by index, that share a byte.
+
+    >>> a = np.zeros(8, np.uint8)
+    >>> from kvcupy.exporters import view
+    >>> first_overlap([view(a[4:]), view(a[:4]), view(a[2:6:2])])
+    (0, 2)
+    """
+    ranges = [view.byte_range() for view in views]
+    order = sorted(range(len(views)), key=ranges.__getitem__)
+    found: list[tuple[int, int]] = []
+    open_: list[int] = []  # whose range may reach into the next one's
+    for i in order:
+        open_ = [j for j in open_ if ranges[j][1] > ranges[i][0]]
+        found += [(min(i, j), max(i, j)) for j in open_ if overlap(views[i], views[j])]
+        open_.append(i)
+    return min(found, default=None)
+
+
+def overlaps_itself(v: ArrayView) -> bool:
+    """Return whether two elements may share a byte: an axis steps less far than one within reaches.
+
+    >>> from kvcupy.exporters import view
+    >>> overlaps_itself(view(np.lib.stride_tricks.sliding_window_view(np.zeros(5), 3)))
+    True
+    """
+    reach = v.itemsize
+    for step, n in sorted((abs(s), n) for n, s in zip(v.shape, v.strides, strict=True) if n > 1):
+        if step < reach:
+            return True
+        reach += (n - 1) * step
+    return False
 
 
 def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
