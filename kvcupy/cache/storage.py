@@ -62,7 +62,10 @@ class Pool(ProcessLocal, abc.ABC):
     scale_parts : none, or one for each of the parts, float32 (num_pages, num_layers, page_size,
         heads, 1)
     allocator : the PageAllocator of the pages
+    is_wrapped : whether the memory is that of arrays of others
     """
+
+    is_wrapped = False
 
     _instead = "make one in each process, and move pages with transfer_pages or as arrays"
 
@@ -165,7 +168,7 @@ class Pool(ProcessLocal, abc.ABC):
         ----------
         layers : of each layer K and V, or the latent, (num_pages, page_size, heads, width)
         """
-        first = layers[0]
+        first, self.is_wrapped = layers[0], True
         self.num_pages, self.page_size, self.num_kv_heads, self.head_dim = first[0].shape
         self.v_head_dim = first[-1].shape[-1]
         self.num_layers = len(layers)
