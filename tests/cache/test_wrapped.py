@@ -8,7 +8,7 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
-from wrapped_cases import D, HEADS, KINDS, LAYERS, PAGES, SIZE, like, make
+from wrapped_cases import HEADS, KINDS, LAYERS, PAGES, SIZE, D, like, make
 
 import kvcupy as kv
 
@@ -214,12 +214,10 @@ def test_tiers_over_arrays_of_others(kind, disk, tmp_path):
     kept = near.bits()
     assert cache.insert(hashes, pages) == []
     cache.flush()
-    assert cache.evict(4) == 4
+    cache.evict(4)
     for part in near.parts:
         for bits in part:
             bits[...] = 0
-    if disk:
-        cache.clear_host() if hasattr(cache, "clear_host") else None
     with cache.acquire(hashes) as lease:
         assert lease.num_blocks == 4
         lease.wait(None)
@@ -234,7 +232,7 @@ def test_tiers_over_arrays_of_others(kind, disk, tmp_path):
 @pytest.mark.parametrize("kind", ["vllm", "flashinfer, HND", "page_head", "scattered"])
 def test_a_disk_below_a_small_wrapped_host_tier(kind, tmp_path):
     """More blocks than the host has pages for: the bytes go through the file."""
-    near, far = make(kind, 1), make("vllm", 2)
+    near = make(kind, 1)
     big = like(near, 24)
     cache = kv.TieredCache(big, near.pool, disk=str(tmp_path / "blocks"), disk_bytes=1 << 20)
     hashes = kv.block_hashes(range(20 * SIZE), SIZE)
@@ -251,14 +249,15 @@ def test_a_disk_below_a_small_wrapped_host_tier(kind, tmp_path):
     for layer in range(LAYERS):
         big.k(layer)[...] = big.v(layer)[...] = 0
     assert cache.match(hashes).disk == 20
-    with cache.acquire(hashes) as lease:
+    with cache.acquire(hashes[:4]) as lease:
         lease.wait(None)
+        assert cache.stats()["disk_read_bytes"] >= 4 * big.page_bytes
         for own, bits in zip((big.k, big.v), want, strict=True):
             for layer in range(LAYERS):
-                np.testing.assert_array_equal(own(layer).view(np.uint16)[lease.pages], bits[layer])
+                got = own(layer).view(np.uint16)[lease.pages]
+                np.testing.assert_array_equal(got, bits[layer][:4])
     cache.close()
     near.memory.check_canaries()
-    del far
 
 
 # --- The paged cache ---
@@ -294,9 +293,12 @@ def run(cache, seed):
     cache.enable_sliding_window("b", 5, 1)
     step(["b"], [2])
     step(["b"], [1])
-    outs += [np.array(a, np.float32) for a in cache.get_kv("a", 0, cache.sequence_length("a"))]
     cache.set_kv("b", 1, *[a[:, :2] for a in cache.get_kv("a", 0, 2)])
-    outs += [np.array(a, np.float32) for a in cache.get_kv("b", 0, cache.sequence_length("b"))]
+    for seq in ("a", "b"):
+        for rows in cache.get_kv(seq, 0, cache.sequence_length(seq)):
+            if isinstance(rows, torch.Tensor):  # as the arrays of the pool are
+                rows = rows.float().numpy()
+            outs.append(np.array(rows, np.float32))
     return outs
 
 
@@ -491,7 +493,9 @@ def test_arrays_that_are_no_pool(kind):
 
 def test_arrays_that_share_bytes():
     both = np.zeros((2, LAYERS, PAGES, SIZE, HEADS, D), np.float16)
-    with pytest.raises(ValueError, match=r"^v\[1\]: expected memory of its own, got some of k\[2\]"):
+    with pytest.raises(
+        ValueError, match=r"^v\[1\]: expected memory of its own, got some of k\[2\]"
+    ):
         kv.KVPool.wrap(list(both[0]), [both[1, 0], both[0, 2], both[1, 2]])
     same = np.zeros((LAYERS, PAGES, SIZE, HEADS, D), np.float16)
     with pytest.raises(ValueError, match=r"^v: expected memory of its own, got some of k's"):
