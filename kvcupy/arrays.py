@@ -113,6 +113,36 @@ class ArrayView(ProcessLocal):
             owner=self.owner,
         )
 
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return type and number of the device, as DLPack has them."""
+        kind, _, index = self.device.partition(":")
+        return (1, 0) if kind == "host" else (2, int(index))
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: Any = None,
+        dl_device: Any = None,
+        copy: Any = None,
+    ) -> object:
+        """Return a DLPack capsule, without a copy: `torch.from_dlpack(view)`.
+
+        bf16 and fp8 go under their own codes, which NumPy and CuPy do not import.
+
+        Raises
+        ------
+        BufferError : the consumer cannot be told that the array is read-only, or asks for another
+            device
+        """
+        from . import devices, dlpack
+
+        carrier = devices.get(self.device).carrier(self)
+        options = {
+            "stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy,
+        }  # fmt: skip
+        return dlpack.export(carrier, self.format, options)
+
     def __repr__(self) -> str:
         return f"<{describe(self)} on {self.device} at {self.pointer:#x}>"
 

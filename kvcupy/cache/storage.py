@@ -12,6 +12,7 @@ import numpy as np
 from .. import devices, dtypes, exporters
 from ..arrays import ArrayView, array_at, memory_of, transposed
 from ..devices.protocol import Device
+from ..dlpack import exporting
 from ..ops import checks
 from ..ops.outputs import format_name
 from ..pickling import ProcessLocal
@@ -129,6 +130,33 @@ class Pool(ProcessLocal, abc.ABC):
         """Return V of one layer as a view, (num_pages, page_size, heads, v_head_dim)."""
         return self._layers[-1][self._layer(layer)]
 
+    def torch_k(self, layer: int) -> Any:
+        """Return K of one layer, shaped as by `k`, as a torch tensor without a copy.
+
+        It is the same tensor each time, a view of that which the pool is over (`wrap`) if it is a
+        tensor: what kvcupy writes counts as a change of it. Work on it is ordered like work on any
+        tensor, by torch's current stream.
+
+        Raises
+        ------
+        ImportError : torch is missing
+        """
+        return self._torch(0, self._layer(layer))
+
+    def torch_v(self, layer: int) -> Any:
+        """Return V of one layer, shaped as by `v`, as `torch_k` does K."""
+        return self._torch(len(self._layers) - 1, self._layer(layer))
+
+    def _torch(self, part: int, layer: int) -> Any:
+        known = self._torch_views.get((part, layer))
+        if known is None:
+            from ..torch_views import tensor_of
+
+            known = self._shown(tensor_of(self._views[layer][part]))
+            known = self._torch_views.setdefault((part, layer), known)
+            self._tensors.append(known)
+        return known
+
     def k_scale(self, layer: int) -> Any:
         """Return the scales of K of one layer as a view, float32 (num_pages * page_size, heads).
 
@@ -183,11 +211,12 @@ class Pool(ProcessLocal, abc.ABC):
         ])  # fmt: skip
         parts = tuple(zip(*layers, strict=True))
         self._layers = tuple(
-            tuple(self._shown(_array_of(self.device, v)) for v in part) for part in parts
+            tuple(self._shown(exporting(_array_of(self.device, v))) for v in part) for part in parts
         )
         self._scales: tuple[tuple[Any, ...], ...] = ()
         self._views = tuple(layers)
         self._tensors = [v.owner for v in views if v.library == "torch"]
+        self._torch_views: dict[tuple[int, int], Any] = {}
         self.allocator = PageAllocator(self.num_pages)
 
     def _shown(self, of_layer: Any) -> Any:
@@ -223,6 +252,7 @@ class Pool(ProcessLocal, abc.ABC):
         self._layers = tuple(tuple(self._of_layer(a, i) for i in layers) for a in by_page)
         self._views = tuple(tuple(part[:, i] for part in self.groups[0].parts) for i in layers)
         self._tensors = []
+        self._torch_views = {}
         self._scales = tuple(tuple(self._scale_of_layer(a, i) for i in layers) for a in scale_data)
 
     def _shape(self, order: str, width: int) -> tuple[int, ...]:
@@ -251,7 +281,7 @@ class Pool(ProcessLocal, abc.ABC):
         return made
 
     def _of_layer(self, by_page: Any, layer: int) -> Any:
-        return self._shown(by_page[:, layer])
+        return self._shown(exporting(by_page[:, layer]))
 
     def _scale_of_layer(self, stored: Any, layer: int) -> Any:
         slots = self.num_pages * self.page_size
@@ -362,4 +392,6 @@ def _array_of(device: Device, v: ArrayView) -> Any:
     dtype = dtypes.numpy_dtype(v.format)
     if v.device == "host":
         return array_at(v.owner, v.pointer, v.shape, dtype, v.strides)
-    return v if dtype.itemsize == 1 and dtype.kind == "V" else device.carrier(v).view(dtype)
+    format = dtypes.FORMATS[v.format]
+    lacking = format.quantised and not format.native  # CuPy has bfloat16, but no 8-bit floats
+    return v if lacking else device.carrier(v).view(dtype)

@@ -1,4 +1,4 @@
-"""Pools over arrays of other libraries: nothing is copied, and everything that takes a pool works."""
+"""Pools over arrays of other libraries: nothing is copied, and all that takes a pool takes them."""
 
 from __future__ import annotations
 
@@ -386,14 +386,16 @@ def test_arguments_that_contradict_the_pool(name):
 
 
 def test_pools_that_a_paged_cache_cannot_have():
-    with pytest.raises(TypeError, match="^pool: expected a KVPool without latent_dim, got MLAPool"):
+    with pytest.raises(
+        TypeError, match=r"^pool: expected a KVPool without latent_dim, got MLA"
+    ):
         paged(make("mla").pool)
-    with pytest.raises(TypeError, match="^pool: expected a KVPool"):
+    with pytest.raises(TypeError, match=r"^pool: expected a KVPool"):
         paged(np.zeros(3))
     pinned = kv.KVPool(4, 4, 1, 2, 8, placement="pinned", device="host")
-    with pytest.raises(ValueError, match="^pool: expected pages on the device"):
+    with pytest.raises(ValueError, match=r"^pool: expected pages on the device"):
         paged(pinned)
-    with pytest.raises(TypeError, match="^num_pages: expected an int, got None"):
+    with pytest.raises(TypeError, match=r"^num_pages: expected an int, got None"):
         kv.PagedKVCache(num_layers=1, num_q_heads=1, num_kv_heads=1, head_dim=8, device="host")
 
 
@@ -447,8 +449,8 @@ def read_only(array):
 
 BAD = {
     "no layers": ({"k": []}, ValueError, r"^k: expected at least one layer"),
-    "fewer layers of V": ({"v": layers(count=2)}, ValueError, r"^v: expected 3 layers like k, got 2"),
-    "another shape": ({"v": layers((PAGES, SIZE, 3, D))}, ValueError, r"^v\[0\]: expected pages of"),
+    "fewer layers of V": ({"v": layers(count=2)}, ValueError, r"^v: expected 3 layers like k"),
+    "another shape": ({"v": layers((PAGES, SIZE, 3, D))}, ValueError, r"^v\[0\]: expected pages"),
     "another page count": ({"k": [*layers(count=2), *layers((7, SIZE, HEADS, D), count=1)]},
                            ValueError, r"^k\[2\]: expected pages of \(6, 4, 2, 8\)"),
     "another format": ({"v": layers(dtype=np.float32)}, ValueError,
@@ -467,16 +469,16 @@ BAD = {
     "a page size that does not divide": (
         {"k": layers((PAGES * SIZE, HEADS, D)), "page_size": 5}, ValueError,
         r"^page_size: expected a divisor of the 24 slots of k\[0\], got 5"),
-    "a page size of no pages": ({"page_size": 8}, ValueError, r"^k\[0\]: expected pages of 8 slots"),
+    "a page size of no pages": ({"page_size": 8}, ValueError, r"^k\[0\]: expected pages of 8"),
     "page sizes below one": ({"page_size": 0}, ValueError, r"^page_size: expected at least 1"),
-    "two dimensions": ({"k": layers((24, 16))}, ValueError, r"^k\[0\]: expected \(pages, page_size"),
+    "two dimensions": ({"k": layers((24, 16))}, ValueError, r"^k\[0\]: expected \(pages, page_"),
     "one layer by itself": ({"k": np.zeros((6, 4, 2, 8), np.float16)}, ValueError,
                             r"^k: expected \(layers, pages, .* or a list of one array a layer"),
     "a list in another layout": ({"layout": "page_first"}, ValueError, r"^layout: expected layer_"),
     "an unknown layout": ({"layout": "NHD"}, ValueError, r"^layout: expected one of"),
     "a list of lists": ({"k": [[1, 2]]}, TypeError, r"^k\[0\]: expected an array, got list"),
     "no array": ({"k": None}, TypeError, r"^k: expected an array"),
-    "nothing in it": ({"k": layers((0, SIZE, HEADS, D))}, ValueError, r"^k\[0\]: expected at least"),
+    "nothing in it": ({"k": layers((0, SIZE, HEADS, D))}, ValueError, r"^k\[0\]: expected at"),
     "misaligned": ({"k": [np.zeros(2 * 384 + 1, np.uint8)[1:].view(np.float16).reshape(6, 4, 2, 8)
                           for _ in range(3)]}, ValueError, r"^k\[0\]: expected elements at mult"),
     "on a device without them": ({"device": "cpu"}, ValueError, r"^device: "),
@@ -493,9 +495,7 @@ def test_arrays_that_are_no_pool(kind):
 
 def test_arrays_that_share_bytes():
     both = np.zeros((2, LAYERS, PAGES, SIZE, HEADS, D), np.float16)
-    with pytest.raises(
-        ValueError, match=r"^v\[1\]: expected memory of its own, got some of k\[2\]"
-    ):
+    with pytest.raises(ValueError, match=r"^v\[1\]: expected memory of its own, got .* of k\[2\]"):
         kv.KVPool.wrap(list(both[0]), [both[1, 0], both[0, 2], both[1, 2]])
     same = np.zeros((LAYERS, PAGES, SIZE, HEADS, D), np.float16)
     with pytest.raises(ValueError, match=r"^v: expected memory of its own, got some of k's"):
