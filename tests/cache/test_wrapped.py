@@ -386,9 +386,7 @@ def test_arguments_that_contradict_the_pool(name):
 
 
 def test_pools_that_a_paged_cache_cannot_have():
-    with pytest.raises(
-        TypeError, match=r"^pool: expected a KVPool without latent_dim, got MLA"
-    ):
+    with pytest.raises(TypeError, match=r"^pool: expected a KVPool without latent_dim, got MLA"):
         paged(make("mla").pool)
     with pytest.raises(TypeError, match=r"^pool: expected a KVPool"):
         paged(np.zeros(3))
