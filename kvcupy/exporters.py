@@ -10,12 +10,15 @@ from __future__ import annotations
 import numbers
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import dtypes
 from .arrays import ArrayView, contiguous_strides
+
+if TYPE_CHECKING:
+    from .devices.protocol import Stream
 
 Signature = tuple[Any, ...]
 Probe = Callable[[Any], tuple[int, Signature]]
@@ -53,6 +56,7 @@ def _probe_exporter(x: Any) -> tuple[int, Signature]:
 
 _NOTHING = (0, None)  # what None probes to
 _TORCH_TYPES: set[type] = set()  # torch.Tensor and the subclasses of it that have been seen
+_STREAMED_TYPES: set[type] = set()  # of arrays that named the stream which still writes them
 _PROBES: dict[type, Probe] = {ArrayView: _probe_view, np.ndarray: _probe_numpy}
 
 
@@ -278,6 +282,8 @@ def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
     shape = tuple(interface["shape"])
     strides = interface.get("strides") or contiguous_strides(shape, dtype.itemsize)
     pointer, readonly = interface["data"]
+    if interface.get("stream") is not None:
+        _STREAMED_TYPES.add(type(x))
     return ArrayView(
         pointer or 0,
         shape,
@@ -298,9 +304,38 @@ def note_written(arrays: Iterable[Any]) -> None:
     """
     if not _TORCH_TYPES:
         return
-    owners = [a.owner if type(a) is ArrayView else a for a in arrays]
+    owners: list[Any] = [a.owner if type(a) is ArrayView else a for a in arrays]
     if tensors := [owner for owner in owners if type(owner) in _TORCH_TYPES]:
         sys.modules["torch"].autograd.graph.increment_version(tensors)
+
+
+class _Producer:
+    """A stream by its address, as `__cuda_array_interface__` names it."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+def wait_for_producers(arrays: Iterable[Any], on: Stream) -> None:
+    """Let a stream wait, by events, for those on which arrays are still being written.
+
+    They are named by version 3 of `__cuda_array_interface__`. In a capture nothing outside can be
+    waited for: the order there is the caller's, as for whatever a graph reads at its launch.
+    """
+    if not _STREAMED_TYPES:
+        return
+    owners: list[Any] = [a.owner if type(a) is ArrayView else a for a in arrays]
+    producers = [
+        owner.__cuda_array_interface__.get("stream")
+        for owner in owners
+        if type(owner) in _STREAMED_TYPES
+    ]
+    for pointer in dict.fromkeys(producers):
+        if pointer is not None and not on.capturing:
+            on.wait(_Producer(int(pointer)))
 
 
 def view_as(array: Any, format: str) -> ArrayView:

@@ -21,7 +21,7 @@ from ..arrays import ArrayView
 from ..config import config
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from ..exporters import note_written, probe_argument, view
+from ..exporters import note_written, probe_argument, view, wait_for_producers
 from ..kernels import Specialisation, pointer_fields
 from . import checks
 
@@ -130,6 +130,7 @@ class Plan(abc.ABC):
         self.check(pointers, arrays)
         if self.cause is not None:
             config.fall_back(self.operation, self.cause)
+        wait_for_producers(arrays, on)
         if observe.watching():
             observe.issue(
                 lambda: self._declare(pointers, arrays, on),
