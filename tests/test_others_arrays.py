@@ -248,3 +248,70 @@ def test_empty_outputs_may_have_no_strides():
     out = np.lib.stride_tricks.as_strided(np.zeros((0, 2, 8), np.float32), strides=(0, 0, 0))
     lse = np.zeros((0, 2), np.float32)
     kv.merge_states(out.copy(), lse, out.copy(), lse.copy(), out=out, lse_out=lse.copy())
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("cpu", "host"), ("gpu", "cuda"), ("cpu:0", "host"), ("tpu", None)]
+)
+def test_names_of_devices_that_others_use(name, meant):
+    with pytest.raises(ValueError, match=rf"^device: .*got '{name}'") as caught:
+        kv.device(name)
+    assert str(caught.value).endswith(f'did you mean "{meant}"?') == (meant is not None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"window": -1}, r"^window: .*got -1; None is no window"),
+     ({"window": 0}, r"^window: .*got 0; None is no window"),
+     ({"logits_soft_cap": 0.0}, r"^logits_soft_cap: .*got 0.0; None is no cap"),
+     ({"window": -7}, r"^window: expected None or at least 1, got -7$")],
+)  # fmt: skip
+def test_what_others_take_for_off(options, message):
+    cache, table = np.zeros((2, 4, 2, 8), np.float32), np.zeros((1, 2), np.int32)
+    with pytest.raises(ValueError, match=message):
+        kv.paged_attention(
+            np.zeros((1, 2, 8), np.float32), cache, cache, table, np.ones(1, np.int32), **options
+        )
+
+
+def test_a_format_that_is_none_lists_those_there_are():
+    for call in (
+        lambda: kv.KVPool(2, 2, 1, 1, 8, dtype="fp8", device="host"),
+        lambda: kv.gather_kv(*caches(), SLOTS, dtype="fp8"),
+    ):
+        with pytest.raises(TypeError, match=r"^dtype: .*bf16, fp8_e4m3, fp8_e5m2, int8.*'fp8'"):
+            call()
+
+
+def test_rows_without_elements():
+    empty = np.zeros((2, 2, 0), np.float32)
+    cache = np.zeros((4, 2, 0), np.float32)
+    message = r": expected a width of at least 1, got \(\d, 2, 0\) fp32"
+    with pytest.raises(ValueError, match="^key" + message):
+        kv.store_kv(empty, empty, cache, cache.copy(), SLOTS)
+    with pytest.raises(ValueError, match="^k_out" + message):
+        kv.gather_kv(cache, cache.copy(), SLOTS, k_out=empty, v_out=empty.copy())
+
+
+def test_pools_that_there_is_no_memory_for():
+    with pytest.raises(MemoryError, match=r"^num_pages: .*got 1000000000000 pages of .* bytes"):
+        kv.KVPool(10**12, 16, 32, 8, 128, device="host")
+    with pytest.raises(MemoryError, match=r"^num_pages: .*got 10000000000000"):
+        kv.PageAllocator(10**13)
+
+
+def test_settings_that_there_are_not():
+    with pytest.raises(AttributeError, match="no setting 'fallbak'"):
+        kv.config.fallbak = "error"
+    kv.config.fallback = kv.config.fallback
+
+
+def test_operations_wait_for_the_producers_of_arrays(monkeypatch):
+    from kvcupy.ops import plan
+
+    asked = []
+    monkeypatch.setattr(plan, "wait_for_producers", lambda arrays, on: asked.append((arrays, on)))
+    k, v = caches()
+    kv.store_kv(rows(), rows(), k, v, SLOTS)
+    ((arrays, on),) = asked
+    assert any(a is k for a in arrays) and on is kv.device("host").as_stream(None)

@@ -73,6 +73,7 @@ def rows(v: ArrayView, name: str) -> Rows:
             f"{name}: expected (tokens, heads, width) or (tokens, width), got {describe(v)}"
         )
     require_contiguous(v, name)
+    _require_width(v, name)
     if v.ndim == 2:
         return Rows(v.shape[0], 1, v.shape[1], v.strides[0], 0)
     return Rows(*v.shape, *v.strides[:2])
@@ -81,6 +82,7 @@ def rows(v: ArrayView, name: str) -> Rows:
 def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool = True) -> Cache:
     """Read an argument as a cache for rows of `rows_ndim` dimensions."""
     require_contiguous(v, name)
+    _require_width(v, name)
     if written:
         require_output(v, name)
     if rows_ndim == 2:
@@ -107,9 +109,15 @@ def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool
     )
 
 
+def _require_width(v: ArrayView, name: str) -> None:
+    if v.ndim and v.shape[-1] == 0:
+        raise ValueError(f"{name}: expected a width of at least 1, got {describe(v)}")
+
+
 def mla_cache(v: ArrayView, name: str) -> Cache:
     """Read an argument as an MLA cache, (num_slots, width) or (num_pages, page_size, width)."""
     require_contiguous(v, name)
+    _require_width(v, name)
     require_output(v, name)
     if v.ndim == 2:
         return Cache(v.shape[0], 1, 1, v.shape[1], v.strides[0], 0, 0)
