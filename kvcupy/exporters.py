@@ -10,6 +10,7 @@ from __future__ import annotations
 import numbers
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -304,9 +305,35 @@ def note_written(arrays: Iterable[Any]) -> None:
     """
     if not _TORCH_TYPES:
         return
-    owners: list[Any] = [a.owner if type(a) is ArrayView else a for a in arrays]
-    if tensors := [owner for owner in owners if type(owner) in _TORCH_TYPES]:
-        sys.modules["torch"].autograd.graph.increment_version(tensors)
+    tensors = []
+    for array in arrays:
+        owner = array.owner if type(array) is ArrayView else array
+        if type(owner) in _TORCH_TYPES:
+            tensors.append(owner)
+    if tensors:
+        _increment_version()(tensors)
+
+
+def is_tensor(array: Any) -> bool:
+    """Return whether an array is a torch tensor, or a view of one."""
+    return (array.library == "torch") if type(array) is ArrayView else type(array) in _TORCH_TYPES
+
+
+@cache
+def _increment_version() -> Callable[[list[Any]], Any]:
+    """Return `torch.autograd.graph.increment_version`, or what it calls: a third of the time."""
+    torch = sys.modules["torch"]
+    direct: Callable[[list[Any]], Any] = torch._C._increment_version
+    try:
+        direct([])
+    except TypeError:  # older versions take one tensor
+        return _increment_one_by_one
+    return direct
+
+
+def _increment_one_by_one(tensors: list[Any]) -> None:
+    for tensor in tensors:
+        sys.modules["torch"].autograd.graph.increment_version(tensor)
 
 
 class _Producer:

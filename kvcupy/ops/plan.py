@@ -21,7 +21,7 @@ from ..arrays import ArrayView
 from ..config import config
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from ..exporters import note_written, probe_argument, view, wait_for_producers
+from ..exporters import is_tensor, note_written, probe_argument, view, wait_for_producers
 from ..kernels import Specialisation, pointer_fields
 from . import checks
 
@@ -95,6 +95,7 @@ class Plan(abc.ABC):
         self.offsets: tuple[int, ...] | None = None
         self.cause: CompileError | None = None
         self._checked: set[tuple[int, ...]] = set()
+        self._writes_tensors: bool | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -138,7 +139,10 @@ class Plan(abc.ABC):
             )
         else:
             self._enqueue(pointers, arrays, on)
-        note_written([arrays[i] for i in self.outputs])
+        if self._writes_tensors is None:  # equal signatures are of arrays of one library
+            self._writes_tensors = any(is_tensor(arrays[i]) for i in self.outputs)
+        if self._writes_tensors:
+            note_written([arrays[i] for i in self.outputs])
 
     def _enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], on: Stream) -> None:
         device = self.device
