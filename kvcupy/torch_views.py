@@ -28,7 +28,8 @@ def tensor_of(v: ArrayView) -> Any:
     if isinstance(v.owner, torch.Tensor) and v.owner.element_size() == v.itemsize:
         first = v.owner.storage_offset() + (v.pointer - v.owner.data_ptr()) // v.itemsize
         strides = [step // v.itemsize for step in v.strides]
-        return v.owner.detach().as_strided(v.shape, strides, first).view(dtype)
+        with torch.inference_mode(False):  # whoever asks first; others get the same tensor
+            return v.owner.detach().as_strided(v.shape, strides, first).view(dtype)
     try:
         return torch.from_dlpack(v)
     except (RuntimeError, BufferError):  # a format that this version of torch does not import

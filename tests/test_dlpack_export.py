@@ -189,6 +189,23 @@ def test_tensors_of_a_wrapped_pool_are_views_of_those_given(torch):
     assert kv.KVPool.wrap(arrays[:1], arrays[1:]).torch_k(0).data_ptr() == arrays[0].ctypes.data
 
 
+def test_tensors_do_not_depend_on_who_asks_first(torch):
+    """In inference mode and under a fake mode too, from pools of any memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    caches = [torch.zeros(4, 2, 1, 8) for _ in range(2)]
+    for pool in (kv.KVPool(2, 2, 1, 1, 4, device="host"), kv.KVPool.wrap(caches[:1], caches[1:])):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            try:
+                pool.torch_k(0)
+            except TypeError as error:
+                assert "FakeTensor" in str(error)
+        with torch.inference_mode():
+            k = pool.torch_k(0)
+        assert not k.is_inference() and k.data_ptr() == pool.views(0)[0].pointer
+        assert pool.torch_k(0) is k
+
+
 def test_a_torch_that_lacks_the_format(torch, monkeypatch):
     """Then it gets integers, whose bits are named afterwards."""
     whole = torch.from_dlpack
@@ -219,7 +236,8 @@ def test_arrays_of_a_pool_are_numpys():
     pool = kv.KVPool(2, 2, 1, 1, 4, device="host")
     k = pool.k(0)
     assert isinstance(k, np.ndarray) and isinstance(np.asarray(k), np.ndarray)
-    assert type(k + k) is np.ndarray
+    k += 1
+    assert type(k + k) is np.ndarray and float(pool.k(0).max()) == 1
     assert not isinstance((k + k).max(), np.ndarray)
     assert k.__array_interface__["data"][0] == view(k).pointer
     copied = array_at(k, k.ctypes.data, k.shape, k.dtype, k.strides)

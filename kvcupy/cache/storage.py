@@ -140,6 +140,7 @@ class Pool(ProcessLocal, abc.ABC):
         Raises
         ------
         ImportError : torch is missing
+        TypeError : the call is under a FakeTensorMode
         """
         return self._torch(0, self._layer(layer))
 
@@ -153,6 +154,7 @@ class Pool(ProcessLocal, abc.ABC):
             from ..torch_views import tensor_of
 
             known = self._shown(tensor_of(self._views[layer][part]))
+            exporters.view(known)  # not a fake one, which others would be given too
             known = self._torch_views.setdefault((part, layer), known)
             self._tensors.append(known)
         return known
