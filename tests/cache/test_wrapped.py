@@ -517,3 +517,61 @@ def test_latents_that_are_no_pool():
     assert kv.MLAPool.wrap(np.zeros((3, 24, 8), np.float16), page_size=4).num_layers == 3
     assert kv.MLAPool.wrap(np.zeros((3, 6, 4, 8), np.float16)).num_layers == 3
     assert kv.MLAPool.wrap([np.zeros((6, 1, 8), np.float16)], page_size=1).num_pages == 6
+
+
+# --- Arrays of a GPU, as far as that shows without one ---
+
+
+def test_arrays_of_a_gpu(monkeypatch):
+    """The device is theirs; offloaded to pinned memory and loaded back."""
+    from types import SimpleNamespace
+
+    from devices.fake_cuda import FakeApi
+
+    from kvcupy import devices, exporters
+    from kvcupy.devices import cuda, cuda_api
+
+    class Gpu(cuda.CudaDevice):
+        fault_pointer = 0
+
+    api = FakeApi()
+    api.install(monkeypatch)
+    device = Gpu(0, api)
+    monkeypatch.setitem(devices._devices, "cuda:0", device)
+    monkeypatch.setattr(cuda_api, "device_of_pointer", lambda pointer: 0)
+    monkeypatch.setattr(exporters, "_PROBES", dict(exporters._PROBES))
+
+    def on_gpu(array):
+        return SimpleNamespace(
+            array=array,
+            __cuda_array_interface__={
+                "version": 3, "typestr": array.dtype.str, "shape": array.shape,
+                "strides": array.strides, "data": (array.ctypes.data, False),
+            },
+        )  # fmt: skip
+
+    rng = np.random.default_rng(0)
+    shape = (PAGES, 2, SIZE, HEADS, D)
+    caches = [rng.integers(0, 99, shape).astype(np.float16) for _ in range(LAYERS)]
+    sides = [[on_gpu(c[:, i]) for c in caches] for i in (0, 1)]
+    pool = kv.KVPool.wrap(*sides)
+    assert pool.device is device and pool.placement == "device" and pool.dtype == "fp16"
+    with pytest.raises(ValueError, match=r"^device: expected cuda:0, where the arrays are, got h"):
+        kv.KVPool.wrap(*sides, device="host")
+    with pytest.raises(ValueError, match=r"^v\[0\]: expected cuda:0 like k\[0\], got host"):
+        kv.KVPool.wrap(sides[0], [c[:, 1] for c in caches])
+    assert pool.views(1)[0].__dlpack_device__() == (2, 0)
+    pinned = [device.empty_pinned((4, SIZE, HEADS, D), "fp16") for _ in range(2 * LAYERS)]
+    far = kv.KVPool.wrap(pinned[:LAYERS], pinned[LAYERS:], device=device)
+    assert far.placement == "pinned" and far.device is device
+    plain = [np.zeros((4, SIZE, HEADS, D), np.float16) for _ in range(2 * LAYERS)]
+    pageable = kv.KVPool.wrap(plain[:LAYERS], plain[LAYERS:], device=device)
+    assert pageable.placement == "pageable" and pageable.device is device
+    for host in (far, pageable):
+        before = [c.copy() for c in caches]
+        kv.transfer_pages(pool, host, [4, 1], [3, 0], method="copy")
+        for c in caches:
+            c[[4, 1]] = 0
+        kv.transfer_pages(host, pool, [3, 0], [4, 1], method="copy")
+        for c, kept in zip(caches, before, strict=True):
+            np.testing.assert_array_equal(c, kept)
