@@ -19,3 +19,6 @@ class ProcessLocal:
     def __reduce__(self) -> NoReturn:
         kind = type(self).__name__
         raise TypeError(f"{kind}: it cannot be pickled or copied; {self._instead}")
+
+    def __setstate__(self, state: object) -> NoReturn:  # of a pickle from before this was refused
+        self.__reduce__()

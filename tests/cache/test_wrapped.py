@@ -249,8 +249,11 @@ def test_a_disk_below_a_small_wrapped_host_tier(kind, tmp_path):
     for layer in range(LAYERS):
         big.k(layer)[...] = big.v(layer)[...] = 0
     assert cache.match(hashes).disk == 20
+    before = [t._version for t in near.given or ()]
     with cache.acquire(hashes[:4]) as lease:
         lease.wait(None)
+        for then, given in zip(before, near.given or (), strict=True):
+            assert given._version > then, "what was read from the disk counts as a change"
         assert cache.stats()["disk_read_bytes"] >= 4 * big.page_bytes
         for own, bits in zip((big.k, big.v), want, strict=True):
             for layer in range(LAYERS):
@@ -424,6 +427,8 @@ def test_versions_of_wrapped_tensors():
             cache.attention(1, rows, rows[:, :2], rows[:, :2])
 
     assert changed(step) == [False, True, False]
+    rows = [torch.ones(LAYERS, 1, HEADS, D) for _ in range(2)]
+    assert all(changed(lambda: cache.set_kv(0, 0, *rows)))
 
 
 # --- Errors ---
