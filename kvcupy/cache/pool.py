@@ -32,7 +32,9 @@ class KVPool(Pool):
     Notes
     -----
     Attributes: those of `Pool`. Bytes: exactly `num_bytes`, in an allocation each for K, for V and
-    for the scales of each.
+    for the scales of each. `k(layer)` and `v(layer)` are arrays of the device's library (NumPy,
+    CuPy; fp8 of a GPU as ArrayViews), which export DLPack in every format; `torch_k` and `torch_v`
+    give them as tensors. `KVPool.wrap` makes a pool over memory that is there.
     Source: sgl-project/sglang `python/sglang/srt/mem_cache/memory_pool_host.py` (the layouts).
 
     Examples
