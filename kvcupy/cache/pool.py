@@ -88,8 +88,8 @@ class KVPool(Pool):
             (slots, heads, width) with `page_size`. The widths of K and V may differ
         layout : as in `KVPool`; with lists "layer_first"
         page_size : slots a page, for arrays by slots
-        device : a Device or its name; None: that of the arrays, and for pinned memory of the host
-            the default one
+        device : a Device or its name: for memory of the host that is to go with a pool of a GPU,
+            that GPU. None: that of the arrays, and for pinned memory the default one
 
         Returns
         -------
