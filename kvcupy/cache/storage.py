@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,10 +117,11 @@ class Pool(ProcessLocal, abc.ABC):
         width)."""
         return self._views[self._layer(layer)]
 
-    def note_written(self) -> None:
-        """Let autograd know that memory of torch tensors was written: see
-        `exporters.note_written`."""
-        exporters.note_written(self._tensors)
+    def note_written(self, layers: Iterable[int] | None = None) -> None:
+        """Let autograd know that layers, or all, were written, where they are torch tensors."""
+        if self._tensors:
+            chosen = self._tensors if layers is None else layers
+            exporters.note_written([t for i in chosen for t in self._tensors.get(i, ())])
 
     def k(self, layer: int) -> Any:
         """Return K of one layer as a view, (num_pages, page_size, heads, head_dim)."""
@@ -156,7 +157,7 @@ class Pool(ProcessLocal, abc.ABC):
             known = self._shown(tensor_of(self._views[layer][part]))
             exporters.view(known)  # not a fake one, which others would be given too
             known = self._torch_views.setdefault((part, layer), known)
-            self._tensors.append(known)
+            self._tensors.setdefault(layer, []).append(known)
         return known
 
     def k_scale(self, layer: int) -> Any:
@@ -217,7 +218,9 @@ class Pool(ProcessLocal, abc.ABC):
         )
         self._scales: tuple[tuple[Any, ...], ...] = ()
         self._views = tuple(layers)
-        self._tensors = [v.owner for v in views if v.library == "torch"]
+        self._tensors: dict[int, list[Any]] = {}  # whose counters go up when a layer is written
+        if any(v.library == "torch" for v in views):
+            self._tensors = {i: [v.owner for v in layer] for i, layer in enumerate(layers)}
         self._torch_views: dict[tuple[int, int], Any] = {}
         self.allocator = PageAllocator(self.num_pages)
 
@@ -253,7 +256,7 @@ class Pool(ProcessLocal, abc.ABC):
         self._group([LayerGroup(layers, tuple(map(exporters.view, by_page)), scale_parts)])
         self._layers = tuple(tuple(self._of_layer(a, i) for i in layers) for a in by_page)
         self._views = tuple(tuple(part[:, i] for part in self.groups[0].parts) for i in layers)
-        self._tensors = []
+        self._tensors = {}
         self._torch_views = {}
         self._scales = tuple(tuple(self._scale_of_layer(a, i) for i in layers) for a in scale_data)
 

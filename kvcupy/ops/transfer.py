@@ -145,4 +145,4 @@ class PreparedTransfer:
             )
 
         observe.issue(describe, enqueue)
-        self.dst_pool.note_written()
+        self.dst_pool.note_written(way.layers)

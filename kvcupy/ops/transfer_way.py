@@ -27,6 +27,7 @@ class Way:
     ----------
     source, target : the pages of both pools, all layers
     src, dst : some of their layers, for what is alike in all
+    layers : which are moved; None: all
     routes : one an evenly spaced set of layers
     page_bytes : bytes of K and V of one page in those layers, as the source stores them
     """
@@ -37,6 +38,7 @@ class Way:
         src, dst = self.src, self.dst = source.any_group, target.any_group
         self.device, self.source, self.target = device, source, target
         self._request = request
+        self.layers = request.layers
         self._stagings: list[Staging] = []
         self.routes: list[Route] = []
         far, near = (target, source) if is_to_host(src, dst) else (source, target)

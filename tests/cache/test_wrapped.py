@@ -415,6 +415,8 @@ def test_versions_of_wrapped_tensors():
 
     assert not any(changed(lambda: kv.transfer_pages(wrapped.pool, pinned, [0], [0])))
     assert all(changed(lambda: kv.transfer_pages(pinned, wrapped.pool, [0], [1])))
+    one = changed(lambda: kv.transfer_pages(pinned, wrapped.pool, [0], [1], layers=[2]))
+    assert one == [False, False, True]
     assert all(changed(lambda: kv.copy_pages(wrapped.pool, np.array([0]), np.array([1]))))
     engine = kv.TransferEngine(wrapped.pool, pinned)
     assert all(changed(lambda: engine.load([0], [1]).synchronize()))
