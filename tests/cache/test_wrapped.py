@@ -342,6 +342,32 @@ def test_a_paged_cache_of_latents():
     wrapped.memory.check_canaries()
 
 
+@pytest.mark.parametrize("kind", ["vllm", "flashinfer, HND"])
+def test_a_sequence_goes_to_wrapped_host_memory_and_back(kind):
+    """A paged cache and its host tier, both over arrays of others."""
+    near, far = make(kind, 1), make("vllm, pages first", 2)
+    cache = paged(near.pool)
+    cache.attach(tiers := kv.TieredCache(near.pool, far.pool))
+    cache.add_sequence(0)
+    rng = np.random.default_rng(0)
+    with cache.forward([0], [7]):
+        for layer in range(LAYERS):
+            rows = rng.normal(size=(7, 4, 8)).astype(np.float32)
+            cache.attention(layer, rows, rows[:, :2], rows[:, 2:])
+    before = [a.clone() for a in cache.get_kv(0, 0, 7)]
+    cache.offload(0)
+    tiers.engine.flush()
+    kv.device("host").synchronize()
+    for part in near.parts:
+        for bits in part:
+            bits[...] = 0
+    cache.onboard(0)
+    for got, want in zip(cache.get_kv(0, 0, 7), before, strict=True):
+        assert torch.equal(got, want) and got.any()
+    near.memory.check_canaries()
+    far.memory.check_canaries()
+
+
 def test_pages_are_the_allocators():
     """Others may hold some of the pool's pages."""
     wrapped = make("vllm", 1)
