@@ -30,6 +30,11 @@ class Format:
     def quantised(self) -> bool:
         return self.limit is not None
 
+    @property
+    def native(self) -> bool:
+        """Whether NumPy itself has it, and so exports it."""
+        return self.numpy == self.carrier
+
 
 def _format(name: str, dtype: Any, carrier: Any, limit: float | None, ctype: str) -> Format:
     dtype = np.dtype(dtype)

@@ -137,7 +137,8 @@ def test_views_of_torch(torch, cut, shape, steps):
 
 def test_torch_parameters(torch):
     parameter = torch.nn.Parameter(torch.zeros(3))
-    assert_describes(parameter, parameter.data_ptr(), (3,), (4,), "fp32", library="torch")
+    with torch.no_grad():
+        assert_describes(parameter, parameter.data_ptr(), (3,), (4,), "fp32", library="torch")
 
 
 NO_KERNEL_READS = {

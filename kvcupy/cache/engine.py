@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CaptureError
 from ..ops import checks, transfer
+from ..pickling import ProcessLocal
 from .batches import Batch, Lane, Pages
 from .transfers import Hold, Transfer
 
@@ -27,7 +28,7 @@ _POOLS = ("device_pool", "host_pool")
 _SIDES = ("device_pages", "host_pages")
 
 
-class TransferEngine:
+class TransferEngine(ProcessLocal):
     """Moves pages between two pools on streams of its own, merged, ordered and layer by layer.
 
     Parameters

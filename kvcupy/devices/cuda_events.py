@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CaptureError
+from ..pickling import ProcessLocal
 from .cuda_api import DISABLE_TIMING
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from .cuda_streams import Stream
 
 
-class Event:
+class Event(ProcessLocal):
     """A point in a stream; recording it again moves it. Made by `Device.event`.
 
     An event that was never recorded, or last in a capture that has ended, counts as done.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import observe
 from ..errors import CaptureError, DeviceError
+from ..pickling import ProcessLocal
 from .cuda_api import DEFAULT_STREAMS, UNJOINED
 from .launch_hooks import LaunchHooks
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .cuda_streams import Stream
 
 
-class Graph:
+class Graph(ProcessLocal):
     """Captured work, or a capture in progress. Each launch reads its arrays anew.
 
     Attributes

@@ -54,6 +54,7 @@ def to_numpy(device: CudaDevice, array: Any) -> np.ndarray[Any, Any]:
     if view.device == "host":
         return arrays.array_at(view.owner, view.pointer, view.shape, dtype, view.strides).copy()
     stream = _uncaptured_stream(device, view.library, "to_numpy")
+    exporters.wait_for_producers((view,), stream)
     bits = carrier(device, view)
     try:
         with device.current(), device.api.relaxed(), stream.cupy:
@@ -106,12 +107,14 @@ def copy(device: CudaDevice, dst: Any, src: Any, stream: Any) -> None:
     on = device.as_stream(stream, library)
     if of.size == 0:
         return
+    exporters.wait_for_producers((to, of), on)
     observe.issue(
         lambda: observe.Operation(
             "copy", on, reads=(observe.Access(of),), writes=(observe.Access(to),)
         ),
         lambda: _enqueue_copy(device, to, of, on),
     )
+    exporters.note_written([to])
 
 
 def device_address(device: CudaDevice, view: arrays.ArrayView) -> int | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import observe
 from ..errors import CaptureError
+from ..pickling import ProcessLocal
 from .cuda_events import Event
 from .cuda_graph import FOREIGN, ForeignPoint, Graph
 
@@ -34,7 +35,7 @@ class Handle:
         return (0, self.pointer)
 
 
-class Stream:
+class Stream(ProcessLocal):
     """A CUDA stream: one of kvcupy's own, or a light wrapper around another library's.
 
     Two wrappers of one CUDA stream are equal.

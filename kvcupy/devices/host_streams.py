@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import observe
 from ..errors import CaptureError, DeviceError
+from ..pickling import ProcessLocal
 from .host_events import HostEvent, Marker, State, Task, surfaced, work
 from .host_graphs import Capture, HostGraph
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from .launch_hooks import Hook
 
 
-class InlineStream:
+class InlineStream(ProcessLocal):
     """The calling thread as a stream: whatever is put on it is done when the call returns."""
 
     inline = True
@@ -73,7 +74,7 @@ class InlineStream:
         raise CaptureError("stream: the calling thread is never captured")
 
 
-class HostStream:
+class HostStream(ProcessLocal):
     """A FIFO worker thread. Made by `Device.stream`."""
 
     inline = False

@@ -49,7 +49,7 @@ class AttentionPlan(plan.Plan):
         """Describe the arrays."""
         return [
             None if name not in self.call.given or self.call.view(name) is None
-            else view(array, name)
+            else view(array)
             for name, array in zip(self.names, arrays, strict=True)
         ]  # fmt: skip
 

@@ -57,6 +57,8 @@ def number_format(v: ArrayView, name: str) -> dtypes.Format:
     """Return the number format of an argument."""
     if v.format not in dtypes.FORMATS:
         hint = "; tag it with kv.view_as" if v.format in ("uint8", "uint16") else ""
+        if v.format == "float64":
+            hint = "; convert it with .astype(np.float32) or .float()"
         known = ", ".join(dtypes.FORMATS)
         raise TypeError(f"{name}: expected one of the formats {known}, got {v.format}{hint}")
     return dtypes.FORMATS[v.format]
@@ -69,6 +71,7 @@ def rows(v: ArrayView, name: str) -> Rows:
             f"{name}: expected (tokens, heads, width) or (tokens, width), got {describe(v)}"
         )
     require_contiguous(v, name)
+    _require_width(v, name)
     if v.ndim == 2:
         return Rows(v.shape[0], 1, v.shape[1], v.strides[0], 0)
     return Rows(*v.shape, *v.strides[:2])
@@ -77,6 +80,7 @@ def rows(v: ArrayView, name: str) -> Rows:
 def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool = True) -> Cache:
     """Read an argument as a cache for rows of `rows_ndim` dimensions."""
     require_contiguous(v, name)
+    _require_width(v, name)
     if written:
         require_output(v, name)
     if rows_ndim == 2:
@@ -103,9 +107,15 @@ def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool
     )
 
 
+def _require_width(v: ArrayView, name: str) -> None:
+    if v.ndim and v.shape[-1] == 0:
+        raise ValueError(f"{name}: expected a width of at least 1, got {describe(v)}")
+
+
 def mla_cache(v: ArrayView, name: str) -> Cache:
     """Read an argument as an MLA cache, (num_slots, width) or (num_pages, page_size, width)."""
     require_contiguous(v, name)
+    _require_width(v, name)
     require_output(v, name)
     if v.ndim == 2:
         return Cache(v.shape[0], 1, 1, v.shape[1], v.strides[0], 0, 0)
@@ -127,7 +137,8 @@ def layout_name(layout: object) -> str:
 def indices(v: ArrayView, name: str) -> int:
     """Check an index array, int32 or int64 of one dimension; return bytes an index."""
     if v.format not in ("int32", "int64"):
-        raise TypeError(f"{name}: expected int32 or int64, got {describe(v)}")
+        hint = "; convert it with .astype(np.int64) or .long()"
+        raise TypeError(f"{name}: expected int32 or int64, got {describe(v)}{hint}")
     if v.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got {describe(v)}")
     return v.itemsize
@@ -237,9 +248,12 @@ def require_given(views: Mapping[str, ArrayView], names: Iterable[str]) -> None:
 def require_output(v: ArrayView, name: str) -> None:
     """Refuse what cannot be written element by element."""
     if v.readonly:
-        raise ValueError(f"{name}: expected a writable array, got a read-only one")
+        raise ValueError(
+            f"{name}: expected a writable array, got a read-only one; pass a .copy() of it, or one "
+            "of NumPy, CuPy or torch where it is immutable, as JAX's are"
+        )
     steps = zip(v.shape, v.strides, strict=True)
-    if 0 in v.strides and any(n > 1 and s == 0 for n, s in steps):
+    if 0 in v.strides and v.size and any(n > 1 and s == 0 for n, s in steps):
         raise ValueError(f"{name}: expected distinct elements, got a broadcast array")
 
 
@@ -281,5 +295,6 @@ def require_contiguous(v: ArrayView, name: str) -> None:
     if v.ndim and v.shape[-1] > 1 and v.strides[-1] != v.itemsize and v.size:
         raise ValueError(
             f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), "
-            f"got strides of {v.strides} bytes"
+            f"got strides of {v.strides} bytes; .contiguous() or np.ascontiguousarray makes a copy "
+            "that has one"
         )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import devices, faults
-from ..arrays import ArrayView, describe
+from ..arrays import ArrayView, describe, first_overlap
 from ..errors import CompileError
 from ..exporters import view
 from ..kernels import Kernel, Specialisation, zeroed
@@ -92,6 +92,8 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
         _require_layers([view(one, "cache") for one in layers])
     for pointers, made, arrays in calls:
         made.run(pointers, arrays, stream)
+    if hasattr(cache, "note_written"):
+        cache.note_written()
 
 
 @dataclass
@@ -202,7 +204,8 @@ def _require_layers(views: list[ArrayView]) -> None:
             raise ValueError(
                 f"cache: expected {views[0].shape[0]} pages in each, got {describe(v)}"
             )
-    checks.require_disjoint([("cache", v) for v in views], [])
+    if first_overlap(views) is not None:
+        raise ValueError("cache: expected memory of its own, got some of cache's")
 
 
 def _rows_of_page(cache: ArrayView) -> tuple[int, list[tuple[int, int]]]:

@@ -22,7 +22,7 @@ from ..arrays import ArrayView
 from ..config import config, logger
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from ..exporters import probe_argument, view
+from ..exporters import is_tensor, note_written, probe_argument, view, wait_for_producers
 from ..kernels import Specialisation
 from . import checks
 from .aliasing import Aliasing
@@ -109,6 +109,7 @@ class Plan(abc.ABC):
         self.in_place: tuple[tuple[int, int], ...] = ()
         self.used_at = 0
         self._allowed: tuple[int, ...] | None = None  # the addresses of the last call
+        self._writes_tensors: bool | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -159,6 +160,7 @@ class Plan(abc.ABC):
         if self.cause is not None:
             self.device.check_fallback(self.operation, on)
             config.fall_back(self.operation, self.cause)
+        wait_for_producers(arrays, on)
         if observe.watching():
             observe.issue(
                 lambda: self._declare(pointers, arrays, on),
@@ -166,6 +168,10 @@ class Plan(abc.ABC):
             )
         else:
             self._enqueue(pointers, arrays, on)
+        if self._writes_tensors is None:  # equal signatures are of arrays of one library
+            self._writes_tensors = any(is_tensor(arrays[i]) for i in self.outputs)
+        if self._writes_tensors:
+            note_written([arrays[i] for i in self.outputs])
 
     def _enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], on: Stream) -> None:
         device = self.device

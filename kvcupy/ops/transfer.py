@@ -161,9 +161,10 @@ class PreparedTransfer:
         enqueue = way.plan(pairs, on, pools)
 
         def describe() -> observe.Operation:
-            reads = way.accesses(way.src, pools[0], pairs.views[0])
+            reads = way.accesses(way.source, pools[0], pairs.views[0])
             return observe.Operation(
-                name, on, reads, way.accesses(way.dst, pools[1], pairs.views[1])
+                name, on, reads, way.accesses(way.target, pools[1], pairs.views[1])
             )
 
         observe.issue(describe, enqueue)
+        self.dst_pool.note_written(way.layers)

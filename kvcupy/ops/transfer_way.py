@@ -20,8 +20,8 @@ from . import (
 )
 from .page_pairs import PagePairs
 from .transfer_checks import Request
-from .transfer_route import Pages, Route
-from .transfer_staged import Staging
+from .transfer_route import PoolPages, Route
+from .transfer_staged import Staging, is_to_host
 
 _MUCH_LONGER = 4  # staging is worth its detour where it makes pieces so many times as long
 
@@ -31,20 +31,32 @@ class Way:
 
     Attributes
     ----------
-    src, dst : the pages of both pools, all layers
+    source, target : the pages of both pools, all layers
+    src, dst : some of their layers, for what is alike in all
+    layers : which are moved; None: all
     routes : one an evenly spaced set of layers
     page_bytes : bytes of K and V of one page in those layers, as the source stores them
     """
 
-    def __init__(self, device: Device, src: Pages, dst: Pages, request: Request) -> None:
-        self.device, self.src, self.dst = device, src, dst
+    def __init__(
+        self, device: Device, source: PoolPages, target: PoolPages, request: Request
+    ) -> None:
+        src, dst = self.src, self.dst = source.any_group, target.any_group
+        self.device, self.source, self.target = device, source, target
         self._request = request
-        slices = request.slices(src.parts[0].shape[1])
-        self.routes = [Route(device, src.of_layers(s), dst.of_layers(s)) for s in slices]
-        self._stagings = [Staging(route) for route in self.routes]
+        self.layers = request.layers
+        self._stagings: list[Staging] = []
+        self.routes: list[Route] = []
+        far, near = (target, source) if is_to_host(src, dst) else (source, target)
+        for asked in request.slices(source.num_layers):
+            for layers in far.split(asked):
+                parts = near.split(layers)
+                routes = [Route(device, source.of_layers(s), target.of_layers(s)) for s in parts]
+                self.routes += routes
+                self._stagings.append(Staging(device, source, target, layers, parts))
         self.page_bytes = sum(route.src.page_bytes for route in self.routes)
-        self._reachable = self.routes[0].reachable if self.routes else True
-        self._stageable = self._stagings[0].reachable if self.routes else True
+        self._reachable = all(route.reachable for route in self.routes)
+        self._stageable = all(staging.reachable for staging in self._stagings)
         if request.method == "kernel" and not self._reachable:
             raise ValueError(
                 'method: expected "copy" or "staged" for pageable memory, which kernels do not '
@@ -104,11 +116,11 @@ class Way:
 
         return move
 
-    def accesses(self, pages: Pages, pool: Any, numbers: ArrayView) -> tuple[observe.Access, ...]:
+    def accesses(
+        self, pages: PoolPages, pool: Any, numbers: ArrayView
+    ) -> tuple[observe.Access, ...]:
         """Return the bytes of a pool that the transfer touches, for who watches."""
-        return tuple(
-            observe.Access(_owned(part, pool), numbers) for part in (*pages.parts, *pages.scales)
-        )
+        return tuple(observe.Access(_owned(part, pool), numbers) for part in pages.all)
 
     def _choose(self, pairs: PagePairs) -> str:
         method = self._request.method
@@ -128,7 +140,7 @@ class Way:
         staged_pieces, staged_bytes = staging.fragments(num_pages, num_runs)
         limits = transfer_method.thresholds(self.device, self._direction)
         longer = staged_bytes >= max(
-            _MUCH_LONGER * piece_bytes, limits.crossover(staged_pieces * len(self.routes))
+            _MUCH_LONGER * piece_bytes, limits.crossover(staged_pieces * len(self._stagings))
         )
         longer = self._stageable and longer
         if route.converts:

@@ -776,3 +776,87 @@ def test_words_are_as_wide_as_addresses_allow():
     assert cuda_copy.words(plan, 0, 0)[0] == 4
     assert cuda_copy.words(plan, 2, 0)[0] == 2
     assert cuda_copy.words(plan, 1, 0)[0] == 1
+
+
+# --- Arrays that name the stream on which they are written ---
+
+
+class Produced:
+    """An array as Numba exports it."""
+
+    def __init__(self, array, stream):
+        self._array = array
+        self.__cuda_array_interface__ = {
+            "version": 3, "typestr": array.dtype.str, "shape": array.shape, "strides": None,
+            "data": (array.ctypes.data, False), "stream": stream,
+        }  # fmt: skip
+
+
+@pytest.fixture
+def produced_types(monkeypatch):
+    from kvcupy import exporters
+    from kvcupy.devices import cuda_api
+
+    monkeypatch.setattr(exporters, "_PROBES", dict(exporters._PROBES))
+    monkeypatch.setattr(exporters, "_STREAMED_TYPES", set())
+    monkeypatch.setattr(cuda_api, "device_of_pointer", lambda pointer: 0)
+
+
+def test_a_copy_waits_for_the_producer_by_an_event(api, device, produced_types):
+    """On the stream of the copy, and the host waits for nothing."""
+    stream = device.stream()
+    source, target = np.arange(4, dtype=np.float32), np.zeros(4, np.float32)
+    for number, given in enumerate((Produced(source, 0x77), exported(Produced(source, 0x77)))):
+        api.runtime.log.clear()
+        device.copy(target, given, stream=stream)
+        ((event, producer),) = log(api, "record")[:1]
+        assert producer == 0x77 and (stream.pointer, event) in log(api, "wait"), number
+        assert not log(api, "synchronize")
+
+
+def exported(array):
+    """The same array behind a tag."""
+    from kvcupy.exporters import view
+
+    return view(array)[:]
+
+
+def test_nothing_is_waited_for_without_a_stream_or_on_the_same(api, device, produced_types):
+    stream = device.stream()
+    source, target = np.arange(4, dtype=np.float32), np.zeros(4, np.float32)
+    for producer in (None, stream.pointer):
+        api.runtime.log.clear()
+        device.copy(target, Produced(source, producer), stream=stream)
+        assert not log(api, "wait")
+
+
+def test_an_operation_waits_for_the_producers_of_its_arrays(api, device, produced_types):
+    """Each once, and none in a capture, which nothing outside can be part of."""
+    from kvcupy.exporters import view, wait_for_producers
+
+    arrays = [Produced(np.zeros(3), 0x77), Produced(np.zeros(3), 0x77), Produced(np.zeros(3), 0x88)]
+    views = [view(a) for a in arrays]
+    stream = device.stream()
+    for given in (arrays, views, [*arrays, None, 2.0, np.zeros(3)]):
+        api.runtime.log.clear()
+        wait_for_producers(given, stream)
+        assert [producer for _, producer in log(api, "record")] == [0x77, 0x88]
+        assert [waiting for waiting, _ in log(api, "wait")] == [stream.pointer] * 2
+    with stream.capture():
+        api.runtime.log.clear()
+        wait_for_producers(arrays, stream)
+        assert not log(api, "wait")
+
+
+# --- Pinned memory of CuPy's own ---
+
+
+def test_numpy_arrays_over_cupys_pinned_memory_are_pinned():
+    cupy = pytest.importorskip("cupy")
+    memory = np.zeros(4096, np.uint8)
+    pinned = cupy.cuda.PinnedMemoryPointer(
+        SimpleNamespace(ptr=memory.ctypes.data, size=memory.size), 0
+    )
+    array = np.frombuffer(pinned, np.float32, 100).reshape(10, 10)
+    assert is_pinned(array) and is_pinned(array[2:, ::2])
+    assert not is_pinned(np.frombuffer(memory, np.float32)) and not is_pinned(array.copy())
