@@ -29,12 +29,8 @@ __device__ __forceinline__ float scale_of(const char* scale, char* scale_cache,
 template <typename TCache, typename TOut, int kCount>
 __device__ __forceinline__ Pack<TOut, kCount> dequantise(const Pack<TCache, kCount>& in,
                                                          float scale) {
-  Pack<float, kCount> values = to_floats(in);
-  if constexpr (kQuantised<TCache>) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) values.values[i] = __fmul_rn(values.values[i], scale);
-  }
-  return from_floats<TOut>(values);
+  if constexpr (kQuantised<TCache>) return from_floats<TOut>(products(to_floats(in), scale));
+  return from_floats<TOut>(to_floats(in));
 }
 
 // Another format: float32 arithmetic, one rounding.

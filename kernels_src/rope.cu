@@ -243,13 +243,6 @@ __device__ __forceinline__ Pack<TOut, kCount> to_cache(const Pack<TIn, kCount>& 
 }
 
 template <typename T, int kCount>
-__device__ __forceinline__ float absmax_of(const Pack<T, kCount>& pack, float largest) {
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) largest = fmaxf(largest, fabsf(to_float(pack.values[j])));
-  return largest;
-}
-
-template <typename T, int kCount>
 __device__ __forceinline__ float sum_of_squares(const char* in, int width, int lane, int lanes) {
   float sum = 0.0f;
   for (int i = lane * kCount; i < width; i += lanes * kCount) {
@@ -321,10 +314,10 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
         Pack<T, kCount> x;
         Pack<T, kCount> y;
         turning.turn(i, x, y);
-        largest = absmax_of(y, absmax_of(x, largest));
+        largest = absmax_of(to_floats(y), absmax_of(to_floats(x), largest));
       }
       for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
-        largest = absmax_of(turning.pass(i), largest);
+        largest = absmax_of(to_floats(turning.pass(i)), largest);
       }
     }
     largest = max_within_warp(largest, lanes);

@@ -58,8 +58,7 @@ __device__ __forceinline__ float lane_absmax(const char* in, int width, int lane
   for (int i = lane * kCount; i < width; i += lanes * kCount) {
     Pack<TIn, kCount> pack;
     pack.load(in + i * static_cast<int>(sizeof(TIn)));
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) largest = fmaxf(largest, fabsf(to_float(pack.values[j])));
+    largest = absmax_of(to_floats(pack), largest);
   }
   return largest;
 }
