@@ -16,7 +16,7 @@ __global__ void gather_copy(const __grid_constant__ CacheRowsParams p) {
   const int lane = threadIdx.x & (lanes - 1);
   copy_rows<kWordBytes>(cache_row(p.k_cache, p.k, row, p), outside_row(p.key, p.k, row), p.k.width,
                         cache_row(p.v_cache, p.v, row, p), outside_row(p.value, p.v, row),
-                        p.v.width, lane, lanes);
+                        p.v.width, lane, lanes, p.num_rows);
 }
 
 // The scale of a row of the cache: its own, or its head's.

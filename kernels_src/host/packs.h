@@ -84,8 +84,7 @@ inline Pack<float, 8> to_floats<fp8_e5m2, 8>(const Pack<fp8_e5m2, 8>& in) {
 template <>
 inline Pack<float, 8> to_floats<int8, 8>(const Pack<int8, 8>& in) {
   using namespace kvcupy_host;
-  return bits_as<Pack<float, 8>>(
-      __builtin_convertvector(bits_as<SignedBytes>(in), Floats));
+  return bits_as<Pack<float, 8>>(__builtin_convertvector(bits_as<SignedBytes>(in), Floats));
 }
 
 template <>
@@ -126,16 +125,14 @@ inline TwiceHalves part_neighbours(TwiceHalves all) {
 #if defined(__clang__)
   return __builtin_shufflevector(all, all, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
 #else
-  return __builtin_shuffle(all,
-                           TwiceHalves{0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15});
+  return __builtin_shuffle(all, TwiceHalves{0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15});
 #endif
 }
 inline TwiceHalves join_neighbours(TwiceHalves all) {
 #if defined(__clang__)
   return __builtin_shufflevector(all, all, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
 #else
-  return __builtin_shuffle(all,
-                           TwiceHalves{0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15});
+  return __builtin_shuffle(all, TwiceHalves{0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15});
 #endif
 }
 

@@ -102,12 +102,16 @@ def build_pool() -> Path:
 
 def _build(program: str, extra_flags: tuple[str, ...]) -> Path:
     compiler = _require_compiler()
-    flags = (*_FLAGS, native_flag(), *extra_flags)
+    flags = (*_FLAGS, _native(), *extra_flags)
     key = cache.key(
         "host", sources.digest(), program, *flags, compiler.version, *compiler.command,
         _processor(),
     )  # fmt: skip
     return cache.file(key, ".so", lambda target: _compile(compiler, program, flags, target))
+
+
+def _native() -> str:
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 
 
 def check(program: str) -> None:
@@ -123,11 +127,6 @@ def check(program: str) -> None:
         source.write_text(f'#include "host/cuda_names.h"\n{program}')
         search = _search_paths()
         _run([*compiler.command, *_FLAGS, *search, "-fsyntax-only", str(source)], program)
-
-
-def native_flag() -> str:
-    """Return the flag that lets the compiler use all instructions of this processor."""
-    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 
 
 def _require_compiler() -> Compiler:

@@ -57,7 +57,7 @@ def build(folder, name, *flags):
 def library(request, tmp_path_factory):
     if not runs_here(request.param):
         pytest.skip(f"this processor does not run code for {request.param}")
-    march = cxx.native_flag() if request.param == "native" else f"-march={request.param}"
+    march = cxx._native() if request.param == "native" else f"-march={request.param}"
     kernels = sources.kernels_dir()
     return build(tmp_path_factory.mktemp("numbers"), request.param, march, f"-I{kernels}")
 
