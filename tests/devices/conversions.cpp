@@ -95,3 +95,38 @@ EXPORT(eight_fp8_e4m3, fp8_e4m3)
 EXPORT(eight_fp8_e5m2, fp8_e5m2)
 EXPORT(eight_int8, int8)
 #endif
+
+#ifdef KVCUPY_MAIN
+// usage: FUNCTION COUNT BYTES_IN BYTES_OUT, of an element; converts standard input.
+#include <stdio.h>
+#include <stdlib.h>
+
+using Function = void (*)(const void*, void*, long);
+#define NAMED(NAME) {#NAME, reinterpret_cast<Function>(NAME)}
+#define BOTH_WAYS(NAME) NAMED(NAME##_decode), NAMED(NAME##_encode)
+
+static const struct {
+  const char* name;
+  Function function;
+} functions[] = {
+    BOTH_WAYS(one_fp16),       BOTH_WAYS(eight_fp16),     BOTH_WAYS(one_bf16),
+    BOTH_WAYS(eight_bf16),     BOTH_WAYS(one_fp8_e4m3),   BOTH_WAYS(eight_fp8_e4m3),
+    BOTH_WAYS(one_fp8_e5m2),   BOTH_WAYS(eight_fp8_e5m2), BOTH_WAYS(one_int8),
+    BOTH_WAYS(eight_int8),
+};
+
+int main(int, char** arguments) {
+  const size_t count = atol(arguments[2]);
+  const size_t bytes_in = atol(arguments[3]);
+  const size_t bytes_out = atol(arguments[4]);
+  void* source = aligned_alloc(64, (count * bytes_in + 63) / 64 * 64);
+  void* target = aligned_alloc(64, (count * bytes_out + 63) / 64 * 64);
+  if (fread(source, bytes_in, count, stdin) != count) return 2;
+  for (const auto& one : functions) {
+    if (strcmp(one.name, arguments[1]) != 0) continue;
+    one.function(source, target, static_cast<long>(count));
+    return fwrite(target, bytes_out, count, stdout) == count ? 0 : 4;
+  }
+  return 3;
+}
+#endif
