@@ -180,8 +180,8 @@ ROPE = {
         "is_value ? p.v_scale : p.k_scale", "p.k_scale", checks.check_rope_store_beside,
         "rope.cu"),
     "a dynamic scale without what passes": Mutation(
-        "largest = absmax_of(to_floats(turning.pass(i)), largest);", "", checks.check_rope_store_dynamic,
-        "rope.cu"),
+        "largest = absmax_of(to_floats(turning.pass(i)), largest);", "",
+        checks.check_rope_store_dynamic, "rope.cu"),
     "tokens without a slot stored": Mutation(
         "if (token >= p.num_stored) return -1;", "", checks.check_rope_store, "rope.cu"),
     "the skipped slot written by a rotation": Mutation(
@@ -324,8 +324,8 @@ TRANSFER = {
         "first + of_warp, lane == 0", "first, lane == 0", CONVERTS, "transfer.cu"),
     "a last lane without work": Mutation(
         "for (int i = lane * kCount; i < width; i += lanes * kCount) {\n    Pack<TIn, kCount> in;\n"
-        "    Pack<TOut", "for (int i = lane * kCount; i + kCount < width; i += lanes * kCount) {\n"
-        "    Pack<TIn, kCount> in;\n    Pack<TOut", CONVERTS, "transfer.cu"),
+        "    // Load", "for (int i = lane * kCount; i + kCount < width; i += lanes * kCount) {\n"
+        "    Pack<TIn, kCount> in;\n    // Load", CONVERTS, "transfer.cu"),
 }  # fmt: skip
 
 DECODE, APPEND = attention_checks.check_attention_decode, attention_checks.check_attention_append

@@ -261,7 +261,9 @@ def test_every_extra_that_another_names_exists(wheel):
     }
     assert named <= extras
     assert {"cuda12", "cuda13", "host", "plot", "test", "torch", "dev"} <= extras
-    host = [value for name, value in fields if name == "Requires-Dist" and "extra == 'host'" in value]
+    host = [
+        value for name, value in fields if name == "Requires-Dist" and "extra == 'host'" in value
+    ]
     assert [re.split(r"[^\w-]", value)[0] for value in host] == ["ziglang"]
 
 

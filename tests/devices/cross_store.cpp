@@ -24,7 +24,7 @@ int main() {
   CacheRowsParams p{};
   p.key = p.value = reinterpret_cast<char*>(rows);
   p.k_cache = p.v_cache = reinterpret_cast<char*>(cache);
-  p.k_scale_cache = p.v_scale_cache = reinterpret_cast<char*>(scales);
+  p.k_scale_cache = reinterpret_cast<char*>(scales);
   p.slots = reinterpret_cast<const char*>(slots);
   p.faults = &faults;
   p.k.token_bytes = sizeof rows[0];

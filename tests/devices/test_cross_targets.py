@@ -11,7 +11,14 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from test_host_numbers import FORMATS, all_codes, codes_type, numbers_for, require_same_codes, rounded
+from test_host_numbers import (
+    FORMATS,
+    all_codes,
+    codes_type,
+    numbers_for,
+    require_same_codes,
+    rounded,
+)
 
 from kvcupy import sources
 from kvcupy.devices import cxx
