@@ -145,13 +145,17 @@ __device__ __forceinline__ Pack<T, kCount> quantise(const Pack<float, kCount>& x
   return from_floats<T>(quotients(x, scale));
 }
 
-// The largest magnitude among `largest` and the elements of a pack; NaN does not count.
+// The largest magnitude of the elements added so far; NaN does not count.
 template <int kCount>
-__device__ __forceinline__ float absmax_of(const Pack<float, kCount>& pack, float largest) {
+struct AbsMax {
+  float largest = 0.0f;
+
+  __device__ __forceinline__ void add(const Pack<float, kCount>& pack) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) largest = fmaxf(largest, fabsf(pack.values[i]));
-  return largest;
-}
+    for (int i = 0; i < kCount; ++i) largest = fmaxf(largest, fabsf(pack.values[i]));
+  }
+  __device__ __forceinline__ float value() const { return largest; }
+};
 
 // Elements of even number, and of odd.
 template <typename T, int kCount>

@@ -308,22 +308,23 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
     const float squares =
         sum_within_warp(norm ? sum_of_squares<T, kCount>(in, width, lane, lanes) : 0.0f, lanes);
     if (norm) turning.inverse_rms = 1.0f / sqrtf(squares / p.head_dim + p.epsilon);
-    float largest = 0.0f;
+    AbsMax<kCount> largest;
     if (kQuantised<TCache> && scale_cache && cached) {
       for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
         Pack<T, kCount> x;
         Pack<T, kCount> y;
         turning.turn(i, x, y);
-        largest = absmax_of(to_floats(y), absmax_of(to_floats(x), largest));
+        largest.add(to_floats(x));
+        largest.add(to_floats(y));
       }
       for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
-        largest = absmax_of(to_floats(turning.pass(i)), largest);
+        largest.add(to_floats(turning.pass(i)));
       }
     }
-    largest = max_within_warp(largest, lanes);
+    const float absmax = max_within_warp(largest.value(), lanes);
     if constexpr (kQuantised<TCache>) {
       if (scale_cache && cached) {
-        scale = dynamic_scale<TCache>(largest);
+        scale = dynamic_scale<TCache>(absmax);
         if (lane == 0) *scale_address(scale_cache, side, slot, head) = scale;
       }
     }

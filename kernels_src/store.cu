@@ -54,13 +54,13 @@ __global__ void store_convert(const __grid_constant__ CacheRowsParams p) {
 // The largest magnitude that this lane sees of a row; NaN does not count.
 template <typename TIn, int kCount>
 __device__ __forceinline__ float lane_absmax(const char* in, int width, int lane, int lanes) {
-  float largest = 0.0f;
+  AbsMax<kCount> largest;
   for (int i = lane * kCount; i < width; i += lanes * kCount) {
     Pack<TIn, kCount> pack;
     pack.load(in + i * static_cast<int>(sizeof(TIn)));
-    largest = absmax_of(to_floats(pack), largest);
+    largest.add(to_floats(pack));
   }
-  return largest;
+  return largest.value();
 }
 
 // A scale for each (token, head), from its largest magnitude, stored beside the row. The second

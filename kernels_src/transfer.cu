@@ -130,13 +130,13 @@ __device__ __forceinline__ void convert_row(const char* from, const char* from_s
   float scale = 1.0f;
   if constexpr (kQuantised<TOut>) {
     if (to_scale) {
-      float absmax = 0.0f;
+      AbsMax<kCount> largest;
       for (int i = lane * kCount; i < width; i += lanes * kCount) {
         Pack<TIn, kCount> in;
         in.load(from + i * static_cast<int>(sizeof(TIn)));
-        absmax = absmax_of(products(to_floats(in), factor), absmax);
+        largest.add(products(to_floats(in), factor));
       }
-      scale = dynamic_scale<TOut>(max_within_warp(absmax, lanes));
+      scale = dynamic_scale<TOut>(max_within_warp(largest.value(), lanes));
       if (lane == 0 && width) *reinterpret_cast<float*>(to_scale) = scale;
     }
   }

@@ -180,7 +180,7 @@ ROPE = {
         "is_value ? p.v_scale : p.k_scale", "p.k_scale", checks.check_rope_store_beside,
         "rope.cu"),
     "a dynamic scale without what passes": Mutation(
-        "largest = absmax_of(to_floats(turning.pass(i)), largest);", "",
+        "largest.add(to_floats(turning.pass(i)));", "",
         checks.check_rope_store_dynamic, "rope.cu"),
     "tokens without a slot stored": Mutation(
         "if (token >= p.num_stored) return -1;", "", checks.check_rope_store, "rope.cu"),
@@ -318,7 +318,7 @@ TRANSFER = {
         "if (lane == 0 && width) *reinterpret_cast<float*>(to_scale) = scale;", "", CONVERTS,
         "transfer.cu"),
     "the largest of one lane only": Mutation(
-        "max_within_warp(absmax, lanes)", "max_within_warp(absmax, lanes / 2)", CONVERTS,
+        "max_within_warp(largest.value(), lanes)", "max_within_warp(absmax, lanes / 2)", CONVERTS,
         "transfer.cu"),
     "rows of one group a warp": Mutation(
         "first + of_warp, lane == 0", "first, lane == 0", CONVERTS, "transfer.cu"),

@@ -202,24 +202,22 @@ inline Pack<float, 8> quotients<8>(const Pack<float, 8>& a, float scale) {
   return bits_as<Pack<float, 8>>(bits_as<Floats>(a) / scale);
 }
 
-namespace kvcupy_host {
-using FourInts = int __attribute__((vector_size(16)));
-struct LowAndHigh {
-  FourInts low;
-  FourInts high;
-};
-}  // namespace kvcupy_host
-
 template <>
-inline float absmax_of<8>(const Pack<float, 8>& pack, float largest) {
-  using namespace kvcupy_host;
-  const Ints magnitudes = bits_as<Ints>(pack) & 0x7fffffff;  // ordered as the floats are
-  const Ints numbers = magnitudes > kFloatInfinity ? Ints{} : magnitudes;
-  const auto parts = bits_as<LowAndHigh>(numbers);
-  const FourInts four = parts.low > parts.high ? parts.low : parts.high;
-  const int best = max(max(four[0], four[1]), max(four[2], four[3]));
-  return fmaxf(largest, bits_as<float>(best));
-}
+struct AbsMax<8> {
+  kvcupy_host::Ints largest{};  // bits without signs are ordered as the numbers are
+
+  void add(const Pack<float, 8>& pack) {
+    const auto magnitudes = kvcupy_host::bits_as<kvcupy_host::Ints>(pack) & 0x7fffffff;
+    const kvcupy_host::Ints none{};
+    const auto numbers = magnitudes > kvcupy_host::kFloatInfinity ? none : magnitudes;
+    largest = numbers > largest ? numbers : largest;
+  }
+  float value() const {
+    int most = 0;
+    for (int i = 0; i < 8; ++i) most = max(most, largest[i]);
+    return kvcupy_host::bits_as<float>(most);
+  }
+};
 
 #if defined(__FMA__)
 template <>

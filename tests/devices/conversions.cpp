@@ -47,13 +47,13 @@ void encode_packs(const float* numbers, T* codes, long count) {
 
 extern "C" __attribute__((visibility("default"))) float absmax_of_packs(const float* numbers,
                                                                         long count) {
-  float largest = 0.0f;
+  AbsMax<8> largest;
   for (long i = 0; i < count; i += 8) {
     Pack<float, 8> pack;
     pack.load(reinterpret_cast<const char*>(numbers + i));
-    largest = absmax_of(pack, largest);
+    largest.add(pack);
   }
-  return largest;
+  return largest.value();
 }
 
 extern "C" __attribute__((visibility("default"))) void quantise_packs(const float* numbers,
