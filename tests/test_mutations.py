@@ -318,8 +318,8 @@ TRANSFER = {
         "if (lane == 0 && width) *reinterpret_cast<float*>(to_scale) = scale;", "", CONVERTS,
         "transfer.cu"),
     "the largest of one lane only": Mutation(
-        "max_within_warp(largest.value(), lanes)", "max_within_warp(absmax, lanes / 2)", CONVERTS,
-        "transfer.cu"),
+        "max_within_warp(largest.value(), lanes)", "max_within_warp(largest.value(), lanes / 2)",
+        CONVERTS, "transfer.cu"),
     "rows of one group a warp": Mutation(
         "first + of_warp, lane == 0", "first, lane == 0", CONVERTS, "transfer.cu"),
     "a last lane without work": Mutation(
