@@ -35,10 +35,9 @@ __global__ void attention_starts(const __grid_constant__ AttentionStartsParams p
   for (int first = 0; first < p.num_sequences; first += kLanes) {
     const int sequence = first + lane;
     const bool active = sequence < p.num_sequences;
-    i64 length = 0;
-    if (active) length = load_index(p.query_lens + sequence * p.length_bytes, p.index_bytes);
-    const i64 given = length;
-    if (length < 0) length = 0;
+    i64 given = 0;
+    if (active) given = load_index(p.query_lens + sequence * p.length_bytes, p.index_bytes);
+    const i64 length = max(i64{0}, min(given, kMost));  // so that no sum of them overflows
     i64 end = length;
     if constexpr (kLanes == 32) {
       for (int distance = 1; distance < 32; distance *= 2) {

@@ -148,9 +148,10 @@ __device__ __forceinline__ i64 seq_len_of(const AttentionParams& p, int sequence
 }
 
 // The first tile of a sequence. There is room for all: a whole number of rows, and one tile more.
-__device__ __forceinline__ int first_tile(const AttentionParams& p, int sequence, int rows_a_tile) {
+// Where lengths are garbage it may be past every tile of the grid, and past an int.
+__device__ __forceinline__ i64 first_tile(const AttentionParams& p, int sequence, int rows_a_tile) {
   const int start = reinterpret_cast<const int*>(p.query_starts)[sequence];
-  return static_cast<int>(i64{start} * p.group / rows_a_tile) + sequence;
+  return i64{start} * p.group / rows_a_tile + sequence;
 }
 
 // Position of the query of a packed row.
@@ -207,7 +208,7 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int
       }
     }
     t.sequence = low;
-    within = number - first_tile(p, low, rows_a_tile);
+    within = static_cast<int>(number - first_tile(p, low, rows_a_tile));
     const int* starts = reinterpret_cast<const int*>(p.query_starts);
     t.first_token = starts[low];
     t.num_new = starts[low + 1] - t.first_token;
@@ -218,13 +219,15 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int
     t.first_token = t.sequence;
     t.num_new = 1;
   }
-  t.first_row = within * rows_a_tile;
-  const int there = min(t.num_new, p.num_tokens - t.first_token);
-  t.num_rows = min(there * p.group - t.first_row, rows_a_tile);
-  if (t.sequence >= p.num_sequences || t.num_rows <= 0) {
+  // Rows of tokens that the query has: lengths may claim more.
+  const i64 first_row = i64{within} * rows_a_tile;
+  const i64 rows = i64{min(t.num_new, p.num_tokens - t.first_token)} * p.group;
+  if (t.sequence >= p.num_sequences || first_row >= rows) {
     t.num_rows = 0;
     return t;
   }
+  t.first_row = static_cast<int>(first_row);
+  t.num_rows = static_cast<int>(min(rows - first_row, i64{rows_a_tile}));
   const i64 length = seq_len_of(p, t.sequence);
   t.seq_len = length < 0 ? -1 : length;  // whose positions are negative, and which has no keys
   const i64 most = keys_before(p, t, p.max_pages * p.page_size);

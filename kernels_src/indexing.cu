@@ -2,7 +2,8 @@
 //
 // One warp takes one sequence. It adds up what the sequences before it append, which is where its
 // slots begin, and then its lanes write them. The warp of the last sequence marks what is left of
-// the output as padding.
+// the output as padding. Lengths are whatever the caller's arrays hold: a negative append is none,
+// sums stop at the end of the output, and no sum here overflows.
 //
 // Bytes: a length for each pair of sequences, out of L2; a table entry and a slot a token.
 #include "common.cuh"
@@ -28,11 +29,19 @@ struct SlotMappingParams {
   int append_len_index_bytes;
 };
 
-__device__ __forceinline__ i64 sum_within_warp(i64 value) {
+// The sum over a warp of counts from 0 to `most`, or `most` where that is less.
+__device__ __forceinline__ i64 bounded_sum_within_warp(i64 count, i64 most) {
   for (int distance = 16; distance > 0; distance /= 2) {
-    value += __shfl_xor_sync(kAllLanes, value, distance);
+    count = min(count + __shfl_xor_sync(kAllLanes, count, distance), most);
   }
-  return value;
+  return count;
+}
+
+// The slot of a token, past the end of every cache where it is too large for an int64.
+__device__ __forceinline__ i64 slot_of(i64 page, i64 offset, int page_size) {
+  constexpr i64 kLargest = 0x7fffffffffffffff;
+  if (page < 0) return -1;
+  return page > (kLargest - offset) / page_size ? kLargest : page * page_size + offset;
 }
 
 // grid: (num_sequences), block: (kLanes), smem: 0
@@ -43,27 +52,31 @@ __global__ void slot_mapping(const __grid_constant__ SlotMappingParams p) {
   const int lane = threadIdx.x;
   i64 before = 0;
   for (int other = lane; other < sequence; other += kLanes) {
-    before += load_index(p.append_lens + other * p.append_len_bytes, p.append_len_index_bytes);
+    const i64 count =
+        load_index(p.append_lens + other * p.append_len_bytes, p.append_len_index_bytes);
+    before = min(before + max(i64{0}, min(count, p.num_out)), p.num_out);
   }
-  if constexpr (kLanes == 32) before = sum_within_warp(before);
-  const i64 appended =
+  if constexpr (kLanes == 32) before = bounded_sum_within_warp(before, p.num_out);
+  const i64 append_len =
       load_index(p.append_lens + sequence * p.append_len_bytes, p.append_len_index_bytes);
-  const i64 first =
-      load_index(p.seq_lens + sequence * p.seq_len_bytes, p.seq_len_index_bytes) - appended;
+  const i64 seq_len = load_index(p.seq_lens + sequence * p.seq_len_bytes, p.seq_len_index_bytes);
+  const i64 appended = max(i64{0}, min(append_len, p.num_out - before));
+  // Of a sequence of negative length every token is one before its first.
+  const i64 first = max(seq_len, i64{-1}) - max(append_len, i64{0});
   const char* row = p.block_table + sequence * p.table_row_bytes;
 
-  if (lane == 0 && before + appended > p.num_out) {
-    report_fault(p.faults, p.append_len_operation, sequence, appended);
+  if (lane == 0 && append_len != appended) {
+    report_fault(p.faults, p.append_len_operation, sequence, append_len);
   }
-  for (i64 i = lane; i < appended && before + i < p.num_out; i += kLanes) {
+  for (i64 i = lane; i < appended; i += kLanes) {
     const i64 token = first + i;
     const i64 entry = token / p.page_size;
     i64 slot = -1;
     if (token >= 0 && entry < p.max_pages) {
       const i64 page = load_index(row + entry * p.table_entry_bytes, p.table_index_bytes);
-      slot = page < 0 ? -1 : page * p.page_size + token % p.page_size;
+      slot = slot_of(page, token % p.page_size, p.page_size);
     } else {
-      report_fault(p.faults, p.seq_len_operation, sequence, first + appended);
+      report_fault(p.faults, p.seq_len_operation, sequence, seq_len);
     }
     p.out[before + i] = slot;
   }

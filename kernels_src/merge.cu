@@ -171,7 +171,8 @@ __global__ void merge_states(const __grid_constant__ MergeParams p) {
   }
 
   // The lse may lie where that of a state was: all lanes have read it by now.
-  if (lanes > 1) __syncwarp();
+  // Other rows of the warp may have no lanes left: only those of this row are waited for.
+  if (lanes > 1) __syncwarp((kAllLanes >> (32 - lanes)) << (threadIdx.x % 32 & ~(lanes - 1)));
   if (lane == 0 && p.lse) {
     *reinterpret_cast<float*>(p.lse + row_offset(p.lse_rows, token, head)) =
         origin + (p.base_two ? log2f(total) : logf(total));

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -18,8 +17,10 @@ from pathlib import Path
 
 from .. import sources
 from ..errors import CompileError
+from ..extras import install
 from ..kernels import Specialisation
 from . import cache
+from .compiling import announced, logger
 
 # Exactly the kernel's own arithmetic: no contraction into FMA, no fast-math.
 _FLAGS = (
@@ -41,10 +42,7 @@ class Compiler:
 
 
 def _candidates() -> list[list[str]]:
-    found = []
-    with suppress(ValueError):  # a quote that nobody closes
-        found += [words] if (words := shlex.split(os.environ.get("CXX", ""))) else []
-    found += [[path] for name in ("c++", "g++", "clang++") if (path := shutil.which(name))]
+    found = [[path] for name in ("c++", "g++", "clang++") if (path := shutil.which(name))]
     if find_spec("ziglang") is not None:
         found.append([sys.executable, "-m", "ziglang", "c++"])
     return found
@@ -53,15 +51,40 @@ def _candidates() -> list[list[str]]:
 @lru_cache(maxsize=1)
 def find_compiler() -> Compiler | None:
     """Return the first of $CXX, c++, g++, clang++ and the ziglang wheel that runs, or None."""
+    chosen, complaint = _chosen()
+    if complaint:
+        logger.warning("%s; looking for another compiler", complaint)
+    elif chosen is not None:
+        return chosen
     for command in _candidates():
         try:
-            answer = subprocess.run(
-                [*command, "--version"], capture_output=True, text=True, timeout=60, check=True
-            )
+            return _started(command)
         except (OSError, subprocess.SubprocessError):
             continue  # not usable; the next one may be
-        return Compiler(tuple(command), (answer.stdout.splitlines() or [""])[0])
     return None
+
+
+def complaint_about_cxx() -> str | None:
+    """Return why the compiler that $CXX names is not used, if it names one that does not work."""
+    return _chosen()[1]
+
+
+def _chosen() -> tuple[Compiler | None, str | None]:
+    """Return the compiler that $CXX names, or why that is none."""
+    named = os.environ.get("CXX", "")
+    try:
+        command = shlex.split(named)
+        return (_started(command) if command else None), None
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return None, f"CXX={shlex.quote(named)} is ignored: {error}"
+
+
+def _started(command: list[str]) -> Compiler:
+    """Ask a compiler for its version; OSError or SubprocessError if it does not answer."""
+    answer = subprocess.run(
+        [*command, "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    return Compiler(tuple(command), (answer.stdout.splitlines() or [""])[0])
 
 
 @lru_cache(maxsize=1)
@@ -92,22 +115,27 @@ def build(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> 
     ------
     CompileError : no compiler, or the compiler's own complaint
     """
-    return _build(_program(specialisation), extra_flags)
+    return _build(specialisation, _program(specialisation), extra_flags)
 
 
 def build_pool() -> Path:
     """Return the shared library of the threads that help with launches; raise as `build` does."""
-    return _build('#include "host/pool.cpp"\n', ())
+    return _build("host/pool.cpp", '#include "host/pool.cpp"\n', ())
 
 
-def _build(program: str, extra_flags: tuple[str, ...]) -> Path:
+def _build(what: object, program: str, extra_flags: tuple[str, ...]) -> Path:
     compiler = _require_compiler()
     flags = (*_FLAGS, _native(), *extra_flags)
     key = cache.key(
         "host", sources.digest(), program, *flags, compiler.version, *compiler.command,
         _processor(),
     )  # fmt: skip
-    return cache.file(key, ".so", lambda target: _compile(compiler, program, flags, target))
+
+    def make(target: Path) -> None:
+        with announced(what, "host"):
+            _compile(compiler, program, flags, target)
+
+    return cache.file(key, ".so", make)
 
 
 def _native() -> str:
@@ -132,7 +160,7 @@ def check(program: str) -> None:
 def _require_compiler() -> Compiler:
     compiler = find_compiler()
     if compiler is None:
-        raise CompileError("no C++ compiler was found (pip install kvcupy[host] brings one)")
+        raise CompileError(f"no C++ compiler was found ({install('host')} brings one)")
     return compiler
 
 

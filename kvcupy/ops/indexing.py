@@ -11,7 +11,7 @@ from .. import devices, faults
 from ..arrays import ArrayView, describe
 from ..errors import CompileError
 from ..exporters import view
-from ..kernels import Kernel, Specialisation
+from ..kernels import Kernel, Specialisation, zeroed
 from . import checks, expressions, outputs, plan
 
 _ARRAYS = ("block_table", "seq_lens", "append_lens", "out")
@@ -68,7 +68,7 @@ def slot_mapping(
     page_size : slots a page
     out : int64 (T,), written in place; what the step does not need is filled with -1. None:
         allocated, as long as the step needs
-    stream : see API.md
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Returns
     -------
@@ -80,9 +80,9 @@ def slot_mapping(
 
     Notes
     -----
-    A sequence longer than its row of the table is a fault, and so is one that `out` has no room
-    for. Stream: one kernel; without `out` the
-    host waits for `append_lens`. Capture: legal with `out`.
+    A sequence longer than its row of the table is a fault (its tokens get -1), as are a negative
+    length, a negative append (it appends nothing) and one that `out` has no room for. Stream: one
+    kernel; without `out` the host waits for `append_lens`. Capture: legal with `out`.
 
     Examples
     --------
@@ -170,7 +170,9 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
         last = numbers - xp.maximum(pages - 1, 0) * page_size
         found.extend((indptr, device.carrier(table)[used].astype(xp.int32), last.astype(xp.int32)))
 
-    device.run(express, device.as_stream(None, table.library), (block_table, seq_lens))
+    on = device.as_stream(None, table.library)
+    device.check_fallback("page_table_csr", on)
+    device.run(express, on, (block_table, seq_lens))
     indptr, indices, last_page_len = (outputs.in_library(a, table) for a in found)
     return indptr, indices, last_page_len
 
@@ -234,25 +236,26 @@ class SlotMappingPlan(plan.Plan):
         table, seq_lens, append_lens = (device.to_numpy(array) for array in arrays[:3])
         slots = np.full(self.out.shape, -1, np.int64)
         first = 0
-        for b, (length, count) in enumerate(zip(seq_lens, append_lens, strict=True)):
-            tokens = np.arange(length - count, length)
-            entries = tokens // self.page_size
-            inside = (tokens >= 0) & (entries < table.shape[1])
-            pages = np.where(inside, table[b, np.where(inside, entries, 0)], -1).astype(np.int64)
-            found = np.where(pages < 0, -1, pages * self.page_size + tokens % self.page_size)
-            if not inside.all():
-                bad = int((~inside).sum())
-                expressions.note_fault(device, bad, _fault_id("seq_lens"), b, length)
-            room = slots[first : first + count]
-            room[:] = found[: len(room)]
-            if first + count > len(slots):
+        for b, (length, count) in enumerate(
+            zip(seq_lens.tolist(), append_lens.tolist(), strict=True)
+        ):
+            room = slots[first : first + max(count, 0)]
+            start = max(length, -1) - max(count, 0)  # an int of Python, which never overflows
+            if len(room) != count:
                 expressions.note_fault(device, 1, _fault_id("append_lens"), b, count)
-            first += count
+            for i in range(len(room)):
+                entry, offset = divmod(start + i, self.page_size)
+                if not 0 <= entry < table.shape[1]:
+                    expressions.note_fault(device, 1, _fault_id("seq_lens"), b, length)
+                    continue
+                page = int(table[b, entry])
+                room[i] = -1 if page < 0 else min(page * self.page_size + offset, 2**63 - 1)
+            first += len(room)
         device.carrier(view(arrays[3]))[...] = device.asarray(slots)
 
     def _launch(self) -> plan.Launch:
         table = self.table
-        params = np.zeros((), _PARAMS)
+        params = zeroed(_PARAMS)
         params["table_row_bytes"], params["table_entry_bytes"] = table.strides
         params["table_index_bytes"] = table.itemsize
         for name, lengths in (("seq_len", self.seq_lens), ("append_len", self.append_lens)):

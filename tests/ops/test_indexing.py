@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from page_cases import IndexCase, poisoned_table
 
 import kvcupy as kv
+from kvcupy.ops import indexing, plan
 
 LENGTHS = (17, 0, 1, 16, 32, 33, 5)
 APPENDED = (17, 0, 1, 3, 16, 2, 0)
@@ -201,3 +202,72 @@ def test_what_only_the_device_sees_is_a_fault(device, wrong):
     with pytest.raises(kv.IndexFault, match=rf"slot_mapping: {wrong}\[1\]"):
         kv.check_faults(device)
     kv.check_faults(device)
+
+
+INT64_MAX = 2**63 - 1
+# append_lens, seq_lens, the slots of an output of seven (a table of two rows, pages of four), and
+# the argument that is at fault.
+GARBAGE = {
+    "a negative append first": ([-5, 3], [5, 6], [19, 12, 13, -1, -1, -1, -1], "append_lens"),
+    "a negative append last": ([3, -5], [5, 6], [6, 7, 0, -1, -1, -1, -1], "append_lens"),
+    "the least append": ([-(2**63), 3], [5, 6], [19, 12, 13, -1, -1, -1, -1], "append_lens"),
+    "the largest append": (
+        [2, INT64_MAX],
+        [5, INT64_MAX],
+        [7, 0, 16, 17, 18, 19, 12],
+        "append_lens",
+    ),
+    "two appends whose sum overflows": (
+        [INT64_MAX, INT64_MAX],
+        [INT64_MAX, 6],
+        [4, 5, 6, 7, 0, 1, 2],
+        "append_lens",
+    ),
+    "a negative length": ([2, 3], [-1, 6], [-1, -1, 19, 12, 13, -1, -1], "seq_lens"),
+    "the least length": ([2, 3], [-(2**63), 6], [-1, -1, 19, 12, 13, -1, -1], "seq_lens"),
+    "a length below its append": ([2, 3], [1, 6], [-1, 4, 19, 12, 13, -1, -1], "seq_lens"),
+    "the largest length": ([2, 3], [INT64_MAX, 6], [-1, -1, 19, 12, 13, -1, -1], "seq_lens"),
+}
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """Have the operation run as array expressions."""
+
+    def refuse(plan):
+        raise kv.CompileError("there is no kernel in this test")
+
+    plan.forget()
+    monkeypatch.setattr(kv.config, "fallback", "warn")
+    monkeypatch.setattr(indexing.SlotMappingPlan, "_launch", refuse)
+    yield
+    plan.forget()
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_lengths_never_write_past_the_output(device, name):
+    check_garbage_lengths(device, *GARBAGE[name])
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_lengths_without_kernels(device, name, without_kernels):
+    check_garbage_lengths(device, *GARBAGE[name])
+
+
+def check_garbage_lengths(device, appended, lengths, want, wrong):
+    table = device.asarray(np.array([[1, 0], [4, 3]], np.int32))
+    buffer = device.asarray(np.full(7 + 2 * 8, 99, np.int64))
+    lengths, appended = (device.asarray(np.array(a, np.int64)) for a in (lengths, appended))
+    kv.slot_mapping(table, lengths, appended, 4, out=buffer[8:-8])
+    with pytest.raises(kv.IndexFault, match=rf"slot_mapping: {wrong}\["):
+        kv.check_faults(device)
+    got = device.to_numpy(buffer).tolist()
+    assert got == [99] * 8 + want + [99] * 8
+
+
+def test_a_page_number_whose_slot_is_no_int64(device):
+    """Its slot is past the end of every cache, not padding and not the slot of another page."""
+    table = device.asarray(np.array([[2**62, 3]], np.int64))
+    lengths, appended = (device.asarray(np.array([n])) for n in (6, 6))
+    got = device.to_numpy(kv.slot_mapping(table, lengths, appended, 4)).tolist()
+    assert got == [INT64_MAX] * 4 + [12, 13]

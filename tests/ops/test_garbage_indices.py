@@ -1,0 +1,153 @@
+"""Index arrays that hold garbage: what is out of range is skipped or a fault, never written past.
+
+Every operation gets, in each of its index arrays, numbers from far below zero to far past the end
+among good ones. References decide where they can; attention, whose lengths may claim billions of
+tokens, has its own checks: nothing outside its outputs changes, and sequences before the first
+garbage come out as they do alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from attention_cases import AttentionCase
+from gather_cases import GatherCase
+from helpers import INDEX_DTYPE, Case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from page_cases import PagesCase
+from rope_cases import RopeCase
+from transfer_cases import TransferCase, two_pools
+
+import kvcupy as kv
+
+FAR = (2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1)
+GARBAGE = sorted({sign * far for far in FAR for sign in (1, -1)} | {-(2**31), -(2**63), -1})
+
+
+def of_dtype(values, dtype):
+    """Those of `values` that an index array can hold, the others brought to its ends."""
+    info = np.iinfo(INDEX_DTYPE[dtype])
+    return np.array([min(max(int(v), info.min), info.max) for v in values], np.int64)
+
+
+def numbers(end, count):
+    """Lists of `count` indices below `end`, garbage among them."""
+    one = st.one_of(st.integers(0, end - 1), st.integers(0, end - 1), st.sampled_from(GARBAGE),
+                    st.sampled_from([end, end + 1]))  # fmt: skip
+    return st.lists(one, min_size=count, max_size=count)
+
+
+def distinct(values, end):
+    """The same list with each good index once, so that no two rows meet in a slot."""
+    seen = set()
+    return [-1 if 0 <= v < end and (v in seen or seen.add(v)) else v for v in values]
+
+
+many = settings(max_examples=60, deadline=None, database=None)
+dtypes = st.sampled_from(["int32", "int64"])
+
+
+@many
+@given(values=numbers(20, 7), dtype=dtypes, layout=st.sampled_from(["NHD", "HND"]),
+       quantised=st.booleans())  # fmt: skip
+def test_store_and_gather(device, values, dtype, layout, quantised):
+    slots = of_dtype(distinct(values, 20), dtype)
+    case = Case(device, 1)
+    fmt = "fp8_e4m3" if quantised else "bf16"
+    shape = (5, 4, 2, 16) if layout == "NHD" else (5, 2, 4, 16)
+    rows = [case.input("bf16", (7, 2, 16)) for _ in "kv"]
+    caches = [case.output(fmt, shape) for _ in "kv"]
+    case.store_kv(*rows, *caches, case.slots(slots, dtype), layout=layout)
+    case = GatherCase(device, 2)
+    caches = [case.input(fmt, shape) for _ in "kv"]
+    case.gather(*caches, case.slots(slots, dtype), layout=layout)
+
+
+@many
+@given(slots=numbers(20, 6), positions=numbers(64, 6), dtype=dtypes, interleaved=st.booleans())
+def test_rope_store(device, slots, positions, dtype, interleaved):
+    slots, positions = of_dtype(distinct(slots, 20), dtype), of_dtype(positions, dtype)
+    case = RopeCase(device, 3)
+    placed = case.positions(positions, dtype)
+    table = case.table(16, np.arange(64), 64)
+    query, key, value = (case.rows("bf16", (6, heads, 16)) for heads in (4, 2, 2))
+    caches = [case.output("bf16", (20, 2, 16)) for _ in "kv"]
+    case.store(
+        query, key, value, table, placed, *caches, case.slots(slots, dtype),
+        interleaved=interleaved,
+    )  # fmt: skip
+
+
+@many
+@given(src=numbers(9, 6), dst=numbers(9, 6), dtype=dtypes)
+def test_copy_pages(device, src, dst, dtype):
+    src = [min(v, 3) if 0 <= v < 9 else v for v in src]
+    dst = distinct([max(v, 4) if 0 <= v < 9 else v for v in dst], 9)
+    case = PagesCase(device, 4)
+    cache = case.pages((9, 48))
+    case.copy(cache, case.indices(of_dtype(src, dtype), dtype),
+              case.indices(of_dtype(dst, dtype), dtype))  # fmt: skip
+
+
+@many
+@given(src=numbers(9, 6), dst=numbers(9, 6), dtype=dtypes,
+       method=st.sampled_from(["kernel", "copy", "staged"]))  # fmt: skip
+def test_transfer_pages(device, src, dst, dtype, method):
+    dst = distinct(dst, 9)
+    case = TransferCase(device, 5)
+    pools = two_pools(case)
+    lists = (case.indices(of_dtype(values, dtype), dtype) for values in (src, dst))
+    if method != "kernel" and device.kind != "host":
+        lists = (of_dtype(values, dtype) for values in (src, dst))
+    case.transfer(*pools, *lists, method=method)
+
+
+# Attention -------------------------------------------------------------------------------------
+
+
+def attend_anyhow(device, heads, lens, seq_lens, table, dtype, fmt, max_rows):
+    """Attend, with `lens` (or None), `seq_lens` and `table` as they are."""
+    case = AttentionCase(device, 6)
+    rows = len(seq_lens) if lens is None else max_rows
+    case_args = {
+        "query": case.queries(fmt, rows, heads[0], 16),
+        "k_cache": case.input(fmt, (6, 4, heads[1], 16)),
+        "v_cache": case.input(fmt, (6, 4, heads[1], 16)),
+        "block_table": case.table(table, "int32"),
+        "seq_lens": case.slots(of_dtype(seq_lens, dtype), dtype),
+    }
+    if lens is not None:
+        case_args["query_lens"] = case.slots(of_dtype(lens, dtype), dtype)
+    out, lse = case.results(case_args)
+    case.issue(case_args, out, lse)
+    try:
+        kv.check_faults(device)
+        faults = ""
+    except kv.IndexFault as fault:
+        faults = str(fault)
+    for result in (out, lse):
+        result.view[...] = case.live(result)
+    for buffer in case.buffers:
+        buffer.check()
+    return faults
+
+
+@many
+@given(
+    lens=st.lists(st.one_of(st.integers(0, 5), st.sampled_from(GARBAGE)), min_size=3, max_size=3),
+    seq_lens=numbers(20, 3), table=st.lists(numbers(6, 5), min_size=3, max_size=3),
+    dtype=dtypes, fmt=st.sampled_from(["fp16", "fp32"]), group=st.sampled_from([1, 2, 128]),
+    decode=st.booleans(),
+)  # fmt: skip
+def test_attention(device, lens, seq_lens, table, dtype, fmt, group, decode):
+    table = np.stack([of_dtype(row, "int32") for row in table])
+    attend_anyhow(device, (2 * group, 2), None if decode else lens, seq_lens, table, dtype, fmt, 7)
+
+
+@pytest.mark.parametrize("fmt", ["fp16", "fp32"], ids=["tensor cores", "plain"])
+@pytest.mark.parametrize("lens", [[10**9, 1], [1, 10**9], [2**62, 2**62], [2**63 - 1] * 2])
+def test_query_lens_that_claim_billions_of_tokens(device, fmt, lens):
+    table = np.arange(6, dtype=np.int64).reshape(2, 3)
+    faults = attend_anyhow(device, (128, 1), lens, [9, 7], table, "int64", fmt, 4)
+    assert f"query_lens[{0 if lens[0] > 4 else 1}] is {max(lens)}" in faults
