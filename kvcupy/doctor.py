@@ -51,7 +51,7 @@ def page() -> tuple[str, bool]:
         "Versions": _guarded(versions),
         "GPU": _guarded(lambda: gpu(probes["cuda"])),
         "Host compiler": _guarded(compiler),
-        "Number-format headers": _guarded(headers),
+        "CUDA headers": _guarded(headers),
         "Cache of compiled kernels": _guarded(cache),
         "What works": [Row(name, probe.verdict()) for name, probe in probes.items()],
     }
@@ -178,7 +178,8 @@ def headers() -> list[Row]:
             state = f"CUDA {place.major}" + (", used by default" if place.path in used else "")
         rows.append(Row(place.origin, f"{place.path}: {state}"))
     if not used:
-        rows.append(Row("missing", "needed to compile any kernel", _install("headers")))
+        text = "needed to compile for GPUs; the host device needs none"
+        rows.append(Row("missing", text, _install(_cuda_extra())))
     return rows
 
 

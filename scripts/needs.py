@@ -46,7 +46,7 @@ def lacks_compiler() -> bool:
 
 
 def lacks_headers() -> bool:
-    """Return whether NVIDIA's number-format headers are missing."""
+    """Return whether the headers that NVRTC compiles kernels with are missing."""
     sys.path.insert(0, str(ROOT))
     from kvcupy import sources
 
@@ -122,14 +122,16 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
     }
     if not essential:
         extras["plot"] = lacks("matplotlib")
-        extras["headers"] = core or lacks_headers()
         extras["host"] = lacks_compiler()
-        if driver_cuda() >= 12:
-            extras[cuda_extra()] = lacks("cupy")
-            if lacks_cublas(cuda_extra()):
-                wheels.append(CUBLAS[cuda_extra()])
-        if task != "demo" and has_cuda_wheels():
-            extras[cuda_extra()] = extras.get(cuda_extra(), False) or lacks_nvrtc()
+        gpu = driver_cuda() >= 12
+        compiles = task != "demo" and has_cuda_wheels()  # for GPUs, whether there is one or not
+        lacking = (compiles and lacks_nvrtc()) or (gpu and lacks("cupy"))
+        if not core:  # else nothing can say yet where headers are
+            lacking = lacking or ((compiles or gpu) and lacks_headers())
+        extras[cuda_extra()] = lacking
+        if gpu and lacks_cublas(cuda_extra()):
+            wheels.append(CUBLAS[cuda_extra()])
+        if compiles:
             extras["test"] |= lacks_nvdisasm()
     names = sorted(extra for extra, absent in extras.items() if absent)
     arguments = ["-e", f"{ROOT}[{','.join(names)}]" if names else str(ROOT)]

@@ -336,12 +336,14 @@ def test_no_warning_before_anything_runs(no_compiler, warned):
     assert warned() == []
 
 
-def test_missing_headers_are_named_with_the_remedy(host, monkeypatch, warned):
-    monkeypatch.setattr(sources, "cuda_include_dirs", lambda major=None: [])
+def test_the_host_device_needs_no_cuda_headers(host, monkeypatch, tmp_path, warned):
+    monkeypatch.setattr(sources, "header_places", lambda: pytest.fail("looked for headers"))
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path))  # where nothing is compiled yet
+    monkeypatch.setattr(kv.config, "fallback", "error")
     case = Case(host, 16)
     case.store_kv(*small(case), range(6))
-    (message,) = warned()
-    assert f"headers were not found (pip install '{ROOT}[headers]')" in message
+    assert warned() == []
+    assert list(tmp_path.glob("*.so"))
 
 
 def test_error_raises_and_changes_nothing(no_compiler, monkeypatch, warned):

@@ -178,13 +178,13 @@ def test_python_that_has_everything_is_used_as_it_is(sandbox):
 
 def test_environment_is_made_and_filled_where_something_is_missing(sandbox):
     sandbox.path.append(sandbox.python("system", "python3") / "bin")
-    said = sandbox.run("demo.sh", NEEDS="-e\\n.[headers,plot]")
-    assert ".venv -m pip install --quiet --disable-pip-version-check -e .[headers,plot]" in (
+    said = sandbox.run("demo.sh", NEEDS="-e\\n.[host,plot]")
+    assert ".venv -m pip install --quiet --disable-pip-version-check -e .[host,plot]" in (
         sandbox.calls
     )
     assert sandbox.calls[-1] == ".venv scripts/overlap_demo.py --out build/overlap_demo"
     assert not any(call.startswith("system -m pip") for call in sandbox.calls)
-    assert ".[headers,plot]" in said
+    assert ".[host,plot]" in said
 
 
 def test_environment_without_pip_is_filled_from_outside(sandbox):
@@ -277,10 +277,12 @@ def test_nothing_missing_is_nothing_to_install(needs, task):
 @pytest.mark.parametrize(
     ("task", "absent", "extras"),
     [
-        ("demo", {"numpy"}, "headers"),
+        ("demo", {"numpy", "matplotlib"}, "plot"),
         ("demo", {"matplotlib"}, "plot"),
         ("demo", {"c++", "ziglang"}, "host"),
-        ("demo", {"numpy", "ml_dtypes", "matplotlib", "headers"}, "headers,plot"),
+        ("demo", {"numpy", "ml_dtypes", "c++", "ziglang", "headers"}, "host"),
+        ("demo", {"headers", "cupy"}, None),
+        ("test", {"headers"}, "cuda12"),
         ("test", {"pytest"}, "test"),
         ("test", {"cupy", "hypothesis"}, "cuda12,test"),
         ("test", {"nvdisasm"}, "test"),
@@ -296,6 +298,18 @@ def test_what_is_missing_is_installed_by_the_extra_that_brings_it(needs, task, a
 def test_a_compiler_from_a_wheel_is_a_compiler(needs):
     needs.absent.update({"c++"})
     assert needs.missing("demo") == []
+
+
+def test_what_the_package_itself_requires_comes_with_it(needs):
+    needs.absent.add("numpy")
+    assert needs.missing("demo") == ["-e", str(ROOT)]
+
+
+def test_headers_are_for_gpus(needs, monkeypatch):
+    needs.absent.add("headers")
+    assert needs.missing("demo") == []
+    monkeypatch.setattr(needs, "driver_cuda", lambda: 13)
+    assert needs.missing("demo") == ["-e", f"{ROOT}[cuda13]"]
 
 
 @pytest.mark.parametrize(("cuda", "extra"), [(12, "cuda12"), (13, "cuda13")])

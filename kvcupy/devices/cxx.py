@@ -113,7 +113,7 @@ def build(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> 
 
     Raises
     ------
-    CompileError : no compiler, no CUDA headers, or the compiler's own complaint
+    CompileError : no compiler, or the compiler's own complaint
     """
     return _build(specialisation, _program(specialisation), extra_flags)
 
@@ -124,12 +124,11 @@ def build_pool() -> Path:
 
 
 def _build(what: object, program: str, extra_flags: tuple[str, ...]) -> Path:
-    compiler, includes = _toolchain()
-    native = "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
-    flags = (*_FLAGS, native, *extra_flags)
+    compiler = _require_compiler()
+    flags = (*_FLAGS, _native(), *extra_flags)
     key = cache.key(
         "host", sources.digest(), program, *flags, compiler.version, *compiler.command,
-        _processor(), *map(str, includes),
+        _processor(),
     )  # fmt: skip
 
     def make(target: Path) -> None:
@@ -139,42 +138,39 @@ def _build(what: object, program: str, extra_flags: tuple[str, ...]) -> Path:
     return cache.file(key, ".so", make)
 
 
+def _native() -> str:
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+
+
 def check(program: str) -> None:
     """Have C++ text compiled, which may include files of `kernels_src/`, and keep nothing of it.
 
     Raises
     ------
-    CompileError : no compiler, no CUDA headers, or the compiler's own complaint
+    CompileError : no compiler, or the compiler's own complaint
     """
-    compiler, includes = _toolchain()
+    compiler = _require_compiler()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "check.cpp"
         source.write_text(f'#include "host/cuda_names.h"\n{program}')
-        search = _search_paths(includes)
+        search = _search_paths()
         _run([*compiler.command, *_FLAGS, *search, "-fsyntax-only", str(source)], program)
 
 
-def _toolchain() -> tuple[Compiler, list[Path]]:
-    """Return the compiler and the folders of CUDA's headers."""
+def _require_compiler() -> Compiler:
     compiler = find_compiler()
     if compiler is None:
         raise CompileError(f"no C++ compiler was found ({install('host')} brings one)")
-    includes = sources.cuda_include_dirs(12)
-    if not includes:
-        raise CompileError(f"NVIDIA's number-format headers were not found ({install('headers')})")
-    return compiler, includes
+    return compiler
 
 
-def _search_paths(includes: list[Path]) -> list[str]:
+def _search_paths() -> list[str]:
     kernels = sources.kernels_dir()
-    found = [f"-I{kernels}", f"-I{kernels / 'host'}"]
-    for headers in includes:
-        found += ["-isystem", str(headers)]
-    return found
+    return [f"-I{kernels}", f"-I{kernels / 'host'}"]
 
 
 def _compile(compiler: Compiler, program: str, flags: tuple[str, ...], target: Path) -> None:
-    search = _search_paths(sources.cuda_include_dirs(12))
+    search = _search_paths()
     with tempfile.TemporaryDirectory() as folder:
         source, built = Path(folder) / "kernel.cpp", Path(folder) / "kernel.o"
         source.write_text(program)
