@@ -7,10 +7,11 @@
 
 namespace kvcupy_host {
 
-// From so many bytes a launch on, what is written leaves the caches before anybody reads it: then
-// it goes past them, and memory need not be read first to be overwritten. Such writes have arrived
-// once this thread executes a locked instruction, as the runner does to take its next block.
-constexpr long long kStreamedBytes = 4 << 20;
+// A launch that writes so much fills, with what it reads, the second level of a core's cache. From
+// there on rows go past the caches, for memory need not be read then to be overwritten. Such writes
+// have arrived once this thread executes a locked instruction, as the runner does to take its next
+// block.
+constexpr long long kStreamedBytes = 512 << 10;
 
 inline void copy_row(char* to, const char* from, long long bytes, bool streamed) {
 #if defined(__AVX__)

@@ -20,6 +20,8 @@ void encode_one_by_one(const float* numbers, T* codes, long count) {
 #else
 #include "numeric.cuh"
 
+#include "host/copy.h"
+
 template <typename T>
 void decode_one_by_one(const T* codes, float* numbers, long count) {
   for (long i = 0; i < count; ++i) numbers[i] = to_float(codes[i]);
@@ -43,6 +45,11 @@ void encode_packs(const float* numbers, T* codes, long count) {
     pack.load(reinterpret_cast<const char*>(numbers + i));
     from_floats<T>(pack).store(reinterpret_cast<char*>(codes + i));
   }
+}
+
+extern "C" __attribute__((visibility("default"))) void copy_row(char* to, const char* from,
+                                                               long bytes, int streamed) {
+  kvcupy_host::copy_row(to, from, bytes, streamed);
 }
 
 extern "C" __attribute__((visibility("default"))) float absmax_of_packs(const float* numbers,

@@ -213,6 +213,22 @@ def test_quotients_are_true_divisions(library):
     assert controls > 0
 
 
+@pytest.mark.parametrize("streamed", (False, True))
+@pytest.mark.parametrize("size", (0, 1, 127, 128, 2048, 2049, 4096 + 64))
+def test_a_row_is_copied_whole_and_no_more(library, size, streamed):
+    rng = np.random.default_rng(size)
+    source = aligned(rng.integers(0, 256, 8192, np.uint8))
+    for to, of in ((64, 0), (64, 16), (96, 7), (65, 0), (68, 4)):
+        target = aligned(np.full(8192, 0xA5, np.uint8))
+        want = target.copy()
+        want[to : to + size] = source[of : of + size]
+        library.copy_row(
+            ctypes.c_void_p(target.ctypes.data + to), ctypes.c_void_p(source.ctypes.data + of),
+            ctypes.c_long(size), streamed,
+        )  # fmt: skip
+        np.testing.assert_array_equal(target, want)
+
+
 # NVIDIA's headers ---------------------------------------------------------------------------------
 
 # What those headers expect of a compiler that is not NVIDIA's; the wheel has no such files.
