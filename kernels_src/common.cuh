@@ -37,7 +37,7 @@ struct WordOf<16> {
   using type = uint4;
 };
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(KVCUPY_STRICT)
 constexpr int kWidestWord = 16;
 #else
 constexpr int kWidestWord = 32;  // still at multiples of 16

@@ -185,6 +185,6 @@ __device__ __forceinline__ void rotate(const Pack<float, kCount>& a, const Pack<
   y = from_floats<T>(sum_of_products(b, cosine, a, sine));
 }
 
-#ifndef __CUDACC__
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
 #include "host/packs.h"
 #endif
