@@ -39,9 +39,11 @@ class Config:
     barrier names and that have exited or never come, barriers that not all threads reach, reads of
     shared memory that nobody has written, races in it, asynchronous copies that were not waited
     for, and launches past the launch bounds or past what `strict_arch` allows. Threads and blocks
-    then run in an order drawn anew for each launch, and an index past the end raises `IndexFault`
-    at the call, or at the next synchronisation of its stream. Kernels run several times slower.
-    It is off, unless the environment has KVCUPY_STRICT=1.
+    then run in an order drawn anew for each launch. Kernels run several times slower. It is off,
+    unless the environment has KVCUPY_STRICT=1.
+
+    `strict_index_faults` says when an index past the end is raised in strict mode: "raise", at the
+    call, or at the next synchronisation of its stream; "record", by `check_faults`, as ever.
 
     `strict_arch` is the architecture whose limits hold then: "sm_86", which has the least shared
     memory of those that every kernel runs on.
@@ -53,6 +55,7 @@ class Config:
     def __init__(self) -> None:
         self._fallback = "warn"
         self._strict = os.environ.get("KVCUPY_STRICT", "") not in ("", "0")
+        self._strict_index_faults = "raise"
         self._strict_arch = "sm_86"
         self._strict_seed = secrets.randbits(32)
         self._launches = itertools.count(1)
@@ -78,6 +81,21 @@ class Config:
         if not isinstance(value, bool):
             raise TypeError(f"strict: expected True or False, got {value!r}")
         self._strict = value
+
+    @property
+    def strict_index_faults(self) -> str:
+        return self._strict_index_faults
+
+    @strict_index_faults.setter
+    def strict_index_faults(self, value: str) -> None:
+        if value not in ("raise", "record"):
+            raise ValueError(f'strict_index_faults: expected "raise" or "record", got {value!r}')
+        self._strict_index_faults = value
+
+    @property
+    def raises_index_faults(self) -> bool:
+        """Whether an index past the end is raised without `check_faults`."""
+        return self._strict and self._strict_index_faults == "raise"
 
     @property
     def strict_arch(self) -> str:

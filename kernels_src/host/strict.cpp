@@ -28,7 +28,7 @@
 #include "runner.h"
 
 extern "C" {
-// What KVCUPY_STRICT_KERNEL (strict_kernel.h) defines.
+// What KVCUPY_HOST_KERNEL (strict_kernel.h) defines.
 void kvcupy_kernel(const void* params);
 extern const int kvcupy_kernel_has_barriers;
 #if defined(__ELF__)

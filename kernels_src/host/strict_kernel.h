@@ -4,7 +4,7 @@
 #include "cuda_names.h"
 
 // `MOST_THREADS`: of a block, as the kernel's launch bounds say.
-#define KVCUPY_STRICT_KERNEL(BARRIERS, MOST_THREADS, PARAMS, ...)                        \
+#define KVCUPY_HOST_KERNEL(BARRIERS, MOST_THREADS, PARAMS, ...)                        \
   extern "C" __attribute__((visibility("hidden"))) void kvcupy_kernel(const void* params) { \
     __VA_ARGS__(*static_cast<const PARAMS*>(params));                                    \
   }                                                                                      \

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -106,9 +107,12 @@ def build(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> 
 
 def build_strict(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> Path:
     """Return the shared library of a strict build of a specialisation; raise as `build` does."""
-    runner = _build_object('#include "host/strict.cpp"\n', (*_STRICT_FLAGS, "-O2"))
     flags = (*_STRICT_FLAGS, *_INSTRUMENTED)
-    return _build(_strict_program(specialisation), extra_flags, flags, (runner,))
+    return _build(_strict_program(specialisation), extra_flags, flags, (_build_strict_runner,))
+
+
+def _build_strict_runner() -> Path:
+    return _build_object('#include "host/strict.cpp"\n', (*_STRICT_FLAGS, "-O2"))
 
 
 def _strict_program(specialisation: Specialisation) -> str:
@@ -116,7 +120,7 @@ def _strict_program(specialisation: Specialisation) -> str:
     return (
         '#include "host/strict_kernel.h"\n'
         f'#include "{kernel.source}"\n'
-        f"KVCUPY_STRICT_KERNEL({int(kernel.barriers)}, ({_launch_bounds(kernel)}), "
+        f"KVCUPY_HOST_KERNEL({int(kernel.barriers)}, ({_launch_bounds(kernel)}), "
         f"{kernel.struct}, {specialisation.expression})\n"
     )
 
@@ -144,7 +148,7 @@ def _build(
     program: str,
     extra_flags: tuple[str, ...],
     base_flags: tuple[str, ...] = _FLAGS,
-    linked: tuple[Path, ...] = (),
+    linked: tuple[Callable[[], Path], ...] = (),
 ) -> Path:
     compiler, includes = _toolchain()
     flags = (*base_flags, _native(), *extra_flags)
@@ -213,7 +217,7 @@ def _compile(
     program: str,
     flags: tuple[str, ...],
     target: Path,
-    linked: tuple[Path, ...] = (),
+    linked: tuple[Callable[[], Path], ...] = (),
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "kernel.o"
@@ -223,7 +227,7 @@ def _compile(
         sanitizers = [
             flag for flag in flags if flag.startswith("-fsanitize") and flag not in _INSTRUMENTED
         ]
-        objects = [str(built), *map(str, linked)]
+        objects = [str(built), *(str(build()) for build in linked)]
         _run([*linker, *sanitizers, "-shared", "-pthread", *objects, "-o", str(target)], program)
 
 

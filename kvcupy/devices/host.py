@@ -334,7 +334,7 @@ class HostDevice:
         """Enqueue work; in strict mode raise the faults that it notes on the calling thread."""
         before = int(self._faults[0])
         stream.enqueue(function)
-        if stream is self._inline and config.strict and int(self._faults[0]) != before:
+        if stream is self._inline and config.raises_index_faults and int(self._faults[0]) != before:
             self.raise_fault()
 
     def raise_fault(self) -> None:

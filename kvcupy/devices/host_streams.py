@@ -166,7 +166,7 @@ class HostStream:
                 state.failure = None  # nobody is left to skip, and it may hold arrays
         if failure is not None:
             failure.surface()
-        if config.strict:
+        if config.raises_index_faults:
             self.device.raise_fault()
 
     def forgive(self) -> None:
