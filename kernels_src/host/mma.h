@@ -97,9 +97,11 @@ void finish_copies();
 struct Copy {
   char* to;
   const char* from;  // null: zeros
+  unsigned group;
 };
 struct Copies {
   static constexpr int kMost = 32;  // more are made at once
+  unsigned group;                   // the one that the next copy belongs to
   int count;
   Copy begun[kMost];
 };
@@ -115,7 +117,7 @@ inline void make_copy(const Copy& copy) {
 
 inline void begin_copy(char* to, const char* from, bool exist) {
   Copies& copies = copies_of_block[thread_of_block()];
-  const Copy copy{to, exist ? from : nullptr};
+  const Copy copy{to, exist ? from : nullptr, copies.group};
   if (copies.count == Copies::kMost) {
     make_copy(copy);
   } else {
@@ -123,10 +125,26 @@ inline void begin_copy(char* to, const char* from, bool exist) {
   }
 }
 
-inline void finish_copies() {
+inline void commit_copies() { ++copies_of_block[thread_of_block()].group; }
+
+// Make all copies whose group is followed by `left` committed ones.
+inline void wait_for_groups(unsigned left) {
   Copies& copies = copies_of_block[thread_of_block()];
-  for (int i = 0; i < copies.count; ++i) make_copy(copies.begun[i]);
-  copies.count = 0;
+  int kept = 0;
+  for (int i = 0; i < copies.count; ++i) {
+    const Copy copy = copies.begun[i];
+    if (copy.group + left >= copies.group) {
+      copies.begun[kept++] = copy;
+    } else {
+      make_copy(copy);
+    }
+  }
+  copies.count = kept;
+}
+
+inline void finish_copies() {
+  commit_copies();
+  wait_for_groups(0);
 }
 #endif
 

@@ -487,7 +487,7 @@ struct TypeMismatch {
 };
 
 static void refuse_type(const TypeMismatch& mismatch, void* address) {
-  static const char* const kKinds[] = {"a read of", "a write of", "a reference to"};
+  static const char* const kKinds[] = {"a read of", "a write of", "an access to"};
   refuse(this_thread(), nullptr, "misaligned address %p: %s %s needs a multiple of %d (%s:%u)",
          address, kKinds[mismatch.kind < 2 ? mismatch.kind : 2], mismatch.type->name,
          1 << mismatch.log_alignment, file_name(mismatch.location.file), mismatch.location.line);

@@ -75,11 +75,11 @@ __device__ __forceinline__ int act(const StrictParams& p, u32 mask) {
     mma_m16n8k16<half>(c, a, 0, 0);
     return c[0] != 0.0f;
   } else {
-    char* rows = dynamic_shared<char>();
-    reinterpret_cast<uint4*>(rows)[lane] = uint4{};
+    char* row = dynamic_shared<char>() + threadIdx.x * 16;
+    *reinterpret_cast<uint4*>(row) = uint4{};
     __syncwarp(mask);
     u32 to[4];
-    load_matrices<false>(to, rows + lane * 16);
+    load_matrices<false>(to, row);
     return to[0];
   }
 }
@@ -176,27 +176,23 @@ __global__ void past_the_end(const __grid_constant__ StrictParams p) {
   bytes[i == p.who ? kThreads : i] = 1;
 }
 
-// kBarrier: 0 none, 1 of the warp, 2 of the block. Neighbours at `count` threads exchange bytes.
-// kFault: 0 read after write, 1 write after read, 2 two writes
-template <bool kStatic, int kFault, int kBarrier>
+// Neighbours at `count` threads exchange bytes, or both write them. kBarrier: 0 none, 1 of the warp,
+// 2 of the block.
+template <bool kStatic, bool kTwoWrites, int kBarrier>
 __global__ void races(const __grid_constant__ StrictParams p) {
   char* bytes = shared_bytes<kStatic>();
   const int i = threadIdx.x;
   const int other = i ^ p.count;
-  char got = 0;
-  if constexpr (kFault == 1) {
-    bytes[i] = p.in[i];
-    __syncthreads();
-    got = bytes[other];
-  } else {
-    bytes[i] = p.in[i];
-  }
+  bytes[i] = 0;
+  __syncthreads();
+  bytes[i] = p.in[i];
   if constexpr (kBarrier == 1) __syncwarp();
   if constexpr (kBarrier == 2) __syncthreads();
-  if constexpr (kFault == 0) got = bytes[other];
-  if constexpr (kFault == 1) bytes[i] = 1;
-  if constexpr (kFault == 2) bytes[other] = 1;
-  p.out[i] = got;
+  if constexpr (kTwoWrites) {
+    bytes[other] = 1;
+  } else {
+    p.out[i] = bytes[other];
+  }
 }
 
 // A shuffle between a write and the read of it, which orders no memory.
@@ -204,6 +200,8 @@ template <bool kOrdered>
 __global__ void shuffle_as_barrier(const __grid_constant__ StrictParams p) {
   char* bytes = dynamic_shared<char>();
   const int i = threadIdx.x;
+  bytes[i] = 0;
+  __syncthreads();
   bytes[i] = p.in[i];
   const int sum = __shfl_xor_sync(kAllLanes, p.in[i], 1);
   if constexpr (kOrdered) __syncwarp();
@@ -215,6 +213,8 @@ template <bool kAll>
 __global__ void meets_in_pairs(const __grid_constant__ StrictParams p) {
   char* bytes = dynamic_shared<char>();
   const int i = threadIdx.x;
+  bytes[i] = 0;
+  __syncthreads();
   bytes[i] = p.in[i];
   __syncwarp(3u << i / 2 * 2);
   if constexpr (kAll) __syncwarp(i & 1 ? 0xaaaaaaaau : 0x55555555u);
@@ -242,6 +242,8 @@ __global__ void copies(const __grid_constant__ StrictParams p) {
   const int i = threadIdx.x;
   const int threads = blockDim.x;
   char* shared = dynamic_shared<char>();
+  reinterpret_cast<uint4*>(shared)[i] = reinterpret_cast<uint4*>(shared)[threads + i] = uint4{};
+  __syncthreads();
   char* first = shared + i * 16;
   char* second = shared + (threads + i) * 16;
   copy_async(first, p.in + i * 16, true);
@@ -279,7 +281,7 @@ __global__ void copies_in_groups(const __grid_constant__ StrictParams p) {
 // --- Launch bounds -------------------------------------------------------------------------------
 
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads == 0 ? 64 : 64, 2)
+__global__ void __launch_bounds__(min(64, 128), 2)
     bounded(const __grid_constant__ StrictParams p) {
   p.out[threadIdx.x] = 1;
 }
