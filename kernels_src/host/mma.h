@@ -17,7 +17,7 @@ struct Fragment {
   float a[4][2];
   float b[2][2];
 };
-#ifdef KVCUPY_STRICT  // the runner's (strict.cpp)
+#ifdef KVCUPY_STRICT                  // the runner's (strict.cpp)
 void* fragment_memory(size_t bytes);  // the same at each call
 inline Fragment* fragments_of_block() {
   return static_cast<Fragment*>(fragment_memory(kMostThreads * sizeof(Fragment)));

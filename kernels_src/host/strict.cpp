@@ -42,7 +42,7 @@ namespace kvcupy_host {
 // Each worker has a slot of one region, so that one comparison tells what is not shared memory.
 
 constexpr size_t kSlotBytes = 256 * 1024;
-constexpr size_t kSlots = 64;  // launches of one kernel by more threads at once take turns
+constexpr size_t kSlots = 64;         // launches of one kernel by more threads at once take turns
 constexpr size_t kDynamicStart = 16;  // in its slot: aligned as a GPU promises, and no better
 
 static char* region;
@@ -365,7 +365,8 @@ void begin_copy(char* to, const char* from, bool exist) {
   require_aligned(to, "the target of cp.async");
   require_aligned(from, "the source of cp.async");
   if (!states_of(to) || states_of(from)) {
-    refuse(this_thread(), nullptr, "cp.async from %p to %p, which is not from global to shared memory",
+    refuse(this_thread(), nullptr,
+           "cp.async from %p to %p, which is not from global to shared memory",
            static_cast<const void*>(from), static_cast<const void*>(to));
     leave_refused();
   }
@@ -494,6 +495,13 @@ static void refuse_type(const TypeMismatch& mismatch, void* address) {
   leave_refused();
 }
 
+[[noreturn]] static void refuse_multiple(const void* address, size_t bytes, unsigned access,
+                                         size_t multiple, const void* code) {
+  refuse(this_thread(), code, "misaligned address %p: a %s %zu bytes needs a multiple of %zu",
+         address, name_of(access), bytes, multiple);
+  leave_refused();
+}
+
 }  // namespace kvcupy_host
 
 #define KVCUPY_HOOK extern "C" __attribute__((visibility("hidden")))
@@ -506,15 +514,26 @@ KVCUPY_HOOK void __tsan_init() {}
 KVCUPY_HOOK void __tsan_func_entry(void*) {}
 KVCUPY_HOOK void __tsan_func_exit() {}
 
-#define KVCUPY_ACCESS(NAME, BYTES, ACCESS)                                      \
-  KVCUPY_HOOK void NAME(void* address) {                                        \
+// An access whose type is aligned as its size, at least up to 8 bytes.
+template <size_t kBytes>
+static inline void note_access(void* address, unsigned access, const void* code) {
+  constexpr uintptr_t kMultiple = kBytes < 8 ? kBytes : 8;
+  if (__builtin_expect(reinterpret_cast<uintptr_t>(address) % kMultiple != 0, 0)) {
+    kvcupy_host::refuse_multiple(address, kBytes, access, kMultiple, code);
+  }
+  kvcupy_host::watch_access(address, kBytes, access, code);
+}
+
+#define KVCUPY_ACCESS(NAME, BYTES, ACCESS)                                          \
+  KVCUPY_HOOK void __tsan_##NAME##BYTES(void* address) {                            \
+    note_access<BYTES>(address, ACCESS, __builtin_return_address(0));               \
+  }                                                                                 \
+  KVCUPY_HOOK void __tsan_unaligned_##NAME##BYTES(void* address) {                  \
     kvcupy_host::watch_access(address, BYTES, ACCESS, __builtin_return_address(0)); \
   }
-#define KVCUPY_ACCESSES(BYTES)                                              \
-  KVCUPY_ACCESS(__tsan_read##BYTES, BYTES, kvcupy_host::kRead)              \
-  KVCUPY_ACCESS(__tsan_write##BYTES, BYTES, kvcupy_host::kWrite)            \
-  KVCUPY_ACCESS(__tsan_unaligned_read##BYTES, BYTES, kvcupy_host::kRead)    \
-  KVCUPY_ACCESS(__tsan_unaligned_write##BYTES, BYTES, kvcupy_host::kWrite)
+#define KVCUPY_ACCESSES(BYTES)                   \
+  KVCUPY_ACCESS(read, BYTES, kvcupy_host::kRead) \
+  KVCUPY_ACCESS(write, BYTES, kvcupy_host::kWrite)
 KVCUPY_ACCESSES(1)
 KVCUPY_ACCESSES(2)
 KVCUPY_ACCESSES(4)
@@ -547,45 +566,44 @@ KVCUPY_HOOK void* __tsan_memset(void* to, int value, size_t bytes) {
 // The instrumentation turns atomics into calls. Orders weaker than the strongest are not kept.
 KVCUPY_HOOK void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
-#define KVCUPY_TOUCH(T, ACCESS)                                                              \
-  kvcupy_host::watch_access(const_cast<T*>(address), sizeof(T),                              \
-                            kvcupy_host::kAtomic | (ACCESS), __builtin_return_address(0))
-#define KVCUPY_UPDATE(BITS, T, NAME, BUILTIN)                                           \
-  KVCUPY_HOOK T __tsan_atomic##BITS##_##NAME(volatile T* address, T value, int) {       \
-    KVCUPY_TOUCH(T, kvcupy_host::kRead | kvcupy_host::kWrite);                          \
-    return BUILTIN(address, value, __ATOMIC_SEQ_CST);                                   \
+#define KVCUPY_TOUCH(T, ACCESS)                                                                  \
+  kvcupy_host::watch_access(const_cast<T*>(address), sizeof(T), kvcupy_host::kAtomic | (ACCESS), \
+                            __builtin_return_address(0))
+#define KVCUPY_UPDATE(BITS, T, NAME, BUILTIN)                                     \
+  KVCUPY_HOOK T __tsan_atomic##BITS##_##NAME(volatile T* address, T value, int) { \
+    KVCUPY_TOUCH(T, kvcupy_host::kRead | kvcupy_host::kWrite);                    \
+    return BUILTIN(address, value, __ATOMIC_SEQ_CST);                             \
   }
-#define KVCUPY_SWAP(BITS, T, NAME)                                                            \
-  KVCUPY_HOOK bool __tsan_atomic##BITS##_compare_exchange_##NAME(volatile T* address,         \
-                                                                 T* expected, T value, int,   \
-                                                                 int) {                       \
-    KVCUPY_TOUCH(T, kvcupy_host::kRead | kvcupy_host::kWrite);                                \
-    return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_SEQ_CST,     \
-                                       __ATOMIC_SEQ_CST);                                     \
+#define KVCUPY_SWAP(BITS, T, NAME)                                                                 \
+  KVCUPY_HOOK bool __tsan_atomic##BITS##_compare_exchange_##NAME(volatile T* address, T* expected, \
+                                                                 T value, int, int) {              \
+    KVCUPY_TOUCH(T, kvcupy_host::kRead | kvcupy_host::kWrite);                                     \
+    return __atomic_compare_exchange_n(address, expected, value, false, __ATOMIC_SEQ_CST,          \
+                                       __ATOMIC_SEQ_CST);                                          \
   }
-#define KVCUPY_ATOMICS(BITS, T)                                                                 \
-  KVCUPY_HOOK T __tsan_atomic##BITS##_load(const volatile T* address, int) {                    \
-    KVCUPY_TOUCH(T, kvcupy_host::kRead);                                                        \
-    return __atomic_load_n(address, __ATOMIC_SEQ_CST);                                          \
-  }                                                                                             \
-  KVCUPY_HOOK void __tsan_atomic##BITS##_store(volatile T* address, T value, int) {             \
-    KVCUPY_TOUCH(T, kvcupy_host::kWrite);                                                       \
-    __atomic_store_n(address, value, __ATOMIC_SEQ_CST);                                         \
-  }                                                                                             \
-  KVCUPY_UPDATE(BITS, T, exchange, __atomic_exchange_n)                                         \
-  KVCUPY_UPDATE(BITS, T, fetch_add, __atomic_fetch_add)                                         \
-  KVCUPY_UPDATE(BITS, T, fetch_sub, __atomic_fetch_sub)                                         \
-  KVCUPY_UPDATE(BITS, T, fetch_and, __atomic_fetch_and)                                         \
-  KVCUPY_UPDATE(BITS, T, fetch_or, __atomic_fetch_or)                                           \
-  KVCUPY_UPDATE(BITS, T, fetch_xor, __atomic_fetch_xor)                                         \
-  KVCUPY_SWAP(BITS, T, strong)                                                                  \
-  KVCUPY_SWAP(BITS, T, weak)                                                                    \
-  KVCUPY_HOOK T __tsan_atomic##BITS##_compare_exchange_val(volatile T* address, T expected,     \
-                                                           T value, int, int) {                 \
-    KVCUPY_TOUCH(T, kvcupy_host::kRead | kvcupy_host::kWrite);                                  \
-    __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_SEQ_CST,             \
-                                __ATOMIC_SEQ_CST);                                              \
-    return expected;                                                                            \
+#define KVCUPY_ATOMICS(BITS, T)                                                             \
+  KVCUPY_HOOK T __tsan_atomic##BITS##_load(const volatile T* address, int) {                \
+    KVCUPY_TOUCH(T, kvcupy_host::kRead);                                                    \
+    return __atomic_load_n(address, __ATOMIC_SEQ_CST);                                      \
+  }                                                                                         \
+  KVCUPY_HOOK void __tsan_atomic##BITS##_store(volatile T* address, T value, int) {         \
+    KVCUPY_TOUCH(T, kvcupy_host::kWrite);                                                   \
+    __atomic_store_n(address, value, __ATOMIC_SEQ_CST);                                     \
+  }                                                                                         \
+  KVCUPY_UPDATE(BITS, T, exchange, __atomic_exchange_n)                                     \
+  KVCUPY_UPDATE(BITS, T, fetch_add, __atomic_fetch_add)                                     \
+  KVCUPY_UPDATE(BITS, T, fetch_sub, __atomic_fetch_sub)                                     \
+  KVCUPY_UPDATE(BITS, T, fetch_and, __atomic_fetch_and)                                     \
+  KVCUPY_UPDATE(BITS, T, fetch_or, __atomic_fetch_or)                                       \
+  KVCUPY_UPDATE(BITS, T, fetch_xor, __atomic_fetch_xor)                                     \
+  KVCUPY_SWAP(BITS, T, strong)                                                              \
+  KVCUPY_SWAP(BITS, T, weak)                                                                \
+  KVCUPY_HOOK T __tsan_atomic##BITS##_compare_exchange_val(volatile T* address, T expected, \
+                                                           T value, int, int) {             \
+    KVCUPY_TOUCH(T, kvcupy_host::kRead | kvcupy_host::kWrite);                              \
+    __atomic_compare_exchange_n(address, &expected, value, false, __ATOMIC_SEQ_CST,         \
+                                __ATOMIC_SEQ_CST);                                          \
+    return expected;                                                                        \
   }
 KVCUPY_ATOMICS(8, unsigned char)
 KVCUPY_ATOMICS(16, unsigned short)

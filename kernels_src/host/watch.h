@@ -29,9 +29,9 @@ struct ByteState {
   uint32_t write_epoch;  // 0: never
   uint32_t write_stamp;
   uint32_t read_epoch;
-  uint32_t read_stamp;   // of the earliest of `readers`
-  uint32_t readers;      // lanes of the warp of first_reader
-  uint16_t writer;       // a thread, as are those below
+  uint32_t read_stamp;  // of the earliest of `readers`
+  uint32_t readers;     // lanes of the warp of first_reader
+  uint16_t writer;      // a thread, as are those below
   uint16_t first_reader;
   uint16_t other_reader;  // of another warp, if `of_warps`
   uint16_t copier;
@@ -172,7 +172,8 @@ class Watch {
 
   int unordered_reader(const ByteState& byte, int self) const {
     const int first = byte.first_reader / kWarpLanes * kWarpLanes;
-    if (byte.of_warps) return first == self / kWarpLanes * kWarpLanes ? byte.other_reader : byte.first_reader;
+    if (byte.of_warps)
+      return first == self / kWarpLanes * kWarpLanes ? byte.other_reader : byte.first_reader;
     for (int lane = 0; lane < kWarpLanes; ++lane) {
       if (byte.readers >> lane & 1u && !comes_before(first + lane, byte.read_stamp, self)) {
         return first + lane;

@@ -176,8 +176,8 @@ __global__ void past_the_end(const __grid_constant__ StrictParams p) {
   bytes[i == p.who ? kThreads : i] = 1;
 }
 
-// Neighbours at `count` threads exchange bytes, or both write them. kBarrier: 0 none, 1 of the warp,
-// 2 of the block.
+// Neighbours at `count` threads exchange bytes, or both write them. kBarrier: 0 none, 1 of the
+// warp, 2 of the block.
 template <bool kStatic, bool kTwoWrites, int kBarrier>
 __global__ void races(const __grid_constant__ StrictParams p) {
   char* bytes = shared_bytes<kStatic>();
@@ -281,8 +281,7 @@ __global__ void copies_in_groups(const __grid_constant__ StrictParams p) {
 // --- Launch bounds -------------------------------------------------------------------------------
 
 template <int kThreads>
-__global__ void __launch_bounds__(min(64, 128), 2)
-    bounded(const __grid_constant__ StrictParams p) {
+__global__ void __launch_bounds__(min(64, 128), 2) bounded(const __grid_constant__ StrictParams p) {
   p.out[threadIdx.x] = 1;
 }
 
