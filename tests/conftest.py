@@ -43,13 +43,13 @@ def strict_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """
     import kvcupy as kv
 
-    option = request.config.option
+    option, host = request.config.option, kv.device("host")
     monkeypatch.setattr(kv.config, "_strict", not option.no_strict)
     monkeypatch.setattr(kv.config, "_strict_index_faults", "record")
     kv.config.strict_seed = zlib.crc32(request.node.nodeid.encode()) ^ option.strict_seed
     yield
-    if request.config.getoption("--device") == "host":
-        kv.check_faults("host")
+    host.synchronize()
+    host.raise_fault()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
