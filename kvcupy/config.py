@@ -34,13 +34,13 @@ class Config:
     `fallback` decides what an operation does where its kernel cannot be compiled or loaded:
     "warn" runs it as array expressions and logs the cause once, "error" raises `CompileError`.
 
-    `strict` lets the host device refuse what a GPU would punish, as `DeviceError` that names kernel,
-    block, thread and address: misaligned accesses, lanes that a warp's shuffle, vote, product or
-    barrier names and that have exited or never come, barriers that not all threads reach, reads of
-    shared memory that nobody has written, races in it, asynchronous copies that were not waited
-    for, and launches past the launch bounds or past what `strict_arch` allows. Threads and blocks
-    then run in an order drawn anew for each launch. Kernels run several times slower. It is off,
-    unless the environment has KVCUPY_STRICT=1.
+    `strict` lets the host device refuse what a GPU would punish, as `DeviceError` that names
+    kernel, block, thread and address: misaligned accesses; shuffles, votes, products and warp
+    barriers whose lanes have exited or never come; barriers that not all threads reach; reads of
+    shared memory that nobody has written, and races in it; asynchronous copies that were not
+    waited for; launches past the kernel's launch bounds or the limits of `strict_arch`. Threads
+    and blocks then run in an order drawn anew for each launch. Kernels run several times slower.
+    It is off, unless the environment has KVCUPY_STRICT=1.
 
     `strict_index_faults` says when an index past the end is raised in strict mode: "raise", at the
     call, or at the next synchronisation of its stream; "record", by `check_faults`, as ever.
@@ -104,7 +104,9 @@ class Config:
     @strict_arch.setter
     def strict_arch(self, value: str) -> None:
         if value not in SHARED_BYTES:
-            raise ValueError(f"strict_arch: expected one of {', '.join(SHARED_BYTES)}, got {value!r}")
+            raise ValueError(
+                f"strict_arch: expected one of {', '.join(SHARED_BYTES)}, got {value!r}"
+            )
         self._strict_arch = value
 
     @property
@@ -120,7 +122,9 @@ class Config:
 
     def launch_seed(self) -> int:
         """Return the seed of the next strict launch's order of threads and blocks."""
-        drawn = hashlib.blake2b(f"{self._strict_seed} {next(self._launches)}".encode(), digest_size=8)
+        drawn = hashlib.blake2b(
+            f"{self._strict_seed} {next(self._launches)}".encode(), digest_size=8
+        )
         return int.from_bytes(drawn.digest(), "little") or 1
 
     def fall_back(self, operation: str, cause: KvcupyError) -> None:

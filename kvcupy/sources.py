@@ -39,7 +39,9 @@ def kernels_dir() -> Path:
 
 
 def digest(part: str = "") -> str:
-    """Return the SHA-256 of the names and contents of all files in `kernels_dir()`, or a folder in it.
+    """Return the SHA-256 of the names and contents of all files in `kernels_dir()`.
+
+    `part` names a folder in it, whose files alone then count.
 
     Files are read again only when a name, a size or a time of change differs from the last call.
     """

@@ -232,6 +232,9 @@ inline bool take_blocks(Grid& grid, long long stop_at) {
   bool left = true;
   while ((left = take_block(grid)) && (!stop_at || now_ns() < stop_at)) {
   }
+#ifdef KVCUPY_STRICT
+  worker->watch.fixed_start = nullptr;  // of this OS thread
+#endif
   release_worker(worker);
   worker = nullptr;
   return !left;

@@ -51,6 +51,7 @@ static size_t num_slots;
 
 // Variables declared __shared__ are thread-local: those of the library, but for `worker`.
 static size_t fixed_bytes;
+static bool fixed_known;
 
 #if defined(__linux__)
 static int find_thread_locals(dl_phdr_info* object, size_t, void* found) {
@@ -97,7 +98,10 @@ bool prepare_watch(size_t bytes) {
   while (!worker->shared) {
     if (!open_worker(*worker)) return false;
   }
-  watch.fixed_start = find_fixed();
+  if (!fixed_known || (fixed_bytes && !watch.fixed_start)) {
+    watch.fixed_start = find_fixed();
+    __atomic_store_n(&fixed_known, true, __ATOMIC_RELEASE);
+  }
   if (fixed_bytes && !watch.fixed && !(watch.fixed = reserve<ByteState>(fixed_bytes))) return false;
   watch.shared_start = worker->shared;
   watch.shared_bytes = bytes;

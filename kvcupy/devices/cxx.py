@@ -156,9 +156,7 @@ def _build(
         "host", sources.digest(), program, *flags, compiler.version, *compiler.command,
         _processor(), *map(str, includes),
     )  # fmt: skip
-    return cache.file(
-        key, ".so", lambda target: _compile(compiler, program, flags, target, linked)
-    )
+    return cache.file(key, ".so", lambda target: _compile(compiler, program, flags, target, linked))
 
 
 def _build_object(program: str, flags: tuple[str, ...]) -> Path:
@@ -231,9 +229,7 @@ def _compile(
         _run([*linker, *sanitizers, "-shared", "-pthread", *objects, "-o", str(target)], program)
 
 
-def _compile_object(
-    compiler: Compiler, program: str, flags: tuple[str, ...], target: Path
-) -> None:
+def _compile_object(compiler: Compiler, program: str, flags: tuple[str, ...], target: Path) -> None:
     search = _search_paths(sources.cuda_include_dirs(12))
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.cpp"

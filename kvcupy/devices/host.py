@@ -55,7 +55,7 @@ class Report(ctypes.Structure):
 class HostFunction:
     """A specialisation compiled for this processor and loaded: plainly, strictly or both.
 
-    Each build is made when it is first asked for, since `config.strict` may change between launches.
+    A build is made when it is first asked for: `config.strict` may change between launches.
 
     Raises
     ------
@@ -411,17 +411,15 @@ def _require_strict_limits(geometry: Geometry, most_threads: int) -> None:
         )
 
 
-def _refusal(
-    function: HostFunction, geometry: Geometry, report: Report, seed: int
-) -> DeviceError:
+def _refusal(function: HostFunction, geometry: Geometry, report: Report, seed: int) -> DeviceError:
     """Return the error of a launch that a strict build refused."""
     grid, block, smem_bytes = geometry
     text = report.text.decode(errors="replace")
     place = source_line(function.strict.path, report.code) if report.code else ""
     return DeviceError(
-        f"{function.specialisation} does on host what a GPU would punish: {text}"
-        f"{f' ({place})' if place else ''} (grid {grid}, block {block}, {smem_bytes} bytes of shared "
-        f"memory; the order of threads and blocks is that of thread_order_seed = {seed})"
+        f"{function.specialisation} failed on the strict host device: {text}"
+        f"{f' ({place})' if place else ''} (grid {grid}, block {block}, {smem_bytes} bytes of "
+        f"shared memory; threads and blocks in the order of thread_order_seed = {seed})"
     )
 
 

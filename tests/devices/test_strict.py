@@ -61,7 +61,7 @@ class Run:
         return out
 
     def refused(self, *arguments, **options) -> str:
-        """Return what a launch is refused with, which names the kernel, the block and the thread."""
+        """Return what a launch is refused with: it names kernel, block and thread."""
         with pytest.raises(DeviceError) as caught:
             self(*arguments, **options)
         text = str(caught.value)
@@ -115,9 +115,7 @@ def test_bytes_lie_anywhere(run):
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_wide_accesses_to_shared_memory(run, size):
     run("through_shared_words", size, who=size, smem=33 * size)
-    assert "misaligned" in run.refused(
-        "through_shared_words", size, who=size // 2, smem=33 * size
-    )
+    assert "misaligned" in run.refused("through_shared_words", size, who=size // 2, smem=33 * size)
 
 
 def test_words_are_no_wider_than_a_gpus(run, sources):
@@ -268,7 +266,7 @@ def test_atomics_do_not_race_with_one_another(run):
 # Asynchronous copies -----------------------------------------------------------------------------
 
 NOT_WAITED = "has not been waited for"
-COPY_FAULTS = {1: NOT_WAITED, 2: NOT_WAITED, 3: f"{NOT_WAITED}|no barrier", 4: NOT_WAITED, 5: NOT_WAITED}
+COPY_FAULTS = {number: NOT_WAITED for number in (1, 2, 4, 5)} | {3: f"{NOT_WAITED}|no barrier"}
 
 
 def test_copies_that_are_waited_for(run):
