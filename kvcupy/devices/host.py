@@ -117,7 +117,8 @@ class HostDevice:
     """The host device. There is one object, `kvcupy.device("host")`.
 
     One thread a row is best here; `warp_lanes` of 32 lays kernels out as on a GPU, as the tests do.
-    `thread_order_seed` shuffles the order in which threads of a block run (0: by index);
+    `thread_order_seed` shuffles the order in which threads of a block run (0: by index; in strict
+    mode, `kv.config.strict`, 0 draws an order for each launch, of blocks too);
     `num_workers` bounds the threads that a launch uses; `extra_flags` go to the compiler.
     """
 
