@@ -429,31 +429,41 @@ static int run_fibers(const void*, unsigned long long seed) {
   return worker->fibers->trapped() ? kTrapped : kBarriersDiverge;
 }
 
-// The place of the `number`-th of `count` in an order drawn by `seed`.
-static unsigned long long shuffled(unsigned long long number, unsigned long long count,
-                                   unsigned long long seed) {
-  if (!seed || count < 2) return number;
-  unsigned long long factor = (seed >> 20) % count;
-  for (;; factor = (factor + 1) % count) {
-    unsigned long long a = count;
-    unsigned long long b = factor;
+// An order of `count` things, drawn by a seed; 0: by number.
+class Order {
+ public:
+  Order(unsigned long long count, unsigned long long seed) : count_(count), start_(seed % count) {
+    if (seed) factor_ = (seed >> 20) % count;
+    while (count > 1 && common_divisor(count, factor_) != 1) factor_ = (factor_ + 1) % count;
+  }
+
+  unsigned long long operator[](unsigned long long number) const {
+    const auto product = static_cast<unsigned __int128>(factor_) * number;
+    return static_cast<unsigned long long>((product + start_) % count_);
+  }
+
+ private:
+  static unsigned long long common_divisor(unsigned long long a, unsigned long long b) {
     while (b) {
       const unsigned long long rest = a % b;
       a = b;
       b = rest;
     }
-    if (a == 1) break;
+    return a;
   }
-  const auto product = static_cast<unsigned __int128>(factor) * number;
-  return static_cast<unsigned long long>((product + seed % count) % count);
-}
+
+  unsigned long long count_;
+  unsigned long long factor_ = 1;
+  unsigned long long start_;
+};
 
 static __attribute__((noinline)) void run_each(const void* params, unsigned long long seed) {
   const int threads = static_cast<int>(blockDim.x * blockDim.y * blockDim.z);
   const unsigned row = blockDim.x;
   const unsigned plane = row * blockDim.y;
+  const Order order(threads, seed);
   for (int i = 0; i < threads; ++i) {
-    const auto thread = static_cast<unsigned>(shuffled(i, threads, seed));
+    const auto thread = static_cast<unsigned>(order[i]);
     worker->watch.plain_thread = static_cast<int>(thread);
     threadIdx = {thread % row, thread % plane / row, thread / plane};
     kvcupy_kernel(params);
@@ -468,7 +478,7 @@ static int run_plain(const void* params, unsigned long long seed) {
 }
 
 unsigned long long block_in_order(const Grid& grid, unsigned long long number) {
-  return shuffled(number, grid.blocks, grid.config->seed);
+  return Order(grid.blocks, grid.config->seed)[number];
 }
 
 // --- What an instrumented kernel calls -----------------------------------------------------------

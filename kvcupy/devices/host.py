@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import arrays, dtypes, faults, observe
 from ..config import SHARED_BYTES, config
-from ..errors import CaptureError, CompileError, DeviceError
+from ..errors import CaptureError, CompileError, DeviceError, IndexFault
 from ..exporters import view as as_view
 from ..kernels import Specialisation
 from . import cxx, host_copy
@@ -243,11 +243,11 @@ class HostDevice:
         for stream in streams:
             if stream.capturing:
                 raise CaptureError(f"{stream.name} is being captured: synchronising is illegal")
-        failure: DeviceError | None = None
+        failure: DeviceError | IndexFault | None = None
         for stream in streams:
             try:
                 stream.synchronize()
-            except DeviceError as error:
+            except (DeviceError, IndexFault) as error:
                 failure = failure or error
         if failure is not None:
             raise failure

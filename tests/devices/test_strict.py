@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -234,6 +235,7 @@ def test_races(run, static, two_writes, distance):
         run("races", static, two_writes, BLOCK_BARRIER, **options)
         text = run.refused("races", static, two_writes, 0, **options)
         kinds = re.search(RACE, text).groups()
+        assert shutil.which("addr2line") is None or re.search(r"\(strict\.cu:\d+", text), text
         assert "write" in kinds and ("read" in kinds) == (two_writes == "false")
         other = int(re.findall(r"thread \((\d+), 0, 0\)", text)[1])
         assert other ^ distance == thread_of(text)
@@ -442,6 +444,18 @@ def test_an_index_past_the_end_on_a_stream_raises_where_that_is_waited_for(devic
         stream.synchronize()
     stream.synchronize()
     assert caches[0][5].tolist() == [1] * 4  # what came behind it was not skipped
+
+
+def test_all_streams_are_waited_for_where_one_has_a_fault(device, store):
+    streams = [device.stream() for _ in range(3)]
+    done = []
+    for stream in streams:
+        store([9], stream)
+        stream.call(lambda: done.append(1))
+    with pytest.raises(kv.IndexFault, match="store_kv"):
+        device.synchronize()
+    assert len(done) == 3
+    device.synchronize()
 
 
 def test_array_expressions_raise_at_the_call_too(device, store, monkeypatch):
