@@ -9,6 +9,10 @@
 
 #include "cache_side.cuh"
 
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+#include "host/copy.h"
+#endif
+
 struct CacheRowsParams {
   char* key;            // [num_tokens, num_heads, k.width], outside the cache
   char* value;          // [num_tokens, num_heads, v.width], outside the cache
@@ -67,11 +71,20 @@ __device__ __forceinline__ char* cache_row(char* base, const CacheSide& side, co
          row.head * side.cache.head_bytes;
 }
 
-// Copy the words of two rows, all loads of both before the first store.
+// Copy the words of two rows, of `num_rows` in the launch, all loads of both before the first
+// store.
 template <int kWordBytes>
 __device__ __forceinline__ void copy_rows(const char* k_from, char* k_to, int k_bytes,
                                           const char* v_from, char* v_to, int v_bytes, int lane,
-                                          int lanes) {
+                                          int lanes, int num_rows) {
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+  if (lanes == 1) {
+    const bool streamed = num_rows * (i64{k_bytes} + v_bytes) >= kvcupy_host::kStreamedBytes;
+    kvcupy_host::copy_row(k_to, k_from, k_bytes, streamed);
+    kvcupy_host::copy_row(v_to, v_from, v_bytes, streamed);
+    return;
+  }
+#endif
   constexpr int kUnroll = 4;  // words of each row in flight a thread
   const int k_words = k_bytes / kWordBytes;
   const int v_words = v_bytes / kWordBytes;

@@ -30,13 +30,6 @@ __device__ __forceinline__ float* scale_address(char* scale_cache, const CacheSi
 
 template <typename TIn, typename TOut, int kCount>
 __device__ __forceinline__ Pack<TOut, kCount> convert(const Pack<TIn, kCount>& in, float scale) {
-  const Pack<float, kCount> values = to_floats(in);
-  if constexpr (kQuantised<TOut>) {
-    Pack<TOut, kCount> out;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) out.values[i] = quantise<TOut>(values.values[i], scale);
-    return out;
-  } else {
-    return from_floats<TOut>(values);
-  }
+  if constexpr (kQuantised<TOut>) return quantise<TOut>(to_floats(in), scale);
+  return from_floats<TOut>(to_floats(in));
 }

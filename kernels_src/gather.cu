@@ -16,7 +16,7 @@ __global__ void gather_copy(const __grid_constant__ CacheRowsParams p) {
   const int lane = threadIdx.x & (lanes - 1);
   copy_rows<kWordBytes>(cache_row(p.k_cache, p.k, row, p), outside_row(p.key, p.k, row), p.k.width,
                         cache_row(p.v_cache, p.v, row, p), outside_row(p.value, p.v, row),
-                        p.v.width, lane, lanes);
+                        p.v.width, lane, lanes, p.num_rows);
 }
 
 // The scale of a row of the cache: its own, or its head's.
@@ -29,12 +29,8 @@ __device__ __forceinline__ float scale_of(const char* scale, char* scale_cache,
 template <typename TCache, typename TOut, int kCount>
 __device__ __forceinline__ Pack<TOut, kCount> dequantise(const Pack<TCache, kCount>& in,
                                                          float scale) {
-  Pack<float, kCount> values = to_floats(in);
-  if constexpr (kQuantised<TCache>) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) values.values[i] = __fmul_rn(values.values[i], scale);
-  }
-  return from_floats<TOut>(values);
+  if constexpr (kQuantised<TCache>) return from_floats<TOut>(products(to_floats(in), scale));
+  return from_floats<TOut>(to_floats(in));
 }
 
 // Another format: float32 arithmetic, one rounding.

@@ -19,27 +19,20 @@
 
 // --- Pairs of 16-bit floats ----------------------------------------------------------------------
 
-template <typename T>
-struct PairOf;
-template <>
-struct PairOf<half> {
-  static __device__ __forceinline__ half2 from_floats(float x, float y) {
-    return __floats2half2_rn(x, y);
-  }
-};
-template <>
-struct PairOf<bfloat16> {
-  static __device__ __forceinline__ __nv_bfloat162 from_floats(float x, float y) {
-    return __floats2bfloat162_rn(x, y);
-  }
-};
-
 // x in the lower half, y in the upper, each rounded once.
 template <typename T>
 __device__ __forceinline__ u32 pack_pair(float x, float y) {
-  const auto pair = PairOf<T>::from_floats(x, y);
-  static_assert(sizeof(pair) == sizeof(u32), "two elements of 16 bits");
-  return *reinterpret_cast<const u32*>(&pair);
+#ifdef __CUDACC__  // one instruction, where the chip has it
+  if constexpr (kSameType<T, half>) {
+    const half2 pair = __floats2half2_rn(x, y);
+    return *reinterpret_cast<const u32*>(&pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+    return *reinterpret_cast<const u32*>(&pair);
+  }
+#else
+  return kvcupy_host::bits_as<u32>(Pack<T, 2>{from_float<T>(x), from_float<T>(y)});
+#endif
 }
 
 template <typename T>

@@ -5,16 +5,66 @@
 // infinity.
 #pragma once
 
+#include "common.cuh"
+
+using int8 = signed char;
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(int8 x) { return static_cast<float>(x); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ int8 from_float<int8>(float x) {
+  // fminf and fmaxf drop a NaN, so it is decided first.
+  return x != x ? int8{0} : static_cast<int8>(rintf(fminf(fmaxf(x, -127.0f), 127.0f)));
+}
+
+#ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#include "common.cuh"
-
 using bfloat16 = __nv_bfloat16;
 using fp8_e4m3 = __nv_fp8_e4m3;
 using fp8_e5m2 = __nv_fp8_e5m2;
-using int8 = signed char;
+
+__device__ __forceinline__ float to_float(half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_float(fp8_e4m3 x) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, __NV_E4M3)));
+}
+__device__ __forceinline__ float to_float(fp8_e5m2 x) {
+  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, __NV_E5M2)));
+}
+
+template <>
+__device__ __forceinline__ half from_float<half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ bfloat16 from_float<bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+template <>
+__device__ __forceinline__ fp8_e4m3 from_float<fp8_e4m3>(float x) {
+  fp8_e4m3 result;
+  result.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+  return result;
+}
+template <>
+__device__ __forceinline__ fp8_e5m2 from_float<fp8_e5m2>(float x) {
+  fp8_e5m2 result;
+  result.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2);
+  return result;
+}
+#else
+#include "host/numbers.h"
+#endif
 
 // The largest magnitude of a quantised format; 0 for the others.
 template <typename T>
@@ -36,55 +86,6 @@ constexpr bool kSameType<A, A> = true;
 
 constexpr float kFloatMax = 3.402823466e+38f;
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
-
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(bfloat16 x) { return __bfloat162float(x); }
-__device__ __forceinline__ float to_float(fp8_e4m3 x) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, __NV_E4M3)));
-}
-__device__ __forceinline__ float to_float(fp8_e5m2 x) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, __NV_E5M2)));
-}
-__device__ __forceinline__ float to_float(int8 x) { return static_cast<float>(x); }
-
-template <typename T>
-__device__ __forceinline__ T from_float(float x);
-template <>
-__device__ __forceinline__ float from_float<float>(float x) {
-  return x;
-}
-template <>
-__device__ __forceinline__ half from_float<half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __forceinline__ bfloat16 from_float<bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
-template <>
-__device__ __forceinline__ fp8_e4m3 from_float<fp8_e4m3>(float x) {
-  fp8_e4m3 result;
-  result.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
-  return result;
-}
-template <>
-__device__ __forceinline__ fp8_e5m2 from_float<fp8_e5m2>(float x) {
-  fp8_e5m2 result;
-  result.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2);
-  return result;
-}
-template <>
-__device__ __forceinline__ int8 from_float<int8>(float x) {
-  // fminf and fmaxf drop a NaN, so it is decided first.
-  return x != x ? int8{0} : static_cast<int8>(rintf(fminf(fmaxf(x, -127.0f), 127.0f)));
-}
-
-// x / scale, rounded to T. A true division: multiplying by the reciprocal rounds twice.
-template <typename T>
-__device__ __forceinline__ T quantise(float x, float scale) {
-  return from_float<T>(__fdiv_rn(x, scale));
-}
 
 // The scale of a row whose largest magnitude is `absmax`, for a quantised T.
 template <typename T>
@@ -118,6 +119,43 @@ __device__ __forceinline__ Pack<T, kCount> from_floats(const Pack<float, kCount>
   for (int i = 0; i < kCount; ++i) out.values[i] = from_float<T>(in.values[i]);
   return out;
 }
+
+// a * scale, element by element.
+template <int kCount>
+__device__ __forceinline__ Pack<float, kCount> products(const Pack<float, kCount>& a, float scale) {
+  Pack<float, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.values[i] = __fmul_rn(a.values[i], scale);
+  return out;
+}
+
+// a / scale, element by element.
+template <int kCount>
+__device__ __forceinline__ Pack<float, kCount> quotients(const Pack<float, kCount>& a,
+                                                         float scale) {
+  Pack<float, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) out.values[i] = __fdiv_rn(a.values[i], scale);
+  return out;
+}
+
+// x / scale, rounded to T. A true division: multiplying by the reciprocal rounds twice.
+template <typename T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> quantise(const Pack<float, kCount>& x, float scale) {
+  return from_floats<T>(quotients(x, scale));
+}
+
+// The largest magnitude of the elements added so far; NaN does not count.
+template <int kCount>
+struct AbsMax {
+  float largest = 0.0f;
+
+  __device__ __forceinline__ void add(const Pack<float, kCount>& pack) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) largest = fmaxf(largest, fabsf(pack.values[i]));
+  }
+  __device__ __forceinline__ float value() const { return largest; }
+};
 
 // Elements of even number, and of odd.
 template <typename T, int kCount>

@@ -243,13 +243,6 @@ __device__ __forceinline__ Pack<TOut, kCount> to_cache(const Pack<TIn, kCount>& 
 }
 
 template <typename T, int kCount>
-__device__ __forceinline__ float absmax_of(const Pack<T, kCount>& pack, float largest) {
-#pragma unroll
-  for (int j = 0; j < kCount; ++j) largest = fmaxf(largest, fabsf(to_float(pack.values[j])));
-  return largest;
-}
-
-template <typename T, int kCount>
 __device__ __forceinline__ float sum_of_squares(const char* in, int width, int lane, int lanes) {
   float sum = 0.0f;
   for (int i = lane * kCount; i < width; i += lanes * kCount) {
@@ -315,22 +308,23 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
     const float squares =
         sum_within_warp(norm ? sum_of_squares<T, kCount>(in, width, lane, lanes) : 0.0f, lanes);
     if (norm) turning.inverse_rms = 1.0f / sqrtf(squares / p.head_dim + p.epsilon);
-    float largest = 0.0f;
+    AbsMax<kCount> largest;
     if (kQuantised<TCache> && scale_cache && cached) {
       for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
         Pack<T, kCount> x;
         Pack<T, kCount> y;
         turning.turn(i, x, y);
-        largest = absmax_of(y, absmax_of(x, largest));
+        largest.add(to_floats(x));
+        largest.add(to_floats(y));
       }
       for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
-        largest = absmax_of(turning.pass(i), largest);
+        largest.add(to_floats(turning.pass(i)));
       }
     }
-    largest = max_within_warp(largest, lanes);
+    const float absmax = max_within_warp(largest.value(), lanes);
     if constexpr (kQuantised<TCache>) {
       if (scale_cache && cached) {
-        scale = dynamic_scale<TCache>(largest);
+        scale = dynamic_scale<TCache>(absmax);
         if (lane == 0) *scale_address(scale_cache, side, slot, head) = scale;
       }
     }

@@ -17,7 +17,7 @@ __global__ void store_copy(const __grid_constant__ CacheRowsParams p) {
   const int lane = threadIdx.x & (lanes - 1);
   copy_rows<kWordBytes>(outside_row(p.key, p.k, row), cache_row(p.k_cache, p.k, row, p), p.k.width,
                         outside_row(p.value, p.v, row), cache_row(p.v_cache, p.v, row, p),
-                        p.v.width, lane, lanes);
+                        p.v.width, lane, lanes, p.num_rows);
   if (lane == 0 && p.k_scale_cache) *scale_address(p.k_scale_cache, p.k, row.slot, row.head) = 1.0f;
   if (lane == 0 && p.v_scale_cache) *scale_address(p.v_scale_cache, p.v, row.slot, row.head) = 1.0f;
 }
@@ -54,14 +54,13 @@ __global__ void store_convert(const __grid_constant__ CacheRowsParams p) {
 // The largest magnitude that this lane sees of a row; NaN does not count.
 template <typename TIn, int kCount>
 __device__ __forceinline__ float lane_absmax(const char* in, int width, int lane, int lanes) {
-  float largest = 0.0f;
+  AbsMax<kCount> largest;
   for (int i = lane * kCount; i < width; i += lanes * kCount) {
     Pack<TIn, kCount> pack;
     pack.load(in + i * static_cast<int>(sizeof(TIn)));
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) largest = fmaxf(largest, fabsf(to_float(pack.values[j])));
+    largest.add(to_floats(pack));
   }
-  return largest;
+  return largest.value();
 }
 
 // A scale for each (token, head), from its largest magnitude, stored beside the row. The second

@@ -130,31 +130,28 @@ __device__ __forceinline__ void convert_row(const char* from, const char* from_s
   float scale = 1.0f;
   if constexpr (kQuantised<TOut>) {
     if (to_scale) {
-      float absmax = 0.0f;
+      AbsMax<kCount> largest;
       for (int i = lane * kCount; i < width; i += lanes * kCount) {
         Pack<TIn, kCount> in;
         in.load(from + i * static_cast<int>(sizeof(TIn)));
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-          absmax = fmaxf(absmax, fabsf(__fmul_rn(to_float(in.values[j]), factor)));
-        }
+        largest.add(products(to_floats(in), factor));
       }
-      scale = dynamic_scale<TOut>(max_within_warp(absmax, lanes));
+      scale = dynamic_scale<TOut>(max_within_warp(largest.value(), lanes));
       if (lane == 0 && width) *reinterpret_cast<float*>(to_scale) = scale;
     }
   }
   for (int i = lane * kCount; i < width; i += lanes * kCount) {
     Pack<TIn, kCount> in;
-    Pack<TOut, kCount> out;
     // Load
     in.load(from + i * static_cast<int>(sizeof(TIn)));
     // Convert, Store
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const float value = __fmul_rn(to_float(in.values[j]), factor);
-      out.values[j] = kQuantised<TOut> ? quantise<TOut>(value, scale) : from_float<TOut>(value);
+    const Pack<float, kCount> values = products(to_floats(in), factor);
+    char* target = to + i * static_cast<int>(sizeof(TOut));
+    if constexpr (kQuantised<TOut>) {
+      quantise<TOut>(values, scale).store(target);
+    } else {
+      from_floats<TOut>(values).store(target);
     }
-    out.store(to + i * static_cast<int>(sizeof(TOut)));
   }
 }
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from . import dtypes
+from .pickling import ProcessLocal
 
 
-class ArrayView:
+class ArrayView(ProcessLocal):
     """An array of any library, described by address.
 
     Attributes
@@ -31,6 +33,8 @@ class ArrayView:
         "strides",
     )  # fmt: skip
 
+    _instead = "it is an address; pickle device.to_numpy(view), and tag that with kv.view_as"
+
     def __init__(
         self,
         pointer: int,
@@ -47,7 +51,7 @@ class ArrayView:
         self.shape = shape
         self.strides = strides
         self.format = format
-        self.itemsize = dtypes.numpy_dtype(format).itemsize
+        self.itemsize = dtypes.itemsize(format)
         self.device = device
         self.library = library
         self.readonly = readonly
@@ -71,12 +75,15 @@ class ArrayView:
 
     def byte_range(self) -> tuple[int, int]:
         """Return the first address, and the one past the last, that the view can touch."""
-        if self.size == 0:
-            return self.pointer, self.pointer
-        reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
-        low = self.pointer + sum(r for r in reach if r < 0)
-        high = self.pointer + sum(r for r in reach if r > 0) + self.itemsize
-        return low, high
+        low = high = self.pointer
+        for n, stride in zip(self.shape, self.strides, strict=True):
+            if n == 0:
+                return self.pointer, self.pointer
+            if stride < 0:
+                low += (n - 1) * stride
+            else:
+                high += (n - 1) * stride
+        return low, high + self.itemsize
 
     def without_owner(self) -> ArrayView:
         """Return the same description, which keeps nothing alive: for what is remembered."""
@@ -109,6 +116,36 @@ class ArrayView:
             owner=self.owner,
         )
 
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return type and number of the device, as DLPack has them."""
+        kind, _, index = self.device.partition(":")
+        return (1, 0) if kind == "host" else (2, int(index))
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: Any = None,
+        dl_device: Any = None,
+        copy: Any = None,
+    ) -> object:
+        """Return a DLPack capsule, without a copy: `torch.from_dlpack(view)`.
+
+        bf16 and fp8 go under their own codes, which NumPy and CuPy do not import.
+
+        Raises
+        ------
+        BufferError : the consumer cannot be told that the array is read-only, or asks for another
+            device
+        """
+        from . import devices, dlpack
+
+        carrier = devices.get(self.device).carrier(self)
+        options = {
+            "stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy,
+        }  # fmt: skip
+        return dlpack.export(carrier, self.format, options)
+
     def __repr__(self) -> str:
         return f"<{describe(self)} on {self.device} at {self.pointer:#x}>"
 
@@ -135,7 +172,7 @@ def _untyped(view: ArrayView) -> np.ndarray[Any, Any]:
     return array_at(None, view.pointer, view.shape, untyped, view.strides)
 
 
-class Memory:
+class Memory(ProcessLocal):
     """Bytes at an address, exported to NumPy as untyped elements. They live as long as `owner`."""
 
     __slots__ = ("__array_interface__", "owner")
@@ -202,8 +239,8 @@ def is_pinned(owner: object) -> bool:
     >>> is_pinned(np.zeros(3))
     False
     """
-    while isinstance(owner, np.ndarray):
-        owner = owner.base
+    while isinstance(owner, (np.ndarray, memoryview)):  # the latter is in between for np.frombuffer
+        owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
     if isinstance(owner, PinnedMemory):
         return True
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
@@ -212,6 +249,76 @@ def is_pinned(owner: object) -> bool:
     if cupy is not None and isinstance(owner, cupy.cuda.PinnedMemoryPointer):
         return True
     return bool(getattr(owner, "pinned", False))  # a DLPack capsule says so itself
+
+
+def memory_of(owner: object) -> object:
+    """Return what is equal for arrays in one allocation, from the objects that keep them alive.
+
+    >>> a = np.zeros((2, 3))
+    >>> memory_of(a[0]) == memory_of(a[1]) != memory_of(np.zeros(3))
+    True
+    """
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    if torch is not None and isinstance(owner, torch.Tensor):
+        return "torch", owner.untyped_storage().data_ptr()
+    if cupy is not None and isinstance(owner, cupy.ndarray):
+        return "cupy", id(owner.data.mem)
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    return id(owner)
+
+
+def transposed(v: ArrayView, axes: Sequence[int]) -> ArrayView:
+    """Return a view with its axes in another order."""
+    return reshaped(v, tuple(v.shape[i] for i in axes), tuple(v.strides[i] for i in axes))
+
+
+def reshaped(v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> ArrayView:
+    """Return the same memory with other axes."""
+    return ArrayView(
+        v.pointer,
+        shape,
+        strides,
+        v.format,
+        v.device,
+        library=v.library,
+        readonly=v.readonly,
+        owner=v.owner,
+    )
+
+
+def first_overlap(views: Sequence[ArrayView]) -> tuple[int, int] | None:
+    """Return the first two of some views, by index, that share a byte.
+
+    >>> a = np.zeros(8, np.uint8)
+    >>> from kvcupy.exporters import view
+    >>> first_overlap([view(a[4:]), view(a[:4]), view(a[2:6:2])])
+    (0, 2)
+    """
+    ranges = [view.byte_range() for view in views]
+    order = sorted(range(len(views)), key=ranges.__getitem__)
+    found: list[tuple[int, int]] = []
+    open_: list[int] = []  # whose range may reach into the next one's
+    for i in order:
+        open_ = [j for j in open_ if ranges[j][1] > ranges[i][0]]
+        found += [(min(i, j), max(i, j)) for j in open_ if overlap(views[i], views[j])]
+        open_.append(i)
+    return min(found, default=None)
+
+
+def overlaps_itself(v: ArrayView) -> bool:
+    """Return whether two elements may share a byte: an axis steps less far than one within reaches.
+
+    >>> from kvcupy.exporters import view
+    >>> overlaps_itself(view(np.lib.stride_tricks.sliding_window_view(np.zeros(5), 3)))
+    True
+    """
+    reach = v.itemsize
+    for step, n in sorted((abs(s), n) for n, s in zip(v.shape, v.strides, strict=True) if n > 1):
+        if step < reach:
+            return True
+        reach += (n - 1) * step
+    return False
 
 
 def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

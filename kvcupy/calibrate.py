@@ -18,8 +18,10 @@ import numpy as np
 from . import calibration, devices
 from .cache.pool import KVPool
 from .devices.protocol import Device, Stream
+from .errors import DeviceError
 from .ops import transfer, transfer_method
 from .ops.transfer_kernels import bounded_blocks
+from .progress import Progress
 
 PIECES = (8, 16, 64, 256, 1024, 4096)
 PIECE_BYTES = (256, 1024, 4096, 16384, 28672, 65536, 262144, 1048576)
@@ -28,14 +30,28 @@ _MOST_BYTES = 64 << 20  # of a case
 _ROUNDS = 5
 _NEARLY = 0.95  # of the best bandwidth is as good
 
-Progress = Callable[[float, str], None]
 
+def main(device_name: str | None, *, quick: bool = False, lines: bool = False) -> int:
+    """Measure, print what was found, and keep it; return an exit status.
 
-def main(device_name: str | None, *, quick: bool = False) -> int:
-    """Measure, print what was found, and keep it; return an exit status."""
-    device = devices.get(device_name)
-    print(f"calibrating {device.name} ({device.model})")
-    found = measure(device, quick=quick, progress=_show)
+    Raises
+    ------
+    KeyboardInterrupt : somebody pressed Ctrl-C, and was told that nothing is kept
+    """
+    try:
+        device = devices.get(device_name)
+    except (ValueError, DeviceError) as error:
+        print(f"calibrate: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    print(f"calibrating {device.name} ({device.model})", flush=True)
+    with Progress("calibrate", 100, "percent", lines=lines) as bar:
+        try:
+            found = measure(
+                device, quick=quick, progress=lambda share, now: bar.to(round(100 * share), now)
+            )
+        except KeyboardInterrupt:
+            print("stopped: nothing is kept of this calibration", file=sys.stderr)
+            raise
     place = calibration.save(device.model, found)
     transfer_method.forget()
     print(describe(found))
@@ -44,7 +60,7 @@ def main(device_name: str | None, *, quick: bool = False) -> int:
 
 
 def measure(
-    device: Device, *, quick: bool = False, progress: Progress = lambda *_: None
+    device: Device, *, quick: bool = False, progress: Callable[[float, str], None] = lambda *_: None
 ) -> dict[str, Any]:
     """Return the calibration of a device.
 
@@ -172,12 +188,3 @@ def _time(
         stream.record(end)
         times.append(end.elapsed_us(start))
     return min(times)
-
-
-def _show(share: float, what: str) -> None:
-    """Show progress on a terminal."""
-    if sys.stderr.isatty():
-        bar = "#" * round(30 * share)
-        print(f"\r{bar:30} {share:4.0%} {what:50}", end="", file=sys.stderr, flush=True)
-        if share == 1.0:
-            print(file=sys.stderr)

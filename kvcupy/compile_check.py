@@ -13,10 +13,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from . import jobs as processes
 from .devices import nvrtc
 from .errors import CompileError
 from .kernels import Specialisation
@@ -36,6 +36,7 @@ REGISTER_BUDGET: dict[str, int] = {
     "slot_mapping": 64,
     "transfer_copy": 128,  # a bounded grid: what counts is what one thread has in flight
     "transfer_convert": 64,
+    "note_fault": 32,
     "attention_starts": 64,
     "attention_decode": 255,  # blocks of 128 threads: two a multiprocessor, whose loads fill it
     "merge_states": 100,  # eight states in flight; two take 60
@@ -122,9 +123,10 @@ def check(
     *,
     promises_128_bits: Callable[[Specialisation], bool] = lambda _: False,
     budgets: Mapping[str, int] = REGISTER_BUDGET,
-    threads: int = 2,
+    jobs: int | None = None,
     kernels_dir: Path | None = None,
     options: Sequence[str] = (),
+    notify: Callable[[int], object] = lambda done: None,
 ) -> Report:
     """Compile and check. Compiled kernels go to the disk cache on the way.
 
@@ -134,9 +136,14 @@ def check(
     archs : names such as "sm_90"
     promises_128_bits : tells which must have 16-byte loads and stores in their SASS
     budgets : most registers, by kernel name
-    threads : how many compile at a time
+    jobs : how many processes compile; None: this one alone
     kernels_dir : where the sources are, if not the package's own
     options : further NVRTC options
+    notify : called with the number of kernels that are done, after each
+
+    Raises
+    ------
+    KeyboardInterrupt : somebody pressed Ctrl-C; what was compiled is in the disk cache
     """
     if specialisations is None:
         from .ops import specialisations as all_specialisations
@@ -145,27 +152,50 @@ def check(
     started = time.perf_counter()
     nvdisasm = find_nvdisasm()
 
-    def check_one(task: tuple[Specialisation, str]) -> Entry:
-        specialisation, arch = task
-        try:
-            compiled = nvrtc.compile_cubin(
-                specialisation, arch, kernels_dir=kernels_dir, options=options, verbose=True
-            )
-        except CompileError as error:
-            return Entry(str(specialisation), arch, None, (str(error),))
-        if not compiled.target.startswith("sm_"):
-            problem = f"compiled to PTX only: this NVRTC is older than {arch}"
-            return Entry(str(specialisation), arch, None, (problem,))
-        usage = read_log(compiled.log, compiled.lowered_name)
-        problems = _judge(usage, specialisation.kernel.name, budgets)
-        if nvdisasm is not None and promises_128_bits(specialisation):
-            problems += missing_wide_accesses(disassemble(nvdisasm, compiled.image))
-        return Entry(str(specialisation), arch, usage, tuple(problems))
-
-    tasks = [(s, arch) for s in specialisations for arch in archs]
-    with ThreadPoolExecutor(threads) as pool:
-        entries = list(pool.map(check_one, tasks))
+    tasks = [
+        _Task(one, arch, promises_128_bits(one), budgets.get(one.kernel.name), nvdisasm,
+              kernels_dir, tuple(options))
+        for one in specialisations for arch in archs
+    ]  # fmt: skip
+    if jobs is None:
+        entries = []
+        for task in tasks:
+            entries.append(_check_one(task))
+            notify(len(entries))
+    else:
+        entries = processes.run(_check_one, tasks, jobs, notify)
     return Report(entries, nvdisasm, time.perf_counter() - started)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One specialisation to be checked on one architecture, in whichever process."""
+
+    specialisation: Specialisation
+    arch: str
+    promises_128_bits: bool
+    budget: int | None
+    nvdisasm: Path | None
+    kernels_dir: Path | None
+    options: tuple[str, ...]
+
+
+def _check_one(task: _Task) -> Entry:
+    specialisation, arch = task.specialisation, task.arch
+    try:
+        compiled = nvrtc.compile_cubin(
+            specialisation, arch, kernels_dir=task.kernels_dir, options=task.options, verbose=True
+        )
+    except CompileError as error:
+        return Entry(str(specialisation), arch, None, (str(error),))
+    if not compiled.target.startswith("sm_"):
+        problem = f"compiled to PTX only: this NVRTC is older than {arch}"
+        return Entry(str(specialisation), arch, None, (problem,))
+    usage = read_log(compiled.log, compiled.lowered_name)
+    problems = _judge(usage, specialisation.kernel.name, task.budget)
+    if task.nvdisasm is not None and task.promises_128_bits:
+        problems += missing_wide_accesses(disassemble(task.nvdisasm, compiled.image))
+    return Entry(str(specialisation), arch, usage, tuple(problems))
 
 
 def read_log(log: str, lowered_name: str) -> Usage:
@@ -187,13 +217,12 @@ def read_log(log: str, lowered_name: str) -> Usage:
     )
 
 
-def _judge(usage: Usage, kernel: str, budgets: Mapping[str, int]) -> list[str]:
+def _judge(usage: Usage, kernel: str, budget: int | None) -> list[str]:
     problems = list(usage.warnings)
     if usage.stack_bytes or usage.spill_bytes:
         problems.append(
             f"{usage.stack_bytes} bytes of stack, {usage.spill_bytes} bytes spilled: expected none"
         )
-    budget = budgets.get(kernel)
     if budget is None:
         problems.append(f"{kernel} has no entry in REGISTER_BUDGET")
     elif usage.registers > budget:

@@ -62,6 +62,11 @@ class Config:
         self._warned: set[str] = set()
         self._lock = threading.Lock()
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if not name.startswith("_") and not hasattr(type(self), name):
+            raise AttributeError(f"kvcupy.config has no setting {name!r}")
+        super().__setattr__(name, value)
+
     @property
     def fallback(self) -> str:
         return self._fallback

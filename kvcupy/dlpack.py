@@ -1,15 +1,23 @@
-"""Reading a DLPack capsule: any exporter of `__dlpack__`, every format, no copy.
+"""DLPack capsules, read and written: any exporter of `__dlpack__`, every format, no copy.
 
 Only the layout of the structs is needed (dmlc/dlpack, `dlpack.h`, versions 0.8 and 1.x), so it is
-written down here with ctypes. Libraries that import capsules refuse bfloat16 or float8; this does
-not.
+written down here with ctypes. NumPy and CuPy neither import nor export bfloat16 and float8; here
+they are read, and exported as the integers of their bits, whose code in the capsule is then made
+that of the format. So the capsule's memory and its deleter are the library's own, which are legal
+on any thread.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
+from collections.abc import Mapping
+from functools import cache
 from typing import Any, ClassVar
 
+import numpy as np
+
+from . import dtypes
 from .arrays import ArrayView, contiguous_strides
 
 _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
@@ -67,6 +75,89 @@ _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
 )
 
 
+_CODES = {format: code for (code, _), format in _FORMATS.items()}
+
+
+def export(carrier: Any, format: str, options: Mapping[str, Any]) -> object:
+    """Return the capsule of an array of NumPy or CuPy under the code of `format`.
+
+    Parameters
+    ----------
+    carrier : the array, in the carrier dtype of the format
+    options : `stream`, `max_version`, `dl_device` and `copy`, as DLPack has them; None is not given
+
+    Raises
+    ------
+    BufferError : the library cannot export it so, to another device say
+    """
+    library = np.ndarray if isinstance(carrier, np.ndarray) else sys.modules["cupy"].ndarray
+    given = {name: value for name, value in options.items() if value is not None}
+    capsule = library.__dlpack__(carrier, **given)  # not that of `ExportsBits`, which calls this
+    if format in _CODES:
+        _tensor_of(capsule).code = _CODES[format]
+    return capsule
+
+
+class ExportsBits:
+    """An array of NumPy or CuPy that exports bfloat16 and float8 under their own codes."""
+
+    dtype: np.dtype[Any]
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: Any = None,
+        dl_device: Any = None,
+        copy: Any = None,
+    ) -> object:
+        format = dtypes.tag(self.dtype)
+        bits = self.view(dtypes.carrier_dtype(format))  # type: ignore[attr-defined]
+        options = {
+            "stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy,
+        }  # fmt: skip
+        return export(bits, format, options)
+
+
+class HostArray(ExportsBits, np.ndarray[Any, Any]):  # type: ignore[misc]
+    """A NumPy array that exports DLPack in every format. What is computed from it is plain."""
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return array[()] if return_scalar else array
+
+
+@cache
+def _cupy_array() -> Any:
+    import cupy
+
+    return type("CupyArray", (ExportsBits, cupy.ndarray), {})
+
+
+def exporting(array: Any) -> Any:
+    """Return the same array, of a number format, as one that exports DLPack whichever that is.
+
+    >>> exporting(np.zeros(3, dtypes.numpy_dtype("bf16"))).__dlpack_device__()
+    (1, 0)
+    """
+    if isinstance(array, ArrayView) or dtypes.FORMATS[dtypes.tag(array.dtype)].native:
+        return array
+    if isinstance(array, np.ndarray):
+        return array.view(HostArray)
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not isinstance(array, cupy.ndarray):
+        return array
+    return _cupy_array()(array.shape, array.dtype, memptr=array.data, strides=array.strides)
+
+
+def _tensor_of(capsule: object) -> _Tensor:
+    if _is_valid(capsule, b"dltensor_versioned"):
+        versioned = _Versioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
+        tensor: _Tensor = versioned.tensor
+    else:
+        tensor = _Managed.from_address(_get_pointer(capsule, b"dltensor")).tensor
+    return tensor
+
+
 class Capsule:
     """Keeps the exporter and its capsule; the capsule's own destructor frees the export.
 
@@ -93,14 +184,15 @@ def view(exporter: Any) -> ArrayView:
     ------
     TypeError : a device or element type that kvcupy does not know, or the exporter refuses
     """
-    device_type = int(exporter.__dlpack_device__()[0])
-    arguments: dict[str, Any] = {}
-    if device_type in (_CUDA, _CUDA_MANAGED):
-        from .devices import cuda_api
-
-        arguments["stream"] = cuda_api.dlpack_stream()
+    device_type, index = (int(number) for number in exporter.__dlpack_device__())
     try:
-        capsule = _export(exporter, arguments)
+        if device_type in (_CUDA, _CUDA_MANAGED):
+            from .devices import cuda_api
+
+            with cuda_api.dlpack_stream(index) as stream:
+                capsule = _export(exporter, {"stream": stream})
+        else:
+            capsule = _export(exporter, {})
     except BufferError as error:
         raise TypeError(f"got {type(exporter).__name__}: {error}") from error
 
@@ -109,9 +201,8 @@ def view(exporter: Any) -> ArrayView:
         versioned = _Versioned.from_address(_get_pointer(capsule, b"dltensor_versioned"))
         if versioned.major != 1:
             raise TypeError(f"got DLPack version {versioned.major}.{versioned.minor}")
-        tensor, readonly = versioned.tensor, bool(versioned.flags & _READ_ONLY)
-    else:
-        tensor = _Managed.from_address(_get_pointer(capsule, b"dltensor")).tensor
+        readonly = bool(versioned.flags & _READ_ONLY)
+    tensor = _tensor_of(capsule)
 
     format = _FORMATS.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if format is None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 
-from . import __version__
+from . import __version__, extras
 from .probe import Probe, probe_apart
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -51,7 +51,7 @@ def page() -> tuple[str, bool]:
         "Versions": _guarded(versions),
         "GPU": _guarded(lambda: gpu(probes["cuda"])),
         "Host compiler": _guarded(compiler),
-        "Number-format headers": _guarded(headers),
+        "CUDA headers": _guarded(headers),
         "Cache of compiled kernels": _guarded(cache),
         "What works": [Row(name, probe.verdict()) for name, probe in probes.items()],
     }
@@ -91,7 +91,7 @@ def versions() -> list[Row]:
     ):
         found = next((f"{v} ({d})" for d in distributions if (v := _version(d))), None)
         absent = f"not installed ({purpose})" if purpose else "not installed"
-        remedy = None if found else _install(extra)
+        remedy = None if found else _install(extra) if extra else _pip(f"pip install {label}")
         rows.append(Row(label, (found or absent).removesuffix(f" ({label})"), remedy))
     return rows
 
@@ -110,13 +110,16 @@ def _version(distribution: str) -> str | None:
 
 
 def _install(extra: str) -> str:
-    """Return the command that adds an extra of kvcupy to this very environment."""
+    """Return the command that adds what an extra of kvcupy needs to this very environment."""
+    return _pip(extras.install(extra))
+
+
+def _pip(command: str) -> str:
+    """Return a `pip` command for this very environment."""
     on_path = shutil.which("python")
     same = on_path is not None and Path(on_path) == Path(sys.executable)
     python = "python" if same else shlex.quote(sys.executable)
-    if _version("kvcupy"):
-        return f"{python} -m pip install 'kvcupy[{extra}]'".replace("'kvcupy[]'", "kvcupy")
-    return f"{python} -m pip install -e {shlex.quote(f'{_PACKAGE.parent}[{extra}]')}"
+    return f"{python} -m {command}"
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
@@ -153,11 +156,13 @@ def gpu(probe: Probe) -> list[Row]:
 
 def compiler() -> list[Row]:
     """Return the C++ compiler that the host device would use."""
-    found = import_module(".devices.cxx", __package__).find_compiler()
+    cxx = import_module(".devices.cxx", __package__)
+    found, complaint = cxx.find_compiler(), cxx.complaint_about_cxx()
+    ignored = [Row("ignored", complaint)] if complaint else []
     if found is None:
         text = "none of $CXX, c++, g++, clang++, zig: the host device falls back to NumPy"
-        return [Row("none", text, _install("host"))]
-    return [Row("found", f"{' '.join(found.command)}, {found.version}")]
+        return [*ignored, Row("none", text, _install("host"))]
+    return [*ignored, Row("found", f"{' '.join(found.command)}, {found.version}")]
 
 
 def headers() -> list[Row]:
@@ -173,7 +178,8 @@ def headers() -> list[Row]:
             state = f"CUDA {place.major}" + (", used by default" if place.path in used else "")
         rows.append(Row(place.origin, f"{place.path}: {state}"))
     if not used:
-        rows.append(Row("missing", "needed to compile any kernel", _install("headers")))
+        text = "needed to compile for GPUs; the host device needs none"
+        rows.append(Row("missing", text, _install(_cuda_extra())))
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The number formats of API.md: names, sizes, limits, and the dtypes that carry them."""
+"""The number formats: names, sizes, limits, and the dtypes that carry them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ class Format:
     @property
     def quantised(self) -> bool:
         return self.limit is not None
+
+    @property
+    def native(self) -> bool:
+        """Whether NumPy itself has it, and so exports it."""
+        return self.numpy == self.carrier
 
 
 def _format(name: str, dtype: Any, carrier: Any, limit: float | None, ctype: str) -> Format:
@@ -72,6 +77,12 @@ def numpy_dtype(name: Any) -> np.dtype[Any]:
         return FORMATS[name].numpy
     wanted: np.dtype[Any] = np.dtype(name)
     return wanted
+
+
+@lru_cache(maxsize=256)
+def itemsize(name: str) -> int:
+    """Return the bytes of an element of a format, or of a NumPy dtype by name."""
+    return numpy_dtype(name).itemsize
 
 
 def carrier_dtype(name: str) -> np.dtype[Any]:

@@ -33,6 +33,11 @@ class Kernel:
     struct: str
     barriers: bool = False
 
+    @cached_property
+    def num_pointers(self) -> int:
+        """How many fields at the start of the Params are addresses."""
+        return pointer_fields(self.params)
+
     def specialise(self, *arguments: str | int) -> Specialisation:
         return Specialisation(self, tuple(str(a) for a in arguments))
 
@@ -51,6 +56,14 @@ class Specialisation:
 
     def __str__(self) -> str:
         return f"{self.kernel.source}:{self.expression}"
+
+
+def zeroed(dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return one record of a Params dtype, all zero, as an array of no dimensions.
+
+    `numpy.zeros` would go through it field by field, which takes longer than filling it.
+    """
+    return np.frombuffer(bytearray(dtype.itemsize), dtype).reshape(())
 
 
 def pointer_fields(dtype: np.dtype[Any]) -> int:

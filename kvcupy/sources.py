@@ -1,4 +1,4 @@
-"""Where the device code is: `kernels_src/`, its digest, and NVIDIA's number-format headers."""
+"""Where the device code is: `kernels_src/`, its digest, and NVIDIA's headers, which NVRTC needs."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def cuda_include_dirs(major: int | None = None) -> list[Path]:
 
     The headers come from one place, for versions do not mix: one of CUDA `major` if there is such
     a place, else the first found; the folder of `nv/target`, when it is another, comes second.
-    The list is empty where the headers are missing (`pip install kvcupy[headers]`).
+    The list is empty where the headers are missing; the extras `cuda12` and `cuda13` bring them.
     """
     found = [place for place in header_places() if place.major is not None]
     if not found:

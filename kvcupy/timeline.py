@@ -140,13 +140,13 @@ class Timeline:
         Raises
         ------
         ImportError
-            matplotlib is missing: `pip install kvcupy[plot]`.
+            matplotlib is missing: `pip install matplotlib`.
         """
         try:
             from matplotlib.figure import Figure
             from matplotlib.patches import Patch
         except ImportError as error:
-            raise ImportError("plot needs matplotlib: pip install kvcupy[plot]") from error
+            raise ImportError("plot needs matplotlib: pip install matplotlib") from error
 
         spans = self.spans
         lanes = _lanes(spans)

@@ -9,6 +9,7 @@ with what the cold process left there. `sm_90` needs NVRTC but no GPU, and loads
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -103,10 +105,13 @@ def loading_rows(device: Any, *, quick: bool) -> tuple[list[dict[str, Any]], lis
     return rows, notes
 
 
-def main() -> int:
-    where, expression = sys.argv[1:]
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("where", help=f"a device, such as host or cuda:0, or {ARCH}")
+    parser.add_argument("kernel", choices=KERNELS, help="what to load, once")
+    arguments = parser.parse_args(argv)
     try:
-        print(json.dumps(load_once(where, expression)))
+        print(json.dumps(load_once(arguments.where, arguments.kernel)))
     except CompileError as error:
         print(str(error).splitlines()[0], file=sys.stderr)
         return os.EX_UNAVAILABLE

@@ -31,9 +31,7 @@ import bench_store
 from bench_loading import loading_rows
 from bench_run import Bench
 from bench_views import view_rows
-from benchlib import describe, format_table, write_json
-
-import kvcupy as kv
+from benchlib import chosen_device, describe, format_table, write_json
 
 TOKENS = (1, 16, 128, 1024, 4096, 16384)
 QUICK_TOKENS = (1, 128, 4096)
@@ -92,7 +90,7 @@ def headlines(report: dict[str, Any]) -> dict[str, float]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all that is asked for and return the report."""
-    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    device = chosen_device(arguments.device)
     where = describe(device)  # now: the tree may change while this runs
     sections = arguments.sections or SECTIONS
     bench = Bench(device, arguments)
@@ -183,7 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     report = run(arguments)
     print(f"{report['device']} ({report['gpu_and_driver'] or report['processor']}), ", end="")
-    print(f"copy {report['copy_gb_per_s']:.1f} GB/s; every candidate checked\n")
+    print(f"copy {report['copy_gb_per_s']:.1f} GB/s; every candidate checked")
+    print("times are medians but for (min); ratios (x) and headlines are of the least times\n")
     print(render(report))
     if arguments.json:
         write_json(arguments.json, report)

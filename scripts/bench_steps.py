@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchlib import describe, format_table, named_stream, write_json
+from benchlib import chosen_device, describe, format_table, named_stream, write_json
 
 import kvcupy as kv
 
@@ -74,7 +74,7 @@ class SteppedCache:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all sizes in turn and return the report."""
-    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    device = chosen_device(arguments.device)
     where = describe(device)  # now: the tree may change while this runs
     caches = {}
     for live in arguments.live:
@@ -132,12 +132,12 @@ def plot(report: dict[str, Any], path: Path) -> None:
     Raises
     ------
     ImportError
-        matplotlib is missing: `pip install kvcupy[plot]`.
+        matplotlib is missing: `pip install matplotlib`.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install kvcupy[plot]") from error
+        raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
     rows = report["rows"]
     live, middle = [row["live"] for row in rows], [row["median_us"] for row in rows]
     figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")

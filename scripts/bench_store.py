@@ -22,7 +22,8 @@ import kvcupy as kv
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 LIMIT = np.float32(448.0)
 SCALE = 0.0625  # a power of two: dividing and multiplying by the reciprocal agree bitwise
-FORMATS = ("bf16", "fp8 static", "fp8 dynamic")
+FORMATS = ("bf16", "fp8 static", "fp8 dynamic", "int8 static")
+STORED = {"bf16": "bf16", "fp8": "fp8_e4m3", "int8": "int8"}
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def shapes(tokens: Sequence[int]) -> list[Shape]:
             for count in tokens:
                 if count > 4096 and (fmt != "bf16" or name != "llama-3.1-8b"):
                     continue
+                if fmt == "int8 static" and name != "llama-3.1-8b":
+                    continue
                 shape = Shape("store_mla" if model.mla else "store_kv", model, count, fmt)
                 found.setdefault(shape.name, shape)
     return list(found.values())
@@ -105,10 +108,10 @@ class StoreCase:
     def kvcupy(self, wrap: Wrap) -> list[Call]:
         """Return kvcupy's calls on arrays that `wrap` made of bits and a format."""
         shape = self.shape
-        stored = "bf16" if shape.format == "bf16" else "fp8_e4m3"
+        stored = STORED[shape.format.split()[0]]
         caches = [wrap(cache, stored) for cache in self.caches]
         options: dict[str, Any] = {}
-        if shape.format == "fp8 static":
+        if shape.format.endswith("static"):
             names = ("scale",) if shape.model.mla else ("k_scale", "v_scale")
             options = dict.fromkeys(names, SCALE)
         elif shape.format == "fp8 dynamic":
@@ -202,7 +205,10 @@ def quantise(part: np.ndarray, fmt: str) -> tuple[np.ndarray, np.ndarray | None]
     if fmt == "fp8 dynamic":
         scales = np.maximum(np.abs(values).max(axis=-1), np.float32(1e-6)) / LIMIT
         divisor = scales[..., None]
-    return (values / divisor).clip(-LIMIT, LIMIT).astype(FP8).view(np.uint8), scales
+    values = values / divisor
+    if fmt == "int8 static":
+        return np.rint(values).clip(-127, 127).astype(np.int8).view(np.uint8), scales
+    return values.clip(-LIMIT, LIMIT).astype(FP8).view(np.uint8), scales
 
 
 def _draw(rng: np.random.Generator, bank: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -221,6 +227,8 @@ def torch_write(torch: Any, fmt: str, scales: list[Any]) -> Callable[[Any, Any, 
         return assign_all
     if fmt == "fp8 static":
         return partial(_torch_static, torch)
+    if fmt == "int8 static":
+        return partial(_torch_int8, torch)
     limit = torch.full((1,), float(LIMIT), device=scales[0].device)
     return partial(_torch_dynamic, torch, limit, scales)
 
@@ -229,6 +237,12 @@ def _torch_static(torch: Any, targets: list[Any], slots: Any, parts: list[Any]) 
     for target, part in zip(targets, parts, strict=True):
         scaled = (part.float() / SCALE).clamp(-448.0, 448.0)
         target[slots] = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _torch_int8(torch: Any, targets: list[Any], slots: Any, parts: list[Any]) -> None:
+    for target, part in zip(targets, parts, strict=True):
+        scaled = (part.float() / SCALE).round_().clamp_(-127.0, 127.0)
+        target[slots] = scaled.to(torch.int8).view(torch.uint8)
 
 
 def _torch_dynamic(

@@ -44,7 +44,9 @@ class TorchArrays:
         torch = self.torch
         signed = {1: np.uint8, 2: np.int16}.get(array.dtype.itemsize, array.dtype)
         tensor = torch.from_dlpack(array.view(signed))
-        dtypes = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+        dtypes = {
+            "bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8
+        }  # fmt: skip
         return tensor.view(dtypes[fmt]) if fmt in dtypes else tensor
 
 

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from bench_transfer_pools import DIRECTIONS, TO_DEVICE, TO_HOST, Case, Shape
 from benchlib import (
+    chosen_device,
     describe,
     event_us,
     format_table,
@@ -40,7 +41,6 @@ from benchlib import (
     write_json,
 )
 
-import kvcupy as kv
 from kvcupy import calibration
 
 METHODS = ("kernel", "copy", "staged", "auto")
@@ -188,7 +188,7 @@ def headlines(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all that is asked for and return the report."""
-    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    device = chosen_device(arguments.device)
     where = describe(device)  # now: the tree may change while this runs
     size = None if arguments.case_mb is None else int(arguments.case_mb * 1e6)
     bench = Bench(device, quick=arguments.quick, case_bytes=size)
@@ -224,7 +224,7 @@ def render(report: dict[str, Any]) -> str:
                 case += ", " + " and ".join(row["layouts"])
             cells.append((case, row["direction"], row["candidate"], *measured, row["ratio"]))
         wanted = len(columns) + 1 if section == "scattered" else len(columns)
-        columns += ("times as fast",)
+        columns += ("times as fast (median)",)
         title = f"{section}: rows and tokens a page"
         lines += [title, "", format_table(columns[:wanted], [c[:wanted] for c in cells]), ""]
     for name, value in report["headlines"].items():

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import logging
 import math
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+import kvcupy as kv
 from kvcupy import observe, timeline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +30,48 @@ PACKAGES = ("kvcupy", "numpy", "ml_dtypes", "cupy-cuda12x", "cupy-cuda13x", "tor
 
 class WrongBytes(Exception):
     """A measured case did not compute what NumPy computes."""
+
+
+def chosen_device(name: str | None) -> Any:
+    """Return the device that --device names, by default a GPU if there is one.
+
+    Raises
+    ------
+    SystemExit : the name is none, or there is no such GPU; with status 2, after a line that says so
+    """
+    try:
+        return kv.device(name) if name else kv.default_device()
+    except (ValueError, kv.DeviceError) as error:
+        print(f"--device: {str(error).splitlines()[0]}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def device_for_products(name: str | None) -> Any:
+    """Return the device of a name, or the default one, where arrays can be multiplied as matrices.
+
+    Raises
+    ------
+    SystemExit
+        CuPy lacks cuBLAS; tells how to get it.
+    """
+    device = chosen_device(name)
+    square = device.asarray(np.ones((8, 8), np.float32))
+    try:
+        square.dot(square)
+    except ImportError as error:
+        raise SystemExit(
+            f"{device.name}: this multiplies matrices, for which CuPy needs cuBLAS ({error}). "
+            "pip install nvidia-cublas-cu12 beside cupy-cuda12x, or nvidia-cublas beside "
+            "cupy-cuda13x; or run it with --device host"
+        ) from None
+    return device
+
+
+def log_compilation() -> None:
+    """Say on stderr which kernels are compiled: a first run takes that much longer."""
+    logger = logging.getLogger("kvcupy")
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO)
 
 
 def require_equal(case: str, got: Any, want: Any) -> None:

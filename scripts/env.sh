@@ -1,4 +1,4 @@
-# Sourced by demo.sh, test.sh and .ci/run: chooses the Python to work in and brings what it lacks.
+# Sourced by demo.sh, test.sh, gpu_report.sh and .ci/run: chooses the Python to work in and brings what it lacks.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -5,6 +5,7 @@ that the package's own requirements are there.
 
     python scripts/needs.py demo
     python scripts/needs.py test --torch
+    python scripts/needs.py report --torch
     python scripts/needs.py dev
 """
 
@@ -23,10 +24,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE = ("numpy", "ml_dtypes")
+CORE = ("numpy", "ml_dtypes", "platformdirs", "tqdm")
 # What --torch is for: tensors, and the models' own rotations.
 TORCH = {"torch": "torch==2.13.0", "transformers": "transformers>=5,<6"}
+SANITIZER = "nvidia-cuda-sanitizer-api"  # compute-sanitizer
 COMPILERS = ("c++", "g++", "clang++")
+# With which CuPy multiplies matrices; no part of the package does, but the models in the scripts.
+CUBLAS = {"cuda12": "nvidia-cublas-cu12>=12.3", "cuda13": "nvidia-cublas>=13,<14"}
 
 
 def lacks(*modules: str) -> bool:
@@ -42,7 +46,7 @@ def lacks_compiler() -> bool:
 
 
 def lacks_headers() -> bool:
-    """Return whether NVIDIA's number-format headers are missing."""
+    """Return whether the headers that NVRTC compiles kernels with are missing."""
     sys.path.insert(0, str(ROOT))
     from kvcupy import sources
 
@@ -61,9 +65,25 @@ def lacks_nvrtc() -> bool:
     return lacks("cupy") or not (wheel or toolkit)
 
 
+def lacks_cublas(extra: str) -> bool:
+    """Return whether the cuBLAS is missing that belongs to the CuPy of an extra."""
+    wheel, major = re.split(r"[<>=]", CUBLAS[extra])[0], extra.removeprefix("cuda")
+    if wheel in installed() or (find_library("cublas") or "").endswith(f".so.{major}"):
+        return False
+    return not list(Path("/usr/local/cuda").glob(f"lib64/libcublas.so.{major}*"))
+
+
 def lacks_nvdisasm() -> bool:
     """Return whether NVIDIA's disassembler is missing."""
     return "nvidia-cuda-nvdisasm" not in installed() and shutil.which("nvdisasm") is None
+
+
+def lacks_sanitizer() -> bool:
+    """Return whether compute-sanitizer is missing."""
+    tool = "compute-sanitizer"
+    toolkits = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    inside = any(Path(toolkit, "bin", tool).exists() for toolkit in toolkits if toolkit)
+    return not inside and SANITIZER not in installed() and shutil.which(tool) is None
 
 
 def installed() -> set[str]:
@@ -95,33 +115,51 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
     Without the rest a task does less: no picture, no GPU, no check of the CUDA compiler.
     """
     core = lacks(*CORE)
+    wheels: list[str] = []
     extras = {
         "test": task != "demo" and lacks("pytest", "hypothesis", "hatchling"),
         "dev": task == "dev" and lacks("ruff", "mypy", "clang_format"),
     }
     if not essential:
         extras["plot"] = lacks("matplotlib")
-        extras["headers"] = core or lacks_headers()
         extras["host"] = lacks_compiler()
-        if driver_cuda() >= 12 and lacks("cupy"):
-            extras[cuda_extra()] = True
-        if task != "demo" and has_cuda_wheels():
-            extras[cuda_extra()] = lacks_nvrtc()
+        gpu = driver_cuda() >= 12
+        compiles = task != "demo" and has_cuda_wheels()  # for GPUs, whether there is one or not
+        lacking = (compiles and lacks_nvrtc()) or (gpu and lacks("cupy"))
+        if not core:  # else nothing can say yet where headers are
+            lacking = lacking or ((compiles or gpu) and lacks_headers())
+        extras[cuda_extra()] = lacking
+        if gpu and lacks_cublas(cuda_extra()):
+            wheels.append(CUBLAS[cuda_extra()])
+        if compiles:
             extras["test"] |= lacks_nvdisasm()
     names = sorted(extra for extra, absent in extras.items() if absent)
     arguments = ["-e", f"{ROOT}[{','.join(names)}]" if names else str(ROOT)]
-    wanted = [release for name, release in TORCH.items() if torch and lacks(name)]
-    return (arguments if core or names else []) + wanted
+    wheels += [release for name, release in TORCH.items() if torch and lacks(name)]
+    return (arguments if core or names else []) + wheels
+
+
+def missing_for_report(torch: bool = False, essential: bool = False) -> list[str]:
+    """Return the same for a report of a GPU: torch's wheels and this one are made for CUDA 13."""
+    cuda13 = driver_cuda() >= 13
+    wanted = missing("report", torch and cuda13, essential)
+    if cuda13 and not essential and lacks_sanitizer():
+        wanted.append(f"{SANITIZER}>=13,<14")
+    return wanted
 
 
 def main() -> None:
     """Read the command line and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("task", choices=("demo", "test", "dev"))
+    parser.add_argument("task", choices=("demo", "test", "report", "dev"))
     parser.add_argument("--torch", action="store_true", help="torch too")
     parser.add_argument("--essential", action="store_true", help="what there is no way without")
     options = parser.parse_args()
-    for argument in missing(options.task, options.torch, options.essential):
+    if options.task == "report":
+        wanted = missing_for_report(options.torch, options.essential)
+    else:
+        wanted = missing(options.task, options.torch, options.essential)
+    for argument in wanted:
         print(argument)
 
 

@@ -42,7 +42,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from benchlib import (
     describe,
+    device_for_products,
     format_table,
+    log_compilation,
     medians,
     minima,
     random_bits,
@@ -54,7 +56,6 @@ from offload_model import BEST, FEED_FORWARD, OffloadedModel, Proportions, propo
 from overlap_demo import one_core_a_stream
 from workload import MODELS
 
-import kvcupy as kv
 from kvcupy import calibration
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -147,7 +148,7 @@ def hidden(us: dict[str, float], name: str) -> float:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all cases and return the report."""
-    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    device = device_for_products(arguments.device)
     where = describe(device)  # now: the tree may change while this runs
     model = MODELS[arguments.model]
     real = proportions(
@@ -231,7 +232,25 @@ def render(report: dict[str, Any]) -> str:
         rows.append((case, row["way"], *times, *(f"{share:.0%}" for share in shares)))
     best = [row["hidden"] for row in report["rows"] if row["way"] == BEST]
     said = f"{BEST}: {min(best):.0%} to {max(best):.0%} of the copy hidden in {len(best)} cases"
-    return f"{format_table(columns, rows)}\n\n{said}, median {np.median(best):.0%}"
+    said += f", median {np.median(best):.0%}"
+    return "\n\n".join([format_table(columns, rows), said, *caveats(report)])
+
+
+def caveats(report: dict[str, Any]) -> list[str]:
+    """Say why shares may be out of bounds: differences of times that are themselves disturbed."""
+    shares = [row["hidden"] for row in report["rows"]]
+    found = []
+    if report["quick"]:
+        found.append(
+            "--quick: so few and so short runs show that it works, not how much it hides; "
+            "for that run it without --quick."
+        )
+    if min(shares) < 0 or max(shares) > 1:
+        found.append(
+            "Shares below 0 % or above 100 % are noise: a share is a difference of three times, "
+            "and other programs disturbed them."
+        )
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -259,4 +278,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    log_compilation()
     sys.exit(main())

@@ -35,8 +35,10 @@ import numpy as np
 from benchlib import (
     captured,
     describe,
+    device_for_products,
     format_table,
     interleave,
+    log_compilation,
     medians,
     minima,
     named_stream,
@@ -214,7 +216,7 @@ def one_core_a_stream(device: Any) -> Iterator[None]:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run all parts and return the report."""
-    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    device = device_for_products(arguments.device)
     where = describe(device)  # now: the tree may change while this runs
     model = MODELS[arguments.model]
     requests = read_trace(arguments.trace) if arguments.trace else synthetic_trace()
@@ -240,7 +242,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def render(report: dict[str, Any]) -> str:
     """Return the report as tables, each under a line that says what it compares."""
-    columns = ("case", "us (median)", "us (min)", "GB/s", "times as fast", "copy hidden")
+    columns = ("case", "us (median)", "us (min)", "GB/s", "times as fast (min)", "copy hidden")
     most = report["overlap"][-1]["hidden_at_most"]
     lines = []
     for part, title in (
@@ -289,4 +291,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    log_compilation()
     sys.exit(main())

@@ -1,9 +1,7 @@
-"""What a replay shows: the report of a point, tables, progress."""
+"""What a replay shows: the report of a point, and tables."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,29 +15,6 @@ COMPARED = {f"hit.{tier}": "" for tier in TIERS} | {"missed": "misses", "inserte
 COMPARED |= {f"evicted.{tier}": f"{tier}_evicted" for tier in TIERS} | {"lost": "lost"}
 # Blocks that it moves, and the bytes that the cache says it has moved.
 MOVED = {"loaded": "load", "saved": "save", "disk_read": "disk_read", "disk_written": "disk_write"}
-BAR = 30  # characters
-
-
-class Progress:
-    """A bar that says how far a run is; where there is no terminal, one line at its end."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self.what, self.total, self.start, self.shown = what, total, time.perf_counter(), 0.0
-
-    def show(self, done: int) -> None:
-        now = time.perf_counter()
-        if done < self.total and (not sys.stderr.isatty() or now - self.shown < 0.1):
-            return
-        self.shown = now
-        line = f"{self.what}: {done} of {self.total} requests, {now - self.start:.0f} s"
-        if not sys.stderr.isatty():
-            print(line, file=sys.stderr, flush=True)
-            return
-        filled = BAR * done // self.total
-        left = (now - self.start) * (self.total - done) / done
-        line += f" [{'#' * filled}{'.' * (BAR - filled)}] {left:.0f} s left"
-        end = "\n" if done == self.total else ""
-        print(f"\r{line:<100}", end=end, file=sys.stderr, flush=True)
 
 
 def hit_rates(counts: Mapping[str, int]) -> dict[str, float]:

@@ -12,7 +12,7 @@ simulation that knows hash ids alone says what each tier should have found.
 
 Pages are a model's, each size divided by --scale; one page is one block of 512 tokens of the trace.
 Equal arguments give equal counts, but for --eager; times differ. The exit status is 1 if a byte
-was wrong.
+was wrong, and 130 after Ctrl-C, which closes the cache and says how far it was.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchlib import describe, write_json
+from benchlib import chosen_device, describe, log_compilation, write_json
 from overlap_demo import one_core_a_stream
 from replay_draw import draw_comparison, draw_over_time
 from replay_orders import ORDERS
 from replay_report import (
-    Progress,
     point_of,
     render_comparison,
     render_point,
@@ -50,9 +49,10 @@ from replay_settings import Settings, scaled_shape
 from tier_simulation import Sizes, simulate
 from workload import MODELS, Request
 
-import kvcupy as kv
+from kvcupy.progress import Progress
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of all sizes, in a sweep
+STOPPED = 130  # as shells report of a program that Ctrl-C has ended
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
@@ -88,17 +88,30 @@ def replay(
         simulated = simulate(ids, sizes, settings.policy, settings.write, running=settings.running)
     with disk_file(arguments.disk, sizes.disk > 0, arguments.reopen) as path:
         one = Replay(device, replace(settings, disk=path))
-        progress = Progress(f"{settings.policy}, {settings.write}", len(requests))
-        try:
-            outcome = one.run(requests, speed=arguments.speed, each=progress.show)
-        finally:
-            one.close()
+        what = f"{settings.policy}, {settings.write}"
+        with Progress(what, len(requests), "requests", lines=True) as progress:
+            try:
+                outcome = one.run(requests, speed=arguments.speed, each=progress.to)
+            except KeyboardInterrupt:
+                print(stopped(one, progress.done, len(requests)), file=sys.stderr)
+                raise
+            finally:
+                one.close()
     return point_of(settings, outcome, simulated)
+
+
+def stopped(one: Replay, done: int, total: int) -> str:
+    """Say what a replay that ends early has done; what is on a named disk stays there."""
+    counts = one.outcome.counts
+    return (
+        f"stopped after {done} of {total} requests: {counts['checked_bytes']} bytes compared, "
+        f"{counts['wrong_bytes']} wrong; there is no report"
+    )
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Replay, and simulate what a sweep adds; return the report."""
-    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    device = chosen_device(arguments.device)
     where = describe(device)  # now: the tree may change while this runs
     requests = requests_of(arguments.trace, arguments.limit, arguments.seed)
     sizes = Sizes(arguments.device_blocks, arguments.host_blocks, arguments.disk_blocks)
@@ -166,7 +179,10 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
-    report = run(arguments)
+    try:
+        report = run(arguments)
+    except KeyboardInterrupt:
+        return STOPPED
     print(header(report))
     for point in report["points"]:
         if point["replayed"]:
@@ -226,4 +242,5 @@ def positive(text: str) -> int:
 
 
 if __name__ == "__main__":
+    log_compilation()
     sys.exit(main())

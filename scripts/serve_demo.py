@@ -33,7 +33,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from benchlib import describe, write_json
+from benchlib import describe, device_for_products, log_compilation, write_json
 from llama import Llama, LlamaConfig
 from llama_files import load_weights, random_weights, read_config
 from offload_draw import length_us
@@ -43,8 +43,6 @@ from serve_engine import CacheSettings, Outcome, Server
 from serve_report import WrongTokens, check_tokens, drawn_steps, hidden_share, render, step_times
 from serve_requests import Prompt, synthetic_prompts, trace_prompts
 from serve_schedule import Policy
-
-import kvcupy as kv
 
 HEADS = 8, 2  # of queries, of keys and values, in the random model
 DRAWN_OF = 3  # the quickest of so many runs is drawn: what other programs disturb least
@@ -108,7 +106,7 @@ def enough_pages(prompts: Sequence[Prompt], page_size: int, running: int) -> int
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Serve the requests in every way and return the report."""
-    device = kv.device(arguments.device) if arguments.device else kv.default_device()
+    device = device_for_products(arguments.device)
     where = describe(device)  # now: the tree may change while this runs
     model, prompts = make_model(device, arguments, lambda vocab: prompts_of(arguments, vocab))
     pages = arguments.pages or enough_pages(prompts, arguments.page_size, arguments.max_running)
@@ -268,4 +266,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    log_compilation()
     sys.exit(main())

@@ -11,7 +11,9 @@ COLOURS = {
     "mlp": "#D9C45F", "logits": "#8C7B68", "copy": "#E8A15A",
 }  # fmt: skip
 OTHER = "#7F8C99"
+LEGEND = {"copy": "copy of page tables (µs beside it)"}
 ROWS = {"tables": 0.0, "compute": 1.0}
+LABELS = ("page tables\ncopied beside", "the model's\ncompute stream")
 
 
 def draw_steps(spans: Sequence[Any], path: Path, title: str) -> None:
@@ -24,13 +26,13 @@ def draw_steps(spans: Sequence[Any], path: Path, title: str) -> None:
     Raises
     ------
     ImportError
-        matplotlib is missing: `pip install kvcupy[plot]`.
+        matplotlib is missing: `pip install matplotlib`.
     """
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ImportError("a picture needs matplotlib: pip install kvcupy[plot]") from error
+        raise ImportError("a picture needs matplotlib: pip install matplotlib") from error
     begins = [span.start_us for span in spans if span.name == "embed"]
     origin = begins[min(1, len(begins) - 1)]
     end_us = begins[-1] if begins[-1] > origin else max(span.end_us for span in spans)
@@ -49,20 +51,20 @@ def draw_steps(spans: Sequence[Any], path: Path, title: str) -> None:
         at = (start_us - origin) / 1e3
         axes.plot([at, at], [ROWS["tables"], 1.25], color=COLOURS["copy"], linewidth=1)
         axes.plot(at, ROWS["tables"], "v", color=COLOURS["copy"], markersize=9)
-        what = f"{copy_us:.0f} µs" if count == 1 else f"{count}: {copy_us:.0f} µs"
+        what = f"{copy_us:.0f} µs" if count == 1 else f"{count} copies\n{copy_us:.0f} µs"
         axes.annotate(
             what, (at, ROWS["tables"]), (7, 4), textcoords="offset points", fontsize=9
         )  # fmt: skip
     for start_us in begins[1:]:
         axes.axvline((start_us - origin) / 1e3, color="#444444", linewidth=0.8, linestyle=":")
-    axes.set_yticks(list(ROWS.values()), ["tables", "compute"], fontsize=12)
+    axes.set_yticks(list(ROWS.values()), LABELS, fontsize=12)
     axes.set(xlim=(0, (end_us - origin) / 1e3), ylim=(1.45, -0.55))
     axes.set_xlabel("time, ms (dotted: a step begins)")
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     figure.suptitle(title, fontsize=13, x=0.01, ha="left")
     seen = dict.fromkeys(s.name if s.name in COLOURS else "other" for s in [*compute, *copies])
-    keys = [Patch(color=COLOURS.get(name, OTHER), label=name) for name in seen]
+    keys = [Patch(color=COLOURS.get(name, OTHER), label=LEGEND.get(name, name)) for name in seen]
     figure.legend(handles=keys, loc="outside lower left", ncols=8, frameon=False)
     figure.savefig(path)
 

@@ -35,6 +35,18 @@ def test_a_good_kernel_passes_everywhere():
     assert all(0 < entry.usage.registers <= 64 for entry in report.entries)
 
 
+def test_processes_find_what_this_one_finds():
+    kernels = [specialise("wide"), specialise("spills", 30), specialise("warns")]
+    archs, done = ("sm_80", "sm_90"), []
+    alone = run(*kernels, archs=archs, promises_128_bits=lambda s: s is kernels[0])
+    report = run(
+        *kernels, archs=archs, promises_128_bits=lambda s: s is kernels[0], jobs=2,
+        notify=done.append,
+    )  # fmt: skip
+    assert report.entries == alone.entries and len(report.problems) == 2
+    assert done == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_warning_is_reported():
     (problem,) = run(specialise("warns")).problems
     assert "faulty.cu:warns<128> sm_80" in problem

@@ -37,7 +37,7 @@ REDUCE = "    for (int i = 0; i < warps; ++i) value = fmaxf(value, scratch[first
 FAULT = "if (slot >= p.num_slots) {"
 SKIP = "if (slot == p.skip_slot) slot = -1;"
 K_ROW, V_ROW = "cache_row(p.k_cache, p.k, row, p)", "cache_row(p.v_cache, p.v, row, p)"
-DIVIDE = "__fdiv_rn(x, scale)"
+DIVIDE = "from_floats<T>(quotients(x, scale))"
 NAN = "x != x ? int8{0} : "
 TAIL = "first < k_words || first < v_words"
 
@@ -62,12 +62,13 @@ STORE = {
         "page_shift >= 0 ? slot >> page_shift : slot / page_size",
         "slot >> (page_shift >= 0 ? page_shift : 1)", checks.check_copy_of_odd_pages),
     "multiply by the reciprocal": Mutation(
-        DIVIDE, "x * __fdiv_rn(1.0f, scale)", checks.check_convert),
+        DIVIDE, "from_floats<T>(products(x, __fdiv_rn(1.0f, scale)))", checks.check_convert),
     "round towards zero": Mutation(
         "rintf(", "truncf(", checks.check_convert),
     "int8 of NaN undecided": Mutation(NAN, "", checks.check_convert),
     "no saturation in fp8": Mutation(
-        "__NV_SATFINITE, __NV_E4M3", "__NV_NOSAT, __NV_E4M3", checks.check_convert_to_fp8),
+        "magnitude < kLimit ? magnitude : I{} + kLimit", "magnitude",
+        checks.check_convert_to_fp8, "host/numbers.h"),
     "no smallest scale": Mutation("1e-6f", "0.0f", checks.check_dynamic),
     "negative slots count from the end": Mutation(
         FAULT, f"if (slot < 0) slot += p.num_slots;\n  {FAULT}", checks.check_copy),
@@ -108,7 +109,7 @@ ROPE = {
         TURN, turned(second=SECOND.replace(", a,", ", negative(a),")), checks.check_rotation,
         "rope.cu"),
     "cosines of half precision": Mutation(
-        TURN, turned(FIRST.replace("cosine", "to_floats(from_floats<__half>(cosine))")),
+        TURN, turned(FIRST.replace("cosine", "to_floats(from_floats<::half>(cosine))")),
         checks.check_rotation, "rope.cu"),
     "pairs side by side where they are halves apart": Mutation(
         "p.interleaved", "true", checks.check_rotation),
@@ -156,7 +157,7 @@ ROPE = {
     "the first position for all sections": Mutation(
         "axis * p.axis_bytes", "0 * p.axis_bytes", checks.check_sections, "rope.cu"),
     "the key rounded twice": Mutation(
-        TURN, turned(rounded="from_floats<T>(to_floats(from_floats<__half>({})))"),
+        TURN, turned(rounded="from_floats<T>(to_floats(from_floats<::half>({})))"),
         checks.check_rope_store, "rope.cu"),
     "the key quantised before it is rounded": Mutation(
         "  float inverse_rms;\n",
@@ -179,8 +180,8 @@ ROPE = {
         "is_value ? p.v_scale : p.k_scale", "p.k_scale", checks.check_rope_store_beside,
         "rope.cu"),
     "a dynamic scale without what passes": Mutation(
-        "largest = absmax_of(turning.pass(i), largest);", "", checks.check_rope_store_dynamic,
-        "rope.cu"),
+        "largest.add(to_floats(turning.pass(i)));", "",
+        checks.check_rope_store_dynamic, "rope.cu"),
     "tokens without a slot stored": Mutation(
         "if (token >= p.num_stored) return -1;", "", checks.check_rope_store, "rope.cu"),
     "the skipped slot written by a rotation": Mutation(
@@ -317,14 +318,14 @@ TRANSFER = {
         "if (lane == 0 && width) *reinterpret_cast<float*>(to_scale) = scale;", "", CONVERTS,
         "transfer.cu"),
     "the largest of one lane only": Mutation(
-        "max_within_warp(absmax, lanes)", "max_within_warp(absmax, lanes / 2)", CONVERTS,
-        "transfer.cu"),
+        "max_within_warp(largest.value(), lanes)", "max_within_warp(largest.value(), lanes / 2)",
+        CONVERTS, "transfer.cu"),
     "rows of one group a warp": Mutation(
         "first + of_warp, lane == 0", "first, lane == 0", CONVERTS, "transfer.cu"),
     "a last lane without work": Mutation(
         "for (int i = lane * kCount; i < width; i += lanes * kCount) {\n    Pack<TIn, kCount> in;\n"
-        "    Pack<TOut", "for (int i = lane * kCount; i + kCount < width; i += lanes * kCount) {\n"
-        "    Pack<TIn, kCount> in;\n    Pack<TOut", CONVERTS, "transfer.cu"),
+        "    // Load", "for (int i = lane * kCount; i + kCount < width; i += lanes * kCount) {\n"
+        "    Pack<TIn, kCount> in;\n    // Load", CONVERTS, "transfer.cu"),
 }  # fmt: skip
 
 DECODE, APPEND = attention_checks.check_attention_decode, attention_checks.check_attention_append

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -259,7 +260,11 @@ def test_every_extra_that_another_names_exists(wheel):
         for extra in value.split("[")[1].split("]")[0].split(",")
     }
     assert named <= extras
-    assert {"cuda12", "cuda13", "headers", "host", "plot", "test", "torch", "dev"} <= extras
+    assert {"cuda12", "cuda13", "host", "plot", "test", "torch", "dev"} <= extras
+    host = [
+        value for name, value in fields if name == "Requires-Dist" and "extra == 'host'" in value
+    ]
+    assert [re.split(r"[^\w-]", value)[0] for value in host] == ["ziglang"]
 
 
 STORE = """

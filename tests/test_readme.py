@@ -1,4 +1,4 @@
-"""What the README shows runs, and what it names exists."""
+"""What the README shows runs, and what it and CONTRIBUTING.md name exists."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def test_named_functions_exist():
     assert named and not missing
 
 
-def test_named_files_exist():
-    paths = re.findall(r"(?:scripts|kernels_src|kvcupy|tests)/[\w/.]+\.\w+", README)
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_named_files_exist(name):
+    text = (ROOT / name).read_text()
+    paths = re.findall(r"(?:scripts|kernels_src|kvcupy|tests)/[\w/.]+\.\w+", text)
     missing = sorted({path for path in paths if not (ROOT / path).exists()})
     assert paths and not missing

@@ -47,3 +47,11 @@ def test_it_notices_a_wrong_result(device, device_name, monkeypatch):
     monkeypatch.setattr(kv, "paged_attention", wrong)
     with pytest.raises(WrongBytes, match="is off by"):
         bench(device_name)
+
+
+def test_caches_of_more_values_than_are_drawn(device_name, monkeypatch):
+    """The values repeat, and the results are right all the same."""
+    import bench_attention
+
+    monkeypatch.setattr(bench_attention, "BANK", 10_007)
+    assert bench(device_name) == 0

@@ -195,6 +195,29 @@ def test_the_report(device_name, tmp_path, capsys):
     assert "80 of 80 requests" in printed.err
 
 
+def test_ctrl_c_says_what_is_done(device_name, monkeypatch, tmp_path, capsys):
+    """And leaves no cache open: the disk's blocks are found again."""
+    from replay_run import Replay
+
+    file = tmp_path / "blocks"
+    request = Replay._request
+
+    def stopped_at_30(self, number, one):
+        if number == 30:
+            raise KeyboardInterrupt
+        request(self, number, one)
+
+    few = ("--limit", 60, "--disk-blocks", 900, "--disk", file)
+    with monkeypatch.context() as patch:
+        patch.setattr(Replay, "_request", stopped_at_30)
+        assert main(device_name, *few) == 130
+    said = capsys.readouterr()
+    last = said.err.splitlines()[-1]
+    assert last.startswith("stopped after 30 of 60 requests: ") and ", 0 wrong" in last
+    assert said.out == ""
+    assert main(device_name, *few, "--reopen") == 0
+
+
 def test_policies_and_sizes_compared(device_name, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     trace, report, chart = (tmp_path / name for name in ("t.jsonl", "report.json", "chart.png"))

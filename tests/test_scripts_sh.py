@@ -1,4 +1,4 @@
-"""demo.sh, test.sh and .ci/run: which Python they work in, and what they install into it.
+"""demo.sh, test.sh, gpu_report.sh and .ci/run: which Python they work in, and what they install.
 
 Each runs on a copy, with a Python that only writes down what it was asked to do.
 """
@@ -16,7 +16,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BASH = shutil.which("bash")
-FILES = ("scripts/env.sh", "scripts/demo.sh", "scripts/test.sh", ".ci/run")
+FILES = (
+    "scripts/env.sh", "scripts/demo.sh", "scripts/test.sh", "scripts/gpu_report.sh", ".ci/run"
+)  # fmt: skip
 
 pytestmark = pytest.mark.skipif(BASH is None, reason="needs bash")
 
@@ -131,6 +133,35 @@ def test_tests_get_the_remaining_arguments(sandbox):
     assert sandbox.calls == ["active scripts/needs.py test --torch", "active -m pytest -x -k store"]
 
 
+def test_a_gpu_report_gets_torch_by_itself_and_the_remaining_arguments(sandbox):
+    active = sandbox.python("active")
+    sandbox.run("gpu_report.sh", "--quick", "--out", "a b", VIRTUAL_ENV=active)
+    assert sandbox.calls == [
+        "active scripts/needs.py report", "active scripts/needs.py report",
+        "active scripts/needs.py report --torch",
+        "active scripts/gpu_report.py --quick --out a b",
+    ]  # fmt: skip
+    sandbox.run("gpu_report.sh", "--no-torch", "--only", "ncu", VIRTUAL_ENV=active)
+    assert sandbox.calls == [
+        "active scripts/needs.py report", "active scripts/gpu_report.py --only ncu"
+    ]  # fmt: skip
+
+
+def test_a_gpu_report_without_the_rest_asks_for_no_torch(sandbox):
+    """What could not be installed is not there either: torch would only take longer to fail."""
+    active = sandbox.python("active")
+    sandbox.run("gpu_report.sh", NEEDS="matplotlib", OFFLINE=1, VIRTUAL_ENV=active)
+    assert not any("--torch" in call for call in sandbox.calls)
+    assert sandbox.calls[-1] == "active scripts/gpu_report.py"
+
+
+def test_help_of_the_gpu_report_installs_nothing(sandbox):
+    sandbox.path.append(sandbox.python("system", "python3") / "bin")
+    sandbox.run("gpu_report.sh", "--quick", "--help", NEEDS="numpy")
+    assert sandbox.calls[-1] == "system scripts/gpu_report.py --help"
+    assert not any("needs.py" in call or "install" in call for call in sandbox.calls)
+
+
 def test_own_environment_is_used_when_none_is_active(sandbox):
     sandbox.python(sandbox.checkout / ".venv")
     sandbox.path.append(sandbox.python("system", "python3") / "bin")
@@ -147,13 +178,13 @@ def test_python_that_has_everything_is_used_as_it_is(sandbox):
 
 def test_environment_is_made_and_filled_where_something_is_missing(sandbox):
     sandbox.path.append(sandbox.python("system", "python3") / "bin")
-    said = sandbox.run("demo.sh", NEEDS="-e\\n.[headers,plot]")
-    assert ".venv -m pip install --quiet --disable-pip-version-check -e .[headers,plot]" in (
+    said = sandbox.run("demo.sh", NEEDS="-e\\n.[host,plot]")
+    assert ".venv -m pip install --quiet --disable-pip-version-check -e .[host,plot]" in (
         sandbox.calls
     )
     assert sandbox.calls[-1] == ".venv scripts/overlap_demo.py --out build/overlap_demo"
     assert not any(call.startswith("system -m pip") for call in sandbox.calls)
-    assert ".[headers,plot]" in said
+    assert ".[host,plot]" in said
 
 
 def test_environment_without_pip_is_filled_from_outside(sandbox):
@@ -227,6 +258,7 @@ def needs(monkeypatch):
     monkeypatch.setattr(module, "lacks", lambda *names: bool(absent & set(names)))
     monkeypatch.setattr(module, "lacks_headers", lambda: "headers" in absent)
     monkeypatch.setattr(module, "installed", lambda: {"nvidia-cuda-nvrtc-cu12"} - absent)
+    monkeypatch.setattr(module, "lacks_sanitizer", lambda: "sanitizer" in absent)
     monkeypatch.setattr(module, "driver_cuda", lambda: 0)
     hidden = {"c++": "c++", "g++": "c++", "clang++": "c++"}
     monkeypatch.setattr(
@@ -245,10 +277,12 @@ def test_nothing_missing_is_nothing_to_install(needs, task):
 @pytest.mark.parametrize(
     ("task", "absent", "extras"),
     [
-        ("demo", {"numpy"}, "headers"),
+        ("demo", {"numpy", "matplotlib"}, "plot"),
         ("demo", {"matplotlib"}, "plot"),
         ("demo", {"c++", "ziglang"}, "host"),
-        ("demo", {"numpy", "ml_dtypes", "matplotlib", "headers"}, "headers,plot"),
+        ("demo", {"numpy", "ml_dtypes", "c++", "ziglang", "headers"}, "host"),
+        ("demo", {"headers", "cupy"}, None),
+        ("test", {"headers"}, "cuda12"),
         ("test", {"pytest"}, "test"),
         ("test", {"cupy", "hypothesis"}, "cuda12,test"),
         ("test", {"nvdisasm"}, "test"),
@@ -266,12 +300,58 @@ def test_a_compiler_from_a_wheel_is_a_compiler(needs):
     assert needs.missing("demo") == []
 
 
+def test_what_the_package_itself_requires_comes_with_it(needs):
+    needs.absent.add("numpy")
+    assert needs.missing("demo") == ["-e", str(ROOT)]
+
+
+def test_headers_are_for_gpus(needs, monkeypatch):
+    needs.absent.add("headers")
+    assert needs.missing("demo") == []
+    monkeypatch.setattr(needs, "driver_cuda", lambda: 13)
+    assert needs.missing("demo") == ["-e", f"{ROOT}[cuda13]"]
+
+
 @pytest.mark.parametrize(("cuda", "extra"), [(12, "cuda12"), (13, "cuda13")])
 def test_a_gpu_asks_for_the_cupy_that_its_driver_takes(needs, monkeypatch, cuda, extra):
     needs.absent.add("cupy")
     assert needs.missing("demo") == []  # no GPU, no CuPy
     monkeypatch.setattr(needs, "driver_cuda", lambda: cuda)
+    monkeypatch.setattr(needs, "lacks_cublas", lambda extra: False)
     assert needs.missing("demo") == ["-e", f"{ROOT}[{extra}]"]
+
+
+@pytest.mark.parametrize("task", ["demo", "test", "dev"])
+@pytest.mark.parametrize(
+    ("cupy", "cuda", "present", "wheels"),
+    [
+        ("cupy-cuda12x", 0, set(), []),  # no GPU
+        ("cupy-cuda12x", 12, set(), ["nvidia-cublas-cu12>=12.3"]),
+        ("cupy-cuda12x", 12, {"nvidia-cublas-cu12"}, []),
+        ("cupy-cuda12x", 12, {"nvidia-cublas"}, ["nvidia-cublas-cu12>=12.3"]),
+        ("cupy-cuda13x", 13, set(), ["nvidia-cublas>=13,<14"]),
+        ("cupy-cuda13x", 13, {"nvidia-cublas"}, []),
+    ],
+)
+def test_the_models_of_the_demos_find_the_cublas_of_their_cupy(
+    needs, monkeypatch, task, cupy, cuda, present, wheels
+):
+    """CuPy multiplies matrices with it, and brings none."""
+    monkeypatch.setattr(needs, "installed", lambda: {cupy, "nvidia-cuda-nvrtc-cu12", *present})
+    monkeypatch.setattr(needs, "driver_cuda", lambda: cuda)
+    monkeypatch.setattr(needs, "find_library", lambda name: None)
+    monkeypatch.setattr(needs.Path, "glob", lambda path, pattern: iter(()))
+    assert needs.missing(task) == wheels
+    assert needs.missing(task, essential=True) == []
+
+
+@pytest.mark.parametrize("task", ["demo", "test"])
+@pytest.mark.parametrize(("found", "wheels"), [("12", []), ("13", ["nvidia-cublas-cu12>=12.3"])])
+def test_a_toolkit_has_cublas_if_it_is_of_the_same_cuda(needs, monkeypatch, task, found, wheels):
+    monkeypatch.setattr(needs, "driver_cuda", lambda: 12)
+    monkeypatch.setattr(needs, "find_library", lambda name: f"lib{name}.so.{found}")
+    monkeypatch.setattr(needs.Path, "glob", lambda path, pattern: iter(()))
+    assert needs.missing(task) == wheels
 
 
 def test_nvrtc_joins_the_cupy_that_is_there(needs, monkeypatch):
@@ -297,6 +377,36 @@ def test_only_what_there_is_no_way_without_is_essential(needs):
     needs.absent.update({"numpy", "pytest"})
     assert needs.missing("demo", essential=True) == ["-e", str(ROOT)]
     assert needs.missing("test", essential=True) == ["-e", f"{ROOT}[test]"]
+
+
+def test_a_gpu_report_takes_what_is_made_for_its_driver(needs, monkeypatch):
+    assert needs.missing_for_report(torch=True) == []
+    needs.absent.update({"cupy", "torch", "transformers", "sanitizer"})
+    monkeypatch.setattr(needs, "lacks_cublas", lambda extra: False, raising=False)
+    monkeypatch.setattr(needs, "driver_cuda", lambda: 12)
+    assert needs.missing_for_report(torch=True) == ["-e", f"{ROOT}[cuda12]"]
+    monkeypatch.setattr(needs, "driver_cuda", lambda: 13)
+    sanitizer = "nvidia-cuda-sanitizer-api>=13,<14"
+    assert needs.missing_for_report() == ["-e", f"{ROOT}[cuda13]", sanitizer]
+    of_torch = ["torch==2.13.0", "transformers>=5,<6"]
+    assert needs.missing_for_report(torch=True) == ["-e", f"{ROOT}[cuda13]", *of_torch, sanitizer]
+    assert needs.missing_for_report(essential=True) == []
+    assert sanitizer not in needs.missing("test")
+
+
+@pytest.mark.usefixtures("scripts_on_path")
+def test_compute_sanitizer_of_a_toolkit_is_found(tmp_path, monkeypatch):
+    import needs
+
+    monkeypatch.setattr(needs, "installed", set)
+    monkeypatch.setattr(needs.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    if Path("/usr/local/cuda/bin/compute-sanitizer").exists():
+        pytest.skip("there is one where it is always looked for")
+    assert needs.lacks_sanitizer()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "compute-sanitizer").touch()
+    assert not needs.lacks_sanitizer()
 
 
 SMI = "| NVIDIA-SMI 580.65   Driver Version: 580.65   CUDA {}Version: {}   |"

@@ -188,7 +188,7 @@ def test_plot_names_what_to_install(overlap, tmp_path, monkeypatch):
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install kvcupy\[plot\]"):
+    with pytest.raises(ImportError, match=r"pip install matplotlib"):
         overlap.plot(tmp_path / "t.png")
 
 

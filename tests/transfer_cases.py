@@ -206,8 +206,17 @@ class TransferCase(Case):
 
     def issue(self, src, dst, src_pages, dst_pages, **options):
         """Call `kv.transfer_pages`, and check nothing."""
-        pages = (p.array if isinstance(p, Arg) else p for p in (src_pages, dst_pages))
+        method = options.get("method", "auto")
+        pages = (
+            self.list_for(method, p.array, p.view) if isinstance(p, Arg) else p
+            for p in (src_pages, dst_pages)
+        )  # fmt: skip
         kv.transfer_pages(src.pool, dst.pool, *pages, **options)
+
+    def list_for(self, method, on_device, on_host):
+        """Choose the list of pages that a method takes: "copy" and "staged" read none on a GPU."""
+        read_by_the_call = self.device.kind == "cuda" and method in ("copy", "staged")
+        return on_host if read_by_the_call else on_device
 
     def expect(self, src, dst, src_pages, dst_pages, layers=None):
         """Do to the mirrors what the reference does, and return its faults."""

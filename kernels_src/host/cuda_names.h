@@ -6,18 +6,8 @@
 #include <stddef.h>
 #include <string.h>
 
-// NVIDIA's: uint4, dim3, ...; they use some of the names below as parameters, so they come first.
-#include "vector_types.h"
+#include "vectors.h"
 
-#include "vector_functions.h"
-
-#undef __host__
-#undef __device__
-#undef __global__
-#undef __shared__
-#undef __forceinline__
-#undef __launch_bounds__
-#undef __grid_constant__
 #define __host__
 #define __device__
 #define __global__ static inline __attribute__((always_inline))

@@ -38,13 +38,14 @@ namespace kvcupy_host {
 #if defined(__x86_64__) || defined(__aarch64__)
 
 // Save the callee-saved registers and the stack pointer, go on with another stack.
-extern "C" __attribute__((visibility("hidden"))) void kvcupy_switch_stack(void** save, void* load);
+// Its name for the linker is given, since Mach-O would put an underscore before it.
+extern "C" __attribute__((visibility("hidden"))) void kvcupy_switch_stack(
+    void** save, void* load) asm("kvcupy_switch_stack");
 
 #if defined(__x86_64__)
 asm(R"(
 .text
 .p2align 4
-.type kvcupy_switch_stack,@function
 kvcupy_switch_stack:
   pushq %rbp
   pushq %rbx
@@ -61,14 +62,12 @@ kvcupy_switch_stack:
   popq %rbx
   popq %rbp
   ret
-.size kvcupy_switch_stack,.-kvcupy_switch_stack
 )");
 constexpr int kSavedWords = 6;  // then the return address
 #else
 asm(R"(
 .text
 .p2align 4
-.type kvcupy_switch_stack,@function
 kvcupy_switch_stack:
   sub sp, sp, #160
   stp x19, x20, [sp, #0]
@@ -96,7 +95,6 @@ kvcupy_switch_stack:
   ldp d14, d15, [sp, #144]
   add sp, sp, #160
   ret
-.size kvcupy_switch_stack,.-kvcupy_switch_stack
 )");
 #endif
 

@@ -1,68 +1,161 @@
-// Conversions of eight small floats at a time, in the vector types of GCC and Clang or by table.
-// They give what the conversions of one give, bit for bit but for the payload of a NaN.
+// Arithmetic and conversions of eight numbers at a time, in the vector types of GCC and Clang. They
+// give what numeric.cuh gives for one, bit for bit.
 #pragma once
 
-#if defined(__FMA__)
+#if defined(__FMA__) || defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace kvcupy_host {
 
 using Floats = float __attribute__((vector_size(32)));
-using Words = unsigned __attribute__((vector_size(32)));
+using Ints = int __attribute__((vector_size(32)));
 using Halves = unsigned short __attribute__((vector_size(16)));
 using TwiceHalves = unsigned short __attribute__((vector_size(32)));
-
-template <typename To, typename From>
-inline To bits_as(const From& from) {
-  static_assert(sizeof(To) == sizeof(From), "the same bits");
-  To to;
-  memcpy(&to, &from, sizeof to);
-  return to;
-}
+using Bytes = unsigned char __attribute__((vector_size(8)));
+using SignedBytes = signed char __attribute__((vector_size(8)));
 
 template <typename T>
-inline void split_halves(const Pack<T, 16>& both, Pack<T, 8>& even, Pack<T, 8>& odd) {
-  const auto halves = bits_as<TwiceHalves>(both);
-  even = bits_as<Pack<T, 8>>(__builtin_shufflevector(halves, halves, 0, 2, 4, 6, 8, 10, 12, 14));
-  odd = bits_as<Pack<T, 8>>(__builtin_shufflevector(halves, halves, 1, 3, 5, 7, 9, 11, 13, 15));
-}
-
-template <typename T>
-inline Pack<T, 16> merge_halves(const Pack<T, 8>& even, const Pack<T, 8>& odd) {
-  return bits_as<Pack<T, 16>>(__builtin_shufflevector(bits_as<Halves>(even), bits_as<Halves>(odd),
-                                                      0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14,
-                                                      7, 15));
-}
-
-// What each of the 256 patterns of an 8-bit float is.
-template <typename T>
-struct ByteValues {
-  float of[256];
-
-  ByteValues() {
-    for (int i = 0; i < 256; ++i) of[i] = to_float(bits_as<T>(static_cast<unsigned char>(i)));
+inline Ints codes_of(const Pack<T, 8>& pack) {
+  if constexpr (sizeof(T) == 2) {
+    return __builtin_convertvector(bits_as<Halves>(pack), Ints);
+  } else {
+    return __builtin_convertvector(bits_as<Bytes>(pack), Ints);
   }
-};
+}
 
 template <typename T>
-inline Pack<float, 8> look_up(const Pack<T, 8>& in) {
-  static const ByteValues<T> values;
-  Pack<float, 8> out;
-  for (int i = 0; i < 8; ++i) out.values[i] = values.of[bits_as<unsigned char>(in.values[i])];
-  return out;
+inline Pack<T, 8> pack_of(Ints codes) {
+  if constexpr (sizeof(T) == 2) {
+    return bits_as<Pack<T, 8>>(__builtin_convertvector(codes, Halves));
+  } else {
+    return bits_as<Pack<T, 8>>(__builtin_convertvector(codes, Bytes));
+  }
+}
+
+template <typename T>
+inline Pack<T, 8> encode_eight(const Pack<float, 8>& in) {
+  return pack_of<T>(encode<T, Ints>(bits_as<Floats>(in)));
+}
+
+#if defined(__F16C__)
+constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+#endif
+
+// What eight codes of fp16 mean.
+inline Floats halves_as_floats(Halves codes) {
+#if defined(__F16C__)
+  return bits_as<Floats>(_mm256_cvtph_ps(bits_as<__m128i>(codes)));
+#elif defined(__aarch64__)
+  const auto halves = bits_as<float16x8_t>(codes);
+  const float32x4_t floats[2] = {vcvt_f32_f16(vget_low_f16(halves)),
+                                 vcvt_f32_f16(vget_high_f16(halves))};
+  return bits_as<Floats>(floats);
+#else
+  return decode<half, Floats>(__builtin_convertvector(codes, Ints));
+#endif
 }
 
 }  // namespace kvcupy_host
 
 template <>
+inline Pack<float, 8> to_floats<half, 8>(const Pack<half, 8>& in) {
+  using namespace kvcupy_host;
+  return bits_as<Pack<float, 8>>(halves_as_floats(bits_as<Halves>(in)));
+}
+template <>
+inline Pack<float, 8> to_floats<bfloat16, 8>(const Pack<bfloat16, 8>& in) {
+  using namespace kvcupy_host;
+  return bits_as<Pack<float, 8>>(codes_of(in) << 16);
+}
+template <>
 inline Pack<float, 8> to_floats<fp8_e4m3, 8>(const Pack<fp8_e4m3, 8>& in) {
-  return kvcupy_host::look_up(in);
+  using namespace kvcupy_host;
+  return bits_as<Pack<float, 8>>(decode<fp8_e4m3, Floats>(codes_of(in)));
 }
 template <>
 inline Pack<float, 8> to_floats<fp8_e5m2, 8>(const Pack<fp8_e5m2, 8>& in) {
-  return kvcupy_host::look_up(in);
+  using namespace kvcupy_host;
+  const Halves upper = __builtin_convertvector(bits_as<Bytes>(in), Halves) << 8;
+  return bits_as<Pack<float, 8>>(halves_as_floats(upper));
 }
+template <>
+inline Pack<float, 8> to_floats<int8, 8>(const Pack<int8, 8>& in) {
+  using namespace kvcupy_host;
+  return bits_as<Pack<float, 8>>(__builtin_convertvector(bits_as<SignedBytes>(in), Floats));
+}
+
+template <>
+inline Pack<half, 8> from_floats<half, 8>(const Pack<float, 8>& in) {
+  using namespace kvcupy_host;
+#if defined(__F16C__)
+  const auto bits = bits_as<Ints>(in);
+  const Ints known = (bits & 0x7fffffff) > kFloatInfinity ? Ints{} + 0x7fffffff : bits;
+  return bits_as<Pack<half, 8>>(_mm256_cvtps_ph(bits_as<__m256>(known), kNearest));
+#else
+  return encode_eight<half>(in);
+#endif
+}
+template <>
+inline Pack<bfloat16, 8> from_floats<bfloat16, 8>(const Pack<float, 8>& in) {
+  return kvcupy_host::encode_eight<bfloat16>(in);
+}
+template <>
+inline Pack<fp8_e4m3, 8> from_floats<fp8_e4m3, 8>(const Pack<float, 8>& in) {
+  return kvcupy_host::encode_eight<fp8_e4m3>(in);
+}
+template <>
+inline Pack<fp8_e5m2, 8> from_floats<fp8_e5m2, 8>(const Pack<float, 8>& in) {
+  return kvcupy_host::encode_eight<fp8_e5m2>(in);
+}
+template <>
+inline Pack<int8, 8> from_floats<int8, 8>(const Pack<float, 8>& in) {
+  using namespace kvcupy_host;
+  return pack_of<int8>(encode_int8<Ints>(bits_as<Floats>(in)));
+}
+
+// --- Even and odd elements -----------------------------------------------------------------------
+
+namespace kvcupy_host {
+
+// The elements of even number, then those of odd number; and back.
+inline TwiceHalves part_neighbours(TwiceHalves all) {
+#if defined(__clang__)
+  return __builtin_shufflevector(all, all, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+  return __builtin_shuffle(all, TwiceHalves{0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15});
+#endif
+}
+inline TwiceHalves join_neighbours(TwiceHalves all) {
+#if defined(__clang__)
+  return __builtin_shufflevector(all, all, 0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  return __builtin_shuffle(all, TwiceHalves{0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15});
+#endif
+}
+
+template <typename T>
+struct EvenAndOdd {
+  Pack<T, 8> even;
+  Pack<T, 8> odd;
+};
+
+template <typename T>
+inline void split_halves(const Pack<T, 16>& both, Pack<T, 8>& even, Pack<T, 8>& odd) {
+  const auto parts = bits_as<EvenAndOdd<T>>(part_neighbours(bits_as<TwiceHalves>(both)));
+  even = parts.even;
+  odd = parts.odd;
+}
+
+template <typename T>
+inline Pack<T, 16> merge_halves(const Pack<T, 8>& even, const Pack<T, 8>& odd) {
+  const EvenAndOdd<T> parts{even, odd};
+  return bits_as<Pack<T, 16>>(join_neighbours(bits_as<TwiceHalves>(parts)));
+}
+
+}  // namespace kvcupy_host
 
 template <>
 inline void split<bfloat16, 8>(const Pack<bfloat16, 16>& both, Pack<bfloat16, 8>& even,
@@ -83,41 +176,7 @@ inline Pack<half, 16> merge<half, 8>(const Pack<half, 8>& even, const Pack<half,
   return kvcupy_host::merge_halves(even, odd);
 }
 
-template <>
-inline Pack<float, 8> to_floats<bfloat16, 8>(const Pack<bfloat16, 8>& in) {
-  using namespace kvcupy_host;
-  const Words words = __builtin_convertvector(bits_as<Halves>(in.values), Words) << 16;
-  return bits_as<Pack<float, 8>>(words);
-}
-
-template <>
-inline Pack<bfloat16, 8> from_floats<bfloat16, 8>(const Pack<float, 8>& in) {
-  using namespace kvcupy_host;
-  const auto floats = bits_as<Floats>(in);
-  const auto words = bits_as<Words>(in);
-  const Words rounded = (words + 0x7fff + (words >> 16 & 1)) >> 16;  // to nearest even
-  const auto unknown = bits_as<Words>(floats != floats);
-  return bits_as<Pack<bfloat16, 8>>(
-      __builtin_convertvector((rounded & ~unknown) | (unknown & 0x7fff), Halves));
-}
-
-#if defined(__F16C__)
-namespace kvcupy_host {
-using Float16s = _Float16 __attribute__((vector_size(16)));
-}
-
-template <>
-inline Pack<float, 8> to_floats<half, 8>(const Pack<half, 8>& in) {
-  using namespace kvcupy_host;
-  return bits_as<Pack<float, 8>>(__builtin_convertvector(bits_as<Float16s>(in.values), Floats));
-}
-
-template <>
-inline Pack<half, 8> from_floats<half, 8>(const Pack<float, 8>& in) {
-  using namespace kvcupy_host;
-  return bits_as<Pack<half, 8>>(__builtin_convertvector(bits_as<Floats>(in), Float16s));
-}
-#endif
+// --- Arithmetic ----------------------------------------------------------------------------------
 
 template <>
 inline Pack<float, 8> negative<8>(const Pack<float, 8>& in) {
@@ -126,10 +185,39 @@ inline Pack<float, 8> negative<8>(const Pack<float, 8>& in) {
 }
 
 template <>
+inline Pack<float, 8> products<8>(const Pack<float, 8>& a, float scale) {
+  using namespace kvcupy_host;
+  return bits_as<Pack<float, 8>>(bits_as<Floats>(a) * scale);
+}
+
+template <>
 inline Pack<float, 8> products<8>(const Pack<float, 8>& a, float scale, const Pack<float, 8>& b) {
   using namespace kvcupy_host;
   return bits_as<Pack<float, 8>>(bits_as<Floats>(a) * scale * bits_as<Floats>(b));
 }
+
+template <>
+inline Pack<float, 8> quotients<8>(const Pack<float, 8>& a, float scale) {
+  using namespace kvcupy_host;
+  return bits_as<Pack<float, 8>>(bits_as<Floats>(a) / scale);
+}
+
+template <>
+struct AbsMax<8> {
+  kvcupy_host::Ints largest{};  // bits without signs are ordered as the numbers are
+
+  void add(const Pack<float, 8>& pack) {
+    const auto magnitudes = kvcupy_host::bits_as<kvcupy_host::Ints>(pack) & 0x7fffffff;
+    const kvcupy_host::Ints none{};
+    const auto numbers = magnitudes > kvcupy_host::kFloatInfinity ? none : magnitudes;
+    largest = numbers > largest ? numbers : largest;
+  }
+  float value() const {
+    int most = 0;
+    for (int i = 0; i < 8; ++i) most = max(most, largest[i]);
+    return kvcupy_host::bits_as<float>(most);
+  }
+};
 
 #if defined(__FMA__)
 template <>
@@ -153,7 +241,9 @@ inline Pack<float, 8> sum_of_products<8>(const Pack<float, 8>& pa, const Pack<fl
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
 // GCC 12 takes the undefined operands inside its own intrinsics for ours.
 #pragma GCC diagnostic push
+#ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 
 namespace kvcupy_host {
 
@@ -207,7 +297,9 @@ inline void rotate<half, 8>(const Pack<float, 8>& a, const Pack<float, 8>& b,
   using namespace kvcupy_host;
   const __m512 turned = rotate_sixteen(bits_as<__m256>(a), bits_as<__m256>(b),
                                        bits_as<__m256>(cosine), bits_as<__m256>(sine));
-  part(_mm512_cvtps_ph(turned, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), x, y);
+  const __mmask16 unknown = _mm512_cmp_ps_mask(turned, turned, _CMP_UNORD_Q);
+  const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7fffffff));
+  part(_mm512_cvtps_ph(_mm512_mask_mov_ps(turned, unknown, nan), kNearest), x, y);
 }
 #pragma GCC diagnostic pop
 #endif

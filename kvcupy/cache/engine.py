@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CaptureError
 from ..ops import checks, transfer
+from ..pickling import ProcessLocal
 from .batches import Batch, Lane, Pages
 from .transfers import Hold, Transfer
 
@@ -27,7 +28,7 @@ _POOLS = ("device_pool", "host_pool")
 _SIDES = ("device_pages", "host_pages")
 
 
-class TransferEngine:
+class TransferEngine(ProcessLocal):
     """Moves pages between two pools on streams of its own, merged, ordered and layer by layer.
 
     Parameters
@@ -115,7 +116,8 @@ class TransferEngine:
         device_pages, host_pages : int32 or int64 (N,) of the host, or lists of ints, copied by the
             call. A pair with a negative page is skipped
         after : the compute stream that has written the pages: Stream, or a CuPy or torch stream;
-            None: the current one. What it is given after the call does not hold the copy up
+            None: the one that is current in CuPy or torch, as for `transfer_pages`. What it is
+            given after the call does not hold the copy up
 
         Raises
         ------

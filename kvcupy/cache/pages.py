@@ -11,6 +11,7 @@ import numpy as np
 from ..config import logger
 from ..errors import CacheFull, CaptureError, KvcupyError
 from ..ops import checks
+from ..pickling import ProcessLocal
 from .page_lists import Pages, page_array
 
 # States of a page.
@@ -36,7 +37,7 @@ class _Flight:
         self.pages = pages
 
 
-class PageAllocator:
+class PageAllocator(ProcessLocal):
     """Gives out the pages of a pool, 0 to `num_pages` - 1, and takes them back.
 
     A fresh allocator gives 0, 1, 2, ...; pages freed together come out again first, in ascending
@@ -72,14 +73,20 @@ class PageAllocator:
         if num_pages < 1:
             raise ValueError(f"num_pages: expected at least 1, got {num_pages}")
         self.num_pages = int(num_pages)
+        try:
+            # The free pages, the next one last.
+            self._stack = np.arange(self.num_pages - 1, -1, -1, dtype=np.int64)
+            self._state = np.zeros(self.num_pages, np.int8)
+            self._flights_of = np.zeros(self.num_pages, np.int32)  # transfers that touch a page
+        except MemoryError as error:
+            raise MemoryError(
+                f"num_pages: expected pages whose bookkeeping (13 bytes each) fits in memory, "
+                f"got {num_pages}: {error}"
+            ) from error
         self._lock = threading.Lock()
-        # The free pages, the next one last.
-        self._stack = np.arange(self.num_pages - 1, -1, -1, dtype=np.int64)
         self._num_free = self.num_pages
         self._num_deferred = 0
-        self._state = np.zeros(self.num_pages, np.int8)
         self._flights: dict[_Flight, None] = {}  # in order of issue
-        self._flights_of = np.zeros(self.num_pages, np.int32)  # transfers that touch a page
         self._look_at = _MIN_FLIGHTS
 
     def __repr__(self) -> str:

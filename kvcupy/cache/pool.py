@@ -32,7 +32,9 @@ class KVPool(Pool):
     Notes
     -----
     Attributes: those of `Pool`. Bytes: exactly `num_bytes`, in an allocation each for K, for V and
-    for the scales of each.
+    for the scales of each. `k(layer)` and `v(layer)` are arrays of the device's library (NumPy,
+    CuPy; fp8 of a GPU as ArrayViews), which export DLPack in every format; `torch_k` and `torch_v`
+    give them as tensors. `KVPool.wrap` makes a pool over memory that is there.
     Source: sgl-project/sglang `python/sglang/srt/mem_cache/memory_pool_host.py` (the layouts).
 
     Examples
@@ -65,6 +67,56 @@ class KVPool(Pool):
             num_pages, page_size, num_layers, num_kv_heads, (k_width, v_width),
             dtype=dtype, layout=layout, placement=placement, device=device, scales=scales,
         )  # fmt: skip
+
+    @classmethod
+    def wrap(
+        cls,
+        k: Any,
+        v: Any,
+        *,
+        layout: str = "layer_first",
+        page_size: int | None = None,
+        device: Any = None,
+    ) -> KVPool:
+        """Return a pool over memory that is there: nothing is copied.
+
+        Parameters
+        ----------
+        k, v : NumPy or CuPy arrays, torch tensors, or ArrayViews of `view_as`, on one device and of
+            one format. Either one array with the axes of `layout`, or a list of one array a layer:
+            (pages, page_size, heads, width), with any strides whose last is contiguous, or
+            (slots, heads, width) with `page_size`. The widths of K and V may differ
+        layout : as in `KVPool`; with lists "layer_first"
+        page_size : slots a page, for arrays by slots
+        device : a Device or its name: for memory of the host that is to go with a pool of a GPU,
+            that GPU. None: that of the arrays, and for pinned memory the default one
+
+        Returns
+        -------
+        KVPool : with a fresh allocator, and "device", "pinned" or "pageable" for its placement, as
+            the arrays are. It keeps them alive
+
+        Raises
+        ------
+        TypeError, ValueError : an array does not fit, is read-only, or shares bytes with another
+
+        Notes
+        -----
+        Layers in allocations of their own take a kernel each where those of a pool's own array take
+        one for all. Transfers, engines, tiers and the paged cache take the pool as any other.
+        Source: vLLM `(2, num_blocks, block_size, heads, head_dim)` a layer, where k is `c[0]` and v
+        `c[1]`; SGLang `MHATokenToKVPool`, (slots, heads, head_dim) a layer; FlashInfer's paged NHD
+        and HND, the latter as `k.transpose(1, 2)`.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> caches = [np.zeros((2, 64, 16, 8, 128), np.float16) for _ in range(4)]
+        >>> KVPool.wrap([c[0] for c in caches], [c[1] for c in caches])
+        <KVPool of 64 pages of 16, 4 layers of 8 heads of 128, fp16, layer_first, device on host...>
+        """
+        pool: KVPool = cls._over({"k": k, "v": v}, layout, page_size, device)
+        return pool
 
     def _row(self) -> str:
         width = str(self.head_dim)
@@ -118,8 +170,42 @@ class MLAPool(Pool):
             dtype=dtype, layout=layout, placement=placement, device=device, scales=scales,
         )  # fmt: skip
 
+    @classmethod
+    def wrap(
+        cls,
+        latent: Any,
+        *,
+        layout: str = "layer_first",
+        page_size: int | None = None,
+        device: Any = None,
+    ) -> MLAPool:
+        """Return a pool over memory that is there, as `KVPool.wrap` does.
+
+        Parameters
+        ----------
+        latent : one array with the axes of `layout`, the one head left out or not, or a list of one
+            array a layer: (pages, page_size, latent_dim), or (slots, latent_dim) and
+            (slots, 1, latent_dim) with `page_size`
+        layout, page_size, device : as in `KVPool.wrap`
+
+        Raises
+        ------
+        TypeError, ValueError : as in `KVPool.wrap`
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> MLAPool.wrap([np.zeros((1024, 1, 576), np.float16)], page_size=16).k(0).shape
+        (64, 16, 576)
+        """
+        pool: MLAPool = cls._over({"latent": latent}, layout, page_size, device)
+        pool.latent_dim = pool.head_dim
+        return pool
+
+    _has_heads = False
+
     def _row(self) -> str:
         return f"a latent of {self.latent_dim}"
 
-    def _of_layer(self, by_page: Any, layer: int) -> Any:
-        return by_page[:, layer, :, 0]
+    def _shown(self, of_layer: Any) -> Any:
+        return of_layer[:, :, 0]

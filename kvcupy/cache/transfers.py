@@ -6,13 +6,14 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CaptureError, DeviceError
+from ..pickling import ProcessLocal
 
 if TYPE_CHECKING:
     from .batches import Batch
     from .engine import TransferEngine
 
 
-class Transfer:
+class Transfer(ProcessLocal):
     """One call of `TransferEngine.save` or `load`.
 
     Whatever is asked here but `num_bytes` sends the queued calls out first. After a failure

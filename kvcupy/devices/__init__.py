@@ -27,7 +27,9 @@ def get(device: Any = None) -> Device:
 def _open(name: str) -> Device:
     kind, _, index = name.partition(":")
     if kind not in ("host", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
-        raise ValueError(f'device: expected "host", "cuda" or "cuda:<number>", got {name!r}')
+        meant = {"cpu": "host", "gpu": "cuda"}.get(kind)
+        hint = f'; did you mean "{meant}"?' if meant else ""
+        raise ValueError(f'device: expected "host", "cuda" or "cuda:<number>", got {name!r}{hint}')
     full_name = "host" if kind == "host" else f"cuda:{int(index or 0)}"
     with _lock:
         if full_name not in _devices:

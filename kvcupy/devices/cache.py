@@ -1,6 +1,7 @@
 """The disk cache of compiled kernels: cubins as bytes, host kernels as shared libraries.
 
-It lies in `$KVCUPY_CACHE_DIR`, else in `~/.cache/kvcupy`. An entry is its content followed by a
+It lies in `$KVCUPY_CACHE_DIR`, else where this system keeps caches: `$XDG_CACHE_HOME/kvcupy` or
+`~/.cache/kvcupy` on Linux. An entry is its content followed by a
 checksum, so that an entry of any kind is one file, put in place by one rename: a loader of shared
 libraries never looks past the end of the ones it knows. An entry that fails its checksum is removed
 and counts as missing. Where the directory cannot be written, nothing is kept and nothing fails.
@@ -16,6 +17,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
+
+from platformdirs import user_cache_path
 
 _MAGIC = b"kvcupy01"
 _TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
@@ -36,10 +39,14 @@ def directory() -> Path:
     named = os.environ.get("KVCUPY_CACHE_DIR")
     if named:
         return Path(named)
-    try:
-        return Path.home() / ".cache" / "kvcupy"
-    except RuntimeError:  # no home: a place that can never be written
-        return Path(os.devnull) / "kvcupy"
+    nowhere = Path(os.devnull) / "kvcupy"  # which can never be written
+    if not os.environ.get("XDG_CACHE_HOME"):
+        try:
+            Path.home()
+        except RuntimeError:
+            return nowhere
+    folder = user_cache_path("kvcupy", appauthor=False)
+    return folder if folder.is_absolute() else nowhere
 
 
 def key(kind: str, *parts: str) -> str:

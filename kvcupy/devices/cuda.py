@@ -72,7 +72,10 @@ class CudaDevice:
         self.events = EventPool(lambda timing: create_handle(self, timing))
         runtime = api.runtime
         self.retired = RetireList(
-            self.events, runtime.eventRecord, lambda event: runtime.eventQuery(event) == SUCCESS
+            self.events,
+            api.record,
+            lambda event: runtime.eventQuery(event) == SUCCESS,
+            api.relaxed,
         )
         self.calls = HostCalls(self)
         self._launcher = Launcher(api, index, self.arch)
@@ -102,7 +105,8 @@ class CudaDevice:
 
     def empty_pinned(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
         """Return pinned memory of exact size, near the GPU where known, as a NumPy array."""
-        return cuda_pinned.empty_pinned(self, shape, dtype)
+        with self.api.relaxed():
+            return cuda_pinned.empty_pinned(self, shape, dtype)
 
     def asarray(self, array: np.ndarray[Any, Any]) -> Any:
         """Return a copy of a NumPy array on this device, there when the call returns."""
@@ -170,13 +174,17 @@ class CudaDevice:
         """Return an event, not yet recorded."""
         return Event(self, timing)
 
-    def as_stream(self, stream: Any, library: str = "cupy") -> Stream:
+    def as_stream(self, stream: Any, library: str = "") -> Stream:
         """Return `stream` as a stream of this device; None is the current one of `library`.
+
+        Without a library None is the stream that is current in CuPy or torch, whichever has made
+        one of its own current.
 
         Raises
         ------
         TypeError : it is no stream
-        ValueError : it belongs to another device
+        ValueError : it belongs to another device; or it is None without a library, and CuPy and
+            torch have made different streams current
         """
         if stream is None:
             return cuda_adopt.current_stream(self, library)
@@ -194,7 +202,7 @@ class CudaDevice:
         DeviceError : the GPU, or a host function in one of its streams, has failed
         CaptureError : a capture is under way
         """
-        if self.captures:
+        if self.captures or cuda_adopt.is_current_captured(self):
             raise CaptureError("synchronising the device is illegal while a stream is captured")
         try:
             with self.current():
@@ -211,19 +219,23 @@ class CudaDevice:
     def retain(self, stream: Stream, keep: Sequence[object]) -> None:
         """Keep owners alive until `stream` has passed this point, or the captured graph is gone.
 
-        Owners whose library's current stream this is need no help: their allocator reuses memory
-        in the order of that stream.
+        Torch tensors on torch's current stream need no help: their allocator reuses memory in the
+        order of that stream. CuPy's reuses it in the order of the stream that was current when an
+        array was made, which may be another.
         """
         graph = self.capture_of(stream.pointer) if self.captures else None
         if graph is not None:
             if graph is not FOREIGN:
-                graph.kept.append(tuple(keep))
+                graph.keep(keep)
             return
         held = tuple(owner for owner in keep if not cuda_adopt.is_ordered(owner, stream))
-        if not held or self.api.is_capturing(stream.pointer):
-            return  # whoever captures without kvcupy keeps the arrays alive too
+        if not held:
+            return
         try:
-            self.retired.hold(stream.pointer, held)
+            with self.current():
+                if self.api.is_capturing(stream.pointer):
+                    return  # whoever captures without kvcupy keeps the arrays alive too
+                self.retired.hold(stream.pointer, held)
         except self.api.errors as error:
             raise self.api.failure(f"record in {stream!r}", error) from error
 
@@ -240,7 +252,7 @@ class CudaDevice:
         if known is not None:
             return known
         self.fault_array()  # allocated here, where it cannot meet a capture
-        with self.current():
+        with self.current(), self.api.relaxed():
             return self._launcher.load(specialisation)
 
     def launch(
@@ -279,12 +291,27 @@ class CudaDevice:
     def run(self, function: Callable[[], object], stream: Any, keep: Sequence[object] = ()) -> None:
         """Run array expressions with `stream` as CuPy's current one."""
         try:
-            with self.current(), stream.cupy:
+            with self.current(), self.api.relaxed(), stream.cupy:
                 function()
         except self.api.errors as error:
             raise self.api.failure(f"array expressions on {stream!r}", error) from error
         if keep:
             self.retain(stream, keep)
+
+    def check_fallback(self, operation: str, stream: Any) -> None:
+        """Raise if array expressions cannot be captured into what `stream` is captured into.
+
+        What they allocate goes back to CuPy's pool when they return, while replays still write it.
+
+        Raises
+        ------
+        CaptureError : `stream` is being captured, by anybody
+        """
+        if stream.capturing:
+            raise CaptureError(
+                f"{operation}: {stream.name} is being captured, and without a compiled kernel the "
+                "operation is array expressions, which cannot be replayed"
+            )
 
     @property
     def fault_pointer(self) -> int:

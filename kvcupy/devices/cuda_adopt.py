@@ -16,8 +16,22 @@ if TYPE_CHECKING:
     from .cuda import CudaDevice
 
 
+_DEFAULT = (0, 1)  # two handles of the legacy default stream
+
+
 def current_stream(device: CudaDevice, library: str) -> Stream:
-    """Return the current stream of torch, or of CuPy for any other library's arrays."""
+    """Return the current stream of torch, or of CuPy for any other library's arrays.
+
+    Parameters
+    ----------
+    library : empty where no array says whose stream is meant; then the two must not contradict
+
+    Raises
+    ------
+    ValueError : nothing says whose is meant, and both have made a stream of theirs current
+    """
+    if not library:
+        return _agreed_stream(device)
     if library == "torch":
         theirs = sys.modules["torch"].cuda.current_stream(device.index)
         return Stream(device, theirs.cuda_stream, theirs, library="torch")
@@ -25,14 +39,49 @@ def current_stream(device: CudaDevice, library: str) -> Stream:
     return Stream(device, cupys.ptr, cupys, cupy_stream=cupys, library="cupy")
 
 
+def _agreed_stream(device: CudaDevice) -> Stream:
+    """Return the stream that somebody has made current: torch's, CuPy's or both one, else CuPy's.
+
+    Whoever works with torch inside `torch.cuda.stream(s)`, or captures with `torch.cuda.graph`,
+    means `s`, though the memory may have come from CuPy. A torch that has not touched a GPU is not
+    asked: it would set up all of them.
+    """
+    ours = current_stream(device, "cupy")
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return ours
+    theirs = current_stream(device, "torch")
+    if theirs == ours or theirs.pointer in _DEFAULT:
+        return ours
+    if ours.pointer in _DEFAULT:
+        return theirs
+    raise ValueError(
+        f"stream: expected one of {device.name}, got None while CuPy's current stream is "
+        f"{ours.pointer:#x} and torch's is {theirs.pointer:#x}; pass the one that is meant"
+    )
+
+
 def is_ordered(owner: Any, stream: Stream) -> bool:
-    """Return whether `stream` is the current one of the library that `owner` comes from."""
+    """Return whether the allocator of `owner` reuses its memory in the order of `stream`.
+
+    Torch's does for its current stream, as far as torch's own operations go. CuPy's pool gives a
+    block back to the stream that was current when it was allocated, and does not say which.
+    """
     library = library_of(owner.__class__)
-    if not library:
+    if library != "torch":
         return owner is None
     if stream.library:
         return stream.library == library
     return current_stream(stream.device, library) == stream
+
+
+def is_current_captured(device: CudaDevice) -> bool:
+    """Return whether CuPy's or torch's current stream is being captured, as in torch.cuda.graph."""
+    libraries = ["cupy"]
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():  # else asking would set up all GPUs
+        libraries.append("torch")
+    return any(current_stream(device, library).capturing for library in libraries)
 
 
 def adopt(device: CudaDevice, stream: Any) -> Stream:

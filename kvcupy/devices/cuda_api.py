@@ -6,7 +6,9 @@ unchecked, its other calls raise. A test without a GPU hands in an object of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,20 @@ from ..errors import CaptureError, DeviceError, KvcupyError
 from . import cuda_driver
 
 SUCCESS, NOT_READY = 0, 600
+NO_CONTEXT = 201  # the driver's: the thread has made no call of the runtime yet
 NOT_SUPPORTED = 801
 CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCapture...; the driver numbers them alike
 UNJOINED = 904
 DISABLE_TIMING = 2
 ATTRIBUTE_MULTIPROCESSORS = 16
+ATTRIBUTE_REGISTERED_HOST_POINTERS = 91  # ...CanUseHostPointerForRegisteredMem
 FUNCTION_STATIC_SMEM, FUNCTION_MAX_DYNAMIC_SMEM = 1, 8
 DEFAULT_SMEM_BYTES = 48 * 1024
 MEMCPY_DEFAULT = 4  # the driver tells host from device by the address
 HOST_ALLOC_PORTABLE = HOST_REGISTER_PORTABLE = 1
+HOST_ALLOC_MAPPED = HOST_REGISTER_MAPPED = 2
 UNREGISTERED_MEMORY = 0
+DEFAULT_STREAMS = (0, 1, 2)  # of the device, or of the device and the thread, that are current
 
 
 class CudaApi:
@@ -32,7 +38,8 @@ class CudaApi:
 
     Attributes
     ----------
-    errors : the exceptions with which the two bindings report a status
+    errors : the exceptions with which the two bindings report a status, and the pool that there
+        is no memory
     can_launch_packed : whether the driver binding takes a launch as plain integers
     pci_devices : where the system lists the devices on its buses
     """
@@ -49,6 +56,7 @@ class CudaApi:
         self.errors: tuple[type[Exception], ...] = (
             runtime.CUDARuntimeError,
             driver.CUDADriverError,
+            cupy.cuda.memory.OutOfMemoryError,
         )
         self.can_launch_packed = hasattr(driver, "launchKernel")
         self.pci_devices = Path("/sys/bus/pci/devices")
@@ -56,14 +64,51 @@ class CudaApi:
     @cached_property
     def memcpy_batch(self) -> Callable[..., int] | None:
         """The driver's batched copy (`cuda_driver.BATCH_TYPE`); None where it has none."""
-        return cuda_driver.find_batch(self.runtime.driverGetVersion())
+        return cuda_driver.find_batch(self.runtime.driverGetVersion(), self.library)
+
+    @cached_property
+    def library(self) -> Any:
+        """The driver, for what CuPy does not bind; None where it is not found."""
+        return cuda_driver.load()
+
+    def relaxed(self) -> cuda_driver.RelaxedCapture:
+        """Return a context in which captures prohibit nothing to this thread but what concerns
+        them: to allocate, to ask and to wait are legal in it."""
+        return cuda_driver.RelaxedCapture(self.library)
+
+    def capture_id(self, pointer: int) -> int | None:
+        """Return the number of the capture that a stream is part of (`cuda_driver.capture_id`)."""
+        return cuda_driver.capture_id(self.library, pointer)
+
+    def record(self, event: int, stream: int) -> None:
+        """Record an event in a stream, with their device current.
+
+        CuPy's binding keeps the interpreter's lock. Where the queue of the stream is full, the call
+        waits for the stream, and that perhaps for a host function, which waits for the lock.
+        """
+        record = getattr(self.library, "cuEventRecord", None)
+        status = NO_CONTEXT
+        if record is not None:
+            status = record(ctypes.c_void_p(event), ctypes.c_void_p(stream))
+        if status == NO_CONTEXT:  # the runtime gives the thread one
+            self.runtime.eventRecord(event, stream)
+        else:
+            self.driver.check_status(status)
 
     def failure(self, what: str, error: Exception) -> KvcupyError:
         """Return the kvcupy exception for a CUDA error met while doing `what`."""
         status = getattr(error, "status", None)
         if status in CAPTURE_ERRORS:
             return CaptureError(f"{what}: {error}")
+        if isinstance(error, MemoryError):
+            return DeviceError(f"{what}: {error}{self._free_memory()}")
         return DeviceError(f"{what}: {error}")
+
+    def _free_memory(self) -> str:
+        with suppress(*self.errors):
+            free, total = self.runtime.memGetInfo()
+            return f" {free:,} of {total:,} bytes are free"
+        return ""
 
     def query(self, what: str, status: int) -> bool:
         """Return whether a queried point has passed; raise if the query met a fault."""
@@ -141,6 +186,14 @@ def device_of_pointer(pointer: int) -> int:
         raise api.failure(f"address {pointer:#x}", error) from error
 
 
-def dlpack_stream() -> int:
-    """Return CuPy's current stream as DLPack's `stream=` wants it, where 1 is the default one."""
-    return int(CudaApi().cupy.cuda.get_current_stream().ptr) or 1
+@contextmanager
+def dlpack_stream(index: int) -> Iterator[int]:
+    """Make a GPU current, and give CuPy's current stream there as DLPack's `stream=` wants it.
+
+    The default stream is 1 there, which means that of the current GPU, so the exporter is to be
+    asked inside the with block.
+    """
+    api = CudaApi()
+    here = api.runtime.getDevice() == index
+    with nullcontext() if here else api.cupy.cuda.Device(index):
+        yield int(api.cupy.cuda.get_current_stream(index).ptr) or 1

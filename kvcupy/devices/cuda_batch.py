@@ -1,7 +1,9 @@
 """Copies of runs on a GPU: one call of the driver for all of them, or one call a run.
 
 What a call costs is what many short copies cost, so all go into one where the driver can: since
-CUDA 12.8, never on the legacy default stream, and never into a graph.
+CUDA 12.8, never on the legacy default stream, and never into a graph. A batch is given addresses as
+the device knows them. Where those of registered host memory are not the host's, as in WSL2, it
+faults on the latter, so there runs go one by one, by calls that look addresses up.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import KvcupyError
 from . import cuda_driver, runs
-from .cuda_api import MEMCPY_DEFAULT, NOT_SUPPORTED
+from .cuda_api import ATTRIBUTE_REGISTERED_HOST_POINTERS, MEMCPY_DEFAULT, NOT_SUPPORTED
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -84,7 +87,16 @@ class RunCopies:
         if count < _FEWEST or self._refused or stream.pointer in _LEGACY_STREAMS:
             return None
         batch = self._device.api.memcpy_batch
-        return None if batch is None or stream.capturing else batch
+        if batch is None or not self._addresses_are_the_hosts:
+            return None
+        return None if stream.capturing else batch
+
+    @cached_property
+    def _addresses_are_the_hosts(self) -> bool:
+        """Whether registered host memory has one address for the processor and the GPU."""
+        device = self._device
+        attribute = ATTRIBUTE_REGISTERED_HOST_POINTERS
+        return bool(device.api.runtime.deviceGetAttribute(attribute, device.index))
 
     def _as_batch(
         self, batch: Callable[..., int], left: Runs, stream: Stream, failed: ctypes.c_size_t
@@ -93,8 +105,9 @@ class RunCopies:
         runs that do not overlap may be copied again."""
         api = self._device.api
         if not self._thread.ready:  # as for a launch: no context before a call of the runtime
-            api.runtime.setDevice(self._device.index)
-            api.runtime.memGetInfo()
+            with api.relaxed():
+                api.runtime.setDevice(self._device.index)
+                api.runtime.memGetInfo()
             self._thread.ready = True
         dst, src, sizes = left
         status = batch(

@@ -1,4 +1,7 @@
-"""One function of the driver that CuPy does not bind: many copies in one call.
+"""What CuPy does not bind of the driver: batched copies, capture modes, capture ids.
+
+Called through ctypes, so they also let go of the interpreter's lock. Handles 0 to 2 mean streams of
+the device that is current, as in CuPy.
 
 `cuMemcpyBatchAsync` came with CUDA 12.8. CUDA 13 took an argument away, so there are two functions
 of that name; a driver gives out the one that belongs to the version it is asked for. Asked for
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 BATCH_VERSION = 12080
@@ -51,6 +55,57 @@ def in_stream_order() -> CopyAttributes:
     return CopyAttributes(src_access_order=_IN_STREAM_ORDER)
 
 
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+
+
+def load() -> Any:
+    """Return the driver that is installed, or None."""
+    with suppress(OSError):
+        return ctypes.CDLL("libcuda.so.1")
+    return None
+
+
+class RelaxedCapture:
+    """While a with block runs, this thread may make calls that captures of others prohibit.
+
+    In the global mode, which torch captures in, whoever allocates, asks or waits on any thread gets
+    an error, and the capture is lost. Calls of which it is known that no captured work needs their
+    outcome are made in the relaxed mode instead, which is a matter of the calling thread alone.
+    """
+
+    __slots__ = ("_before", "_exchange")
+
+    def __init__(self, library: Any) -> None:
+        self._exchange = getattr(library, "cuThreadExchangeStreamCaptureMode", None)
+        self._before: ctypes.c_int | None = None
+
+    def __enter__(self) -> None:
+        if self._exchange is None:
+            return
+        mode = ctypes.c_int(_RELAXED)
+        if self._exchange(ctypes.byref(mode)) == 0:  # else the mode is as it was
+            self._before = mode
+
+    def __exit__(self, *_: object) -> None:
+        if self._exchange is not None and self._before is not None:
+            self._exchange(ctypes.byref(self._before))
+
+
+def capture_id(library: Any, stream: int) -> int | None:
+    """Return the number of the capture that a stream is part of, which no other capture ever has.
+
+    None if it is part of none, of one that is spoilt, or if the driver cannot be asked.
+    """
+    ask = getattr(library, "cuStreamGetCaptureInfo_v2", None)
+    if ask is None:
+        return None
+    status, number = ctypes.c_int(0), ctypes.c_uint64(0)
+    handle = ctypes.c_void_p(stream)
+    failed = ask(handle, ctypes.byref(status), ctypes.byref(number), None, None, None)
+    return None if failed or status.value != _ACTIVE else number.value
+
+
 def find_batch(version: int, library: Any = None) -> Callable[..., int] | None:
     """Return the driver's batched copy with its nine arguments, or None where there is none.
 
@@ -61,11 +116,9 @@ def find_batch(version: int, library: Any = None) -> Callable[..., int] | None:
     """
     if version < BATCH_VERSION:
         return None
+    library = load() if library is None else library
     if library is None:
-        try:
-            library = ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            return None
+        return None
     address = _look_up(library)
     return BATCH_TYPE(address) if address else None
 

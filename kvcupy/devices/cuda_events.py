@@ -6,27 +6,33 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CaptureError
+from ..pickling import ProcessLocal
 from .cuda_api import DISABLE_TIMING
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
-    from .cuda_graph import Graph
+    from .cuda_graph import ForeignPoint, Graph
+    from .cuda_streams import Stream
 
 
-class Event:
+class Event(ProcessLocal):
     """A point in a stream; recording it again moves it. Made by `Device.event`.
 
     An event that was never recorded, or last in a capture that has ended, counts as done.
+
+    Attributes
+    ----------
+    capture : where it was last recorded, if that was in a capture, anybody's
     """
 
-    __slots__ = ("__weakref__", "_capture", "_handle", "_stream", "device", "timing")
+    __slots__ = ("__weakref__", "_handle", "_stream", "capture", "device", "timing")
 
     def __init__(self, device: CudaDevice, timing: bool = False) -> None:
         self.device = device
         self.timing = timing
         self._handle = 0  # no CUDA event before the first record
         self._stream = 0
-        self._capture: Graph | None = None
+        self.capture: Graph | ForeignPoint | None = None
 
     def __del__(self) -> None:
         if self._handle and not sys.is_finalizing():
@@ -42,7 +48,7 @@ class Event:
     @property
     def recorded(self) -> bool:
         """Whether there is a point to wait for."""
-        return self._handle != 0 and (self._capture is None or self._capture.open)
+        return self._handle != 0 and (self.capture is None or self.capture.open)
 
     def done(self) -> bool:
         """Return whether the stream has passed the point.
@@ -56,7 +62,9 @@ class Event:
         if not self.recorded:
             return True
         api = self.device.api
-        return api.query("event", api.runtime.eventQuery(self._handle))
+        with api.relaxed():
+            status = api.runtime.eventQuery(self._handle)
+        return api.query("event", status)
 
     def synchronize(self) -> None:
         """Wait until the stream has passed the point; raise as `done` does."""
@@ -65,7 +73,8 @@ class Event:
             return
         api = self.device.api
         try:
-            api.runtime.eventSynchronize(self._handle)
+            with api.relaxed():
+                api.runtime.eventSynchronize(self._handle)
         except api.errors as error:
             raise api.failure("waiting for an event", error) from error
         self.device.calls.raise_failures(self._stream)
@@ -91,20 +100,20 @@ class Event:
         except api.errors as error:
             raise api.failure("time between two events", error) from error
 
-    def mark(self, stream_pointer: int, capture: Graph | None) -> None:
+    def mark(self, stream: Stream, capture: Graph | ForeignPoint | None) -> None:
         """Note where the event was recorded."""
-        self._stream = stream_pointer
-        self._capture = capture
+        self._stream = stream.pointer
+        self.capture = capture
 
     def _refuse_captured(self) -> None:
-        if self._capture is not None and self._capture.open:
+        if self.capture is not None and self.capture.open:
             raise CaptureError("an event recorded in a capture cannot be waited for by the host")
 
 
 def create_handle(device: CudaDevice, timing: bool) -> int:
     """Return a new CUDA event."""
     try:
-        with device.current():
+        with device.current(), device.api.relaxed():
             flags = 0 if timing else DISABLE_TIMING
             return int(device.api.runtime.eventCreateWithFlags(flags))
     except device.api.errors as error:

@@ -146,8 +146,9 @@ class Launcher:
         """Launch; CuPy's exceptions pass."""
         api, buffer = self._api, self._buffer
         if not buffer.ready:  # a thread has no context before its first call of the runtime
-            api.runtime.setDevice(self._index)
-            api.runtime.memGetInfo()
+            with api.relaxed():
+                api.runtime.setDevice(self._index)
+                api.runtime.memGetInfo()
             buffer.ready = True
         if smem_bytes > function.smem_ready:
             function.allow_smem(api, smem_bytes)

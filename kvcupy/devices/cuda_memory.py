@@ -23,11 +23,13 @@ def empty(device: CudaDevice, shape: Any, dtype: Any) -> Any:
 
 
 def zeros(device: CudaDevice, shape: Any, dtype: Any) -> Any:
-    """Return a CuPy array of zeros, ready for any stream unless a capture is under way."""
-    array = _allocate(device, "zeros", shape, dtypes.tag(dtype))
+    """Return a CuPy array of zeros, ready for any stream. It is never part of a capture."""
     stream = device.as_stream(None, "cupy")
-    if not stream.capturing:
-        stream.synchronize()
+    if stream.capturing:
+        with device.current(), device.stream().cupy:
+            return zeros(device, shape, dtype)
+    array = _allocate(device, "zeros", shape, dtypes.tag(dtype))
+    stream.synchronize()
     return array
 
 
@@ -37,7 +39,7 @@ def asarray(device: CudaDevice, array: np.ndarray[Any, Any]) -> Any:
     format = dtypes.tag(source.dtype)
     stream = _uncaptured_stream(device, "cupy", "asarray")
     try:
-        with device.current():
+        with device.current(), device.api.relaxed():
             made = device.api.cupy.array(source.view(dtypes.carrier_dtype(format)))
     except device.api.errors as error:
         raise device.api.failure(f"asarray on {device.name}", error) from error
@@ -52,9 +54,10 @@ def to_numpy(device: CudaDevice, array: Any) -> np.ndarray[Any, Any]:
     if view.device == "host":
         return arrays.array_at(view.owner, view.pointer, view.shape, dtype, view.strides).copy()
     stream = _uncaptured_stream(device, view.library, "to_numpy")
+    exporters.wait_for_producers((view,), stream)
     bits = carrier(device, view)
     try:
-        with device.current(), stream.cupy:
+        with device.current(), device.api.relaxed(), stream.cupy:
             host: np.ndarray[Any, Any] = bits.get()
     except device.api.errors as error:
         raise device.api.failure(f"to_numpy on {device.name}", error) from error
@@ -66,7 +69,7 @@ def fault_record(device: CudaDevice) -> Any:
     cuda, runtime = device.api.cupy.cuda, device.api.runtime
     dtype = np.dtype(np.int64)
     try:
-        with device.current():
+        with device.current(), device.api.relaxed():
             memory = cuda.Memory(4 * dtype.itemsize)
             own = cuda.Stream(non_blocking=True)
             runtime.memsetAsync(memory.ptr, 0, 4 * dtype.itemsize, own.ptr)
@@ -104,12 +107,14 @@ def copy(device: CudaDevice, dst: Any, src: Any, stream: Any) -> None:
     on = device.as_stream(stream, library)
     if of.size == 0:
         return
+    exporters.wait_for_producers((to, of), on)
     observe.issue(
         lambda: observe.Operation(
             "copy", on, reads=(observe.Access(of),), writes=(observe.Access(to),)
         ),
         lambda: _enqueue_copy(device, to, of, on),
     )
+    exporters.note_written([to])
 
 
 def device_address(device: CudaDevice, view: arrays.ArrayView) -> int | None:
@@ -137,7 +142,7 @@ def _enqueue_copy(
     plan = cuda_copy.plan(to.shape, to.strides, of.strides, to.itemsize)
     owners = (to.owner, of.owner)
     try:
-        with device.current():
+        with device.current(), device.api.relaxed():  # CuPy may compile and load a kernel
             dst = src = None
             if not plan.suits_engine:
                 dst, src = device_address(device, to), device_address(device, of)
@@ -175,11 +180,14 @@ def _allocate(device: CudaDevice, how: str, shape: Any, format: str) -> Any:
     device.retired.reap()
     quantised = format.startswith("fp8")  # CuPy has bfloat16, but no 8-bit floats
     dtype = dtypes.carrier_dtype(format) if quantised else dtypes.numpy_dtype(format)
-    try:
-        with device.current():
-            made = getattr(device.api.cupy, how)(shape, dtype)
-    except device.api.errors as error:
-        raise device.api.failure(f"{how} on {device.name}", error) from error
+    with device.current():
+        try:
+            with device.api.relaxed():
+                made = getattr(device.api.cupy, how)(shape, dtype)
+        except device.api.errors as error:
+            num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            what = f"{how}, {num_bytes:,} bytes on {device.name}"
+            raise device.api.failure(what, error) from error
     return _tagged(made, format)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 
 class EventPool:
@@ -43,6 +45,7 @@ class RetireList:
     pool : of timing-free events
     record : `record(event, stream)`, given two handles
     passed : whether an event has passed
+    asking : makes the context in which events are asked for, and what has passed is let go of
     """
 
     def __init__(
@@ -50,10 +53,12 @@ class RetireList:
         pool: EventPool,
         record: Callable[[int, int], object],
         passed: Callable[[int], bool],
+        asking: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._pool = pool
         self._record = record
         self._passed = passed
+        self._asking = asking
         self._queues: dict[int, deque[tuple[int, object]]] = {}
         self._lock = threading.Lock()
 
@@ -74,18 +79,22 @@ class RetireList:
 
     def reap(self, streams: Iterable[int] | None = None) -> None:
         """Let go of what has passed, on the given streams or on all. Never waits."""
-        released: list[object] = []  # freed after the lock is: freeing runs other people's code
-        if not self._lock.acquire(blocking=False):
-            return  # somebody is at it
-        try:
-            for stream in list(self._queues) if streams is None else streams:
-                queue = self._queues.get(stream)
-                while queue and self._passed(queue[0][0]):
-                    event, owners = queue.popleft()
-                    self._pool.give(event)
-                    released.append(owners)
-                if queue is not None and not queue:
-                    del self._queues[stream]
-        finally:
-            self._lock.release()
-        del released
+        if not self._queues:
+            return
+        with self._asking():
+            released: list[object] = []  # freed after the lock: freeing runs other people's code
+            if not self._lock.acquire(blocking=False):
+                return  # another thread is reaping
+            try:
+                for stream in list(self._queues) if streams is None else streams:
+                    queue = self._queues.get(stream)
+                    while queue and self._passed(queue[0][0]):
+                        event, owners = queue.popleft()
+                        self._pool.give(event)
+                        released.append(owners)
+                        del owners
+                    if queue is not None and not queue:
+                        del self._queues[stream]
+            finally:
+                self._lock.release()
+            del released

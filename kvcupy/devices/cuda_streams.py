@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from .. import observe
 from ..errors import CaptureError
+from ..pickling import ProcessLocal
 from .cuda_events import Event
-from .cuda_graph import FOREIGN, Graph
+from .cuda_graph import FOREIGN, ForeignPoint, Graph
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -34,7 +35,7 @@ class Handle:
         return (0, self.pointer)
 
 
-class Stream:
+class Stream(ProcessLocal):
     """A CUDA stream: one of kvcupy's own, or a light wrapper around another library's.
 
     Two wrappers of one CUDA stream are equal.
@@ -74,7 +75,7 @@ class Stream:
     def create(cls, device: CudaDevice, priority: int) -> Stream:
         """Return a new stream that does not synchronise with the default stream."""
         try:
-            with device.current():
+            with device.current(), device.api.relaxed():
                 made = device.api.cupy.cuda.Stream(non_blocking=True, priority=priority)
         except device.api.errors as error:
             raise device.api.failure(f"stream on {device.name}", error) from error
@@ -100,7 +101,8 @@ class Stream:
     def priority(self) -> int:
         """Lower numbers go first."""
         if self._priority is None:
-            self._priority = int(self.device.api.runtime.streamGetPriority(self.pointer))
+            with self.device.current():
+                self._priority = int(self.device.api.runtime.streamGetPriority(self.pointer))
         return self._priority
 
     @property
@@ -115,6 +117,14 @@ class Stream:
     def capturing(self) -> bool:
         """Whether the stream is part of a capture, anybody's."""
         return self.device.capture_of(self.pointer) is not None
+
+    @property
+    def capture_id(self) -> int | None:
+        """CUDA's number of the capture that the stream is part of; None outside, or if spoilt."""
+        if not self.capturing:  # CuPy tells sooner, and gives the thread the device's context
+            return None
+        with self.device.current():
+            return self.device.api.capture_id(self.pointer)
 
     @property
     def keeps(self) -> bool:
@@ -137,10 +147,10 @@ class Stream:
             event = stream.record()
         here = self.device.capture_of(self.pointer)
         if event.recorded:
-            self._check_boundary(here, event._capture)
+            self._check_boundary(here, event.capture)
             self._call("wait", self.device.api.runtime.streamWaitEvent, event.pointer)
-            if here is None and event._capture is not None:
-                event._capture.join(self)
+            if here is None and isinstance(event.capture, Graph):
+                event.capture.join(self)
         observe.waited(self, event)
 
     def record(self, event: Any = None) -> Event:
@@ -160,10 +170,11 @@ class Stream:
             )
         capture = self.device.capture_of(self.pointer)
         try:
-            self.device.api.runtime.eventRecord(event.pointer, self.pointer)
+            with self.device.current():
+                self.device.api.record(event.pointer, self.pointer)
         except self.device.api.errors as error:
             raise self.device.api.failure(f"record in {self!r}", error) from error
-        event.mark(self.pointer, capture)
+        event.mark(self, ForeignPoint(self) if capture is FOREIGN else capture)
         observe.recorded(event, self)
         recorded: Event = event
         return recorded
@@ -185,7 +196,9 @@ class Stream:
         """Return whether all work is done; raise as `synchronize` does."""
         self._refuse_captured("asking whether it is done")
         api = self.device.api
-        done = api.query(repr(self), api.runtime.streamQuery(self.pointer))
+        with self.device.current(), api.relaxed():
+            status = api.runtime.streamQuery(self.pointer)
+        done = api.query(repr(self), status)
         self.device.calls.raise_failures(self.pointer)
         return done
 
@@ -194,10 +207,17 @@ class Stream:
 
         An exception in it surfaces as DeviceError at the next synchronisation.
 
+        Raises
+        ------
+        DeviceError : the driver has no stream memory operations, by which the stream waits
+        CaptureError : the stream is captured by another library
+
         Notes
         -----
-        The function runs on a thread of the driver and must not call CUDA. Capture: legal; each
-        replay calls it again.
+        The function runs on a thread of kvcupy's, one for all streams of the device, while this
+        stream waits for it, and whatever shares a hardware queue with it. It must not wait for the
+        GPU, which allocating and freeing memory may do too, nor for another such function. It lives
+        until the stream has passed. Capture: legal; each replay calls it again.
         """
         observe.issue(
             lambda: observe.Operation("call", self),
@@ -247,10 +267,13 @@ class Stream:
             raise CaptureError(f"{self.name} is captured by another library; use Stream.capture")
         graph.hooks.add(before, after)
 
-    def _check_boundary(self, here: Graph | None, there: Graph | None) -> None:
-        if here is not None and there is None:
+    def _check_boundary(self, here: Graph | None, there: Graph | ForeignPoint | None) -> None:
+        if here is None or here is there:
+            return
+        if there is None:
             raise CaptureError("a captured stream cannot wait for work outside the capture")
-        if here is not None and here is not there and FOREIGN not in (here, there):
+        number = self.capture_id if here is FOREIGN else here.id
+        if number != there.id:
             raise CaptureError("two captures cannot wait for one another")
 
     def _refuse_captured(self, what: str) -> None:
@@ -259,6 +282,7 @@ class Stream:
 
     def _call(self, what: str, function: Callable[..., object], *arguments: int) -> None:
         try:
-            function(self.pointer, *arguments)
+            with self.device.current(), self.device.api.relaxed():
+                function(self.pointer, *arguments)
         except self.device.api.errors as error:
             raise self.device.api.failure(f"{what}, {self!r}", error) from error

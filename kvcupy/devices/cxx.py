@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -20,8 +19,10 @@ from pathlib import Path
 
 from .. import sources
 from ..errors import CompileError
+from ..extras import install
 from ..kernels import Kernel, Specialisation
 from . import cache
+from .compiling import announced, logger
 
 # Exactly the kernel's own arithmetic: no contraction into FMA, no fast-math.
 _FLAGS = (
@@ -51,10 +52,7 @@ class Compiler:
 
 
 def _candidates() -> list[list[str]]:
-    found = []
-    with suppress(ValueError):  # a quote that nobody closes
-        found += [words] if (words := shlex.split(os.environ.get("CXX", ""))) else []
-    found += [[path] for name in ("c++", "g++", "clang++") if (path := shutil.which(name))]
+    found = [[path] for name in ("c++", "g++", "clang++") if (path := shutil.which(name))]
     if find_spec("ziglang") is not None:
         found.append([sys.executable, "-m", "ziglang", "c++"])
     return found
@@ -63,15 +61,40 @@ def _candidates() -> list[list[str]]:
 @lru_cache(maxsize=1)
 def find_compiler() -> Compiler | None:
     """Return the first of $CXX, c++, g++, clang++ and the ziglang wheel that runs, or None."""
+    chosen, complaint = _chosen()
+    if complaint:
+        logger.warning("%s; looking for another compiler", complaint)
+    elif chosen is not None:
+        return chosen
     for command in _candidates():
         try:
-            answer = subprocess.run(
-                [*command, "--version"], capture_output=True, text=True, timeout=60, check=True
-            )
+            return _started(command)
         except (OSError, subprocess.SubprocessError):
             continue  # not usable; the next one may be
-        return Compiler(tuple(command), (answer.stdout.splitlines() or [""])[0])
     return None
+
+
+def complaint_about_cxx() -> str | None:
+    """Return why the compiler that $CXX names is not used, if it names one that does not work."""
+    return _chosen()[1]
+
+
+def _chosen() -> tuple[Compiler | None, str | None]:
+    """Return the compiler that $CXX names, or why that is none."""
+    named = os.environ.get("CXX", "")
+    try:
+        command = shlex.split(named)
+        return (_started(command) if command else None), None
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return None, f"CXX={shlex.quote(named)} is ignored: {error}"
+
+
+def _started(command: list[str]) -> Compiler:
+    """Ask a compiler for its version; OSError or SubprocessError if it does not answer."""
+    answer = subprocess.run(
+        [*command, "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    return Compiler(tuple(command), (answer.stdout.splitlines() or [""])[0])
 
 
 @lru_cache(maxsize=1)
@@ -100,15 +123,17 @@ def build(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> 
 
     Raises
     ------
-    CompileError : no compiler, no CUDA headers, or the compiler's own complaint
+    CompileError : no compiler, or the compiler's own complaint
     """
-    return _build(_program(specialisation), extra_flags)
+    return _build(specialisation, _program(specialisation), extra_flags)
 
 
 def build_strict(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> Path:
     """Return the shared library of a strict build of a specialisation; raise as `build` does."""
     flags = (*_STRICT_FLAGS, *_INSTRUMENTED)
-    return _build(_strict_program(specialisation), extra_flags, flags, (_build_strict_runner,))
+    program = _strict_program(specialisation)
+    what = f"{specialisation} (strict)"
+    return _build(what, program, extra_flags, flags, (_build_strict_runner,))
 
 
 def _build_strict_runner() -> Path:
@@ -141,27 +166,33 @@ def _launch_bounds(kernel: Kernel) -> str:
 
 def build_pool() -> Path:
     """Return the shared library of the threads that help with launches; raise as `build` does."""
-    return _build('#include "host/pool.cpp"\n', ())
+    return _build("host/pool.cpp", '#include "host/pool.cpp"\n', ())
 
 
 def _build(
+    what: object,
     program: str,
     extra_flags: tuple[str, ...],
     base_flags: tuple[str, ...] = _FLAGS,
     linked: tuple[Callable[[], Path], ...] = (),
 ) -> Path:
-    compiler, includes = _toolchain()
+    compiler = _require_compiler()
     flags = (*base_flags, _native(), *extra_flags)
     key = cache.key(
         "host", sources.digest(), program, *flags, compiler.version, *compiler.command,
-        _processor(), *map(str, includes),
+        _processor(),
     )  # fmt: skip
-    return cache.file(key, ".so", lambda target: _compile(compiler, program, flags, target, linked))
+
+    def make(target: Path) -> None:
+        with announced(what, "host"):
+            _compile(compiler, program, flags, target, linked)
+
+    return cache.file(key, ".so", make)
 
 
 def _build_object(program: str, flags: tuple[str, ...]) -> Path:
     """Return the object file of a program that includes files of `kernels_src/host` alone."""
-    compiler, _ = _toolchain()
+    compiler = _require_compiler()
     flags = (*flags, _native())
     key = cache.key(
         "object", sources.digest("host"), program, *flags, compiler.version, *compiler.command,
@@ -171,7 +202,7 @@ def _build_object(program: str, flags: tuple[str, ...]) -> Path:
 
 
 def _native() -> str:
-    return "-mcpu=native" if platform.machine() == "aarch64" else "-march=native"
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 
 
 def check(program: str) -> None:
@@ -179,35 +210,26 @@ def check(program: str) -> None:
 
     Raises
     ------
-    CompileError : no compiler, no CUDA headers, or the compiler's own complaint
+    CompileError : no compiler, or the compiler's own complaint
     """
-    compiler, includes = _toolchain()
+    compiler = _require_compiler()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "check.cpp"
         source.write_text(f'#include "host/cuda_names.h"\n{program}')
-        search = _search_paths(includes)
+        search = _search_paths()
         _run([*compiler.command, *_FLAGS, *search, "-fsyntax-only", str(source)], program)
 
 
-def _toolchain() -> tuple[Compiler, list[Path]]:
-    """Return the compiler and the folders of CUDA's headers."""
+def _require_compiler() -> Compiler:
     compiler = find_compiler()
     if compiler is None:
-        raise CompileError("no C++ compiler was found (pip install kvcupy[host] brings one)")
-    includes = sources.cuda_include_dirs(12)
-    if not includes:
-        raise CompileError(
-            "NVIDIA's number-format headers were not found (pip install kvcupy[host])"
-        )
-    return compiler, includes
+        raise CompileError(f"no C++ compiler was found ({install('host')} brings one)")
+    return compiler
 
 
-def _search_paths(includes: list[Path]) -> list[str]:
+def _search_paths() -> list[str]:
     kernels = sources.kernels_dir()
-    found = [f"-I{kernels}", f"-I{kernels / 'host'}"]
-    for headers in includes:
-        found += ["-isystem", str(headers)]
-    return found
+    return [f"-I{kernels}", f"-I{kernels / 'host'}"]
 
 
 def _compile(
@@ -230,7 +252,7 @@ def _compile(
 
 
 def _compile_object(compiler: Compiler, program: str, flags: tuple[str, ...], target: Path) -> None:
-    search = _search_paths(sources.cuda_include_dirs(12))
+    search = _search_paths()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.cpp"
         source.write_text(program)

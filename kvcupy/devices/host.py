@@ -20,6 +20,7 @@ import numpy as np
 from .. import arrays, dtypes, faults, observe
 from ..config import SHARED_BYTES, config
 from ..errors import CaptureError, CompileError, DeviceError, IndexFault
+from ..exporters import note_written
 from ..exporters import view as as_view
 from ..kernels import Specialisation
 from . import cxx, host_copy
@@ -201,6 +202,7 @@ class HostDevice:
             ),
             lambda: on.enqueue(lambda: host_copy.copy_array(target, source)),
         )
+        note_written([to])
 
     def copy_runs(
         self,
@@ -216,6 +218,9 @@ class HostDevice:
     def address(self, view: arrays.ArrayView) -> int | None:
         """Return where kernels find a view; None for memory of a GPU."""
         return view.pointer if view.device == "host" else None
+
+    def check_fallback(self, operation: str, stream: Any) -> None:
+        """Do nothing: a graph of the host device replays array expressions."""
 
     # --- Streams ---
 

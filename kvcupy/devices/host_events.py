@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CaptureError, DeviceError
+from ..pickling import ProcessLocal
 
 if TYPE_CHECKING:
     from .host_graphs import Point
@@ -54,7 +55,7 @@ class Marker:
         self.passed.set()
 
 
-class HostEvent:
+class HostEvent(ProcessLocal):
     """A point in a host stream; recording it again moves it."""
 
     def __init__(self, timing: bool = False) -> None:

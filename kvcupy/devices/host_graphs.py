@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import observe
 from ..errors import CaptureError
+from ..pickling import ProcessLocal
 from .host_events import HostEvent
 from .launch_hooks import LaunchHooks
 
@@ -76,7 +77,7 @@ class Capture:
             stream._capture = None
 
 
-class HostGraph:
+class HostGraph(ProcessLocal):
     """Captured work of one or more streams. Each launch reads its arrays anew."""
 
     def __init__(

@@ -14,6 +14,7 @@ PAGE_BYTES = mmap.PAGESIZE
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MBIND = {"x86_64": 237, "aarch64": 235}  # the C library has no function for this system call
 _MPOL_PREFERRED = 1
+_MADV_DONTFORK = 10
 _LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
@@ -59,6 +60,16 @@ def prefer_node(address: int, num_bytes: int, node: int) -> bool:
     return bool(_libc().syscall(*(ctypes.c_long(a) for a in arguments)) == 0)
 
 
+def keep_from_children(address: int, num_bytes: int) -> bool:
+    """Leave pages out of processes forked from now on; return whether the system does so.
+
+    A forked child shares private pages until one of the two writes. Where Linux is older than 5.9,
+    and in WSL2, the writer gets the copy, be it the parent: the processor would go on in a new page
+    and a GPU that has locked the old one in that. A child that touches the pages crashes.
+    """
+    return bool(_libc().madvise(address, num_bytes, _MADV_DONTFORK) == 0)
+
+
 def node_of_pci_device(bus_id: str, pci_devices: Path) -> int | None:
     """Return the NUMA node that a PCI device is attached to; None if the system does not say.
 
@@ -82,5 +93,6 @@ def _libc() -> Any:
         ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
     )  # fmt: skip
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     libc.syscall.restype = ctypes.c_long
     return libc

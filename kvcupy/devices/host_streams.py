@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .. import observe
 from ..config import config
 from ..errors import CaptureError, DeviceError
+from ..pickling import ProcessLocal
 from .host_events import HostEvent, Marker, State, Task, surfaced, work
 from .host_graphs import Capture, HostGraph
 
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
     from .launch_hooks import Hook
 
 
-class InlineStream:
+class InlineStream(ProcessLocal):
     """The calling thread as a stream: whatever is put on it is done when the call returns."""
 
     inline = True
     priority = 0
     capturing = False
     keeps = True
+    capture_id = None
     name = "calling thread"
 
     def __init__(self, device: HostDevice) -> None:
@@ -73,11 +75,12 @@ class InlineStream:
         raise CaptureError("stream: the calling thread is never captured")
 
 
-class HostStream:
+class HostStream(ProcessLocal):
     """A FIFO worker thread. Made by `Device.stream`."""
 
     inline = False
-    keeps = True
+    keeps = True  # its graphs hold what was captured
+    capture_id = None
     _numbers = itertools.count(1)
 
     def __init__(self, device: HostDevice, priority: int = 0) -> None:

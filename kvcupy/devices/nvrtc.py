@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CompileError
-from . import cache
+from ..extras import install
+from . import cache, compiling
 
 if TYPE_CHECKING:
     from ..kernels import Specialisation
@@ -27,6 +28,7 @@ OPTIONS = ("-std=c++17", "-default-device")
 VERBOSE = "--ptxas-options=-v"
 _INVALID_OPTION = 5  # NVRTC_ERROR_INVALID_OPTION
 _PTX_LADDER = (120, 100, 90, 80, 75)
+_RENAMED = (101,)  # 110 since CUDA 13, so that newer drivers do not know the number
 
 
 @dataclass(frozen=True)
@@ -89,14 +91,15 @@ def compile_cubin(
 
     def compile_now() -> Compiled:
         extra = (*flags, VERBOSE) if verbose else flags
-        return _compile(specialisation, arch, extra, folder, headers)
+        with compiling.announced(specialisation, arch):
+            return _compile(specialisation, arch, extra, folder, headers)
 
     if digest is None:
         return compile_now()
     kernel = specialisation.kernel
     key = cache.key(
-        "cubin", digest, kernel.source, specialisation.expression, arch, "\0".join(flags),
-        f"{version[0]}.{version[1]}", _headers_digest(tuple(headers)),
+        "cubin", digest, _program_text(kernel.source), specialisation.expression, arch,
+        "\0".join(flags), f"{version[0]}.{version[1]}", _headers_digest(tuple(headers)),
     )  # fmt: skip
     if verbose:
         fresh = compile_now()
@@ -131,25 +134,35 @@ def targets(arch: str, supported: Sequence[int]) -> list[str]:
     >>> targets("sm_90", (80, 90)), targets("sm_130", (80, 90))
     (['sm_90'], ['compute_90'])
     """
-    match = re.fullmatch(r"sm_(\d+)([af]?)", arch)
-    if match is None:
-        raise ValueError(f"arch: expected sm_NN, got {arch!r}")
-    number = int(match[1])
+    number = arch_number(arch)
     if number in supported:
         return [arch]
     if supported:
-        older = [a for a in supported if a <= number]
+        older = [a for a in supported if a <= number and a not in _RENAMED]
         if not older:
             raise CompileError(f"{arch}: this NVRTC compiles for sm_{supported[0]} and newer")
         return [f"compute_{older[-1]}"]
     return [arch, *(f"compute_{a}" for a in _PTX_LADDER if a <= number)]
 
 
+def arch_number(arch: str) -> int:
+    """Return the number of an architecture.
+
+    >>> arch_number("sm_90a")
+    90
+    """
+    match = re.fullmatch(r"sm_(\d+)([af]?)", arch)
+    if match is None:
+        raise ValueError(f"arch: expected sm_NN, got {arch!r}")
+    return int(match[1])
+
+
 def _nvrtc() -> Any:
     try:
         from cupy_backends.cuda.libs import nvrtc
     except ImportError as error:
-        raise CompileError(f"NVRTC needs CuPy: {error}") from error
+        remedy = f"{install('cuda12')}, or cuda13 for a driver of CUDA 13"
+        raise CompileError(f"NVRTC needs CuPy: {error} ({remedy})") from error
     try:
         nvrtc.getVersion()
     except Exception as error:  # CuPy raises several kinds when the library is not found
@@ -185,10 +198,20 @@ def _compile(
     raise CompileError(f"{specialisation}: no target for {arch}")
 
 
+def _program_text(source: str) -> str:
+    """Return a program that is one file of the kernels.
+
+    In angle brackets, for quotes would look in the working directory first: whatever file of that
+    name lies there would be compiled instead, and cached as the package's own. What the file itself
+    includes in quotes is looked for beside it, then along the include path.
+    """
+    return f"#include <{source}>\n"
+
+
 @contextmanager
 def _program(nvrtc: Any, specialisation: Specialisation) -> Iterator[int]:
     source = specialisation.kernel.source
-    program = nvrtc.createProgram(f'#include "{source}"\n', f"{source}.program", (), ())
+    program = nvrtc.createProgram(_program_text(source), f"{source}.program", (), ())
     try:
         yield program
     finally:
@@ -207,7 +230,8 @@ def _failure(
     message = f"{specialisation} does not compile for {arch}: {error}"
     if not headers:
         major = nvrtc_version()[0]
-        message += f" (CUDA's headers were not found: pip install nvidia-cuda-runtime-cu{major})"
+        wheel = "nvidia-cuda-runtime-cu12" if major == 12 else f"nvidia-cuda-runtime=={major}.*"
+        message += f" (CUDA's headers were not found: pip install {wheel})"
     return CompileError(message, log)
 
 

@@ -49,6 +49,11 @@ class Stream(Protocol):
     def capturing(self) -> bool: ...
     @property
     def keeps(self) -> bool: ...  # whether owners live until the work that they are given with ran
+    @property
+    def capture_id(self) -> int | None:
+        """The number of the capture that the stream is part of, where its graph does not hold the
+        buffers of each operation by itself, so that later ones in this stream may reuse them."""
+
     def wait(self, other: Any) -> None: ...
     def record(self, event: Any = None) -> Event: ...
     def synchronize(self) -> None: ...
@@ -79,7 +84,7 @@ class Device(Protocol):
     @property
     def has_copy_engine(self) -> bool: ...  # whether copies leave its processors to kernels
 
-    # What users call (API.md, "Devices and streams").
+    # What users call.
     def empty(self, shape: Any, dtype: Any) -> Any: ...
     def zeros(self, shape: Any, dtype: Any) -> Any: ...
     def empty_pinned(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]: ...
@@ -91,9 +96,11 @@ class Device(Protocol):
     def synchronize(self) -> None: ...
 
     # What operations call.
-    def as_stream(self, stream: Any, library: str = "numpy") -> Stream:
+    def as_stream(self, stream: Any, library: str = "") -> Stream:
         """Return `stream` as this device's Stream; None is the current one of `library`
-        ("numpy", "cupy", "torch"). TypeError names the argument `stream`."""
+        ("numpy", "cupy", "torch"), the empty one standing for whichever library has made a stream
+        current: for calls whose arrays do not say. TypeError and ValueError name the argument
+        `stream`."""
 
     def load(self, specialisation: Specialisation) -> Any:
         """Compile (or find compiled) and load; CompileError if that cannot be done."""
@@ -113,6 +120,10 @@ class Device(Protocol):
         self, function: Callable[[], object], stream: Stream, keep: Sequence[object] = ()
     ) -> None:
         """Run array expressions in the order of `stream` (the fallback of an operation)."""
+
+    def check_fallback(self, operation: str, stream: Stream) -> None:
+        """Raise CaptureError if `stream` is captured into a graph that cannot replay array
+        expressions. Called before an operation that falls back does anything."""
 
     def copy_runs(
         self,

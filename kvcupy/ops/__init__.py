@@ -1,4 +1,10 @@
-"""The operations on KV caches, one family a module."""
+"""The operations on KV caches, one family a module.
+
+Stream: every operation takes `stream`, a CuPy, torch or kvcupy stream, or anything that has
+`__cuda_stream__`. Its work is ordered there as a kernel's is, and it waits for nothing else. None
+is the current stream of the library that the arrays come from; on the host device that is the
+calling thread, and the call returns when the work is done. Arguments are kept alive until then.
+"""
 
 from __future__ import annotations
 

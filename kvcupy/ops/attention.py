@@ -60,7 +60,7 @@ def paged_attention(
     out : (T, Hq, Dv) of the query's format or float32, written in place; None: allocated, of the
         query's, zero where nothing is written
     lse_out : float32 (T, Hq), written in place: the natural logarithm of the sum of exponentials
-    stream : see API.md
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Returns
     -------

@@ -56,7 +56,8 @@ class Options:
         if window is not None:
             checks.require_int(window, "window")
             if not 1 <= window < 2**63:
-                raise ValueError(f"window: expected None or at least 1, got {window}")
+                off = "; None is no window" if window in (-1, 0) else ""  # as others have it
+                raise ValueError(f"window: expected None or at least 1, got {window}{off}")
         sink_keys = 0
         if sinks is not None and not checks.is_array(sinks):
             checks.require_int(sinks, "sinks")
@@ -149,7 +150,10 @@ def check_query(query: ArrayView, name: str = "query") -> None:
     if query.format not in ("fp32", "fp16", "bf16"):
         raise TypeError(f"{name}: expected fp32, fp16 or bf16, got {describe(query)}")
     if query.ndim != 3 or 0 in query.shape[1:]:
-        raise ValueError(f"{name}: expected (tokens, heads, width), got {describe(query)}")
+        raise ValueError(
+            f"{name}: expected (tokens, heads, width) of at least one head and element, "
+            f"got {describe(query)}"
+        )
     checks.require_contiguous(query, name)
 
 
@@ -262,5 +266,6 @@ def _number(value: Any, name: str, *, positive: bool = False) -> float | None:
         rounded = np.float32(value)
     if not np.isfinite(rounded) or (positive and not rounded > 0):
         wanted = "a finite float32 above zero" if positive else "a finite float32"
-        raise ValueError(f"{name}: expected {wanted}, got {value!r}")
+        off = "; None is no cap" if positive and value == 0 else ""
+        raise ValueError(f"{name}: expected {wanted}, got {value!r}{off}")
     return float(value)

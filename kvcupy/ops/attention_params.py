@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import faults
-from ..kernels import Specialisation
+from ..kernels import Specialisation, zeroed
 from . import side
 from .attention_checks import Call
 
@@ -106,7 +106,7 @@ class Tiling:
 
 def fill(call: Call, num_splits: int, lanes: int) -> np.ndarray[Any, Any]:
     """Return the Params of a call without its addresses."""
-    params = np.zeros((), PARAMS)
+    params = zeroed(PARAMS)
     options, cache = call.options, call.k.cache
     for name, one in (("k", call.k), ("v", call.v)):
         one.write(params[name], one.cache.width)

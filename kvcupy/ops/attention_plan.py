@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from .. import devices, faults, scratch
 from ..arrays import ArrayView
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
 from ..exporters import view
+from ..kernels import zeroed
 from . import geometry, plan
 from .attention_checks import Call, Options, check_call
 from .attention_kernels import STARTS, STARTS_PARAMS, tiling_of
@@ -50,7 +49,7 @@ class AttentionPlan(plan.Plan):
         """Describe the arrays."""
         return [
             None if name not in self.call.given or self.call.view(name) is None
-            else view(array, name)
+            else view(array)
             for name, array in zip(self.names, arrays, strict=True)
         ]  # fmt: skip
 
@@ -173,7 +172,7 @@ def _starts(device: Device, call: Call, pointers: list[int | None]) -> plan.Laun
     lengths = call.view("query_lens")
     assert lengths is not None
     lanes = 1 if device.warp_lanes == 1 else 32
-    params = np.zeros((), STARTS_PARAMS)
+    params = zeroed(STARTS_PARAMS)
     params["length_bytes"], params["index_bytes"] = lengths.strides[0], lengths.itemsize
     params["operation"] = faults.operation_id("paged_attention", "query_lens")
     params["num_sequences"], params["num_tokens"] = call.num_sequences, call.num_tokens

@@ -15,7 +15,7 @@ from .. import faults
 from ..arrays import ArrayView
 from ..errors import CompileError
 from ..exporters import view
-from ..kernels import Kernel, Specialisation
+from ..kernels import Kernel, Specialisation, zeroed
 from . import geometry, plan, side
 from .side import Side
 
@@ -130,7 +130,7 @@ class CacheRowsPlan(plan.Plan):
             warp_lanes=self.device.warp_lanes,
             whole_warps=kernel.barriers,
         )
-        params = np.zeros((), PARAMS)
+        params = zeroed(PARAMS)
         for name, one in sides.items():
             one.write(params[name], widths[name])
         cache = first.cache

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from ..arrays import ArrayView, describe, overlap
 from ..exporters import view
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Input rows: `num_tokens` of `num_heads` times `width` elements, by byte strides."""
 
     num_tokens: int
@@ -28,8 +27,7 @@ class Rows:
     head_bytes: int
 
 
-@dataclass(frozen=True)
-class Cache:
+class Cache(NamedTuple):
     """A cache by byte strides. A slot is `page * page_size + offset`."""
 
     num_slots: int
@@ -59,6 +57,8 @@ def number_format(v: ArrayView, name: str) -> dtypes.Format:
     """Return the number format of an argument."""
     if v.format not in dtypes.FORMATS:
         hint = "; tag it with kv.view_as" if v.format in ("uint8", "uint16") else ""
+        if v.format == "float64":
+            hint = "; convert it with .astype(np.float32) or .float()"
         known = ", ".join(dtypes.FORMATS)
         raise TypeError(f"{name}: expected one of the formats {known}, got {v.format}{hint}")
     return dtypes.FORMATS[v.format]
@@ -71,6 +71,7 @@ def rows(v: ArrayView, name: str) -> Rows:
             f"{name}: expected (tokens, heads, width) or (tokens, width), got {describe(v)}"
         )
     require_contiguous(v, name)
+    _require_width(v, name)
     if v.ndim == 2:
         return Rows(v.shape[0], 1, v.shape[1], v.strides[0], 0)
     return Rows(*v.shape, *v.strides[:2])
@@ -79,6 +80,7 @@ def rows(v: ArrayView, name: str) -> Rows:
 def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool = True) -> Cache:
     """Read an argument as a cache for rows of `rows_ndim` dimensions."""
     require_contiguous(v, name)
+    _require_width(v, name)
     if written:
         require_output(v, name)
     if rows_ndim == 2:
@@ -105,9 +107,15 @@ def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool
     )
 
 
+def _require_width(v: ArrayView, name: str) -> None:
+    if v.ndim and v.shape[-1] == 0:
+        raise ValueError(f"{name}: expected a width of at least 1, got {describe(v)}")
+
+
 def mla_cache(v: ArrayView, name: str) -> Cache:
     """Read an argument as an MLA cache, (num_slots, width) or (num_pages, page_size, width)."""
     require_contiguous(v, name)
+    _require_width(v, name)
     require_output(v, name)
     if v.ndim == 2:
         return Cache(v.shape[0], 1, 1, v.shape[1], v.strides[0], 0, 0)
@@ -129,7 +137,8 @@ def layout_name(layout: object) -> str:
 def indices(v: ArrayView, name: str) -> int:
     """Check an index array, int32 or int64 of one dimension; return bytes an index."""
     if v.format not in ("int32", "int64"):
-        raise TypeError(f"{name}: expected int32 or int64, got {describe(v)}")
+        hint = "; convert it with .astype(np.int64) or .long()"
+        raise TypeError(f"{name}: expected int32 or int64, got {describe(v)}{hint}")
     if v.ndim != 1:
         raise ValueError(f"{name}: expected one dimension, got {describe(v)}")
     return v.itemsize
@@ -168,8 +177,7 @@ def is_array(argument: object) -> bool:
     return argument is not None and not isinstance(argument, numbers.Real)
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """A static scale: one number, or a device array with `head_bytes` between heads."""
 
     value: float
@@ -179,8 +187,10 @@ class Scale:
 
 def scale(argument: Any, name: str, num_heads: int, target: dtypes.Format) -> Scale:
     """Check a static scale for a cache of format `target`."""
+    if argument is None:
+        return Scale(1.0, None, 0)
     if not is_array(argument):
-        value = 1.0 if argument is None else float(argument)
+        value = float(argument)
         if not target.quantised and value != 1.0:
             raise ValueError(f"{name}: expected None or 1.0 for a {target.name} cache, got {value}")
         with np.errstate(over="ignore", under="ignore"):
@@ -238,8 +248,12 @@ def require_given(views: Mapping[str, ArrayView], names: Iterable[str]) -> None:
 def require_output(v: ArrayView, name: str) -> None:
     """Refuse what cannot be written element by element."""
     if v.readonly:
-        raise ValueError(f"{name}: expected a writable array, got a read-only one")
-    if any(n > 1 and s == 0 for n, s in zip(v.shape, v.strides, strict=True)):
+        raise ValueError(
+            f"{name}: expected a writable array, got a read-only one; pass a .copy() of it, or one "
+            "of NumPy, CuPy or torch where it is immutable, as JAX's are"
+        )
+    steps = zip(v.shape, v.strides, strict=True)
+    if 0 in v.strides and v.size and any(n > 1 and s == 0 for n, s in steps):
         raise ValueError(f"{name}: expected distinct elements, got a broadcast array")
 
 
@@ -267,6 +281,9 @@ def require_disjoint(
     outputs: Sequence[tuple[str, ArrayView | None]], inputs: Sequence[tuple[str, ArrayView | None]]
 ) -> None:
     """Refuse outputs that share bytes with an input or with one another."""
+    ranges = sorted(v.byte_range() for _, v in (*outputs, *inputs) if v is not None)
+    if all(end <= start for (_, end), (start, _) in pairwise(ranges)):
+        return  # many layers, say, one behind the other
     for i, (name, output) in enumerate(outputs):
         for other_name, other in (*outputs[i + 1 :], *inputs):
             if output is not None and other is not None and overlap(output, other):
@@ -275,8 +292,9 @@ def require_disjoint(
 
 def require_contiguous(v: ArrayView, name: str) -> None:
     """Refuse gaps between the elements of the last axis."""
-    if v.size and v.ndim and v.shape[-1] > 1 and v.strides[-1] != v.itemsize:
+    if v.ndim and v.shape[-1] > 1 and v.strides[-1] != v.itemsize and v.size:
         raise ValueError(
             f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), "
-            f"got strides of {v.strides} bytes"
+            f"got strides of {v.strides} bytes; .contiguous() or np.ascontiguousarray makes a copy "
+            "that has one"
         )

@@ -91,8 +91,13 @@ def dynamic_scale(values: Any, name: str) -> Any:
 
 
 def note_fault(device: Device, count: int, operation: int, position: Any, value: Any) -> None:
-    """Note faults in the device's record, as `report_fault` of the kernels does."""
+    """Note faults in the device's record, as `report_fault` of the kernels does.
+
+    The record is not read on the host, which would wait for all that the stream holds.
+    """
     record = device.fault_array()
-    if int(record[0]) == 0:
-        record[1], record[2], record[3] = operation, position, value
-    record[0] += count
+    xp = module_of(record)
+    first = record[:1] == 0
+    for i, number in enumerate((operation, position, value), 1):
+        record[i : i + 1] = xp.where(first, number, record[i : i + 1])
+    record[:1] += count

@@ -58,7 +58,7 @@ def gather_kv(
         caches; None: allocated, zero where a slot is skipped
     dtype : format of allocated outputs ("bf16", a NumPy dtype, ...). None: that of the other
         output, else the cache's if it is not quantised, else "bf16"
-    stream : see API.md
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Returns
     -------

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _BLOCK = 128
+_SMALLEST_BLOCK_ALONE = 8  # where each thread takes a row
+_BLOCKS_PER_WORKER = 4
 _MAX_LANES = 512
 _UNROLL = 4  # words in flight a thread, as in kernels_src/store.cu
 
@@ -50,7 +52,8 @@ def spread(
     word up to one warp, so that a warp's accesses are whole sectors, then more
     warps so that no thread has more than four words in flight at a time; and as many as it can use
     when there are too few rows to occupy the device. Small work goes in small blocks, so that it
-    spreads over all multiprocessors.
+    spreads over all multiprocessors; where threads do not step together, in blocks of a few rows,
+    for several workers to share what is left once one has found that it takes long.
     """
     lanes = min(_power_of_two(words), warp_lanes)
     most_lanes = 1 if warp_lanes == 1 else most_lanes
@@ -58,9 +61,11 @@ def spread(
         lanes *= 2
     while lanes < min(most_lanes, words) and num_rows * lanes < multiprocessors * 2 * _BLOCK:
         lanes *= 2
-    smallest = max(lanes, 32) if whole_warps else lanes
+    alone = warp_lanes == 1 and not whole_warps
+    smallest = max(lanes, _SMALLEST_BLOCK_ALONE if alone else 32)
+    wanted = multiprocessors * (_BLOCKS_PER_WORKER if alone else 1)
     block = max(smallest, _BLOCK)
-    while block > max(32, smallest) and num_rows * lanes < multiprocessors * block:
+    while block > smallest and num_rows * lanes < wanted * block:
         block //= 2
     rows_a_block = block // lanes
     return Geometry(lanes, (-(-num_rows // rows_a_block), 1, 1), (block, 1, 1))

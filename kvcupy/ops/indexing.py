@@ -11,7 +11,7 @@ from .. import devices, faults
 from ..arrays import ArrayView, describe
 from ..errors import CompileError
 from ..exporters import view
-from ..kernels import Kernel, Specialisation
+from ..kernels import Kernel, Specialisation, zeroed
 from . import checks, expressions, outputs, plan
 
 _ARRAYS = ("block_table", "seq_lens", "append_lens", "out")
@@ -68,7 +68,7 @@ def slot_mapping(
     page_size : slots a page
     out : int64 (T,), written in place; what the step does not need is filled with -1. None:
         allocated, as long as the step needs
-    stream : see API.md
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Returns
     -------
@@ -170,7 +170,9 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
         last = numbers - xp.maximum(pages - 1, 0) * page_size
         found.extend((indptr, device.carrier(table)[used].astype(xp.int32), last.astype(xp.int32)))
 
-    device.run(express, device.as_stream(None, table.library), (block_table, seq_lens))
+    on = device.as_stream(None, table.library)
+    device.check_fallback("page_table_csr", on)
+    device.run(express, on, (block_table, seq_lens))
     indptr, indices, last_page_len = (outputs.in_library(a, table) for a in found)
     return indptr, indices, last_page_len
 
@@ -253,7 +255,7 @@ class SlotMappingPlan(plan.Plan):
 
     def _launch(self) -> plan.Launch:
         table = self.table
-        params = np.zeros((), _PARAMS)
+        params = zeroed(_PARAMS)
         params["table_row_bytes"], params["table_entry_bytes"] = table.strides
         params["table_index_bytes"] = table.itemsize
         for name, lengths in (("seq_len", self.seq_lens), ("append_len", self.append_lens)):

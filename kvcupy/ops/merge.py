@@ -12,6 +12,7 @@ from ..arrays import ArrayView, describe
 from ..dtypes import FORMATS
 from ..errors import CompileError
 from ..exporters import view
+from ..kernels import zeroed
 from . import checks, expressions, outputs, plan
 from .merge_launch import MERGED, PARAMS, launch, merge_launch, specialisations
 
@@ -19,7 +20,7 @@ __all__ = ["merge_launch", "merge_states", "specialisations"]
 
 _NAMES = ("out_a", "out_b", "out", "lse_a", "lse_b", "lse_out")
 _NUM_ROWS = 3  # the first arrays are moved in whole words
-_IN_PLACE = ((2, (0, 1)), (5, (3, 4)))  # each output, and the inputs that it may be
+_IN_PLACE = ((2, 0), (2, 1), (5, 3), (5, 4))  # outputs, and the inputs that they may be
 
 
 def merge_states(
@@ -44,7 +45,7 @@ def merge_states(
         states also merge into fp16 or bf16. None: allocated, like out_a
     lse_out : float32 (T, Hq), likewise, and may be lse_a or lse_b itself
     lse_base : "e" or "2", of the logarithms in and out
-    stream : see API.md
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     To merge N states at once give out_a (N, T, Hq, Dv), lse_a (N, T, Hq) and None for out_b, lse_b.
 
@@ -102,6 +103,8 @@ class MergePlan(plan.Plan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        views = [self.given.get(name) for name in _NAMES]
+        self.in_place = tuple(pair for pair in _IN_PLACE if _same_layout(*(views[i] for i in pair)))
         if self.given["lse_out"].size == 0:
             return
         try:
@@ -110,13 +113,8 @@ class MergePlan(plan.Plan):
             self.cause = cause
 
     def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
-        """Describe the arrays. What is written where it is read counts as written."""
-        found = [None if array is None else view(array) for array in arrays]
-        for output, inputs in _IN_PLACE:
-            for i in inputs:
-                if _same_memory(found[i], found[output]):
-                    found[i] = None
-        return found
+        """Describe the arrays."""
+        return [None if array is None else view(array) for array in arrays]
 
     def express(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
         """Merge as array expressions."""
@@ -133,7 +131,7 @@ class MergePlan(plan.Plan):
 
     def _launch(self) -> plan.Launch:
         given = self.given
-        params = np.zeros((), PARAMS)
+        params = zeroed(PARAMS)
         params["num_states"] = 2
         if "out_b" not in given:
             params["num_states"] = given["out_a"].shape[0]
@@ -196,9 +194,9 @@ def _require(v: ArrayView, name: str, shape: tuple[int, ...], format: str) -> No
         raise ValueError(f"{name}: expected {shape} {format}, got {describe(v)}")
 
 
-def _same_memory(a: ArrayView | None, b: ArrayView | None) -> bool:
-    """Return whether two views have each element at the same address."""
-    if a is None or b is None or a.pointer != b.pointer or a.shape != b.shape:
+def _same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
+    """Return whether two views have each element at the same distance from their addresses."""
+    if a is None or b is None or a.shape != b.shape:
         return False
     steps = zip(a.shape, a.strides, b.strides, strict=True)
     return all(n == 1 or s == t for n, s, t in steps)

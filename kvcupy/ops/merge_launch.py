@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays import contiguous_strides
 from ..devices.protocol import Device
 from ..dtypes import FORMATS, Format
-from ..kernels import Kernel, Specialisation
+from ..kernels import Kernel, Specialisation, zeroed
 from . import geometry, plan
 
 _POINTERS = ("out_a", "lse_a", "out_b", "lse_b", "sinks", "num_valid", "out", "lse")
@@ -102,7 +102,7 @@ def merge_launch(
     partial_out, partial_lse, sinks, num_valid, out, lse = pointers
     out_steps = contiguous_strides((num_states, num_tokens, num_heads, width), 4)
     lse_steps = contiguous_strides((num_states, num_tokens, num_heads), 4)
-    params = np.zeros((), PARAMS)
+    params = zeroed(PARAMS)
     params["num_states"], params["sink_bytes"] = num_states, sink_bytes
     params["out_state_bytes"], params["lse_state_bytes"] = out_steps[0], lse_steps[0]
     params["out_a_rows"], params["lse_a_rows"] = out_steps[1:3], lse_steps[1:]

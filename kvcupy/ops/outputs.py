@@ -24,7 +24,10 @@ def format_name(dtype: Any) -> str:
                 text if str(dtype).startswith("torch.") else dtypes.numpy_dtype(dtype)
             )
         except TypeError:
-            raise TypeError(f"dtype: expected a number format, got {dtype!r}") from None
+            known = ", ".join(dtypes.FORMATS)
+            raise TypeError(
+                f"dtype: expected a number format ({known}), or a dtype that is one, got {dtype!r}"
+            ) from None
     if name not in dtypes.FORMATS:
         raise ValueError(f"dtype: expected one of {', '.join(dtypes.FORMATS)}, got {dtype!r}")
     return name

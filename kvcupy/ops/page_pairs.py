@@ -59,11 +59,11 @@ class PagePairs:
             raise ValueError(f"{names[1]}: expected {counts[0]} like {names[0]}, got {counts[1]}")
         self.count = counts[0]
         self.src, self.dst = (_on_host(v, o) for v, o in zip(self.views, owners, strict=True))
-        self._lists: tuple[Lists, object] | None = None
+        self._lists: tuple[Lists, tuple[object, ...]] | None = None
         self._existing: dict[tuple[int, int], Existing] = {}
         self.methods: dict[object, str] = {}  # chosen for them, by what the choice depends on
 
-    def lists(self, device: Device, on: Stream) -> tuple[Lists, object]:
+    def lists(self, device: Device, on: Stream) -> tuple[Lists, tuple[object, ...]]:
         """Return the lists where kernels of `device` read them, and what keeps them there.
 
         Lists that kernels cannot reach are sent on `on`, once. All calls are for one device and one
@@ -71,17 +71,18 @@ class PagePairs:
         """
         if self._lists is None:
             addresses = [device.address(v) for v in self.views]
-            if None in addresses:
-                sent = send([self.on_host(name) for name in _NAMES], device, on)
-                half = sent.pointer + sent.strides[0]
-                found = Lists(self.count, (sent.pointer, 8, 8), (half, 8, 8))
-                self._lists = found, sent
-            else:
-                src, dst = (
-                    (address or 0, v.strides[0], v.itemsize)
-                    for address, v in zip(addresses, self.views, strict=True)
-                )
-                self._lists = Lists(self.count, src, dst), self.views
+            kept: tuple[object, ...] = tuple(self.views)
+            places = [
+                (address or 0, v.strides[0], v.itemsize)
+                for address, v in zip(addresses, self.views, strict=True)
+            ]
+            unreached = [i for i, address in enumerate(addresses) if address is None]
+            if unreached:
+                sent = send([self.on_host(_NAMES[i]) for i in unreached], device, on)
+                kept = (*kept, sent)
+                for row, i in enumerate(unreached):
+                    places[i] = (sent.pointer + row * sent.strides[0], 8, 8)
+            self._lists = Lists(self.count, *places), kept
         return self._lists
 
     def existing(self, src_count: int, dst_count: int) -> Existing:

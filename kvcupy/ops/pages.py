@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from .. import devices, faults
-from ..arrays import ArrayView, describe
+from ..arrays import ArrayView, describe, first_overlap
 from ..errors import CompileError
 from ..exporters import view
-from ..kernels import Kernel, Specialisation
+from ..kernels import Kernel, Specialisation, zeroed
 from . import cache_rows, checks, expressions, geometry, plan
 
 _ARRAYS = ("cache", "src_pages", "dst_pages")
@@ -59,7 +59,7 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
         place. The last axis is contiguous
     src_pages, dst_pages : int32 or int64 (N,). A pair with a negative page is skipped. Past the
         end: likewise, and raised by `check_faults`
-    stream : see API.md
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Raises
     ------
@@ -92,6 +92,8 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
         _require_layers([view(one, "cache") for one in layers])
     for pointers, made, arrays in calls:
         made.run(pointers, arrays, stream)
+    if hasattr(cache, "note_written"):
+        cache.note_written()
 
 
 @dataclass
@@ -148,7 +150,7 @@ class PagesPlan(plan.Plan):
             self.device.multiprocessors,
             warp_lanes=self.device.warp_lanes,
         )
-        params = np.zeros((), _PARAMS)
+        params = zeroed(_PARAMS)
         params["page_bytes"], params["num_pages"] = page_bytes, self.cache.shape[0]
         params["row_bytes_0"], params["row_bytes_1"], params["row_bytes_2"] = s0, s1, s2
         for name, pages in (("src", self.src), ("dst", self.dst)):
@@ -202,7 +204,8 @@ def _require_layers(views: list[ArrayView]) -> None:
             raise ValueError(
                 f"cache: expected {views[0].shape[0]} pages in each, got {describe(v)}"
             )
-    checks.require_disjoint([("cache", v) for v in views], [])
+    if first_overlap(views) is not None:
+        raise ValueError("cache: expected memory of its own, got some of cache's")
 
 
 def _rows_of_page(cache: ArrayView) -> tuple[int, list[tuple[int, int]]]:

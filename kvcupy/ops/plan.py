@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import operator
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -18,24 +19,34 @@ import numpy as np
 
 from .. import observe
 from ..arrays import ArrayView
-from ..config import config
+from ..config import config, logger
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from ..exporters import probe_argument, view
-from ..kernels import Specialisation, pointer_fields
+from ..exporters import is_tensor, note_written, probe_argument, view, wait_for_producers
+from ..kernels import Specialisation
 from . import checks
+from .aliasing import Aliasing
 
 _MAX_PLANS = 4096
 
 
 class Remembered(Protocol):
-    """What is kept by signature: a plan, or several that are run together."""
+    """What is kept by signature: a plan, or several that are run together.
 
-    def drop_traceback(self) -> None:
-        """Let go of the frames, and so of the arrays, of the call for which nothing compiled."""
+    Attributes
+    ----------
+    used_at : how many plans had been made when this one was last used
+    """
+
+    used_at: int
+
+    def settle(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
+        """Prepare the checks of addresses, and let go of the call for which this was made."""
 
 
-_plans: dict[Any, Remembered] = {}
+_plans: dict[Any, Remembered] = {}  # from the one that was used the longest ago
+_made = 0
+_lock = threading.Lock()
 
 
 class Launch:
@@ -59,7 +70,7 @@ class Launch:
         pointers: Sequence[int | None],
     ) -> None:
         self.grid, self.block, self.smem_bytes = grid, block, smem_bytes
-        count = pointer_fields(params.dtype)
+        count = specialisation.kernel.num_pointers
         assert count == len(pointers) + 1
         self._pack = struct.Struct(f"={count}Q")
         self._constants = params.tobytes()[self._pack.size :]
@@ -82,6 +93,7 @@ class Plan(abc.ABC):
     offsets : bytes to add to each address, where an argument is used from its middle on
     launches : in the order of issue; empty if there is nothing to do
     cause : why the kernel cannot be used, where array expressions must serve
+    in_place : (output, input) that are written where they are read if they have one address
     """
 
     operation: str
@@ -94,19 +106,32 @@ class Plan(abc.ABC):
         self.launches: list[Launch] = []
         self.offsets: tuple[int, ...] | None = None
         self.cause: CompileError | None = None
-        self._checked: set[tuple[int, ...]] = set()
+        self.in_place: tuple[tuple[int, int], ...] = ()
+        self.used_at = 0
+        self._allowed: tuple[int, ...] | None = None  # the addresses of the last call
+        self._writes_tensors: bool | None = None
 
     @property
     def is_empty(self) -> bool:
         return not self.launches and self.cause is None
 
-    def drop_traceback(self) -> None:
-        """Let go of the frames, and so of the arrays, of the call for which nothing compiled."""
-        self.cause = copy(self.cause)
+    def settle(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
+        """Prepare `check`, and let go of the call for which this was made."""
+        views = self.views(self._moved(pointers), arrays)
+        self._aliasing = Aliasing(views, self.outputs, self.in_place)
+        self.cause = copy(self.cause)  # without a traceback, whose frames hold arrays
 
     @abc.abstractmethod
     def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
         """Describe what is really touched of each array; None for what is no array."""
+
+    def touched(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
+        """Return `views`, where what is written where it is read counts as written only."""
+        views = self.views(pointers, arrays)
+        for output, source in self.in_place:
+            if pointers[output] == pointers[source]:
+                views[source] = None
+        return views
 
     def label(self, output: int, views: list[ArrayView | None]) -> str:
         """Return the name of an output for errors."""
@@ -123,13 +148,19 @@ class Plan(abc.ABC):
     def run(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any) -> None:
         """Issue the operation on `stream`."""
         on = self.device.as_stream(stream, self.library)
+        if not self.is_empty:
+            pointers = self._moved(pointers)
+            self.check(pointers, arrays)
+            self.issue(pointers, arrays, on)
+
+    def issue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], on: Stream) -> None:
+        """Put the operation on a stream, its arguments checked."""
         if self.is_empty:
             return
-        if self.offsets is not None:
-            pointers = tuple(map(operator.add, pointers, self.offsets))
-        self.check(pointers, arrays)
         if self.cause is not None:
+            self.device.check_fallback(self.operation, on)
             config.fall_back(self.operation, self.cause)
+        wait_for_producers(arrays, on)
         if observe.watching():
             observe.issue(
                 lambda: self._declare(pointers, arrays, on),
@@ -137,6 +168,10 @@ class Plan(abc.ABC):
             )
         else:
             self._enqueue(pointers, arrays, on)
+        if self._writes_tensors is None:  # equal signatures are of arrays of one library
+            self._writes_tensors = any(is_tensor(arrays[i]) for i in self.outputs)
+        if self._writes_tensors:
+            note_written([arrays[i] for i in self.outputs])
 
     def _enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], on: Stream) -> None:
         device = self.device
@@ -149,21 +184,26 @@ class Plan(abc.ABC):
 
     def check(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
         """Refuse addresses that do not go together: misaligned, or outputs that share bytes."""
-        if pointers in self._checked:
+        if pointers == self._allowed:
             return
-        views = self.views(pointers, arrays)
-        outputs = [(self.label(i, views), views[i]) for i in self.outputs]
-        inputs = [(self.names[i], v) for i, v in enumerate(views) if i not in self.outputs]
-        checks.require_aligned([*inputs, *outputs])
-        checks.require_disjoint(outputs, inputs)
-        if len(self._checked) >= _MAX_PLANS:
-            self._checked.clear()
-        self._checked.add(pointers)
+        if not self._aliasing.allows(pointers):
+            views = self.touched(pointers, arrays)
+            outputs = [(self.label(i, views), views[i]) for i in self.outputs]
+            inputs = [(self.names[i], v) for i, v in enumerate(views) if i not in self.outputs]
+            checks.require_aligned([*inputs, *outputs])
+            checks.require_disjoint(outputs, inputs)
+        self._allowed = pointers
+
+    def _moved(self, pointers: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the addresses from which arguments are used."""
+        if self.offsets is None:
+            return pointers
+        return tuple(map(operator.add, pointers, self.offsets))
 
     def _declare(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], on: Stream
     ) -> observe.Operation:
-        views = self.views(pointers, arrays)
+        views = self.touched(pointers, arrays)
         reads, writes = [], []
         for i, v in enumerate(views):
             if v is not None and i in self.outputs:
@@ -203,23 +243,31 @@ def obtain(
         signature = (operation, options, alignment(pointers, num_rows), signatures)
         known = _plans.get(signature)
         if known is not None:
+            if known.used_at != _made:
+                _remember(signature, known)
             return pointers, known
     except TypeError:  # no array, or an option that cannot be hashed: the checks say which
         signature = None
-    given: dict[str, Any] = {}
-    for name, array in zip(names, arrays, strict=True):
-        if name.endswith("scale") and not checks.is_array(array):
-            given[name] = array
-        elif array is not None:
-            given[name] = view(array, name).without_owner()
-    pointers = tuple(probe_argument(a)[0] for a in arrays)
+    described = tuple(map(_describe, arrays, names))
+    pointers = tuple([v.pointer if isinstance(v, ArrayView) else 0 for v in described])
+    given = {name: v for name, v in zip(names, described, strict=True) if v is not None}
     made = make(given, alignment(pointers, num_rows))
-    made.drop_traceback()  # what is remembered keeps no array of this call alive
+    made.settle(pointers, described)
+    logger.debug("%s: planned a call of new shapes, strides, formats or options", operation)
     if signature is not None:
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[signature] = made
+        _remember(signature, made, is_new=True)
     return pointers, made
+
+
+def _describe(argument: Any, name: str) -> Any:
+    """Return a view that keeps nothing alive, or what is no array: None, or a scale's number."""
+    if argument is None or (name.endswith("scale") and not checks.is_array(argument)):
+        return argument
+    found = view(argument, name)
+    if found is argument:  # the caller's own view, which stays as it is
+        return found.without_owner()
+    found.owner = None
+    return found
 
 
 def alignment(pointers: tuple[int, ...], num_rows: int) -> int:
@@ -230,6 +278,23 @@ def alignment(pointers: tuple[int, ...], num_rows: int) -> int:
     return together & 15
 
 
+def _remember(signature: Any, plan: Remembered, *, is_new: bool = False) -> None:
+    """Put a plan behind all others; a new one takes the place of the first, if there are many.
+
+    A plan that is used while none is made stays where it is: only what is made moves others out.
+    """
+    global _made
+    with _lock:
+        _made += is_new
+        plan.used_at = _made
+        if not is_new:
+            _plans.pop(signature, None)
+        _plans[signature] = plan
+        if len(_plans) > _MAX_PLANS:
+            del _plans[next(iter(_plans))]
+
+
 def forget() -> None:
     """Drop all plans, for a change of devices or kernels."""
-    _plans.clear()
+    with _lock:
+        _plans.clear()

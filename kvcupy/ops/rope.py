@@ -44,7 +44,7 @@ def apply_rope(
         before the rotation
     eps : of RMSNorm
     query_out, key_out : shaped like query and key; None: in place
-    stream : see API.md
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Raises
     ------
@@ -125,7 +125,7 @@ def rope_store_kv(
     alt_stream : do it in three launches instead: rotate, then the K copy on `stream` and the V copy
         on this stream, ordered by events both ways. The result is the same; it exists to compare
         with the one launch. Without `write_key` the K copy rotates on its way
-    stream : see API.md
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Raises
     ------

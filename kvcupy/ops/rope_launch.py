@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import ArrayView
 from ..devices.protocol import Device
 from ..dtypes import FORMATS, Format
-from ..kernels import Kernel, Specialisation
+from ..kernels import Kernel, Specialisation, zeroed
 from . import checks, geometry, side
 from .plan import Launch
 from .side import Side
@@ -19,6 +18,8 @@ ARRAYS = (
     "query", "query_out", "key", "key_out", "value", "k_cache", "v_cache", "table", "query_norm",
     "key_norm", "positions", "slots", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache",
 )  # fmt: skip
+
+INDEX = {name: i for i, name in enumerate(ARRAYS)}
 
 _LONG = (
     "query_token_bytes", "query_head_bytes", "query_out_token_bytes", "query_out_head_bytes",
@@ -70,8 +71,7 @@ def _specialise(rows: Format, cache: Format, count: int, reduces: bool) -> Speci
     return kernel.specialise(rows.ctype, cache.ctype, count, "true" if reduces else "false")
 
 
-@dataclass(frozen=True)
-class Turned:
+class Turned(NamedTuple):
     """Query or key: rows that turn, and the rows that the turned ones go to, if any."""
 
     rows: checks.Rows
@@ -79,18 +79,13 @@ class Turned:
     format: Format
     norm: ArrayView | None
 
-    def in_place(self, source: int, target: int) -> bool:
-        """Whether rows at these addresses are written where they are read."""
-        return self.out is not None and source == target and self.rows == self.out
-
     @property
     def strides(self) -> list[int]:
         found = [self.rows.token_bytes, self.rows.head_bytes]
         return found if self.out is None else [*found, self.out.token_bytes, self.out.head_bytes]
 
 
-@dataclass(frozen=True)
-class Rotation:
+class Rotation(NamedTuple):
     """What all rows of a call have in common."""
 
     table: ArrayView
@@ -126,8 +121,7 @@ class Rotation:
             params["section_end_0"], params["section_end_1"] = ends
 
 
-@dataclass(frozen=True)
-class Store:
+class Store(NamedTuple):
     """The slots of a call that stores."""
 
     slots: ArrayView
@@ -135,8 +129,7 @@ class Store:
     fault_id: int
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What one launch does of a call: any of the query, the key and the value.
 
     With `turns` False the key has turned before and is stored from where it went.
@@ -167,25 +160,26 @@ class Part:
 
     def pointers(self) -> list[int | None]:
         """Return the array that each pointer field takes."""
-        wanted: dict[str, str] = {"table": "table", "positions": "positions", "slots": "slots"}
+        taken = ["table", "positions", "slots"]
         if self.query is not None:
-            wanted |= {name: name for name in ("query", "query_out", "query_norm")}
+            taken += ["query", "query_out", "query_norm"]
         if self.key is not None and self.turns:
-            wanted |= {name: name for name in ("key", "key_out", "key_norm")}
-        elif self.key is not None:
-            wanted["key"] = "key_out"
+            taken += ["key", "key_out", "key_norm"]
         if self.k is not None:
-            wanted |= {name: name for name in ("k_cache", "k_scale", "k_scale_cache")}
+            taken += ["k_cache", "k_scale", "k_scale_cache"]
         if self.v is not None:
-            wanted |= {name: name for name in ("value", "v_cache", "v_scale", "v_scale_cache")}
-        return [ARRAYS.index(wanted[name]) if name in wanted else None for name in ARRAYS]
+            taken += ["value", "v_cache", "v_scale", "v_scale_cache"]
+        indices = {name: INDEX[name] for name in taken}
+        if self.key is not None and not self.turns:
+            indices["key"] = INDEX["key_out"]
+        return [indices.get(name) for name in ARRAYS]
 
 
 def launch(
     device: Device, part: Part, rotation: Rotation, store: Store | None, alignment: int
 ) -> Launch:
     """Load and lay out the launch of one part of a call."""
-    params = np.zeros((), PARAMS)
+    params = zeroed(PARAMS)
     rotation.write(params)
     params["reports"] = part.reports
     strides = [rotation.table.strides[0]]
@@ -238,7 +232,7 @@ def launch(
     params["norm_is_float"] = any(norm.format == "fp32" for norm in norms)
 
     whole = all(n % _PACK == 0 for n in (pairs, passing, v_width))
-    packs = geometry.widest((alignment, *(abs(stride) for stride in strides))) == 16
+    packs = geometry.widest((alignment, *map(abs, strides))) == 16
     count = _PACK if whole and packs else 1
     num_rows = rotation.num_tokens * num_heads
     geometry.require_countable(num_rows, "positions")

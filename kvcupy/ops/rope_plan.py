@@ -10,7 +10,7 @@ from ..arrays import ArrayView
 from ..errors import CompileError
 from ..exporters import view
 from . import checks, plan, rope_expressions, rope_launch
-from .rope_launch import ARRAYS, REPORT_POSITIONS, REPORT_SLOTS, Part, Rotation, Store
+from .rope_launch import ARRAYS, INDEX, REPORT_POSITIONS, REPORT_SLOTS, Part, Rotation, Store
 from .store_expressions import report_slots, store_rows
 
 NAMES = tuple({"table": "rope_table", "slots": "slot_mapping"}.get(name, name) for name in ARRAYS)
@@ -33,6 +33,13 @@ class RopePlan(plan.Plan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        turned = [("query", part.query) for part in self.parts]
+        turned += [("key", part.key) for part in self.parts if part.turns]
+        self.in_place = tuple(
+            (ARRAYS.index(f"{name}_out"), ARRAYS.index(name))
+            for name, one in turned
+            if one is not None and one.rows == one.out
+        )
         if self.rotation.num_tokens == 0 or not self.loads:
             return
         try:
@@ -44,42 +51,38 @@ class RopePlan(plan.Plan):
             self.cause = cause
 
     def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
-        """Describe the arrays that the parts touch: rows of the tokens there are, caches by pages.
-
-        What is written where it is read counts as written.
-        """
+        """Describe what the parts touch: rows of the tokens that there are, caches by pages."""
         tokens = self.rotation.num_tokens
         stored = self.store.slots.shape[0] if self.store is not None else 0
-        address = dict(zip(ARRAYS, pointers, strict=True))
-        whole = dict(zip(ARRAYS, arrays, strict=True))
-        found: dict[str, ArrayView] = {}
+        found: list[ArrayView | None] = [None] * len(ARRAYS)
+
+        def put_rows(name: str, rows: checks.Rows, source: str) -> None:
+            i = INDEX[source]
+            found[INDEX[name]] = _rows_view(rows, pointers[i], tokens, view(arrays[i]))
+
         for part in self.parts:
-            for index in part.pointers():
-                if index is not None and pointers[index]:
-                    found.setdefault(ARRAYS[index], view(arrays[index]))
+            for i in part.pointers():
+                if i is not None and pointers[i] and found[i] is None:
+                    found[i] = view(arrays[i])
             for name, turned in (("query", part.query), ("key", part.key)):
                 if turned is None:
                     continue
-                source, target = address[name], address[f"{name}_out"]
-                found.pop(name, None)
-                if not part.turns and turned.out is not None:
-                    del found[f"{name}_out"]
-                    like = view(whole[f"{name}_out"])
-                    found[name] = _rows_view(turned.out, target, tokens, like)
-                    continue
-                if not turned.in_place(source, target):
-                    found[name] = _rows_view(turned.rows, source, tokens, view(whole[name]))
-                if turned.out is not None:
-                    like = view(whole[f"{name}_out"])
-                    found[f"{name}_out"] = _rows_view(turned.out, target, tokens, like)
-            for name, side in (("k", part.k), ("v", part.v)):
+                if turned.out is None:
+                    put_rows(name, turned.rows, name)
+                elif part.turns:
+                    put_rows(name, turned.rows, name)
+                    put_rows(f"{name}_out", turned.out, f"{name}_out")
+                else:  # read from where an earlier launch has written
+                    found[INDEX[f"{name}_out"]] = None
+                    put_rows(name, turned.out, f"{name}_out")
+            for name, side in (("k_cache", part.k), ("v_cache", part.v)):
                 if side is not None:
-                    cache = f"{name}_cache"
-                    found[cache] = side.cache_view(address[cache], view(whole[cache]))
+                    i = INDEX[name]
+                    found[i] = side.cache_view(pointers[i], view(arrays[i]))
             if part.v is not None:
-                value = view(whole["value"])
-                found["value"] = part.v.rows_view(address["value"], stored, value)
-        return [found.get(name) for name in ARRAYS]
+                i = INDEX["value"]
+                found[i] = part.v.rows_view(pointers[i], stored, view(arrays[i]))
+        return found
 
     def label(self, output: int, views: list[ArrayView | None]) -> str:
         """Name an output as the caller does: what is written in place is query or key itself."""
@@ -107,7 +110,6 @@ class RopePlan(plan.Plan):
                 rows, target = views[name], views[f"{name}_out"]
                 if turned is None:
                     continue
-                rows = target if rows is None else rows  # in place
                 assert rows is not None
                 bits = device.carrier(rows).copy()
                 if part.turns:
@@ -157,11 +159,12 @@ class AlternatePlan:
     rotate: RopePlan
     store_k: RopePlan
     store_v: RopePlan
+    used_at: int = 0
 
-    def drop_traceback(self) -> None:
-        """Let go of the call for which nothing compiled, in each of the three."""
-        for one in (self.rotate, self.store_k, self.store_v):
-            one.drop_traceback()
+    def settle(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
+        """Prepare the checks, and let go of the call for which this was made."""
+        for one in (self.whole, self.rotate, self.store_k, self.store_v):
+            one.settle(pointers, arrays)
 
     def run_on(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any, alternate: Any
@@ -174,8 +177,11 @@ class AlternatePlan:
         except (TypeError, ValueError) as error:
             raise type(error)(f"alt_{error}") from None
         self.whole.check(pointers, arrays)
-        self.rotate.run(pointers, arrays, main)
+        if any(one.cause is not None for one in (self.rotate, self.store_k, self.store_v)):
+            for on in (main, other):
+                device.check_fallback(self.rotate.operation, on)
+        self.rotate.issue(pointers, arrays, main)
         streams.fork(main, other)
-        self.store_k.run(pointers, arrays, main)
-        self.store_v.run(pointers, arrays, other)
+        self.store_k.issue(pointers, arrays, main)
+        self.store_v.issue(pointers, arrays, other)
         streams.join(main, other)

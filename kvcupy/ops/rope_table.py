@@ -10,17 +10,32 @@ from typing import Any
 import numpy as np
 
 from .. import devices
+from ..config import logger
 from . import checks
 
 Frequencies = np.ndarray[Any, np.dtype[np.float64]]
 Config = Mapping[str, Any]
+
+_BASE = 10000.0  # where nobody says anything
+
+# Keys of every type of scaling, and of each.
+_COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_KEYS = {
+    "default": "",
+    "linear": "factor",
+    "dynamic": "factor original_max_position_embeddings",
+    "llama3": "factor low_freq_factor high_freq_factor original_max_position_embeddings",
+    "yarn": "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale "
+    "mscale_all_dim truncate",
+    "longrope": "factor original_max_position_embeddings attention_factor short_factor long_factor",
+}
 
 
 def rope_table(
     max_positions: int,
     rotary_dim: int,
     *,
-    base: float = 10000.0,
+    base: float = _BASE,
     scaling: Config | None = None,
     device: Any = None,
 ) -> Any:
@@ -30,9 +45,10 @@ def rope_table(
     ----------
     max_positions : rows of the table. "dynamic" and "longrope" take it for the context length
     rotary_dim : elements of a head that turn; even
-    base : rope_theta
-    scaling : `rope_scaling` (or `rope_parameters`) of a Hugging Face config: `rope_type` is one of
-        default, linear, dynamic, llama3, yarn, longrope. The attention factor is folded in
+    base : rope_theta. Left at 10000, it is that of `scaling`, if there is one
+    scaling : `config.rope_parameters`, or `config.rope_scaling`, of Hugging Face: `rope_type` is
+        one of default, linear, dynamic, llama3, yarn, longrope. The attention factor is folded in.
+        `partial_rotary_factor` is what rotary_dim has in it: `int(head_dim * factor)`
     device : Device or its name; None: the default device
 
     Returns
@@ -42,10 +58,12 @@ def rope_table(
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit, or `scaling` lacks a key of its type
+    TypeError, ValueError : an argument does not fit, `scaling` lacks a key of its type, is one of
+        several layer types, or has another rope_theta than `base`
 
     Notes
     -----
+    Keys of `scaling` that its type does not know are ignored, with a warning in the log.
     Source: huggingface/transformers `modeling_rope_utils.py`; yarn: arXiv 2309.00071.
 
     Examples
@@ -63,19 +81,55 @@ def rope_table(
     checks.require_number(base, "base")
     if not (base > 0 and math.isfinite(base)):
         raise ValueError(f"base: expected a finite number above 0, got {base!r}")
-    frequencies, factor = _frequencies(max_positions, rotary_dim, float(base), scaling or {})
+    scaling = {} if scaling is None else scaling
+    theta = _theta(float(base), scaling)
+    frequencies, factor = _frequencies(max_positions, rotary_dim, theta, scaling)
     angles = np.arange(max_positions, dtype=np.float64)[:, None] * frequencies
     table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * factor
     return devices.get(device).asarray(table.astype(np.float32))
 
 
-def _frequencies(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
-    """Return the angle of each pair at position 1, and the attention factor."""
+def _theta(base: float, scaling: Config) -> float:
+    """Return the base, of the argument or of a config, which must agree."""
     if not isinstance(scaling, Mapping):
         raise TypeError(f"scaling: expected a dictionary or None, got {scaling!r}")
+    by_layer_type = [str(key) for key, value in scaling.items() if isinstance(value, Mapping)]
+    if by_layer_type:
+        raise ValueError(
+            f"scaling: expected the parameters of one layer type, got those of "
+            f"{', '.join(by_layer_type)}; make a table for each: "
+            f"scaling=config.rope_parameters[{by_layer_type[0]!r}]"
+        )
+    theta = scaling.get("rope_theta")
+    if theta is None:
+        return base
+    theta = _number(scaling, "rope_theta")
+    if not (theta > 0 and math.isfinite(theta)):
+        raise ValueError(f"scaling: expected a finite rope_theta above 0, got {theta!r}")
+    if base not in (_BASE, theta):
+        raise ValueError(f"base: expected {theta}, the rope_theta of scaling, got {base}")
+    return theta
+
+
+def _frequencies(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
+    """Return the angle of each pair at position 1, and the attention factor."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in _KINDS:
         raise ValueError(f"scaling: expected rope_type {', '.join(_KINDS)}, got {kind!r}")
+    known = {*_COMMON_KEYS, *_KEYS[kind].split()}
+    ignored = [key for key, value in scaling.items() if key not in known and value is not None]
+    if ignored:
+        logger.warning(
+            "rope_table ignores %s of scaling, which rope_type %r does not have",
+            ", ".join(map(repr, ignored)),
+            kind,
+        )
+    if scaling.get("partial_rotary_factor") not in (None, 1):
+        logger.info(
+            "rope_table takes rotary_dim %d for partial_rotary_factor %s of the head already",
+            dim,
+            scaling["partial_rotary_factor"],
+        )
     return _KINDS[kind](context, dim, base, scaling)
 
 
@@ -90,7 +144,12 @@ def _number(scaling: Config, key: str, default: float | None = None) -> float:
         value = default
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         wanted = f"a number for {key!r}"
-        raise ValueError(f"scaling: expected {wanted}, got {scaling.get(key)!r} in {dict(scaling)}")
+        hint = ""
+        if key == "original_max_position_embeddings" and value is None:
+            hint = "; without one it is config.max_position_embeddings: add that"
+        raise ValueError(
+            f"scaling: expected {wanted}, got {scaling.get(key)!r} in {dict(scaling)}{hint}"
+        )
     return float(value)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +28,7 @@ PARAMS = np.dtype(
 )
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """K or V: rows of format `rows_format` and a cache of format `cache_format`."""
 
     rows: checks.Rows
@@ -136,7 +134,7 @@ def sides_of_kv(
         found.append(Side(rows, cache, rows_format, cache_format, static, own_scales))
     k, v = found
     require_like(k, v, given, rows_names)
-    flat = [replace(side, cache=side.cache.flattened()) for side in found]
+    flat = [side._replace(cache=side.cache.flattened()) for side in found]
     if all(side.cache.page_size == 1 for side in flat):
         k, v = flat
     return k, v
@@ -177,7 +175,7 @@ def sides_of_mla(given: dict[str, Any]) -> tuple[Side, Side]:
         raise ValueError(f"cache: expected rows of {rows[0].width} + {rows[1].width}, got {got}")
     static = checks.scale(given.get("scale"), "scale", 1, cache_format)
     latent, rope = (
-        Side(own, replace(cache, width=own.width).flattened(), own_format, cache_format, static)
+        Side(own, cache._replace(width=own.width).flattened(), own_format, cache_format, static)
         for own, own_format in zip(rows, formats, strict=True)
     )
     return latent, rope

@@ -67,7 +67,7 @@ def store_kv(
         then gets its own scale, max(absmax, 1e-6) / limit. Absmax passes over NaN and takes an
         infinity for the largest float32; rows already in the cache's format get the scale 1
     skip_slot : a sink slot that is never written
-    stream : see API.md; None is the current stream of the arrays' library
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Raises
     ------
@@ -120,7 +120,7 @@ def store_mla(
     slot_mapping : int32 or int64 (T,), as in `store_kv`
     scale : of a quantised cache: None (1), a number, or float32 of one element
     skip_slot : a sink slot that is never written
-    stream : see API.md
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Raises
     ------

@@ -16,7 +16,9 @@ __all__ = ["PagePairs", "PreparedTransfer", "prepare", "transfer_pages"]
 
 _NAMES = ("src_pool", "dst_pool")
 
-# By source and target, which it keeps neither of, and by options.
+_MAX_WAYS = 256  # of two pools: sets of layers come in any number
+
+# By source and target, which it keeps neither of, and by options, the last used last.
 _ways: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Request, Way]]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -52,11 +54,15 @@ def transfer_pages(
         leave its memory or enter it
     convert : allow pools of different formats. Scales of a quantised pool are dynamic, one a token
         and head, as in `store_kv`; without scales they are 1
-    stream : see API.md
+    stream : Stream, or a CuPy or torch stream. None: the current one of the library that the page
+        lists come from, if they lie on the GPU, else torch's if a pool is made of torch tensors.
+        Else the one that is current in CuPy or torch: torch's inside `torch.cuda.stream(s)` and
+        `torch.cuda.graph`, CuPy's inside `with s:`. On the host device this thread
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit; nothing was moved
+    TypeError, ValueError : an argument does not fit; or `stream` is None, and CuPy and torch have
+        made different streams current. Nothing was moved
     CompileError : the kernel cannot be compiled and `config.fallback` is "error"
 
     Notes
@@ -102,12 +108,18 @@ def prepare(
     require_pool(dst_pool, names[1])
     with _lock:
         known = _ways.setdefault(src_pool, WeakKeyDictionary()).setdefault(dst_pool, {})
-    way = known.get(request)
+        way = known.pop(request, None)
+        if way is not None:
+            known[request] = way
     if way is None:
         src, dst = pages_of(src_pool), pages_of(dst_pool)
         devices = src_pool.device, dst_pool.device
         require_geometry(src, dst, request, devices, names)
-        way = known[request] = Way(src_pool.device, src, dst, request)
+        way = Way(src_pool.device, src, dst, request)
+        with _lock:
+            known[request] = way
+            if len(known) > _MAX_WAYS:
+                del known[next(iter(known))]
     return PreparedTransfer(src_pool, dst_pool, way)
 
 
@@ -124,6 +136,16 @@ class PreparedTransfer:
         """Bytes of K and V of one page, in the layers that are moved, as the source stores them."""
         return self.way.page_bytes
 
+    def _library(self, pairs: PagePairs) -> str:
+        """Return whose current stream no stream means; empty if the arrays do not say.
+
+        That kvcupy's own pools are CuPy's memory is no choice of the caller's.
+        """
+        way = self.way
+        lists = [v.library for v in pairs.views if v.device == way.device.name]
+        parts = [v.library for v in (*way.src.parts, *way.dst.parts) if v.library == "torch"]
+        return next(iter((*lists, *parts)), "")
+
     def issue(self, pairs: PagePairs, stream: Any, *, name: str = "transfer_pages") -> None:
         """Put the transfer of some pages on a stream.
 
@@ -132,16 +154,17 @@ class PreparedTransfer:
         name : under which it is announced to timelines and checkers
         """
         way = self.way
-        on = way.device.as_stream(stream)
+        on = way.device.as_stream(stream, "" if stream is not None else self._library(pairs))
         if pairs.count == 0 or not way.routes:
             return
         pools = self.src_pool, self.dst_pool
         enqueue = way.plan(pairs, on, pools)
 
         def describe() -> observe.Operation:
-            reads = way.accesses(way.src, pools[0], pairs.views[0])
+            reads = way.accesses(way.source, pools[0], pairs.views[0])
             return observe.Operation(
-                name, on, reads, way.accesses(way.dst, pools[1], pairs.views[1])
+                name, on, reads, way.accesses(way.target, pools[1], pairs.views[1])
             )
 
         observe.issue(describe, enqueue)
+        self.dst_pool.note_written(way.layers)

@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import ArrayView, describe, overlap
 from ..devices.protocol import Device
 from .transfer_method import METHODS
-from .transfer_route import Pages
+from .transfer_route import Pages, PoolPages
 
 
 @dataclass(frozen=True)
@@ -67,25 +67,35 @@ def evenly_spaced(numbers: Iterable[int]) -> list[list[int]]:
 
 def require_pool(pool: Any, name: str) -> None:
     """Refuse what is no pool."""
-    if not all(hasattr(pool, a) for a in ("parts", "scale_parts", "device", "placement")):
+    if not all(hasattr(pool, a) for a in ("groups", "device", "placement")):
         raise TypeError(f"{name}: expected a KVPool or MLAPool, got {type(pool).__name__}")
 
 
-def pages_of(pool: Any) -> Pages:
+def pages_of(pool: Any) -> PoolPages:
     """Return the pages of a pool, described by address: nothing is kept alive."""
-    return Pages(
-        tuple(v.without_owner() for v in pool.parts),
-        tuple(v.without_owner() for v in pool.scale_parts),
-        pool.placement == "device",
+    on_device = pool.placement == "device"
+    return PoolPages(
+        tuple(
+            (
+                group.layers,
+                Pages(
+                    tuple(v.without_owner() for v in group.parts),
+                    tuple(v.without_owner() for v in group.scale_parts),
+                    on_device,
+                ),
+            )
+            for group in pool.groups
+        )
     )
 
 
 def require_geometry(
-    src: Pages, dst: Pages, request: Request, devices: tuple[Device, Device],
+    source: PoolPages, target: PoolPages, request: Request, devices: tuple[Device, Device],
     names: tuple[str, str],
 ) -> None:  # fmt: skip
     """Refuse pools that do not go together, and layers that they do not have."""
     src_name, dst_name = names
+    src, dst = source.any_group, target.any_group
     if devices[0] is not devices[1]:
         raise ValueError(
             f"{dst_name}: expected one of {devices[0].name} like {src_name}, "
@@ -97,11 +107,12 @@ def require_geometry(
             f"{dst_name}: expected {kinds[len(src.parts)]} like {src_name}, "
             f"got {kinds[len(dst.parts)]}"
         )
-    for part, (a, b) in zip(("K", "V"), zip(src.parts, dst.parts, strict=True), strict=False):
-        if a.shape[1:] != b.shape[1:]:
+    shapes = zip(source.row_shapes, target.row_shapes, strict=True)
+    for part, (a, b) in zip(("K", "V"), shapes, strict=False):
+        if a != b:
             raise ValueError(
                 f"{dst_name}: expected pages of (layers, page_size, heads, width) "
-                f"{a.shape[1:]} like {part} of {src_name}, got {b.shape[1:]}"
+                f"{a} like {part} of {src_name}, got {b}"
             )
     if src.format != dst.format:
         if not request.convert:
@@ -117,19 +128,23 @@ def require_geometry(
     elif bool(src.scales) != bool(dst.scales):
         own, other = ("scales", "none") if src.scales else ("no scales", "some")
         raise ValueError(f"{dst_name}: expected {own} like {src_name}, got {other}")
-    num_layers = src.parts[0].shape[1]
+    num_layers = source.num_layers
     for layer in request.layers or ():
         if not 0 <= layer < num_layers:
             raise ValueError(f"layers: expected 0 to {num_layers - 1}, got {layer}")
-    _require_separate((*src.parts, *src.scales), (*dst.parts, *dst.scales), names)
+    _require_separate(source.all, target.all, names)
 
 
 def _require_separate(
     src: tuple[ArrayView, ...], dst: tuple[ArrayView, ...], names: tuple[str, str]
 ) -> None:
     """Refuse two pools that share bytes; one pool may be both."""
+    ranges = [b.byte_range() for b in dst]
     for a in src:
-        for b in dst:
+        low, high = a.byte_range()
+        for b, (b_low, b_high) in zip(dst, ranges, strict=True):
+            if b_high <= low or high <= b_low:
+                continue
             same = (a.pointer, a.shape, a.strides) == (b.pointer, b.shape, b.strides)
             if not same and overlap(a, b):
                 raise ValueError(

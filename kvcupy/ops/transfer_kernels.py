@@ -12,7 +12,7 @@ import numpy as np
 from .. import dtypes, faults
 from ..arrays import ArrayView
 from ..devices.protocol import Device, Stream
-from ..kernels import Kernel, Specialisation
+from ..kernels import Kernel, Specialisation, zeroed
 from . import geometry, transfer_rows
 from .cache_rows import PACK, WORDS
 from .transfer_rows import ROWS, STRIDES, Rows
@@ -54,6 +54,12 @@ CONVERT = {
     for lanes in (32, 1)
 }  # fmt: skip
 
+_NOTE_PARAMS = np.dtype(
+    [("faults", np.uint64), *((name, np.int64) for name in faults.RECORD_FIELDS)], align=True
+)
+
+NOTE = Kernel("faults.cu", "note_fault", _NOTE_PARAMS, "NoteFaultParams").specialise(1)
+
 # What each launch fills in: fields that follow one another in the Params.
 _POINTERS = struct.Struct("=3Q")  # src_pages, dst_pages, faults
 _PAIR = struct.Struct("=2q")  # of src and dst
@@ -76,7 +82,7 @@ def specialisations() -> list[Specialisation]:
         for count in (PACK, 1)
         if source is not target
     ]
-    return [*copies, *converts]
+    return [*copies, *converts, NOTE]
 
 
 def bounded_blocks(device: Device) -> int:
@@ -158,6 +164,19 @@ class KernelMove:
         )
 
 
+def note_fault(device: Device, fault: tuple[int, int, int, int], on: Stream) -> None:
+    """Launch the note of a fault that the host knows of.
+
+    The host neither reads the record nor waits for it, and a replay notes the fault again.
+
+    Parameters
+    ----------
+    fault : the fields of the record (`faults.RECORD_FIELDS`)
+    """
+    params = np.array((device.fault_pointer, *fault), _NOTE_PARAMS)
+    device.launch(device.load(NOTE), (1, 1, 1), (1, 1, 1), 0, params.tobytes(), on)
+
+
 def copying(device: Device, rows: Rows, src_pages: int, dst_pages: int) -> KernelMove:
     """Return the move of rows as they are.
 
@@ -177,7 +196,7 @@ def copying(device: Device, rows: Rows, src_pages: int, dst_pages: int) -> Kerne
         in_flight_rows, piece_words = _IN_FLIGHT, lanes
     pieces_a_row = -(-longest // piece_words)
 
-    params = np.zeros((), _COPY_PARAMS)
+    params = zeroed(_COPY_PARAMS)
     both = _pair(rows.addresses)
     for name, array in zip(_ARRAYS, _pair(range(len(rows.addresses))), strict=True):
         params[f"{name}_strides"] = rows.strides(array)
@@ -216,7 +235,7 @@ def converting(
     count = PACK if packed else 1
     lanes = _lanes(-(-max(widths) // count), device.warp_lanes)
 
-    params = np.zeros((), _CONVERT_PARAMS)
+    params = zeroed(_CONVERT_PARAMS)
     addresses = []
     for side, (_, own), scale in zip(("src", "dst"), sides, scales, strict=True):
         for part, index in zip("kv", (own[0], own[-1]), strict=True):

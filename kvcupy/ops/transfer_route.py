@@ -52,6 +52,49 @@ class Pages:
         )
 
 
+@dataclass(frozen=True)
+class PoolPages:
+    """Pages of a pool by groups of evenly spaced layers.
+
+    Attributes
+    ----------
+    groups : the numbers of the layers of a group, and its pages; together all layers in order
+    """
+
+    groups: tuple[tuple[range, Pages], ...]
+
+    @property
+    def num_layers(self) -> int:
+        return self.groups[-1][0].stop
+
+    @property
+    def all(self) -> tuple[ArrayView, ...]:
+        """Parts and scales of all groups."""
+        return tuple(v for _, pages in self.groups for v in (*pages.parts, *pages.scales))
+
+    @property
+    def any_group(self) -> Pages:
+        """Pages that stand for all in format, page count and whether there are scales."""
+        return self.groups[0][1]
+
+    @property
+    def row_shapes(self) -> list[tuple[int, ...]]:
+        """Of each part, (layers, page_size, heads, width)."""
+        return [(self.num_layers, *v.shape[2:]) for v in self.any_group.parts]
+
+    def split(self, layers: slice) -> list[slice]:
+        """Return evenly spaced layers by the groups that they are in."""
+        numbers = range(layers.start, layers.stop, layers.step)
+        within = [[n for n in numbers if n in group] for group, _ in self.groups]
+        return [slice(own[0], own[-1] + 1, layers.step) for own in within if own]
+
+    def of_layers(self, layers: slice) -> Pages:
+        """Return the pages of evenly spaced layers of one group."""
+        group, pages = next((g, p) for g, p in self.groups if layers.start in g)
+        start = layers.start - group.start
+        return pages.of_layers(slice(start, start + layers.stop - layers.start, layers.step))
+
+
 class Route:
     """One evenly spaced set of layers on its way between pages of the same geometry.
 
@@ -95,10 +138,10 @@ class Route:
         *, reports: bool = False,
     ) -> None:  # fmt: skip
         """Launch the kernels. `reports`: whether they note pages past the end."""
-        lists, owner = pairs.lists(self.device, on)
+        lists, owners = pairs.lists(self.device, on)
         blocks = transfer_kernels.blocks(self.device, max_blocks, over_link=self.over_link)
         for i, move in enumerate(self.kernel_moves()):
-            move.launch(lists, blocks, on, (*keep, owner), reports=reports and i == 0)
+            move.launch(lists, blocks, on, (*keep, *owners), reports=reports and i == 0)
 
     def by_runs(self, runs: PageRuns, on: Stream, keep: Sequence[object]) -> None:
         """Copy runs of pages, all of which exist."""

@@ -16,7 +16,7 @@ from ..arrays import ArrayView
 from ..devices.protocol import Device, Stream
 from . import transfer_kernels, transfer_rows, transfer_runs
 from .page_pairs import Existing, PagePairs
-from .transfer_route import Pages, Route
+from .transfer_route import Pages, PoolPages, Route
 from .transfer_runs import page_runs
 
 BUFFER_BYTES = 32 << 20
@@ -25,16 +25,32 @@ _MOST_KNOWN = 8
 
 
 class Staging:
-    """The way of one route over a buffer."""
+    """The way of some layers, evenly spaced in the far pool, over a buffer.
 
-    def __init__(self, route: Route) -> None:
-        self._route = route
-        self._to_host = not route.dst.on_device or route.src.on_device
-        self._far = route.dst if self._to_host else route.src
+    Parameters
+    ----------
+    layers : of both pools
+    near_layers : the same, by groups of the near pool: the kernel takes a launch for each
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        src: PoolPages,
+        dst: PoolPages,
+        layers: slice,
+        near_layers: Sequence[slice],
+    ) -> None:
+        self._device = device
+        self._to_host = is_to_host(src.any_group, dst.any_group)
+        far, near = (dst, src) if self._to_host else (src, dst)
+        self._far = far.of_layers(layers)
+        self._near = [near.of_layers(s) for s in near_layers]
+        self._within = [_slice_within(s, layers) for s in near_layers]
         arrays = (*self._far.parts, *self._far.scales)
         self._page_bytes = sum(v.size // v.shape[0] * v.itemsize for v in arrays)
         self.pages_a_turn = max(1, BUFFER_BYTES // self._page_bytes)
-        self._known: dict[tuple[int, int], tuple[Route, Route]] = {}
+        self._known: dict[tuple[int, int], tuple[list[Route], Route]] = {}
         inside = _compact(self._far, 0, 2, None)
         addresses = [v.pointer for v in (*inside.parts, *self._far.parts)]
         self._rows = transfer_rows.joined(inside.parts, self._far.parts, addresses)
@@ -42,9 +58,8 @@ class Staging:
     @property
     def reachable(self) -> bool:
         """Whether kernels reach the pool on this side of the buffer."""
-        near = self._route.src if self._to_host else self._route.dst
-        views = (*near.parts, *near.scales)
-        return transfer_kernels.reached(self._route.device, views) is not None
+        views = [v for near in self._near for v in (*near.parts, *near.scales)]
+        return transfer_kernels.reached(self._device, views) is not None
 
     def fragments(self, num_pages: int, num_runs: int) -> tuple[int, int]:
         """Return how many pieces the copies have, and the bytes of one on average."""
@@ -57,26 +72,43 @@ class Staging:
         ------
         CompileError, DeviceError : there is no kernel, or no memory for the buffer
         """
-        device = self._route.device
         most = min(num_pages, self.pages_a_turn)
         arrays = len(self._far.parts) + len(self._far.scales)
-        buffer = scratch.borrow(device, most * self._page_bytes + arrays * _ALIGNMENT, on)
-        legs = self._legs(device, buffer, most)
-        legs[0 if self._to_host else 1].kernel_moves()
-        return Turns(self._to_host, legs, buffer, most)
+        buffer = scratch.borrow(self._device, most * self._page_bytes + arrays * _ALIGNMENT, on)
+        by_kernel, by_copy = self._legs(buffer, most)
+        for route in by_kernel:
+            route.kernel_moves()
+        return Turns(self._to_host, by_kernel, by_copy, buffer, most)
 
-    def _legs(self, device: Device, buffer: ArrayView, num_pages: int) -> tuple[Route, Route]:
-        """Return the routes into the buffer and out of it."""
+    def _legs(self, buffer: ArrayView, num_pages: int) -> tuple[list[Route], Route]:
+        """Return the routes between the near pool and the buffer, and that to or from the far."""
         key = buffer.pointer, num_pages
         if key not in self._known:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             inside = _compact(self._far, buffer.pointer, num_pages, buffer)
-            self._known[key] = (
-                Route(device, self._route.src, inside),
-                Route(device, inside, self._route.dst),
-            )
+            near = [
+                self._route(own, inside.of_layers(within))
+                for own, within in zip(self._near, self._within, strict=True)
+            ]
+            ends = (inside, self._far) if self._to_host else (self._far, inside)
+            self._known[key] = near, Route(self._device, *ends)
         return self._known[key]
+
+    def _route(self, near: Pages, inside: Pages) -> Route:
+        ends = (near, inside) if self._to_host else (inside, near)
+        return Route(self._device, *ends)
+
+
+def is_to_host(src: Pages, dst: Pages) -> bool:
+    """Return whether the buffer comes behind the kernel: the far pool is the target."""
+    return not dst.on_device or src.on_device
+
+
+def _slice_within(part: slice, whole: slice) -> slice:
+    """Return where layers are among others of the same step."""
+    first = (part.start - whole.start) // whole.step
+    return slice(first, first + len(range(part.start, part.stop, part.step)), 1)
 
 
 @dataclass(frozen=True)
@@ -85,12 +117,13 @@ class Turns:
 
     Parameters
     ----------
-    to_host : whether the kernel comes first
+    to_host : whether the kernels come first
     num_pages : how many pages the buffer holds
     """
 
     to_host: bool
-    legs: tuple[Route, Route]
+    by_kernel: Sequence[Route]
+    by_copy: Route
     buffer: ArrayView
     num_pages: int
 
@@ -99,17 +132,18 @@ class Turns:
     ) -> None:
         """Move pages, all of which exist."""
         order = np.argsort(pairs.dst if self.to_host else pairs.src, kind="stable")
-        first, second = self.legs
         kept = (*keep, self.buffer)
         for start in range(0, pairs.count, self.num_pages):
             turn = order[start : start + self.num_pages]
             src, dst, inside = pairs.src[turn], pairs.dst[turn], np.arange(len(turn))
+            if not self.to_host:
+                self.by_copy.by_runs(page_runs(src, inside), on, kept)
+            ends = (src, inside) if self.to_host else (inside, dst)
+            lists = PagePairs(*ends)
+            for route in self.by_kernel:
+                route.by_kernel(lists, max_blocks, on, kept)
             if self.to_host:
-                first.by_kernel(PagePairs(src, inside), max_blocks, on, kept)
-                second.by_runs(page_runs(inside, dst), on, kept)
-            else:
-                first.by_runs(page_runs(src, inside), on, kept)
-                second.by_kernel(PagePairs(inside, dst), max_blocks, on, kept)
+                self.by_copy.by_runs(page_runs(inside, dst), on, kept)
 
 
 def _compact(like: Pages, pointer: int, num_pages: int, memory: ArrayView | None) -> Pages:

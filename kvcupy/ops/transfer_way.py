@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,11 +11,17 @@ from ..arrays import ArrayView
 from ..config import config
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from . import expressions, transfer_expressions, transfer_method, transfer_runs
+from . import (
+    expressions,
+    transfer_expressions,
+    transfer_kernels,
+    transfer_method,
+    transfer_runs,
+)
 from .page_pairs import PagePairs
 from .transfer_checks import Request
-from .transfer_route import Pages, Route
-from .transfer_staged import Staging
+from .transfer_route import PoolPages, Route
+from .transfer_staged import Staging, is_to_host
 
 _MUCH_LONGER = 4  # staging is worth its detour where it makes pieces so many times as long
 
@@ -25,20 +31,32 @@ class Way:
 
     Attributes
     ----------
-    src, dst : the pages of both pools, all layers
+    source, target : the pages of both pools, all layers
+    src, dst : some of their layers, for what is alike in all
+    layers : which are moved; None: all
     routes : one an evenly spaced set of layers
     page_bytes : bytes of K and V of one page in those layers, as the source stores them
     """
 
-    def __init__(self, device: Device, src: Pages, dst: Pages, request: Request) -> None:
-        self.device, self.src, self.dst = device, src, dst
+    def __init__(
+        self, device: Device, source: PoolPages, target: PoolPages, request: Request
+    ) -> None:
+        src, dst = self.src, self.dst = source.any_group, target.any_group
+        self.device, self.source, self.target = device, source, target
         self._request = request
-        slices = request.slices(src.parts[0].shape[1])
-        self.routes = [Route(device, src.of_layers(s), dst.of_layers(s)) for s in slices]
-        self._stagings = [Staging(route) for route in self.routes]
+        self.layers = request.layers
+        self._stagings: list[Staging] = []
+        self.routes: list[Route] = []
+        far, near = (target, source) if is_to_host(src, dst) else (source, target)
+        for asked in request.slices(source.num_layers):
+            for layers in far.split(asked):
+                parts = near.split(layers)
+                routes = [Route(device, source.of_layers(s), target.of_layers(s)) for s in parts]
+                self.routes += routes
+                self._stagings.append(Staging(device, source, target, layers, parts))
         self.page_bytes = sum(route.src.page_bytes for route in self.routes)
-        self._reachable = self.routes[0].reachable if self.routes else True
-        self._stageable = self._stagings[0].reachable if self.routes else True
+        self._reachable = all(route.reachable for route in self.routes)
+        self._stageable = all(staging.reachable for staging in self._stagings)
         if request.method == "kernel" and not self._reachable:
             raise ValueError(
                 'method: expected "copy" or "staged" for pageable memory, which kernels do not '
@@ -77,6 +95,7 @@ class Way:
                 return self._expressed(cause, pairs, on, keep)
             return lambda: self._by_kernels(pairs, on, keep)
         existing = pairs.existing(self.src.num_pages, self.dst.num_pages)
+        notes = self._notes(pairs, on) if existing.count < pairs.count else []
         if method == "copy":
             moves: list[Callable[[], None]] = [
                 partial(route.by_runs, existing.runs, on, keep) for route in self.routes
@@ -89,19 +108,19 @@ class Way:
             moves = [partial(t.move, existing, self._max_blocks(), on, keep) for t in turns]
 
         def move() -> None:
-            if existing.count < pairs.count:
-                self.device.run(lambda: self._note_faults(pairs.src, pairs.dst), on)
+            for note in notes:
+                note()
             if existing.count:
                 for enqueue in moves:
                     enqueue()
 
         return move
 
-    def accesses(self, pages: Pages, pool: Any, numbers: ArrayView) -> tuple[observe.Access, ...]:
+    def accesses(
+        self, pages: PoolPages, pool: Any, numbers: ArrayView
+    ) -> tuple[observe.Access, ...]:
         """Return the bytes of a pool that the transfer touches, for who watches."""
-        return tuple(
-            observe.Access(_owned(part, pool), numbers) for part in (*pages.parts, *pages.scales)
-        )
+        return tuple(observe.Access(_owned(part, pool), numbers) for part in pages.all)
 
     def _choose(self, pairs: PagePairs) -> str:
         method = self._request.method
@@ -121,7 +140,7 @@ class Way:
         staged_pieces, staged_bytes = staging.fragments(num_pages, num_runs)
         limits = transfer_method.thresholds(self.device, self._direction)
         longer = staged_bytes >= max(
-            _MUCH_LONGER * piece_bytes, limits.crossover(staged_pieces * len(self.routes))
+            _MUCH_LONGER * piece_bytes, limits.crossover(staged_pieces * len(self._stagings))
         )
         longer = self._stageable and longer
         if route.converts:
@@ -145,6 +164,7 @@ class Way:
         self, cause: CompileError, pairs: PagePairs, on: Stream, keep: Sequence[object]
     ) -> Callable[[], None]:
         """Return the transfer as array expressions, if they are allowed."""
+        self.device.check_fallback("transfer_pages", on)
         config.fall_back("transfer_pages", cause)
 
         def express() -> None:
@@ -153,7 +173,8 @@ class Way:
                 else given
                 for view, given in zip(pairs.views, (pairs.src, pairs.dst), strict=True)
             )  # fmt: skip
-            self._note_faults(src, dst)
+            for fault in self._faults(src, dst):
+                expressions.note_fault(self.device, *fault)
             live = (src >= 0) & (dst >= 0)
             live &= (src < self.src.num_pages) & (dst < self.dst.num_pages)
             for route in self.routes:
@@ -161,8 +182,29 @@ class Way:
 
         return lambda: self.device.run(express, on, (*keep, *pairs.views))
 
-    def _note_faults(self, src: Any, dst: Any) -> None:
-        """Note pages past the end in the device's record, as the kernel does."""
+    def _notes(self, pairs: PagePairs, on: Stream) -> list[Callable[[], None]]:
+        """Return what notes the pages of host lists that are past the end, on the stream.
+
+        Copies need no compiler, so nothing is said or refused where there is none.
+        """
+        device, note = self.device, transfer_kernels.note_fault
+        found = [
+            (count, operation, int(position), int(page))
+            for count, operation, position, page in self._faults(pairs.src, pairs.dst)
+        ]
+        if not found:
+            return []
+        try:
+            device.load(transfer_kernels.NOTE)
+        except CompileError:
+            return [
+                partial(device.run, partial(expressions.note_fault, device, *fault), on)
+                for fault in found
+            ]
+        return [partial(note, device, fault, on) for fault in found]
+
+    def _faults(self, src: Any, dst: Any) -> Iterator[tuple[int, int, Any, Any]]:
+        """Tell of pages past the end as the kernel does: count, operation, position and value."""
         meant = (src >= 0) & (dst >= 0)
         for name, pages, most in (
             ("src_pages", src, self.src.num_pages), ("dst_pages", dst, self.dst.num_pages)
@@ -171,7 +213,7 @@ class Way:
             meant &= pages < most
             if len(bad):
                 operation = faults.operation_id("transfer_pages", name)
-                expressions.note_fault(self.device, len(bad), operation, bad[0], pages[bad[0]])
+                yield len(bad), operation, bad[0], pages[bad[0]]
 
 
 def _owned(part: ArrayView, pool: Any) -> ArrayView:

@@ -101,9 +101,15 @@ def rope_frequencies(
 ) -> Frequencies:
     """Give the radians by which one position turns each pair, and the factor of cosine and sine.
 
-    `scaling` is the dictionary of a Hugging Face config, with `rope_type` (once `type`).
+    `scaling` is the dictionary of a Hugging Face config, with `rope_type` (once `type`) and, in
+    newer ones, `rope_theta`, which `base` left at its default gives way to.
     """
     given = dict(scaling or {})
+    theta = given.get("rope_theta")
+    if theta is not None:
+        if base not in (10000.0, theta):
+            raise ValueError(f"base: expected {theta} as in scaling, got {base}")
+        base = float(theta)
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in SCALINGS:
         raise ValueError(f"scaling: expected a rope_type of {sorted(SCALINGS)}, got {kind!r}")

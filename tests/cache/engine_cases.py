@@ -110,6 +110,15 @@ def layer_bits(pool, row, layer):
     return np.concatenate([pieces[layer], pieces[pool.num_layers + layer]])
 
 
+def transfers_in(log, device):
+    """The operations that an engine has announced.
+
+    Kernels of a GPU do not reach lists of pages in pageable memory, so there each batch may send
+    its own up first, as a copy.
+    """
+    return [o for o in log.operations if device.kind == "host" or o.name != "copy"]
+
+
 def poll(done, patience_s):
     """Wait until `done()`, or for so long; return which."""
     until = time.monotonic() + patience_s

@@ -15,6 +15,7 @@ from engine_cases import (
     contents,
     layer_bits,
     pool_of,
+    transfers_in,
 )
 from stream_cases import Gate, Log
 
@@ -142,7 +143,8 @@ def test_a_source_page_may_go_to_several_targets(world):
 def test_a_target_page_twice_is_one_of_the_two(world):
     world.engine.load([4, 6], [1, 1]).synchronize()
     got = contents(world.device_pool)
-    assert any(np.array_equal(got[1], world.before[1][page]) for page in (4, 6))
+    if world.device.kind == "host":  # undefined; copies in a batch of a GPU's have no order at all
+        assert any(np.array_equal(got[1], world.before[1][page]) for page in (4, 6))
     got[1] = world.before[0][1]
     assert np.array_equal(got, world.before[0])
 
@@ -202,11 +204,12 @@ def test_queued_calls_go_out_as_one_per_direction(world, flush, asked):
         assert all("queued" in repr(t) for t in transfers)
         assert log.operations == []
         FLUSHES[flush](transfers[asked], world)
-        assert sorted(o.name for o in log.operations) == sorted([*LOAD, "save"])
+        issued = transfers_in(log, world.device)
+        assert sorted(o.name for o in issued) == sorted([*LOAD, "save"])
         for transfer in transfers:
             transfer.synchronize()
         engine.flush()
-        assert len(log.operations) == NUM_LAYERS + 1
+        assert len(transfers_in(log, world.device)) == NUM_LAYERS + 1
     assert_moved(world.device_pool, on_device, [(1, 1), (2, 2), (3, 4)], on_host)
     assert_moved(world.host_pool, on_host, [(5, 9), (6, 10), (7, 11)], on_device)
 
@@ -219,7 +222,7 @@ def test_many_calls_go_out_as_one(device):
             transfer = world.engine.save([page], [page])
         assert log.operations == []
         transfer.synchronize()
-        assert [o.name for o in log.operations] == ["save"]
+        assert [o.name for o in transfers_in(log, device)] == ["save"]
     assert np.array_equal(contents(world.host_pool), world.before[0])
 
 
@@ -230,7 +233,7 @@ def test_calls_after_a_flush_go_out_by_themselves(world):
         second = world.engine.load([2], [2])
         second.synchronize()
         first.synchronize()
-    assert [o.name for o in log.operations] == LOAD * 2
+    assert [o.name for o in transfers_in(log, world.device)] == LOAD * 2
 
 
 def test_a_flush_of_nothing(world):
@@ -286,6 +289,8 @@ def test_the_timeline_shows_layers_on_the_load_stream(world):
         save.wait(world.compute)
     device = world.device.name
     lanes = [(span.name, span.lane, span.device) for span in timeline.spans]
+    if world.device.kind == "cuda":  # lists of pages are copied up
+        lanes = [lane for lane in lanes if lane[0] != "copy"]
     assert [lane for lane in lanes if lane[0] != "save"] == [(n, "load", device) for n in LOAD]
     assert ("save", "save", device) in lanes
 
@@ -299,7 +304,7 @@ def test_given_streams_are_used_and_keep_their_names(device):
         world.engine.load([1], [1])
         world.engine.save([2], [2]).synchronize()
         world.engine.load([3], [3]).synchronize()
-    assert {(o.name, o.stream) for o in log.operations} == {
+    assert {(o.name, o.stream) for o in transfers_in(log, device)} == {
         *((name, load) for name in LOAD), ("save", save),
     }  # fmt: skip
     assert load.name == "mine"

@@ -17,6 +17,7 @@ from engine_cases import (
     layer_bits,
     page_values,
     poll,
+    transfers_in,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -245,7 +246,7 @@ def test_reads_of_one_page_do_not_wait_and_go_out_together(device):
         world.engine.save([1], [4]).synchronize()
         world.engine.load([7], [5])
         world.engine.load([7], [6]).synchronize()
-    names = [operation.name for operation in log.operations]
+    names = [operation.name for operation in transfers_in(log, device)]
     assert names == ["save", *(f"load {layer}" for layer in range(NUM_LAYERS))]
 
 

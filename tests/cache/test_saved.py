@@ -492,6 +492,6 @@ def test_the_package_is_missing_or_old(path, monkeypatch, missing):
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "__import__", refuse)
         for call in (lambda: write_one(path, 2), lambda: saved.read(path)):
-            with pytest.raises(ImportError, match=r"pip install 'kvcupy\[save\]'"):
+            with pytest.raises(ImportError, match=r"pip install 'safetensors>=0\.8'"):
                 call()
     assert left_alone(path, bits)

@@ -96,6 +96,26 @@ def test_a_directory_that_cannot_be_made_is_no_error(nowhere):
     assert made.read_bytes() == b"library"
 
 
+def test_it_lies_where_the_system_keeps_caches(monkeypatch, tmp_path):
+    monkeypatch.delenv("KVCUPY_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    if sys.platform == "linux":
+        assert cache.directory() == tmp_path / "home" / ".cache" / "kvcupy"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+        assert cache.directory() == tmp_path / "caches" / "kvcupy"
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path / "own"))
+    assert cache.directory() == tmp_path / "own"
+
+
+def test_a_relative_cache_home_does_not_count(monkeypatch, tmp_path):
+    """It would be another folder wherever a process starts."""
+    monkeypatch.delenv("KVCUPY_CACHE_DIR")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    assert cache.directory().is_absolute()
+
+
 def test_without_a_home_there_is_no_cache(monkeypatch):
     monkeypatch.delenv("KVCUPY_CACHE_DIR")
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from kvcupy.devices import cuda, cuda_pinned, host_pages
 from kvcupy.errors import DeviceError
 
 PAGE = host_pages.PAGE_BYTES
+PORTABLE, MAPPED = 1, 2
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="NUMA nodes are looked up as Linux has them"
@@ -78,7 +81,7 @@ def test_pages_are_registered_where_the_gpu_is(api, device, wishes, extra):
     array = device.empty_pinned(num_bytes, "int8")
     rounded = 3 * PAGE if extra == 0 else 4 * PAGE
     ((pointer, size, flags),) = log(api, "register")
-    assert (pointer, size, flags) == (array.ctypes.data, rounded, 1)
+    assert (pointer, size, flags) == (array.ctypes.data, rounded, PORTABLE | MAPPED)
     assert wishes == [(pointer, rounded, 1)]
     assert pointer % PAGE == 0
     assert array.nbytes == num_bytes
@@ -152,6 +155,45 @@ print("ending", flush=True)
     assert (done.returncode, done.stdout.split()) == (0, ["unregistered", "ending"]), done.stderr
 
 
+# --- Forks ---
+
+
+def exit_of_child(work):
+    """Run a function in a forked child; return how that ended: 0, or minus the signal."""
+    child = os.fork()
+    if not child:
+        code = 1
+        faulthandler.disable()  # a crash here is an answer
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_child_does_not_have_pages_that_a_gpu_may_write(api, device, wishes):
+    attach(api)
+    array = device.empty_pinned(2 * PAGE, "int8")
+    array[:] = 3
+    ordinary = np.full(2 * PAGE, 3, np.int8)
+    assert exit_of_child(lambda: ordinary.sum()) == 0
+    assert exit_of_child(lambda: array.sum()) == -signal.SIGSEGV
+    assert (array == 3).all()
+
+
+def test_children_are_kept_out_before_cuda_locks_the_pages(api, device, wishes, monkeypatch):
+    """In between, a fork of another thread's would share them."""
+    attach(api)
+    order, keep, register = [], host_pages.keep_from_children, api.runtime.hostRegister
+    monkeypatch.setattr(
+        host_pages, "keep_from_children", lambda *a: order.append(("keep", *a)) or keep(*a)
+    )
+    api.runtime.hostRegister = lambda *a: order.append(("register", *a[:2])) or register(*a)
+    array = device.empty_pinned(PAGE, "int8")
+    assert order == [("keep", array.ctypes.data, PAGE), ("register", array.ctypes.data, PAGE)]
+
+
 # --- Elsewhere ---
 
 
@@ -186,7 +228,7 @@ def test_where_registration_is_refused_cuda_allocates(api, device, wishes, unmap
     asked = []
     api.cupy.cuda.PinnedMemory = lambda size, flags: asked.append((size, flags)) or Memory(size)
     array = device.empty_pinned(PAGE + 5, "int8")
-    assert asked == [(PAGE + 5, 1)]
+    assert asked == [(PAGE + 5, PORTABLE | MAPPED)]
     assert is_pinned(array)
     assert [entry[:2] for entry in unmapped] == [(log(api, "register")[0][0], 2 * PAGE)]
     del array

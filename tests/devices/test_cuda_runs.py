@@ -134,6 +134,12 @@ def no_look_up(api, device):
     return device.stream()
 
 
+def other_addresses(api, device):
+    """Registered memory of the host has another address on the device, which a batch wants."""
+    api.runtime.attributes[91] = 0
+    return device.stream()
+
+
 def default_stream(api, device):
     return cuda.Stream(device, 0)
 
@@ -150,7 +156,15 @@ def foreign_capture(api, device):
 
 @pytest.mark.parametrize(
     "where",
-    [old_driver, no_symbol, no_look_up, default_stream, legacy_stream, foreign_capture],
+    [
+        old_driver,
+        no_symbol,
+        no_look_up,
+        other_addresses,
+        default_stream,
+        legacy_stream,
+        foreign_capture,
+    ],
 )
 def test_where_there_is_no_batch_runs_are_copied_in_order(api, device, where):
     case, stream = Case(), where(api, device)

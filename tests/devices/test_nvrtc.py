@@ -12,10 +12,12 @@ import pytest
 
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
+from kvcupy import sources
 from kvcupy.compile_check import ARCHS
 from kvcupy.devices import cache, nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
+from kvcupy.ops.store import COPY
 
 PARAMS = np.dtype(
     [("in", np.uint64), ("out", np.uint64), ("count", np.int32), ("factor", np.float32)],
@@ -83,6 +85,41 @@ def test_a_changed_header_is_compiled_again(kernels):
     header = kernels / "factor.cuh"
     header.write_text(header.read_text().replace("1.0f", "3.0f"))
     assert compile_in(kernels).image != first.image
+
+
+@pytest.mark.parametrize("name", ["scale.cu", "factor.cuh"])
+def test_the_working_directory_supplies_no_source(kernels, tmp_path, monkeypatch, name):
+    """Whatever lies where a user happens to be is neither compiled nor cached."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / name).write_text("#error from the working directory\n")
+    before = compile_in(kernels).image
+    shutil.rmtree(cache.directory())
+    monkeypatch.chdir(elsewhere)
+    assert compile_in(kernels).image == before
+
+
+def test_a_store_cu_in_the_working_directory_is_not_the_packages(tmp_path, monkeypatch):
+    """It has the same kernel, and another constant in it."""
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path / "cache"))
+    store = COPY.specialise(16)
+    before = nvrtc.compile_cubin(store, "sm_90").image
+    shutil.rmtree(tmp_path / "cache")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for source in sources.kernels_dir().glob("*.cu*"):
+        text = source.read_text()
+        (elsewhere / source.name).write_text(f"__device__ int hostile = 7;\n{text}")
+    monkeypatch.chdir(elsewhere)
+    assert nvrtc.compile_cubin(store, "sm_90").image == before
+
+
+def test_how_the_source_is_included_is_part_of_the_key(kernels, compilations, monkeypatch):
+    """Entries made when the working directory counted may hold what lay in one."""
+    compile_in(kernels)
+    monkeypatch.setattr(nvrtc, "_program_text", lambda source: f'#include "{source}"\n')
+    compile_in(kernels)
+    assert len(compilations) == 2
 
 
 def test_a_damaged_entry_is_compiled_again(kernels, compilations):
@@ -167,6 +204,9 @@ def test_an_architecture_of_the_future_gets_ptx_that_keeps_subnormals(kernels):
         ("sm_90", (80, 90, 100), ["sm_90"]),
         ("sm_90a", (80, 90, 100), ["sm_90a"]),
         ("sm_103", (80, 90, 100), ["compute_100"]),
+        ("sm_103", (90, 100, 101, 120), ["compute_100"]),  # 101 became 110, whose PTX is no use
+        ("sm_101", (90, 100, 101, 120), ["sm_101"]),
+        ("sm_110", (90, 100, 101, 120), ["compute_100"]),
         ("sm_89", (80, 90), ["compute_80"]),
         ("sm_90", (), ["sm_90", "compute_90", "compute_80", "compute_75"]),
     ],

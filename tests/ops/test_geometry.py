@@ -47,9 +47,10 @@ def test_every_row_has_its_lanes(num_rows, words, multiprocessors, options):
     rows_a_block = block // shape.lanes
     assert grid * rows_a_block >= num_rows
     assert (grid - 1) * rows_a_block < num_rows
-    # What CUDA allows, and whole warps.
-    assert 32 <= block <= 1024
-    assert block % 32 == 0
+    # What CUDA allows, and whole warps where threads step together.
+    smallest = 32 if options.get("warp_lanes", 32) == 32 or options.get("whole_warps") else 8
+    assert smallest <= block <= 1024
+    assert block % smallest == 0
     assert 1 <= grid <= 2**31 - 1
 
 
@@ -68,8 +69,18 @@ def test_small_work_is_spread_over_the_device(num_rows, words, multiprocessors, 
     shape = geometry.spread(num_rows, words, multiprocessors, **options)
     warps = -(-num_rows * shape.lanes // 32)
     assert shape.grid[0] >= min(multiprocessors, num_rows, warps) // 2
-    if num_rows * shape.lanes < multiprocessors * 32:
-        assert shape.block[0] == max(32, shape.lanes)
+    alone = options["warp_lanes"] == 1 and not options["whole_warps"]
+    smallest, blocks = (8, 4) if alone else (32, 1)
+    if num_rows * shape.lanes < multiprocessors * blocks * smallest:
+        assert shape.block[0] == max(smallest, shape.lanes)
+
+
+def test_workers_share_what_takes_long():
+    """A row a thread: many small blocks, for a helper to find some left when it comes."""
+    some = geometry.spread(128, 128, 2, warp_lanes=1)
+    assert (some.grid, some.block) == ((8, 1, 1), (16, 1, 1))
+    few = geometry.spread(3, 128, 2, warp_lanes=1)
+    assert (few.grid, few.block) == ((1, 1, 1), (8, 1, 1))
 
 
 @quick
@@ -159,7 +170,7 @@ def test_the_claim_decides_the_geometry(host, monkeypatch):
     threads = [grid[0] * block[0] for grid, block, _ in launched]
     assert len(threads) == 3
     if host.warp_lanes == 1:
-        assert threads == [32, 32, 32]
+        assert threads == [8, 8, 32]
     else:  # two rows of 512 words: all the lanes that a row may have, or four words a lane
         assert threads == {1: [256] * 3, 8: [1024] * 3}.get(host.multiprocessors, [1024] * 3)
 

@@ -119,3 +119,109 @@ def test_wrong_scalings_of_the_table(device, scaling):
 def test_wrong_shapes_of_the_table(device, args, name):
     with pytest.raises((TypeError, ValueError), match=rf"\b{name}\b"):
         kv.rope_table(*args, device=device)
+
+
+# --- Configs of Hugging Face ---
+
+HEAD_DIM = 32
+PARAMETERS = {
+    "default": {"rope_type": "default"},
+    "partial": {"rope_type": "default", "partial_rotary_factor": 0.5},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 256},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    "yarn, mscale": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256,
+                     "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False,
+                     "partial_rotary_factor": 0.25},
+    "longrope": {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 256,
+                 "short_factor": [1.0 + i / 40 for i in range(16)],
+                 "long_factor": [1.0 + 4 * i for i in range(16)]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_whole_config(device, name, old, caplog):
+    """Its theta is taken with it; as transformers' own functions have it, but for float32."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    sizes = {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "head_dim": HEAD_DIM,
+             "max_position_embeddings": 1024}  # fmt: skip
+    given = dict(PARAMETERS[name])
+    if old:
+        theta = {"rope_theta": 5e5}
+        if "partial_rotary_factor" in given:
+            theta["partial_rotary_factor"] = given.pop("partial_rotary_factor")
+        config = transformers.LlamaConfig(**sizes, **theta, rope_scaling=given)
+    else:
+        config = transformers.LlamaConfig(**sizes, rope_parameters={**given, "rope_theta": 5e5})
+    scaling = dict(config.rope_parameters)
+    assert scaling["rope_theta"] == 5e5
+    if scaling["rope_type"] == "dynamic":
+        with pytest.raises(ValueError, match=r"add that$"):
+            kv.rope_table(2048, HEAD_DIM, scaling=scaling, device=device)
+        scaling["original_max_position_embeddings"] = config.max_position_embeddings
+    rotary_dim = int(HEAD_DIM * scaling.get("partial_rotary_factor", 1.0))
+    caplog.clear()
+    table = np.asarray(
+        device.to_numpy(kv.rope_table(2048, rotary_dim, scaling=scaling, device=device))
+    )
+    assert not [r for r in caplog.records if r.levelname == "WARNING" and r.name == "kvcupy"]
+    if scaling["rope_type"] == "default":
+        steps = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+        frequencies, attention = 1.0 / 5e5**steps, 1.0
+    else:
+        init = ROPE_INIT_FUNCTIONS[scaling["rope_type"]]
+        frequencies, attention = init(config, "cpu", seq_len=2048)
+    angles = np.arange(2048)[:, None] * frequencies.double().numpy()
+    want = attention * np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    assert np.abs(table - want).max() < 2048 * 4e-7  # float32 frequencies, times the position
+
+
+def test_theta_of_a_config(device):
+    scaling = {"rope_type": "default", "rope_theta": 5e5}
+    plain = device.to_numpy(kv.rope_table(64, 16, base=5e5, device=device))
+    for base in ({}, {"base": 10000.0}, {"base": 5e5}):
+        table = device.to_numpy(kv.rope_table(64, 16, scaling=scaling, device=device, **base))
+        np.testing.assert_array_equal(table, plain)
+    with pytest.raises(ValueError, match=r"^base: expected 500000.0, the rope_theta of scaling"):
+        kv.rope_table(64, 16, base=1e6, scaling=scaling, device=device)
+    for theta in (0, -1.0, float("inf"), "5e5", True):
+        with pytest.raises(ValueError, match=r"^scaling: expected a .*rope_theta"):
+            kv.rope_table(64, 16, scaling={"rope_theta": theta}, device=device)
+    none = kv.rope_table(64, 16, scaling={"rope_theta": None}, device=device)
+    np.testing.assert_array_equal(
+        device.to_numpy(none), device.to_numpy(kv.rope_table(64, 16, device=device))
+    )
+
+
+def test_parameters_by_layer_type(device):
+    scaling = {
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    with pytest.raises(ValueError, match=r"full_attention, sliding_attention; .*each.*\['full_att"):
+        kv.rope_table(64, 16, scaling=scaling, device=device)
+    kv.rope_table(64, 16, scaling=scaling["sliding_attention"], device=device)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "ignored"),
+    [
+        ({"rope_type": "default", "mrope_section": [2, 3, 3]}, "'mrope_section'"),
+        ({"rope_type": "default", "factor": 4.0}, "'factor'"),
+        ({"rope_type": "linear", "factor": 4.0, "alpha": 1.0, "beta_fast": 1}, "'alpha', 'beta_f"),
+    ],
+)
+def test_keys_that_are_ignored_are_said(device, scaling, ignored, caplog):
+    kv.rope_table(64, 16, scaling=scaling, device=device)
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert ignored in caplog.text and scaling["rope_type"] in caplog.text
+    caplog.clear()
+    kv.rope_table(64, 16, scaling={"type": "linear", "rope_type": "linear", "factor": 2.0,
+                                   "attention_factor": None}, device=device)  # fmt: skip
+    assert not caplog.records

@@ -154,10 +154,8 @@ def test_pools_live_until_they_are_read(device, method):
     case.expect(src, dst, *pages)
     device.synchronize()
     gate = Gate(stream)
-    kv.transfer_pages(
-        src.pool, dst.pool, *(device.asarray(np.array(p)) for p in pages), method=method,
-        stream=stream,
-    )  # fmt: skip
+    lists = (case.list_for(method, device.asarray(np.array(p)), np.array(p)) for p in pages)
+    kv.transfer_pages(src.pool, dst.pool, *lists, method=method, stream=stream)
     case.pools.remove(src)
     num_bytes = src.parts[0].want.nbytes
     del src

@@ -9,10 +9,10 @@ from ...errors import KvcupyError
 from ...exporters import view
 from ...ops import outputs
 from ...ops.attention_checks import check_query
-from ..storage import count
+from ..storage import Pool, count
 from .contents import Contents
 from .layers import Asked, Layers
-from .options import pool_of, rope_of, scales_of
+from .options import DTYPE, PAGE_SIZE, pool_of, rope_of, scales_of
 from .sequences import Sequences
 from .step import Step, by_sequence
 from .steps import Steps
@@ -25,7 +25,8 @@ class PagedKVCache(PagedTiers):
 
     Parameters
     ----------
-    num_layers, num_q_heads, num_kv_heads, head_dim, num_pages, page_size : counts
+    num_layers, num_q_heads, num_kv_heads, head_dim, num_pages, page_size : counts. With `pool` only
+        num_q_heads is needed; what else is given, and not left at its default, must agree with it
     v_head_dim : the width of V; None is that of K
     latent_dim : for multi-head latent attention: a token has a row of head_dim elements, the latent
         and then the rope part, and num_kv_heads is 1. See `attention_mla`
@@ -43,6 +44,9 @@ class PagedKVCache(PagedTiers):
         where that moves fewer bytes
     device : a Device or its name; None is the default device
     copy_stream : a stream for tables and page copies; None: one of its own
+    pool : a KVPool, or an MLAPool with latent_dim, that has the pages, over existing memory too
+        (`KVPool.wrap`); None: one is allocated. Its allocator gives the pages out, so that others
+        may take some of them
     slots_in_flight : steps whose tables may be on their way or in use at once
 
     Attributes
@@ -86,13 +90,13 @@ class PagedKVCache(PagedTiers):
     def __init__(
         self,
         *,
-        num_layers: int,
         num_q_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        num_pages: int,
-        page_size: int = 16,
-        dtype: Any = "bf16",
+        num_layers: int | None = None,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        num_pages: int | None = None,
+        page_size: int = PAGE_SIZE,
+        dtype: Any = DTYPE,
         rope: Any = None,
         interleaved: bool = False,
         rope_mode: str = "normal",
@@ -106,17 +110,19 @@ class PagedKVCache(PagedTiers):
         v_scale: Any = None,
         max_seq_len: int | None = None,
         cascade: bool | None = None,
+        pool: Pool | None = None,
     ) -> None:
         pool = pool_of(
-            num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            pool, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
             num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
             v_head_dim=v_head_dim, latent_dim=latent_dim,
             has_static_scales=k_scale is not None or v_scale is not None,
         )  # fmt: skip
-        turning = rope_of(rope, rope_mode, interleaved, pool.device, head_dim, latent_dim)
+        turning = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
         if count(num_q_heads, "num_q_heads") % pool.num_kv_heads:
             raise ValueError(
-                f"num_q_heads: expected a multiple of {num_kv_heads} KV heads, got {num_q_heads}"
+                f"num_q_heads: expected a multiple of {pool.num_kv_heads} KV heads, "
+                f"got {num_q_heads}"
             )
         if cascade not in (None, True, False):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")

@@ -40,7 +40,7 @@ class PagedContents(PagedSequences):
         ----------
         start, stop : 0 <= start <= stop <= length
         dtype : format of the result; None: the cache's, or bf16 if that is quantised
-        stream : see API.md
+        stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
         Returns
         -------
@@ -74,7 +74,7 @@ class PagedContents(PagedSequences):
         start : position of the first; n of them must be cached
         K, V : (L, n, H, D) and (L, n, H, Dv), or of MLA as `get_kv` gives them, in any format;
             quantised if the cache is
-        stream : see API.md
+        stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
         Raises
         ------

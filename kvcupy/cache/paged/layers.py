@@ -107,7 +107,7 @@ class Layers:
             dict[str, Any]
         ] = []  # of each layer: arguments of a store, a gather or attention
         for layer in range(pool.num_layers):
-            k, v = (part[:, layer] for part in (pool.parts[0], pool.parts[-1]))
+            k, v = (pool.views(layer)[i] for i in (0, -1))
             arguments: dict[str, Any] = {"k_cache": k, "v_cache": v[..., : self.v_width]}
             if scales:
                 arguments["k_scale"], arguments["v_scale"] = scales[layer]

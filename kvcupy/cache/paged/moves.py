@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from ... import devices
-from ...arrays import ArrayView, describe
+from ... import devices, scratch
+from ...arrays import ArrayView, contiguous_strides, describe, reshaped
+from ...devices.protocol import Stream
+from ...ops.gather import gather_kv
 from ...ops.page_pairs import PagePairs, send
 from ...ops.pages import copy_pages
+from ...ops.store import store_kv
 from ..storage import Pool
 
 _NAMES = ("src", "dst")
@@ -20,11 +23,11 @@ class PageMover:
 
     Parameters
     ----------
-    pool : whose slots are evenly spaced within each layer, as in the layout "layer_first"
+    pool : of layout "layer_first", or one in which slots are evenly spaced within each layer
 
     Raises
     ------
-    ValueError : the slots of the pool are not
+    ValueError : the pool is neither
 
     Notes
     -----
@@ -45,8 +48,17 @@ class PageMover:
     """
 
     def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._pages = (*pool.parts, *pool.scale_parts)
-        self._slots = tuple(map(_slots_first, self._pages))
+        # Arrays of others may have heads before slots, or V between the pages of K.
+        self._uneven = [
+            _halves(pool.views(layer))
+            for group in pool.groups
+            if pool.layout == "layer_first" and not all(map(_is_even, group.parts))
+            for layer in group.layers
+        ]
+        even = [g for g in pool.groups if not self._uneven or all(map(_is_even, g.parts))]
+        self._slots = tuple(_slots_first(v) for g in even for v in (*g.parts, *g.scale_parts))
         self._num_pages, self._page_size = pool.num_pages, pool.page_size
         self._device = devices.get(self._pages[0].device)
         self._library = self._pages[0].library
@@ -57,7 +69,7 @@ class PageMover:
         Parameters
         ----------
         src, dst : page numbers (N,); no page is written twice, or both read and written
-        stream : see API.md
+        stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
         Raises
         ------
@@ -74,7 +86,7 @@ class PageMover:
             if page in taken:
                 raise ValueError(f"dst: expected each page once and none of src, got {page} too")
             taken.add(page)
-        self._copy(self._pages, [(sources, targets)], stream)
+        self._copy(self._pages, [], [(sources, targets)], stream)
 
     def move_slots(self, src: Any, dst: Any, stream: Any = None) -> None:
         """Copy tokens to other slots, as if one after another in the order given.
@@ -83,7 +95,7 @@ class PageMover:
         ----------
         src, dst : slots (N,), `page * page_size + offset`. A slot may occur any number of times on
             either side
-        stream : see API.md
+        stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
         Raises
         ------
@@ -93,18 +105,20 @@ class PageMover:
         Notes
         -----
         As many launches an array as the longest chain of moves that must wait for one another has;
-        one if none of the slots written is read. Bytes: each token is read once and written once.
+        one if none of the slots written is read. Bytes: each token is read once and written once;
+        twice where slots are spaced unevenly, by way of a buffer and with two launches a layer.
         """
         pairs = _pairs(src, dst, self._num_pages * self._page_size, "slots")
-        self._copy(self._slots, _independent(*pairs), stream)
+        self._copy(self._slots, self._uneven, _independent(*pairs), stream)
 
     def _copy(
         self,
         arrays: tuple[ArrayView, ...],
+        uneven: list[tuple[ArrayView, ArrayView]],
         batches: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]],
         stream: Any,
     ) -> None:
-        """Copy rows of the first axis, batch by batch."""
+        """Copy rows of the first axis, and slots of uneven layers, batch by batch."""
         on = self._device.as_stream(stream, self._library)
         sources, targets = (np.concatenate(side) for side in zip(*batches, strict=True))
         if len(sources) == 0:
@@ -113,8 +127,24 @@ class PageMover:
         start = 0
         for batch, _ in batches:
             part = slice(start, start + len(batch))
-            copy_pages(arrays, sent[0, part], sent[1, part], stream=on)
+            if arrays:
+                copy_pages(arrays, sent[0, part], sent[1, part], stream=on)
+            for k, v in uneven:
+                rows = [self._space(cache, len(batch), on) for cache in (k, v)]
+                gather_kv(k, v, sent[0, part], k_out=rows[0], v_out=rows[1], stream=on)
+                store_kv(rows[0], rows[1], k, v, sent[1, part], stream=on)
             start = part.stop
+        self._pool.note_written()
+
+    def _space(self, cache: ArrayView, count: int, on: Stream) -> ArrayView:
+        """Return a buffer for tokens of (pages, slots, heads, width)."""
+        shape = (count, *cache.shape[2:])
+        strides = contiguous_strides(shape, cache.itemsize)
+        lent = scratch.borrow(self._device, count * strides[0], on)
+        return ArrayView(
+            lent.pointer, shape, strides, cache.format, lent.device,
+            library=lent.library, owner=lent.owner,
+        )  # fmt: skip
 
 
 def _independent(
@@ -162,19 +192,31 @@ def _pairs(src: Any, dst: Any, count: int, what: str) -> list[np.ndarray[Any, An
     return sides
 
 
+def _is_even(part: ArrayView) -> bool:
+    """Return whether the slots of (pages, layers, page_size, ...) are evenly spaced."""
+    pages, _, page_size, *_ = part.shape
+    return 1 in (pages, page_size) or part.strides[0] == page_size * part.strides[2]
+
+
+def _halves(views: tuple[ArrayView, ...]) -> tuple[ArrayView, ArrayView]:
+    """Return K and V of a layer; of a latent the two halves of its width."""
+    if len(views) == 2:
+        return views[0], views[1]
+    half = views[0].shape[-1] // 2
+    if half == 0:
+        raise ValueError(f"pool: expected evenly spaced slots, got {describe(views[0])}")
+    return views[0][..., :half], views[0][..., half:]
+
+
 def _slots_first(part: ArrayView) -> ArrayView:
     """View (pages, layers, page_size, heads, width) as (slots, layers, heads, width)."""
     pages, layers, page_size, *row = part.shape
     page_bytes, layer_bytes, slot_bytes, *row_bytes = part.strides
     if page_size == 1:
         slot_bytes = page_bytes
-    if pages > 1 and page_bytes != page_size * slot_bytes:
+    if not _is_even(part):
         raise ValueError(
             f"pool: expected evenly spaced slots, as in layout layer_first, got {describe(part)} "
             f"with strides of {part.strides} bytes"
         )
-    return ArrayView(
-        part.pointer, (pages * page_size, layers, *row), (slot_bytes, layer_bytes, *row_bytes),
-        part.format, part.device,
-        library=part.library, readonly=part.readonly, owner=part.owner,
-    )  # fmt: skip
+    return reshaped(part, (pages * page_size, layers, *row), (slot_bytes, layer_bytes, *row_bytes))

@@ -17,13 +17,16 @@ from ..pool import KVPool, MLAPool
 from ..storage import Pool, count
 from .layers import MODES, Rope
 
+PAGE_SIZE, DTYPE = 16, "bf16"  # unless given
+
 
 def pool_of(
+    pool: Any,
     *,
-    num_layers: int,
-    num_kv_heads: int,
-    head_dim: int,
-    num_pages: int,
+    num_layers: int | None,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    num_pages: int | None,
     page_size: int,
     dtype: Any,
     device: Any,
@@ -31,21 +34,68 @@ def pool_of(
     latent_dim: int | None,
     has_static_scales: bool,
 ) -> Pool:
-    """Allocate the pages."""
+    """Return the pages: those given, whose geometry is that of the other arguments, or new ones."""
+    if latent_dim is not None:
+        count(latent_dim, "latent_dim")
+        if v_head_dim is not None:
+            raise ValueError(f"v_head_dim: expected None with latent_dim, got {v_head_dim}")
+    if pool is not None:
+        counts = {
+            "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
+            "num_pages": num_pages, "v_head_dim": v_head_dim,
+            "page_size": None if page_size == PAGE_SIZE else page_size,
+        }  # fmt: skip
+        _require_pool(
+            pool, counts, None if dtype is DTYPE else dtype, device, latent_dim, has_static_scales
+        )
+        found: Pool = pool
+        return found
+    shared: dict[str, Any] = {
+        "num_pages": num_pages, "page_size": page_size, "num_layers": num_layers,
+        "dtype": dtype, "device": device,
+    }  # fmt: skip
+    heads: Any = num_kv_heads  # the pool refuses None by its name
+    width: Any = head_dim
     if latent_dim is None:
         dynamic = FORMATS[format_name(dtype)].quantised and not has_static_scales
         return KVPool(
-            num_pages, page_size, num_layers, num_kv_heads, head_dim,
-            v_head_dim=v_head_dim, dtype=dtype, device=device, scales=dynamic,
-        )  # fmt: skip
-    count(latent_dim, "latent_dim")
+            **shared, num_kv_heads=heads, head_dim=width, v_head_dim=v_head_dim, scales=dynamic
+        )
     if count(num_kv_heads, "num_kv_heads") != 1:
         raise ValueError(f"num_kv_heads: expected 1 with latent_dim, got {num_kv_heads}")
-    if v_head_dim is not None:
-        raise ValueError(f"v_head_dim: expected None with latent_dim, got {v_head_dim}")
     if latent_dim >= count(head_dim, "head_dim"):
         raise ValueError(f"latent_dim: expected less than head_dim {head_dim}, got {latent_dim}")
-    return MLAPool(num_pages, page_size, num_layers, head_dim, dtype=dtype, device=device)
+    return MLAPool(**shared, latent_dim=width)
+
+
+def _require_pool(
+    pool: Any,
+    counts: dict[str, int | None],
+    dtype: Any,
+    device: Any,
+    latent_dim: int | None,
+    has_static_scales: bool,
+) -> None:
+    """Refuse a pool that the other arguments contradict, or whose pages attention cannot read."""
+    wanted = KVPool if latent_dim is None else MLAPool
+    if not isinstance(pool, wanted):
+        beside = "without" if latent_dim is None else "with"
+        raise TypeError(
+            f"pool: expected a {wanted.__name__} {beside} latent_dim, got {type(pool).__name__}"
+        )
+    for name, value in counts.items():
+        if value is not None and count(value, name) != getattr(pool, name):
+            raise ValueError(f"{name}: expected {getattr(pool, name)} as in pool, got {value}")
+    if dtype is not None and format_name(dtype) != pool.dtype:
+        raise ValueError(f"dtype: expected {pool.dtype} as in pool, got {dtype!r}")
+    if device is not None and devices.get(device) is not pool.device:
+        raise ValueError(f"device: expected {pool.device.name} as in pool, got {device!r}")
+    if pool.placement != "device":
+        raise ValueError(f"pool: expected pages on the device, got {pool}")
+    if latent_dim is not None and latent_dim >= pool.head_dim:
+        raise ValueError(f"latent_dim: expected less than {pool.head_dim}, got {latent_dim}")
+    if has_static_scales and pool.scale_parts:
+        raise ValueError(f"k_scale, v_scale: expected None with the scales of {pool}")
 
 
 def rope_of(

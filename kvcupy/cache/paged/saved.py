@@ -46,7 +46,7 @@ def write(path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, 
     ValueError : a format is unknown, the bytes are not as many as the shape says, or `path` is
         something else than a file
     OSError : the file cannot be written; what was there before stays
-    ImportError : safetensors is missing: `pip install 'kvcupy[save]'`
+    ImportError : safetensors is missing: `pip install 'safetensors>=0.8'`
 
     Notes
     -----
@@ -97,7 +97,7 @@ def read(path: PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
     ------
     ValueError : `path` is no safetensors file, a part of one, or has other formats than kvcupy
     OSError : it cannot be read
-    ImportError : safetensors is missing: `pip install 'kvcupy[save]'`
+    ImportError : safetensors is missing: `pip install 'safetensors>=0.8'`
 
     Notes
     -----
@@ -154,7 +154,7 @@ def _package() -> Any:
         from safetensors import TensorSpec  # noqa: F401 - since 0.8
     except ImportError as error:
         raise ImportError(
-            "saved sequences need safetensors 0.8 or newer: pip install 'kvcupy[save]'"
+            "saved sequences need safetensors 0.8 or newer: pip install 'safetensors>=0.8'"
         ) from error
     return safetensors
 

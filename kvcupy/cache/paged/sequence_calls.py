@@ -8,13 +8,14 @@ from typing import Any
 
 from ...config import logger
 from ...ops import checks
+from ...pickling import ProcessLocal
 from ..storage import Pool, count
 from .sequence import CachedSequence
 from .sequences import Sequences
 from .steps import Steps, require_here
 
 
-class PagedSequences:
+class PagedSequences(ProcessLocal):
     """Sequences of tokens in the pages of a pool: who has which, from step to step.
 
     Attributes

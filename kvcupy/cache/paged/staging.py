@@ -138,7 +138,7 @@ class DeviceSide:
             self.whole = made
             # Whoever had this memory before may still use it in the order of the stream that is
             # current here. Not `zeros`: it waits, or, in a capture, is repeated by every launch.
-            self._unrecorded.append(self._device.as_stream(None))
+            self._unrecorded.append(self._device.as_stream(None, made.library))
         return self.whole
 
     def read_by(self, stream: Stream) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import CacheFull, CaptureError, KvcupyError
 from ...ops import checks
+from ...pickling import ProcessLocal
 from ..engine import TransferEngine
 from ..page_lists import page_array
 from . import acquire as tiered_acquire
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ...devices.protocol import Stream
 
 
-class TieredCache:
+class TieredCache(ProcessLocal):
     """Keeps blocks, each a page of every layer, by hashes that stand for all up to their end.
 
     Parameters

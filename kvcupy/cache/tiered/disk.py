@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from ...ops import checks
+from ...pickling import ProcessLocal
 from . import disk_format
 from .disk_format import Layout
 from .disk_slots import Parts, SlotFile
@@ -21,7 +22,7 @@ _Job = tuple[Any, ...]
 _Result = TypeVar("_Result")
 
 
-class DiskTier:
+class DiskTier(ProcessLocal):
     """Keeps blocks in the slots of one file, each under its hash.
 
     Parameters

@@ -49,6 +49,7 @@ class DiskBlocks:
         parts = (*pool.parts, *pool.scale_parts)
         if any(part.device != "host" for part in parts):
             raise ValueError("host_pool: expected memory of the host where there is a disk")
+        self._pool = pool
         self._pieces = [_pieces(part) for part in parts]
         self._file = DiskTier(path, num_bytes, pool.page_bytes, _identity(pool))
         self.num_slots, self.page_bytes = self._file.num_slots, pool.page_bytes
@@ -130,6 +131,7 @@ class DiskBlocks:
             (self.slots[h], h, self._memory(page)) for h, page in zip(hashes, pages, strict=True)
         ]
         whole = self._file.read_many(items)
+        self._pool.note_written()
         bad = [hash for hash, good in zip(hashes, whole, strict=True) if not good]
         if bad:
             self.errors += len(bad)
@@ -168,28 +170,43 @@ class DiskBlocks:
 
     def _memory(self, page: int) -> list[memoryview]:
         """Return the bytes of a host page, K and V and scales, where they lie."""
-        return [memoryview(row) for pieces in self._pieces for row in pieces[page]]
+        return [
+            memoryview(pieces[(page, *place)])
+            for pieces in self._pieces
+            for place in np.ndindex(pieces.shape[1:-1])
+        ]
 
 
 def _pieces(part: ArrayView) -> np.ndarray[Any, Any]:
-    """View (pages, layers, page_size, heads, width) as uint8 (pages, pieces, bytes a piece).
+    """View (pages, layers, page_size, heads, width) as uint8 (pages, ..., bytes a piece).
 
     What lies together is one piece: a whole page, or in the layout "layer_first" one layer of it.
     """
-    pages, layers, *_ = part.shape
-    page_bytes = part.size // pages * part.itemsize
-    if pages == 1 or part.strides[0] == page_bytes:
-        shape, step = (pages, 1, page_bytes), 0
-    else:
-        shape, step = (pages, layers, page_bytes // layers), part.strides[1]
-    strides = (part.strides[0], step, 1)
-    return array_at(part.owner, part.pointer, shape, np.dtype(np.uint8), strides)
+    num_bytes = part.itemsize
+    axes = [(abs(s), n) for n, s in zip(part.shape[1:], part.strides[1:], strict=True) if n > 1]
+    axes.sort()
+    while axes and axes[0][0] == num_bytes:
+        num_bytes *= axes.pop(0)[1]
+    outer = axes[::-1]
+    back = sum(min(0, s * (n - 1)) for n, s in zip(part.shape[1:], part.strides[1:], strict=True))
+    shape = (part.shape[0], *(n for _, n in outer), num_bytes)
+    strides = (part.strides[0], *(step for step, _ in outer), 1)
+    return array_at(part.owner, part.pointer + back, shape, np.dtype(np.uint8), strides)
+
+
+def _axes_in_memory(part: ArrayView) -> str:
+    """Return the order of layers, slots, heads and width, the outermost first."""
+    order = sorted(range(1, part.ndim), key=lambda axis: -abs(part.strides[axis]))
+    return "".join("PLSHD"[axis] for axis in order if part.shape[axis] > 1)
 
 
 def _identity(pool: Pool) -> dict[str, str]:
     """Return what the bytes of a page mean."""
     parts = (*pool.parts, *pool.scale_parts)
+    # Of arrays of others the axes may lie in any order.
+    axes = {"axes": ", ".join(map(_axes_in_memory, parts))} if pool.is_wrapped else {}
     return {
+        **axes,
         "pool": type(pool).__name__,
         "layout": pool.layout,
         "formats": ", ".join(part.format for part in parts),

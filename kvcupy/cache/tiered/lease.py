@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ...errors import CaptureError, DeviceError, KvcupyError
+from ...pickling import ProcessLocal
 
 if TYPE_CHECKING:
     from ..page_lists import Pages
@@ -31,7 +32,7 @@ class Match(NamedTuple):
     disk: int
 
 
-class Lease:
+class Lease(ProcessLocal):
     """Blocks on the device, pinned until they are released. Made by `TieredCache.acquire`.
 
     What reads the pages waits by `wait_layer` or `wait` first. Threads may share a lease.

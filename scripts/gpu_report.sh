@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Tests and measures kvcupy on a GPU, and leaves a folder to be attached to an issue:
+#     scripts/gpu_report.sh [--no-torch] [--quick] [arguments of scripts/gpu_report.py]
+# The report goes to build/gpu_report, packed to build/gpu_report.tar.gz. It works in the active
+# virtual environment, else in .venv, and installs only what is missing; torch too, where the
+# driver takes it (CUDA 13), for what kvcupy promises beside it, unless there is --no-torch.
+set -euo pipefail
+
+# shellcheck source=scripts/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+torch=--torch
+arguments=()
+for argument in "$@"; do
+  case $argument in
+    --no-torch) torch= ;;
+    -h | --help)
+      python=$(base_python) || die "No Python 3.10 or newer is on the PATH."
+      exec "$python" "$root/scripts/gpu_report.py" --help
+      ;;
+    *) arguments+=("$argument") ;;
+  esac
+done
+
+choose_python report ${torch:+"$torch"}
+provide report
+# By itself: where it cannot be had, all the rest is there.
+if [[ -n $torch && (-z $made || -d $made) && -z $(needs report) ]]; then
+  provide report "$torch"
+fi
+exec "$python" "$root/scripts/gpu_report.py" ${arguments[@]+"${arguments[@]}"}

@@ -1,0 +1,132 @@
+// The conversions of numeric.cuh as functions on arrays, one by one and by packs of eight, for
+// test_host_numbers.py and test_cross_targets.py. With KVCUPY_NVIDIA the same by NVIDIA's headers.
+#ifdef KVCUPY_NVIDIA
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+using bfloat16 = __nv_bfloat16;
+using fp8_e4m3 = __nv_fp8_e4m3;
+using fp8_e5m2 = __nv_fp8_e5m2;
+
+template <typename T>
+void decode_one_by_one(const T* codes, float* numbers, long count) {
+  for (long i = 0; i < count; ++i) numbers[i] = float(codes[i]);
+}
+template <typename T>
+void encode_one_by_one(const float* numbers, T* codes, long count) {
+  for (long i = 0; i < count; ++i) codes[i] = T(numbers[i]);
+}
+#else
+#include "numeric.cuh"
+
+template <typename T>
+void decode_one_by_one(const T* codes, float* numbers, long count) {
+  for (long i = 0; i < count; ++i) numbers[i] = to_float(codes[i]);
+}
+template <typename T>
+void encode_one_by_one(const float* numbers, T* codes, long count) {
+  for (long i = 0; i < count; ++i) codes[i] = from_float<T>(numbers[i]);
+}
+template <typename T>
+void decode_packs(const T* codes, float* numbers, long count) {
+  for (long i = 0; i < count; i += 8) {
+    Pack<T, 8> pack;
+    pack.load(reinterpret_cast<const char*>(codes + i));
+    to_floats(pack).store(reinterpret_cast<char*>(numbers + i));
+  }
+}
+template <typename T>
+void encode_packs(const float* numbers, T* codes, long count) {
+  for (long i = 0; i < count; i += 8) {
+    Pack<float, 8> pack;
+    pack.load(reinterpret_cast<const char*>(numbers + i));
+    from_floats<T>(pack).store(reinterpret_cast<char*>(codes + i));
+  }
+}
+
+extern "C" __attribute__((visibility("default"))) float absmax_of_packs(const float* numbers,
+                                                                        long count) {
+  AbsMax<8> largest;
+  for (long i = 0; i < count; i += 8) {
+    Pack<float, 8> pack;
+    pack.load(reinterpret_cast<const char*>(numbers + i));
+    largest.add(pack);
+  }
+  return largest.value();
+}
+
+extern "C" __attribute__((visibility("default"))) void quantise_packs(const float* numbers,
+                                                                      float scale, void* codes,
+                                                                      long count) {
+  for (long i = 0; i < count; i += 8) {
+    Pack<float, 8> pack;
+    pack.load(reinterpret_cast<const char*>(numbers + i));
+    quantise<fp8_e4m3>(pack, scale).store(static_cast<char*>(codes) + i);
+  }
+}
+#endif
+
+#define EXPORT(NAME, T)                                                                      \
+  extern "C" __attribute__((visibility("default"))) void NAME##_decode(const T* c, float* n, \
+                                                                       long count) {         \
+    DECODE(c, n, count);                                                                     \
+  }                                                                                          \
+  extern "C" __attribute__((visibility("default"))) void NAME##_encode(const float* n, T* c, \
+                                                                       long count) {         \
+    ENCODE(n, c, count);                                                                     \
+  }
+
+#define DECODE decode_one_by_one
+#define ENCODE encode_one_by_one
+EXPORT(one_fp16, half)
+EXPORT(one_bf16, bfloat16)
+EXPORT(one_fp8_e4m3, fp8_e4m3)
+EXPORT(one_fp8_e5m2, fp8_e5m2)
+#ifndef KVCUPY_NVIDIA
+EXPORT(one_int8, int8)
+#undef DECODE
+#undef ENCODE
+#define DECODE decode_packs
+#define ENCODE encode_packs
+EXPORT(eight_fp16, half)
+EXPORT(eight_bf16, bfloat16)
+EXPORT(eight_fp8_e4m3, fp8_e4m3)
+EXPORT(eight_fp8_e5m2, fp8_e5m2)
+EXPORT(eight_int8, int8)
+#endif
+
+#ifdef KVCUPY_MAIN
+// usage: FUNCTION COUNT BYTES_IN BYTES_OUT, of an element; converts standard input.
+#include <stdio.h>
+#include <stdlib.h>
+
+using Function = void (*)(const void*, void*, long);
+#define NAMED(NAME) {#NAME, reinterpret_cast<Function>(NAME)}
+#define BOTH_WAYS(NAME) NAMED(NAME##_decode), NAMED(NAME##_encode)
+
+static const struct {
+  const char* name;
+  Function function;
+} functions[] = {
+    BOTH_WAYS(one_fp16),       BOTH_WAYS(eight_fp16),     BOTH_WAYS(one_bf16),
+    BOTH_WAYS(eight_bf16),     BOTH_WAYS(one_fp8_e4m3),   BOTH_WAYS(eight_fp8_e4m3),
+    BOTH_WAYS(one_fp8_e5m2),   BOTH_WAYS(eight_fp8_e5m2), BOTH_WAYS(one_int8),
+    BOTH_WAYS(eight_int8),
+};
+
+int main(int, char** arguments) {
+  const size_t count = atol(arguments[2]);
+  const size_t bytes_in = atol(arguments[3]);
+  const size_t bytes_out = atol(arguments[4]);
+  void* source = aligned_alloc(64, (count * bytes_in + 63) / 64 * 64);
+  void* target = aligned_alloc(64, (count * bytes_out + 63) / 64 * 64);
+  if (fread(source, bytes_in, count, stdin) != count) return 2;
+  for (const auto& one : functions) {
+    if (strcmp(one.name, arguments[1]) != 0) continue;
+    one.function(source, target, static_cast<long>(count));
+    return fwrite(target, bytes_out, count, stdout) == count ? 0 : 4;
+  }
+  return 3;
+}
+#endif

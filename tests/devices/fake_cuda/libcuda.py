@@ -1,0 +1,128 @@
+"""libcuda.so.1, as far as kvcupy calls it itself through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+from kvcupy.devices.cuda_driver import BATCH_TYPE
+
+from .statuses import IMPLICIT, CudaError
+
+_NONE, _ACTIVE, _INVALIDATED = 0, 1, 2
+
+
+class BatchDriver:
+    """libcuda.so.1 as far as batched copies go. The function that it gives out is called through C.
+
+    `calls` has every call: (dst, src, sizes), the attributes as the header lays them out, the
+    indices from which they hold, and the stream. It copies unless it is told to fail.
+    """
+
+    def __init__(self, names=("cuGetProcAddress_v2", "cuGetProcAddress"), found=0):
+        self.asked = []
+        self.calls = []
+        self.status, self.fail_index = 0, None
+        self._found = found
+        self._entry = BATCH_TYPE(self._copy)
+        for name in names:
+            setattr(self, name, functools.partial(self._look_up, name))
+
+    def _look_up(self, how, name, address, version, flags, found=None):
+        assert (found is None) == (how == "cuGetProcAddress")
+        self.asked.append((how, name, version, flags.value))
+        if found is not None:
+            found._obj.value = self._found
+        if self._found != 1:  # there, though perhaps not for the version that was asked for
+            address._obj.value = ctypes.cast(self._entry, ctypes.c_void_p).value
+        return 0
+
+    def _copy(self, dst, src, sizes, count, attributes, starts, num_attributes, failed, stream):
+        numbers = (ctypes.c_uint64 * count).from_address
+        runs = tuple(list(numbers(address)) for address in (dst, src, sizes))
+        fields = list((ctypes.c_int32 * (6 * num_attributes)).from_address(attributes))
+        where = list((ctypes.c_size_t * num_attributes).from_address(starts))
+        self.calls.append((runs, fields, where, stream))
+        if self.fail_index is not None:
+            ctypes.c_size_t.from_address(failed).value = self.fail_index
+        for run in zip(*runs, strict=True) if not self.status else ():
+            ctypes.memmove(*run)
+        return self.status
+
+
+class LibCuda(BatchDriver):
+    """libcuda.so.1. Called through ctypes, so none of its functions keeps the interpreter's lock.
+
+    They take what ctypes passes: handles as ints, out parameters by reference.
+    """
+
+    def __init__(self, machine, runtime):
+        super().__init__()
+        self._machine, self._runtime = machine, runtime
+        self.memory_operations = 0  # the status of what they answer
+
+    def cuThreadExchangeStreamCaptureMode(self, mode):
+        mode._obj.value = self._machine.exchange_mode(mode._obj.value)
+        return 0
+
+    def cuStreamGetCaptureInfo_v2(self, stream, status, id, graph, dependencies, count):
+        where = self._machine.stream(_value(stream))
+        if self._machine.implicit_captures(where):
+            return IMPLICIT
+        capture = self._machine.capturing.get(where)
+        if capture is None:
+            status._obj.value = _NONE
+        elif capture.spoilt:
+            status._obj.value = _INVALIDATED
+        else:
+            status._obj.value = _ACTIVE
+            id._obj.value = capture.id
+        return 0
+
+    def cuLaunchHostFunc(self, stream, function, argument):
+        """Call a function of C's, which takes an address."""
+        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.value)
+
+        def call():
+            self._machine.call_host(lambda: function(argument.value), needs_gil=False)
+
+        return self._put(stream, call)
+
+    def cuStreamWriteValue32_v2(self, stream, address, value, flags):
+        assert flags.value == 0
+        word = ctypes.c_uint32.from_address(address.value)
+        return self._put(stream, lambda: setattr(word, "value", value.value))
+
+    def cuStreamWaitValue32_v2(self, stream, address, value, flags):
+        """The GPU looks at a word until it is equal to `value` (flags 1)."""
+        assert flags.value == 1
+        word = ctypes.c_uint32.from_address(address.value)
+        return self._put(stream, lambda: self._machine.wait_for(word, value.value))
+
+    def _put(self, stream, function):
+        def put():
+            self._machine.submit(self._machine.stream(_value(stream)), function)
+            return self._runtime.fault or self.memory_operations
+
+        return self._answer(put)
+
+    def cuEventRecord(self, event, stream):
+        return self._answer(lambda: self._runtime._record(_value(event), _value(stream)) or 0)
+
+    def cuEventQuery(self, event):
+        return self._answer(lambda: self._runtime._event_status(_value(event)))
+
+    def cuStreamQuery(self, stream):
+        idle = self._machine.is_idle(self._machine.stream(_value(stream)))
+        return self._answer(lambda: self._runtime._spoil(_value(stream)) or (0 if idle else 600))
+
+    def _answer(self, ask):
+        try:
+            self._machine.enter()
+            return ask()
+        except CudaError as error:
+            return error.status
+
+
+def _value(handle):
+    return handle if isinstance(handle, int) else handle.value or 0

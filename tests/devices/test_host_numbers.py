@@ -1,0 +1,271 @@
+"""The host device's number formats: every code, and every kind of rounding, beside ml_dtypes and,
+where they are installed, NVIDIA's headers."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kvcupy import sources
+from kvcupy.devices import cxx
+
+SOURCE = Path(__file__).with_name("conversions.cpp")
+# Of each format: its type, what it saturates at, the code of a NaN.
+FORMATS = {
+    "fp16": (np.float16, None, 0x7FFF),
+    "bf16": (ml_dtypes.bfloat16, None, 0x7FFF),
+    "fp8_e4m3": (ml_dtypes.float8_e4m3fn, 448.0, 0x7F),
+    "fp8_e5m2": (ml_dtypes.float8_e5m2, 57344.0, 0x7F),
+}
+PATHS = ("one", "eight")
+# Without the conversion instructions of newer processors, and without their wider vectors.
+PROCESSORS = {"native": None, "x86-64": None, "x86-64-v3": "avx2"}
+
+
+def codes_type(fmt):
+    return np.uint8 if fmt.startswith(("fp8", "int8")) else np.uint16
+
+
+def runs_here(march):
+    if march == "native":
+        return True
+    needs = PROCESSORS[march]
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    cpuinfo = Path("/proc/cpuinfo")
+    return needs is None or (cpuinfo.is_file() and needs in cpuinfo.read_text().split())
+
+
+def build(target, *flags):
+    """Compile conversions.cpp as kernels are compiled, with `flags`, and load it."""
+    compiler = cxx.find_compiler()
+    assert compiler is not None
+    cxx._compile(compiler, f'#include "{SOURCE}"\n', (*cxx._FLAGS, *flags), target)
+    return ctypes.CDLL(str(target))
+
+
+@pytest.fixture(scope="module", params=PROCESSORS)
+def library(request, tmp_path_factory):
+    if not runs_here(request.param):
+        pytest.skip(f"this processor does not run code for {request.param}")
+    march = cxx._native() if request.param == "native" else f"-march={request.param}"
+    if cxx.find_compiler().is_zig:
+        march = march.replace("x86-64-v", "x86_64_v").replace("x86-64", "x86_64")
+    return build(tmp_path_factory.mktemp("numbers") / f"{request.param}.so", march)
+
+
+def call(library, name, source, target):
+    """Convert `source` into `target`, arrays of a whole number of packs."""
+    assert source.size == target.size and source.size % 8 == 0
+    function = getattr(library, name)
+    function(
+        source.ctypes.data_as(ctypes.c_void_p), target.ctypes.data_as(ctypes.c_void_p),
+        ctypes.c_long(source.size),
+    )  # fmt: skip
+    return target
+
+
+def aligned(array):
+    """The same numbers at an address that vectors may have, repeated to a whole number of packs."""
+    array = np.ascontiguousarray(array)
+    size = -(-array.size // 8) * 8
+    raw = np.empty(size * array.itemsize + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    copy = raw[start : start + size * array.itemsize].view(array.dtype)
+    copy[:] = np.resize(array, size)
+    return copy
+
+
+def all_codes(fmt):
+    return aligned(np.arange(2 ** (8 * codes_type(fmt)().itemsize), dtype=codes_type(fmt)))
+
+
+def midpoints(fmt):
+    """Every number of a format, the middles between neighbours, one beyond the largest, and of each
+    the float32 next to it on either side."""
+    with np.errstate(invalid="ignore"):  # signalling NaN among them
+        values = all_codes(fmt).view(FORMATS[fmt][0]).astype(np.float64)
+    values = np.unique(values[np.isfinite(values)])
+    beyond = 2 * values[-1] - values[-2]
+    values = np.concatenate([values, [beyond]])
+    exact = np.concatenate([values, (values[1:] + values[:-1]) / 2])
+    with np.errstate(over="ignore"):
+        exact = exact.astype(np.float32)
+    near = [np.nextafter(exact, np.float32(towards)) for towards in (-np.inf, np.inf)]
+    found = np.concatenate([exact, *near])
+    return np.concatenate([found, -found])
+
+
+def float_classes():
+    """Every sign and exponent of float32 with mantissas of few, many and no bits."""
+    tops = np.arange(512, dtype=np.uint32) << 23
+    mantissas = np.array(
+        [0, 1, 2, 3, 0x7FFFFF, 0x7FFFFE, 0x400000, 0x3FFFFF, 0x400001, 0x555555, 0x2AAAAA]
+        + [1 << i for i in range(23)] + [(1 << i) - 1 for i in range(23)]
+        + [0x7FFFFF ^ (1 << i) for i in range(23)],
+        np.uint32,
+    )  # fmt: skip
+    return (tops[:, None] | mantissas).ravel().view(np.float32)
+
+
+def random_bits(count=3_000_000):
+    return np.random.default_rng(12).integers(0, 2**32, count, np.uint32).view(np.float32)
+
+
+def numbers_for(fmt):
+    found = [float_classes(), random_bits()]
+    if fmt in FORMATS:
+        found.append(midpoints(fmt))
+    else:  # int8: all halves
+        halves = np.arange(-260, 261, dtype=np.float32) / 2
+        found += [halves, *(np.nextafter(halves, np.float32(x)) for x in (-np.inf, np.inf))]
+    return aligned(np.concatenate(found))
+
+
+def rounded(numbers, fmt):
+    """The codes that numbers become, by ml_dtypes, which does not saturate, and NumPy."""
+    if fmt == "int8":
+        with np.errstate(invalid="ignore"):
+            whole = np.rint(np.clip(numbers, -127, 127))
+        return np.where(np.isnan(whole), 0, whole).astype(np.int8).view(np.uint8)
+    kind, limit, nan = FORMATS[fmt]
+    with np.errstate(over="ignore", invalid="ignore"):
+        bounded = numbers if limit is None else np.clip(numbers, -limit, limit)
+        codes = bounded.astype(kind).view(codes_type(fmt))
+    return np.where(np.isnan(numbers), codes.dtype.type(nan), codes)
+
+
+def require_same_codes(fmt, numbers, got, want):
+    wrong = np.flatnonzero(got != want)
+    if wrong.size:
+        first = wrong[0]
+        bits = numbers.view(np.uint32)[first]
+        pytest.fail(
+            f"{fmt}: {wrong.size} of {numbers.size} wrong, first {numbers[first]!r} ({bits:#010x}):"
+            f" got {got[first]:#x}, expected {want[first]:#x}"
+        )
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("fmt", [*FORMATS, "int8"])
+def test_every_code_means_what_ml_dtypes_says(library, fmt, path):
+    codes = all_codes(fmt)
+    got = call(library, f"{path}_{fmt}_decode", codes, aligned(np.zeros(codes.size, np.float32)))
+    kind = np.int8 if fmt == "int8" else FORMATS[fmt][0]
+    want = codes.view(kind).astype(np.float32)
+    known = ~np.isnan(want)
+    np.testing.assert_array_equal(np.isnan(got), ~known)
+    np.testing.assert_array_equal(got[known].view(np.uint32), want[known].view(np.uint32))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("fmt", [*FORMATS, "int8"])
+def test_every_kind_of_rounding_is_that_of_ml_dtypes(library, fmt, path):
+    numbers = numbers_for(fmt)
+    codes = aligned(np.zeros(numbers.size, codes_type(fmt)))
+    got = call(library, f"{path}_{fmt}_encode", numbers, codes)
+    require_same_codes(fmt, numbers, got, rounded(numbers, fmt))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_code_that_is_decoded_and_encoded_stays(library, fmt):
+    codes = all_codes(fmt)
+    numbers = call(library, f"eight_{fmt}_decode", codes, aligned(np.zeros(codes.size, np.float32)))
+    known = np.isfinite(numbers)
+    got = call(library, f"eight_{fmt}_encode", numbers, aligned(np.zeros_like(codes)))
+    np.testing.assert_array_equal(got[known], codes[known])
+
+
+def test_the_largest_magnitude_passes_over_nan(library):
+    library.absmax_of_packs.restype = ctypes.c_float
+    rng = np.random.default_rng(5)
+    for place in range(16):
+        numbers = aligned(rng.uniform(-1, 1, 16).astype(np.float32))
+        numbers[place] = -3.0
+        numbers.view(np.uint32)[(place + 3) % 16] = 0x7F800001 + place  # signalling
+        numbers[(place + 7) % 16] = -np.nan
+        found = library.absmax_of_packs(numbers.ctypes.data_as(ctypes.c_void_p), ctypes.c_long(16))
+        assert found == 3.0, (place, numbers)
+
+
+def test_quotients_are_true_divisions(library):
+    """Multiplying by the reciprocal would round twice: some of these differ then."""
+    rng = np.random.default_rng(7)
+    numbers = aligned(rng.uniform(-500, 500, 1 << 18).astype(np.float32))
+    controls = 0
+    for scale in (np.float32(0.1), np.float32(3.0), np.float32(0.7)):
+        # Codes' middles times the scale: quotients that are ties, or just beside one.
+        ties = (midpoints("fp8_e4m3")[: 1 << 12] * scale).astype(np.float32)
+        numbers[: ties.size] = ties
+        codes = aligned(np.zeros(numbers.size, np.uint8))
+        library.quantise_packs(
+            numbers.ctypes.data_as(ctypes.c_void_p), ctypes.c_float(scale),
+            codes.ctypes.data_as(ctypes.c_void_p), ctypes.c_long(numbers.size),
+        )  # fmt: skip
+        require_same_codes("fp8_e4m3", numbers, codes, rounded(numbers / scale, "fp8_e4m3"))
+        inverse = np.float32(1) / scale
+        controls += np.count_nonzero(codes != rounded(numbers * inverse, "fp8_e4m3"))
+    assert controls > 0
+
+
+# NVIDIA's headers ---------------------------------------------------------------------------------
+
+# What those headers expect of a compiler that is not NVIDIA's; the wheel has no such files.
+STUBS = {
+    "crt/host_defines.h": "\n".join(
+        [
+            *(f"#define {name}" for name in (
+                "__host__", "__device__", "__device_builtin__", "__cudart_builtin__",
+                "__specialization_static static", "__device_builtin_texture_type__",
+                "__device_builtin_surface_type__", "CUDARTAPI",
+            )),
+            "#define __forceinline__ inline",
+            "#define __align__(n) __attribute__((aligned(n)))",
+            "#define __builtin_align__(n) __align__(n)",
+        ]
+    ),
+    "nv/target": "#define NV_IF_TARGET(...)\n"
+    "#define NV_IF_ELSE_TARGET(condition, device_code, ...) __VA_ARGS__\n",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def nvidia(tmp_path_factory):
+    """NVIDIA's own conversions, compiled for this processor."""
+    includes = sources.cuda_include_dirs(12)
+    if not includes:
+        pytest.skip("no CUDA headers here (pip install nvidia-cuda-runtime-cu12)")
+    folder = tmp_path_factory.mktemp("nvidia")
+    for name, text in STUBS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return build(
+        folder / "nvidia.so", "-DKVCUPY_NVIDIA", f"-I{folder}", "-isystem", str(includes[0])
+    )
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_codes_mean_what_they_mean_to_nvidia(library, nvidia, fmt):
+    codes = all_codes(fmt)
+    got, want = (
+        call(which, f"one_{fmt}_decode", codes, aligned(np.zeros(codes.size, np.float32)))
+        for which in (library, nvidia)
+    )
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    known = ~np.isnan(want)
+    np.testing.assert_array_equal(got[known].view(np.uint32), want[known].view(np.uint32))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rounding_is_that_of_nvidia(library, nvidia, fmt, path):
+    numbers = numbers_for(fmt)
+    blank = np.zeros(numbers.size, codes_type(fmt))
+    got = call(library, f"{path}_{fmt}_encode", numbers, aligned(blank))
+    want = call(nvidia, f"one_{fmt}_encode", numbers, aligned(blank))
+    require_same_codes(fmt, numbers, got, want)

@@ -1,0 +1,88 @@
+"""Where kernels of a GPU find lists of pages: those that they reach, and those that are sent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from devices.fake_cuda import FakeApi
+
+import kvcupy as kv
+from kvcupy.arrays import array_at
+from kvcupy.devices import cuda
+from kvcupy.ops.page_pairs import PagePairs
+
+SRC, DST = [3, 1, 7], [2, 0, 5]
+
+
+@pytest.fixture
+def api(monkeypatch):
+    api = FakeApi()
+    api.install(monkeypatch)
+
+    def attributes(pointer):
+        """Only what has been allocated as pinned is known to CUDA."""
+        known = any(memory.ptr <= pointer < memory.ptr + size for memory, size in allocated)
+        return SimpleNamespace(type=1 if known else 0, devicePointer=pointer, device=0)
+
+    def allocate(size, flags):
+        allocated.append((really(size, flags), size))
+        return allocated[-1][0]
+
+    allocated, really = [], api.cupy.cuda.PinnedMemory
+    api.cupy.cuda.PinnedMemory = allocate
+    api.runtime.pointerGetAttributes = attributes
+    return api
+
+
+@pytest.fixture
+def gpu(api):
+    return cuda.CudaDevice(0, api)
+
+
+def on_gpu(numbers, dtype):
+    array = np.array(numbers, dtype)
+    return kv.ArrayView(
+        array.ctypes.data, array.shape, array.strides, str(array.dtype), "cuda:0",
+        library="torch", owner=array,
+    )  # fmt: skip
+
+
+def pinned(gpu, numbers, dtype):
+    array = gpu.empty_pinned(len(numbers), dtype)
+    array[:] = numbers
+    return array
+
+
+PLACES = {
+    "gpu": (on_gpu, "int32"),
+    "pageable": (np.array, "int64"),
+    "pageable int32": (np.array, "int32"),
+    "list": (lambda numbers, dtype: numbers, "int64"),
+    "pinned": (None, "int32"),
+}
+
+
+def placed(gpu, where, numbers):
+    make, dtype = PLACES[where]
+    return pinned(gpu, numbers, dtype) if make is None else make(numbers, dtype)
+
+
+@pytest.mark.parametrize("src", PLACES)
+@pytest.mark.parametrize("dst", PLACES)
+def test_kernels_read_every_list_where_it_is_or_where_it_was_sent(api, gpu, src, dst):
+    stream = gpu.stream()
+    pairs = PagePairs(placed(gpu, src, SRC), placed(gpu, dst, DST))
+    found, kept = pairs.lists(gpu, stream)
+    for where, numbers, (address, stride, size) in (
+        (src, SRC, found.src), (dst, DST, found.dst)
+    ):  # fmt: skip
+        read = array_at(kept, address, (3,), np.dtype(f"i{size}"), (stride,))
+        assert read.tolist() == numbers
+        reached = where in ("gpu", "pinned")
+        assert (size == 4) == reached
+    sent = sum(where not in ("gpu", "pinned") for where in (src, dst))
+    copies = [entry[1] for entry in api.runtime.log if entry[0] == "copy"]
+    assert copies == ([8 * 3 * sent] if sent else [])
+    assert pairs.lists(gpu, stream)[0] is found, "they are sent once"

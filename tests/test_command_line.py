@@ -1,0 +1,295 @@
+"""`python -m kvcupy`: one line and a status for what is wrong, progress, and a clean stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import kvcupy
+from kvcupy import __main__ as command_line
+from kvcupy import calibrate, extras, jobs, ops
+from kvcupy.devices import cuda, cxx, nvrtc
+from kvcupy.errors import CompileError
+from kvcupy.ops import store
+from kvcupy.probe import environment
+from kvcupy.progress import Progress
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def have_nvrtc() -> bool:
+    try:
+        nvrtc.nvrtc_version()
+    except CompileError:
+        return False
+    return True
+
+
+needs_nvrtc = pytest.mark.skipif(not have_nvrtc(), reason="no NVRTC here")
+needs_compiler = pytest.mark.skipif(cxx.find_compiler() is None, reason="no C++ compiler here")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        command_line.main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"kvcupy {kvcupy.__version__}\n"
+
+
+def refused(capsys, *arguments: str) -> str:
+    """Return the line that a command says before it ends with status 2."""
+    assert command_line.main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    return line
+
+
+def test_a_device_that_is_none(capsys):
+    line = refused(capsys, "calibrate", "--device", "frob")
+    assert line.startswith("calibrate: device: expected ") and "'frob'" in line
+
+
+def test_a_device_that_is_not_here(capsys):
+    assert refused(capsys, "calibrate", "--device", "cuda:63").startswith("calibrate: cuda:63")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("flags", [(), ("--check",)])
+@pytest.mark.parametrize("arch", ["sm_42", "sm_91", "frob", "sm_", "90"])
+def test_an_architecture_that_is_none(capsys, arch, flags):
+    line = refused(capsys, "compile", *flags, "--arch", "sm_90", arch)
+    assert line.startswith("compile: --arch: expected ") and line.endswith(f"got {arch}")
+
+
+@pytest.mark.parametrize("what", [("--all",), ("--check",), ("--check", "--arch", "sm_90")])
+def test_without_cupy_one_line_says_so(monkeypatch, capsys, what):
+    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", None)
+    line = refused(capsys, "compile", *what)
+    assert line.startswith("compile: NVRTC needs CuPy") and extras.install("cuda12") in line
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two"])
+def test_a_number_of_processes_that_is_none(capsys, count):
+    with pytest.raises(SystemExit) as end:
+        command_line.main(["compile", "--jobs", count])
+    assert end.value.code == 2
+    assert f"--jobs: expected at least 1, got {count}" in capsys.readouterr().err
+
+
+def test_a_wheel_lists_no_scripts(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command_line, "__file__", str(tmp_path / "kvcupy" / "__main__.py"))
+    with pytest.raises(SystemExit):
+        command_line.main(["--help"])
+    text = capsys.readouterr().out
+    assert "calibrate" in text and "bench" not in text and "demo" not in text
+    for command in ("bench", "demo"):
+        assert f"{command}: scripts/" in refused(capsys, command)
+
+
+# Compiling -----------------------------------------------------------------------------------
+
+
+def few(monkeypatch, *found):
+    monkeypatch.setattr(ops, "specialisations", lambda: list(found))
+
+
+COPIES = [store.COPY.specialise(word) for word in (1, 2, 4)]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("flags", [(), ("--check",)])
+def test_kernels_are_compiled_into_the_cache(monkeypatch, tmp_path, capsys, flags):
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path))
+    few(monkeypatch, *COPIES)
+    command = ["compile", *flags, "--arch", "sm_90", "--jobs", "2", "--progress"]
+    assert command_line.main(command) == 0
+    said = capsys.readouterr()
+    assert "3 of 3 kernels" in said.err
+    assert "3 compiled in" in said.out or "3 kernels ready, 0 failed" in said.out
+    assert len(list(tmp_path.glob("cubin-*"))) == 3
+    monkeypatch.setattr(nvrtc, "_compile", None)  # found, not compiled
+    assert all(nvrtc.compile_cubin(one, "sm_90").image for one in COPIES)
+
+
+@needs_compiler
+def test_kernels_of_this_machine(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda, "why_not", lambda: "no GPU is asked")
+    few(monkeypatch, *COPIES[:2])
+    assert command_line.main(["compile"]) == 0
+    assert capsys.readouterr().out.startswith("host    2 kernels ready, 0 failed")
+    assert len(list(tmp_path.glob("host-*.so"))) == 3  # with what shares a launch among threads
+
+
+@needs_compiler
+def test_what_fails_is_said_once_for_each_cause(monkeypatch, tmp_path, capsys):
+    wrong = [store.CONVERT.specialise("half", "half", name) for name in ("nothing", "nought")]
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda, "why_not", lambda: "no GPU is asked")
+    few(monkeypatch, COPIES[0], *wrong)
+    assert command_line.main(["compile"]) == 1
+    first, *causes = capsys.readouterr().out.splitlines()
+    assert first.startswith("host    1 kernels ready, 2 failed")
+    assert len(causes) == 2 and "nothing" in causes[0]
+
+
+@pytest.mark.parametrize("target", [
+    pytest.param(("--arch", "sm_90"), marks=needs_nvrtc),
+    pytest.param(("--check", "--arch", "sm_90"), marks=needs_nvrtc),
+    pytest.param((), marks=needs_compiler),
+])  # fmt: skip
+def test_ctrl_c_stops_at_once_and_keeps_what_is_done(tmp_path, target):
+    cache, temporary = tmp_path / "cache", tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvcupy", "compile", *target, "--jobs", "2"],
+        env={**environment(), "KVCUPY_CACHE_DIR": str(cache), "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 120
+        while not kept(cache):
+            assert time.monotonic() < deadline and process.poll() is None, "nothing was compiled"
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        sent = time.monotonic()
+        _, said = process.communicate(timeout=30)
+        assert time.monotonic() - sent < 10  # of a busy machine; it takes tenths of a second
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    (line,) = said.splitlines()
+    assert line.startswith("stopped: ") and line.endswith(f"those stay in {cache}")
+    assert 0 <= int(line.split()[1]) <= len(kept(cache))
+    assert list(temporary.iterdir()) == []
+    before = kept(cache)
+    time.sleep(1)
+    assert kept(cache) == before  # nobody goes on
+
+
+def kept(cache: Path) -> list[str]:
+    return sorted(file.name for file in cache.glob("*-*") if file.is_file())
+
+
+# Processes -----------------------------------------------------------------------------------
+
+
+def doubled(number: int) -> int:
+    return 2 * number
+
+
+def test_results_come_in_the_order_of_their_tasks():
+    done = []
+    assert jobs.run(doubled, range(20), 2, done.append) == list(range(0, 40, 2))
+    assert done == list(range(1, 21))
+
+
+def test_an_error_of_a_task_is_raised():
+    with pytest.raises(ValueError, match="invalid literal"):
+        jobs.run(int, ["1", "x", "3"], 2)
+
+
+def test_a_worker_that_dies_is_noticed():
+    with pytest.raises(BrokenProcessPool):
+        jobs.run(os._exit, [3, 3], 1)
+
+
+def test_as_many_processes_as_this_one_may_use():
+    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+    code += "from kvcupy import jobs; print(jobs.available_cpus())"
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("this system binds no processes to CPUs")
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "1"
+
+
+# Progress ------------------------------------------------------------------------------------
+
+
+def test_a_calibration_that_is_stopped_keeps_nothing(monkeypatch, tmp_path, capsys):
+    def stopped(*arguments, progress, **options):
+        progress(0.25, "half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(calibrate, "measure", stopped)
+    assert command_line.main(["calibrate", "--device", "host", "--progress"]) == 130
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("calibrate: 25 of 100 percent") and said[1].startswith("stopped: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_no_terminal_means_no_bar(capsys):
+    for lines, expected in ((False, 0), (True, 10)):
+        with Progress("compile", 1000, "kernels", lines=lines) as progress:
+            for done in range(1, 1001):
+                progress.to(done)
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == expected
+    assert said[-1].startswith("compile: 1000 of 1000 kernels, ")
+
+
+def test_a_bar_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with Progress("compile", 4, "kernels", lines=True) as progress:
+        progress.to(4, "the last")
+    said = capsys.readouterr().err
+    assert "100%" in said and "4/4" in said and "kernels, " not in said
+
+
+# Logging -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [
+    pytest.param(cxx.build, marks=needs_compiler),
+    pytest.param(partial(nvrtc.compile_cubin, arch="sm_90"), marks=needs_nvrtc),
+])  # fmt: skip
+def test_the_first_compilation_is_logged_with_its_time(monkeypatch, tmp_path, caplog, build):
+    monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path))
+    caplog.set_level(logging.INFO, logger="kvcupy")
+    for _ in range(2):
+        build(COPIES[0])
+    first, second = (r.getMessage() for r in caplog.records if r.name == "kvcupy")
+    target = "host" if build is cxx.build else "sm_90"
+    assert first == f"compiling store.cu:store_copy<1> for {target}"
+    assert second.startswith(f"compiled store.cu:store_copy<1> for {target} in ")
+    assert second.endswith(" s")
+
+
+# Installing ----------------------------------------------------------------------------------
+
+
+def test_a_checkout_installs_its_own_extras():
+    assert extras.install("cuda12") == f"pip install '{ROOT}[cuda12]'"
+
+
+def test_a_wheel_names_the_packages_themselves(monkeypatch, tmp_path):
+    listed = ["numpy>=2.0", "ziglang>=0.13; extra == 'host'", "kvcupy[headers]; extra == 'host'"]
+    listed += ["a-header>=12; (sys_platform == 'linux') and extra == \"headers\"", "x; python<'4'"]
+    monkeypatch.setattr(extras, "_PACKAGE", tmp_path / "kvcupy")
+    monkeypatch.setattr(extras.metadata, "requires", lambda name: listed)
+    assert extras.install("host") == "pip install 'ziglang>=0.13' 'a-header>=12'"
+    assert extras.install("headers") == "pip install 'a-header>=12'"
+
+
+def test_no_message_names_a_package_that_no_index_has():
+    files = [*ROOT.glob("kvcupy/**/*.py"), *ROOT.glob("scripts/*"), ROOT / "README.md"]
+    found = [
+        f"{file.name}: {line.strip()}"
+        for file in files if file.is_file() and file.suffix in (".py", ".sh", ".md")
+        for line in file.read_text().splitlines()
+        if "pip install kvcupy" in line or "install 'kvcupy" in line or 'install "kvcupy' in line
+    ]  # fmt: skip
+    assert found == []

@@ -1,0 +1,88 @@
+"""The script that measures what a call costs, and the help of all scripts."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvcupy.probe import environment
+
+pytestmark = pytest.mark.usefixtures("scripts_on_path")
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+RUN = [file.name for file in sorted(SCRIPTS.glob("*.py")) if "ArgumentParser" in file.read_text()]
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_every_script_has_a_help(name):
+    command = [sys.executable, str(SCRIPTS / name), "--help"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: {name}")
+
+
+DEVICES = [name for name in RUN if "--device" in (SCRIPTS / name).read_text()]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("device", ["frob", "cuda:63"])
+def test_a_wrong_device_is_one_line(capsys, name, device):
+    module = importlib.import_module(name.removesuffix(".py"))
+    with pytest.raises(SystemExit) as end:
+        module.main(["--device", device])
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("--device: ") and device in line
+
+
+def test_loading_refuses_what_it_does_not_know(capsys):
+    import bench_loading
+
+    for wrong in ([], ["host"], ["host", "nothing<1>"]):
+        with pytest.raises(SystemExit) as end:
+            bench_loading.main(wrong)
+        assert end.value.code == 2
+        assert "usage: " in capsys.readouterr().err
+
+
+def test_calls_are_measured(device_name, tmp_path, capsys):
+    import bench_calls
+
+    report = tmp_path / "new" / "calls.json"
+    few = ["--device", device_name, "--quick", "--only", "store_kv", "merge_states"]
+    assert bench_calls.main([*few, "--json", str(report)]) == 0
+    read = json.loads(report.read_text())
+    assert [row["operation"] for row in read["rows"]] == ["store_kv", "merge_states"]
+    for row in read["rows"]:
+        assert 0 < row["least_same_us"] <= row["median_same_us"]
+        assert 0 < row["least_shape_us"] <= row["median_shape_us"]
+    for key in ("device", "processor", "versions", "date", "commit"):
+        assert key in read
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["operation", "same", "us", "fresh", "us", "shape", "us"]
+
+
+def report_of(quick, *shares):
+    rows = [
+        {
+            "page_size": 1, "layout": "x", "way": "engine, auto", "total_ms": 1.0, "copy_ms": 1.0,
+            "compute_ms": 1.0, "gb_per_s": 1.0, "hidden": share, "least_hidden": share,
+            "hidden_at_most": 1.0,
+        }
+        for share in shares
+    ]  # fmt: skip
+    return {"quick": quick, "rows": rows}
+
+
+def test_shares_that_cannot_be_are_explained():
+    from offload_demo import render
+
+    assert "noise" not in render(report_of(False, 0.0, 0.5, 1.0))
+    assert "noise" in render(report_of(False, 0.5, -1.23))
+    assert "noise" in render(report_of(False, 0.5, 1.01))
+    quick = render(report_of(True, 0.5))
+    assert "without --quick" in quick and "noise" not in quick

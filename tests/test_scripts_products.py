@@ -1,0 +1,70 @@
+"""Scripts that multiply matrices on the device say so where CuPy cannot."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvcupy as kv
+
+pytestmark = pytest.mark.usefixtures("scripts_on_path")
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+MULTIPLY = {"step_pipeline", "llama", "benchlib"}
+ON_THE_HOST = {"bench_attention"}  # compares with NumPy's product
+DEMOS = ("overlap_demo", "offload_demo", "serve_demo")
+
+
+class NoProducts:
+    """A device whose arrays are multiplied by a library that is not installed."""
+
+    name = "cuda:0"
+
+    def asarray(self, array):
+        class Array(np.ndarray):
+            def dot(self, other, out=None):
+                raise ImportError("libcublas.so.12: cannot open shared object file")
+
+            __matmul__ = dot
+
+        return array.view(Array)
+
+
+@pytest.mark.parametrize("script", DEMOS)
+def test_cublas_is_asked_for_before_anything_is_measured(monkeypatch, script):
+    monkeypatch.setattr(kv, "default_device", NoProducts)
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module(script).run(argparse.Namespace(device=None))
+    text = str(caught.value)
+    assert text.startswith("cuda:0: ") and "libcublas.so.12" in text
+    assert "pip install nvidia-cublas-cu12" in text and "nvidia-cublas beside" in text
+
+
+def test_where_products_work_the_device_is_the_one_that_is_named(device):
+    benchlib = importlib.import_module("benchlib")
+    assert benchlib.device_for_products(device.name) is device
+
+
+def multiplies(tree):
+    return any(
+        (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult))
+        or (isinstance(node, ast.Attribute) and node.attr in ("dot", "matmul", "einsum"))
+        for node in ast.walk(tree)
+    )
+
+
+def test_no_other_script_multiplies():
+    """What multiplies is reached from the demos above alone."""
+    trees = {path.stem: ast.parse(path.read_text()) for path in SCRIPTS.glob("*.py")}
+    assert {name for name, tree in trees.items() if multiplies(tree)} == MULTIPLY | ON_THE_HOST
+    for name, tree in trees.items():
+        imports = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+        if imports & (MULTIPLY - {"benchlib"}) and "main" in {
+            n.name for n in tree.body if isinstance(n, ast.FunctionDef)
+        }:
+            assert name in DEMOS, f"{name}: expected a device from device_for_products"
