@@ -52,6 +52,14 @@ def strict_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     host.raise_fault()
 
 
+@pytest.fixture
+def lenient_host(strict_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test run what users run: builds with this processor's own vector code."""
+    import kvcupy as kv
+
+    monkeypatch.setattr(kv.config, "_strict", False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not for_gpu:

@@ -11,7 +11,6 @@ import threading
 import numpy as np
 import pytest
 
-import kvcupy as kv
 from kvcupy.devices import cxx
 from kvcupy.errors import CompileError, DeviceError
 from kvcupy.kernels import Kernel
@@ -38,8 +37,7 @@ OF_FILE = {
 
 
 @pytest.fixture
-def sources(kernel_sources, monkeypatch):
-    monkeypatch.setattr(kv.config, "_strict", False)
+def sources(kernel_sources, lenient_host):
     for name in OF_FILE:
         kernel_sources.add(name)
     return kernel_sources

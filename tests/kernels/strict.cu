@@ -141,7 +141,7 @@ __global__ void barrier_of_the_rest(const __grid_constant__ StrictParams p) {
 template <bool kStatic>
 __device__ __forceinline__ char* shared_bytes() {
   if constexpr (kStatic) {
-    __shared__ __align__(16) char memory[2048];
+    alignas(16) __shared__ char memory[2048];
     return memory;
   } else {
     return dynamic_shared<char>();
