@@ -28,6 +28,16 @@ template <>
 struct WordOf<4> {
   using type = unsigned int;
 };
+#ifdef KVCUPY_STRICT  // Clang does not check how a copied struct is aligned
+template <>
+struct WordOf<8> {
+  typedef unsigned int type __attribute__((vector_size(8)));
+};
+template <>
+struct WordOf<16> {
+  typedef unsigned int type __attribute__((vector_size(16)));
+};
+#else
 template <>
 struct WordOf<8> {
   using type = uint2;
@@ -36,8 +46,9 @@ template <>
 struct WordOf<16> {
   using type = uint4;
 };
+#endif
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(KVCUPY_STRICT)
 constexpr int kWidestWord = 16;
 #else
 constexpr int kWidestWord = 32;  // still at multiples of 16

@@ -1,8 +1,12 @@
-"""Settings of the process. There is one: what to do where a kernel cannot be compiled."""
+"""Settings of the process: where a kernel cannot be compiled, and how strict the host device is."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
+import os
+import secrets
 import threading
 from copy import copy
 
@@ -10,16 +14,51 @@ from .errors import CompileError, KvcupyError
 
 logger = logging.getLogger("kvcupy")
 
+# Bytes of shared memory that a block may have, by architecture; other limits of a launch are the
+# same for all of them (CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability").
+SHARED_BYTES = {
+    "sm_75": 64 << 10,
+    "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
+    "sm_89": 99 << 10,
+    "sm_90": 227 << 10,
+    "sm_100": 227 << 10,
+    "sm_120": 99 << 10,
+}
+
 
 class Config:
     """The settings object `kvcupy.config`.
 
     `fallback` decides what an operation does where its kernel cannot be compiled or loaded:
     "warn" runs it as array expressions and logs the cause once, "error" raises `CompileError`.
+
+    `strict` lets the host device refuse what a GPU would punish, as `DeviceError` that names
+    kernel, block, thread and address: misaligned accesses; shuffles, votes, products and warp
+    barriers whose lanes have exited or never come; barriers that not all threads reach; reads of
+    shared memory that nobody has written, and races in it; asynchronous copies that were not
+    waited for; launches past the kernel's launch bounds or the limits of `strict_arch`. Threads
+    and blocks then run in an order drawn anew for each launch. Kernels run several times slower.
+    It is off, unless the environment has KVCUPY_STRICT=1.
+
+    `strict_index_faults` says when an index past the end is raised in strict mode: "raise", at the
+    call, or at the next synchronisation of its stream; "record", by `check_faults`, as ever.
+
+    `strict_arch` is the architecture whose limits hold then: "sm_86", which has the least shared
+    memory of those that every kernel runs on.
+
+    `strict_seed` is what the orders of launches are drawn from; a new one at each start. Setting
+    it begins the same orders again.
     """
 
     def __init__(self) -> None:
         self._fallback = "warn"
+        self._strict = os.environ.get("KVCUPY_STRICT", "") not in ("", "0")
+        self._strict_index_faults = "raise"
+        self._strict_arch = "sm_86"
+        self._strict_seed = secrets.randbits(32)
+        self._launches = itertools.count(1)
         self._warned: set[str] = set()
         self._lock = threading.Lock()
 
@@ -37,6 +76,61 @@ class Config:
         if value not in ("warn", "error"):
             raise ValueError(f'fallback: expected "warn" or "error", got {value!r}')
         self._fallback = value
+
+    @property
+    def strict(self) -> bool:
+        return self._strict
+
+    @strict.setter
+    def strict(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"strict: expected True or False, got {value!r}")
+        self._strict = value
+
+    @property
+    def strict_index_faults(self) -> str:
+        return self._strict_index_faults
+
+    @strict_index_faults.setter
+    def strict_index_faults(self, value: str) -> None:
+        if value not in ("raise", "record"):
+            raise ValueError(f'strict_index_faults: expected "raise" or "record", got {value!r}')
+        self._strict_index_faults = value
+
+    @property
+    def raises_index_faults(self) -> bool:
+        """Whether an index past the end is raised without `check_faults`."""
+        return self._strict and self._strict_index_faults == "raise"
+
+    @property
+    def strict_arch(self) -> str:
+        return self._strict_arch
+
+    @strict_arch.setter
+    def strict_arch(self, value: str) -> None:
+        if value not in SHARED_BYTES:
+            raise ValueError(
+                f"strict_arch: expected one of {', '.join(SHARED_BYTES)}, got {value!r}"
+            )
+        self._strict_arch = value
+
+    @property
+    def strict_seed(self) -> int:
+        return self._strict_seed
+
+    @strict_seed.setter
+    def strict_seed(self, value: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ValueError(f"strict_seed: expected a number from 0 on, got {value!r}")
+        self._strict_seed = value
+        self._launches = itertools.count(1)
+
+    def launch_seed(self) -> int:
+        """Return the seed of the next strict launch's order of threads and blocks."""
+        drawn = hashlib.blake2b(
+            f"{self._strict_seed} {next(self._launches)}".encode(), digest_size=8
+        )
+        return int.from_bytes(drawn.digest(), "little") or 1
 
     def fall_back(self, operation: str, cause: KvcupyError) -> None:
         """Raise `cause`, or log it once an operation and reason, as `fallback` says."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
+
 from . import devices
 from .errors import IndexFault
 
@@ -45,14 +47,21 @@ def check_faults(device: Any = None) -> None:
     """
     target = devices.get(device)
     target.synchronize()
-    record = target.fault_array()
-    count, operation, position, value = (int(n) for n in target.to_numpy(record))
-    if count == 0:
+    fault = recorded(target.to_numpy(target.fault_array()))
+    if fault is None:
         return
-    record.fill(0)
+    target.fault_array().fill(0)
     target.synchronize()
+    raise fault
+
+
+def recorded(record: np.ndarray[Any, Any]) -> IndexFault | None:
+    """Return the error for a fault record in this processor's memory, or None if it is empty."""
+    count, operation, position, value = (int(n) for n in record)
+    if count == 0:
+        return None
     name = _operations[operation if operation < len(_operations) else 0]
-    raise IndexFault(
+    return IndexFault(
         f"{name}[{position}] is {value}, past the end; it was skipped"
         + (f", as were {count - 1} more" if count > 1 else "")
     )

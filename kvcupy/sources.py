@@ -38,12 +38,14 @@ def kernels_dir() -> Path:
     raise KvcupyError(f"kernels_src: expected at {beside if in_checkout else inside}, found none")
 
 
-def digest() -> str:
+def digest(part: str = "") -> str:
     """Return the SHA-256 of the names and contents of all files in `kernels_dir()`.
+
+    `part` names a folder in it, whose files alone then count.
 
     Files are read again only when a name, a size or a time of change differs from the last call.
     """
-    files = sorted(_files(folder := kernels_dir()))
+    files = sorted(_files(folder := kernels_dir() / part))
     stamp: _Stamp = tuple((str(path), s.st_size, s.st_mtime_ns) for path, s in files)
     with _lock:
         known = _digests.get(folder)

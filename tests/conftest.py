@@ -1,8 +1,16 @@
-"""Choose the device of a test run: ``pytest --device host`` (default), ``cuda`` or ``cuda:1``."""
+"""Choose the device of a test run: ``pytest --device host`` (default), ``cuda`` or ``cuda:1``.
+
+The host device is strict (`kv.config.strict`) unless ``--no-strict`` is given: what a GPU would
+punish fails a test. Orders of threads and blocks are drawn from ``--strict-seed`` and the name of
+the test; the header shows the seed of a run.
+"""
 
 from __future__ import annotations
 
+import secrets
 import shutil
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +18,46 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="host", help="the kvcupy device that the tests run on")
+    parser.addoption("--no-strict", action="store_true", help="let the host device be lenient")
+    parser.addoption("--strict-seed", type=int, help="repeat the orders of threads of a run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.strict_seed is None:  # drawn before xdist starts workers, who get it too
+        config.option.strict_seed = secrets.randbits(32)
     config.addinivalue_line("markers", "gpu: needs a real GPU; skipped where there is none")
     config.addinivalue_line("markers", "slow: takes long, or much memory")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if config.option.no_strict:
+        return "kvcupy: lenient host device"
+    return f"kvcupy: strict host device, --strict-seed {config.option.strict_seed}"
+
+
+@pytest.fixture(autouse=True)
+def strict_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the host device as strict as a GPU, its orders drawn from the test's own seed.
+
+    Index faults are left to `kv.check_faults`, as on a GPU; a test that has some must ask for them.
+    """
+    import kvcupy as kv
+
+    option, host = request.config.option, kv.device("host")
+    monkeypatch.setattr(kv.config, "_strict", not option.no_strict)
+    monkeypatch.setattr(kv.config, "_strict_index_faults", "record")
+    kv.config.strict_seed = zlib.crc32(request.node.nodeid.encode()) ^ option.strict_seed
+    yield
+    host.synchronize()
+    host.raise_fault()
+
+
+@pytest.fixture
+def lenient_host(strict_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test run what users run: builds with this processor's own vector code."""
+    import kvcupy as kv
+
+    monkeypatch.setattr(kv.config, "_strict", False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

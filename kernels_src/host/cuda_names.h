@@ -26,8 +26,15 @@ struct Indices {
   dim3 block_size;
   dim3 grid_size;
 };
+#ifdef KVCUPY_STRICT  // the runner's (strict.cpp)
+#ifndef KVCUPY_RUNNER
+__attribute__((const))
+#endif
+Indices* indices();
+#else
 static thread_local Indices indices_of_thread;
 __attribute__((const, noinline)) static Indices* indices() { return &indices_of_thread; }
+#endif
 
 }  // namespace kvcupy_host
 
@@ -39,9 +46,18 @@ constexpr int warpSize = 32;
 
 namespace kvcupy_host {
 
+// What the lanes of a warp do together. Only a warp barrier orders their accesses to memory.
+enum class WarpCall : unsigned char { kBarrier, kShuffle, kVote, kProduct, kLoadMatrices };
+
+// Where the source has a barrier.
+struct Site {
+  const char* file;
+  int line;
+};
+
 // What the runner supplies. Each ends the launch with an error where it cannot be done.
-void block_barrier();
-void warp_barrier(unsigned mask);
+void block_barrier(Site site);
+void warp_barrier(unsigned mask, WarpCall call);
 [[noreturn]] void trap();
 void* shared_memory();
 unsigned long long* warp_exchange();  // 32 values, one a lane of the calling thread's warp
@@ -51,6 +67,12 @@ inline unsigned lane() {
   return (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % warpSize;
 }
 
+#ifdef KVCUPY_STRICT
+void require_lane(unsigned mask, unsigned source);  // the calling thread's warp has it, and mask
+#else
+inline void require_lane(unsigned, unsigned) {}
+#endif
+
 template <typename T>
 inline T exchange(unsigned mask, T value, unsigned source) {
   static_assert(sizeof(T) <= sizeof(unsigned long long), "a shuffle moves at most 8 bytes");
@@ -58,17 +80,22 @@ inline T exchange(unsigned mask, T value, unsigned source) {
   unsigned long long bits = 0;
   memcpy(&bits, &value, sizeof(T));
   slots[lane()] = bits;
-  warp_barrier(mask);
+  warp_barrier(mask, WarpCall::kShuffle);
+  require_lane(mask, source);
   bits = slots[source];
-  warp_barrier(mask);
+  warp_barrier(mask, WarpCall::kShuffle);
   memcpy(&value, &bits, sizeof(T));
   return value;
 }
 
 }  // namespace kvcupy_host
 
-inline void __syncthreads() { kvcupy_host::block_barrier(); }
-inline void __syncwarp(unsigned mask = 0xffffffffu) { kvcupy_host::warp_barrier(mask); }
+inline void __syncthreads(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  kvcupy_host::block_barrier({file, line});
+}
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+  kvcupy_host::warp_barrier(mask, kvcupy_host::WarpCall::kBarrier);
+}
 [[noreturn]] inline void __trap() { kvcupy_host::trap(); }
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
@@ -108,13 +135,13 @@ inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = warp
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
   unsigned long long* slots = kvcupy_host::warp_exchange();
   slots[kvcupy_host::lane()] = predicate != 0;
-  kvcupy_host::warp_barrier(mask);
+  kvcupy_host::warp_barrier(mask, kvcupy_host::WarpCall::kVote);
   unsigned votes = 0;
   const unsigned voters = kvcupy_host::lanes_left(mask);
   for (int i = 0; i < warpSize; ++i) {
     if (voters >> i & 1u) votes |= static_cast<unsigned>(slots[i]) << i;
   }
-  kvcupy_host::warp_barrier(mask);
+  kvcupy_host::warp_barrier(mask, kvcupy_host::WarpCall::kVote);
   return votes;
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }

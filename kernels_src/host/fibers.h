@@ -6,6 +6,9 @@
 // run is their index, or drawn anew for each turn from a seed, so that a kernel that lacks a
 // barrier gives a wrong result instead of a lucky one. Turns are not always fair then: in some a
 // warp runs as far as it can, as warps of a GPU do, before another has moved at all.
+//
+// Strict builds (strict.cpp) refuse what a GPU leaves undefined: lanes that have exited count as
+// missing wherever a warp acts together, and the lanes of one action must all have called the same.
 #pragma once
 
 #include <stdint.h>
@@ -147,9 +150,23 @@ enum class State : unsigned char { kReady, kAtBlockBarrier, kAtWarpBarrier, kDon
 struct Fiber {
   Context context;
   State state;
+  WarpCall warp_call;
   unsigned warp_mask;
+  Site site;  // of the block barrier that it waits at
   uint3 index;
 };
+
+#ifdef KVCUPY_STRICT
+constexpr bool kStrict = true;
+#else
+constexpr bool kStrict = false;
+#endif
+
+// What a strict build adds (strict.cpp); the others never call it.
+void block_synchronised();
+void warp_synchronised(int first, unsigned mask);
+void refuse_warp_call(const Fiber* fibers, int count, int waiting);
+bool barriers_differ(const Fiber* fibers, int count);
 
 // Runs blocks of one launch on the calling OS thread; lives as long as that thread.
 class BlockRunner {
@@ -195,14 +212,16 @@ class BlockRunner {
     return true;
   }
 
-  void block_barrier() {
+  void block_barrier(Site site) {
     fibers_[current_].state = State::kAtBlockBarrier;
+    fibers_[current_].site = site;
     suspend();
   }
 
-  void warp_barrier(unsigned mask) {
+  void warp_barrier(unsigned mask, WarpCall call) {
     fibers_[current_].state = State::kAtWarpBarrier;
     fibers_[current_].warp_mask = mask;
+    fibers_[current_].warp_call = call;
     if (!open_warp_barrier(current_)) suspend();
   }
 
@@ -227,6 +246,8 @@ class BlockRunner {
     return mask;
   }
   bool trapped() const { return trapped_; }
+  int current() const { return current_; }
+  const Fiber& fiber(int thread) const { return fibers_[thread]; }
 
  private:
   // Let a thread go on to its next barrier; false if it waits at one, or has left.
@@ -287,8 +308,12 @@ class BlockRunner {
     if (!(mask >> (waiting - first) & 1u)) return false;
     for (int i = first; i < end; ++i) {
       const Fiber& fiber = fibers_[i];
-      if (!(mask >> (i - first) & 1u) || fiber.state == State::kDone) continue;
+      if (!(mask >> (i - first) & 1u) || (!kStrict && fiber.state == State::kDone)) continue;
       if (fiber.state != State::kAtWarpBarrier || fiber.warp_mask != mask) return false;
+      if (kStrict && fiber.warp_call != fibers_[waiting].warp_call) return false;
+    }
+    if constexpr (kStrict) {
+      if (fibers_[waiting].warp_call == WarpCall::kBarrier) warp_synchronised(first, mask);
     }
     for (int i = first; i < end; ++i) {
       Fiber& fiber = fibers_[i];
@@ -303,7 +328,13 @@ class BlockRunner {
     for (int i = 0; i < count_; ++i) {
       if (fibers_[i].state == State::kAtWarpBarrier) any |= open_warp_barrier(i);
     }
-    return any || open_block_barrier();
+    if (any || open_block_barrier()) return true;
+    if constexpr (kStrict) {  // whoever waits waits in vain
+      for (int i = 0; i < count_; ++i) {
+        if (fibers_[i].state == State::kAtWarpBarrier) refuse_warp_call(fibers_, count_, i);
+      }
+    }
+    return false;
   }
 
   bool open_block_barrier() {
@@ -311,6 +342,12 @@ class BlockRunner {
     for (int i = 0; i < count_; ++i) {
       if (fibers_[i].state == State::kAtWarpBarrier) return false;
       any |= fibers_[i].state == State::kAtBlockBarrier;
+    }
+    if constexpr (kStrict) {
+      if (any) {
+        if (barriers_differ(fibers_, count_)) return false;
+        block_synchronised();
+      }
     }
     for (int i = 0; i < count_; ++i) {
       if (fibers_[i].state == State::kAtBlockBarrier) fibers_[i].state = State::kReady;

@@ -17,14 +17,27 @@ struct Fragment {
   float a[4][2];
   float b[2][2];
 };
-static thread_local Fragment fragments_of_block[kMostThreads];
+#ifdef KVCUPY_STRICT                  // the runner's (strict.cpp)
+void* fragment_memory(size_t bytes);  // the same at each call
+inline Fragment* fragments_of_block() {
+  return static_cast<Fragment*>(fragment_memory(kMostThreads * sizeof(Fragment)));
+}
+void require_matrix_row(const char* row);
+// What is exchanged here is no memory of the kernel's.
+#define KVCUPY_UNWATCHED __attribute__((no_sanitize("thread"), no_sanitize("alignment")))
+#else
+static thread_local Fragment fragments_of_threads[kMostThreads];
+inline Fragment* fragments_of_block() { return fragments_of_threads; }
+inline void require_matrix_row(const char*) {}
+#define KVCUPY_UNWATCHED
+#endif
 
 inline Fragment* fragments_of_warp() {
-  return fragments_of_block + thread_of_block() / warpSize * warpSize;
+  return fragments_of_block() + thread_of_block() / warpSize * warpSize;
 }
 
 template <typename T>
-inline void unpack(u32 pair, float (&numbers)[2]) {
+KVCUPY_UNWATCHED inline void unpack(u32 pair, float (&numbers)[2]) {
   T elements[2];
   memcpy(elements, &pair, sizeof pair);
   numbers[0] = to_float(elements[0]);
@@ -33,13 +46,13 @@ inline void unpack(u32 pair, float (&numbers)[2]) {
 
 // Products are exact in float32; they are summed one after another, as a GPU may not do.
 template <typename T>
-inline void multiply_in_warp(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+KVCUPY_UNWATCHED inline void multiply_in_warp(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   Fragment* fragments = fragments_of_warp();
   const int self = lane();
   for (int i = 0; i < 4; ++i) unpack<T>(a[i], fragments[self].a[i]);
   unpack<T>(b0, fragments[self].b[0]);
   unpack<T>(b1, fragments[self].b[1]);
-  warp_barrier(0xffffffffu);  // the fragments of all lanes are there
+  warp_barrier(0xffffffffu, WarpCall::kProduct);  // the fragments of all lanes are there
   const Fragment* row = fragments + self / 4 * 4;
   for (int i = 0; i < 4; ++i) {
     const int below = i / 2;  // rows g + 8 are in the odd pairs of A
@@ -49,14 +62,15 @@ inline void multiply_in_warp(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
       c[i] += row[owner].a[k / 8 * 2 + below][k % 2] * column[owner].b[k / 8][k % 2];
     }
   }
-  warp_barrier(0xffffffffu);  // and no longer needed
+  warp_barrier(0xffffffffu, WarpCall::kProduct);  // and no longer needed
 }
 
-inline void load_matrices_in_warp(u32 (&to)[4], const char* row, bool transposed) {
+KVCUPY_UNWATCHED inline void load_matrices_in_warp(u32 (&to)[4], const char* row, bool transposed) {
   unsigned long long* rows = warp_exchange();
   const int self = lane();
+  require_matrix_row(row);
   memcpy(&rows[self], &row, sizeof row);
-  warp_barrier(0xffffffffu);  // the rows of all lanes are named
+  warp_barrier(0xffffffffu, WarpCall::kLoadMatrices);  // the rows of all lanes are named
   for (int matrix = 0; matrix < 4; ++matrix) {
     unsigned short pair[2];
     for (int i = 0; i < 2; ++i) {
@@ -68,18 +82,26 @@ inline void load_matrices_in_warp(u32 (&to)[4], const char* row, bool transposed
     }
     memcpy(&to[matrix], pair, sizeof pair);
   }
-  warp_barrier(0xffffffffu);  // and have been read
+  warp_barrier(0xffffffffu, WarpCall::kLoadMatrices);  // and have been read
 }
 
 // --- Copies --------------------------------------------------------------------------------------
 // They are made when the thread waits for them: whoever looks before finds what was there.
 
+#ifdef KVCUPY_STRICT  // the runner's (strict.cpp)
+void begin_copy(char* to, const char* from, bool exist);
+void commit_copies();
+void wait_for_groups(unsigned left);
+void finish_copies();
+#else
 struct Copy {
   char* to;
   const char* from;  // null: zeros
+  unsigned group;
 };
 struct Copies {
   static constexpr int kMost = 32;  // more are made at once
+  unsigned group;                   // the one that the next copy belongs to
   int count;
   Copy begun[kMost];
 };
@@ -95,7 +117,7 @@ inline void make_copy(const Copy& copy) {
 
 inline void begin_copy(char* to, const char* from, bool exist) {
   Copies& copies = copies_of_block[thread_of_block()];
-  const Copy copy{to, exist ? from : nullptr};
+  const Copy copy{to, exist ? from : nullptr, copies.group};
   if (copies.count == Copies::kMost) {
     make_copy(copy);
   } else {
@@ -103,10 +125,27 @@ inline void begin_copy(char* to, const char* from, bool exist) {
   }
 }
 
-inline void finish_copies() {
+inline void commit_copies() { ++copies_of_block[thread_of_block()].group; }
+
+// Make all copies whose group is followed by `left` committed ones.
+inline void wait_for_groups(unsigned left) {
   Copies& copies = copies_of_block[thread_of_block()];
-  for (int i = 0; i < copies.count; ++i) make_copy(copies.begun[i]);
-  copies.count = 0;
+  int kept = 0;
+  for (int i = 0; i < copies.count; ++i) {
+    const Copy copy = copies.begun[i];
+    if (copy.group + left >= copies.group) {
+      copies.begun[kept++] = copy;
+    } else {
+      make_copy(copy);
+    }
+  }
+  copies.count = kept;
 }
+
+inline void finish_copies() {
+  commit_copies();
+  wait_for_groups(0);
+}
+#endif
 
 }  // namespace kvcupy_host

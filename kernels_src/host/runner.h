@@ -11,8 +11,12 @@
 
 #include <new>
 
+#define KVCUPY_RUNNER
 #include "cuda_names.h"
 #include "fibers.h"
+#ifdef KVCUPY_STRICT
+#include "watch.h"
+#endif
 
 namespace kvcupy_host {
 
@@ -32,6 +36,7 @@ enum Status : int {
   kBarriersDiverge = 2,
   kBarrierInPlainKernel = 3,
   kNoMemory = 4,
+  kRefused = 5,  // strict.cpp, which says why
 };
 
 constexpr long long kHelpAfterNanoseconds = 4'000;
@@ -43,6 +48,9 @@ struct Grid {
   unsigned long long blocks;
   unsigned long long next = 0;
   int status = kOk;
+#ifdef KVCUPY_STRICT
+  Report* report;
+#endif
 };
 
 // What one OS thread needs to run blocks. Workers are kept in a pool between launches: their stacks
@@ -54,6 +62,10 @@ struct Worker {
   size_t shared_bytes = 0;
   jmp_buf plain_exit;
   Worker* next_idle = nullptr;
+#ifdef KVCUPY_STRICT
+  Indices indices;
+  Watch watch;
+#endif
 };
 static thread_local Worker* worker;
 
@@ -79,13 +91,20 @@ inline void release_worker(Worker* idle) {
 
 [[noreturn]] inline void leave_plain(int status) { longjmp(worker->plain_exit, status); }
 
-void block_barrier() {
+#ifdef KVCUPY_STRICT
+void require_mask(unsigned mask, WarpCall call);
+#endif
+
+void block_barrier(Site site) {
   if (!worker->fibers) leave_plain(kBarrierInPlainKernel);
-  worker->fibers->block_barrier();
+  worker->fibers->block_barrier(site);
 }
-void warp_barrier(unsigned mask) {
+void warp_barrier(unsigned mask, WarpCall call) {
   if (!worker->fibers) leave_plain(kBarrierInPlainKernel);
-  worker->fibers->warp_barrier(mask);
+#ifdef KVCUPY_STRICT
+  require_mask(mask, call);
+#endif
+  worker->fibers->warp_barrier(mask, call);
 }
 void trap() {
   if (!worker->fibers) leave_plain(kTrapped);
@@ -102,6 +121,11 @@ unsigned lanes_left(unsigned mask) {
   return worker->fibers->lanes_left(mask);
 }
 
+#ifdef KVCUPY_STRICT
+bool prepare_watch(size_t bytes);
+unsigned long long block_in_order(const Grid& grid, unsigned long long number);
+#endif
+
 inline long long now_ns() {
   timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
@@ -110,6 +134,9 @@ inline long long now_ns() {
 
 // Give the block its dynamic shared memory, filled with NaN patterns: it holds nothing yet.
 inline bool prepare_shared(size_t bytes) {
+#ifdef KVCUPY_STRICT
+  return prepare_watch(bytes);
+#else
   if (bytes > worker->shared_bytes) {
     free(worker->shared);
     worker->shared = static_cast<char*>(aligned_alloc(128, (bytes + 127) / 128 * 128));
@@ -118,8 +145,10 @@ inline bool prepare_shared(size_t bytes) {
   }
   if (bytes) memset(worker->shared, 0xff, bytes);
   return true;
+#endif
 }
 
+#ifndef KVCUPY_STRICT
 template <typename Params, void (*kKernel)(const Params)>
 __attribute__((noinline)) void run_plain_threads(const Params& p) {
   for (unsigned z = 0; z < blockDim.z; ++z) {
@@ -160,6 +189,8 @@ int run_fiber_block(const void* params, unsigned long long seed) {
   return worker->fibers->trapped() ? kTrapped : kBarriersDiverge;
 }
 
+#endif  // strict.cpp has its own
+
 inline void set_block(const Config& config, unsigned long long block) {
   blockDim = dim3(config.block[0], config.block[1], config.block[2]);
   gridDim = dim3(config.grid[0], config.grid[1], config.grid[2]);
@@ -172,13 +203,22 @@ inline void set_block(const Config& config, unsigned long long block) {
 inline bool take_block(Grid& grid) {
   const unsigned long long block = __atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED);
   if (block >= grid.blocks || __atomic_load_n(&grid.status, __ATOMIC_RELAXED) != kOk) return false;
+#ifdef KVCUPY_STRICT
+  worker->watch.grid = &grid;
+  set_block(*grid.config, block_in_order(grid, block));
+#else
   set_block(*grid.config, block);
+#endif
   int status = kNoMemory;
   if (prepare_shared(grid.config->smem_bytes)) {
     const unsigned long long seed = grid.config->seed;
     status = grid.run_block(grid.params, seed ? seed + block * 0x9e3779b97f4a7c15ULL : 0);
   }
-  if (status != kOk) __atomic_store_n(&grid.status, status, __ATOMIC_RELAXED);
+  int before = kOk;
+  if (status != kOk) {  // what came first is what failed
+    __atomic_compare_exchange_n(&grid.status, &before, status, false, __ATOMIC_RELAXED,
+                                __ATOMIC_RELAXED);
+  }
   return true;
 }
 
@@ -192,6 +232,9 @@ inline bool take_blocks(Grid& grid, long long stop_at) {
   bool left = true;
   while ((left = take_block(grid)) && (!stop_at || now_ns() < stop_at)) {
   }
+#ifdef KVCUPY_STRICT
+  worker->watch.fixed_start = nullptr;  // of this OS thread
+#endif
   release_worker(worker);
   worker = nullptr;
   return !left;
@@ -210,6 +253,7 @@ inline int run_grid(Grid& grid) {
 
 }  // namespace kvcupy_host
 
+#ifndef KVCUPY_STRICT
 // Export a kernel as `int kvcupy_launch(params, config)`.
 #define KVCUPY_HOST_KERNEL(RUN_BLOCK, PARAMS, ...)                                      \
   extern "C" __attribute__((visibility("default"))) int kvcupy_launch(                  \
@@ -218,3 +262,4 @@ inline int run_grid(Grid& grid) {
                            1ULL * config->grid[0] * config->grid[1] * config->grid[2]}; \
     return kvcupy_host::run_grid(grid);                                                 \
   }
+#endif

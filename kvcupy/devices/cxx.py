@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -18,7 +20,7 @@ from pathlib import Path
 from .. import sources
 from ..errors import CompileError
 from ..extras import install
-from ..kernels import Specialisation
+from ..kernels import Kernel, Specialisation
 from . import cache
 from .compiling import announced, logger
 
@@ -27,6 +29,14 @@ _FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing",
     "-ffp-contract=off", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-psabi",
 )  # fmt: skip
+
+# Strict builds: instrumented as for sanitizers whose libraries are never linked, because
+# kernels_src/host/strict.cpp defines what instrumented code calls. -g1 names the line of an access.
+_STRICT_FLAGS = (
+    *(flag for flag in _FLAGS if flag != "-O3"), "-O1", "-g1", "-fno-exceptions", "-DKVCUPY_STRICT",
+)  # fmt: skip
+_INSTRUMENTED = ("-fsanitize=thread", "-fsanitize=alignment")
+_MOST_THREADS = 1024  # of a block, unless launch bounds say less
 
 
 @dataclass(frozen=True)
@@ -118,14 +128,56 @@ def build(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> 
     return _build(specialisation, _program(specialisation), extra_flags)
 
 
+def build_strict(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> Path:
+    """Return the shared library of a strict build of a specialisation; raise as `build` does."""
+    flags = (*_STRICT_FLAGS, *_INSTRUMENTED)
+    program = _strict_program(specialisation)
+    what = f"{specialisation} (strict)"
+    return _build(what, program, extra_flags, flags, (_build_strict_runner,))
+
+
+def _build_strict_runner() -> Path:
+    return _build_object('#include "host/strict.cpp"\n', (*_STRICT_FLAGS, "-O2"))
+
+
+def _strict_program(specialisation: Specialisation) -> str:
+    kernel = specialisation.kernel
+    return (
+        '#include "host/strict_kernel.h"\n'
+        f'#include "{kernel.source}"\n'
+        f"KVCUPY_HOST_KERNEL({int(kernel.barriers)}, ({_launch_bounds(kernel)}), "
+        f"{kernel.struct}, {specialisation.expression})\n"
+    )
+
+
+def _launch_bounds(kernel: Kernel) -> str:
+    """Return the C++ expression for the most threads of a block that a kernel is compiled for."""
+    text = (sources.kernels_dir() / kernel.source).read_text(encoding="utf-8")
+    found = re.search(rf"__launch_bounds__\s*\(([^;{{]*?)\)\s*{kernel.name}\s*\(", text)
+    if found is None:
+        return str(_MOST_THREADS)
+    depth, bounds = 0, found[1]
+    for i, character in enumerate(bounds):
+        depth += (character in "(<") - (character in ")>")
+        if character == "," and depth == 0:
+            return bounds[:i]
+    return bounds
+
+
 def build_pool() -> Path:
     """Return the shared library of the threads that help with launches; raise as `build` does."""
     return _build("host/pool.cpp", '#include "host/pool.cpp"\n', ())
 
 
-def _build(what: object, program: str, extra_flags: tuple[str, ...]) -> Path:
+def _build(
+    what: object,
+    program: str,
+    extra_flags: tuple[str, ...],
+    base_flags: tuple[str, ...] = _FLAGS,
+    linked: tuple[Callable[[], Path], ...] = (),
+) -> Path:
     compiler = _require_compiler()
-    flags = (*_FLAGS, _native(), *extra_flags)
+    flags = (*base_flags, _native(), *extra_flags)
     key = cache.key(
         "host", sources.digest(), program, *flags, compiler.version, *compiler.command,
         _processor(),
@@ -133,9 +185,20 @@ def _build(what: object, program: str, extra_flags: tuple[str, ...]) -> Path:
 
     def make(target: Path) -> None:
         with announced(what, "host"):
-            _compile(compiler, program, flags, target)
+            _compile(compiler, program, flags, target, linked)
 
     return cache.file(key, ".so", make)
+
+
+def _build_object(program: str, flags: tuple[str, ...]) -> Path:
+    """Return the object file of a program that includes files of `kernels_src/host` alone."""
+    compiler = _require_compiler()
+    flags = (*flags, _native())
+    key = cache.key(
+        "object", sources.digest("host"), program, *flags, compiler.version, *compiler.command,
+        _processor(),
+    )  # fmt: skip
+    return cache.file(key, ".o", lambda target: _compile_object(compiler, program, flags, target))
 
 
 def _native() -> str:
@@ -169,16 +232,31 @@ def _search_paths() -> list[str]:
     return [f"-I{kernels}", f"-I{kernels / 'host'}"]
 
 
-def _compile(compiler: Compiler, program: str, flags: tuple[str, ...], target: Path) -> None:
-    search = _search_paths()
+def _compile(
+    compiler: Compiler,
+    program: str,
+    flags: tuple[str, ...],
+    target: Path,
+    linked: tuple[Callable[[], Path], ...] = (),
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        source, built = Path(folder) / "kernel.cpp", Path(folder) / "kernel.o"
-        source.write_text(program)
-        _run([*compiler.command, *flags, *search, "-c", str(source), "-o", str(built)], program)
+        built = Path(folder) / "kernel.o"
+        _compile_object(compiler, program, flags, built)
         # zig c++ would first build a C++ library, which the kernels do not need.
         linker = (*compiler.command[:-1], "cc") if compiler.is_zig else compiler.command
-        sanitizers = [flag for flag in flags if flag.startswith("-fsanitize")]
-        _run([*linker, *sanitizers, "-shared", "-pthread", str(built), "-o", str(target)], program)
+        sanitizers = [
+            flag for flag in flags if flag.startswith("-fsanitize") and flag not in _INSTRUMENTED
+        ]
+        objects = [str(built), *(str(build()) for build in linked)]
+        _run([*linker, *sanitizers, "-shared", "-pthread", *objects, "-o", str(target)], program)
+
+
+def _compile_object(compiler: Compiler, program: str, flags: tuple[str, ...], target: Path) -> None:
+    search = _search_paths()
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.cpp"
+        source.write_text(program)
+        _run([*compiler.command, *flags, *search, "-c", str(source), "-o", str(target)], program)
 
 
 def _run(command: list[str], program: str) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import struct
+import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .. import arrays, dtypes, observe
-from ..errors import CaptureError, CompileError, DeviceError
+from .. import arrays, dtypes, faults, observe
+from ..config import SHARED_BYTES, config
+from ..errors import CaptureError, CompileError, DeviceError, IndexFault
 from ..exporters import note_written
 from ..exporters import view as as_view
 from ..kernels import Specialisation
@@ -33,25 +38,88 @@ _STATUS = {
     4: "no memory for its block",
 }
 
+_REFUSED = 5  # the status of a strict launch that says why itself
+
 _MAX_SMEM_BYTES = 227 * 1024
 _ALIGNMENT = 256  # of allocations, as on a GPU
 
+Geometry = tuple[tuple[int, int, int], tuple[int, int, int], int]
+"""Grid, block and bytes of shared memory of a launch."""
+
+
+class Report(ctypes.Structure):
+    """What a strict launch tells when it refuses; as in kernels_src/host/watch.h."""
+
+    _fields_ = (("code", ctypes.c_ulonglong), ("text", ctypes.c_char * 1016))
+
 
 class HostFunction:
-    """A specialisation compiled for this processor and loaded."""
+    """A specialisation compiled for this processor and loaded: plainly, strictly or both.
 
-    def __init__(self, specialisation: Specialisation, library: ctypes.CDLL) -> None:
+    A build is made when it is first asked for: `config.strict` may change between launches.
+
+    Raises
+    ------
+    CompileError : from `entry` and `strict`, where a build cannot be made or loaded
+    """
+
+    def __init__(self, specialisation: Specialisation, extra_flags: tuple[str, ...]) -> None:
         self.specialisation = specialisation
-        self.entry = library.kvcupy_launch
-        self.entry.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
-        self.entry.restype = ctypes.c_int
+        self._extra_flags = extra_flags
+
+    @cached_property
+    def entry(self) -> Callable[[bytes, bytes], int]:
+        """The plain build: takes Params and configuration, returns a status."""
+        library = self._library(cxx.build)
+        return self._function(library, "kvcupy_launch", ctypes.c_char_p, ctypes.c_char_p)
+
+    @cached_property
+    def strict(self) -> StrictBuild:
+        """The strict build."""
+        library = self._library(cxx.build_strict)
+        return StrictBuild(
+            self._function(
+                library, "kvcupy_launch_strict", ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p
+            ),
+            ctypes.c_int.in_dll(library, "kvcupy_most_threads").value,
+            library._name,
+        )
+
+    def build(self, strict: bool) -> None:
+        """Make the build that launches take."""
+        _ = self.strict if strict else self.entry
+
+    def _library(self, build: Callable[..., Path]) -> ctypes.CDLL:
+        try:
+            return ctypes.CDLL(str(build(self.specialisation, self._extra_flags)))
+        except OSError as error:  # no room to build in, or nothing loadable
+            raise CompileError(f"{self.specialisation} cannot be loaded: {error}") from error
+
+    def _function(self, library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., int]:
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:
+            raise CompileError(f"{self.specialisation} cannot be loaded: {error}") from error
+        function.argtypes, function.restype = arguments, ctypes.c_int
+        launch: Callable[..., int] = function
+        return launch
+
+
+@dataclass(frozen=True)
+class StrictBuild:
+    """A strict build: takes Params, configuration and a `Report`, returns a status."""
+
+    entry: Callable[[bytes, bytes, Any], int]
+    most_threads: int  # of a block, by the kernel's launch bounds
+    path: str
 
 
 class HostDevice:
     """The host device. There is one object, `kvcupy.device("host")`.
 
     One thread a row is best here; `warp_lanes` of 32 lays kernels out as on a GPU, as the tests do.
-    `thread_order_seed` shuffles the order in which threads of a block run (0: by index);
+    `thread_order_seed` shuffles the order in which threads of a block run (0: by index; in strict
+    mode, `kv.config.strict`, 0 draws an order for each launch, of blocks too);
     `num_workers` bounds the threads that a launch uses; `extra_flags` go to the compiler.
     """
 
@@ -180,11 +248,11 @@ class HostDevice:
         for stream in streams:
             if stream.capturing:
                 raise CaptureError(f"{stream.name} is being captured: synchronising is illegal")
-        failure: DeviceError | None = None
+        failure: DeviceError | IndexFault | None = None
         for stream in streams:
             try:
                 stream.synchronize()
-            except DeviceError as error:
+            except (DeviceError, IndexFault) as error:
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -194,16 +262,12 @@ class HostDevice:
     def load(self, specialisation: Specialisation) -> HostFunction:
         """Return a specialisation, compiled and loaded at the first call."""
         key = (specialisation, self.extra_flags)
-        known = self._functions.get(key)
-        if known is not None:
-            return known
-        try:
-            library = ctypes.CDLL(str(cxx.build(specialisation, self.extra_flags)))
-            function = HostFunction(specialisation, library)
-        except (OSError, AttributeError) as error:  # no room to build in, or nothing loadable
-            raise CompileError(f"{specialisation} cannot be loaded: {error}") from error
-        with self._lock:
-            return self._functions.setdefault(key, function)
+        function = self._functions.get(key)
+        if function is None:
+            with self._lock:
+                function = self._functions.setdefault(key, HostFunction(*key))
+        function.build(config.strict)
+        return function
 
     def launch(
         self,
@@ -216,22 +280,53 @@ class HostDevice:
         keep: Sequence[object] = (),
     ) -> None:
         """Run a grid in the order of `stream`; `keep` lives until it is done."""
+        geometry = (grid, block, smem_bytes)
+        if config.strict:
+            self._launch_strictly(function, geometry, params, stream, keep)
+            return
         try:
-            config = _config(grid, block, smem_bytes, self.num_workers, self.thread_order_seed)
+            packed = _config(*geometry, self.num_workers, self.thread_order_seed)
         except ValueError as error:
             raise DeviceError(f"{function.specialisation} cannot be launched: {error}") from None
         if stream is self._inline:
-            status = function.entry(params, config)
+            status = function.entry(params, packed)
             if status:
-                raise _failure(function, grid, block, smem_bytes, status)
+                raise _failure(function, geometry, status)
             return
 
         def run(_keep: Sequence[object] = keep) -> None:
-            status = function.entry(params, config)
+            status = function.entry(params, packed)
             if status:
-                raise _failure(function, grid, block, smem_bytes, status)
+                raise _failure(function, geometry, status)
 
         stream.enqueue(run)
+
+    def _launch_strictly(
+        self,
+        function: HostFunction,
+        geometry: Geometry,
+        params: bytes,
+        stream: Any,
+        keep: Sequence[object],
+    ) -> None:
+        build = function.strict
+        try:
+            _require_strict_limits(geometry, build.most_threads)
+            _config(*geometry, self.num_workers, 0)
+        except ValueError as error:
+            raise DeviceError(f"{function.specialisation} cannot be launched: {error}") from None
+
+        def run(_keep: Sequence[object] = keep) -> None:
+            seed = self.thread_order_seed or config.launch_seed()
+            report = Report()
+            packed = _pack_config(*geometry, self.num_workers, seed)
+            status = build.entry(params, packed, ctypes.addressof(report))
+            if status == _REFUSED:
+                raise _refusal(function, geometry, report, seed)
+            if status:
+                raise _failure(function, geometry, status)
+
+        self._enqueue(run, stream)
 
     def run(self, function: Callable[[], object], stream: Any, keep: Sequence[object] = ()) -> None:
         """Run a function on NumPy arrays in the order of `stream`."""
@@ -239,7 +334,22 @@ class HostDevice:
         def run(_keep: Sequence[object] = keep) -> None:
             function()
 
-        stream.enqueue(run)
+        self._enqueue(run, stream)
+
+    def _enqueue(self, function: Callable[[], None], stream: Any) -> None:
+        """Enqueue work; in strict mode raise the faults that it notes on the calling thread."""
+        before = int(self._faults[0])
+        stream.enqueue(function)
+        if stream is self._inline and config.raises_index_faults and int(self._faults[0]) != before:
+            self.raise_fault()
+
+    def raise_fault(self) -> None:
+        """Raise the first index fault on record, if there is one, and clear the record."""
+        with self._lock:
+            fault = faults.recorded(self._faults)
+            self._faults.fill(0)
+        if fault is not None:
+            raise fault
 
     def fault_array(self) -> np.ndarray[Any, Any]:
         """Return the fault record."""
@@ -265,8 +375,7 @@ def _run_together() -> int:
     return ctypes.cast(pool.kvcupy_run_together, ctypes.c_void_p).value or 0
 
 
-@lru_cache(maxsize=4096)
-def _config(
+def _pack_config(
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
     smem_bytes: int,
@@ -288,14 +397,59 @@ def _config(
     return _CONFIG.pack(*grid, *block, smem_bytes, num_workers, seed, _run_together())
 
 
-def _failure(
-    function: HostFunction,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    smem_bytes: int,
-    status: int,
-) -> DeviceError:
+_config = lru_cache(maxsize=4096)(_pack_config)
+
+
+def _require_strict_limits(geometry: Geometry, most_threads: int) -> None:
+    """Raise ValueError for what the kernel's launch bounds or `config.strict_arch` do not allow."""
+    grid, block, smem_bytes = geometry
+    threads = block[0] * block[1] * block[2]
+    if threads > most_threads:
+        raise ValueError(
+            f"block {block} has {threads} threads, and the kernel's launch bounds allow "
+            f"{most_threads} (grid {grid}, block {block})"
+        )
+    most_bytes = SHARED_BYTES[config.strict_arch]
+    if smem_bytes > most_bytes:
+        raise ValueError(
+            f"{smem_bytes} bytes of shared memory, and {config.strict_arch} (config.strict_arch) "
+            f"has {most_bytes} for a block (grid {grid}, block {block})"
+        )
+
+
+def _refusal(function: HostFunction, geometry: Geometry, report: Report, seed: int) -> DeviceError:
+    """Return the error of a launch that a strict build refused."""
+    grid, block, smem_bytes = geometry
+    text = report.text.decode(errors="replace")
+    place = source_line(function.strict.path, report.code) if report.code else ""
+    return DeviceError(
+        f"{function.specialisation} failed on the strict host device: {text}"
+        f"{f' ({place})' if place else ''} (grid {grid}, block {block}, {smem_bytes} bytes of "
+        f"shared memory; threads and blocks in the order of thread_order_seed = {seed})"
+    )
+
+
+def _failure(function: HostFunction, geometry: Geometry, status: int) -> DeviceError:
+    grid, block, smem_bytes = geometry
     return DeviceError(
         f"{function.specialisation} failed on host: {_STATUS.get(status, status)} "
         f"(grid {grid}, block {block}, {smem_bytes} bytes of shared memory)"
     )
+
+
+@lru_cache(maxsize=256)
+def source_line(library: str, code: int) -> str:
+    """Return the file and line that an address in a library was compiled from, "" if unknown.
+
+    Inlined functions come first, then what called them, as `cache_rows.cuh:41 < store.cu:22`.
+    """
+    tool = shutil.which("addr2line")
+    if tool is None:
+        return ""
+    command = [tool, "-i", "-e", library, hex(code - 1)]  # the call, which returns to `code`
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    lines = [Path(line.split(" ")[0]).name for line in found.stdout.splitlines()]
+    return " < ".join(line for line in dict.fromkeys(lines) if not line.startswith("??"))

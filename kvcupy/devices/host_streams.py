@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .. import observe
+from ..config import config
 from ..errors import CaptureError, DeviceError
 from ..pickling import ProcessLocal
 from .host_events import HostEvent, Marker, State, Task, surfaced, work
@@ -168,6 +169,8 @@ class HostStream(ProcessLocal):
                 state.failure = None  # nobody is left to skip, and it may hold arrays
         if failure is not None:
             failure.surface()
+        if config.raises_index_faults:
+            self.device.raise_fault()
 
     def forgive(self) -> None:
         """Let what is queued from now on run, whatever failed before."""

@@ -1,0 +1,125 @@
+"""The strict host device notices the kernels' own synchronisation and alignment, one piece missing.
+
+A result that happens to be right does not hide it: each is refused in the first order of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import attention_checks
+import numpy as np
+import operation_checks
+import pytest
+from prefill_calls import Call
+
+import kvcupy as kv
+from kvcupy.ops import attention_kernels
+
+NOT_WAITED = "has not been waited for"
+RACE = f"no barrier lies between|nobody has written|{NOT_WAITED}"
+PREFILL = "attention_prefill.cu"
+
+
+def rotate_at_any_element(device: Any) -> None:
+    """Pairs of bf16 that begin two bytes past a multiple of four."""
+    query, key = (device.zeros(13, "bf16")[1:].reshape(3, 2, 2) for _ in "qk")
+    table = kv.rope_table(8, 2, device=device)
+    kv.apply_rope(query, key, table, np.arange(3), interleaved=True)
+
+
+def prefill(device: Any) -> None:
+    """Several tiles of queries and of keys."""
+    Call(seq_lens=(150,), query_lens=(70,), widths=(128, 128)).check(device)
+
+
+@dataclass
+class Missing:
+    """Text of a kernel, what stands there instead, how often, a call, and what is then refused."""
+
+    file: str
+    old: str
+    new: str
+    call: Callable[[Any], Any]
+    refused: str
+    count: int = 1
+
+
+def barrier(comment: str, call: Callable[[Any], Any] = prefill) -> Missing:
+    return Missing(PREFILL, f"__syncthreads();  // {comment}", "", call, RACE)
+
+
+def wait(before: str) -> Missing:
+    text = f"wait_for_copies();\n{before}__syncthreads();"
+    return Missing(PREFILL, text, text.replace("wait_for_copies();", ""), prefill, NOT_WAITED)
+
+
+REDUCE = "    for (int i = 0; i < warps; ++i) value = fmaxf(value, scratch[first_warp + i]);\n"
+BLOCK_BARRIER = "    __syncthreads();\n"
+
+MISSING = {
+    "the barrier after the tile": barrier("the tile is known"),
+    "the barrier after the table": barrier("the table is there"),
+    "the barrier after the queries": barrier("so are the queries"),
+    "the barrier after the keys": barrier(
+        "the keys are there, and nobody needs the values of the last tile"),
+    "the barrier after keys have turned": barrier(
+        "all have turned", attention_checks.check_attention_append_turns),
+    "the barrier after the values": barrier(
+        "the values and the next table are there, and nobody needs the keys"),
+    "the wait for the queries": wait("      "),
+    "all waits in the loop": Missing(
+        PREFILL, "    wait_for_copies();\n    __syncthreads();", "    __syncthreads();", prefill,
+        NOT_WAITED, 2),
+    "the barrier before groups of lanes are merged": Missing(
+        "attention.cu", "  __syncthreads();\n  for (int r = 0;", "  for (int r = 0;",
+        attention_checks.check_attention_decode, RACE),
+    "the barrier before the maxima of warps are read": Missing(
+        "common.cuh", BLOCK_BARRIER + REDUCE, REDUCE, operation_checks.check_dynamic, RACE),
+    "the barrier after the maxima of warps are read": Missing(
+        "common.cuh", REDUCE + BLOCK_BARRIER, REDUCE, operation_checks.check_dynamic, RACE),
+    "the alignment of pairs in one word": Missing(
+        "rope.cu", "kCount > 1 && p.interleaved", "p.interleaved",
+        rotate_at_any_element, "misaligned address", 2),
+    "the lanes that are left": Missing(
+        "merge.cu", "__syncwarp((kAllLanes >> (32 - lanes)) << (threadIdx.x % 32 & ~(lanes - 1)))",
+        "__syncwarp()", attention_checks.check_merge_two, "has exited"),
+    "a lane of a mask": Missing(
+        "common.cuh", "constexpr u32 kAllLanes = 0xffffffffu;",
+        "constexpr u32 kAllLanes = 0xfffffffeu;", attention_checks.check_attention_decode,
+        "does not name its own lane 0|which the mask does not name"),
+    "half a warp of products": Missing(
+        PREFILL, "const bool has_rows = first_row < t.num_rows;",
+        "const bool has_rows = first_row + lane < t.num_rows;", prefill,
+        "waits for lane"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def strict(kernel_sources, monkeypatch):
+    monkeypatch.setattr(kv.config, "_strict", True)
+    return kernel_sources
+
+
+@pytest.mark.parametrize("call", {m.call for m in MISSING.values()}, ids=lambda c: c.__name__)
+def test_nothing_is_refused(strict, call):
+    """The control of the tests below."""
+    call(strict.device())
+
+
+@pytest.mark.parametrize("missing", MISSING)
+def test_what_is_missing_is_refused(strict, missing):
+    wrong = MISSING[missing]
+    strict.replace(wrong.file, wrong.old, wrong.new, wrong.count)
+    with pytest.raises(kv.DeviceError, match=wrong.refused) as caught:
+        wrong.call(strict.device())
+    for named in (wrong.file.partition(".")[0], "block (", "thread ("):
+        assert named in str(caught.value) or wrong.file == "common.cuh", str(caught.value)
+
+
+def test_more_threads_than_launch_bounds_allow(strict, monkeypatch):
+    monkeypatch.setattr(attention_kernels, "_DECODE_THREADS", 256)
+    with pytest.raises(kv.DeviceError, match=r"attention_decode.*256 threads.*bounds allow 128"):
+        attention_checks.check_attention_decode(strict.device())
