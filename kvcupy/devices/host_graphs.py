@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .. import observe
+from ..config import config
 from ..errors import CaptureError
 from ..pickling import ProcessLocal
 from .host_events import HostEvent
@@ -97,11 +98,16 @@ class HostGraph(ProcessLocal):
         Raises
         ------
         CaptureError : the capture has not ended, or failed; or `stream` is captured, and the graph
-            calls functions before each launch (`Stream.on_launch`)
+            calls functions before each launch (`Stream.on_launch`), or the host device is strict: a
+            GPU launches no graph into a capture
         """
         if not self.finished:
             raise CaptureError("the graph cannot be launched: its capture did not end well")
         target = self.device.as_stream(stream)
+        if config.strict and target.capturing:
+            raise CaptureError(
+                f"{target.name} is being captured: a graph cannot be launched into a capture"
+            )
         with self._capture.hooks.around(target):
             observe.issue(lambda: observe.Operation("graph", target), lambda: self._launch(target))
 

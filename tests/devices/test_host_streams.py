@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kvcupy.config import config
 from kvcupy.devices.host import HostDevice
 from kvcupy.errors import CaptureError, DeviceError
 
@@ -635,7 +636,23 @@ def test_a_graph_is_in_the_order_of_its_stream(device):
     assert seen == ["before", "graph", "after"]
 
 
-def test_a_graph_in_a_graph(device):
+def test_a_strict_host_launches_no_graph_into_a_capture(device, monkeypatch):
+    """As CUDA, which gives up the capture."""
+    monkeypatch.setattr(config, "_strict", True)
+    stream, other, seen = device.stream(), device.stream(), []
+    with stream.capture() as graph:
+        stream.call(lambda: seen.append("graph"))
+    refusal = pytest.raises(CaptureError, match=f"{other.name} is being captured: a graph")
+    with other.capture() as outer, refusal:
+        graph.launch(other)
+    outer.launch(other)
+    graph.launch(stream)
+    device.synchronize()
+    assert seen == ["graph"]
+
+
+def test_a_graph_in_a_graph(device, monkeypatch):
+    monkeypatch.setattr(config, "_strict", False)
     inner_stream, outer_stream, side = (device.stream() for _ in range(3))
     seen = []
     with inner_stream.capture() as inner:
