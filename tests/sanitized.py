@@ -125,6 +125,11 @@ class Pages:
         self.placed_scales = [at_the_end(a) for a in scales]
         self.parts = tuple(view(a.transpose(*order, 4)) for a in self.placed)
         self.scale_parts = tuple(view(a.transpose(*order)[..., None]) for a in self.placed_scales)
+        self.layers = range(self.parts[0].shape[1])
+        self.groups = (self,)
+
+    def note_written(self, layers: object) -> None:
+        """Do nothing: these are no torch tensors, which count what is written."""
 
 
 def at_the_end(content: np.ndarray, moved: int = 0) -> np.ndarray:

@@ -253,7 +253,8 @@ OTHERS = {
     "padding from where the last sequence begins": Mutation(
         PADDING, PADDING.replace(" + appended", ""), checks.check_slot_mapping, "indexing.cu"),
     "slots of the tokens before": Mutation(
-        "- appended;", "- 2 * appended;", checks.check_slot_mapping, "indexing.cu"),
+        "- max(append_len, i64{0});", "- 2 * max(append_len, i64{0});", checks.check_slot_mapping,
+        "indexing.cu"),
 }  # fmt: skip
 
 SHORT, LONG = checks.check_transfer, checks.check_transfer_of_long_rows

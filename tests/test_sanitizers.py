@@ -83,8 +83,8 @@ WRONG = {
     "reads a page past the pool": (
         "moves", "pages.cu", "page < p.num_pages", "page <= p.num_pages", OVERFLOW),
     "writes a slot past the output": (
-        "moves", "indexing.cu", "i < appended && before + i < p.num_out",
-        "i < appended && before + i <= p.num_out", OVERFLOW),
+        "moves", "indexing.cu", "min(append_len, p.num_out - before)",
+        "min(append_len, p.num_out + 1 - before)", OVERFLOW),
     "reads the length of a sequence too many": (
         "moves", "indexing.cu", "other < sequence;", "other < sequence + 1 + lane;", OVERFLOW),
     "reads a word past a row of a transfer": (
