@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from page_cases import IndexCase, poisoned_table
 
 import kvcupy as kv
-from kvcupy.ops import indexing, plan
 
 LENGTHS = (17, 0, 1, 16, 32, 33, 5)
 APPENDED = (17, 0, 1, 3, 16, 2, 0)
@@ -230,31 +229,9 @@ GARBAGE = {
 }
 
 
-@pytest.fixture
-def without_kernels(monkeypatch):
-    """Have the operation run as array expressions."""
-
-    def refuse(plan):
-        raise kv.CompileError("there is no kernel in this test")
-
-    plan.forget()
-    monkeypatch.setattr(kv.config, "fallback", "warn")
-    monkeypatch.setattr(indexing.SlotMappingPlan, "_launch", refuse)
-    yield
-    plan.forget()
-
-
 @pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_lengths_never_write_past_the_output(device, name):
-    check_garbage_lengths(device, *GARBAGE[name])
-
-
-@pytest.mark.parametrize("name", GARBAGE)
-def test_garbage_lengths_without_kernels(device, name, without_kernels):
-    check_garbage_lengths(device, *GARBAGE[name])
-
-
-def check_garbage_lengths(device, appended, lengths, want, wrong):
+    appended, lengths, want, wrong = GARBAGE[name]
     table = device.asarray(np.array([[1, 0], [4, 3]], np.int32))
     buffer = device.asarray(np.full(7 + 2 * 8, 99, np.int64))
     lengths, appended = (device.asarray(np.array(a, np.int64)) for a in (lengths, appended))
