@@ -104,11 +104,11 @@ class HostGraph(ProcessLocal):
         if not self.finished:
             raise CaptureError("the graph cannot be launched: its capture did not end well")
         target = self.device.as_stream(stream)
-        if config.strict and target.capturing:
-            raise CaptureError(
-                f"{target.name} is being captured: a graph cannot be launched into a capture"
-            )
         with self._capture.hooks.around(target):
+            if config.strict and target.capturing:
+                raise CaptureError(
+                    f"{target.name} is being captured: a graph cannot be launched into a capture"
+                )
             observe.issue(lambda: observe.Operation("graph", target), lambda: self._launch(target))
 
     def _launch(self, target: Any) -> None:
