@@ -333,7 +333,7 @@ def test_a_launch_in_another_capture(device):
     world = World(device)
     graph, outs = world.capture(0)
     tables = world.ring.open(Source(1))
-    refusal = pytest.raises(kv.CaptureError, match="part of another|launched into a capture")
+    refusal = pytest.raises(kv.CaptureError, match=r"part of another|launched into a capture")
     with world.other.capture() as outer, refusal:
         graph.launch(world.other)
     assert tables.streams == []
