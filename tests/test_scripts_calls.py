@@ -22,10 +22,14 @@ def test_every_script_has_a_help(name):
     command = [sys.executable, str(SCRIPTS / name), "--help"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: {name}")
+    assert done.stdout.startswith(f"usage: {name.removesuffix('.py')}")
 
 
-DEVICES = [name for name in RUN if "--device" in (SCRIPTS / name).read_text()]
+# A report of a GPU says at length what is wrong with it.
+DEVICES = [
+    name for name in RUN
+    if "--device" in (SCRIPTS / name).read_text() and name != "gpu_report.py"
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DEVICES)

@@ -140,11 +140,11 @@ def test_a_source_page_may_go_to_several_targets(world):
     assert_moved(world.device_pool, world.before[0], moved, world.before[1])
 
 
-def test_a_target_page_twice_is_one_of_the_two(world):
+def test_a_target_page_twice_is_made_of_the_two(world):
     world.engine.load([4, 6], [1, 1]).synchronize()
     got = contents(world.device_pool)
-    if world.device.kind == "host":  # undefined; copies in a batch of a GPU's have no order at all
-        assert any(np.array_equal(got[1], world.before[1][page]) for page in (4, 6))
+    # Which of them is undefined, and may be another in each byte: blocks and copies have no order.
+    assert np.logical_or(*(got[1] == world.before[1][page] for page in (4, 6))).all()
     got[1] = world.before[0][1]
     assert np.array_equal(got, world.before[0])
 

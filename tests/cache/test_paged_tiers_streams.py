@@ -123,7 +123,9 @@ def first(bits, way):
 def test_without_its_wait_attention_is_wrong(one, want, monkeypatch, way, layer):
     monkeypatch.setattr(Step, "await_layer", lambda *_: None)
     outs, early = attend_held(one, way, layer, PATIENCE_S)
-    assert early and wrong(outs, want[way][1]) == list(range(layer, NUM_LAYERS))
+    held = list(range(layer, NUM_LAYERS))
+    # Layers before it are not waited for either, and are mostly there.
+    assert early and wrong(outs, want[way][1])[-(NUM_LAYERS - layer) :] == held
 
 
 @pytest.mark.parametrize("dropped", [False, True], ids=["waits", "control"])
