@@ -29,7 +29,10 @@ namespace kvcupy_host {
 template <typename To, typename From>
 constexpr To bits_as(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "the same bits");
-  return __builtin_bit_cast(To, from);
+  if (__builtin_is_constant_evaluated()) return __builtin_bit_cast(To, from);
+  To to{};  // GCC keeps a copied pack in registers, and takes one that is cast through memory
+  memcpy(&to, &from, sizeof to);
+  return to;
 }
 
 // kOverflow is what numbers past the largest, and infinities, are stored as. A NaN is stored as
