@@ -121,17 +121,11 @@ class ArrayView(ProcessLocal):
         kind, _, index = self.device.partition(":")
         return (1, 0) if kind == "host" else (2, int(index))
 
-    def __dlpack__(
-        self,
-        *,
-        stream: Any = None,
-        max_version: Any = None,
-        dl_device: Any = None,
-        copy: Any = None,
-    ) -> object:
+    def __dlpack__(self, **options: Any) -> object:
         """Return a DLPack capsule, without a copy: `torch.from_dlpack(view)`.
 
-        bf16 and fp8 go under their own codes, which NumPy and CuPy do not import.
+        `options` are `stream`, `max_version`, `dl_device` and `copy`, as DLPack has them. bf16 and
+        fp8 go under their own codes, which NumPy and CuPy do not import.
 
         Raises
         ------
@@ -140,11 +134,7 @@ class ArrayView(ProcessLocal):
         """
         from . import devices, dlpack
 
-        carrier = devices.get(self.device).carrier(self)
-        options = {
-            "stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy,
-        }  # fmt: skip
-        return dlpack.export(carrier, self.format, options)
+        return dlpack.export(devices.get(self.device).carrier(self), self.format, options)
 
     def __repr__(self) -> str:
         return f"<{describe(self)} on {self.device} at {self.pointer:#x}>"

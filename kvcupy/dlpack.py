@@ -103,19 +103,9 @@ class ExportsBits:
 
     dtype: np.dtype[Any]
 
-    def __dlpack__(
-        self,
-        *,
-        stream: Any = None,
-        max_version: Any = None,
-        dl_device: Any = None,
-        copy: Any = None,
-    ) -> object:
+    def __dlpack__(self, **options: Any) -> object:
         format = dtypes.tag(self.dtype)
         bits = self.view(dtypes.carrier_dtype(format))  # type: ignore[attr-defined]
-        options = {
-            "stream": stream, "max_version": max_version, "dl_device": dl_device, "copy": copy,
-        }  # fmt: skip
         return export(bits, format, options)
 
 
