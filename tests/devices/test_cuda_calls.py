@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_cuda import FakeApi, captured_by_another
+from fake_cuda import captured_by_another
 
 from kvcupy import exporters
 from kvcupy.devices import cuda, host_pages
@@ -21,14 +21,6 @@ from kvcupy.errors import CaptureError, DeviceError
 
 PATIENCE_S = 10
 PAGE = host_pages.PAGE_BYTES
-
-
-@pytest.fixture
-def api(monkeypatch):
-    api = FakeApi(late=True)
-    api.install(monkeypatch)
-    yield api
-    assert api.machine.deadlocks == []
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_cuda import GLOBAL, RELAXED, THREAD_LOCAL, FakeApi, captured_by_another
+from fake_cuda import GLOBAL, RELAXED, THREAD_LOCAL, captured_by_another
 
 import kvcupy as kv
 from kvcupy import devices, scratch
@@ -20,13 +20,6 @@ from kvcupy.errors import CaptureError, CompileError
 from kvcupy.ops import plan
 
 MODES = [GLOBAL, THREAD_LOCAL, RELAXED]
-
-
-@pytest.fixture
-def api(monkeypatch):
-    api = FakeApi(late=True)
-    api.install(monkeypatch)
-    return api
 
 
 @pytest.fixture

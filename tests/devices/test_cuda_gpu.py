@@ -38,11 +38,6 @@ def device():
 
 
 @pytest.fixture
-def cupy():
-    return pytest.importorskip("cupy")
-
-
-@pytest.fixture
 def load(device, monkeypatch):
     """Load a kernel of `tests/kernels`."""
     really = nvrtc.compile_cubin

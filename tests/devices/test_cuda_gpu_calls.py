@@ -31,11 +31,6 @@ def device():
 
 
 @pytest.fixture
-def cupy():
-    return pytest.importorskip("cupy")
-
-
-@pytest.fixture
 def torch():
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_cuda import CudaError, FakeApi
+from fake_cuda import CudaError
 
 from kvcupy import exporters, scratch
 from kvcupy.devices import cuda
@@ -18,13 +18,6 @@ from kvcupy.kernels import Kernel
 
 PARAMS = np.dtype([("in", np.uint64), ("out", np.uint64)], align=True)
 COPY = Kernel("copy.cu", "copy", PARAMS, "CopyParams").specialise()
-
-
-@pytest.fixture
-def api(monkeypatch):
-    api = FakeApi(late=True)
-    api.install(monkeypatch)
-    return api
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from fake_cuda import FakeApi, captured_by_another
+from fake_cuda import captured_by_another
 
 import kvcupy as kv
 from kvcupy import devices, dlpack
@@ -16,13 +16,6 @@ from kvcupy.devices.cuda_streams import Stream
 from kvcupy.kernels import Kernel
 
 LEGACY, PER_THREAD = 0, 2
-
-
-@pytest.fixture
-def api(monkeypatch):
-    api = FakeApi(late=True)
-    api.install(monkeypatch)
-    return api
 
 
 @pytest.fixture
