@@ -1,6 +1,7 @@
-// Note a fault that the host has found, in the order of a stream, as a kernel would that met it.
+// Record a fault that the host has found, in the order of a stream.
 //
-// Where pages are moved by the copy engine nobody on the device looks at their numbers. One thread.
+// The copy engine moves pages by their addresses, so that the host checks the page numbers and no
+// kernel sees them. One thread.
 #include "common.cuh"
 
 struct NoteFaultParams {

@@ -2,7 +2,7 @@
 //
 // One warp takes one sequence. It adds up what the sequences before it append, which is where its
 // slots begin, and then its lanes write them. The warp of the last sequence marks what is left of
-// the output as padding. Lengths are whatever the caller's arrays hold: a negative append is none,
+// the output as padding. Lengths are whatever the caller's arrays hold: a negative append is zero,
 // sums stop at the end of the output, and no sum here overflows.
 //
 // Bytes: a length for each pair of sequences, out of L2; a table entry and a slot a token.

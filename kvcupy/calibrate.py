@@ -36,7 +36,7 @@ def main(device_name: str | None, *, quick: bool = False, lines: bool = False) -
 
     Raises
     ------
-    KeyboardInterrupt : somebody pressed Ctrl-C, and was told that nothing is kept
+    KeyboardInterrupt : Ctrl-C was pressed; that nothing is kept is printed first
     """
     try:
         device = devices.get(device_name)

@@ -55,7 +55,7 @@ def main(
 
     Raises
     ------
-    KeyboardInterrupt : somebody pressed Ctrl-C, and was told what is done
+    KeyboardInterrupt : Ctrl-C was pressed; what is done is printed first
     """
     num_jobs = jobs or available_cpus()
     specialisations = ops.specialisations()

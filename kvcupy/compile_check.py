@@ -143,7 +143,7 @@ def check(
 
     Raises
     ------
-    KeyboardInterrupt : somebody pressed Ctrl-C; what was compiled is in the disk cache
+    KeyboardInterrupt : Ctrl-C was pressed; what was compiled is in the disk cache
     """
     if specialisations is None:
         from .ops import specialisations as all_specialisations

@@ -43,7 +43,7 @@ def run(
 
     Raises
     ------
-    KeyboardInterrupt : somebody pressed Ctrl-C; no worker is left
+    KeyboardInterrupt : Ctrl-C was pressed; no worker is left
     BrokenProcessPool : a worker died
     """
     others = multiprocessing.active_children()

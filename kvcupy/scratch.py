@@ -6,8 +6,8 @@ flight holds its arrays, so what comes back is idle, and no event is needed to h
 In a capture nothing is in flight: the work is replayed later, in the order of each stream. There a
 buffer that comes back may be lent again at once, but only to work that is captured behind it in the
 same stream; so the layers of a model share one workspace, not one each. All buffers of a capture
-belong to its graph. If another library began the capture, nobody tells when its graph is gone: they
-are kept until the process ends.
+belong to its graph. If another library began the capture, there is no notice of when its graph is
+destroyed: they are kept until the process ends.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def chosen_device(name: str | None) -> Any:
 
     Raises
     ------
-    SystemExit : the name is none, or there is no such GPU; with status 2, after a line that says so
+    SystemExit : the name is invalid, or there is no such GPU; status 2, after a line that says so
     """
     try:
         return kv.device(name) if name else kv.default_device()

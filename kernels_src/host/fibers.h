@@ -329,7 +329,7 @@ class BlockRunner {
       if (fibers_[i].state == State::kAtWarpBarrier) any |= open_warp_barrier(i);
     }
     if (any || open_block_barrier()) return true;
-    if constexpr (kStrict) {  // whoever waits waits in vain
+    if constexpr (kStrict) {  // the waiting lanes can never be released
       for (int i = 0; i < count_; ++i) {
         if (fibers_[i].state == State::kAtWarpBarrier) refuse_warp_call(fibers_, count_, i);
       }

@@ -39,10 +39,10 @@ extern const char __ehdr_start[] __attribute__((visibility("hidden")));
 namespace kvcupy_host {
 
 // --- Where shared memory is ----------------------------------------------------------------------
-// Each worker has a slot of one region, so that one comparison tells what is not shared memory.
+// Each worker has a slot of one region, so that one comparison excludes all other memory.
 
 constexpr size_t kSlotBytes = 256 * 1024;
-constexpr size_t kSlots = 64;         // launches of one kernel by more threads at once take turns
+constexpr size_t kSlots = 64;         // OS threads that run one kernel; more find no memory
 constexpr size_t kDynamicStart = 16;  // in its slot: aligned as a GPU promises, and no better
 
 static char* region;
@@ -86,18 +86,17 @@ static bool open_worker(Worker& fresh) {
   const size_t slot = region && num_slots < kSlots ? num_slots++ : kSlots;
   pthread_mutex_unlock(&idle_lock);
   if (slot == kSlots) return false;
-  fresh.shared = region + slot * kSlotBytes + kDynamicStart;
   fresh.watch.dynamic = reserve<ByteState>(kSlotBytes);
+  if (!fresh.watch.dynamic) return false;
+  fresh.shared = region + slot * kSlotBytes + kDynamicStart;
   __atomic_store_n(&owners[slot], &fresh, __ATOMIC_RELEASE);
-  return fresh.watch.dynamic != nullptr;
+  return true;
 }
 
 // Make shared memory ready for a block: it holds nothing yet.
 bool prepare_watch(size_t bytes) {
   Watch& watch = worker->watch;
-  while (!worker->shared) {
-    if (!open_worker(*worker)) return false;
-  }
+  if (!worker->shared && !open_worker(*worker)) return false;
   if (!fixed_known || (fixed_bytes && !watch.fixed_start)) {
     watch.fixed_start = find_fixed();
     __atomic_store_n(&fixed_known, true, __ATOMIC_RELEASE);
@@ -624,7 +623,7 @@ KVCUPY_ATOMICS(16, unsigned short)
 KVCUPY_ATOMICS(32, unsigned int)
 KVCUPY_ATOMICS(64, unsigned long long)
 
-// Run a grid; what is refused is told in `report`.
+// Run a grid. If it is refused, `report` says why.
 extern "C" __attribute__((visibility("default"))) int kvcupy_launch_strict(
     const void* params, const kvcupy_host::Config* config, kvcupy_host::Report* report) {
   using namespace kvcupy_host;

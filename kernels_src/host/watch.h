@@ -16,7 +16,7 @@
 
 namespace kvcupy_host {
 
-// What is told of a launch that was refused; as `_REPORT` in kvcupy/devices/strict.py reads it.
+// Why a launch was refused; `Report` in kvcupy/devices/host.py mirrors it.
 struct Report {
   unsigned long long code;  // where in the library the access is, or 0
   char text[1016];

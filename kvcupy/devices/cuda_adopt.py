@@ -40,7 +40,7 @@ def current_stream(device: CudaDevice, library: str) -> Stream:
 
 
 def _agreed_stream(device: CudaDevice) -> Stream:
-    """Return the stream that somebody has made current: torch's, CuPy's or both one, else CuPy's.
+    """Return the stream that was made current in torch, in CuPy or in both, else CuPy's default.
 
     Whoever works with torch inside `torch.cuda.stream(s)`, or captures with `torch.cuda.graph`,
     means `s`, though the memory may have come from CuPy. A torch that has not touched a GPU is not

@@ -1,19 +1,19 @@
 """Host functions in the order of a stream, and what becomes of the exceptions that they raise.
 
 No Python runs on a thread of the driver. The driver may hold its own lock while it calls a host
-function; one that is Python's then waits for the interpreter's lock, and whoever has that may be
-waiting for the driver's, inside of a query that keeps the interpreter's (CuPy has several). So a
-call puts four things on its stream:
+function. A Python function would then wait for the GIL, whose owner may be waiting for the driver's
+lock in a query that keeps the GIL (CuPy has several): a deadlock. So a call puts four things on its
+stream:
 
     word = ARRIVED            by the GPU, into pinned memory
-    sem_post(semaphore)       a host function: the C library's own, which needs no lock of Python's
+    sem_post(semaphore)       a host function: the C library's own, which needs no GIL
     wait for word == RETURNED by the GPU
     word = IDLE               for the next replay, if it is in a graph
 
-The semaphore wakes a thread of kvcupy's, which calls the function and writes RETURNED. There is no
-circle: the driver waits for nobody, the GPU waits for that thread, that thread waits for the
-interpreter's lock, and whoever holds that waits for neither of them: where a call may wait for the
-GPU, be it for room in a stream's queue, it is made without the lock.
+The semaphore wakes a thread of kvcupy's, which calls the function and writes RETURNED. The waits
+form no cycle: the driver waits for no thread, the GPU waits for that thread, that thread waits for
+the GIL, and the owner of the GIL waits for neither: whatever may wait for the GPU, including for
+room in a stream's queue, is called without it.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def complaint_about_cxx() -> str | None:
 
 
 def _chosen() -> tuple[Compiler | None, str | None]:
-    """Return the compiler that $CXX names, or why that is none."""
+    """Return the compiler that $CXX names, or why it cannot be used."""
     named = os.environ.get("CXX", "")
     try:
         command = shlex.split(named)

@@ -48,7 +48,7 @@ Geometry = tuple[tuple[int, int, int], tuple[int, int, int], int]
 
 
 class Report(ctypes.Structure):
-    """What a strict launch tells when it refuses; as in kernels_src/host/watch.h."""
+    """Why a strict launch was refused; mirrors `Report` in kernels_src/host/watch.h."""
 
     _fields_ = (("code", ctypes.c_ulonglong), ("text", ctypes.c_char * 1016))
 

@@ -64,8 +64,9 @@ def keep_from_children(address: int, num_bytes: int) -> bool:
     """Leave pages out of processes forked from now on; return whether the system does so.
 
     A forked child shares private pages until one of the two writes. Where Linux is older than 5.9,
-    and in WSL2, the writer gets the copy, be it the parent: the processor would go on in a new page
-    and a GPU that has locked the old one in that. A child that touches the pages crashes.
+    and in WSL2, the writer gets the copy, even if that is the parent: the processor would go on in
+    a new page, and a GPU that has locked the old one in that. A child that touches the pages
+    crashes.
     """
     return bool(_libc().madvise(address, num_bytes, _MADV_DONTFORK) == 0)
 

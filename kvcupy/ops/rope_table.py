@@ -16,7 +16,7 @@ from . import checks
 Frequencies = np.ndarray[Any, np.dtype[np.float64]]
 Config = Mapping[str, Any]
 
-_BASE = 10000.0  # where nobody says anything
+_BASE = 10000.0  # the default
 
 # Keys of every type of scaling, and of each.
 _COMMON_KEYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")

@@ -183,9 +183,9 @@ class Way:
         return lambda: self.device.run(express, on, (*keep, *pairs.views))
 
     def _notes(self, pairs: PagePairs, on: Stream) -> list[Callable[[], None]]:
-        """Return what notes the pages of host lists that are past the end, on the stream.
+        """Return functions that record on the stream which pages of host lists are past the end.
 
-        Copies need no compiler, so nothing is said or refused where there is none.
+        Copies need no compiler, so where there is none no warning is logged and nothing is refused.
         """
         device, note = self.device, transfer_kernels.note_fault
         found = [
@@ -197,6 +197,7 @@ class Way:
         try:
             device.load(transfer_kernels.NOTE)
         except CompileError:
+            device.check_fallback("transfer_pages", on)
             return [
                 partial(device.run, partial(expressions.note_fault, device, *fault), on)
                 for fault in found
@@ -204,7 +205,7 @@ class Way:
         return [partial(note, device, fault, on) for fault in found]
 
     def _faults(self, src: Any, dst: Any) -> Iterator[tuple[int, int, Any, Any]]:
-        """Tell of pages past the end as the kernel does: count, operation, position and value."""
+        """Yield pages past the end as the kernel reports them: the fields of the record."""
         meant = (src >= 0) & (dst >= 0)
         for name, pages, most in (
             ("src_pages", src, self.src.num_pages), ("dst_pages", dst, self.dst.num_pages)
