@@ -437,6 +437,9 @@ def expressed_calls(device):
         "transfer_pages": lambda on: kv.transfer_pages(
             near, far, [0], [1], method="kernel", stream=on
         ),
+        "transfer_pages: src_pages": lambda on: kv.transfer_pages(
+            near, far, [99], [1], method="copy", stream=on
+        ),
         "rope_store_kv": lambda on: kv.rope_store_kv(
             *rotated, rows, table, positions, *caches, slots, stream=on, alt_stream=on
         ),
@@ -445,10 +448,14 @@ def expressed_calls(device):
 
 
 @pytest.mark.parametrize("whose", ["ours", "theirs"])
-@pytest.mark.parametrize("name", ["store_kv", "transfer_pages", "rope_store_kv", "paged_attention"])
-def test_array_expressions_are_refused_in_a_capture(api, device, no_kernels, name, whose):
+@pytest.mark.parametrize(
+    "what",
+    ["store_kv", "transfer_pages", "transfer_pages: src_pages", "rope_store_kv", "paged_attention"],
+)
+def test_array_expressions_are_refused_in_a_capture(api, device, no_kernels, what, whose):
     """Their temporaries would go back to the pool, and replays would write them all the same."""
-    call, stream = expressed_calls(device)[name], device.stream()
+    call, stream = expressed_calls(device)[what], device.stream()
+    name = what.partition(":")[0]
     before = list(api.runtime.log)
     if whose == "ours":
         with stream.capture(), pytest.raises(CaptureError, match=f"{name}.* captured"):
