@@ -75,8 +75,13 @@ def numpy_dtype(name: Any) -> np.dtype[Any]:
     """Return the NumPy dtype of a format name, or of anything `numpy.dtype` takes."""
     if isinstance(name, str) and name in FORMATS:
         return FORMATS[name].numpy
-    wanted: np.dtype[Any] = np.dtype(name)
-    return wanted
+    try:
+        found: np.dtype[Any] = np.dtype(name)
+    except TypeError:
+        raise TypeError(
+            f"dtype: expected one of {', '.join(FORMATS)}, or a NumPy dtype, got {name!r}"
+        ) from None
+    return found
 
 
 @lru_cache(maxsize=256)

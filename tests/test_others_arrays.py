@@ -315,3 +315,9 @@ def test_operations_wait_for_the_producers_of_arrays(monkeypatch):
     kv.store_kv(rows(), rows(), k, v, SLOTS)
     ((arrays, on),) = asked
     assert any(a is k for a in arrays) and on is kv.device("host").as_stream(None)
+
+
+@pytest.mark.parametrize("make", ["empty", "zeros", "empty_pinned"])
+def test_a_dtype_that_is_none_lists_the_formats(device, make):
+    with pytest.raises(TypeError, match=r"dtype: expected one of .*fp8_e4m3, .*, got 'fp8'"):
+        getattr(device, make)((2, 2), "fp8")
