@@ -12,6 +12,7 @@
 
 constexpr int kTransferThreads = 512;
 constexpr int kConvertThreads = 256;
+constexpr int kConvertBlocksPerSm = 4;
 
 struct TransferCopyParams {
   const char* src_k;      // [src_num_pages, rows by strides, k_words]
@@ -156,9 +157,10 @@ __device__ __forceinline__ void convert_row(const char* from, const char* from_s
 }
 
 // A row is one (layer, offset, head), with a scale of its own where a pool keeps scales.
+// Four blocks share an SM: told no number, ptxas aims for five and spills a register on sm_86.
 // grid: at most max_blocks, block: kConvertThreads, smem: 0
 template <typename TIn, typename TOut, int kCount>
-__global__ void __launch_bounds__(kConvertThreads)
+__global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     transfer_convert(const __grid_constant__ TransferConvertParams p) {
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
