@@ -4,9 +4,9 @@ are: the bits are those of plain calls. What waits for what, each with its wait 
 
 from __future__ import annotations
 
+import graph_order_cases
 import numpy as np
 import pytest
-import stories_of_graphs
 from engine_cases import poll
 from paged_cases import rope_of
 from paged_decoder import Decoder
@@ -16,7 +16,7 @@ from table_cases import background
 
 import kvcupy as kv
 
-STORIES = stories_of_graphs.STORIES
+STORIES = graph_order_cases.STORIES
 
 
 @pytest.mark.parametrize("name", STORIES)
@@ -131,7 +131,7 @@ def test_late_streams_change_nothing(device, mode, seed):
 def launches_ahead(world, count, held):
     """As many launches as the host may issue while a stream is held up; the next one blocks."""
     names = "abcd"
-    decoder = stories_of_graphs.decoder_of(world, "a", 3, "b", 4, "c", 5, "d", 6)
+    decoder = graph_order_cases.decoder_of(world, "a", 3, "b", 4, "c", 5, "d", 6)
     gate = world.gate(held)
     for name in names[:count]:
         decoder.step(name)

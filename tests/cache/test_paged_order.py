@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import access_order_cases
+import page_order_cases
 import pytest
-import stories_of_pages
-import stories_of_tables
-import stories_of_turns
+import table_order_cases
 from engine_cases import poll
 from paged_world import HOLD_S, check
 from table_cases import background
 
 import kvcupy as kv
 
-STORIES = {**stories_of_tables.STORIES, **stories_of_pages.STORIES, **stories_of_turns.STORIES}
+STORIES = {**table_order_cases.STORIES, **page_order_cases.STORIES, **access_order_cases.STORIES}
 TWO_WAITS = [name for name, story in STORIES.items() if len(story.drop) == 2]
 
 # With the copies behind the gate of the steps, the host waits where elsewhere a copy does.
@@ -109,7 +109,7 @@ def test_bookkeeping_never_waits(device):
         world.prefill("a", 7, "b", 6)
         world.settle()
         gates = [world.gate(name) for name in ("compute", "other", "copy")]
-        world.step("a", [5], trees=[stories_of_pages.TREE])
+        world.step("a", [5], trees=[page_order_cases.TREE])
         cache.commit_token_tree(["a"], [4])
         cache.enable_sliding_window("b", 5, 1)
         world.step("b", on="other")

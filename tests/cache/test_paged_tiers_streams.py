@@ -13,11 +13,11 @@ from stream_cases import Gate, Log
 from table_cases import background
 
 from kvcupy import observe
+from kvcupy.cache.paged.access import Turns
 from kvcupy.cache.paged.sequence import CachedSequence
 from kvcupy.cache.paged.step import Step
 from kvcupy.cache.paged.steps import Steps
 from kvcupy.cache.paged.tier_calls import PagedTiers
-from kvcupy.cache.paged.turns import Turns
 from kvcupy.cache.pages import PageAllocator
 
 PROMPT = tokens_of(1, 14)

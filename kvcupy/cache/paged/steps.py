@@ -13,6 +13,7 @@ from ...errors import KvcupyError
 from ...ops import checks
 from ..storage import Pool
 from . import cascade, trees
+from .access import Turns
 from .cascade import Cascade
 from .layers import Layers
 from .moves import PageMover
@@ -20,7 +21,6 @@ from .sequence import CachedSequence
 from .sequences import Sequences
 from .step import PageLists, Step, check_batch
 from .tables import StepTables, TableRing
-from .turns import Turns
 
 
 class Steps:

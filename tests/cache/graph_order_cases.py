@@ -1,9 +1,9 @@
-"""Launches of captured steps of a paged cache. See `paged_story`."""
+"""Launches of captured steps of a paged cache. See `order_case`."""
 
 from __future__ import annotations
 
+from order_case import Story
 from paged_decoder import Decoder
-from paged_story import Story
 
 
 def decoder_of(world, *names_and_lens):

@@ -1,8 +1,8 @@
-"""Tables of a paged cache: on their way, and overwritten. See `paged_story`."""
+"""Tables of a paged cache: on their way, and overwritten. See `order_case`."""
 
 from __future__ import annotations
 
-from paged_story import Story
+from order_case import Story
 
 
 def attention_waits_for_its_tables(num_slots):

@@ -1,8 +1,8 @@
-"""Pages of a paged cache that are copied, and tokens that are moved. See `paged_story`."""
+"""Pages of a paged cache that are copied, and tokens that are moved. See `order_case`."""
 
 from __future__ import annotations
 
-from paged_story import Story
+from order_case import Story
 
 TREE = [-1, 0, 0, 1, 2]  # its last node is reached by 0 and 2, so that both others of its path move
 

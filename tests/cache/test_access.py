@@ -15,7 +15,7 @@ from table_cases import HOLD_S
 
 import kvcupy as kv
 from kvcupy import observe
-from kvcupy.cache.paged.turns import Turns
+from kvcupy.cache.paged.access import Turns
 from kvcupy.devices import cuda
 from kvcupy.devices.host import HostDevice
 

@@ -1,9 +1,9 @@
-"""Streams that work on the pages of a paged cache one after another. See `paged_story`."""
+"""Streams that work on the pages of a paged cache one after another. See `order_case`."""
 
 from __future__ import annotations
 
 import numpy as np
-from paged_story import Story
+from order_case import Story
 
 
 def freed_pages_wait_for_their_readers(world):
