@@ -149,7 +149,10 @@ class Prefixed:
         """What a call that raises must leave as it was."""
         known, host = self.cache._sequences._known, self.host_pool.allocator
         return (
-            {n: (s.length, s.pages.tolist(), list(s.hashes), s.away) for n, s in known.items()},
+            {
+                n: (s.length, s.pages.tolist(), list(s.hashes), s.offloaded)
+                for n, s in known.items()
+            },
             self.cache.num_available_pages, self.cache.total_length, host.num_allocated,
             self.cache._sequences._references.tolist(), self.cache.pool.allocator.num_free,
         )  # fmt: skip

@@ -21,7 +21,7 @@ class Source:
     def __init__(self, seed, count=5, pages=4, refuse=None):
         rng = np.random.default_rng(seed)
         self.refuse = refuse
-        self.asked = self.asked_room = 0
+        self.asked = self.asked_shapes = 0
         self.arrays = {
             "slots": rng.integers(-(2**62), 2**62, count, np.int64),
             "mask": rng.integers(0, 2, (count, 3)).astype(bool),
@@ -36,20 +36,20 @@ class Source:
             raise self.refuse
         return self.arrays
 
-    def room(self):
-        self.asked_room += 1
+    def captured_shapes(self):
+        self.asked_shapes += 1
         if self.refuse is not None:
             raise self.refuse
         shapes = {name: (a.shape, kv.dtypes.tag(a.dtype)) for name, a in self.arrays.items()}
         pages, count = self.arrays["table"].shape
         return {**shapes, "table": ((pages + 3, count), "int32")}
 
-    def fixed(self, room):
-        if room["table"][0][1] != self.arrays["table"].shape[1]:
+    def captured_tables(self, shapes):
+        if shapes["table"][0][1] != self.arrays["table"].shape[1]:
             raise ValueError("seqs: expected as many as in the captured step")
         return self.tables()
 
-    def launching(self, stream):
+    def before_launch(self, stream):
         pass
 
 

@@ -15,7 +15,7 @@ from table_cases import HOLD_S
 
 import kvcupy as kv
 from kvcupy import observe
-from kvcupy.cache.paged.access import Turns
+from kvcupy.cache.paged.access import AccessOrder
 from kvcupy.devices import cuda
 from kvcupy.devices.host import HostDevice
 
@@ -25,16 +25,16 @@ class World:
 
     def __init__(self, device, count=3):
         self.device = device
-        self.turns = Turns()
+        self.order = AccessOrder()
         self.streams = [device.stream() for _ in range(count)]
         self.bytes = device.zeros((4,), np.int64)
         self.seen = []
 
     def work(self, stream, value):
         """Read what is there, and write `value` over it, in a turn."""
-        self.turns.enter(stream)
+        self.order.begin(stream)
         self.put(stream, value)
-        self.turns.leave(stream)
+        self.order.end(stream)
 
     def put(self, stream, value):
         before = self.device.zeros((4,), np.int64)
@@ -71,11 +71,11 @@ def a_third_by_way_of_the_second(world):
 def both_of_two_at_once(world):
     first, second, third = world.streams
     gate = Gate(second)
-    world.turns.enter(first)
-    world.turns.enter(second)
+    world.order.begin(first)
+    world.order.begin(second)
     world.put(second, 1)
-    world.turns.leave(first)
-    world.turns.leave(second)
+    world.order.end(first)
+    world.order.end(second)
     yield third, 1
     world.work(third, 2)
     return third, gate, (0, 1, 2)
@@ -94,7 +94,7 @@ def there_and_back(world):
 def a_later_turn_of_one_already_waited_for(world):
     first, second, _ = world.streams
     world.work(first, 1)
-    world.turns.enter(second)
+    world.order.begin(second)
     gate = Gate(first)
     world.work(first, 2)
     yield second, 0
@@ -102,13 +102,13 @@ def a_later_turn_of_one_already_waited_for(world):
     return second, gate, (0, 1, 2, 3)
 
 
-def one_that_was_captured_when_it_left(world):
+def one_that_was_captured_when_it_ended(world):
     first, second, _ = world.streams
     gate = Gate(first)
-    world.turns.enter(first)
+    world.order.begin(first)
     world.put(first, 1)
     with first.capture():
-        world.turns.leave(first)
+        world.order.end(first)
     yield second, 0
     world.work(second, 2)
     return second, gate, (0, 1, 2)
@@ -120,7 +120,7 @@ STORIES = [
     both_of_two_at_once,
     there_and_back,
     a_later_turn_of_one_already_waited_for,
-    one_that_was_captured_when_it_left,
+    one_that_was_captured_when_it_ended,
 ]
 
 
@@ -163,7 +163,7 @@ def test_a_stream_does_not_wait_for_itself(device):
     first = world.streams[0]
     for value in (1, 2, 3):
         world.work(first, value)
-    assert lines(lambda: world.turns.enter(first)) == []
+    assert lines(lambda: world.order.begin(first)) == []
     world.check(0, 1, 2, 3)
 
 
@@ -171,76 +171,76 @@ def test_nobody_waits_twice(device):
     world = World(device)
     first, second, third = world.streams
     world.work(first, 1)
-    assert lines(lambda: world.turns.enter(second)) == [("waited", second)]
-    assert lines(lambda: world.turns.enter(second)) == []
-    assert lines(lambda: world.turns.enter(third)) == [("waited", third)]
-    world.turns.leave(second)
-    assert lines(lambda: world.turns.enter(third)) == [("waited", third)], "for the second"
-    world.turns.leave(third)
-    assert len(world.turns) == 1
+    assert lines(lambda: world.order.begin(second)) == [("waited", second)]
+    assert lines(lambda: world.order.begin(second)) == []
+    assert lines(lambda: world.order.begin(third)) == [("waited", third)]
+    world.order.end(second)
+    assert lines(lambda: world.order.begin(third)) == [("waited", third)], "for the second"
+    world.order.end(third)
+    assert len(world.order) == 1
 
 
 def test_the_first_turn_waits_for_nothing(device):
     world = World(device)
-    assert len(world.turns) == 0
-    assert lines(lambda: world.turns.enter(world.streams[0])) == []
-    assert len(world.turns) == 0
+    assert len(world.order) == 0
+    assert lines(lambda: world.order.begin(world.streams[0])) == []
+    assert len(world.order) == 0
 
 
 def test_leaving_without_having_entered(device):
     """Whoever did not wait does not stand for the others."""
     world = World(device)
     first, second, third = world.streams
-    world.turns.leave(first)
-    world.turns.leave(second)
-    assert len(world.turns) == 2
-    assert lines(lambda: world.turns.enter(third)) == 2 * [("waited", third)]
-    world.turns.leave(third)
-    assert len(world.turns) == 1
+    world.order.end(first)
+    world.order.end(second)
+    assert len(world.order) == 2
+    assert lines(lambda: world.order.begin(third)) == 2 * [("waited", third)]
+    world.order.end(third)
+    assert len(world.order) == 1
 
 
 def test_it_remembers_no_more_than_works_at_once(device):
     """However many streams come by, and with the same few events."""
-    turns, most = Turns(), 0
+    order, most = AccessOrder(), 0
     with observe.attached(Log()) as log:
         for _ in range(30):
             together = [device.stream() for _ in range(3)]
             for stream in together:
-                turns.enter(stream)
+                order.begin(stream)
             for stream in together:
-                turns.leave(stream)
-            most = max(most, len(turns))
-        remembered = {id(stream) for stream in (*turns._left, *turns._waited)}
+                order.end(stream)
+            most = max(most, len(order))
+        remembered = {id(stream) for stream in (*order._ended, *order._waited)}
         assert len(remembered) == most == 3
-        assert len(turns._spare) <= 6
+        assert len(order._spare) <= 6
         events = {id(event): event for verb, event, _ in log.lines if verb == "recorded"}
     assert len(events) <= 6
 
 
 def test_streams_that_only_enter_are_forgotten(device):
-    turns, writer = Turns(), device.stream()
+    order, writer = AccessOrder(), device.stream()
     for _ in range(3):
-        turns.enter(writer)
-        turns.leave(writer)
+        order.begin(writer)
+        order.end(writer)
         for _ in range(10):
-            turns.enter(device.stream())
-        assert len(turns._waited) == 10
-    turns.leave(writer)
-    assert len(turns._waited) == 0
+            order.begin(device.stream())
+        assert len(order._waited) == 10
+    order.end(writer)
+    assert len(order._waited) == 0
 
 
 def test_a_captured_stream_cannot_enter(device):
     world = World(device)
     first, second, _ = world.streams
     with first.capture(), pytest.raises(kv.CaptureError, match=f"{first.name} is being captured"):
-        world.turns.enter(first)
-    world.turns.enter(first)
+        world.order.begin(first)
+    world.order.begin(first)
     world.put(first, 1)
     with first.capture():
-        assert lines(lambda: world.turns.leave(first)) == []
+        assert lines(lambda: world.order.end(first)) == []
         for _ in range(2):
             with pytest.raises(kv.CaptureError, match="end its capture"):
-                world.turns.enter(second)
+                world.order.begin(second)
     world.work(second, 2)
     world.check(0, 1, 2)
 
@@ -251,11 +251,11 @@ def test_leaving_in_a_capture_after_an_earlier_turn(device):
     first, second, third = world.streams
     world.work(third, 1)
     world.work(first, 2)
-    world.turns.enter(first)
+    world.order.begin(first)
     gate = Gate(first)
     world.put(first, 3)
     with first.capture():
-        world.turns.leave(first)
+        world.order.end(first)
     world.work(second, 4)
     assert not poll(second.done, HOLD_S)
     gate.open()
@@ -269,7 +269,7 @@ def test_the_calling_thread_takes_turns():
     world.work(world.streams[0], 1)
     world.work(inline, 2)
     world.work(world.streams[1], 3)
-    assert len(world.turns) == 1
+    assert len(world.order) == 1
     world.check(0, 1, 2, 3)
 
 
@@ -281,9 +281,9 @@ def test_the_calling_thread_may_wait_for_what_fails():
         raise OSError("no such luck")
 
     first.call(fail)
-    world.turns.leave(first)
+    world.order.end(first)
     with pytest.raises(kv.DeviceError, match="luck"):
-        world.turns.enter(world.device.as_stream(None))
+        world.order.begin(world.device.as_stream(None))
     world.work(world.device.as_stream(None), 1)
     world.work(second, 2)
     world.check(0, 1, 2)
@@ -292,12 +292,12 @@ def test_the_calling_thread_may_wait_for_what_fails():
 def test_wrappers_of_one_stream_take_one_turn(monkeypatch):
     api = FakeApi()
     api.install(monkeypatch)
-    device, turns = cuda.CudaDevice(0, api), Turns()
+    device, order = cuda.CudaDevice(0, api), AccessOrder()
     stream = device.stream()
     for _ in range(3):
-        turns.enter(device.as_stream(stream.cupy))
-        turns.leave(device.as_stream(stream.cupy))
-    assert len(turns) == 1
+        order.begin(device.as_stream(stream.cupy))
+        order.end(device.as_stream(stream.cupy))
+    assert len(order) == 1
     assert [entry for entry in api.runtime.log if entry[0] == "wait"] == []
 
 
@@ -314,10 +314,10 @@ def test_random_turns(device, steps):
     world = World(device)
     for value, (number, late) in enumerate(steps, start=1):
         stream = world.streams[number]
-        world.turns.enter(stream)
+        world.order.begin(stream)
         if late:
             stream.call(lambda: time.sleep(0.002))
         world.put(stream, value)
-        world.turns.leave(stream)
-        assert len(world.turns) == 1
+        world.order.end(stream)
+        assert len(world.order) == 1
     world.check(*range(len(steps) + 1))

@@ -46,7 +46,7 @@ def test_tables_have_the_room_of_the_source(device):
     tables = world.ring.open(source)
     with world.compute.capture():
         views = tables.on(world.compute)
-    room = source.room()
+    room = source.captured_shapes()
     assert list(views) == list(room)
     for name, (shape, format) in room.items():
         view = views[name]
@@ -388,13 +388,13 @@ def test_entering_that_fails_launches_nothing(device):
     def refuse(stream):
         raise kv.KvcupyError("not now")
 
-    world.ring.entering = refuse
+    world.ring.before_use = refuse
     source = Source(2)
     tables = world.ring.open(source)
     with observe.attached(Log()) as log, pytest.raises(kv.KvcupyError, match="not now"):
         graph.launch(world.compute)
     assert "graph" not in [operation.name for operation in log.operations]
-    world.ring.entering = world.entered.append
+    world.ring.before_use = world.entered.append
     world.launch(graph, outs, source, world.compute)
     tables.close()
     assert tables.streams == [world.compute]
@@ -585,7 +585,7 @@ def test_another_librarys_capture(api, gpu):
     with pytest.raises(kv.CaptureError, match="another library"):
         tables.on(stream)
     assert order_of(api) == []
-    assert tables.source.asked_room == 0, "memory taken here might spoil their capture"
+    assert tables.source.asked_shapes == 0, "memory taken here might spoil their capture"
     theirs.end_capture()
     tables.on(stream)
     theirs.begin_capture(0)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from paged_cases import BINARY, Twin, rope_of
 
-from kvcupy.cache.paged import cascade
-from kvcupy.cache.paged.sequence import CachedSequence
+from kvcupy.cache.paged.sequences import CachedSequence
+from kvcupy.cache.paged.step import find_cascade
 
 LEARNED = np.float32([1.5, -2.0, 0.0, 3.0])
 CASCADES = [True, False, None]
@@ -105,7 +105,7 @@ def test_who_shares_a_prefix():
         return made
 
     batch = [sequence(1, 2, 3), sequence(1, 2, 4), sequence(1, 5), sequence(1, 6), sequence(7)]
-    found = cascade.find(batch, [True] * 4 + [False], 8)
+    found = find_cascade(batch, [True] * 4 + [False], 8)
     assert found.counts.tolist() == [2, 2, 1] and found.lengths.tolist() == [16, 8, 0]
     assert found.pages.tolist() == [[1, 2], [1, 0], [0, 0]] and found.saved_keys == 24
-    assert cascade.find([batch[0], batch[4]], [True, False], 8) is None
+    assert find_cascade([batch[0], batch[4]], [True, False], 8) is None

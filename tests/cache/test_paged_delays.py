@@ -7,7 +7,7 @@ from paged_cases import rope_of
 from paged_program import MOST_TOKENS, Program
 from paged_world import check
 
-from kvcupy.cache.paged.access import Turns
+from kvcupy.cache.paged.access import AccessOrder
 
 ROOM = {"steps": 150, "tokens": MOST_TOKENS, "num_pages": 16}
 CASES = {
@@ -39,7 +39,7 @@ def test_without_turns_it_goes_wrong(device, monkeypatch):
     def program(world):
         with monkeypatch.context() as patch:
             if world.live:
-                patch.setattr(Turns, "enter", lambda self, stream: None)
+                patch.setattr(AccessOrder, "begin", lambda self, stream: None)
             return Program(world, 1).run(150)
 
     with pytest.raises(AssertionError, match="differ"):

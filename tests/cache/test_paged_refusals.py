@@ -378,9 +378,9 @@ def test_page_copies_after_a_failure_that_was_told(device):
     cache.fork_sequence("a", "b")
     with pytest.raises(kv.DeviceError):
         stream.synchronize()
-    inherited = cache._steps._ring.courier._last
+    inherited = cache._steps._ring.uploader._last
     poll(lambda: inherited.error() is not None, PATIENCE_S)
     cache.fork_sequence("a", "c", 6)
-    cache._steps.copy_stream.synchronize()
+    cache._steps.access.copy_stream.synchronize()
     want, got = (device.to_numpy(cache.get_kv(name, 4, 6)[0]) for name in "ac")
     assert got.any() and np.array_equal(got, want)

@@ -13,11 +13,9 @@ from stream_cases import Gate, Log
 from table_cases import background
 
 from kvcupy import observe
-from kvcupy.cache.paged.access import Turns
-from kvcupy.cache.paged.sequence import CachedSequence
+from kvcupy.cache.paged.access import AccessOrder, PageAccess
+from kvcupy.cache.paged.sequences import CachedSequence
 from kvcupy.cache.paged.step import Step
-from kvcupy.cache.paged.steps import Steps
-from kvcupy.cache.paged.tier_calls import PagedTiers
 from kvcupy.cache.pages import PageAllocator
 
 PROMPT = tokens_of(1, 14)
@@ -121,7 +119,7 @@ def first(bits, way):
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 @pytest.mark.parametrize("way", ["onboard", "reuse"])
 def test_without_its_wait_attention_is_wrong(one, want, monkeypatch, way, layer):
-    monkeypatch.setattr(Step, "await_layer", lambda *_: None)
+    monkeypatch.setattr(Step, "wait_layer", lambda *_: None)
     outs, early = attend_held(one, way, layer, PATIENCE_S)
     held = list(range(layer, NUM_LAYERS))
     # Layers before it are not waited for either, and are mostly there.
@@ -133,7 +131,7 @@ def test_a_fork_and_other_streams_wait_too(one, want, monkeypatch, dropped):
     """The fork has the same pages on their way; so has whoever reads them."""
     step_aside(one, "onboard")
     if dropped:
-        monkeypatch.setattr(Step, "await_layer", lambda *_: None)
+        monkeypatch.setattr(Step, "wait_layer", lambda *_: None)
     rows = one.rows([5])
     with coming_back(one, "onboard", 1) as gate:
         one.cache.fork_sequence("s", "fork", 12)
@@ -167,7 +165,7 @@ def test_a_launch_waits_for_the_whole_load(one, want, monkeypatch, way, layer, d
     graph, outs, _rows = capture(one)
     step_aside(one, way)
     if dropped:
-        monkeypatch.setattr(Step, "launching", lambda *_: None)
+        monkeypatch.setattr(Step, "before_launch", lambda *_: None)
     with coming_back(one, way, layer) as gate, one.cache.forward(["s"], [1]):
         graph.launch(one.compute)
         early = poll(one.compute.done, PATIENCE_S if dropped else HOLD_S)
@@ -187,7 +185,7 @@ def test_a_launch_waits_for_the_whole_load(one, want, monkeypatch, way, layer, d
 
 
 @contextmanager
-def no_turn(self, stream, *sequences):
+def unordered(self, stream, *sequences):
     yield
 
 
@@ -207,7 +205,7 @@ def test_a_save_waits_for_the_step_that_wrote(device, one, monkeypatch, way, dro
         for i in range(NUM_LAYERS):
             one.attend(i, rows, one.compute)
     if dropped:
-        monkeypatch.setattr(Steps, "turn", no_turn)
+        monkeypatch.setattr(PageAccess, "on", unordered)
     (one.cache.offload if way == "offload" else one.cache.remove_sequence)("late")
     assert poll(save.done, PATIENCE_S if dropped else HOLD_S) == dropped
     gate.open()
@@ -260,9 +258,9 @@ def test_a_page_that_was_shared_is_read_before_its_other_owner_writes(
     one.cache.fork_sequence("s", "child", 12)
     one.cache.pop_tokens("child", 2)  # of the third page it is to overwrite two tokens
     rows = one.rows([9, 9])
-    genuine, save = Turns.leave, one.tiers.engine.save_stream
+    genuine, save = AccessOrder.end, one.tiers.engine.save_stream
     if dropped:
-        monkeypatch.setattr(Turns, "leave", lambda t, s: None if s is save else genuine(t, s))
+        monkeypatch.setattr(AccessOrder, "end", lambda o, s: None if s is save else genuine(o, s))
     one.settle()
     gate = Gate(save)
     one.cache.offload("s")
@@ -293,7 +291,7 @@ def test_a_load_waits_for_who_still_reads_its_pages(one, want, monkeypatch, way,
     one.cache.remove_sequence("t")
     if dropped:
         idle = one.device.stream()
-        monkeypatch.setattr(PagedTiers, "_behind_all", lambda _: idle)
+        monkeypatch.setattr(PageAccess, "copy_stream_behind_all", lambda _: idle)
     if way == "onboard":
         one.cache.onboard("s")
     else:
@@ -314,12 +312,12 @@ def test_a_launch_waits_once(device):
     sequence.length = 1
     waits = []
 
-    class Arriving:
+    class Load:
         def wait(self, stream):
             waits.append(stream)
 
-    sequence.arriving.append(Arriving())
+    sequence.loads.append(Load())
     step = Step(["a"], [sequence], [1], [False], 4, 1, num_layers=2)
-    assert not step.has_arrived
-    step.launching("s")
-    assert step.has_arrived and waits == ["s"]
+    assert not step.is_loaded
+    step.before_launch("s")
+    assert step.is_loaded and waits == ["s"]

@@ -16,7 +16,7 @@ from helpers import DTYPE, FORMATS, UNSIGNED, all_patterns
 
 pytest.importorskip("safetensors", minversion="0.8", reason="saved sequences need safetensors")
 
-from kvcupy.cache.paged import saved
+from kvcupy.cache.paged import contents
 
 ROOT = Path(__file__).resolve().parents[2]
 TAGS = {
@@ -54,7 +54,7 @@ def same(tensor, fmt, bits):
 def write_one(path, value=7):
     """Write a small file of one tensor whose elements are all `value`."""
     bits = np.full((2, 3), value, np.uint8)
-    saved.write(path, {"k": ("int8", (2, 3), bits)}, {"num_layers": 2})
+    contents.write_file(path, {"k": ("int8", (2, 3), bits)}, {"num_layers": 2})
     return bits
 
 
@@ -76,8 +76,8 @@ def test_every_bit_comes_back(path, fmt):
         "bytes": (fmt, plain.shape, plain.tobytes()),
         "memory": (fmt, plain.shape, memoryview(bytearray(plain.tobytes()))),
     }
-    saved.write(path, tensors, {})
-    got, _ = saved.read(path)
+    contents.write_file(path, tensors, {})
+    got, _ = contents.read_file(path)
     assert got.keys() == tensors.keys()
     for name in tensors:
         assert same(got[name], fmt, special if name == "special" else plain), name
@@ -86,8 +86,8 @@ def test_every_bit_comes_back(path, fmt):
 def test_all_formats_in_one_file(path):
     """Of sizes that leave no tensor where its neighbour would want to begin."""
     want = {fmt: bits_of(fmt, (3, 1 + 2 * i), i) for i, fmt in enumerate(FORMATS)}
-    saved.write(path, {fmt: (fmt, bits.shape, bits) for fmt, bits in want.items()}, {})
-    got, _ = saved.read(path)
+    contents.write_file(path, {fmt: (fmt, bits.shape, bits) for fmt, bits in want.items()}, {})
+    got, _ = contents.read_file(path)
     for fmt, bits in want.items():
         assert same(got[fmt], fmt, bits)
         assert got[fmt][2].flags.aligned
@@ -97,25 +97,27 @@ def test_all_formats_in_one_file(path):
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0, 3), ()])
 def test_empty_tensors_and_scalars(path, fmt, shape):
     bits = bits_of(fmt, shape)
-    saved.write(path, {"a": (fmt, shape, bits), "z": ("fp32", (2,), bits_of("fp32", 2))}, {})
-    assert same(saved.read(path)[0]["a"], fmt, bits)
-    saved.write(path, {"a": (fmt, shape, bits.tobytes())}, {})
-    assert same(saved.read(path)[0]["a"], fmt, bits)
+    contents.write_file(
+        path, {"a": (fmt, shape, bits), "z": ("fp32", (2,), bits_of("fp32", 2))}, {}
+    )
+    assert same(contents.read_file(path)[0]["a"], fmt, bits)
+    contents.write_file(path, {"a": (fmt, shape, bits.tobytes())}, {})
+    assert same(contents.read_file(path)[0]["a"], fmt, bits)
 
 
 def test_strided_arrays(path):
     bits = bits_of("bf16", (6, 5, 4))
     views = {"t": bits.transpose(2, 0, 1), "s": bits[::2, 1:4], "r": bits[::-1]}
-    saved.write(path, {name: ("bf16", v.shape, v) for name, v in views.items()}, {})
-    got, _ = saved.read(path)
+    contents.write_file(path, {name: ("bf16", v.shape, v) for name, v in views.items()}, {})
+    got, _ = contents.read_file(path)
     for name, v in views.items():
         assert same(got[name], "bf16", np.ascontiguousarray(v))
 
 
 def test_no_tensors_and_metadata_of_any_text(path):
     fields = {"num_layers": 3, "rope_mode": "normal", "empty": "", "odd": 'a"\\\n\u00e9\u4e2d'}
-    saved.write(path, {}, fields)
-    tensors, metadata = saved.read(path)
+    contents.write_file(path, {}, fields)
+    tensors, metadata = contents.read_file(path)
     assert tensors == {}
     assert metadata == {
         "kvcupy": "1", "kind": "sequence", "num_layers": "3", "rope_mode": "normal", "empty": "",
@@ -126,7 +128,7 @@ def test_no_tensors_and_metadata_of_any_text(path):
 def test_what_is_read_is_the_file_and_stays_when_it_is_replaced(path):
     """Nothing is loaded but what is looked at, and nothing may be written."""
     bits = write_one(path, 1)
-    array = saved.read(path)[0]["k"][2]
+    array = contents.read_file(path)[0]["k"][2]
     assert not array.flags.writeable and not array.flags.owndata
     assert str(path) in Path("/proc/self/maps").read_text()
     write_one(path, 2)
@@ -137,7 +139,7 @@ def test_what_is_read_is_the_file_and_stays_when_it_is_replaced(path):
 
 def test_a_path_may_be_a_string(path):
     write_one(str(path))
-    assert saved.read(str(path))[1] == saved.read(path)[1]
+    assert contents.read_file(str(path))[1] == contents.read_file(path)[1]
 
 
 def test_other_loaders_read_it(path):
@@ -145,7 +147,9 @@ def test_other_loaders_read_it(path):
     import safetensors
 
     want = {fmt: every_pattern(fmt) for fmt in FORMATS}
-    saved.write(path, {fmt: (fmt, bits.shape, bits) for fmt, bits in want.items()}, {"a": 1})
+    contents.write_file(
+        path, {fmt: (fmt, bits.shape, bits) for fmt, bits in want.items()}, {"a": 1}
+    )
     read = dict(safetensors.deserialize(path.read_bytes()))
     assert {fmt: read[fmt]["dtype"] for fmt in FORMATS} == TAGS
     for fmt, bits in want.items():
@@ -162,7 +166,9 @@ def test_torch_reads_it(path):
         "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8,
     }  # fmt: skip
     want = {fmt: every_pattern(fmt) for fmt in FORMATS}
-    saved.write(path, {fmt: (fmt, bits.shape, bits) for fmt, bits in want.items()}, {"a": 1})
+    contents.write_file(
+        path, {fmt: (fmt, bits.shape, bits) for fmt, bits in want.items()}, {"a": 1}
+    )
     got = load_file(path)
     for fmt, bits in want.items():
         assert got[fmt].dtype == kinds[fmt]
@@ -175,7 +181,7 @@ def test_what_torch_writes_is_read(path):
 
     rows = torch.arange(6, dtype=torch.float32).reshape(2, 3)
     save_file({"k": rows.to(torch.bfloat16), "v": rows.to(torch.float8_e4m3fn)}, path)
-    tensors, metadata = saved.read(path)
+    tensors, metadata = contents.read_file(path)
     assert metadata == {} and tensors["k"][:2] == ("bf16", (2, 3))
     for name in ("k", "v"):
         assert tensors[name][2].astype(np.float32).tolist() == rows.tolist()
@@ -192,12 +198,12 @@ def test_a_file_cut_short_anywhere(path):
     for size in range(len(whole)):
         path.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=rf"^path: expected a safetensors file, got {path}: "):
-            saved.read(path)
+            contents.read_file(path)
     path.write_bytes(whole + b"\0")
     with pytest.raises(ValueError, match=r"^path: expected a safetensors file"):
-        saved.read(path)
+        contents.read_file(path)
     path.write_bytes(whole)
-    assert saved.read(path)[0]["k"][0] == "int8"
+    assert contents.read_file(path)[0]["k"][0] == "int8"
 
 
 def test_any_byte_of_the_header_changed(path):
@@ -211,7 +217,7 @@ def test_any_byte_of_the_header_changed(path):
             broken[at] ^= flip
             path.write_bytes(broken)
             try:
-                tensors, _ = saved.read(path)
+                tensors, _ = contents.read_file(path)
             except ValueError as error:
                 refused += 1
                 assert str(error).startswith("path: expected ")
@@ -258,12 +264,12 @@ CORRUPT = {
 def test_corrupt_files(path, kind):
     path.write_bytes(CORRUPT[kind])
     with pytest.raises(ValueError, match=rf"^path: expected a safetensors file, got {path}: "):
-        saved.read(path)
+        contents.read_file(path)
 
 
 def test_the_files_above_are_corrupt_in_that_alone(path):
     path.write_bytes(raw({"__metadata__": {"a": "1"}, "k": entry()}, FOUR))
-    tensors, metadata = saved.read(path)
+    tensors, metadata = contents.read_file(path)
     assert metadata == {"a": "1"} and tensors["k"][2].tolist() == [1, 2, 3, 4]
 
 
@@ -273,20 +279,20 @@ def test_the_files_above_are_corrupt_in_that_alone(path):
 def test_formats_that_kvcupy_does_not_have(path, dtype, size):
     path.write_bytes(raw({"k": entry(dtype, (2,), (0, 2 * size))}, bytes(2 * size)))
     with pytest.raises(ValueError, match=rf"^path: expected tensors of F32, .*, got {dtype} for k"):
-        saved.read(path)
+        contents.read_file(path)
 
 
 def test_formats_that_nobody_has(path):
     path.write_bytes(raw({"k": entry("F5")}, FOUR))
     with pytest.raises(ValueError, match=r"^path: expected a safetensors file"):
-        saved.read(path)
+        contents.read_file(path)
 
 
 def test_no_file(path, tmp_path):
     with pytest.raises(FileNotFoundError):
-        saved.read(path)
+        contents.read_file(path)
     with pytest.raises(IsADirectoryError):
-        saved.read(tmp_path)
+        contents.read_file(tmp_path)
 
 
 # --- What a file says of itself ---
@@ -298,38 +304,38 @@ FIELDS = {
 
 
 def test_a_file_that_fits(path):
-    saved.write(path, {}, {**FIELDS, "length": 77})
-    metadata = saved.read(path)[1]
-    saved.check(metadata, FIELDS)
-    saved.check(metadata, {})
+    contents.write_file(path, {}, {**FIELDS, "length": 77})
+    metadata = contents.read_file(path)[1]
+    contents.check_metadata(metadata, FIELDS)
+    contents.check_metadata(metadata, {})
 
 
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_file_with_another_field_or_without_it(path, field):
-    saved.write(path, {}, {**FIELDS, field: "else"})
-    metadata = saved.read(path)[1]
+    contents.write_file(path, {}, {**FIELDS, field: "else"})
+    metadata = contents.read_file(path)[1]
     want = FIELDS[field]
     with pytest.raises(ValueError, match=rf"^path: .* with {field} {want}, got else$"):
-        saved.check(metadata, FIELDS)
+        contents.check_metadata(metadata, FIELDS)
     del metadata[field]
     with pytest.raises(ValueError, match=rf"^path: .* with {field} {want}, got none$"):
-        saved.check(metadata, FIELDS)
+        contents.check_metadata(metadata, FIELDS)
 
 
 @pytest.mark.parametrize(
     ("field", "value"), [("kvcupy", "2"), ("kvcupy", None), ("kind", "model"), ("kind", None)]
 )
 def test_a_file_of_something_else(field, value):
-    metadata = {**saved.KIND, field: value}
+    metadata = {**contents.KIND, field: value}
     if value is None:
         del metadata[field]
-    with pytest.raises(ValueError, match=rf"^path: .* with {field} {saved.KIND[field]}, got"):
-        saved.check(metadata, {})
+    with pytest.raises(ValueError, match=rf"^path: .* with {field} {contents.KIND[field]}, got"):
+        contents.check_metadata(metadata, {})
 
 
 def test_metadata_cannot_say_that_a_file_is_something_else(path):
-    saved.write(path, {}, {"kind": "model"})
-    saved.check(saved.read(path)[1], {})
+    contents.write_file(path, {}, {"kind": "model"})
+    contents.check_metadata(contents.read_file(path)[1], {})
 
 
 # --- Writing that fails ---
@@ -338,7 +344,7 @@ def test_metadata_cannot_say_that_a_file_is_something_else(path):
 def left_alone(path, bits):
     """Whether the old file is there as it was, and nothing beside it."""
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    return np.array_equal(saved.read(path)[0]["k"][2].view(np.uint8), bits)
+    return np.array_equal(contents.read_file(path)[0]["k"][2].view(np.uint8), bits)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +359,7 @@ def left_alone(path, bits):
 def test_tensors_that_do_not_fit_their_shapes(path, tensor, text):
     bits = write_one(path)
     with pytest.raises(ValueError, match=rf"^tensors: .*{text}$"):
-        saved.write(path, {"a": ("int8", (1,), b"a"), "k": tensor}, {})
+        contents.write_file(path, {"a": ("int8", (1,), b"a"), "k": tensor}, {})
     assert left_alone(path, bits)
 
 
@@ -364,7 +370,7 @@ def test_no_room(path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
         with pytest.raises(OSError, match=rf"File too large: '{path}'"):
-            saved.write(path, {"k": ("int8", (1 << 17,), bytes(1 << 17))}, {})
+            contents.write_file(path, {"k": ("int8", (1 << 17,), bytes(1 << 17))}, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert left_alone(path, bits)
@@ -423,10 +429,10 @@ def test_a_failure_on_the_way(path, monkeypatch, step):
 CRASH = """
 import os, pathlib, sys
 import numpy as np
-from kvcupy.cache.paged import saved
+from kvcupy.cache.paged import contents
 def crash(*_): os._exit(9)
 setattr(*{"fsync": (os, "fsync", crash), "replace": (pathlib.Path, "replace", crash)}[sys.argv[2]])
-saved.write(sys.argv[1], {"k": ("int8", (2, 3), bytes(6))}, {})
+contents.write_file(sys.argv[1], {"k": ("int8", (2, 3), bytes(6))}, {})
 """
 
 
@@ -438,7 +444,7 @@ def test_a_crash_before_the_file_has_its_name(path, step):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 9
-    assert np.array_equal(saved.read(path)[0]["k"][2].view(np.uint8), bits)
+    assert np.array_equal(contents.read_file(path)[0]["k"][2].view(np.uint8), bits)
 
 
 def test_it_is_on_disk_before_it_has_its_name(path, monkeypatch):
@@ -491,7 +497,7 @@ def test_the_package_is_missing_or_old(path, monkeypatch, missing):
     bits = write_one(path)
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "__import__", refuse)
-        for call in (lambda: write_one(path, 2), lambda: saved.read(path)):
+        for call in (lambda: write_one(path, 2), lambda: contents.read_file(path)):
             with pytest.raises(ImportError, match=r"pip install 'safetensors>=0\.8'"):
                 call()
     assert left_alone(path, bits)

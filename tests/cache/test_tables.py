@@ -531,7 +531,7 @@ def test_streams_enter_before_their_work(device):
     """Whoever enters may be held up, and what is read then is not in place before."""
     world = World(device)
     gates = []
-    world.ring.entering = lambda stream: gates.append(Gate(stream))
+    world.ring.before_use = lambda stream: gates.append(Gate(stream))
     graph, outs = world.capture(0)
     assert gates == [], "captured work is for later"
     world.step(1, world.compute, world.other)
@@ -595,13 +595,13 @@ def test_entering_that_fails(device):
     def refuse(stream):
         raise kv.CaptureError("not now")
 
-    world.ring.entering = refuse
+    world.ring.before_use = refuse
     source = Source(0)
     tables = world.ring.open(source)
     with pytest.raises(kv.CaptureError, match="not now"):
         tables.on(world.compute)
     assert tables.streams == []
-    world.ring.entering = world.entered.append
+    world.ring.before_use = world.entered.append
     world.read(source, tables.on(world.compute), world.compute)
     tables.close()
     assert source.asked == 1
@@ -630,11 +630,11 @@ def test_a_stream_that_fails_and_surfaces():
     world.check(first)
 
 
-def test_rings_that_share_a_courier():
+def test_rings_that_share_an_uploader():
     """They tell of a failure no more often than one of them would."""
     device = HostDevice()
     first = World(device)
-    second = World(device, copy_stream=first.ring.courier)
+    second = World(device, copy_stream=first.ring.uploader)
     assert second.copy_stream is first.copy_stream
     gate = Gate(first.compute)
     first.compute.call(fail)

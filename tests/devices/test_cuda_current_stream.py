@@ -10,7 +10,7 @@ import pytest
 from fake_cuda import FakeApi
 
 import kvcupy as kv
-from kvcupy.cache.paged.staging import DeviceSide
+from kvcupy.cache.paged.tables import DeviceBuffer
 from kvcupy.devices import cuda
 
 DEFAULT = 0
@@ -171,10 +171,10 @@ def test_memory_for_tables_is_behind_the_stream_whose_arena_it_came_from(api, gp
     for current in (None, ours):
         if current is not None:
             current_in_cupy(api, current)
-        side, copier = DeviceSide(gpu), gpu.stream()
-        side.grow(100)
+        buffer, copier = DeviceBuffer(gpu), gpu.stream()
+        buffer.reserve(100)
         api.runtime.log.clear()
-        side.free_for(copier)
+        buffer.wait_for_readers(copier)
         recorded = [entry[2] for entry in api.runtime.log if entry[0] == "record"]
         assert recorded == [DEFAULT if current is None else ours.pointer]
 

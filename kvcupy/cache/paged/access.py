@@ -1,24 +1,25 @@
-"""Whose turn it is: order of streams over bytes that they all write, such as the pages of a pool.
+"""Access to bytes that several streams write, such as the pages of a pool, in order.
 
-    stream A   enter | work | leave
-    stream B                        enter: wait for A | work | leave
-    stream C                                                         enter: wait for B | ...
+    stream A   begin | work | end
+    stream B                      begin: wait for A | work | end
+    stream C                                                     begin: wait for B | ...
 
-C need not wait for A: B has left after A, and has waited for it.
+C need not wait for A: B has ended its access behind A's, and has waited for it.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from ...devices.protocol import Event, Stream
 from ...errors import CaptureError
+from .sequences import CachedSequence
+from .tables import TableRing
 
-if TYPE_CHECKING:
-    from ...devices.protocol import Event, Stream
 
-
-class _Turn:
-    """What a stream has left behind, up to an event; None: it could not be recorded yet."""
+class _Access:
+    """The work of a stream on the bytes, up to an event; None: it could not be recorded yet."""
 
     __slots__ = ("event", "stream")
 
@@ -27,41 +28,41 @@ class _Turn:
         self.event = event
 
 
-class Turns:
+class AccessOrder:
     """Makes streams of one device that work on the same bytes wait for one another.
 
     Notes
     -----
-    Stream: `enter` before the first work on the bytes, `leave` behind the last. Streams that enter
-    before any of them leaves are not ordered. The host does not wait, but for a stream that is the
-    calling thread. What is remembered is the turns that nobody has waited for and then left
-    himself, one a stream at most: as many as work at once, however many streams come by.
-    Not for several threads at once.
+    Stream: `begin` before the first work on the bytes, `end` behind the last. Streams that begin
+    before any of them ends are not ordered. The host does not wait, but for a stream that is the
+    calling thread. What is remembered is the accesses that no stream has waited for and then ended
+    one of its own, at most one per stream: as many as work at once, however many streams there
+    have been. Not for several threads at once.
 
     Examples
     --------
     >>> import kvcupy as kv
     >>> host, seen = kv.device("host"), []
-    >>> turns, streams = Turns(), [host.stream() for _ in range(3)]
+    >>> order, streams = AccessOrder(), [host.stream() for _ in range(3)]
     >>> for i, stream in enumerate(streams):
-    ...     turns.enter(stream)
+    ...     order.begin(stream)
     ...     stream.call(lambda i=i: seen.append(i))
-    ...     turns.leave(stream)
-    >>> streams[2].synchronize(), seen, len(turns)
+    ...     order.end(stream)
+    >>> streams[2].synchronize(), seen, len(order)
     (None, [0, 1, 2], 1)
     """
 
     def __init__(self) -> None:
-        self._left: dict[Stream, _Turn] = {}
-        self._waited: dict[Stream, list[_Turn]] = {}  # of what is in _left, who has waited for what
+        self._ended: dict[Stream, _Access] = {}
+        self._waited: dict[Stream, list[_Access]] = {}  # those of _ended that a stream waited for
         self._spare: list[Event] = []
 
     def __len__(self) -> int:
-        """Return how many turns the next stream waits for, were it a new one."""
-        return len(self._left)
+        """Return how many accesses a new stream would wait for."""
+        return len(self._ended)
 
-    def enter(self, stream: Stream) -> None:
-        """Make `stream` wait for what the others have left, unless it has already.
+    def begin(self, stream: Stream) -> None:
+        """Make `stream` wait for the accesses of others, unless it has already.
 
         Raises
         ------
@@ -73,50 +74,97 @@ class Turns:
                 f"stream: {stream.name} is being captured and cannot wait for work outside"
             )
         waited = self._waited.get(stream, [])
-        for turn in list(self._left.values()):
-            if turn.stream == stream or turn in waited:
+        for access in list(self._ended.values()):
+            if access.stream == stream or access in waited:
                 continue
-            if turn.event is None:
-                turn.event = self._record(turn.stream)
-            if turn.event is None:
+            if access.event is None:
+                access.event = self._record(access.stream)
+            if access.event is None:
                 raise CaptureError(
-                    f"{turn.stream.name} is being captured and cannot be waited for; end its "
+                    f"{access.stream.name} is being captured and cannot be waited for; end its "
                     "capture first"
                 )
-            stream.wait(turn.event)
-            waited.append(turn)
+            stream.wait(access.event)
+            waited.append(access)
             self._waited[stream] = waited
 
-    def leave(self, stream: Stream) -> None:
-        """Note that `stream` may have work on the bytes up to here.
+    def end(self, stream: Stream) -> None:
+        """Record that `stream` may have work on the bytes up to here.
 
         Notes
         -----
-        Capture: legal, but nothing is recorded in a captured stream. Whoever enters next then waits
-        for all that the stream holds by that time.
+        Capture: legal, but nothing is recorded in a captured stream. The next stream to begin then
+        waits for all that this one holds by that time.
         """
-        turn = _Turn(stream, self._record(stream))
-        behind = list(self._waited.get(stream, ()))
-        if stream in self._left:
-            behind.append(self._left[stream])
-        for old in behind:
+        access = _Access(stream, self._record(stream))
+        earlier = list(self._waited.get(stream, ()))
+        if stream in self._ended:
+            earlier.append(self._ended[stream])
+        for old in earlier:
             self._forget(old)
-        self._left[stream] = turn
+        self._ended[stream] = access
 
     def _record(self, stream: Stream) -> Event | None:
         if stream.capturing:
             return None
         return stream.record(self._spare.pop() if self._spare else None)
 
-    def _forget(self, turn: _Turn) -> None:
-        """Drop a turn that a later one stands for."""
-        if self._left.get(turn.stream) is turn:
-            del self._left[turn.stream]
-        if turn.event is not None:
-            self._spare.append(turn.event)  # who waits for it waits for what was recorded before
-            turn.event = None
+    def _forget(self, access: _Access) -> None:
+        """Drop an access that is covered by a later one."""
+        if self._ended.get(access.stream) is access:
+            del self._ended[access.stream]
+        if access.event is not None:
+            self._spare.append(access.event)  # waits for it are for what was recorded before
+            access.event = None
         for stream, waited in list(self._waited.items()):
-            if turn in waited:
-                waited.remove(turn)
+            if access in waited:
+                waited.remove(access)
             if not waited:
                 del self._waited[stream]
+
+
+class PageAccess:
+    """Work on the pages of a cache outside its attention: copies, reads, writes.
+
+    Parameters
+    ----------
+    order : of the streams that work on the pages, steps included
+    ring : tables of the steps
+
+    Attributes
+    ----------
+    order, copy_stream
+    """
+
+    def __init__(self, order: AccessOrder, ring: TableRing) -> None:
+        self.order = order
+        self.copy_stream = ring.copy_stream
+        self._ring = ring
+
+    @contextmanager
+    def on(self, stream: Stream, *sequences: CachedSequence) -> Iterator[None]:
+        """Let `stream` work on the pages, behind all work so far, that of the open step included.
+
+        It waits for the transfers that load pages of `sequences`.
+        """
+        if self._ring.current is not None:
+            for user in self._ring.current.streams:
+                if not user.capturing:
+                    self.order.end(user)
+        uploader = self._ring.uploader
+        if stream == self.copy_stream:
+            uploader.recover()
+        self.order.begin(stream)
+        try:
+            for load in {id(load): load for s in sequences for load in s.loads}.values():
+                load.wait(stream)
+            yield
+        finally:
+            self.order.end(stream)
+            if stream == self.copy_stream:
+                uploader.record()
+
+    def copy_stream_behind_all(self) -> Stream:
+        """Return the copy stream, which waits for all work on the pages so far."""
+        with self.on(self.copy_stream):
+            return self.copy_stream

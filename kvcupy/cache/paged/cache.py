@@ -1,53 +1,65 @@
-"""A paged KV cache for many sequences, whose tables ride a copy stream."""
+"""A paged KV cache for many sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from ... import devices
 from ...arrays import describe
-from ...errors import KvcupyError
+from ...config import logger
+from ...dtypes import FORMATS
+from ...errors import CaptureError, KvcupyError
 from ...exporters import view
-from ...ops import outputs
+from ...ops import checks, outputs
 from ...ops.attention_checks import check_query
+from ...ops.outputs import format_name
+from ...pickling import ProcessLocal
+from ..pool import KVPool, MLAPool
 from ..storage import Pool, count
+from ..tiered.cache import TieredCache
+from ..tiered.prefix import hash_list
 from .contents import Contents
-from .layers import Asked, Layers
-from .options import DTYPE, PAGE_SIZE, pool_of, rope_of, scales_of
-from .sequences import Sequences
-from .step import Step, by_sequence
-from .steps import Steps
-from .tables import StepTables
-from .tier_calls import PagedTiers
+from .layers import AttentionOptions, Layers, rope_of, scales_of
+from .moves import Tiers
+from .sequences import CachedSequence, Sequences
+from .step import Step, Steps, require_on_device
+from .tables import StepTables, Tables, block_table
+
+_PAGE_SIZE, _DTYPE = 16, "bf16"  # defaults
 
 
-class PagedKVCache(PagedTiers):
+class PagedKVCache(ProcessLocal):
     """Keep K and V of many sequences in pages, and attend with the tokens of a step.
 
     Parameters
     ----------
     num_layers, num_q_heads, num_kv_heads, head_dim, num_pages, page_size : counts. With `pool` only
-        num_q_heads is needed; what else is given, and not left at its default, must agree with it
+        num_q_heads is needed; the others, where they are not left at their defaults, must agree
+        with it
     v_head_dim : the width of V; None is that of K
     latent_dim : for multi-head latent attention: a token has a row of head_dim elements, the latent
         and then the rope part, and num_kv_heads is 1. See `attention_mla`
     dtype : format of the cache, by name or as a dtype
     k_scale, v_scale : static scales of a quantised cache: a number, or float32 (H,), (L, 1) or
-        (L, H). Without any it has one scale a token and head (with latent_dim: scale 1)
+        (L, H). Without any it has one scale per token and head (with latent_dim: scale 1)
     rope : float32 (max_positions, rotary_dim) on the device, from `rope_table`; None: no rotation
     interleaved : pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2)
-    rope_mode : "normal", keys are cached rotated; "inline", cached raw and rotated in attention;
-        "none"
+    rope_mode : "normal": keys are cached rotated; "inline": cached raw and rotated in attention;
+        "none": not rotated
     max_batch_tokens : the most tokens of a step
-    max_seq_len : tokens a sequence for which a captured step has room; None: what rope has
-        positions for, else all pages
-    cascade : whether neighbours in a batch that share their first pages attend to those once; None:
+    max_seq_len : tokens per sequence that a captured step has space for; None: the positions of
+        rope, else all pages
+    cascade : whether neighbours in a batch that share their first pages read those once; None:
         where that moves fewer bytes
     device : a Device or its name; None is the default device
     copy_stream : a stream for tables and page copies; None: one of its own
-    pool : a KVPool, or an MLAPool with latent_dim, that has the pages, over existing memory too
-        (`KVPool.wrap`); None: one is allocated. Its allocator gives the pages out, so that others
-        may take some of them
-    slots_in_flight : steps whose tables may be on their way or in use at once
+    pool : a KVPool, or an MLAPool with latent_dim, that has the pages, also over existing memory
+        (`KVPool.wrap`); None: one is allocated. Pages come from its allocator, so that other users
+        may allocate some of them
+    slots_in_flight : steps whose tables may be uploading or in use at once
 
     Attributes
     ----------
@@ -57,17 +69,17 @@ class PagedKVCache(PagedTiers):
     Raises
     ------
     TypeError, ValueError : an argument does not fit
-    DeviceError, MemoryError : there is no room
+    DeviceError, MemoryError : there is not enough memory
 
     Notes
     -----
-    Stream: bookkeeping is host work. The tables of a step go to the device in one copy from pinned
+    Stream: bookkeeping is host work. The tables of a step are uploaded in one copy from pinned
     memory on the copy stream, at the first attention of the step, which waits for it by an event;
-    so they overlap what the compute stream was given before. Neither side of a slot of the ring is
-    rewritten before its readers are done. Pages are copied on the copy stream too, behind the
+    so the upload overlaps earlier work of the compute stream. Neither pinned nor device memory is
+    overwritten before its readers are done. Pages are copied on the copy stream too, behind the
     compute streams that wrote them. Each attention asks for its stream anew; a step may use several
     of them, as long as the caller orders its layers.
-    Capture: legal for steps of one token a sequence; see `attention`.
+    Capture: legal for steps of one token per sequence; see `attention`.
     Threads: one at a time.
     Source: apache/tvm `src/runtime/vm/paged_kv_cache.cc` and pull 16692; Kwon et al. 2023.
 
@@ -95,8 +107,8 @@ class PagedKVCache(PagedTiers):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         num_pages: int | None = None,
-        page_size: int = PAGE_SIZE,
-        dtype: Any = DTYPE,
+        page_size: int = _PAGE_SIZE,
+        dtype: Any = _DTYPE,
         rope: Any = None,
         interleaved: bool = False,
         rope_mode: str = "normal",
@@ -112,13 +124,13 @@ class PagedKVCache(PagedTiers):
         cascade: bool | None = None,
         pool: Pool | None = None,
     ) -> None:
-        pool = pool_of(
+        pool = _pool_of(
             pool, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
             num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
             v_head_dim=v_head_dim, latent_dim=latent_dim,
             has_static_scales=k_scale is not None or v_scale is not None,
         )  # fmt: skip
-        turning = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
+        rotation = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
         if count(num_q_heads, "num_q_heads") % pool.num_kv_heads:
             raise ValueError(
                 f"num_q_heads: expected a multiple of {pool.num_kv_heads} KV heads, "
@@ -126,24 +138,256 @@ class PagedKVCache(PagedTiers):
             )
         if cascade not in (None, True, False):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
-        room = turning.max_positions or pool.num_pages * pool.page_size
+        max_tokens = rotation.max_positions or pool.num_pages * pool.page_size
         if max_seq_len is not None:
-            room = count(max_seq_len, "max_seq_len")
-        layers = Layers(pool, int(num_q_heads), turning, scales_of(pool, k_scale, v_scale))
-        sequences = Sequences(pool.allocator, pool.page_size)
-        steps = Steps(
-            pool, layers, sequences,
-            copy_stream=copy_stream, slots_in_flight=count(slots_in_flight, "slots_in_flight"),
-            max_batch_tokens=count(max_batch_tokens, "max_batch_tokens"),
-            max_positions=turning.max_positions,
-            # The pages that such a sequence has at most: behind its sinks there may be a hole.
-            max_pages=min(pool.num_pages, -(-room // pool.page_size) + 1),
-            cascade=cascade,
-        )  # fmt: skip
-        super().__init__(pool, sequences, steps, turning.mode, Contents(pool, layers))
-        self._layers = layers
+            max_tokens = count(max_seq_len, "max_seq_len")
+        self.pool = pool
+        self.device = pool.device
         self._num_q_heads = int(num_q_heads)
         self._is_latent = latent_dim is not None
+        self._rope_mode = rotation.mode
+        self._warned = False
+        self._layers = Layers(pool, self._num_q_heads, rotation, scales_of(pool, k_scale, v_scale))
+        self._sequences = Sequences(pool.allocator, pool.page_size)
+        self._steps = Steps(
+            pool, self._layers, self._sequences,
+            copy_stream=copy_stream, slots_in_flight=count(slots_in_flight, "slots_in_flight"),
+            max_batch_tokens=count(max_batch_tokens, "max_batch_tokens"),
+            max_positions=rotation.max_positions,
+            # One more than the tokens fill: there may be an evicted span behind the sinks.
+            max_pages=min(pool.num_pages, -(-max_tokens // pool.page_size) + 1),
+            cascade=cascade,
+        )  # fmt: skip
+        self._contents = Contents(pool, self._layers, self._steps.access)
+        self._tiers = Tiers(pool, self._sequences, self._steps.access)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} of {len(self._sequences)} sequences, {self.total_length} "
+            f"tokens, {self.num_available_pages} of {self.pool.num_pages} pages free, "
+            f"{self.pool!r}>"
+        )
+
+    def __contains__(self, seq: object) -> bool:
+        return seq in self._sequences
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that are not allocated."""
+        return self.pool.num_pages - self.pool.allocator.num_allocated
+
+    @property
+    def total_length(self) -> int:
+        """Tokens of all sequences; a shared prefix counts for each."""
+        return self._sequences.total_length
+
+    # --- Sequences ---
+
+    def add_sequence(self, seq: Hashable, hashes: Any = None) -> None:
+        """Add a sequence, empty or, with hashes, with the cached blocks of its prompt.
+
+        Parameters
+        ----------
+        hashes : of the blocks of its prompt, one per page, as `block_hashes` gives them; they need
+            a tiered cache (`attach`). The sequence begins with the leading blocks that are cached:
+            `sequence_length` says how many tokens need not be computed. Its other full pages go to
+            the tiered cache when the sequence is removed
+
+        Raises
+        ------
+        ValueError : the sequence exists, a hash comes twice, or there is no tiered cache
+        CacheFull : there are too few pages for cached blocks; nothing has changed
+
+        Notes
+        -----
+        Stream: blocks are loaded in the background; the attention of each layer waits for its own
+        part. That hashes describe the tokens is up to the caller. Where the logits of a prompt's
+        last token are needed, leave out the hash of the block that ends with it.
+        """
+        if hashes is None:
+            self._sequences.add(seq)
+            return
+        self._tiers.require("hashes")
+        self._sequences.require_new(seq, "seq")
+        keys = hash_list(hashes)
+        if len(set(keys)) < len(keys):
+            raise ValueError("hashes: expected each once, as a chain of them has")
+        self._sequences.share(seq, self._tiers.acquire(keys)).hashes = keys
+
+    def remove_sequence(self, seq: Hashable) -> None:
+        """Remove a sequence, in any order; pages that no other shares become free.
+
+        Full pages of its own that have hashes go to the tiered cache instead.
+
+        Raises
+        ------
+        UnknownSequence : there is no such sequence
+        KvcupyError : it belongs to the running step
+        """
+        sequence = self._sequences.find(seq)
+        self._steps.require_outside(seq)
+        self._sequences.remove(seq, self._tiers.publish(sequence))
+
+    def fork_sequence(self, parent: Hashable, child: Hashable, at: int | None = None) -> None:
+        """Add a sequence that begins with the first tokens of another.
+
+        Parameters
+        ----------
+        parent, child : a cached sequence, and a new one, which inherits its sliding window
+        at : how many tokens, 0 to the parent's length; None: all
+
+        Raises
+        ------
+        UnknownSequence : there is no such parent
+        ValueError : the child exists, `at` is outside, or the parent's tree is not committed
+        CacheFull : a partial page is to be copied and none is free; nothing has changed
+        KvcupyError : the parent belongs to the running step
+
+        Notes
+        -----
+        Full pages are shared. Stream: a partial one is copied on the copy stream, behind all steps
+        so far. Bytes: at most one page, read and written.
+        """
+        source = self._settled(parent, "parent")
+        self._sequences.require_new(child, "child")
+        if at is None:
+            at = source.length
+        checks.require_int(at, "at")
+        if not 0 <= at <= source.length:
+            raise ValueError(f"at: expected 0 to {source.length}, got {at}")
+        self._steps.fork(source, child, int(at))
+
+    def pop_tokens(self, seq: Hashable, n: int) -> None:
+        """Drop the last `n` tokens of a sequence; other sequences that share their pages keep them.
+
+        Raises
+        ------
+        UnknownSequence : there is no such sequence
+        ValueError : n is not 0 to its length, or its tree is not committed
+        KvcupyError : it belongs to the running step
+        """
+        sequence = self._settled(seq)
+        checks.require_int(n, "n")
+        if not 0 <= n <= sequence.length:
+            raise ValueError(f"n: expected 0 to {sequence.length}, got {n}")
+        self._sequences.truncate(sequence, sequence.length - int(n))
+        del sequence.hashes[sequence.length // self.pool.page_size :]
+
+    def sequence_length(self, seq: Hashable) -> int:
+        """Return how many tokens a sequence has, those of a tree to be committed included."""
+        return self._sequences.find(seq).length
+
+    def enable_sliding_window(self, seq: Hashable, window: int, sinks: int = 0) -> None:
+        """After each step, keep only the first tokens of a sequence and the last.
+
+        Parameters
+        ----------
+        window : tokens that remain: the first `sinks`, and the last `window - sinks`
+        sinks : 0 to window - 1
+
+        Raises
+        ------
+        UnknownSequence : there is no such sequence
+        ValueError : an argument does not fit, or tokens were evicted behind other sinks
+        KvcupyError : it belongs to the running step
+
+        Notes
+        -----
+        Positions are those in the cache. A step is causal over what is cached and itself. With
+        rope_mode "normal", keys keep the rotation that they were written with; "inline" rotates
+        them by their positions now. Source: Xiao et al. 2023, StreamingLLM.
+        """
+        sequence = self._sequences.find(seq)
+        self._steps.require_outside(seq)
+        count(window, "window")
+        checks.require_int(sinks, "sinks")
+        if not 0 <= sinks < window:
+            raise ValueError(f"sinks: expected 0 to {window - 1}, got {sinks}")
+        if sequence.evicted and sinks != sequence.sinks:
+            raise ValueError(f"sinks: expected {sequence.sinks} as before, got {sinks}")
+        sequence.window, sequence.sinks = int(window), int(sinks)
+        if self._rope_mode == "normal" and not self._warned:
+            self._warned = True
+            logger.warning(
+                'a window slides over keys that were cached rotated (rope_mode "normal"): they '
+                'keep their rotation; "inline" rotates them by their positions'
+            )
+
+    def clear(self) -> None:
+        """Drop all sequences, and the running step if there is one."""
+        if self._steps.running is not None:
+            self._steps.abort()
+        self._sequences.clear()
+
+    # --- Steps ---
+
+    def begin_forward(self, seqs: Any, append_lengths: Any, *, token_tree: Any = None) -> None:
+        """Begin a step that appends tokens to sequences: lengths grow, pages are allocated.
+
+        Parameters
+        ----------
+        seqs : sequences, each once; rows of the step come in this order
+        append_lengths : new tokens of each, at least 1, together at most max_batch_tokens
+        token_tree : for each sequence the parents of its new tokens, which are nodes of a tree,
+            numbered on from those not yet committed; -1: a root, which follows the last committed
+            token. None in place of a list: plain tokens, one after another
+
+        Raises
+        ------
+        UnknownSequence, TypeError, ValueError : an argument does not fit, or a sequence with an
+            uncommitted tree would get plain tokens
+        CacheFull : there are too few pages
+        KvcupyError : a step is running
+
+        After an error everything is as it was.
+
+        Notes
+        -----
+        Stream: host work, but for partial pages that are shared: they are copied on the copy
+        stream. Host work grows with the batch, not with the number of sequences in the cache.
+        """
+        self._steps.begin(seqs, append_lengths, token_tree)
+
+    def end_forward(self) -> None:
+        """End the step; windows slide.
+
+        Raises
+        ------
+        KvcupyError : no step is running
+        """
+        self._steps.end()
+
+    @contextmanager
+    def forward(self, seqs: Any, append_lengths: Any, *, token_tree: Any = None) -> Iterator[None]:
+        """Begin a step and end it with the block; an exception takes its tokens back."""
+        self.begin_forward(seqs, append_lengths, token_tree=token_tree)
+        try:
+            yield
+        except BaseException:
+            if self._steps.running is not None:
+                self._steps.abort()
+            raise
+        self.end_forward()
+
+    def commit_token_tree(self, seqs: Any, leaves: Any) -> None:
+        """Keep the path from the root to a leaf of each tree, and drop its other nodes.
+
+        Parameters
+        ----------
+        seqs : sequences with a tree, each once, in any order
+        leaves : node of each; -1: no node is kept
+
+        Raises
+        ------
+        UnknownSequence, TypeError, ValueError : an argument does not fit; nothing has changed
+        KvcupyError : one belongs to the running step
+
+        Notes
+        -----
+        Stream: kept tokens are moved next to one another on the copy stream, behind all steps so
+        far, and before the next. Bytes: each kept token that moves, once.
+        """
+        self._steps.commit(seqs, leaves)
 
     # --- Attention ---
 
@@ -167,7 +411,7 @@ class PagedKVCache(PagedTiers):
         ----------
         layer : 0 to num_layers - 1
         query : fp32, fp16 or bf16 (T', Hq, D), the tokens of the step one sequence after another.
-            T' may be more than there are: the rest is left alone
+            T' may be more than their number: rows past the tokens are ignored
         key, value : (T', H, D), (T', H, Dv)
         out : (T', Hq, Dv), written in place; None: allocated, zero past the tokens
         sm_scale, window, sinks, logits_soft_cap : of this layer, as in `paged_attention`
@@ -181,20 +425,20 @@ class PagedKVCache(PagedTiers):
         ------
         KvcupyError : no step is running
         TypeError, ValueError : an argument does not fit; nothing was written
-        CaptureError : in a capture, a step of more than one token a sequence, or somebody else's
+        CaptureError : in a capture, a step of more than one token per sequence, or a stream that
+            another library captures
 
         Notes
         -----
-        Inputs are not modified. Stream: the first call of a step sends its tables; the stream waits
-        for them once. Capture: legal with `out`, in a step of one token a sequence. A launch of the
-        graph, between begin_forward and end_forward, runs the step that was begun, of as many
-        sequences or fewer; its tables take the place of the last ones before it.
+        Inputs are not modified. Stream: the first call of a step uploads its tables; the stream
+        waits for them once. Capture: legal with `out`, in a step of one token per sequence. A
+        launch of the graph, between begin_forward and end_forward, runs the step that was begun, of
+        as many sequences or fewer; its tables are uploaded before the launch.
         """
         if self._is_latent:
             raise KvcupyError("this cache holds latents: call attention_mla")
-        return self._attend(
-            layer, query, key, value, out, Asked(sm_scale, window, sinks, logits_soft_cap), stream
-        )
+        options = AttentionOptions(sm_scale, window, sinks, logits_soft_cap)
+        return self._attend(layer, query, key, value, out, options, stream)
 
     def attention_qkv(
         self,
@@ -213,6 +457,7 @@ class PagedKVCache(PagedTiers):
         Parameters
         ----------
         qkv : (T', Hq + 2 H, D): query heads, then those of K, then of V
+        layer, out, sm_scale, window, sinks, logits_soft_cap, stream : as in `attention`
         """
         rows, width = view(qkv, "qkv"), self._layers.width
         heads = self._num_q_heads + 2 * self.pool.num_kv_heads
@@ -252,31 +497,40 @@ class PagedKVCache(PagedTiers):
         ----------
         query : (T', Hq, R + P): the latent part, absorbed, and the rope part
         latent, rope_key : (T', R), (T', P)
-        sm_scale : what scores are multiplied by; it goes with the widths before absorption
+        sm_scale : what scores are multiplied by; it depends on the widths before absorption
         out : (T', Hq, R)
+        layer, window, sinks, logits_soft_cap, stream : as in `attention`
         """
         if not self._is_latent:
             raise KvcupyError("this cache holds K and V: call attention")
         parts = view(latent, "latent"), view(rope_key, "rope_key")
         self._layers.check_latent(*parts, self._running()[0].num_tokens)
-        asked = Asked(sm_scale, window, sinks, logits_soft_cap)
-        return self._attend(layer, query, *parts, out, asked, stream)
+        options = AttentionOptions(sm_scale, window, sinks, logits_soft_cap)
+        return self._attend(layer, query, *parts, out, options, stream)
 
     def _attend(
-        self, layer: Any, query: Any, key: Any, value: Any, out: Any, asked: Asked, stream: Any
+        self,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        out: Any,
+        options: AttentionOptions,
+        stream: Any,
     ) -> Any:
         step, tables = self._running()
-        self.pool.k(layer)  # refuses a layer that there is not
-        rows = self._layers.check(query, out, step.num_tokens, asked)
-        on = self.device.as_stream(stream, rows.library)
-        if out is None:
+        self.pool.k(layer)  # raises if there is no such layer
+        rows, written = self._layers.check(query, out, step.num_tokens, options)
+        own = self.device.as_stream(stream, rows.library)
+        if written is None:
             shape = (*rows.shape[:2], self._layers.v_width)
             out = outputs.zeros(rows, shape, rows.format, stream)
-        given = view(key, "key"), view(value, "value"), view(out, "out")
-        found = tables.on(on)
-        if not on.capturing:
-            step.await_layer(int(layer), on)
-        self._layers.run(int(layer), rows, *given, found, asked, on)
+            written = view(out, "out")
+        inputs = view(key, "key"), view(value, "value")
+        uploaded = tables.on(own)
+        if not own.capturing:
+            step.wait_layer(int(layer), own)
+        self._layers.run(int(layer), rows, *inputs, written, uploaded, options, own)
         return out
 
     # --- Tables ---
@@ -293,44 +547,312 @@ class PagedKVCache(PagedTiers):
         This and the other tables are arrays of the device's own library (NumPy, CuPy) that are
         valid until end_forward.
         """
-        return self._table("positions", stream)
+        return self.device.carrier(self._tables(stream)["positions"])
 
     def slot_mapping(self, *, stream: Any = None) -> Any:
         """Return the slot of each token of the step, int64 (T,): `page * page_size + offset`."""
-        return self._table("slots", stream)
+        return self.device.carrier(self._tables(stream)["slots"])
 
     def block_table(self, *, stream: Any = None) -> Any:
-        """Return the pages of the step's sequences, int32 (B, pages of the longest), then zeros.
+        """Return the pages of the step's sequences, int32 (B, pages of the longest), zero-padded.
 
         Notes
         -----
         A sequence whose window has slid has unused slots between its sinks and what follows.
         """
-        _, tables = self._running()
-        found = tables.on(self.device.as_stream(stream, self._library))
-        return self.device.carrier(by_sequence(found))
+        return self.device.carrier(block_table(self._tables(stream)))
 
     def page_table_csr(self, *, stream: Any = None) -> tuple[Any, Any, Any]:
-        """Return the pages of the step's sequences end to end, as FlashInfer takes them.
+        """Return the pages of the step's sequences in CSR form, as FlashInfer takes them.
 
         Returns
         -------
         indptr : int32 (B + 1,), where each sequence's pages begin
         indices : int32 (indptr[-1],), the pages
-        last_page_len : int32 (B,), slots used of the last page
+        last_page_len : int32 (B,), slots in use of each last page
         """
         self._running()
-        found = self._steps.lists().on(self.device.as_stream(stream, self._library))
-        indptr, indices, last = map(self.device.carrier, found.values())
-        return indptr, indices, last
+        lists = self._steps.lists().on(self.device.as_stream(stream, self._library))
+        indptr, indices, last_page_len = map(self.device.carrier, lists.values())
+        return indptr, indices, last_page_len
 
-    def _table(self, name: str, stream: Any) -> Any:
-        _, tables = self._running()
-        found = tables.on(self.device.as_stream(stream, self._library))
-        return self.device.carrier(found[name])
+    # --- Contents ---
+
+    def get_kv(
+        self, seq: Hashable, start: int, stop: int, *, dtype: Any = None, stream: Any = None
+    ) -> tuple[Any, Any]:
+        """Return K and V of the tokens at positions `start` to `stop` - 1, all layers.
+
+        Parameters
+        ----------
+        start, stop : 0 <= start <= stop <= length
+        dtype : format of the result; None: the cache's, or bf16 if that is quantised
+        stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
+
+        Returns
+        -------
+        K, V : (L, n, H, D) and (L, n, H, Dv); of MLA latent (L, n, R) and rope key (L, n, P)
+
+        Raises
+        ------
+        UnknownSequence, TypeError, ValueError : an argument does not fit
+
+        Notes
+        -----
+        Keys as they are cached: rotated in rope_mode "normal". Stream: one kernel per layer, behind
+        all steps so far.
+        """
+        sequence = self._on_device(seq)
+        for name, number in (("start", start), ("stop", stop)):
+            checks.require_int(number, name)
+        if not 0 <= start <= sequence.length:
+            raise ValueError(f"start: expected 0 to {sequence.length}, got {start}")
+        if not start <= stop <= sequence.length:
+            raise ValueError(f"stop: expected {start} to {sequence.length}, got {stop}")
+        return self._contents.read(sequence, start, stop, dtype, stream)
+
+    def set_kv(self, seq: Hashable, start: int, K: Any, V: Any, *, stream: Any = None) -> None:
+        """Overwrite K and V of tokens of a sequence; other sequences that share them keep theirs.
+
+        Parameters
+        ----------
+        start : position of the first; n of them must be cached
+        K, V : (L, n, H, D) and (L, n, H, Dv), or of MLA as `get_kv` gives them, in any format;
+            quantised if the cache is
+        stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
+
+        Raises
+        ------
+        UnknownSequence, TypeError, ValueError : an argument does not fit
+        CacheFull : a shared page must be copied and none is free
+        KvcupyError : the sequence belongs to the running step
+        CaptureError : the stream is being captured
+
+        After an error nothing has changed.
+
+        Notes
+        -----
+        To bring in tokens that were computed elsewhere: begin_forward, end_forward, set_kv.
+        """
+        sequence = self._on_device(seq)
+        self._steps.require_outside(seq)
+        checks.require_int(start, "start")
+        key, value = self._contents.check(K, V)
+        stop = start + key.shape[1]
+        if not 0 <= start <= stop <= sequence.length:
+            raise ValueError(
+                f"start: expected {key.shape[1]} tokens from there within {sequence.length}, "
+                f"got {start}"
+            )
+        if start == stop:
+            return
+        own = self.device.as_stream(stream, key.library)
+        if own.capturing:
+            raise CaptureError(f"stream: {own.name} is being captured; set_kv cannot be")
+        self._steps.unshare(sequence, sequence.places(start, stop))
+        del sequence.hashes[start // self.pool.page_size :]  # they no longer describe the tokens
+        self._contents.write(sequence, start, key, value, own)
+
+    def save_sequence(self, seq: Hashable, path: str | Path) -> None:
+        """Write the tokens of a sequence to a safetensors file, bit for bit, with its window.
+
+        Raises
+        ------
+        UnknownSequence : there is no such sequence
+        ValueError : its tree is not committed
+        KvcupyError : it belongs to the running step
+        ImportError : the package safetensors is missing
+        OSError : the file cannot be written; one that was there is left as it was
+
+        Notes
+        -----
+        Stream: waits for all steps so far. Capture: illegal.
+        """
+        sequence = self._settled(seq)
+        self._contents.save(sequence, path)
+
+    def load_sequence(self, seq: Hashable, path: str | Path) -> None:
+        """Add a sequence from a file of `save_sequence`.
+
+        Raises
+        ------
+        ValueError : the sequence exists, or the file does not fit this cache
+        CacheFull : there are too few pages
+        ImportError : the package safetensors is missing
+        OSError : the file cannot be read
+
+        After an error nothing has changed.
+        """
+        self._sequences.require_new(seq, "seq")
+        saved = self._contents.open(path)
+        sequence = CachedSequence()
+        reserved = self._sequences.reserve([sequence], [saved.length])
+        self._sequences.adopt(seq, sequence, reserved, saved.length)
+        sequence.window, sequence.sinks = saved.window, saved.sinks
+        try:
+            self._contents.restore(sequence, saved)
+        except BaseException:
+            self._sequences.remove(seq)
+            raise
+
+    # --- Tiers ---
+
+    def attach(self, tiers: TieredCache) -> None:
+        """Use a tiered cache, which shares the pages of this one.
+
+        From then on it evicts blocks where new tokens need pages; `num_available_pages` does not
+        count the pages of such blocks.
+
+        Parameters
+        ----------
+        tiers : a TieredCache whose `device_pool` is the `pool` of this cache. A tiered cache
+            belongs to one paged cache
+
+        Raises
+        ------
+        TypeError, ValueError : it is not a TieredCache, is of another pool, or there is one already
+        """
+        self._tiers.attach(tiers)
+
+    def offload(self, seq: Hashable) -> None:
+        """Move a sequence to host memory, and release its pages.
+
+        Raises
+        ------
+        UnknownSequence : there is no such sequence
+        ValueError : it is offloaded already, its tree is not committed, or there is no tiered cache
+        CacheFull : the host pool is full, and nothing can be evicted; nothing has changed
+        KvcupyError : it belongs to the running step
+
+        Notes
+        -----
+        Stream: the copy waits for all steps so far. Pages are free once it has read them, shared
+        ones once the other sequences have released them. Until it is brought back the sequence has
+        a length and can be removed. Bytes: its pages, shared ones included.
+        """
+        self._tiers.require("seq")
+        self._tiers.offload(self._settled(seq))
+
+    def onboard(self, seq: Hashable) -> None:
+        """Bring an offloaded sequence back; one that is on the device stays as it is.
+
+        Raises
+        ------
+        UnknownSequence : there is no such sequence
+        CacheFull : there are too few pages; nothing has changed
+        DeviceError : it could not be saved when it was offloaded; it can only be removed
+
+        Notes
+        -----
+        Stream: it is loaded in the background, layer by layer; the attention of each layer waits
+        for its own part. The host waits for the save, if that is not done yet.
+        """
+        self._tiers.onboard(self._sequences.find(seq))
+
+    # --- Parts ---
+
+    @property
+    def _library(self) -> str:
+        return self.pool.parts[0].library
+
+    def _on_device(self, seq: Hashable, name: str = "seq") -> CachedSequence:
+        """Return a sequence; raise if it is offloaded."""
+        sequence = self._sequences.find(seq, name)
+        require_on_device(sequence, seq, name)
+        return sequence
+
+    def _settled(self, seq: Hashable, name: str = "seq") -> CachedSequence:
+        """Return a sequence; raise if it is in the running step or its tree is not committed."""
+        sequence = self._on_device(seq, name)
+        self._steps.require_outside(seq, name)
+        if sequence.parents:
+            raise ValueError(f"{name}: {seq!r} has a token tree: call commit_token_tree first")
+        return sequence
 
     def _running(self) -> tuple[Step, StepTables]:
         steps = self._steps
         if steps.running is None or steps.tables is None:
             raise KvcupyError("no step is running: call begin_forward first")
         return steps.running, steps.tables
+
+    def _tables(self, stream: Any) -> Tables:
+        _, tables = self._running()
+        return tables.on(self.device.as_stream(stream, self._library))
+
+
+def _pool_of(
+    pool: Any,
+    *,
+    num_layers: int | None,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    num_pages: int | None,
+    page_size: int,
+    dtype: Any,
+    device: Any,
+    v_head_dim: int | None,
+    latent_dim: int | None,
+    has_static_scales: bool,
+) -> Pool:
+    """Return `pool`, whose geometry must agree with the other arguments, or a new pool."""
+    if latent_dim is not None:
+        count(latent_dim, "latent_dim")
+        if v_head_dim is not None:
+            raise ValueError(f"v_head_dim: expected None with latent_dim, got {v_head_dim}")
+    if pool is not None:
+        counts = {
+            "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
+            "num_pages": num_pages, "v_head_dim": v_head_dim,
+            "page_size": None if page_size == _PAGE_SIZE else page_size,
+        }  # fmt: skip
+        _require_pool(
+            pool, counts, None if dtype is _DTYPE else dtype, device, latent_dim, has_static_scales
+        )
+        checked: Pool = pool
+        return checked
+    shared: dict[str, Any] = {
+        "num_pages": num_pages, "page_size": page_size, "num_layers": num_layers,
+        "dtype": dtype, "device": device,
+    }  # fmt: skip
+    heads: Any = num_kv_heads  # the pool raises for None, by the argument's name
+    width: Any = head_dim
+    if latent_dim is None:
+        dynamic = FORMATS[format_name(dtype)].quantised and not has_static_scales
+        return KVPool(
+            **shared, num_kv_heads=heads, head_dim=width, v_head_dim=v_head_dim, scales=dynamic
+        )
+    if count(num_kv_heads, "num_kv_heads") != 1:
+        raise ValueError(f"num_kv_heads: expected 1 with latent_dim, got {num_kv_heads}")
+    if latent_dim >= count(head_dim, "head_dim"):
+        raise ValueError(f"latent_dim: expected less than head_dim {head_dim}, got {latent_dim}")
+    return MLAPool(**shared, latent_dim=width)
+
+
+def _require_pool(
+    pool: Any,
+    counts: dict[str, int | None],
+    dtype: Any,
+    device: Any,
+    latent_dim: int | None,
+    has_static_scales: bool,
+) -> None:
+    """Raise if the other arguments contradict a pool, or attention cannot read its pages."""
+    expected = KVPool if latent_dim is None else MLAPool
+    if not isinstance(pool, expected):
+        beside = "without" if latent_dim is None else "with"
+        raise TypeError(
+            f"pool: expected a {expected.__name__} {beside} latent_dim, got {type(pool).__name__}"
+        )
+    for name, value in counts.items():
+        if value is not None and count(value, name) != getattr(pool, name):
+            raise ValueError(f"{name}: expected {getattr(pool, name)} as in pool, got {value}")
+    if dtype is not None and format_name(dtype) != pool.dtype:
+        raise ValueError(f"dtype: expected {pool.dtype} as in pool, got {dtype!r}")
+    if device is not None and devices.get(device) is not pool.device:
+        raise ValueError(f"device: expected {pool.device.name} as in pool, got {device!r}")
+    if pool.placement != "device":
+        raise ValueError(f"pool: expected pages on the device, got {pool}")
+    if latent_dim is not None and latent_dim >= pool.head_dim:
+        raise ValueError(f"latent_dim: expected less than {pool.head_dim}, got {latent_dim}")
+    if has_static_scales and pool.scale_parts:
+        raise ValueError(f"k_scale, v_scale: expected None with the scales of {pool}")

@@ -1,12 +1,24 @@
-"""What a paged cache holds, out of it and into it: as arrays, and as files."""
+"""What the sequences of a paged cache hold, read and written as arrays and as files.
+
+A file is of the safetensors format: tensors bit for bit, and metadata that say what they are.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import mmap
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ... import dtypes
 from ...arrays import ArrayView, describe
 from ...devices.protocol import Stream
 from ...dtypes import FORMATS, numpy_dtype
@@ -17,97 +29,183 @@ from ...ops.page_pairs import send
 from ...ops.store import store_kv, store_mla
 from ..pool import MLAPool
 from ..storage import Pool
+from .access import PageAccess
 from .layers import Layers
-from .sequence import Ints
+from .sequences import CachedSequence
 
-Tensors = dict[str, tuple[str, tuple[int, ...], Any]]
-"""As in a file: format, shape and bytes by name."""
+Tensor = tuple[str, tuple[int, ...], Any]  # format, shape, and bits: an array or other memory
+PathLike = str | os.PathLike[str]
+
+KIND = {"kvcupy": "1", "kind": "sequence"}  # metadata of every file
+
+# The format's names of our formats, in files; calls of the package take NumPy's names.
+_TAGS = {
+    "F32": "fp32",
+    "F16": "fp16",
+    "BF16": "bf16",
+    "F8_E4M3": "fp8_e4m3",
+    "F8_E5M2": "fp8_e5m2",
+    "I8": "int8",
+}
+
+_OWN = ("length", "window", "sinks")  # metadata that may differ from sequence to sequence
+
+
+@dataclass(frozen=True)
+class SavedSequence:
+    """What a file holds of a sequence; tensors by name."""
+
+    length: int
+    window: int
+    sinks: int
+    tensors: Mapping[str, Tensor]
 
 
 class Contents:
-    """Reads and writes tokens of a pool, all layers, by their slots.
+    """Reads and writes tokens of sequences, all layers, in order with other work on the pages.
 
     Parameters
     ----------
-    layers : the layers of the cache whose pool it is
+    layers, access : those of the cache whose pool it is
     """
 
-    def __init__(self, pool: Pool, layers: Layers) -> None:
-        self._pool = pool
+    def __init__(self, pool: Pool, layers: Layers, access: PageAccess) -> None:
+        self._pool, self._access = pool, access
         self._device = pool.device
+        self._rope_mode = layers.rope.mode
         self._is_latent = isinstance(pool, MLAPool)
-        self._scaled: list[
-            dict[str, Any]
-        ] = []  # of each layer: arguments of a store or gather that converts
-        self._bits = []  # K and V as they are
+        # Of each layer: arguments of a store or gather that converts; K and V as they are.
+        self._arguments: list[dict[str, Any]] = []
+        self._bits: list[tuple[ArrayView, ArrayView]] = []
         for arguments in layers.caches:
             k, v = arguments["k_cache"], arguments["v_cache"]
             if self._is_latent:  # latent and rope key, side by side
                 v = k[..., layers.v_width :]
                 k = k[..., : layers.v_width]
             self._bits.append((k, v))
-            self._scaled.append({**arguments, "k_cache": k, "v_cache": v})
-        self._latents = [k[:, :, 0] for k in (a["k_cache"] for a in layers.caches)]
+            self._arguments.append({**arguments, "k_cache": k, "v_cache": v})
+        self._latents = layers.latents
 
-    def read(self, slots: Ints, dtype: Any, stream: Any, on: Stream) -> tuple[Any, Any]:
-        """Return K and V of slots, (L, n, H, D) and (L, n, H, Dv); of MLA (L, n, R), (L, n, P)."""
-        format = self._format(dtype)
-        k, v = (self._empty(part, len(slots), format, stream) for part in self._bits[0])
-        where = self._send(slots, on)
-        if len(slots):
-            for layer, arguments in enumerate(self._scaled):
-                gather_kv(slots=where, k_out=k[layer], v_out=v[layer], stream=on, **arguments)
+    def read(
+        self, sequence: CachedSequence, start: int, stop: int, dtype: Any, stream: Any
+    ) -> tuple[Any, Any]:
+        """Return K and V of positions, (L, n, H, D) and (L, n, H, Dv); of MLA (L, n, R), (L, n, P).
+
+        `stream` is as the user passed it.
+        """
+        own = self._device.as_stream(stream, self._pool.parts[0].library)
+        with self._access.on(own, sequence):
+            format = self._format(dtype)
+            k, v = (self._zeros(part, stop - start, format, stream) for part in self._bits[0])
+            slots = self._slots(sequence, start, stop, own)
+            if start < stop:
+                for layer, arguments in enumerate(self._arguments):
+                    gather_kv(slots=slots, k_out=k[layer], v_out=v[layer], stream=own, **arguments)
         return (k[:, :, 0], v[:, :, 0]) if self._is_latent else (k, v)
 
     def check(self, key: Any, value: Any) -> tuple[ArrayView, ArrayView]:
-        """Refuse what `write` cannot write; return both as views."""
-        given = view(key, "K"), view(value, "V")
-        for rows, name, part in zip(given, "KV", self._bits[0], strict=True):
+        """Raise if `write` cannot write K and V; return both as views."""
+        views = view(key, "K"), view(value, "V")
+        for rows, name, part in zip(views, "KV", self._bits[0], strict=True):
             checks.number_format(rows, name)
             row = part.shape[3:] if self._is_latent else part.shape[2:]
-            wanted = (self._pool.num_layers, given[0].shape[1] if given[0].ndim > 1 else 0, *row)
-            if rows.shape != wanted:
+            count = views[0].shape[1] if views[0].ndim > 1 else 0
+            num_layers = self._pool.num_layers
+            if rows.shape != (num_layers, count, *row):
                 raise ValueError(
-                    f"{name}: expected ({wanted[0]}, tokens, {', '.join(map(str, row))}), "
+                    f"{name}: expected ({num_layers}, tokens, {', '.join(map(str, row))}), "
                     f"got {describe(rows)}"
                 )
             if rows.device != self._device.name:
                 raise ValueError(f"{name}: expected it on {self._device.name}, got {rows.device}")
             checks.require_contiguous(rows, name)
-        return given
+        return views
 
-    def write(self, slots: Ints, key: ArrayView, value: ArrayView, on: Stream) -> None:
+    def write(
+        self, sequence: CachedSequence, start: int, key: ArrayView, value: ArrayView, stream: Stream
+    ) -> None:
         """Write K and V, shaped as `read` gives them, quantised if the cache is."""
-        where = self._send(slots, on)
-        for layer, arguments in enumerate(self._scaled):
-            if self._is_latent:
-                store_mla(
-                    key[layer], value[layer], self._latents[layer], where,
-                    scale=arguments.get("k_scale"), stream=on,
-                )  # fmt: skip
-            else:
-                store_kv(key[layer], value[layer], slot_mapping=where, stream=on, **arguments)
+        with self._access.on(stream, sequence):
+            slots = self._slots(sequence, start, start + key.shape[1], stream)
+            for layer, arguments in enumerate(self._arguments):
+                if self._is_latent:
+                    store_mla(
+                        key[layer], value[layer], self._latents[layer], slots,
+                        scale=arguments.get("k_scale"), stream=stream,
+                    )  # fmt: skip
+                else:
+                    store_kv(
+                        key[layer], value[layer], slot_mapping=slots, stream=stream, **arguments
+                    )
 
-    # --- Bits, for files ---
+    # --- Files ---
 
-    def save(self, slots: Ints, on: Stream) -> Tensors:
-        """Return the tokens of slots as they are stored, on the host. Waits for them."""
-        where = self._send(slots, on)
-        found: dict[str, Any] = {}
-        for names, caches in self._stored():
-            format = caches[0][0].format
-            outs = [self._empty(c, len(slots), format, on) for c in caches[0]]
-            for layer, (k, v) in enumerate(caches):
-                if len(slots):
-                    gather_kv(k, v, where, k_out=outs[0][layer], v_out=outs[1][layer], stream=on)
-            found.update(zip(names, outs, strict=True))
-        on.synchronize()
-        return {
-            name: (view(array).format, view(array).shape, self._device.to_numpy(array))
-            for name, array in found.items()
-        }
+    def save(self, sequence: CachedSequence, path: str | Path) -> None:
+        """Write the tokens of a sequence to a file, as they are stored. Waits for them."""
+        stream = self._device.as_stream(None, self._pool.parts[0].library)
+        arrays: dict[str, Any] = {}
+        with self._access.on(stream, sequence):
+            slots = self._slots(sequence, 0, sequence.length, stream)
+            for names, caches in self._stored():
+                format = caches[0][0].format
+                outs = [self._zeros(c, sequence.length, format, stream) for c in caches[0]]
+                for layer, (k, v) in enumerate(caches):
+                    if sequence.length:
+                        gather_kv(
+                            k, v, slots, k_out=outs[0][layer], v_out=outs[1][layer], stream=stream
+                        )
+                arrays.update(zip(names, outs, strict=True))
+            stream.synchronize()
+            tensors = {
+                name: (view(array).format, view(array).shape, self._device.to_numpy(array))
+                for name, array in arrays.items()
+            }
+        own = {name: str(getattr(sequence, name)) for name in _OWN}
+        write_file(path, tensors, {**self._fields(), **own})
 
-    def expected(self, count: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def open(self, path: str | Path) -> SavedSequence:
+        """Return what a file holds.
+
+        Raises
+        ------
+        ValueError : it is not a file of a sequence, or was written by another kind of cache
+        OSError : it cannot be read
+        """
+        tensors, metadata = read_file(path)
+        check_metadata(metadata, self._fields())
+        try:
+            length, window, sinks = (int(metadata[name]) for name in _OWN)
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"path: expected a saved sequence, got {path} without {_OWN}"
+            ) from None
+        expected = self._expected(max(0, length))
+        got = {name: (format, tuple(shape)) for name, (format, shape, _) in tensors.items()}
+        if length < 0 or got != expected:
+            raise ValueError(f"path: expected {path} to hold {expected}, got {got}")
+        if window and not 0 <= sinks < window:
+            raise ValueError(
+                f"path: expected sinks below window in {path}, got {sinks} and {window}"
+            )
+        return SavedSequence(length, window, sinks, tensors)
+
+    def restore(self, sequence: CachedSequence, saved: SavedSequence) -> None:
+        """Write what a file holds to the slots of a sequence, which is complete at return."""
+        stream = self._device.as_stream(None, self._pool.parts[0].library)
+        with self._access.on(stream):
+            slots = self._slots(sequence, 0, saved.length, stream)
+            for names, caches in self._stored():
+                rows = []
+                for name in names:
+                    format, shape, data = saved.tensors[name]
+                    bits = np.frombuffer(data, numpy_dtype(format)).reshape(shape)
+                    rows.append(self._device.asarray(bits))
+                for layer, (k, v) in enumerate(caches):
+                    if saved.length:
+                        store_kv(rows[0][layer], rows[1][layer], k, v, slots, stream=stream)
+            stream.synchronize()
+
+    def _expected(self, count: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return format and shape of the tensors of so many tokens, by name."""
         return {
             name: (cache.format, (len(caches), count, *_row(cache)))
@@ -115,25 +213,11 @@ class Contents:
             for name, cache in zip(names, caches[0], strict=True)
         }
 
-    def load(self, slots: Ints, tensors: Tensors, on: Stream) -> None:
-        """Write tensors as `save` gives them; they are there when the call returns."""
-        where = self._send(slots, on)
-        for names, caches in self._stored():
-            sides = []
-            for name in names:
-                format, shape, data = tensors[name]
-                bits = np.frombuffer(data, numpy_dtype(format)).reshape(shape)
-                sides.append(self._device.asarray(bits))
-            for layer, (k, v) in enumerate(caches):
-                if len(slots):
-                    store_kv(sides[0][layer], sides[1][layer], k, v, where, stream=on)
-        on.synchronize()
-
-    def fields(self) -> dict[str, str]:
-        """Return what a file must have been saved with, for it to be loaded."""
+    def _fields(self) -> dict[str, str]:
+        """Return the metadata that a file must have in common with this cache."""
         pool = self._pool
         digest = hashlib.sha256()
-        for arguments in self._scaled:
+        for arguments in self._arguments:
             for name in ("k_scale", "v_scale"):
                 scale = arguments.get(name)
                 if scale is not None:
@@ -146,14 +230,15 @@ class Contents:
             "v_head_dim": str(self._bits[0][1].shape[3]),
             "dtype": pool.dtype,
             "static_scales": digest.hexdigest(),
+            "rope_mode": self._rope_mode,
         }
 
     def _stored(self) -> list[tuple[tuple[str, str], list[tuple[ArrayView, ArrayView]]]]:
-        """Return what is stored, pairwise: two names, and both caches of each layer."""
+        """Return what is stored, in pairs: two names, and both caches of each layer."""
         names = ("latent", "rope_key") if self._is_latent else ("k", "v")
         pairs = [(names, self._bits)]
         if self._pool.scale_parts:
-            scales = [(a["k_scale_cache"], a["v_scale_cache"]) for a in self._scaled]
+            scales = [(a["k_scale_cache"], a["v_scale_cache"]) for a in self._arguments]
             pairs.append((("k_scale", "v_scale"), scales))
         return pairs
 
@@ -164,14 +249,185 @@ class Contents:
             return outputs.format_name(dtype)
         return "bf16" if FORMATS[self._pool.dtype].quantised else self._pool.dtype
 
-    def _empty(self, cache: ArrayView, count: int, format: str, stream: Any) -> Any:
+    def _zeros(self, cache: ArrayView, count: int, format: str, stream: Any) -> Any:
         shape = (self._pool.num_layers, count, *_row(cache))
         return outputs.zeros(cache, shape, format, stream)
 
-    def _send(self, slots: Ints, on: Stream) -> ArrayView:
-        return send([slots], self._device, on)[0]
+    def _slots(self, sequence: CachedSequence, start: int, stop: int, stream: Stream) -> ArrayView:
+        """Upload the slots of the tokens at positions `start` to `stop` - 1."""
+        slots = sequence.slots(sequence.places(start, stop), self._pool.page_size)
+        return send([slots], self._device, stream)[0]
 
 
 def _row(cache: ArrayView) -> tuple[int, ...]:
     """Return the shape of a token in a paged or a flat cache."""
     return cache.shape[2:] if cache.ndim == 4 else cache.shape[1:]
+
+
+# --- Files ---
+
+
+def write_file(
+    path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, object]
+) -> None:
+    """Write a file atomically: whole or not at all.
+
+    Parameters
+    ----------
+    path : of the file; one that exists is replaced
+    tensors : by name, the format, the shape, and the bits: a NumPy array of any dtype, or other
+        memory of the host, of as many bytes
+    metadata : what `check_metadata` compares; values are written as `str` gives them
+
+    Raises
+    ------
+    ValueError : a format is unknown, the bytes are not as many as the shape says, or `path` is
+        something other than a file
+    OSError : the file cannot be written; what was there before stays
+    ImportError : safetensors is missing: `pip install 'safetensors>=0.8'`
+
+    Notes
+    -----
+    Bytes: all are written once, to a file beside `path` that takes its name when all are on disk;
+    what is contiguous is not copied before.
+    """
+    package = _package()
+    path = Path(path)
+    if path.exists() and not path.is_file():  # a device, say, which the new file would replace
+        raise ValueError(f"path: expected the name of a file, got {path}")
+    bits = {name: _bits(name, *tensor) for name, tensor in tensors.items()}
+    specs = {
+        name: package.TensorSpec(
+            dtype=dtypes.numpy_dtype(tensors[name][0]).name,
+            shape=tensors[name][1],
+            data_ptr=array.ctypes.data,
+            data_len=array.nbytes,
+        )
+        for name, array in bits.items()
+    }
+    described = {**{name: str(value) for name, value in metadata.items()}, **KIND}
+    temporary = path.with_name(f".kvcupy-{secrets.token_hex(8)}")
+    with temporary.open("xb"):  # also shows the permissions of new files here
+        permissions = temporary.stat().st_mode & 0o777
+    try:
+        try:
+            package.serialize_file(specs, temporary, described)
+        except package.SafetensorError as error:
+            raise _system_error(error, path) from error
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(permissions)  # the package's are 0600
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_file(path: PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a safetensors file.
+
+    Returns
+    -------
+    tensors : by name, the format, the shape, and a read-only NumPy array of that format and shape
+    metadata : as in the file; `check_metadata` says whether it fits
+
+    Raises
+    ------
+    ValueError : `path` is not a whole safetensors file, or has formats that kvcupy does not have
+    OSError : it cannot be read
+    ImportError : safetensors is missing: `pip install 'safetensors>=0.8'`
+
+    Notes
+    -----
+    Bytes: those of the header. The arrays are the file itself, mapped, and are loaded where they
+    are read. They keep the old contents if the file is replaced, as `write_file` does; if it is
+    truncated meanwhile, reading them kills the process.
+    """
+    package = _package()
+    path = Path(path)
+    with path.open("rb") as file:
+        try:
+            with package.safe_open(path, framework="np"):
+                pass  # checks that the header fits the file and itself, to the last byte
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except package.SafetensorError as error:
+            raise ValueError(f"path: expected a safetensors file, got {path}: {error}") from None
+    metadata = header.pop("__metadata__", None) or {}
+    start = 8 + header_bytes
+    tensors = {name: _mapped(path, name, entry, mapped, start) for name, entry in header.items()}
+    return tensors, metadata
+
+
+def check_metadata(metadata: Mapping[str, str], expected: Mapping[str, object]) -> None:
+    """Raise if metadata are not those of a saved sequence, or differ in a field.
+
+    Parameters
+    ----------
+    metadata : of a file, from `read_file`
+    expected : fields that there must be, with values as given to `write_file`; others are ignored
+
+    Raises
+    ------
+    ValueError : names `path`, the first field that differs, and what it is on either side
+
+    Examples
+    --------
+    >>> check_metadata({"kvcupy": "1", "kind": "sequence", "num_layers": "32"}, {"num_layers": 32})
+    >>> check_metadata({"kvcupy": "1", "kind": "sequence", "num_layers": "32"}, {"num_layers": 28})
+    Traceback (most recent call last):
+    ValueError: path: expected a saved sequence with num_layers 28, got 32
+    """
+    for field, value in {**KIND, **expected}.items():
+        if metadata.get(field) != str(value):
+            got = metadata.get(field, "none")
+            raise ValueError(f"path: expected a saved sequence with {field} {value}, got {got}")
+
+
+def _package() -> Any:
+    """Return the safetensors package."""
+    try:
+        import safetensors
+        from safetensors import TensorSpec  # noqa: F401 - since 0.8
+    except ImportError as error:
+        raise ImportError(
+            "saved sequences need safetensors 0.8 or newer: pip install 'safetensors>=0.8'"
+        ) from error
+    return safetensors
+
+
+def _bits(name: str, format: str, shape: tuple[int, ...], data: Any) -> np.ndarray[Any, Any]:
+    """Return the bits of a tensor as one contiguous array, of as many bytes as its shape says."""
+    if format not in dtypes.FORMATS:
+        known = ", ".join(dtypes.FORMATS)
+        raise ValueError(f"tensors: expected one of {known} for {name}, got {format!r}")
+    array = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
+    num_bytes = dtypes.FORMATS[format].itemsize
+    for n in shape:
+        num_bytes *= n
+    if array.nbytes != num_bytes:  # the package reads them by address
+        raise ValueError(f"tensors: expected {num_bytes} bytes of {name}, got {array.nbytes}")
+    return np.ascontiguousarray(array)
+
+
+def _mapped(path: Path, name: str, entry: Any, mapped: mmap.mmap, start: int) -> Tensor:
+    """Return a tensor of a file as part of its mapping."""
+    format = _TAGS.get(entry["dtype"])
+    if format is None:
+        raise ValueError(
+            f"path: expected tensors of {', '.join(_TAGS)}, got {entry['dtype']} for {name} "
+            f"in {path}"
+        )
+    first, last = entry["data_offsets"]
+    dtype, shape = dtypes.numpy_dtype(format), tuple(entry["shape"])
+    bits = np.frombuffer(mapped, np.uint8, last - first, start + first)
+    return format, shape, bits.view(dtype).reshape(shape)
+
+
+def _system_error(error: Exception, path: Path) -> Exception:
+    """Return the OSError that an error of the package wraps, if it wraps one."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    if number is None:
+        return error
+    return OSError(int(number[1]), os.strerror(int(number[1])), str(path))

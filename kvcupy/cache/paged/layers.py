@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ... import scratch
+import numpy as np
+
+from ... import devices, scratch
 from ...arrays import ArrayView, contiguous_strides, describe
 from ...devices.protocol import Device, Stream
 from ...dtypes import FORMATS
@@ -19,25 +20,26 @@ from ...ops.rope import apply_rope, rope_store_kv, rope_store_mla
 from ...ops.store import store_kv, store_mla
 from ..pool import MLAPool
 from ..storage import Pool
-from .step import by_sequence
+from .tables import Tables, block_table
 
-Tables = Mapping[str, ArrayView]
+ROPE_MODES = ("none", "normal", "inline")
 
-MODES = ("none", "normal", "inline")
-
-# What a step's tables call an argument of attention, where it is there.
-_PAGED = ("hole_starts", "holes", "tree_lens", "tree_mask", "query_lens")
+# Tables of a step that attention takes as arguments of the same name, where the step has them.
+_TABLES = (
+    "hole_starts", "holes", "tree_lens", "tree_mask", "query_lens", "tail_positions",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Rope:
-    """How keys and queries turn.
+    """How keys and queries are rotated.
 
     Attributes
     ----------
     table : float32 (max_positions, rotary_dim) on the device, or None
     mode : "none", "normal" (cached rotated) or "inline" (cached raw)
-    first : the first element of a head that turns
+    interleaved : pairs of elements that rotate together are neighbours, not halves apart
+    first : the first element of a head that is rotated
     """
 
     table: ArrayView | None
@@ -47,12 +49,12 @@ class Rope:
 
     @property
     def max_positions(self) -> int | None:
-        """How long a sequence can be; None: any length."""
+        """The most tokens of a sequence; None: no limit."""
         return None if self.table is None or self.mode == "none" else self.table.shape[0]
 
     @property
     def inline(self) -> dict[str, Any]:
-        """What attention is told, if it must rotate the keys."""
+        """Arguments of attention that rotate the keys, if they are cached raw."""
         if self.mode != "inline":
             return {}
         return {
@@ -63,27 +65,13 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a call asks for in one layer, beside the rows."""
+class AttentionOptions:
+    """Options of attention in one layer, as in `paged_attention`."""
 
     sm_scale: float | None
     window: int | None
     sinks: Any
-    soft_cap: float | None
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {
-            "sm_scale": self.sm_scale,
-            "window": self.window,
-            "sinks": self.sinks,
-            "logits_soft_cap": self.soft_cap,
-        }
-
-    @property
-    def by_position(self) -> bool:
-        """Whether masks ask where a query is, beyond what is causal."""
-        return self.window is not None
+    logits_soft_cap: float | None
 
 
 class Layers:
@@ -92,6 +80,13 @@ class Layers:
     Parameters
     ----------
     scales : for each layer, the static scales of K and V; empty if none, or if the pool has its own
+
+    Attributes
+    ----------
+    caches : of each layer, the arguments of a store, a gather or attention that name its arrays
+    latents : of each layer, the latent cache (num_pages, page_size, width)
+    key_bytes : of K and V of a token in a layer
+    state_bytes : of the float32 result of the query heads of a token
     """
 
     def __init__(
@@ -103,9 +98,7 @@ class Layers:
         self._is_latent = isinstance(pool, MLAPool)
         self.width = pool.head_dim
         self.v_width = rope.first if self._is_latent else pool.v_head_dim
-        self.caches: list[
-            dict[str, Any]
-        ] = []  # of each layer: arguments of a store, a gather or attention
+        self.caches: list[dict[str, Any]] = []
         for layer in range(pool.num_layers):
             k, v = (pool.views(layer)[i] for i in (0, -1))
             arguments: dict[str, Any] = {"k_cache": k, "v_cache": v[..., : self.v_width]}
@@ -115,38 +108,41 @@ class Layers:
                 arguments["k_scale_cache"] = view(pool.k_scale(layer))
                 arguments["v_scale_cache"] = view(pool.v_scale(layer))
             self.caches.append(arguments)
+        self.latents = [arguments["k_cache"][:, :, 0] for arguments in self.caches]
         widths = self.width + (0 if self._is_latent else self.v_width)
-        # Of a token in a layer: K and V, and the float32 result of its query heads.
         self.key_bytes = pool.num_kv_heads * widths * FORMATS[pool.dtype].itemsize
         self.state_bytes = 4 * num_q_heads * self.v_width
-        self._latents = [part[:, :, 0] for part in (c["k_cache"] for c in self.caches)]
 
-    def check(self, query: Any, out: Any, num_tokens: int, asked: Asked) -> ArrayView:
-        """Refuse what attention would refuse, before anything is written; return the query."""
+    def check(
+        self, query: Any, out: Any, num_tokens: int, options: AttentionOptions
+    ) -> tuple[ArrayView, ArrayView | None]:
+        """Raise what attention would raise, before anything is written; return both as views."""
         rows = view(query, "query")
         check_query(rows)
         self._require_rows(rows, "query", num_tokens, self.width)
+        outputs = None
         if out is not None:
-            written = view(out, "out")
-            self._require_rows(written, "out", num_tokens, self.v_width)
-            if written.format not in (rows.format, "fp32"):
-                raise TypeError(f"out: expected {rows.format} or fp32, got {describe(written)}")
-            if written.shape[0] != rows.shape[0]:
-                raise ValueError(f"out: expected {rows.shape[0]} rows, got {describe(written)}")
-            checks.require_contiguous(written, "out")
-            checks.require_output(written, "out")
-        Options.of("NHD", asked.sm_scale, True, asked.window, asked.sinks, asked.soft_cap)
-        if asked.sinks is not None and checks.is_array(asked.sinks):
-            logits = view(asked.sinks, "sinks")
+            outputs = view(out, "out")
+            self._require_rows(outputs, "out", num_tokens, self.v_width)
+            if outputs.format not in (rows.format, "fp32"):
+                raise TypeError(f"out: expected {rows.format} or fp32, got {describe(outputs)}")
+            if outputs.shape[0] != rows.shape[0]:
+                raise ValueError(f"out: expected {rows.shape[0]} rows, got {describe(outputs)}")
+            checks.require_contiguous(outputs, "out")
+            checks.require_output(outputs, "out")
+        sinks = options.sinks
+        Options.of("NHD", options.sm_scale, True, options.window, sinks, options.logits_soft_cap)
+        if sinks is not None and checks.is_array(sinks):
+            logits = view(sinks, "sinks")
             if logits.format != "fp32" or logits.shape != (self._num_q_heads,):
                 raise ValueError(
                     f"sinks: expected an int, or fp32 ({self._num_q_heads},), "
                     f"got {describe(logits)}"
                 )
-        return rows
+        return rows, outputs
 
     def check_latent(self, latent: ArrayView, rope_key: ArrayView, num_tokens: int) -> None:
-        """Refuse parts of the wrong shape or format."""
+        """Raise if the parts of a latent have the wrong shape or format."""
         widths = self.v_width, self.width - self.v_width
         for rows, name, width in zip(
             (latent, rope_key), ("latent", "rope_key"), widths, strict=True
@@ -158,12 +154,12 @@ class Layers:
                 )
 
     def _require_rows(self, rows: ArrayView, name: str, num_tokens: int, width: int) -> None:
-        wanted = (self._num_q_heads, width)
+        row = (self._num_q_heads, width)
         if rows.device != self._device.name:
             raise ValueError(f"{name}: expected it on {self._device.name}, got {rows.device}")
-        if rows.ndim != 3 or rows.shape[1:] != wanted or rows.shape[0] < num_tokens:
+        if rows.ndim != 3 or rows.shape[1:] != row or rows.shape[0] < num_tokens:
             raise ValueError(
-                f"{name}: expected at least {num_tokens} rows of {wanted}, got {describe(rows)}"
+                f"{name}: expected at least {num_tokens} rows of {row}, got {describe(rows)}"
             )
 
     # --- One layer ---
@@ -176,8 +172,8 @@ class Layers:
         value: ArrayView,
         out: ArrayView,
         tables: Tables,
-        asked: Asked,
-        on: Stream,
+        options: AttentionOptions,
+        stream: Stream,
     ) -> None:
         """Write the rows of the step's tokens, and attend with them.
 
@@ -186,21 +182,20 @@ class Layers:
         """
         num_tokens = tables["slots"].shape[0]
         query, out = _first(query, num_tokens), _first(out, num_tokens)
-        if self._is_latent:
-            query = self._store_latent(layer, query, key, value, tables, on)
-        else:
-            query = self._store(layer, query, key, value, tables, on)
-        paged: dict[str, Any] = {name: tables[name] for name in _PAGED if name in tables}
-        paged.update(self.rope.inline, **asked.arguments)
-        if "tail_positions" in tables:
-            paged["tail_positions"] = tables["tail_positions"]
-        table = by_sequence(tables)
-        if "prefix_table" in tables and not asked.by_position:
-            self._cascade(layer, query, out, table, tables, paged, on)
+        store = self._store_latent if self._is_latent else self._store
+        query = store(layer, query, key, value, tables, stream)
+        paged: dict[str, Any] = {name: tables[name] for name in _TABLES if name in tables}
+        paged.update(
+            self.rope.inline, sm_scale=options.sm_scale, window=options.window,
+            sinks=options.sinks, logits_soft_cap=options.logits_soft_cap,
+        )  # fmt: skip
+        # A window depends on the position of each query, which a pass over a prefix does not know.
+        if "prefix_table" in tables and options.window is None:
+            self._cascade(layer, query, out, tables, paged, stream)
         else:
             attend(
-                query, block_table=table, seq_lens=tables["seq_lens"], out=out, stream=on,
-                **self.caches[layer], **paged,
+                query, block_table=block_table(tables), seq_lens=tables["seq_lens"], out=out,
+                stream=stream, **self.caches[layer], **paged,
             )  # fmt: skip
 
     def _store(
@@ -210,25 +205,25 @@ class Layers:
         key: ArrayView,
         value: ArrayView,
         tables: Tables,
-        on: Stream,
+        stream: Stream,
     ) -> ArrayView:
         """Write K and V; return the query as attention takes it."""
         rope, slots = self.rope, tables["slots"]
         if rope.mode == "normal":
-            rotated = self._space(query.shape, query.format, on)
+            rotated = self._borrow(query.shape, query.format, stream)
             rope_store_kv(
                 query, key, value, rope.table, tables["positions"], slot_mapping=slots,
-                interleaved=rope.interleaved, write_key=False, query_out=rotated, stream=on,
+                interleaved=rope.interleaved, write_key=False, query_out=rotated, stream=stream,
                 **self.caches[layer],
             )  # fmt: skip
             return rotated
-        store_kv(key, value, slot_mapping=slots, stream=on, **self.caches[layer])
+        store_kv(key, value, slot_mapping=slots, stream=stream, **self.caches[layer])
         if rope.mode == "none":
             return query
-        rotated = self._space(query.shape, query.format, on)
+        rotated = self._borrow(query.shape, query.format, stream)
         apply_rope(
             None, query, rope.table, tables["positions"], interleaved=rope.interleaved,
-            key_out=rotated, stream=on,
+            key_out=rotated, stream=stream,
         )  # fmt: skip
         return rotated
 
@@ -239,30 +234,29 @@ class Layers:
         latent: ArrayView,
         rope_key: ArrayView,
         tables: Tables,
-        on: Stream,
+        stream: Stream,
     ) -> ArrayView:
         """Write latent and rope key; return the query as attention takes it."""
-        rope, slots, cache = self.rope, tables["slots"], self._latents[layer]
+        rope, slots, cache = self.rope, tables["slots"], self.latents[layer]
         scale = self.caches[layer].get("k_scale")
         if rope.mode == "none":
-            store_mla(latent, rope_key, cache, slots, scale=scale, stream=on)
+            store_mla(latent, rope_key, cache, slots, scale=scale, stream=stream)
             return query
-        rotated = self._space(query.shape, query.format, on)
-        turning = query[..., rope.first :]
-        turned = rotated[..., rope.first :]
+        rotated = self._borrow(query.shape, query.format, stream)
+        rope_part, rotated_part = query[..., rope.first :], rotated[..., rope.first :]
         if rope.mode == "normal":
             rope_store_mla(
-                turning, latent, rope_key, rope.table, tables["positions"], cache, slots,
-                interleaved=rope.interleaved, write_key=False, query_out=turned, scale=scale,
-                stream=on,
+                rope_part, latent, rope_key, rope.table, tables["positions"], cache, slots,
+                interleaved=rope.interleaved, write_key=False, query_out=rotated_part, scale=scale,
+                stream=stream,
             )  # fmt: skip
         else:
-            store_mla(latent, rope_key, cache, slots, scale=scale, stream=on)
+            store_mla(latent, rope_key, cache, slots, scale=scale, stream=stream)
             apply_rope(
-                None, turning, rope.table, tables["positions"], interleaved=rope.interleaved,
-                key_out=turned, stream=on,
+                None, rope_part, rope.table, tables["positions"], interleaved=rope.interleaved,
+                key_out=rotated_part, stream=stream,
             )  # fmt: skip
-        self._device.copy(rotated[..., : rope.first], query[..., : rope.first], stream=on)
+        self._device.copy(rotated[..., : rope.first], query[..., : rope.first], stream=stream)
         return rotated
 
     def _cascade(
@@ -270,47 +264,103 @@ class Layers:
         layer: int,
         query: ArrayView,
         out: ArrayView,
-        table: ArrayView,
         tables: Tables,
         paged: dict[str, Any],
-        on: Stream,
+        stream: Stream,
     ) -> None:
         """Attend over shared prefixes, then over the rest of each sequence, and merge the two."""
         num_tokens, num_heads, _ = query.shape
-        states = self._space((2, num_tokens, num_heads, self.v_width), "fp32", on)
-        lse = self._space((3, num_tokens, num_heads), "fp32", on)
-        both: dict[str, Any] = {**self.caches[layer], "stream": on}
-        shared = {
-            name: value
-            for name, value in paged.items()
-            if name not in (*_PAGED, "sinks", "tail_positions")
-        }
+        states = self._borrow((2, num_tokens, num_heads, self.v_width), "fp32", stream)
+        lse = self._borrow((3, num_tokens, num_heads), "fp32", stream)
+        both: dict[str, Any] = {**self.caches[layer], "stream": stream}
+        shared = {n: value for n, value in paged.items() if n not in (*_TABLES, "sinks")}
         attend(
             query, block_table=tables["prefix_table"], seq_lens=tables["prefix_lens"],
             query_lens=tables["prefix_queries"], causal=False, out=states[0], lse_out=lse[0],
             **shared, **both,
         )  # fmt: skip
         attend(
-            query, block_table=table, seq_lens=tables["seq_lens"], key_starts=tables["key_starts"],
-            out=states[1], lse_out=lse[1], **paged, **both,
+            query, block_table=block_table(tables), seq_lens=tables["seq_lens"],
+            key_starts=tables["key_starts"], out=states[1], lse_out=lse[1], **paged, **both,
         )  # fmt: skip
-        merge_states(states, lse[:2], None, None, out=out, lse_out=lse[2], stream=on)
+        merge_states(states, lse[:2], None, None, out=out, lse_out=lse[2], stream=stream)
 
-    def _space(self, shape: tuple[int, ...], format: str, on: Stream) -> ArrayView:
-        """Return a buffer that nobody else uses while work in flight holds it."""
+    def _borrow(self, shape: tuple[int, ...], format: str, stream: Stream) -> ArrayView:
+        """Return scratch memory, which is this step's until work in flight has used it."""
         strides = contiguous_strides(shape, FORMATS[format].itemsize)
-        lent = scratch.borrow(self._device, max(1, shape[0] * strides[0]), on)
+        memory = scratch.borrow(self._device, max(1, shape[0] * strides[0]), stream)
         return ArrayView(
-            lent.pointer,
-            shape,
-            strides,
-            format,
-            lent.device,
-            library=lent.library,
-            owner=lent.owner,
-        )
+            memory.pointer, shape, strides, format, memory.device,
+            library=memory.library, owner=memory.owner,
+        )  # fmt: skip
 
 
 def _first(rows: ArrayView, count: int) -> ArrayView:
     """Return the first rows of an array."""
     return rows if rows.shape[0] == count else rows[:count]
+
+
+# --- Arguments of a cache ---
+
+
+def rope_of(
+    table: Any, mode: Any, interleaved: Any, device: Device, head_dim: int, latent_dim: int | None
+) -> Rope:
+    """Check the arguments that say how keys are rotated."""
+    if mode not in ROPE_MODES:
+        raise ValueError(f"rope_mode: expected one of {', '.join(ROPE_MODES)}, got {mode!r}")
+    if not isinstance(interleaved, (bool, np.bool_)):
+        raise TypeError(f"interleaved: expected a bool, got {interleaved!r}")
+    if table is None:
+        return Rope(None, "none", False, latent_dim or 0)
+    rows = view(table, "rope")
+    first = latent_dim or 0
+    if rows.format != "fp32" or rows.ndim != 2 or rows.shape[0] == 0:
+        raise ValueError(f"rope: expected (max_positions, rotary_dim) fp32, got {describe(rows)}")
+    if rows.shape[1] % 2 or not 2 <= rows.shape[1] <= head_dim - first:
+        raise ValueError(
+            f"rope: expected an even rotary_dim up to {head_dim - first}, got {describe(rows)}"
+        )
+    if rows.device != device.name:
+        raise ValueError(f"rope: expected it on {device.name}, got {rows.device}")
+    return Rope(rows, str(mode), bool(interleaved), first)
+
+
+def scales_of(pool: Pool, k_scale: Any, v_scale: Any) -> list[tuple[Any, Any]]:
+    """Return the static scales of K and V of each layer; empty if there are none."""
+    if k_scale is None and v_scale is None:
+        return []
+    if not FORMATS[pool.dtype].quantised:
+        name = "k_scale" if k_scale is not None else "v_scale"
+        raise ValueError(f"{name}: expected None for a cache of {pool.dtype}")
+    if isinstance(pool, MLAPool):
+        if v_scale is not None:
+            raise ValueError("v_scale: expected None with latent_dim, whose one scale is k_scale")
+        v_scale = k_scale
+    k_scales = _scale_per_layer(pool, k_scale, "k_scale")
+    v_scales = _scale_per_layer(pool, v_scale, "v_scale")
+    return list(zip(k_scales, v_scales, strict=True))
+
+
+def _scale_per_layer(pool: Pool, scale: Any, name: str) -> list[Any]:
+    if scale is None or not checks.is_array(scale):
+        if scale is not None:
+            checks.require_number(scale, name)
+            if not (np.isfinite(np.float32(scale)) and np.float32(scale) > 0):
+                raise ValueError(f"{name}: expected a finite number above zero, got {scale!r}")
+        return [scale] * pool.num_layers
+    scales = view(scale, name)
+    num_heads = pool.num_kv_heads
+    rows = [(num_heads,), (1,)]
+    if scales.format != "fp32" or not (
+        scales.shape in rows
+        or (scales.shape[:1] == (pool.num_layers,) and scales.shape[1:] in rows)
+    ):
+        raise ValueError(
+            f"{name}: expected a number, or ({num_heads},), ({pool.num_layers}, 1) or "
+            f"({pool.num_layers}, {num_heads}) fp32, got {describe(scales)}"
+        )
+    own: ArrayView = view(pool.device.asarray(devices.get(scales.device).to_numpy(scale)))
+    if own.ndim == 1:
+        return [own] * pool.num_layers
+    return [own[layer] for layer in range(pool.num_layers)]

@@ -1,7 +1,8 @@
-"""Copies within a pool: whole pages, and tokens from slot to slot."""
+"""Pages and tokens that move: within a pool, and between a paged cache and its tiered cache."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,17 @@ import numpy as np
 from ... import devices, scratch
 from ...arrays import ArrayView, contiguous_strides, describe, reshaped
 from ...devices.protocol import Stream
+from ...errors import CacheFull
 from ...ops.gather import gather_kv
 from ...ops.page_pairs import PagePairs, send
 from ...ops.pages import copy_pages
 from ...ops.store import store_kv
 from ..storage import Pool
+from ..tiered.cache import TieredCache
+from ..tiered.lease import Lease
+from ..transfers import Transfer
+from .access import PageAccess
+from .sequences import CachedSequence, Ints, Sequences
 
 _NAMES = ("src", "dst")
 
@@ -50,7 +57,7 @@ class PageMover:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._pages = (*pool.parts, *pool.scale_parts)
-        # Arrays of others may have heads before slots, or V between the pages of K.
+        # Wrapped arrays may have heads before slots, or V between the pages of K.
         self._uneven = [
             _halves(pool.views(layer))
             for group in pool.groups
@@ -64,7 +71,7 @@ class PageMover:
         self._library = self._pages[0].library
 
     def copy_pages(self, src: Any, dst: Any, stream: Any = None) -> None:
-        """Copy pages onto other pages, in one launch an array.
+        """Copy pages onto other pages, in one launch per array.
 
         Parameters
         ----------
@@ -81,15 +88,15 @@ class PageMover:
         Bytes: each copied page is read once and written once.
         """
         sources, targets = _pairs(src, dst, self._num_pages, "pages")
-        taken = set(sources.tolist())
+        touched = set(sources.tolist())
         for page in targets.tolist():
-            if page in taken:
+            if page in touched:
                 raise ValueError(f"dst: expected each page once and none of src, got {page} too")
-            taken.add(page)
+            touched.add(page)
         self._copy(self._pages, [], [(sources, targets)], stream)
 
     def move_slots(self, src: Any, dst: Any, stream: Any = None) -> None:
-        """Copy tokens to other slots, as if one after another in the order given.
+        """Copy tokens to other slots, as if one after another in the order of the arguments.
 
         Parameters
         ----------
@@ -104,9 +111,9 @@ class PageMover:
 
         Notes
         -----
-        As many launches an array as the longest chain of moves that must wait for one another has;
+        Per array as many launches as the longest chain of moves that must wait for one another has;
         one if none of the slots written is read. Bytes: each token is read once and written once;
-        twice where slots are spaced unevenly, by way of a buffer and with two launches a layer.
+        twice where slots are spaced unevenly, by way of a buffer and with two launches per layer.
         """
         pairs = _pairs(src, dst, self._num_pages * self._page_size, "slots")
         self._copy(self._slots, self._uneven, _independent(*pairs), stream)
@@ -115,41 +122,163 @@ class PageMover:
         self,
         arrays: tuple[ArrayView, ...],
         uneven: list[tuple[ArrayView, ArrayView]],
-        batches: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]],
+        batches: list[tuple[Ints, Ints]],
         stream: Any,
     ) -> None:
         """Copy rows of the first axis, and slots of uneven layers, batch by batch."""
-        on = self._device.as_stream(stream, self._library)
+        stream = self._device.as_stream(stream, self._library)
         sources, targets = (np.concatenate(side) for side in zip(*batches, strict=True))
         if len(sources) == 0:
             return
-        sent = send([sources, targets], self._device, on)
+        uploaded = send([sources, targets], self._device, stream)
         start = 0
         for batch, _ in batches:
             part = slice(start, start + len(batch))
             if arrays:
-                copy_pages(arrays, sent[0, part], sent[1, part], stream=on)
+                copy_pages(arrays, uploaded[0, part], uploaded[1, part], stream=stream)
             for k, v in uneven:
-                rows = [self._space(cache, len(batch), on) for cache in (k, v)]
-                gather_kv(k, v, sent[0, part], k_out=rows[0], v_out=rows[1], stream=on)
-                store_kv(rows[0], rows[1], k, v, sent[1, part], stream=on)
+                rows = [self._borrow(cache, len(batch), stream) for cache in (k, v)]
+                gather_kv(k, v, uploaded[0, part], k_out=rows[0], v_out=rows[1], stream=stream)
+                store_kv(rows[0], rows[1], k, v, uploaded[1, part], stream=stream)
             start = part.stop
         self._pool.note_written()
 
-    def _space(self, cache: ArrayView, count: int, on: Stream) -> ArrayView:
-        """Return a buffer for tokens of (pages, slots, heads, width)."""
+    def _borrow(self, cache: ArrayView, count: int, stream: Stream) -> ArrayView:
+        """Return scratch memory for tokens of a cache (pages, slots, heads, width)."""
         shape = (count, *cache.shape[2:])
         strides = contiguous_strides(shape, cache.itemsize)
-        lent = scratch.borrow(self._device, count * strides[0], on)
+        memory = scratch.borrow(self._device, count * strides[0], stream)
         return ArrayView(
-            lent.pointer, shape, strides, cache.format, lent.device,
-            library=lent.library, owner=lent.owner,
+            memory.pointer, shape, strides, cache.format, memory.device,
+            library=memory.library, owner=memory.owner,
         )  # fmt: skip
 
 
-def _independent(
-    src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]
-) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+# --- Tiers ---
+
+
+class _HostPages:
+    """Pages of the host pool that hold an offloaded sequence.
+
+    Attributes
+    ----------
+    pages, save : the pages, and the transfer that fills them
+    """
+
+    def __init__(self, tiers: TieredCache, pages: Ints, save: Transfer) -> None:
+        self.pages = pages
+        self.save = save
+        self._tiers = tiers
+
+    def free(self) -> None:
+        """Free the pages, as soon as no transfer touches them."""
+        self._tiers.host_pool.allocator.free(self.pages)
+
+
+class Tiers:
+    """Moves sequences and their blocks between the pages of a paged cache and a tiered cache.
+
+    Attributes
+    ----------
+    tiered : the tiered cache, once attached
+    """
+
+    def __init__(self, pool: Pool, sequences: Sequences, access: PageAccess) -> None:
+        self.tiered: TieredCache | None = None
+        self._pool, self._sequences, self._access = pool, sequences, access
+
+    def attach(self, tiers: Any) -> None:
+        """Use a tiered cache from now on, and evict its blocks where pages are needed."""
+        if not isinstance(tiers, TieredCache):
+            raise TypeError(f"tiers: expected a TieredCache, got {tiers!r}")
+        if tiers.device_pool is not self._pool:
+            raise ValueError("tiers: expected one whose device_pool is the pool of this cache")
+        if self.tiered is not None:
+            raise ValueError("tiers: expected to be attached once, got a second one")
+        self.tiered = tiers
+        self._sequences.evict = self._evict
+
+    def require(self, name: str) -> TieredCache:
+        """Return the tiered cache; raise if there is none. `name` is the argument that needs it."""
+        if self.tiered is None:
+            raise ValueError(f"{name}: expected a cache with a tiered cache; call attach first")
+        return self.tiered
+
+    def acquire(self, hashes: Sequence[int]) -> Lease:
+        """Return a lease of the leading blocks that the tiered cache knows."""
+        return self.require("hashes").acquire(hashes, after=self._access.copy_stream_behind_all())
+
+    def offload(self, sequence: CachedSequence) -> None:
+        """Save the pages of a sequence to the host pool, and release them."""
+        tiers = self.require("seq")
+        if sequence.num_pages == 0:
+            return
+        pages = tiers.take_host_pages(sequence.num_pages)
+        stream = self._access.copy_stream
+        try:
+            with self._access.on(stream, sequence):
+                pass  # the save waits for what the copy stream waits for
+            save = tiers.engine.save(sequence.pages, pages, after=stream)
+            tiers.engine.flush()
+        except BaseException:
+            tiers.host_pool.allocator.free(pages)
+            raise
+        if len(self._sequences.owned(sequence, sequence.num_pages)) < sequence.num_pages:
+            # A sequence that shares a page may soon be its only owner, and write while it is read.
+            self._access.order.end(tiers.engine.save_stream)
+        self._sequences.offload(sequence, _HostPages(tiers, pages, save))
+
+    def onboard(self, sequence: CachedSequence) -> None:
+        """Load the pages of an offloaded sequence; one that is on the device stays as it is."""
+        host = sequence.offloaded
+        if host is None:
+            return
+        assert isinstance(host, _HostPages)
+        tiers = self.require("seq")
+        host.save.synchronize()
+        pages = self._sequences.allocate(len(host.pages))
+        try:
+            load = tiers.engine.load(host.pages, pages, after=self._access.copy_stream_behind_all())
+            tiers.engine.flush()
+        except BaseException:
+            self._pool.allocator.free(pages)
+            raise
+        self._sequences.onboard(sequence, pages, load)
+        host.free()
+
+    def publish(self, sequence: CachedSequence) -> set[int]:
+        """Give the tiered cache the full pages that only this sequence has and that have hashes.
+
+        Returns
+        -------
+        The pages that the tiered cache owns from now on
+        """
+        tiers = self.tiered
+        if tiers is None or tiers.closed or sequence.loads or sequence.offloaded:
+            return set()
+        count = min(len(sequence.hashes), sequence.committed // self._pool.page_size)
+        owned = self._sequences.owned(sequence, count)
+        pages = sequence.pages[owned].tolist()
+        if not pages:
+            return set()
+        hashes = [sequence.hashes[i] for i in owned.tolist()]
+        unneeded = tiers.insert(hashes, pages, after=self._access.copy_stream_behind_all())
+        return set(pages) - set(unneeded)
+
+    def _evict(self, num_pages: int) -> None:
+        """Evict blocks from the device, so that so many more pages are free."""
+        tiers, allocator = self.require("seq"), self._pool.allocator
+        try:
+            tiers.evict(num_pages)
+        except CacheFull:  # pages that transfers still touch are free soon
+            in_flight = allocator.num_pages - allocator.num_allocated - allocator.num_free
+            tiers.evict(max(0, num_pages - in_flight))
+
+
+# --- Arguments of copies ---
+
+
+def _independent(src: Ints, dst: Ints) -> list[tuple[Ints, Ints]]:
     """Sort moves into the fewest batches, in each of which no slot is both read and written.
 
     A move goes behind those that write what it reads, and behind those that read what it writes;
@@ -161,30 +290,30 @@ def _independent(
     [6] to [5]
     [7] to [6]
     """
-    read: dict[int, int] = {}  # the last batch that reads a slot, and that writes one
-    written: dict[int, int] = {}
+    read: dict[int, int] = {}  # by slot, the last batch that reads it
+    written: dict[int, int] = {}  # and the last that writes it
     batches: list[dict[int, int]] = [{}]  # target: source
     for source, target in zip(src.tolist(), dst.tolist(), strict=True):
         if source == target:
             continue
-        place = max(written.get(source, -1) + 1, read.get(target, -1) + 1, written.get(target, 0))
-        if place == len(batches):
+        batch = max(written.get(source, -1) + 1, read.get(target, -1) + 1, written.get(target, 0))
+        if batch == len(batches):
             batches.append({})
-        batches[place][target] = source
-        written[target] = place
-        read[source] = max(place, read.get(source, 0))
+        batches[batch][target] = source
+        written[target] = batch
+        read[source] = max(batch, read.get(source, 0))
     return [
-        (np.array([*batch.values()], np.int64), np.array([*batch], np.int64)) for batch in batches
+        (np.array([*moves.values()], np.int64), np.array([*moves], np.int64)) for moves in batches
     ]
 
 
-def _pairs(src: Any, dst: Any, count: int, what: str) -> list[np.ndarray[Any, Any]]:
-    """Return both lists as int64 arrays of their own, all numbers of them in 0..count-1."""
+def _pairs(src: Any, dst: Any, count: int, what: str) -> list[Ints]:
+    """Return both lists as int64 arrays of their own, with numbers from 0 to count - 1."""
     pairs = PagePairs(src, dst, _NAMES)
     sides = []
-    for name, numbers, given in zip(_NAMES, (pairs.src, pairs.dst), pairs.views, strict=True):
+    for name, numbers, array in zip(_NAMES, (pairs.src, pairs.dst), pairs.views, strict=True):
         if numbers is None:
-            raise TypeError(f"{name}: expected an array of the host, got one on {given.device}")
+            raise TypeError(f"{name}: expected an array of the host, got one on {array.device}")
         if ((numbers < 0) | (numbers >= count)).any():
             outside = numbers[(numbers < 0) | (numbers >= count)][0]
             raise ValueError(f"{name}: expected {what} from 0 to {count - 1}, got {outside}")

@@ -1,17 +1,134 @@
-"""Which pages, and how many tokens, the sequences of a paged cache have. Host work only."""
+"""Which pages, and how many tokens, the sequences of a paged cache have. Host work only.
+
+A token has a *position*, counted in what is cached, and a *place*, which says where its row lies:
+`pages[place // page_size]`, offset `place % page_size`. They differ where a sliding window has
+evicted tokens behind the sinks: the evicted places lie between, until they fill pages that can be
+freed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
 from ...errors import CacheFull, UnknownSequence
+from ...ops import checks
 from ..pages import PageAllocator
 from ..tiered.lease import Lease
-from .leases import LeaseArrival, LeasedPages
-from .sequence import Arrival, CachedSequence, Ints, Reservation
+
+Ints = np.ndarray[Any, Any]
+
+_FIRST_CAPACITY = 4  # pages
+
+
+class Arrival(Protocol):
+    """Pages on their way: a Transfer, or a Lease."""
+
+    def wait_layer(self, layer: int, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+
+
+class CachedSequence:
+    """One sequence.
+
+    Attributes
+    ----------
+    length : tokens cached, those of a pending tree included
+    evicted : places between the sinks and the token after them that hold no token
+    window, sinks : of a sliding window; window 0: none
+    parents : of the nodes of the tree that is not committed yet, which are its last tokens
+    hashes : by which a tiered cache knows its first full pages, or will know them
+    loads : transfers and leases that bring some of its pages
+    offloaded : where it is instead of on the device; None: it is on the device
+    """
+
+    __slots__ = (
+        "_pages", "evicted", "hashes", "length", "loads", "num_pages", "offloaded", "parents",
+        "sinks", "window",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.length = self.evicted = self.window = self.sinks = self.num_pages = 0
+        self.parents: list[int] = []
+        self.hashes: list[int] = []
+        self.loads: list[Arrival] = []
+        self.offloaded: OffloadedPages | None = None
+        self._pages = np.empty(_FIRST_CAPACITY, np.int32)
+
+    @property
+    def pages(self) -> Ints:
+        """Its pages in order, int32, a view."""
+        return self._pages[: self.num_pages]
+
+    @property
+    def end(self) -> int:
+        """The place of its next token."""
+        return self.length + self.evicted
+
+    @property
+    def committed(self) -> int:
+        """Tokens before the pending tree."""
+        return self.length - len(self.parents)
+
+    def extend(self, pages: Ints) -> None:
+        """Append pages."""
+        num_pages = self.num_pages + len(pages)
+        if num_pages > len(self._pages):
+            capacity = max(num_pages, 2 * len(self._pages))
+            self._pages = np.concatenate(
+                [self.pages, np.empty(capacity - self.num_pages, np.int32)]
+            )
+        self._pages[self.num_pages : num_pages] = pages
+        self.num_pages = num_pages
+
+    def places(self, start: int, stop: int) -> Ints:
+        """Return the places of the tokens at positions `start` to `stop` - 1, int64."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        if not self.evicted:
+            return positions
+        return positions + np.where(positions < self.sinks, 0, self.evicted)
+
+    def slots(self, places: Ints, page_size: int) -> Ints:
+        """Return the slots of places, int64."""
+        slots: Ints = self.pages[places // page_size].astype(np.int64)
+        slots *= page_size
+        slots += places % page_size
+        return slots
+
+    def evicted_before(self, length: int) -> int:
+        """Return how many evicted places lie before the end if it had `length` tokens."""
+        return self.evicted if length > self.sinks else 0
+
+
+class OffloadedPages(Protocol):
+    """Pages in host memory that a sequence holds instead of pages of the device."""
+
+    def free(self) -> None: ...
+
+
+@dataclass
+class Reservation:
+    """Pages for the tokens of a step, allocated but not yet part of any sequence.
+
+    Attributes
+    ----------
+    copies : sequence, index of its last page, and the page that replaces it, because the last one
+        is partial and shared
+    pages : all pages allocated
+    num_new : pages that each sequence gets beside those copies
+    """
+
+    pages: Ints
+    copies: list[tuple[CachedSequence, int, int]] = field(default_factory=list)
+    num_new: list[int] = field(default_factory=list)
+
+    def page_copies(self) -> tuple[list[int], list[int]]:
+        """Return the pages to copy, and where to."""
+        return [int(s.pages[i]) for s, i, _ in self.copies], [page for _, _, page in self.copies]
 
 
 class Sequences:
@@ -22,8 +139,8 @@ class Sequences:
         self._page_size = page_size
         self._references = np.zeros(allocator.num_pages, np.int32)
         self._leased = LeasedPages(self._references)
-        # Called with a number of pages that are wanted when there are fewer.
-        self.make_room: Callable[[int], object] | None = None
+        # Called when too few pages are free, with how many more are needed.
+        self.evict: Callable[[int], object] | None = None
         self._known: dict[Hashable, CachedSequence] = {}
         self.total_length = 0
 
@@ -35,70 +152,72 @@ class Sequences:
 
     def find(self, seq: Hashable, name: str = "seq") -> CachedSequence:
         """Return a sequence by its name; `name` is that of the argument, for errors."""
-        found = self._known.get(_hashable(seq, name))
-        if found is None:
+        sequence = self._known.get(_hashable(seq, name))
+        if sequence is None:
             raise UnknownSequence(f"{name}: expected a sequence of this cache, got {seq!r}")
-        return found
+        return sequence
 
     def add(self, seq: Hashable) -> CachedSequence:
         """Add an empty sequence."""
         self.require_new(seq, "seq")
-        made = self._known[seq] = CachedSequence()
-        return made
+        sequence = self._known[seq] = CachedSequence()
+        return sequence
 
     def require_new(self, seq: Hashable, name: str) -> None:
-        """Refuse a sequence that is there already."""
+        """Raise if there is such a sequence already."""
         if _hashable(seq, name) in self._known:
             raise ValueError(f"{name}: expected a new sequence, got {seq!r}, which is cached")
 
-    def adopt(self, seq: Hashable, made: CachedSequence, reserved: Reservation, count: int) -> None:
+    def adopt(
+        self, seq: Hashable, sequence: CachedSequence, reserved: Reservation, count: int
+    ) -> None:
         """Add a sequence with the pages that were reserved for its tokens."""
-        self._known[seq] = made
-        self.grow([made], [count], reserved)
+        self._known[seq] = sequence
+        self.grow([sequence], [count], reserved)
 
     def share(self, seq: Hashable, lease: Lease) -> CachedSequence:
         """Add a sequence of the pages that a lease pins, for as long as it or a fork uses one."""
-        made = self.add(seq)
+        sequence = self.add(seq)
         if lease.num_blocks == 0:
             lease.release()
-            return made
-        made.extend(lease.pages)
+            return sequence
+        sequence.extend(lease.pages)
         self._references[lease.pages] += 1
         self._leased.add(lease)
-        made.length = lease.num_blocks * self._page_size
-        made.arriving.append(LeaseArrival(lease))
-        self.total_length += made.length
-        return made
+        sequence.length = lease.num_blocks * self._page_size
+        sequence.loads.append(LeaseArrival(lease))
+        self.total_length += sequence.length
+        return sequence
 
     def owned(self, sequence: CachedSequence, count: int) -> Ints:
-        """Return which of the first pages of a sequence nobody else refers to, by index."""
-        found: Ints = np.flatnonzero(self._references[sequence.pages[:count]] == 1)
-        return found
+        """Return the indices of those of its first `count` pages that no other sequence shares."""
+        indices: Ints = np.flatnonzero(self._references[sequence.pages[:count]] == 1)
+        return indices
 
-    def remove(self, seq: Hashable, given_away: Collection[int] = ()) -> None:
-        """Drop a sequence; pages that nobody else refers to become free.
+    def remove(self, seq: Hashable, published: Collection[int] = ()) -> None:
+        """Drop a sequence; pages that no other shares become free.
 
         Parameters
         ----------
-        given_away : pages of it alone that now are somebody else's
+        published : pages of this sequence alone that a tiered cache owns from now on
         """
-        gone = self.find(seq)
-        if gone.away is not None:
-            gone.away.drop()
-        if given_away:
-            self._references[list(given_away)] = 0
-            kept = [page for page in gone.pages.tolist() if page not in given_away]
-            self._release(np.array(kept, np.int64))
+        sequence = self.find(seq)
+        if sequence.offloaded is not None:
+            sequence.offloaded.free()
+        if published:
+            self._references[list(published)] = 0
+            rest = [page for page in sequence.pages.tolist() if page not in published]
+            self._release(np.array(rest, np.int64))
         else:
-            self._release(gone.pages)
-        self.total_length -= gone.length
+            self._release(sequence.pages)
+        self.total_length -= sequence.length
         del self._known[seq]
 
     def clear(self) -> None:
         """Drop all sequences."""
         for sequence in self._known.values():
-            if sequence.away is not None:
-                sequence.away.drop()
+            if sequence.offloaded is not None:
+                sequence.offloaded.free()
             self._release(sequence.pages)
         self._known.clear()
         self.total_length = 0
@@ -106,60 +225,59 @@ class Sequences:
     # --- Growing and shrinking ---
 
     def reserve(self, sequences: Sequence[CachedSequence], counts: Sequence[int]) -> Reservation:
-        """Take the pages that sequences need for so many more tokens.
+        """Allocate the pages that sequences need for so many more tokens each.
 
         Raises
         ------
-        CacheFull : there are too few; none was taken
+        CacheFull : there are too few; none was allocated
         """
         size = self._page_size
-        left: dict[int, int] = {}  # pages that some here no longer refer to
+        dropped: dict[int, int] = {}  # references to a page that copies of this call replace
         shared: list[tuple[CachedSequence, int]] = []
-        more = []
+        num_new = []
         for sequence, count in zip(sequences, counts, strict=True):
-            end = sequence.length + sequence.hole
+            end = sequence.end
             last = sequence.num_pages - 1
             if end % size:
                 page = int(sequence.pages[last])
-                if self._references[page] - left.get(page, 0) > 1:
-                    left[page] = left.get(page, 0) + 1
+                if self._references[page] - dropped.get(page, 0) > 1:
+                    dropped[page] = dropped.get(page, 0) + 1
                     shared.append((sequence, last))
-            more.append(-(-(end + count) // size) - last - 1)
-        wanted = len(shared) + sum(more)
-        pages = self.allocate(wanted)
+            num_new.append(-(-(end + count) // size) - last - 1)
+        pages = self.allocate(len(shared) + sum(num_new))
         copies = [(s, i, int(page)) for (s, i), page in zip(shared, pages, strict=False)]
-        return Reservation(pages, copies, more)
+        return Reservation(pages, copies, num_new)
 
-    def give_back(self, reservation: Reservation) -> None:
+    def cancel(self, reservation: Reservation) -> None:
         """Free what was reserved and is not to be used."""
         self._allocator.free(reservation.pages)
 
     def grow(
         self, sequences: Sequence[CachedSequence], counts: Sequence[int], reserved: Reservation
     ) -> list[tuple[CachedSequence, int, int]]:
-        """Let sequences have the reserved pages, and so many more tokens.
+        """Append so many tokens to each sequence, in the reserved pages.
 
         Returns
         -------
-        sequence, index, page : the shared pages that were replaced. They stay referred to until
-            `settle` or `shrink`
+        sequence, index, page : the shared pages that were replaced. They keep their references
+            until `release_replaced` or `shrink`
         """
         self._references[reserved.pages] = 1
         replaced = []
         for sequence, index, page in reserved.copies:
             replaced.append((sequence, index, int(sequence.pages[index])))
             sequence.pages[index] = page
-        at = len(reserved.copies)
-        for sequence, count, more in zip(sequences, counts, reserved.more, strict=True):
-            if more:
-                sequence.extend(reserved.pages[at : at + more])
-                at += more
+        start = len(reserved.copies)
+        for sequence, count, num_new in zip(sequences, counts, reserved.num_new, strict=True):
+            if num_new:
+                sequence.extend(reserved.pages[start : start + num_new])
+                start += num_new
             sequence.length += count
         self.total_length += sum(counts)
         return replaced
 
-    def settle(self, replaced: Sequence[tuple[CachedSequence, int, int]]) -> None:
-        """Let go of the shared pages that `grow` replaced."""
+    def release_replaced(self, replaced: Sequence[tuple[CachedSequence, int, int]]) -> None:
+        """Release the shared pages that `grow` replaced."""
         for _, _, page in replaced:  # one by one: several may have shared it
             self._release(np.array([page]))
 
@@ -179,32 +297,32 @@ class Sequences:
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Drop the tokens from position `length` on."""
         self.total_length += length - sequence.length
-        sequence.hole = sequence.hole_at(length)
+        sequence.evicted = sequence.evicted_before(length)
         sequence.length = length
-        keep = -(-sequence.end // self._page_size)
-        gone = sequence.pages[keep:]
-        sequence.num_pages = keep
-        self._release(gone)
+        num_pages = -(-sequence.end // self._page_size)
+        dropped = sequence.pages[num_pages:]
+        sequence.num_pages = num_pages
+        self._release(dropped)
 
     def slide(self, sequence: CachedSequence) -> None:
-        """Drop the tokens that have left a sequence's window, and the pages that only they had."""
+        """Evict the tokens that have left a sequence's window, and the pages that only they had."""
         beyond = sequence.length - sequence.window
         if not sequence.window or beyond <= 0:
             return
         size = self._page_size
         sequence.length -= beyond
-        sequence.hole += beyond
-        del sequence.hashes[sequence.sinks // size :]  # of what comes behind a gap they say nothing
+        sequence.evicted += beyond
+        del sequence.hashes[sequence.sinks // size :]  # they do not describe what follows a gap
         self.total_length -= beyond
-        first = -(-sequence.sinks // size)  # page that begins within the hole
-        last = (sequence.sinks + sequence.hole) // size
+        first = -(-sequence.sinks // size)  # the first page that begins within the evicted span
+        last = (sequence.sinks + sequence.evicted) // size
         if last > first:
-            gone = sequence.pages[first:last].copy()
-            kept = sequence.pages[last:].copy()
+            dropped = sequence.pages[first:last].copy()
+            rest = sequence.pages[last:].copy()
             sequence.num_pages = first
-            sequence.extend(kept)
-            sequence.hole -= (last - first) * size
-            self._release(gone)
+            sequence.extend(rest)
+            sequence.evicted -= (last - first) * size
+            self._release(dropped)
 
     # --- Sharing ---
 
@@ -213,79 +331,208 @@ class Sequences:
 
         Returns
         -------
-        source, target : pages to be copied, because the last page is partial; None if it is not
+        source, target : pages to be copied, because the last page is partial; None if it is full
 
         Raises
         ------
-        CacheFull : there is no page for it; nothing has changed
+        CacheFull : no page is free for the copy; nothing has changed
         """
-        hole = parent.hole_at(at)
-        full, partial = divmod(at + hole, self._page_size)
+        evicted = parent.evicted_before(at)
+        full, partial = divmod(at + evicted, self._page_size)
         fresh = self.allocate(1 if partial else 0)
-        made = self.add(child)
-        made.length, made.hole = at, hole
-        made.window, made.sinks = parent.window, parent.sinks
-        made.hashes = parent.hashes[: at // self._page_size]
-        made.arriving = list(parent.arriving)
-        made.extend(parent.pages[:full])
-        made.extend(fresh)
-        self._references[made.pages] += 1
+        sequence = self.add(child)
+        sequence.length, sequence.evicted = at, evicted
+        sequence.window, sequence.sinks = parent.window, parent.sinks
+        sequence.hashes = parent.hashes[: at // self._page_size]
+        sequence.loads = list(parent.loads)
+        sequence.extend(parent.pages[:full])
+        sequence.extend(fresh)
+        self._references[sequence.pages] += 1
         self.total_length += at
         return (int(parent.pages[full]), int(fresh[0])) if partial else None
 
     def shared(self, sequence: CachedSequence, places: Ints) -> Ints:
-        """Return which of a sequence's pages hold some places and are shared, by index."""
-        indices = np.unique(places // self._page_size)
-        found: Ints = indices[self._references[sequence.pages[indices]] > 1]
-        return found
+        """Return the indices of a sequence's pages that hold some places and are shared."""
+        indices: Ints = np.unique(places // self._page_size)
+        shared: Ints = indices[self._references[sequence.pages[indices]] > 1]
+        return shared
 
     def replace(self, sequence: CachedSequence, indices: Ints, pages: Ints) -> None:
-        """Give a sequence allocated pages in place of others."""
-        gone = sequence.pages[indices]
+        """Replace pages of a sequence with allocated ones."""
+        replaced = sequence.pages[indices]
         sequence.pages[indices] = pages
         self._references[pages] = 1
-        self._release(gone)
+        self._release(replaced)
 
     def allocate(self, count: int) -> Ints:
-        """Take pages, for which room is made where that can be done.
+        """Allocate pages; a tiered cache evicts blocks where too few are free.
 
         Raises
         ------
-        CacheFull : there are too few; none was taken
+        CacheFull : there are too few; none was allocated
         """
         if count == 0:
             return np.empty(0, np.int64)
-        if self.make_room is not None and self._allocator.num_free < count:
-            with suppress(CacheFull):  # pages in flight may do
-                self.make_room(count - self._allocator.num_free)
+        if self.evict is not None and self._allocator.num_free < count:
+            with suppress(CacheFull):  # pages in flight may suffice
+                self.evict(count - self._allocator.num_free)
         return self._allocator.alloc(count)
 
-    def leave(self, sequence: CachedSequence, away: object) -> None:
-        """Let a sequence be somewhere else, and its pages go."""
-        gone = sequence.pages.copy()
-        sequence.num_pages, sequence.away = 0, away
-        sequence.arriving.clear()
-        self._release(gone)
+    def offload(self, sequence: CachedSequence, offloaded: OffloadedPages) -> None:
+        """Replace the pages of a sequence with pages in host memory."""
+        pages = sequence.pages.copy()
+        sequence.num_pages, sequence.offloaded = 0, offloaded
+        sequence.loads.clear()
+        self._release(pages)
 
-    def come_back(self, sequence: CachedSequence, pages: Ints, arrival: Arrival) -> None:
-        """Let a sequence have allocated pages again, which a transfer fills."""
+    def onboard(self, sequence: CachedSequence, pages: Ints, load: Arrival) -> None:
+        """Give a sequence allocated pages of the device again, which a transfer fills."""
         self._references[pages] = 1
         sequence.extend(pages)
-        sequence.away = None
-        sequence.arriving.append(arrival)
+        sequence.offloaded = None
+        sequence.loads.append(load)
 
     def is_shared(self, page: int) -> bool:
         """Return whether several sequences refer to a page."""
         return bool(self._references[page] > 1)
 
     def _release(self, pages: Ints) -> None:
-        """Refer to pages, each once, no more."""
+        """Drop one reference to each of some pages; those without any are freed."""
         if len(pages) == 0:
             return
         self._references[pages] -= 1
         self._allocator.free(pages[self._references[pages] == 0])
         if len(self._leased):
-            self._leased.give_back(pages.tolist())
+            self._leased.release_unused(pages.tolist())
+
+
+class LeaseArrival:
+    """What a lease brings, for as long as it is held.
+
+    Notes
+    -----
+    A sequence may outlive the lease that it began with: nobody in the cache then uses its pages,
+    and copies of them were made behind it.
+    """
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+
+    def wait_layer(self, layer: int, stream: Any = None) -> None:
+        """Let a stream wait for one layer."""
+        if not self._lease.released:
+            self._lease.wait_layer(layer, stream)
+
+    def wait(self, stream: Any = None) -> None:
+        """Let a stream wait for all layers."""
+        if not self._lease.released:
+            self._lease.wait(stream)
+
+
+class LeasedPages:
+    """Leases of pages that a tiered cache owns, each held while a sequence uses one of its pages.
+
+    Notes
+    -----
+    Each lease refers to its pages, as sequences do: so a page has more references than leases while
+    it is in use, and no sequence writes to it, because it is shared.
+    """
+
+    def __init__(self, references: Ints) -> None:
+        self._references = references
+        self._of: dict[int, list[Lease]] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def add(self, lease: Lease) -> None:
+        """Hold a lease, whose pages a sequence uses."""
+        for page in lease.pages.tolist():
+            self._of.setdefault(page, []).append(lease)
+        self._references[lease.pages] += 1
+
+    def release_unused(self, pages: Iterable[int]) -> None:
+        """Release the leases of some pages of which no page is in use any more."""
+        leases = {id(lease): lease for page in pages for lease in self._of.get(page, ())}
+        for lease in leases.values():
+            if all(self._references[p] == len(self._of[p]) for p in lease.pages.tolist()):
+                self._drop(lease)
+
+    def _drop(self, lease: Lease) -> None:
+        for page in lease.pages.tolist():
+            self._of[page].remove(lease)
+            if not self._of[page]:
+                del self._of[page]
+        self._references[lease.pages] -= 1
+        lease.release()
+
+
+# --- Token trees: drafts that branch, each node with its parent ---
+
+
+def check_tree_nodes(parents: Any, pending: int, count: int, name: str) -> list[int]:
+    """Return the parents of a step's nodes as a list of ints.
+
+    Parameters
+    ----------
+    parents : of the nodes `pending` to `pending + count` - 1 of a tree
+    name : of the argument, for errors
+
+    Raises
+    ------
+    TypeError, ValueError : there are not `count`, or one is neither -1 nor an earlier node
+    """
+    try:
+        values = parents.tolist() if isinstance(parents, np.ndarray) else list(parents)
+    except TypeError:
+        raise TypeError(f"{name}: expected a list of parents, got {parents!r}") from None
+    if len(values) != count:
+        raise ValueError(f"{name}: expected {count} parents, one an appended token, got {values}")
+    for node, parent in enumerate(values, pending):
+        checks.require_int(parent, name)
+        if not -1 <= parent < node:
+            raise ValueError(
+                f"{name}: expected for node {node} a parent from -1 to {node - 1}, got {parent}"
+            )
+    return [int(parent) for parent in values]
+
+
+def tree_depths(parents: Sequence[int]) -> list[int]:
+    """Return how far below its root each node is.
+
+    >>> tree_depths([-1, 0, 0, 2, -1])
+    [0, 1, 1, 2, 0]
+    """
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
+def tree_mask(parents: Sequence[int]) -> Ints:
+    """Return which nodes each node sees: itself and its ancestors, bool (nodes, nodes).
+
+    >>> tree_mask([-1, 0, 0]).astype(int).tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
+    """
+    sees = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            sees[node] |= sees[parent]
+    return sees
+
+
+def tree_path(parents: Sequence[int], leaf: int) -> list[int]:
+    """Return the nodes from the root to a leaf; none for leaf -1.
+
+    >>> tree_path([-1, 0, 0, 2], 3)
+    [0, 2, 3]
+    """
+    nodes = []
+    while leaf >= 0:
+        nodes.append(leaf)
+        leaf = parents[leaf]
+    return nodes[::-1]
 
 
 def _hashable(seq: Hashable, name: str) -> Hashable:

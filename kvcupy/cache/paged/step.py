@@ -1,27 +1,62 @@
-"""One step of a paged cache: which sequences get how many tokens, and the tables that say so."""
+"""A step of a paged cache, from begin_forward to end_forward.
+
+`Step` says which sequences get how many tokens, and computes the tables of that; `Steps` begins,
+ends and takes back steps as transactions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ...arrays import ArrayView
 from ...devices.protocol import Stream
-from ...errors import CaptureError
-from . import trees
-from .cascade import Cascade
-from .sequence import CachedSequence, Ints
-
-Room = dict[str, tuple[tuple[int, ...], str]]
-"""Arrays of fixed shapes, for a captured step: shape and format by name."""
-
-TABLE_BY_PLACE = "table_by_place"
-"""Name of a captured step's page table, (pages, sequences): what is in use is its first rows."""
+from ...errors import CaptureError, KvcupyError
+from ...ops import checks
+from ..storage import Pool
+from .access import AccessOrder, PageAccess
+from .layers import Layers
+from .moves import PageMover
+from .sequences import (
+    CachedSequence,
+    Ints,
+    Sequences,
+    check_tree_nodes,
+    tree_depths,
+    tree_mask,
+    tree_path,
+)
+from .tables import TRANSPOSED_TABLE, Shapes, StepTables, TableRing
 
 _PER_SEQUENCE = ("seq_lens", "hole_starts", "holes")
+
+# In a cascade, shared keys are read once instead of once per sequence; in return every token's
+# result is written, read and merged, twice in float32, by two more launches. Where the host device
+# breaks even; not tried on a GPU, whose L2 has some of what is read again.
+_MIN_SAVED = 20  # times those bytes
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """A batch in groups of neighbours, each with a prefix that all its sequences have.
+
+    Attributes
+    ----------
+    lengths : tokens of each group's prefix, int32 (groups,); 0 where there is none
+    counts : sequences of each group
+    pages : of each prefix, int32 (groups, most pages), padded with zeros
+    """
+
+    lengths: Ints
+    counts: Ints
+    pages: Ints
+
+    @property
+    def saved_keys(self) -> int:
+        """Keys that need not be read again."""
+        return int(((self.counts - 1).astype(np.int64) * self.lengths).sum())
 
 
 @dataclass
@@ -30,11 +65,11 @@ class Step:
 
     Attributes
     ----------
-    names, sequences, counts : who gets how many tokens, in the order of their rows
+    names, sequences, counts : which sequences get how many tokens, in the order of their rows
     in_tree : for each, whether its tokens are nodes of a tree
-    page_size, max_pages : slots a page; pages of a sequence that a captured step has room for
+    page_size, max_pages : slots per page; pages per sequence that a captured step has room for
     num_layers : of the cache
-    tree_positions : whether attention must be told the positions of a tree's nodes
+    tree_positions : whether attention needs the positions of a tree's nodes, to rotate their keys
     cascade : prefixes to be attended first, or None
     replaced : shared pages that were copied for it (`Sequences.grow`)
     """
@@ -54,27 +89,27 @@ class Step:
         self.num_tokens = sum(self.counts)
         self.has_trees = any(self.in_tree)
         self.is_decode = self.num_tokens == len(self.counts) and not self.has_trees
-        self._arriving = list({id(a): a for s in self.sequences for a in s.arriving}.values())
-        self._awaited = 0  # layers
         self.num_pages = max(s.num_pages for s in self.sequences)  # of the longest
+        self._loads = list({id(load): load for s in self.sequences for load in s.loads}.values())
+        self._layers_waited = 0
 
     @property
-    def has_arrived(self) -> bool:
-        """Whether all that was on its way to its sequences has been waited for."""
-        return self._awaited == self.num_layers
+    def is_loaded(self) -> bool:
+        """Whether the pages of its sequences have been waited for in all layers."""
+        return self._layers_waited == self.num_layers
 
-    def await_layer(self, layer: int, stream: Stream) -> None:
-        """Make a stream wait for a layer of the pages that are on their way to its sequences."""
-        for arrival in self._arriving:
-            arrival.wait_layer(layer, stream)
-        if self._arriving and layer == self._awaited:  # out of order: once more in the next step
-            self._awaited += 1
+    def wait_layer(self, layer: int, stream: Stream) -> None:
+        """Make a stream wait until a layer of the pages of its sequences is loaded."""
+        for load in self._loads:
+            load.wait_layer(layer, stream)
+        if self._loads and layer == self._layers_waited:  # out of order: again in the next step
+            self._layers_waited += 1
 
-    def launching(self, stream: Stream) -> None:
-        """Make a stream wait for all of them, before a launch of a graph."""
-        for arrival in self._arriving:
-            arrival.wait(stream)
-        self._awaited = self.num_layers
+    def before_launch(self, stream: Stream) -> None:
+        """Make a stream wait until all layers are loaded, before a launch of a graph."""
+        for load in self._loads:
+            load.wait(stream)
+        self._layers_waited = self.num_layers
 
     def tables(self) -> dict[str, Ints]:
         """Return the tables of the step as host arrays.
@@ -87,161 +122,120 @@ class Step:
         prefix_table int32 (groups, pages), prefix_lens, prefix_queries int32 (groups,), key_starts
         int32 (B,)
         """
-        found = self._by_sequence()
         table = np.zeros((len(self.sequences), self.num_pages), np.int32)
-        for row, sequence in zip(table, self.sequences, strict=True):
-            row[: sequence.num_pages] = sequence.pages
-        found.update(self._by_token(found, table))
-        found["block_table"] = table
-        if not found["holes"].any():
-            del found["hole_starts"], found["holes"]
+        tables = self._plain(table)
+        tables["block_table"] = table
+        if not self._evicts:
+            del tables["hole_starts"], tables["holes"]
         if not self.is_decode:
-            found["query_lens"] = np.array(self.counts, np.int32)
+            tables["query_lens"] = np.array(self.counts, np.int32)
         if self.has_trees:
-            self._add_trees(found)
+            self._add_trees(tables)
         if self.cascade is not None:
-            self._add_cascade(found, self.cascade)
-        return found
+            self._add_cascade(tables, self.cascade)
+        return tables
 
-    def room(self) -> Room:
-        """Return the arrays that a captured step like this one reads.
+    def captured_shapes(self) -> Shapes:
+        """Return shape and format of the arrays that a captured step like this one reads.
 
         Raises
         ------
-        CaptureError : it is no decode step
+        CaptureError : some sequence gets more than one token, or nodes of a tree
         """
         if not self.is_decode:
             raise CaptureError("append_lengths: expected one token a sequence in a captured step")
         count = len(self.counts)
-        shapes: Room = {"slots": ((count,), "int64"), "positions": ((count,), "int32")}
+        shapes: Shapes = {"slots": ((count,), "int64"), "positions": ((count,), "int32")}
         shapes.update({name: ((count,), "int32") for name in _PER_SEQUENCE})
-        shapes[TABLE_BY_PLACE] = ((self.max_pages, count), "int32")
+        shapes[TRANSPOSED_TABLE] = ((self.max_pages, count), "int32")
         return shapes
 
-    def fixed(self, room: Room) -> dict[str, Ints]:
-        """Return the tables for a captured step; it may have had more sequences.
+    def captured_tables(self, shapes: Shapes) -> dict[str, Ints]:
+        """Return the tables for a captured step, which may have had more sequences.
 
         Raises
         ------
         ValueError : this step does not fit; the message says why
         """
-        most_pages, most = room[TABLE_BY_PLACE][0]
+        max_pages, max_count = shapes[TRANSPOSED_TABLE][0]
         count = len(self.counts)
-        if not self.is_decode or count > most:
+        if not self.is_decode or count > max_count:
             raise ValueError(
-                f"append_lengths: expected one token each for at most {most} sequences, as in the "
-                f"captured step, got {self.num_tokens} for {count}"
+                f"append_lengths: expected one token each for at most {max_count} sequences, as in "
+                f"the captured step, got {self.num_tokens} for {count}"
             )
-        if self.num_pages > most_pages:
+        if self.num_pages > max_pages:
             raise ValueError(
-                f"seqs: expected at most {most_pages} pages each, which the captured step has room "
+                f"seqs: expected at most {max_pages} pages each, which the captured step has room "
                 f"for (max_seq_len), got {self.num_pages}"
             )
-        found = self._by_sequence()
-        table = np.zeros((self.num_pages, most), np.int32)
-        for i, sequence in enumerate(self.sequences):
-            table[: sequence.num_pages, i] = sequence.pages
-        found.update(self._by_token(found, table.T))
-        padded: dict[str, Ints] = {n: np.zeros(most, a.dtype) for n, a in found.items()}
+        table = np.zeros((self.num_pages, max_count), np.int32)
+        tables = self._plain(table.T)
+        padded: dict[str, Ints] = {n: np.zeros(max_count, a.dtype) for n, a in tables.items()}
         padded["slots"].fill(-1)
-        for name, array in found.items():
+        for name, array in tables.items():
             padded[name][:count] = array
-        padded[TABLE_BY_PLACE] = table
-        return {name: padded[name] for name in room}
+        padded[TRANSPOSED_TABLE] = table
+        return {name: padded[name] for name in shapes}
 
     # --- Parts of the tables ---
 
-    def _by_sequence(self) -> dict[str, Ints]:
-        sequences = self.sequences
-        return {
-            "seq_lens": np.array([s.length for s in sequences], np.int32),
-            "hole_starts": np.array([s.sinks for s in sequences], np.int32),
-            "holes": np.array([s.hole for s in sequences], np.int32),
-        }
+    def _plain(self, table: Ints) -> dict[str, Ints]:
+        """Write the pages of each sequence into its row; return what every step has beside it.
 
-    def _by_token(self, by_sequence: dict[str, Ints], table: Ints) -> dict[str, Ints]:
+        Methods of arrays rather than functions of NumPy, which go through several Python frames.
+        """
+        lengths, sinks, evicted = [], [], []
+        for row, sequence in zip(table, self.sequences, strict=False):
+            row[: sequence.num_pages] = sequence.pages
+            lengths.append(sequence.length)
+            sinks.append(sequence.sinks)
+            evicted.append(sequence.evicted)
+        self._evicts = any(evicted)
+        tables = {
+            "seq_lens": np.array(lengths, np.int32), "hole_starts": np.array(sinks, np.int32),
+            "holes": np.array(evicted, np.int32),
+        }  # fmt: skip
         counts = np.array(self.counts)
-        rows = np.repeat(np.arange(len(counts)), counts)
-        first_rows = np.cumsum(counts) - counts
-        starts = by_sequence["seq_lens"] - counts - first_rows
+        rows = np.arange(len(counts)).repeat(counts)
+        first_rows = counts.cumsum() - counts
+        starts = tables["seq_lens"] - counts - first_rows
         positions = starts[rows] + np.arange(self.num_tokens)
-        places = positions + by_sequence["holes"][rows]
-        page, offset = np.divmod(places, self.page_size)
-        slots = table[rows, page].astype(np.int64) * self.page_size + offset
-        for i in np.flatnonzero(self.in_tree):
-            sequence, first, count = self.sequences[i], first_rows[i], self.counts[i]
-            new = trees.depths(sequence.parents)[-count:]
-            positions[first : first + count] = sequence.committed + np.array(new)
-        return {"slots": slots, "positions": positions.astype(np.int32)}
+        page, offset = np.divmod(positions + tables["holes"][rows], self.page_size)
+        tables["slots"] = table[rows, page].astype(np.int64) * self.page_size + offset
+        for i, in_tree in enumerate(self.in_tree):
+            if in_tree:
+                sequence, first, count = self.sequences[i], first_rows[i], self.counts[i]
+                depths = tree_depths(sequence.parents)[-count:]
+                positions[first : first + count] = sequence.committed + np.array(depths)
+        tables["positions"] = positions.astype(np.int32)
+        return tables
 
-    def _add_trees(self, found: dict[str, Ints]) -> None:
+    def _add_trees(self, tables: dict[str, Ints]) -> None:
         sequences = self.sequences
         nodes = [len(s.parents) for s in sequences]
         mask = np.zeros((self.num_tokens, max(nodes)), bool)
         first = 0
         for sequence, count in zip(sequences, self.counts, strict=True):
             if sequence.parents:
-                seen = trees.mask(sequence.parents)[-count:]
-                mask[first : first + count, : seen.shape[1]] = seen
+                visible = tree_mask(sequence.parents)[-count:]
+                mask[first : first + count, : visible.shape[1]] = visible
             first += count
-        found["tree_lens"] = np.array(nodes, np.int32)
-        found["tree_mask"] = mask
+        tables["tree_lens"] = np.array(nodes, np.int32)
+        tables["tree_mask"] = mask
         if self.tree_positions:
             tails = np.zeros((len(sequences), max(nodes)), np.int32)
             for row, sequence in zip(tails, sequences, strict=True):
-                row[: len(sequence.parents)] = trees.depths(sequence.parents)
+                row[: len(sequence.parents)] = tree_depths(sequence.parents)
                 row += sequence.committed
-            found["tail_positions"] = tails
+            tables["tail_positions"] = tails
 
-    def _add_cascade(self, found: dict[str, Ints], cascade: Cascade) -> None:
+    def _add_cascade(self, tables: dict[str, Ints], cascade: Cascade) -> None:
         first_sequences = np.cumsum(cascade.counts) - cascade.counts
-        found["prefix_lens"] = cascade.lengths
-        found["prefix_table"] = cascade.pages
-        found["prefix_queries"] = np.add.reduceat(np.array(self.counts, np.int32), first_sequences)
-        found["key_starts"] = np.repeat(cascade.lengths, cascade.counts)
-
-
-def by_sequence(tables: Mapping[str, ArrayView]) -> ArrayView:
-    """Return a step's page table, (sequences, pages), in whichever order it lies."""
-    found = tables.get("block_table")
-    if found is not None:
-        return found
-    found = tables[TABLE_BY_PLACE]
-    return ArrayView(
-        found.pointer, found.shape[::-1], found.strides[::-1], found.format, found.device,
-        library=found.library, owner=found.owner,
-    )  # fmt: skip
-
-
-def check_batch(
-    seqs: Any, append_lengths: Any, token_tree: Any, name: str = "append_lengths"
-) -> tuple[list[Any], list[Any], Sequence[Any] | None]:
-    """Return the arguments of a step as lists of equal length; `name` is that of the second.
-
-    Raises
-    ------
-    TypeError, ValueError : one is no list, empty, or of another length
-    """
-    names, counts = _as_list(seqs, "seqs"), _as_list(append_lengths, name)
-    if not names:
-        raise ValueError("seqs: expected at least one sequence, got none")
-    if len(counts) != len(names):
-        raise ValueError(f"{name}: expected {len(names)} like seqs, got {len(counts)}")
-    if token_tree is None:
-        return names, counts, None
-    given = _as_list(token_tree, "token_tree")
-    if len(given) != len(names):
-        raise ValueError(f"token_tree: expected {len(names)} lists like seqs, got {len(given)}")
-    return names, counts, given
-
-
-def _as_list(values: Any, name: str) -> list[Any]:
-    if isinstance(values, np.ndarray):
-        return list(values.tolist())
-    try:
-        return list(values)
-    except TypeError:
-        raise TypeError(f"{name}: expected a list, got {values!r}") from None
+        tables["prefix_lens"] = cascade.lengths
+        tables["prefix_table"] = cascade.pages
+        tables["prefix_queries"] = np.add.reduceat(np.array(self.counts, np.int32), first_sequences)
+        tables["key_starts"] = np.repeat(cascade.lengths, cascade.counts)
 
 
 class PageLists:
@@ -261,13 +255,377 @@ class PageLists:
             "indptr": indptr, "indices": indices, "last_page_len": np.array(last, np.int32)
         }  # fmt: skip
 
-    def room(self) -> Room:
-        """Refuse to be captured."""
+    def captured_shapes(self) -> Shapes:
+        """Raise: the lists cannot be captured."""
         raise CaptureError("page_table_csr: its lengths differ from step to step; use block_table")
 
-    def fixed(self, room: Room) -> dict[str, Ints]:
-        """Refuse likewise: there is no room for it."""
+    def captured_tables(self, shapes: Shapes) -> dict[str, Ints]:
+        """Raise: no captured step has the lists."""
         raise CaptureError("page_table_csr: no captured step has it")
 
-    def launching(self, stream: Stream) -> None:
+    def before_launch(self, stream: Stream) -> None:
         """Do nothing: no launch reads these lists."""
+
+
+class Steps:
+    """The steps of a cache: each takes effect as a whole or not at all.
+
+    Attributes
+    ----------
+    running : the step between its begin and its end, or None
+    tables : those of the running step
+    access : access to the pages outside of attention
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        layers: Layers,
+        sequences: Sequences,
+        *,
+        copy_stream: Any,
+        slots_in_flight: int,
+        max_batch_tokens: int,
+        max_positions: int | None,
+        max_pages: int,
+        cascade: bool | None,
+    ) -> None:
+        self._pool, self._layers, self._sequences = pool, layers, sequences
+        self._mover = PageMover(pool)
+        self._max_batch_tokens, self._max_positions = max_batch_tokens, max_positions
+        self._max_pages, self._cascade = max_pages, cascade
+        self._order = AccessOrder()
+        self._ring = TableRing(pool.device, copy_stream, slots_in_flight, self._order.begin)
+        # By the same uploader: a failure on the copy stream surfaces once.
+        self._lists_ring = TableRing(
+            pool.device, self._ring.uploader, slots_in_flight, self._order.begin
+        )
+        self.access = PageAccess(self._order, self._ring)
+        self._lists: StepTables | None = None
+        self.running: Step | None = None
+        self.tables: StepTables | None = None
+
+    def require_outside(self, seq: Hashable, name: str = "seq") -> None:
+        """Raise if a sequence belongs to the running step."""
+        if self.running is not None and seq in self.running.names:
+            raise KvcupyError(
+                f"{name}: {seq!r} belongs to the running step; call end_forward first"
+            )
+
+    # --- Steps ---
+
+    def begin(self, seqs: Any, append_lengths: Any, token_tree: Any) -> None:
+        """Append tokens to sequences; all or nothing."""
+        if self.running is not None:
+            raise KvcupyError("a step is running: call end_forward before begin_forward")
+        names, counts, entries = _check_batch(seqs, append_lengths, token_tree)
+        sequences = self._find(names)
+        for name, sequence in zip(names, sequences, strict=True):
+            require_on_device(sequence, name, "seqs")
+        self._check_counts(names, counts)
+        nodes = self._check_trees(names, sequences, counts, entries)
+        self._check_positions(names, sequences, counts, nodes)
+
+        reserved = self._sequences.reserve(sequences, counts)
+        try:
+            self._copy_pages(*reserved.page_copies(), *(s for s, _, _ in reserved.copies))
+        except BaseException:
+            self._sequences.cancel(reserved)
+            raise
+        replaced = self._sequences.grow(sequences, counts, reserved)
+        for sequence, new in zip(sequences, nodes, strict=True):
+            sequence.parents.extend(new or ())
+        self.running = Step(
+            names, sequences, counts, [new is not None for new in nodes],
+            self._pool.page_size, self._max_pages,
+            num_layers=self._pool.num_layers,
+            tree_positions=self._layers.rope.mode == "inline",
+            cascade=self._find_cascade(sequences, sum(counts)), replaced=replaced,
+        )  # fmt: skip
+        self.tables = self._ring.open(self.running)
+
+    def end(self) -> None:
+        """Close the running step; windows slide."""
+        step = self._require_running()
+        try:
+            self._close()
+        finally:
+            self._sequences.release_replaced(step.replaced)
+            for sequence in step.sequences:
+                if step.is_loaded:
+                    sequence.loads.clear()
+                if not sequence.parents:
+                    self._sequences.slide(sequence)
+
+    def abort(self) -> None:
+        """Close the running step and take its tokens back."""
+        step = self._require_running()
+        try:
+            self._close()
+        finally:
+            for sequence, n, in_tree in zip(step.sequences, step.counts, step.in_tree, strict=True):
+                if in_tree:
+                    del sequence.parents[-n:]
+            self._sequences.shrink(step.sequences, step.counts, step.replaced)
+
+    def lists(self) -> StepTables:
+        """Return the page lists of the running step, which are uploaded only if asked for."""
+        if self._lists is None:
+            assert self.running is not None
+            self._lists = self._lists_ring.open(PageLists(self.running))
+        return self._lists
+
+    def _require_running(self) -> Step:
+        if self.running is None:
+            raise KvcupyError("no step is running: call begin_forward before end_forward")
+        return self.running
+
+    def _close(self) -> None:
+        open_tables = [tables for tables in (self.tables, self._lists) if tables is not None]
+        self.running = self.tables = self._lists = None
+        try:
+            for tables in open_tables:
+                tables.close()
+        finally:
+            for stream in dict.fromkeys(s for tables in open_tables for s in tables.streams):
+                self._order.end(stream)
+
+    # --- Trees ---
+
+    def commit(self, seqs: Any, leaves: Any) -> None:
+        """Keep one path of each tree; all or nothing."""
+        names, chosen, _ = _check_batch(seqs, leaves, None, "leaves")
+        sequences = self._find(names)
+        paths = []
+        for name, sequence, leaf in zip(names, sequences, chosen, strict=True):
+            self.require_outside(name, "seqs")
+            if not sequence.parents:
+                raise ValueError(f"seqs: expected sequences with a token tree, got {name!r}")
+            checks.require_int(leaf, "leaves")
+            if not -1 <= leaf < len(sequence.parents):
+                raise ValueError(
+                    f"leaves: expected -1 to {len(sequence.parents) - 1} for {name!r}, got {leaf}"
+                )
+            paths.append(tree_path(sequence.parents, leaf))
+
+        src, dst = [], []
+        for sequence, path in zip(sequences, paths, strict=True):
+            places = sequence.places(sequence.committed, sequence.length)
+            slots = sequence.slots(places, self._pool.page_size)
+            src.append(slots[path])
+            dst.append(slots[: len(path)])
+        moved = np.concatenate(src) != np.concatenate(dst)
+        if moved.any():
+            stream = self.access.copy_stream
+            with self.access.on(stream, *sequences):
+                self._mover.move_slots(
+                    np.concatenate(src)[moved], np.concatenate(dst)[moved], stream
+                )
+        for sequence, path in zip(sequences, paths, strict=True):
+            length = sequence.committed + len(path)
+            sequence.parents.clear()
+            self._sequences.truncate(sequence, length)
+            self._sequences.slide(sequence)
+
+    # --- Pages ---
+
+    def fork(self, parent: CachedSequence, child: Hashable, at: int) -> None:
+        """Add a sequence that shares the first tokens of another."""
+        pages = self._sequences.fork(parent, child, at)
+        if pages is not None:
+            try:
+                self._copy_pages([pages[0]], [pages[1]], parent)
+            except BaseException:
+                self._sequences.remove(child)
+                raise
+
+    def unshare(self, sequence: CachedSequence, places: Ints) -> None:
+        """Copy the shared pages that hold some places of a sequence, so that it may write there."""
+        shared = self._sequences.shared(sequence, places)
+        if len(shared) == 0:
+            return
+        fresh = self._sequences.allocate(len(shared))
+        try:
+            self._copy_pages(sequence.pages[shared].tolist(), fresh.tolist(), sequence)
+        except BaseException:
+            self._pool.allocator.free(fresh)
+            raise
+        self._sequences.replace(sequence, shared, fresh)
+
+    def _copy_pages(self, src: list[int], dst: list[int], *sequences: CachedSequence) -> None:
+        if src:
+            with self.access.on(self.access.copy_stream, *sequences):
+                self._mover.copy_pages(src, dst, self.access.copy_stream)
+
+    # --- Checks ---
+
+    def _find(self, names: Sequence[Hashable]) -> list[CachedSequence]:
+        sequences = [self._sequences.find(name, "seqs") for name in names]
+        if len(set(names)) < len(names):
+            twice = next(name for i, name in enumerate(names) if name in names[:i])
+            raise ValueError(f"seqs: expected each sequence once, got {twice!r} twice")
+        return sequences
+
+    def _check_counts(self, names: Sequence[Hashable], counts: list[Any]) -> None:
+        for i, (name, n) in enumerate(zip(names, counts, strict=True)):
+            checks.require_int(n, "append_lengths")
+            if n < 1:
+                raise ValueError(f"append_lengths: expected at least 1 for {name!r}, got {n}")
+            counts[i] = int(n)
+        if sum(counts) > self._max_batch_tokens:
+            raise ValueError(
+                f"append_lengths: expected at most {self._max_batch_tokens} tokens a step "
+                f"(max_batch_tokens), got {sum(counts)}"
+            )
+
+    def _check_trees(
+        self,
+        names: Sequence[Hashable],
+        sequences: Sequence[CachedSequence],
+        counts: Sequence[int],
+        entries: Sequence[Any] | None,
+    ) -> list[list[int] | None]:
+        """Return the parents of each sequence's new nodes; None for plain tokens."""
+        nodes: list[list[int] | None] = []
+        for i, (name, sequence, n) in enumerate(zip(names, sequences, counts, strict=True)):
+            entry = None if entries is None else entries[i]
+            if entry is not None:
+                nodes.append(check_tree_nodes(entry, len(sequence.parents), n, "token_tree"))
+                continue
+            if sequence.parents:
+                raise ValueError(
+                    f"token_tree: expected parents for {name!r}, whose tree is not committed"
+                )
+            nodes.append(None)
+        return nodes
+
+    def _check_positions(
+        self,
+        names: Sequence[Hashable],
+        sequences: Sequence[CachedSequence],
+        counts: Sequence[int],
+        nodes: Sequence[list[int] | None],
+    ) -> None:
+        if self._max_positions is None:
+            return
+        for name, sequence, n, new in zip(names, sequences, counts, nodes, strict=True):
+            end = sequence.length + n
+            if new is not None:
+                end = sequence.committed + max(tree_depths([*sequence.parents, *new])) + 1
+            if end > self._max_positions:
+                raise ValueError(
+                    f"append_lengths: expected {name!r} to stay within the {self._max_positions} "
+                    f"positions of rope, got {end}"
+                )
+
+    def _find_cascade(self, sequences: Sequence[CachedSequence], num_tokens: int) -> Cascade | None:
+        if self._cascade is False or len(sequences) < 2:
+            return None
+        shared = [s.num_pages > 0 and self._sequences.is_shared(s.pages[0]) for s in sequences]
+        if sum(shared) < 2:
+            return None
+        cascade = find_cascade(sequences, shared, self._pool.page_size)
+        if cascade is None or self._cascade:
+            return cascade
+        layers = self._layers
+        pays = cascade_pays(cascade.saved_keys, num_tokens, layers.key_bytes, layers.state_bytes)
+        return cascade if pays else None
+
+
+# --- Arguments ---
+
+
+def require_on_device(sequence: CachedSequence, seq: Hashable, name: str) -> None:
+    """Raise if a sequence is offloaded."""
+    if sequence.offloaded is not None:
+        raise ValueError(f"{name}: {seq!r} is offloaded: call onboard first")
+
+
+def _check_batch(
+    seqs: Any, append_lengths: Any, token_tree: Any, name: str = "append_lengths"
+) -> tuple[list[Any], list[Any], Sequence[Any] | None]:
+    """Return the arguments of a step as lists of equal length; `name` is that of the second.
+
+    Raises
+    ------
+    TypeError, ValueError : an argument is not a list, is empty, or has another length
+    """
+    names, counts = _as_list(seqs, "seqs"), _as_list(append_lengths, name)
+    if not names:
+        raise ValueError("seqs: expected at least one sequence, got none")
+    if len(counts) != len(names):
+        raise ValueError(f"{name}: expected {len(names)} like seqs, got {len(counts)}")
+    if token_tree is None:
+        return names, counts, None
+    trees = _as_list(token_tree, "token_tree")
+    if len(trees) != len(names):
+        raise ValueError(f"token_tree: expected {len(names)} lists like seqs, got {len(trees)}")
+    return names, counts, trees
+
+
+def _as_list(values: Any, name: str) -> list[Any]:
+    if isinstance(values, np.ndarray):
+        return list(values.tolist())
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name}: expected a list, got {values!r}") from None
+
+
+# --- Shared prefixes ---
+
+
+def find_cascade(
+    sequences: Sequence[CachedSequence], is_shared: Sequence[bool], page_size: int
+) -> Cascade | None:
+    """Group neighbours by the leading pages that they share; None if none share any.
+
+    Parameters
+    ----------
+    is_shared : for each, whether another sequence shares its first page
+    """
+    groups: list[tuple[Ints, int]] = []  # pages of the prefix, sequences
+    for sequence, shared in zip(sequences, is_shared, strict=True):
+        pages = sequence.pages
+        if sequence.evicted:
+            pages = pages[: sequence.sinks // page_size]
+        if shared and groups:
+            prefix, count = groups[-1]
+            common = _num_common(prefix, pages)
+            # A third sequence joins only if the others lose nothing of what they share already.
+            if common and (count == 1 or common == len(prefix)):
+                groups[-1] = prefix[:common], count + 1
+                continue
+        groups.append((pages if shared else pages[:0], 1))
+    if len(groups) == len(sequences):
+        return None
+    prefixes = [prefix if count > 1 else prefix[:0] for prefix, count in groups]
+    lengths = np.array([len(prefix) for prefix in prefixes], np.int32)
+    table = np.zeros((len(prefixes), lengths.max()), np.int32)
+    for row, prefix in zip(table, prefixes, strict=True):
+        row[: len(prefix)] = prefix
+    counts = np.array([count for _, count in groups], np.int32)
+    return Cascade(lengths * page_size, counts, table)
+
+
+def _num_common(a: Ints, b: Ints) -> int:
+    """Return how many leading pages two lists have in common."""
+    count = min(len(a), len(b))
+    differ = np.flatnonzero(a[:count] != b[:count])
+    return int(differ[0]) if len(differ) else count
+
+
+def cascade_pays(saved_keys: int, num_tokens: int, key_bytes: int, state_bytes: int) -> bool:
+    """Return whether two passes and a merge move less than one pass.
+
+    Parameters
+    ----------
+    saved_keys : keys that one pass would read again
+    key_bytes : of K and V of a token in a layer
+    state_bytes : of the float32 result of one query token, all heads
+
+    >>> cascade_pays(31 * 2048, 32, 4096, 16384), cascade_pays(16, 2, 4096, 16384)
+    (True, False)
+    """
+    # Two states are written and read, and the result is written.
+    return saved_keys * key_bytes >= _MIN_SAVED * 5 * num_tokens * state_bytes
