@@ -40,15 +40,15 @@ def test_captures_of_one_step_share_their_tables(device):
     assert fresh["slots"].pointer != seen[0]["slots"].pointer
 
 
-def test_tables_have_the_room_of_the_source(device):
+def test_tables_have_the_shapes_of_the_source(device):
     world = World(device)
     source = Source(0, count=3)
     tables = world.ring.open(source)
     with world.compute.capture():
         views = tables.on(world.compute)
-    room = source.captured_shapes()
-    assert list(views) == list(room)
-    for name, (shape, format) in room.items():
+    shapes = source.captured_shapes()
+    assert list(views) == list(shapes)
+    for name, (shape, format) in shapes.items():
         view = views[name]
         assert (view.shape, view.format, view.device) == (shape, format, device.name)
         assert view.pointer % 16 == 0
@@ -262,17 +262,17 @@ def test_a_graph_may_be_launched_in_the_step_of_its_capture(device):
 @pytest.mark.parametrize("pages", [0, 1, 4, 7])
 def test_only_what_is_in_use_is_copied(device, pages):
     world = World(device)
-    graph, outs = world.capture(0, pages=4)  # with room for 7
+    graph, outs = world.capture(0, pages=4)  # with space for 7
     with observe.attached(Log()) as log:
         world.graph_step(1, graph, outs, pages=pages)
-    room = Source(0, pages=4).room()["table"][0]
+    full = Source(0, pages=4).captured_shapes()["table"][0]
     whole = next(op for op in log.operations if op.name == "copy").writes[0].view.size
     longest = World(device)
     full, full_outs = longest.capture(0, pages=4)
     with observe.attached(Log()) as log:
         longest.graph_step(1, full, full_outs, pages=7)
     most = next(op for op in log.operations if op.name == "copy").writes[0].view.size
-    assert most - whole == (room[0] - pages) * room[1] * 4
+    assert most - whole == (full[0] - pages) * full[1] * 4
     world.check()
 
 
@@ -543,7 +543,7 @@ def test_new_memory_while_the_current_stream_is_captured(api, gpu):
         assert ("copy", ring.copy_stream.pointer) not in order_of(api)
     tables.on(stream)
     tables.close()
-    with home.capture():  # there is room by now
+    with home.capture():  # the memory is large enough by now
         ring.open(Source(1)).on(stream)
 
 
