@@ -5,6 +5,7 @@ A batch of loads: wait for the fences | start | layer 0, event | layer 1, event 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -13,15 +14,22 @@ import numpy as np
 
 from ..errors import CaptureError, DeviceError
 from ..ops import transfer
+from .completion import waiting_stream
 
 if TYPE_CHECKING:
-    from ..devices.protocol import Device, Event, Stream
+    from ..devices.protocol import Event, Stream
+    from .engine import TransferEngine
 
 Pages = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Batch:
     """Calls of one direction that go out as one: a start, an event a layer (loads), an end.
+
+    It is the `Completion` that allocators ask before they hand out a page that it touches: a failed
+    one may still touch pages. It does not keep the engine: calls that were queued and never sent
+    touch nothing. While a stream of the engine is captured, calls stay queued, and it raises
+    `CaptureError`.
 
     Attributes
     ----------
@@ -32,7 +40,8 @@ class Batch:
     cause, layer : why the batch has failed, and in which layer, where that is known
     """
 
-    def __init__(self, kind: str, stream: Stream) -> None:
+    def __init__(self, engine: weakref.ref[TransferEngine], kind: str, stream: Stream) -> None:
+        self._engine = engine
         self.kind = kind
         self.stream = stream
         self.calls: list[tuple[int, int]] = []
@@ -64,16 +73,53 @@ class Batch:
             raise DeviceError(f"{self.name()}: waited for while it is being issued")
         return self.end if layer is None or self.kind == "save" else self.layer_events[layer]
 
-    def over(self) -> bool:
-        """Return whether the stream has passed all that was issued. Never raises a failure."""
+    @property
+    def failure(self) -> DeviceError | None:
+        return self.failure_of(None)
+
+    def done(self) -> bool:
+        """Return whether no page is touched any more; queued calls go out first."""
         if not self.issued:
-            return False
+            engine = self._engine()
+            if engine is None:
+                return True
+            if engine.telling:  # an allocator tidies up in the middle of a call
+                return False
+            engine.send()
+            if not self.issued:
+                return False
         try:
             return self.stream.done() if self.end is None else self.end.done()
         except CaptureError:
             return False
         except DeviceError:  # nothing that was issued before it touches a page any more
             return True
+
+    def synchronize(self) -> None:
+        """Wait until no page is touched any more; queued calls go out first."""
+        if not self.issued and (engine := self._engine()) is not None:
+            engine.send()
+        if self.issued:
+            self.join()
+
+    def wait(self, stream: Any = None) -> None:
+        self.block(waiting_stream(self.stream.device, stream, "a transfer"), None)
+
+    def wait_layer(self, layer: int, stream: Any = None) -> None:
+        self.block(waiting_stream(self.stream.device, stream, "a transfer"), layer)
+
+    def block(self, stream: Stream, layer: int | None, number: int | None = None) -> None:
+        """Let a stream wait for a layer or for all; DeviceError names one call, or all."""
+        self.raise_failure(number)
+        event = self.event(layer)
+        self.note(event)  # a stream would not be held up by a failure that has surfaced
+        self.raise_failure(number)
+        try:
+            stream.wait(event)
+        except DeviceError as error:
+            self.fail(error.__cause__ or error)
+        self.note(event)
+        self.raise_failure(number)
 
     def join(self) -> None:
         """Wait until the stream has passed all that was issued, and note what failed in it."""
@@ -116,13 +162,20 @@ class Batch:
         pages = sum(count for _, count in calls)
         return f"{names}: {pages} page{'' if pages == 1 else 's'}"
 
-    def raise_failure(self, number: int | None = None) -> None:
-        """Raise DeviceError if the batch has failed, naming one call, or all."""
+    def failure_of(self, number: int | None) -> DeviceError | None:
+        """Return the failure of the batch, if it has failed, naming one call, or all."""
         if self.cause is None:
-            return
+            return None
         where = "" if self.layer is None else f", layer {self.layer}"
         said = f"{type(self.cause).__name__}: {self.cause}"
-        raise DeviceError(f"{self.name(number)}{where}: {said}") from self.cause
+        failure = DeviceError(f"{self.name(number)}{where}: {said}")
+        failure.__cause__ = self.cause
+        return failure
+
+    def raise_failure(self, number: int | None = None) -> None:
+        """Raise the failure of the batch, if it has failed."""
+        if (failure := self.failure_of(number)) is not None:
+            raise failure from failure.__cause__
 
 
 class Lane:
@@ -137,14 +190,21 @@ class Lane:
     """
 
     def __init__(
-        self, kind: str, device: Device, stream: Any, prepared: Sequence[Any], sizes: Sequence[int]
+        self,
+        engine: TransferEngine,
+        kind: str,
+        stream: Any,
+        prepared: Sequence[Any],
+        sizes: Sequence[int],
     ) -> None:
+        device = engine.device
         self.kind = kind
         self.stream: Stream = device.stream() if stream is None else device.as_stream(stream)
         if stream is None:
             self.stream.name = kind
         self.pending: Batch | None = None
         self.page_bytes: int = sum(one.page_bytes for one in prepared)
+        self._engine = weakref.ref(engine)
         self._device = device
         self._own = stream is None
         self._prepared = prepared  # a load's layers one by one, or all that a save moves
@@ -154,7 +214,7 @@ class Lane:
     def queue(self, number: int, device_pages: Pages, host_pages: Pages, fence: Event) -> Batch:
         """Let a call go out with the pending batch."""
         if self.pending is None:
-            self.pending = Batch(self.kind, self.stream)
+            self.pending = Batch(self._engine, self.kind, self.stream)
         self.pending.add(number, device_pages, host_pages, fence)
         self._mark(device_pages, host_pages, True)
         return self.pending
@@ -227,7 +287,7 @@ class Lane:
 
         On a stream of the engine's own a failure surfaces here too: nobody else may ever look.
         """
-        for batch in [batch for batch in self._in_flight if batch.over()]:
+        for batch in [batch for batch in self._in_flight if batch.done()]:
             if self._own:
                 batch.join()
             batch.release()

@@ -18,7 +18,7 @@ from ..errors import CaptureError
 from ..ops import checks, transfer
 from ..pickling import ProcessLocal
 from .batches import Batch, Lane, Pages
-from .transfers import Hold, Transfer
+from .transfers import Transfer
 
 if TYPE_CHECKING:
     from ..devices.protocol import Device, Stream
@@ -92,9 +92,9 @@ class TransferEngine(ProcessLocal):
         self.host_pool = host_pool
         sizes = (device_pool.num_pages, host_pool.num_pages)
         with _stream_named("load_stream"):
-            self._load = Lane("load", self.device, load_stream, loads, sizes)
+            self._load = Lane(self, "load", load_stream, loads, sizes)
         with _stream_named("save_stream"):
-            self._save = Lane("save", self.device, save_stream, [save], sizes)
+            self._save = Lane(self, "save", save_stream, [save], sizes)
         self._calls = 0
         self._telling = 0
         # Held while work is put on the streams. Reentrant, for freeing memory may call back.
@@ -186,7 +186,7 @@ class TransferEngine(ProcessLocal):
             self._calls += 1
             made = Transfer(self, lane.kind, self._calls, len(pages[0]), batch)
         if batch is not None:
-            self._tell(pages, Hold(self, batch))
+            self._tell(pages, batch)
         return made
 
     def _page_lists(self, kind: str, device_pages: Any, host_pages: Any) -> tuple[Pages, Pages]:
@@ -210,13 +210,13 @@ class TransferEngine(ProcessLocal):
                 raise ValueError(f"{name}: expected pages below {pool.num_pages}, got {last}")
         return device, host
 
-    def _tell(self, pages: tuple[Pages, Pages], hold: Hold) -> None:
+    def _tell(self, pages: tuple[Pages, Pages], batch: Batch) -> None:
         """Hold pages back, should they be freed. Not with the lock held: allocators have theirs."""
         with self._lock:
             self._telling += 1
         try:
-            self.device_pool.allocator.busy(pages[0], hold)
-            self.host_pool.allocator.busy(pages[1], hold)
+            self.device_pool.allocator.busy(pages[0], batch)
+            self.host_pool.allocator.busy(pages[1], batch)
         finally:
             with self._lock:
                 self._telling -= 1

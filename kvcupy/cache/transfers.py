@@ -1,20 +1,20 @@
-"""What a call of the engine hands back: a `Transfer` to its caller, a `Hold` to the allocators."""
+"""What a call of the engine hands back."""
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CaptureError, DeviceError
 from ..pickling import ProcessLocal
+from .completion import waiting_stream
 
 if TYPE_CHECKING:
+    from ..errors import DeviceError
     from .batches import Batch
     from .engine import TransferEngine
 
 
 class Transfer(ProcessLocal):
-    """One call of `TransferEngine.save` or `load`.
+    """One call of `TransferEngine.save` or `load`: a `Completion`.
 
     Whatever is asked here but `num_bytes` sends the queued calls out first. After a failure
     everything but `num_bytes` raises `DeviceError`, which names the transfer and has the cause;
@@ -46,10 +46,16 @@ class Transfer(ProcessLocal):
             state = "queued"
         elif batch.cause is not None:
             state = "failed"
-        elif batch.over():
+        elif batch.done():
             state = "done"
         plural = "" if self.num_pages == 1 else "s"
         return f"<{self.kind} {self.number}: {self.num_pages} page{plural}, {state}>"
+
+    @property
+    def failure(self) -> DeviceError | None:
+        """Why it has failed, as far as that is known. Neither waits nor raises, and sends nothing
+        out."""
+        return None if self._batch is None else self._batch.failure_of(self.number)
 
     def wait_layer(self, layer: int, stream: Any = None) -> None:
         """Let later work of a compute stream wait until one layer is in place.
@@ -77,7 +83,7 @@ class Transfer(ProcessLocal):
         batch = self._sent()
         if batch is None:
             return True
-        over = batch.over()
+        over = batch.done()
         if over:
             batch.join()
         batch.raise_failure(self.number)
@@ -105,56 +111,13 @@ class Transfer(ProcessLocal):
         return self.num_bytes / elapsed_us / 1e3 if elapsed_us > 0 else 0.0
 
     def _wait(self, stream: Any, layer: int | None) -> None:
-        on = self._engine.device.as_stream(stream)
-        if on.capturing:
-            raise CaptureError("stream: a captured stream cannot wait for a transfer outside it")
+        waiting = waiting_stream(self._engine.device, stream, "a transfer")
         batch = self._sent()
-        if batch is None:
-            return
-        batch.raise_failure(self.number)
-        event = batch.event(layer)
-        batch.note(event)  # a stream would not be held up by a failure that has surfaced
-        batch.raise_failure(self.number)
-        try:
-            on.wait(event)
-        except DeviceError as error:
-            batch.fail(error.__cause__ or error)
-        batch.note(event)
-        batch.raise_failure(self.number)
+        if batch is not None:
+            batch.block(waiting, layer, self.number)
 
     def _sent(self) -> Batch | None:
         """Send the queued calls out, if this is one of them, and return its batch."""
         if self._batch is not None and not self._batch.issued:
             self._engine.send()
         return self._batch
-
-
-class Hold:
-    """What an allocator asks before it hands out a page that a transfer touches.
-
-    It never raises the transfer's failure: a failed transfer may still be reading its pages. While
-    a stream of the engine's is captured, calls stay queued, and it raises `CaptureError`. It does
-    not keep the engine: calls that were queued and never sent touch nothing.
-    """
-
-    def __init__(self, engine: TransferEngine, batch: Batch) -> None:
-        self._engine = weakref.ref(engine)
-        self._batch = batch
-
-    def done(self) -> bool:
-        """Return whether the pages are no longer touched."""
-        if not self._batch.issued:
-            engine = self._engine()
-            if engine is None:
-                return True
-            if engine.telling:  # an allocator tidies up in the middle of a call
-                return False
-            engine.send()
-        return self._batch.over()
-
-    def synchronize(self) -> None:
-        """Wait until the pages are no longer touched."""
-        if not self._batch.issued and (engine := self._engine()) is not None:
-            engine.send()
-        if self._batch.issued:
-            self._batch.join()

@@ -24,7 +24,7 @@ def flush(shared: SharedTiers, *, through: bool) -> None:
         saves = tiers.flights.saves()
     shared.engine.send()
     for flight in saves:
-        flight.join()
+        flight.synchronize()
     with shared.opened() as tiers:
         disk = tiers.disk
         if disk is None:

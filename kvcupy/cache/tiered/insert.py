@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..completion import StreamCompletion
 from ..page_lists import Pages
 from .blocks import Copy, PageTier
-from .flights import Fence, Flight, Writing
+from .flights import Flight
 from .room import Tiers
 
 if TYPE_CHECKING:
@@ -90,11 +91,10 @@ def _save(tiers: Tiers, copies: Sequence[Copy], pages: Pages, after: Any) -> dic
 
 def _hold(tiers: Tiers, made: list[Copy], on: Stream) -> None:
     """Let nobody read the pages, or overwrite them, before the stream has written them."""
-    written = on.record()
-    if not made or (written.done() and written.error() is None):
+    written = StreamCompletion(on)
+    if not made or (written.done() and written.failure is None):
         return
-    fence = Fence(tiers.engine.device, written)
-    flight = tiers.flights.add(Flight("insert", fence, made, ()))
+    flight = tiers.flights.add(Flight("insert", written, made, ()))
     for copy in made:
         copy.filled = flight
-    tiers.device.pool.allocator.busy([copy.page for copy in made], Writing(fence))
+    tiers.device.pool.allocator.busy([copy.page for copy in made], written)

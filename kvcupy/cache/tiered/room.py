@@ -21,7 +21,7 @@ from ..page_lists import Pages
 from .blocks import Copy, PageTier
 from .counts import Counts
 from .disk_blocks import DiskBlocks
-from .flights import Blocked, Flight, Flights, FreedPages
+from .flights import Blocked, Flight, Flights
 
 _NOTHING: frozenset[int] = frozenset()
 
@@ -83,7 +83,7 @@ class Tiers:
     def settle(self) -> None:
         """Take note of the transfers that are over by now."""
         for flight in self.flights.settle():
-            if flight.error is not None:
+            if flight.failure is not None:
                 self.drop(flight)
             elif flight.kind == "load":
                 self.counts.load_bytes += flight.num_bytes
@@ -130,13 +130,13 @@ class Tiers:
             if allocator.num_free > num_free:
                 raise Blocked(None)
             flight = self.flights.oldest()
-            raise Blocked(FreedPages(allocator) if flight is None else flight)
+            raise Blocked(allocator.wait_for_freed if flight is None else flight.synchronize)
 
     def require_arrived(self, copies: Iterable[Copy]) -> None:
         """Raise Blocked if pages do not have their blocks yet."""
         for copy in copies:
             if copy.arriving is not None:
-                raise Blocked(copy.arriving)
+                raise Blocked(copy.arriving.synchronize)
 
     # --- Out of the host tier ---
 
@@ -174,7 +174,7 @@ class Tiers:
         if wait:
             for copy in room.victims[: max(0, must - num_free)]:
                 if copy.touched is not None:
-                    raise Blocked(copy.touched)
+                    raise Blocked(copy.touched.synchronize)
             if room.num_pages < wanted:
                 self.wait_for_pages(self.host, num_free)
         if room.num_pages < must:
@@ -261,7 +261,7 @@ class Tiers:
         relay.wait(device.as_stream(after))
         for fence in fences.values():
             with suppress(DeviceError):  # then nobody writes the pages any more
-                fence.wait(None, relay)
+                fence.wait(relay)
         return relay
 
 

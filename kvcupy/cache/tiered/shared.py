@@ -56,9 +56,9 @@ class SharedTiers:
                     result = change(tiers)
                 break
             except Blocked as blocked:
-                flight = blocked.flight
-            if flight is not None:
-                flight.join()
+                wait = blocked.wait
+            if wait is not None:
+                wait()
         self.engine.send()
         return result
 
@@ -74,6 +74,11 @@ class SharedTiers:
                 lease.released = True
                 self._leased -= len(copies)
                 self._tiers.unpin(copies)
+
+    def done(self, flights: Sequence[Flight]) -> bool:
+        """Return whether all of some flights are over."""
+        with self._lock:
+            return all([flight.done() for flight in flights])
 
     def fail(self, flight: Flight, error: BaseException) -> None:
         """Forget the blocks that a flight was to bring."""
