@@ -9,7 +9,7 @@ from ...errors import KvcupyError
 from ...exporters import view
 from ...ops import outputs
 from ...ops.attention_checks import check_query
-from ..storage import Pool, count
+from ..pool import Pool, count
 from .contents import Contents
 from .layers import Asked, Layers
 from .options import DTYPE, PAGE_SIZE, pool_of, rope_of, scales_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import CaptureError
 from ...ops import checks
-from ..storage import Pool
+from ..pool import Pool
 from . import sequence_files
 from .contents import Contents
 from .sequence import CachedSequence

@@ -13,7 +13,7 @@ from ...ops.gather import gather_kv
 from ...ops.page_pairs import PagePairs, send
 from ...ops.pages import copy_pages
 from ...ops.store import store_kv
-from ..storage import Pool
+from ..pool import Pool
 
 _NAMES = ("src", "dst")
 

@@ -13,8 +13,7 @@ from ...dtypes import FORMATS
 from ...exporters import view
 from ...ops import checks
 from ...ops.outputs import format_name
-from ..pool import KVPool, MLAPool
-from ..storage import Pool, count
+from ..pool import KVPool, MLAPool, Pool, count
 from .layers import MODES, Rope
 
 PAGE_SIZE, DTYPE = 16, "bf16"  # unless given

@@ -9,7 +9,7 @@ from typing import Any
 from ...config import logger
 from ...ops import checks
 from ...pickling import ProcessLocal
-from ..storage import Pool, count
+from ..pool import Pool, count
 from .sequence import CachedSequence
 from .sequences import Sequences
 from .steps import Steps, require_here

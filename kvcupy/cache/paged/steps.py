@@ -11,7 +11,7 @@ import numpy as np
 from ...devices.protocol import Stream
 from ...errors import KvcupyError
 from ...ops import checks
-from ..storage import Pool
+from ..pool import Pool
 from . import cascade, trees
 from .cascade import Cascade
 from .layers import Layers

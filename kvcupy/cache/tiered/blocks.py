@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..page_lists import Pages
+from ..pages import Pages
 from .policies import Policy
 
 if TYPE_CHECKING:
-    from ..storage import Pool
+    from ..pool import Pool
     from .flights import Flight
 
 

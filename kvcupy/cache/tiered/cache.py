@@ -8,7 +8,7 @@ from ...errors import CacheFull, CaptureError, KvcupyError
 from ...ops import checks
 from ...pickling import ProcessLocal
 from ..engine import TransferEngine
-from ..page_lists import page_array
+from ..pages import page_array
 from . import acquire as tiered_acquire
 from . import flush as tiered_flush
 from . import insert as tiered_insert

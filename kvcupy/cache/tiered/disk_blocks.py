@@ -16,7 +16,7 @@ from .disk import DiskTier
 from .policies import Policy
 
 if TYPE_CHECKING:
-    from ..storage import Pool
+    from ..pool import Pool
 
 
 class DiskBlocks:

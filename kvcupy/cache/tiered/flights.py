@@ -14,7 +14,7 @@ from ...errors import CaptureError, DeviceError, KvcupyError
 from ..completion import StreamCompletion
 
 if TYPE_CHECKING:
-    from ..transfers import Transfer
+    from ..engine import Transfer
     from .blocks import Copy
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..completion import StreamCompletion
-from ..page_lists import Pages
+from ..pages import Pages
 from .blocks import Copy, PageTier
 from .flights import Flight
 from .room import Tiers

@@ -14,7 +14,7 @@ from ..completion import waiting_stream
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
-    from ..page_lists import Pages
+    from ..pages import Pages
     from .blocks import Copy
     from .flights import Flight
     from .shared import SharedTiers

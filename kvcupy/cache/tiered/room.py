@@ -17,7 +17,7 @@ import numpy as np
 
 from ...errors import CacheFull, DeviceError
 from ..engine import TransferEngine
-from ..page_lists import Pages
+from ..pages import Pages
 from .blocks import Copy, PageTier
 from .counts import Counts
 from .disk_blocks import DiskBlocks
