@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvcupy as kv
-from kvcupy.cache.tiered.flights import Flight, Flights
+from kvcupy.cache.tiered.tiers import Flight, Flights
 
 
 class FakeTransfer:

@@ -342,7 +342,7 @@ class Machine(RuleBasedStateMachine):
         for copy in (*self.blocks.tiers.device.copies.values(), *copies):
             assert copy.pins == pins.get(id(copy), 0)
         mine = sum(len(h) for b, _, h in self.leases if b is self.blocks)
-        assert self.blocks.cache._shared._leased == mine
+        assert self.blocks.tiers.num_leased == mine
 
     @invariant()
     def nothing_lost(self):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..tiered.lease import Lease
+from ..tiered.leases import Lease
 
 Ints = np.ndarray[Any, Any]
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...errors import CacheFull, UnknownSequence
 from ..pages import PageAllocator
-from ..tiered.lease import Lease
+from ..tiered.leases import Lease
 from .leases import LeaseArrival, LeasedPages
 from .sequence import Arrival, CachedSequence, Ints, Reservation
 
