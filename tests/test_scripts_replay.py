@@ -24,7 +24,7 @@ from replay_cases import (
 )
 
 import kvcupy as kv
-from kvcupy.cache.transfers import Transfer
+from kvcupy.cache.engine import Transfer
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy.cache.transfers import Transfer
+from kvcupy.cache.engine import Transfer
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,29 +13,16 @@ from ..config import logger
 from ..errors import CacheFull, CaptureError, KvcupyError
 from ..ops import checks
 from ..pickling import ProcessLocal
-from .page_lists import Pages, page_array
+
+if TYPE_CHECKING:
+    from .completion import Completion
+
+Pages = np.ndarray[Any, Any]
 
 # States of a page.
 _FREE, _OUT, _DEFERRED = 0, 1, 2  # deferred: freed while a transfer touches it
 
-_MIN_FLIGHTS = 64  # transfers remembered before `busy` looks for finished ones by itself
-
-
-class InFlight(Protocol):
-    """What the allocator asks of a transfer."""
-
-    def done(self) -> bool: ...
-    def synchronize(self) -> object: ...
-
-
-class _Flight:
-    """One transfer and the pages that it touches, ascending, each once."""
-
-    __slots__ = ("pages", "transfer")
-
-    def __init__(self, transfer: InFlight, pages: Pages) -> None:
-        self.transfer = transfer
-        self.pages = pages
+_MIN_TRANSFERS = 64  # remembered before `busy` looks for finished ones by itself
 
 
 class PageAllocator(ProcessLocal):
@@ -77,7 +65,7 @@ class PageAllocator(ProcessLocal):
             # The free pages, the next one last.
             self._stack = np.arange(self.num_pages - 1, -1, -1, dtype=np.int64)
             self._state = np.zeros(self.num_pages, np.int8)
-            self._flights_of = np.zeros(self.num_pages, np.int32)  # transfers that touch a page
+            self._num_transfers = np.zeros(self.num_pages, np.int32)  # that touch each page
         except MemoryError as error:
             raise MemoryError(
                 f"num_pages: expected pages whose bookkeeping (13 bytes each) fits in memory, "
@@ -86,8 +74,10 @@ class PageAllocator(ProcessLocal):
         self._lock = threading.Lock()
         self._num_free = self.num_pages
         self._num_deferred = 0
-        self._flights: dict[_Flight, None] = {}  # in order of issue
-        self._look_at = _MIN_FLIGHTS
+        # By number, in order of issue: what is in flight, and the pages, ascending, each once.
+        self._transfers: dict[int, tuple[Completion, Pages]] = {}
+        self._numbers = itertools.count()
+        self._poll_above = _MIN_TRANSFERS
 
     def __repr__(self) -> str:
         return f"<PageAllocator {self._num_free} of {self.num_pages} pages free>"
@@ -158,8 +148,8 @@ class PageAllocator(ProcessLocal):
         ordered = np.sort(self._require_pages(page_array(pages)))
         with self._lock:
             self._require_out(ordered)
-            if self._flights:
-                held = self._flights_of[ordered] > 0
+            if self._transfers:
+                held = self._num_transfers[ordered] > 0
                 self._state[ordered[held]] = _DEFERRED
                 self._num_deferred += int(np.count_nonzero(held))
                 ordered = ordered[~held]
@@ -190,14 +180,15 @@ class PageAllocator(ProcessLocal):
             first = ", ".join(map(str, out[:8])) + (", ..." if len(out) > 8 else "")
             raise KvcupyError(f"{len(out)} of {self.num_pages} pages were never freed: {first}")
 
-    def busy(self, pages: Any, transfer: InFlight) -> None:
+    def busy(self, pages: Any, transfer: Completion) -> None:
         """Hold back pages that a transfer touches, should they be freed, until it is done.
 
         Parameters
         ----------
         pages : list or integer array (n,), repeats allowed. Numbers that are no page are passed
             over, as transfers do. None: every page, where only the device knows which
-        transfer : with `done()` and `synchronize()`; kept until it is seen to be done
+        transfer : a `Completion`, or whatever else has its `done()` and `synchronize()`; kept until
+            it is seen to be done
 
         Raises
         ------
@@ -212,19 +203,19 @@ class PageAllocator(ProcessLocal):
         if pages is None:
             touched = np.arange(self.num_pages)
         else:
-            given = page_array(pages)
-            touched = np.unique(given[(given >= 0) & (given < self.num_pages)].astype(np.int64))
+            listed = page_array(pages)
+            touched = np.unique(listed[(listed >= 0) & (listed < self.num_pages)].astype(np.int64))
         if len(touched) == 0:
             return
         with self._lock:
-            self._flights[_Flight(transfer, touched)] = None
-            self._flights_of[touched] += 1
-            crowded = len(self._flights) > self._look_at
-            if crowded:  # whoever calls this meanwhile need not look too
-                self._look_at = 2 * len(self._flights)
+            self._transfers[next(self._numbers)] = transfer, touched
+            self._num_transfers[touched] += 1
+            crowded = len(self._transfers) > self._poll_above
+            if crowded:  # so that threads that call this meanwhile do not poll too
+                self._poll_above = 2 * len(self._transfers)
         if crowded:
             self._poll()
-            self._look_at = max(_MIN_FLIGHTS, 2 * len(self._flights))
+            self._poll_above = max(_MIN_TRANSFERS, 2 * len(self._transfers))
 
     def wait_for_freed(self) -> None:
         """Wait for the oldest transfer that holds back freed pages, if there is one."""
@@ -254,38 +245,47 @@ class PageAllocator(ProcessLocal):
         if len(inside):
             raise ValueError(f"pages: expected pages that are out, got {inside[0]}, which is free")
 
-    def _oldest_that_defers(self) -> _Flight:
-        return next(f for f in self._flights if (self._state[f.pages] == _DEFERRED).any())
+    def _oldest_that_defers(self) -> int:
+        """Return the number of the oldest transfer that holds back a freed page."""
+        return next(
+            number
+            for number, (_, pages) in self._transfers.items()
+            if (self._state[pages] == _DEFERRED).any()
+        )
 
     # --- Without it: a transfer may take locks of its own, and its owner may call `busy` ---
 
     def _poll(self) -> None:
         """Drop the transfers that are done."""
         with self._lock:
-            flights = list(self._flights)
-        self._drop([flight for flight in flights if _is_done(flight.transfer)])
+            transfers = list(self._transfers.items())
+        self._drop([number for number, (transfer, _) in transfers if _is_done(transfer)])
 
-    def _wait(self, flight: _Flight) -> None:
+    def _wait(self, number: int) -> None:
+        with self._lock:
+            transfer, _ = self._transfers.get(number, (None, None))
+        if transfer is None:  # another thread has seen that it is done
+            return
         try:
-            flight.transfer.synchronize()
+            transfer.synchronize()
         except CaptureError:  # it may still run, and whoever allocates must not wait here
             raise
         except Exception as error:
-            _report(flight.transfer, error)
-        self._drop([flight])
+            _report(transfer, error)
+        self._drop([number])
 
-    def _drop(self, flights: Sequence[_Flight]) -> None:
+    def _drop(self, numbers: Sequence[int]) -> None:
         """Forget transfers, and free what only they held back."""
         with self._lock:
-            mine = [f for f in flights if f in self._flights]  # another thread may have been first
-            for flight in mine:
-                del self._flights[flight]
-                self._flights_of[flight.pages] -= 1
-            if not mine or not self._num_deferred:
+            # Another thread may have been first.
+            dropped = [self._transfers.pop(n)[1] for n in numbers if n in self._transfers]
+            for pages in dropped:
+                self._num_transfers[pages] -= 1
+            if not dropped or not self._num_deferred:
                 return
-            touched = np.unique(np.concatenate([flight.pages for flight in mine]))
+            touched = np.unique(np.concatenate(dropped))
             waiting = self._state[touched] == _DEFERRED
-            freed = touched[waiting & (self._flights_of[touched] == 0)]
+            freed = touched[waiting & (self._num_transfers[touched] == 0)]
             self._num_deferred -= len(freed)
             self._put(freed)
 
@@ -296,7 +296,7 @@ class PageAllocator(ProcessLocal):
         return pages.astype(np.int64)
 
 
-def _is_done(transfer: InFlight) -> bool:
+def _is_done(transfer: Completion) -> bool:
     try:
         return transfer.done()
     except CaptureError:  # whoever polls may be capturing; the transfer may still run
@@ -306,5 +306,62 @@ def _is_done(transfer: InFlight) -> bool:
         return True
 
 
-def _report(transfer: InFlight, error: Exception) -> None:
+def _report(transfer: Completion, error: Exception) -> None:
     logger.warning("the pages of %r are free, because it failed: %s", transfer, error)
+
+
+# --- Page lists of callers ---
+
+
+def page_array(pages: Any) -> Pages:
+    """Return pages as an array (n,) of an integer type, whatever the numbers are.
+
+    Raises
+    ------
+    TypeError : `pages` is no list and no array that NumPy reads
+    ValueError : it holds something else than integers, or has several dimensions
+
+    Examples
+    --------
+    >>> page_array([3, 1])
+    array([3, 1])
+    """
+    if isinstance(pages, np.ndarray):
+        array: Pages = pages
+    elif hasattr(pages, "__array__"):
+        array = _exported(pages)
+    else:
+        array = _listed(pages)
+    if array.ndim != 1:
+        raise ValueError(f"pages: expected one dimension, got {array.ndim}")
+    if array.size == 0:  # an empty list is one of floats, to NumPy
+        return np.empty(0, np.int64)
+    if array is pages and array.dtype.kind == "O":
+        return _listed(array)
+    if array.dtype.kind not in "iuO":
+        raise ValueError(f"pages: expected integers, got {array[0]!r}")
+    return array
+
+
+def _exported(pages: Any) -> Pages:
+    try:
+        return np.asarray(pages)
+    except TypeError as error:  # it is on a GPU
+        raise TypeError(f"pages: expected an array of the host, {error}") from None
+
+
+def _listed(pages: Iterable[Any]) -> Pages:
+    try:
+        numbers = list(pages)
+    except TypeError:
+        kind = type(pages).__name__
+        raise TypeError(f"pages: expected a list or a NumPy array, got {kind}") from None
+    for page in numbers:
+        try:
+            checks.require_int(page, "pages")
+        except TypeError:
+            raise ValueError(f"pages: expected integers, got {page!r}") from None
+    try:
+        return np.array(numbers, np.int64)
+    except OverflowError:  # left as they are, for the error that names one
+        return np.array(numbers, object)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from disk_cases import contents, open_tier
 
-from kvcupy.cache.tiered import disk_format, disk_slots
+from kvcupy.cache.tiered import disk, disk_format
 
 NUM_SLOTS, PAGE_BYTES = 5, 1 << 20
 BEGIN, END = 0, 1
@@ -31,7 +31,7 @@ def main(path, times, mode):
     if mode != "whole":
         disk_format.checksum = lambda *_: bytes(16)
     if mode == "control":
-        disk_slots.SlotFile._invalidate = lambda *_, **__: None
+        disk.SlotFile._invalidate = lambda *_, **__: None
     rng = random.Random(mode)
     counts = {"kills": 0, "served": 0, "missed": 0, "wrong": 0, "lost": 0, "unfinished": 0}
     known = {}  # by slot, the hashes that it may have, and whether it must have one

@@ -265,14 +265,14 @@ def test_only_what_is_in_use_is_copied(device, pages):
     graph, outs = world.capture(0, pages=4)  # with space for 7
     with observe.attached(Log()) as log:
         world.graph_step(1, graph, outs, pages=pages)
-    full = Source(0, pages=4).captured_shapes()["table"][0]
+    space = Source(0, pages=4).captured_shapes()["table"][0]
     whole = next(op for op in log.operations if op.name == "copy").writes[0].view.size
     longest = World(device)
     full, full_outs = longest.capture(0, pages=4)
     with observe.attached(Log()) as log:
         longest.graph_step(1, full, full_outs, pages=7)
     most = next(op for op in log.operations if op.name == "copy").writes[0].view.size
-    assert most - whole == (full[0] - pages) * full[1] * 4
+    assert most - whole == (space[0] - pages) * space[1] * 4
     world.check()
 
 

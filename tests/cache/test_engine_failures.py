@@ -382,7 +382,7 @@ def test_whatever_is_asked_first_finds_out(host_world, kind, ask):
     transfer = getattr(world.engine, kind)([1], [1])
     world.engine.flush()
     world.streams[kind].call(lambda: None)
-    assert poll(transfer._batch.over, PATIENCE_S)
+    assert poll(transfer._batch.done, PATIENCE_S)
     with pytest.raises(kv.DeviceError, match=SAID):
         ASKED[ask](transfer, world)
     assert_failed(transfer, world, OSError, SAID)
@@ -484,7 +484,7 @@ def test_a_failure_that_nobody_looks_at_does_not_stop_later_transfers(host_world
     world.engine.save_stream.call(boom)
     forgotten = world.engine.save([1], [1])
     world.engine.flush()
-    assert poll(forgotten._batch.over, PATIENCE_S)
+    assert poll(forgotten._batch.done, PATIENCE_S)
     world.engine.save([2], [2]).synchronize()
     assert np.array_equal(world.saved(2), world.before[0][2])
     assert_failed(forgotten, world, OSError, SAID)
@@ -499,7 +499,7 @@ def test_on_a_given_stream_a_failure_stays_for_its_owner(device):
     stream.call(boom)
     first = world.engine.save([1], [1])
     world.engine.flush()
-    assert poll(first._batch.over, PATIENCE_S)
+    assert poll(first._batch.done, PATIENCE_S)
     second = world.engine.save([2], [2])
     world.engine.flush()
     with pytest.raises(kv.DeviceError, match="no such luck"):
@@ -519,7 +519,7 @@ def test_a_failure_that_a_handle_raises_has_surfaced(device, ask):
     stream.call(boom)
     first = world.engine.save([1], [1])
     world.engine.flush()
-    assert poll(first._batch.over, PATIENCE_S)
+    assert poll(first._batch.done, PATIENCE_S)
     with pytest.raises(kv.DeviceError, match=SAID):
         ASKED[ask](first, world)
     stream.synchronize()

@@ -527,7 +527,7 @@ def test_what_threads_share_is_touched_with_the_lock_held():
             self[index]
             super().__setitem__(index, value)
 
-    for what in ("_stack", "_state", "_flights_of"):
+    for what in ("_stack", "_state", "_num_transfers"):
         guarded = getattr(pages, what).view(Guarded)
         guarded.what = what
         setattr(pages, what, guarded)
@@ -538,7 +538,7 @@ def test_what_threads_share_is_touched_with_the_lock_held():
     pages.alloc(3)
     pages.free([3])
     assert transfer.waited and pages.num_free == 1
-    assert touched == {"_stack", "_state", "_flights_of"}
+    assert touched == {"_stack", "_state", "_num_transfers"}
 
 
 def test_threads_share_an_allocator():

@@ -86,7 +86,7 @@ def test_blocks_above_a_gap_of_the_device_are_not_loaded_again(blocks):
 def test_a_lease(blocks):
     blocks.insert([A, B])
     lease = blocks.cache.acquire([A, B, C])
-    assert isinstance(lease, kv.cache.tiered.lease.Lease)
+    assert isinstance(lease, kv.cache.tiered.leases.Lease)
     assert lease.pages.dtype == np.int64 and lease.pages.shape == (2,)
     assert not lease.pages.flags.writeable
     assert repr(lease) == "<Lease of 2 blocks, held>"
@@ -211,7 +211,7 @@ def test_a_load_waits_for_readers_of_the_pages_that_it_overwrites(device):
         before = device.to_numpy(part).copy()
         lease.release()
         lease = blocks.cache.acquire([A, B], after=compute)
-        assert not lease._flights[0].poll()
+        assert not lease.completion._flights[0].done()
         gate.open()
         lease.wait()
         compute.synchronize()

@@ -225,8 +225,10 @@ def test_a_chain_of_transfers_behind_a_failed_save(device):
 class Broken:
     """Stands in for a transfer that has failed without a trace on the streams behind it."""
 
+    failure = kv.DeviceError("broken")
+
     def done(self):
-        raise kv.DeviceError("broken")
+        raise self.failure
 
 
 def test_a_load_is_as_good_as_the_save_before_it(device):
@@ -236,7 +238,7 @@ def test_a_load_is_as_good_as_the_save_before_it(device):
     blocks.cache.evict(1)
     lease = blocks.cache.acquire([A])
     (save,) = blocks.tiers.flights.saves()
-    save._moving = Broken()
+    save._completion = Broken()
     gate.open()
     with pytest.raises(kv.DeviceError, match="broken"):
         lease.wait()
@@ -253,14 +255,14 @@ def test_a_save_is_as_good_as_the_load_before_it(device):
     blocks.settle()
     gate = Gate(blocks.engine.load_stream)
     lease = blocks.cache.acquire([A])
-    (load,) = lease._flights
+    (load,) = lease.completion._flights
     lease.release()
     with blocks.cache._shared.opened() as tiers:  # as if the host's policy had let it go
         copies = list(tiers.host.copies.values())
         tiers.host.forget(copies)
         tiers.host.give_back([copy.page for copy in copies])
     blocks.cache.evict(1)
-    load._moving = Broken()
+    load._completion = Broken()
     gate.open()
     blocks.settle()
     assert blocks.cache.match([A]) == (0, 0, 0)

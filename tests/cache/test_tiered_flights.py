@@ -5,16 +5,20 @@ from __future__ import annotations
 import pytest
 
 import kvcupy as kv
-from kvcupy.cache.tiered.flights import Flight, Flights
+from kvcupy.cache.tiered.tiers import Flight, Flights
 
 
-class Moving:
+class FakeTransfer:
     """A transfer that is done, or fails, when told to."""
 
     num_bytes, elapsed_us = 7, 2e6
 
     def __init__(self):
         self.over, self.error, self.calls = False, None, []
+
+    @property
+    def failure(self):
+        return None if isinstance(self.error, kv.CaptureError) else self.error
 
     def done(self):
         if self.error is not None:
@@ -35,37 +39,37 @@ class Moving:
 
 
 def flight_of(*sources, kind="load"):
-    moving = Moving()
-    return moving, Flight(kind, moving, ["a copy"], sources)
+    transfer = FakeTransfer()
+    return transfer, Flight(kind, transfer, ["a copy"], sources)
 
 
 FAILURE = kv.DeviceError("broken")
 
 
 def test_a_flight_that_arrives():
-    moving, flight = flight_of()
-    assert not flight.poll() and not flight.over
-    flight.wait(2, "stream")
-    flight.wait(None, "stream")
-    assert moving.calls == [(2, "stream"), ("wait", "stream")]
-    moving.over = True
-    assert flight.poll() and flight.over and flight.error is None
+    transfer, flight = flight_of()
+    assert not flight.done() and not flight.over
+    flight.wait_layer(2, "stream")
+    flight.wait("stream")
+    assert transfer.calls == [(2, "stream"), ("wait", "stream")]
+    transfer.over = True
+    assert flight.done() and flight.over and flight.failure is None
     assert (flight.num_bytes, flight.seconds, flight.copies) == (7, 2.0, ())
-    moving.error = FAILURE
-    flight.wait(0, "stream")
-    assert flight.poll() and flight.error is None, "what happens later is none of its"
+    transfer.error = FAILURE
+    flight.wait_layer(0, "stream")
+    assert flight.done() and flight.failure is None, "what happens later is none of its"
 
 
 def test_a_flight_that_fails():
-    moving, flight = flight_of()
-    moving.error = FAILURE
-    assert flight.poll() and flight.error is FAILURE
+    transfer, flight = flight_of()
+    transfer.error = FAILURE
+    assert flight.done() and flight.failure is FAILURE
     assert flight.copies == ["a copy"], "for the cache to forget"
-    for layer in (0, None):
+    for wait in (lambda: flight.wait_layer(0), flight.wait):
         with pytest.raises(kv.DeviceError, match="broken"):
-            flight.wait(layer, None)
-    flight.join()
-    assert moving.calls == ["synchronize"], "it may still touch pages"
+            wait()
+    flight.synchronize()
+    assert transfer.calls == ["synchronize"], "it may still touch pages"
 
 
 def test_a_flight_fails_with_what_fills_its_pages():
@@ -74,31 +78,31 @@ def test_a_flight_fails_with_what_fills_its_pages():
     second, between = flight_of(origin)
     third, flight = flight_of(None, between, between)
     second.over = third.over = True
-    assert not flight.poll(), "its pages may not have arrived"
+    assert not flight.done(), "its pages may not have arrived"
     first.error = FAILURE
     with pytest.raises(kv.DeviceError, match="broken"):
-        flight.wait(None, None)
-    assert flight.error is None, "noted by who holds the lock"
-    assert flight.poll() and between.poll() and origin.poll()
+        flight.wait()
+    assert flight.failure is None, "noted by who holds the lock"
+    assert flight.done() and between.done() and origin.done()
     for one in (flight, between, origin):
-        assert one.error is not None and one.copies == ["a copy"]
+        assert one.failure is not None and one.copies == ["a copy"]
 
 
 def test_a_failure_of_pages_that_is_noticed_later():
     first, origin = flight_of()
     _, flight = flight_of(origin)
     first.error = FAILURE
-    assert origin.poll()
+    assert origin.done()
     with pytest.raises(kv.DeviceError, match="broken"):
-        flight.wait(1, None)
+        flight.wait_layer(1)
 
 
 def test_capturing_is_no_failure():
-    moving, flight = flight_of()
-    moving.error = kv.CaptureError("capturing")
-    assert not flight.poll()
-    moving.error, moving.over = None, True
-    assert flight.poll() and flight.error is None
+    transfer, flight = flight_of()
+    transfer.error = kv.CaptureError("capturing")
+    assert not flight.done()
+    transfer.error, transfer.over = None, True
+    assert flight.done() and flight.failure is None
 
 
 def test_all_that_is_over_is_found():

@@ -7,7 +7,7 @@ from stream_cases import Gate
 from tiered_cases import Blocks, in_time, snapshot
 
 import kvcupy as kv
-from kvcupy.cache.tiered.blocks import PageTier
+from kvcupy.cache.tiered.tiers import PageTier
 
 A, B, C, D, E, F, G, H = range(10, 18)
 

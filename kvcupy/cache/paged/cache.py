@@ -17,8 +17,7 @@ from ...ops import checks, outputs
 from ...ops.attention_checks import check_query
 from ...ops.outputs import format_name
 from ...pickling import ProcessLocal
-from ..pool import KVPool, MLAPool
-from ..storage import Pool, count
+from ..pool import KVPool, MLAPool, Pool, count
 from ..tiered.cache import TieredCache
 from ..tiered.prefix import hash_list
 from .contents import Contents

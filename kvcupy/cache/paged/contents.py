@@ -27,8 +27,7 @@ from ...ops import checks, outputs
 from ...ops.gather import gather_kv
 from ...ops.page_pairs import send
 from ...ops.store import store_kv, store_mla
-from ..pool import MLAPool
-from ..storage import Pool
+from ..pool import MLAPool, Pool
 from .access import PageAccess
 from .layers import Layers
 from .sequences import CachedSequence

@@ -18,8 +18,7 @@ from ...ops.attention_checks import Options, check_query
 from ...ops.merge import merge_states
 from ...ops.rope import apply_rope, rope_store_kv, rope_store_mla
 from ...ops.store import store_kv, store_mla
-from ..pool import MLAPool
-from ..storage import Pool
+from ..pool import MLAPool, Pool
 from .tables import Tables, block_table
 
 ROPE_MODES = ("none", "normal", "inline")

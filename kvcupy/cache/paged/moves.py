@@ -15,10 +15,10 @@ from ...ops.gather import gather_kv
 from ...ops.page_pairs import PagePairs, send
 from ...ops.pages import copy_pages
 from ...ops.store import store_kv
-from ..storage import Pool
+from ..engine import Transfer
+from ..pool import Pool
 from ..tiered.cache import TieredCache
-from ..tiered.lease import Lease
-from ..transfers import Transfer
+from ..tiered.leases import Lease
 from .access import PageAccess
 from .sequences import CachedSequence, Ints, Sequences
 

@@ -17,19 +17,13 @@ import numpy as np
 
 from ...errors import CacheFull, UnknownSequence
 from ...ops import checks
+from ..completion import Completion
 from ..pages import PageAllocator
-from ..tiered.lease import Lease
+from ..tiered.leases import Lease
 
 Ints = np.ndarray[Any, Any]
 
 _FIRST_CAPACITY = 4  # pages
-
-
-class Arrival(Protocol):
-    """Pages on their way: a Transfer, or a Lease."""
-
-    def wait_layer(self, layer: int, stream: Any = None) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
 
 
 class CachedSequence:
@@ -55,7 +49,7 @@ class CachedSequence:
         self.length = self.evicted = self.window = self.sinks = self.num_pages = 0
         self.parents: list[int] = []
         self.hashes: list[int] = []
-        self.loads: list[Arrival] = []
+        self.loads: list[Completion] = []
         self.offloaded: OffloadedPages | None = None
         self._pages = np.empty(_FIRST_CAPACITY, np.int32)
 
@@ -185,7 +179,7 @@ class Sequences:
         self._references[lease.pages] += 1
         self._leased.add(lease)
         sequence.length = lease.num_blocks * self._page_size
-        sequence.loads.append(LeaseArrival(lease))
+        sequence.loads.append(lease.completion)
         self.total_length += sequence.length
         return sequence
 
@@ -385,7 +379,7 @@ class Sequences:
         sequence.loads.clear()
         self._release(pages)
 
-    def onboard(self, sequence: CachedSequence, pages: Ints, load: Arrival) -> None:
+    def onboard(self, sequence: CachedSequence, pages: Ints, load: Completion) -> None:
         """Give a sequence allocated pages of the device again, which a transfer fills."""
         self._references[pages] = 1
         sequence.extend(pages)
@@ -404,29 +398,6 @@ class Sequences:
         self._allocator.free(pages[self._references[pages] == 0])
         if len(self._leased):
             self._leased.release_unused(pages.tolist())
-
-
-class LeaseArrival:
-    """What a lease brings, for as long as it is held.
-
-    Notes
-    -----
-    A sequence may outlive the lease that it began with: nobody in the cache then uses its pages,
-    and copies of them were made behind it.
-    """
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-
-    def wait_layer(self, layer: int, stream: Any = None) -> None:
-        """Let a stream wait for one layer."""
-        if not self._lease.released:
-            self._lease.wait_layer(layer, stream)
-
-    def wait(self, stream: Any = None) -> None:
-        """Let a stream wait for all layers."""
-        if not self._lease.released:
-            self._lease.wait(stream)
 
 
 class LeasedPages:

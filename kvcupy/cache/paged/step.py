@@ -15,7 +15,7 @@ import numpy as np
 from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError
 from ...ops import checks
-from ..storage import Pool
+from ..pool import Pool
 from .access import AccessOrder, PageAccess
 from .layers import Layers
 from .moves import PageMover

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import CacheFull, CaptureError, KvcupyError
 from ...ops import checks
 from ...pickling import ProcessLocal
+from ..completion import StreamCompletion
 from ..engine import TransferEngine
-from ..page_lists import page_array
-from . import acquire as tiered_acquire
-from . import flush as tiered_flush
-from . import insert as tiered_insert
-from . import policies
-from .blocks import PageTier
-from .disk_blocks import DiskBlocks
-from .lease import Lease, Match
+from ..pages import Pages, page_array
+from . import leases, policies
+from .disk import DiskBlocks
+from .leases import Lease, Match
 from .prefix import hash_list
-from .room import Tiers
-from .shared import SharedTiers
+from .tiers import Copy, Flight, PageTier, SharedTiers, Tiers, evict, save_into
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
+
+_PIECE_BYTES = 2**26  # written under one hold of the lock
 
 
 class TieredCache(ProcessLocal):
@@ -171,10 +170,10 @@ class TieredCache(ProcessLocal):
         on = self._stream(after)
 
         def change(tiers: Tiers) -> Lease | None:
-            plan = tiered_acquire.plan(tiers, keys)
-            if tiered_acquire.make_way(tiers, plan):
+            plan = leases.plan(tiers, keys)
+            if leases.make_way(tiers, plan):
                 return None
-            return self._shared.lease(tiered_acquire.carry_out(tiers, plan, keys, on))
+            return Lease(self._shared, leases.carry_out(tiers, plan, keys, on))
 
         while (lease := self._shared.attempt(change)) is None:
             pass
@@ -206,8 +205,8 @@ class TieredCache(ProcessLocal):
         on = self._stream(after)
 
         def change(tiers: Tiers) -> list[int]:
-            tiered_insert.require_ownable(tiers.device, given)
-            return tiered_insert.insert(tiers, keys, given, on, through=self._through)
+            _require_ownable(tiers.device, given)
+            return _insert(tiers, keys, given, on, through=self._through)
 
         return self._shared.attempt(change)
 
@@ -239,7 +238,7 @@ class TieredCache(ProcessLocal):
                     f"num_blocks: expected at most {len(victims)}, which are on the device and "
                     f"not leased, got {left}"
                 )
-            return tiered_insert.evict(tiers, victims)
+            return evict(tiers, victims)
 
         left = int(num_blocks)
         while (left := left - self._shared.attempt(change)) > 0:
@@ -288,7 +287,7 @@ class TieredCache(ProcessLocal):
         ------
         OSError : the disk failed; blocks that could not be written stay in host memory
         """
-        tiered_flush.flush(self._shared, through=self._through)
+        _flush(self._shared, through=self._through)
 
     def close(self) -> None:
         """Flush, close the file, and give the pages back; those of leases when they are released.
@@ -338,3 +337,110 @@ class TieredCache(ProcessLocal):
         if on.capturing:
             raise CaptureError("after: blocks cannot be moved as part of a capture")
         return on
+
+
+# --- Blocks that come in ---
+
+
+def _require_ownable(tier: PageTier, pages: Pages) -> None:
+    """Refuse pages that are not allocated, given twice, or the cache's already."""
+    ordered = tier.pool.allocator.require_allocated(pages)
+    if len(owned := ordered[tier.owned[ordered]]):
+        raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
+
+
+def _insert(
+    tiers: Tiers, hashes: list[int], pages: Pages, on: Stream, *, through: bool
+) -> list[int]:
+    """Take blocks into the device tier; return the pages of those that are there already.
+
+    Parameters
+    ----------
+    on : the stream that has written the pages
+    through : copy them to the host tier, the first ones if there is not room for all
+    """
+    fresh: dict[int, int] = {}
+    unneeded = []
+    for hash, page in zip(hashes, pages.tolist(), strict=True):
+        if hash in fresh or hash in tiers.device.copies:
+            unneeded.append(page)
+        else:
+            fresh[hash] = page
+    made = {hash: Copy(hash, page) for hash, page in fresh.items()}
+    saved = _save_through(tiers, made, on) if through else {}
+    _hold(tiers, list(made.values()), on)
+    tiers.device.use(hashes, made)
+    tiers.host.use(hashes, saved)
+    if tiers.disk is not None:
+        tiers.disk.use(hashes)
+    tiers.counts.inserted += len(made)
+    return unneeded
+
+
+def _save_through(tiers: Tiers, made: dict[int, Copy], on: Stream) -> dict[int, Copy]:
+    wanted = [copy for copy in made.values() if copy.hash not in tiers.host.copies]
+    pages = tiers.make_host(tiers.plan_host(len(wanted), keep=made, wait=False))
+    return save_into(tiers, wanted[: len(pages)], pages, on)
+
+
+def _hold(tiers: Tiers, made: list[Copy], on: Stream) -> None:
+    """Let nobody read the pages, or overwrite them, before the stream has written them."""
+    written = StreamCompletion(on)
+    if not made or (written.done() and written.failure is None):
+        return
+    flight = tiers.flights.add(Flight("insert", written, made, ()))
+    for copy in made:
+        copy.filled = flight
+    tiers.device.pool.allocator.busy([copy.page for copy in made], written)
+
+
+# --- To disk, so that they outlive the process ---
+
+
+def _flush(shared: SharedTiers, *, through: bool) -> None:
+    """Wait for saves; write what the host tier has to disk, if `through`; wait for the disk.
+
+    Where the disk has not room for all of that, it gets what is to leave the host tier last.
+
+    Raises
+    ------
+    OSError : the disk failed
+    """
+    with shared.opened() as tiers:
+        saves = tiers.flights.saves()
+    shared.engine.send()
+    for flight in saves:
+        flight.synchronize()
+    with shared.opened() as tiers:
+        disk = tiers.disk
+        if disk is None:
+            return
+        wanted = list(tiers.host.order.victims())[-disk.num_slots :] if through else []
+    keep = frozenset(wanted)
+    size = max(1, _PIECE_BYTES // disk.page_bytes)
+    failed: dict[int, OSError] = {}
+    for start in range(0, len(wanted), size):
+        piece = wanted[start : start + size]
+
+        def change(tiers: Tiers, piece: Sequence[int] = piece) -> dict[int, OSError]:
+            return _write(tiers, disk, piece, keep)
+
+        failed |= shared.attempt(change)
+    disk.flush()
+    for error in failed.values():
+        raise error
+
+
+def _write(
+    tiers: Tiers, disk: DiskBlocks, hashes: Sequence[int], keep: Collection[int]
+) -> dict[int, OSError]:
+    """Write those blocks that are in the host tier but not on disk; return what failed."""
+    copies = [
+        copy
+        for hash in hashes
+        if hash not in disk.slots and (copy := tiers.host.copies.get(hash)) is not None
+    ]
+    tiers.require_arrived(copies)
+    slots = disk.choose(len(copies) - disk.num_free, keep)
+    room = disk.num_free + len(slots)
+    return tiers.write(disk, copies[:room], slots)

@@ -2,24 +2,248 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import stat
+import threading
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
+from ...arrays import ArrayView, array_at
+from ...config import logger
 from ...ops import checks
 from ...pickling import ProcessLocal
 from . import disk_format
-from .disk_format import Layout
-from .disk_slots import Parts, SlotFile
+from .disk_format import Layout, Record
+
+if TYPE_CHECKING:
+    from ..pool import Pool
+    from .policies import Policy
 
 Buffer = memoryview | Sequence[memoryview]  # one page: whole, or its parts in order
 Item = tuple[int, int, Buffer]  # slot, hash of the block, memory
+Parts = list[memoryview]  # one page as bytes
 
 _Job = tuple[Any, ...]
 _Result = TypeVar("_Result")
+
+_MOST_PARTS = 1024  # memory areas that one call to the system takes
+
+
+class DiskBlocks:
+    """Which slot of a file has which block, and in which order they go.
+
+    Parameters
+    ----------
+    path, num_bytes : of the file, as for `DiskTier`
+    pool : whose pages are stored, as it has them in memory
+    order : of eviction
+
+    Attributes
+    ----------
+    slots : by hash
+    num_slots, page_bytes : as of `DiskTier`
+    read_bytes, read_s, written_bytes, write_s : moved so far, and how long that took
+    errors : writes that failed, and blocks that were there no more
+
+    Raises
+    ------
+    TypeError, ValueError, OSError : as `DiskTier`; the pool is not in memory of the host
+
+    Notes
+    -----
+    The caller has a lock. Pages are read and written by the processor: no transfer may write those
+    that go to disk, or touch those that come from there.
+    """
+
+    def __init__(self, path: Any, num_bytes: int, pool: Pool, order: Policy) -> None:
+        parts = (*pool.parts, *pool.scale_parts)
+        if any(part.device != "host" for part in parts):
+            raise ValueError("host_pool: expected memory of the host where there is a disk")
+        self._pool = pool
+        self._pieces = [_pieces(part) for part in parts]
+        self._file = DiskTier(path, num_bytes, pool.page_bytes, _identity(pool))
+        self.num_slots, self.page_bytes = self._file.num_slots, pool.page_bytes
+        self.order = order
+        self.slots: dict[int, int] = {}
+        self.read_bytes = self.written_bytes = self.errors = 0
+        self.read_s = self.write_s = 0.0
+        for hash, slot in self._file.entries():  # oldest first; the last of a hash counts
+            self._forget([hash] if hash in self.slots else [])
+            self.slots[hash] = slot
+            order.add(hash)
+        used = set(self.slots.values())
+        self._free = [slot for slot in reversed(range(self._file.num_slots)) if slot not in used]
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def choose(self, count: int, keep: Container[int] = ()) -> list[int]:
+        """Return the hashes of up to `count` blocks that may go, in order; nothing changes."""
+        if count <= 0:
+            return []
+        return list(islice((h for h in self.order.victims() if h not in keep), count))
+
+    def evict(self, hashes: Iterable[int]) -> None:
+        """Forget blocks, so that others are written in their place."""
+        self._free += self._forget(hashes)
+
+    def use(self, hashes: Sequence[int]) -> None:
+        """Mark blocks as used, from the last of a prefix to its first."""
+        slots, touch = self.slots, self.order.touch
+        for hash in reversed(hashes):
+            if hash in slots:
+                touch(hash)
+
+    def write(self, pages: Mapping[int, int]) -> dict[int, OSError]:
+        """Write blocks of the host, for which there are free slots.
+
+        Parameters
+        ----------
+        pages : of the host, by the hash of the block
+
+        Returns
+        -------
+        why blocks are not there, by hash
+        """
+        started = time.perf_counter()
+        slots = [self._free.pop() for _ in pages]
+        items = [
+            (slot, hash, self._memory(page))
+            for slot, (hash, page) in zip(slots, pages.items(), strict=True)
+        ]
+        try:
+            results = self._file.write_many(items)
+        except BaseException:  # an interrupt; what has been written is found upon opening
+            self._free += slots
+            raise
+        failed = {}
+        for slot, hash, error in zip(slots, pages, results, strict=True):
+            if error is None:
+                self.slots[hash] = slot
+                self.order.add(hash)
+            else:
+                failed[hash] = error
+                self._free.append(slot)
+        if failed:
+            self.errors += len(failed)
+            first = next(iter(failed.values()))
+            logger.warning("%d blocks could not be written to disk: %s", len(failed), first)
+        self.written_bytes += self.page_bytes * (len(pages) - len(failed))
+        self.write_s += time.perf_counter() - started
+        return failed
+
+    def read(self, hashes: Sequence[int], pages: Sequence[int]) -> int:
+        """Read blocks into pages of the host, and forget those that are there no more.
+
+        Returns
+        -------
+        how many leading blocks have been read; what is in the pages of the others is undefined
+        """
+        started = time.perf_counter()
+        items = [
+            (self.slots[h], h, self._memory(page)) for h, page in zip(hashes, pages, strict=True)
+        ]
+        whole = self._file.read_many(items)
+        self._pool.note_written()
+        bad = [hash for hash, good in zip(hashes, whole, strict=True) if not good]
+        if bad:
+            self.errors += len(bad)
+            logger.warning("%d blocks on disk are damaged, and forgotten", len(bad))
+            self._free += self._forget(bad)
+        self.read_bytes += self.page_bytes * (len(hashes) - len(bad))
+        self.read_s += time.perf_counter() - started
+        return len(hashes) if not bad else hashes.index(bad[0])
+
+    def clear(self, order: Policy) -> None:
+        """Empty every slot, and take another order of eviction."""
+        for slot in self.slots.values():
+            try:
+                self._file.drop(slot)
+            except OSError as error:
+                self.errors += 1
+                logger.warning("a block may be on disk again upon opening: %s", error)
+        self._free += self.slots.values()
+        self.slots = {}
+        self.order = order
+
+    def flush(self) -> None:
+        """Wait until all that was written is on the disk itself."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _forget(self, hashes: Iterable[int]) -> list[int]:
+        freed = []
+        for hash in hashes:
+            freed.append(self.slots.pop(hash))
+            self.order.remove(hash)
+        return freed
+
+    def _memory(self, page: int) -> list[memoryview]:
+        """Return the bytes of a host page, K and V and scales, where they lie."""
+        return [
+            memoryview(pieces[(page, *place)])
+            for pieces in self._pieces
+            for place in np.ndindex(pieces.shape[1:-1])
+        ]
+
+
+def _pieces(part: ArrayView) -> np.ndarray[Any, Any]:
+    """View (pages, layers, page_size, heads, width) as uint8 (pages, ..., bytes a piece).
+
+    What lies together is one piece: a whole page, or in the layout "layer_first" one layer of it.
+    """
+    num_bytes = part.itemsize
+    axes = [(abs(s), n) for n, s in zip(part.shape[1:], part.strides[1:], strict=True) if n > 1]
+    axes.sort()
+    while axes and axes[0][0] == num_bytes:
+        num_bytes *= axes.pop(0)[1]
+    outer = axes[::-1]
+    back = sum(min(0, s * (n - 1)) for n, s in zip(part.shape[1:], part.strides[1:], strict=True))
+    shape = (part.shape[0], *(n for _, n in outer), num_bytes)
+    strides = (part.strides[0], *(step for step, _ in outer), 1)
+    return array_at(part.owner, part.pointer + back, shape, np.dtype(np.uint8), strides)
+
+
+def _axes_in_memory(part: ArrayView) -> str:
+    """Return the order of layers, slots, heads and width, the outermost first."""
+    order = sorted(range(1, part.ndim), key=lambda axis: -abs(part.strides[axis]))
+    return "".join("PLSHD"[axis] for axis in order if part.shape[axis] > 1)
+
+
+def _identity(pool: Pool) -> dict[str, str]:
+    """Return what the bytes of a page mean."""
+    parts = (*pool.parts, *pool.scale_parts)
+    # Of arrays of others the axes may lie in any order.
+    axes = {"axes": ", ".join(map(_axes_in_memory, parts))} if pool.is_wrapped else {}
+    return {
+        **axes,
+        "pool": type(pool).__name__,
+        "layout": pool.layout,
+        "formats": ", ".join(part.format for part in parts),
+        "shapes": ", ".join("x".join(map(str, part.shape[1:])) for part in parts),
+        "page_bytes": str(pool.page_bytes),
+    }
+
+
+# --- A file of blocks ---
 
 
 class DiskTier(ProcessLocal):
@@ -294,3 +518,268 @@ class DiskTier(ProcessLocal):
         if num_bytes != self.page_bytes:
             raise ValueError(f"{name}: expected {self.page_bytes} bytes, got {num_bytes}")
         return parts
+
+
+class SlotFile:
+    """An open file of a disk tier, and in memory the table of its records.
+
+    Parameters
+    ----------
+    path, identity : as of `DiskTier`
+    layout : where things lie
+
+    Attributes
+    ----------
+    path
+    num_used : slots that are not empty
+    generations : iterator of numbers higher than those of all records before
+
+    Raises
+    ------
+    As `DiskTier`
+
+    Notes
+    -----
+    Arguments are not checked. Threads may share it; see `DiskTier`. Whoever calls a method keeps
+    the file from being closed with `using`.
+    """
+
+    def __init__(self, path: Path, layout: Layout, identity: Mapping[str, str]) -> None:
+        self.path = path
+        self._records: dict[int, Record] = {}  # by slot, those that are valid
+        self._layout = layout
+        self._changed = threading.Condition()  # guards the records and the two below
+        self._num_users = 0  # calls that use the file now
+        self._closed = False
+        header = disk_format.encode_header(layout, identity)
+        self._file = _open_locked(path)
+        try:
+            with self._naming_file():
+                if self._file.seek(0, os.SEEK_END):
+                    self._load(identity)
+                else:
+                    self._make(header)
+        except BaseException:
+            self._file.close()
+            raise
+        newest = max((record.generation for record in self._records.values()), default=0)
+        self.generations = itertools.count(newest + 1)
+
+    @property
+    def num_used(self) -> int:
+        return len(self._records)
+
+    def entries(self) -> list[tuple[int, int]]:
+        """Return hash and slot of every block, the one written first in front."""
+        with self._changed:
+            records = list(self._records.values())
+        records.sort(key=lambda record: record.generation)
+        return [(record.hash, record.slot) for record in records]
+
+    def write(self, slot: int, hash: int, parts: Parts, generation: int) -> None:
+        """Write a block; OSError leaves the slot empty."""
+        num_bytes, checksum = self._layout.page_bytes, disk_format.checksum(hash, parts)
+        record = Record(hash, generation, slot, num_bytes, checksum)
+        encoded = memoryview(disk_format.encode_record(record))
+        with self._naming_file() as descriptor:
+            self._invalidate(slot)
+            _write_all(descriptor, parts, self._layout.payload_at(slot))
+            with self._changed:
+                _write_all(descriptor, [encoded], self._layout.record_at(slot))
+                self._records[slot] = record
+
+    def read(self, slot: int, hash: int, parts: Parts) -> bool:
+        """Read a block; empty the slot where that is not what was written."""
+        record = self._records.get(slot)
+        if record is None or record.hash != hash:
+            return False
+        try:
+            there = _read_all(self._file.fileno(), parts, self._layout.payload_at(slot))
+        except OSError as error:
+            logger.warning("slot %d of %s cannot be read: %s", slot, self.path, error)
+            there = False
+        if there and disk_format.checksum(hash, parts) == record.checksum:
+            return True
+        try:
+            self._invalidate(slot, only=record)
+        except OSError as error:  # opened again, it would be found damaged again
+            logger.warning("slot %d of %s cannot be emptied: %s", slot, self.path, error)
+        return False
+
+    def drop(self, slot: int) -> None:
+        """Empty a slot."""
+        with self._naming_file():
+            self._invalidate(slot)
+
+    def flush(self) -> None:
+        """Wait until everything is on the disk."""
+        with self._naming_file() as descriptor:
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        """Close the file, once nobody uses it."""
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._num_users)
+        self._file.close()
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Keep the file from being closed; ValueError if it is."""
+        with self._changed:
+            if self._closed:
+                raise ValueError(f"disk: expected an open tier, got {self.path} after close()")
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_users -= 1
+                self._changed.notify_all()
+
+    def _invalidate(self, slot: int, only: Record | None = None) -> None:
+        """Empty a slot; if `only` is given, then only while that is its record."""
+        with self._changed:
+            if only is not None and self._records.get(slot) is not only:
+                return  # it was written anew meanwhile
+            self._records.pop(slot, None)
+            empty = memoryview(disk_format.NO_RECORD)
+            _write_all(self._file.fileno(), [empty], self._layout.record_at(slot))
+
+    @contextmanager
+    def _naming_file(self) -> Iterator[int]:
+        """Give the descriptor of the file, and let errors of the system say which file it is."""
+        try:
+            yield self._file.fileno()
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
+
+    def _make(self, header: bytes) -> None:
+        """Make an empty file into one of a disk tier."""
+        descriptor = self._file.fileno()
+        try:
+            _write_all(descriptor, [memoryview(header)], 0)
+            os.fsync(descriptor)  # before there are blocks that need it
+            _allocate(descriptor, self._layout.num_bytes)
+        except BaseException:
+            os.ftruncate(descriptor, 0)
+            self.path.unlink(missing_ok=True)
+            raise
+
+    def _load(self, identity: Mapping[str, str]) -> None:
+        """Check a file, and read its table."""
+        descriptor, layout = self._file.fileno(), self._layout
+        size = os.fstat(descriptor).st_size
+        header = os.pread(descriptor, disk_format.BLOCK_BYTES, 0)
+        disk_format.check_header(header, layout, identity, self.path)
+        _allocate(descriptor, layout.num_bytes)  # it was cut, or whoever made it killed
+        table = memoryview(bytearray(layout.table_bytes))
+        _read_all(descriptor, [table], layout.record_at(0))
+        for slot in range(layout.num_slots):
+            start = slot * disk_format.RECORD_BYTES
+            raw = table[start : start + disk_format.RECORD_BYTES]
+            if raw == disk_format.NO_RECORD:
+                continue
+            record = disk_format.decode_record(raw, layout, slot)
+            if record is not None and layout.payload_at(slot) + record.num_bytes <= size:
+                self._records[slot] = record
+
+
+# --- The system: a file of its own, room in it, reads and writes ---
+
+
+def _open_locked(path: Path) -> io.FileIO:
+    """Open a file to read and write, made empty if it is not there, that nobody else has open so.
+
+    Raises
+    ------
+    BlockingIOError : another process has it, or another tier of this one
+    ValueError : `path` is something else than a file
+    OSError : it cannot be opened, or the system lacks file locks or vectored reads and writes
+    """
+    try:
+        import fcntl
+    except ImportError:
+        fcntl = None  # type: ignore[assignment]
+    if fcntl is None or not hasattr(os, "preadv"):
+        raise OSError(errno.ENOTSUP, "disk: expected a system with flock and preadv", str(path))
+    while True:
+        # Readable by its owner alone: what was said can be told from keys and values.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = io.FileIO(descriptor, "r+b")
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise ValueError(f"disk: expected the name of a file, got {path}")
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BlockingIOError(
+                    error.errno, "disk: expected a file that no other tier has open", str(path)
+                ) from None
+            if _is_at(descriptor, path):
+                return file
+        except BaseException:
+            file.close()
+            raise
+        file.close()  # whoever had the lock before removed the file
+
+
+def _allocate(descriptor: int, num_bytes: int) -> None:
+    """Make a file that long, with room for every byte where the file system can promise it.
+
+    Raises
+    ------
+    OSError : there is no room
+    """
+    if os.fstat(descriptor).st_size >= num_bytes:
+        return
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+    os.ftruncate(descriptor, num_bytes)  # a write may then find no room, which `write` reports
+
+
+def _write_all(descriptor: int, parts: list[memoryview], offset: int) -> None:
+    """Write memory to one place of a file, part after part.
+
+    Raises
+    ------
+    OSError : not all could be written
+    """
+    while parts:
+        done = os.pwritev(descriptor, parts[:_MOST_PARTS], offset)
+        if not done:
+            raise OSError(errno.EIO, "nothing was written")
+        parts, offset = _after(parts, done), offset + done
+
+
+def _read_all(descriptor: int, parts: list[memoryview], offset: int) -> bool:
+    """Fill memory from one place of a file; False where the file ends before."""
+    while parts:
+        done = os.preadv(descriptor, parts[:_MOST_PARTS], offset)
+        if not done:
+            return False
+        parts, offset = _after(parts, done), offset + done
+    return True
+
+
+def _after(parts: list[memoryview], done: int) -> list[memoryview]:
+    """Return what is left of memory areas after their first bytes."""
+    for i, part in enumerate(parts):
+        if done < len(part):
+            return [part[done:], *parts[i + 1 :]]
+        done -= len(part)
+    return []
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether a file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
