@@ -9,7 +9,7 @@ import numpy as np
 from helpers import DTYPE, address, to_device
 
 from kvcupy.ops import attention_kernels as prefill
-from kvcupy.ops.attention_params import FORMAT_NUMBERS, PARAMS
+from kvcupy.ops.attention_kernels import FORMAT_NUMBERS, PARAMS
 
 LOG2_E = float(np.log2(np.e))
 

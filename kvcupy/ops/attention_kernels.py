@@ -7,14 +7,273 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
-from .. import dtypes
+from .. import dtypes, faults
+from ..arrays import ArrayView
 from ..devices.protocol import Device
-from ..kernels import Kernel, Specialisation
-from . import geometry
-from .attention_checks import Call
-from .attention_params import PARAMS, Tiling
+from ..kernels import Kernel, Specialisation, zeroed
+from . import checks, geometry, plan, side
+from .side import Side
+
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked for beside the arrays. `window` 0, `soft_cap` 0: none.
+
+    The last two say what the rope table turns, where one is given.
+    """
+
+    layout: str
+    sm_scale: float | None
+    causal: bool
+    window: int
+    sink_keys: int
+    soft_cap: float
+    interleaved: bool = False
+    rotary_start: int = 0
+
+    @classmethod
+    def of(
+        cls, layout: Any, sm_scale: Any, causal: Any, window: Any, sinks: Any, soft_cap: Any,
+        interleaved: Any = False, rotary_start: Any = 0,
+    ) -> Options:  # fmt: skip
+        """Check the options; `sinks` may be learned logits, which are an array."""
+        layout = checks.layout_name(layout)
+        if not isinstance(causal, (bool, np.bool_)):
+            raise TypeError(f"causal: expected a bool, got {causal!r}")
+        if window is not None:
+            checks.require_int(window, "window")
+            if not 1 <= window < 2**63:
+                off = "; None is no window" if window in (-1, 0) else ""  # as others have it
+                raise ValueError(f"window: expected None or at least 1, got {window}{off}")
+        sink_keys = 0
+        if sinks is not None and not checks.is_array(sinks):
+            checks.require_int(sinks, "sinks")
+            if not 0 <= sinks < 2**63:
+                raise ValueError(f"sinks: expected at least 0, got {sinks}")
+            sink_keys = int(sinks)
+        if not isinstance(interleaved, (bool, np.bool_)):
+            raise TypeError(f"interleaved: expected a bool, got {interleaved!r}")
+        checks.require_int(rotary_start, "rotary_start")
+        if rotary_start < 0:
+            raise ValueError(f"rotary_start: expected at least 0, got {rotary_start}")
+        return cls(
+            layout, _number(sm_scale, "sm_scale"), bool(causal), int(window or 0), sink_keys,
+            _number(soft_cap, "logits_soft_cap", positive=True) or 0.0, bool(interleaved),
+            int(rotary_start),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call whose arguments fit together.
+
+    Attributes
+    ----------
+    given : the arrays by name, as views; only those that are given
+    k, v : the caches, with their scales
+    num_tokens, num_heads, num_sequences, max_pages : T, Hq, B, pages a row of the table
+    """
+
+    given: dict[str, Any]
+    options: Options
+    k: Side
+    v: Side
+    num_tokens: int
+    num_heads: int
+    num_sequences: int
+    max_pages: int
+
+    @property
+    def group(self) -> int:
+        """Query heads a KV head."""
+        return self.num_heads // self.k.cache.num_heads
+
+    @property
+    def sm_scale(self) -> float:
+        given = self.options.sm_scale
+        return 1.0 / math.sqrt(self.k.cache.width) if given is None else given
+
+    @property
+    def max_keys(self) -> int:
+        """The most keys that the table has room for."""
+        return self.max_pages * self.k.cache.page_size
+
+    def view(self, name: str) -> ArrayView | None:
+        """Return an array argument, None if it is none."""
+        found = self.given.get(name)
+        return found if isinstance(found, ArrayView) else None
+
+
+def _number(value: Any, name: str, *, positive: bool = False) -> float | None:
+    if value is None:
+        return None
+    if type(value) is float and 1e-30 < value < 1e30:  # the usual: float32 has room for it
+        return value
+    checks.require_number(value, name)
+    assert isinstance(value, numbers.Real)
+    with np.errstate(over="ignore"):
+        rounded = np.float32(value)
+    if not np.isfinite(rounded) or (positive and not rounded > 0):
+        wanted = "a finite float32 above zero" if positive else "a finite float32"
+        off = "; None is no cap" if positive and value == 0 else ""
+        raise ValueError(f"{name}: expected {wanted}, got {value!r}{off}")
+    return float(value)
+
+
+ARRAYS = (
+    "query", "k_cache", "v_cache", "block_table", "seq_lens", "query_starts", "k_scale", "v_scale",
+    "k_scale_cache", "v_scale_cache", "sinks", "tree_mask", "tree_lens", "hole_starts", "holes",
+    "key_starts", "rope_table", "tail_positions", "out", "lse", "partial_out", "partial_lse",
+)  # fmt: skip
+
+PARAMS = np.dtype(
+    [
+        *((name, np.uint64) for name in (*ARRAYS, "faults")),
+        ("k", side.PARAMS),
+        ("v", side.PARAMS),
+        ("query_token_bytes", np.int64),
+        ("query_head_bytes", np.int64),
+        ("out_token_bytes", np.int64),
+        ("out_head_bytes", np.int64),
+        ("lse_token_bytes", np.int64),
+        ("lse_head_bytes", np.int64),
+        ("table_row_bytes", np.int64),
+        ("table_entry_bytes", np.int64),
+        ("seq_len_bytes", np.int64),
+        ("sink_bytes", np.int64),
+        ("mask_row_bytes", np.int64),
+        ("mask_column_bytes", np.int64),
+        ("tree_len_bytes", np.int64),
+        ("hole_start_bytes", np.int64),
+        ("hole_bytes", np.int64),
+        ("key_start_bytes", np.int64),
+        ("rope_row_bytes", np.int64),
+        ("tail_row_bytes", np.int64),
+        ("tail_column_bytes", np.int64),
+        ("max_positions", np.int64),
+        ("num_pages", np.int64),
+        ("max_pages", np.int64),
+        ("window", np.int64),
+        ("sink_keys", np.int64),
+        ("table_operation", np.int64),
+        ("length_operation", np.int64),
+        ("score_scale", np.float32),
+        ("soft_cap", np.float32),
+        ("cap_scale", np.float32),
+        ("num_tokens", np.int32),
+        ("num_sequences", np.int32),
+        ("num_splits", np.int32),
+        ("num_heads", np.int32),
+        ("group", np.int32),
+        ("page_size", np.int32),
+        ("page_shift", np.int32),
+        ("table_index_bytes", np.int32),
+        ("length_index_bytes", np.int32),
+        ("mask_columns", np.int32),
+        ("tail_columns", np.int32),
+        ("rotary_start", np.int32),
+        ("rotary_dim", np.int32),
+        ("interleaved", np.int32),
+        ("causal", np.int32),
+        ("query_format", np.int32),
+        ("k_format", np.int32),
+        ("v_format", np.int32),
+        ("out_format", np.int32),
+        ("lane_shift", np.int32),
+    ],
+    align=True,
+)
+
+FORMAT_NUMBERS = {
+    name: i for i, name in enumerate(("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"))
+}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a kernel is laid over a call.
+
+    Parameters
+    ----------
+    specialisation : the kernel
+    rows : packed rows a tile
+    lanes : threads that share a key (the plain path)
+    threads : a block
+    smem_bytes : of dynamic shared memory a block
+    """
+
+    specialisation: Specialisation
+    rows: int
+    lanes: int
+    threads: int
+    smem_bytes: int
+
+
+def fill(call: Call, num_splits: int, lanes: int) -> np.ndarray[Any, Any]:
+    """Return the Params of a call without its addresses."""
+    params = zeroed(PARAMS)
+    options, cache = call.options, call.k.cache
+    for name, one in (("k", call.k), ("v", call.v)):
+        one.write(params[name], one.cache.width)
+        params[f"{name}_format"] = FORMAT_NUMBERS[one.cache_format.name]
+    query, out, lse, mask, sinks = (
+        call.view(name) for name in ("query", "out", "lse_out", "tree_mask", "sinks")
+    )
+    table, lengths = call.view("block_table"), call.view("seq_lens")
+    assert query is not None and out is not None and table is not None and lengths is not None
+    for prefix, v in (("query", query), ("out", out), ("lse", lse)):
+        if v is not None:
+            params[f"{prefix}_token_bytes"], params[f"{prefix}_head_bytes"] = v.strides[:2]
+    params["query_format"] = FORMAT_NUMBERS[query.format]
+    params["out_format"] = FORMAT_NUMBERS[out.format]
+    params["table_row_bytes"], params["table_entry_bytes"] = table.strides
+    params["table_index_bytes"] = table.itemsize
+    params["seq_len_bytes"], params["length_index_bytes"] = lengths.strides[0], lengths.itemsize
+    params["table_operation"] = faults.operation_id("paged_attention", "block_table")
+    params["length_operation"] = faults.operation_id("paged_attention", "seq_lens")
+    if sinks is not None:
+        params["sink_bytes"] = sinks.strides[0]
+    if mask is not None:
+        params["mask_row_bytes"], params["mask_column_bytes"] = mask.strides
+        params["mask_columns"] = mask.shape[1]
+    for name in ("tree_len", "hole_start", "hole", "key_start"):
+        if (counts := call.view(f"{name}s")) is not None:
+            params[f"{name}_bytes"] = counts.strides[0]
+    _fill_rope(params, call)
+    params["num_pages"] = cache.num_slots // cache.page_size
+    params["page_size"], params["page_shift"] = cache.page_size, cache.page_shift
+    params["max_pages"], params["num_sequences"] = call.max_pages, call.num_sequences
+    params["num_tokens"], params["num_heads"] = call.num_tokens, call.num_heads
+    params["group"], params["num_splits"] = call.group, num_splits
+    params["window"], params["sink_keys"] = options.window, options.sink_keys
+    params["causal"] = options.causal
+    params["soft_cap"], params["cap_scale"] = options.soft_cap, options.soft_cap * _LOG2_E
+    params["score_scale"] = call.sm_scale * (1.0 if options.soft_cap else _LOG2_E)
+    params["lane_shift"] = lanes.bit_length() - 1
+    return params
+
+
+def _fill_rope(params: np.ndarray[Any, Any], call: Call) -> None:
+    table, tail = call.view("rope_table"), call.view("tail_positions")
+    if table is None:
+        return
+    params["max_positions"], params["rotary_dim"] = table.shape
+    params["rope_row_bytes"] = table.strides[0]
+    params["rotary_start"] = call.options.rotary_start
+    params["interleaved"] = call.options.interleaved
+    if tail is not None:
+        params["tail_columns"] = tail.shape[1]
+        params["tail_row_bytes"], params["tail_column_bytes"] = tail.strides
+
 
 STARTS_PARAMS = np.dtype(
     [
@@ -260,3 +519,41 @@ def _prefill_kernel(call: Call) -> Specialisation:
     assert query is not None
     widths = call.k.cache.width, call.v.cache.width
     return specialisation_for(query.format, *widths, turns=call.view("rope_table") is not None)
+
+
+_MOST_SPLITS = 128
+_KEYS_A_SPLIT = 256  # at least
+_BLOCKS_A_MULTIPROCESSOR = 4  # wanted, so that short sequences do not leave it idle
+
+
+def num_tiles(call: Call, rows: int) -> int:
+    """Return a bound on the tiles of all sequences, as `find_tile` of the kernels numbers them."""
+    if call.view("query_lens") is None:
+        return call.num_sequences * -(-call.group // rows)
+    packed = call.num_tokens * call.group
+    geometry.require_countable(packed, "query")
+    return packed // rows + call.num_sequences
+
+
+def splits(device: Device, call: Call, num_blocks: int) -> int:
+    """Return how many splits of the keys occupy the device. Shapes decide, not lengths."""
+    window = call.options.window
+    most_keys = call.max_keys
+    if window:
+        most_keys = min(most_keys, window + call.options.sink_keys)
+    wanted = _BLOCKS_A_MULTIPROCESSOR * device.multiprocessors // max(1, num_blocks)
+    return max(1, min(wanted, most_keys // _KEYS_A_SPLIT, _MOST_SPLITS))
+
+
+def starts_launch(device: Device, call: Call, pointers: list[int | None]) -> plan.Launch:
+    """Load and lay out the launch of `attention_starts`."""
+    lengths = call.view("query_lens")
+    assert lengths is not None
+    lanes = 1 if device.warp_lanes == 1 else 32
+    params = zeroed(STARTS_PARAMS)
+    params["length_bytes"], params["index_bytes"] = lengths.strides[0], lengths.itemsize
+    params["operation"] = faults.operation_id("paged_attention", "query_lens")
+    params["num_sequences"], params["num_tokens"] = call.num_sequences, call.num_tokens
+    return plan.Launch(
+        device, STARTS[lanes].specialise(lanes), (1, 1, 1), (lanes, 1, 1), 0, params, pointers
+    )

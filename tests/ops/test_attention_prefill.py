@@ -14,7 +14,8 @@ from kvcupy.devices.host import HostDevice
 from kvcupy.exporters import view
 from kvcupy.kernels import Kernel
 from kvcupy.ops import attention_kernels as prefill
-from kvcupy.ops.attention_checks import Options, check_call
+from kvcupy.ops.attention import check_call
+from kvcupy.ops.attention_kernels import Options
 
 FORMATS = {"fp16": "half", "bf16": "bfloat16"}
 MMA = np.dtype([("a", "u8"), ("b", "u8"), ("c", "u8"), ("rows", "i4")], align=True)

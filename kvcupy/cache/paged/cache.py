@@ -8,7 +8,7 @@ from ...arrays import describe
 from ...errors import KvcupyError
 from ...exporters import view
 from ...ops import outputs
-from ...ops.attention_checks import check_query
+from ...ops.attention import check_query
 from ..storage import Pool, count
 from .contents import Contents
 from .layers import Asked, Layers

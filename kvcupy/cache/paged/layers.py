@@ -12,8 +12,8 @@ from ...devices.protocol import Device, Stream
 from ...dtypes import FORMATS
 from ...exporters import view
 from ...ops import checks
-from ...ops.attention import attend
-from ...ops.attention_checks import Options, check_query
+from ...ops.attention import attend, check_query
+from ...ops.attention_kernels import Options
 from ...ops.merge import merge_states
 from ...ops.rope import apply_rope, rope_store_kv, rope_store_mla
 from ...ops.store import store_kv, store_mla
