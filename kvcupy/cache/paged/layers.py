@@ -12,8 +12,7 @@ from ...devices.protocol import Device, Stream
 from ...dtypes import FORMATS
 from ...exporters import view
 from ...ops import checks
-from ...ops.attention import attend, check_query
-from ...ops.attention_kernels import Options
+from ...ops.attention import attend, check_options, check_query
 from ...ops.merge import merge_states
 from ...ops.rope import apply_rope, rope_store_kv, rope_store_mla
 from ...ops.store import store_kv, store_mla
@@ -135,7 +134,7 @@ class Layers:
                 raise ValueError(f"out: expected {rows.shape[0]} rows, got {describe(written)}")
             checks.require_contiguous(written, "out")
             checks.require_output(written, "out")
-        Options.of("NHD", asked.sm_scale, True, asked.window, asked.sinks, asked.soft_cap)
+        check_options("NHD", asked.sm_scale, True, asked.window, asked.sinks, asked.soft_cap)
         if asked.sinks is not None and checks.is_array(asked.sinks):
             logits = view(asked.sinks, "sinks")
             if logits.format != "fp32" or logits.shape != (self._num_q_heads,):
