@@ -208,6 +208,85 @@ def attend(
     return _issue(ALL_NAMES, NUM_ROWS + 1, (rope_table, *arrays, *more), options, out, stream)
 
 
+class LayerArrays:
+    """K and V of one layer of a cache, with their scales, described once for all steps.
+
+    Parameters
+    ----------
+    k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache : as in `paged_attention`
+    """
+
+    def __init__(
+        self,
+        k_cache: Any,
+        v_cache: Any,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        k_scale_cache: Any = None,
+        v_scale_cache: Any = None,
+    ) -> None:
+        self.arrays = k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache
+
+
+class StepAttention:
+    """Attention over the sequences of one step, described once for all layers.
+
+    Parameters
+    ----------
+    block_table, ..., tail_positions : as in `attend`
+    """
+
+    def __init__(
+        self,
+        *,
+        block_table: Any,
+        seq_lens: Any,
+        query_lens: Any = None,
+        tree_mask: Any = None,
+        hole_starts: Any = None,
+        holes: Any = None,
+        key_starts: Any = None,
+        tree_lens: Any = None,
+        rope_table: Any = None,
+        tail_positions: Any = None,
+    ) -> None:
+        self.arrays = (
+            block_table, seq_lens, query_lens, tree_mask, hole_starts, holes, key_starts, tree_lens,
+            rope_table, tail_positions,
+        )  # fmt: skip
+
+    def run(
+        self,
+        layer: LayerArrays,
+        query: Any,
+        out: Any,
+        options: AttentionOptions,
+        *,
+        lse_out: Any = None,
+        sinks: Any = None,
+        stream: Any = None,
+    ) -> None:
+        """Attend in one layer, as `attend` does.
+
+        Parameters
+        ----------
+        query, out, lse_out : as in `attend`; `out` must be there
+        options : from `check_options`
+        sinks : learned logits, or None; an int belongs to the options
+        """
+        k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache = layer.arrays
+        (
+            block_table, seq_lens, query_lens, tree_mask, hole_starts, holes, key_starts, tree_lens,
+            rope_table, tail_positions,
+        ) = self.arrays  # fmt: skip
+        arrays = (
+            rope_table, query, k_cache, v_cache, out, lse_out, block_table, seq_lens, query_lens,
+            k_scale, v_scale, k_scale_cache, v_scale_cache, sinks, tree_mask, hole_starts, holes,
+            key_starts, tree_lens, tail_positions,
+        )  # fmt: skip
+        _issue(ALL_NAMES, NUM_ROWS + 1, arrays, options, out, stream)
+
+
 def _issue(
     names: tuple[str, ...], num_rows: int, arrays: tuple[Any, ...], options: AttentionOptions,
     out: Any, stream: Any,
