@@ -12,7 +12,7 @@ from ..arrays import ArrayView, describe
 from ..errors import CompileError
 from ..exporters import view
 from ..kernels import Kernel, Specialisation, zeroed
-from . import checks, expressions, outputs, plan
+from . import call, checks, expressions, outputs
 
 _ARRAYS = ("block_table", "seq_lens", "append_lens", "out")
 
@@ -103,7 +103,7 @@ def slot_mapping(
             view(block_table, "block_table"), (int(numbers.sum()),), "int64", stream
         )
     arrays = (block_table, seq_lens, append_lens, out)
-    pointers, made = plan.obtain(
+    pointers, made = call.obtain(
         "slot_mapping", _ARRAYS, arrays, 0, (int(page_size),),
         lambda given, alignment: _plan(given, int(page_size)),
     )  # fmt: skip
@@ -208,7 +208,7 @@ def find_duplicate_slots(slot_mapping: Any) -> np.ndarray[Any, Any]:
 
 
 @dataclass
-class SlotMappingPlan(plan.Plan):
+class SlotMappingPlan(call.Plan):
     """The slots of one step."""
 
     table: ArrayView
@@ -253,7 +253,7 @@ class SlotMappingPlan(plan.Plan):
             first += len(room)
         device.carrier(view(arrays[3]))[...] = device.asarray(slots)
 
-    def _launch(self) -> plan.Launch:
+    def _launch(self) -> call.Launch:
         table = self.table
         params = zeroed(_PARAMS)
         params["table_row_bytes"], params["table_entry_bytes"] = table.strides
@@ -267,7 +267,7 @@ class SlotMappingPlan(plan.Plan):
         lanes = self.device.warp_lanes
         grid, block = (table.shape[0], 1, 1), (lanes, 1, 1)
         specialisation = _SLOT_MAPPING[lanes].specialise(lanes)
-        return plan.Launch(self.device, specialisation, grid, block, 0, params, range(4))
+        return call.Launch(self.device, specialisation, grid, block, 0, params, range(4))
 
 
 def _fault_id(argument: str) -> int:

@@ -13,7 +13,7 @@ from ..arrays import ArrayView, describe, first_overlap
 from ..errors import CompileError
 from ..exporters import view
 from ..kernels import Kernel, Specialisation, zeroed
-from . import cache_rows, checks, expressions, geometry, plan
+from . import cache_rows, call, checks, expressions, geometry
 
 _ARRAYS = ("cache", "src_pages", "dst_pages")
 
@@ -85,7 +85,7 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
     calls = []
     for one in layers:
         arrays = (one, src_pages, dst_pages)
-        pointers, made = plan.obtain("copy_pages", _ARRAYS, arrays, 1, (), _plan)
+        pointers, made = call.obtain("copy_pages", _ARRAYS, arrays, 1, (), _plan)
         made.check(pointers, arrays)
         calls.append((pointers, made, arrays))
     if len(calls) > 1:
@@ -97,7 +97,7 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
 
 
 @dataclass
-class PagesPlan(plan.Plan):
+class PagesPlan(call.Plan):
     """Copies of pages of one array."""
 
     cache: ArrayView
@@ -135,7 +135,7 @@ class PagesPlan(plan.Plan):
                 expressions.note_fault(device, len(bad), operation, bad[0], pages[bad[0]])
         cache[dst[meant]] = cache[src[meant]]
 
-    def _launch(self) -> plan.Launch:
+    def _launch(self) -> call.Launch:
         row_bytes, outer = _rows_of_page(self.cache)
         (n0, s0), (n1, s1), (n2, s2) = [(1, 0)] * (3 - len(outer)) + outer
         page_bytes = self.cache.strides[0]
@@ -161,7 +161,7 @@ class PagesPlan(plan.Plan):
         params["rows_1"], params["rows_2"], params["rows_a_page"] = n1, n2, n0 * n1 * n2
         params["lane_shift"] = shape.lane_shift
         specialisation = COPY.specialise(word)
-        return plan.Launch(
+        return call.Launch(
             self.device, specialisation, shape.grid, shape.block, 0, params, range(3)
         )
 

@@ -10,7 +10,7 @@ import pytest
 from every_call import CALLS, apply_rope, array, copy_pages, gather_kv, kv_caches, rope_store_kv
 
 import kvcupy as kv
-from kvcupy.ops import plan
+from kvcupy.ops import call as op_call
 
 
 def arrays_of(call):
@@ -20,8 +20,8 @@ def arrays_of(call):
 @pytest.fixture
 def made(monkeypatch):
     """The operations that have made a plan, in order."""
-    monkeypatch.setattr(plan, "_plans", {})
-    log, obtain = [], plan.obtain
+    monkeypatch.setattr(op_call, "_plans", {})
+    log, obtain = [], op_call.obtain
 
     def spy(operation, names, arrays, num_rows, options, make):
         def announced(given, alignment):
@@ -30,7 +30,7 @@ def made(monkeypatch):
 
         return obtain(operation, names, arrays, num_rows, options, announced)
 
-    monkeypatch.setattr(plan, "obtain", spy)
+    monkeypatch.setattr(op_call, "obtain", spy)
     return log
 
 
@@ -283,7 +283,7 @@ def test_an_option_that_cannot_be_hashed_is_refused_as_any_other(device, made):
 def test_forget_drops_all(device, made):
     for _ in range(2):
         kv.copy_pages(**copy_pages(device))
-        plan.forget()
+        op_call.forget()
     assert made == ["copy_pages"] * 2
 
 
