@@ -16,7 +16,8 @@ from ..arrays import ArrayView
 from ..errors import CompileError
 from ..exporters import view
 from ..kernels import Kernel, Specialisation, zeroed
-from . import call, geometry, side
+from . import geometry, side
+from . import plan as call
 from .side import Side
 
 ARRAYS = (

@@ -9,7 +9,8 @@ from ..arrays import ArrayView, describe
 from ..dtypes import FORMATS
 from ..exporters import view
 from ..kernels import Kernel, Specialisation
-from . import cache_rows, call, checks, expressions, outputs
+from . import cache_rows, checks, expressions, outputs
+from . import plan as call
 from .cache_rows import ARRAYS, NUM_ROWS, PACK, PARAMS, CacheRowsPlan
 from .side import Side, require_rows, sides_of_kv
 from .store_expressions import report_slots, static_scale

@@ -13,7 +13,8 @@ from ..dtypes import FORMATS
 from ..errors import CompileError
 from ..exporters import view
 from ..kernels import zeroed
-from . import call, checks, expressions, outputs
+from . import checks, expressions, outputs
+from . import plan as call
 from .merge_launch import MERGED, PARAMS, launch, merge_launch, specialisations
 
 __all__ = ["merge_launch", "merge_states", "specialisations"]

@@ -11,7 +11,8 @@ from ..arrays import contiguous_strides
 from ..devices.protocol import Device
 from ..dtypes import FORMATS, Format
 from ..kernels import Kernel, Specialisation, zeroed
-from . import call, geometry
+from . import geometry
+from . import plan as call
 
 _POINTERS = ("out_a", "lse_a", "out_b", "lse_b", "sinks", "num_valid", "out", "lse")
 _ROWS = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import call
+from . import plan as call
 from .rope_checks import MLA_NAMES, Turning, as_tuple, plan_mla, plan_rotation, plan_store
 from .rope_plan import NAMES, NUM_ROWS
 

@@ -11,7 +11,7 @@ from ..devices.protocol import Device
 from ..dtypes import FORMATS, Format
 from ..kernels import Kernel, Specialisation, zeroed
 from . import checks, geometry, side
-from .call import Launch
+from .plan import Launch
 from .side import Side
 
 ARRAYS = (

@@ -9,7 +9,8 @@ from .. import streams
 from ..arrays import ArrayView
 from ..errors import CompileError
 from ..exporters import view
-from . import call, checks, rope_expressions, rope_launch
+from . import checks, rope_expressions, rope_launch
+from . import plan as call
 from .rope_launch import ARRAYS, INDEX, REPORT_POSITIONS, REPORT_SLOTS, Part, Rotation, Store
 from .store_expressions import report_slots, store_rows
 

@@ -8,7 +8,8 @@ from .. import devices
 from ..arrays import ArrayView
 from ..dtypes import FORMATS
 from ..kernels import Kernel, Specialisation
-from . import cache_rows, call, checks
+from . import cache_rows, checks
+from . import plan as call
 from .cache_rows import ARRAYS, NUM_ROWS, PACK, PARAMS, CacheRowsPlan
 from .side import Side, require_rows, sides_of_kv, sides_of_mla
 from .store_expressions import report_slots, store_rows

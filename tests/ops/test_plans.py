@@ -11,6 +11,7 @@ from every_call import CALLS, apply_rope, array, copy_pages, gather_kv, kv_cache
 
 import kvcupy as kv
 from kvcupy.ops import call as op_call
+from kvcupy.ops import plan as old_plan  # until attention uses `call`
 
 
 def arrays_of(call):
@@ -21,16 +22,26 @@ def arrays_of(call):
 def made(monkeypatch):
     """The operations that have made a plan, in order."""
     monkeypatch.setattr(op_call, "_plans", {})
-    log, obtain = [], op_call.obtain
+    log, prepare = [], op_call.Operation.prepare
 
-    def spy(operation, names, arrays, num_rows, options, make):
-        def announced(given, alignment):
+    def spy(self, arguments, options, make):
+        def announced(*checked):
+            log.append(self.name)
+            return make(*checked)
+
+        return prepare(self, arguments, options, announced)
+
+    obtain = old_plan.obtain
+
+    def old_spy(operation, names, arrays, num_rows, options, make):
+        def announced(*checked):
             log.append(operation)
-            return make(given, alignment)
+            return make(*checked)
 
         return obtain(operation, names, arrays, num_rows, options, announced)
 
-    monkeypatch.setattr(op_call, "obtain", spy)
+    monkeypatch.setattr(op_call.Operation, "prepare", spy)
+    monkeypatch.setattr(old_plan, "obtain", old_spy)
     return log
 
 
