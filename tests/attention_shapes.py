@@ -28,9 +28,12 @@ def trees_of(case, lens, new, padding=0, tail=False):
     return {**made, **case.tail(nodes)} if tail else made
 
 
-def call_of(device, seed, shape, fmt, *, holes=False, starts=False, trees=False, rope=None, **more):
+def call_of(
+    device, seed, shape, fmt, *, holes=False, starts=False, trees=False, rope=None,
+    make=AttentionCase, **more,
+):  # fmt: skip
     """Make a case and its arguments, with what is asked for."""
-    case = AttentionCase(device, seed)
+    case = make(device, seed)
     lens, new = SHAPES[shape]
     args = case.arguments(
         lens, new, fmt=fmt, holes=HOLES if holes else None, key_starts=STARTS if starts else None,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from helpers import DTYPE, address, to_device
 
-from kvcupy.ops import attention_kernels as prefill
-from kvcupy.ops.attention_params import FORMAT_NUMBERS, PARAMS
+from kvcupy.ops import attention_kernels as kernels
+from kvcupy.ops.attention_kernels import FORMAT_NUMBERS, PARAMS
 
 LOG2_E = float(np.log2(np.e))
 
@@ -136,7 +136,7 @@ class Call:
         """Launch, and return what came out: (out, lse), merged if there are several splits."""
         num_heads, num_kv_heads = self.heads
         rows = len(self.query)
-        chosen = prefill.specialisation_for(self.fmt, *self.widths)
+        chosen = kernels.prefill_specialisation(self.fmt, *self.widths)
         arrays = {
             "query": self.query, "k_cache": self.k_cache, "v_cache": self.v_cache,
             "block_table": self.table, "seq_lens": np.array(self.seq_lens, self.index),
@@ -183,8 +183,9 @@ class Call:
         params["page_shift"] = shift if 1 << shift == self.page_size else -1
         grid = (rows * group // 64 + len(self.seq_lens), num_kv_heads, self.splits)
         device.launch(
-            device.load(chosen), grid, (prefill.PREFILL_THREADS, 1, 1), prefill.smem_bytes(chosen),
-            params.tobytes(), device.as_stream(None), tuple(placed.values()),
+            device.load(chosen), grid, (kernels.PREFILL_THREADS, 1, 1),
+            kernels.prefill_smem_bytes(chosen), params.tobytes(), device.as_stream(None),
+            tuple(placed.values()),
         )  # fmt: skip
         device.synchronize()
         after = {

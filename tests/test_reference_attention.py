@@ -355,7 +355,7 @@ def test_turning_is_multiplying_complex_numbers(interleaved):
     rng = np.random.default_rng(2)
     rows, positions = rng.standard_normal((5, 2, 10)), np.array([0, 3, 6, -4, 99])
     table = reference.rope_table(7, 6).astype(np.float32)
-    got = reference.attention.turned(rows, table, positions, interleaved=interleaved, start=2)
+    got = reference.attention.rotate_keys(rows, table, positions, interleaved=interleaved, start=2)
     part = rows[..., 2:8]
     first, second = (part[..., ::2], part[..., 1::2]) if interleaved else np.split(part, 2, axis=-1)
     angles = table[[0, 3, 6, 0, 6]].astype(np.float64)[:, None]

@@ -1,13 +1,52 @@
-"""Attention over a paged cache."""
+"""Attention over a paged cache.
+
+`paged_attention` is the operation, and `attend` the same for a cache that keeps sequences from step
+to step. A call goes: arguments checked (`check_call`), kernels chosen (`attention_kernels`), both
+kept as the plan of its signature (`AttentionPlan`); without a compiler, array expressions serve
+(`_attend_sequences`).
+"""
 
 from __future__ import annotations
 
+import numbers
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
+from .. import devices, faults, scratch
+from ..arrays import ArrayView, describe
+from ..devices.protocol import Device, Stream
+from ..errors import CompileError
 from ..exporters import view
-from . import checks, outputs, plan
-from .attention_checks import ALL_NAMES, NAMES, NUM_ROWS, Options, check_query
-from .attention_plan import AttentionPlan, make_plan
+from . import checks, expressions, outputs, plan
+from .attention_kernels import (
+    ARRAYS,
+    STARTS,
+    AttentionCall,
+    AttentionOptions,
+    choose_num_splits,
+    choose_tiling,
+    fill_params,
+    fill_starts_params,
+    num_tiles,
+)
+from .merge_launch import merge_launch
+from .side import Side
+
+NAMES = (
+    "query", "k_cache", "v_cache", "out", "lse_out", "block_table", "seq_lens", "query_lens",
+    "k_scale", "v_scale", "k_scale_cache", "v_scale_cache", "sinks", "tree_mask",
+)  # fmt: skip
+NUM_ROWS = 4  # of these, what is read or written in words
+
+# With what `attend` has beside them; of these, one more is read in words.
+ALL_NAMES = (
+    "rope_table", *NAMES, "hole_starts", "holes", "key_starts", "tree_lens", "tail_positions",
+)  # fmt: skip
+
+_MAX_WIDTH = 768  # elements of a row that a warp, or a thread of the host device, has registers for
 
 
 def paged_attention(
@@ -33,7 +72,7 @@ def paged_attention(
     lse_out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """Attend with the last tokens of sequences over the pages of each.
+    """Attend with the newest tokens of each sequence over the pages of that sequence.
 
     Parameters
     ----------
@@ -41,25 +80,25 @@ def paged_attention(
     k_cache, v_cache : any format, (num_pages, page_size, H, D) and (..., Dv) in the layout; widths
         up to 768. Hq is a multiple of H. For MLA, both are views of one latent cache, H = 1
     block_table : int32 or int64 (B, max_pages), the pages of each sequence; entries past its end
-        are not read. A negative page is not seen; one past the end likewise, and raised by
-        `check_faults`
-    seq_lens : int32 or int64 (B,), the new tokens included, which are in the cache already
+        are not read. Keys of a negative page are not visible; nor are those of a page past the end
+        of the cache, which `check_faults` raises
+    seq_lens : int32 or int64 (B,), the new tokens included, whose K and V are already in the cache
     query_lens : int32 or int64 (B,), new tokens of each sequence; None: one each. T may be more
-        than their sum: what is beyond is left alone
+        than their sum: rows past it are not written
     layout : "NHD" or "HND"
     sm_scale : what scores are multiplied by; None: 1 / sqrt(D)
-    causal : a query sees its own position and those before, not those after; where it is False,
-        sequences may have more new tokens than keys
+    causal : a query sees the keys up to its own position. With False it sees all keys, and a
+        sequence may have more new tokens than keys
     window : a query at position p sees keys p - window + 1 to p
     sinks : an int, how many of the first keys stay visible past the window; or float32 logits
-        (Hq,) that join the denominator, unscaled, and bring no value
+        (Hq,), which join the softmax denominator, unscaled, without a value
     logits_soft_cap : scores become cap * tanh(score / cap)
-    tree_mask : bool (T, max(query_lens)), which new tokens of its sequence each query sees; all
-        older tokens are visible. It takes the place of `causal`
-    k_scale, v_scale, k_scale_cache, v_scale_cache : as in `store_kv`, of a quantised cache
-    out : (T, Hq, Dv) of the query's format or float32, written in place; None: allocated, of the
-        query's, zero where nothing is written
-    lse_out : float32 (T, Hq), written in place: the natural logarithm of the sum of exponentials
+    tree_mask : bool (T, max(query_lens)), which new tokens of its sequence each query sees, instead
+        of `causal`; all older tokens are visible
+    k_scale, v_scale, k_scale_cache, v_scale_cache : of a quantised cache, as in `store_kv`
+    out : (T, Hq, Dv) of the query's format or float32, written in place; None: allocated in the
+        query's format, zero where nothing is written
+    lse_out : float32 (T, Hq), written in place: natural log-sum-exp of the scores
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Returns
@@ -73,10 +112,10 @@ def paged_attention(
 
     Notes
     -----
-    Arithmetic is float32, the output is rounded once. A query that sees no key gives 0, and -inf
+    Arithmetic is float32; the output is rounded once. A query that sees no key gives 0, and -inf
     in `lse_out`. Stream: up to three kernels, in order. Capture: legal with outputs given; grid and
-    workspace depend on shapes alone. Bytes: visible K and V once for all query heads of a KV head
-    in decode. Source: FlashInfer, Ye et al. 2025; Flash-Decoding, Dao et al. 2023.
+    workspace depend on shapes alone. Bytes: in decode, visible K and V are read once for all query
+    heads of a KV head. Source: FlashInfer, Ye et al. 2025; Flash-Decoding, Dao et al. 2023.
 
     Examples
     --------
@@ -87,13 +126,13 @@ def paged_attention(
     >>> float(out[0, 1, 0])  # the mean of 32, 40 and 0, over pages 2 and 0
     24.0
     """
-    options = Options.of(layout, sm_scale, causal, window, sinks, logits_soft_cap)
+    options = check_options(layout, sm_scale, causal, window, sinks, logits_soft_cap)
     if out is None:
         out = _allocate(query, v_cache, stream)
-    learned = sinks if checks.is_array(sinks) else None
+    logits = sinks if checks.is_array(sinks) else None
     arrays = (
         query, k_cache, v_cache, out, lse_out, block_table, seq_lens, query_lens, k_scale, v_scale,
-        k_scale_cache, v_scale_cache, learned, tree_mask,
+        k_scale_cache, v_scale_cache, logits, tree_mask,
     )  # fmt: skip
     return _issue(NAMES, NUM_ROWS, arrays, options, out, stream)
 
@@ -129,39 +168,39 @@ def attend(
     lse_out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """Attend as `paged_attention` does, over what a cache of several steps makes of its pages.
+    """Attend as `paged_attention` does, over sequences that a cache keeps from step to step.
 
     Parameters
     ----------
-    hole_starts, holes : int32 (B,), both or neither: the key at position p lies at slot p of the
-        pages of sequence b, or from position hole_starts[b] on at slot p + holes[b]. Only this goes
-        by slots; masks, window, sinks and lengths go by positions
-    key_starts : int32 (B,), keys before it are not looked at, sinks among them
+    hole_starts, holes : int32 (B,), both or neither: the evicted span of each sequence. The key at
+        position p lies in slot p of the sequence's pages, and from position hole_starts[b] on in
+        slot p + holes[b]. Masks, window, sinks and lengths go by position all the same
+    key_starts : int32 (B,), keys before it are not visible, not even as sinks
     tree_lens : int32 (B,), with `tree_mask`, which then decides about the last tree_lens[b] keys:
-        column c is about key seq_lens[b] - tree_lens[b] + c. Not less than the new tokens of a
-        sequence, or 0: this one is as without a mask. None: `query_lens`
-    rope_table : float32 (max_positions, rotary_dim), see `kvcupy.rope_table`: keys are cached raw,
-        and elements rotary_start to rotary_start + rotary_dim - 1 of each turn by its position
-        before the score. The query comes turned. Positions past the table are its last
-    interleaved : pairs that turn together are neighbours, not halves apart
-    rotary_start : see `rope_table`
-    tail_positions : int32 (B, max(tree_lens)), positions by which the keys that `tree_mask` decides
-        about turn, in place of their own
+        column c is about key seq_lens[b] - tree_lens[b] + c. At least the new tokens of a
+        sequence, or 0, which leaves it without a mask. None: `query_lens`
+    rope_table : float32 (max_positions, rotary_dim), see `kvcupy.rope_table`, for a cache of keys
+        that are not rotated: each is rotated by its position before the score. The query comes
+        rotated. A position past the table counts as its last
+    interleaved : pairs that rotate together are neighbours, not halves apart
+    rotary_start : elements rotary_start to rotary_start + rotary_dim - 1 of each key are rotated
+    tail_positions : int32 (B, max(tree_lens)), the positions by which the keys that `tree_mask`
+        decides about are rotated, instead of their own
 
     Notes
     -----
-    All else, what is raised among it, is as in `paged_attention`. Negative entries of the counts
-    are 0. Keys of a 16-bit cache are rounded once they have turned, where tensor cores meet them.
+    Everything else, errors included, is as in `paged_attention`. Negative counts are 0. Tensor
+    cores take rotated keys rounded to the 16-bit format of the cache.
     """
-    options = Options.of(
+    options = check_options(
         layout, sm_scale, causal, window, sinks, logits_soft_cap, interleaved, rotary_start
     )
     if out is None:
         out = _allocate(query, v_cache, stream)
-    learned = sinks if checks.is_array(sinks) else None
+    logits = sinks if checks.is_array(sinks) else None
     arrays = (
         query, k_cache, v_cache, out, lse_out, block_table, seq_lens, query_lens, k_scale, v_scale,
-        k_scale_cache, v_scale_cache, learned, tree_mask,
+        k_scale_cache, v_scale_cache, logits, tree_mask,
     )  # fmt: skip
     more = (hole_starts, holes, key_starts, tree_lens, tail_positions)
     if rope_table is None and all(array is None for array in more):
@@ -169,23 +208,700 @@ def attend(
     return _issue(ALL_NAMES, NUM_ROWS + 1, (rope_table, *arrays, *more), options, out, stream)
 
 
+class LayerArrays:
+    """K and V of one layer of a cache, with their scales, described once for all steps.
+
+    Parameters
+    ----------
+    k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache : as in `paged_attention`
+    """
+
+    def __init__(
+        self,
+        k_cache: Any,
+        v_cache: Any,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        k_scale_cache: Any = None,
+        v_scale_cache: Any = None,
+    ) -> None:
+        self.arrays = k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache
+
+
+class StepAttention:
+    """Attention over the sequences of one step, described once for all layers.
+
+    Parameters
+    ----------
+    block_table, ..., tail_positions : as in `attend`
+    """
+
+    def __init__(
+        self,
+        *,
+        block_table: Any,
+        seq_lens: Any,
+        query_lens: Any = None,
+        tree_mask: Any = None,
+        hole_starts: Any = None,
+        holes: Any = None,
+        key_starts: Any = None,
+        tree_lens: Any = None,
+        rope_table: Any = None,
+        tail_positions: Any = None,
+    ) -> None:
+        self.arrays = (
+            block_table, seq_lens, query_lens, tree_mask, hole_starts, holes, key_starts, tree_lens,
+            rope_table, tail_positions,
+        )  # fmt: skip
+
+    def run(
+        self,
+        layer: LayerArrays,
+        query: Any,
+        out: Any,
+        options: AttentionOptions,
+        *,
+        lse_out: Any = None,
+        sinks: Any = None,
+        stream: Any = None,
+    ) -> None:
+        """Attend in one layer, as `attend` does.
+
+        Parameters
+        ----------
+        query, out, lse_out : as in `attend`; `out` must be there
+        options : from `check_options`
+        sinks : learned logits, or None; an int belongs to the options
+        """
+        k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache = layer.arrays
+        (
+            block_table, seq_lens, query_lens, tree_mask, hole_starts, holes, key_starts, tree_lens,
+            rope_table, tail_positions,
+        ) = self.arrays  # fmt: skip
+        arrays = (
+            rope_table, query, k_cache, v_cache, out, lse_out, block_table, seq_lens, query_lens,
+            k_scale, v_scale, k_scale_cache, v_scale_cache, sinks, tree_mask, hole_starts, holes,
+            key_starts, tree_lens, tail_positions,
+        )  # fmt: skip
+        _issue(ALL_NAMES, NUM_ROWS + 1, arrays, options, out, stream)
+
+
 def _issue(
-    names: tuple[str, ...], num_rows: int, arrays: tuple[Any, ...], options: Options, out: Any,
-    stream: Any,
+    names: tuple[str, ...], num_rows: int, arrays: tuple[Any, ...], options: AttentionOptions,
+    out: Any, stream: Any,
 ) -> Any:  # fmt: skip
     """Run the plan of a call; of its arrays, the first `num_rows` are read or written in words."""
-    pointers, made = plan.obtain(
+    pointers, found = plan.obtain(
         "paged_attention", names, arrays, num_rows, (options,),
-        lambda given, alignment: make_plan(names, given, options, alignment),
+        lambda arguments, alignment: make_plan(names, arguments, options, alignment),
     )  # fmt: skip
-    assert isinstance(made, AttentionPlan)
-    made.run(pointers, arrays, stream)
+    assert isinstance(found, AttentionPlan)
+    found.run(pointers, arrays, stream)
     return out
 
 
 def _allocate(query: Any, v_cache: Any, stream: Any) -> Any:
-    """Allocate the output; other arguments that do not fit are told by the checks of the plan."""
+    """Allocate the output. What the plan checks is not checked here."""
     rows, cache = view(query, "query"), view(v_cache, "v_cache")
     check_query(rows)
     width = cache.shape[-1] if cache.ndim else 0
     return outputs.zeros(rows, (*rows.shape[:2], width), rows.format, stream)
+
+
+# --- Checks ---------------------------------------------------------------------------------------
+
+
+def check_options(
+    layout: Any,
+    sm_scale: Any,
+    causal: Any,
+    window: Any,
+    sinks: Any,
+    logits_soft_cap: Any,
+    interleaved: Any = False,
+    rotary_start: Any = 0,
+) -> AttentionOptions:
+    """Check the options of a call; `sinks` that are an array are left to the plan."""
+    if sinks is not None and checks.is_array(sinks):
+        sinks = None
+    arguments = layout, sm_scale, causal, window, sinks, logits_soft_cap, interleaved, rotary_start
+    try:
+        return _checked_options(*arguments)
+    except TypeError:  # perhaps unhashable: let the checks name it
+        pass
+    return _checked_options.__wrapped__(*arguments)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _checked_options(
+    layout: Any, sm_scale: Any, causal: Any, window: Any, sinks: Any, logits_soft_cap: Any,
+    interleaved: Any, rotary_start: Any,
+) -> AttentionOptions:  # fmt: skip
+    layout = checks.layout_name(layout)
+    if not isinstance(causal, (bool, np.bool_)):
+        raise TypeError(f"causal: expected a bool, got {causal!r}")
+    if window is not None:
+        checks.require_int(window, "window")
+        if not 1 <= window < 2**63:
+            hint = "; None is no window" if window in (-1, 0) else ""  # "off" in other libraries
+            raise ValueError(f"window: expected None or at least 1, got {window}{hint}")
+    if sinks is not None:
+        checks.require_int(sinks, "sinks")
+        if not 0 <= sinks < 2**63:
+            raise ValueError(f"sinks: expected at least 0, got {sinks}")
+    if not isinstance(interleaved, (bool, np.bool_)):
+        raise TypeError(f"interleaved: expected a bool, got {interleaved!r}")
+    checks.require_int(rotary_start, "rotary_start")
+    if rotary_start < 0:
+        raise ValueError(f"rotary_start: expected at least 0, got {rotary_start}")
+    return AttentionOptions(
+        layout, _float32(sm_scale, "sm_scale"), bool(causal), int(window or 0), int(sinks or 0),
+        _float32(logits_soft_cap, "logits_soft_cap", positive=True) or 0.0, bool(interleaved),
+        int(rotary_start),
+    )  # fmt: skip
+
+
+def _float32(value: Any, name: str, *, positive: bool = False) -> float | None:
+    """Check an optional number that a kernel takes as float32."""
+    if value is None:
+        return None
+    if type(value) is float and 1e-30 < value < 1e30:  # the usual case, within float32's range
+        return value
+    checks.require_number(value, name)
+    assert isinstance(value, numbers.Real)
+    with np.errstate(over="ignore"):
+        rounded = np.float32(value)
+    if not np.isfinite(rounded) or (positive and not rounded > 0):
+        expected = "a finite float32 above zero" if positive else "a finite float32"
+        hint = "; None is no cap" if positive and value == 0 else ""
+        raise ValueError(f"{name}: expected {expected}, got {value!r}{hint}")
+    return float(value)
+
+
+def check_call(arguments: dict[str, Any], options: AttentionOptions) -> AttentionCall:
+    """Check all arguments; `out` is among them."""
+    checks.require_given(arguments, ("query", "k_cache", "v_cache", "block_table", "seq_lens"))
+    checks.require_same_device(arguments)
+    query = arguments["query"]
+    check_query(query)
+    num_tokens, num_heads, _ = query.shape
+    k, v = (_check_cache(arguments, prefix, options.layout) for prefix in "kv")
+    if (v.cache.num_slots, v.cache.page_size, v.cache.num_heads) != (
+        k.cache.num_slots, k.cache.page_size, k.cache.num_heads
+    ):  # fmt: skip
+        raise ValueError(
+            f"v_cache: expected pages and heads as in k_cache {describe(arguments['k_cache'])}, "
+            f"got {describe(arguments['v_cache'])}"
+        )
+    num_kv_heads, width = k.cache.num_heads, k.cache.width
+    if query.shape[2] != width:
+        raise ValueError(
+            f"query: expected width {width} like k_cache {describe(arguments['k_cache'])}, "
+            f"got {describe(query)}"
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"query: expected a multiple of the {num_kv_heads} heads of k_cache, got {num_heads}"
+        )
+    num_sequences, max_pages = _check_tables(arguments, num_tokens)
+    _check_outputs(arguments, num_tokens, num_heads, v.cache.width)
+    _check_sinks(arguments, num_heads)
+    _check_tree_mask(arguments, num_tokens)
+    _check_counts(arguments, num_sequences)
+    _check_rope(arguments, options.rotary_start, width, num_sequences)
+    return AttentionCall(arguments, options, k, v, num_tokens, num_heads, num_sequences, max_pages)
+
+
+def check_query(query: ArrayView, name: str = "query") -> None:
+    """Raise unless an array can be a query, whatever the other arguments are."""
+    if query.format not in ("fp32", "fp16", "bf16"):
+        raise TypeError(f"{name}: expected fp32, fp16 or bf16, got {describe(query)}")
+    if query.ndim != 3 or 0 in query.shape[1:]:
+        raise ValueError(
+            f"{name}: expected (tokens, heads, width) of at least one head and element, "
+            f"got {describe(query)}"
+        )
+    checks.require_contiguous(query, name)
+
+
+def _check_cache(arguments: dict[str, Any], prefix: str, layout: str) -> Side:
+    name = f"{prefix}_cache"
+    array = arguments[name]
+    cache_format = checks.number_format(array, name)
+    if array.ndim not in (3, 4):
+        raise ValueError(
+            f"{name}: expected (num_pages, page_size, heads, width) by layout, "
+            f"got {describe(array)}"
+        )
+    cache = checks.cache(array, name, layout, 3, written=False)
+    if 0 in (cache.num_heads, cache.width):
+        raise ValueError(f"{name}: expected heads and width, got {describe(array)}")
+    if cache.width > _MAX_WIDTH:
+        raise ValueError(f"{name}: expected rows of at most {_MAX_WIDTH}, got {cache.width}")
+    static = arguments.get(f"{prefix}_scale")
+    scale = checks.scale(static, f"{prefix}_scale", cache.num_heads, cache_format)
+    scale_cache = checks.scale_cache(
+        arguments.get(f"{prefix}_scale_cache"), f"{prefix}_scale_cache",
+        (f"{prefix}_scale", static), cache, cache_format, written=False,
+    )  # fmt: skip
+    rows = checks.Rows(0, cache.num_heads, cache.width, 0, 0)
+    return Side(rows, cache, cache_format, cache_format, scale, scale_cache)
+
+
+def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]:
+    """Check block table and lengths; return the number of sequences, and of pages per row."""
+    table, seq_lens = arguments["block_table"], arguments["seq_lens"]
+    if table.format not in ("int32", "int64"):
+        raise TypeError(f"block_table: expected int32 or int64, got {describe(table)}")
+    if table.ndim != 2:
+        raise ValueError(f"block_table: expected (sequences, max_pages), got {describe(table)}")
+    num_sequences, max_pages = table.shape
+    if checks.length_of(seq_lens, "seq_lens") != num_sequences:
+        raise ValueError(
+            f"seq_lens: expected {num_sequences} like block_table, got {describe(seq_lens)}"
+        )
+    query_lens = arguments.get("query_lens")
+    if query_lens is None:
+        if num_tokens != num_sequences:
+            raise ValueError(
+                f"query: expected {num_sequences} tokens, one per sequence, got {num_tokens}"
+            )
+    elif checks.length_of(query_lens, "query_lens") != num_sequences:
+        raise ValueError(
+            f"query_lens: expected {num_sequences} like block_table, got {describe(query_lens)}"
+        )
+    return num_sequences, max_pages
+
+
+def _check_outputs(arguments: dict[str, Any], num_tokens: int, num_heads: int, width: int) -> None:
+    query, out, lse = arguments["query"], arguments["out"], arguments.get("lse_out")
+    shape = (num_tokens, num_heads, width)
+    if out.format not in (query.format, "fp32"):
+        raise TypeError(f"out: expected {query.format} like query, or fp32, got {describe(out)}")
+    if out.shape != shape:
+        raise ValueError(f"out: expected {shape}, got {describe(out)}")
+    checks.require_contiguous(out, "out")
+    checks.require_output(out, "out")
+    if lse is None:
+        return
+    if lse.format != "fp32":
+        raise TypeError(f"lse_out: expected float32, got {describe(lse)}")
+    if lse.shape != shape[:2]:
+        raise ValueError(f"lse_out: expected {shape[:2]}, got {describe(lse)}")
+    checks.require_output(lse, "lse_out")
+
+
+def _check_sinks(arguments: dict[str, Any], num_heads: int) -> None:
+    sinks = arguments.get("sinks")
+    if sinks is None:
+        return
+    if sinks.format != "fp32":
+        raise TypeError(f"sinks: expected an int, or float32 logits, got {describe(sinks)}")
+    if sinks.shape != (num_heads,):
+        raise ValueError(f"sinks: expected ({num_heads},) like the query, got {describe(sinks)}")
+
+
+def _check_tree_mask(arguments: dict[str, Any], num_tokens: int) -> None:
+    mask = arguments.get("tree_mask")
+    if mask is None:
+        return
+    if mask.format != "bool":
+        raise TypeError(f"tree_mask: expected bool, got {describe(mask)}")
+    if mask.ndim != 2 or mask.shape[0] != num_tokens:
+        raise ValueError(
+            f"tree_mask: expected ({num_tokens}, max(query_lens)), got {describe(mask)}"
+        )
+
+
+def _check_counts(arguments: dict[str, Any], num_sequences: int) -> None:
+    """Check the arrays of `attend` that have one entry per sequence."""
+    for name in ("hole_starts", "holes", "key_starts", "tree_lens"):
+        counts = arguments.get(name)
+        if counts is None:
+            continue
+        if counts.format != "int32":
+            raise TypeError(f"{name}: expected int32, got {describe(counts)}")
+        if counts.shape != (num_sequences,):
+            raise ValueError(
+                f"{name}: expected ({num_sequences},) like block_table, got {describe(counts)}"
+            )
+    for name, other in (("hole_starts", "holes"), ("holes", "hole_starts")):
+        if name in arguments and other not in arguments:
+            raise ValueError(f"{other}: expected an array beside {name}, got None")
+    if "tree_lens" in arguments and "tree_mask" not in arguments:
+        raise ValueError("tree_lens: expected None without tree_mask, got an array")
+
+
+def _check_rope(
+    arguments: dict[str, Any], rotary_start: int, width: int, num_sequences: int
+) -> None:
+    """Check the rope table against keys of `width` elements, and the positions of a tree."""
+    table, tail = arguments.get("rope_table"), arguments.get("tail_positions")
+    if table is not None:
+        if table.format != "fp32":
+            raise TypeError(f"rope_table: expected float32, got {describe(table)}")
+        if table.ndim != 2 or table.shape[0] < 1 or table.shape[1] < 2 or table.shape[1] % 2:
+            raise ValueError(
+                f"rope_table: expected (max_positions, rotary_dim), not empty and rotary_dim even, "
+                f"got {describe(table)}"
+            )
+        checks.require_contiguous(table, "rope_table")
+        if rotary_start + table.shape[1] > width:
+            raise ValueError(
+                f"rotary_start: expected at most {width - table.shape[1]}, to rotate "
+                f"{table.shape[1]} of the {width} elements of k_cache, got {rotary_start}"
+            )
+    if tail is None:
+        return
+    for other in ("rope_table", "tree_mask"):
+        if other not in arguments:
+            raise ValueError(f"tail_positions: expected None without {other}, got an array")
+    if tail.format != "int32":
+        raise TypeError(f"tail_positions: expected int32, got {describe(tail)}")
+    if tail.ndim != 2 or tail.shape[0] != num_sequences:
+        raise ValueError(
+            f"tail_positions: expected ({num_sequences}, max(tree_lens)), got {describe(tail)}"
+        )
+
+
+# --- Plan -----------------------------------------------------------------------------------------
+
+_WORKSPACE_ALIGNMENT = 256  # of each part
+
+# Addresses of a call beside its arguments: the parts of its workspace, and the last of the query
+# starts, which is the number of rows that belong to sequences.
+_WORKSPACE = ("query_starts", "partial_out", "partial_lse")
+_NUM_VALID = "num_valid"
+
+
+@dataclass
+class AttentionPlan(plan.Plan):
+    """Attention for one signature."""
+
+    call: AttentionCall
+    alignment: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.call.num_tokens == 0 or self.call.num_sequences == 0:
+            return
+        try:
+            self._load()
+        except CompileError as cause:
+            self.cause = cause
+
+    def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
+        """Describe the arrays."""
+        return [
+            None if self.call.view(name) is None else view(array)
+            for name, array in zip(self.names, arrays, strict=True)
+        ]
+
+    def express(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
+        """Attend with array expressions."""
+        named = zip(self.names, self.views(pointers, arrays), strict=True)
+        _attend_sequences(self.device, self.call, {n: v for n, v in named if v is not None})
+
+    def _load(self) -> None:
+        """Load the kernels, and lay out their launches and the workspace."""
+        call, device = self.call, self.device
+        tiling = choose_tiling(device, call, self.alignment)
+        tiles, num_kv_heads = num_tiles(call, tiling.rows), call.k.cache.num_heads
+        self._num_splits = choose_num_splits(device, call, tiles * num_kv_heads)
+        if call.is_ragged:
+            lanes = 1 if device.warp_lanes == 1 else 32
+            self.launches.append(
+                plan.Launch(
+                    device, STARTS[lanes].specialise(lanes), (1, 1, 1), (lanes, 1, 1), 0,
+                    fill_starts_params(call), self._indices("query_lens", "query_starts"),
+                )
+            )  # fmt: skip
+        self.launches.append(
+            plan.Launch(
+                device, tiling.specialisation, (tiles, num_kv_heads, self._num_splits),
+                (tiling.threads, 1, 1), tiling.smem_bytes,
+                fill_params(call, self._num_splits, tiling.lanes), self._indices(*ARRAYS),
+            )
+        )  # fmt: skip
+        if self._num_splits > 1:
+            self.launches.append(self._merge_launch())
+        self._lay_out_workspace()
+
+    def _lay_out_workspace(self) -> None:
+        call = self.call
+        sizes = dict.fromkeys(_WORKSPACE, 0)
+        if call.is_ragged:
+            sizes["query_starts"] = 4 * (call.num_sequences + 1)
+        if self._num_splits > 1:
+            rows = self._num_splits * call.num_tokens * call.num_heads
+            sizes["partial_out"], sizes["partial_lse"] = 4 * rows * call.v.cache.width, 4 * rows
+        self._workspace_bytes = 0
+        offsets = []
+        for size in sizes.values():
+            offsets.append(self._workspace_bytes)
+            self._workspace_bytes += -(-size // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+        self._workspace_offsets = (*offsets, 4 * call.num_sequences)
+
+    def _indices(self, *arrays: str) -> list[int | None]:
+        """Return where the addresses of arrays of the Params are among those of a call."""
+        known = {name: i for i, name in enumerate((*self.names, *_WORKSPACE, _NUM_VALID))}
+        known["lse"] = known["lse_out"]
+        if self._num_splits == 1:
+            del known["partial_out"], known["partial_lse"]
+        if not self.call.is_ragged:
+            del known["query_starts"], known[_NUM_VALID]
+        return [known.get(name) for name in arrays]
+
+    def _merge_launch(self) -> plan.Launch:
+        call = self.call
+        out, lse, sinks = (call.view(name) for name in ("out", "lse_out", "sinks"))
+        assert out is not None
+        return merge_launch(
+            self.device,
+            num_states=self._num_splits,
+            num_tokens=call.num_tokens,
+            num_heads=call.num_heads,
+            width=call.v.cache.width,
+            out_format=out.format,
+            out_strides=(out.strides[0], out.strides[1]),
+            lse_strides=(0, 0) if lse is None else (lse.strides[0], lse.strides[1]),
+            sink_bytes=4 if sinks is None else sinks.strides[0],
+            alignment=self.alignment,
+            pointers=self._indices("partial_out", "partial_lse", "sinks", _NUM_VALID, "out", "lse"),
+        )
+
+    def _enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], on: Stream) -> None:
+        if self.cause is None and self._workspace_bytes:
+            workspace = scratch.borrow(self.device, self._workspace_bytes, on)
+            start = workspace.pointer
+            pointers = (*pointers, *(start + offset for offset in self._workspace_offsets))
+            arrays = (*arrays, workspace)
+        super()._enqueue(pointers, arrays, on)
+
+
+def make_plan(
+    names: tuple[str, ...], arguments: dict[str, Any], options: AttentionOptions, alignment: int
+) -> AttentionPlan:
+    """Check the arguments and plan; `names` are those of all arrays, None ones too."""
+    call = check_call(arguments, options)
+    query = arguments["query"]
+    written = names.index("out"), names.index("lse_out")
+    return AttentionPlan(
+        "paged_attention", names, written, devices.get(query.device), query.library, call, alignment
+    )
+
+
+# --- Fallback -------------------------------------------------------------------------------------
+
+_COUNTS = ("seq_lens", "query_lens", "hole_starts", "holes", "key_starts", "tree_lens")
+
+Views = dict[str, ArrayView]  # the array arguments of a call by name
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """A sequence of a call, as the host has read it.
+
+    Attributes
+    ----------
+    index, pages : its row of the block table, and what is in it
+    seq_len, query_len : tokens in the cache, and how many of them are new
+    rows : of the query and the outputs; fewer than `query_len` where the query is too short
+    tree_start : the first key that the tree mask decides about; None: there is no mask
+    """
+
+    index: int
+    pages: Any
+    seq_len: int
+    query_len: int
+    rows: slice
+    tree_start: int | None
+    hole_start: int
+    hole: int
+    key_start: int
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows.stop - self.rows.start)
+
+    @property
+    def first_position(self) -> int:
+        """The position of the first query."""
+        return max(self.seq_len, -1) - self.query_len
+
+    def num_keys(self, num_slots: int) -> int:
+        """Return how many keys fit into the first slots of the pages."""
+        return max(min(self.hole_start, num_slots), num_slots - self.hole)
+
+
+def _attend_sequences(device: Device, call: AttentionCall, views: Views) -> None:
+    """Attend with array expressions, one sequence after another.
+
+    The host reads the lengths, so this cannot be captured.
+    """
+    tables = {
+        name: device.to_numpy(views[name]).astype("int64")
+        for name in ("block_table", *_COUNTS)
+        if name in views
+    }
+    query_lens = tables.get("query_lens")
+    start = 0
+    for b in range(call.num_sequences):
+        query_len = 1 if query_lens is None else int(max(query_lens[b], 0))
+        stop = min(start + query_len, call.num_tokens)
+        if query_lens is not None and (query_lens[b] < 0 or stop - start < query_len):
+            _note_fault(device, "query_lens", b, query_lens[b])
+        if stop > start:
+            counts = {n: int(max(tables[n][b], 0)) for n in _COUNTS[2:] if n in tables}
+            seq_len, nodes = int(tables["seq_lens"][b]), counts.get("tree_lens", query_len)
+            tree_start = max(seq_len, -1) - nodes if nodes and "tree_mask" in views else None
+            sequence = _Sequence(
+                b, tables["block_table"][b], seq_len, query_len, slice(start, stop), tree_start,
+                counts.get("hole_starts", 0), counts.get("holes", 0), counts.get("key_starts", 0),
+            )  # fmt: skip
+            _attend_sequence(device, call, views, sequence)
+        start = stop
+
+
+def _attend_sequence(
+    device: Device, call: AttentionCall, views: Views, sequence: _Sequence
+) -> None:
+    cache, options, num_rows = call.k.cache, call.options, sequence.num_rows
+    num_keys = max(0, sequence.seq_len)
+    if num_keys > sequence.num_keys(call.max_keys):
+        _note_fault(device, "seq_lens", sequence.index, sequence.seq_len)
+        num_keys = sequence.num_keys(call.max_keys)
+    query = device.carrier(views["query"])[sequence.rows]
+    xp = expressions.module_of(query)
+    query = expressions.decode(query, views["query"].format)
+    keys = xp.arange(num_keys)
+    slots = xp.where(keys < sequence.hole_start, keys, keys + sequence.hole)  # of the sequence
+    entries, offsets = slots // cache.page_size, slots % cache.page_size
+    visible = _visible(device, call, views, keys, sequence)
+    pages = xp.where(visible.any(axis=0), xp.asarray(sequence.pages)[entries], -1)
+    num_pages = cache.num_slots // cache.page_size
+    for entry in sorted({int(i) for i in entries[pages >= num_pages]}):
+        position = sequence.index * call.max_pages + entry
+        _note_fault(device, "block_table", position, sequence.pages[entry])
+    exists = (pages >= 0) & (pages < num_pages)
+    visible = visible & exists[None]
+    pages = xp.where(exists, pages, 0)
+    k, v = (_cached_rows(device, call, views, prefix, pages, offsets) for prefix in "kv")
+    if "rope_table" in views:
+        k = _rotated(device, call, views, k, keys, sequence)
+    query = query.reshape(num_rows, cache.num_heads, call.group, -1)
+    scores = xp.einsum("thgd,khd->htgk", query, k) * query.dtype.type(call.sm_scale)
+    if options.soft_cap:
+        cap = query.dtype.type(options.soft_cap)
+        scores = cap * xp.tanh(scores / cap)
+    mask = visible[None, :, None, :]
+    scores = xp.where(mask, scores, -xp.inf)
+    sinks = None
+    if "sinks" in views:
+        sinks = device.carrier(views["sinks"]).reshape(cache.num_heads, 1, call.group, 1)
+    out, lse = _softmax(xp, scores, mask, v, sinks)
+    out = out.transpose(1, 0, 2, 3).reshape(num_rows, call.num_heads, -1).astype(xp.float32)
+    device.carrier(views["out"])[sequence.rows] = expressions.encode(out, views["out"].format)
+    if "lse_out" in views:
+        lse = lse.transpose(1, 0, 2, 3).reshape(num_rows, call.num_heads)
+        device.carrier(views["lse_out"])[sequence.rows] = lse
+
+
+@expressions.QUIET
+def _softmax(xp: Any, scores: Any, mask: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
+    """Return (heads, tokens, group, width) outputs and (heads, tokens, group, 1) LSE."""
+    shape = (*scores.shape[:3], 1)
+    largest = xp.full(shape, -xp.inf, scores.dtype)
+    if scores.shape[3]:
+        largest = scores.max(axis=3, keepdims=True)
+    if sinks is not None:
+        largest = xp.maximum(largest, sinks)
+    origin = xp.where(xp.isinf(largest), 0, largest)
+    weights = xp.where(mask, xp.exp(scores - origin), 0)
+    total = weights.sum(axis=3, keepdims=True)
+    if sinks is not None:
+        total = total + xp.exp(sinks - origin)
+    # NaN in a row that no query sees must not reach the sum, where its weight is 0.
+    v = xp.where(xp.isnan(v) & ~mask.any(axis=(0, 1, 2))[:, None, None], 0, v)
+    out = xp.einsum("htgk,khd->htgd", weights, v)
+    out = xp.where(total > 0, out / xp.where(total > 0, total, 1), xp.where(total == 0, 0, out))
+    return out, (origin + xp.log(total)).astype(xp.float32)
+
+
+def _cached_rows(
+    device: Device, call: AttentionCall, views: Views, prefix: str, pages: Any, offsets: Any
+) -> Any:
+    """Return the float32 rows of K ("k") or V ("v") of keys, (keys, heads, width)."""
+    operand: Side = getattr(call, prefix)
+    array = views[f"{prefix}_cache"]
+    bits = device.carrier(operand.cache_view(array.pointer, array))[pages, offsets]
+    values = expressions.decode(bits, operand.cache_format.name)
+    if f"{prefix}_scale_cache" in views:
+        scales = device.carrier(views[f"{prefix}_scale_cache"])
+        scale = scales[pages * operand.cache.page_size + offsets][..., None]
+    elif f"{prefix}_scale" in views:
+        scale = device.carrier(views[f"{prefix}_scale"]).reshape(-1, 1)
+    else:
+        scale = values.dtype.type(operand.scale.value)
+    return expressions.multiply(values, scale)
+
+
+@expressions.QUIET
+def _rotated(
+    device: Device, call: AttentionCall, views: Views, k: Any, keys: Any, sequence: _Sequence
+) -> Any:
+    """Return rows of K rotated by their positions."""
+    xp, options = expressions.module_of(k), call.options
+    table = device.carrier(views["rope_table"])
+    positions = keys
+    if "tail_positions" in views and sequence.tree_start is not None:
+        tail = device.carrier(views["tail_positions"])[sequence.index]
+        columns = keys - sequence.tree_start
+        inside = (columns >= 0) & (columns < len(tail))
+        if len(tail):
+            positions = xp.where(inside, tail[xp.where(inside, columns, 0)], keys)
+    angles = table[xp.clip(positions, 0, len(table) - 1)][:, None]
+    half = table.shape[1] // 2
+    cosines, sines = angles[..., :half], angles[..., half:]
+    first, second = slice(half), slice(half, None)
+    if options.interleaved:
+        first, second = slice(0, None, 2), slice(1, None, 2)
+    rotary = slice(options.rotary_start, options.rotary_start + 2 * half)
+    a, b = k[..., rotary][..., first], k[..., rotary][..., second]
+    result = k.copy()
+    result[..., rotary][..., first] = a * cosines - b * sines
+    result[..., rotary][..., second] = b * cosines + a * sines
+    return result
+
+
+def _visible(
+    device: Device, call: AttentionCall, views: Views, keys: Any, sequence: _Sequence
+) -> Any:
+    """Return which keys each query sees, (rows, keys)."""
+    xp, options = expressions.module_of(keys), call.options
+    position = sequence.first_position + xp.arange(sequence.num_rows)[:, None]
+    key = keys[None]
+    visible = xp.repeat(key >= sequence.key_start, sequence.num_rows, axis=0)
+    if options.window:
+        in_window = (key > position - options.window) | (key < options.sink_keys)
+        visible = visible & in_window
+    if options.causal:
+        visible = visible & (key <= position)
+    if sequence.tree_start is not None:
+        mask = device.carrier(views["tree_mask"])[sequence.rows]
+        columns = keys - sequence.tree_start
+        inside = (columns >= 0) & (columns < mask.shape[1])
+        in_tree = visible & False
+        if mask.shape[1]:
+            in_tree = mask[:, xp.where(inside, columns, 0)].astype(bool)
+        in_tree = in_tree & inside[None] & (key >= sequence.key_start)
+        visible = xp.where(columns[None] >= 0, in_tree, visible)
+    if options.causal or options.window or sequence.tree_start is not None:
+        visible = visible & (position >= 0)
+    return visible
+
+
+def _note_fault(device: Device, argument: str, position: int, value: Any) -> None:
+    operation = faults.operation_id("paged_attention", argument)
+    expressions.note_fault(device, 1, operation, position, value)

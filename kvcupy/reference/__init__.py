@@ -1,9 +1,9 @@
-"""State what every operation computes, in NumPy, one function an operation.
+"""What every operation computes, in NumPy: one function per operation.
 
 This package is the specification that the kernels are tested against. It is written to be read:
-number formats are taken apart into their bits, tokens are visited one after another, and nothing
-is done twice in two ways. It imports NumPy alone and checks no arguments, but for the dictionary
-of `rope_table`.
+number formats are taken apart into their bits, tokens are visited one after another, and there is
+one way to do each thing. It imports NumPy alone, and checks no arguments but the `scaling` of
+`rope_table`.
 """
 
 from .attention import merge_states, paged_attention, sees

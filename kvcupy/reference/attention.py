@@ -1,4 +1,4 @@
-"""Attention of queries to the keys and values of paged sequences, and the merging of its states.
+"""Attention over paged sequences, and merging states of it.
 
 Everything is float64, from the exact values of the formats to the results, which are not rounded.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import numpy as np
 
 from .formats import Array, Float64, decode, format_of
+from .rope import rotate_values
 from .store import Faults, Scale, num_slots, scale_per_head
 
 
 def _rows_of_slots(
     cache: Array, layout: str, scale: Scale, scale_cache: Array | None
 ) -> tuple[Float64, int]:
-    """Give the values of a paged cache, (num_slots, H, D), and the number of slots of a page."""
+    """Return the values of a paged cache, (num_slots, H, D), and the page size."""
     pages = cache if layout == "NHD" else cache.swapaxes(1, 2)
     stored = decode(pages, format_of(pages)).reshape(num_slots(cache, layout), *pages.shape[2:])
     scales = scale_per_head(scale, pages.shape[2]) if scale_cache is None else scale_cache
@@ -23,10 +24,10 @@ def _rows_of_slots(
     return values.astype(np.float64), int(pages.shape[1])
 
 
-def turned(
+def rotate_keys(
     rows: Float64, table: Array, positions: Array, *, interleaved: bool = False, start: int = 0
 ) -> Float64:
-    """Turn elements of rows by their positions.
+    """Return keys rotated by their positions.
 
     Parameters
     ----------
@@ -35,22 +36,16 @@ def turned(
     table
         ``(max_positions, rotary_dim)``: cosines of the pairs, then sines.
     positions
-        ``(n,)``; one outside of the table counts as its first or last.
+        ``(n,)``; a position outside the table counts as its first or last.
     interleaved
-        Whether pairs are neighbours, and not halves apart.
+        Whether pairs are neighbours, instead of halves apart.
     start
-        The first element that turns.
+        The first element that is rotated.
     """
-    half = table.shape[1] // 2
-    part = np.arange(half)
-    first, second = (2 * part, 2 * part + 1) if interleaved else (part, part + half)
+    pairs = table.shape[1] // 2
     angles = table[np.clip(positions, 0, len(table) - 1)].astype(np.float64)[:, None]
-    cosines, sines = angles[..., :half], angles[..., half:]
-    a, b = rows[..., start + first], rows[..., start + second]
-    result = rows.copy()
-    result[..., start + first] = a * cosines - b * sines
-    result[..., start + second] = b * cosines + a * sines
-    return result
+    cosine, sine = angles[..., :pairs], angles[..., pairs:]
+    return rotate_values(rows, cosine, sine, interleaved=interleaved, start=start)
 
 
 def sees(
@@ -63,9 +58,9 @@ def sees(
     first_keys: int = 0,
     tree: Array | None = None,
 ) -> bool:
-    """Say whether the query at `position` of a sequence sees the key at `key`.
+    """Return whether the query at `position` of a sequence sees the key at `key`.
 
-    A query before the first position sees nothing, but where positions do not matter.
+    A query before the first position sees nothing, unless nothing depends on positions.
 
     Parameters
     ----------
@@ -73,7 +68,7 @@ def sees(
         The first key that a tree mask is about: the position of the first query of the sequence, or
         one before it.
     window, first_keys
-        Keys at ``position - window`` and before are hidden, but for the first ones.
+        Keys at ``position - window`` and before are hidden, except the first ones.
     tree
         The row of the tree mask, ``tree[c]`` for the new key c. It alone decides about new keys;
         those past its end are hidden.
@@ -90,7 +85,7 @@ def sees(
 def _attend(
     scores: Float64, values: Float64, sink: float | None = None
 ) -> tuple[Float64, np.float64]:
-    """Average the rows of `values` (n, Dv) by the softmax of `scores` (n,), and give its lse."""
+    """Return `values` (n, Dv) averaged by the softmax of `scores` (n,), and the log-sum-exp."""
     logits = scores if sink is None else np.append(scores, sink)
     if not logits.size:
         return np.zeros(values.shape[1]), np.float64(-np.inf)
@@ -130,52 +125,54 @@ def paged_attention(
     rotary_start: int = 0,
     tail_positions: Array | None = None,
 ) -> tuple[Float64, Float64, dict[str, Faults]]:
-    """Let the last tokens of each sequence attend to the keys and values that it has in the cache.
+    """Attend with the newest tokens of each sequence over what it has in the cache.
 
     Parameters
     ----------
     query
-        ``(T, Hq, D)``: ``query_lens[b]`` rows of each sequence b, one after another.
+        ``(T, Hq, D)``: ``query_lens[b]`` rows of each sequence b, in order.
     k_cache, v_cache
         ``(pages, page_size, H, D)`` and ``(.., Dv)``, or ``(pages, H, page_size, D)`` with
         `layout` ``"HND"``. Query head h reads KV head ``h // (Hq / H)``.
     block_table
-        ``(B, max_pages)``, the pages of each sequence in order. Keys of a negative page, or of one
-        past the end, are not visible.
+        ``(B, max_pages)``, the pages of each sequence in order. Keys of a negative page, or of a
+        page past the end of the cache, are not visible.
     seq_lens
-        ``(B,)``, in tokens, those of the query included.
+        ``(B,)``, in tokens, new ones included.
     query_lens
-        ``(B,)``; None is one row a sequence.
+        ``(B,)``, new tokens; None: one per sequence.
     sm_scale
-        What ``q . k`` is multiplied by; None is ``1 / sqrt(D)``.
+        What ``q . k`` is multiplied by; None: ``1 / sqrt(D)``.
     causal, window, tree_mask
         See `sees`; `tree_mask` is bool ``(T, C)``.
     sinks
-        An integer, the first keys, which stay visible past the window; or ``(Hq,)``, a logit of
-        each head that joins the denominator.
+        An integer, how many first keys stay visible past the window; or ``(Hq,)``, a logit per
+        head that joins the denominator.
     logits_soft_cap
         Scores become ``cap * tanh(score / cap)``.
     k_scale, v_scale, k_scale_cache, v_scale_cache
-        As in `store_kv`; values are ``stored * scale``, a float32 product.
+        As in `store_kv`; a value is ``stored * scale``, rounded to float32.
     hole_starts, holes
-        ``(B,)``: keys from position ``hole_starts[b]`` on lie ``holes[b]`` slots further on.
+        ``(B,)``, the evicted span of each sequence: keys from position ``hole_starts[b]`` on are
+        stored ``holes[b]`` slots further on.
     key_starts
-        ``(B,)``: keys before are not visible.
+        ``(B,)``: keys before this one are not visible.
     tree_lens
-        ``(B,)``: how many of the last keys `tree_mask` is about; with 0, the sequence has no mask.
-        None is `query_lens`.
+        ``(B,)``: how many of the last keys `tree_mask` decides about; 0: the sequence has no
+        mask. None: `query_lens`.
     rope_table, interleaved, rotary_start
-        Turn each key by its position before the score, see `turned`.
+        Rotate each key by its position before the score, see `rotate_keys`.
     tail_positions
-        ``(B, C)``: the positions by which the keys that `tree_mask` is about turn.
+        ``(B, C)``: the positions that rotate the keys which `tree_mask` decides about.
 
     Returns
     -------
     out ``(T, Hq, Dv)``, lse ``(T, Hq)``
         Unrounded; zeros in the rows that belong to no sequence.
     faults
-        By argument: pages past the end that a query would have seen, each once, at their position
-        in the flat table; lengths past the table; lengths of queries past the rows.
+        By argument, as (position, value): pages past the end that a query would have seen, each
+        once, by position in the flattened table; lengths past the table; query lengths past the
+        rows.
     """
     keys, page_size = _rows_of_slots(k_cache, layout, k_scale, k_scale_cache)
     values, _ = _rows_of_slots(v_cache, layout, v_scale, v_scale_cache)
@@ -198,41 +195,42 @@ def paged_attention(
             (0, 0) if hole_starts is None or holes is None
             else (int(hole_starts[sequence]), int(holes[sequence]))
         )  # fmt: skip
-        places = [p if p < hole_start else p + hole for p in range(max(length, 0))]
-        inside = [place < max_pages * page_size for place in places]
+        own_slots = [p if p < hole_start else p + hole for p in range(max(length, 0))]
+        inside = [slot < max_pages * page_size for slot in own_slots]
         if count > 0 and not all(inside):
             faults["seq_lens"].append((sequence, length))
         new_from = length - count
         nodes = count if tree_lens is None else int(tree_lens[sequence])
         tree_from = length - nodes
-        at = np.arange(max(length, 0))
+        rotary_positions = np.arange(max(length, 0))
         if tail_positions is not None:
             tail = tail_positions[sequence, : min(nodes, tail_positions.shape[1])]
-            at[tree_from : tree_from + len(tail)] = tail
+            rotary_positions[tree_from : tree_from + len(tail)] = tail
         first = 0 if key_starts is None else int(key_starts[sequence])
         for token in range(start, min(start + count, rows)):
             position = new_from + token - start
             tree = None if tree_mask is None or not nodes else tree_mask[token]
             slots, visible = [], []
-            for key, place in enumerate(places):
+            for key, own_slot in enumerate(own_slots):
                 if key < first or not inside[key] or not sees(
                     key, position, tree_from, causal=causal, window=window, first_keys=first_keys,
                     tree=tree,
                 ):  # fmt: skip
                     continue
-                page = int(block_table[sequence, place // page_size])
+                entry, offset = divmod(own_slot, page_size)
+                page = int(block_table[sequence, entry])
                 if page >= len(keys) // page_size:
-                    fault = (sequence * max_pages + place // page_size, page)
+                    fault = (sequence * max_pages + entry, page)
                     if fault not in faults["block_table"]:
                         faults["block_table"].append(fault)
                 elif page >= 0:
-                    slots.append(page * page_size + place % page_size)
+                    slots.append(page * page_size + offset)
                     visible.append(key)
             rows_of_keys = keys[slots]
             if rope_table is not None:
-                rows_of_keys = turned(
-                    rows_of_keys, rope_table, at[visible], interleaved=interleaved,
-                    start=rotary_start,
+                rows_of_keys = rotate_keys(
+                    rows_of_keys, rope_table, rotary_positions[visible],
+                    interleaved=interleaved, start=rotary_start,
                 )  # fmt: skip
             for head in range(query_heads):
                 scores = rows_of_keys[:, head // group] @ queries[token, head] * scaling
@@ -254,9 +252,9 @@ def merge_states(
     *,
     lse_base: str = "e",
 ) -> tuple[Float64, Float64]:
-    """Give the attention over several sets of keys from the attention over each of them.
+    """Return the attention over several sets of keys, from the attention over each of them.
 
-    A state whose lse is minus infinity saw no key and brings nothing, whatever it holds.
+    A state whose lse is minus infinity saw no key: its output is ignored, whatever it holds.
 
     Parameters
     ----------
@@ -276,8 +274,8 @@ def merge_states(
     to_natural = np.log(2.0) if lse_base == "2" else 1.0
     out, lse = np.zeros(outs[0].shape), np.zeros(outs[0].shape[:2])
     for token, head in np.ndindex(lse.shape):
-        natural = [float(one[token, head]) * to_natural for one in logarithms]
-        states = [state for state, one in enumerate(natural) if one != -np.inf]
+        natural = [float(lse_of[token, head]) * to_natural for lse_of in logarithms]
+        states = [state for state, value in enumerate(natural) if value != -np.inf]
         rows = np.zeros((len(states), out.shape[2]))
         for i, state in enumerate(states):
             row = outs[state][token, head]

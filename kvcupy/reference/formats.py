@@ -12,7 +12,7 @@ Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
-#: What `dtype.name` says, and the format that it names.
+#: Formats by the name of their NumPy dtype.
 FORMAT_OF_DTYPE = {
     "float32": "fp32",
     "float16": "fp16",
@@ -28,7 +28,7 @@ LIMIT = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0}
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """Describe a binary floating-point format of one sign bit, an exponent and a mantissa."""
+    """A binary floating-point format: one sign bit, an exponent and a mantissa."""
 
     carrier: str
     """The unsigned integer type that holds the bits."""
@@ -38,7 +38,7 @@ class FloatFormat:
     """The bits of the largest finite value; with infinities, `largest + 1` is infinity."""
     has_infinity: bool
     overflow: int
-    """The bits that a value too large becomes."""
+    """The bits of a value that is too large."""
     nan: int
 
     @property
@@ -48,7 +48,7 @@ class FloatFormat:
 
     @property
     def sign(self) -> int:
-        """The bit that makes a value negative."""
+        """The sign bit."""
         return 1 << (self.exponent_bits + self.mantissa_bits)
 
 
@@ -62,41 +62,41 @@ FLOAT_FORMATS = {
 
 
 def format_of(array: Array) -> str:
-    """Name the number format of an array, from its dtype."""
+    """Return the number format of an array, from its dtype."""
     return FORMAT_OF_DTYPE[array.dtype.name]
 
 
 def bits_of(array: Array, fmt: str) -> Array:
-    """View the elements of `array` as unsigned integers, without a copy."""
+    """Return the elements of `array` as unsigned integers, without a copy."""
     return array.view("uint8" if fmt == "int8" else FLOAT_FORMATS[fmt].carrier)
 
 
 def decode(array: Array, fmt: str) -> Float64:
-    """Give the exact values of an array's bits, which every format here fits into float64.
+    """Return the exact values of an array's bits: float64 holds every value of these formats.
 
     The elements may be of any dtype of the format's width; only their bits are read.
     """
     if fmt == "int8":
         return array.view(np.int8).astype(np.float64)
-    form = FLOAT_FORMATS[fmt]
+    float_format = FLOAT_FORMATS[fmt]
     bits = bits_of(array, fmt).astype(np.int64)
-    magnitude = bits & (form.sign - 1)
-    exponent = magnitude >> form.mantissa_bits
-    mantissa = magnitude & ((1 << form.mantissa_bits) - 1)
+    magnitude = bits & (float_format.sign - 1)
+    exponent = magnitude >> float_format.mantissa_bits
+    mantissa = magnitude & ((1 << float_format.mantissa_bits) - 1)
 
-    # A zero exponent field means no hidden bit, at the exponent of field one.
-    significand = mantissa + np.where(exponent > 0, 1 << form.mantissa_bits, 0)
-    power = np.maximum(exponent, 1) - form.bias - form.mantissa_bits
+    # Subnormals: a zero exponent field has no hidden bit, and the exponent of field one.
+    significand = mantissa + np.where(exponent > 0, 1 << float_format.mantissa_bits, 0)
+    power = np.maximum(exponent, 1) - float_format.bias - float_format.mantissa_bits
     value = np.ldexp(significand.astype(np.float64), power.astype(np.int32))
 
-    value = np.where(magnitude > form.largest, np.nan, value)
-    if form.has_infinity:
-        value = np.where(magnitude == form.largest + 1, np.inf, value)
-    return np.asarray(np.copysign(value, np.where(bits & form.sign, -1.0, 1.0)), np.float64)
+    value = np.where(magnitude > float_format.largest, np.nan, value)
+    if float_format.has_infinity:
+        value = np.where(magnitude == float_format.largest + 1, np.inf, value)
+    return np.asarray(np.copysign(value, np.where(bits & float_format.sign, -1.0, 1.0)), np.float64)
 
 
 def encode(values: Array, fmt: str) -> Array:
-    """Round values to a format, once, to the nearest, ties to even.
+    """Round values to a format once, to nearest, ties to even.
 
     Values too large become infinity in fp32, fp16 and bf16, and the largest finite value of the
     same sign in the quantised formats, infinities included. NaN stays NaN; in int8 it is 0.
@@ -105,24 +105,26 @@ def encode(values: Array, fmt: str) -> Array:
     -------
     array of the format's carrier: float32, uint16 (fp16, bf16), uint8 (fp8) or int8
     """
-    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN like any other
+    with np.errstate(invalid="ignore"):  # signalling NaN
         x = np.asarray(values, np.float64)
     if fmt == "int8":
         limit = LIMIT[fmt]
         return np.clip(np.rint(np.where(np.isnan(x), 0.0, x)), -limit, limit).astype(np.int8)
-    form = FLOAT_FORMATS[fmt]
+    float_format = FLOAT_FORMATS[fmt]
     finite = np.where(np.isfinite(x), np.abs(x), 0.0)
 
     # Round in units of the last place. Subnormals share the unit of the smallest normal number.
-    lowest = 1 - form.bias
+    lowest = 1 - float_format.bias
     exponent = np.where(finite > 0, np.maximum(np.frexp(finite)[1] - 1, lowest), lowest)
-    units = np.rint(np.ldexp(finite, form.mantissa_bits - exponent)).astype(np.int64)
+    units = np.rint(np.ldexp(finite, float_format.mantissa_bits - exponent)).astype(np.int64)
 
-    # `units` carries the hidden bit, so adding it to the exponent field below sets both right,
-    # also where rounding reached the next power of two.
-    bits = (((exponent + form.bias - 1).astype(np.int64)) << form.mantissa_bits) + units
-    bits = np.where((bits > form.largest) | np.isinf(x), form.overflow, bits)
-    bits = np.where(np.isnan(x), form.nan, bits)
-    bits = bits | np.where(np.signbit(x), form.sign, 0)
-    stored = bits.astype(form.carrier)
+    # `units` includes the hidden bit, so that the sum has the right exponent also where rounding
+    # reached the next power of two.
+    bits = (
+        ((exponent + float_format.bias - 1).astype(np.int64)) << float_format.mantissa_bits
+    ) + units
+    bits = np.where((bits > float_format.largest) | np.isinf(x), float_format.overflow, bits)
+    bits = np.where(np.isnan(x), float_format.nan, bits)
+    bits = bits | np.where(np.signbit(x), float_format.sign, 0)
+    stored = bits.astype(float_format.carrier)
     return stored.view(np.float32) if fmt == "fp32" else stored

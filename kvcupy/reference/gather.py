@@ -1,4 +1,4 @@
-"""Rows of a cache back out of their slots, and whole pages from one place to another."""
+"""Reading rows of a cache by slot, and copying whole pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .store import Faults, Scale, num_slots, scale_per_head, slot_row, split_slo
 def _gather_row(row: Array, target: Array, scales: Float32) -> None:
     """Write one token, `row` (H, D) of a cache, to `target`, multiplied by its scales."""
     source, destination = format_of(row), format_of(target)
-    if source == destination:  # Nothing to round: the bits go over as they are, unscaled.
+    if source == destination:  # the bits are copied, unscaled
         bits_of(target, destination)[...] = bits_of(row, source)
         return
     stored = decode(row, source).astype(np.float32)  # exact: float32 holds every format here
@@ -33,7 +33,7 @@ def gather_kv(
     k_scale_cache: Array | None = None,
     v_scale_cache: Array | None = None,
 ) -> Faults:
-    """Read the rows of K and V at `slots`, dequantised, into the outputs.
+    """Gather the rows of K and V at `slots`, dequantised, into the outputs.
 
     Rows are `stored * scale`, one float32 multiplication, rounded once to the output's format;
     where that is the cache's own format, bits are copied. Rows of negative slots, and of slots
@@ -46,8 +46,8 @@ def gather_kv(
         The slots past the end.
     """
     reads, faults = split_slots(slots, num_slots(k_cache, layout), None)
-    sides = ((k_cache, k_out, k_scale, k_scale_cache), (v_cache, v_out, v_scale, v_scale_cache))
-    for cache, out, scale, scale_cache in sides:
+    operands = ((k_cache, k_out, k_scale, k_scale_cache), (v_cache, v_out, v_scale, v_scale_cache))
+    for cache, out, scale, scale_cache in operands:
         scales = scale_per_head(scale, out.shape[1] if out.ndim == 3 else 1)
         for token, slot in reads:
             row, target = slot_row(cache, slot, layout), np.atleast_2d(out[token])
@@ -71,13 +71,13 @@ def copy_pages(
     """
     arrays = cache if isinstance(cache, tuple) else (cache,)
     num_pages = arrays[0].shape[0]
-    faults: tuple[Faults, Faults] = ([], [])
+    faults: tuple[Faults, Faults] = ([], [])  # of src_pages, of dst_pages
     for position, pages in enumerate(zip(src_pages.tolist(), dst_pages.tolist(), strict=True)):
         if min(pages) < 0:
             continue
-        for side, page in zip(faults, pages, strict=True):
+        for some, page in zip(faults, pages, strict=True):
             if page >= num_pages:
-                side.append((position, page))
+                some.append((position, page))
         if max(pages) < num_pages:
             for array in arrays:
                 array[pages[1]] = array[pages[0]]

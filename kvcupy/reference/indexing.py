@@ -1,4 +1,4 @@
-"""Index arrays made from other index arrays: slots from pages, pages from block tables."""
+"""Slot mappings and page tables, computed from block tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 def slot_mapping(block_table: Array, seq_lens: Array, append_lens: Array, page_size: int) -> Int64:
-    """Give the slots of the last ``append_lens[b]`` tokens of each sequence b, one after another.
+    """Return the slots of the last ``append_lens[b]`` tokens of each sequence b, one after another.
 
     Parameters
     ----------
@@ -20,7 +20,7 @@ def slot_mapping(block_table: Array, seq_lens: Array, append_lens: Array, page_s
         ``(B, max_pages)``, the pages of each sequence in order; entries past its last page are
         not read.
     seq_lens
-        ``(B,)``, in tokens, the appended ones among them.
+        ``(B,)``, in tokens, appended ones included.
     """
     slots = []
     for pages, length, appended in zip(block_table, seq_lens, append_lens, strict=True):
@@ -32,10 +32,10 @@ def slot_mapping(block_table: Array, seq_lens: Array, append_lens: Array, page_s
 def page_table_csr(
     block_table: Array, seq_lens: Array, page_size: int
 ) -> tuple[Int32, Int32, Int32]:
-    """Give `indptr`, `indices` and `last_page_len`, the page table as FlashInfer takes it.
+    """Return `indptr`, `indices` and `last_page_len`, the page table as FlashInfer takes it.
 
     Sequence b has the pages ``indices[indptr[b]:indptr[b + 1]]``, and ``last_page_len[b]`` tokens
-    in the last one: from 1 to `page_size`, or 0 if it has no token and so no page.
+    in the last one: from 1 to `page_size`, or 0 for an empty sequence, which has no page.
     """
     indptr, indices, last = [0], [], []
     for pages, tokens in zip(block_table, seq_lens.tolist(), strict=True):
@@ -47,6 +47,6 @@ def page_table_csr(
 
 
 def find_duplicate_slots(slot_mapping: Array) -> Int64:
-    """List the slots, padding aside, that occur twice or more, in rising order."""
+    """Return the slots, padding aside, that occur more than once, in ascending order."""
     slots, counts = np.unique(slot_mapping[slot_mapping >= 0], return_counts=True)
     return slots[counts > 1].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Rotary position embedding, and the rotation followed by the store.
+"""Rotary position embedding, alone and followed by a store.
 
 Everything is float64 until rotated rows are rounded, once, to their own format.
 """
@@ -14,9 +14,9 @@ from .store import Faults, Scale, store_kv, store_mla
 
 
 def position_faults(positions: Array, max_positions: int) -> Faults:
-    """List (token, position) of the tokens that have a position outside the table.
+    """Return (token, position) for every position outside the table.
 
-    Of three positions ``(3, T)``, each counts, whichever pairs it turns.
+    With three positions per token, ``(3, T)``, each of them counts, even one that rotates no pair.
     """
     axes = np.atleast_2d(positions)
     outside = (axes < 0) | (axes >= max_positions)
@@ -24,16 +24,16 @@ def position_faults(positions: Array, max_positions: int) -> Faults:
 
 
 def _tokens_inside(positions: Array, max_positions: int) -> Array:
-    """List the tokens without a fault."""
+    """Return the tokens without a fault."""
     outside = [token for token, _ in position_faults(positions, max_positions)]
     return np.setdiff1d(np.arange(positions.shape[-1]), outside)
 
 
 def pair_axes(pairs: int, sections: Sequence[int], interleaved: bool) -> list[int]:
-    """Say which of the three positions of a token turns each pair."""
+    """Return, for each pair, which of the three positions of a token rotates it."""
     if not interleaved:  # Qwen2-VL: first all pairs of axis 0, then those of 1, then of 2.
         return [axis for axis, count in enumerate(sections) for _ in range(count)]
-    # Qwen3-VL: the axes take turns; one that has had its pairs leaves its turn to axis 0.
+    # Qwen3-VL: axes alternate; once one has all its pairs, axis 0 takes its place.
     return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(pairs)]
 
 
@@ -43,12 +43,12 @@ def cos_sin(
     sections: Sequence[int] | None = None,
     sections_interleaved: bool = False,
 ) -> tuple[Float64, Float64]:
-    """Look up the cosine and sine of every token and pair, each ``(T, rotary_dim / 2)``."""
+    """Return the cosine and sine of every token and pair, each ``(T, rotary_dim / 2)``."""
     pairs = rope_table.shape[1] // 2
-    turns = [0] * pairs
+    axes = [0] * pairs
     if sections is not None:
-        turns = pair_axes(pairs, sections, sections_interleaved)
-    position_of_pair = np.atleast_2d(positions)[turns].T
+        axes = pair_axes(pairs, sections, sections_interleaved)
+    position_of_pair = np.atleast_2d(positions)[axes].T
     table, column = rope_table.astype(np.float64), np.arange(pairs)
     return table[position_of_pair, column], table[position_of_pair, pairs + column]
 
@@ -62,7 +62,7 @@ def rotate(
     norm: Array | None = None,
     eps: float = 1e-6,
 ) -> Float64:
-    """Normalise, if `norm` is given, and turn the first elements of each head, unrounded.
+    """Return rows with the first elements of each head rotated, normalised before; unrounded.
 
     Parameters
     ----------
@@ -78,17 +78,24 @@ def rotate(
     x = decode(rows, format_of(rows))
     if rows.ndim == 3:
         cosine, sine = cosine[:, None], sine[:, None]
-    pairs = cosine.shape[-1]
-    first = slice(0, 2 * pairs, 2) if interleaved else slice(0, pairs)
-    second = slice(1, 2 * pairs, 2) if interleaved else slice(pairs, 2 * pairs)
     with np.errstate(invalid="ignore"):
         if norm is not None:
             mean = np.mean(x**2, axis=-1, keepdims=True)
             x = x * decode(norm, format_of(norm)) / np.sqrt(mean + eps)
-        a, b = x[..., first].copy(), x[..., second].copy()
-        x[..., first] = a * cosine - b * sine
-        x[..., second] = b * cosine + a * sine
-    return x
+        return rotate_values(x, cosine, sine, interleaved=interleaved)
+
+
+def rotate_values(
+    x: Float64, cosine: Float64, sine: Float64, *, interleaved: bool = False, start: int = 0
+) -> Float64:
+    """Return rows of exact values with the pairs from element `start` on rotated."""
+    pairs = cosine.shape[-1]
+    first = start + np.arange(pairs) * (2 if interleaved else 1)
+    second = first + (1 if interleaved else pairs)
+    result = x.copy()
+    result[..., first] = x[..., first] * cosine - x[..., second] * sine
+    result[..., second] = x[..., second] * cosine + x[..., first] * sine
+    return result
 
 
 def apply_rope(
@@ -104,21 +111,21 @@ def apply_rope(
     key_norm: Array | None = None,
     eps: float = 1e-6,
 ) -> tuple[Array | None, Array]:
-    """Give the rotated query and key. For unrounded values, call `cos_sin` and `rotate`.
+    """Return the rotated query and key. For unrounded values, call `cos_sin` and `rotate`.
 
     Parameters
     ----------
     query, key
-        ``(T, Hq, D)`` and ``(T, H, D)``; rows past the positions stay as they are.
+        ``(T, Hq, D)`` and ``(T, H, D)``; rows past the positions are not changed.
     rope_table
         float32 ``(max_positions, rotary_dim)``, ``[cos | sin]``.
     positions
-        ``(T,)``, or ``(3, T)`` with `sections`. Tokens whose position is outside the table stay
-        as they are, see `position_faults`.
+        ``(T,)``, or ``(3, T)`` with `sections`. Tokens whose position is outside the table are
+        not changed, see `position_faults`.
     interleaved, query_norm, key_norm, eps
-        As in `rotate`; each for all of its rows.
+        As in `rotate`.
     sections, sections_interleaved
-        How many pairs each of the three positions turns, see `pair_axes`.
+        How many pairs each of the three positions rotates, see `pair_axes`.
     """
     tokens = _tokens_inside(positions, len(rope_table))
     cosine, sine = cos_sin(rope_table, positions[..., tokens], sections, sections_interleaved)
@@ -126,7 +133,7 @@ def apply_rope(
     def rotated(rows: Array, norm: Array | None) -> Array:
         result, fmt = rows.copy(), format_of(rows)
         exact = rotate(rows[tokens], cosine, sine, interleaved=interleaved, norm=norm, eps=eps)
-        # What does not turn keeps its bits, unless it is normalised.
+        # Elements that are not rotated keep their bits, unless they are normalised.
         width = rope_table.shape[1] if norm is None else rows.shape[-1]
         bits_of(result, fmt)[tokens, ..., :width] = bits_of(encode(exact[..., :width], fmt), fmt)
         return result
@@ -142,7 +149,7 @@ def _write_rotated(rotated: Array | None, target: Array | None, tokens: Array) -
 
 
 def _slots_to_store(slot_mapping: Array, tokens: Array) -> Array:
-    """Give the slots of the tokens that were rotated, and -1 for the others."""
+    """Return the slots of the tokens that were rotated, and -1 for the others."""
     return np.where(np.isin(np.arange(len(slot_mapping)), tokens), slot_mapping, -1)
 
 
@@ -174,8 +181,8 @@ def rope_store_kv(
     """Rotate query and key, and write the rotated key and the value to their slots, in place.
 
     The rotated key, rounded to its own format, goes to `key` if `write_key`, and to the cache.
-    The slots may be fewer than the positions: what has no slot is rotated and not stored. The
-    rotated query goes to `query_out`, or back to `query`. For the rest see `apply_rope` and
+    The slots may be fewer than the positions: a token without one is rotated and not stored. The
+    rotated query goes to `query_out`, or back to `query`. For everything else see `apply_rope` and
     `store_kv`.
 
     Returns

@@ -1,4 +1,4 @@
-"""The table of rotary position embedding, for every way in which models stretch their context.
+"""The rope table, with every way of scaling it that extends the context of a model.
 
 Everything is float64, rounded once to float32 at the end.
 """
@@ -18,12 +18,12 @@ Frequencies = tuple[Float64, float]
 
 
 def _linear(plain: Float64, scaling: Scaling, base: float, context: int) -> Frequencies:
-    """Shrink all angles by `factor`: positions are interpolated."""
+    """Divide all angles by `factor`: positions are interpolated."""
     return plain / scaling["factor"], 1.0
 
 
 def _dynamic(plain: Float64, scaling: Scaling, base: float, context: int) -> Frequencies:
-    """Raise the base with the length of the context, once that exceeds the original one."""
+    """Raise the base with the context length, once that exceeds the original one."""
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
     growth = factor * max(context, original) / original - (factor - 1)
     # base * growth ** (dim / (dim - 2)), as a factor of frequency i = base ** (-2i / dim)
@@ -32,29 +32,30 @@ def _dynamic(plain: Float64, scaling: Scaling, base: float, context: int) -> Fre
 
 
 def _llama3(plain: Float64, scaling: Scaling, base: float, context: int) -> Frequencies:
-    """Shrink the frequency of long waves by `factor`, keep that of short ones, blend between."""
+    """Divide low frequencies by `factor`, keep high ones, blend those in between."""
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    rotations = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
+    kept = np.clip((rotations - low) / (high - low), 0.0, 1.0)
     return plain * kept + plain / scaling["factor"] * (1 - kept), 1.0
 
 
 def _yarn(plain: Float64, scaling: Scaling, base: float, context: int) -> Frequencies:
-    """Blend likewise, but by the index of the pair, and scale cosine and sine too."""
+    """Blend as llama3 does, but by the index of the pair, and scale cosine and sine too."""
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
     rotary_dim = 2 * len(plain)
 
-    def pair_that_turns(times: float) -> float:
-        return rotary_dim * math.log(original / (2 * math.pi * times)) / (2 * math.log(base))
+    def pair_with(rotations: float) -> float:
+        """Return the index of the pair that makes so many rotations in the original context."""
+        return rotary_dim * math.log(original / (2 * math.pi * rotations)) / (2 * math.log(base))
 
-    first = pair_that_turns(scaling.get("beta_fast") or 32)
-    last = pair_that_turns(scaling.get("beta_slow") or 1)
+    first = pair_with(scaling.get("beta_fast") or 32)
+    last = pair_with(scaling.get("beta_slow") or 1)
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_dim - 1)
     width = last - first if last != first else 0.001
-    shrunk = np.clip((np.arange(len(plain)) - first) / width, 0.0, 1.0)
-    frequencies = plain * (1 - shrunk) + plain / factor * shrunk
+    divided = np.clip((np.arange(len(plain)) - first) / width, 0.0, 1.0)
+    frequencies = plain * (1 - divided) + plain / factor * divided
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -68,7 +69,7 @@ def _yarn(plain: Float64, scaling: Scaling, base: float, context: int) -> Freque
 
 
 def _longrope(plain: Float64, scaling: Scaling, base: float, context: int) -> Frequencies:
-    """Divide each frequency by a factor of its own, from the list for the length of the context."""
+    """Divide each frequency by its own factor, of the list for this context length."""
     original = scaling["original_max_position_embeddings"]
     divisors = np.asarray(
         scaling["long_factor" if context > original else "short_factor"], np.float64
@@ -82,7 +83,7 @@ def _longrope(plain: Float64, scaling: Scaling, base: float, context: int) -> Fr
     return plain / divisors, float(attention)
 
 
-#: How each type changes the plain frequencies, and the keys that it cannot do without.
+#: By rope_type: what changes the plain frequencies, and the keys that it needs.
 SCALINGS: dict[str, tuple[Callable[[Float64, Scaling, float, int], Frequencies], str]] = {
     "default": (lambda plain, scaling, base, context: (plain, 1.0), ""),
     "linear": (_linear, "factor"),
@@ -99,30 +100,30 @@ SCALINGS: dict[str, tuple[Callable[[Float64, Scaling, float, int], Frequencies],
 def rope_frequencies(
     context: int, rotary_dim: int, *, base: float = 10000.0, scaling: Scaling | None = None
 ) -> Frequencies:
-    """Give the radians by which one position turns each pair, and the factor of cosine and sine.
+    """Return the radians that each pair rotates per position, and the factor of cosine and sine.
 
     `scaling` is the dictionary of a Hugging Face config, with `rope_type` (once `type`) and, in
-    newer ones, `rope_theta`, which `base` left at its default gives way to.
+    newer ones, `rope_theta`, which replaces the default of `base`.
     """
-    given = dict(scaling or {})
-    theta = given.get("rope_theta")
+    config = dict(scaling or {})
+    theta = config.get("rope_theta")
     if theta is not None:
         if base not in (10000.0, theta):
             raise ValueError(f"base: expected {theta} as in scaling, got {base}")
         base = float(theta)
-    kind = given.get("rope_type", given.get("type", "default"))
+    kind = config.get("rope_type", config.get("type", "default"))
     if kind not in SCALINGS:
         raise ValueError(f"scaling: expected a rope_type of {sorted(SCALINGS)}, got {kind!r}")
     scale, needed = SCALINGS[kind]
-    missing = [key for key in needed.split() if given.get(key) is None]
+    missing = [key for key in needed.split() if config.get(key) is None]
     if missing:
-        raise ValueError(f"scaling: expected {kind} to have {missing}, got {sorted(given)}")
+        raise ValueError(f"scaling: expected {kind} to have {missing}, got {sorted(config)}")
     plain = base ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
-    return scale(plain, given, base, context)
+    return scale(plain, config, base, context)
 
 
 def rope_rows(positions: Array, frequencies: Float64, attention: float) -> Float64:
-    """Give ``[cos | sin]`` of each position, times the attention factor, unrounded."""
+    """Return ``[cos | sin]`` of each position, times the attention factor, unrounded."""
     angles = positions[:, None].astype(np.float64) * frequencies
     return attention * np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
 
@@ -134,9 +135,9 @@ def rope_table(
     base: float = 10000.0,
     scaling: Scaling | None = None,
 ) -> Float32:
-    """Give ``[cos | sin]`` of every position, float32 ``(max_positions, rotary_dim)``.
+    """Return ``[cos | sin]`` of every position, float32 ``(max_positions, rotary_dim)``.
 
-    Dynamic and longrope scaling take `max_positions` as the length of the context.
+    Dynamic and longrope scaling take `max_positions` as the context length.
     """
     frequencies = rope_frequencies(max_positions, rotary_dim, base=base, scaling=scaling)
     return rope_rows(np.arange(max_positions), *frequencies).astype(np.float32)

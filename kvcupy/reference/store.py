@@ -1,4 +1,4 @@
-"""Rows of K and V into their slots, quantised on the way."""
+"""Storing rows of K and V in their slots, quantised where the cache is."""
 
 from __future__ import annotations
 
@@ -14,11 +14,17 @@ SMALLEST_ABSMAX = np.float32(1e-6)
 
 
 def dynamic_scales(rows: Float32, fmt: str) -> Float32:
-    """Give the scale of each row: `max(absmax, 1e-6) / limit`, in float32.
+    """Return the scale of each row: `max(absmax, 1e-6) / limit`, in float32.
 
     NaN elements do not count, and an infinity counts as the largest float32, so that a scale is
     always finite and positive.
-    `rows` is float32 ``(H, D)``; `fmt` is the quantised format that they will be stored in.
+
+    Parameters
+    ----------
+    rows
+        float32 ``(H, D)``.
+    fmt
+        The quantised format that they will be stored in.
     """
     magnitude = np.where(np.isnan(rows), np.float32(0), np.abs(rows))
     magnitude = np.minimum(magnitude, np.finfo(np.float32).max)
@@ -27,13 +33,13 @@ def dynamic_scales(rows: Float32, fmt: str) -> Float32:
 
 
 def divide(rows: Float32, scales: Float32) -> Float32:
-    """Divide each row by its scale: one true float32 division an element, rounded to nearest."""
+    """Divide each row by its scale: one float32 division per element, rounded to nearest."""
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         return np.asarray(rows / scales[:, None], np.float32)
 
 
 def scale_per_head(scale: Scale, num_heads: int) -> Float32:
-    """Spread None, a float, or an array of one or `num_heads` elements over the heads."""
+    """Broadcast None, a float, or an array of one or `num_heads` elements over the heads."""
     values = np.asarray(1.0 if scale is None else scale, np.float32).reshape(-1)
     return np.broadcast_to(values, (num_heads,))
 
@@ -44,7 +50,7 @@ def _store_row(row: Array, target: Array, scales: Float32, scale_row: Array | No
     With `scale_row` (H,), the scales come from the row itself and are recorded there.
     """
     source, destination = format_of(row), format_of(target)
-    if source == destination:  # Nothing to round: the bits go over as they are, unscaled.
+    if source == destination:  # the bits are copied, unscaled
         bits_of(target, destination)[...] = bits_of(row, source)
         if scale_row is not None:
             scale_row[...] = np.float32(1)
@@ -58,14 +64,14 @@ def _store_row(row: Array, target: Array, scales: Float32, scale_row: Array | No
 
 
 def num_slots(cache: Array, layout: str = "NHD") -> int:
-    """Count the tokens that a cache of 2, 3 or 4 dimensions holds."""
+    """Return how many tokens a cache of 2, 3 or 4 dimensions has slots for."""
     if cache.ndim < 4:
         return int(cache.shape[0])
     return int(cache.shape[0] * cache.shape[1 if layout == "NHD" else 2])
 
 
 def slot_row(cache: Array, slot: int, layout: str = "NHD") -> Array:
-    """View the (H, D) elements of one slot; a 2-D cache has one head."""
+    """Return a view of the (H, D) elements of a slot; a 2-D cache has one head."""
     if cache.ndim < 4:
         return np.atleast_2d(cache[slot])
     pages = cache if layout == "NHD" else cache.swapaxes(1, 2)
@@ -74,7 +80,7 @@ def slot_row(cache: Array, slot: int, layout: str = "NHD") -> Array:
 
 
 def split_slots(
-    slot_mapping: Array, slots_in_cache: int, skip_slot: int | None
+    slot_mapping: Array, num_slots: int, skip_slot: int | None
 ) -> tuple[list[tuple[int, int]], Faults]:
     """Split (token, slot) pairs into those to write and those past the end; drop the skipped."""
     writes: list[tuple[int, int]] = []
@@ -82,7 +88,7 @@ def split_slots(
     for position, slot in enumerate(slot_mapping.tolist()):
         if slot < 0 or slot == skip_slot:
             continue
-        (faults if slot >= slots_in_cache else writes).append((position, slot))
+        (faults if slot >= num_slots else writes).append((position, slot))
     return writes, faults
 
 
@@ -111,7 +117,7 @@ def store_kv(
     layout
         ``"NHD"`` ``(num_pages, page_size, H, D)`` or ``"HND"`` ``(num_pages, H, page_size, D)``.
     slot_mapping, skip_slot
-        Integers, one a token; negative ones and those equal to `skip_slot` write nothing.
+        Integers, one per token; negative ones and those equal to `skip_slot` write nothing.
     k_scale, v_scale
         None, a float, or an array of one or H elements; for quantised caches.
     k_scale_cache, v_scale_cache
@@ -123,8 +129,8 @@ def store_kv(
         The slots past the end, which wrote nothing.
     """
     writes, faults = split_slots(slot_mapping, num_slots(k_cache, layout), skip_slot)
-    sides = ((key, k_cache, k_scale, k_scale_cache), (value, v_cache, v_scale, v_scale_cache))
-    for rows, cache, scale, scale_cache in sides:
+    operands = ((key, k_cache, k_scale, k_scale_cache), (value, v_cache, v_scale, v_scale_cache))
+    for rows, cache, scale, scale_cache in operands:
         scales = scale_per_head(scale, rows.shape[1] if rows.ndim == 3 else 1)
         for token, slot in writes:
             row, target = np.atleast_2d(rows[token]), slot_row(cache, slot, layout)

@@ -1,4 +1,4 @@
-"""Pages of all layers from one pool to another, converted on the way where the formats differ."""
+"""Copying pages of layers from one pool to another, converted where the formats differ."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ def _convert_row(
     if scales is not None:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             x = np.asarray(x * scales[:, None], np.float32)
-    by = np.ones(len(x), np.float32)
+    divisors = np.ones(len(x), np.float32)
     if target_scales is not None:
-        by = dynamic_scales(x, destination)
-        target_scales[...] = by
-    bits_of(target, destination)[...] = bits_of(encode(divide(x, by), destination), destination)
+        divisors = dynamic_scales(x, destination)
+        target_scales[...] = divisors
+    bits_of(target, destination)[...] = bits_of(
+        encode(divide(x, divisors), destination), destination
+    )
 
 
 def _transfer_page(
@@ -35,7 +37,7 @@ def _transfer_page(
 ) -> None:
     """Transfer one page of one layer, ``(page_size, H, D)``, with scales ``(page_size, H)``."""
     fmt = format_of(src)
-    if fmt == format_of(dst):  # Nothing to round: the bits go over as they are, scales too.
+    if fmt == format_of(dst):  # the bits are copied, those of the scales too
         bits_of(dst, fmt)[...] = bits_of(src, fmt)
         if scales is not None and target_scales is not None:
             bits_of(target_scales, "fp32")[...] = bits_of(scales, "fp32")
@@ -65,12 +67,12 @@ def transfer_pages(
     ----------
     src, dst
         K and V, or one latent, each ``(layers, pages, page_size, H, D)``, of any strides. The two
-        pools differ in pages at most, and in format: then elements are converted.
+        pools may differ in the number of pages, and in format: then elements are converted.
     src_pages, dst_pages
         Integers; a pair with a negative page, or with one past the end, is skipped. No page may be
         both read and written, or written twice.
     layers
-        None for all of them, one, or some, each once.
+        None for all, an index, or several, each once.
     src_scales, dst_scales
         float32 ``(layers, pages, page_size, H)``, for each of `src` or of `dst`: what a stored
         element is multiplied by. Scales written come from the row itself, as in `store_kv`.
@@ -87,18 +89,18 @@ def transfer_pages(
         if min(pair) < 0:
             continue
         past = [page >= end for page, end in zip(pair, ends, strict=True)]
-        for side, page, is_past in zip(faults, pair, past, strict=True):
+        for some, page, is_past in zip(faults, pair, past, strict=True):
             if is_past:
-                side.append((position, page))
+                some.append((position, page))
         if any(past):
             continue
-        of, to = pair
+        src_page, dst_page = pair
         for layer in chosen:
             for part in range(len(src)):
                 _transfer_page(
-                    src[part][layer, of],
-                    dst[part][layer, to],
-                    None if src_scales is None else src_scales[part][layer, of],
-                    None if dst_scales is None else dst_scales[part][layer, to],
+                    src[part][layer, src_page],
+                    dst[part][layer, dst_page],
+                    None if src_scales is None else src_scales[part][layer, src_page],
+                    None if dst_scales is None else dst_scales[part][layer, dst_page],
                 )
     return faults

@@ -13,8 +13,8 @@ from kvcupy.devices import cxx
 from kvcupy.devices.host import HostDevice
 from kvcupy.exporters import view
 from kvcupy.kernels import Kernel
-from kvcupy.ops import attention_kernels as prefill
-from kvcupy.ops.attention_checks import Options, check_call
+from kvcupy.ops import attention_kernels as kernels
+from kvcupy.ops.attention import check_call, check_options
 
 FORMATS = {"fp16": "half", "bf16": "bfloat16"}
 MMA = np.dtype([("a", "u8"), ("b", "u8"), ("c", "u8"), ("rows", "i4")], align=True)
@@ -161,13 +161,13 @@ def test_a_page_past_the_end_is_reported(device, splits):
 def test_a_launch_is_laid_out_as_the_kernel_has_it():
     program = [
         '#include "attention_prefill.cu"',
-        f'static_assert(kPrefillRows == {prefill.PREFILL_ROWS}, "rows");',
-        f'static_assert(kPrefillThreads == {prefill.PREFILL_THREADS}, "threads");',
+        f'static_assert(kPrefillRows == {kernels.PREFILL_ROWS}, "rows");',
+        f'static_assert(kPrefillThreads == {kernels.PREFILL_THREADS}, "threads");',
     ]
-    for widths, turns in itertools.product(prefill.WIDTHS, (False, True)):
-        specialisation = prefill.specialisation_for("fp16", *widths, turns=turns)
+    for widths, rotates in itertools.product(kernels.PREFILL_WIDTHS, (False, True)):
+        specialisation = kernels.prefill_specialisation("fp16", *widths, rotates=rotates)
         named = ", ".join(specialisation.arguments[1:])
-        size = prefill.smem_bytes(specialisation)
+        size = kernels.prefill_smem_bytes(specialisation)
         assert size <= 99 * 1024, "what every architecture from sm_80 on has for a block"
         program.append(f'static_assert(PrefillShape<{named}>::kBytes == {size}, "bytes");')
     cxx.check("\n".join(program))
@@ -190,8 +190,8 @@ def suits(device, *, tokens=32, sequences=2, heads=(2, 1), fmt="fp16", widths=(6
         whole = np.zeros((3, 16, heads[1], width + shift), DTYPE[cache_fmt or fmt])
         arrays[name] = whole[..., :width]
     given = {name: view(array, name) for name, array in arrays.items()}
-    call = check_call(given | more, Options.of("NHD", None, True, None, None, None))
-    return prefill.suits(device, call, alignment)
+    call = check_call(given | more, check_options("NHD", None, True, None, None, None))
+    return kernels.suits_prefill(device, call, alignment)
 
 
 class Turing:

@@ -14,14 +14,14 @@ from ...dtypes import FORMATS
 from ...errors import CaptureError, KvcupyError
 from ...exporters import view
 from ...ops import checks, outputs
-from ...ops.attention_checks import check_query
+from ...ops.attention import check_query
 from ...ops.outputs import format_name
 from ...pickling import ProcessLocal
 from ..pool import KVPool, MLAPool, Pool, count
 from ..tiered.cache import TieredCache
 from ..tiered.prefix import hash_list
 from .contents import Contents
-from .layers import AttentionOptions, Layers, rope_of, scales_of
+from .layers import Layers, rope_of, scales_of
 from .moves import Tiers
 from .sequences import CachedSequence, Sequences
 from .step import Step, Steps, require_on_device
@@ -436,8 +436,9 @@ class PagedKVCache(ProcessLocal):
         """
         if self._is_latent:
             raise KvcupyError("this cache holds latents: call attention_mla")
-        options = AttentionOptions(sm_scale, window, sinks, logits_soft_cap)
-        return self._attend(layer, query, key, value, out, options, stream)
+        return self._attend(
+            layer, query, key, value, out, sm_scale, window, sinks, logits_soft_cap, stream
+        )
 
     def attention_qkv(
         self,
@@ -504,8 +505,9 @@ class PagedKVCache(ProcessLocal):
             raise KvcupyError("this cache holds K and V: call attention")
         parts = view(latent, "latent"), view(rope_key, "rope_key")
         self._layers.check_latent(*parts, self._running()[0].num_tokens)
-        options = AttentionOptions(sm_scale, window, sinks, logits_soft_cap)
-        return self._attend(layer, query, *parts, out, options, stream)
+        return self._attend(
+            layer, query, *parts, out, sm_scale, window, sinks, logits_soft_cap, stream
+        )
 
     def _attend(
         self,
@@ -514,12 +516,17 @@ class PagedKVCache(ProcessLocal):
         key: Any,
         value: Any,
         out: Any,
-        options: AttentionOptions,
+        sm_scale: Any,
+        window: Any,
+        sinks: Any,
+        logits_soft_cap: Any,
         stream: Any,
     ) -> Any:
         step, tables = self._running()
         self.pool.k(layer)  # raises if there is no such layer
-        rows, written = self._layers.check(query, out, step.num_tokens, options)
+        rows, written, options = self._layers.check(
+            query, out, step.num_tokens, sm_scale, window, sinks, logits_soft_cap
+        )
         own = self.device.as_stream(stream, rows.library)
         if written is None:
             shape = (*rows.shape[:2], self._layers.v_width)
@@ -529,7 +536,8 @@ class PagedKVCache(ProcessLocal):
         uploaded = tables.on(own)
         if not own.capturing:
             step.wait_layer(int(layer), own)
-        self._layers.run(int(layer), rows, *inputs, written, uploaded, options, own)
+        logits = sinks if checks.is_array(sinks) else None
+        self._layers.run(int(layer), rows, *inputs, written, uploaded, options, logits, own)
         return out
 
     # --- Tables ---

@@ -13,8 +13,8 @@ from ...devices.protocol import Device, Stream
 from ...dtypes import FORMATS
 from ...exporters import view
 from ...ops import checks
-from ...ops.attention import attend
-from ...ops.attention_checks import Options, check_query
+from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
+from ...ops.attention_kernels import AttentionOptions
 from ...ops.merge import merge_states
 from ...ops.rope import apply_rope, rope_store_kv, rope_store_mla
 from ...ops.store import store_kv, store_mla
@@ -25,7 +25,7 @@ ROPE_MODES = ("none", "normal", "inline")
 
 # Tables of a step that attention takes as arguments of the same name, where the step has them.
 _TABLES = (
-    "hole_starts", "holes", "tree_lens", "tree_mask", "query_lens", "tail_positions",
+    "seq_lens", "query_lens", "tree_mask", "hole_starts", "holes", "tree_lens", "tail_positions",
 )  # fmt: skip
 
 
@@ -52,25 +52,36 @@ class Rope:
         return None if self.table is None or self.mode == "none" else self.table.shape[0]
 
     @property
-    def inline(self) -> dict[str, Any]:
-        """Arguments of attention that rotate the keys, if they are cached raw."""
-        if self.mode != "inline":
-            return {}
-        return {
-            "rope_table": self.table,
-            "interleaved": self.interleaved,
-            "rotary_start": self.first,
-        }
+    def is_inline(self) -> bool:
+        """Whether attention rotates the keys."""
+        return self.mode == "inline"
 
 
-@dataclass(frozen=True)
-class AttentionOptions:
-    """Options of attention in one layer, as in `paged_attention`."""
+class StepCalls:
+    """What the calls of a step have in common in all layers.
 
-    sm_scale: float | None
-    window: int | None
-    sinks: Any
-    logits_soft_cap: float | None
+    Attributes
+    ----------
+    tables : of the step
+    attention : over all keys
+    prefix, rest : of a cascade, attention over the shared prefixes and over what follows them
+    """
+
+    def __init__(self, tables: Tables, rope_table: ArrayView | None) -> None:
+        self.tables = tables
+        self.num_tokens = tables["slots"].shape[0]
+        shared: dict[str, Any] = {
+            "block_table": block_table(tables), "rope_table": rope_table,
+            **{name: tables[name] for name in _TABLES if name in tables},
+        }  # fmt: skip
+        self.attention = StepAttention(**shared)
+        self.prefix: StepAttention | None = None
+        if "prefix_table" in tables:
+            self.prefix = StepAttention(
+                block_table=tables["prefix_table"], seq_lens=tables["prefix_lens"],
+                query_lens=tables["prefix_queries"], rope_table=rope_table,
+            )  # fmt: skip
+            self.rest = StepAttention(key_starts=tables["key_starts"], **shared)
 
 
 class Layers:
@@ -82,7 +93,7 @@ class Layers:
 
     Attributes
     ----------
-    caches : of each layer, the arguments of a store, a gather or attention that name its arrays
+    caches : of each layer, the arguments of a store or a gather that name its arrays
     latents : of each layer, the latent cache (num_pages, page_size, width)
     key_bytes : of K and V of a token in a layer
     state_bytes : of the float32 result of the query heads of a token
@@ -107,15 +118,29 @@ class Layers:
                 arguments["k_scale_cache"] = view(pool.k_scale(layer))
                 arguments["v_scale_cache"] = view(pool.v_scale(layer))
             self.caches.append(arguments)
+        self._arrays = [LayerArrays(**arguments) for arguments in self.caches]
+        self._step: StepCalls | None = None  # the last one
         self.latents = [arguments["k_cache"][:, :, 0] for arguments in self.caches]
         widths = self.width + (0 if self._is_latent else self.v_width)
         self.key_bytes = pool.num_kv_heads * widths * FORMATS[pool.dtype].itemsize
         self.state_bytes = 4 * num_q_heads * self.v_width
 
     def check(
-        self, query: Any, out: Any, num_tokens: int, options: AttentionOptions
-    ) -> tuple[ArrayView, ArrayView | None]:
-        """Raise what attention would raise, before anything is written; return both as views."""
+        self,
+        query: Any,
+        out: Any,
+        num_tokens: int,
+        sm_scale: Any,
+        window: Any,
+        sinks: Any,
+        logits_soft_cap: Any,
+    ) -> tuple[ArrayView, ArrayView | None, AttentionOptions]:
+        """Raise what attention would raise, before anything is written.
+
+        Returns
+        -------
+        `query` and `out` as views, and the options of attention
+        """
         rows = view(query, "query")
         check_query(rows)
         self._require_rows(rows, "query", num_tokens, self.width)
@@ -129,8 +154,9 @@ class Layers:
                 raise ValueError(f"out: expected {rows.shape[0]} rows, got {describe(outputs)}")
             checks.require_contiguous(outputs, "out")
             checks.require_output(outputs, "out")
-        sinks = options.sinks
-        Options.of("NHD", options.sm_scale, True, options.window, sinks, options.logits_soft_cap)
+        rope = self.rope
+        rotation = (rope.interleaved, rope.first) if rope.is_inline else (False, 0)
+        options = check_options("NHD", sm_scale, True, window, sinks, logits_soft_cap, *rotation)
         if sinks is not None and checks.is_array(sinks):
             logits = view(sinks, "sinks")
             if logits.format != "fp32" or logits.shape != (self._num_q_heads,):
@@ -138,7 +164,7 @@ class Layers:
                     f"sinks: expected an int, or fp32 ({self._num_q_heads},), "
                     f"got {describe(logits)}"
                 )
-        return rows, outputs
+        return rows, outputs, options
 
     def check_latent(self, latent: ArrayView, rope_key: ArrayView, num_tokens: int) -> None:
         """Raise if the parts of a latent have the wrong shape or format."""
@@ -167,35 +193,40 @@ class Layers:
         self,
         layer: int,
         query: ArrayView,
-        key: ArrayView,
-        value: ArrayView,
+        key: Any,
+        value: Any,
         out: ArrayView,
         tables: Tables,
         options: AttentionOptions,
+        sinks: Any,
         stream: Stream,
     ) -> None:
         """Write the rows of the step's tokens, and attend with them.
 
         `query`, `key`, `value` and `out` have a row for each token, or more. Of MLA, `key` is the
-        latent and `value` the rope key.
+        latent and `value` the rope key. `sinks` are learned logits, or None.
         """
-        num_tokens = tables["slots"].shape[0]
-        query, out = _first(query, num_tokens), _first(out, num_tokens)
+        step = self._step
+        if step is None or step.tables is not tables:
+            step = StepCalls(tables, self.rope.table if self.rope.is_inline else None)
+            self._step = step
+        if query.shape[0] != step.num_tokens:
+            query, out = query[: step.num_tokens], out[: step.num_tokens]
         store = self._store_latent if self._is_latent else self._store
         query = store(layer, query, key, value, tables, stream)
-        paged: dict[str, Any] = {name: tables[name] for name in _TABLES if name in tables}
-        paged.update(
-            self.rope.inline, sm_scale=options.sm_scale, window=options.window,
-            sinks=options.sinks, logits_soft_cap=options.logits_soft_cap,
-        )  # fmt: skip
+        arrays = self._arrays[layer]
         # A window depends on the position of each query, which a pass over a prefix does not know.
-        if "prefix_table" in tables and options.window is None:
-            self._cascade(layer, query, out, tables, paged, stream)
-        else:
-            attend(
-                query, block_table=block_table(tables), seq_lens=tables["seq_lens"], out=out,
-                stream=stream, **self.caches[layer], **paged,
-            )  # fmt: skip
+        if step.prefix is None or options.window:
+            step.attention.run(arrays, query, out, options, sinks=sinks, stream=stream)
+            return
+        # Attend over shared prefixes, then over the rest of each sequence, and merge the two.
+        num_tokens, num_heads, _ = query.shape
+        states = self._borrow((2, num_tokens, num_heads, self.v_width), "fp32", stream)
+        lse = self._borrow((3, num_tokens, num_heads), "fp32", stream)
+        unmasked = options._replace(causal=False, sink_keys=0)
+        step.prefix.run(arrays, query, states[0], unmasked, lse_out=lse[0], stream=stream)
+        step.rest.run(arrays, query, states[1], options, lse_out=lse[1], sinks=sinks, stream=stream)
+        merge_states(states, lse[:2], None, None, out=out, lse_out=lse[2], stream=stream)
 
     def _store(
         self,
@@ -258,32 +289,6 @@ class Layers:
         self._device.copy(rotated[..., : rope.first], query[..., : rope.first], stream=stream)
         return rotated
 
-    def _cascade(
-        self,
-        layer: int,
-        query: ArrayView,
-        out: ArrayView,
-        tables: Tables,
-        paged: dict[str, Any],
-        stream: Stream,
-    ) -> None:
-        """Attend over shared prefixes, then over the rest of each sequence, and merge the two."""
-        num_tokens, num_heads, _ = query.shape
-        states = self._borrow((2, num_tokens, num_heads, self.v_width), "fp32", stream)
-        lse = self._borrow((3, num_tokens, num_heads), "fp32", stream)
-        both: dict[str, Any] = {**self.caches[layer], "stream": stream}
-        shared = {n: value for n, value in paged.items() if n not in (*_TABLES, "sinks")}
-        attend(
-            query, block_table=tables["prefix_table"], seq_lens=tables["prefix_lens"],
-            query_lens=tables["prefix_queries"], causal=False, out=states[0], lse_out=lse[0],
-            **shared, **both,
-        )  # fmt: skip
-        attend(
-            query, block_table=block_table(tables), seq_lens=tables["seq_lens"],
-            key_starts=tables["key_starts"], out=states[1], lse_out=lse[1], **paged, **both,
-        )  # fmt: skip
-        merge_states(states, lse[:2], None, None, out=out, lse_out=lse[2], stream=stream)
-
     def _borrow(self, shape: tuple[int, ...], format: str, stream: Stream) -> ArrayView:
         """Return scratch memory, which is this step's until work in flight has used it."""
         strides = contiguous_strides(shape, FORMATS[format].itemsize)
@@ -292,11 +297,6 @@ class Layers:
             memory.pointer, shape, strides, format, memory.device,
             library=memory.library, owner=memory.owner,
         )  # fmt: skip
-
-
-def _first(rows: ArrayView, count: int) -> ArrayView:
-    """Return the first rows of an array."""
-    return rows if rows.shape[0] == count else rows[:count]
 
 
 # --- Arguments of a cache ---
