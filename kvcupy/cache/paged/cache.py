@@ -523,21 +523,18 @@ class PagedKVCache(ProcessLocal):
         stream: Any,
     ) -> Any:
         step, tables = self._running()
-        self.pool.k(layer)  # raises if there is no such layer
-        rows, written, options = self._layers.check(
-            query, out, step.num_tokens, sm_scale, window, sinks, logits_soft_cap
-        )
+        if type(layer) is not int or not 0 <= layer < self.pool.num_layers:
+            self.pool.k(layer)  # raises, unless it is an integer of NumPy
+        layers = self._layers
+        rows = layers.check(query, out, step.num_tokens)
+        options, logits = layers.check_options(sm_scale, window, sinks, logits_soft_cap)
         own = self.device.as_stream(stream, rows.library)
-        if written is None:
-            shape = (*rows.shape[:2], self._layers.v_width)
-            out = outputs.zeros(rows, shape, rows.format, stream)
-            written = view(out, "out")
-        inputs = view(key, "key"), view(value, "value")
+        if out is None:
+            out = outputs.zeros(rows, (*rows.shape[:2], layers.v_width), rows.format, stream)
         uploaded = tables.on(own)
         if not own.capturing:
             step.wait_layer(int(layer), own)
-        logits = sinks if checks.is_array(sinks) else None
-        self._layers.run(int(layer), rows, *inputs, written, uploaded, options, logits, own)
+        layers.run(int(layer), query, key, value, out, rows, uploaded, options, logits, own)
         return out
 
     # --- Tables ---

@@ -11,7 +11,7 @@ from ... import devices, scratch
 from ...arrays import ArrayView, contiguous_strides, describe
 from ...devices.protocol import Device, Stream
 from ...dtypes import FORMATS
-from ...exporters import view
+from ...exporters import probe_arguments, view
 from ...ops import checks
 from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
 from ...ops.attention_kernels import AttentionOptions
@@ -20,6 +20,8 @@ from ...ops.rope import apply_rope, rope_store_kv, rope_store_mla
 from ...ops.store import store_kv, store_mla
 from ..pool import MLAPool, Pool
 from .tables import Tables, block_table
+
+_MAX_CHECKED = 256  # pairs of query and out that are remembered
 
 ROPE_MODES = ("none", "normal", "inline")
 
@@ -51,11 +53,6 @@ class Rope:
         """The most tokens of a sequence; None: no limit."""
         return None if self.table is None or self.mode == "none" else self.table.shape[0]
 
-    @property
-    def is_inline(self) -> bool:
-        """Whether attention rotates the keys."""
-        return self.mode == "inline"
-
 
 class StepCalls:
     """What the calls of a step have in common in all layers.
@@ -72,8 +69,10 @@ class StepCalls:
         self.num_tokens = tables["slots"].shape[0]
         shared: dict[str, Any] = {
             "block_table": block_table(tables), "rope_table": rope_table,
-            **{name: tables[name] for name in _TABLES if name in tables},
         }  # fmt: skip
+        for name in _TABLES:
+            if name in tables:
+                shared[name] = tables[name]
         self.attention = StepAttention(**shared)
         self.prefix: StepAttention | None = None
         if "prefix_table" in tables:
@@ -119,52 +118,68 @@ class Layers:
                 arguments["v_scale_cache"] = view(pool.v_scale(layer))
             self.caches.append(arguments)
         self._arrays = [LayerArrays(**arguments) for arguments in self.caches]
+        self._rotation = (rope.interleaved, rope.first) if rope.mode == "inline" else (False, 0)
+        self._inline_table = rope.table if rope.mode == "inline" else None
         self._step: StepCalls | None = None  # the last one
+        self._checked: dict[Any, ArrayView] = {}  # queries
         self.latents = [arguments["k_cache"][:, :, 0] for arguments in self.caches]
         widths = self.width + (0 if self._is_latent else self.v_width)
         self.key_bytes = pool.num_kv_heads * widths * FORMATS[pool.dtype].itemsize
         self.state_bytes = 4 * num_q_heads * self.v_width
 
-    def check(
-        self,
-        query: Any,
-        out: Any,
-        num_tokens: int,
-        sm_scale: Any,
-        window: Any,
-        sinks: Any,
-        logits_soft_cap: Any,
-    ) -> tuple[ArrayView, ArrayView | None, AttentionOptions]:
-        """Raise what attention would raise, before anything is written.
+    def check(self, query: Any, out: Any, num_tokens: int) -> ArrayView:
+        """Raise what attention would raise for `query` and `out`, before anything is written.
 
         Returns
         -------
-        `query` and `out` as views, and the options of attention
+        A description of the query, which keeps nothing alive. Arrays of equal descriptions are
+        checked once
         """
+        try:
+            signature = num_tokens, probe_arguments((query, out))[1]
+        except TypeError:  # not an array: the checks say which
+            return self._check_rows(query, out, num_tokens)
+        rows = self._checked.get(signature)
+        if rows is None:
+            rows = self._check_rows(query, out, num_tokens)
+            if len(self._checked) == _MAX_CHECKED:
+                self._checked.clear()
+            self._checked[signature] = rows
+        return rows
+
+    def _check_rows(self, query: Any, out: Any, num_tokens: int) -> ArrayView:
         rows = view(query, "query")
         check_query(rows)
         self._require_rows(rows, "query", num_tokens, self.width)
-        outputs = None
         if out is not None:
-            outputs = view(out, "out")
-            self._require_rows(outputs, "out", num_tokens, self.v_width)
-            if outputs.format not in (rows.format, "fp32"):
-                raise TypeError(f"out: expected {rows.format} or fp32, got {describe(outputs)}")
-            if outputs.shape[0] != rows.shape[0]:
-                raise ValueError(f"out: expected {rows.shape[0]} rows, got {describe(outputs)}")
-            checks.require_contiguous(outputs, "out")
-            checks.require_output(outputs, "out")
-        rope = self.rope
-        rotation = (rope.interleaved, rope.first) if rope.is_inline else (False, 0)
-        options = check_options("NHD", sm_scale, True, window, sinks, logits_soft_cap, *rotation)
-        if sinks is not None and checks.is_array(sinks):
-            logits = view(sinks, "sinks")
-            if logits.format != "fp32" or logits.shape != (self._num_q_heads,):
-                raise ValueError(
-                    f"sinks: expected an int, or fp32 ({self._num_q_heads},), "
-                    f"got {describe(logits)}"
-                )
-        return rows, outputs, options
+            written = view(out, "out")
+            self._require_rows(written, "out", num_tokens, self.v_width)
+            if written.format not in (rows.format, "fp32"):
+                raise TypeError(f"out: expected {rows.format} or fp32, got {describe(written)}")
+            if written.shape[0] != rows.shape[0]:
+                raise ValueError(f"out: expected {rows.shape[0]} rows, got {describe(written)}")
+            checks.require_contiguous(written, "out")
+            checks.require_output(written, "out")
+        return rows.without_owner()
+
+    def check_options(
+        self, sm_scale: Any, window: Any, sinks: Any, logits_soft_cap: Any
+    ) -> tuple[AttentionOptions, Any]:
+        """Return the options of attention, and `sinks` if they are an array, learned logits.
+
+        Raises what attention would raise for them.
+        """
+        options = check_options(
+            "NHD", sm_scale, True, window, sinks, logits_soft_cap, *self._rotation
+        )
+        if sinks is None or not checks.is_array(sinks):
+            return options, None
+        logits = view(sinks, "sinks")
+        if logits.format != "fp32" or logits.shape != (self._num_q_heads,):
+            raise ValueError(
+                f"sinks: expected an int, or fp32 ({self._num_q_heads},), got {describe(logits)}"
+            )
+        return options, sinks
 
     def check_latent(self, latent: ArrayView, rope_key: ArrayView, num_tokens: int) -> None:
         """Raise if the parts of a latent have the wrong shape or format."""
@@ -192,10 +207,11 @@ class Layers:
     def run(
         self,
         layer: int,
-        query: ArrayView,
+        query: Any,
         key: Any,
         value: Any,
-        out: ArrayView,
+        out: Any,
+        rows: ArrayView,
         tables: Tables,
         options: AttentionOptions,
         sinks: Any,
@@ -203,24 +219,29 @@ class Layers:
     ) -> None:
         """Write the rows of the step's tokens, and attend with them.
 
-        `query`, `key`, `value` and `out` have a row for each token, or more. Of MLA, `key` is the
-        latent and `value` the rope key. `sinks` are learned logits, or None.
+        Parameters
+        ----------
+        query, key, value, out : with a row for each token, or more. Of MLA, `key` is the latent and
+            `value` the rope key
+        rows : what `check` returned for query and out
+        options, sinks : from `check_options`; learned logits, or None
         """
         step = self._step
         if step is None or step.tables is not tables:
-            step = StepCalls(tables, self.rope.table if self.rope.is_inline else None)
-            self._step = step
-        if query.shape[0] != step.num_tokens:
-            query, out = query[: step.num_tokens], out[: step.num_tokens]
+            step = self._step = StepCalls(tables, self._inline_table)
+        num_tokens = step.num_tokens
+        if rows.shape[0] != num_tokens:
+            query, out = view(query)[:num_tokens], view(out)[:num_tokens]
+            rows = rows[:num_tokens]
         store = self._store_latent if self._is_latent else self._store
-        query = store(layer, query, key, value, tables, stream)
+        query = store(layer, query, key, value, rows, tables, stream)
         arrays = self._arrays[layer]
         # A window depends on the position of each query, which a pass over a prefix does not know.
         if step.prefix is None or options.window:
             step.attention.run(arrays, query, out, options, sinks=sinks, stream=stream)
             return
         # Attend over shared prefixes, then over the rest of each sequence, and merge the two.
-        num_tokens, num_heads, _ = query.shape
+        num_heads = self._num_q_heads
         states = self._borrow((2, num_tokens, num_heads, self.v_width), "fp32", stream)
         lse = self._borrow((3, num_tokens, num_heads), "fp32", stream)
         unmasked = options._replace(causal=False, sink_keys=0)
@@ -231,16 +252,17 @@ class Layers:
     def _store(
         self,
         layer: int,
-        query: ArrayView,
-        key: ArrayView,
-        value: ArrayView,
+        query: Any,
+        key: Any,
+        value: Any,
+        rows: ArrayView,
         tables: Tables,
         stream: Stream,
-    ) -> ArrayView:
+    ) -> Any:
         """Write K and V; return the query as attention takes it."""
         rope, slots = self.rope, tables["slots"]
         if rope.mode == "normal":
-            rotated = self._borrow(query.shape, query.format, stream)
+            rotated = self._borrow(rows.shape, rows.format, stream)
             rope_store_kv(
                 query, key, value, rope.table, tables["positions"], slot_mapping=slots,
                 interleaved=rope.interleaved, write_key=False, query_out=rotated, stream=stream,
@@ -250,7 +272,7 @@ class Layers:
         store_kv(key, value, slot_mapping=slots, stream=stream, **self.caches[layer])
         if rope.mode == "none":
             return query
-        rotated = self._borrow(query.shape, query.format, stream)
+        rotated = self._borrow(rows.shape, rows.format, stream)
         apply_rope(
             None, query, rope.table, tables["positions"], interleaved=rope.interleaved,
             key_out=rotated, stream=stream,
@@ -260,19 +282,20 @@ class Layers:
     def _store_latent(
         self,
         layer: int,
-        query: ArrayView,
+        query: Any,
         latent: ArrayView,
         rope_key: ArrayView,
+        rows: ArrayView,
         tables: Tables,
         stream: Stream,
-    ) -> ArrayView:
+    ) -> Any:
         """Write latent and rope key; return the query as attention takes it."""
         rope, slots, cache = self.rope, tables["slots"], self.latents[layer]
         scale = self.caches[layer].get("k_scale")
         if rope.mode == "none":
             store_mla(latent, rope_key, cache, slots, scale=scale, stream=stream)
             return query
-        rotated = self._borrow(query.shape, query.format, stream)
+        query, rotated = view(query), self._borrow(rows.shape, rows.format, stream)
         rope_part, rotated_part = query[..., rope.first :], rotated[..., rope.first :]
         if rope.mode == "normal":
             rope_store_mla(

@@ -128,17 +128,20 @@ class PinnedBuffer:
     Attributes
     ----------
     copied : an event, recorded behind the last copy out of it
+    bytes, whole : the memory, int8 (bytes,), as an array and as a view
     """
 
     def __init__(self, device: Device) -> None:
         self.copied = device.event()
         self.bytes: np.ndarray[Any, Any] = np.empty(0, np.int8)
+        self.whole = view(self.bytes)
         self._device = device
 
     def reserve(self, num_bytes: int) -> None:
         """Have at least so many bytes. The last copy must be done."""
         if self.bytes.size < num_bytes:
             self.bytes = self._device.empty_pinned((_rounded(num_bytes),), np.int8)
+            self.whole = view(self.bytes)
 
 
 class DeviceBuffer:
@@ -251,7 +254,8 @@ class Uploader:
         whole = target.reserve(layout.num_bytes)
         num_bytes = layout.pack(arrays, pinned.bytes)
         target.wait_for_readers(self.stream)
-        self.device.copy(whole[:num_bytes], pinned.bytes[:num_bytes], stream=self.stream)
+        source, copy = _head(pinned.whole, num_bytes), _head(whole, num_bytes)
+        self.device.copy(copy, source, stream=self.stream)
         self.stream.record(pinned.copied)
         self._last = pinned.copied
 
@@ -311,7 +315,8 @@ class TableBuffer:
         self._signature: list[tuple[str, tuple[int, ...], Any]] = []  # of the laid out arrays
         self._viewed: ArrayView | None = None  # memory that the views are of
         if self._fixed:
-            self.views = self._layout.views(self.target.reserve(self._layout.num_bytes))
+            self._viewed = self.target.reserve(self._layout.num_bytes)
+            self.views = self._layout.views(self._viewed)
 
     @property
     def shapes(self) -> Shapes:
@@ -332,22 +337,18 @@ class TableBuffer:
         """
         if self._fixed:
             self._layout.check(arrays)
-            self._copy(arrays, self._layout)
-            return
-        signature = [(name, array.shape, array.dtype) for name, array in arrays.items()]
-        if signature != self._signature:
-            self._layout, self._signature = Layout.of(arrays), signature
-            self._viewed = None
-        self._copy(arrays, self._layout)
+        else:
+            signature = [(name, array.shape, array.dtype) for name, array in arrays.items()]
+            if signature != self._signature:
+                self._layout, self._signature = Layout.of(arrays), signature
+                self._viewed = None
+        pinned = self._pinned[self._uploads % len(self._pinned)]
+        self._uploader.upload(arrays, self._layout, pinned, self.target)
+        self._uploads += 1
         if self._viewed is not self.target.whole:
             assert self.target.whole is not None
             self.views = self._layout.views(self.target.whole)
             self._viewed = self.target.whole
-
-    def _copy(self, arrays: Arrays, layout: Layout) -> None:
-        pinned = self._pinned[self._uploads % len(self._pinned)]
-        self._uploader.upload(arrays, layout, pinned, self.target)
-        self._uploads += 1
 
 
 # --- Steps ---
@@ -567,6 +568,14 @@ class CapturedTables:
     def after(self, stream: Stream) -> None:
         """Record that a launch on `stream` reads the tables."""
         self.buffer.target.read_by(stream)
+
+
+def _head(whole: ArrayView, num_bytes: int) -> ArrayView:
+    """Return the first bytes of a buffer, int8 (bytes,)."""
+    return ArrayView(
+        whole.pointer, (num_bytes,), whole.strides, whole.format, whole.device,
+        library=whole.library, owner=whole.owner,
+    )  # fmt: skip
 
 
 def _nothing() -> None:
