@@ -74,7 +74,7 @@ class PageAllocator(ProcessLocal):
         self._lock = threading.Lock()
         self._num_free = self.num_pages
         self._num_deferred = 0
-        # By number, in order of issue: what is in flight, and the pages, ascending, each once.
+        # By number, in order of issue: what is in flight, and its pages.
         self._transfers: dict[int, tuple[Completion, Pages]] = {}
         self._numbers = itertools.count()
         self._poll_above = _MIN_TRANSFERS
@@ -204,7 +204,7 @@ class PageAllocator(ProcessLocal):
             touched = np.arange(self.num_pages)
         else:
             listed = page_array(pages)
-            touched = np.unique(listed[(listed >= 0) & (listed < self.num_pages)].astype(np.int64))
+            touched = listed[(listed >= 0) & (listed < self.num_pages)].astype(np.int64)
         if len(touched) == 0:
             return
         with self._lock:

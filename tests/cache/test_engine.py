@@ -485,7 +485,7 @@ def test_finished_batches_let_go_of_their_pages(world):
     first.synchronize()
     batch = first._batch
     world.engine.load([2], [2]).synchronize()
-    assert not batch.device_pages and not batch.host_pages and not batch.fences
+    assert not batch.device_pages and not batch.host_pages and not batch.after_events
     assert first.done()
     assert world.engine._save._in_flight == [], "the engine still holds a batch that is over"
 
