@@ -2,7 +2,7 @@
 
 What is measured: scattered pieces of one size, by kernel and by copy engine, over a grid of sizes
 and counts; how few blocks of the kernel keep the link busy; and whether relaying short pieces on
-the device first is worth it. What is kept: `ops.transfer_method.Thresholds` of either direction.
+the device first is worth it. What is kept: `ops.transfer.Thresholds` of either direction.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from . import calibration, devices
 from .cache.pool import KVPool
 from .devices.protocol import Device, Stream
 from .errors import DeviceError
-from .ops import transfer, transfer_method
+from .ops import transfer
 from .ops.transfer_kernels import bounded_blocks
 from .progress import Progress
 
@@ -53,7 +53,7 @@ def main(device_name: str | None, *, quick: bool = False, lines: bool = False) -
             print("stopped: nothing is kept of this calibration", file=sys.stderr)
             raise
     place = calibration.save(device.model, found)
-    transfer_method.forget()
+    transfer.forget()
     print(describe(found))
     print(f"kept in {place}")
     return 0
@@ -111,7 +111,7 @@ def crossovers(times: list[dict[str, float]]) -> list[tuple[int, int]]:
             return sum(log(t["copy" if t["bytes"] >= from_bytes else "kernel"]) for t in own)
 
         sizes = sorted(int(t["bytes"]) for t in own)
-        found.append((pieces, min([*sizes, transfer_method.NEVER], key=cost)))
+        found.append((pieces, min([*sizes, transfer.NEVER], key=cost)))
     return found
 
 
@@ -121,7 +121,7 @@ def describe(found: dict[str, Any]) -> str:
     for direction in ("to_device", "to_host"):
         own = found[direction]
         for pieces, num_bytes in own["copy_from_bytes"]:
-            text = "never" if num_bytes >= transfer_method.NEVER else f"{num_bytes} bytes a piece"
+            text = "never" if num_bytes >= transfer.NEVER else f"{num_bytes} bytes a piece"
             lines.append(f"{direction:10} {pieces:8}  {text}")
         staged = "relaid first" if own["staged"] else "by the kernel"
         lines.append(f"{direction:10} {'':8}  short pieces {staged}, {own['blocks']} blocks")

@@ -1,6 +1,6 @@
 """What `python -m kvcupy calibrate` has measured, kept by device in the folder of the kernel cache.
 
-One JSON file a device model: {"device", "date", "measured", and what `ops.transfer_method` reads}.
+One JSON file a device model: {"device", "date", "measured", and what `ops.transfer` reads}.
 A file that is missing, or that makes no sense, counts as none.
 """
 

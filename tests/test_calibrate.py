@@ -10,17 +10,17 @@ import pytest
 import kvcupy as kv
 from kvcupy import calibrate, calibration
 from kvcupy.__main__ import main
-from kvcupy.ops import transfer, transfer_method, transfer_route, transfer_staged
-from kvcupy.ops.transfer_method import DEFAULTS, NEVER, default
+from kvcupy.ops import transfer
+from kvcupy.ops.transfer import DEFAULTS, NEVER, default
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A folder of its own for calibrations; kernels are compiled anew at most once."""
     monkeypatch.setattr(calibration.cache, "directory", lambda: tmp_path)
-    transfer_method.forget()
+    transfer.forget()
     yield tmp_path
-    transfer_method.forget()
+    transfer.forget()
 
 
 def case(pieces: int, num_bytes: int, kernel: float, copy: float) -> dict[str, float]:
@@ -52,12 +52,12 @@ def test_a_quick_calibration_is_kept_and_read(device, folder, capsys):
     kept = json.loads(file.read_text())
     assert kept["device"] == device.model
     for direction in ("to_device", "to_host"):
-        own = transfer_method.thresholds(device, direction)
+        own = transfer.thresholds(device, direction)
         assert own.copy_from_bytes == tuple(map(tuple, kept[direction]["copy_from_bytes"]))
         assert own.staged is kept[direction]["staged"]
         assert own.blocks == kept[direction]["blocks"] >= 1
         assert kept["measured"][direction]
-    assert transfer_method.thresholds(device, "within") == default(device, "within")
+    assert transfer.thresholds(device, "within") == default(device, "within")
 
 
 def chosen(device, pages, *, host_layout="layer_first") -> str:
@@ -67,9 +67,9 @@ def chosen(device, pages, *, host_layout="layer_first") -> str:
     taken = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, label in (
-            (transfer_staged.Turns, "move", "staged"),
-            (transfer_route.Route, "by_runs", "copy"),
-            (transfer_route.Route, "by_kernel", "kernel"),
+            (transfer.Turns, "move", "staged"),
+            (transfer.Route, "by_runs", "copy"),
+            (transfer.Route, "by_kernel", "kernel"),
         ):
             whole = getattr(owner, name)
 
@@ -133,7 +133,7 @@ def test_a_choice_serves_only_transfers_of_the_same_kind(device):
     of_other_rows = (64, 64, 2), (64, 64, 1), (64, 64, 2)
     assert methods_of(device, pairs, *of_other_rows) == ["copy", "kernel", "copy"]
     calibration.save(device.model, {"to_host": {**kept, "copy_from_bytes": [[1, NEVER], [64, 0]]}})
-    transfer_method.forget()
+    transfer.forget()
     pairs = transfer.PagePairs(SCATTERED, SCATTERED)  # 32 of K and of V, of which 16 exist
     smaller = (64, 64, 2), (64, 32, 2), (32, 64, 2)
     found = methods_of(device, pairs, *smaller, layout="page_first")
@@ -147,7 +147,7 @@ def test_a_choice_serves_only_transfers_of_the_same_kind(device):
 )  # fmt: skip
 def test_a_file_that_makes_no_sense_counts_as_none(device, text):
     calibration.path(device.model).write_text(text)
-    assert transfer_method.thresholds(device, "to_host") == default(device, "to_host")
+    assert transfer.thresholds(device, "to_host") == default(device, "to_host")
 
 
 def test_a_device_without_a_copy_engine_has_its_kernels_copy():

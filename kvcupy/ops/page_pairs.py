@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,10 +14,49 @@ from ..arrays import ArrayView, array_at, contiguous_strides
 from ..devices.protocol import Device, Stream
 from ..exporters import view
 from . import checks
-from .transfer_kernels import Lists
-from .transfer_runs import PageRuns, page_runs
 
 _NAMES = ("src_pages", "dst_pages")
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Page numbers where the kernels find them: address, byte stride and bytes of an index."""
+
+    count: int
+    src: tuple[int, int, int]
+    dst: tuple[int, int, int]
+
+
+_Numbers = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class PageRuns:
+    """Pages in order of their targets, neighbours on both sides put together.
+
+    Attributes
+    ----------
+    src, dst : int64 (runs,), the first pages of each run
+    lengths : int64 (runs,), pages
+    """
+
+    src: _Numbers
+    dst: _Numbers
+    lengths: _Numbers
+
+
+def page_runs(src: _Numbers, dst: _Numbers) -> PageRuns:
+    """Return the runs of pairs of pages, all of which exist.
+
+    >>> page_runs(np.array([7, 3, 6]), np.array([2, 9, 1])).lengths
+    array([2, 1])
+    """
+    order = np.argsort(dst, kind="stable")
+    src, dst = src[order], dst[order]
+    breaks = (np.diff(src) != 1) | (np.diff(dst) != 1)
+    starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(src)), bool), breaks]))
+    lengths = np.diff(np.append(starts, len(src)))
+    return PageRuns(src[starts], dst[starts], lengths)
 
 
 class Existing:
