@@ -188,10 +188,7 @@ class PreparedTransfer:
         if pairs.count == 0 or not plan.transfers:
             return
         enqueue = plan.ready(pairs, stream, pools)
-        if observe.watching():
-            observe.issue(lambda: plan.describe(name, pairs, stream, pools), enqueue)
-        else:
-            enqueue()
+        observe.issue(lambda: plan.describe(name, pairs, stream, pools), enqueue)
         self.dst_pool.note_written(plan.layers)
 
 
@@ -250,9 +247,9 @@ class TransferPlan:
             )
         if self.transfers and self._converts and not self._stageable:
             raise ValueError("convert: expected memory that kernels reach on one side, got none")
-        self._method = options.method
-        if options.method == "auto" and self._reachable and limits.prefers_kernels:
-            self._method = "kernel"
+        self._method: str | None = options.method  # None: it depends on the pages
+        if options.method == "auto":
+            self._method = "kernel" if self._reachable and limits.prefers_kernels else None
         self._launches: list[PageLaunch] | None = None
         # Plans of one kind, those of the layers of a load say, choose alike for the same pages.
         self._kind = repr((
@@ -294,7 +291,7 @@ class TransferPlan:
         ValueError : the method cannot take these pages
         CompileError : the kernel cannot be compiled and `config.fallback` is "error"
         """
-        method = self.method_for(pairs)
+        method = self._method or self.method_for(pairs)
         try:
             if method == "kernel":
                 return self._kernels(pairs, stream, keep)
@@ -308,9 +305,7 @@ class TransferPlan:
 
     def method_for(self, pairs: PagePairs) -> str:
         """Return the method for some pages: "kernel", "copy" or "staged"."""
-        if self._method != "auto":
-            return self._method
-        method = pairs.methods.get(self._kind)
+        method = self._method or pairs.methods.get(self._kind)
         if method is None:
             method = pairs.methods[self._kind] = self._choose(pairs)
         return method
@@ -626,7 +621,7 @@ class StagedTransfer:
         kept = (*keep, buffer)
 
         def repack(src: _Numbers, dst: _Numbers) -> None:
-            lists, owners = PagePairs(src, dst).lists(self._device, stream)
+            lists, owners = PagePairs.of_arrays(src, dst).lists(self._device, stream)
             for launch in launches:
                 launch.issue(lists, stream, (*kept, *owners))
 
