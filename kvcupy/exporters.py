@@ -55,7 +55,6 @@ def _probe_exporter(x: Any) -> tuple[int, Signature]:
     return _probe_view(_view_exporter(x))
 
 
-_NOTHING = (0, None)  # what None probes to
 _TORCH_TYPES: set[type] = set()  # torch.Tensor and the subclasses of it that have been seen
 _STREAMED_TYPES: set[type] = set()  # of arrays that named the stream which still writes them
 _PROBES: dict[type, Probe] = {ArrayView: _probe_view, np.ndarray: _probe_numpy}
@@ -72,16 +71,26 @@ def probe(x: Any) -> tuple[int, Signature]:
     return known(x) if known is not None else _probe_for(x)(x)
 
 
-def probe_argument(x: Any) -> tuple[int, Signature | float | None]:
-    """Probe an argument that may also be None or a number, which have no address."""
-    if x is None:
-        return _NOTHING
-    known = _PROBES.get(type(x))
-    if known is not None:
-        return known(x)
-    if isinstance(x, numbers.Real):
-        return 0, float(x)
-    return _probe_for(x)(x)
+def probe_arguments(
+    arguments: Iterable[Any],
+) -> tuple[tuple[int, ...], tuple[Signature | float | None, ...]]:
+    """Return addresses and signatures of arguments; None and numbers have the address 0."""
+    pointers: list[int] = []
+    signatures: list[Signature | float | None] = []
+    for x in arguments:
+        if x is None:
+            pointers.append(0)
+            signatures.append(None)
+            continue
+        known = _PROBES.get(type(x))
+        if known is None and isinstance(x, numbers.Real):
+            pointers.append(0)
+            signatures.append(float(x))
+            continue
+        pointer, signature = (known or _probe_for(x))(x)
+        pointers.append(pointer)
+        signatures.append(signature)
+    return tuple(pointers), tuple(signatures)
 
 
 def _probe_for(x: Any) -> Probe:

@@ -152,12 +152,12 @@ class KernelSources:
         from kvcupy import devices
         from kvcupy.config import config
         from kvcupy.devices.host import HostDevice
-        from kvcupy.ops import plan
+        from kvcupy.ops import call as op_call
 
         device = HostDevice()
         device.warp_lanes = 32
         self._monkeypatch.setitem(devices._devices, "host", device)
-        self._monkeypatch.setattr(plan, "_plans", {})
+        self._monkeypatch.setattr(op_call, "_plans", {})
         self._monkeypatch.setattr(config, "_fallback", "error")
         return device
 

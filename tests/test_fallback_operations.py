@@ -30,7 +30,7 @@ import kvcupy as kv
 from kvcupy import devices
 from kvcupy.devices import cxx
 from kvcupy.devices.host import HostDevice
-from kvcupy.ops import plan
+from kvcupy.ops import call as op_call
 
 find_compiler = cxx.find_compiler
 
@@ -41,7 +41,7 @@ def device():
     host = HostDevice()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(devices._devices, "host", host)
-        patch.setattr(plan, "_plans", {})
+        patch.setattr(op_call, "_plans", {})
         patch.setattr(cxx, "find_compiler", lambda: None)
         patch.setattr(host, "launch", lambda *a: pytest.fail("a kernel was launched"))
         patch.setattr(kv.config, "fallback", "warn")
@@ -88,7 +88,7 @@ globals().update(
 @pytest.fixture
 def fresh(device, monkeypatch):
     """The device, as if nothing had been called yet."""
-    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(op_call, "_plans", {})
     monkeypatch.setattr(kv.config, "_warned", set())
     return device
 
@@ -98,7 +98,7 @@ def test_one_warning_an_operation(fresh, caplog, operation):
     caplog.set_level(logging.WARNING, logger="kvcupy")
     for _ in range(2):
         getattr(kv, operation)(**CALLS[operation](fresh))
-        plan.forget()
+        op_call.forget()
     (message,) = [r.getMessage() for r in caplog.records if r.name == "kvcupy"]
     assert message.startswith(f"{operation} runs as array expressions, slowly, because ")
     assert "no C++ compiler was found" in message
@@ -184,7 +184,7 @@ def test_as_many_faults_as_a_kernel_reports(fresh, monkeypatch, name):
     other = HostDevice()
     monkeypatch.setitem(devices._devices, "host", other)
     monkeypatch.setattr(cxx, "find_compiler", find_compiler)
-    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(op_call, "_plans", {})
     monkeypatch.setattr(kv.config, "fallback", "error")
     getattr(kv, operation)(**faulty(name, make(other)))
     assert expressed == int(other.fault_array()[0]) > 1

@@ -31,7 +31,7 @@ import kvcupy as kv
 from kvcupy import devices
 from kvcupy.devices import cxx
 from kvcupy.devices.host import HostDevice
-from kvcupy.ops import plan
+from kvcupy.ops import call as op_call
 
 globals().update(
     again(test_transfer)
@@ -60,7 +60,7 @@ def test_one_warning(fresh, caplog, convert):
         case, src, dst = two_pools(fresh, dst_fmt="int8" if convert else "bf16")
         for pages in (([0, 1], [2, 3]), ([4], [5])):
             case.transfer(src, dst, *pages, method="kernel", convert=convert)
-        plan.forget()
+        op_call.forget()
     (message,) = [r.getMessage() for r in caplog.records if r.name == "kvcupy"]
     assert message.startswith("transfer_pages runs as array expressions, slowly, because ")
     assert "no C++ compiler was found" in message
@@ -116,7 +116,7 @@ def test_as_many_faults_as_a_kernel_reports(fresh, monkeypatch, method):
     other = HostDevice()
     monkeypatch.setitem(devices._devices, "host", other)
     monkeypatch.setattr(cxx, "find_compiler", find_compiler)
-    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(op_call, "_plans", {})
     monkeypatch.setattr(kv.config, "fallback", "error")
     case, src, dst = two_pools(other)
     case.issue(src, dst, *map(np.array, pages), method=method)

@@ -111,7 +111,7 @@ def test_a_fallback_on_a_stream_of_its_own(torch, monkeypatch):
     device = kv.device("host")
     monkeypatch.setattr(kv.config, "fallback", "warn")
     monkeypatch.setattr(device, "load", lambda _: (_ for _ in ()).throw(kv.CompileError("none")))
-    kv.ops.plan.forget()
+    kv.ops.call.forget()
     key = torch.ones(2, 2, 8, requires_grad=True)
     k, v = torch.zeros(4, 2, 8), torch.zeros(4, 2, 8)
     stream = device.stream()
@@ -119,7 +119,7 @@ def test_a_fallback_on_a_stream_of_its_own(torch, monkeypatch):
         kv.store_kv(key, key, k, v, torch.tensor([0, 1]), stream=stream)
     stream.synchronize()
     assert bool((k[:2] == 1).all())
-    kv.ops.plan.forget()
+    kv.ops.call.forget()
 
 
 def test_attention_does_not_detach_in_silence(torch):
@@ -307,10 +307,12 @@ def test_settings_that_there_are_not():
 
 
 def test_operations_wait_for_the_producers_of_arrays(monkeypatch):
-    from kvcupy.ops import plan
+    from kvcupy.ops import plan as op_call
 
     asked = []
-    monkeypatch.setattr(plan, "wait_for_producers", lambda arrays, on: asked.append((arrays, on)))
+    monkeypatch.setattr(
+        op_call, "wait_for_producers", lambda arrays, on: asked.append((arrays, on))
+    )
     k, v = caches()
     kv.store_kv(rows(), rows(), k, v, SLOTS)
     ((arrays, on),) = asked

@@ -16,7 +16,8 @@ from ..arrays import ArrayView
 from ..errors import CompileError
 from ..exporters import view
 from ..kernels import Kernel, Specialisation, zeroed
-from . import geometry, plan, side
+from . import geometry, side
+from . import plan as call
 from .side import Side
 
 ARRAYS = (
@@ -49,7 +50,7 @@ WORDS = (16, 8, 4, 2, 1)  # bytes that a thread copies at a time
 
 
 @dataclass
-class CacheRowsPlan(plan.Plan):
+class CacheRowsPlan(call.Plan):
     """A move of K and V rows, or of the two parts of MLA, between a cache and its outside."""
 
     k: Side
@@ -99,7 +100,7 @@ class CacheRowsPlan(plan.Plan):
             return [{"k": self.k, "v": self.v}]
         return [{"k": self.k}, {"v": self.v}]
 
-    def _launch(self, sides: dict[str, Side]) -> plan.Launch:
+    def _launch(self, sides: dict[str, Side]) -> call.Launch:
         """Load and lay out the launch of "k", "v" or both."""
         first = next(iter(sides.values()))
         kernel = self.kernel_of(first)
@@ -143,7 +144,7 @@ class CacheRowsPlan(plan.Plan):
         params["lane_shift"] = shape.lane_shift
         smem_bytes = shape.block[0] // 32 * 4 if kernel.barriers else 0
         pointers = [i if _belongs(name, sides) else None for i, name in enumerate(ARRAYS)]
-        return plan.Launch(
+        return call.Launch(
             self.device, specialisation, shape.grid, shape.block, smem_bytes, params, pointers
         )
 

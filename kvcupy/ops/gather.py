@@ -9,7 +9,8 @@ from ..arrays import ArrayView, describe
 from ..dtypes import FORMATS
 from ..exporters import view
 from ..kernels import Kernel, Specialisation
-from . import cache_rows, checks, expressions, outputs, plan
+from . import cache_rows, checks, expressions, outputs
+from . import plan as call
 from .cache_rows import ARRAYS, NUM_ROWS, PACK, PARAMS, CacheRowsPlan
 from .side import Side, require_rows, sides_of_kv
 from .store_expressions import report_slots, static_scale
@@ -90,7 +91,7 @@ def gather_kv(
         k_out, v_out, k_cache, v_cache, slots, k_scale, v_scale, k_scale_cache, v_scale_cache,
     )  # fmt: skip
     wanted = None if dtype is None else outputs.format_name(dtype)
-    pointers, made = plan.obtain(
+    pointers, made = call.obtain(
         "gather_kv", _NAMES, arrays, NUM_ROWS, (layout, wanted),
         lambda given, alignment: _plan(given, layout, wanted, alignment),
     )  # fmt: skip

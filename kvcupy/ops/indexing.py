@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .. import devices, faults
 from ..arrays import ArrayView, describe
+from ..devices.protocol import Device
 from ..errors import CompileError
 from ..exporters import view
-from ..kernels import Kernel, Specialisation, zeroed
-from . import checks, expressions, outputs, plan
+from ..kernels import Kernel, Specialisation
+from . import call, checks, expressions
+from .call import Argument, Launch, Operation, Plan, Views
 
-_ARRAYS = ("block_table", "seq_lens", "append_lens", "out")
+_SLOT_MAPPING = Operation(
+    "slot_mapping",
+    Argument("block_table"),
+    Argument("seq_lens"),
+    Argument("append_lens"),
+    Argument("out", output=True),
+)
 
 _PARAMS = np.dtype(
     [
-        *((name, np.uint64) for name in (*_ARRAYS, "faults")),
+        *((name, np.uint64) for name in (*_SLOT_MAPPING.names, "faults")),
         ("table_row_bytes", np.int64),
         ("table_entry_bytes", np.int64),
         ("seq_len_bytes", np.int64),
@@ -36,8 +43,8 @@ _PARAMS = np.dtype(
     align=True,
 )
 
-# By the threads that share a sequence: a warp, or one where threads do not step together.
-_SLOT_MAPPING = {
+# By the threads that share a sequence: a warp, or one where threads do not run in lockstep.
+_KERNELS = {
     lanes: Kernel("indexing.cu", "slot_mapping", _PARAMS, "SlotMappingParams", barriers=lanes > 1)
     for lanes in (32, 1)
 }
@@ -45,7 +52,7 @@ _SLOT_MAPPING = {
 
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that the operations here can ask for."""
-    return [kernel.specialise(lanes) for lanes, kernel in _SLOT_MAPPING.items()]
+    return [kernel.specialise(lanes) for lanes, kernel in _KERNELS.items()]
 
 
 def slot_mapping(
@@ -99,15 +106,11 @@ def slot_mapping(
         numbers = devices.get(lengths.device).to_numpy(append_lens)
         if len(numbers) and numbers.min() < 0:
             raise ValueError(f"append_lens: expected no negative lengths, got {numbers.min()}")
-        out = outputs.zeros(
-            view(block_table, "block_table"), (int(numbers.sum()),), "int64", stream
-        )
-    arrays = (block_table, seq_lens, append_lens, out)
-    pointers, made = plan.obtain(
-        "slot_mapping", _ARRAYS, arrays, 0, (int(page_size),),
-        lambda given, alignment: _plan(given, int(page_size)),
-    )  # fmt: skip
-    made.run(pointers, arrays, stream)
+        out = call.zeros(view(block_table, "block_table"), (int(numbers.sum()),), "int64", stream)
+    arguments = {
+        "block_table": block_table, "seq_lens": seq_lens, "append_lens": append_lens, "out": out,
+    }  # fmt: skip
+    _SLOT_MAPPING.run(arguments, (int(page_size),), _plan, stream)
     return out
 
 
@@ -132,7 +135,7 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
 
     Notes
     -----
-    Array expressions on the current stream of the arrays' library; the host waits for the lengths.
+    Array code on the current stream of the arrays' library; the host waits for the lengths.
     Capture: illegal.
 
     Examples
@@ -144,17 +147,13 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
     checks.require_int(page_size, "page_size")
     if page_size < 1:
         raise ValueError(f"page_size: expected at least 1, got {page_size}")
-    given = {
-        name: view(array, name)
-        for name, array in (("block_table", block_table), ("seq_lens", seq_lens))
-    }
-    checks.require_same_device(given)
-    table, lengths = given["block_table"], given["seq_lens"]
+    table, lengths = view(block_table, "block_table"), view(seq_lens, "seq_lens")
+    checks.require_same_device({"block_table": table, "seq_lens": lengths})
     _check_table(table, {"seq_lens": lengths})
     device = devices.get(table.device)
-    found: list[Any] = []
+    results: list[Any] = []
 
-    def express() -> None:
+    def compute() -> None:
         numbers = device.carrier(lengths)
         xp = expressions.module_of(numbers)
         numbers = numbers.astype(xp.int64)
@@ -162,18 +161,19 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
         if len(numbers) and not 0 <= int(numbers.min()) <= int(pages.max()) * page_size:
             raise ValueError(f"seq_lens: expected no negative lengths, got {int(numbers.min())}")
         if len(numbers) and int(pages.max()) > table.shape[1]:
-            wanted = f"at most {table.shape[1]} pages of {page_size}"
-            raise ValueError(f"seq_lens: expected {wanted}, got {int(numbers.max())} tokens")
+            most = f"at most {table.shape[1]} pages of {page_size}"
+            raise ValueError(f"seq_lens: expected {most}, got {int(numbers.max())} tokens")
         indptr = xp.zeros(len(numbers) + 1, xp.int32)
         indptr[1:] = xp.cumsum(pages)
         used = xp.arange(table.shape[1])[None, :] < pages[:, None]
-        last = numbers - xp.maximum(pages - 1, 0) * page_size
-        found.extend((indptr, device.carrier(table)[used].astype(xp.int32), last.astype(xp.int32)))
+        indices = device.carrier(table)[used].astype(xp.int32)
+        last_page_len = (numbers - xp.maximum(pages - 1, 0) * page_size).astype(xp.int32)
+        results.extend((indptr, indices, last_page_len))
 
-    on = device.as_stream(None, table.library)
-    device.check_fallback("page_table_csr", on)
-    device.run(express, on, (block_table, seq_lens))
-    indptr, indices, last_page_len = (outputs.in_library(a, table) for a in found)
+    stream = device.as_stream(None, table.library)
+    device.check_fallback("page_table_csr", stream)
+    device.run(compute, stream, (block_table, seq_lens))
+    indptr, indices, last_page_len = (call.in_library(a, table) for a in results)
     return indptr, indices, last_page_len
 
 
@@ -207,87 +207,88 @@ def find_duplicate_slots(slot_mapping: Any) -> np.ndarray[Any, Any]:
 # --- Plans ----------------------------------------------------------------------------------------
 
 
-@dataclass
-class SlotMappingPlan(plan.Plan):
+class SlotMappingPlan(Plan):
     """The slots of one step."""
 
-    table: ArrayView
-    seq_lens: ArrayView
-    append_lens: ArrayView
-    out: ArrayView
-    page_size: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.table.shape[0] == 0 or self.out.shape[0] == 0:
+    def __init__(self, views: Views, page_size: int) -> None:
+        table, out = views["block_table"], views["out"]
+        super().__init__(_SLOT_MAPPING, devices.get(table.device), table.library)
+        self.page_size = page_size
+        if table.shape[0] == 0 or out.shape[0] == 0:
             return
         try:
-            self.launches.append(self._launch())
+            self.launches.append(_launch(self.device, views, page_size))
         except CompileError as cause:
             self.cause = cause
 
-    def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
-        """Describe the four arrays."""
-        return [view(array) for array in arrays]
-
-    def express(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
-        """Find the slots on the host."""
+    def fallback(self, views: Views) -> None:
+        """Compute the slots on the host."""
         device = self.device
-        table, seq_lens, append_lens = (device.to_numpy(array) for array in arrays[:3])
-        slots = np.full(self.out.shape, -1, np.int64)
+        names = ("block_table", "seq_lens", "append_lens")
+        table, seq_lens, append_lens = (device.to_numpy(views[name]) for name in names)
+        slots = np.full(views["out"].shape, -1, np.int64)
         first = 0
         for b, (length, count) in enumerate(
             zip(seq_lens.tolist(), append_lens.tolist(), strict=True)
         ):
-            room = slots[first : first + max(count, 0)]
+            own_slots = slots[first : first + max(count, 0)]
             start = max(length, -1) - max(count, 0)  # an int of Python, which never overflows
-            if len(room) != count:
+            if len(own_slots) != count:
                 expressions.note_fault(device, 1, _fault_id("append_lens"), b, count)
-            for i in range(len(room)):
+            for i in range(len(own_slots)):
                 entry, offset = divmod(start + i, self.page_size)
                 if not 0 <= entry < table.shape[1]:
                     expressions.note_fault(device, 1, _fault_id("seq_lens"), b, length)
                     continue
                 page = int(table[b, entry])
-                room[i] = -1 if page < 0 else min(page * self.page_size + offset, 2**63 - 1)
-            first += len(room)
-        device.carrier(view(arrays[3]))[...] = device.asarray(slots)
+                slot = page * self.page_size + offset
+                own_slots[i] = -1 if page < 0 else min(slot, 2**63 - 1)
+            first += len(own_slots)
+        device.carrier(views["out"])[...] = device.asarray(slots)
 
-    def _launch(self) -> plan.Launch:
-        table = self.table
-        params = zeroed(_PARAMS)
-        params["table_row_bytes"], params["table_entry_bytes"] = table.strides
-        params["table_index_bytes"] = table.itemsize
-        for name, lengths in (("seq_len", self.seq_lens), ("append_len", self.append_lens)):
-            params[f"{name}_bytes"] = lengths.strides[0]
-            params[f"{name}_index_bytes"] = lengths.itemsize
-            params[f"{name}_operation"] = _fault_id(f"{name}s")
-        params["num_out"], params["max_pages"] = self.out.shape[0], table.shape[1]
-        params["num_sequences"], params["page_size"] = table.shape[0], self.page_size
-        lanes = self.device.warp_lanes
-        grid, block = (table.shape[0], 1, 1), (lanes, 1, 1)
-        specialisation = _SLOT_MAPPING[lanes].specialise(lanes)
-        return plan.Launch(self.device, specialisation, grid, block, 0, params, range(4))
+
+def _launch(device: Device, views: Views, page_size: int) -> Launch:
+    table, seq_lens, append_lens, out = (views[name] for name in _SLOT_MAPPING.names)
+    params = {
+        "table_row_bytes": table.strides[0],
+        "table_entry_bytes": table.strides[1],
+        "table_index_bytes": table.itemsize,
+        "seq_len_bytes": seq_lens.strides[0],
+        "seq_len_index_bytes": seq_lens.itemsize,
+        "seq_len_operation": _fault_id("seq_lens"),
+        "append_len_bytes": append_lens.strides[0],
+        "append_len_index_bytes": append_lens.itemsize,
+        "append_len_operation": _fault_id("append_lens"),
+        "num_out": out.shape[0],
+        "max_pages": table.shape[1],
+        "num_sequences": table.shape[0],
+        "page_size": page_size,
+    }
+    lanes = device.warp_lanes
+    grid, block = (table.shape[0], 1, 1), (lanes, 1, 1)
+    pointers = {name: name for name in _SLOT_MAPPING.names}
+    return Launch(
+        device, _KERNELS[lanes].specialise(lanes), grid, block, 0, params, pointers,
+        _SLOT_MAPPING.names,
+    )  # fmt: skip
 
 
 def _fault_id(argument: str) -> int:
     return faults.operation_id("slot_mapping", argument)
 
 
-def _plan(given: dict[str, Any], page_size: int) -> SlotMappingPlan:
-    checks.require_given(given, _ARRAYS)
-    checks.require_same_device(given)
-    table, seq_lens, append_lens, out = (given[name] for name in _ARRAYS)
-    _check_table(table, {"seq_lens": seq_lens, "append_lens": append_lens})
+def _plan(views: Views, alignment: int, page_size: int) -> SlotMappingPlan:
+    checks.require_given(views, _SLOT_MAPPING.names)
+    checks.require_same_device(views)
+    out = views["out"]
+    lengths = {name: views[name] for name in ("seq_lens", "append_lens")}
+    _check_table(views["block_table"], lengths)
     if out.format != "int64":
         raise TypeError(f"out: expected int64, got {describe(out)}")
     checks.indices(out, "out")
     checks.require_contiguous(out, "out")
     checks.require_output(out, "out")
-    return SlotMappingPlan(
-        "slot_mapping", _ARRAYS, (3,), devices.get(table.device), table.library,
-        table, seq_lens, append_lens, out, page_size,
-    )  # fmt: skip
+    return SlotMappingPlan(views, page_size)
 
 
 def _check_table(table: ArrayView, lengths: dict[str, ArrayView]) -> None:

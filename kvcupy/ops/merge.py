@@ -13,7 +13,8 @@ from ..dtypes import FORMATS
 from ..errors import CompileError
 from ..exporters import view
 from ..kernels import zeroed
-from . import checks, expressions, outputs, plan
+from . import checks, expressions, outputs
+from . import plan as call
 from .merge_launch import MERGED, PARAMS, launch, merge_launch, specialisations
 
 __all__ = ["merge_launch", "merge_states", "specialisations"]
@@ -85,7 +86,7 @@ def merge_states(
         if lse_out is None:
             lse_out = outputs.zeros(like, shape[:2], "fp32", stream)
     arrays = (out_a, out_b, out, lse_a, lse_b, lse_out)
-    pointers, made = plan.obtain(
+    pointers, made = call.obtain(
         "merge_states", _NAMES, arrays, _NUM_ROWS, (lse_base,),
         lambda given, alignment: _plan(given, lse_base, alignment),
     )  # fmt: skip
@@ -94,7 +95,7 @@ def merge_states(
 
 
 @dataclass
-class MergePlan(plan.Plan):
+class MergePlan(call.Plan):
     """A merge of two states, or of several on the first axis of one array."""
 
     given: dict[str, ArrayView]
@@ -129,7 +130,7 @@ class MergePlan(plan.Plan):
         )
         out[...], lse_out[...] = merged, lse
 
-    def _launch(self) -> plan.Launch:
+    def _launch(self) -> call.Launch:
         given = self.given
         params = zeroed(PARAMS)
         params["num_states"] = 2

@@ -11,7 +11,8 @@ from ..arrays import contiguous_strides
 from ..devices.protocol import Device
 from ..dtypes import FORMATS, Format
 from ..kernels import Kernel, Specialisation, zeroed
-from . import geometry, plan
+from . import geometry
+from . import plan as call
 
 _POINTERS = ("out_a", "lse_a", "out_b", "lse_b", "sinks", "num_valid", "out", "lse")
 _ROWS = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")
@@ -70,7 +71,7 @@ def merge_launch(
     sink_bytes: int = 4,
     alignment: int,
     pointers: Sequence[int | None] = range(6),
-) -> plan.Launch:
+) -> call.Launch:
     """Load and lay out the merge of float32 partial results, for another operation's plan.
 
     Parameters
@@ -79,7 +80,7 @@ def merge_launch(
     out_format : "fp32", "fp16" or "bf16"
     out_strides, lse_strides : of out and lse, bytes between tokens and between heads
     sink_bytes : bytes between heads of the sinks
-    alignment : of the addresses of partial_out and out, as `plan.alignment` gives it
+    alignment : of the addresses of partial_out and out, as `call.alignment` gives it
     pointers : for each of these arrays, the index of its address among those that the launch will
         be given, or None where there is none:
 
@@ -121,7 +122,7 @@ def launch(
     shape: tuple[int, ...],
     alignment: int,
     pointers: Sequence[int | None],
-) -> plan.Launch:
+) -> call.Launch:
     """Lay out a launch whose strides and states are in `params`."""
     num_tokens, num_heads, width = shape
     ratio = source.itemsize // target.itemsize  # a pack of out is so much less than a word
@@ -145,7 +146,7 @@ def launch(
     params["lane_shift"] = laid.lane_shift
     states = 2 if params["num_states"] <= 2 else STATES
     specialisation = MERGE[laid.lanes > 1].specialise(source.ctype, target.ctype, count, states)
-    return plan.Launch(device, specialisation, laid.grid, laid.block, 0, params, pointers)
+    return call.Launch(device, specialisation, laid.grid, laid.block, 0, params, pointers)
 
 
 def _pack(source: Format) -> int:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .. import devices, faults
 from ..arrays import ArrayView, describe, first_overlap
+from ..devices.protocol import Device
 from ..errors import CompileError
 from ..exporters import view
-from ..kernels import Kernel, Specialisation, zeroed
-from . import cache_rows, checks, expressions, geometry, plan
+from ..kernels import Kernel, Specialisation
+from . import cache_rows, checks, expressions
+from .call import Argument, Launch, Operation, Plan, Views, require_countable, spread, widest
 
-_ARRAYS = ("cache", "src_pages", "dst_pages")
+_COPY_PAGES = Operation(
+    "copy_pages",
+    Argument("cache", output=True, words=True),
+    Argument("src_pages"),
+    Argument("dst_pages"),
+)
 
 _PARAMS = np.dtype(
     [
-        *((name, np.uint64) for name in (*_ARRAYS, "faults")),
+        *((name, np.uint64) for name in (*_COPY_PAGES.names, "faults")),
         ("page_bytes", np.int64),
         ("row_bytes_0", np.int64),
         ("row_bytes_1", np.int64),
@@ -83,93 +89,55 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
     if len(layers) == 0:
         raise ValueError("cache: expected at least one array, got none")
     calls = []
-    for one in layers:
-        arrays = (one, src_pages, dst_pages)
-        pointers, made = plan.obtain("copy_pages", _ARRAYS, arrays, 1, (), _plan)
-        made.check(pointers, arrays)
-        calls.append((pointers, made, arrays))
+    for layer in layers:
+        arguments = {"cache": layer, "src_pages": src_pages, "dst_pages": dst_pages}
+        plan, pointers, arrays = _COPY_PAGES.prepare(arguments, (), _plan)
+        plan.check(pointers, arrays)
+        calls.append((plan, pointers, arrays))
     if len(calls) > 1:
-        _require_layers([view(one, "cache") for one in layers])
-    for pointers, made, arrays in calls:
-        made.run(pointers, arrays, stream)
+        _require_layers([view(layer, "cache") for layer in layers])
+    for plan, pointers, arrays in calls:
+        plan.run(pointers, arrays, stream)
     if hasattr(cache, "note_written"):
         cache.note_written()
 
 
-@dataclass
-class PagesPlan(plan.Plan):
+class PagesPlan(Plan):
     """Copies of pages of one array."""
 
-    cache: ArrayView
-    src: ArrayView
-    dst: ArrayView
-    alignment: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.src.shape[0] == 0 or self.cache.size == 0:
+    def __init__(self, views: Views, alignment: int) -> None:
+        cache, src = views["cache"], views["src_pages"]
+        super().__init__(_COPY_PAGES, devices.get(cache.device), cache.library)
+        self.num_pairs = src.shape[0]
+        if self.num_pairs == 0 or cache.size == 0:
             return
         try:
-            self.launches.append(self._launch())
+            self.launches.append(_launch(self.device, views, alignment))
         except CompileError as cause:
             self.cause = cause
 
-    def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
-        """Describe the three arrays."""
-        return [view(array) for array in arrays]
-
-    def slots(self, views: list[ArrayView | None], output: int) -> ArrayView | None:
+    def written_slots(self, output: str, views: Views) -> ArrayView | None:
         """Return the pages that are written."""
-        return views[2]
+        return views["dst_pages"]
 
-    def express(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
-        """Copy as array expressions."""
-        device, num_pages = self.device, self.cache.shape[0]
-        cache, src, dst = (device.carrier(view(array)) for array in arrays)
-        meant = (src >= 0) & (dst >= 0)
+    def fallback(self, views: Views) -> None:
+        """Copy with array code."""
+        device, num_pages = self.device, views["cache"].shape[0]
+        cache, src, dst = (device.carrier(views[name]) for name in _COPY_PAGES.names)
+        valid = (src >= 0) & (dst >= 0)
         for name, pages in (("src_pages", src), ("dst_pages", dst)):
-            bad = (meant & (pages >= num_pages)).nonzero()[0]
-            meant &= pages < num_pages
+            bad = (valid & (pages >= num_pages)).nonzero()[0]
+            valid &= pages < num_pages
             if len(bad):
                 operation = faults.operation_id("copy_pages", name)
                 expressions.note_fault(device, len(bad), operation, bad[0], pages[bad[0]])
-        cache[dst[meant]] = cache[src[meant]]
-
-    def _launch(self) -> plan.Launch:
-        row_bytes, outer = _rows_of_page(self.cache)
-        (n0, s0), (n1, s1), (n2, s2) = [(1, 0)] * (3 - len(outer)) + outer
-        page_bytes = self.cache.strides[0]
-        word = geometry.widest(
-            (row_bytes, abs(page_bytes), abs(s0), abs(s1), abs(s2), self.alignment)
-        )
-        num_rows = self.src.shape[0] * n0 * n1 * n2
-        geometry.require_countable(num_rows, "src_pages")
-        shape = geometry.spread(
-            num_rows,
-            row_bytes // word,
-            self.device.multiprocessors,
-            warp_lanes=self.device.warp_lanes,
-        )
-        params = zeroed(_PARAMS)
-        params["page_bytes"], params["num_pages"] = page_bytes, self.cache.shape[0]
-        params["row_bytes_0"], params["row_bytes_1"], params["row_bytes_2"] = s0, s1, s2
-        for name, pages in (("src", self.src), ("dst", self.dst)):
-            params[f"{name}_stride_bytes"] = pages.strides[0]
-            params[f"{name}_index_bytes"] = pages.itemsize
-            params[f"{name}_operation"] = faults.operation_id("copy_pages", f"{name}_pages")
-        params["num_rows"], params["row_bytes"] = num_rows, row_bytes
-        params["rows_1"], params["rows_2"], params["rows_a_page"] = n1, n2, n0 * n1 * n2
-        params["lane_shift"] = shape.lane_shift
-        specialisation = COPY.specialise(word)
-        return plan.Launch(
-            self.device, specialisation, shape.grid, shape.block, 0, params, range(3)
-        )
+        cache[dst[valid]] = cache[src[valid]]
 
 
-def _plan(given: dict[str, Any], alignment: int) -> PagesPlan:
-    checks.require_given(given, _ARRAYS)
-    checks.require_same_device(given)
-    cache, src, dst = (given[name] for name in _ARRAYS)
+def _plan(views: Views, alignment: int) -> PagesPlan:
+    checks.require_given(views, _COPY_PAGES.names)
+    checks.require_same_device(views)
+    cache, src, dst = (views[name] for name in _COPY_PAGES.names)
     if cache.ndim == 0:
         raise ValueError(f"cache: expected pages on the first axis, got {describe(cache)}")
     if cache.ndim > 1:
@@ -182,9 +150,43 @@ def _plan(given: dict[str, Any], alignment: int) -> PagesPlan:
     src_count, dst_count = checks.length_of(src, "src_pages"), checks.length_of(dst, "dst_pages")
     if src_count != dst_count:
         raise ValueError(f"dst_pages: expected {src_count} like src_pages, got {dst_count}")
-    return PagesPlan(
-        "copy_pages", _ARRAYS, (0,), devices.get(cache.device), cache.library,
-        cache, src, dst, alignment,
+    return PagesPlan(views, alignment)
+
+
+def _launch(device: Device, views: Views, alignment: int) -> Launch:
+    cache, src, dst = (views[name] for name in _COPY_PAGES.names)
+    row_bytes, outer = _rows_of_page(cache)
+    (n0, s0), (n1, s1), (n2, s2) = [(1, 0)] * (3 - len(outer)) + outer
+    page_bytes = cache.strides[0]
+    word = widest((row_bytes, abs(page_bytes), abs(s0), abs(s1), abs(s2), alignment))
+    num_rows = src.shape[0] * n0 * n1 * n2
+    require_countable(num_rows, "src_pages")
+    geometry = spread(
+        num_rows, row_bytes // word, device.multiprocessors, warp_lanes=device.warp_lanes
+    )
+    params = {
+        "page_bytes": page_bytes,
+        "row_bytes_0": s0,
+        "row_bytes_1": s1,
+        "row_bytes_2": s2,
+        "num_pages": cache.shape[0],
+        "src_stride_bytes": src.strides[0],
+        "dst_stride_bytes": dst.strides[0],
+        "src_operation": faults.operation_id("copy_pages", "src_pages"),
+        "dst_operation": faults.operation_id("copy_pages", "dst_pages"),
+        "num_rows": num_rows,
+        "row_bytes": row_bytes,
+        "rows_1": n1,
+        "rows_2": n2,
+        "rows_a_page": n0 * n1 * n2,
+        "src_index_bytes": src.itemsize,
+        "dst_index_bytes": dst.itemsize,
+        "lane_shift": geometry.lane_shift,
+    }
+    pointers = {name: name for name in _COPY_PAGES.names}
+    return Launch(
+        device, COPY.specialise(word), geometry.grid, geometry.block, 0, params, pointers,
+        _COPY_PAGES.names,
     )  # fmt: skip
 
 
@@ -198,7 +200,7 @@ def _arrays_of(cache: Any) -> Sequence[Any]:
 
 
 def _require_layers(views: list[ArrayView]) -> None:
-    """Refuse layers of unlike page counts, or that share bytes."""
+    """Raise ValueError for layers of different page counts, or that share bytes."""
     for v in views[1:]:
         if v.shape[0] != views[0].shape[0]:
             raise ValueError(

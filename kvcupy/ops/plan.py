@@ -1,4 +1,6 @@
-"""Plans: everything that the signature of a call decides, kept for the next such call.
+"""The mechanism that attention still uses; it moves to `call`.
+
+Plans: everything that the signature of a call decides, kept for the next such call.
 
 An operation obtains its plan, made after checking the arguments the first time, and runs it.
 Running packs addresses and launches; nothing is checked twice.
@@ -9,11 +11,10 @@ from __future__ import annotations
 import abc
 import operator
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -22,31 +23,10 @@ from ..arrays import ArrayView
 from ..config import config, logger
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from ..exporters import is_tensor, note_written, probe_argument, view, wait_for_producers
+from ..exporters import is_tensor, note_written, probe_arguments, view, wait_for_producers
 from ..kernels import Specialisation
-from . import checks
-from .aliasing import Aliasing
-
-_MAX_PLANS = 4096
-
-
-class Remembered(Protocol):
-    """What is kept by signature: a plan, or several that are run together.
-
-    Attributes
-    ----------
-    used_at : how many plans had been made when this one was last used
-    """
-
-    used_at: int
-
-    def settle(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
-        """Prepare the checks of addresses, and let go of the call for which this was made."""
-
-
-_plans: dict[Any, Remembered] = {}  # from the one that was used the longest ago
-_made = 0
-_lock = threading.Lock()
+from . import call, checks
+from .call import Aliasing, forget
 
 
 class Launch:
@@ -219,7 +199,7 @@ def obtain(
     arrays: tuple[Any, ...],
     num_rows: int,
     options: tuple[Any, ...],
-    make: Callable[[dict[str, Any], int], Remembered],
+    make: Callable[[dict[str, Any], int], Any],
 ) -> tuple[tuple[int, ...], Any]:
     """Return the addresses of a call's arrays and its plan.
 
@@ -239,12 +219,12 @@ def obtain(
     """
     signature = None
     try:
-        pointers, signatures = zip(*map(probe_argument, arrays), strict=True)
+        pointers, signatures = probe_arguments(arrays)
         signature = (operation, options, alignment(pointers, num_rows), signatures)
-        known = _plans.get(signature)
+        known = call._plans.get(signature)
         if known is not None:
-            if known.used_at != _made:
-                _remember(signature, known)
+            if known.used_at != call._made:
+                call._remember(signature, known)
             return pointers, known
     except TypeError:  # no array, or an option that cannot be hashed: the checks say which
         signature = None
@@ -255,7 +235,7 @@ def obtain(
     made.settle(pointers, described)
     logger.debug("%s: planned a call of new shapes, strides, formats or options", operation)
     if signature is not None:
-        _remember(signature, made, is_new=True)
+        call._remember(signature, made, is_new=True)
     return pointers, made
 
 
@@ -278,23 +258,4 @@ def alignment(pointers: tuple[int, ...], num_rows: int) -> int:
     return together & 15
 
 
-def _remember(signature: Any, plan: Remembered, *, is_new: bool = False) -> None:
-    """Put a plan behind all others; a new one takes the place of the first, if there are many.
-
-    A plan that is used while none is made stays where it is: only what is made moves others out.
-    """
-    global _made
-    with _lock:
-        _made += is_new
-        plan.used_at = _made
-        if not is_new:
-            _plans.pop(signature, None)
-        _plans[signature] = plan
-        if len(_plans) > _MAX_PLANS:
-            del _plans[next(iter(_plans))]
-
-
-def forget() -> None:
-    """Drop all plans, for a change of devices or kernels."""
-    with _lock:
-        _plans.clear()
+__all__ = ["Launch", "Plan", "alignment", "forget", "obtain"]

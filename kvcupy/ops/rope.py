@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import plan
+from . import plan as call
 from .rope_checks import MLA_NAMES, Turning, as_tuple, plan_mla, plan_rotation, plan_store
 from .rope_plan import NAMES, NUM_ROWS
 
@@ -73,7 +73,7 @@ def apply_rope(
         positions, None, None, None, None, None,
     )  # fmt: skip
     turning = (interleaved, as_tuple(sections), sections_interleaved, eps)
-    pointers, made = plan.obtain(
+    pointers, made = call.obtain(
         "apply_rope", NAMES, arrays, NUM_ROWS, turning,
         lambda given, alignment: plan_rotation(given, Turning(*turning), alignment),
     )  # fmt: skip
@@ -160,7 +160,7 @@ def rope_store_kv(
     turning = (interleaved, as_tuple(sections), sections_interleaved, eps)
     alternate = alt_stream is not None
     options = (turning, layout, skip_slot, type(skip_slot), alternate)
-    pointers, made = plan.obtain(
+    pointers, made = call.obtain(
         "rope_store_kv", NAMES, arrays, NUM_ROWS, options,
         lambda given, alignment: plan_store(
             given, Turning(*turning), layout, skip_slot, alternate, alignment
@@ -226,7 +226,7 @@ def rope_store_mla(
         rope_table, None, None, positions, slot_mapping, scale, scale, None, None,
     )  # fmt: skip
     turning = (interleaved, None, False, 0.0)
-    pointers, made = plan.obtain(
+    pointers, made = call.obtain(
         "rope_store_mla", MLA_NAMES, arrays, NUM_ROWS, (turning, skip_slot, type(skip_slot)),
         lambda given, alignment: plan_mla(given, Turning(*turning), skip_slot, alignment),
     )  # fmt: skip

@@ -9,7 +9,8 @@ from .. import streams
 from ..arrays import ArrayView
 from ..errors import CompileError
 from ..exporters import view
-from . import checks, plan, rope_expressions, rope_launch
+from . import checks, rope_expressions, rope_launch
+from . import plan as call
 from .rope_launch import ARRAYS, INDEX, REPORT_POSITIONS, REPORT_SLOTS, Part, Rotation, Store
 from .store_expressions import report_slots, store_rows
 
@@ -22,7 +23,7 @@ NUM_ROWS = ARRAYS.index("positions")  # the arrays before are moved in whole wor
 
 
 @dataclass
-class RopePlan(plan.Plan):
+class RopePlan(call.Plan):
     """A rotation, with or without a store."""
 
     rotation: Rotation

@@ -8,7 +8,8 @@ from .. import devices
 from ..arrays import ArrayView
 from ..dtypes import FORMATS
 from ..kernels import Kernel, Specialisation
-from . import cache_rows, checks, plan
+from . import cache_rows, checks
+from . import plan as call
 from .cache_rows import ARRAYS, NUM_ROWS, PACK, PARAMS, CacheRowsPlan
 from .side import Side, require_rows, sides_of_kv, sides_of_mla
 from .store_expressions import report_slots, store_rows
@@ -93,7 +94,7 @@ def store_kv(
     arrays = (
         key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_scale_cache, v_scale_cache,
     )  # fmt: skip
-    pointers, made = plan.obtain(
+    pointers, made = call.obtain(
         "store_kv", _KV, arrays, NUM_ROWS, (layout, skip_slot, type(skip_slot)),
         lambda given, alignment: _plan_kv(given, layout, skip_slot, alignment),
     )  # fmt: skip
@@ -141,7 +142,7 @@ def store_mla(
     (1.0, 2.0)
     """
     arrays = (latent, rope_key, cache, cache, slot_mapping, scale, scale, None, None)
-    pointers, made = plan.obtain(
+    pointers, made = call.obtain(
         "store_mla", _MLA, arrays, NUM_ROWS, (skip_slot, type(skip_slot)),
         lambda given, alignment: _plan_mla(given, skip_slot, alignment),
     )  # fmt: skip

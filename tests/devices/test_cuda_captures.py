@@ -17,7 +17,7 @@ from kvcupy.config import config
 from kvcupy.devices import cuda, nvrtc
 from kvcupy.devices.cuda_graph import FOREIGN
 from kvcupy.errors import CaptureError, CompileError
-from kvcupy.ops import plan
+from kvcupy.ops import call as op_call
 
 MODES = [GLOBAL, THREAD_LOCAL, RELAXED]
 
@@ -30,9 +30,9 @@ def device(api, monkeypatch):
     monkeypatch.setattr(
         nvrtc, "compile_cubin", lambda s, arch: nvrtc.Compiled(b"image", "name", "", arch)
     )
-    plan.forget()
+    op_call.forget()
     yield device
-    plan.forget()
+    op_call.forget()
 
 
 @pytest.fixture

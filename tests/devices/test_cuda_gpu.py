@@ -20,7 +20,7 @@ from kvcupy.devices.cuda_pinned import RegisteredPages, numa_node
 from kvcupy.devices.cuda_streams import Stream
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
-from kvcupy.ops import plan
+from kvcupy.ops import call as op_call
 
 pytestmark = pytest.mark.gpu
 
@@ -400,7 +400,7 @@ def test_attention_twice_in_torchs_graph(device, torch, monkeypatch, workspaces,
     if warm:
         first()
     else:  # to be loaded, and the workspace allocated, in the capture
-        plan.forget()
+        op_call.forget()
         monkeypatch.setattr(device._launcher, "_functions", {})
         monkeypatch.setattr(scratch, "_stores", weakref.WeakKeyDictionary())
     torch.cuda.synchronize()
@@ -515,7 +515,7 @@ def test_array_expressions_are_refused_in_a_capture(device, torch, monkeypatch, 
 
     attend, stream = Attention(torch), device.stream()
     tensor, graph = torch.zeros(4, device="cuda:0"), torch.cuda.CUDAGraph()
-    plan.forget()
+    op_call.forget()
     monkeypatch.setattr(nvrtc, "compile_cubin", refuse)
     monkeypatch.setattr(device._launcher, "_functions", {})
     monkeypatch.setattr(device._launcher, "_refused", {})
@@ -531,7 +531,7 @@ def test_array_expressions_are_refused_in_a_capture(device, torch, monkeypatch, 
                 attend()
         graph.replay()
     device.synchronize()
-    plan.forget()
+    op_call.forget()
 
 
 # --- A GPU that is not the current one ---

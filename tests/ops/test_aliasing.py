@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import kvcupy as kv
 from kvcupy.arrays import ArrayView
-from kvcupy.ops import aliasing, checks, plan, transfer
-from kvcupy.ops.aliasing import Aliasing
+from kvcupy.ops import call as op_call
+from kvcupy.ops import checks, transfer
+from kvcupy.ops.call import Aliasing
 
 ITEMSIZES = {"int8": 1, "fp16": 2, "fp32": 4, "int64": 8}
 
@@ -102,14 +103,14 @@ def test_an_operation_refuses_what_shares_memory(pages, width, pitch, count, pla
 @pytest.fixture
 def looked_at(monkeypatch):
     """The operations that have looked at their arrays again, in order."""
-    monkeypatch.setattr(plan, "_plans", {})
-    log, touched = [], plan.Plan.touched
+    monkeypatch.setattr(op_call, "_plans", {})
+    log, accessed = [], op_call.Plan.accessed
 
     def spy(self, pointers, arrays):
-        log.append(self.operation)
-        return touched(self, pointers, arrays)
+        log.append(str(self.operation))
+        return accessed(self, pointers, arrays)
 
-    monkeypatch.setattr(plan.Plan, "touched", spy)
+    monkeypatch.setattr(op_call.Plan, "accessed", spy)
     return log
 
 
@@ -132,7 +133,7 @@ def interleaved(device):
 
 
 def test_interleaved_caches_are_tested_once(device, looked_at):
-    aliasing._share_bytes.cache_clear()
+    op_call._share_bytes.cache_clear()
     for _ in range(3):
         call = interleaved(device)
         kv.store_kv(**call)
@@ -140,7 +141,7 @@ def test_interleaved_caches_are_tested_once(device, looked_at):
         assert np.array_equal(
             device.to_numpy(call["k_cache"])[1, 1], device.to_numpy(call["key"])[0]
         )
-    info = aliasing._share_bytes.cache_info()
+    info = op_call._share_bytes.cache_info()
     assert looked_at == [] and info.hits >= 2 and info.misses <= 2
 
 
@@ -191,13 +192,13 @@ def test_layers_one_behind_the_other(device, looked_at, monkeypatch):
         kv.copy_pages(**{**pages, "cache": [*pools, pools[7]]})
 
 
-def test_ways_of_a_transfer_leave_one_at_a_time(device, monkeypatch):
-    monkeypatch.setattr(transfer, "_MAX_WAYS", 3)
+def test_plans_of_a_transfer_leave_one_at_a_time(device, monkeypatch):
+    monkeypatch.setattr(transfer, "_MAX_PLANS", 3)
     pools = [kv.KVPool(2, 4, 8, 1, 8, dtype="fp32", device=device) for _ in "ab"]
     for layer in (0, 1, 2, 0, 3, 0, 4):
         kv.transfer_pages(*pools, [0], [1], layers=[layer])
-    kept = transfer._ways[pools[0]][pools[1]]
-    assert sorted(request.layers for request in kept) == [(0,), (3,), (4,)]
+    kept = transfer._plans[pools[0]][pools[1]]
+    assert sorted(options.layers for options in kept) == [(0,), (3,), (4,)]
 
 
 # Which plans stay -----------------------------------------------------------------------------
@@ -210,13 +211,13 @@ def pages_of(device, count):
 
 def counts():
     """How many pages the plans that are kept copy, in no order."""
-    return sorted(known.src.shape[0] for known in plan._plans.values())
+    return sorted(known.num_pairs for known in op_call._plans.values())
 
 
 @pytest.fixture
 def four_plans(monkeypatch):
-    monkeypatch.setattr(plan, "_plans", {})
-    monkeypatch.setattr(plan, "_MAX_PLANS", 4)
+    monkeypatch.setattr(op_call, "_plans", {})
+    monkeypatch.setattr(op_call, "_MAX_PLANS", 4)
 
 
 def test_plans_leave_one_at_a_time(device, four_plans):
@@ -236,7 +237,9 @@ def test_a_plan_that_is_always_used_stays(device, four_plans):
     for count in range(1, 30):
         kv.copy_pages(**pages_of(device, count))
         kv.store_kv(**store_kv(device))
-    assert [known.operation for known in plan._plans.values()].count("store_kv") == 1
+    assert [
+        str(getattr(known.operation, "name", known.operation)) for known in op_call._plans.values()
+    ].count("store_kv") == 1
 
 
 def test_many_threads_take_and_evict_plans(four_plans):
@@ -260,4 +263,4 @@ def test_many_threads_take_and_evict_plans(four_plans):
         thread.start()
     for thread in threads:
         thread.join()
-    assert failures == [] and len(plan._plans) == 4
+    assert failures == [] and len(op_call._plans) == 4

@@ -8,7 +8,7 @@ import pytest
 import kvcupy as kv
 from kvcupy import devices
 from kvcupy.devices.host import HostDevice
-from kvcupy.ops import plan
+from kvcupy.ops import call as op_call
 from kvcupy.ops.attention import attend
 
 
@@ -30,7 +30,7 @@ def watch(monkeypatch):
     def make(**options):
         device = Watched(**options)
         monkeypatch.setitem(devices._devices, "host", device)
-        monkeypatch.setattr(plan, "_plans", {})
+        monkeypatch.setattr(op_call, "_plans", {})
         monkeypatch.setattr(kv.config, "fallback", "error")
         return device
 

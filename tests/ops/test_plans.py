@@ -10,7 +10,8 @@ import pytest
 from every_call import CALLS, apply_rope, array, copy_pages, gather_kv, kv_caches, rope_store_kv
 
 import kvcupy as kv
-from kvcupy.ops import plan
+from kvcupy.ops import call as op_call
+from kvcupy.ops import plan as old_plan  # until attention uses `call`
 
 
 def arrays_of(call):
@@ -20,17 +21,27 @@ def arrays_of(call):
 @pytest.fixture
 def made(monkeypatch):
     """The operations that have made a plan, in order."""
-    monkeypatch.setattr(plan, "_plans", {})
-    log, obtain = [], plan.obtain
+    monkeypatch.setattr(op_call, "_plans", {})
+    log, prepare = [], op_call.Operation.prepare
 
-    def spy(operation, names, arrays, num_rows, options, make):
-        def announced(given, alignment):
+    def spy(self, arguments, options, make):
+        def announced(*checked):
+            log.append(self.name)
+            return make(*checked)
+
+        return prepare(self, arguments, options, announced)
+
+    obtain = old_plan.obtain
+
+    def old_spy(operation, names, arrays, num_rows, options, make):
+        def announced(*checked):
             log.append(operation)
-            return make(given, alignment)
+            return make(*checked)
 
         return obtain(operation, names, arrays, num_rows, options, announced)
 
-    monkeypatch.setattr(plan, "obtain", spy)
+    monkeypatch.setattr(op_call.Operation, "prepare", spy)
+    monkeypatch.setattr(old_plan, "obtain", old_spy)
     return log
 
 
@@ -283,7 +294,7 @@ def test_an_option_that_cannot_be_hashed_is_refused_as_any_other(device, made):
 def test_forget_drops_all(device, made):
     for _ in range(2):
         kv.copy_pages(**copy_pages(device))
-        plan.forget()
+        op_call.forget()
     assert made == ["copy_pages"] * 2
 
 

@@ -1,0 +1,773 @@
+"""How an operation is called: arguments by name, a plan for each signature, launches.
+
+The life of a call, `store_kv` say:
+
+1. The family's module declares its arguments once, in an `Operation`: the name of each, whether it
+   is written, whether its alignment counts, and so on. The public function passes its arguments by
+   name, with the options that are no arrays.
+2. `Operation.prepare` probes the arrays. What it finds (formats, shapes, strides, devices), the
+   alignment and the options are the *signature*; addresses are not part of it.
+3. A signature that is new goes to the family's `make` function, which gets views of the arrays by
+   name. It runs every check, and returns a `Plan`: which kernels, how threads are laid over the
+   work (`spread`), and all of the kernels' Params but the addresses (`Launch`). Names become
+   positions here, so that no later call of this signature looks one up. The plan is kept, without
+   the arrays, until many others have been made.
+4. A signature that is known gives its plan at once. No argument is checked again.
+5. `Plan.run` checks what the signature does not cover, the addresses: elements at multiples of
+   their size, and no output that shares bytes with another argument (`Aliasing`). Addresses of the
+   last call need no second check.
+6. `Plan.issue` puts the work on the stream: it waits for streams that still write an argument,
+   announces the operation to timelines and checkers, and launches, or runs the fallback.
+
+Fallback: where a kernel cannot be compiled, making the plan catches the `CompileError` as
+`Plan.cause`; each call then warns or raises, as `config.fallback` says, and runs `Plan.fallback`,
+which does the work with array code.
+
+Capture: launches are legal in one. A fallback is refused where the graph could not replay it
+(`Device.check_fallback`), before anything is done. Outputs that a call allocates itself belong to
+no graph, so callers pass them in a capture.
+"""
+
+from __future__ import annotations
+
+import abc
+import operator
+import struct
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from .. import devices, dtypes, observe
+from ..arrays import ArrayView, contiguous_strides, overlap
+from ..config import config, logger
+from ..devices.protocol import Device, Stream
+from ..errors import CompileError
+from ..exporters import is_tensor, note_written, probe_arguments, view, wait_for_producers
+from ..kernels import Specialisation
+from . import checks
+
+Views = dict[str, ArrayView]
+"""Arguments by name: those that are arrays."""
+
+# --- Operations and their arguments ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An array argument of an operation.
+
+    Parameters
+    ----------
+    name : as in the public function, and in errors
+    output : it is written
+    words : it is read or written in whole words, so its alignment is part of the signature
+    number : it may be a number instead of an array
+    replaces : inputs whose memory an output may be, element for element: it is written in place
+    allocated : an output that the plan allocates where None is passed; `Operation.run` returns it
+    """
+
+    name: str
+    output: bool = False
+    words: bool = False
+    number: bool = False
+    replaces: tuple[str, ...] = ()
+    allocated: bool = False
+
+
+class Operation:
+    """The name of an operation and its array arguments.
+
+    Attributes
+    ----------
+    names : of the arguments, in the order of addresses and arrays wherever these are tuples
+    """
+
+    def __init__(self, name: str, *arguments: Argument) -> None:
+        self.name = name
+        self.arguments = arguments
+        self.names = tuple([a.name for a in arguments])
+        self.outputs = tuple([i for i, a in enumerate(arguments) if a.output])
+        self._words = tuple([i for i, a in enumerate(arguments) if a.words])
+        self._in_order = operator.itemgetter(*self.names)
+        self._returned = tuple([i for i, a in enumerate(arguments) if a.allocated])
+
+    def __str__(self) -> str:
+        return self.name
+
+    def run(
+        self,
+        arguments: Mapping[str, Any],
+        options: tuple[Any, ...],
+        make: Callable[..., Plan],
+        stream: Any,
+    ) -> list[Any]:
+        """Prepare a call, run it, and return the outputs that it may allocate."""
+        plan, pointers, arrays = self.prepare(arguments, options, make)
+        if plan.allocated:
+            pointers, arrays = plan.allocate(pointers, arrays, stream)
+        plan.run(pointers, arrays, stream)
+        returned = []
+        for i in self._returned:
+            returned.append(arrays[i])
+        return returned
+
+    def prepare(
+        self, arguments: Mapping[str, Any], options: tuple[Any, ...], make: Callable[..., Any]
+    ) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
+        """Return the plan of a call, the addresses of its arrays, and the arrays.
+
+        Parameters
+        ----------
+        arguments : arrays by name, numbers where they are allowed, or None
+        options : whatever else decides the plan. Values that are equal must mean the same
+        make : called for the first call of a signature, as `make(arguments, alignment, *options)`.
+            It gets views that keep nothing alive, and numbers, without arguments that are None; and
+            `alignment`, which a word divides that divides each address. It checks everything, and
+            returns a Plan or anything else that is `Remembered`
+
+        Raises
+        ------
+        TypeError : an argument is no array, or whatever `make` raises
+        """
+        arrays = self._in_order(arguments)
+        signature = None
+        try:
+            pointers, signatures = probe_arguments(arrays)
+            alignment = 0
+            for i in self._words:
+                alignment |= pointers[i]
+            signature = (self, options, alignment & 15, signatures)
+            plan = _plans.get(signature)
+            if plan is not None:
+                if plan.used_at != _made:
+                    _remember(signature, plan)
+                return plan, pointers, arrays
+        except TypeError:  # no array, or an option that cannot be hashed: the checks say which
+            signature = None
+        pointers, plan = self._make(arrays, options, make)
+        if signature is not None:
+            _remember(signature, plan, is_new=True)
+        return plan, pointers, arrays
+
+    def _make(
+        self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any]
+    ) -> tuple[tuple[int, ...], Any]:
+        described: dict[str, Any] = {}
+        pointers, alignment = [0] * len(arrays), 0
+        for i, (argument, array) in enumerate(zip(self.arguments, arrays, strict=True)):
+            if array is None:
+                continue
+            if argument.number and not checks.is_array(array):
+                described[argument.name] = array
+                continue
+            v = view(array, argument.name)
+            pointers[i] = v.pointer
+            if argument.words:
+                alignment |= v.pointer
+            if v is array:  # the caller's own view, which stays as it is
+                v = v.without_owner()
+            v.owner = None
+            described[argument.name] = v
+        plan = make(described, alignment & 15, *options)
+        plan.settle({n: v for n, v in described.items() if isinstance(v, ArrayView)})
+        logger.debug("%s: planned a call of new shapes, strides, formats or options", self.name)
+        return tuple(pointers), plan
+
+
+# --- The plans that are kept ----------------------------------------------------------------------
+
+_MAX_PLANS = 4096
+
+
+class Remembered(Protocol):
+    """What is kept by signature: a plan, or several that are run together.
+
+    Attributes
+    ----------
+    used_at : how many plans had been made when this one was last used
+    """
+
+    used_at: int
+
+    def settle(self, views: Views) -> None:
+        """Prepare the checks of addresses, and let go of the call for which this was made."""
+
+
+_P = TypeVar("_P", bound=Any)
+
+_plans: dict[Any, Any] = {}  # the least recently used first
+_made = 0
+_lock = threading.Lock()
+
+
+def planned(signature: Any, make: Callable[[], _P]) -> _P:
+    """Return the plan of a signature, made by its first call.
+
+    For plans whose arrays do not come with the call, such as those between two pools. A signature
+    begins with something that no other kind of plan has; the plan needs an attribute `used_at`, and
+    is let go like any other.
+    """
+    plan = _plans.get(signature)
+    if plan is None:
+        plan = make()
+        _remember(signature, plan, is_new=True)
+    elif plan.used_at != _made:
+        _remember(signature, plan)
+    known: _P = plan
+    return known
+
+
+def _remember(signature: Any, plan: Any, *, is_new: bool = False) -> None:
+    """Put a plan behind all others; a new one evicts the first, if there are too many.
+
+    A plan that is used while no other is made stays where it is: only new plans evict.
+    """
+    global _made
+    with _lock:
+        _made += is_new
+        plan.used_at = _made
+        if not is_new:
+            _plans.pop(signature, None)
+        _plans[signature] = plan
+        if len(_plans) > _MAX_PLANS:
+            del _plans[next(iter(_plans))]
+
+
+def forget() -> None:
+    """Drop all plans, for a change of devices or kernels."""
+    with _lock:
+        _plans.clear()
+
+
+# --- Plans ----------------------------------------------------------------------------------------
+
+
+class Plan(abc.ABC):
+    """Everything that the signature of a call decides. Keeps no array alive.
+
+    Attributes
+    ----------
+    launches : in the order of issue; empty if there is nothing to do
+    cause : why the kernel cannot be used, where the fallback must serve
+    allocated : outputs that each call allocates, by name
+    """
+
+    def __init__(self, operation: Operation, device: Device, library: str) -> None:
+        self.operation = operation
+        self.device = device
+        self.library = library
+        self.launches: list[Launch] = []
+        self.cause: CompileError | None = None
+        self.allocated: Views = {}
+        self.used_at = 0
+        self._allowed: tuple[int, ...] | None = None  # the addresses of the last call
+        self._writes_tensors: bool | None = None
+
+    # What a family's plan says of itself.
+
+    @abc.abstractmethod
+    def fallback(self, views: Views) -> None:
+        """Do the work with array code on what `touched` returns."""
+
+    def touched(self, views: Views) -> Views:
+        """Return what is really read or written of each array, which may be less than all."""
+        return views
+
+    def written_slots(self, output: str, views: Views) -> ArrayView | None:
+        """Return the index array that says which slots of an output are written, if there is."""
+        return None
+
+    def label(self, output: str, accessed: Views) -> str:
+        """Return the name that errors give an output."""
+        return output
+
+    # The steps of a call.
+
+    def settle(self, views: Views) -> None:
+        """Prepare the checks of addresses, and let go of the call for which this was made."""
+        views = {**views, **self.allocated}
+        names = self.operation.names
+        self._arrays = tuple([(i, n) for i, n in enumerate(names) if n in views])
+        self._in_place = tuple([
+            (i, names.index(source))
+            for i, argument in enumerate(self.operation.arguments)
+            for source in argument.replaces
+            if same_layout(views.get(argument.name), views.get(source))
+        ])  # fmt: skip
+        touched = self.touched(views)
+        self._aliasing = Aliasing(
+            [touched.get(n) for n in names], self.operation.outputs, self._in_place
+        )
+        self.cause = copy(self.cause)  # without a traceback, whose frames hold arrays
+
+    def run(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any) -> None:
+        """Check the addresses and issue the operation on `stream`, of any library."""
+        own_stream = self.device.as_stream(stream, self.library)
+        if self.launches or self.cause is not None:
+            if pointers != self._allowed:
+                self.check(pointers, arrays)
+            self.issue(pointers, arrays, own_stream)
+
+    def check(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
+        """Raise ValueError for misaligned elements, and for outputs that share bytes."""
+        if pointers == self._allowed:
+            return
+        if not self._aliasing.allows(pointers):
+            accessed = self.accessed(pointers, arrays)
+            written = [n for i, n in self._arrays if i in self.operation.outputs and n in accessed]
+            outputs = [(self.label(n, accessed), accessed[n]) for n in written]
+            inputs = [(n, v) for n, v in accessed.items() if n not in written]
+            checks.require_aligned([*inputs, *outputs])
+            checks.require_disjoint(outputs, inputs)
+        self._allowed = pointers
+
+    def issue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
+        """Put the operation on a stream, its arguments checked."""
+        if self.cause is not None:
+            self.device.check_fallback(self.operation.name, stream)
+            config.fall_back(self.operation.name, self.cause)
+        wait_for_producers(arrays, stream)
+        if observe.watching():
+            observe.issue(
+                lambda: self._announced(pointers, arrays, stream),
+                lambda: self.enqueue(pointers, arrays, stream),
+            )
+        else:
+            self.enqueue(pointers, arrays, stream)
+        if self._writes_tensors is not False:  # equal signatures are of arrays of one library
+            written = [arrays[i] for i in self.operation.outputs]
+            if self._writes_tensors is None:
+                self._writes_tensors = any(map(is_tensor, written))
+            if self._writes_tensors:
+                note_written(written)
+
+    def enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
+        """Launch the kernels, or run the fallback. A plan with a workspace borrows it here."""
+        if self.cause is not None:
+            self.device.run(lambda: self.fallback(self.touched(self.views(arrays))), stream, arrays)
+            return
+        for launch in self.launches:
+            launch.enqueue(pointers, stream, arrays)
+
+    def allocate(
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any
+    ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """Return addresses and arrays with the outputs that each call allocates."""
+        addresses, owners = list(pointers), list(arrays)
+        for i, name in self._arrays:
+            v = self.allocated.get(name)
+            if v is not None:
+                owners[i] = zeros(v, v.shape, v.format, stream)
+        (*addresses,), _ = probe_arguments(owners)
+        return tuple(addresses), tuple(owners)
+
+    # Views, which a warm call does not need.
+
+    def views(self, arrays: tuple[Any, ...]) -> Views:
+        """Return views of the arrays by name."""
+        return {name: view(arrays[i]) for i, name in self._arrays}
+
+    def accessed(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> Views:
+        """Return what is touched, where an input that is written in place counts as output only."""
+        views = dict(self.touched(self.views(arrays)))
+        for output, source in self._in_place:
+            if pointers[output] == pointers[source]:
+                views.pop(self.operation.names[source], None)
+        return views
+
+    def _announced(
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream
+    ) -> observe.Operation:
+        views = self.accessed(pointers, arrays)
+        names = self.operation.names
+        outputs = {names[i] for i in self.operation.outputs}
+        reads = tuple([observe.Access(v) for n, v in views.items() if n not in outputs])
+        writes = tuple([
+            observe.Access(v, self.written_slots(n, views))
+            for n, v in views.items() if n in outputs
+        ])  # fmt: skip
+        return observe.Operation(self.operation.name, stream, reads, writes)
+
+
+# --- Launches -------------------------------------------------------------------------------------
+
+Pointer = str | tuple[str, int] | int
+"""Where a pointer field takes its address from: an argument's name, a name and how many bytes
+further, or an address that no call changes."""
+
+
+class Launch:
+    """A loaded kernel, its geometry, and its Params but for the addresses.
+
+    Parameters
+    ----------
+    params : values of the kernel's Params by field, `k.cache.page_bytes` for one of a nested
+        struct; fields that are left out are 0. Or one record of the NumPy dtype
+    pointers : addresses by pointer field; fields that are left out are null. The last pointer field
+        always takes the device's fault record
+    names : of the addresses that `enqueue` gets: `Operation.names`, perhaps followed by those of a
+        workspace
+
+    Attributes
+    ----------
+    constants : the packed Params behind the pointer fields
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        specialisation: Specialisation,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        smem_bytes: int,
+        params: Mapping[str, Any] | np.ndarray[Any, Any],
+        pointers: Mapping[str, Pointer],
+        names: tuple[str, ...],
+    ) -> None:
+        self.device = device
+        self.grid, self.block, self.smem_bytes = grid, block, smem_bytes
+        kernel = specialisation.kernel
+        bound = _bind(kernel.params, kernel.num_pointers, tuple(pointers.items()), names)
+        self._pack, self._choose, self._fixed, self._offsets = bound
+        packed = params.tobytes() if isinstance(params, np.ndarray) else pack(kernel.params, params)
+        self.constants = packed[self._pack.size :]
+        self.function = device.load(specialisation)
+
+    def enqueue(
+        self,
+        addresses: tuple[int, ...],
+        stream: Stream,
+        keep: Sequence[object],
+        grid: tuple[int, int, int] | None = None,
+        constants: bytes | None = None,
+    ) -> None:
+        """Launch on a stream; `keep` lives until the kernel has run.
+
+        Parameters
+        ----------
+        grid, constants : in place of the launch's own, where the amount of work comes with the call
+        """
+        device = self.device
+        chosen = self._choose(addresses + self._fixed)
+        if self._offsets is not None:
+            chosen = tuple(map(operator.add, chosen, self._offsets))
+        pointers = self._pack.pack(*chosen, device.fault_pointer)
+        device.launch(
+            self.function, grid or self.grid, self.block, self.smem_bytes,
+            pointers + (constants or self.constants), stream, keep,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _bind(
+    dtype: np.dtype[Any],
+    num_pointers: int,
+    pointers: tuple[tuple[str, Pointer], ...],
+    names: tuple[str, ...],
+) -> tuple[struct.Struct, Callable[[Any], tuple[int, ...]], tuple[int, ...], Any]:
+    """Resolve the names of addresses to positions.
+
+    Returns
+    -------
+    struct of the pointer fields, what chooses their values from the addresses of a call followed by
+    those that no call changes, the latter, and the bytes to add to each or None
+    """
+    assert dtype.names is not None
+    fields = dtype.names[: num_pointers - 1]
+    by_field = dict(pointers)
+    unknown = by_field.keys() - set(fields)
+    assert not unknown, f"no pointer fields: {unknown}"
+    places, fixed, offsets = [], [0], []
+    for field in fields:
+        pointer = by_field.get(field, 0)
+        name, offset = (pointer, 0) if isinstance(pointer, str) else ("", 0)
+        if isinstance(pointer, tuple):
+            name, offset = pointer
+        if name:
+            places.append(names.index(name))
+        else:
+            places.append(len(names) + (0 if pointer == 0 else len(fixed)))
+            fixed += [pointer] if pointer else []  # type: ignore[list-item]
+        offsets.append(offset)
+    choose = operator.itemgetter(*places) if len(places) > 1 else lambda a: (a[places[0]],)
+    return (
+        struct.Struct(f"={num_pointers}Q"), choose, tuple(fixed),
+        tuple(offsets) if any(offsets) else None,
+    )  # fmt: skip
+
+
+def pack(dtype: np.dtype[Any], values: Mapping[str, Any]) -> bytes:
+    r"""Return one record of a Params dtype.
+
+    Parameters
+    ----------
+    values : by field, `outer.inner` for a nested one; fields that are left out are 0
+
+    Examples
+    --------
+    >>> inner = np.dtype([("a", np.int32), ("b", np.int64)], align=True)
+    >>> pack(np.dtype([("x", inner), ("y", np.float32)], align=True), {"x.b": 7, "y": 0.5})[8:]
+    b'\x07\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00?\x00\x00\x00\x00'
+    """
+    record, zeroed, in_order = _record(dtype)
+    filled = zeroed | values if isinstance(values, dict) else {**zeroed, **values}
+    assert len(filled) == len(zeroed), f"no fields of Params: {filled.keys() - zeroed.keys()}"
+    return record.pack(*in_order(filled))
+
+
+@lru_cache(maxsize=64)
+def _record(dtype: np.dtype[Any]) -> tuple[struct.Struct, dict[str, int], Callable[..., Any]]:
+    """Return the layout of a Params dtype: its struct, its fields as 0, and their order."""
+    fields = sorted(_fields(dtype, "", 0), key=lambda field: field[1])
+    form, end = "=", 0
+    for _, offset, kind in fields:
+        form += f"{offset - end}x{_CODES[kind]}"
+        end = offset + kind.itemsize
+    names = [name for name, _, _ in fields]
+    return (
+        struct.Struct(f"{form}{dtype.itemsize - end}x"), dict.fromkeys(names, 0),
+        operator.itemgetter(*names),
+    )  # fmt: skip
+
+
+_CODES = {np.dtype(name): code for name, code in zip(
+    ("u8", "i8", "u4", "i4", "f4", "f8"), "QqIifd", strict=True
+)}  # fmt: skip
+
+
+def _fields(dtype: np.dtype[Any], prefix: str, start: int) -> Iterable[tuple[str, int, Any]]:
+    for name, (field, offset, *_) in (dtype.fields or {}).items():
+        if field.names:
+            yield from _fields(field, f"{prefix}{name}.", start + offset)
+        else:
+            yield f"{prefix}{name}", start + offset, field
+
+
+# --- Geometry -------------------------------------------------------------------------------------
+
+_BLOCK = 128
+_SMALLEST_BLOCK_ALONE = 8  # where each thread takes a row
+_BLOCKS_PER_WORKER = 4
+_MAX_LANES = 512
+_UNROLL = 4  # words that a thread has in flight, as in kernels_src/store.cu
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """`lanes` threads (a power of two) share a row; a block holds whole groups of lanes."""
+
+    lanes: int
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+
+    @property
+    def lane_shift(self) -> int:
+        return self.lanes.bit_length() - 1
+
+
+def widest(numbers: Iterable[int]) -> int:
+    """Return the widest word (16, 8, 4, 2 or 1 bytes) that divides all of the numbers.
+
+    >>> widest([256, 24, 0])
+    8
+    """
+    together = 16
+    for n in numbers:
+        together |= n
+    return together & -together
+
+
+def spread(
+    num_rows: int,
+    words: int,
+    sm_count: int,
+    *,
+    warp_lanes: int = 32,
+    whole_warps: bool = False,
+    max_lanes: int = _MAX_LANES,
+) -> Geometry:
+    """Lay threads over `num_rows` rows of `words` words.
+
+    Where threads do not run in lockstep (`warp_lanes` 1) each takes a row. Else a row gets one lane
+    per word up to a warp, so that a warp's accesses are whole sectors, then more warps so that no
+    thread has more than four words in flight at a time; and as many as it can use when there are
+    too few rows to occupy the device. Small work goes in small blocks, so that it spreads over all
+    multiprocessors; where threads do not run in lockstep, in blocks of a few rows, so that several
+    workers can share what is left of work that turns out to be long.
+    """
+    lanes = min(_power_of_two(words), warp_lanes)
+    max_lanes = 1 if warp_lanes == 1 else max_lanes
+    while lanes < max_lanes and lanes * _UNROLL < words:
+        lanes *= 2
+    while lanes < min(max_lanes, words) and num_rows * lanes < sm_count * 2 * _BLOCK:
+        lanes *= 2
+    alone = warp_lanes == 1 and not whole_warps
+    smallest = max(lanes, _SMALLEST_BLOCK_ALONE if alone else 32)
+    min_blocks = sm_count * (_BLOCKS_PER_WORKER if alone else 1)
+    block = max(smallest, _BLOCK)
+    while block > smallest and num_rows * lanes < min_blocks * block:
+        block //= 2
+    rows_per_block = block // lanes
+    return Geometry(lanes, (-(-num_rows // rows_per_block), 1, 1), (block, 1, 1))
+
+
+def require_countable(num_rows: int, name: str) -> None:
+    """Raise ValueError for more rows than a kernel counts in an int, with a block to spare."""
+    most = 2**31 - 1024
+    if num_rows > most:
+        raise ValueError(
+            f"{name}: expected at most {most} rows (tokens times heads), got {num_rows}"
+        )
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+# --- Aliasing -------------------------------------------------------------------------------------
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides and format
+
+_ANYWHERE = 1 << 52  # an address, far from those that do not exist
+
+
+class Aliasing:
+    """What the addresses of every call of one signature must satisfy.
+
+    How far an array reaches from its address is part of the signature. So whether two arrays share
+    a byte depends on the distance between their addresses alone, and most distances are longer than
+    the arrays: two comparisons of integers then decide, for addresses that no call has had before.
+
+    Parameters
+    ----------
+    views : of one such call: what is touched of each array, None for what is no array
+    outputs : which of them are written. They share no byte with one another or with an input
+    in_place : (output, input) that may nevertheless have one address: each element is written where
+        it was read
+    """
+
+    def __init__(
+        self,
+        views: Sequence[ArrayView | None],
+        outputs: Collection[int],
+        in_place: Collection[tuple[int, int]] = (),
+    ) -> None:
+        self._in_place = frozenset(in_place)
+        self._strides_fit = True
+        self._itemsizes: list[tuple[int, int]] = []
+        self._layouts: dict[int, _Layout] = {}
+        reach: dict[int, tuple[int, int]] = {}  # in bytes from the address; empty arrays have none
+        for i, v in enumerate(views):
+            if v is None:
+                continue
+            itemsize = v.itemsize
+            if itemsize > 1:
+                self._itemsizes.append((i, itemsize))
+                for stride in v.strides:
+                    if stride % itemsize:
+                        self._strides_fit = False
+            low, high = v.byte_range()
+            if low < high:
+                reach[i] = low - v.pointer, high - v.pointer
+                self._layouts[i] = v.shape, v.strides, v.format
+        # Two arrays, and the distances between which their byte ranges intersect.
+        self._pairs: list[tuple[int, int, int, int]] = []
+        for i in outputs:
+            if i not in reach:
+                continue
+            low, high = reach.pop(i)
+            self._pairs += [(i, j, low - to, high - start) for j, (start, to) in reach.items()]
+
+    def allows(self, addresses: Sequence[int]) -> bool:
+        """Return whether elements lie at multiples of their size, and outputs by themselves."""
+        for i, itemsize in self._itemsizes:
+            if addresses[i] % itemsize:
+                return False
+        for i, j, nearest, farthest in self._pairs:
+            distance = addresses[j] - addresses[i]
+            if nearest < distance < farthest and self._share(i, j, distance):
+                return False
+        return self._strides_fit
+
+    def _share(self, i: int, j: int, distance: int) -> bool:
+        if distance == 0 and (i, j) in self._in_place:
+            return False
+        return _share_bytes(self._layouts[i], self._layouts[j], distance)
+
+
+@lru_cache(maxsize=4096)  # interleaved arrays, K and V of one pool say, keep their distance
+def _share_bytes(layout: _Layout, other: _Layout, distance: int) -> bool:
+    """Return whether two arrays share a byte, the second `distance` bytes after the first."""
+    first = ArrayView(_ANYWHERE, *layout, "host")
+    return overlap(first, ArrayView(_ANYWHERE + distance, *other, "host"))
+
+
+def same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
+    """Return whether two views have each element at the same distance from their addresses."""
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    if a.strides == b.strides:
+        return True
+    strides = zip(a.shape, a.strides, b.strides, strict=True)
+    return all(n == 1 or s == t for n, s, t in strides)
+
+
+# --- Outputs that a call allocates ----------------------------------------------------------------
+
+
+def format_name(dtype: Any) -> str:
+    """Return the name of the number format that a dtype argument stands for.
+
+    Raises
+    ------
+    TypeError, ValueError : it is not a dtype, or not a number format
+    """
+    name = dtype if isinstance(dtype, str) and dtype in dtypes.FORMATS else None
+    if name is None:
+        text = str(dtype).removeprefix("torch.")
+        try:
+            name = dtypes.tag(
+                text if str(dtype).startswith("torch.") else dtypes.numpy_dtype(dtype)
+            )
+        except TypeError:
+            known = ", ".join(dtypes.FORMATS)
+            raise TypeError(
+                f"dtype: expected a number format ({known}), or a dtype that is one, got {dtype!r}"
+            ) from None
+    if name not in dtypes.FORMATS:
+        raise ValueError(f"dtype: expected one of {', '.join(dtypes.FORMATS)}, got {dtype!r}")
+    return name
+
+
+def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayView:
+    """Describe an output for `Plan.allocated`: in the library of `like`, on its device."""
+    strides = contiguous_strides(shape, dtypes.itemsize(format))
+    return ArrayView(0, shape, strides, format, like.device, library=like.library)
+
+
+def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Any) -> Any:
+    """Return zeros on the device and of the library of `like`, ready for use on `stream`."""
+    device = devices.get(like.device)
+    if like.library != "torch":
+        array = device.zeros(shape, format)
+    else:
+        torch = sys.modules["torch"]
+        array = torch.zeros(
+            shape,
+            dtype=getattr(torch, dtypes.numpy_dtype(format).name),
+            device="cpu" if device.kind == "host" else device.name,
+        )
+    if stream is not None:
+        device.as_stream(stream).wait(device.as_stream(None, like.library))
+    return array
+
+
+def in_library(array: Any, like: ArrayView) -> Any:
+    """Return an array of the device as one of the library of `like`, without a copy."""
+    return sys.modules["torch"].from_dlpack(array) if like.library == "torch" else array
