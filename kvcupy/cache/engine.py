@@ -146,16 +146,21 @@ class TransferEngine(ProcessLocal):
     def flush(self) -> None:
         """Send all queued calls out, then raise DeviceError if issuing some of them failed."""
         for batch in self.send():
-            batch.raise_failure()
+            if batch.cause is not None:
+                batch.raise_failure()
 
     def send(self) -> list[Batch]:
         """Send all queued calls out; failures are left to the batches, which are returned."""
-        batches = []
         with self._lock:
-            self._require_not_capturing()
-            for queue, other in ((self._load, self._save), (self._save, self._load)):
-                if queue.pending is not None:
-                    batches.append(queue.send(other))
+            if self._load.stream.capturing or self._save.stream.capturing:
+                self._raise_capturing()
+            return self._send_pending()
+
+    def _send_pending(self) -> list[Batch]:
+        batches = []
+        for queue, other in ((self._load, self._save), (self._save, self._load)):
+            if queue.pending is not None:
+                batches.append(queue.send(other))
         return batches
 
     def layer_number(self, layer: Any) -> int:
@@ -181,9 +186,13 @@ class TransferEngine(ProcessLocal):
             raise CaptureError("after: a transfer cannot be part of a capture")
         batch = None
         with self._lock:
-            self._require_not_capturing()
-            if self._conflicts(queue.kind, device_list, host_list):
-                self.send()
+            if self._load.stream.capturing or self._save.stream.capturing:
+                self._raise_capturing()
+            for queued in (self._load, self._save):
+                if queued.pending is not None and queued.conflicts(
+                    queue.kind, device_list, host_list
+                ):
+                    self._send_pending()
             if len(device_list):
                 batch = queue.add(self._calls + 1, device_list, host_list, compute.record())
                 self._notifying += 1
@@ -191,8 +200,8 @@ class TransferEngine(ProcessLocal):
             transfer = Transfer(self, queue, self._calls, len(device_list), batch)
         if batch is not None:
             try:  # without the lock: allocators have locks of their own
-                self.device_pool.allocator.busy(device_list, batch)
-                self.host_pool.allocator.busy(host_list, batch)
+                self.device_pool.allocator.hold(device_list, batch)
+                self.host_pool.allocator.hold(host_list, batch)
             finally:
                 with self._lock:
                     self._notifying -= 1
@@ -215,17 +224,9 @@ class TransferEngine(ProcessLocal):
                     raise ValueError(f"{name}: expected pages below {pool.num_pages}, got {last}")
         return device, host
 
-    def _conflicts(self, kind: str, device_pages: Pages, host_pages: Pages) -> bool:
-        """Return whether a call touches pages of queued calls, and one of the two writes them."""
-        for queue in (self._load, self._save):
-            if queue.pending is not None and queue.conflicts(kind, device_pages, host_pages):
-                return True
-        return False
-
-    def _require_not_capturing(self) -> None:
-        for queue in (self._load, self._save):
-            if queue.stream.capturing:
-                raise CaptureError(f"{queue.kind}_stream: a transfer cannot be part of a capture")
+    def _raise_capturing(self) -> None:
+        queue = self._load if self._load.stream.capturing else self._save
+        raise CaptureError(f"{queue.kind}_stream: a transfer cannot be part of a capture")
 
 
 # --- What a call hands back ---
@@ -420,18 +421,19 @@ class Batch:
 
     def block(self, stream: Stream, layer: int | None, number: int | None = None) -> None:
         """Let a stream wait for one layer, or for all; DeviceError names one call, or all."""
-        self.raise_failure(number)
-        if self.end is None:
-            raise DeviceError(f"{self.name()}: waited for while it is being issued")
-        event = self.end if layer is None or self.kind == "save" else self.layer_events[layer]
-        self.note(event)  # a failure that has surfaced already would not stop the stream
-        self.raise_failure(number)
-        try:
-            stream.wait(event)
-        except DeviceError as error:
-            self.fail(error.__cause__ or error)
-        self.note(event)
-        self.raise_failure(number)
+        if self.cause is None:
+            if self.end is None:
+                raise DeviceError(f"{self.name()}: waited for while it is being issued")
+            event = self.end if layer is None or self.kind == "save" else self.layer_events[layer]
+            self.note(event)  # a failure that has surfaced already would not stop the stream
+            if self.cause is None:
+                try:
+                    stream.wait(event)
+                except DeviceError as error:
+                    self.fail(error.__cause__ or error)
+                self.note(event)
+        if self.cause is not None:
+            self.raise_failure(number)
 
     def join(self) -> None:
         """Wait until the stream has passed all that was issued, and note what failed in it."""
@@ -442,7 +444,7 @@ class Batch:
             (self.stream if self.end is None else self.end).synchronize()
         except DeviceError as error:
             failure = error.__cause__ or error
-        if self.end is not None:
+        if self.end is not None and self.end.error() is not None:
             self.note(self.end)  # it knows the layer
         if failure is not None:
             self.fail(failure)
@@ -490,7 +492,7 @@ class Batch:
 
     def raise_failure(self, number: int | None = None) -> None:
         """Raise the failure of the batch, if it has failed."""
-        if self.cause is not None and (failure := self.failure_of(number)) is not None:
+        if (failure := self.failure_of(number)) is not None:
             raise failure from failure.__cause__
 
 
@@ -585,9 +587,12 @@ class TransferQueue:
         for earlier in other._in_flight if other.stream != stream else ():
             if self._touches(earlier):
                 stream.wait(other.stream if earlier.end is None else earlier.end)
-        device_pages, host_pages = _joined(batch.device_pages), _joined(batch.host_pages)
+        device_pages, host_pages = batch.device_pages[0], batch.host_pages[0]
+        if len(batch.calls) > 1:
+            device_pages = np.concatenate(batch.device_pages)
+            host_pages = np.concatenate(batch.host_pages)
         sides = (device_pages, host_pages) if is_save else (host_pages, device_pages)
-        pairs = transfer.PagePairs(*sides)
+        pairs = transfer.PagePairs.of_arrays(*sides)
         batch.start = stream.record(self._device.event(timing=True))
         for part, name in self._parts:
             part.issue(pairs, stream, name=name)
@@ -612,15 +617,13 @@ class TransferQueue:
 
         On a stream of the engine's own a failure surfaces here too: nobody else may ever look.
         """
-        remaining = []
-        for batch in self._in_flight:
+        for batch in list(self._in_flight):
             if not batch.done():
-                remaining.append(batch)
                 continue
             if self._own:
                 batch.join()
             batch.release()
-        self._in_flight = remaining
+            self._in_flight.remove(batch)
 
     def _touches(self, earlier: Batch) -> bool:
         """Return whether a batch in flight shares a page with the one that is being issued."""
@@ -640,7 +643,7 @@ def _as_int64(pages: Any) -> Pages | None:
         except OverflowError:
             return None
     if type(pages) is np.ndarray and pages.ndim == 1 and pages.dtype in _PAGE_DTYPES:
-        return pages.astype(np.int64)
+        return pages.astype(np.int64, order="C")
     return None
 
 
@@ -655,8 +658,3 @@ def _checked_lists(kind: str, device_pages: Any, host_pages: Any) -> tuple[Pages
             raise TypeError(f"{name}: expected a list or an array of the host")
         copies[name] = pages
     return copies["device_pages"], copies["host_pages"]
-
-
-def _joined(pages: Sequence[Pages]) -> Pages:
-    """Return the page lists of several calls end to end."""
-    return pages[0] if len(pages) == 1 else np.concatenate(pages)
