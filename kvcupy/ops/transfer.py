@@ -14,13 +14,12 @@ import hashlib
 import json
 import numbers
 import re
-import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from ..config import config
 from ..devices import cache
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from . import expressions, geometry, transfer_kernels
+from . import call, expressions, transfer_kernels
 from .page_pairs import Existing, PagePairs, PageRuns, page_runs
 from .transfer_kernels import LayerPages, PageLaunch, Rows, longest_rows
 
@@ -40,13 +39,6 @@ METHODS = ("auto", "kernel", "copy", "staged")
 DIRECTIONS = ("to_device", "to_host", "within")
 
 _POOLS = ("src_pool", "dst_pool")
-_MAX_PLANS = 256  # of two pools: sets of layers come in any number
-
-# By source and target, which it keeps neither of, and by options, the last used last.
-_plans: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Options, TransferPlan]]]
-_plans = WeakKeyDictionary()
-_lock = threading.Lock()
-
 _Numbers = np.ndarray[Any, Any]
 _Enqueue = Callable[[], None]
 
@@ -139,20 +131,15 @@ def prepare(
     options = Options.checked(layers, method, max_blocks, convert)
     _require_pool(src_pool, names[0])
     _require_pool(dst_pool, names[1])
-    with _lock:
-        known = _plans.setdefault(src_pool, WeakKeyDictionary()).setdefault(dst_pool, {})
-        plan = known.pop(options, None)
-        if plan is not None:
-            known[options] = plan
-    if plan is None:
+
+    def make() -> TransferPlan:
         source, target = PoolPages.of(src_pool), PoolPages.of(dst_pool)
         _require_geometry(source, target, (src_pool.device, dst_pool.device), options, names)
-        plan = TransferPlan(src_pool.device, source, target, options)
-        with _lock:
-            known[options] = plan
-            if len(known) > _MAX_PLANS:
-                del known[next(iter(known))]
-    return PreparedTransfer(src_pool, dst_pool, plan)
+        return TransferPlan(src_pool.device, source, target, options)
+
+    # Pools by weak reference: a plan that is kept must not keep them alive.
+    signature = "transfer_pages", weakref.ref(src_pool), weakref.ref(dst_pool), options
+    return PreparedTransfer(src_pool, dst_pool, call.planned(signature, make))
 
 
 @dataclass(frozen=True)
@@ -208,6 +195,7 @@ class TransferPlan:
     def __init__(
         self, device: Device, source: PoolPages, target: PoolPages, options: Options
     ) -> None:
+        self.used_at = 0  # for `call.planned`
         self.device, self.layers = device, options.layers
         self._source, self._target = source, target
         self._src, self._dst = source.any_group, target.any_group
@@ -341,7 +329,7 @@ class TransferPlan:
             launches = [one for transfer in self.transfers for one in transfer.launches()]
             self._most_pieces = max(launch.pieces_per_page for launch in launches)
             self._launches = launches
-        geometry.require_countable(pairs.count * self._most_pieces, "src_pages")
+        call.require_countable(pairs.count * self._most_pieces, "src_pages")
 
         def enqueue() -> None:
             lists, owners = pairs.lists(self.device, stream)
@@ -931,7 +919,8 @@ DEFAULTS = {
     "within": _KERNELS,
 }
 
-_thresholds: WeakKeyDictionary[Device, dict[str, Thresholds]] = WeakKeyDictionary()
+_thresholds: weakref.WeakKeyDictionary[Device, dict[str, Thresholds]]
+_thresholds = weakref.WeakKeyDictionary()
 
 
 def thresholds(device: Device, direction: str) -> Thresholds:
@@ -952,8 +941,7 @@ def default_thresholds(device: Device, direction: str) -> Thresholds:
 def forget_thresholds() -> None:
     """Read calibrations again for transfers that are planned from now on."""
     _thresholds.clear()
-    with _lock:
-        _plans.clear()
+    call.forget()
 
 
 def _parse(calibrated: Any, default: Thresholds) -> Thresholds:
