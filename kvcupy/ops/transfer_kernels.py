@@ -22,8 +22,9 @@ from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation
 from . import call
 from .cache_rows import PACK, WORDS
-from .page_pairs import Lists
+from .page_pairs import Lists, PageRuns
 
+_Numbers = np.ndarray[Any, Any]
 _Params = dict[str, int]  # fields of a Params struct, `rows.num_pieces` of a nested one
 
 # --- Pages as rows --------------------------------------------------------------------------------
@@ -123,6 +124,13 @@ class Rows:
             offsets += [self.addresses[i], self.page_strides[i], *steps]
         return call.widest(abs(n) for n in offsets)
 
+    def count_pieces(self, num_pages: int, num_runs: int) -> tuple[int, int]:
+        """Return how many contiguous pieces some pages have, and the bytes of one on average."""
+        stretches = num_runs if self.pages_are_contiguous else num_pages
+        pieces = stretches * self.rows_per_page * len(self.row_bytes)
+        total_bytes = num_pages * self.rows_per_page * sum(self.row_bytes)
+        return pieces, total_bytes // max(pieces, 1)
+
     def strides(self, array: int) -> tuple[int, int, int, int]:
         """Return the strides of one array as `TransferStrides` has them."""
         steps = [0] * (3 - len(self.axes)) + [axis.strides[array] for axis in self.axes]
@@ -162,6 +170,42 @@ def longest_rows(sources: Sequence[ArrayView], targets: Sequence[ArrayView]) -> 
         else:
             merged.append(axis)
     return replace(rows, row_bytes=row_bytes, axes=tuple(merged))
+
+
+def contiguous_pieces(rows: Rows, runs: PageRuns) -> tuple[_Numbers, _Numbers, _Numbers]:
+    """Return (dst addresses, src addresses, sizes) of every contiguous piece, as uint64."""
+    num_parts = len(rows.row_bytes)
+    pieces: list[tuple[_Numbers, _Numbers, _Numbers]] = []
+    for part, row_bytes in enumerate(rows.row_bytes):
+        src = _row_addresses(rows, part, runs.src)
+        dst = _row_addresses(rows, num_parts + part, runs.dst)
+        if rows.pages_are_contiguous:
+            sizes = np.repeat(runs.lengths * row_bytes, rows.rows_per_page)
+        else:
+            src = _all_pages(src, rows.page_strides[part], runs.lengths)
+            dst = _all_pages(dst, rows.page_strides[num_parts + part], runs.lengths)
+            sizes = np.full(src.size, row_bytes)
+        pieces.append((dst.ravel(), src.ravel(), sizes))
+    dst, src, sizes = (np.concatenate(c).astype(np.uint64) for c in zip(*pieces, strict=True))
+    return dst, src, sizes
+
+
+def _row_addresses(rows: Rows, array: int, pages: _Numbers) -> _Numbers:
+    """Return the addresses of all rows of some pages, (pages, rows)."""
+    offsets = np.zeros(1, np.int64)
+    for axis in rows.axes:
+        steps = np.arange(axis.count) * axis.strides[array]
+        offsets = (offsets[:, None] + steps).ravel()
+    return rows.addresses[array] + pages[:, None] * rows.page_strides[array] + offsets
+
+
+def _all_pages(first: _Numbers, page_stride: int, lengths: _Numbers) -> _Numbers:
+    """Return the rows of all pages of runs, from those of the first page of each."""
+    if (lengths == 1).all():
+        return first
+    page_of_run = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    pages: _Numbers = np.repeat(first, lengths, axis=0) + page_of_run[:, None] * page_stride
+    return pages
 
 
 # --- Params ---------------------------------------------------------------------------------------
