@@ -67,7 +67,7 @@ def chosen(device, pages, *, host_layout="layer_first") -> str:
     taken = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, label in (
-            (transfer.StagedTransfer, "ready", "staged"),
+            (transfer.StagedTransfer, "bind", "staged"),
             (transfer.LayerTransfer, "copy", "copy"),
             (transfer.LayerTransfer, "launches", "kernel"),
         ):

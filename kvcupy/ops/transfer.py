@@ -1,11 +1,13 @@
 """Move pages between pools: GPU to pinned host memory and back, in any layout.
 
-transfer_pages, or prepare and PreparedTransfer.issue
-TransferPlan        what two pools and the options decide; from the page lists, the method:
-"kernel"          a launch for each evenly spaced set of layers      (LayerTransfer)
-"copy"            contiguous runs by the copy engine                 (LayerTransfer)
-"staged"          a kernel and the copy engine, by way of a buffer   (StagedTransfer)
-no kernel         array expressions, if `config.fallback` allows it
+`transfer_pages` is `prepare`, for all but the pages, and `PreparedTransfer.issue`. A `TransferPlan`
+holds what two pools and the options decide; by the page lists it chooses between
+
+- "kernel": a launch for each evenly spaced set of layers (`LayerTransfer`)
+- "copy": contiguous runs by the copy engine (`LayerTransfer`)
+- "staged": a kernel and the copy engine, by way of a device buffer (`StagedTransfer`)
+
+and where the kernel cannot be compiled, array code does the work.
 """
 
 from __future__ import annotations
@@ -14,13 +16,12 @@ import hashlib
 import json
 import numbers
 import re
-import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -30,9 +31,9 @@ from ..config import config
 from ..devices import cache
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from . import expressions, geometry, transfer_kernels
+from . import call, expressions, transfer_kernels
 from .page_pairs import Existing, PagePairs, PageRuns, page_runs
-from .transfer_kernels import LayerPages, PageLaunch, Rows, longest_rows
+from .transfer_kernels import LayerPages, PageLaunch, longest_rows
 
 __all__ = ["PagePairs", "PreparedTransfer", "prepare", "transfer_pages"]
 
@@ -40,14 +41,6 @@ METHODS = ("auto", "kernel", "copy", "staged")
 DIRECTIONS = ("to_device", "to_host", "within")
 
 _POOLS = ("src_pool", "dst_pool")
-_MAX_PLANS = 256  # of two pools: sets of layers come in any number
-
-# By source and target, which it keeps neither of, and by options, the last used last.
-_plans: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Options, TransferPlan]]]
-_plans = WeakKeyDictionary()
-_lock = threading.Lock()
-
-_Numbers = np.ndarray[Any, Any]
 _Enqueue = Callable[[], None]
 
 
@@ -76,7 +69,7 @@ def transfer_pages(
         memory directly), "copy" (contiguous runs by the copy engine), "staged" (repacked in a
         device staging buffer, then copied in long runs), or "auto", which chooses by how many
         contiguous pieces there are and how long: as `python -m kvcupy calibrate` measured on this
-        device; else, on a GPU, kernels for 16 pieces and more of less than 28 KiB, which to the
+        device; else, on a GPU, kernels for 16 or more pieces of less than 28 KiB, which to the
         host are staged if that makes the pieces so long; on the host device kernels
     max_blocks : of the kernels; None: one for every 24 SMs of the device, where bytes leave its
         memory or enter it
@@ -139,20 +132,15 @@ def prepare(
     options = Options.checked(layers, method, max_blocks, convert)
     _require_pool(src_pool, names[0])
     _require_pool(dst_pool, names[1])
-    with _lock:
-        known = _plans.setdefault(src_pool, WeakKeyDictionary()).setdefault(dst_pool, {})
-        plan = known.pop(options, None)
-        if plan is not None:
-            known[options] = plan
-    if plan is None:
+
+    def make() -> TransferPlan:
         source, target = PoolPages.of(src_pool), PoolPages.of(dst_pool)
         _require_geometry(source, target, (src_pool.device, dst_pool.device), options, names)
-        plan = TransferPlan(src_pool.device, source, target, options)
-        with _lock:
-            known[options] = plan
-            if len(known) > _MAX_PLANS:
-                del known[next(iter(known))]
-    return PreparedTransfer(src_pool, dst_pool, plan)
+        return TransferPlan(src_pool.device, source, target, options)
+
+    # Pools by weak reference: a plan that is kept must not keep them alive.
+    signature = "transfer_pages", weakref.ref(src_pool), weakref.ref(dst_pool), options
+    return PreparedTransfer(src_pool, dst_pool, call.planned(signature, make))
 
 
 @dataclass(frozen=True)
@@ -187,7 +175,7 @@ class PreparedTransfer:
         stream = plan.device.as_stream(stream, library)
         if pairs.count == 0 or not plan.transfers:
             return
-        enqueue = plan.ready(pairs, stream, pools)
+        enqueue = plan.bind(pairs, stream, pools)
         observe.issue(lambda: plan.describe(name, pairs, stream, pools), enqueue)
         self.dst_pool.note_written(plan.layers)
 
@@ -208,22 +196,41 @@ class TransferPlan:
     def __init__(
         self, device: Device, source: PoolPages, target: PoolPages, options: Options
     ) -> None:
+        self.used_at = 0  # for `call.planned`
         self.device, self.layers = device, options.layers
         self._source, self._target = source, target
         self._src, self._dst = source.any_group, target.any_group
         self._converts = self._src.format != self._dst.format
-        direction = {(True, True): "within", (False, True): "to_device"}.get(
-            (self._src.on_device, self._dst.on_device), "to_host"
-        )
-        self._limits = limits = thresholds(device, direction)
-        max_blocks = options.max_blocks
-        if max_blocks is None and direction != "within":
-            max_blocks = limits.blocks
+        direction = _direction(self._src, self._dst)
+        self._thresholds = thresholds(device, direction)
+        self._split(options)
+        self.page_bytes = sum(transfer.src.page_bytes for transfer in self.transfers)
+        self._reachable = all(transfer.reachable for transfer in self.transfers)
+        self._stageable = all(staged.reachable for staged in self._staged)
+        self._require_reachable(options.method)
+        self._method: str | None = options.method  # None: it depends on the pages
+        if options.method == "auto":
+            always = self._reachable and self._thresholds.prefers_kernels
+            self._method = "kernel" if always else None
+        self._launches: list[PageLaunch] | None = None
+        # Plans of one kind, those of the layers of a load say, choose alike for the same pages.
+        self._kind = repr((
+            device.name, direction, self._reachable, self._stageable,
+            self._src.format, self._dst.format, self._src.num_pages, self._dst.num_pages,
+            [transfer.rows[0].layout for transfer in self.transfers],
+        ))  # fmt: skip
 
+    def _split(self, options: Options) -> None:
+        """Split the layers into sets that are evenly spaced in the far pool, and in both."""
+        device, source, target = self.device, self._source, self._target
+        max_blocks = options.max_blocks
+        if max_blocks is None and not (self._src.on_device and self._dst.on_device):
+            max_blocks = self._thresholds.blocks
+        far, near = source, target
+        if _repacks_first(self._src, self._dst):
+            far, near = target, source
         self.transfers: list[LayerTransfer] = []
         self._staged: list[StagedTransfer] = []
-        to_host = _repacks_first(self._src, self._dst)
-        far, near = (target, source) if to_host else (source, target)
         for chosen in options.slices(source.num_layers):
             for layers in far.split(chosen):
                 near_layers = near.split(layers)
@@ -233,35 +240,25 @@ class TransferPlan:
                     self.transfers.append(transfer)
                 staged = StagedTransfer(device, source, target, layers, near_layers, max_blocks)
                 self._staged.append(staged)
-        self.page_bytes = sum(transfer.src.page_bytes for transfer in self.transfers)
-        self._reachable = all(transfer.reachable for transfer in self.transfers)
-        self._stageable = all(staged.reachable for staged in self._staged)
-        if options.method == "kernel" and not self._reachable:
+
+    def _require_reachable(self, method: str) -> None:
+        """Raise unless kernels reach what the method and a conversion need them to."""
+        if method == "kernel" and not self._reachable:
             raise ValueError(
                 'method: expected "copy" or "staged" for pageable memory, which kernels do not '
                 'reach, got "kernel"'
             )
-        if options.method == "staged" and not self._stageable:
+        if method == "staged" and not self._stageable:
             raise ValueError(
                 'method: expected "copy" between pools of pageable memory, got "staged"'
             )
         if self.transfers and self._converts and not self._stageable:
             raise ValueError("convert: expected memory that kernels reach on one side, got none")
-        self._method: str | None = options.method  # None: it depends on the pages
-        if options.method == "auto":
-            self._method = "kernel" if self._reachable and limits.prefers_kernels else None
-        self._launches: list[PageLaunch] | None = None
-        # Plans of one kind, those of the layers of a load say, choose alike for the same pages.
-        self._kind = repr((
-            device.name, direction, self._reachable, self._stageable,
-            self._src.format, self._dst.format, self._src.num_pages, self._dst.num_pages,
-            [transfer.rows[0].layout for transfer in self.transfers],
-        ))  # fmt: skip
 
     def library(self, pairs: PagePairs) -> str:
-        """Return the library whose current stream is meant by None; "" if the arrays do not say.
+        """Return the library whose current stream None stands for; "" if the arrays do not say.
 
-        That kvcupy's own pools are CuPy's memory was not the caller's choice.
+        The memory of kvcupy's own pools says nothing: CuPy was not the caller's choice.
         """
         lists = [v.library for v in pairs.views if v.device == self.device.name]
         parts = [v.library for v in (*self._src.parts, *self._dst.parts) if v.library == "torch"]
@@ -279,8 +276,8 @@ class TransferPlan:
         )
         return observe.Operation(name, stream, reads, writes)
 
-    def ready(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
-        """Choose the method, and return what puts the transfer on the stream.
+    def bind(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
+        """Choose the method, do all that can fail, and return what enqueues the transfer.
 
         Parameters
         ----------
@@ -294,14 +291,14 @@ class TransferPlan:
         method = self._method or self.method_for(pairs)
         try:
             if method == "kernel":
-                return self._kernels(pairs, stream, keep)
+                return self._bind_kernels(pairs, stream, keep)
             if method == "copy":
-                return self._copies(pairs, stream, keep)
-            return self._staging(pairs, stream, keep)
+                return self._bind_copies(pairs, stream, keep)
+            return self._bind_staged(pairs, stream, keep)
         except CompileError as cause:
             self.device.check_fallback("transfer_pages", stream)
             config.fall_back("transfer_pages", cause)
-            return self._array_expressions(pairs, stream, keep)
+            return self._bind_fallback(pairs, stream, keep)
 
     def method_for(self, pairs: PagePairs) -> str:
         """Return the method for some pages: "kernel", "copy" or "staged"."""
@@ -314,10 +311,10 @@ class TransferPlan:
         """Choose by how many contiguous pieces there are and how long, with and without staging."""
         if self._reachable and (pairs.src is None or pairs.dst is None):
             return "kernel"
-        limits, num_pages = self._limits, self._existing(pairs).count
-        num_runs = len(self._existing(pairs).runs.lengths)
-        count, piece_bytes = count_pieces(self.transfers[0].rows[0], num_pages, num_runs)
-        staged_count, staged_bytes = count_pieces(self._staged[0].rows, num_pages, num_runs)
+        existing, limits = self._existing(pairs), self._thresholds
+        num_pages, num_runs = existing.count, len(existing.runs.lengths)
+        count, piece_bytes = self.transfers[0].rows[0].count_pieces(num_pages, num_runs)
+        staged_count, staged_bytes = self._staged[0].rows.count_pieces(num_pages, num_runs)
         worth_staging = self._stageable and staged_bytes >= max(
             _MUCH_LONGER * piece_bytes, limits.crossover(staged_count * len(self._staged))
         )
@@ -333,15 +330,13 @@ class TransferPlan:
     def _existing(self, pairs: PagePairs) -> Existing:
         return pairs.existing(self._src.num_pages, self._dst.num_pages)
 
-    # Each of these does what can fail, and returns the rest.
-
-    def _kernels(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
+    def _bind_kernels(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
         launches = self._launches
         if launches is None:
             launches = [one for transfer in self.transfers for one in transfer.launches()]
             self._most_pieces = max(launch.pieces_per_page for launch in launches)
             self._launches = launches
-        geometry.require_countable(pairs.count * self._most_pieces, "src_pages")
+        call.require_countable(pairs.count * self._most_pieces, "src_pages")
 
         def enqueue() -> None:
             lists, owners = pairs.lists(self.device, stream)
@@ -350,7 +345,7 @@ class TransferPlan:
 
         return enqueue
 
-    def _copies(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
+    def _bind_copies(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
         existing, record_faults = self._existing(pairs), self._fault_records(pairs, stream)
 
         def enqueue() -> None:
@@ -362,9 +357,9 @@ class TransferPlan:
 
         return enqueue
 
-    def _staging(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
+    def _bind_staged(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
         existing, record_faults = self._existing(pairs), self._fault_records(pairs, stream)
-        moves = [staged.ready(existing, stream, keep) for staged in self._staged]
+        moves = [staged.bind(existing, stream, keep) for staged in self._staged]
 
         def enqueue() -> None:
             for record in record_faults:
@@ -375,9 +370,7 @@ class TransferPlan:
 
         return enqueue
 
-    def _array_expressions(
-        self, pairs: PagePairs, stream: Stream, keep: Sequence[object]
-    ) -> _Enqueue:
+    def _bind_fallback(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
         device = self.device
 
         def move() -> None:
@@ -390,7 +383,7 @@ class TransferPlan:
             exist = (src >= 0) & (dst >= 0)
             exist &= (src < self._src.num_pages) & (dst < self._dst.num_pages)
             for transfer in self.transfers:
-                _move_arrays(device, transfer.src, transfer.dst, src[exist], dst[exist])
+                _move_by_arrays(device, transfer.src, transfer.dst, src[exist], dst[exist])
 
         return lambda: device.run(move, stream, (*keep, *pairs.views))
 
@@ -438,15 +431,21 @@ def _owned_by(pool: Any, view: ArrayView) -> ArrayView:
     )  # fmt: skip
 
 
+def _direction(src: LayerPages, dst: LayerPages) -> str:
+    if src.on_device:
+        return "within" if dst.on_device else "to_host"
+    return "to_device" if dst.on_device else "to_host"
+
+
 def _repacks_first(src: LayerPages, dst: LayerPages) -> bool:
     """Return whether a staged transfer starts with the kernel: the far pool is the target."""
     return not dst.on_device or src.on_device
 
 
-def _move_arrays(
+def _move_by_arrays(
     device: Device, src: LayerPages, dst: LayerPages, src_pages: Any, dst_pages: Any
 ) -> None:
-    """Move pages, all of which exist, by array expressions; convert where the formats differ."""
+    """Move pages, all of which exist, by array code; convert where the formats differ."""
     if src.format == dst.format:
         for source, target in zip(src.arrays, dst.arrays, strict=True):
             device.carrier(target)[dst_pages] = device.carrier(source)[src_pages]
@@ -476,8 +475,8 @@ class LayerTransfer:
     Attributes
     ----------
     src, dst : its pages in either pool
-    rows : K and V, and the scales if both pools have them, in rows as long as both keep contiguous.
-        For the copy engine; formats that differ are none of its business
+    rows : K and V, and the scales if both pools have them, in the longest contiguous rows. They are
+        what the copy engine moves, which does not convert
     reachable : whether kernels reach both pools
     """
 
@@ -511,53 +510,9 @@ class LayerTransfer:
 
     def copy(self, runs: PageRuns, stream: Stream, keep: Sequence[object]) -> None:
         """Copy runs of pages, all of which exist, by the copy engine."""
-        pieces = [contiguous_pieces(rows, runs) for rows in self.rows]
+        pieces = [transfer_kernels.contiguous_pieces(rows, runs) for rows in self.rows]
         dst, src, sizes = (np.concatenate(column) for column in zip(*pieces, strict=True))
         self._device.copy_runs(dst, src, sizes, stream, keep)
-
-
-def count_pieces(rows: Rows, num_pages: int, num_runs: int) -> tuple[int, int]:
-    """Return how many contiguous pieces some pages have, and the bytes of one on average."""
-    stretches = num_runs if rows.pages_are_contiguous else num_pages
-    pieces = stretches * rows.rows_per_page * len(rows.row_bytes)
-    total_bytes = num_pages * rows.rows_per_page * sum(rows.row_bytes)
-    return pieces, total_bytes // max(pieces, 1)
-
-
-def contiguous_pieces(rows: Rows, runs: PageRuns) -> tuple[_Numbers, _Numbers, _Numbers]:
-    """Return (dst addresses, src addresses, sizes) of every contiguous piece, as uint64."""
-    num_parts = len(rows.row_bytes)
-    pieces: list[tuple[_Numbers, _Numbers, _Numbers]] = []
-    for part, row_bytes in enumerate(rows.row_bytes):
-        src = _row_addresses(rows, part, runs.src)
-        dst = _row_addresses(rows, num_parts + part, runs.dst)
-        if rows.pages_are_contiguous:
-            sizes = np.repeat(runs.lengths * row_bytes, rows.rows_per_page)
-        else:
-            src = _all_pages(src, rows.page_strides[part], runs.lengths)
-            dst = _all_pages(dst, rows.page_strides[num_parts + part], runs.lengths)
-            sizes = np.full(src.size, row_bytes)
-        pieces.append((dst.ravel(), src.ravel(), sizes))
-    dst, src, sizes = (np.concatenate(c).astype(np.uint64) for c in zip(*pieces, strict=True))
-    return dst, src, sizes
-
-
-def _row_addresses(rows: Rows, array: int, pages: _Numbers) -> _Numbers:
-    """Return the addresses of all rows of some pages, (pages, rows)."""
-    offsets = np.zeros(1, np.int64)
-    for axis in rows.axes:
-        steps = np.arange(axis.count) * axis.strides[array]
-        offsets = (offsets[:, None] + steps).ravel()
-    return rows.addresses[array] + pages[:, None] * rows.page_strides[array] + offsets
-
-
-def _all_pages(first: _Numbers, page_stride: int, lengths: _Numbers) -> _Numbers:
-    """Return the rows of all pages of runs, from those of the first page of each."""
-    if (lengths == 1).all():
-        return first
-    page_of_run = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    pages: _Numbers = np.repeat(first, lengths, axis=0) + page_of_run[:, None] * page_stride
-    return pages
 
 
 # --- Layers by way of a staging buffer ------------------------------------------------------------
@@ -606,8 +561,8 @@ class StagedTransfer:
         self.rows = longest_rows(_compact(self._far, 0, 2).parts, self._far.parts)
         self.reachable = transfer_kernels.reaches(device, *self._near)
 
-    def ready(self, pairs: Existing, stream: Stream, keep: Sequence[object]) -> _Enqueue:
-        """Borrow a buffer and prepare its kernels; return what moves the pages on the stream.
+    def bind(self, pairs: Existing, stream: Stream, keep: Sequence[object]) -> _Enqueue:
+        """Borrow a buffer and prepare its kernels; return what enqueues the transfer.
 
         Raises
         ------
@@ -620,7 +575,7 @@ class StagedTransfer:
         launches = [launch for transfer in repacks for launch in transfer.launches()]
         kept = (*keep, buffer)
 
-        def repack(src: _Numbers, dst: _Numbers) -> None:
+        def repack(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
             lists, owners = PagePairs.of_arrays(src, dst).lists(self._device, stream)
             for launch in launches:
                 launch.issue(lists, stream, (*kept, *owners))
@@ -931,7 +886,8 @@ DEFAULTS = {
     "within": _KERNELS,
 }
 
-_thresholds: WeakKeyDictionary[Device, dict[str, Thresholds]] = WeakKeyDictionary()
+_thresholds: weakref.WeakKeyDictionary[Device, dict[str, Thresholds]]
+_thresholds = weakref.WeakKeyDictionary()
 
 
 def thresholds(device: Device, direction: str) -> Thresholds:
@@ -952,8 +908,7 @@ def default_thresholds(device: Device, direction: str) -> Thresholds:
 def forget_thresholds() -> None:
     """Read calibrations again for transfers that are planned from now on."""
     _thresholds.clear()
-    with _lock:
-        _plans.clear()
+    call.forget()
 
 
 def _parse(calibrated: Any, default: Thresholds) -> Thresholds:

@@ -19,12 +19,13 @@ import numpy as np
 from .. import dtypes, faults
 from ..arrays import ArrayView
 from ..devices.protocol import Device, Stream
-from ..kernels import Kernel, Specialisation, zeroed
-from . import geometry
+from ..kernels import Kernel, Specialisation
+from . import call
 from .cache_rows import PACK, WORDS
-from .page_pairs import Lists
+from .page_pairs import Lists, PageRuns
 
-_Params = np.ndarray[Any, Any]
+_Numbers = np.ndarray[Any, Any]
+_Params = dict[str, int]  # fields of a Params struct, `rows.num_pieces` of a nested one
 
 # --- Pages as rows --------------------------------------------------------------------------------
 
@@ -113,7 +114,7 @@ class Rows:
     @property
     def word_bytes(self) -> int:
         """The widest word (16, 8, 4, 2 or 1 bytes) in which all rows can be copied."""
-        return geometry.widest((*self.row_bytes, self.alignment(range(len(self.addresses)))))
+        return call.widest((*self.row_bytes, self.alignment(range(len(self.addresses)))))
 
     def alignment(self, arrays: Iterable[int]) -> int:
         """Return the widest word to which all rows of some of the arrays are aligned."""
@@ -121,7 +122,14 @@ class Rows:
         for i in arrays:
             steps = [axis.strides[i] for axis in self.axes if axis.count > 1]
             offsets += [self.addresses[i], self.page_strides[i], *steps]
-        return geometry.widest(abs(n) for n in offsets)
+        return call.widest(abs(n) for n in offsets)
+
+    def count_pieces(self, num_pages: int, num_runs: int) -> tuple[int, int]:
+        """Return how many contiguous pieces some pages have, and the bytes of one on average."""
+        stretches = num_runs if self.pages_are_contiguous else num_pages
+        pieces = stretches * self.rows_per_page * len(self.row_bytes)
+        total_bytes = num_pages * self.rows_per_page * sum(self.row_bytes)
+        return pieces, total_bytes // max(pieces, 1)
 
     def strides(self, array: int) -> tuple[int, int, int, int]:
         """Return the strides of one array as `TransferStrides` has them."""
@@ -137,9 +145,10 @@ def head_rows(sources: Sequence[ArrayView], targets: Sequence[ArrayView]) -> Row
     sources, targets : K and V, or one part, of either pool, of equal shapes but for the pages
     """
     arrays = (*sources, *targets)
+    shape = arrays[0].shape
     return Rows(
         tuple(v.shape[-1] * v.itemsize for v in sources),
-        tuple(Axis(sources[0].shape[i], tuple(v.strides[i] for v in arrays)) for i in (1, 2, 3)),
+        tuple(Axis(shape[i], tuple(v.strides[i] for v in arrays)) for i in (1, 2, 3)),
         tuple(v.strides[0] for v in arrays),
         tuple(v.pointer for v in arrays),
     )
@@ -161,6 +170,42 @@ def longest_rows(sources: Sequence[ArrayView], targets: Sequence[ArrayView]) -> 
         else:
             merged.append(axis)
     return replace(rows, row_bytes=row_bytes, axes=tuple(merged))
+
+
+def contiguous_pieces(rows: Rows, runs: PageRuns) -> tuple[_Numbers, _Numbers, _Numbers]:
+    """Return (dst addresses, src addresses, sizes) of every contiguous piece, as uint64."""
+    num_parts = len(rows.row_bytes)
+    pieces: list[tuple[_Numbers, _Numbers, _Numbers]] = []
+    for part, row_bytes in enumerate(rows.row_bytes):
+        src = _row_addresses(rows, part, runs.src)
+        dst = _row_addresses(rows, num_parts + part, runs.dst)
+        if rows.pages_are_contiguous:
+            sizes = np.repeat(runs.lengths * row_bytes, rows.rows_per_page)
+        else:
+            src = _all_pages(src, rows.page_strides[part], runs.lengths)
+            dst = _all_pages(dst, rows.page_strides[num_parts + part], runs.lengths)
+            sizes = np.full(src.size, row_bytes)
+        pieces.append((dst.ravel(), src.ravel(), sizes))
+    dst, src, sizes = (np.concatenate(c).astype(np.uint64) for c in zip(*pieces, strict=True))
+    return dst, src, sizes
+
+
+def _row_addresses(rows: Rows, array: int, pages: _Numbers) -> _Numbers:
+    """Return the addresses of all rows of some pages, (pages, rows)."""
+    offsets = np.zeros(1, np.int64)
+    for axis in rows.axes:
+        steps = np.arange(axis.count) * axis.strides[array]
+        offsets = (offsets[:, None] + steps).ravel()
+    return rows.addresses[array] + pages[:, None] * rows.page_strides[array] + offsets
+
+
+def _all_pages(first: _Numbers, page_stride: int, lengths: _Numbers) -> _Numbers:
+    """Return the rows of all pages of runs, from those of the first page of each."""
+    if (lengths == 1).all():
+        return first
+    page_of_run = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    pages: _Numbers = np.repeat(first, lengths, axis=0) + page_of_run[:, None] * page_stride
+    return pages
 
 
 # --- Params ---------------------------------------------------------------------------------------
@@ -292,21 +337,20 @@ def reaches(device: Device, *pages: LayerPages) -> bool:
     return all(device.address(v) is not None for own in pages for v in own.arrays)
 
 
-class PageLaunch:
-    """A launch that is complete but for the page lists.
+class PageLaunch(call.Launch):
+    """A launch that lacks only the page lists.
 
     Parameters
     ----------
     specialisation : of `COPY` or `CONVERT`
-    params : complete but for the pointers at its start and the page lists
-    addresses : of the arrays, as the first fields of `params`
+    params : the Params but for pointers and page lists
+    arrays : addresses of the pools' arrays, by pointer field
     threads : per block
     pieces_per_page, pieces_per_block : of the work, and of what a block handles per iteration
     max_blocks : of the grid
     """
 
-    # What each launch fills in: neighbouring fields of the Params.
-    _POINTERS = struct.Struct("=3Q")  # src_pages, dst_pages, faults
+    # What the page lists decide: neighbouring fields of `rows`.
     _STRIDES = struct.Struct("=2q")  # src_stride_bytes, dst_stride_bytes
     _COUNTS = struct.Struct("=I2i")  # num_pieces, src_index_bytes, dst_index_bytes
 
@@ -315,38 +359,34 @@ class PageLaunch:
         device: Device,
         specialisation: Specialisation,
         params: _Params,
-        addresses: Sequence[int],
+        arrays: dict[str, int],
         threads: int,
         pieces_per_page: int,
         pieces_per_block: int,
         max_blocks: int,
     ) -> None:
+        lists = ("src_pages", "dst_pages")
+        super().__init__(
+            device, specialisation, (max_blocks, 1, 1), (threads, 1, 1), 0, params,
+            {**arrays, **{name: name for name in lists}}, lists,
+        )  # fmt: skip
         self.pieces_per_page = pieces_per_page
-        self._device = device
-        self._function = device.load(specialisation)
-        self._block = (threads, 1, 1)
         self._pieces_per_block = pieces_per_block
         self._max_blocks = max_blocks
-        dtype = specialisation.kernel.params
-        for name, address in zip(dtype.names or (), addresses, strict=False):
-            params[name] = address
-        self._constants = params.tobytes()
-        rows = _offset(dtype, "rows")
-        self._pointers = _offset(dtype, "src_pages")
+        kernel = specialisation.kernel
+        rows = _offset(kernel.params, "rows") - 8 * kernel.num_pointers
         self._strides = rows + _offset(ROWS, "src_stride_bytes")
         self._counts = rows + _offset(ROWS, "num_pieces")
 
     def issue(self, lists: Lists, stream: Stream, keep: Sequence[object]) -> None:
         """Launch for some pairs of pages; `keep` lives until it is done."""
-        device = self._device
         num_pieces = lists.count * self.pieces_per_page
         (src, src_stride, src_bytes), (dst, dst_stride, dst_bytes) = lists.src, lists.dst
-        params = bytearray(self._constants)
-        self._POINTERS.pack_into(params, self._pointers, src, dst, device.fault_pointer)
-        self._STRIDES.pack_into(params, self._strides, src_stride, dst_stride)
-        self._COUNTS.pack_into(params, self._counts, num_pieces, src_bytes, dst_bytes)
+        constants = bytearray(self.constants)
+        self._STRIDES.pack_into(constants, self._strides, src_stride, dst_stride)
+        self._COUNTS.pack_into(constants, self._counts, num_pieces, src_bytes, dst_bytes)
         blocks = min(self._max_blocks, -(-num_pieces // self._pieces_per_block))
-        device.launch(self._function, (blocks, 1, 1), self._block, 0, bytes(params), stream, keep)
+        self.enqueue((src, dst), stream, keep, (blocks, 1, 1), bytes(constants))
 
 
 def launches(
@@ -392,16 +432,19 @@ def _copy(
         rows_in_flight, piece_words = _IN_FLIGHT, lanes
     pieces_per_row = -(-longest // piece_words)
 
-    params = zeroed(_COPY_PARAMS)
     k_and_v = (0, len(sources) - 1, len(sources), -1)  # one part stands for both
-    for name, array in zip(_COPIED, k_and_v, strict=True):
-        params[f"{name}_strides"] = rows.strides(array)
-    params["k_words"], params["v_words"] = words[0], words[1] if len(words) > 1 else 0
-    params["piece_words"] = piece_words
-    _fill_rows(params["rows"], rows, pieces_per_row, lanes, num_pages, reports)
+    fields = dict(zip(_COPIED, k_and_v, strict=True))
+    params = {
+        "k_words": words[0],
+        "v_words": words[1] if len(words) > 1 else 0,
+        "piece_words": piece_words,
+        **_rows_params(rows, pieces_per_row, lanes, num_pages, reports),
+    }
+    for name, array in fields.items():
+        params |= _nested(f"{name}_strides", STRIDES, rows.strides(array))
     return PageLaunch(
         device, COPY.specialise(word, rows_in_flight), params,
-        [rows.addresses[array] for array in k_and_v], _COPY_THREADS,
+        {name: rows.addresses[array] for name, array in fields.items()}, _COPY_THREADS,
         rows.rows_per_page * pieces_per_row, _COPY_THREADS // lanes * rows_in_flight, max_blocks,
     )  # fmt: skip
 
@@ -422,48 +465,55 @@ def _convert(
     elements = PACK if packed else 1
     lanes = _lanes(-(-max(widths) // elements), device.warp_lanes)
 
-    params = zeroed(_CONVERT_PARAMS)
-    addresses = []
+    params = {
+        "k_width": widths[0],
+        "v_width": widths[1] if num_parts > 1 else 0,
+        **_rows_params(rows, 1, lanes, (src.num_pages, dst.num_pages), reports),
+    }
+    arrays = {}
     for side, pages, _, first in sides:
         for part, i in (("k", 0), ("v", num_parts - 1)):
-            params[f"{side}_{part}_strides"] = rows.strides(first + i)
-            addresses.append(rows.addresses[first + i])
+            name = f"{side}_{part}"
+            arrays[name] = rows.addresses[first + i]
+            params |= _nested(f"{name}_strides", STRIDES, rows.strides(first + i))
         if not pages.scales:
-            addresses += [0, 0]
             continue
         scales = _addressed(head_rows(pages.scales, ()), device, pages.scales)
         for part, i in (("k", 0), ("v", num_parts - 1)):
-            params[f"{side}_{part}_scale_strides"] = scales.strides(i)
-            addresses.append(scales.addresses[i])
-    params["k_width"], params["v_width"] = widths[0], widths[1] if num_parts > 1 else 0
-    _fill_rows(params["rows"], rows, 1, lanes, (src.num_pages, dst.num_pages), reports)
+            name = f"{side}_{part}_scale"
+            arrays[name] = scales.addresses[i]
+            params |= _nested(f"{name}_strides", STRIDES, scales.strides(i))
     kernel = CONVERT[1 if device.warp_lanes == 1 else 32]
     return PageLaunch(
-        device, kernel.specialise(source.ctype, target.ctype, elements), params, addresses,
+        device, kernel.specialise(source.ctype, target.ctype, elements), params, arrays,
         _CONVERT_THREADS, rows.rows_per_page, _CONVERT_THREADS // lanes, max_blocks,
     )  # fmt: skip
 
 
-def _fill_rows(
-    params: _Params,
-    rows: Rows,
-    pieces_per_row: int,
-    lanes: int,
-    num_pages: tuple[int, int],
-    reports: bool,
-) -> None:
-    """Fill what does not depend on the page lists in a `TransferRows`."""
-    geometry.require_countable(rows.rows_per_page * pieces_per_row, "src_pool")
+def _rows_params(
+    rows: Rows, pieces_per_row: int, lanes: int, num_pages: tuple[int, int], reports: bool
+) -> _Params:
+    """Return the fields of a `TransferRows` that do not depend on the page lists."""
+    call.require_countable(rows.rows_per_page * pieces_per_row, "src_pool")
     counts = [1] * (3 - len(rows.axes)) + [axis.count for axis in rows.axes]
-    params["pieces_a_row"] = divisor(pieces_per_row)
-    params["pieces_a_page"] = divisor(rows.rows_per_page * pieces_per_row)
-    params["rows_a_step"] = divisor(counts[1] * counts[2])
-    params["rows_2"] = divisor(counts[2])
-    params["lane_shift"] = lanes.bit_length() - 1
+    params = {"rows.lane_shift": lanes.bit_length() - 1}
+    for name, n in (
+        ("pieces_a_row", pieces_per_row),
+        ("pieces_a_page", rows.rows_per_page * pieces_per_row),
+        ("rows_a_step", counts[1] * counts[2]),
+        ("rows_2", counts[2]),
+    ):
+        params |= _nested(f"rows.{name}", DIVISOR, divisor(n))
     for side, count in zip(("src", "dst"), num_pages, strict=True):
-        params[f"{side}_num_pages"] = count
+        params[f"rows.{side}_num_pages"] = count
         operation = faults.operation_id("transfer_pages", f"{side}_pages") if reports else -1
-        params[f"{side}_operation"] = operation
+        params[f"rows.{side}_operation"] = operation
+    return params
+
+
+def _nested(name: str, dtype: np.dtype[Any], values: tuple[int, ...]) -> _Params:
+    """Return the fields of a nested struct."""
+    return {f"{name}.{f}": v for f, v in zip(dtype.names or (), values, strict=True)}
 
 
 def _addressed(rows: Rows, device: Device, arrays: Sequence[ArrayView]) -> Rows:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import kvcupy as kv
 from kvcupy.arrays import ArrayView
 from kvcupy.ops import call as op_call
-from kvcupy.ops import checks, transfer
+from kvcupy.ops import checks
 from kvcupy.ops.call import Aliasing
 
 ITEMSIZES = {"int8": 1, "fp16": 2, "fp32": 4, "int64": 8}
@@ -193,12 +193,12 @@ def test_layers_one_behind_the_other(device, looked_at, monkeypatch):
 
 
 def test_plans_of_a_transfer_leave_one_at_a_time(device, monkeypatch):
-    monkeypatch.setattr(transfer, "_MAX_PLANS", 3)
+    monkeypatch.setattr(op_call, "_plans", {})
+    monkeypatch.setattr(op_call, "_MAX_PLANS", 3)
     pools = [kv.KVPool(2, 4, 8, 1, 8, dtype="fp32", device=device) for _ in "ab"]
     for layer in (0, 1, 2, 0, 3, 0, 4):
         kv.transfer_pages(*pools, [0], [1], layers=[layer])
-    kept = transfer._plans[pools[0]][pools[1]]
-    assert sorted(options.layers for options in kept) == [(0,), (3,), (4,)]
+    assert sorted(plan.layers for plan in op_call._plans.values()) == [(0,), (3,), (4,)]
 
 
 # Which plans stay -----------------------------------------------------------------------------

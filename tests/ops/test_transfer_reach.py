@@ -198,18 +198,18 @@ def test_converting_between_pageable_pools_is_refused(picky):
 
 def test_more_pieces_than_a_launch_counts_are_refused_before_the_first(device, monkeypatch):
     """The second set of layers has too many: the first is not moved either."""
-    from kvcupy.ops import geometry
+    from kvcupy.ops import call
 
     case = TransferCase(device, 60)
     src, dst = case.pool("page_first", layers=6), case.pool("page_head", layers=6, pages=13)
-    counted = geometry.require_countable
+    counted = call.require_countable
 
     def few(num_rows, name):
         if num_rows > 60:
             raise ValueError(f"{name}: expected at most 60 rows, got {num_rows}")
         counted(num_rows, name)
 
-    monkeypatch.setattr(geometry, "require_countable", few)
+    monkeypatch.setattr(call, "require_countable", few)
     with pytest.raises(ValueError, match="src_pages: expected at most 60"):
         case.issue(src, dst, [3, 5, 7], [1, 2, 12], layers=[0, 2, 3, 4, 5], method="kernel")
     case.finish()
