@@ -76,8 +76,8 @@ class PagedKVCache(ProcessLocal):
     memory on the copy stream, at the first attention of the step, which waits for it by an event;
     so the upload overlaps earlier work of the compute stream. Neither pinned nor device memory is
     overwritten before its readers are done. Pages are copied on the copy stream too, behind the
-    compute streams that wrote them. Each attention asks for its stream anew; a step may use several
-    of them, as long as the caller orders its layers.
+    compute streams that wrote them. A step may use several streams, as long as the caller orders
+    its layers.
     Capture: legal for steps of one token per sequence; see `attention`.
     Threads: one at a time.
     Source: apache/tvm `src/runtime/vm/paged_kv_cache.cc` and pull 16692; Kwon et al. 2023.

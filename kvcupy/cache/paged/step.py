@@ -67,7 +67,7 @@ class Step:
     ----------
     names, sequences, counts : which sequences get how many tokens, in the order of their rows
     in_tree : for each, whether its tokens are nodes of a tree
-    page_size, max_pages : slots per page; pages per sequence that a captured step has room for
+    page_size, max_pages : slots per page; pages per sequence that a captured step has space for
     num_layers : of the cache
     tree_positions : whether attention needs the positions of a tree's nodes, to rotate their keys
     cascade : prefixes to be attended first, or None

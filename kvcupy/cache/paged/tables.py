@@ -123,7 +123,7 @@ class Layout:
 
 
 class PinnedBuffer:
-    """Pinned memory that is packed anew for each copy.
+    """Pinned memory that is repacked for each copy.
 
     Attributes
     ----------
@@ -182,7 +182,7 @@ class DeviceBuffer:
             event = self._spare.pop() if self._spare else self._device.event()
         try:
             self._readers[stream] = stream.record(event)
-        except KvcupyError:  # the stream has failed, and reports it to whoever waits for it
+        except KvcupyError:  # the stream has failed, and reports it to whatever waits for it
             self._unrecorded.append(stream)
 
     def wait_for_readers(self, copy_stream: Stream) -> None:
@@ -295,7 +295,7 @@ class TableBuffer:
     Parameters
     ----------
     num_pinned : uploads of which one may be packed while the one before it is being copied
-    shapes : of tables that stay where they are; None: they are laid out anew for each upload
+    shapes : of tables that stay where they are; None: each upload has its own layout
 
     Attributes
     ----------
