@@ -503,7 +503,7 @@ def test_a_copy_stream_of_another_library(api, gpu):
 
 
 def test_tables_captured_on_the_current_stream(api, gpu, monkeypatch):
-    """Zeros would be put into the graph. And the previous owner of the memory may still use it there."""
+    """Zeros would be put into the graph. And a previous owner of the memory may still use it."""
     ring = TableRing(gpu, None, 1, lambda stream: None)
     home = gpu.stream()
     api.currents[0] = home.cupy

@@ -146,8 +146,8 @@ def launches_ahead(world, count, held):
     return world.results(names)
 
 
-# The tables of a graph are packed into two places alternately, each once its last copy is done. With
-# launches held up, the first copy goes through and the next two wait in both places.
+# The tables of a graph are packed into two buffers alternately, each once its last copy is done.
+# With launches held up, the first copy goes through and the next two wait in both buffers.
 @pytest.mark.parametrize(("held", "count"), [("compute", 3), ("copy", 2)])
 def test_how_far_launches_are_ahead(device, held, count):
     check(device, lambda world: launches_ahead(world, count, held))
