@@ -1,38 +1,45 @@
-"""Measure which way of a transfer is the fastest on a device, for `method="auto"` to go by.
+"""Measure which method of a transfer is the fastest on a device, for `method="auto"` to go by.
 
-What is measured: scattered pieces of one size, by kernel and by copy engine, over a grid of sizes
-and counts; how few blocks of the kernel keep the link busy; and whether relaying short pieces on
-the device first is worth it. What is kept: `ops.transfer_method.Thresholds` of either direction.
+Measured are scattered pieces of one size, by kernel and by copy engine, over a grid of sizes and
+counts; how few blocks of the kernel keep the link busy; and whether staging short pieces pays. Each
+device model has a JSON file in the folder of the kernel cache: {"device", "date", "measured", and
+for either direction the fields of `ops.transfer.Thresholds`}.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import datetime, timezone
 from math import log
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import calibration, devices
+from . import devices
 from .cache.pool import KVPool
+from .devices import cache
 from .devices.protocol import Device, Stream
 from .errors import DeviceError
-from .ops import transfer, transfer_method
-from .ops.transfer_kernels import bounded_blocks
+from .ops import transfer
+from .ops.transfer import NEVER, PagePairs
+from .ops.transfer_kernels import link_blocks
 from .progress import Progress
 
 PIECES = (8, 16, 64, 256, 1024, 4096)
 PIECE_BYTES = (256, 1024, 4096, 16384, 28672, 65536, 262144, 1048576)
 BLOCKS = (1, 2, 4, 8, 16)
-_MOST_BYTES = 64 << 20  # of a case
+_MAX_CASE_BYTES = 64 << 20
 _ROUNDS = 5
 _NEARLY = 0.95  # of the best bandwidth is as good
 
 
 def main(device_name: str | None, *, quick: bool = False, lines: bool = False) -> int:
-    """Measure, print what was found, and keep it; return an exit status.
+    """Measure, print the thresholds, and store them; return an exit status.
 
     Raises
     ------
@@ -46,16 +53,16 @@ def main(device_name: str | None, *, quick: bool = False, lines: bool = False) -
     print(f"calibrating {device.name} ({device.model})", flush=True)
     with Progress("calibrate", 100, "percent", lines=lines) as bar:
         try:
-            found = measure(
+            calibration = measure(
                 device, quick=quick, progress=lambda share, now: bar.to(round(100 * share), now)
             )
         except KeyboardInterrupt:
             print("stopped: nothing is kept of this calibration", file=sys.stderr)
             raise
-    place = calibration.save(device.model, found)
-    transfer_method.forget()
-    print(describe(found))
-    print(f"kept in {place}")
+    file = save(device.model, calibration)
+    transfer.forget_thresholds()
+    print(describe(calibration))
+    print(f"kept in {file}")
     return 0
 
 
@@ -67,10 +74,10 @@ def measure(
     Parameters
     ----------
     quick : a coarse grid, in seconds
-    progress : called with the share that is done, and with what comes next
+    progress : called with the fraction that is done, and with what comes next
     """
     pieces, sizes = (PIECES[1::3], PIECE_BYTES[1::3]) if quick else (PIECES, PIECE_BYTES)
-    found: dict[str, Any] = {
+    calibration: dict[str, Any] = {
         "device": device.model,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "measured": {},
@@ -78,32 +85,32 @@ def measure(
     stream = device.stream()
     for i, direction in enumerate(("to_device", "to_host")):
         times: list[dict[str, float]] = []
-        cases = [(n, size) for n in pieces for size in sizes if n * size <= _MOST_BYTES]
+        cases = [(n, size) for n in pieces for size in sizes if n * size <= _MAX_CASE_BYTES]
         for j, (n, size) in enumerate(cases):
             progress((i + j / len(cases)) / 2, f"{direction}: {n} pieces of {size} bytes")
             times.append(_time_pieces(device, direction, n, size, stream))
         blocks = _fewest_blocks(device, direction, stream)
-        found[direction] = {
+        calibration[direction] = {
             "copy_from_bytes": crossovers(times),
             "staged": _staging_wins(device, direction, stream),
             "blocks": blocks,
         }
-        found["measured"][direction] = times
+        calibration["measured"][direction] = times
     progress(1.0, "done")
-    return found
+    return calibration
 
 
 def crossovers(times: list[dict[str, float]]) -> list[tuple[int, int]]:
     """Return, by number of pieces, from how many bytes a piece the copy engine is better.
 
-    The size that costs the least over all sizes, in factors of time: one disturbed measurement does
-    not move it far.
+    It is the size with the least product of times over all sizes, so that one disturbed measurement
+    does not move it far.
 
     >>> crossovers([{"pieces": 8, "bytes": 256, "kernel": 1.0, "copy": 2.0},
     ...             {"pieces": 8, "bytes": 4096, "kernel": 3.0, "copy": 2.5}])
     [(8, 4096)]
     """
-    found = []
+    by_pieces = []
     for pieces in sorted({int(t["pieces"]) for t in times}):
         own = [t for t in times if t["pieces"] == pieces]
 
@@ -111,21 +118,43 @@ def crossovers(times: list[dict[str, float]]) -> list[tuple[int, int]]:
             return sum(log(t["copy" if t["bytes"] >= from_bytes else "kernel"]) for t in own)
 
         sizes = sorted(int(t["bytes"]) for t in own)
-        found.append((pieces, min([*sizes, transfer_method.NEVER], key=cost)))
-    return found
+        by_pieces.append((pieces, min([*sizes, NEVER], key=cost)))
+    return by_pieces
 
 
-def describe(found: dict[str, Any]) -> str:
-    """Return the thresholds as a table for people."""
+def describe(calibration: dict[str, Any]) -> str:
+    """Return the thresholds of a calibration as a table."""
     lines = [f"{'direction':10} {'pieces':>8}  copy engine from"]
     for direction in ("to_device", "to_host"):
-        own = found[direction]
+        own = calibration[direction]
         for pieces, num_bytes in own["copy_from_bytes"]:
-            text = "never" if num_bytes >= transfer_method.NEVER else f"{num_bytes} bytes a piece"
+            text = "never" if num_bytes >= NEVER else f"{num_bytes} bytes a piece"
             lines.append(f"{direction:10} {pieces:8}  {text}")
-        staged = "relaid first" if own["staged"] else "by the kernel"
+        staged = "staged" if own["staged"] else "by the kernel"
         lines.append(f"{direction:10} {'':8}  short pieces {staged}, {own['blocks']} blocks")
     return "\n".join(lines)
+
+
+def save(model: str, calibration: dict[str, Any]) -> Path:
+    """Store a calibration, in place of an earlier one; return its file.
+
+    Raises
+    ------
+    OSError : the folder cannot be written
+    """
+    file = transfer.calibration_file(model)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".calibration-")
+    with os.fdopen(handle, "w") as stored:
+        json.dump(calibration, stored, indent=1)
+    Path(temporary).replace(file)
+    return file
+
+
+def stored() -> list[dict[str, Any]]:
+    """Return the calibrations of all devices."""
+    files = sorted(cache.directory().glob("calibration-*.json"))
+    return [content for file in files if (content := transfer.parse_calibration(file))]
 
 
 def _time_pieces(
@@ -145,15 +174,15 @@ def _fewest_blocks(device: Device, direction: str, stream: Stream) -> int:
     pages = 2 * np.random.default_rng(0).permutation(2048)
     choices = [n for n in BLOCKS if n <= device.multiprocessors]
     times = [_time(src, dst, pages, stream, method="kernel", max_blocks=n) for n in choices]
-    # A device of few multiprocessors has none to spare, whatever is faster.
-    most = max(bounded_blocks(device), device.multiprocessors // 8)
+    # A device of few SMs has none to spare, whatever is faster.
+    most = max(link_blocks(device), device.multiprocessors // 8)
     return next(
         n for n, us in zip(choices, times, strict=True) if n >= most or us * _NEARLY <= min(times)
     )
 
 
 def _staging_wins(device: Device, direction: str, stream: Stream) -> bool:
-    """Return whether pages of a page-first pool go faster by way of the staging buffer."""
+    """Return whether pages of a page-first pool are faster by way of the staging buffer."""
     src, dst = _pools(direction, device, 64, 16, 8, 1024, "page_first")
     pages = 2 * np.random.default_rng(0).permutation(32)
     times = [_time(src, dst, pages, stream, method=m) for m in ("kernel", "staged")]
@@ -176,10 +205,10 @@ def _time(
     src: KVPool, dst: KVPool, pages: np.ndarray[Any, Any], stream: Stream, *, method: str,
     max_blocks: int | None = None,
 ) -> float:  # fmt: skip
-    """Return the least time of some rounds, in us, by events on the stream."""
+    """Return the least time of several rounds, in us, by events on the stream."""
     prepared = transfer.prepare(src, dst, method=method, max_blocks=max_blocks)
-    pairs = transfer.PagePairs(pages, pages)
-    prepared.issue(pairs, stream)  # compiled, its buffers taken
+    pairs = PagePairs(pages, pages)
+    prepared.issue(pairs, stream)  # compiles, and borrows its buffers
     start, end = (src.device.event(timing=True) for _ in range(2))
     times = []
     for _ in range(_ROUNDS):

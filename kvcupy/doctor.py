@@ -201,7 +201,7 @@ def cache() -> list[Row]:
 
 def _calibrations() -> list[Row]:
     """Return which devices have been calibrated for transfers, and when."""
-    kept = import_module(".calibration", __package__).kept()
-    if not kept:
+    stored = import_module(".calibrate", __package__).stored()
+    if not stored:
         return [Row("calibration", "none: transfers go by defaults (python -m kvcupy calibrate)")]
-    return [Row("calibration", f"{own.get('device')}, {own.get('date')}") for own in kept]
+    return [Row("calibration", f"{own.get('device')}, {own.get('date')}") for own in stored]

@@ -41,7 +41,7 @@ from benchlib import (
     write_json,
 )
 
-from kvcupy import calibration
+from kvcupy.ops import transfer
 
 METHODS = ("kernel", "copy", "staged", "auto")
 EACH_PAGE = "one copy a page and layer"
@@ -200,7 +200,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         **where,
         "quick": arguments.quick,
-        "calibrated": bool(calibration.load(device.model)),
+        "calibrated": bool(transfer.read_calibration(device.model)),
         "peak_gb_per_s": bench.peaks,
         "case_bytes": bench.case_bytes,
         "rows": rows,

@@ -56,7 +56,7 @@ from offload_model import BEST, FEED_FORWARD, OffloadedModel, Proportions, propo
 from overlap_demo import one_core_a_stream
 from workload import MODELS
 
-from kvcupy import calibration
+from kvcupy.ops import transfer
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 COPY_US = 10_000  # of all that a run loads, as one large copy
@@ -185,7 +185,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         **where,
         "quick": arguments.quick,
-        "calibrated": bool(calibration.load(device.model)),
+        "calibrated": bool(transfer.read_calibration(device.model)),
         "model": model.name,
         "layers": layers,
         "tokens": arguments.tokens,

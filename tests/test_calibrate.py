@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy import calibrate, calibration
+from kvcupy import calibrate
 from kvcupy.__main__ import main
-from kvcupy.ops import transfer, transfer_method, transfer_route, transfer_staged
-from kvcupy.ops.transfer_method import DEFAULTS, NEVER, default
+from kvcupy.ops import transfer
+from kvcupy.ops.transfer import DEFAULTS, NEVER, default_thresholds
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A folder of its own for calibrations; kernels are compiled anew at most once."""
-    monkeypatch.setattr(calibration.cache, "directory", lambda: tmp_path)
-    transfer_method.forget()
+    monkeypatch.setattr(calibrate.cache, "directory", lambda: tmp_path)
+    transfer.forget_thresholds()
     yield tmp_path
-    transfer_method.forget()
+    transfer.forget_thresholds()
 
 
 def case(pieces: int, num_bytes: int, kernel: float, copy: float) -> dict[str, float]:
@@ -52,12 +52,12 @@ def test_a_quick_calibration_is_kept_and_read(device, folder, capsys):
     kept = json.loads(file.read_text())
     assert kept["device"] == device.model
     for direction in ("to_device", "to_host"):
-        own = transfer_method.thresholds(device, direction)
+        own = transfer.thresholds(device, direction)
         assert own.copy_from_bytes == tuple(map(tuple, kept[direction]["copy_from_bytes"]))
         assert own.staged is kept[direction]["staged"]
         assert own.blocks == kept[direction]["blocks"] >= 1
         assert kept["measured"][direction]
-    assert transfer_method.thresholds(device, "within") == default(device, "within")
+    assert transfer.thresholds(device, "within") == default_thresholds(device, "within")
 
 
 def chosen(device, pages, *, host_layout="layer_first") -> str:
@@ -67,15 +67,15 @@ def chosen(device, pages, *, host_layout="layer_first") -> str:
     taken = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, label in (
-            (transfer_staged.Turns, "move", "staged"),
-            (transfer_route.Route, "by_runs", "copy"),
-            (transfer_route.Route, "by_kernel", "kernel"),
+            (transfer.StagedTransfer, "ready", "staged"),
+            (transfer.LayerTransfer, "copy", "copy"),
+            (transfer.LayerTransfer, "launches", "kernel"),
         ):
             whole = getattr(owner, name)
 
             def spy(*arguments, whole=whole, label=label, **options):
                 taken.append(label)
-                whole(*arguments, **options)
+                return whole(*arguments, **options)
 
             patch.setattr(owner, name, spy)
         kv.transfer_pages(near, far, pages, pages)
@@ -101,12 +101,12 @@ SCATTERED = np.arange(0, 64, 2)
 )
 def test_auto_goes_by_the_calibration(device, monkeypatch, copy_from_bytes, staged, layout, method):
     kept = {"copy_from_bytes": copy_from_bytes, "staged": staged, "blocks": 2}
-    calibration.save(device.model, {"to_host": kept})
+    calibrate.save(device.model, {"to_host": kept})
     assert chosen(device, SCATTERED, host_layout=layout) == method
 
 
 def test_neighbours_count_as_one_piece(device):
-    calibration.save(
+    calibrate.save(
         device.model,
         {"to_host": {"copy_from_bytes": [[1, 16 * 1024]], "staged": False, "blocks": None}},
     )
@@ -121,7 +121,7 @@ def methods_of(device, pairs, *pools_of, layout="layer_first"):
         shape = (1, 4, heads, 256)
         near = kv.KVPool(near_pages, *shape, layout=layout, device=device)
         far = kv.KVPool(far_pages, *shape, layout=layout, placement="pinned", device=device)
-        found.append(transfer.prepare(near, far).way._choose(pairs))
+        found.append(transfer.prepare(near, far).plan.method_for(pairs))
     return found
 
 
@@ -129,11 +129,11 @@ def test_a_choice_serves_only_transfers_of_the_same_kind(device):
     """One list of pages between pools of other rows, and between smaller pools."""
     pairs = transfer.PagePairs(SCATTERED, SCATTERED)
     kept = {"copy_from_bytes": [[1, 1024]], "staged": False, "blocks": None}
-    calibration.save(device.model, {"to_host": kept})
+    calibrate.save(device.model, {"to_host": kept})
     of_other_rows = (64, 64, 2), (64, 64, 1), (64, 64, 2)
     assert methods_of(device, pairs, *of_other_rows) == ["copy", "kernel", "copy"]
-    calibration.save(device.model, {"to_host": {**kept, "copy_from_bytes": [[1, NEVER], [64, 0]]}})
-    transfer_method.forget()
+    calibrate.save(device.model, {"to_host": {**kept, "copy_from_bytes": [[1, NEVER], [64, 0]]}})
+    transfer.forget_thresholds()
     pairs = transfer.PagePairs(SCATTERED, SCATTERED)  # 32 of K and of V, of which 16 exist
     smaller = (64, 64, 2), (64, 32, 2), (32, 64, 2)
     found = methods_of(device, pairs, *smaller, layout="page_first")
@@ -146,12 +146,12 @@ def test_a_choice_serves_only_transfers_of_the_same_kind(device):
      '{"to_host": {"copy_from_bytes": [["x"]], "staged": true, "blocks": 1}}'],
 )  # fmt: skip
 def test_a_file_that_makes_no_sense_counts_as_none(device, text):
-    calibration.path(device.model).write_text(text)
-    assert transfer_method.thresholds(device, "to_host") == default(device, "to_host")
+    transfer.calibration_file(device.model).write_text(text)
+    assert transfer.thresholds(device, "to_host") == default_thresholds(device, "to_host")
 
 
 def test_a_device_without_a_copy_engine_has_its_kernels_copy():
-    own = default(kv.device("host"), "to_host")
+    own = default_thresholds(kv.device("host"), "to_host")
     assert own.crossover(1) == own.crossover(10_000) == NEVER and not own.staged
 
 
@@ -164,5 +164,5 @@ def test_the_defaults_are_those_documented():
 
 
 def test_models_have_files_of_their_own():
-    assert calibration.path("NVIDIA H200") != calibration.path("NVIDIA-H200")
-    assert calibration.path("").name.startswith("calibration-device-")
+    assert transfer.calibration_file("NVIDIA H200") != transfer.calibration_file("NVIDIA-H200")
+    assert transfer.calibration_file("").name.startswith("calibration-device-")

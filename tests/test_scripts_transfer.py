@@ -41,7 +41,7 @@ def flip_a_byte(monkeypatch):
 
     def wrong(self, pairs, stream, **options):
         issue(self, pairs, stream, **options)
-        part = kv.device("host").carrier(self.way.routes[0].dst.parts[0])
+        part = kv.device("host").carrier(self.plan.transfers[0].dst.parts[0])
 
         def flip():
             part[pairs.dst[-1], 0].reshape(-1).view(np.uint8)[5] ^= 2

@@ -1,18 +1,18 @@
 """The transfer engine: pages between a pool of the device and one of the host, in the background.
 
-    compute stream   | ... fence |            wait_layer(0)[ layer 0 ] wait_layer(1)[ layer 1 ] ...
+    compute stream   | ... after |            wait_layer(0)[ layer 0 ] wait_layer(1)[ layer 1 ] ...
     load stream      wait, start | load 0, event | load 1, event | ... | end
     save stream      wait, start | save | end
 
-There is no thread of its own: calls are queued, and enqueued from whichever thread sends them out.
+There is no thread of its own: calls are queued, and issued by whichever thread sends them out.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import CaptureError, DeviceError
 from ..ops import checks, transfer
 from ..pickling import ProcessLocal
-from .completion import waiting_stream
+from .completion import named_stream, waiting_stream
 
 if TYPE_CHECKING:
     from ..devices.protocol import Device, Event, Stream
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 Pages = np.ndarray[Any, np.dtype[np.int64]]
 
 _POOLS = ("device_pool", "host_pool")
-_SIDES = ("device_pages", "host_pages")
+_LISTS = ("device_pages", "host_pages")
+_PAGE_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 
 
 class TransferEngine(ProcessLocal):
-    """Moves pages between two pools on streams of its own, merged, ordered and layer by layer.
+    """Moves pages between two pools in the background: merged, ordered and layer by layer.
 
     Parameters
     ----------
-    device_pool, host_pool : pools of one device, alike in all but layout, placement and page count
+    device_pool, host_pool : pools of one device, alike in all but layout, placement and num_pages
     load_stream, save_stream : Stream, or a CuPy or torch stream; None: one of its own
     method, max_blocks, convert : as for `transfer_pages`
 
@@ -52,13 +53,13 @@ class TransferEngine(ProcessLocal):
     Notes
     -----
     Stream: a call is ordered behind what `after` holds when it is made, and calls that touch the
-    same pages keep their order. What computes on pages that a transfer writes, or overwrites those
-    that it reads, waits by the handle. Pages that two engines share are ordered by `after` alone.
-    Calls queued between two flushes go out as one per direction. A load of several calls is in
-    place layer by layer for all of them at once.
-    Lifetime: pages freed to the pools' allocators in flight come back when they are no longer
-    touched. Calls that are still queued when engine and handles go are dropped.
-    Threads may share an engine. Capture: refused; a transfer is outside of every capture.
+    same pages keep their order. Work that reads pages which a transfer writes, or overwrites pages
+    which it reads, has to wait for the handle. Pages that two engines share are ordered by `after`
+    alone. Calls queued between two flushes go out as one batch per direction. The loads of a batch
+    complete together, layer by layer.
+    Lifetime: pages that are freed to the pools' allocators in flight become free when they are no
+    longer touched. Calls that are still queued when engine and handles are gone are dropped.
+    Threads may share an engine. Capture: not legal; a transfer is outside of every capture.
     Source: sgl-project/sglang `python/sglang/srt/managers/cache_controller.py` (an event a layer).
 
     Examples
@@ -95,13 +96,11 @@ class TransferEngine(ProcessLocal):
         self.device_pool = device_pool
         self.host_pool = host_pool
         sizes = (device_pool.num_pages, host_pool.num_pages)
-        with _stream_named("load_stream"):
-            self._load = Lane(self, "load", load_stream, loads, sizes)
-        with _stream_named("save_stream"):
-            self._save = Lane(self, "save", save_stream, [save], sizes)
+        self._load = TransferQueue(self, "load", load_stream, loads, sizes)
+        self._save = TransferQueue(self, "save", save_stream, [save], sizes)
         self._calls = 0
-        self._telling = 0
-        # Held while work is put on the streams. Reentrant, for freeing memory may call back.
+        self._notifying = 0
+        # Held while work is put on the streams. Reentrant: freeing memory may call back.
         self._lock = threading.RLock()
 
     @property
@@ -120,15 +119,15 @@ class TransferEngine(ProcessLocal):
         device_pages, host_pages : int32 or int64 (N,) of the host, or lists of ints, copied by the
             call. A pair with a negative page is skipped
         after : the compute stream that has written the pages: Stream, or a CuPy or torch stream;
-            None: the one that is current in CuPy or torch, as for `transfer_pages`. What it is
-            given after the call does not hold the copy up
+            None: the one that is current in CuPy or torch, as for `transfer_pages`. Work that it
+            gets after the call does not delay the copy
 
         Raises
         ------
         TypeError, ValueError : an argument does not fit, or a page is past the end
         CaptureError : a stream is being captured
         """
-        return self._queue(self._save, device_pages, host_pages, after)
+        return self._submit(self._save, device_pages, host_pages, after)
 
     def load(self, host_pages: Any, device_pages: Any, *, after: Any = None) -> Transfer:
         """Queue a copy of pages of every layer from the host pool to the device pool.
@@ -142,93 +141,92 @@ class TransferEngine(ProcessLocal):
         ------
         TypeError, ValueError, CaptureError : as in `save`
         """
-        return self._queue(self._load, device_pages, host_pages, after)
+        return self._submit(self._load, device_pages, host_pages, after)
 
     def flush(self) -> None:
-        """Send all queued calls out, then raise DeviceError if that failed for some of them."""
+        """Send all queued calls out, then raise DeviceError if issuing some of them failed."""
         for batch in self.send():
-            batch.raise_failure()
+            if batch.cause is not None:
+                batch.raise_failure()
 
     def send(self) -> list[Batch]:
-        """Send all queued calls out, and return the batches; their handles tell of failures."""
+        """Send all queued calls out; failures are left to the batches, which are returned."""
         with self._lock:
-            self._refuse_capture()
-            directions = ((self._load, self._save), (self._save, self._load))
-            return [lane.send(other) for lane, other in directions if lane.pending is not None]
+            if self._load.stream.capturing or self._save.stream.capturing:
+                self._raise_capturing()
+            return self._send_pending()
+
+    def _send_pending(self) -> list[Batch]:
+        batches = []
+        for queue, other in ((self._load, self._save), (self._save, self._load)):
+            if queue.pending is not None:
+                batches.append(queue.send(other))
+        return batches
 
     def layer_number(self, layer: Any) -> int:
-        """Check the number of a layer."""
+        """Return the number of a layer as an int, once it is checked."""
         checks.require_int(layer, "layer")
         if not 0 <= layer < self.device_pool.num_layers:
             most = self.device_pool.num_layers - 1
             raise ValueError(f"layer: expected 0 to {most}, got {layer}")
         return int(layer)
 
-    def page_bytes(self, kind: str) -> int:
-        """Return the bytes of a page of all layers, as its source stores them."""
-        return (self._load if kind == "load" else self._save).page_bytes
-
     @property
-    def telling(self) -> bool:
-        """Whether an allocator is being told of a call: what it polls then is none of the caller's
-        doing, and sends nothing out."""
-        return self._telling > 0
+    def notifying(self) -> bool:
+        """Whether a call is being announced to an allocator. What that polls meanwhile was not
+        asked for by the caller, so it sends nothing out."""
+        return self._notifying > 0
 
-    def _queue(self, lane: Lane, device_pages: Any, host_pages: Any, after: Any) -> Transfer:
-        pages = self._page_lists(lane.kind, device_pages, host_pages)
-        with _stream_named("after"):
-            on = self.device.as_stream(after)
-        if on.capturing:
+    def _submit(
+        self, queue: TransferQueue, device_pages: Any, host_pages: Any, after: Any
+    ) -> Transfer:
+        device_list, host_list = self._page_lists(queue.kind, device_pages, host_pages)
+        compute = named_stream(self.device, after, "after")
+        if compute.capturing:
             raise CaptureError("after: a transfer cannot be part of a capture")
+        batch = None
         with self._lock:
-            self._refuse_capture()
-            if any(one.conflicts(lane.kind, *pages) for one in (self._load, self._save)):
-                self.send()
-            batch = None
-            if len(pages[0]):
-                batch = lane.queue(self._calls + 1, *pages, on.record())
+            if self._load.stream.capturing or self._save.stream.capturing:
+                self._raise_capturing()
+            for queued in (self._load, self._save):
+                if queued.pending is not None and queued.conflicts(
+                    queue.kind, device_list, host_list
+                ):
+                    self._send_pending()
+            if len(device_list):
+                batch = queue.add(self._calls + 1, device_list, host_list, compute.record())
+                self._notifying += 1
             self._calls += 1
-            made = Transfer(self, lane.kind, self._calls, len(pages[0]), batch)
+            transfer = Transfer(self, queue, self._calls, len(device_list), batch)
         if batch is not None:
-            self._tell(pages, batch)
-        return made
+            try:  # without the lock: allocators have locks of their own
+                self.device_pool.allocator.hold(device_list, batch)
+                self.host_pool.allocator.hold(host_list, batch)
+            finally:
+                with self._lock:
+                    self._notifying -= 1
+        return transfer
 
     def _page_lists(self, kind: str, device_pages: Any, host_pages: Any) -> tuple[Pages, Pages]:
-        """Check and copy the lists of a call; leave the pairs out that are skipped."""
-        given, names = (device_pages, host_pages), _SIDES
-        if kind == "load":
-            given, names = given[::-1], names[::-1]
-        pairs = transfer.PagePairs(*given, names)
-        lists: dict[str, Pages] = {}
-        for name, pages in zip(names, (pairs.src, pairs.dst), strict=True):
-            if pages is None:
-                raise TypeError(f"{name}: expected a list or an array of the host")
-            lists[name] = pages
-        device, host = (lists[name] for name in _SIDES)
-        if pairs.count and min(device.min(), host.min()) < 0:
-            meant = (device >= 0) & (host >= 0)
-            device, host = device[meant], host[meant]
-        pools = (self.device_pool, self.host_pool)
-        for name, pages, pool in zip(_SIDES, (device, host), pools, strict=True):
-            if len(pages) and (last := pages.max()) >= pool.num_pages:
-                raise ValueError(f"{name}: expected pages below {pool.num_pages}, got {last}")
+        """Check and copy the lists of a call; leave out the pairs that are skipped."""
+        device, host = _as_int64(device_pages), _as_int64(host_pages)
+        if device is None or host is None or len(device) != len(host):
+            device, host = _checked_lists(kind, device_pages, host_pages)
+        if len(device) and min(np.minimum.reduce(device), np.minimum.reduce(host)) < 0:
+            moved = (device >= 0) & (host >= 0)
+            device, host = device[moved], host[moved]
+        if len(device):
+            for name, pages, pool in (
+                ("device_pages", device, self.device_pool),
+                ("host_pages", host, self.host_pool),
+            ):
+                if (last := np.maximum.reduce(pages)) >= pool.num_pages:
+                    raise ValueError(f"{name}: expected pages below {pool.num_pages}, got {last}")
         return device, host
 
-    def _tell(self, pages: tuple[Pages, Pages], batch: Batch) -> None:
-        """Hold pages back, should they be freed. Not with the lock held: allocators have theirs."""
-        with self._lock:
-            self._telling += 1
-        try:
-            self.device_pool.allocator.busy(pages[0], batch)
-            self.host_pool.allocator.busy(pages[1], batch)
-        finally:
-            with self._lock:
-                self._telling -= 1
-
-    def _refuse_capture(self) -> None:
-        for lane in (self._load, self._save):
-            if lane.stream.capturing:
-                raise CaptureError(f"{lane.kind}_stream: a transfer cannot be part of a capture")
+    def _raise_capturing(self) -> None:
+        queue = self._load if self._load.stream.capturing else self._save
+        raise CaptureError(f"{queue.kind}_stream: a transfer cannot be part of a capture")
 
 
 # --- What a call hands back ---
@@ -237,25 +235,30 @@ class TransferEngine(ProcessLocal):
 class Transfer(ProcessLocal):
     """One call of `TransferEngine.save` or `load`: a `Completion`.
 
-    Whatever is asked here but `num_bytes` sends the queued calls out first. After a failure
-    everything but `num_bytes` raises `DeviceError`, which names the transfer and has the cause;
-    its destination pages are undefined.
+    All methods and times send the queued calls out first. After a failure they raise `DeviceError`,
+    which names the transfer and has the cause; the destination pages are then undefined.
 
     Attributes
     ----------
     kind : "load" or "save"
-    number : counts the calls of the engine, from 1
+    number : of the call, counted from 1 for each engine
     num_pages : pairs of pages, the skipped ones left out
     num_bytes : bytes that it moves, K and V counted once, as the source stores them
+    failure : why it has failed, as far as that is known, or None. Never sends, waits or raises
     """
 
     def __init__(
-        self, engine: TransferEngine, kind: str, number: int, num_pages: int, batch: Batch | None
+        self,
+        engine: TransferEngine,
+        queue: TransferQueue,
+        number: int,
+        num_pages: int,
+        batch: Batch | None,
     ) -> None:
-        self.kind = kind
+        self.kind = queue.kind
         self.number = number
         self.num_pages = num_pages
-        self.num_bytes = num_pages * engine.page_bytes(kind)
+        self.num_bytes = num_pages * queue.page_bytes
         self._engine = engine
         self._batch = batch  # None: no pages, so nothing to wait for
 
@@ -274,22 +277,20 @@ class Transfer(ProcessLocal):
 
     @property
     def failure(self) -> DeviceError | None:
-        """Why it has failed, as far as that is known. Neither waits nor raises, and sends nothing
-        out."""
         return None if self._batch is None else self._batch.failure_of(self.number)
 
     def wait_layer(self, layer: int, stream: Any = None) -> None:
-        """Let later work of a compute stream wait until one layer is in place.
+        """Let later work of a compute stream wait until one layer has been moved.
 
         Parameters
         ----------
         layer : 0 to num_layers - 1. A save is waited for as a whole
         stream : Stream, or a CuPy or torch stream; None: the current one. The host does not
-            wait, except where the stream is the calling thread itself
+            block, except where the stream is the calling thread itself
 
         Raises
         ------
-        TypeError, ValueError : `layer` is none
+        TypeError, ValueError : `layer` is out of range, or `stream` is not a stream
         CaptureError : the stream is being captured; a transfer is outside of every capture
         DeviceError : the transfer has failed
         """
@@ -311,7 +312,7 @@ class Transfer(ProcessLocal):
         return over
 
     def synchronize(self) -> None:
-        """Wait until the transfer is done; DeviceError if it has failed, once that is over too."""
+        """Wait until the transfer is done; DeviceError if it failed, once no page is touched."""
         batch = self._sent()
         if batch is not None:
             batch.join()
@@ -319,7 +320,7 @@ class Transfer(ProcessLocal):
 
     @property
     def elapsed_us(self) -> float:
-        """Wait, and return the microseconds that the batch took: all that went out together."""
+        """Wait, and return the microseconds that its batch took: all calls sent out together."""
         self.synchronize()
         if self._batch is None or self._batch.end is None:
             return 0.0
@@ -327,7 +328,7 @@ class Transfer(ProcessLocal):
 
     @property
     def gb_per_s(self) -> float:
-        """Wait, and return 1e9 bytes a second: `num_bytes` over `elapsed_us`."""
+        """Wait, and return `num_bytes` over `elapsed_us` in 1e9 bytes per second."""
         elapsed_us = self.elapsed_us
         return self.num_bytes / elapsed_us / 1e3 if elapsed_us > 0 else 0.0
 
@@ -338,7 +339,7 @@ class Transfer(ProcessLocal):
             batch.block(waiting, layer, self.number)
 
     def _sent(self) -> Batch | None:
-        """Send the queued calls out, if this is one of them, and return its batch."""
+        """Send the queued calls out if this is one of them; return its batch."""
         if self._batch is not None and not self._batch.issued:
             self._engine.send()
         return self._batch
@@ -348,54 +349,38 @@ class Transfer(ProcessLocal):
 
 
 class Batch:
-    """Calls of one direction that go out as one: a start, an event a layer (loads), an end.
+    """Calls of one direction that go out as one: start, then an event for each layer of loads, end.
 
-    It is the `Completion` that allocators ask before they hand out a page that it touches: a failed
-    one may still touch pages. It does not keep the engine: calls that were queued and never sent
-    touch nothing. While a stream of the engine is captured, calls stay queued, and it raises
-    `CaptureError`.
+    It is the `Completion` that allocators get: a failed batch may still touch pages for a while.
+    It does not keep the engine, for queued calls that are never sent touch nothing. While a stream
+    of the engine is captured, queued calls cannot go out, and it raises `CaptureError`.
 
     Attributes
     ----------
-    kind : "load" or "save"
     calls : number and page count of each call
-    device_pages, host_pages : a list of pages a call, until the batch is done
-    fences : events of the compute streams, to wait for before any page is touched
+    device_pages, host_pages : a list for each call, until the batch is done
+    after_events : of the compute streams, to wait for before any page is touched
+    start, end : events around all of it
+    layer_events : of loads, behind each layer
+    issued : whether all of it is on the stream, or as much as could be
     cause, layer : why the batch has failed, and in which layer, where that is known
     """
 
     def __init__(self, engine: weakref.ref[TransferEngine], kind: str, stream: Stream) -> None:
-        self._engine = engine
         self.kind = kind
         self.stream = stream
         self.calls: list[tuple[int, int]] = []
         self.device_pages: list[Pages] = []
         self.host_pages: list[Pages] = []
-        self.fences: list[Event] = []
+        self.after_events: list[Event] = []
         self.start: Event | None = None
         self.layer_events: list[Event] = []
         self.end: Event | None = None
         self.issued = False
         self.cause: BaseException | None = None
         self.layer: int | None = None
+        self._engine = engine
         self._joined = False
-
-    def add(self, number: int, device_pages: Pages, host_pages: Pages, fence: Event) -> None:
-        """Take one more call along."""
-        self.calls.append((number, len(device_pages)))
-        self.device_pages.append(device_pages)
-        self.host_pages.append(host_pages)
-        self.fences.append(fence)
-
-    def release(self) -> None:
-        """Let go of what only an unfinished batch needs."""
-        self.device_pages, self.host_pages, self.fences = [], [], []
-
-    def event(self, layer: int | None) -> Event:
-        """Return the event after which a layer, or everything, is in place."""
-        if self.end is None:
-            raise DeviceError(f"{self.name()}: waited for while it is being issued")
-        return self.end if layer is None or self.kind == "save" else self.layer_events[layer]
 
     @property
     def failure(self) -> DeviceError | None:
@@ -403,11 +388,13 @@ class Batch:
 
     def done(self) -> bool:
         """Return whether no page is touched any more; queued calls go out first."""
+        if self._joined:
+            return True
         if not self.issued:
             engine = self._engine()
             if engine is None:
                 return True
-            if engine.telling:  # an allocator tidies up in the middle of a call
+            if engine.notifying:
                 return False
             engine.send()
             if not self.issued:
@@ -433,35 +420,38 @@ class Batch:
         self.block(waiting_stream(self.stream.device, stream, "a transfer"), layer)
 
     def block(self, stream: Stream, layer: int | None, number: int | None = None) -> None:
-        """Let a stream wait for a layer or for all; DeviceError names one call, or all."""
-        self.raise_failure(number)
-        event = self.event(layer)
-        self.note(event)  # a stream would not be held up by a failure that has surfaced
-        self.raise_failure(number)
-        try:
-            stream.wait(event)
-        except DeviceError as error:
-            self.fail(error.__cause__ or error)
-        self.note(event)
-        self.raise_failure(number)
+        """Let a stream wait for one layer, or for all; DeviceError names one call, or all."""
+        if self.cause is None:
+            if self.end is None:
+                raise DeviceError(f"{self.name()}: waited for while it is being issued")
+            event = self.end if layer is None or self.kind == "save" else self.layer_events[layer]
+            self.note(event)  # a failure that has surfaced already would not stop the stream
+            if self.cause is None:
+                try:
+                    stream.wait(event)
+                except DeviceError as error:
+                    self.fail(error.__cause__ or error)
+                self.note(event)
+        if self.cause is not None:
+            self.raise_failure(number)
 
     def join(self) -> None:
         """Wait until the stream has passed all that was issued, and note what failed in it."""
-        if self._joined:  # what a stream does later is none of the batch's
+        if self._joined:  # later work of the stream is not the batch's
             return
         failure: BaseException | None = None
         try:
             (self.stream if self.end is None else self.end).synchronize()
         except DeviceError as error:
             failure = error.__cause__ or error
-        if self.end is not None:
+        if self.end is not None and self.end.error() is not None:
             self.note(self.end)  # it knows the layer
         if failure is not None:
             self.fail(failure)
         self._joined = True
 
     def note(self, event: Event) -> None:
-        """Note the failure of work before `event`, if it is passed, and let it surface.
+        """Note the failure of work before `event`, once that is passed, and let it surface.
 
         Work behind a failure is skipped until it surfaces; here it does, for every transfer of
         the batch raises it from now on.
@@ -479,6 +469,10 @@ class Batch:
         if self.cause is None:
             self.layer, self.cause = layer, cause
 
+    def release(self) -> None:
+        """Drop what only an unfinished batch needs."""
+        self.device_pages, self.host_pages, self.after_events = [], [], []
+
     def name(self, number: int | None = None) -> str:
         """Name one call, or all: `load 7: 12 pages`."""
         calls = [(n, count) for n, count in self.calls if number in (None, n)]
@@ -491,8 +485,8 @@ class Batch:
         if self.cause is None:
             return None
         where = "" if self.layer is None else f", layer {self.layer}"
-        said = f"{type(self.cause).__name__}: {self.cause}"
-        failure = DeviceError(f"{self.name(number)}{where}: {said}")
+        cause = f"{type(self.cause).__name__}: {self.cause}"
+        failure = DeviceError(f"{self.name(number)}{where}: {cause}")
         failure.__cause__ = self.cause
         return failure
 
@@ -502,8 +496,8 @@ class Batch:
             raise failure from failure.__cause__
 
 
-class Lane:
-    """One direction: its stream, the batch that calls queue up in, and those in flight.
+class TransferQueue:
+    """One direction: its stream, the batch that calls queue up in, and the batches in flight.
 
     Attributes
     ----------
@@ -518,54 +512,62 @@ class Lane:
         engine: TransferEngine,
         kind: str,
         stream: Any,
-        prepared: Sequence[Any],
+        prepared: Sequence[transfer.PreparedTransfer],
         sizes: Sequence[int],
     ) -> None:
-        device = engine.device
+        device: Device = engine.device
         self.kind = kind
-        self.stream: Stream = device.stream() if stream is None else device.as_stream(stream)
+        self.stream = (
+            device.stream() if stream is None else named_stream(device, stream, f"{kind}_stream")
+        )
         if stream is None:
             self.stream.name = kind
         self.pending: Batch | None = None
-        self.page_bytes: int = sum(one.page_bytes for one in prepared)
-        self._engine = weakref.ref(engine)
+        self.page_bytes: int = sum(part.page_bytes for part in prepared)
         self._device = device
+        self._engine = weakref.ref(engine)
         self._own = stream is None
-        self._prepared = prepared  # a load's layers one by one, or all that a save moves
+        # A load is issued layer by layer, a save at once.
+        names = ["save"] if kind == "save" else [f"load {layer}" for layer in range(len(prepared))]
+        self._parts = list(zip(prepared, names, strict=True))
         self._in_flight: list[Batch] = []
-        self._marks = [np.zeros(size, np.bool_) for size in sizes]  # pages pending, on each side
+        # By page, whether the pending batch touches it: of the device pool, of the host pool.
+        self._marks = [np.zeros(size, np.bool_) for size in sizes]
 
-    def queue(self, number: int, device_pages: Pages, host_pages: Pages, fence: Event) -> Batch:
-        """Let a call go out with the pending batch."""
-        if self.pending is None:
-            self.pending = Batch(self._engine, self.kind, self.stream)
-        self.pending.add(number, device_pages, host_pages, fence)
-        self._mark(device_pages, host_pages, True)
-        return self.pending
+    def add(self, number: int, device_pages: Pages, host_pages: Pages, after: Event) -> Batch:
+        """Queue a call in the pending batch."""
+        batch = self.pending
+        if batch is None:
+            batch = self.pending = Batch(self._engine, self.kind, self.stream)
+        batch.calls.append((number, len(device_pages)))
+        batch.device_pages.append(device_pages)
+        batch.host_pages.append(host_pages)
+        batch.after_events.append(after)
+        self._marks[0][device_pages] = True
+        self._marks[1][host_pages] = True
+        return batch
 
     def conflicts(self, kind: str, device_pages: Pages, host_pages: Pages) -> bool:
         """Return whether a call touches pages of the pending batch, and one of the two writes."""
-        if self.pending is None:
-            return False
-        for mover, marks, pages in zip(("load", "save"), self._marks, (device_pages, host_pages),
-                                       strict=True):  # fmt: skip
-            if mover in (kind, self.kind) and marks[pages].any():
-                return True
-        return False
+        kinds = (kind, self.kind)
+        return ("load" in kinds and bool(self._marks[0][device_pages].any())) or (
+            "save" in kinds and bool(self._marks[1][host_pages].any())
+        )
 
-    def send(self, other: Lane) -> Batch:
-        """Put the pending batch on the stream and return it; what fails is noted in it.
+    def send(self, other: TransferQueue) -> Batch:
+        """Put the pending batch on the stream and return it; failures are noted in it.
 
         Parameters
         ----------
-        other : the other direction. What of it is in flight on the same pages is waited for
+        other : the other direction, whose batches in flight on the same pages are waited for
         """
-        self._tidy()
-        other._tidy()
+        for queue in (self, other):
+            if queue._in_flight:
+                queue._reap()
         batch, self.pending = self.pending, None
         assert batch is not None
         try:
-            self._enqueue(batch, other)
+            self._issue(batch, other)
         except BaseException as error:
             begun = self.kind == "load" and batch.start is not None
             batch.fail(error, len(batch.layer_events) if begun else None)
@@ -575,54 +577,56 @@ class Lane:
             self._close(batch)
         return batch
 
-    def _enqueue(self, batch: Batch, other: Lane) -> None:
-        sides = (joined(batch.device_pages), joined(batch.host_pages))
-        for fence in batch.fences:
-            self.stream.wait(fence)
-            if (error := fence.error()) is not None:  # one that has surfaced holds no stream up
+    def _issue(self, batch: Batch, other: TransferQueue) -> None:
+        stream, is_save = self.stream, self.kind == "save"
+        for event in batch.after_events:
+            stream.wait(event)
+            if (error := event.error()) is not None:  # having surfaced, it would stop no stream
                 batch.fail(error)
                 return
-        for earlier in other._in_flight if other.stream != self.stream else ():
+        for earlier in other._in_flight if other.stream != stream else ():
             if self._touches(earlier):
-                self.stream.wait(other.stream if earlier.end is None else earlier.end)
-        pairs = transfer.PagePairs(*(sides if self.kind == "save" else sides[::-1]))
-        batch.start = self.stream.record(self._device.event(timing=True))
-        for layer, prepared in enumerate(self._prepared):
-            if self.kind == "save":
-                prepared.issue(pairs, self.stream, name="save")
-            else:
-                prepared.issue(pairs, self.stream, name=f"load {layer}")
-                batch.layer_events.append(self.stream.record(self._device.event()))
+                stream.wait(other.stream if earlier.end is None else earlier.end)
+        device_pages, host_pages = batch.device_pages[0], batch.host_pages[0]
+        if len(batch.calls) > 1:
+            device_pages = np.concatenate(batch.device_pages)
+            host_pages = np.concatenate(batch.host_pages)
+        sides = (device_pages, host_pages) if is_save else (host_pages, device_pages)
+        pairs = transfer.PagePairs.of_arrays(*sides)
+        batch.start = stream.record(self._device.event(timing=True))
+        for part, name in self._parts:
+            part.issue(pairs, stream, name=name)
+            if not is_save:
+                batch.layer_events.append(stream.record())
 
     def _close(self, batch: Batch) -> None:
-        """End a batch, whatever has become of it."""
+        """End a batch, including after a failure."""
         try:
             batch.end = self.stream.record(self._device.event(timing=True))
         except Exception as error:  # the stream then tells when the batch is over
             batch.fail(error)
-        for pages in zip(batch.device_pages, batch.host_pages, strict=True):
-            self._mark(*pages, False)
-        batch.fences = []
+        for device_pages, host_pages in zip(batch.device_pages, batch.host_pages, strict=True):
+            self._marks[0][device_pages] = False
+            self._marks[1][host_pages] = False
+        batch.after_events = []
         batch.issued = True
         self._in_flight.append(batch)
 
-    def _tidy(self) -> None:
-        """Let go of the batches that are over.
+    def _reap(self) -> None:
+        """Drop the batches that are over.
 
         On a stream of the engine's own a failure surfaces here too: nobody else may ever look.
         """
-        for batch in [batch for batch in self._in_flight if batch.done()]:
+        for batch in list(self._in_flight):
+            if not batch.done():
+                continue
             if self._own:
                 batch.join()
             batch.release()
             self._in_flight.remove(batch)
 
-    def _mark(self, device_pages: Pages, host_pages: Pages, pending: bool) -> None:
-        self._marks[0][device_pages] = pending
-        self._marks[1][host_pages] = pending
-
     def _touches(self, earlier: Batch) -> bool:
-        """Return whether a batch in flight shares a page with the one that is pending."""
+        """Return whether a batch in flight shares a page with the one that is being issued."""
         sides = (earlier.device_pages, earlier.host_pages)
         return any(
             bool(marks[pages].any())
@@ -631,15 +635,26 @@ class Lane:
         )
 
 
-def joined(pages: Sequence[Pages]) -> Pages:
-    """Return the page lists of several calls end to end."""
-    return pages[0] if len(pages) == 1 else np.concatenate(pages)
+def _as_int64(pages: Any) -> Pages | None:
+    """Return a copy of a page list of the usual kinds, a list of ints or an array; else None."""
+    if type(pages) is list and set(map(type, pages)) <= {int}:
+        try:
+            return np.array(pages, np.int64)
+        except OverflowError:
+            return None
+    if type(pages) is np.ndarray and pages.ndim == 1 and pages.dtype in _PAGE_DTYPES:
+        return pages.astype(np.int64, order="C")
+    return None
 
 
-@contextmanager
-def _stream_named(name: str) -> Iterator[None]:
-    """Let errors of a stream argument call it by its name."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}{str(error).removeprefix('stream')}") from None
+def _checked_lists(kind: str, device_pages: Any, host_pages: Any) -> tuple[Pages, Pages]:
+    """Return copies of page lists of any kind, or raise what `transfer_pages` would."""
+    lists = {"device_pages": device_pages, "host_pages": host_pages}
+    src, dst = _LISTS if kind == "save" else _LISTS[::-1]
+    pairs = transfer.PagePairs(lists[src], lists[dst], (src, dst))
+    copies: dict[str, Pages] = {}
+    for name, pages in ((src, pairs.src), (dst, pairs.dst)):
+        if pages is None:
+            raise TypeError(f"{name}: expected a list or an array of the host")
+        copies[name] = pages
+    return copies["device_pages"], copies["host_pages"]

@@ -74,7 +74,7 @@ class PageAllocator(ProcessLocal):
         self._lock = threading.Lock()
         self._num_free = self.num_pages
         self._num_deferred = 0
-        # By number, in order of issue: what is in flight, and the pages, ascending, each once.
+        # By number, in order of issue: what is in flight, and its pages.
         self._transfers: dict[int, tuple[Completion, Pages]] = {}
         self._numbers = itertools.count()
         self._poll_above = _MIN_TRANSFERS
@@ -204,12 +204,15 @@ class PageAllocator(ProcessLocal):
             touched = np.arange(self.num_pages)
         else:
             listed = page_array(pages)
-            touched = np.unique(listed[(listed >= 0) & (listed < self.num_pages)].astype(np.int64))
-        if len(touched) == 0:
-            return
+            touched = listed[(listed >= 0) & (listed < self.num_pages)].astype(np.int64)
+        if len(touched):
+            self.hold(touched, transfer)
+
+    def hold(self, pages: Pages, transfer: Completion) -> None:
+        """Hold back pages as `busy` does: int64 (n,), at least one, all of them pages."""
         with self._lock:
-            self._transfers[next(self._numbers)] = transfer, touched
-            self._num_transfers[touched] += 1
+            self._transfers[next(self._numbers)] = transfer, pages
+            self._num_transfers[pages] += 1
             crowded = len(self._transfers) > self._poll_above
             if crowded:  # so that threads that call this meanwhile do not poll too
                 self._poll_above = 2 * len(self._transfers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -13,10 +14,49 @@ from ..arrays import ArrayView, array_at, contiguous_strides
 from ..devices.protocol import Device, Stream
 from ..exporters import view
 from . import checks
-from .transfer_kernels import Lists
-from .transfer_runs import PageRuns, page_runs
 
 _NAMES = ("src_pages", "dst_pages")
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Page numbers where the kernels find them: address, byte stride and bytes of an index."""
+
+    count: int
+    src: tuple[int, int, int]
+    dst: tuple[int, int, int]
+
+
+_Numbers = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class PageRuns:
+    """Pages in order of their targets, neighbours on both sides put together.
+
+    Attributes
+    ----------
+    src, dst : int64 (runs,), the first pages of each run
+    lengths : int64 (runs,), pages
+    """
+
+    src: _Numbers
+    dst: _Numbers
+    lengths: _Numbers
+
+
+def page_runs(src: _Numbers, dst: _Numbers) -> PageRuns:
+    """Return the runs of pairs of pages, all of which exist.
+
+    >>> page_runs(np.array([7, 3, 6]), np.array([2, 9, 1])).lengths
+    array([2, 1])
+    """
+    order = np.argsort(dst, kind="stable")
+    src, dst = src[order], dst[order]
+    breaks = (np.diff(src) != 1) | (np.diff(dst) != 1)
+    starts = np.flatnonzero(np.concatenate([np.ones(min(1, len(src)), bool), breaks]))
+    lengths = np.diff(np.append(starts, len(src)))
+    return PageRuns(src[starts], dst[starts], lengths)
 
 
 class Existing:
@@ -44,7 +84,7 @@ class PagePairs:
     ----------
     count : N
     views : both lists described
-    src, dst : both as int64 (N,) arrays of the host, or None where a GPU has them
+    src, dst : both as int64 (N,) host arrays, or None where a GPU has them
 
     Raises
     ------
@@ -52,16 +92,30 @@ class PagePairs:
     """
 
     def __init__(self, src_pages: Any, dst_pages: Any, names: tuple[str, str] = _NAMES) -> None:
-        owners = [_as_array(p, n) for p, n in zip((src_pages, dst_pages), names, strict=True)]
-        self.views = [view(owner, name) for owner, name in zip(owners, names, strict=True)]
-        counts = [checks.length_of(v, name) for v, name in zip(self.views, names, strict=True)]
-        if counts[0] != counts[1]:
-            raise ValueError(f"{names[1]}: expected {counts[0]} like {names[0]}, got {counts[1]}")
-        self.count = counts[0]
-        self.src, self.dst = (_on_host(v, o) for v, o in zip(self.views, owners, strict=True))
+        src, self.src = _page_list(src_pages, names[0])
+        dst, self.dst = _page_list(dst_pages, names[1])
+        self.views = (src, dst)
+        self.count = src.shape[0]
+        if dst.shape[0] != self.count:
+            raise ValueError(
+                f"{names[1]}: expected {self.count} like {names[0]}, got {dst.shape[0]}"
+            )
         self._lists: tuple[Lists, tuple[object, ...]] | None = None
         self._existing: dict[tuple[int, int], Existing] = {}
-        self.methods: dict[object, str] = {}  # chosen for them, by what the choice depends on
+        self.methods: dict[object, str] = {}  # that were chosen, by the kind of transfer
+
+    @classmethod
+    def of_arrays(cls, src: _Numbers, dst: _Numbers) -> PagePairs:
+        """Return the pairs of two contiguous int64 (N,) host arrays.
+
+        The arrays are neither checked nor copied: they must not change until the transfers are
+        done.
+        """
+        pairs = cls.__new__(cls)
+        pairs.views = (_view_of(src), _view_of(dst))
+        pairs.count, pairs.src, pairs.dst = len(src), src, dst
+        pairs._lists, pairs._existing, pairs.methods = None, {}, {}
+        return pairs
 
     def lists(self, device: Device, on: Stream) -> tuple[Lists, tuple[object, ...]]:
         """Return the lists where kernels of `device` read them, and what keeps them there.
@@ -132,19 +186,29 @@ def send(lists: Sequence[np.ndarray[Any, Any]], device: Device, on: Stream) -> A
     )  # fmt: skip
 
 
-def _as_array(pages: Any, name: str) -> Any:
-    """Return a sequence of ints as array; anything else as it is."""
-    if not isinstance(pages, (list, tuple, range)):
-        return pages
-    for page in pages:
-        checks.require_int(page, name)
+def _page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
+    """Check a page list; return it described, and as int64 host array unless a GPU has it."""
+    if isinstance(pages, (list, tuple, range)):
+        array = _int64(pages, name)
+        return _view_of(array), array
+    v = view(pages, name)
+    checks.indices(v, name)
+    if v.device != "host":
+        return v, None
+    array = array_at(v.owner, v.pointer, v.shape, np.dtype(v.format), v.strides)
+    return v, array.astype(np.int64)
+
+
+def _int64(pages: Sequence[Any], name: str) -> _Numbers:
+    if not {int}.issuperset(map(type, pages)):  # ABCs are slow to ask
+        for page in pages:
+            checks.require_int(page, name)
     try:
         return np.array(pages, np.int64)
     except OverflowError:
         raise ValueError(f"{name}: expected 64-bit ints, got {pages!r}") from None
 
 
-def _on_host(v: ArrayView, owner: Any) -> np.ndarray[Any, Any] | None:
-    if v.device != "host":
-        return None
-    return array_at(v.owner, v.pointer, v.shape, np.dtype(v.format), v.strides).astype(np.int64)
+def _view_of(array: _Numbers) -> ArrayView:
+    pointer = array.__array_interface__["data"][0]
+    return ArrayView(pointer, array.shape, array.strides, "int64", "host", owner=array)

@@ -1,26 +1,54 @@
-"""Move pages between pools: GPU to pinned host memory and back, in any layout."""
+"""Move pages between pools: GPU to pinned host memory and back, in any layout.
+
+transfer_pages, or prepare and PreparedTransfer.issue
+TransferPlan        what two pools and the options decide; from the page lists, the method:
+"kernel"          a launch for each evenly spaced set of layers      (LayerTransfer)
+"copy"            contiguous runs by the copy engine                 (LayerTransfer)
+"staged"          a kernel and the copy engine, by way of a buffer   (StagedTransfer)
+no kernel         array expressions, if `config.fallback` allows it
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import numbers
+import re
 import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from .. import observe
-from .page_pairs import PagePairs
-from .transfer_checks import Request, pages_of, require_geometry, require_pool
-from .transfer_way import Way
+import numpy as np
+
+from .. import faults, observe, scratch
+from ..arrays import ArrayView, describe, overlap
+from ..config import config
+from ..devices import cache
+from ..devices.protocol import Device, Stream
+from ..errors import CompileError
+from . import expressions, geometry, transfer_kernels
+from .page_pairs import Existing, PagePairs, PageRuns, page_runs
+from .transfer_kernels import LayerPages, PageLaunch, Rows, longest_rows
 
 __all__ = ["PagePairs", "PreparedTransfer", "prepare", "transfer_pages"]
 
-_NAMES = ("src_pool", "dst_pool")
+METHODS = ("auto", "kernel", "copy", "staged")
+DIRECTIONS = ("to_device", "to_host", "within")
 
-_MAX_WAYS = 256  # of two pools: sets of layers come in any number
+_POOLS = ("src_pool", "dst_pool")
+_MAX_PLANS = 256  # of two pools: sets of layers come in any number
 
 # By source and target, which it keeps neither of, and by options, the last used last.
-_ways: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Request, Way]]] = WeakKeyDictionary()
+_plans: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[Options, TransferPlan]]]
+_plans = WeakKeyDictionary()
 _lock = threading.Lock()
+
+_Numbers = np.ndarray[Any, Any]
+_Enqueue = Callable[[], None]
 
 
 def transfer_pages(
@@ -43,17 +71,17 @@ def transfer_pages(
         of any page counts. They may be one pool
     src_pages, dst_pages : int32 or int64 (N,), or lists of ints. A pair with a negative page is
         skipped. Past the end: likewise, and raised by `check_faults`
-    layers : which layers; None: all
+    layers : int or ints, which layers; None: all
     method : "kernel" (a launch for each evenly spaced set of layers, which reads and writes pinned
-        memory directly), "copy" (contiguous runs by the copy engine), "staged" (relaid in a buffer
-        of the device, then copied in long runs), or "auto", which chooses by how many pieces there
-        are and how long: as `python -m kvcupy calibrate` found for this device; else, on a GPU,
-        kernels for 16 pieces and more of less than 28 KiB, which to the host are relaid first if
-        that makes them so long; on the host device kernels
-    max_blocks : of the kernels; None: one for every 24 multiprocessors of the device, where bytes
-        leave its memory or enter it
-    convert : allow pools of different formats. Scales of a quantised pool are dynamic, one a token
-        and head, as in `store_kv`; without scales they are 1
+        memory directly), "copy" (contiguous runs by the copy engine), "staged" (repacked in a
+        device staging buffer, then copied in long runs), or "auto", which chooses by how many
+        contiguous pieces there are and how long: as `python -m kvcupy calibrate` measured on this
+        device; else, on a GPU, kernels for 16 pieces and more of less than 28 KiB, which to the
+        host are staged if that makes the pieces so long; on the host device kernels
+    max_blocks : of the kernels; None: one for every 24 SMs of the device, where bytes leave its
+        memory or enter it
+    convert : allow pools of different formats. Scales of a quantised pool are dynamic, one per
+        token and head, as in `store_kv`; without scales they are 1
     stream : Stream, or a CuPy or torch stream. None: the current one of the library that the page
         lists come from, if they lie on the GPU, else torch's if a pool is made of torch tensors.
         Else the one that is current in CuPy or torch: torch's inside `torch.cuda.stream(s)` and
@@ -95,76 +123,867 @@ def prepare(
     method: str = "auto",
     max_blocks: int | None = None,
     convert: bool = False,
-    names: tuple[str, str] = _NAMES,
+    names: tuple[str, str] = _POOLS,
 ) -> PreparedTransfer:
     """Check everything but the pages, for calls that differ in nothing else.
 
     Parameters
     ----------
-    names : what errors call the two pools
+    src_pool, dst_pool, layers, method, max_blocks, convert : as for `transfer_pages`
+    names : argument names of the two pools, for errors
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit
     """
-    request = Request.of(layers, method, max_blocks, convert)
-    require_pool(src_pool, names[0])
-    require_pool(dst_pool, names[1])
+    options = Options.checked(layers, method, max_blocks, convert)
+    _require_pool(src_pool, names[0])
+    _require_pool(dst_pool, names[1])
     with _lock:
-        known = _ways.setdefault(src_pool, WeakKeyDictionary()).setdefault(dst_pool, {})
-        way = known.pop(request, None)
-        if way is not None:
-            known[request] = way
-    if way is None:
-        src, dst = pages_of(src_pool), pages_of(dst_pool)
-        devices = src_pool.device, dst_pool.device
-        require_geometry(src, dst, request, devices, names)
-        way = Way(src_pool.device, src, dst, request)
+        known = _plans.setdefault(src_pool, WeakKeyDictionary()).setdefault(dst_pool, {})
+        plan = known.pop(options, None)
+        if plan is not None:
+            known[options] = plan
+    if plan is None:
+        source, target = PoolPages.of(src_pool), PoolPages.of(dst_pool)
+        _require_geometry(source, target, (src_pool.device, dst_pool.device), options, names)
+        plan = TransferPlan(src_pool.device, source, target, options)
         with _lock:
-            known[request] = way
-            if len(known) > _MAX_WAYS:
+            known[options] = plan
+            if len(known) > _MAX_PLANS:
                 del known[next(iter(known))]
-    return PreparedTransfer(src_pool, dst_pool, way)
+    return PreparedTransfer(src_pool, dst_pool, plan)
 
 
 @dataclass(frozen=True)
 class PreparedTransfer:
-    """A transfer that lacks only its pages. Keeps its pools alive."""
+    """A transfer that lacks only its pages. Keeps its pools alive, as their plan does not."""
 
     src_pool: Any
     dst_pool: Any
-    way: Way
+    plan: TransferPlan
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of K and V of one page, in the layers that are moved, as the source stores them."""
-        return self.way.page_bytes
-
-    def _library(self, pairs: PagePairs) -> str:
-        """Return whose current stream no stream means; empty if the arrays do not say.
-
-        That kvcupy's own pools are CuPy's memory is no choice of the caller's.
-        """
-        way = self.way
-        lists = [v.library for v in pairs.views if v.device == way.device.name]
-        parts = [v.library for v in (*way.src.parts, *way.dst.parts) if v.library == "torch"]
-        return next(iter((*lists, *parts)), "")
+        """Bytes of K and V in a page, in the layers that are moved, as the source stores them."""
+        return self.plan.page_bytes
 
     def issue(self, pairs: PagePairs, stream: Any, *, name: str = "transfer_pages") -> None:
         """Put the transfer of some pages on a stream.
 
         Parameters
         ----------
+        pairs : the pages; one object serves any number of transfers on one stream
+        stream : as for `transfer_pages`
         name : under which it is announced to timelines and checkers
+
+        Raises
+        ------
+        TypeError, ValueError : `stream` does not fit, or the method cannot take the page lists
+        CompileError : the kernel cannot be compiled and `config.fallback` is "error"
         """
-        way = self.way
-        on = way.device.as_stream(stream, "" if stream is not None else self._library(pairs))
-        if pairs.count == 0 or not way.routes:
+        plan, pools = self.plan, (self.src_pool, self.dst_pool)
+        library = plan.library(pairs) if stream is None else ""
+        stream = plan.device.as_stream(stream, library)
+        if pairs.count == 0 or not plan.transfers:
             return
-        pools = self.src_pool, self.dst_pool
-        enqueue = way.plan(pairs, on, pools)
+        enqueue = plan.ready(pairs, stream, pools)
+        observe.issue(lambda: plan.describe(name, pairs, stream, pools), enqueue)
+        self.dst_pool.note_written(plan.layers)
 
-        def describe() -> observe.Operation:
-            reads = way.accesses(way.source, pools[0], pairs.views[0])
-            return observe.Operation(
-                name, on, reads, way.accesses(way.target, pools[1], pairs.views[1])
+
+# --- Plans ----------------------------------------------------------------------------------------
+
+
+class TransferPlan:
+    """Everything that two pools and the options of a transfer decide. Keeps no pool alive.
+
+    Attributes
+    ----------
+    layers : the layers that are moved; None: all
+    transfers : a LayerTransfer for each evenly spaced set of them
+    page_bytes : bytes of K and V in a page of those layers, as the source stores them
+    """
+
+    def __init__(
+        self, device: Device, source: PoolPages, target: PoolPages, options: Options
+    ) -> None:
+        self.device, self.layers = device, options.layers
+        self._source, self._target = source, target
+        self._src, self._dst = source.any_group, target.any_group
+        self._converts = self._src.format != self._dst.format
+        direction = {(True, True): "within", (False, True): "to_device"}.get(
+            (self._src.on_device, self._dst.on_device), "to_host"
+        )
+        self._limits = limits = thresholds(device, direction)
+        max_blocks = options.max_blocks
+        if max_blocks is None and direction != "within":
+            max_blocks = limits.blocks
+
+        self.transfers: list[LayerTransfer] = []
+        self._staged: list[StagedTransfer] = []
+        to_host = _repacks_first(self._src, self._dst)
+        far, near = (target, source) if to_host else (source, target)
+        for chosen in options.slices(source.num_layers):
+            for layers in far.split(chosen):
+                near_layers = near.split(layers)
+                for own in near_layers:
+                    ends, is_first = (source.layers(own), target.layers(own)), not self.transfers
+                    transfer = LayerTransfer(device, *ends, max_blocks, reports=is_first)
+                    self.transfers.append(transfer)
+                staged = StagedTransfer(device, source, target, layers, near_layers, max_blocks)
+                self._staged.append(staged)
+        self.page_bytes = sum(transfer.src.page_bytes for transfer in self.transfers)
+        self._reachable = all(transfer.reachable for transfer in self.transfers)
+        self._stageable = all(staged.reachable for staged in self._staged)
+        if options.method == "kernel" and not self._reachable:
+            raise ValueError(
+                'method: expected "copy" or "staged" for pageable memory, which kernels do not '
+                'reach, got "kernel"'
             )
+        if options.method == "staged" and not self._stageable:
+            raise ValueError(
+                'method: expected "copy" between pools of pageable memory, got "staged"'
+            )
+        if self.transfers and self._converts and not self._stageable:
+            raise ValueError("convert: expected memory that kernels reach on one side, got none")
+        self._method: str | None = options.method  # None: it depends on the pages
+        if options.method == "auto":
+            self._method = "kernel" if self._reachable and limits.prefers_kernels else None
+        self._launches: list[PageLaunch] | None = None
+        # Plans of one kind, those of the layers of a load say, choose alike for the same pages.
+        self._kind = repr((
+            device.name, direction, self._reachable, self._stageable,
+            self._src.format, self._dst.format, self._src.num_pages, self._dst.num_pages,
+            [transfer.rows[0].layout for transfer in self.transfers],
+        ))  # fmt: skip
 
-        observe.issue(describe, enqueue)
-        self.dst_pool.note_written(way.layers)
+    def library(self, pairs: PagePairs) -> str:
+        """Return the library whose current stream is meant by None; "" if the arrays do not say.
+
+        That kvcupy's own pools are CuPy's memory was not the caller's choice.
+        """
+        lists = [v.library for v in pairs.views if v.device == self.device.name]
+        parts = [v.library for v in (*self._src.parts, *self._dst.parts) if v.library == "torch"]
+        return next(iter((*lists, *parts)), "")
+
+    def describe(
+        self, name: str, pairs: PagePairs, stream: Stream, pools: tuple[Any, Any]
+    ) -> observe.Operation:
+        """Return the bytes that the transfer touches, for observers."""
+        reads, writes = (
+            tuple(observe.Access(_owned_by(pool, view), pages) for view in side.arrays)
+            for side, pool, pages in zip(
+                (self._source, self._target), pools, pairs.views, strict=True
+            )
+        )
+        return observe.Operation(name, stream, reads, writes)
+
+    def ready(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
+        """Choose the method, and return what puts the transfer on the stream.
+
+        Parameters
+        ----------
+        keep : what must live until the transfer is done
+
+        Raises
+        ------
+        ValueError : the method cannot take these pages
+        CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+        """
+        method = self._method or self.method_for(pairs)
+        try:
+            if method == "kernel":
+                return self._kernels(pairs, stream, keep)
+            if method == "copy":
+                return self._copies(pairs, stream, keep)
+            return self._staging(pairs, stream, keep)
+        except CompileError as cause:
+            self.device.check_fallback("transfer_pages", stream)
+            config.fall_back("transfer_pages", cause)
+            return self._array_expressions(pairs, stream, keep)
+
+    def method_for(self, pairs: PagePairs) -> str:
+        """Return the method for some pages: "kernel", "copy" or "staged"."""
+        method = self._method or pairs.methods.get(self._kind)
+        if method is None:
+            method = pairs.methods[self._kind] = self._choose(pairs)
+        return method
+
+    def _choose(self, pairs: PagePairs) -> str:
+        """Choose by how many contiguous pieces there are and how long, with and without staging."""
+        if self._reachable and (pairs.src is None or pairs.dst is None):
+            return "kernel"
+        limits, num_pages = self._limits, self._existing(pairs).count
+        num_runs = len(self._existing(pairs).runs.lengths)
+        count, piece_bytes = count_pieces(self.transfers[0].rows[0], num_pages, num_runs)
+        staged_count, staged_bytes = count_pieces(self._staged[0].rows, num_pages, num_runs)
+        worth_staging = self._stageable and staged_bytes >= max(
+            _MUCH_LONGER * piece_bytes, limits.crossover(staged_count * len(self._staged))
+        )
+        if self._converts:
+            stages = worth_staging and limits.staged
+            return "kernel" if self._reachable and not stages else "staged"
+        if piece_bytes >= limits.crossover(count * len(self.transfers)):
+            return "copy"
+        if worth_staging and (limits.staged or not self._reachable):
+            return "staged"
+        return "kernel" if self._reachable else "copy"
+
+    def _existing(self, pairs: PagePairs) -> Existing:
+        return pairs.existing(self._src.num_pages, self._dst.num_pages)
+
+    # Each of these does what can fail, and returns the rest.
+
+    def _kernels(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
+        launches = self._launches
+        if launches is None:
+            launches = [one for transfer in self.transfers for one in transfer.launches()]
+            self._most_pieces = max(launch.pieces_per_page for launch in launches)
+            self._launches = launches
+        geometry.require_countable(pairs.count * self._most_pieces, "src_pages")
+
+        def enqueue() -> None:
+            lists, owners = pairs.lists(self.device, stream)
+            for launch in launches:
+                launch.issue(lists, stream, (*keep, *owners))
+
+        return enqueue
+
+    def _copies(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
+        existing, record_faults = self._existing(pairs), self._fault_records(pairs, stream)
+
+        def enqueue() -> None:
+            for record in record_faults:
+                record()
+            if existing.count:
+                for transfer in self.transfers:
+                    transfer.copy(existing.runs, stream, keep)
+
+        return enqueue
+
+    def _staging(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
+        existing, record_faults = self._existing(pairs), self._fault_records(pairs, stream)
+        moves = [staged.ready(existing, stream, keep) for staged in self._staged]
+
+        def enqueue() -> None:
+            for record in record_faults:
+                record()
+            if existing.count:
+                for move in moves:
+                    move()
+
+        return enqueue
+
+    def _array_expressions(
+        self, pairs: PagePairs, stream: Stream, keep: Sequence[object]
+    ) -> _Enqueue:
+        device = self.device
+
+        def move() -> None:
+            src, dst = (
+                device.carrier(view) if on_host is None or view.device == device.name else on_host
+                for view, on_host in zip(pairs.views, (pairs.src, pairs.dst), strict=True)
+            )
+            for fault in self._faults(src, dst):
+                expressions.note_fault(device, *fault)
+            exist = (src >= 0) & (dst >= 0)
+            exist &= (src < self._src.num_pages) & (dst < self._dst.num_pages)
+            for transfer in self.transfers:
+                _move_arrays(device, transfer.src, transfer.dst, src[exist], dst[exist])
+
+        return lambda: device.run(move, stream, (*keep, *pairs.views))
+
+    def _fault_records(self, pairs: PagePairs, stream: Stream) -> list[_Enqueue]:
+        """Return functions that record on the stream which pages of host lists are past the end.
+
+        Copies need no compiler, so where there is none no warning is logged and nothing is refused.
+        """
+        if self._existing(pairs).count == pairs.count:
+            return []
+        device = self.device
+        found = [
+            (count, operation, int(position), int(page))
+            for count, operation, position, page in self._faults(pairs.src, pairs.dst)
+        ]
+        if not found:
+            return []
+        try:
+            device.load(transfer_kernels.NOTE)
+        except CompileError:
+            device.check_fallback("transfer_pages", stream)
+            return [
+                partial(device.run, partial(expressions.note_fault, device, *fault), stream)
+                for fault in found
+            ]
+        return [partial(transfer_kernels.note_fault, device, fault, stream) for fault in found]
+
+    def _faults(self, src: Any, dst: Any) -> Iterator[tuple[int, int, Any, Any]]:
+        """Yield pages past the end as the kernel reports them: the fields of the record."""
+        valid = (src >= 0) & (dst >= 0)
+        for name, pages, num_pages in (
+            ("src_pages", src, self._src.num_pages), ("dst_pages", dst, self._dst.num_pages)
+        ):  # fmt: skip
+            bad = (valid & (pages >= num_pages)).nonzero()[0]
+            valid &= pages < num_pages
+            if len(bad):
+                operation = faults.operation_id("transfer_pages", name)
+                yield len(bad), operation, bad[0], pages[bad[0]]
+
+
+def _owned_by(pool: Any, view: ArrayView) -> ArrayView:
+    return ArrayView(
+        view.pointer, view.shape, view.strides, view.format, view.device,
+        library=view.library, owner=pool,
+    )  # fmt: skip
+
+
+def _repacks_first(src: LayerPages, dst: LayerPages) -> bool:
+    """Return whether a staged transfer starts with the kernel: the far pool is the target."""
+    return not dst.on_device or src.on_device
+
+
+def _move_arrays(
+    device: Device, src: LayerPages, dst: LayerPages, src_pages: Any, dst_pages: Any
+) -> None:
+    """Move pages, all of which exist, by array expressions; convert where the formats differ."""
+    if src.format == dst.format:
+        for source, target in zip(src.arrays, dst.arrays, strict=True):
+            device.carrier(target)[dst_pages] = device.carrier(source)[src_pages]
+        return
+    for i, (source, target) in enumerate(zip(src.parts, dst.parts, strict=True)):
+        values = expressions.decode(device.carrier(source)[src_pages], src.format)
+        if src.scales:
+            values = expressions.multiply(values, device.carrier(src.scales[i])[src_pages])
+        if dst.scales:
+            scale = expressions.dynamic_scale(values, dst.format)
+            device.carrier(dst.scales[i])[dst_pages] = scale[..., None]
+            values = expressions.divide(values, scale[..., None])
+        device.carrier(target)[dst_pages] = expressions.encode(values, dst.format)
+
+
+# --- Layers by kernel or copy engine --------------------------------------------------------------
+
+
+class LayerTransfer:
+    """One evenly spaced set of layers, moved between pages of the same geometry.
+
+    Parameters
+    ----------
+    max_blocks : of its launches; None: the default
+    reports : whether its launches record pages past the end
+
+    Attributes
+    ----------
+    src, dst : its pages in either pool
+    rows : K and V, and the scales if both pools have them, in rows as long as both keep contiguous.
+        For the copy engine; formats that differ are none of its business
+    reachable : whether kernels reach both pools
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        src: LayerPages,
+        dst: LayerPages,
+        max_blocks: int | None,
+        *,
+        reports: bool = False,
+    ) -> None:
+        self.src, self.dst = src, dst
+        self.rows = [longest_rows(src.parts, dst.parts)]
+        if src.scales and dst.scales:
+            self.rows.append(longest_rows(src.scales, dst.scales))
+        self.reachable = transfer_kernels.reaches(device, src, dst)
+        self._device = device
+        self._max_blocks = max_blocks or transfer_kernels.default_blocks(device, src, dst)
+        self._reports = reports
+        self._launches: list[PageLaunch] | None = None
+
+    def launches(self) -> list[PageLaunch]:
+        """Return its launches, prepared at the first call; CompileError if a kernel is missing."""
+        if self._launches is None:
+            self._launches = transfer_kernels.launches(
+                self._device, self.src, self.dst, max_blocks=self._max_blocks,
+                reports=self._reports,
+            )  # fmt: skip
+        return self._launches
+
+    def copy(self, runs: PageRuns, stream: Stream, keep: Sequence[object]) -> None:
+        """Copy runs of pages, all of which exist, by the copy engine."""
+        pieces = [contiguous_pieces(rows, runs) for rows in self.rows]
+        dst, src, sizes = (np.concatenate(column) for column in zip(*pieces, strict=True))
+        self._device.copy_runs(dst, src, sizes, stream, keep)
+
+
+def count_pieces(rows: Rows, num_pages: int, num_runs: int) -> tuple[int, int]:
+    """Return how many contiguous pieces some pages have, and the bytes of one on average."""
+    stretches = num_runs if rows.pages_are_contiguous else num_pages
+    pieces = stretches * rows.rows_per_page * len(rows.row_bytes)
+    total_bytes = num_pages * rows.rows_per_page * sum(rows.row_bytes)
+    return pieces, total_bytes // max(pieces, 1)
+
+
+def contiguous_pieces(rows: Rows, runs: PageRuns) -> tuple[_Numbers, _Numbers, _Numbers]:
+    """Return (dst addresses, src addresses, sizes) of every contiguous piece, as uint64."""
+    num_parts = len(rows.row_bytes)
+    pieces: list[tuple[_Numbers, _Numbers, _Numbers]] = []
+    for part, row_bytes in enumerate(rows.row_bytes):
+        src = _row_addresses(rows, part, runs.src)
+        dst = _row_addresses(rows, num_parts + part, runs.dst)
+        if rows.pages_are_contiguous:
+            sizes = np.repeat(runs.lengths * row_bytes, rows.rows_per_page)
+        else:
+            src = _all_pages(src, rows.page_strides[part], runs.lengths)
+            dst = _all_pages(dst, rows.page_strides[num_parts + part], runs.lengths)
+            sizes = np.full(src.size, row_bytes)
+        pieces.append((dst.ravel(), src.ravel(), sizes))
+    dst, src, sizes = (np.concatenate(c).astype(np.uint64) for c in zip(*pieces, strict=True))
+    return dst, src, sizes
+
+
+def _row_addresses(rows: Rows, array: int, pages: _Numbers) -> _Numbers:
+    """Return the addresses of all rows of some pages, (pages, rows)."""
+    offsets = np.zeros(1, np.int64)
+    for axis in rows.axes:
+        steps = np.arange(axis.count) * axis.strides[array]
+        offsets = (offsets[:, None] + steps).ravel()
+    return rows.addresses[array] + pages[:, None] * rows.page_strides[array] + offsets
+
+
+def _all_pages(first: _Numbers, page_stride: int, lengths: _Numbers) -> _Numbers:
+    """Return the rows of all pages of runs, from those of the first page of each."""
+    if (lengths == 1).all():
+        return first
+    page_of_run = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    pages: _Numbers = np.repeat(first, lengths, axis=0) + page_of_run[:, None] * page_stride
+    return pages
+
+
+# --- Layers by way of a staging buffer ------------------------------------------------------------
+
+STAGING_BYTES = 32 << 20  # of the buffer; larger transfers go through it piecewise
+_MUCH_LONGER = 4  # staging pays where it makes pieces so many times as long
+_ALIGNMENT = 256  # of each part in the buffer
+_MAX_KNOWN_BUFFERS = 8
+
+
+class StagedTransfer:
+    """Some layers, repacked by a kernel in a device buffer and copied in long runs.
+
+    The buffer has the layout of the far pool (the one in host memory), so that a page, or a run of
+    pages, is one piece there. Transfers larger than the buffer use it again, in stream order.
+
+    Parameters
+    ----------
+    layers : evenly spaced in the far pool
+    near_layers : the same layers, split as they are spaced in the near pool: a launch for each
+
+    Attributes
+    ----------
+    rows : of the copies between the buffer and the far pool
+    reachable : whether kernels reach the near pool
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        src: PoolPages,
+        dst: PoolPages,
+        layers: slice,
+        near_layers: Sequence[slice],
+        max_blocks: int | None,
+    ) -> None:
+        self._device = device
+        self._max_blocks = max_blocks
+        self._repacks_first = _repacks_first(src.any_group, dst.any_group)
+        far, near = (dst, src) if self._repacks_first else (src, dst)
+        self._far = far.layers(layers)
+        self._near = [near.layers(own) for own in near_layers]
+        self._in_buffer = [_slice_within(own, layers) for own in near_layers]
+        self._page_bytes = sum(v.size // v.shape[0] * v.itemsize for v in self._far.arrays)
+        self._known: dict[tuple[int, int], tuple[list[LayerTransfer], LayerTransfer]] = {}
+        self.rows = longest_rows(_compact(self._far, 0, 2).parts, self._far.parts)
+        self.reachable = transfer_kernels.reaches(device, *self._near)
+
+    def ready(self, pairs: Existing, stream: Stream, keep: Sequence[object]) -> _Enqueue:
+        """Borrow a buffer and prepare its kernels; return what moves the pages on the stream.
+
+        Raises
+        ------
+        CompileError, DeviceError : there is no kernel, or no memory for the buffer
+        """
+        most_pages = max(1, min(pairs.count, STAGING_BYTES // self._page_bytes))
+        num_bytes = most_pages * self._page_bytes + len(self._far.arrays) * _ALIGNMENT
+        buffer = scratch.borrow(self._device, num_bytes, stream)
+        repacks, copies = self._through(buffer, most_pages)
+        launches = [launch for transfer in repacks for launch in transfer.launches()]
+        kept = (*keep, buffer)
+
+        def repack(src: _Numbers, dst: _Numbers) -> None:
+            lists, owners = PagePairs.of_arrays(src, dst).lists(self._device, stream)
+            for launch in launches:
+                launch.issue(lists, stream, (*kept, *owners))
+
+        def enqueue() -> None:
+            order = np.argsort(pairs.dst if self._repacks_first else pairs.src, kind="stable")
+            for start in range(0, pairs.count, most_pages):
+                part = order[start : start + most_pages]
+                src, dst, buffered = pairs.src[part], pairs.dst[part], np.arange(len(part))
+                if self._repacks_first:
+                    repack(src, buffered)
+                    copies.copy(page_runs(buffered, dst), stream, kept)
+                else:
+                    copies.copy(page_runs(src, buffered), stream, kept)
+                    repack(buffered, dst)
+
+        return enqueue
+
+    def _through(
+        self, buffer: ArrayView, num_pages: int
+    ) -> tuple[list[LayerTransfer], LayerTransfer]:
+        """Return the transfers between the near pool and the buffer, and the one beyond it."""
+        key = buffer.pointer, num_pages
+        if key not in self._known:
+            if len(self._known) >= _MAX_KNOWN_BUFFERS:
+                self._known.clear()
+            buffered = _compact(self._far, buffer.pointer, num_pages, buffer)
+            repacks = [
+                self._between(near, buffered.layers(own))
+                for near, own in zip(self._near, self._in_buffer, strict=True)
+            ]
+            self._known[key] = repacks, self._between(buffered, self._far)
+        return self._known[key]
+
+    def _between(self, near: LayerPages, far: LayerPages) -> LayerTransfer:
+        ends = (near, far) if self._repacks_first else (far, near)
+        return LayerTransfer(self._device, *ends, self._max_blocks)
+
+
+def _slice_within(part: slice, whole: slice) -> slice:
+    """Return where layers are among others of the same step."""
+    first = (part.start - whole.start) // whole.step
+    return slice(first, first + len(range(part.start, part.stop, part.step)), 1)
+
+
+def _compact(
+    like: LayerPages, pointer: int, num_pages: int, memory: ArrayView | None = None
+) -> LayerPages:
+    """Return pages without gaps at an address, with the axes in the order of `like`."""
+    arrays = []
+    for v in like.arrays:
+        pointer = -(-pointer // _ALIGNMENT) * _ALIGNMENT
+        shape = (num_pages, *v.shape[1:])
+        strides = [0] * v.ndim
+        step = v.itemsize
+        for _, axis in sorted((abs(stride), -i) for i, stride in enumerate(v.strides)):
+            strides[-axis] = step
+            step *= shape[-axis]
+        where = memory or v
+        arrays.append(
+            ArrayView(pointer, shape, tuple(strides), v.format, where.device, library=where.library)
+        )
+        pointer += step
+    num_parts = len(like.parts)
+    return LayerPages(tuple(arrays[:num_parts]), tuple(arrays[num_parts:]), on_device=True)
+
+
+# --- Options and pools ----------------------------------------------------------------------------
+
+
+class Options(NamedTuple):
+    """The options of a transfer. `layers` is in ascending order; None: all."""
+
+    layers: tuple[int, ...] | None
+    method: str
+    max_blocks: int | None
+    convert: bool
+
+    @classmethod
+    def checked(cls, layers: Any, method: Any, max_blocks: Any, convert: Any) -> Options:
+        """Check the options as far as they need no pool."""
+        if method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+        if max_blocks is not None:
+            if not _is_int(max_blocks):
+                raise TypeError(f"max_blocks: expected None or an int, got {max_blocks!r}")
+            if not 1 <= max_blocks < 2**31:
+                raise ValueError(f"max_blocks: expected at least 1, got {max_blocks}")
+            max_blocks = int(max_blocks)
+        if not isinstance(convert, (bool, np.bool_)):
+            raise TypeError(f"convert: expected a bool, got {convert!r}")
+        return cls(_layer_numbers(layers), method, max_blocks, bool(convert))
+
+    def slices(self, num_layers: int) -> list[slice]:
+        """Return the layers as evenly spaced sets."""
+        if self.layers is None:
+            return [slice(0, num_layers, 1)]
+        return [
+            slice(run[0], run[-1] + 1, run[1] - run[0] if len(run) > 1 else 1)
+            for run in evenly_spaced(self.layers)
+        ]
+
+
+def _layer_numbers(layers: Any) -> tuple[int, ...] | None:
+    if layers is None:
+        return None
+    try:
+        chosen = [layers] if _is_int(layers) else list(layers)
+    except TypeError:
+        raise TypeError(f"layers: expected None, an int or several, got {layers!r}") from None
+    for layer in chosen:
+        if not _is_int(layer):
+            raise TypeError(f"layers: expected ints, got {layer!r}")
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"layers: expected each once, got {layers!r}")
+    return tuple(sorted(int(layer) for layer in chosen))
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def evenly_spaced(ascending: Iterable[int]) -> list[list[int]]:
+    """Split numbers in ascending order into runs of one step each, every run as long as it gets.
+
+    >>> evenly_spaced([0, 1, 2, 5, 11, 17, 18])
+    [[0, 1, 2], [5, 11, 17], [18]]
+    """
+    runs: list[list[int]] = []
+    for n in ascending:
+        run = runs[-1] if runs else []
+        if run and (len(run) == 1 or n - run[-1] == run[-1] - run[-2]):
+            run.append(n)
+        else:
+            runs.append([n])
+    return runs
+
+
+@dataclass(frozen=True)
+class PoolPages:
+    """The pages of a pool, by address, in groups of evenly spaced layers.
+
+    Attributes
+    ----------
+    groups : the layer numbers of each group, and its pages; together all layers in order
+    """
+
+    groups: tuple[tuple[range, LayerPages], ...]
+
+    @classmethod
+    def of(cls, pool: Any) -> PoolPages:
+        """Describe a pool, and keep nothing of it alive."""
+        return cls(
+            tuple(
+                (
+                    group.layers,
+                    LayerPages(
+                        tuple(v.without_owner() for v in group.parts),
+                        tuple(v.without_owner() for v in group.scale_parts),
+                        pool.placement == "device",
+                    ),
+                )
+                for group in pool.groups
+            )
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return self.groups[-1][0].stop
+
+    @property
+    def arrays(self) -> tuple[ArrayView, ...]:
+        """Parts and scales of all groups."""
+        return tuple(v for _, pages in self.groups for v in pages.arrays)
+
+    @property
+    def any_group(self) -> LayerPages:
+        """Pages of some layers, for what is the same in all: format, page count, scales."""
+        return self.groups[0][1]
+
+    def split(self, layers: slice) -> list[slice]:
+        """Return evenly spaced layers by the groups that they are in."""
+        chosen = range(layers.start, layers.stop, layers.step)
+        in_groups = [[n for n in chosen if n in group] for group, _ in self.groups]
+        return [slice(own[0], own[-1] + 1, layers.step) for own in in_groups if own]
+
+    def layers(self, layers: slice) -> LayerPages:
+        """Return the pages of evenly spaced layers of one group."""
+        group, pages = next((g, p) for g, p in self.groups if layers.start in g)
+        start = layers.start - group.start
+        return pages.layers(slice(start, start + layers.stop - layers.start, layers.step))
+
+
+def _require_pool(pool: Any, name: str) -> None:
+    """Raise unless `pool` is a pool."""
+    if not (hasattr(pool, "groups") and hasattr(pool, "device") and hasattr(pool, "placement")):
+        raise TypeError(f"{name}: expected a KVPool or MLAPool, got {type(pool).__name__}")
+
+
+def _require_geometry(
+    source: PoolPages,
+    target: PoolPages,
+    devices: tuple[Device, Device],
+    options: Options,
+    names: tuple[str, str],
+) -> None:
+    """Raise unless the pools match, have the layers of the options, and share no bytes."""
+    src_name, dst_name = names
+    src, dst = source.any_group, target.any_group
+    if devices[0] is not devices[1]:
+        raise ValueError(
+            f"{dst_name}: expected one of {devices[0].name} like {src_name}, "
+            f"got one of {devices[1].name}"
+        )
+    if len(src.parts) != len(dst.parts):
+        kinds = {1: "an MLA pool", 2: "a pool of K and V"}
+        raise ValueError(
+            f"{dst_name}: expected {kinds[len(src.parts)]} like {src_name}, "
+            f"got {kinds[len(dst.parts)]}"
+        )
+    for part, a, b in zip("KV", src.parts, dst.parts, strict=False):
+        # (layers, page_size, heads, width)
+        of_src, of_dst = (source.num_layers, *a.shape[2:]), (target.num_layers, *b.shape[2:])
+        if of_src != of_dst:
+            raise ValueError(
+                f"{dst_name}: expected pages of (layers, page_size, heads, width) "
+                f"{of_src} like {part} of {src_name}, got {of_dst}"
+            )
+    if src.format != dst.format:
+        if not options.convert:
+            raise ValueError(
+                f"{dst_name}: expected {src.format} like {src_name}, got {dst.format}; "
+                "convert=True converts in transit"
+            )
+        if options.method == "copy":
+            raise ValueError(
+                'method: expected "kernel", "staged" or "auto" between pools of different '
+                'formats, got "copy"'
+            )
+    elif bool(src.scales) != bool(dst.scales):
+        expected, got = ("scales", "none") if src.scales else ("no scales", "some")
+        raise ValueError(f"{dst_name}: expected {expected} like {src_name}, got {got}")
+    for layer in options.layers or ():
+        if not 0 <= layer < source.num_layers:
+            raise ValueError(f"layers: expected 0 to {source.num_layers - 1}, got {layer}")
+    _require_separate(source.arrays, target.arrays, names)
+
+
+def _require_separate(
+    src: tuple[ArrayView, ...], dst: tuple[ArrayView, ...], names: tuple[str, str]
+) -> None:
+    """Raise if two pools share bytes; one pool may be both."""
+    ranges = [b.byte_range() for b in dst]
+    for a in src:
+        low, high = a.byte_range()
+        for b, (b_low, b_high) in zip(dst, ranges, strict=True):
+            if b_high <= low or high <= b_low:
+                continue
+            same = (a.pointer, a.shape, a.strides) == (b.pointer, b.shape, b.strides)
+            if not same and overlap(a, b):
+                raise ValueError(
+                    f"{names[1]}: expected memory of its own, got {describe(b)} over {names[0]}'s"
+                )
+
+
+# --- Thresholds of method="auto" ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What method="auto" goes by in one direction.
+
+    Attributes
+    ----------
+    copy_from_bytes : the piece size from which the copy engine is faster than the kernel, by number
+        of pieces: (at least so many pieces, bytes) in ascending order of pieces
+    staged : whether staging pays where it makes pieces long enough for the copy engine
+    blocks : of a kernel between device and host memory; None: `transfer_kernels.link_blocks`
+    """
+
+    copy_from_bytes: tuple[tuple[int, int], ...]
+    staged: bool
+    blocks: int | None = None
+
+    def crossover(self, pieces: int) -> int:
+        """Return the piece size, in bytes, from which copies are faster for so many pieces."""
+        crossover_bytes = self.copy_from_bytes[0][1]
+        for at_least, num_bytes in self.copy_from_bytes:
+            if pieces >= at_least:
+                crossover_bytes = num_bytes
+        return crossover_bytes
+
+    @property
+    def prefers_kernels(self) -> bool:
+        """Whether kernels are the choice for all pages that they reach."""
+        return not self.staged and all(size >= NEVER for _, size in self.copy_from_bytes)
+
+
+# Without a calibration. vLLM's rule on an H100 (vllm#42212): kernel for 16 pieces and more of less
+# than 28 KiB. A kernel's stores to host memory over PCIe are slow (TensorRT-LLM), so short pieces
+# are staged on the way there.
+NEVER = 1 << 62
+_LINK = ((1, 0), (16, 28 * 1024))
+_KERNELS = Thresholds(((1, NEVER),), staged=False)
+DEFAULTS = {
+    "to_device": Thresholds(_LINK, staged=False),
+    "to_host": Thresholds(_LINK, staged=True),
+    "within": _KERNELS,
+}
+
+_thresholds: WeakKeyDictionary[Device, dict[str, Thresholds]] = WeakKeyDictionary()
+
+
+def thresholds(device: Device, direction: str) -> Thresholds:
+    """Return the thresholds of a device in a direction: as calibrated, else the default."""
+    if device not in _thresholds:
+        calibration = read_calibration(device.model)
+        _thresholds[device] = {
+            d: _parse(calibration.get(d), default_thresholds(device, d)) for d in DIRECTIONS
+        }
+    return _thresholds[device][direction]
+
+
+def default_thresholds(device: Device, direction: str) -> Thresholds:
+    """Return the thresholds without a calibration."""
+    return DEFAULTS[direction] if device.has_copy_engine else _KERNELS
+
+
+def forget_thresholds() -> None:
+    """Read calibrations again for transfers that are planned from now on."""
+    _thresholds.clear()
+    with _lock:
+        _plans.clear()
+
+
+def _parse(calibrated: Any, default: Thresholds) -> Thresholds:
+    try:
+        copy_from_bytes = tuple(
+            (int(pieces), int(num_bytes)) for pieces, num_bytes in calibrated["copy_from_bytes"]
+        )
+        blocks = None if calibrated["blocks"] is None else int(calibrated["blocks"])
+        staged = bool(calibrated["staged"])
+    except (TypeError, KeyError, ValueError):
+        return default
+    return Thresholds(copy_from_bytes, staged, blocks) if copy_from_bytes else default
+
+
+def calibration_file(model: str) -> Path:
+    """Return where the calibration of a device model is stored: beside the compiled kernels."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", model).strip("-") or "device"
+    digest = hashlib.sha256(model.encode()).hexdigest()[:8]
+    return cache.directory() / f"calibration-{name}-{digest}.json"
+
+
+def read_calibration(model: str) -> dict[str, Any]:
+    """Return the calibration of a device model, as `kvcupy.calibrate` writes it; {} if none."""
+    return parse_calibration(calibration_file(model))
+
+
+def parse_calibration(file: Path) -> dict[str, Any]:
+    """Return a calibration; {} for a file that is missing or malformed."""
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

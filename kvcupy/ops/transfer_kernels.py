@@ -1,10 +1,17 @@
-"""Pages moved by kernels: one launch for K and V, and one for the scales beside them."""
+"""The kernels of a transfer: how pages are cut into rows, their Params, and their launches.
+
+A page of a pool is at most three nested axes of rows (layers, offsets, heads), each contiguous in
+both pools. Rows of K and V are copied by one launch and their scales by another; a conversion takes
+one launch for both.
+"""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -13,19 +20,190 @@ from .. import dtypes, faults
 from ..arrays import ArrayView
 from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation, zeroed
-from . import geometry, transfer_rows
+from . import geometry
 from .cache_rows import PACK, WORDS
-from .transfer_rows import ROWS, STRIDES, Rows
+from .page_pairs import Lists
 
-_ARRAYS = ("src_k", "src_v", "dst_k", "dst_v")
-_SCALED = ("src_k", "src_v", "src_k_scale", "src_v_scale",
-           "dst_k", "dst_v", "dst_k_scale", "dst_v_scale")  # fmt: skip
+_Params = np.ndarray[Any, Any]
+
+# --- Pages as rows --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerPages:
+    """The pages of a pool in evenly spaced layers, by address.
+
+    Attributes
+    ----------
+    parts : K and V, or the latent, each (pages, layers, page_size, heads, width)
+    scales : float32 (pages, layers, page_size, heads, 1) for each part, or empty
+    on_device : whether this is memory of the device itself, not of the host
+    """
+
+    parts: tuple[ArrayView, ...]
+    scales: tuple[ArrayView, ...]
+    on_device: bool
+
+    @property
+    def arrays(self) -> tuple[ArrayView, ...]:
+        return (*self.parts, *self.scales)
+
+    @property
+    def num_pages(self) -> int:
+        return self.parts[0].shape[0]
+
+    @property
+    def format(self) -> str:
+        return self.parts[0].format
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of K and V in a page, without scales."""
+        return sum(v.size // v.shape[0] * v.itemsize for v in self.parts)
+
+    def layers(self, layers: slice) -> LayerPages:
+        """Return some of these layers."""
+        return LayerPages(
+            tuple(v[:, layers] for v in self.parts),
+            tuple(v[:, layers] for v in self.scales),
+            self.on_device,
+        )
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of rows: how many, and the bytes between them in each array, sources first."""
+
+    count: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one or two parts (K and V) in source and target arrays.
+
+    Parameters
+    ----------
+    row_bytes : contiguous bytes of a row, for each part
+    axes : of the rows of a page, at most three, the outermost first
+    page_strides : bytes between pages in each array: the source of each part, then the target of
+        each part, as in `Axis.strides`
+    addresses : of each array, in the same order
+    """
+
+    row_bytes: tuple[int, ...]
+    axes: tuple[Axis, ...]
+    page_strides: tuple[int, ...]
+    addresses: tuple[int, ...]
+
+    @cached_property
+    def rows_per_page(self) -> int:
+        return prod(axis.count for axis in self.axes)
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Everything but the addresses: the same for all layers of two pools."""
+        return self.row_bytes, self.axes, self.page_strides
+
+    @cached_property
+    def pages_are_contiguous(self) -> bool:
+        """Whether neighbouring pages are contiguous in the source and in the target."""
+        return self.page_strides == (*self.row_bytes, *self.row_bytes)
+
+    @property
+    def word_bytes(self) -> int:
+        """The widest word (16, 8, 4, 2 or 1 bytes) in which all rows can be copied."""
+        return geometry.widest((*self.row_bytes, self.alignment(range(len(self.addresses)))))
+
+    def alignment(self, arrays: Iterable[int]) -> int:
+        """Return the widest word to which all rows of some of the arrays are aligned."""
+        offsets = []
+        for i in arrays:
+            steps = [axis.strides[i] for axis in self.axes if axis.count > 1]
+            offsets += [self.addresses[i], self.page_strides[i], *steps]
+        return geometry.widest(abs(n) for n in offsets)
+
+    def strides(self, array: int) -> tuple[int, int, int, int]:
+        """Return the strides of one array as `TransferStrides` has them."""
+        steps = [0] * (3 - len(self.axes)) + [axis.strides[array] for axis in self.axes]
+        return self.page_strides[array], steps[0], steps[1], steps[2]
+
+
+def head_rows(sources: Sequence[ArrayView], targets: Sequence[ArrayView]) -> Rows:
+    """Return a row for every (layer, offset, head).
+
+    Parameters
+    ----------
+    sources, targets : K and V, or one part, of either pool, of equal shapes but for the pages
+    """
+    arrays = (*sources, *targets)
+    return Rows(
+        tuple(v.shape[-1] * v.itemsize for v in sources),
+        tuple(Axis(sources[0].shape[i], tuple(v.strides[i] for v in arrays)) for i in (1, 2, 3)),
+        tuple(v.strides[0] for v in arrays),
+        tuple(v.pointer for v in arrays),
+    )
+
+
+def longest_rows(sources: Sequence[ArrayView], targets: Sequence[ArrayView]) -> Rows:
+    """Return rows as long as both pools keep them contiguous; parameters as of `head_rows`."""
+    rows = head_rows(sources, targets)
+    row_bytes = rows.row_bytes
+    axes = [axis for axis in rows.axes if axis.count != 1]
+    while inner := next((a for a in axes if a.strides == (*row_bytes, *row_bytes)), None):
+        row_bytes = tuple(n * inner.count for n in row_bytes)
+        axes.remove(inner)
+    merged: list[Axis] = []
+    for axis in sorted(axes, key=lambda axis: [-abs(s) for s in reversed(axis.strides)]):
+        outer = merged[-1] if merged else None
+        if outer and outer.strides == tuple(axis.count * s for s in axis.strides):
+            merged[-1] = Axis(outer.count * axis.count, axis.strides)
+        else:
+            merged.append(axis)
+    return replace(rows, row_bytes=row_bytes, axes=tuple(merged))
+
+
+# --- Params ---------------------------------------------------------------------------------------
+
+DIVISOR = np.dtype(
+    [("divisor", np.uint32), ("multiplier", np.uint32), ("shift", np.int32)], align=True
+)
+
+STRIDES = np.dtype(
+    [(f"{name}_bytes{axis}", np.int64) for name, axis in
+     (("page", ""), ("axis", "_0"), ("axis", "_1"), ("axis", "_2"))],
+    align=True,
+)  # fmt: skip
+
+ROWS = np.dtype(
+    [
+        ("src_stride_bytes", np.int64),
+        ("dst_stride_bytes", np.int64),
+        ("src_num_pages", np.int64),
+        ("dst_num_pages", np.int64),
+        ("src_operation", np.int64),
+        ("dst_operation", np.int64),
+        ("pieces_a_page", DIVISOR),
+        ("pieces_a_row", DIVISOR),
+        ("rows_a_step", DIVISOR),
+        ("rows_2", DIVISOR),
+        ("num_pieces", np.uint32),
+        ("src_index_bytes", np.int32),
+        ("dst_index_bytes", np.int32),
+        ("lane_shift", np.int32),
+    ],
+    align=True,
+)
+
+_COPIED = ("src_k", "src_v", "dst_k", "dst_v")
+_CONVERTED = ("src_k", "src_v", "src_k_scale", "src_v_scale",
+              "dst_k", "dst_v", "dst_k_scale", "dst_v_scale")  # fmt: skip
 _LISTS = ("src_pages", "dst_pages", "faults")
 
 _COPY_PARAMS = np.dtype(
     [
-        *((name, np.uint64) for name in (*_ARRAYS, *_LISTS)),
-        *((f"{name}_strides", STRIDES) for name in _ARRAYS),
+        *((name, np.uint64) for name in (*_COPIED, *_LISTS)),
+        *((f"{name}_strides", STRIDES) for name in _COPIED),
         ("rows", ROWS),
         ("k_words", np.int64),
         ("v_words", np.int64),
@@ -36,8 +214,8 @@ _COPY_PARAMS = np.dtype(
 
 _CONVERT_PARAMS = np.dtype(
     [
-        *((name, np.uint64) for name in (*_SCALED, *_LISTS)),
-        *((f"{name}_strides", STRIDES) for name in _SCALED),
+        *((name, np.uint64) for name in (*_CONVERTED, *_LISTS)),
+        *((f"{name}_strides", STRIDES) for name in _CONVERTED),
         ("rows", ROWS),
         ("k_width", np.int32),
         ("v_width", np.int32),
@@ -47,7 +225,7 @@ _CONVERT_PARAMS = np.dtype(
 
 COPY = Kernel("transfer.cu", "transfer_copy", _COPY_PARAMS, "TransferCopyParams")
 
-# By the threads that step together: those of a warp exchange values; one alone has nobody to.
+# By the lanes of a warp: where there are several they exchange values.
 CONVERT = {
     lanes: Kernel("transfer.cu", "transfer_convert", _CONVERT_PARAMS, "TransferConvertParams",
                   barriers=lanes > 1)
@@ -60,16 +238,11 @@ _NOTE_PARAMS = np.dtype(
 
 NOTE = Kernel("faults.cu", "note_fault", _NOTE_PARAMS, "NoteFaultParams").specialise(1)
 
-# What each launch fills in: fields that follow one another in the Params.
-_POINTERS = struct.Struct("=3Q")  # src_pages, dst_pages, faults
-_PAIR = struct.Struct("=2q")  # of src and dst
-_COUNTS = struct.Struct("=I2i")  # num_pieces, src_index_bytes, dst_index_bytes
-
 _COPY_THREADS = 512  # kTransferThreads
 _CONVERT_THREADS = 256  # kConvertThreads
 _IN_FLIGHT = 4  # kInFlight of transfer_copy
-_LONGEST_PIECE_BYTES = 64 * 1024  # where one thread takes a piece
-_BLOCKS_A_MULTIPROCESSOR = 2
+_LONGEST_PIECE_BYTES = 64 * 1024  # where a single thread copies a piece
+_BLOCKS_PER_SM = 2
 
 
 def specialisations() -> list[Specialisation]:
@@ -85,204 +258,226 @@ def specialisations() -> list[Specialisation]:
     return [*copies, *converts, NOTE]
 
 
-def bounded_blocks(device: Device) -> int:
-    """Return how many blocks a transfer over a link takes unless told otherwise.
+def divisor(n: int) -> tuple[int, int, int]:
+    """Return the `Divisor` of `n`, for dividends below 2**31.
 
-    Few, so that the model keeps its multiprocessors: 5 of 132.
+    >>> number, multiplier, shift = divisor(7)
+    >>> [((i * multiplier >> 32) + i) >> shift for i in (6, 7, 700, 2**31 - 1)]
+    [0, 1, 100, 306783378]
+    """
+    shift = (n - 1).bit_length()
+    return n, (2**32 * (2**shift - n)) // n + 1, shift
+
+
+# --- Launches -------------------------------------------------------------------------------------
+
+
+def link_blocks(device: Device) -> int:
+    """Return how many blocks a transfer between device and host memory takes by default.
+
+    Few, so that the model keeps most SMs: 5 of 132.
     """
     return max(1, device.multiprocessors // 24)
 
 
-@dataclass(frozen=True)
-class Lists:
-    """Page numbers where the kernels find them: address, byte stride and bytes of an index."""
-
-    count: int
-    src: tuple[int, int, int]
-    dst: tuple[int, int, int]
+def default_blocks(device: Device, src: LayerPages, dst: LayerPages) -> int:
+    """Return how many blocks a launch may have unless the caller says so."""
+    if src.on_device and dst.on_device:
+        return _BLOCKS_PER_SM * device.multiprocessors
+    return link_blocks(device)
 
 
-class KernelMove:
-    """A launch that is ready but for the page lists.
+def reaches(device: Device, *pages: LayerPages) -> bool:
+    """Return whether kernels of a device can access all of some pages."""
+    return all(device.address(v) is not None for own in pages for v in own.arrays)
+
+
+class PageLaunch:
+    """A launch that is complete but for the page lists.
 
     Parameters
     ----------
     specialisation : of `COPY` or `CONVERT`
-    params : one record; addresses are filled here, lists and the number of pieces at each launch
-    addresses : of the arrays, in the order of the Params
-    threads : a block
-    pieces_a_page, pieces_a_block : of the work, and of what a block takes in one go
+    params : complete but for the pointers at its start and the page lists
+    addresses : of the arrays, as the first fields of `params`
+    threads : per block
+    pieces_per_page, pieces_per_block : of the work, and of what a block handles per iteration
+    max_blocks : of the grid
     """
+
+    # What each launch fills in: neighbouring fields of the Params.
+    _POINTERS = struct.Struct("=3Q")  # src_pages, dst_pages, faults
+    _STRIDES = struct.Struct("=2q")  # src_stride_bytes, dst_stride_bytes
+    _COUNTS = struct.Struct("=I2i")  # num_pieces, src_index_bytes, dst_index_bytes
 
     def __init__(
         self,
         device: Device,
         specialisation: Specialisation,
-        params: np.ndarray[Any, Any],
+        params: _Params,
         addresses: Sequence[int],
         threads: int,
-        pieces_a_page: int,
-        pieces_a_block: int,
+        pieces_per_page: int,
+        pieces_per_block: int,
+        max_blocks: int,
     ) -> None:
+        self.pieces_per_page = pieces_per_page
         self._device = device
         self._function = device.load(specialisation)
-        self._threads = threads
-        self._pieces_a_page = pieces_a_page
-        self._pieces_a_block = pieces_a_block
+        self._block = (threads, 1, 1)
+        self._pieces_per_block = pieces_per_block
+        self._max_blocks = max_blocks
         dtype = specialisation.kernel.params
         for name, address in zip(dtype.names or (), addresses, strict=False):
             params[name] = address
         self._constants = params.tobytes()
         rows = _offset(dtype, "rows")
-        self._places = (
-            _offset(dtype, "src_pages"),
-            rows + _offset(ROWS, "src_stride_bytes"),
-            rows + _offset(ROWS, "src_operation"),
-            rows + _offset(ROWS, "num_pieces"),
-        )
+        self._pointers = _offset(dtype, "src_pages")
+        self._strides = rows + _offset(ROWS, "src_stride_bytes")
+        self._counts = rows + _offset(ROWS, "num_pieces")
 
-    def check(self, num_pairs: int) -> None:
-        """Refuse more pairs of pages than a launch can count the pieces of."""
-        geometry.require_countable(num_pairs * self._pieces_a_page, "src_pages")
-
-    def launch(
-        self, lists: Lists, max_blocks: int, on: Stream, keep: Sequence[object], *, reports: bool
-    ) -> None:
-        """Launch on `on`. `reports`: whether this launch notes pages past the end."""
-        num_pieces = lists.count * self._pieces_a_page
+    def issue(self, lists: Lists, stream: Stream, keep: Sequence[object]) -> None:
+        """Launch for some pairs of pages; `keep` lives until it is done."""
+        device = self._device
+        num_pieces = lists.count * self.pieces_per_page
         (src, src_stride, src_bytes), (dst, dst_stride, dst_bytes) = lists.src, lists.dst
-        packed = bytearray(self._constants)
-        pages, strides, operations, counts = self._places
-        _POINTERS.pack_into(packed, pages, src, dst, self._device.fault_pointer)
-        _PAIR.pack_into(packed, strides, src_stride, dst_stride)
-        if not reports:
-            _PAIR.pack_into(packed, operations, -1, -1)
-        _COUNTS.pack_into(packed, counts, num_pieces, src_bytes, dst_bytes)
-        blocks = min(max_blocks, -(-num_pieces // self._pieces_a_block))
-        self._device.launch(
-            self._function, (blocks, 1, 1), (self._threads, 1, 1), 0, bytes(packed), on, keep
-        )
+        params = bytearray(self._constants)
+        self._POINTERS.pack_into(params, self._pointers, src, dst, device.fault_pointer)
+        self._STRIDES.pack_into(params, self._strides, src_stride, dst_stride)
+        self._COUNTS.pack_into(params, self._counts, num_pieces, src_bytes, dst_bytes)
+        blocks = min(self._max_blocks, -(-num_pieces // self._pieces_per_block))
+        device.launch(self._function, (blocks, 1, 1), self._block, 0, bytes(params), stream, keep)
 
 
-def note_fault(device: Device, fault: tuple[int, int, int, int], on: Stream) -> None:
-    """Launch the note of a fault that the host knows of.
-
-    The host neither reads the record nor waits for it, and a replay notes the fault again.
+def launches(
+    device: Device, src: LayerPages, dst: LayerPages, *, max_blocks: int, reports: bool
+) -> list[PageLaunch]:
+    """Return the launches that move pages from one pool to another, which kernels reach.
 
     Parameters
     ----------
-    fault : the fields of the record (`faults.RECORD_FIELDS`)
+    reports : whether the first of them records pages past the end
+
+    Raises
+    ------
+    CompileError : a kernel cannot be compiled
     """
-    params = np.array((device.fault_pointer, *fault), _NOTE_PARAMS)
-    device.launch(device.load(NOTE), (1, 1, 1), (1, 1, 1), 0, params.tobytes(), on)
+    if src.format != dst.format:
+        return [_convert(device, src, dst, max_blocks, reports)]
+    pages = src.num_pages, dst.num_pages
+    copies = [_copy(device, src.parts, dst.parts, pages, max_blocks, reports)]
+    if src.scales and dst.scales:
+        copies.append(_copy(device, src.scales, dst.scales, pages, max_blocks, False))
+    return copies
 
 
-def copying(device: Device, rows: Rows, src_pages: int, dst_pages: int) -> KernelMove:
-    """Return the move of rows as they are.
-
-    Parameters
-    ----------
-    src_pages, dst_pages : how many pages either pool has
-    """
+def _copy(
+    device: Device,
+    sources: Sequence[ArrayView],
+    targets: Sequence[ArrayView],
+    num_pages: tuple[int, int],
+    max_blocks: int,
+    reports: bool,
+) -> PageLaunch:
+    rows = _addressed(longest_rows(sources, targets), device, (*sources, *targets))
     word = rows.word_bytes
     words = [n // word for n in rows.row_bytes]
     longest = max(words)
     lanes = _lanes(longest, device.warp_lanes)
     if lanes == 1 and device.warp_lanes == 1:
-        in_flight_rows, piece_words = 1, min(longest, max(1, _LONGEST_PIECE_BYTES // word))
+        rows_in_flight, piece_words = 1, min(longest, max(1, _LONGEST_PIECE_BYTES // word))
     elif longest >= lanes * _IN_FLIGHT:
-        in_flight_rows, piece_words = 1, lanes * _IN_FLIGHT
+        rows_in_flight, piece_words = 1, lanes * _IN_FLIGHT
     else:
-        in_flight_rows, piece_words = _IN_FLIGHT, lanes
-    pieces_a_row = -(-longest // piece_words)
+        rows_in_flight, piece_words = _IN_FLIGHT, lanes
+    pieces_per_row = -(-longest // piece_words)
 
     params = zeroed(_COPY_PARAMS)
-    both = _pair(rows.addresses)
-    for name, array in zip(_ARRAYS, _pair(range(len(rows.addresses))), strict=True):
+    k_and_v = (0, len(sources) - 1, len(sources), -1)  # one part stands for both
+    for name, array in zip(_COPIED, k_and_v, strict=True):
         params[f"{name}_strides"] = rows.strides(array)
     params["k_words"], params["v_words"] = words[0], words[1] if len(words) > 1 else 0
     params["piece_words"] = piece_words
-    _fill_rows(params, rows, pieces_a_row, lanes, src_pages, dst_pages)
-    return KernelMove(
-        device, COPY.specialise(word, in_flight_rows), params, both,
-        _COPY_THREADS, rows.rows_a_page * pieces_a_row, _COPY_THREADS // lanes * in_flight_rows,
+    _fill_rows(params["rows"], rows, pieces_per_row, lanes, num_pages, reports)
+    return PageLaunch(
+        device, COPY.specialise(word, rows_in_flight), params,
+        [rows.addresses[array] for array in k_and_v], _COPY_THREADS,
+        rows.rows_per_page * pieces_per_row, _COPY_THREADS // lanes * rows_in_flight, max_blocks,
     )  # fmt: skip
 
 
-def converting(
-    device: Device,
-    values: Rows,
-    scales: tuple[Rows | None, Rows | None],
-    formats: tuple[str, str],
-    pages: tuple[int, int],
-) -> KernelMove:
-    """Return the move of rows from one format to another.
-
-    Parameters
-    ----------
-    values : every (layer, offset, head) a row (`transfer_rows.separate`)
-    scales : of the source, and of the target; each a Rows from that pool to itself, or None
-    formats, pages : of the source, and of the target: the format's name, how many pages
-    """
-    source, target = (dtypes.FORMATS[name] for name in formats)
-    widths = [n // source.itemsize for n in values.row_bytes]
-    num_sources = len(values.row_bytes)
-    indices = range(len(values.addresses))
-    sides = (source, indices[:num_sources]), (target, indices[num_sources:])
+def _convert(
+    device: Device, src: LayerPages, dst: LayerPages, max_blocks: int, reports: bool
+) -> PageLaunch:
+    parts = (*src.parts, *dst.parts)
+    rows = _addressed(head_rows(src.parts, dst.parts), device, parts)
+    source, target = dtypes.FORMATS[src.format], dtypes.FORMATS[dst.format]
+    num_parts = len(src.parts)
+    widths = [v.shape[-1] for v in src.parts]
+    sides = (("src", src, source, 0), ("dst", dst, target, num_parts))
     packed = all(n % PACK == 0 for n in widths) and all(
-        values.word_of(own) >= min(16, PACK * form.itemsize) for form, own in sides
+        rows.alignment(range(first, first + num_parts)) >= min(16, PACK * format.itemsize)
+        for _, _, format, first in sides
     )
-    count = PACK if packed else 1
-    lanes = _lanes(-(-max(widths) // count), device.warp_lanes)
+    elements = PACK if packed else 1
+    lanes = _lanes(-(-max(widths) // elements), device.warp_lanes)
 
     params = zeroed(_CONVERT_PARAMS)
     addresses = []
-    for side, (_, own), scale in zip(("src", "dst"), sides, scales, strict=True):
-        for part, index in zip("kv", (own[0], own[-1]), strict=True):
-            params[f"{side}_{part}_strides"] = values.strides(index)
-            addresses.append(values.addresses[index])
-        for part, index in zip("kv", (0, num_sources - 1), strict=True):
-            if scale is not None:
-                params[f"{side}_{part}_scale_strides"] = scale.strides(index)
-            addresses.append(0 if scale is None else scale.addresses[index])
-    params["k_width"], params["v_width"] = widths[0], widths[1] if num_sources > 1 else 0
-    _fill_rows(params, values, 1, lanes, *pages)
+    for side, pages, _, first in sides:
+        for part, i in (("k", 0), ("v", num_parts - 1)):
+            params[f"{side}_{part}_strides"] = rows.strides(first + i)
+            addresses.append(rows.addresses[first + i])
+        if not pages.scales:
+            addresses += [0, 0]
+            continue
+        scales = _addressed(head_rows(pages.scales, ()), device, pages.scales)
+        for part, i in (("k", 0), ("v", num_parts - 1)):
+            params[f"{side}_{part}_scale_strides"] = scales.strides(i)
+            addresses.append(scales.addresses[i])
+    params["k_width"], params["v_width"] = widths[0], widths[1] if num_parts > 1 else 0
+    _fill_rows(params["rows"], rows, 1, lanes, (src.num_pages, dst.num_pages), reports)
     kernel = CONVERT[1 if device.warp_lanes == 1 else 32]
-    return KernelMove(
-        device, kernel.specialise(source.ctype, target.ctype, count), params, addresses,
-        _CONVERT_THREADS, values.rows_a_page, _CONVERT_THREADS // lanes,
+    return PageLaunch(
+        device, kernel.specialise(source.ctype, target.ctype, elements), params, addresses,
+        _CONVERT_THREADS, rows.rows_per_page, _CONVERT_THREADS // lanes, max_blocks,
     )  # fmt: skip
 
 
 def _fill_rows(
-    params: Any, rows: Rows, pieces_a_row: int, lanes: int, src_pages: int, dst_pages: int
+    params: _Params,
+    rows: Rows,
+    pieces_per_row: int,
+    lanes: int,
+    num_pages: tuple[int, int],
+    reports: bool,
 ) -> None:
-    geometry.require_countable(rows.rows_a_page * pieces_a_row, "src_pool")
-    own = params["rows"]
-    transfer_rows.fill(own, rows, pieces_a_row, lanes.bit_length() - 1)
-    for name, num_pages in (("src", src_pages), ("dst", dst_pages)):
-        own[f"{name}_num_pages"] = num_pages
-        own[f"{name}_operation"] = faults.operation_id("transfer_pages", f"{name}_pages")
+    """Fill what does not depend on the page lists in a `TransferRows`."""
+    geometry.require_countable(rows.rows_per_page * pieces_per_row, "src_pool")
+    counts = [1] * (3 - len(rows.axes)) + [axis.count for axis in rows.axes]
+    params["pieces_a_row"] = divisor(pieces_per_row)
+    params["pieces_a_page"] = divisor(rows.rows_per_page * pieces_per_row)
+    params["rows_a_step"] = divisor(counts[1] * counts[2])
+    params["rows_2"] = divisor(counts[2])
+    params["lane_shift"] = lanes.bit_length() - 1
+    for side, count in zip(("src", "dst"), num_pages, strict=True):
+        params[f"{side}_num_pages"] = count
+        operation = faults.operation_id("transfer_pages", f"{side}_pages") if reports else -1
+        params[f"{side}_operation"] = operation
 
 
-def _pair(of_arrays: Sequence[int]) -> tuple[int, int, int, int]:
-    """Return (source of K, of V, target of K, of V), where one part stands for both."""
-    half = len(of_arrays) // 2
-    return of_arrays[0], of_arrays[half - 1], of_arrays[half], of_arrays[-1]
+def _addressed(rows: Rows, device: Device, arrays: Sequence[ArrayView]) -> Rows:
+    """Return rows by the addresses at which kernels find the arrays."""
+    addresses = [device.address(v) for v in arrays]
+    return replace(rows, addresses=tuple(a for a in addresses if a is not None))
 
 
 def _lanes(words: int, warp_lanes: int) -> int:
-    """Return the threads that share a row: as many as leave at most a quarter of them idle."""
+    """Return how many threads share a row: as many as leave at most a quarter of them idle."""
     lanes = warp_lanes
     while lanes > 1 and -(-words // lanes) * lanes * 3 > words * 4:
         lanes //= 2
     return lanes
-
-
-def reached(device: Device, views: Sequence[ArrayView]) -> list[int] | None:
-    """Return where kernels find the views; None if one of them is out of their reach."""
-    addresses = [device.address(view) for view in views]
-    return None if None in addresses else [a for a in addresses if a is not None]
 
 
 def _offset(dtype: np.dtype[Any], field: str) -> int:
@@ -290,10 +485,14 @@ def _offset(dtype: np.dtype[Any], field: str) -> int:
     return dtype.fields[field][1]
 
 
-def blocks(device: Device, max_blocks: int | None, *, over_link: bool) -> int:
-    """Return how many blocks a launch may have."""
-    if max_blocks is not None:
-        return max_blocks
-    if over_link:
-        return bounded_blocks(device)
-    return _BLOCKS_A_MULTIPROCESSOR * device.multiprocessors
+def note_fault(device: Device, fault: tuple[int, int, int, int], stream: Stream) -> None:
+    """Record on a stream a fault that the host has found in a page list.
+
+    The host neither reads the fault record nor waits for it; a replay records the fault again.
+
+    Parameters
+    ----------
+    fault : the fields of the record (`faults.RECORD_FIELDS`)
+    """
+    params = np.array((device.fault_pointer, *fault), _NOTE_PARAMS)
+    device.launch(device.load(NOTE), (1, 1, 1), (1, 1, 1), 0, params.tobytes(), stream)

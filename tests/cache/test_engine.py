@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -322,6 +324,40 @@ def test_the_calling_thread_as_both_streams(device):
     assert np.array_equal(world.loaded(5), world.before[0][1])
 
 
+# Cost --------------------------------------------------------------------------------------------
+
+
+def test_a_warm_load_takes_few_python_frames(device, lenient_host):
+    """The engine's own, and those of a layer; the C++ or CUDA below is not counted."""
+    if device.kind != "host":
+        pytest.skip("frames are counted on the host device")
+    sizes = {"num_layers": 4, "page_size": 16}
+    engine = kv.TransferEngine(
+        pool_of(device, 8, **sizes), pool_of(device, 8, layout="page_first", **sizes)
+    )
+    package = str(Path(kv.__file__).parent)
+
+    def frames(call):
+        """The Python frames of the package that a call enters."""
+        count = 0
+
+        def enter(frame, event, argument):
+            nonlocal count
+            count += event == "call" and frame.f_code.co_filename.startswith(package)
+
+        sys.setprofile(enter)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return count
+
+    for _ in range(3):
+        engine.load([0, 1], [2, 3]).synchronize()
+    load, flush = frames(lambda: engine.load([0, 1], [2, 3])), frames(engine.flush)
+    assert load <= 25 and load + flush <= 149, (load, flush)
+
+
 # Layer by layer ----------------------------------------------------------------------------------
 
 
@@ -485,7 +521,7 @@ def test_finished_batches_let_go_of_their_pages(world):
     first.synchronize()
     batch = first._batch
     world.engine.load([2], [2]).synchronize()
-    assert not batch.device_pages and not batch.host_pages and not batch.fences
+    assert not batch.device_pages and not batch.host_pages and not batch.after_events
     assert first.done()
     assert world.engine._save._in_flight == [], "the engine still holds a batch that is over"
 

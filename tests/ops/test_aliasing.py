@@ -192,13 +192,13 @@ def test_layers_one_behind_the_other(device, looked_at, monkeypatch):
         kv.copy_pages(**{**pages, "cache": [*pools, pools[7]]})
 
 
-def test_ways_of_a_transfer_leave_one_at_a_time(device, monkeypatch):
-    monkeypatch.setattr(transfer, "_MAX_WAYS", 3)
+def test_plans_of_a_transfer_leave_one_at_a_time(device, monkeypatch):
+    monkeypatch.setattr(transfer, "_MAX_PLANS", 3)
     pools = [kv.KVPool(2, 4, 8, 1, 8, dtype="fp32", device=device) for _ in "ab"]
     for layer in (0, 1, 2, 0, 3, 0, 4):
         kv.transfer_pages(*pools, [0], [1], layers=[layer])
-    kept = transfer._ways[pools[0]][pools[1]]
-    assert sorted(request.layers for request in kept) == [(0,), (3,), (4,)]
+    kept = transfer._plans[pools[0]][pools[1]]
+    assert sorted(options.layers for options in kept) == [(0,), (3,), (4,)]
 
 
 # Which plans stay -----------------------------------------------------------------------------
