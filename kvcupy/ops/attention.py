@@ -1,9 +1,10 @@
 """Attention over a paged cache.
 
-`paged_attention` is the operation, and `attend` the same for a cache that keeps sequences from step
-to step. A call goes: arguments checked (`check_call`), kernels chosen (`attention_kernels`), both
-kept as the plan of its signature (`AttentionPlan`); without a compiler, array expressions serve
-(`_attend_sequences`).
+`paged_attention` is the public operation. A cache that keeps sequences from step to step uses
+`StepAttention`, which has a few arguments more, and probes what all layers of a step share once.
+
+Both make an `AttentionPlan` of a new signature: `check_call` checks the arguments, and
+`attention_kernels` chooses the kernels. Without a compiler, array code serves (Fallback).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .call import Argument, Launch, Operation, Plan, Pointer, Views, to_allocate
 from .merge_launch import merge_launch
 from .side import Side
 
-# First what differs from call to call, then the arrays of a layer, then those of a step.
+# What differs from call to call, what belongs to a layer of a cache, and what to a step.
 _PER_CALL = (
     Argument("query", words=True),
     Argument("out", output=True, words=True, allocated=True),
@@ -66,8 +67,8 @@ _PER_STEP = (
 )
 _ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP)
 
-# What only `attend` has.
-_WITHOUT_CACHE = dict.fromkeys(
+# Arguments that `paged_attention` has not.
+_ABSENT = dict.fromkeys(
     ("hole_starts", "holes", "key_starts", "tree_lens", "tail_positions", "rope_table")
 )
 
@@ -157,7 +158,7 @@ def paged_attention(
         "sinks": sinks if checks.is_array(sinks) else None, "k_cache": k_cache, "v_cache": v_cache,
         "k_scale": k_scale, "v_scale": v_scale, "k_scale_cache": k_scale_cache,
         "v_scale_cache": v_scale_cache, "block_table": block_table, "seq_lens": seq_lens,
-        "query_lens": query_lens, "tree_mask": tree_mask, **_WITHOUT_CACHE,
+        "query_lens": query_lens, "tree_mask": tree_mask, **_ABSENT,
     }  # fmt: skip
     (out,) = _ATTENTION.run(arguments, (options,), AttentionPlan, stream)
     return out
@@ -194,30 +195,7 @@ def attend(
     lse_out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """Attend as `paged_attention` does, over sequences that a cache keeps from step to step.
-
-    Parameters
-    ----------
-    hole_starts, holes : int32 (B,), both or neither: the evicted span of each sequence. The key at
-        position p lies in slot p of the sequence's pages, and from position hole_starts[b] on in
-        slot p + holes[b]. Masks, window, sinks and lengths go by position all the same
-    key_starts : int32 (B,), keys before it are not visible, not even as sinks
-    tree_lens : int32 (B,), with `tree_mask`, which then decides about the last tree_lens[b] keys:
-        column c is about key seq_lens[b] - tree_lens[b] + c. At least the new tokens of a
-        sequence, or 0, which leaves it without a mask. None: `query_lens`
-    rope_table : float32 (max_positions, rotary_dim), see `kvcupy.rope_table`, for a cache of keys
-        that are not rotated: each is rotated by its position before the score. The query comes
-        rotated. A position past the table counts as its last
-    interleaved : pairs that rotate together are neighbours, not halves apart
-    rotary_start : elements rotary_start to rotary_start + rotary_dim - 1 of each key are rotated
-    tail_positions : int32 (B, max(tree_lens)), the positions by which the keys that `tree_mask`
-        decides about are rotated, instead of their own
-
-    Notes
-    -----
-    Everything else, errors included, is as in `paged_attention`. Negative counts are 0. Tensor
-    cores take rotated keys rounded to the 16-bit format of the cache.
-    """
+    """Attend as `paged_attention` does, with all arguments that `StepAttention` has besides."""
     options = check_options(
         layout, sm_scale, causal, window, sinks, logits_soft_cap, interleaved, rotary_start
     )
@@ -271,11 +249,29 @@ class LayerArrays(_Probed):
 
 
 class StepAttention(_Probed):
-    """Attention over the sequences of one step: their tables, probed once for all layers.
+    """Attention over the sequences of one step of a cache: their tables, probed for all layers.
 
     Parameters
     ----------
-    block_table, ..., rope_table : as in `attend`
+    block_table, seq_lens, query_lens, tree_mask : as in `paged_attention`
+    hole_starts, holes : int32 (B,), both or neither: the evicted span of each sequence. The key at
+        position p lies in slot p of the sequence's pages, and from position hole_starts[b] on in
+        slot p + holes[b]. Masks, window, sinks and lengths go by position all the same
+    key_starts : int32 (B,), keys before it are not visible, not even as sinks
+    tree_lens : int32 (B,), with `tree_mask`, which then decides about the last tree_lens[b] keys:
+        column c is about key seq_lens[b] - tree_lens[b] + c. At least the new tokens of a
+        sequence, or 0, which leaves it without a mask. None: `query_lens`
+    rope_table : float32 (max_positions, rotary_dim), see `kvcupy.rope_table`, for a cache of keys
+        that are not rotated: each is rotated by its position before the score. The query comes
+        rotated. A position past the table counts as its last. Two options belong to it:
+        `interleaved`, whether pairs that rotate together are neighbours or halves apart, and
+        `rotary_start`, the first of the rotary_dim elements of a key that are rotated
+    tail_positions : int32 (B, max(tree_lens)), the positions by which the keys that `tree_mask`
+        decides about are rotated, instead of their own
+
+    Notes
+    -----
+    Negative counts are 0. Tensor cores take rotated keys rounded to the 16-bit format of the cache.
     """
 
     def __init__(
@@ -309,17 +305,22 @@ class StepAttention(_Probed):
         sinks: Any = None,
         stream: Any = None,
     ) -> None:
-        """Attend in one layer, as `attend` does.
+        """Attend in one layer.
 
         Parameters
         ----------
-        query, out, lse_out : as in `attend`; `out` must be there
+        query, out, lse_out, stream : as in `paged_attention`; `out` must be there
         options : from `check_options`
         sinks : learned logits, or None; an int belongs to the options
+
+        Raises
+        ------
+        As `paged_attention`; nothing was written
         """
         arrays: tuple[Any, ...] = query, out, lse_out, sinks
         pointers, signatures = probe_arguments(arrays)
-        alignment = pointers[0] | pointers[1] | layer.alignment | self.alignment
+        query_address, out_address, _, _ = pointers
+        alignment = query_address | out_address | layer.alignment | self.alignment
         pointers += layer.pointers + self.pointers
         signatures += layer.signatures + self.signatures
         arrays += layer.arrays + self.arrays
