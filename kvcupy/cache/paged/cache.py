@@ -526,13 +526,14 @@ class PagedKVCache(ProcessLocal):
         if type(layer) is not int or not 0 <= layer < self.pool.num_layers:
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
         layers = self._layers
-        rows = layers.check(query, out, step.num_tokens)
-        options, logits = layers.check_options(sm_scale, window, sinks, logits_soft_cap)
+        rows, options, logits = layers.check(
+            query, out, step.num_tokens, sm_scale, window, sinks, logits_soft_cap
+        )
         own = self.device.as_stream(stream, rows.library)
         if out is None:
             out = outputs.zeros(rows, (*rows.shape[:2], layers.v_width), rows.format, stream)
         uploaded = tables.on(own)
-        if not own.capturing:
+        if step.loads and not own.capturing:
             step.wait_layer(int(layer), own)
         layers.run(int(layer), query, key, value, out, rows, uploaded, options, logits, own)
         return out

@@ -254,7 +254,7 @@ class Uploader:
         whole = target.reserve(layout.num_bytes)
         num_bytes = layout.pack(arrays, pinned.bytes)
         target.wait_for_readers(self.stream)
-        source, copy = _head(pinned.whole, num_bytes), _head(whole, num_bytes)
+        source, copy = _heads(num_bytes, pinned.whole, whole)
         self.device.copy(copy, source, stream=self.stream)
         self.stream.record(pinned.copied)
         self._last = pinned.copied
@@ -300,6 +300,8 @@ class TableBuffer:
     Attributes
     ----------
     views : the tables, by name, of the last upload; with `shapes` at full size, from the start
+    copied : the event behind the last upload
+    target : the memory
     """
 
     def __init__(
@@ -309,6 +311,7 @@ class TableBuffer:
         self.views: Tables = {}
         self._uploader = uploader
         self._pinned = [PinnedBuffer(uploader.device) for _ in range(num_pinned)]
+        self.copied = self._pinned[-1].copied
         self._uploads = 0
         self._fixed = shapes is not None
         self._layout = Layout(shapes or {})
@@ -322,11 +325,6 @@ class TableBuffer:
     def shapes(self) -> Shapes:
         """Shape and format of the tables, by name."""
         return self._layout.shapes
-
-    @property
-    def copied(self) -> Event:
-        """The event behind the last upload."""
-        return self._pinned[(self._uploads - 1) % len(self._pinned)].copied
 
     def upload(self, arrays: Arrays) -> None:
         """Upload arrays, behind the readers of those before them. See `Uploader.upload`.
@@ -345,6 +343,7 @@ class TableBuffer:
         pinned = self._pinned[self._uploads % len(self._pinned)]
         self._uploader.upload(arrays, self._layout, pinned, self.target)
         self._uploads += 1
+        self.copied = pinned.copied
         if self._viewed is not self.target.whole:
             assert self.target.whole is not None
             self.views = self._layout.views(self.target.whole)
@@ -570,12 +569,15 @@ class CapturedTables:
         self.buffer.target.read_by(stream)
 
 
-def _head(whole: ArrayView, num_bytes: int) -> ArrayView:
-    """Return the first bytes of a buffer, int8 (bytes,)."""
-    return ArrayView(
-        whole.pointer, (num_bytes,), whole.strides, whole.format, whole.device,
-        library=whole.library, owner=whole.owner,
-    )  # fmt: skip
+def _heads(num_bytes: int, *buffers: ArrayView) -> list[ArrayView]:
+    """Return the first bytes of each buffer, int8 (bytes,)."""
+    heads = []
+    for b in buffers:  # not by slices, which go through NumPy
+        head = ArrayView(
+            b.pointer, (num_bytes,), b.strides, b.format, b.device, library=b.library, owner=b.owner
+        )
+        heads.append(head)
+    return heads
 
 
 def _nothing() -> None:
