@@ -1,8 +1,8 @@
 """Calls of `paged_attention`, `attend` and `merge_states` that check everything, and arguments.
 
 Results are compared with the float64 reference, within `attention_errors` and `merge_errors`;
-everything else, inputs and canaries and rows that belong to no sequence, bitwise. Whatever must not
-be read is NaN, or a poisoned index.
+everything else, inputs, canaries and rows that belong to no sequence, bitwise. Whatever must not be
+read is NaN, or a poisoned index.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ FLOATS = ("fp32", "fp16", "bf16")
 # Tolerance -----------------------------------------------------------------------------------
 
 FEW = 8
-"""Roundings of a value that no sum is to blame for: products with scales, exponential, division."""
+"""Roundings of a value outside of sums: products with scales, exponential, division."""
 WEIGHT_ROUNDING = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""What a softmax weight may lose, relatively, on its way into a tensor core: half a unit."""
+"""Relative error of a softmax weight that is rounded for a tensor core: half a unit."""
 TRUNCATION = {"fp32": 0.0, "fp16": 0.25, "bf16": 0.25}
-"""Units that a score loses an element where tensor cores, which truncate, sum its products."""
+"""Units that a score loses per element where tensor cores, which truncate, sum its products."""
 
 
 def slot_values(args, side):
-    """The values of a cache, float64 (num_slots, H, D), NaN where it is poisoned."""
+    """Return the values of a cache, float64 (num_slots, H, D), NaN where it is poisoned."""
     pages = args[f"{side}_cache"]
     if args.get("layout") == "HND":
         pages = pages.swapaxes(1, 2)
@@ -56,7 +56,7 @@ MORE = ("hole_starts", "holes", "key_starts", "tree_lens", "rope_table", "interl
 
 
 def attention_errors(args, out, lse, out_fmt=None):
-    """How far float32 arithmetic and one rounding of the output may be from `out` and `lse`.
+    """Return how far float32 arithmetic and one rounding may be from `out` and `lse`.
 
     A score is a sum of D products. Each is at most |q| |k| in all, and float32 loses a unit of that
     with every addition; as errors do not conspire, about the square root of their number. A change
@@ -89,7 +89,7 @@ def attention_errors(args, out, lse, out_fmt=None):
 
 
 def merge_errors(outs, lses, out, lse, fmt):
-    """How far float32 arithmetic and one rounding may be from the merged `out` and `lse`.
+    """Return how far float32 arithmetic and one rounding may be from the merged `out` and `lse`.
 
     A weight is exp of a difference of two lse, whose rounding is a unit of each of them; n states
     are summed one after another.
@@ -230,7 +230,7 @@ class AttentionCase(Case):
 
         `cache_fmt` is one format or those of K and V. `hidden[b]` keys of sequence b are poisoned
         from the first on. `loud` is the size of queries and keys: with 2, scores reach 10. `holes`
-        are pairs (start, size), one a sequence; what lies in them is poison too, and so is what
+        are pairs (start, size), one per sequence; what lies in them is poison too, and so is what
         `key_starts` leave out.
         """
         k_fmt, v_fmt = (cache_fmt or fmt,) * 2 if not isinstance(cache_fmt, tuple) else cache_fmt
@@ -267,7 +267,7 @@ class AttentionCase(Case):
         return args
 
     def nodes(self, tree_lens, query_lens, padding=0, columns=None):
-        """A mask of trees whose nodes are in part of earlier steps, noise where nobody looks."""
+        """Return a mask of trees with nodes of earlier steps, and noise where nothing may look."""
         rows = sum(query_lens) + padding
         mask = self.rng.random((rows, columns or max(tree_lens))) < 0.5
         return {
@@ -276,7 +276,7 @@ class AttentionCase(Case):
         }
 
     def rope(self, dim, *, positions=50, start=0, interleaved=False, cut=None, store=None):
-        """A table for keys that are cached raw, and what turns of them."""
+        """Return a rope table for keys that are cached raw, and which elements it rotates."""
         table = reference.rope_table(positions, dim).astype(np.float32)
         placed = self.place(
             table if store is None else store(table), "fp32", cut, name="rope_table"
@@ -284,7 +284,7 @@ class AttentionCase(Case):
         return {"rope_table": placed, "rotary_start": start, "interleaved": interleaved}
 
     def tail(self, tree_lens, columns=None, low=0, high=50):
-        """Positions of the nodes of trees."""
+        """Return positions of the nodes of trees."""
         drawn = self.rng.integers(low, high, (len(tree_lens), columns or max(tree_lens)))
         return {"tail_positions": self.place(drawn.astype(np.int32), "int32", name="tail")}
 
@@ -299,12 +299,12 @@ class AttentionCase(Case):
         )
 
     def sinks(self, heads, loud=4.0):
-        """A learned sink of each head."""
+        """Return a learned sink per head."""
         values = (self.rng.standard_normal(heads) * loud).astype(np.float32)
         return self.place(values, "fp32", name="sinks")
 
     def tree(self, query_lens, rows=None, columns=None, *, any_mask=False):
-        """A tree mask of a random tree of each sequence, noise where nothing may look."""
+        """Return the mask of a random tree per sequence, and noise where nothing may look."""
         rows, widest = rows or int(np.sum(query_lens)), max(query_lens)
         mask = self.rng.random((rows, columns or widest)) < 0.5
         start = 0
@@ -323,7 +323,7 @@ class AttentionCase(Case):
     # Calls
 
     def live(self, arg):
-        """What an argument holds on the device, as a NumPy array."""
+        """Return what an argument holds on the device, as a NumPy array."""
         buffer = arg.buffer
         flat = np.asarray(self.device.to_numpy(buffer.raw))[buffer.start : buffer.stop]
         return arg._cut(flat.view(buffer.dtype))
@@ -334,15 +334,15 @@ class AttentionCase(Case):
         return self.device.asarray(value) if isinstance(value, np.ndarray) else value
 
     def issue(self, args, out=None, lse=None, *, stream=None):
-        given = {name: self.to_pass(value) for name, value in args.items()}
-        call = attention.attend if given.keys() & set(MORE) else kv.paged_attention
-        return call(**given, out=self.to_pass(out), lse_out=self.to_pass(lse), stream=stream)
+        arguments = {name: self.to_pass(value) for name, value in args.items()}
+        call = attention.attend if args.keys() & set(MORE) else kv.paged_attention
+        return call(**arguments, out=self.to_pass(out), lse_out=self.to_pass(lse), stream=stream)
 
-    def attend(self, args, out="given", lse="given", *, stream=None, **options):
-        """Check one call; outputs are made here unless given, or None."""
+    def attend(self, args, out="placed", lse="placed", *, stream=None, **options):
+        """Check one call; outputs are placed here unless they are passed, or None."""
         args = {**args, **options}
-        made = self.results(args) if "given" in (out, lse) else (None, None)
-        out, lse = (m if isinstance(o, str) else o for o, m in zip((out, lse), made, strict=True))
+        placed = self.results(args) if "placed" in (out, lse) else (None, None)
+        out, lse = (p if isinstance(o, str) else o for o, p in zip((out, lse), placed, strict=True))
         if stream is not None:  # The uploads went to the current stream.
             self.device.synchronize()
         got = self.issue(args, out, lse, stream=stream)
@@ -414,16 +414,16 @@ class AttentionCase(Case):
         outs = reference.decode(np.ascontiguousarray(outs), fmt)
         of_out, of_lse = merge_errors(outs, lses.astype(np.float64), want, want_lse, out_fmt)
         of_out[~want.any(axis=2)] = 0
-        for name, a, given_, exact, allowed, f in (
+        for name, a, passed, exact, allowed, f in (
             ("out", got[0], out, want, of_out, out_fmt),
             ("lse", got[1], lse, want_lse, of_lse, "fp32"),
         ):  # fmt: skip
             assert tuple(a.shape) == exact.shape
-            stored = as_numpy(self.device, a, f) if given_ is None else self.live(given_)
+            stored = as_numpy(self.device, a, f) if passed is None else self.live(passed)
             values = reference.decode(np.ascontiguousarray(stored), f)
             assert_near(name, values, exact, allowed, self.seed)
-            if given_ is not None:
-                reference.bits_of(given_.view, f)[...] = reference.bits_of(stored, f)
+            if passed is not None:
+                reference.bits_of(passed.view, f)[...] = reference.bits_of(stored, f)
         self.check("merge_states", [])
 
 

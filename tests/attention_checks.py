@@ -1,7 +1,7 @@
-"""One small check of each thing that the attention operations do, for whatever device runs it.
+"""One small check of each thing that the attention operations do, on any device.
 
-As those of `operation_checks`: a check takes a device, calls an operation with arguments that tell
-its mistakes, compares all with the reference, and returns the `Case`.
+As in `operation_checks`, a check takes a device, calls an operation with arguments that expose
+mistakes, compares everything with the reference, and returns the `Case`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NEW = [3, 0, 1, 13, 6]
 
 
 def check_attention_decode(device, fmt="fp32"):
-    """One token a sequence, three query heads on one, odd pages, values of another width."""
+    """One token per sequence, three query heads per KV head, odd pages, values of another width."""
     case = AttentionCase(device, 40)
     case.attend(case.arguments(LENS, fmt=fmt, heads=(6, 2), widths=(24, 40), page_size=3))
     return case
@@ -33,14 +33,14 @@ def check_attention_decode_heads_first(device):
 
 
 def check_attention_long_decode(device):
-    """Keys enough to be split over several blocks, each of which sees other largest scores."""
+    """Enough keys for several blocks, whose largest scores differ."""
     case = AttentionCase(device, 42)
     case.attend(case.arguments([1300, 0, 5, 700], heads=(2, 1), page_size=16))
     return case
 
 
 def check_attention_decode_int8(device):
-    """A scale a slot for K, one a head for V."""
+    """A scale per slot for K, one per head for V."""
     case = AttentionCase(device, 43)
     case.attend(
         case.arguments(
@@ -51,7 +51,7 @@ def check_attention_decode_int8(device):
 
 
 def check_attention_decode_fp8(device):
-    """One scale for K, a scale a slot for V, in pages of heads first."""
+    """One scale for K, a scale per slot for V, in HND pages."""
     case = AttentionCase(device, 44)
     case.attend(
         case.arguments(LENS, fmt="fp16", cache_fmt=("fp8_e4m3", "fp8_e5m2"), how="HND",
@@ -70,7 +70,7 @@ def check_attention_decode_masks(device):
 
 
 def check_attention_append(device, fmt="fp32"):
-    """Several tokens a sequence, rows to spare, causal and not."""
+    """Several tokens per sequence, spare rows, causal and not."""
     case = AttentionCase(device, 46)
     args = case.arguments(LENS, NEW, fmt=fmt, heads=(6, 2), widths=(24, 40), padding=3, page_size=3)
     case.attend(args)
@@ -92,7 +92,7 @@ def check_attention_append_long(device):
 
 
 def check_attention_append_quantised(device):
-    """Scales a slot and a head, of int8 and fp8."""
+    """Scales per slot and per head, of int8 and fp8."""
     for fmt, kinds in (("int8", ("dynamic", "per head")), ("fp8_e4m3", ("per head", "dynamic"))):
         case = AttentionCase(device, 48)
         case.attend(
@@ -102,7 +102,7 @@ def check_attention_append_quantised(device):
 
 
 def check_attention_append_masks(device, fmt="fp32"):
-    """Windows with first keys, learned sinks, a cap, and trees that go along with them."""
+    """Windows with first keys, learned sinks, a cap, and trees with them."""
     case = AttentionCase(device, 49)
     args = case.arguments(LENS, NEW, fmt=fmt, padding=2)
     rows = sum(NEW) + 2
@@ -126,7 +126,7 @@ NODES = [12, 0, 0, 13, 9]
 
 
 def check_attention_places(device, fmt="fp32", new=None):
-    """Holes, and keys left to others, with a window that keeps first keys."""
+    """Evicted spans and hidden first keys, with a window that keeps first keys."""
     case = AttentionCase(device, 54)
     args = case.arguments(
         MORE_LENS, new, fmt=fmt, holes=HOLES, key_starts=STARTS, widths=(24, 40), page_size=3
@@ -141,7 +141,7 @@ def check_attention_append_places(device):
 
 
 def check_attention_hole_at_the_end(device):
-    """A length that the table has room for only without its hole."""
+    """A length that fits into the table only without its evicted span."""
     case = AttentionCase(device, 55)
     args = case.arguments([14, 16], holes=[(5, 1), (7, 4)])
     args["block_table"] = args["block_table"].sub(lambda a: a[:, :4])
@@ -166,7 +166,7 @@ def check_attention_shared_keys_fp16(device):
 
 
 def check_attention_trees(device, fmt="fp32"):
-    """Nodes of earlier steps, which turn by positions of their own, some past the table."""
+    """Nodes of earlier steps, rotated by positions of their own, some past the table."""
     case = AttentionCase(device, 56)
     args = case.arguments(MORE_LENS, MORE_NEW, fmt=fmt, widths=(32, 24)) | case.rope(32)
     args |= case.nodes(NODES, MORE_NEW) | case.tail(NODES, columns=11, low=-5, high=60)
@@ -180,7 +180,7 @@ def check_attention_trees_fp16(device):
 
 
 def check_attention_turns(device, cache_fmt="fp32", interleaved=False):
-    """A part of each key turns by its position; past the table as its last does."""
+    """A part of each key is rotated by its position; past the table, by the last."""
     case = AttentionCase(device, 57)
     args = case.arguments(MORE_LENS, cache_fmt=cache_fmt, widths=(40, 24))
     case.attend(args | case.rope(32, start=8, positions=25, interleaved=interleaved))
@@ -209,7 +209,7 @@ def check_attention_append_turns(device, interleaved=False):
 
 
 def check_attention_append_turns_in_any_order(device):
-    """Warps do not wait for one another but at barriers."""
+    """Warps wait for one another at barriers alone."""
     for device.thread_order_seed in (1, 2, 3, 4):
         case = check_attention_append_turns(device)
     device.thread_order_seed = 0

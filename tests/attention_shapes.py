@@ -1,4 +1,4 @@
-"""Sequences for `attend`: one token each, few, and as many as take tensor cores; what they have."""
+"""Sequences for attention: one new token each, few, and as many as take tensor cores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LONG = [70, 5, 90, 33, 20]
 MANY = [30, 0, 40, 9, 20]
 SHAPES = {"decode": (LENS, None), "few": (LENS, FEW), "many": (LONG, MANY)}
 HOLES = [(4, 3), (0, 5), (9, 8), (14, 2), (0, 4)]
-"""A start and a size: within a page, of nothing, two pages, past the end, before everything."""
+"""Start and size of evicted spans: within a page, empty, two pages, past the end, at the start."""
 STARTS = [2, 0, 11, 0, 4]
 
 shapes = pytest.mark.parametrize("shape", SHAPES)
@@ -19,20 +19,20 @@ formats = pytest.mark.parametrize("fmt", ["fp32", "bf16", "fp16"])
 
 
 def trees_of(case, lens, new, padding=0, tail=False):
-    """Trees with nodes of earlier steps, of this step alone, and sequences that have none."""
+    """Return trees with nodes of earlier steps, of this step alone, and sequences without one."""
     appended = [1] * len(lens) if new is None else new
     nodes = [min(n + extra, length) for n, extra, length in
              zip(appended, (4, 0, 0, 2, 0), lens, strict=True)]  # fmt: skip
     nodes[2] = 0
-    made = case.nodes(nodes, appended, padding)
-    return {**made, **case.tail(nodes)} if tail else made
+    trees = case.nodes(nodes, appended, padding)
+    return {**trees, **case.tail(nodes)} if tail else trees
 
 
 def call_of(
     device, seed, shape, fmt, *, holes=False, starts=False, trees=False, rope=None,
     make=AttentionCase, **more,
 ):  # fmt: skip
-    """Make a case and its arguments, with what is asked for."""
+    """Return a case and its arguments."""
     case = make(device, seed)
     lens, new = SHAPES[shape]
     args = case.arguments(

@@ -33,7 +33,7 @@ class Call:
     splits: int = 1
     sm_scale: float | None = None
     padding: int = 0  # rows of the query that belong to no sequence
-    holes: tuple[tuple[int, int], ...] = ()  # (sequence, entry) of the table that is no page
+    missing: tuple[tuple[int, int], ...] = ()  # (sequence, entry) of the table: `wrong_page`
     wrong_page: int = -1
     index: str = "int32"
     seed: int = 0
@@ -57,7 +57,7 @@ class Call:
             for i, page in enumerate(itertools.islice(order, count)):
                 self.table[b, i] = page
                 used[page, : max(0, min(length - i * self.page_size, self.page_size))] = True
-        for b, i in self.holes:
+        for b, i in self.missing:
             used[self.table[b, i]] = False
             self.table[b, i] = self.wrong_page
         self.query = values(tokens + self.padding, num_heads, self.widths[0])
@@ -68,7 +68,7 @@ class Call:
         for n in self.query_lens:  # each new token sees itself and some before it
             own = np.tril(rng.random((n, n)) < 0.5) | np.eye(n, dtype=bool)
             if n > 3:
-                own[:, 1] = False  # and one that nobody sees
+                own[:, 1] = False  # and there is one that none sees
             self.mask[start : start + n, :n] = own
             start += n
         if self.tree:
@@ -85,7 +85,7 @@ class Call:
         return self.sm_scale if self.sm_scale is not None else self.widths[0] ** -0.5
 
     def visible(self, position, first_new, row, length):
-        """Which keys of its sequence a query sees; `row` is its row of the mask."""
+        """Return which keys of its sequence a query sees; `row` is its row of the mask."""
         keys = np.arange(length)
         seen = np.ones(length, bool)
         if self.tree:
@@ -133,7 +133,7 @@ class Call:
         return out, lse
 
     def run(self, device):
-        """Launch, and return what came out: (out, lse), merged if there are several splits."""
+        """Launch, and return (out, lse), merged if there are several splits."""
         num_heads, num_kv_heads = self.heads
         rows = len(self.query)
         chosen = kernels.prefill_specialisation(self.fmt, *self.widths)

@@ -17,8 +17,8 @@ from ops import (
     test_attention_masks,
     test_attention_paged,
     test_attention_paged_errors,
+    test_attention_rope,
     test_attention_streams,
-    test_attention_turns,
     test_merge,
 )
 from test_fallback_operations import again, device, fresh, warnings_are_errors
@@ -34,7 +34,7 @@ globals().update(
     | again(test_attention_errors)
     | again(test_attention_paged)
     | again(test_attention_paged_errors)
-    | again(test_attention_turns)
+    | again(test_attention_rope)
     | again(test_attention_streams)
     | again(test_merge)
 )

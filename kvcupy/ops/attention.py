@@ -1,9 +1,10 @@
 """Attention over a paged cache.
 
-`paged_attention` is the operation, and `attend` the same for a cache that keeps sequences from step
-to step. A call goes: arguments checked (`check_call`), kernels chosen (`attention_kernels`), both
-kept as the plan of its signature (`AttentionPlan`); without a compiler, array expressions serve
-(`_attend_sequences`).
+`paged_attention` is the public operation. A cache that keeps sequences from step to step uses
+`StepAttention`, which has a few arguments more, and probes what all layers of a step share once.
+
+Both make an `AttentionPlan` of a new signature: `check_call` checks the arguments, and
+`attention_kernels` chooses the kernels. Without a compiler, array code serves (Fallback).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from .. import devices, faults, scratch
 from ..arrays import ArrayView, describe
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from ..exporters import view
-from . import checks, expressions, outputs, plan
+from ..exporters import probe_arguments
+from . import call as calls
+from . import checks, expressions
 from .attention_kernels import (
     ARRAYS,
     STARTS,
@@ -32,19 +34,43 @@ from .attention_kernels import (
     fill_starts_params,
     num_tiles,
 )
+from .call import Argument, Launch, Operation, Plan, Pointer, Views, to_allocate
 from .merge_launch import merge_launch
 from .side import Side
 
-NAMES = (
-    "query", "k_cache", "v_cache", "out", "lse_out", "block_table", "seq_lens", "query_lens",
-    "k_scale", "v_scale", "k_scale_cache", "v_scale_cache", "sinks", "tree_mask",
-)  # fmt: skip
-NUM_ROWS = 4  # of these, what is read or written in words
+# What differs from call to call, what belongs to a layer of a cache, and what to a step.
+_PER_CALL = (
+    Argument("query", words=True),
+    Argument("out", output=True, words=True, allocated=True),
+    Argument("lse_out", output=True),
+    Argument("sinks"),
+)
+_PER_LAYER = (
+    Argument("k_cache", words=True),
+    Argument("v_cache", words=True),
+    Argument("k_scale", number=True),
+    Argument("v_scale", number=True),
+    Argument("k_scale_cache"),
+    Argument("v_scale_cache"),
+)
+_PER_STEP = (
+    Argument("block_table"),
+    Argument("seq_lens"),
+    Argument("query_lens"),
+    Argument("tree_mask"),
+    Argument("hole_starts"),
+    Argument("holes"),
+    Argument("key_starts"),
+    Argument("tree_lens"),
+    Argument("tail_positions"),
+    Argument("rope_table", words=True),
+)
+_ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP)
 
-# With what `attend` has beside them; of these, one more is read in words.
-ALL_NAMES = (
-    "rope_table", *NAMES, "hole_starts", "holes", "key_starts", "tree_lens", "tail_positions",
-)  # fmt: skip
+# Arguments that `paged_attention` has not.
+_ABSENT = dict.fromkeys(
+    ("hole_starts", "holes", "key_starts", "tree_lens", "tail_positions", "rope_table")
+)
 
 _MAX_WIDTH = 768  # elements of a row that a warp, or a thread of the host device, has registers for
 
@@ -127,14 +153,15 @@ def paged_attention(
     24.0
     """
     options = check_options(layout, sm_scale, causal, window, sinks, logits_soft_cap)
-    if out is None:
-        out = _allocate(query, v_cache, stream)
-    logits = sinks if checks.is_array(sinks) else None
-    arrays = (
-        query, k_cache, v_cache, out, lse_out, block_table, seq_lens, query_lens, k_scale, v_scale,
-        k_scale_cache, v_scale_cache, logits, tree_mask,
-    )  # fmt: skip
-    return _issue(NAMES, NUM_ROWS, arrays, options, out, stream)
+    arguments = {
+        "query": query, "out": out, "lse_out": lse_out,
+        "sinks": sinks if checks.is_array(sinks) else None, "k_cache": k_cache, "v_cache": v_cache,
+        "k_scale": k_scale, "v_scale": v_scale, "k_scale_cache": k_scale_cache,
+        "v_scale_cache": v_scale_cache, "block_table": block_table, "seq_lens": seq_lens,
+        "query_lens": query_lens, "tree_mask": tree_mask, **_ABSENT,
+    }  # fmt: skip
+    (out,) = _ATTENTION.run(arguments, (options,), AttentionPlan, stream)
+    return out
 
 
 def attend(
@@ -168,48 +195,40 @@ def attend(
     lse_out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """Attend as `paged_attention` does, over sequences that a cache keeps from step to step.
-
-    Parameters
-    ----------
-    hole_starts, holes : int32 (B,), both or neither: the evicted span of each sequence. The key at
-        position p lies in slot p of the sequence's pages, and from position hole_starts[b] on in
-        slot p + holes[b]. Masks, window, sinks and lengths go by position all the same
-    key_starts : int32 (B,), keys before it are not visible, not even as sinks
-    tree_lens : int32 (B,), with `tree_mask`, which then decides about the last tree_lens[b] keys:
-        column c is about key seq_lens[b] - tree_lens[b] + c. At least the new tokens of a
-        sequence, or 0, which leaves it without a mask. None: `query_lens`
-    rope_table : float32 (max_positions, rotary_dim), see `kvcupy.rope_table`, for a cache of keys
-        that are not rotated: each is rotated by its position before the score. The query comes
-        rotated. A position past the table counts as its last
-    interleaved : pairs that rotate together are neighbours, not halves apart
-    rotary_start : elements rotary_start to rotary_start + rotary_dim - 1 of each key are rotated
-    tail_positions : int32 (B, max(tree_lens)), the positions by which the keys that `tree_mask`
-        decides about are rotated, instead of their own
-
-    Notes
-    -----
-    Everything else, errors included, is as in `paged_attention`. Negative counts are 0. Tensor
-    cores take rotated keys rounded to the 16-bit format of the cache.
-    """
+    """Attend as `paged_attention` does, with all arguments that `StepAttention` has besides."""
     options = check_options(
         layout, sm_scale, causal, window, sinks, logits_soft_cap, interleaved, rotary_start
     )
-    if out is None:
-        out = _allocate(query, v_cache, stream)
-    logits = sinks if checks.is_array(sinks) else None
-    arrays = (
-        query, k_cache, v_cache, out, lse_out, block_table, seq_lens, query_lens, k_scale, v_scale,
-        k_scale_cache, v_scale_cache, logits, tree_mask,
-    )  # fmt: skip
-    more = (hole_starts, holes, key_starts, tree_lens, tail_positions)
-    if rope_table is None and all(array is None for array in more):
-        return _issue(NAMES, NUM_ROWS, arrays, options, out, stream)
-    return _issue(ALL_NAMES, NUM_ROWS + 1, (rope_table, *arrays, *more), options, out, stream)
+    arguments = {
+        "query": query, "out": out, "lse_out": lse_out,
+        "sinks": sinks if checks.is_array(sinks) else None, "k_cache": k_cache, "v_cache": v_cache,
+        "k_scale": k_scale, "v_scale": v_scale, "k_scale_cache": k_scale_cache,
+        "v_scale_cache": v_scale_cache, "block_table": block_table, "seq_lens": seq_lens,
+        "query_lens": query_lens, "tree_mask": tree_mask, "hole_starts": hole_starts,
+        "holes": holes, "key_starts": key_starts, "tree_lens": tree_lens,
+        "tail_positions": tail_positions, "rope_table": rope_table,
+    }  # fmt: skip
+    (out,) = _ATTENTION.run(arguments, (options,), AttentionPlan, stream)
+    return out
 
 
-class LayerArrays:
-    """K and V of one layer of a cache, with their scales, described once for all steps.
+# --- Layer by layer -------------------------------------------------------------------------------
+
+
+class _Probed:
+    """Some arguments of attention, probed once for many calls."""
+
+    def __init__(self, arguments: tuple[Argument, ...], arrays: tuple[Any, ...]) -> None:
+        self.arrays = arrays
+        self.pointers, self.signatures = probe_arguments(arrays)
+        self.alignment = 0
+        for argument, pointer in zip(arguments, self.pointers, strict=True):
+            if argument.words:
+                self.alignment |= pointer
+
+
+class LayerArrays(_Probed):
+    """K and V of one layer of a cache, with their scales: probed once for all steps.
 
     Parameters
     ----------
@@ -225,15 +244,34 @@ class LayerArrays:
         k_scale_cache: Any = None,
         v_scale_cache: Any = None,
     ) -> None:
-        self.arrays = k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache
+        arrays = k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache
+        super().__init__(_PER_LAYER, arrays)
 
 
-class StepAttention:
-    """Attention over the sequences of one step, described once for all layers.
+class StepAttention(_Probed):
+    """Attention over the sequences of one step of a cache: their tables, probed for all layers.
 
     Parameters
     ----------
-    block_table, ..., tail_positions : as in `attend`
+    block_table, seq_lens, query_lens, tree_mask : as in `paged_attention`
+    hole_starts, holes : int32 (B,), both or neither: the evicted span of each sequence. The key at
+        position p lies in slot p of the sequence's pages, and from position hole_starts[b] on in
+        slot p + holes[b]. Masks, window, sinks and lengths go by position all the same
+    key_starts : int32 (B,), keys before it are not visible, not even as sinks
+    tree_lens : int32 (B,), with `tree_mask`, which then decides about the last tree_lens[b] keys:
+        column c is about key seq_lens[b] - tree_lens[b] + c. At least the new tokens of a
+        sequence, or 0, which leaves it without a mask. None: `query_lens`
+    rope_table : float32 (max_positions, rotary_dim), see `kvcupy.rope_table`, for a cache of keys
+        that are not rotated: each is rotated by its position before the score. The query comes
+        rotated. A position past the table counts as its last. Two options belong to it:
+        `interleaved`, whether pairs that rotate together are neighbours or halves apart, and
+        `rotary_start`, the first of the rotary_dim elements of a key that are rotated
+    tail_positions : int32 (B, max(tree_lens)), the positions by which the keys that `tree_mask`
+        decides about are rotated, instead of their own
+
+    Notes
+    -----
+    Negative counts are 0. Tensor cores take rotated keys rounded to the 16-bit format of the cache.
     """
 
     def __init__(
@@ -247,66 +285,56 @@ class StepAttention:
         holes: Any = None,
         key_starts: Any = None,
         tree_lens: Any = None,
-        rope_table: Any = None,
         tail_positions: Any = None,
+        rope_table: Any = None,
     ) -> None:
-        self.arrays = (
+        arrays = (
             block_table, seq_lens, query_lens, tree_mask, hole_starts, holes, key_starts, tree_lens,
-            rope_table, tail_positions,
+            tail_positions, rope_table,
         )  # fmt: skip
+        super().__init__(_PER_STEP, arrays)
 
     def run(
         self,
         layer: LayerArrays,
-        query: Any,
-        out: Any,
+        query: ArrayView,
+        out: ArrayView,
         options: AttentionOptions,
         *,
-        lse_out: Any = None,
+        lse_out: ArrayView | None = None,
         sinks: Any = None,
         stream: Any = None,
     ) -> None:
-        """Attend in one layer, as `attend` does.
+        """Attend in one layer.
 
         Parameters
         ----------
-        query, out, lse_out : as in `attend`; `out` must be there
+        query, out, lse_out, stream : as in `paged_attention`; `out` must be there
         options : from `check_options`
         sinks : learned logits, or None; an int belongs to the options
+
+        Raises
+        ------
+        As `paged_attention`; nothing was written
         """
-        k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache = layer.arrays
-        (
-            block_table, seq_lens, query_lens, tree_mask, hole_starts, holes, key_starts, tree_lens,
-            rope_table, tail_positions,
-        ) = self.arrays  # fmt: skip
-        arrays = (
-            rope_table, query, k_cache, v_cache, out, lse_out, block_table, seq_lens, query_lens,
-            k_scale, v_scale, k_scale_cache, v_scale_cache, sinks, tree_mask, hole_starts, holes,
-            key_starts, tree_lens, tail_positions,
-        )  # fmt: skip
-        _issue(ALL_NAMES, NUM_ROWS + 1, arrays, options, out, stream)
+        arrays: tuple[Any, ...] = query, out, lse_out, sinks
+        pointers, signatures = probe_arguments(arrays)
+        query_address, out_address, _, _ = pointers
+        alignment = query_address | out_address | layer.alignment | self.alignment
+        pointers += layer.pointers + self.pointers
+        signatures += layer.signatures + self.signatures
+        arrays += layer.arrays + self.arrays
+        plan: AttentionPlan = calls.planned(
+            (_ATTENTION, (options,), alignment & 15, signatures),
+            lambda: _prepare(arrays, options),
+        )
+        plan.run(pointers, arrays, stream)
 
 
-def _issue(
-    names: tuple[str, ...], num_rows: int, arrays: tuple[Any, ...], options: AttentionOptions,
-    out: Any, stream: Any,
-) -> Any:  # fmt: skip
-    """Run the plan of a call; of its arrays, the first `num_rows` are read or written in words."""
-    pointers, found = plan.obtain(
-        "paged_attention", names, arrays, num_rows, (options,),
-        lambda arguments, alignment: make_plan(names, arguments, options, alignment),
-    )  # fmt: skip
-    assert isinstance(found, AttentionPlan)
-    found.run(pointers, arrays, stream)
-    return out
-
-
-def _allocate(query: Any, v_cache: Any, stream: Any) -> Any:
-    """Allocate the output. What the plan checks is not checked here."""
-    rows, cache = view(query, "query"), view(v_cache, "v_cache")
-    check_query(rows)
-    width = cache.shape[-1] if cache.ndim else 0
-    return outputs.zeros(rows, (*rows.shape[:2], width), rows.format, stream)
+def _prepare(arrays: tuple[Any, ...], options: AttentionOptions) -> AttentionPlan:
+    arguments = dict(zip(_ATTENTION.names, arrays, strict=True))
+    plan: AttentionPlan = _ATTENTION.prepare(arguments, (options,), AttentionPlan)[0]
+    return plan
 
 
 # --- Checks ---------------------------------------------------------------------------------------
@@ -380,7 +408,7 @@ def _float32(value: Any, name: str, *, positive: bool = False) -> float | None:
 
 
 def check_call(arguments: dict[str, Any], options: AttentionOptions) -> AttentionCall:
-    """Check all arguments; `out` is among them."""
+    """Check all arguments, and describe `out` where it is to be allocated."""
     checks.require_given(arguments, ("query", "k_cache", "v_cache", "block_table", "seq_lens"))
     checks.require_same_device(arguments)
     query = arguments["query"]
@@ -405,6 +433,9 @@ def check_call(arguments: dict[str, Any], options: AttentionOptions) -> Attentio
             f"query: expected a multiple of the {num_kv_heads} heads of k_cache, got {num_heads}"
         )
     num_sequences, max_pages = _check_tables(arguments, num_tokens)
+    if "out" not in arguments:
+        out = to_allocate(query, (num_tokens, num_heads, v.cache.width), query.format)
+        arguments = {**arguments, "out": out}
     _check_outputs(arguments, num_tokens, num_heads, v.cache.width)
     _check_sinks(arguments, num_heads)
     _check_tree_mask(arguments, num_tokens)
@@ -569,97 +600,93 @@ def _check_rope(
 
 _WORKSPACE_ALIGNMENT = 256  # of each part
 
-# Addresses of a call beside its arguments: the parts of its workspace, and the last of the query
-# starts, which is the number of rows that belong to sequences.
-_WORKSPACE = ("query_starts", "partial_out", "partial_lse")
-_NUM_VALID = "num_valid"
 
-
-@dataclass
-class AttentionPlan(plan.Plan):
+class AttentionPlan(Plan):
     """Attention for one signature."""
 
-    call: AttentionCall
-    alignment: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(
+        self, arguments: dict[str, Any], alignment: int, options: AttentionOptions
+    ) -> None:
+        self.call = check_call(arguments, options)
+        query = arguments["query"]
+        super().__init__(_ATTENTION, devices.get(query.device), query.library)
+        if "out" not in arguments:
+            self.allocated["out"] = self.call.arguments["out"]
+        self._workspace_bytes = 0
         if self.call.num_tokens == 0 or self.call.num_sequences == 0:
             return
         try:
-            self._load()
+            self._load(alignment)
         except CompileError as cause:
             self.cause = cause
 
-    def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
-        """Describe the arrays."""
-        return [
-            None if self.call.view(name) is None else view(array)
-            for name, array in zip(self.names, arrays, strict=True)
-        ]
+    def fallback(self, views: Views) -> None:
+        """Attend with array code, one sequence after another."""
+        _attend_sequences(self.device, self.call, views)
 
-    def express(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
-        """Attend with array expressions."""
-        named = zip(self.names, self.views(pointers, arrays), strict=True)
-        _attend_sequences(self.device, self.call, {n: v for n, v in named if v is not None})
+    def enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
+        """Launch the kernels, with a workspace if they need one."""
+        workspace = 0
+        if self.cause is None and self._workspace_bytes:
+            lent = scratch.borrow(self.device, self._workspace_bytes, stream)
+            workspace, arrays = lent.pointer, (*arrays, lent)
+        super().enqueue((*pointers, workspace), arrays, stream)
 
-    def _load(self) -> None:
+    def _load(self, alignment: int) -> None:
         """Load the kernels, and lay out their launches and the workspace."""
         call, device = self.call, self.device
-        tiling = choose_tiling(device, call, self.alignment)
+        tiling = choose_tiling(device, call, alignment)
         tiles, num_kv_heads = num_tiles(call, tiling.rows), call.k.cache.num_heads
-        self._num_splits = choose_num_splits(device, call, tiles * num_kv_heads)
+        num_splits = choose_num_splits(device, call, tiles * num_kv_heads)
+        names = (*_ATTENTION.names, "workspace")
+        pointers: dict[str, Pointer] = {name: name for name in call.views if name in ARRAYS}
+        if "lse_out" in call.views:
+            pointers["lse"] = "lse_out"
+        merged: dict[str, Pointer] = {}
         if call.is_ragged:
+            name, offset = self._reserve(4 * (call.num_sequences + 1))
+            pointers["query_starts"] = name, offset
+            # The last of the query starts: rows from there on belong to no sequence.
+            merged["num_valid"] = name, offset + 4 * call.num_sequences
             lanes = 1 if device.warp_lanes == 1 else 32
+            starts = {"query_lens": "query_lens", "starts": pointers["query_starts"]}
             self.launches.append(
-                plan.Launch(
+                Launch(
                     device, STARTS[lanes].specialise(lanes), (1, 1, 1), (lanes, 1, 1), 0,
-                    fill_starts_params(call), self._indices("query_lens", "query_starts"),
+                    fill_starts_params(call), starts, names,
                 )
             )  # fmt: skip
+        if num_splits > 1:
+            rows = num_splits * call.num_tokens * call.num_heads
+            pointers["partial_out"] = self._reserve(4 * rows * call.v.cache.width)
+            pointers["partial_lse"] = self._reserve(4 * rows)
         self.launches.append(
-            plan.Launch(
-                device, tiling.specialisation, (tiles, num_kv_heads, self._num_splits),
+            Launch(
+                device, tiling.specialisation, (tiles, num_kv_heads, num_splits),
                 (tiling.threads, 1, 1), tiling.smem_bytes,
-                fill_params(call, self._num_splits, tiling.lanes), self._indices(*ARRAYS),
+                fill_params(call, num_splits, tiling.lanes), pointers, names,
             )
         )  # fmt: skip
-        if self._num_splits > 1:
-            self.launches.append(self._merge_launch())
-        self._lay_out_workspace()
+        if num_splits > 1:
+            merged |= {"out_a": pointers["partial_out"], "lse_a": pointers["partial_lse"]}
+            merged |= {n: pointers[n] for n in ("out", "lse", "sinks") if n in pointers}
+            self.launches.append(self._merge_launch(num_splits, alignment, merged, names))
 
-    def _lay_out_workspace(self) -> None:
+    def _reserve(self, num_bytes: int) -> tuple[str, int]:
+        """Return where the next part of the workspace lies."""
+        start = self._workspace_bytes
+        self._workspace_bytes += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+        return "workspace", start
+
+    def _merge_launch(
+        self, num_splits: int, alignment: int, pointers: dict[str, Pointer], names: tuple[str, ...]
+    ) -> Launch:
         call = self.call
-        sizes = dict.fromkeys(_WORKSPACE, 0)
-        if call.is_ragged:
-            sizes["query_starts"] = 4 * (call.num_sequences + 1)
-        if self._num_splits > 1:
-            rows = self._num_splits * call.num_tokens * call.num_heads
-            sizes["partial_out"], sizes["partial_lse"] = 4 * rows * call.v.cache.width, 4 * rows
-        self._workspace_bytes = 0
-        offsets = []
-        for size in sizes.values():
-            offsets.append(self._workspace_bytes)
-            self._workspace_bytes += -(-size // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
-        self._workspace_offsets = (*offsets, 4 * call.num_sequences)
-
-    def _indices(self, *arrays: str) -> list[int | None]:
-        """Return where the addresses of arrays of the Params are among those of a call."""
-        known = {name: i for i, name in enumerate((*self.names, *_WORKSPACE, _NUM_VALID))}
-        known["lse"] = known["lse_out"]
-        if self._num_splits == 1:
-            del known["partial_out"], known["partial_lse"]
-        if not self.call.is_ragged:
-            del known["query_starts"], known[_NUM_VALID]
-        return [known.get(name) for name in arrays]
-
-    def _merge_launch(self) -> plan.Launch:
-        call = self.call
-        out, lse, sinks = (call.view(name) for name in ("out", "lse_out", "sinks"))
+        out, lse, sinks = (call.views.get(name) for name in ("out", "lse_out", "sinks"))
         assert out is not None
         return merge_launch(
             self.device,
-            num_states=self._num_splits,
+            num_states=num_splits,
             num_tokens=call.num_tokens,
             num_heads=call.num_heads,
             width=call.v.cache.width,
@@ -667,36 +694,15 @@ class AttentionPlan(plan.Plan):
             out_strides=(out.strides[0], out.strides[1]),
             lse_strides=(0, 0) if lse is None else (lse.strides[0], lse.strides[1]),
             sink_bytes=4 if sinks is None else sinks.strides[0],
-            alignment=self.alignment,
-            pointers=self._indices("partial_out", "partial_lse", "sinks", _NUM_VALID, "out", "lse"),
+            alignment=alignment,
+            pointers=pointers,
+            names=names,
         )
-
-    def _enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], on: Stream) -> None:
-        if self.cause is None and self._workspace_bytes:
-            workspace = scratch.borrow(self.device, self._workspace_bytes, on)
-            start = workspace.pointer
-            pointers = (*pointers, *(start + offset for offset in self._workspace_offsets))
-            arrays = (*arrays, workspace)
-        super()._enqueue(pointers, arrays, on)
-
-
-def make_plan(
-    names: tuple[str, ...], arguments: dict[str, Any], options: AttentionOptions, alignment: int
-) -> AttentionPlan:
-    """Check the arguments and plan; `names` are those of all arrays, None ones too."""
-    call = check_call(arguments, options)
-    query = arguments["query"]
-    written = names.index("out"), names.index("lse_out")
-    return AttentionPlan(
-        "paged_attention", names, written, devices.get(query.device), query.library, call, alignment
-    )
 
 
 # --- Fallback -------------------------------------------------------------------------------------
 
 _COUNTS = ("seq_lens", "query_lens", "hole_starts", "holes", "key_starts", "tree_lens")
-
-Views = dict[str, ArrayView]  # the array arguments of a call by name
 
 
 @dataclass(frozen=True)

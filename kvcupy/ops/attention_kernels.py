@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,8 @@ from .. import dtypes, faults
 from ..arrays import ArrayView
 from ..devices.protocol import Device
 from ..kernels import Kernel, Specialisation, zeroed
-from . import geometry, side
+from . import side
+from .call import require_countable, widest
 from .side import Side
 
 # --- The call -------------------------------------------------------------------------------------
@@ -54,7 +56,8 @@ class AttentionCall:
 
     Attributes
     ----------
-    arguments : by name, without those that are None: arrays as views, scales perhaps as numbers
+    arguments : by name, without those that are None; scales may be numbers
+    views : those of them that are arrays
     k, v : the caches, with their scales
     num_tokens, num_heads, num_sequences, max_pages : T, Hq, B, pages per row of the block table
     """
@@ -93,10 +96,9 @@ class AttentionCall:
         """Whether keys are cached raw and rotated on the way to the score."""
         return "rope_table" in self.arguments
 
-    def view(self, name: str) -> ArrayView | None:
-        """Return an array argument; None if it is absent, or a number."""
-        argument = self.arguments.get(name)
-        return argument if isinstance(argument, ArrayView) else None
+    @cached_property
+    def views(self) -> dict[str, ArrayView]:
+        return {n: a for n, a in self.arguments.items() if isinstance(a, ArrayView)}
 
 
 # --- Params ---------------------------------------------------------------------------------------
@@ -195,14 +197,14 @@ def fill_params(call: AttentionCall, num_splits: int, lanes: int) -> np.ndarray[
     for name, operand in (("k", call.k), ("v", call.v)):
         operand.write(params[name], operand.cache.width)
         params[f"{name}_format"] = FORMAT_NUMBERS[operand.cache_format.name]
-    query, out, lse, mask, sinks = (
-        call.view(name) for name in ("query", "out", "lse_out", "tree_mask", "sinks")
+    views = call.views
+    query, out, table, lengths = (
+        views[name] for name in ("query", "out", "block_table", "seq_lens")
     )
-    table, lengths = call.view("block_table"), call.view("seq_lens")
-    assert query is not None and out is not None and table is not None and lengths is not None
-    for prefix, rows in (("query", query), ("out", out), ("lse", lse)):
-        if rows is not None:
-            params[f"{prefix}_token_bytes"], params[f"{prefix}_head_bytes"] = rows.strides[:2]
+    for prefix, name in (("query", "query"), ("out", "out"), ("lse", "lse_out")):
+        if name in views:
+            strides = views[name].strides
+            params[f"{prefix}_token_bytes"], params[f"{prefix}_head_bytes"] = strides[:2]
     params["query_format"] = FORMAT_NUMBERS[query.format]
     params["out_format"] = FORMAT_NUMBERS[out.format]
     params["table_row_bytes"], params["table_entry_bytes"] = table.strides
@@ -210,14 +212,13 @@ def fill_params(call: AttentionCall, num_splits: int, lanes: int) -> np.ndarray[
     params["seq_len_bytes"], params["length_index_bytes"] = lengths.strides[0], lengths.itemsize
     params["table_operation"] = faults.operation_id("paged_attention", "block_table")
     params["length_operation"] = faults.operation_id("paged_attention", "seq_lens")
-    if sinks is not None:
-        params["sink_bytes"] = sinks.strides[0]
-    if mask is not None:
+    if "tree_mask" in views:
+        mask = views["tree_mask"]
         params["mask_row_bytes"], params["mask_column_bytes"] = mask.strides
         params["mask_columns"] = mask.shape[1]
-    for name in ("tree_len", "hole_start", "hole", "key_start"):
-        if (counts := call.view(f"{name}s")) is not None:
-            params[f"{name}_bytes"] = counts.strides[0]
+    for name in ("sink", "tree_len", "hole_start", "hole", "key_start"):
+        if f"{name}s" in views:
+            params[f"{name}_bytes"] = views[f"{name}s"].strides[0]
     _fill_rope_params(params, call)
     params["num_pages"] = cache.num_slots // cache.page_size
     params["page_size"], params["page_shift"] = cache.page_size, cache.page_shift
@@ -233,9 +234,9 @@ def fill_params(call: AttentionCall, num_splits: int, lanes: int) -> np.ndarray[
 
 
 def _fill_rope_params(params: np.ndarray[Any, Any], call: AttentionCall) -> None:
-    table, tail = call.view("rope_table"), call.view("tail_positions")
-    if table is None:
+    if not call.rotates_keys:
         return
+    table, tail = call.views["rope_table"], call.views.get("tail_positions")
     params["max_positions"], params["rotary_dim"] = table.shape
     params["rope_row_bytes"] = table.strides[0]
     params["rotary_start"] = call.options.rotary_start
@@ -247,8 +248,7 @@ def _fill_rope_params(params: np.ndarray[Any, Any], call: AttentionCall) -> None
 
 def fill_starts_params(call: AttentionCall) -> np.ndarray[Any, Any]:
     """Return the Params of `attention_starts` without its addresses."""
-    lengths = call.view("query_lens")
-    assert lengths is not None
+    lengths = call.views["query_lens"]
     params = zeroed(STARTS_PARAMS)
     params["length_bytes"], params["index_bytes"] = lengths.strides[0], lengths.itemsize
     params["operation"] = faults.operation_id("paged_attention", "query_lens")
@@ -397,7 +397,7 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
 
     Parameters
     ----------
-    alignment : of the addresses of query, caches, output and rope table, as `plan.alignment` has it
+    alignment : of the addresses of query, caches, output and rope table, as a plan gets it
     """
     if call.is_ragged and suits_prefill(device, call, alignment):
         chosen = _prefill_specialisation_of(call)
@@ -415,8 +415,7 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
     shapes tell. Turing has little shared memory and no bf16 in its tensor cores: there, bf16 and
     the widest rows take the decode kernel.
     """
-    query, out = call.view("query"), call.view("out")
-    assert query is not None and out is not None
+    query, out = call.views["query"], call.views["out"]
     formats = {query.format, call.k.cache_format.name, call.v.cache_format.name}
     if (
         device.warp_lanes != 32
@@ -431,7 +430,7 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
     strides = [n for operand in (call.k, call.v) for n in operand.cache_strides]
     strides += [*query.strides[:2], *out.strides[:2]]
     whole = call.k.cache.width % _PACK == 0 and call.v.cache.width % _PACK == 0
-    if not whole or geometry.widest((alignment, *map(abs, strides))) < _WORD_BYTES:
+    if not whole or widest((alignment, *map(abs, strides))) < _WORD_BYTES:
         return False
     if not _rotates_whole_packs(call, alignment):
         return False
@@ -444,10 +443,8 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
 
 
 def _prefill_specialisation_of(call: AttentionCall) -> Specialisation:
-    query = call.view("query")
-    assert query is not None
     widths = call.k.cache.width, call.v.cache.width
-    return prefill_specialisation(query.format, *widths, rotates=call.rotates_keys)
+    return prefill_specialisation(call.views["query"].format, *widths, rotates=call.rotates_keys)
 
 
 def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
@@ -485,17 +482,17 @@ def _has_whole_packs(call: AttentionCall, alignment: int) -> bool:
     strides = [n for operand in (call.k, call.v) for n in operand.cache_strides]
     word_bytes = min(_WORD_BYTES, _PACK * call.k.cache_format.itemsize)
     whole = all(operand.cache.width % _PACK == 0 for operand in (call.k, call.v))
-    return whole and geometry.widest((alignment, *map(abs, strides))) >= word_bytes
+    return whole and widest((alignment, *map(abs, strides))) >= word_bytes
 
 
 def _rotates_whole_packs(call: AttentionCall, alignment: int) -> bool:
     """Return whether rotated elements of K are whole packs, and angles lie at aligned addresses."""
-    table = call.view("rope_table")
-    if table is None:
+    if not call.rotates_keys:
         return True
+    table = call.views["rope_table"]
     rotated = table.shape[1] if call.options.interleaved else table.shape[1] // 2
     whole = call.options.rotary_start % _PACK == 0 and rotated % _PACK == 0
-    return whole and geometry.widest((alignment, abs(table.strides[0]))) == _WORD_BYTES
+    return whole and widest((alignment, abs(table.strides[0]))) == _WORD_BYTES
 
 
 def num_tiles(call: AttentionCall, rows: int) -> int:
@@ -503,7 +500,7 @@ def num_tiles(call: AttentionCall, rows: int) -> int:
     if not call.is_ragged:
         return call.num_sequences * -(-call.group // rows)
     packed = call.num_tokens * call.group
-    geometry.require_countable(packed, "query")
+    require_countable(packed, "query")
     return packed // rows + call.num_sequences
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from ..dtypes import FORMATS, Format
 from ..kernels import Kernel, Specialisation, zeroed
 from . import geometry
 from . import plan as call
+from .call import Launch, Pointer
 
 _POINTERS = ("out_a", "lse_a", "out_b", "lse_b", "sinks", "num_valid", "out", "lse")
 _ROWS = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")
@@ -70,8 +71,9 @@ def merge_launch(
     lse_strides: tuple[int, int] = (0, 0),
     sink_bytes: int = 4,
     alignment: int,
-    pointers: Sequence[int | None] = range(6),
-) -> call.Launch:
+    pointers: Mapping[str, Pointer],
+    names: tuple[str, ...],
+) -> Launch:
     """Load and lay out the merge of float32 partial results, for another operation's plan.
 
     Parameters
@@ -81,15 +83,14 @@ def merge_launch(
     out_strides, lse_strides : of out and lse, bytes between tokens and between heads
     sink_bytes : bytes between heads of the sinks
     alignment : of the addresses of partial_out and out, as `call.alignment` gives it
-    pointers : for each of these arrays, the index of its address among those that the launch will
-        be given, or None where there is none:
+    pointers, names : see `call.Launch`. The pointer fields are:
 
-        0. partial_out, float32 (num_states, num_tokens, num_heads, width), contiguous
-        1. partial_lse, float32 (num_states, num_tokens, num_heads), contiguous, natural logarithms
-        2. sinks, float32 (num_heads,), or None: logits that join the denominator and the lse
-        3. num_valid, int32 (1,), or None: tokens past so many are left alone
-        4. out (num_tokens, num_heads, width)
-        5. lse, float32 (num_tokens, num_heads), or None
+        out_a, float32 (num_states, num_tokens, num_heads, width), contiguous
+        lse_a, float32 (num_states, num_tokens, num_heads), contiguous, natural logarithms
+        sinks, float32 (num_heads,), or left out: logits that join the denominator and the lse
+        num_valid, int32 (1,), or left out: tokens past so many are not written
+        out (num_tokens, num_heads, width)
+        lse, float32 (num_tokens, num_heads), or left out
 
     Raises
     ------
@@ -100,7 +101,6 @@ def merge_launch(
     A partial lse of minus infinity stands for a state that saw no key: its output is not read. The
     launch is legal in a capture; it allocates nothing.
     """
-    partial_out, partial_lse, sinks, num_valid, out, lse = pointers
     out_steps = contiguous_strides((num_states, num_tokens, num_heads, width), 4)
     lse_steps = contiguous_strides((num_states, num_tokens, num_heads), 4)
     params = zeroed(PARAMS)
@@ -108,10 +108,11 @@ def merge_launch(
     params["out_state_bytes"], params["lse_state_bytes"] = out_steps[0], lse_steps[0]
     params["out_a_rows"], params["lse_a_rows"] = out_steps[1:3], lse_steps[1:]
     params["out_rows"], params["lse_rows"] = out_strides, lse_strides
-    return launch(
+    specialisation, laid = _lay_out(
         device, params, FORMATS["fp32"], FORMATS[out_format], (num_tokens, num_heads, width),
-        alignment, (partial_out, partial_lse, None, None, sinks, num_valid, out, lse),
+        alignment,
     )  # fmt: skip
+    return Launch(device, specialisation, laid.grid, laid.block, 0, params, pointers, names)
 
 
 def launch(
@@ -123,7 +124,16 @@ def launch(
     alignment: int,
     pointers: Sequence[int | None],
 ) -> call.Launch:
-    """Lay out a launch whose strides and states are in `params`."""
+    """Load a launch whose strides and states are in `params`."""
+    specialisation, laid = _lay_out(device, params, source, target, shape, alignment)
+    return call.Launch(device, specialisation, laid.grid, laid.block, 0, params, pointers)
+
+
+def _lay_out(
+    device: Device, params: Any, source: Format, target: Format, shape: tuple[int, ...],
+    alignment: int,
+) -> tuple[Specialisation, geometry.Geometry]:  # fmt: skip
+    """Choose the kernel and fill in the rest of its Params."""
     num_tokens, num_heads, width = shape
     ratio = source.itemsize // target.itemsize  # a pack of out is so much less than a word
     strides = [
@@ -145,8 +155,7 @@ def launch(
     params["num_rows"], params["num_heads"], params["width"] = num_rows, num_heads, width
     params["lane_shift"] = laid.lane_shift
     states = 2 if params["num_states"] <= 2 else STATES
-    specialisation = MERGE[laid.lanes > 1].specialise(source.ctype, target.ctype, count, states)
-    return call.Launch(device, specialisation, laid.grid, laid.block, 0, params, pointers)
+    return MERGE[laid.lanes > 1].specialise(source.ctype, target.ctype, count, states), laid
 
 
 def _pack(source: Format) -> int:

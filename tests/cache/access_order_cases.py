@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from order_case import Story
+from order_case import OrderCase
 
 
 def freed_pages_wait_for_their_readers(world):
@@ -55,7 +55,7 @@ def cleared_pages_wait_for_their_writers(world):
 def step_waits_for_readers_of_its_own(export):
     """Somebody reads the pages in a way of his own, with the tables that a step exports."""
 
-    def tell(world):
+    def program(world):
         rows = world.cache.pool.k(0)
         copy = world.device.zeros(rows.shape, np.float32)
         world.prefill("a", 9)
@@ -70,10 +70,10 @@ def step_waits_for_readers_of_its_own(export):
         world.prefill("b", 9, on="compute")
         world.finish(gate, "compute")
 
-    return tell
+    return program
 
 
-def steps_take_turns(world):
+def second_step_waits_for_the_first(world):
     """The second step attends over what the first one writes."""
     world.prefill("a", 3)
     world.settle()
@@ -186,26 +186,26 @@ def set_waits_for_get(world):
     world.finish(gate, "compute")
 
 
-STORIES = {
-    "freed pages": Story(freed_pages_wait_for_their_readers, "other", (1,), 2),
-    "slid pages": Story(slid_pages_wait_for_their_readers, "other", (1,), 2),
-    "abandoned pages": Story(abandoned_pages_wait_for_their_writers, "other", (1,), 2),
-    "cleared pages": Story(cleared_pages_wait_for_their_writers, "other", (1,), 2),
-    "step, block_table": Story(
+ORDER_CASES = {
+    "freed pages": OrderCase(freed_pages_wait_for_their_readers, "other", (1,), 2),
+    "slid pages": OrderCase(slid_pages_wait_for_their_readers, "other", (1,), 2),
+    "abandoned pages": OrderCase(abandoned_pages_wait_for_their_writers, "other", (1,), 2),
+    "cleared pages": OrderCase(cleared_pages_wait_for_their_writers, "other", (1,), 2),
+    "step, block_table": OrderCase(
         step_waits_for_readers_of_its_own("block_table"), "compute", (1,), 2
     ),
-    "step, page_table_csr": Story(
+    "step, page_table_csr": OrderCase(
         step_waits_for_readers_of_its_own("page_table_csr"), "compute", (1,), 2
     ),
-    "step, step": Story(steps_take_turns, "other", (1,), 4),
-    "step, two streams": Story(step_waits_for_both_streams_of_the_last, "compute", (1,), 2),
-    "get_kv, step": Story(get_waits_for_the_step_that_wrote, "other", (0,), 3),
-    "get_kv, running step": Story(get_waits_for_the_running_step, "other", (0,), 5),
-    "get_kv inline, step": Story(host_waits_for_the_step_that_wrote, "host", (0,), 1),
-    "step inline, step": Story(inline_step_waits_for_the_last, "host", (2,), 3),
-    "set_kv, step": Story(set_waits_for_the_step_that_reads, "other", (0,), 1),
-    "step, set_kv": Story(step_waits_for_set, "compute", (1,), 2),
-    "step, get_kv": Story(step_waits_for_get, "compute", (1,), 2),
-    "get_kv, set_kv": Story(get_waits_for_set, "compute", (0,), 3),
-    "set_kv, get_kv": Story(set_waits_for_get, "compute", (0,), 1),
+    "step, step": OrderCase(second_step_waits_for_the_first, "other", (1,), 4),
+    "step, two streams": OrderCase(step_waits_for_both_streams_of_the_last, "compute", (1,), 2),
+    "get_kv, step": OrderCase(get_waits_for_the_step_that_wrote, "other", (0,), 3),
+    "get_kv, running step": OrderCase(get_waits_for_the_running_step, "other", (0,), 5),
+    "get_kv inline, step": OrderCase(host_waits_for_the_step_that_wrote, "host", (0,), 1),
+    "step inline, step": OrderCase(inline_step_waits_for_the_last, "host", (2,), 3),
+    "set_kv, step": OrderCase(set_waits_for_the_step_that_reads, "other", (0,), 1),
+    "step, set_kv": OrderCase(step_waits_for_set, "compute", (1,), 2),
+    "step, get_kv": OrderCase(step_waits_for_get, "compute", (1,), 2),
+    "get_kv, set_kv": OrderCase(get_waits_for_set, "compute", (0,), 3),
+    "set_kv, get_kv": OrderCase(set_waits_for_get, "compute", (0,), 1),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from order_case import Story
+from order_case import OrderCase
 from paged_decoder import Decoder
 
 
@@ -38,7 +38,7 @@ def tables_wait_for_the_last_launch(world):
 
 
 def host_waits_for_the_launch_before_the_last(world):
-    """It packs the memory of that one anew, which is still on its way."""
+    """It repacks the memory of that one, which is still being copied."""
     decoder = decoder_of(world, "a", 4, "b", 4, "c", 4)
     gate = world.gate("copy")
     decoder.step("a")
@@ -144,16 +144,16 @@ def get_waits_for_a_launch(world):
     world.finish(gate, "other")
 
 
-STORIES = {
-    "launch, tables": Story(launch_waits_for_its_tables, "compute", (0,), 1),
-    "tables, launch": Story(tables_wait_for_the_last_launch, "copy", (0,), 1),
-    "pinned, launch": Story(host_waits_for_the_launch_before_the_last, "host", (0,), 1),
-    "launch, second stream": Story(second_stream_waits_for_its_tables, "other", (0,), 2),
-    "tables, second stream": Story(tables_wait_for_every_stream, "copy", (1,), 2),
-    "launch, step": Story(launch_waits_for_a_step, "compute", (1,), 2),
-    "step, launch": Story(step_waits_for_a_launch, "other", (1,), 2),
-    "freed pages, launch": Story(freed_pages_wait_for_a_launch, "other", (1,), 2),
-    "fork, launch": Story(fork_waits_for_a_launch, "copy", (0,), 2),
-    "launch, set_kv": Story(launch_waits_for_set, "compute", (1,), 2),
-    "get_kv, launch": Story(get_waits_for_a_launch, "other", (0,), 3),
+ORDER_CASES = {
+    "launch, tables": OrderCase(launch_waits_for_its_tables, "compute", (0,), 1),
+    "tables, launch": OrderCase(tables_wait_for_the_last_launch, "copy", (0,), 1),
+    "pinned, launch": OrderCase(host_waits_for_the_launch_before_the_last, "host", (0,), 1),
+    "launch, second stream": OrderCase(second_stream_waits_for_its_tables, "other", (0,), 2),
+    "tables, second stream": OrderCase(tables_wait_for_every_stream, "copy", (1,), 2),
+    "launch, step": OrderCase(launch_waits_for_a_step, "compute", (1,), 2),
+    "step, launch": OrderCase(step_waits_for_a_launch, "other", (1,), 2),
+    "freed pages, launch": OrderCase(freed_pages_wait_for_a_launch, "other", (1,), 2),
+    "fork, launch": OrderCase(fork_waits_for_a_launch, "copy", (0,), 2),
+    "launch, set_kv": OrderCase(launch_waits_for_set, "compute", (1,), 2),
+    "get_kv, launch": OrderCase(get_waits_for_a_launch, "other", (0,), 3),
 }

@@ -1,8 +1,7 @@
-"""Stories: something that happens to a paged cache, told with a wait that it hangs on and without.
+"""Orders that must hold in a paged cache, each run with and without the wait that ensures it.
 
-A story leads up to the wait that it is about, which comes after its `yield`. Told with streams it
-must give, bit for bit, what the calls give one after another; told without that one wait it must
-not.
+A program leads up to that wait, which comes after its `yield`. Run on streams it must give, bit for
+bit, what the calls give one after another; run without that one wait it must not.
 """
 
 from __future__ import annotations
@@ -18,55 +17,55 @@ from table_cases import dropped_host_wait
 
 
 @dataclass
-class Story:
-    """Something that happens in a world, and which waits it hangs on.
+class OrderCase:
+    """A program that a world runs, and the waits that it depends on.
 
     Attributes
     ----------
-    tell : a generator that is given the world, and yields once, before the wait that it is about
+    program : a generator that gets the world, and yields once, before the wait in question
     who : the stream that waits, or "host"
-    drop : of the waits that it is asked for after the `yield`, those that a control leaves out
+    drop : of the waits after the `yield`, those that the control leaves out
     waits : how many these are
     options : of the world
     """
 
-    tell: Any
+    program: Any
     who: str
     drop: tuple[int, ...]
     waits: int
     options: dict[str, Any] = field(default_factory=dict)
 
-    def told(self, device, monkeypatch, drop=(), **options):
-        """What comes out if it is told with streams, and the waits that it asked for."""
+    def run(self, device, monkeypatch, drop=(), **options):
+        """Return the results on streams, and how many waits there were."""
         world = World(device, **self.options, **options)
-        rest = self.tell(world)
+        rest = self.program(world)
         next(rest)
         with without(monkeypatch, world, self.who, drop) as seen:
             assert next(rest, "ended") == "ended"
         return world.results("abc"), len(seen)
 
     def inline(self, device):
-        """What comes out if every call is done when it returns."""
+        """Return the results if every call is done when it returns."""
         world = World(device, live=False, **self.options)
-        assert len([*self.tell(world)]) == 1
+        assert len([*self.program(world)]) == 1
         return world.results("abc")
 
     def check(self, device, monkeypatch, **options):
-        """Told with streams it gives the same bits."""
-        got, waits = self.told(device, monkeypatch, **options)
+        """On streams it gives the same bits."""
+        got, waits = self.run(device, monkeypatch, **options)
         same(got, self.inline(device))
         return waits
 
     def check_control(self, device, monkeypatch):
-        """Told without its wait it gives others."""
-        got, _ = self.told(device, monkeypatch, self.drop, control=True)
+        """Without its wait it gives others."""
+        got, _ = self.run(device, monkeypatch, self.drop, control=True)
         with pytest.raises(AssertionError, match="got"):
             same(got, self.inline(device))
 
 
 @contextmanager
 def without(monkeypatch, world, who, indices):
-    """Let some waits of a stream, or of the host, not happen. Yields those that were asked for.
+    """Leave out some waits of a stream, or of the host. Yields all that were called.
 
     They are counted from 0, over the length of the block.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from order_case import Story
+from order_case import OrderCase
 
 TREE = [-1, 0, 0, 1, 2]  # its last node is reached by 0 and 2, so that both others of its path move
 
@@ -32,7 +32,7 @@ def fork_waits_for_the_stream_that_set(world):
 
 
 def fork_waits_for_readers_of_freed_pages(world):
-    """It copies to a page that somebody else is still attending over."""
+    """It copies to a page that another step is still attending over."""
     world.prefill("a", 9, "b", 2)
     world.settle()
     gate = world.gate("compute")
@@ -57,8 +57,8 @@ def reader_waits_for_the_fork(world):
 def step_waits_for_the_fork(world):
     """The tables come behind the page on the same stream, so that there are two waits for it.
 
-    A first attempt has left the right tables behind, and somebody else the wrong bytes in the page:
-    whoever comes too early reads these.
+    A first attempt has left the right tables behind, and another sequence the wrong bytes in the
+    page: a read that comes too early gets these.
     """
     cache = world.cache
     world.prefill("a", 6)
@@ -84,7 +84,7 @@ def scribble(world):
 
 
 def begin_waits_for_the_step_that_wrote(world):
-    """Two sequences share a page that was filled and is partial now; who appends copies it."""
+    """Two sequences share a page that was full and is partial now; to append is to copy it."""
     cache = world.cache
     gate = world.gate("compute")
     world.prefill("a", 8)
@@ -194,18 +194,18 @@ def step_waits_for_the_commit(world):
 
 
 ONE = {"slots_in_flight": 1}
-STORIES = {
-    "fork, step": Story(fork_waits_for_the_step_that_wrote, "copy", (0,), 2),
-    "fork, set_kv": Story(fork_waits_for_the_stream_that_set, "copy", (0,), 2),
-    "fork, freed page": Story(fork_waits_for_readers_of_freed_pages, "copy", (0,), 2),
-    "get_kv, fork": Story(reader_waits_for_the_fork, "other", (0,), 3),
-    "step, fork": Story(step_waits_for_the_fork, "compute", (0, 1), 2, ONE),
-    "begin, step": Story(begin_waits_for_the_step_that_wrote, "copy", (0,), 2),
-    "get_kv, begin": Story(reader_waits_for_the_copy_of_begin, "other", (0,), 3),
-    "step, begin": Story(step_waits_for_the_copy_of_begin, "compute", (0, 1), 2, ONE),
-    "set_kv, own page": Story(set_waits_for_its_copy, "other", (0,), 1),
-    "own page, step": Story(copy_of_set_waits_for_the_step_that_wrote, "copy", (0,), 2),
-    "commit, step": Story(commit_waits_for_the_step_that_wrote, "copy", (0,), 2),
-    "get_kv, commit": Story(reader_waits_for_the_commit, "other", (0,), 3),
-    "step, commit": Story(step_waits_for_the_commit, "compute", (0, 1), 2),
+ORDER_CASES = {
+    "fork, step": OrderCase(fork_waits_for_the_step_that_wrote, "copy", (0,), 2),
+    "fork, set_kv": OrderCase(fork_waits_for_the_stream_that_set, "copy", (0,), 2),
+    "fork, freed page": OrderCase(fork_waits_for_readers_of_freed_pages, "copy", (0,), 2),
+    "get_kv, fork": OrderCase(reader_waits_for_the_fork, "other", (0,), 3),
+    "step, fork": OrderCase(step_waits_for_the_fork, "compute", (0, 1), 2, ONE),
+    "begin, step": OrderCase(begin_waits_for_the_step_that_wrote, "copy", (0,), 2),
+    "get_kv, begin": OrderCase(reader_waits_for_the_copy_of_begin, "other", (0,), 3),
+    "step, begin": OrderCase(step_waits_for_the_copy_of_begin, "compute", (0, 1), 2, ONE),
+    "set_kv, own page": OrderCase(set_waits_for_its_copy, "other", (0,), 1),
+    "own page, step": OrderCase(copy_of_set_waits_for_the_step_that_wrote, "copy", (0,), 2),
+    "commit, step": OrderCase(commit_waits_for_the_step_that_wrote, "copy", (0,), 2),
+    "get_kv, commit": OrderCase(reader_waits_for_the_commit, "other", (0,), 3),
+    "step, commit": OrderCase(step_waits_for_the_commit, "compute", (0, 1), 2),
 }

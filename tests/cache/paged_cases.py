@@ -26,7 +26,7 @@ SMALL = {
 
 
 def rope_of(width, positions=256, **scaling):
-    """A table, NumPy float32, whose slowest pairs turn visibly within a few tokens."""
+    """A table, NumPy float32, whose slowest pairs rotate visibly within a few tokens."""
     return reference.rope_table(positions, width, base=100.0, **scaling)
 
 

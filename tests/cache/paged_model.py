@@ -298,15 +298,15 @@ class PagedModel:
         new = self.new_tokens()
         query, key, value = query[: len(new)], key[: len(new)], value[: len(new)]
         positions = self.query_positions()
-        turning = slice(self.latent_dim or 0, None)  # in MLA, the part past the latent turns
+        rotary = slice(self.latent_dim or 0, None)  # in MLA, the part past the latent
         if self.mode != "none":
-            turned_query, turned_key = reference.apply_rope(
-                np.ascontiguousarray(query[..., turning]), np.ascontiguousarray(key[..., turning]),
+            rotated_query, rotated_key = reference.apply_rope(
+                np.ascontiguousarray(query[..., rotary]), np.ascontiguousarray(key[..., rotary]),
                 self.rope, positions, interleaved=self.interleaved,
             )  # fmt: skip
-            query = np.concatenate([query[..., : turning.start], turned_query], -1)
+            query = np.concatenate([query[..., : rotary.start], rotated_query], -1)
             if self.mode == "normal":
-                key = np.concatenate([key[..., : turning.start], turned_key], -1)
+                key = np.concatenate([key[..., : rotary.start], rotated_key], -1)
         self.write(layer, [s.tokens[number] for s, number in new], key, value)
         outs, errors, row = [], [], 0
         for sequence, count in self.batch:
@@ -324,10 +324,10 @@ class PagedModel:
             return stored.astype(np.float64)
         cosine, sine = reference.cos_sin(self.rope, sequence.positions())
         start = self.latent_dim or 0
-        turned = reference.rotate(
+        rotated = reference.rotate(
             np.ascontiguousarray(stored[..., start:]), cosine, sine, interleaved=self.interleaved
         )
-        return np.concatenate([stored[..., :start].astype(np.float64), turned], -1)
+        return np.concatenate([stored[..., :start].astype(np.float64), rotated], -1)
 
     def _attend(
         self, layer, sequence, query, *, sm_scale=None, window=None, sinks=None,
@@ -361,7 +361,7 @@ class PagedModel:
     def _allowed(self, out, rows, keys, values, fmt, scaling, cap):
         """How far float32 arithmetic and one rounding may be off: `attention_errors`, and rope.
 
-        An element that turned may be rounded the other way where float32 is near a tie, and then
+        A rotated element may be rounded the other way where float32 is near a tie, and then
         be a unit of its format off, or a step of quantisation; inline, a key may be rounded to the
         format of the query. One element has about 1 / sqrt(D) of a row's length. Merging the parts
         of a cascade costs a few float32 roundings more.
@@ -388,7 +388,7 @@ def _unit(fmt: str) -> float:
 
 
 def stored_errors(values: np.ndarray, fmt: str, cache_fmt: str) -> np.ndarray:
-    """How far a turned key in the cache may be off: a unit of its format, then a step of the cache.
+    """Return the error of a rotated key in the cache: a unit of its format, and a cache step.
 
     `values` are float32 (.., D), of the format `fmt` before they were stored.
     """

@@ -8,7 +8,7 @@ import numpy as np
 def pages_of_pool(cache):
     """K, V and the scales of all layers as bytes, each (num_pages, page_size, bytes)."""
     pool, device = cache.pool, cache.pool.device
-    device.synchronize()  # pages may be on their way on the cache's own stream
+    device.synchronize()  # copies may be in flight on the cache's own stream
     found = []
     for view in (pool.k, pool.v, pool.k_scale, pool.v_scale):
         for layer in range(pool.num_layers):

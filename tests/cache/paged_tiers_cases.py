@@ -132,7 +132,7 @@ class Prefixed:
         return [part[pages].tobytes() for part in pages_of_pool(self.cache)]
 
     def spoil(self):
-        """Overwrite all pages of the device, so that whoever reads too early reads this."""
+        """Overwrite all pages of the device, so that a read that comes too early gets this."""
         self.device.synchronize()
         for view in (self.cache.pool.k, self.cache.pool.v):
             for layer in range(NUM_LAYERS):

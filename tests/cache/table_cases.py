@@ -86,7 +86,7 @@ class World:
         copies = {}
         for name, view in views.items():
             array = source.arrays[name]
-            part = view[: array.shape[0]]  # of a captured table that has room for more
+            part = view[: array.shape[0]]  # of a captured table that has space for more
             copies[name] = self.private(part)
             self.device.copy(copies[name], part, stream=stream)
         self.reads.append((source, copies))
@@ -144,7 +144,7 @@ class World:
                 assert np.array_equal(got, want), f"read {number}, {name}: got {got}, want {want}"
 
 
-class Story:
+class OrderCase:
     """One order that must hold: what is held up, and what must not come before it is done.
 
     With `finish` the second half is given its chance to come too early before the first may run.

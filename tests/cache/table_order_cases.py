@@ -1,14 +1,14 @@
-"""Tables of a paged cache: on their way, and overwritten. See `order_case`."""
+"""Tables of a paged cache: uploaded, and overwritten. See `order_case`."""
 
 from __future__ import annotations
 
-from order_case import Story
+from order_case import OrderCase
 
 
 def attention_waits_for_its_tables(num_slots):
     """What is in its slot of the ring are the tables of an earlier step."""
 
-    def tell(world):
+    def program(world):
         world.prefill("a", 3, "b", 5)
         for _ in range(num_slots):
             world.step("a")
@@ -18,7 +18,7 @@ def attention_waits_for_its_tables(num_slots):
         world.step("b")
         world.finish(gate, "compute")
 
-    return tell
+    return program
 
 
 def second_stream_of_a_step_waits_for_its_tables(world):
@@ -35,7 +35,7 @@ def second_stream_of_a_step_waits_for_its_tables(world):
 def tables_wait_for_the_steps_that_read_others(num_slots):
     """As many steps as there are slots are issued, and one more, before the first one runs."""
 
-    def tell(world):
+    def program(world):
         names = "abcd"[: num_slots + 1]
         for name in names:
             world.prefill(name, 4)
@@ -48,7 +48,7 @@ def tables_wait_for_the_steps_that_read_others(num_slots):
         world.step(names[-1])
         world.finish(gate, "copy")
 
-    return tell
+    return program
 
 
 def tables_wait_for_every_stream_of_a_step(world):
@@ -62,10 +62,10 @@ def tables_wait_for_every_stream_of_a_step(world):
     world.finish(gate, "copy")
 
 
-def host_waits_before_it_packs_anew(num_slots):
-    """Tables that are packed are still on their way."""
+def host_waits_before_it_repacks(num_slots):
+    """The tables packed before are still being copied."""
 
-    def tell(world):
+    def program(world):
         names = "abcd"[: num_slots + 1]
         for name in names:
             world.prefill(name, 4)
@@ -76,11 +76,11 @@ def host_waits_before_it_packs_anew(num_slots):
         yield
         world.finish_on_host(gate, lambda: world.step(names[-1]))
 
-    return tell
+    return program
 
 
 def page_lists_wait_for_their_copy(world):
-    """They are sent for themselves, if somebody asks."""
+    """They are uploaded by themselves, if asked for."""
     world.prefill("a", 3, "b", 5)
     for name in "aab":  # as many pages as "b", then others in their place
         world.lists_of(name)
@@ -104,18 +104,20 @@ def page_lists_wait_for_their_readers(world):
 
 
 ONE, THREE = {"slots_in_flight": 1}, {"slots_in_flight": 3}
-STORIES = {
-    "tables, one slot": Story(attention_waits_for_its_tables(1), "compute", (0,), 1, ONE),
-    "tables, two slots": Story(attention_waits_for_its_tables(2), "compute", (0,), 1),
-    "tables, three slots": Story(attention_waits_for_its_tables(3), "compute", (0,), 1, THREE),
-    "tables, second stream": Story(second_stream_of_a_step_waits_for_its_tables, "other", (0,), 2),
-    "page lists": Story(page_lists_wait_for_their_copy, "other", (0,), 1),
-    "slot, one": Story(tables_wait_for_the_steps_that_read_others(1), "copy", (0,), 1, ONE),
-    "slot, two": Story(tables_wait_for_the_steps_that_read_others(2), "copy", (0,), 1),
-    "slot, three": Story(tables_wait_for_the_steps_that_read_others(3), "copy", (0,), 1, THREE),
-    "slot, second stream": Story(tables_wait_for_every_stream_of_a_step, "copy", (1,), 2, ONE),
-    "slot, page lists": Story(page_lists_wait_for_their_readers, "copy", (0,), 1, ONE),
-    "pinned, one slot": Story(host_waits_before_it_packs_anew(1), "host", (0,), 1, ONE),
-    "pinned, two slots": Story(host_waits_before_it_packs_anew(2), "host", (0,), 1),
-    "pinned, three slots": Story(host_waits_before_it_packs_anew(3), "host", (0,), 1, THREE),
+ORDER_CASES = {
+    "tables, one slot": OrderCase(attention_waits_for_its_tables(1), "compute", (0,), 1, ONE),
+    "tables, two slots": OrderCase(attention_waits_for_its_tables(2), "compute", (0,), 1),
+    "tables, three slots": OrderCase(attention_waits_for_its_tables(3), "compute", (0,), 1, THREE),
+    "tables, second stream": OrderCase(
+        second_stream_of_a_step_waits_for_its_tables, "other", (0,), 2
+    ),
+    "page lists": OrderCase(page_lists_wait_for_their_copy, "other", (0,), 1),
+    "slot, one": OrderCase(tables_wait_for_the_steps_that_read_others(1), "copy", (0,), 1, ONE),
+    "slot, two": OrderCase(tables_wait_for_the_steps_that_read_others(2), "copy", (0,), 1),
+    "slot, three": OrderCase(tables_wait_for_the_steps_that_read_others(3), "copy", (0,), 1, THREE),
+    "slot, second stream": OrderCase(tables_wait_for_every_stream_of_a_step, "copy", (1,), 2, ONE),
+    "slot, page lists": OrderCase(page_lists_wait_for_their_readers, "copy", (0,), 1, ONE),
+    "pinned, one slot": OrderCase(host_waits_before_it_repacks(1), "host", (0,), 1, ONE),
+    "pinned, two slots": OrderCase(host_waits_before_it_repacks(2), "host", (0,), 1),
+    "pinned, three slots": OrderCase(host_waits_before_it_repacks(3), "host", (0,), 1, THREE),
 }

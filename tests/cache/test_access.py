@@ -1,4 +1,4 @@
-"""Order of streams that work on the same bytes: with each wait left out too."""
+"""Order of streams that work on the same bytes, with and without each wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvcupy.devices.host import HostDevice
 
 
 class World:
-    """Bytes that streams take turns with, each reading what is there and writing its own."""
+    """Bytes that streams access one after another: each reads them, then writes its own."""
 
     def __init__(self, device, count=3):
         self.device = device
@@ -31,7 +31,7 @@ class World:
         self.seen = []
 
     def work(self, stream, value):
-        """Read what is there, and write `value` over it, in a turn."""
+        """Read what is there, and write `value` over it, in one access."""
         self.order.begin(stream)
         self.put(stream, value)
         self.order.end(stream)
@@ -91,7 +91,7 @@ def there_and_back(world):
     return first, gate, (0, 1, 2, 3)
 
 
-def a_later_turn_of_one_already_waited_for(world):
+def a_later_access_of_one_already_waited_for(world):
     first, second, _ = world.streams
     world.work(first, 1)
     world.order.begin(second)
@@ -114,20 +114,20 @@ def one_that_was_captured_when_it_ended(world):
     return second, gate, (0, 1, 2)
 
 
-STORIES = [
+ORDER_CASES = [
     one_after_the_other,
     a_third_by_way_of_the_second,
     both_of_two_at_once,
     there_and_back,
-    a_later_turn_of_one_already_waited_for,
+    a_later_access_of_one_already_waited_for,
     one_that_was_captured_when_it_ended,
 ]
 
 
-def told(monkeypatch, device, story, control):
+def run(monkeypatch, device, case, control):
     """The world at the end, what it must look like, and how often the stream in question waited."""
     world = World(device)
-    rest = story(world)
+    rest = case(world)
     stream, index = next(rest)
     with dropped_wait(monkeypatch, stream, index if control else None) as seen:
         with pytest.raises(StopIteration) as ended:
@@ -138,16 +138,16 @@ def told(monkeypatch, device, story, control):
     return world, values, len(seen) - index
 
 
-@pytest.mark.parametrize("story", STORIES)
-def test_order(device, monkeypatch, story):
-    world, values, waits = told(monkeypatch, device, story, control=False)
+@pytest.mark.parametrize("case", ORDER_CASES)
+def test_order(device, monkeypatch, case):
+    world, values, waits = run(monkeypatch, device, case, control=False)
     assert waits == 1, "no wait but those that the control below counts on"
     world.check(*values)
 
 
-@pytest.mark.parametrize("story", STORIES)
-def test_without_the_wait_it_goes_wrong(device, monkeypatch, story):
-    world, values, _ = told(monkeypatch, device, story, control=True)
+@pytest.mark.parametrize("case", ORDER_CASES)
+def test_without_the_wait_it_goes_wrong(device, monkeypatch, case):
+    world, values, _ = run(monkeypatch, device, case, control=True)
     with pytest.raises(AssertionError):
         world.check(*values)
 
@@ -167,7 +167,7 @@ def test_a_stream_does_not_wait_for_itself(device):
     world.check(0, 1, 2, 3)
 
 
-def test_nobody_waits_twice(device):
+def test_no_stream_waits_twice(device):
     world = World(device)
     first, second, third = world.streams
     world.work(first, 1)
@@ -180,15 +180,15 @@ def test_nobody_waits_twice(device):
     assert len(world.order) == 1
 
 
-def test_the_first_turn_waits_for_nothing(device):
+def test_the_first_access_waits_for_nothing(device):
     world = World(device)
     assert len(world.order) == 0
     assert lines(lambda: world.order.begin(world.streams[0])) == []
     assert len(world.order) == 0
 
 
-def test_leaving_without_having_entered(device):
-    """Whoever did not wait does not stand for the others."""
+def test_ending_without_having_begun(device):
+    """A stream that did not wait does not cover the others."""
     world = World(device)
     first, second, third = world.streams
     world.order.end(first)
@@ -200,7 +200,7 @@ def test_leaving_without_having_entered(device):
 
 
 def test_it_remembers_no_more_than_works_at_once(device):
-    """However many streams come by, and with the same few events."""
+    """However many streams there have been, and with the same few events."""
     order, most = AccessOrder(), 0
     with observe.attached(Log()) as log:
         for _ in range(30):
@@ -217,7 +217,7 @@ def test_it_remembers_no_more_than_works_at_once(device):
     assert len(events) <= 6
 
 
-def test_streams_that_only_enter_are_forgotten(device):
+def test_streams_that_only_begin_are_forgotten(device):
     order, writer = AccessOrder(), device.stream()
     for _ in range(3):
         order.begin(writer)
@@ -229,7 +229,7 @@ def test_streams_that_only_enter_are_forgotten(device):
     assert len(order._waited) == 0
 
 
-def test_a_captured_stream_cannot_enter(device):
+def test_a_captured_stream_cannot_begin(device):
     world = World(device)
     first, second, _ = world.streams
     with first.capture(), pytest.raises(kv.CaptureError, match=f"{first.name} is being captured"):
@@ -245,8 +245,8 @@ def test_a_captured_stream_cannot_enter(device):
     world.check(0, 1, 2)
 
 
-def test_leaving_in_a_capture_after_an_earlier_turn(device):
-    """The later one stands for both, and is as far as the stream has got."""
+def test_ending_in_a_capture_after_an_earlier_access(device):
+    """The later one covers both, up to where the stream has got."""
     world = World(device)
     first, second, third = world.streams
     world.work(third, 1)
@@ -262,7 +262,7 @@ def test_leaving_in_a_capture_after_an_earlier_turn(device):
     world.check(0, 1, 2, 3, 4)
 
 
-def test_the_calling_thread_takes_turns():
+def test_the_calling_thread_is_ordered_too():
     world = World(HostDevice())
     inline = world.device.as_stream(None)
     delay(world.streams[0])
@@ -289,7 +289,7 @@ def test_the_calling_thread_may_wait_for_what_fails():
     world.check(0, 1, 2)
 
 
-def test_wrappers_of_one_stream_take_one_turn(monkeypatch):
+def test_wrappers_of_one_stream_are_one_access(monkeypatch):
     api = FakeApi()
     api.install(monkeypatch)
     device, order = cuda.CudaDevice(0, api), AccessOrder()
@@ -302,14 +302,14 @@ def test_wrappers_of_one_stream_take_one_turn(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("story", STORIES)
-def test_order_on_a_gpu(monkeypatch, story):
-    test_order(kv.device("cuda"), monkeypatch, story)
+@pytest.mark.parametrize("case", ORDER_CASES)
+def test_order_on_a_gpu(monkeypatch, case):
+    test_order(kv.device("cuda"), monkeypatch, case)
 
 
 @settings(max_examples=60, deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=15))
-def test_random_turns(device, steps):
+def test_random_accesses(device, steps):
     """Each reads what the one before it wrote, however late that comes."""
     world = World(device)
     for value, (number, late) in enumerate(steps, start=1):

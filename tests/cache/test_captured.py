@@ -1,6 +1,6 @@
 """Tables of captured steps: where they are, when they are filled, and what is refused.
 
-What waits for what is told in `test_tables.py`.
+What waits for what is in `test_tables.py`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def test_tables_have_the_shapes_of_the_source(device):
 
 
 def test_captured_work_is_no_work_of_the_step(device):
-    """Nothing is sent, nobody enters, and the end records nothing."""
+    """Nothing is uploaded, no stream uses the tables, and the end records nothing."""
     world = World(device)
     source = Source(0)
     with observe.attached(Log()) as log:
@@ -420,7 +420,7 @@ def test_a_graph_keeps_its_tables(device):
     del graph, outs
     world.reads.clear()
     device.synchronize()
-    world.step(2)  # a GPU lets go of what is in flight now and then
+    world.step(2)  # a GPU releases what is done now and then
     device.synchronize()
     gc.collect()
     assert gone() is None
@@ -503,7 +503,7 @@ def test_a_copy_stream_of_another_library(api, gpu):
 
 
 def test_tables_captured_on_the_current_stream(api, gpu, monkeypatch):
-    """Zeros would be put into the graph. And whoever had the memory may still be using it there."""
+    """Zeros would be put into the graph. And a previous owner of the memory may still use it."""
     ring = TableRing(gpu, None, 1, lambda stream: None)
     home = gpu.stream()
     api.currents[0] = home.cupy
@@ -548,7 +548,7 @@ def test_new_memory_while_the_current_stream_is_captured(api, gpu):
 
 
 def test_memory_that_is_replaced_is_held_until_the_copy_stream_has_waited(api, gpu, monkeypatch):
-    """Its readers may be on the stream whose allocator takes it back, and are not told apart."""
+    """Its readers may be on the stream whose allocator takes it back, and are not distinguished."""
     ring = TableRing(gpu, None, 1, lambda stream: None)
 
     def step(pages):

@@ -343,7 +343,7 @@ def test_tables_lead_to_the_tokens(device):
 
 
 def test_tables_before_and_after_attention(device):
-    """They are the same in all layers, whoever asks first, and of the step at hand."""
+    """They are the same in all layers, whichever is asked for first, and of the running step."""
     twin = Twin(device, seed=21, rope=rope_of(8))
     twin.add("a", "b")
     for lens in ([5, 3], [1, 1], [2, 7]):

@@ -1,4 +1,4 @@
-"""`PagedKVCache`: forks share pages, pops and removals give them back, nobody sees another's."""
+"""`PagedKVCache`: forks share pages, pops and removals free them, no sequence sees another's."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_popped_sequence_lives(device):
 
 @pytest.mark.parametrize("order", [*itertools.permutations("abcd")])
 def test_removal_in_every_order(device, order):
-    """A family that shares pages: whoever is left keeps what it had, and no page is lost."""
+    """A family that shares pages: those that remain keep their contents, and no page is lost."""
     twin = Twin(device, seed=14, num_layers=1)
     twin.prefill("a", 7)
     twin.fork("a", "b", 6)
@@ -248,7 +248,7 @@ def test_set_kv_leaves_the_other_sequence(device, start, count):
 
 
 def test_set_kv_in_a_full_cache(device):
-    """It takes a page a shared page, and where there is none it changes nothing."""
+    """It allocates a page per shared page, and where none is free it changes nothing."""
     twin = Twin(device, seed=17, num_pages=4)
     twin.prefill("a", 12)
     twin.fork("a", "b")

@@ -50,7 +50,7 @@ def launch_a_capture_that_failed(world, decoder):
 
 
 def capture(names, lens, **options):
-    """Capture a step that is none of one token a sequence."""
+    """Capture a step that is not one of one token per sequence."""
 
     def call(world, decoder):
         with world.cache.forward(names, lens, **options), world.streams["compute"].capture():

@@ -16,19 +16,19 @@ from table_cases import background
 
 import kvcupy as kv
 
-STORIES = graph_order_cases.STORIES
+ORDER_CASES = graph_order_cases.ORDER_CASES
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", ORDER_CASES)
 def test_order(device, monkeypatch, name):
-    waits = STORIES[name].check(device, monkeypatch)
-    assert waits == STORIES[name].waits, "the waits that the control below counts on"
+    waits = ORDER_CASES[name].check(device, monkeypatch)
+    assert waits == ORDER_CASES[name].waits, "the waits that the control below counts on"
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", ORDER_CASES)
 def test_without_the_wait_it_goes_wrong(device, monkeypatch, name):
     """The control of the test above."""
-    STORIES[name].check_control(device, monkeypatch)
+    ORDER_CASES[name].check_control(device, monkeypatch)
 
 
 # --- Tens of steps ---
@@ -146,8 +146,8 @@ def launches_ahead(world, count, held):
     return world.results(names)
 
 
-# The tables of a graph are packed into two places in turn, each once its last copy is done. With
-# launches held up, the first copy goes through and the next two wait in both places.
+# The tables of a graph are packed into two buffers alternately, each once its last copy is done.
+# With launches held up, the first copy goes through and the next two wait in both buffers.
 @pytest.mark.parametrize(("held", "count"), [("compute", 3), ("copy", 2)])
 def test_how_far_launches_are_ahead(device, held, count):
     check(device, lambda world: launches_ahead(world, count, held))
@@ -239,7 +239,7 @@ def test_room_for_many_keys(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["launch, tables", "tables, launch", "fork, launch"])
 def test_order_on_a_gpu(monkeypatch, name):
-    STORIES[name].check(kv.device("cuda"), monkeypatch)
+    ORDER_CASES[name].check(kv.device("cuda"), monkeypatch)
 
 
 @pytest.mark.gpu

@@ -90,7 +90,7 @@ class LatentTwin(Twin):
 @pytest.mark.parametrize("mode", ["none", "normal", "inline"])
 @pytest.mark.parametrize("fmt", ["fp32", "fp16", "bf16"])
 def test_steps(device, fmt, mode):
-    """Prefill, chunks, decode, a fork within a page, a pop: only the rope part turns."""
+    """Prefill, chunks, decode, a fork within a page, a pop: only the rope part is rotated."""
     twin = LatentTwin(device, dtype=fmt, rope=rope_of(P), rope_mode=mode)
     twin.prefill("a", 9, "b", 3)
     twin.step("ba", [5, 1])

@@ -71,7 +71,7 @@ def test_attention_is_that_of_the_reference(options, trees):
 
 
 def test_rotation_by_position():
-    """Normal keeps what the reference rotates; inline keeps raw keys, and turns them later."""
+    """Normal keeps what the reference rotates; inline keeps raw keys, and rotates them later."""
     table, outs = rope_of(8), []
     for mode in ("normal", "inline"):
         rng, model = np.random.default_rng(1), model_of(rope=table, rope_mode=mode)
@@ -81,9 +81,9 @@ def test_rotation_by_position():
         assert model.query_positions().tolist() == [5, 6, 6, 7]
         query, key, value = rows(model, rng, 4)
         outs.append(model.attention(0, query, key, value)[0])
-        _, turned = reference.apply_rope(None, key, table, np.array([5, 6, 6, 7]))
+        _, rotated = reference.apply_rope(None, key, table, np.array([5, 6, 6, 7]))
         held, _ = model.get_kv("a", 5, 9)
-        np.testing.assert_array_equal(held[0], turned if mode == "normal" else key)
+        np.testing.assert_array_equal(held[0], rotated if mode == "normal" else key)
     np.testing.assert_allclose(*outs, atol=1e-5)
 
 

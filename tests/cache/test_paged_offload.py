@@ -80,7 +80,7 @@ def test_reused_blocks(one):
     one.prefill("a", PROMPT)
     bits = one.bits("a")
     one.cache.offload("a")
-    one.tiers.evict(3)  # nobody leases them any more
+    one.tiers.evict(3)  # no lease holds them any more
     one.spoil()
     one.cache.onboard("a")
     assert one.bits("a") == bits

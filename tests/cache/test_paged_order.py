@@ -12,40 +12,44 @@ from table_cases import background
 
 import kvcupy as kv
 
-STORIES = {**table_order_cases.STORIES, **page_order_cases.STORIES, **access_order_cases.STORIES}
-TWO_WAITS = [name for name, story in STORIES.items() if len(story.drop) == 2]
+ORDER_CASES = {
+    **table_order_cases.ORDER_CASES,
+    **page_order_cases.ORDER_CASES,
+    **access_order_cases.ORDER_CASES,
+}
+TWO_WAITS = [name for name, case in ORDER_CASES.items() if len(case.drop) == 2]
 
 # With the copies behind the gate of the steps, the host waits where elsewhere a copy does.
-ANYWHERE = [name for name in STORIES if not name.startswith("slot, ")]
+ANYWHERE = [name for name in ORDER_CASES if not name.startswith("slot, ")]
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", ORDER_CASES)
 def test_order(device, monkeypatch, name):
-    waits = STORIES[name].check(device, monkeypatch)
-    assert waits == STORIES[name].waits, "the waits that the control below counts on"
+    waits = ORDER_CASES[name].check(device, monkeypatch)
+    assert waits == ORDER_CASES[name].waits, "the waits that the control below counts on"
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", ORDER_CASES)
 def test_without_the_wait_it_goes_wrong(device, monkeypatch, name):
     """The control of the test above."""
-    STORIES[name].check_control(device, monkeypatch)
+    ORDER_CASES[name].check_control(device, monkeypatch)
 
 
 @pytest.mark.parametrize("dropped", [0, 1])
 @pytest.mark.parametrize("name", TWO_WAITS)
 def test_either_of_two_waits_will_do(device, monkeypatch, name, dropped):
     """So that the control leaves out both, and not for tables that only one of them brings."""
-    STORIES[name].check(device, monkeypatch, drop=(dropped,))
+    ORDER_CASES[name].check(device, monkeypatch, drop=(dropped,))
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", ORDER_CASES)
 def test_a_copy_stream_of_the_users(device, monkeypatch, name):
-    STORIES[name].check(device, monkeypatch, copy="given")
+    ORDER_CASES[name].check(device, monkeypatch, copy="given")
 
 
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_the_copy_stream_may_compute(device, monkeypatch, name):
-    STORIES[name].check(device, monkeypatch, copy="compute")
+    ORDER_CASES[name].check(device, monkeypatch, copy="compute")
 
 
 # --- The host ---
@@ -156,4 +160,4 @@ def test_tables_outgrow_their_slots(device, num_slots):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["tables, two slots", "slot, two", "fork, step", "commit, step"])
 def test_order_on_a_gpu(monkeypatch, name):
-    STORIES[name].check(kv.device("cuda"), monkeypatch)
+    ORDER_CASES[name].check(kv.device("cuda"), monkeypatch)

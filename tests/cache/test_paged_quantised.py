@@ -39,7 +39,7 @@ def test_steps(device, fmt, scales):
 @pytest.mark.parametrize("mode", ["normal", "inline"])
 @pytest.mark.parametrize("fmt", QUANTISED)
 def test_rotation(device, fmt, mode):
-    """The rotated key is what is quantised, or the raw one that is turned after it was read."""
+    """The rotated key is what is quantised, or the raw one that is rotated after it was read."""
     twin = Twin(device, seed=1, dtype=fmt, rope=rope_of(16), rope_mode=mode, head_dim=16)
     twin.prefill("a", 9)
     twin.step("a", [1])

@@ -366,8 +366,8 @@ def test_overwriting_in_a_capture(device):
     assert snapshot(twin.cache, "ab") == before
 
 
-def test_page_copies_after_a_failure_that_was_told(device):
-    """What somebody else's stream left on the copy stream does not make later copies vanish."""
+def test_page_copies_after_a_failure_that_surfaced(device):
+    """A failure of another stream that the copy stream inherited does not skip later copies."""
     twin = Twin(device, seed=32)
     cache, stream = twin.cache, device.stream()
     twin.prefill("a", 6)

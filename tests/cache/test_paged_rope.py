@@ -44,7 +44,7 @@ def test_modes(device, mode, fmt, interleaved):
 @pytest.mark.parametrize("mode", ["normal", "inline"])
 @pytest.mark.parametrize("kind", SCALINGS)
 def test_scaled_tables(device, kind, mode):
-    """Whatever the table holds is what turns keys: no theta or factor of the cache's own."""
+    """Whatever the table holds is what rotates keys: no theta or factor of the cache's own."""
     twin = Twin(
         device, seed=1, rope=rope_of(16, scaling=SCALINGS[kind]), rope_mode=mode, head_dim=16
     )
@@ -85,9 +85,9 @@ def test_what_the_cache_holds(device, mode):
     with twin.cache.forward(["a"], [5]):
         twin.cache.attention(0, *placed)
     key = as_numpy(device, twin.cache.get_kv("a", 0, 5)[0], "fp32")[0]
-    turned = reference.apply_rope(None, rows[1], table, np.arange(5))[1]
-    np.testing.assert_allclose(key, turned if mode == "normal" else rows[1], atol=1e-6)
-    assert np.abs(key - (rows[1] if mode == "normal" else turned))[1:].max() > 0.1
+    rotated = reference.apply_rope(None, rows[1], table, np.arange(5))[1]
+    np.testing.assert_allclose(key, rotated if mode == "normal" else rows[1], atol=1e-6)
+    assert np.abs(key - (rows[1] if mode == "normal" else rotated))[1:].max() > 0.1
     for one, other in zip(placed, rows, strict=True):
         np.testing.assert_array_equal(device.to_numpy(one), other)
 
@@ -151,7 +151,7 @@ def test_a_tree_deeper_than_a_table(device):
 
 @pytest.mark.parametrize("mode", ["normal", "inline"])
 def test_slid_sequences(device, mode):
-    """Inline, keys turn by where they have moved to; in normal mode they stay as written."""
+    """Inline, keys are rotated by their new positions; in normal mode they stay as written."""
     twin = Twin(device, seed=9, rope=rope_of(8), rope_mode=mode)
     twin.add("a", "b")
     twin.slide("a", 9, 2)

@@ -1,6 +1,6 @@
 """`PagedKVCache`: what is queued on streams that are held up comes out as if each call had waited.
 
-The model is told of each call at once; results are compared when the streams have caught up.
+The model runs each call at once; results are compared when the streams have caught up.
 """
 
 from __future__ import annotations
@@ -103,22 +103,22 @@ def tree_of_a_step_to_come(queue, stream):
     queue.settle()
 
 
-STORIES = [fork_of_a_step_to_come, tree_of_a_step_to_come]
+ORDER_CASES = [fork_of_a_step_to_come, tree_of_a_step_to_come]
 
 
-@pytest.mark.parametrize("story", STORIES)
-def test_copies_wait_for_what_they_read(device, story):
+@pytest.mark.parametrize("case", ORDER_CASES)
+def test_copies_wait_for_what_they_read(device, case):
     """A fork within a page, and a tree that is compacted, read what the step is yet to write."""
-    story(prefilled(device), device.stream())
+    case(prefilled(device), device.stream())
 
 
-@pytest.mark.parametrize("story", STORIES)
-def test_without_waits_they_do_not(device, monkeypatch, story):
-    """The control: where no stream waits for another, the same stories end wrongly."""
+@pytest.mark.parametrize("case", ORDER_CASES)
+def test_without_waits_they_do_not(device, monkeypatch, case):
+    """The control: where no stream waits for another, the same cases end wrongly."""
     queue, stream = prefilled(device), device.stream()
     monkeypatch.setattr(type(stream), "wait", lambda self, other: None)
     with pytest.raises((AssertionError, pytest.fail.Exception, kv.IndexFault)):
-        story(queue, stream)
+        case(queue, stream)
     monkeypatch.undo()
     device.synchronize()
     with suppress(kv.IndexFault):  # of tables that were read before they came

@@ -1,4 +1,4 @@
-"""Sequences that begin with blocks which a tiered cache knows: what they hold, and who owns it."""
+"""Sequences that begin with cached blocks of a tiered cache: what they hold, and which owns it."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_what_was_changed_is_not_published(device, change):
 @pytest.mark.parametrize("sinks", [0, 4, 5])
 @pytest.mark.parametrize("steps", range(1, 10))
 def test_slid_by_whole_pages(device, sinks, steps):
-    """Where no hole is left, pages have still moved to the front."""
+    """Where no evicted span is left, pages have still moved to the front."""
     one = make(device)
     one.prefill("s", PROMPT[:12])
     one.cache.enable_sliding_window("s", 10, sinks)
@@ -282,7 +282,7 @@ def test_the_window_over_reused_blocks(device):
 
 
 def test_a_sequence_that_no_longer_uses_its_lease(device):
-    """Its blocks have been let go before their arrival was ever waited for."""
+    """Its lease has been released before any stream waited for its blocks."""
     one = make(device)
     one.publish(PROMPT)
     cases = {

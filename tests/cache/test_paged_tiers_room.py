@@ -1,4 +1,4 @@
-"""Sequences and known blocks that want the same pages: who makes room, and where blocks go."""
+"""Sequences and cached blocks that need the same pages: what is evicted, and where to."""
 
 from __future__ import annotations
 

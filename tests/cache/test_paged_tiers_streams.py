@@ -1,4 +1,4 @@
-"""What waits for what when sequences come and go between tiers; each with its wait left out."""
+"""What waits for what when sequences move between tiers, with and without each wait."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_without_its_wait_attention_is_wrong(one, want, monkeypatch, way, layer)
 
 @pytest.mark.parametrize("dropped", [False, True], ids=["waits", "control"])
 def test_a_fork_and_other_streams_wait_too(one, want, monkeypatch, dropped):
-    """The fork has the same pages on their way; so has whoever reads them."""
+    """The pages of the fork are being loaded too, and its readers wait for that."""
     step_aside(one, "onboard")
     if dropped:
         monkeypatch.setattr(Step, "wait_layer", lambda *_: None)

@@ -73,7 +73,7 @@ def test_out_is_of_the_library_of_the_query(device, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_on_a_stream(device, mode):
-    """It keeps the tensors that it is still to read, whoever else has let go of them."""
+    """It keeps the tensors that it is still to read alive, even if no one else does."""
     cache, stream = cache_of(device, mode, slots_in_flight=4), device.stream()
     gate = Gate(stream)
     outs = decode(cache, tensor, stream)
@@ -143,7 +143,7 @@ def test_tables_and_contents_are_of_the_device(device):
 
 
 def test_a_graph_of_tensors(device):
-    """Captured with tensors that stay, which are filled anew before each launch."""
+    """Captured with tensors that stay, which are refilled before each launch."""
     cache, stream = cache_of(device), device.stream()
     shapes = [(2, 1, heads, 8) for heads in (4, 2, 2, 4)]
     query, key, value, out = (torch.zeros(shape) for shape in shapes)

@@ -183,7 +183,7 @@ def test_another_window(device):
 @pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 def test_a_shared_prefix_longer_than_the_window(device, page_size, sinks):
-    """The child lets go of pages that the parent keeps."""
+    """The child releases pages that the parent keeps."""
     twin = Twin(device, seed=12, page_size=page_size, num_pages=60)
     twin.prefill("parent", 32)
     twin.fork("parent", "child")
@@ -269,7 +269,7 @@ def test_set_kv_of_a_slid_sequence(device):
 
 
 def test_windows_in_a_full_cache(device):
-    """What slides out makes room for what comes, but only after the step that needs it."""
+    """Evicted tokens free pages, but only after the step that needs them."""
     twin = Twin(device, seed=17, num_pages=4, num_layers=1)
     twin.add("a")
     twin.slide("a", 8, 1)

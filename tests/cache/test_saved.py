@@ -282,7 +282,7 @@ def test_formats_that_kvcupy_does_not_have(path, dtype, size):
         contents.read_file(path)
 
 
-def test_formats_that_nobody_has(path):
+def test_unknown_formats(path):
     path.write_bytes(raw({"k": entry("F5")}, FOUR))
     with pytest.raises(ValueError, match=r"^path: expected a safetensors file"):
         contents.read_file(path)
@@ -386,7 +386,7 @@ def test_no_folder(tmp_path):
 
 
 def test_a_folder_that_may_not_be_written(path):
-    """As a user who is not root, whom nothing is refused."""
+    """As a user who is not root, to whom nothing is forbidden."""
     bits = write_one(path)
     path.parent.chmod(0o500)
     root = os.geteuid() == 0

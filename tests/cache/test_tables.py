@@ -10,7 +10,7 @@ from engine_cases import poll
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import Gate, Log, delay
-from table_cases import HOLD_S, Source, Story, World, background, dropped
+from table_cases import HOLD_S, OrderCase, Source, World, background, dropped
 
 import kvcupy as kv
 from kvcupy import observe
@@ -20,85 +20,85 @@ from kvcupy.devices.host import HostDevice
 
 # Order -------------------------------------------------------------------------------------------
 #
-# Each story leads up to the wait that it is about, which is what comes after its `yield`.
+# Each case leads up to the wait that it is about, which is what comes after its `yield`.
 
 
 def host_waits_for_the_copy(num_slots):
-    """Before it packs a slot anew, for what is packed in there may still be on its way."""
+    """Before it repacks a slot, whose last tables may still be being copied."""
 
-    def tell(story):
-        world = story.world
+    def program(case):
+        world = case.world
         world.step(0)
         gate = Gate(world.copy_stream)
         for seed in range(1, num_slots + 1):
             world.step(seed)
         yield
-        story.finish_on_host(gate, lambda: world.step(9))
+        case.finish_on_host(gate, lambda: world.step(9))
 
-    return tell, num_slots, "host", 0
+    return program, num_slots, "host", 0
 
 
 def copy_waits_for_the_reader(num_slots):
     """The copy to a slot waits for those who read what was there before."""
 
-    def tell(story):
-        world = story.world
+    def program(case):
+        world = case.world
         gate = Gate(world.compute)
         for seed in range(num_slots):
             world.step(seed)
         world.copy_stream.synchronize()
         yield
         world.step(9)
-        story.finish(gate, world.copy_stream.done)
+        case.finish(gate, world.copy_stream.done)
 
-    return tell, num_slots, "copy", 0
+    return program, num_slots, "copy", 0
 
 
-def copy_waits_for_every_reader(story):
-    world = story.world
+def copy_waits_for_every_reader(case):
+    world = case.world
     gate = Gate(world.other)
     world.step(0, world.compute, world.other)
     world.copy_stream.synchronize()
     world.compute.synchronize()
     yield
     world.step(9)
-    story.finish(gate, world.copy_stream.done)
+    case.finish(gate, world.copy_stream.done)
 
 
-def compute_waits_for_the_copy(story):
-    world = story.world
+def compute_waits_for_the_copy(case):
+    world = case.world
     world.step(0)  # else the memory might hold the right bytes from before
     world.device.synchronize()
     gate = Gate(world.copy_stream)
     yield
     world.step(1)
-    story.finish(gate, world.compute.done)
+    case.finish(gate, world.compute.done)
 
 
-def every_reader_waits_for_the_copy(story):
-    world = story.world
+def every_reader_waits_for_the_copy(case):
+    world = case.world
     world.step(0)
     world.device.synchronize()
     gate = Gate(world.copy_stream)
     yield
     world.step(1, world.compute, world.other)
-    story.finish(gate, world.other.done)
+    case.finish(gate, world.other.done)
 
 
-def graphs_copy_waits_for_the_last_launch(story):
-    world = story.world
+def graphs_copy_waits_for_the_last_launch(case):
+    world = case.world
     graph, outs = world.capture(0)
     gate = Gate(world.compute)
     world.graph_step(1, graph, outs)
     world.copy_stream.synchronize()
     yield
     world.graph_step(2, graph, outs)
-    story.finish(gate, world.copy_stream.done)
+    case.finish(gate, world.copy_stream.done)
 
 
-def graphs_copy_waits_for_every_launch(story):
+def graphs_copy_waits_for_every_launch(case):
     """Two graphs share their tables, and run on two streams."""
-    world = story.world
+    world = case.world
     graphs = pieces(world, 2)
     gate = Gate(world.other)
     piecewise(world, 1, graphs, (world.compute, world.other))
@@ -106,34 +106,34 @@ def graphs_copy_waits_for_every_launch(story):
     world.compute.synchronize()
     yield
     piecewise(world, 2, graphs, (world.compute,))
-    story.finish(gate, world.copy_stream.done)
+    case.finish(gate, world.copy_stream.done)
 
 
-def launch_waits_for_the_copy(story):
-    world = story.world
+def launch_waits_for_the_copy(case):
+    world = case.world
     graph, outs = world.capture(0)
     world.graph_step(1, graph, outs)
     world.device.synchronize()
     gate = Gate(world.copy_stream)
     yield
     world.graph_step(2, graph, outs)
-    story.finish(gate, world.compute.done)
+    case.finish(gate, world.compute.done)
 
 
-def every_launch_waits_for_the_copy(story):
-    world = story.world
+def every_launch_waits_for_the_copy(case):
+    world = case.world
     graphs = pieces(world, 2)
     piecewise(world, 1, graphs, (world.compute, world.other))
     world.device.synchronize()
     gate = Gate(world.copy_stream)
     yield
     piecewise(world, 2, graphs, (world.compute, world.other))
-    story.finish(gate, world.other.done)
+    case.finish(gate, world.other.done)
 
 
-def host_waits_for_the_graphs_copy(story):
-    """Of the launch before the last one, whose pinned memory is packed anew."""
-    world = story.world
+def host_waits_for_the_graphs_copy(case):
+    """Of the launch before the last one, whose pinned memory is repacked."""
+    world = case.world
     graph, outs = world.capture(0)
     world.graph_step(1, graph, outs)
     world.device.synchronize()
@@ -141,7 +141,7 @@ def host_waits_for_the_graphs_copy(story):
     world.graph_step(2, graph, outs)
     world.graph_step(3, graph, outs)
     yield
-    story.finish_on_host(gate, lambda: world.graph_step(4, graph, outs))
+    case.finish_on_host(gate, lambda: world.graph_step(4, graph, outs))
 
 
 def pieces(world, count, seed=0):
@@ -170,8 +170,8 @@ def piecewise(world, seed, graphs, streams):
     return tables
 
 
-# The story, the slots of the ring, who waits, and which of its waits is the one.
-STORIES = {
+# The case, the slots of the ring, what waits, and which of its waits it is.
+ORDER_CASES = {
     "host, one slot": host_waits_for_the_copy(1),
     "host, two slots": host_waits_for_the_copy(2),
     "host, three slots": host_waits_for_the_copy(3),
@@ -190,14 +190,14 @@ STORIES = {
 
 
 def begin(device, name, control):
-    tell, num_slots, who, index = STORIES[name]
-    story = Story(device, control, num_slots=num_slots)
-    rest = tell(story)
+    program, num_slots, who, index = ORDER_CASES[name]
+    case = OrderCase(device, control, num_slots=num_slots)
+    rest = program(case)
     next(rest)
-    return story.world, rest, who, index
+    return case.world, rest, who, index
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", ORDER_CASES)
 def test_order(device, monkeypatch, name):
     world, rest, who, index = begin(device, name, control=False)
     with dropped(monkeypatch, world, who, None) as seen:
@@ -206,7 +206,7 @@ def test_order(device, monkeypatch, name):
     world.check()
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", ORDER_CASES)
 def test_without_the_wait_it_goes_wrong(device, monkeypatch, name):
     """The control of the test above."""
     world, rest, who, index = begin(device, name, control=True)
@@ -217,7 +217,7 @@ def test_without_the_wait_it_goes_wrong(device, monkeypatch, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", ORDER_CASES)
 def test_order_on_a_gpu(monkeypatch, name):
     test_order(kv.device("cuda"), monkeypatch, name)
 
@@ -272,7 +272,7 @@ def test_streams_that_do_not_read_hold_nothing_up(device):
 
 
 @pytest.mark.parametrize("opened", [1, 5])
-def test_a_step_that_nobody_reads_costs_nothing(device, opened):
+def test_a_step_that_no_stream_reads_costs_nothing(device, opened):
     world = World(device)
     with observe.attached(Log()) as log:
         for seed in range(opened):
@@ -631,7 +631,7 @@ def test_a_stream_that_fails_and_surfaces():
 
 
 def test_rings_that_share_an_uploader():
-    """They tell of a failure no more often than one of them would."""
+    """A failure surfaces no more often than with one ring."""
     device = HostDevice()
     first = World(device)
     second = World(device, copy_stream=first.ring.uploader)
@@ -671,7 +671,7 @@ def test_a_launching_stream_that_fails_and_surfaces():
 
 
 def test_a_given_copy_stream_that_fails_says_so_once():
-    """Its failure is not swallowed, for somebody else may have caused it."""
+    """Its failure is not swallowed, for the user may have caused it."""
     device = HostDevice()
     world = World(device, num_slots=2, copy_stream=device.stream())
     world.copy_stream.call(fail)
@@ -706,7 +706,7 @@ def test_a_copy_that_failed_is_made_again_for_the_next_stream():
     world.check(first)
 
 
-def test_whoever_has_waited_for_a_failed_copy_waits_for_the_new_one():
+def test_streams_that_waited_for_a_failed_copy_wait_for_the_new_one():
     world = World(HostDevice(), num_slots=2)
     world.step(0)
     world.copy_stream.call(fail)

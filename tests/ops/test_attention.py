@@ -1,4 +1,4 @@
-"""`paged_attention` of one token a sequence, and of several, by what a user sees of it."""
+"""`paged_attention` with one new token per sequence, and with several, as a user sees it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import kvcupy as kv
 from kvcupy import reference
 
 RAGGED = [5, 0, 1, 3, 4, 9, 8, 13]
-"""With pages of four: none, one, and one less, as many, and one more than fill a page or two."""
+"""In pages of four slots: empty, one token, and around one and more full pages."""
 
 
-# One token a sequence ------------------------------------------------------------------------
+# One token per sequence ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 16, 64, 128])
 @pytest.mark.parametrize("fmt", FLOATS)
 def test_ragged_lengths(device, fmt, page_size):
-    """Each of them about the ends of pages."""
+    """Lengths around the ends of pages."""
     case = AttentionCase(device, page_size)
     lens = [0, 1, page_size - 1, page_size, page_size + 1, 2 * page_size + 1]
     case.attend(case.arguments(lens, fmt=fmt, page_size=page_size))
@@ -39,14 +39,14 @@ def test_batches(device, batch):
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 def test_long_context(device, fmt):
-    """Longer than any tile, beside sequences that are over soon."""
+    """Longer than any tile, beside short sequences."""
     case = AttentionCase(device, 1)
     case.attend(case.arguments([4096, 3, 517], fmt=fmt, heads=(2, 1), page_size=16))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
-def test_query_heads_share_a_head(device, fmt, group):
+def test_query_heads_share_a_kv_head(device, fmt, group):
     case = AttentionCase(device, group)
     case.attend(case.arguments([6, 3, 21], fmt=fmt, heads=(2 * group, 2)))
 
@@ -68,7 +68,7 @@ def test_values_of_another_width(device, widths, lens):
 @pytest.mark.parametrize("lens", [None, [3, 2]])
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 def test_latent(device, fmt, lens):
-    """576 wide, and its first 512 elements for values, all sixteen query heads on one."""
+    """Rows of 576 whose first 512 elements are the values; sixteen query heads share a KV head."""
     case = AttentionCase(device, 3)
     args = case.arguments(
         [19, 6], lens, fmt=fmt, heads=(16, 1), widths=(576, 1), page_size=16, loud=1.5
@@ -87,7 +87,7 @@ def test_scale_of_scores(device, sm_scale):
 
 
 def test_large_scores(device):
-    """Hundreds apart: weights underflow, and nothing overflows."""
+    """Scores hundreds apart: weights underflow, and nothing overflows."""
     for lens, seed in itertools.product((None, [3, 5]), range(3)):
         case = AttentionCase(device, (5, seed))
         case.attend(case.arguments([9, 14], lens, loud=12.0))
@@ -97,7 +97,7 @@ def test_large_scores(device):
 
 APPENDED = [
     ([5, 9], [5, 9]),  # first chunks
-    ([12, 30, 7], [3, 1, 7]),  # appended ones among them
+    ([12, 30, 7], [3, 1, 7]),  # a few appended
     ([0, 6, 0, 4, 9], [0, 0, 0, 4, 1]),
     ([17, 40], [17, 17]),
     ([64, 70], [64, 1]),
@@ -138,7 +138,7 @@ def test_appended_tokens_of_many_shapes(device, width, group):
 
 
 def test_more_rows_than_tokens(device):
-    """What is past the last sequence is not read, and not written; zero where it is allocated."""
+    """Rows past the last sequence are neither read nor written; zero in an allocated output."""
     for fmt, allocate in itertools.product(("fp32", "bf16"), (False, True)):
         case = AttentionCase(device, 9)
         args = case.arguments([7, 3, 5], [2, 0, 4], fmt=fmt, padding=5)
@@ -146,7 +146,7 @@ def test_more_rows_than_tokens(device):
 
 
 def test_queries_before_the_first_token(device):
-    """They see nothing, but where all queries see all keys."""
+    """They see nothing, unless all queries see all keys."""
     for options in ({}, {"causal": False}, {"window": 2}, {"causal": False, "window": 2}):
         case = AttentionCase(device, 10)
         args = case.arguments([2, 0, 5], [4, 2, 5])
@@ -156,12 +156,12 @@ def test_queries_before_the_first_token(device):
 
 @pytest.mark.parametrize("new", [None, [2, 1, 5]])
 def test_with_and_without_logarithms(device, new):
-    for out, lse in itertools.product((None, "given"), repeat=2):
+    for out, lse in itertools.product((None, "placed"), repeat=2):
         case = AttentionCase(device, 11)
         case.attend(case.arguments([6, 1, 9], new, fmt="bf16"), out, lse)
 
 
-def test_the_result_is_the_one_given(device):
+def test_the_result_is_out(device):
     case = AttentionCase(device, 12)
     args = case.arguments([6, 1, 9])
     out, lse = case.results(args)
@@ -207,10 +207,9 @@ def test_views_of_pools(device, layout):
             content = args[name].view if layer == 1 else np.full(view.shape, np.nan, np.float32)
             view[...] = device.asarray(content)
     out, lse = case.results(args)
-    given = {name: case.to_pass(value) for name, value in args.items()}
-    got = kv.paged_attention(
-        **{**given, "k_cache": pool.k(1), "v_cache": pool.v(1)}, out=out.array, lse_out=lse.array
-    )
+    arguments = {name: case.to_pass(value) for name, value in args.items()}
+    arguments |= {"k_cache": pool.k(1), "v_cache": pool.v(1)}
+    got = kv.paged_attention(**arguments, out=out.array, lse_out=lse.array)
     case.settle(args, got, out, lse)
 
 
@@ -237,14 +236,14 @@ def test_strided_results(device, new):
 
 @pytest.mark.parametrize("misalign", [1, 2, 3, 4])
 def test_alignment(device, misalign):
-    """Elements need no more than the alignment of their size."""
+    """Elements need only be aligned to their size."""
     for fmt, new in itertools.product(("fp32", "bf16"), (None, [2, 1])):
         case = AttentionCase(device, 18)
         args = case.arguments([6, 9], new, fmt=fmt, widths=(64, 64))
         for name in ("query", "k_cache", "v_cache"):
             args[name] = case.place(args[name].view, fmt, misalign=misalign, name=name)
         out = case.output(fmt, (len(args["query"].view), 4, 64), misalign=misalign)
-        case.attend(args, out, "given")
+        case.attend(args, out, "placed")
 
 
 @pytest.mark.parametrize("new", [None, [2, 1, 5]])
@@ -281,12 +280,12 @@ def with_table(case, args, **entries):
 @pytest.mark.parametrize("new", [None, [2, 1, 5]])
 @pytest.mark.parametrize("page", ["end", 1000, POISON_SLOT, 2**31, 2**32 + 1, 2**62])
 def test_page_past_the_end(device, page, new):
-    """Its keys are not seen, others are."""
+    """Its keys are not visible, others are."""
     case = AttentionCase(device, 21)
     args = case.arguments([6, 3, 9], new)
     page = len(args["k_cache"].view) if page == "end" else page
     case.attend(with_table(case, args, b0_1=page, b2_0=page))
-    case.attend(with_table(case, args, b1_0=page))  # leaves it nothing to see
+    case.attend(with_table(case, args, b1_0=page))  # the whole sequence
     case.attend(args)
 
 
@@ -310,7 +309,7 @@ def test_length_past_the_table(device, new):
 
 
 def test_rows_that_do_not_exist(device):
-    """The last sequence has more tokens than there are rows, or begins behind them."""
+    """The last sequence has more tokens than there are rows, or starts past them."""
     for new, sequence in (([2, 1, 7], 1), ([2, 9, 1], 2)):
         case = AttentionCase(device, (24, sequence))
         args = case.arguments([6, 9, 9], [2, 1, 5])

@@ -1,4 +1,4 @@
-"""Which kernels `paged_attention` launches, and how many splits of the keys it takes."""
+"""Which kernels `paged_attention` launches, and into how many splits it cuts the keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcupy.ops.attention import attend
 
 
 class Watched(HostDevice):
-    """A host device laid out as a GPU of 132 multiprocessors, which notes its launches."""
+    """A host device that reports the geometry of a GPU of 132 SMs, and records its launches."""
 
     def __init__(self, warp_lanes=32):
         super().__init__()
@@ -39,7 +39,7 @@ def watch(monkeypatch):
 
 def launched(device, *, sequences=1, new=None, heads=(4, 2), dtype=np.float16, width=64,
              cache_dtype=None, max_pages=64, **options):  # fmt: skip
-    """Names and grids of what one call launches; few of the keys that there is room for exist."""
+    """Return names and grids of the launches of a call; most of the table is unused."""
     tokens = sequences * (new or 1)
     query = np.ones((tokens, heads[0], width), dtype)
     cache = np.ones((4, 16, heads[1], width), cache_dtype or dtype)
@@ -70,7 +70,7 @@ def test_a_window_leaves_nothing_to_split(watch):
     assert names(launched(watch(), window=100, sinks=4)) == ["attention_decode"]
 
 
-def test_splits_follow_the_multiprocessors(watch):
+def test_splits_follow_the_number_of_sms(watch):
     few = launched(watch(), sequences=64, max_pages=4096)
     assert few[0][1] == (64, 2, 4 * 132 // 128)
 
@@ -82,12 +82,12 @@ def test_ragged_queries_go_to_the_tensor_cores(watch, width):
 
 
 def table_of(dim, *, start=0):
-    """What makes `dim` elements of each key turn."""
+    """Return the arguments that rotate `dim` elements of each key."""
     return {"rope_table": np.ones((8, dim), np.float32), "rotary_start": start}
 
 
 COUNTS = np.zeros(2, np.int32)
-SIDE_BY_SIDE = {"interleaved": True}
+INTERLEAVED = {"interleaved": True}
 
 
 @pytest.mark.parametrize(
@@ -98,17 +98,17 @@ SIDE_BY_SIDE = {"interleaved": True}
         {"out": np.zeros((32, 4, 64), np.float32)},
         table_of(64),
         table_of(16, start=48),
-        table_of(24, start=8) | SIDE_BY_SIDE,
+        table_of(24, start=8) | INTERLEAVED,
     ],
     ids=lambda more: " ".join(more),
 )
-def test_so_do_those_that_ask_for_more(watch, more):
+def test_so_do_those_with_the_arguments_of_a_step(watch, more):
     launches = launched(watch(), sequences=2, new=16, max_pages=2, **more)
     assert names(launches) == ["attention_starts", "attention_prefill"]
 
 
-@pytest.mark.parametrize("more", [table_of(24), table_of(32, start=4), table_of(12) | SIDE_BY_SIDE])
-def test_keys_that_turn_in_part_of_a_word_do_not(watch, more):
+@pytest.mark.parametrize("more", [table_of(24), table_of(32, start=4), table_of(12) | INTERLEAVED])
+def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
     launches = launched(watch(), sequences=2, new=16, max_pages=2, **more)
     assert names(launches) == ["attention_starts", "attention_decode"]
 
@@ -116,9 +116,9 @@ def test_keys_that_turn_in_part_of_a_word_do_not(watch, more):
 @pytest.mark.parametrize(
     "call",
     [
-        {"new": None, "heads": (16, 1)},  # decode, of however many heads a group
+        {"new": None, "heads": (16, 1)},  # decode, whatever the group size
         {"new": 2},  # too few rows
-        {"new": 16, "width": 60},  # rows that are no whole words
+        {"new": 16, "width": 60},  # rows that are not whole words
         {"new": 16, "dtype": np.float32},
         {"new": 16, "cache_dtype": np.int8},
         {"new": 16, "width": 512},
@@ -128,5 +128,5 @@ def test_all_else_takes_the_plain_path(watch, call):
     assert "attention_decode" in names(launched(watch(), max_pages=2, **call))
 
 
-def test_where_threads_do_not_step_together_there_are_no_tensor_cores(watch):
+def test_where_threads_do_not_run_in_lockstep_there_are_no_tensor_cores(watch):
     assert "attention_decode" in names(launched(watch(warp_lanes=1), new=16, max_pages=2))

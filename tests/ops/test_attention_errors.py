@@ -1,4 +1,4 @@
-"""What `paged_attention` refuses, before any launch, and what looks wrong and is right."""
+"""What `paged_attention` rejects before any launch, and what looks wrong but is accepted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def valid(case, cache_fmt="fp16"):
     return {**args, "out": out, "lse_out": lse}
 
 
-def given(case, args):
+def arguments_of(case, args):
     return {name: case.to_pass(value) for name, value in args.items()}
 
 
@@ -40,7 +40,7 @@ def always(value):
 
 
 def error_cases():
-    """Yield (argument, what it is instead, error, what the message names)."""
+    """Yield (argument, what is passed, how to make it, error, the argument that it names)."""
     yield "query", "2-D", half(6, 32), ValueError, "query"
     yield "query", "4-D", half(6, 4, 1, 8), ValueError, "query"
     yield "query", "wider than keys", half(6, 4, 9), ValueError, "query|k_cache"
@@ -156,21 +156,21 @@ ERRORS = list(error_cases())
 )  # fmt: skip
 def test_wrong_arguments(device, argument, make, error, name):
     case = AttentionCase(device, 1)
-    args = given(case, valid(case)) | {argument: make(case)}
-    if argument in ("query", "k_cache", "v_cache"):  # which the outputs would not fit either
+    args = arguments_of(case, valid(case)) | {argument: make(case)}
+    if argument in ("query", "k_cache", "v_cache"):  # the outputs would not fit either
         del args["out"], args["lse_out"]
     refused(case, lambda: kv.paged_attention(**args), error, name)
 
 
 def test_sinks_are_not_negative(device):
     case = AttentionCase(device, 2)
-    args = given(case, valid(case))
+    args = arguments_of(case, valid(case))
     refused(case, lambda: kv.paged_attention(**args, window=3, sinks=-1), ValueError, "sinks")
 
 
-def test_without_query_lens_a_row_is_a_sequence(device):
+def test_without_query_lens_each_row_is_a_sequence(device):
     case = AttentionCase(device, 3)
-    args = given(case, case.arguments([9, 6, 0], fmt="fp16"))
+    args = arguments_of(case, case.arguments([9, 6, 0], fmt="fp16"))
     for rows in (2, 4):
         query = case.input("fp16", (rows, 4, 16)).array
         refused(
@@ -193,7 +193,7 @@ def test_arrays_of_another_device(device, name):
     view = args[name].view
     fmt = args[name].fmt or "bool"
     elsewhere = "cuda:7" if device.kind == "host" else "host"
-    args = given(case, args)
+    args = arguments_of(case, args)
     args[name] = kv.ArrayView(4096, view.shape, view.strides, fmt, elsewhere)
     with pytest.raises((ValueError, kv.DeviceError)):
         kv.paged_attention(**args)
@@ -217,7 +217,7 @@ BAD_SCALES = {
 def test_wrong_scales(device, side, bad):
     scale, error = BAD_SCALES[bad]
     case = AttentionCase(device, 4)
-    args = given(case, valid(case, "int8")) | {f"{side}_scale": case.to_pass(scale)}
+    args = arguments_of(case, valid(case, "int8")) | {f"{side}_scale": case.to_pass(scale)}
     refused(case, lambda: kv.paged_attention(**args), error, f"{side}_scale")
 
 
@@ -225,7 +225,7 @@ def test_wrong_scales(device, side, bad):
 @pytest.mark.parametrize("cache_fmt", ["fp32", "fp16", "bf16"])
 def test_scales_belong_to_quantised_caches(device, cache_fmt, side):
     case = AttentionCase(device, 5)
-    args = given(case, valid(case, cache_fmt))
+    args = arguments_of(case, valid(case, cache_fmt))
     for name, value in (
         (f"{side}_scale", 2.0),
         (f"{side}_scale", device.asarray(np.float32([2.0, 3.0]))),
@@ -244,7 +244,7 @@ def valid_without_outputs(case, cache_fmt="fp16"):
 @pytest.mark.parametrize("side", "kv")
 def test_wrong_scale_caches(device, side):
     case = AttentionCase(device, 6)
-    args = given(case, valid(case, "int8"))
+    args = arguments_of(case, valid(case, "int8"))
     slots = args["k_cache"].shape[0] * 4
     name = f"{side}_scale_cache"
 
@@ -263,8 +263,8 @@ def test_wrong_scale_caches(device, side):
 # Outputs -------------------------------------------------------------------------------------
 
 
-def test_results_have_memory_of_their_own(device):
-    """Neither may lie in an input, or in the other; touching is not overlapping."""
+def test_outputs_overlap_nothing(device):
+    """Neither may share bytes with an input or the other; adjacent memory is accepted."""
     case = AttentionCase(device, 7)
     args = case.arguments([9, 6], [4, 2], widths=(8, 8))
     pages = len(args["k_cache"].view)
@@ -275,7 +275,7 @@ def test_results_have_memory_of_their_own(device):
         return memory.sub(lambda a: a[start : start + size].reshape(shape))
 
     def refuse(names, **options):
-        call = given(case, args | options)
+        call = arguments_of(case, args | options)
         refused(case, lambda: kv.paged_attention(**call), ValueError, names)
 
     out = {"out": part(0, 6, 4, 8)}
@@ -300,7 +300,7 @@ def test_results_have_memory_of_their_own(device):
 @pytest.mark.parametrize("output", ["out", "lse_out"])
 def test_read_only_outputs_are_refused(device, output):
     case = AttentionCase(device, 8)
-    args = given(case, valid(case))
+    args = arguments_of(case, valid(case))
     if not isinstance(args[output], np.ndarray):
         pytest.skip("this array library has no read-only arrays")
     args[output].flags.writeable = False
@@ -317,7 +317,7 @@ def test_read_only_inputs_are_fine(device):
 
 
 def test_inputs_may_share_memory(device):
-    """One cache for keys and values, one array for all lengths."""
+    """One cache for keys and values, one array for both lengths."""
     case = AttentionCase(device, 10)
     args = case.arguments([5, 5], [5, 5], widths=(8, 8))
     case.attend({**args, "v_cache": args["k_cache"], "query_lens": args["seq_lens"]})
@@ -325,14 +325,14 @@ def test_inputs_may_share_memory(device):
 
 def test_arguments_after_the_lengths_are_keywords(device):
     case = AttentionCase(device, 11)
-    args = given(case, case.arguments([9, 6]))
+    args = arguments_of(case, case.arguments([9, 6]))
     names = ("query", "k_cache", "v_cache", "block_table", "seq_lens")
     with pytest.raises(TypeError):
         kv.paged_attention(*(args[name] for name in names), args["seq_lens"])
     case.check("", [])
 
 
-def test_a_refused_call_leaves_a_capture_as_it_was(device):
+def test_a_rejected_call_leaves_a_capture_intact(device):
     case = AttentionCase(device, 12)
     args = case.arguments([9, 6])
     out, lse = case.results(args)

@@ -1,4 +1,4 @@
-"""Formats and scales of `paged_attention`, in every pairing of a query with a cache."""
+"""Formats and scales of `paged_attention`, for every pair of query and cache format."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_scales_differ_for_key_and_value(device, kinds, fmt, new):
 @both
 @pytest.mark.parametrize("how", ["HND", "HND by strides", "combined HND", "wider rows"])
 def test_dynamic_scales_of_slots(device, how, new):
-    """Scales are by slot and head, however the elements lie."""
+    """Scales are per slot and head, whatever the layout of the elements."""
     for fmt, size in (("int8", 4), ("fp8_e4m3", 3)):
         case = AttentionCase(device, 3)
         args = case.arguments(
@@ -60,7 +60,7 @@ def test_dynamic_scales_of_slots(device, how, new):
 def test_key_and_value_follow_their_own_formats(device, pair, new):
     for fmt in ("fp32", "bf16"):
         case = AttentionCase(device, 4)
-        kinds = ["per head" if one in QUANTISED else "none" for one in pair]
+        kinds = ["per head" if f in QUANTISED else "none" for f in pair]
         case.attend(case.arguments(LENS, new, fmt=fmt, cache_fmt=pair, scales=kinds))
 
 
@@ -78,7 +78,7 @@ def test_quantised_rows_of_any_width(device, fmt, new):
 @pytest.mark.parametrize("query_fmt", FLOATS)
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f != "fp32"])
 def test_every_value_of_a_format(device, fmt, query_fmt):
-    """One key a sequence, so that the output is the value, rounded to the query's format once."""
+    """One key per sequence, so that the output is the value, rounded to the query's format once."""
     patterns = all_patterns(fmt)
     exact = reference.decode(patterns, fmt)
     with np.errstate(over="ignore"):
@@ -116,7 +116,7 @@ def test_scores_are_not_rounded(device):
 
 
 def test_sums_of_many_values_are_not_rounded(device):
-    """Ones that a 16-bit sum would lose once it is 256."""
+    """Ones, which a 16-bit sum would lose from 256 on."""
     for fmt, new in itertools.product(("fp16", "bf16"), (None, [1])):
         case = AttentionCase(device, 8)
         args = case.arguments([3000], new, fmt=fmt, heads=(1, 1), widths=(2, 2), page_size=64,
@@ -144,7 +144,7 @@ def test_offsets_past_two_gigabytes(device, layout, new):
     """The last pages of a cache of more than 2**31 elements give the bits of a small one."""
     case = AttentionCase(device, 11)
     args = case.arguments(LENS, new, fmt="bf16", cache_fmt="int8", widths=(64, 64), how=layout)
-    args["v_cache"] = args["k_cache"]  # one of them is enough memory
+    args["v_cache"] = args["k_cache"]  # one takes enough memory
     out, lse = case.attend(args)
     before = out.view.copy(), lse.view.copy()
     small = len(args["k_cache"].view)
@@ -153,9 +153,9 @@ def test_offsets_past_two_gigabytes(device, layout, new):
     far[pages - small :] = args["k_cache"].array
     table = args["block_table"].view.astype(np.int64)
     table[table < small] += pages - small
-    given = {name: case.to_pass(a) for name, a in args.items()}
-    given |= {"block_table": case.table(table).array, "k_cache": far, "v_cache": far}
-    kv.paged_attention(**given, out=out.array, lse_out=lse.array)
+    arguments = {name: case.to_pass(a) for name, a in args.items()}
+    arguments |= {"block_table": case.table(table).array, "k_cache": far, "v_cache": far}
+    kv.paged_attention(**arguments, out=out.array, lse_out=lse.array)
     kv.check_faults(device)
     for got, want in zip((case.live(out), case.live(lse)), before, strict=True):
         assert np.array_equal(got.view(np.uint8), want.view(np.uint8))
@@ -163,7 +163,7 @@ def test_offsets_past_two_gigabytes(device, layout, new):
 
 @pytest.mark.parametrize("fmt", QUANTISED)
 def test_what_store_kv_writes(device, fmt):
-    """Dynamic scales of its own, and what is attended to is what was stored."""
+    """Attention over what `store_kv` wrote, with its dynamic scales."""
     case = AttentionCase(device, 10)
     args = case.arguments([9, 5], [3, 2], fmt="bf16", cache_fmt=fmt, scales=("dynamic",) * 2)
     slots = np.arange(9)

@@ -24,7 +24,7 @@ formats = pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 @formats
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 8, 29, 30, 31, 1000, 2**31 - 1])
 def test_window(device, fmt, new, window):
-    """A query and the ones before it, about the ends of pages and of sequences."""
+    """Windows that end around the ends of pages and of sequences."""
     case = AttentionCase(device, window)
     case.attend(case.arguments(LENS, new, fmt=fmt), window=window)
 
@@ -33,13 +33,13 @@ def test_window(device, fmt, new, window):
 @pytest.mark.parametrize("sinks", [1, 3, 4, 5, 100])
 @pytest.mark.parametrize("window", [1, 6, 25])
 def test_first_keys_stay_visible(device, new, window, sinks):
-    """Each key once, also where the first ones are within the window."""
+    """Each key counts once, also where the first ones are within the window."""
     for fmt in ("fp32", "bf16"):
         case = AttentionCase(device, (window, sinks))
         case.attend(case.arguments(LENS, new, fmt=fmt), window=window, sinks=sinks)
 
 
-def test_first_keys_are_kept_from_nothing_without_a_window(device):
+def test_first_keys_mean_nothing_without_a_window(device):
     """As in a model whose layers share the number, and only some of which have a window."""
     case = AttentionCase(device, 21)
     case.attend(case.arguments(LENS, NEW), sinks=2)
@@ -57,7 +57,7 @@ def test_window_without_causality(device, sinks):
 @pytest.mark.parametrize("sinks", [None, 3])
 @pytest.mark.parametrize("new", [None, [2, 1, 7]])
 def test_what_has_left_the_window_is_not_read(device, new, sinks):
-    """Keys that no query sees may be NaN, and their pages in nobody's hands."""
+    """Keys that no query sees may be NaN, and entries of their pages garbage."""
     window, lens = 6, [40, 9, 31]
     gone = [n - (1 if new is None else new[b]) - window + 1 for b, n in enumerate(lens)]
     for fmt in ("fp32", "bf16"):
@@ -79,7 +79,7 @@ def test_what_has_left_the_window_is_not_read(device, new, sinks):
 
 
 def test_long_window(device):
-    """It begins in the middle of a long context."""
+    """It starts in the middle of a long context."""
     case = AttentionCase(device, 2)
     args = case.arguments([1500, 700], heads=(2, 1), page_size=16)
     for options in ({"window": 513}, {"window": 100, "sinks": 70}):
@@ -92,7 +92,7 @@ def test_long_window(device):
 @both
 @formats
 def test_learned_sinks(device, fmt, new):
-    """One a query head: of the size of scores, above all of them, far below, and none."""
+    """One per query head: of the size of scores, far above, far below, and minus infinity."""
     case = AttentionCase(device, 3)
     args = case.arguments([0, 1, 9, 30], new and [0, *new[1:]], fmt=fmt)
     case.attend(args, sinks=case.sinks(4))
@@ -111,7 +111,7 @@ def test_soft_cap(device, fmt, new, cap):
 
 
 def test_soft_cap_of_large_scores(device):
-    """Thousands, which an exponential alone would not survive."""
+    """Scores of thousands, whose exponential would overflow."""
     for new in (None, NEW):
         case = AttentionCase(device, 5)
         case.attend(case.arguments(LENS, new, loud=40.0), logits_soft_cap=20.0)
@@ -123,7 +123,7 @@ def test_soft_cap_of_large_scores(device):
 @formats
 @pytest.mark.parametrize("more", [0, 1, 9])
 def test_trees(device, fmt, more):
-    """Random trees of tokens, in rows with columns to spare."""
+    """Random trees of tokens, with spare rows and columns."""
     for new in ([2, 1, 5, 11], [6, 0, 9, 30], [0, 1, 0, 3]):
         case = AttentionCase(device, (6, more))
         args = case.arguments(LENS, new, fmt=fmt, padding=more)
@@ -199,7 +199,7 @@ def test_combinations(device, options):
 @pytest.mark.parametrize("mask", ["causal", "all", "window", "tree"])
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 def test_against_torch(device, fmt, mask):
-    """scaled_dot_product_attention, in float32, over keys laid one after another."""
+    """scaled_dot_product_attention in float32, over keys gathered from their pages."""
     torch = pytest.importorskip("torch")
     length, new, heads, group = 37, 9, 2, 3
     case = AttentionCase(device, 12)

@@ -1,7 +1,7 @@
-"""`attend`: holes in pages, keys left to others, trees of several steps; all of it at once.
+"""What a cache adds to attention: evicted spans, first visible keys, trees of several steps.
 
-What is here called few takes the plain path, one token a sequence or several; with many new tokens
-a sequence, 16-bit formats take tensor cores.
+The shapes "decode" and "few" take the decode kernel; "many" new tokens per sequence take tensor
+cores in 16-bit formats.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def test_any_strides(device, how, table, shape):
 
 
 @shapes
-def test_a_hole_of_whole_pages_is_other_pages(device, shape):
-    """Entries of the table left out, and the same pages without them, give the same bits."""
+def test_an_evicted_span_of_whole_pages(device, shape):
+    """A span of table entries that is skipped gives the bits of a table without them."""
     lens, new = SHAPES[shape]
     case = AttentionCase(device, 5)
     args = case.arguments(lens, new, fmt="fp16", holes=[(8, 12)] * len(lens))
@@ -138,7 +138,7 @@ def test_a_hole_of_whole_pages_is_other_pages(device, shape):
 
 @pytest.mark.parametrize("new", [None, [2, 1, 5], [20, 20, 60]])
 def test_length_past_the_table(device, new):
-    """A length that fits only without its hole; with whole pages and without."""
+    """A length that fits only without its evicted span; of whole pages and of parts."""
     for holes in (
         [(3, 0), (5, 2), (0, 9)],
         [(3, 70), (70, 70), (60, 4)],
@@ -150,8 +150,8 @@ def test_length_past_the_table(device, new):
 
 
 @pytest.mark.parametrize("new", [None, [2, 1, 5], [14, 7, 60]])
-def test_pages_that_are_none(device, new):
-    """Of the page past a hole, and of the one that holds it, with its keys in the middle."""
+def test_entries_that_are_not_pages(device, new):
+    """The page past an evicted span, and the page within which it lies."""
     for entry, page in itertools.product((1, 2), (-1, POISON_SLOT, 2**33)):
         case = AttentionCase(device, 7)
         args = case.arguments([14, 7, 60], new, fmt="fp16", holes=[(2, 3), (5, 6), (4, 5)])
@@ -161,13 +161,13 @@ def test_pages_that_are_none(device, new):
         case.attend({**args, "block_table": case.table(table, "int64")}, window=5, sinks=2)
 
 
-# Keys left to others -------------------------------------------------------------------------
+# First visible keys --------------------------------------------------------------------------
 
 
 @shapes
 @formats
-def test_nothing_is_left(device, fmt, shape):
-    """All keys of some sequences are left out, or more than there are."""
+def test_no_key_is_visible(device, fmt, shape):
+    """Some sequences have all their keys before `key_starts`, or fewer keys than that."""
     lens, new = SHAPES[shape]
     case = AttentionCase(device, 8)
     args = case.arguments(lens, new, fmt=fmt, key_starts=[9, 3, 2000, 2**31 - 1, 4])
@@ -177,7 +177,7 @@ def test_nothing_is_left(device, fmt, shape):
 
 @shapes
 @pytest.mark.parametrize("start", [0, 1, 3, 4, 6])
-def test_kept_keys_are_left_out_too(device, start, shape):
+def test_sink_keys_before_the_start_are_hidden(device, start, shape):
     lens, new = SHAPES[shape]
     for window, sinks in ((2, 4), (6, 4), (40, 3)):
         case = AttentionCase(device, 9)
@@ -187,7 +187,7 @@ def test_kept_keys_are_left_out_too(device, start, shape):
 
 @shapes
 def test_two_parts_merge_to_the_whole(device, shape):
-    """Keys before some, and from there on: in float32, from 16-bit queries."""
+    """The keys before a position, and those from it on: in float32, from 16-bit queries."""
     lens, new = SHAPES[shape]
     case = AttentionCase(device, 10)
     args = case.arguments(lens, new, fmt="bf16")
@@ -216,7 +216,7 @@ def test_two_parts_merge_to_the_whole(device, shape):
 @shapes
 @pytest.mark.parametrize("columns", [3, 12, 60])
 def test_columns_of_any_number(device, columns, shape):
-    """Nodes past the last column are seen by nobody; those past the last position turn by place."""
+    """Nodes past the last column are hidden; those past `tail_positions` keep their own."""
     for fmt in ("fp32", "bf16"):
         lens, new = SHAPES[shape]
         case = AttentionCase(device, 11)
@@ -237,8 +237,8 @@ def test_no_trees_is_causal(device, shape):
     rows = case.nodes([0] * len(lens), [1] * len(lens) if new is None else new, columns=5)
     for causal in (True, False):
         results = [case.attend(a, causal=causal) for a in (args, args | rows)]
-        for one, other in zip(*results, strict=True):
-            assert np.array_equal(one.view, other.view, equal_nan=True)
+        for plain, masked in zip(*results, strict=True):
+            assert np.array_equal(plain.view, masked.view, equal_nan=True)
 
 
 # Outputs, streams, anything ------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_float32_from_16_bit_queries(device, fmt, shape):
 
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 def test_split_keys(device, fmt):
-    """So many that they are shared by several blocks, each of which meets holes and starts."""
+    """Enough keys for several blocks, each with evicted spans and hidden keys."""
     case = AttentionCase(device, 20)
     holes, starts = [(600, 37), (0, 0), (3, 40)], [300, 0, 5]
     args = case.arguments(
@@ -265,7 +265,7 @@ def test_split_keys(device, fmt):
 
 
 def test_in_a_graph(device):
-    """A replay reads the holes, starts, trees and positions of that time."""
+    """A replay reads the spans, starts, trees and positions that are there then."""
     for fmt, shape in (("fp32", "decode"), ("bf16", "few"), ("bf16", "many")):
         case, args = call_of(
             device, 21, shape, fmt, holes=True, starts=True, trees=True, rope={"dim": 32},
@@ -293,12 +293,12 @@ def test_in_a_graph(device):
             case.settle(args, got, out, lse)
 
 
-def test_without_more_it_is_paged_attention(device):
+def test_without_such_arguments_it_is_paged_attention(device):
     for shape in SHAPES:
         case, args = call_of(device, 22, shape, "bf16")
         (out, lse), (again, lse_again) = case.attend(args), case.results(args)
-        given_ = {name: case.to_pass(value) for name, value in args.items()}
-        got = attend(**given_, out=again.array, lse_out=lse_again.array)
+        arguments = {name: case.to_pass(value) for name, value in args.items()}
+        got = attend(**arguments, out=again.array, lse_out=lse_again.array)
         assert got is again.array
         case.settle(args, got, again, lse_again)
         assert np.array_equal(out.view.view(np.uint16), again.view.view(np.uint16))

@@ -15,7 +15,7 @@ COUNTS = ("hole_starts", "holes", "key_starts", "tree_lens")
 
 
 def valid(case):
-    """All arguments of a valid call: six rows of two sequences, eight of sixteen elements turn."""
+    """Return a valid call: six rows of two sequences, eight of sixteen elements rotated."""
     args = case.arguments(
         [9, 6], [4, 2], fmt="fp16", holes=[(2, 1), (0, 3)], key_starts=[1, 0], widths=(16, 8)
     )
@@ -24,7 +24,7 @@ def valid(case):
     return {**args, "out": out, "lse_out": lse}
 
 
-def given(case, args):
+def arguments_of(case, args):
     return {name: case.to_pass(value) for name, value in args.items()}
 
 
@@ -59,7 +59,7 @@ def error_cases():
         yield "rope_table", str(shape), zeros(np.float32, *shape), ValueError, "rope_table"
     for width in (14, 18, 64):
         yield (
-            "rope_table", f"{width} turn", zeros(np.float32, 50, width), ValueError,
+            "rope_table", f"{width} rotated", zeros(np.float32, 50, width), ValueError,
             "rope_table|rotary_start",
         )  # fmt: skip
     yield (
@@ -97,7 +97,7 @@ ERRORS = list(error_cases())
 )  # fmt: skip
 def test_wrong_arguments(device, argument, make, error, name):
     case = AttentionCase(device, 1)
-    args = given(case, valid(case)) | {argument: make(case)}
+    args = arguments_of(case, valid(case)) | {argument: make(case)}
     refused(case, lambda: attend(**args), error, name)
 
 
@@ -113,7 +113,7 @@ def test_arrays_of_another_device(device, name):
     case = AttentionCase(device, 3)
     args = valid(case)
     view, fmt = args[name].view, args[name].fmt
-    args = given(case, args)
+    args = arguments_of(case, args)
     elsewhere = "cuda:7" if device.kind == "host" else "host"
     args[name] = kv.ArrayView(4096, view.shape, view.strides, fmt, elsewhere)
     with pytest.raises((ValueError, kv.DeviceError)):
@@ -122,10 +122,10 @@ def test_arrays_of_another_device(device, name):
 
 
 @pytest.mark.parametrize("name", ["holes", "tree_lens", "tail_positions", "rope_table"])
-def test_results_have_memory_of_their_own(device, name):
-    """An output may lie in none of what is read."""
+def test_outputs_overlap_nothing(device, name):
+    """An output shares no byte with an input."""
     case = AttentionCase(device, 4)
-    args = given(case, valid(case))
+    args = arguments_of(case, valid(case))
     shape, kind = args["lse_out"].shape, args[name].dtype
     count = int(np.prod(args[name].shape))
     memory = device.zeros((max(count, 24),), np.float32)
@@ -134,7 +134,7 @@ def test_results_have_memory_of_their_own(device, name):
     refused(case, lambda: attend(**args), ValueError, "lse_out")
 
 
-def test_turning_without_a_table_means_nothing(device):
+def test_rotation_options_without_a_table_mean_nothing(device):
     case = AttentionCase(device, 5)
     args = case.arguments([9, 6], [4, 2], fmt="fp16")
     case.attend({**args, "interleaved": True, "rotary_start": 1000})

@@ -1,4 +1,4 @@
-"""Attention on tensor cores: what warps do with matrices, and the kernel against float64 sums."""
+"""Attention on tensor cores: the matrix operations of a warp, and the kernel against float64."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def launch_mma(device, name, arguments, block, smem, *, rows=0, **arrays):
 
 @pytest.fixture
 def own_device(kernel_sources):
-    """A host device that knows the kernels of `mma.cu` too."""
+    """A host device with the kernels of `mma.cu` too."""
     kernel_sources.add("mma.cu")
     return kernel_sources.device()
 
@@ -45,7 +45,7 @@ def own_device(kernel_sources):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("by_shuffles", ["false", "true"])
 def test_a_warp_multiplies_matrices(own_device, fmt, by_shuffles):
-    """Two warps, each its own matrices, in many orders of their lanes."""
+    """Two warps, each with matrices of its own, in many orders of their lanes."""
     rng = np.random.default_rng(1)
     a = rng.standard_normal((2, 16, 16)).astype(DTYPE[fmt])
     b = rng.standard_normal((2, 16, 8)).astype(DTYPE[fmt])
@@ -82,7 +82,7 @@ def test_a_warp_loads_matrices(own_device, transposed):
 def shuffled(device):
     """The host device, whose order of threads a test may choose."""
     if not isinstance(device, HostDevice):
-        pytest.skip("a GPU's order is its own")
+        pytest.skip("the order of threads on a GPU cannot be chosen")
     yield device
     device.thread_order_seed = 0
 
@@ -96,7 +96,7 @@ CALLS = {
     "nothing new in between": Call(seq_lens=(9, 30, 0, 40), query_lens=(9, 0, 0, 17)),
     "rows of no sequence": Call(padding=70),
     "groups that tiles cut": Call(heads=(10, 2), seq_lens=(30, 90), query_lens=(29, 14)),
-    "many queries a key": Call(heads=(72, 1), seq_lens=(40, 3), query_lens=(2, 2)),
+    "many queries per key": Call(heads=(72, 1), seq_lens=(40, 3), query_lens=(2, 2)),
     "not causal": Call(causal=False),
     "window": Call(window=20),
     "window of one": Call(window=1, seq_lens=(100,), query_lens=(100,)),
@@ -117,11 +117,11 @@ CALLS = {
     "splits": Call(splits=3, seq_lens=(300, 5), query_lens=(20, 5), padding=3),
     "splits, learned sinks aside": Call(splits=2, seq_lens=(150,), query_lens=(33,), window=90),
     "pages of five": Call(page_size=5),
-    "one slot a page": Call(page_size=1, index="int64"),
+    "one slot per page": Call(page_size=1, index="int64"),
     "large pages": Call(page_size=256, index="int64"),
-    "holes": Call(page_size=8, holes=((0, 2), (2, 9))),
-    "a tile of holes": Call(
-        seq_lens=(120,), holes=((0, 0), (0, 1), (0, 2), (0, 3)), query_lens=(9,)
+    "missing pages": Call(page_size=8, missing=((0, 2), (2, 9))),
+    "a tile of missing pages": Call(
+        seq_lens=(120,), missing=((0, 0), (0, 1), (0, 2), (0, 3)), query_lens=(9,)
     ),
     "negative scale": Call(sm_scale=-0.3),
     "large scores": Call(sm_scale=30.0),
@@ -147,9 +147,9 @@ def test_in_any_order_of_threads(shuffled, name):
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_a_page_past_the_end_is_reported(device, splits):
-    """It is in the second tile of rows: the first does not see so far."""
+    """It is visible to the second tile of rows only."""
     device.fault_array()[...] = 0
-    call = Call(seq_lens=(90,), query_lens=(90,), holes=((0, 5),), wrong_page=1000, splits=splits)
+    call = Call(seq_lens=(90,), query_lens=(90,), missing=((0, 5),), wrong_page=1000, splits=splits)
     try:
         call.check(device)
         count, operation, position, value = np.asarray(device.to_numpy(device.fault_array()))
@@ -158,7 +158,7 @@ def test_a_page_past_the_end_is_reported(device, splits):
         device.fault_array()[...] = 0
 
 
-def test_a_launch_is_laid_out_as_the_kernel_has_it():
+def test_the_geometry_of_a_launch_is_the_kernels():
     program = [
         '#include "attention_prefill.cu"',
         f'static_assert(kPrefillRows == {kernels.PREFILL_ROWS}, "rows");',
@@ -168,17 +168,17 @@ def test_a_launch_is_laid_out_as_the_kernel_has_it():
         specialisation = kernels.prefill_specialisation("fp16", *widths, rotates=rotates)
         named = ", ".join(specialisation.arguments[1:])
         size = kernels.prefill_smem_bytes(specialisation)
-        assert size <= 99 * 1024, "what every architecture from sm_80 on has for a block"
+        assert size <= 99 * 1024, "the limit of a block on every architecture from sm_80 on"
         program.append(f'static_assert(PrefillShape<{named}>::kBytes == {size}, "bytes");')
     cxx.check("\n".join(program))
 
 
-# Which calls may take it ---------------------------------------------------------------------
+# Which calls take it ---------------------------------------------------------------------
 
 
 def suits(device, *, tokens=32, sequences=2, heads=(2, 1), fmt="fp16", widths=(64, 64), shift=0,
           alignment=256, cache_fmt=None, **more):  # fmt: skip
-    """Whether a call of such shapes does; rows of the caches are `shift` elements apart."""
+    """Return whether a call takes it; `shift` unused elements follow each row of the caches."""
     arrays = {
         "query": np.zeros((tokens, heads[0], widths[0]), DTYPE[fmt]),
         "out": np.zeros((tokens, heads[0], widths[1]), DTYPE[fmt]),
@@ -189,25 +189,25 @@ def suits(device, *, tokens=32, sequences=2, heads=(2, 1), fmt="fp16", widths=(6
     for name, width in zip(("k_cache", "v_cache"), widths, strict=True):
         whole = np.zeros((3, 16, heads[1], width + shift), DTYPE[cache_fmt or fmt])
         arrays[name] = whole[..., :width]
-    given = {name: view(array, name) for name, array in arrays.items()}
-    call = check_call(given | more, check_options("NHD", None, True, None, None, None))
+    arguments = {name: view(array, name) for name, array in arrays.items()}
+    call = check_call(arguments | more, check_options("NHD", None, True, None, None, None))
     return kernels.suits_prefill(device, call, alignment)
 
 
 class Turing:
-    """What matters of a device that has tensor cores for fp16 only."""
+    """A device with tensor cores for fp16 only, as far as the choice of a kernel asks."""
 
     warp_lanes, arch = 32, "sm_75"
 
 
 class Host:
-    """What matters of the host device as it is by itself."""
+    """The host device, likewise."""
 
     warp_lanes = 1
 
 
 class Ampere:
-    """What matters of a device that has all."""
+    """A device with tensor cores for fp16 and bf16, likewise."""
 
     warp_lanes, arch = 32, "sm_80"
 

@@ -129,7 +129,7 @@ def test_a_long_decode_in_a_graph(device):
 
 
 def test_calls_after_one_another(device):
-    """Two on one stream without waiting, of other shapes: what they share is not mixed up."""
+    """Calls of different shapes on one stream without waiting: workspaces are not mixed up."""
     case = AttentionCase(device, 6)
     stream = device.stream()
     long = case.arguments([600, 3], heads=(2, 1), page_size=16)

@@ -76,8 +76,8 @@ class PagedKVCache(ProcessLocal):
     memory on the copy stream, at the first attention of the step, which waits for it by an event;
     so the upload overlaps earlier work of the compute stream. Neither pinned nor device memory is
     overwritten before its readers are done. Pages are copied on the copy stream too, behind the
-    compute streams that wrote them. Each attention asks for its stream anew; a step may use several
-    of them, as long as the caller orders its layers.
+    compute streams that wrote them. A step may use several streams, as long as the caller orders
+    its layers.
     Capture: legal for steps of one token per sequence; see `attention`.
     Threads: one at a time.
     Source: apache/tvm `src/runtime/vm/paged_kv_cache.cc` and pull 16692; Kwon et al. 2023.
@@ -526,13 +526,14 @@ class PagedKVCache(ProcessLocal):
         if type(layer) is not int or not 0 <= layer < self.pool.num_layers:
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
         layers = self._layers
-        rows = layers.check(query, out, step.num_tokens)
-        options, logits = layers.check_options(sm_scale, window, sinks, logits_soft_cap)
+        rows, options, logits = layers.check(
+            query, out, step.num_tokens, sm_scale, window, sinks, logits_soft_cap
+        )
         own = self.device.as_stream(stream, rows.library)
         if out is None:
             out = outputs.zeros(rows, (*rows.shape[:2], layers.v_width), rows.format, stream)
         uploaded = tables.on(own)
-        if not own.capturing:
+        if step.loads and not own.capturing:
             step.wait_layer(int(layer), own)
         layers.run(int(layer), query, key, value, out, rows, uploaded, options, logits, own)
         return out

@@ -365,7 +365,7 @@ def check_metadata(metadata: Mapping[str, str], expected: Mapping[str, object]) 
     Parameters
     ----------
     metadata : of a file, from `read_file`
-    expected : fields that there must be, with values as given to `write_file`; others are ignored
+    expected : fields that there must be, with values as passed to `write_file`; others are ignored
 
     Raises
     ------

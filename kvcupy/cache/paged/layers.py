@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,25 +128,46 @@ class Layers:
         self.key_bytes = pool.num_kv_heads * widths * FORMATS[pool.dtype].itemsize
         self.state_bytes = 4 * num_q_heads * self.v_width
 
-    def check(self, query: Any, out: Any, num_tokens: int) -> ArrayView:
-        """Raise what attention would raise for `query` and `out`, before anything is written.
+    def check(
+        self,
+        query: Any,
+        out: Any,
+        num_tokens: int,
+        sm_scale: Any,
+        window: Any,
+        sinks: Any,
+        logits_soft_cap: Any,
+    ) -> tuple[ArrayView, AttentionOptions, Any]:
+        """Raise what attention would raise, before anything is written.
 
         Returns
         -------
-        A description of the query, which keeps nothing alive. Arrays of equal descriptions are
-        checked once
+        rows : a description of the query, which keeps nothing alive. Arrays of equal descriptions
+            are checked once
+        options : of attention
+        logits : `sinks` if they are an array, learned logits, else None
         """
-        try:
+        signature = None
+        with suppress(TypeError):  # perhaps not an array: the checks name it
             signature = num_tokens, probe_arguments((query, out))[1]
-        except TypeError:  # not an array: the checks say which
-            return self._check_rows(query, out, num_tokens)
         rows = self._checked.get(signature)
         if rows is None:
             rows = self._check_rows(query, out, num_tokens)
             if len(self._checked) == _MAX_CHECKED:
                 self._checked.clear()
-            self._checked[signature] = rows
-        return rows
+            if signature is not None:
+                self._checked[signature] = rows
+        options = check_options(
+            "NHD", sm_scale, True, window, sinks, logits_soft_cap, *self._rotation
+        )
+        if sinks is None or not checks.is_array(sinks):
+            return rows, options, None
+        logits = view(sinks, "sinks")
+        if logits.format != "fp32" or logits.shape != (self._num_q_heads,):
+            raise ValueError(
+                f"sinks: expected an int, or fp32 ({self._num_q_heads},), got {describe(logits)}"
+            )
+        return rows, options, sinks
 
     def _check_rows(self, query: Any, out: Any, num_tokens: int) -> ArrayView:
         rows = view(query, "query")
@@ -161,25 +183,6 @@ class Layers:
             checks.require_contiguous(written, "out")
             checks.require_output(written, "out")
         return rows.without_owner()
-
-    def check_options(
-        self, sm_scale: Any, window: Any, sinks: Any, logits_soft_cap: Any
-    ) -> tuple[AttentionOptions, Any]:
-        """Return the options of attention, and `sinks` if they are an array, learned logits.
-
-        Raises what attention would raise for them.
-        """
-        options = check_options(
-            "NHD", sm_scale, True, window, sinks, logits_soft_cap, *self._rotation
-        )
-        if sinks is None or not checks.is_array(sinks):
-            return options, None
-        logits = view(sinks, "sinks")
-        if logits.format != "fp32" or logits.shape != (self._num_q_heads,):
-            raise ValueError(
-                f"sinks: expected an int, or fp32 ({self._num_q_heads},), got {describe(logits)}"
-            )
-        return options, sinks
 
     def check_latent(self, latent: ArrayView, rope_key: ArrayView, num_tokens: int) -> None:
         """Raise if the parts of a latent have the wrong shape or format."""
@@ -232,9 +235,8 @@ class Layers:
         num_tokens = step.num_tokens
         if rows.shape[0] != num_tokens:
             query, out = view(query)[:num_tokens], view(out)[:num_tokens]
-            rows = rows[:num_tokens]
         store = self._store_latent if self._is_latent else self._store
-        query = store(layer, query, key, value, rows, tables, stream)
+        query = store(layer, query, key, value, rows.format, tables, stream)
         arrays = self._arrays[layer]
         # A window depends on the position of each query, which a pass over a prefix does not know.
         if step.prefix is None or options.window:
@@ -255,14 +257,15 @@ class Layers:
         query: Any,
         key: Any,
         value: Any,
-        rows: ArrayView,
+        format: str,
         tables: Tables,
         stream: Stream,
     ) -> Any:
-        """Write K and V; return the query as attention takes it."""
+        """Write K and V; return the query, of `format`, as attention takes it."""
         rope, slots = self.rope, tables["slots"]
+        shape = slots.shape[0], self._num_q_heads, self.width
         if rope.mode == "normal":
-            rotated = self._borrow(rows.shape, rows.format, stream)
+            rotated = self._borrow(shape, format, stream)
             rope_store_kv(
                 query, key, value, rope.table, tables["positions"], slot_mapping=slots,
                 interleaved=rope.interleaved, write_key=False, query_out=rotated, stream=stream,
@@ -272,7 +275,7 @@ class Layers:
         store_kv(key, value, slot_mapping=slots, stream=stream, **self.caches[layer])
         if rope.mode == "none":
             return query
-        rotated = self._borrow(rows.shape, rows.format, stream)
+        rotated = self._borrow(shape, format, stream)
         apply_rope(
             None, query, rope.table, tables["positions"], interleaved=rope.interleaved,
             key_out=rotated, stream=stream,
@@ -285,17 +288,18 @@ class Layers:
         query: Any,
         latent: ArrayView,
         rope_key: ArrayView,
-        rows: ArrayView,
+        format: str,
         tables: Tables,
         stream: Stream,
     ) -> Any:
-        """Write latent and rope key; return the query as attention takes it."""
+        """Write latent and rope key; return the query, of `format`, as attention takes it."""
         rope, slots, cache = self.rope, tables["slots"], self.latents[layer]
         scale = self.caches[layer].get("k_scale")
         if rope.mode == "none":
             store_mla(latent, rope_key, cache, slots, scale=scale, stream=stream)
             return query
-        query, rotated = view(query), self._borrow(rows.shape, rows.format, stream)
+        shape = slots.shape[0], self._num_q_heads, self.width
+        query, rotated = view(query), self._borrow(shape, format, stream)
         rope_part, rotated_part = query[..., rope.first :], rotated[..., rope.first :]
         if rope.mode == "normal":
             rope_store_mla(

@@ -328,7 +328,7 @@ def _is_even(part: ArrayView) -> bool:
 
 
 def _halves(views: tuple[ArrayView, ...]) -> tuple[ArrayView, ArrayView]:
-    """Return K and V of a layer; of a latent the two halves of its width."""
+    """Return K and V of one layer; of a latent the two halves of its width."""
     if len(views) == 2:
         return views[0], views[1]
     half = views[0].shape[-1] // 2

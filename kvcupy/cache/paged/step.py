@@ -67,11 +67,12 @@ class Step:
     ----------
     names, sequences, counts : which sequences get how many tokens, in the order of their rows
     in_tree : for each, whether its tokens are nodes of a tree
-    page_size, max_pages : slots per page; pages per sequence that a captured step has room for
+    page_size, max_pages : slots per page; pages per sequence that a captured step has space for
     num_layers : of the cache
     tree_positions : whether attention needs the positions of a tree's nodes, to rotate their keys
     cascade : prefixes to be attended first, or None
     replaced : shared pages that were copied for it (`Sequences.grow`)
+    loads : transfers and leases that bring some pages of its sequences
     """
 
     names: list[Hashable]
@@ -90,7 +91,7 @@ class Step:
         self.has_trees = any(self.in_tree)
         self.is_decode = self.num_tokens == len(self.counts) and not self.has_trees
         self.num_pages = max(s.num_pages for s in self.sequences)  # of the longest
-        self._loads = list({id(load): load for s in self.sequences for load in s.loads}.values())
+        self.loads = list({id(load): load for s in self.sequences for load in s.loads}.values())
         self._layers_waited = 0
 
     @property
@@ -100,14 +101,14 @@ class Step:
 
     def wait_layer(self, layer: int, stream: Stream) -> None:
         """Make a stream wait until a layer of the pages of its sequences is loaded."""
-        for load in self._loads:
+        for load in self.loads:
             load.wait_layer(layer, stream)
-        if self._loads and layer == self._layers_waited:  # out of order: again in the next step
+        if self.loads and layer == self._layers_waited:  # out of order: again in the next step
             self._layers_waited += 1
 
     def before_launch(self, stream: Stream) -> None:
         """Make a stream wait until all layers are loaded, before a launch of a graph."""
-        for load in self._loads:
+        for load in self.loads:
             load.wait(stream)
         self._layers_waited = self.num_layers
 
@@ -125,7 +126,7 @@ class Step:
         table = np.zeros((len(self.sequences), self.num_pages), np.int32)
         tables = self._plain(table)
         tables["block_table"] = table
-        if not self._evicts:
+        if not tables["holes"].any():
             del tables["hole_starts"], tables["holes"]
         if not self.is_decode:
             tables["query_lens"] = np.array(self.counts, np.int32)
@@ -191,7 +192,6 @@ class Step:
             lengths.append(sequence.length)
             sinks.append(sequence.sinks)
             evicted.append(sequence.evicted)
-        self._evicts = any(evicted)
         tables = {
             "seq_lens": np.array(lengths, np.int32), "hole_starts": np.array(sinks, np.int32),
             "holes": np.array(evicted, np.int32),

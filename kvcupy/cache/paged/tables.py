@@ -123,7 +123,7 @@ class Layout:
 
 
 class PinnedBuffer:
-    """Pinned memory that is packed anew for each copy.
+    """Pinned memory that is repacked for each copy.
 
     Attributes
     ----------
@@ -182,7 +182,7 @@ class DeviceBuffer:
             event = self._spare.pop() if self._spare else self._device.event()
         try:
             self._readers[stream] = stream.record(event)
-        except KvcupyError:  # the stream has failed, and reports it to whoever waits for it
+        except KvcupyError:  # the stream has failed, and reports it to whatever waits for it
             self._unrecorded.append(stream)
 
     def wait_for_readers(self, copy_stream: Stream) -> None:
@@ -254,7 +254,7 @@ class Uploader:
         whole = target.reserve(layout.num_bytes)
         num_bytes = layout.pack(arrays, pinned.bytes)
         target.wait_for_readers(self.stream)
-        source, copy = _head(pinned.whole, num_bytes), _head(whole, num_bytes)
+        source, copy = _heads(num_bytes, pinned.whole, whole)
         self.device.copy(copy, source, stream=self.stream)
         self.stream.record(pinned.copied)
         self._last = pinned.copied
@@ -295,11 +295,13 @@ class TableBuffer:
     Parameters
     ----------
     num_pinned : uploads of which one may be packed while the one before it is being copied
-    shapes : of tables that stay where they are; None: they are laid out anew for each upload
+    shapes : of tables that stay where they are; None: each upload has its own layout
 
     Attributes
     ----------
     views : the tables, by name, of the last upload; with `shapes` at full size, from the start
+    copied : the event behind the last upload
+    target : the memory
     """
 
     def __init__(
@@ -309,6 +311,7 @@ class TableBuffer:
         self.views: Tables = {}
         self._uploader = uploader
         self._pinned = [PinnedBuffer(uploader.device) for _ in range(num_pinned)]
+        self.copied = self._pinned[-1].copied
         self._uploads = 0
         self._fixed = shapes is not None
         self._layout = Layout(shapes or {})
@@ -322,11 +325,6 @@ class TableBuffer:
     def shapes(self) -> Shapes:
         """Shape and format of the tables, by name."""
         return self._layout.shapes
-
-    @property
-    def copied(self) -> Event:
-        """The event behind the last upload."""
-        return self._pinned[(self._uploads - 1) % len(self._pinned)].copied
 
     def upload(self, arrays: Arrays) -> None:
         """Upload arrays, behind the readers of those before them. See `Uploader.upload`.
@@ -345,6 +343,7 @@ class TableBuffer:
         pinned = self._pinned[self._uploads % len(self._pinned)]
         self._uploader.upload(arrays, self._layout, pinned, self.target)
         self._uploads += 1
+        self.copied = pinned.copied
         if self._viewed is not self.target.whole:
             assert self.target.whole is not None
             self.views = self._layout.views(self.target.whole)
@@ -570,12 +569,15 @@ class CapturedTables:
         self.buffer.target.read_by(stream)
 
 
-def _head(whole: ArrayView, num_bytes: int) -> ArrayView:
-    """Return the first bytes of a buffer, int8 (bytes,)."""
-    return ArrayView(
-        whole.pointer, (num_bytes,), whole.strides, whole.format, whole.device,
-        library=whole.library, owner=whole.owner,
-    )  # fmt: skip
+def _heads(num_bytes: int, *buffers: ArrayView) -> list[ArrayView]:
+    """Return the first bytes of each buffer, int8 (bytes,)."""
+    heads = []
+    for b in buffers:  # not by slices, which go through NumPy
+        head = ArrayView(
+            b.pointer, (num_bytes,), b.strides, b.format, b.device, library=b.library, owner=b.owner
+        )
+        heads.append(head)
+    return heads
 
 
 def _nothing() -> None:

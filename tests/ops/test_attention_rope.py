@@ -1,7 +1,7 @@
-"""`attend`: keys that are cached raw, and turn when they are read.
+"""Attention over keys that are cached raw, and rotated when they are read.
 
-What is here called few takes the plain path, one token a sequence or several; with many new tokens
-a sequence, 16-bit formats take tensor cores.
+The shapes "decode" and "few" take the decode kernel; "many" new tokens per sequence take tensor
+cores in 16-bit formats.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import kvcupy as kv
     [(32, 16, 0), (32, 16, 16), (64, 48, 8), (40, 8, 32), (32, 24, 4), (36, 20, 3), (32, 2, 29),
      (128, 128, 0), (16, 6, 1), (192, 64, 128), (320, 64, 256)],
 )  # fmt: skip
-def test_part_of_a_row_turns(device, width, dim, start, interleaved, shape):
+def test_part_of_a_row_is_rotated(device, width, dim, start, interleaved, shape):
     for fmt in ("fp32", "fp16"):
         case, args = call_of(
             device, 13, shape, fmt, widths=(width, 16), heads=(3, 1),
@@ -32,7 +32,7 @@ def test_part_of_a_row_turns(device, width, dim, start, interleaved, shape):
 
 @shapes
 def test_positions_past_the_table(device, shape):
-    """They turn as its last does, or its first; trees have any."""
+    """They count as its last, or first; trees have any positions."""
     for fmt in ("fp32", "bf16"):
         lens, new = SHAPES[shape]
         case = AttentionCase(device, 14)
@@ -49,7 +49,7 @@ def test_positions_past_the_table(device, shape):
 @shapes
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_tables_of_any_strides(device, interleaved, shape):
-    """Rows apart, backwards, and at addresses that no word is at."""
+    """Rows apart, in reverse, and at addresses that are not aligned to words."""
     stores = {
         "every other": (lambda t: np.repeat(t, 2, axis=0), lambda a: a[::2]),
         "reversed": (lambda t: t[::-1], lambda a: a[::-1]),
@@ -66,14 +66,14 @@ def test_tables_of_any_strides(device, interleaved, shape):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("new", [None, [9, 6]])
-def test_as_if_cached_turned(device, interleaved, new):
-    """`apply_rope` on keys, then attention, against keys that turn when read."""
+def test_as_if_cached_rotated(device, interleaved, new):
+    """`apply_rope` on keys, then attention, against keys that are rotated when read."""
     case = AttentionCase(device, 16)
     args = case.arguments([9, 6], new, heads=(2, 1), widths=(32, 16), page_size=16)
     rope = case.rope(32, interleaved=interleaved)
     out, lse = case.attend(args | rope)
     pages = args["k_cache"].view.copy()
-    positions = np.tile(np.arange(16), len(pages))  # a page a sequence: its offsets
+    positions = np.tile(np.arange(16), len(pages))  # one page per sequence: offsets in it
     keys = device.asarray(np.nan_to_num(pages).reshape(-1, 1, 32))
     kv.apply_rope(
         None, keys, rope["rope_table"].array, device.asarray(positions), interleaved=interleaved
@@ -102,7 +102,7 @@ def test_quantised_caches(device, cached, k_scale, v_scale, shape):
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 @pytest.mark.parametrize("new", [None, [3, 2]])
 def test_latent(device, fmt, new):
-    """576 wide, the last 64 turn, the first 512 are values too."""
+    """Rows of 576: the last 64 elements are rotated, the first 512 are values too."""
     case = AttentionCase(device, 18)
     args = case.arguments(
         [19, 6], new, fmt=fmt, heads=(16, 1), widths=(576, 1), page_size=16, loud=1.5,
