@@ -72,6 +72,7 @@ class DiskBlocks:
             raise ValueError("host_pool: expected memory of the host where there is a disk")
         self._pool = pool
         self._pieces = [_pieces(part) for part in parts]
+        Layout.fit(num_bytes, pool.page_bytes, "disk_bytes")  # an error names the user's argument
         self._file = DiskTier(path, num_bytes, pool.page_bytes, _identity(pool))
         self.num_slots, self.page_bytes = self._file.num_slots, pool.page_bytes
         self.order = order

@@ -45,8 +45,8 @@ class Layout:
     page_bytes: int
 
     @classmethod
-    def fit(cls, num_bytes: int, page_bytes: int) -> Layout:
-        """Return the layout of as many slots as there is room for.
+    def fit(cls, num_bytes: int, page_bytes: int, name: str = "num_bytes") -> Layout:
+        """Return the layout of as many slots as fit into a file; errors call its size by `name`.
 
         Raises
         ------
@@ -62,7 +62,7 @@ class Layout:
         smallest = cls(1, page_bytes).num_bytes
         if num_bytes < smallest:
             raise ValueError(
-                f"num_bytes: expected at least {smallest}, the room of one page of {page_bytes} "
+                f"{name}: expected at least {smallest}, the room of one page of {page_bytes} "
                 f"bytes, got {num_bytes}"
             )
         num_slots = (num_bytes - BLOCK_BYTES) // (_blocks(page_bytes) + RECORD_BYTES)
