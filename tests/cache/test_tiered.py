@@ -211,7 +211,7 @@ def test_a_load_waits_for_readers_of_the_pages_that_it_overwrites(device):
         before = device.to_numpy(part).copy()
         lease.release()
         lease = blocks.cache.acquire([A, B], after=compute)
-        assert not lease.completion._flights[0].done()
+        assert not lease.completion._arriving[0].done()
         gate.open()
         lease.wait()
         compute.synchronize()

@@ -237,7 +237,7 @@ def test_a_load_is_as_good_as_the_save_before_it(device):
     gate = Gate(blocks.engine.save_stream)
     blocks.cache.evict(1)
     lease = blocks.cache.acquire([A])
-    (save,) = blocks.tiers.flights.saves()
+    (save,) = blocks.tiers.in_flight.saves()
     save._completion = Broken()
     gate.open()
     with pytest.raises(kv.DeviceError, match="broken"):
@@ -255,7 +255,7 @@ def test_a_save_is_as_good_as_the_load_before_it(device):
     blocks.settle()
     gate = Gate(blocks.engine.load_stream)
     lease = blocks.cache.acquire([A])
-    (load,) = lease.completion._flights
+    (load,) = lease.completion._arriving
     lease.release()
     with blocks.cache._shared.opened() as tiers:  # as if the host's policy had let it go
         copies = list(tiers.host.copies.values())
