@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import dtypes, faults
+from .. import faults
 from ..arrays import ArrayView
 from ..devices.protocol import Device
+from ..dtypes import FORMATS
 from ..kernels import Kernel, Specialisation
 from .call import require_countable, widest
 from .checks import OPERAND_PARAMS, KVOperand
@@ -189,6 +190,16 @@ FORMAT_NUMBERS = {
 _LOG2_E = math.log2(math.e)
 
 
+# Arrays of one dimension, and the fields that take their strides.
+_STRIDE_FIELDS = {
+    "sinks": "sink_bytes",
+    "tree_lens": "tree_len_bytes",
+    "hole_starts": "hole_start_bytes",
+    "holes": "hole_bytes",
+    "key_starts": "key_start_bytes",
+}
+
+
 def attention_params(call: AttentionCall, num_splits: int, lanes: int) -> dict[str, Any]:
     """Return the Params of a call, but for the addresses."""
     options, cache, views = call.options, call.k.cache, call.views
@@ -229,7 +240,7 @@ def attention_params(call: AttentionCall, num_splits: int, lanes: int) -> dict[s
         "score_scale": _float32(call.sm_scale * (1.0 if options.soft_cap else _LOG2_E)),
         "lane_shift": lanes.bit_length() - 1,
     }
-    for name, field in _STEPS.items():
+    for name, field in _STRIDE_FIELDS.items():
         if name in views:
             params[field] = views[name].strides[0]
     if "lse_out" in views:
@@ -249,16 +260,6 @@ def attention_params(call: AttentionCall, num_splits: int, lanes: int) -> dict[s
         params["tail_row_bytes"], params["tail_column_bytes"] = tail.strides
         params["tail_columns"] = tail.shape[1]
     return params
-
-
-# Arrays of one dimension, and the fields for the bytes between their elements.
-_STEPS = {
-    "sinks": "sink_bytes",
-    "tree_lens": "tree_len_bytes",
-    "hole_starts": "hole_start_bytes",
-    "holes": "hole_bytes",
-    "key_starts": "key_start_bytes",
-}
 
 
 def _float32(value: float) -> float:
@@ -326,7 +327,7 @@ _TILE_BYTES = 144  # a PrefillTile
 
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that a call on a GPU can take."""
-    formats = [*(f.ctype for f in dtypes.FORMATS.values()), _ANY_FORMAT]
+    formats = [*(f.ctype for f in FORMATS.values()), _ANY_FORMAT]
     decodes = [
         DECODE[32].specialise(name, rows, packs, _bool(rotates))
         for rotates in (False, True)
