@@ -9,10 +9,9 @@ import numpy as np
 from ... import devices, scratch
 from ...arrays import ArrayView, contiguous_strides, describe, reshaped
 from ...devices.protocol import Stream
-from ...ops.gather import gather_kv
 from ...ops.page_pairs import PagePairs, send
 from ...ops.pages import copy_pages
-from ...ops.store import store_kv
+from ...ops.store import gather_kv, store_kv
 from ..storage import Pool
 
 _NAMES = ("src", "dst")
