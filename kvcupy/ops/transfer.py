@@ -31,7 +31,7 @@ from ..config import config
 from ..devices import cache
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from . import call, expressions, transfer_kernels
+from . import call, fallback, transfer_kernels
 from .page_pairs import Existing, PagePairs, PageRuns, page_runs
 from .transfer_kernels import LayerPages, PageLaunch, longest_rows
 
@@ -379,7 +379,7 @@ class TransferPlan:
                 for view, on_host in zip(pairs.views, (pairs.src, pairs.dst), strict=True)
             )
             for fault in self._faults(src, dst):
-                expressions.note_fault(device, *fault)
+                fallback.note_fault(device, *fault)
             exist = (src >= 0) & (dst >= 0)
             exist &= (src < self._src.num_pages) & (dst < self._dst.num_pages)
             for transfer in self.transfers:
@@ -406,7 +406,7 @@ class TransferPlan:
         except CompileError:
             device.check_fallback("transfer_pages", stream)
             return [
-                partial(device.run, partial(expressions.note_fault, device, *fault), stream)
+                partial(device.run, partial(fallback.note_fault, device, *fault), stream)
                 for fault in found
             ]
         return [partial(transfer_kernels.note_fault, device, fault, stream) for fault in found]
@@ -451,14 +451,14 @@ def _move_by_arrays(
             device.carrier(target)[dst_pages] = device.carrier(source)[src_pages]
         return
     for i, (source, target) in enumerate(zip(src.parts, dst.parts, strict=True)):
-        values = expressions.decode(device.carrier(source)[src_pages], src.format)
+        values = fallback.decode(device.carrier(source)[src_pages], src.format)
         if src.scales:
-            values = expressions.multiply(values, device.carrier(src.scales[i])[src_pages])
+            values = fallback.multiply(values, device.carrier(src.scales[i])[src_pages])
         if dst.scales:
-            scale = expressions.dynamic_scale(values, dst.format)
+            scale = fallback.dynamic_scale(values, dst.format)
             device.carrier(dst.scales[i])[dst_pages] = scale[..., None]
-            values = expressions.divide(values, scale[..., None])
-        device.carrier(target)[dst_pages] = expressions.encode(values, dst.format)
+            values = fallback.divide(values, scale[..., None])
+        device.carrier(target)[dst_pages] = fallback.encode(values, dst.format)
 
 
 # --- Layers by kernel or copy engine --------------------------------------------------------------
