@@ -14,9 +14,8 @@ from .errors import CompileError, KvcupyError
 
 logger = logging.getLogger("kvcupy")
 
-# Bytes of shared memory that a block may have, by architecture; other limits of a launch are the
-# same for all of them (CUDA C++ Programming Guide, "Technical Specifications per Compute
-# Capability").
+# Bytes of shared memory per block, by architecture; the other limits of a launch are the same for
+# all of them (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
 SHARED_BYTES = {
     "sm_75": 64 << 10,
     "sm_80": 163 << 10,
@@ -31,25 +30,23 @@ SHARED_BYTES = {
 class Config:
     """The settings object `kvcupy.config`.
 
-    `fallback` decides what an operation does where its kernel cannot be compiled or loaded:
-    "warn" runs it as array expressions and logs the cause once, "error" raises `CompileError`.
-
-    `strict` lets the host device refuse what a GPU would punish, as `DeviceError` that names
-    kernel, block, thread and address: misaligned accesses; shuffles, votes, products and warp
-    barriers whose lanes have exited or never come; barriers that not all threads reach; reads of
-    shared memory that nobody has written, and races in it; asynchronous copies that were not
-    waited for; launches past the kernel's launch bounds or the limits of `strict_arch`. Threads
-    and blocks then run in an order drawn anew for each launch. Kernels run several times slower.
-    It is off, unless the environment has KVCUPY_STRICT=1.
-
-    `strict_index_faults` says when an index past the end is raised in strict mode: "raise", at the
-    call, or at the next synchronisation of its stream; "record", by `check_faults`, as ever.
-
-    `strict_arch` is the architecture whose limits hold then: "sm_86", which has the least shared
-    memory of those that every kernel runs on.
-
-    `strict_seed` is what the orders of launches are drawn from; a new one at each start. Setting
-    it begins the same orders again.
+    Attributes
+    ----------
+    fallback : what an operation does where its kernel cannot be compiled or loaded: "warn" runs it
+        as array expressions and logs the cause once, "error" raises `CompileError`
+    strict : whether the host device refuses what goes wrong on a GPU, as `DeviceError` that names
+        kernel, block, thread and address: misaligned accesses; shuffles, votes, matrix products and
+        warp barriers whose lanes have exited or never arrive; barriers that not all threads reach;
+        reads of uninitialised shared memory, and races in it; asynchronous copies that were not
+        waited for; launches past the kernel's launch bounds or the limits of `strict_arch`. Threads
+        and blocks then run in a random order for each launch. Kernels run several times slower.
+        False, unless the environment has KVCUPY_STRICT=1
+    strict_index_faults : when an index past the end is raised in strict mode: "raise", at the call,
+        or at the next synchronisation of its stream; "record", by `check_faults`, as otherwise
+    strict_arch : the architecture whose limits hold in strict mode: by default "sm_86", which has
+        the least shared memory of those that every kernel runs on
+    strict_seed : of the orders of threads and blocks; by default random. Setting it starts the
+        sequence of orders again
     """
 
     def __init__(self) -> None:
@@ -127,21 +124,20 @@ class Config:
 
     def launch_seed(self) -> int:
         """Return the seed of the next strict launch's order of threads and blocks."""
-        drawn = hashlib.blake2b(
-            f"{self._strict_seed} {next(self._launches)}".encode(), digest_size=8
-        )
-        return int.from_bytes(drawn.digest(), "little") or 1
+        number = next(self._launches)
+        digest = hashlib.blake2b(f"{self._strict_seed} {number}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") or 1
 
     def fall_back(self, operation: str, cause: KvcupyError) -> None:
-        """Raise `cause`, or log it once an operation and reason, as `fallback` says."""
+        """Raise `cause`, or log it once per operation and reason, as `fallback` says."""
         if self._fallback == "error" or not isinstance(cause, CompileError):
-            raise copy(cause)  # whose traceback keeps no frame of another call
+            raise copy(cause)  # a copy: a traceback keeps the frames, so the arrays, of its call
         reason = f"{operation}: {str(cause).splitlines()[0]}"
         with self._lock:
             if reason in self._warned:
                 return
             self._warned.add(reason)
-        # A copy: a handler may keep it, and a traceback keeps the arrays of the call.
+        # A copy, for a handler may keep it.
         logger.warning("%s runs as array expressions, slowly, because %s", operation, copy(cause))
 
 

@@ -1,8 +1,8 @@
-"""One page on what this machine has, what works on it, and how to get what is missing.
+"""`python -m kvcupy doctor`: one page on what this machine has, what works, and what is missing.
 
-Whatever may be broken is looked at from a distance: versions come from package metadata, and each
-device is tried in a process of its own, so that a driver that takes its process down, or never
-answers, costs a line of the page and no more.
+What may be broken costs its own lines of the page and no more: versions come from package metadata,
+sections import what they need, and each device is tried in a process of its own, for a driver may
+crash or hang.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEVICES = ("host", "cuda")
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the page; `remedy` is the command that brings what the line says is missing."""
+    """One line of the page; `remedy` is the command that installs what it says is missing."""
 
     label: str
     text: str
@@ -73,7 +73,7 @@ def _guarded(section: Callable[[], list[Row]]) -> list[Row]:
 
 
 def versions() -> list[Row]:
-    """Return the versions of all that takes part, and what the absent parts would be for."""
+    """Return the versions of kvcupy and its dependencies, and what the missing ones are for."""
     system = f"{platform.system()} {platform.machine()}"
     rows = [
         Row("Python", f"{platform.python_version()} on {system}, {sys.executable}"),
@@ -89,10 +89,15 @@ def versions() -> list[Row]:
         ("torch", ("torch",), "torch", "optional: its tensors are taken without a copy"),
         ("matplotlib", ("matplotlib",), "plot", "optional: draws timelines"),
     ):
-        found = next((f"{v} ({d})" for d in distributions if (v := _version(d))), None)
-        absent = f"not installed ({purpose})" if purpose else "not installed"
-        remedy = None if found else _install(extra) if extra else _pip(f"pip install {label}")
-        rows.append(Row(label, (found or absent).removesuffix(f" ({label})"), remedy))
+        installed = next(((d, v) for d in distributions if (v := _version(d))), None)
+        if installed is not None:
+            distribution, version = installed
+            text = version if distribution == label else f"{version} ({distribution})"
+            rows.append(Row(label, text))
+        else:
+            text = f"not installed ({purpose})" if purpose else "not installed"
+            remedy = _install(extra) if extra else _pip(f"pip install {label}")
+            rows.append(Row(label, text, remedy))
     return rows
 
 
@@ -105,32 +110,32 @@ def _kernels() -> list[Row]:
 def _version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
-    except Exception:  # absent, or its metadata is damaged: no version either way
+    except Exception:  # not installed, or its metadata is damaged
         return None
 
 
 def _install(extra: str) -> str:
-    """Return the command that adds what an extra of kvcupy needs to this very environment."""
+    """Return the command that installs an extra's requirements into this environment."""
     return _pip(extras.install(extra))
 
 
 def _pip(command: str) -> str:
-    """Return a `pip` command for this very environment."""
+    """Return a `pip` command for this environment."""
     on_path = shutil.which("python")
-    same = on_path is not None and Path(on_path) == Path(sys.executable)
-    python = "python" if same else shlex.quote(sys.executable)
+    is_this = on_path is not None and Path(on_path) == Path(sys.executable)
+    python = "python" if is_this else shlex.quote(sys.executable)
     return f"{python} -m {command}"
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
-    """Return what `nvidia-smi` prints, None where there is none or it fails."""
+    """Return what `nvidia-smi` prints; None if it is missing or fails."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout
+    return completed.stdout
 
 
 def _cuda_extra() -> str:
@@ -139,7 +144,7 @@ def _cuda_extra() -> str:
 
 
 def gpu(probe: Probe) -> list[Row]:
-    """Return the GPUs that the driver sees, and why they are of no use, if so."""
+    """Return the GPUs that the driver lists, and why they cannot be used, if so."""
     query = "--query-gpu=name,compute_cap,memory.total,driver_version"
     listed = _nvidia_smi(query, "--format=csv,noheader")
     rows = []
@@ -157,16 +162,16 @@ def gpu(probe: Probe) -> list[Row]:
 def compiler() -> list[Row]:
     """Return the C++ compiler that the host device would use."""
     cxx = import_module(".devices.cxx", __package__)
-    found, complaint = cxx.find_compiler(), cxx.complaint_about_cxx()
+    used, complaint = cxx.find_compiler(), cxx.complaint_about_cxx()
     ignored = [Row("ignored", complaint)] if complaint else []
-    if found is None:
+    if used is None:
         text = "none of $CXX, c++, g++, clang++, zig: the host device falls back to NumPy"
         return [*ignored, Row("none", text, _install("host"))]
-    return [*ignored, Row("found", f"{' '.join(found.command)}, {found.version}")]
+    return [*ignored, Row("found", f"{' '.join(used.command)}, {used.version}")]
 
 
 def headers() -> list[Row]:
-    """Return where CUDA's headers were looked for, and found."""
+    """Return where CUDA's headers are searched, and what is there."""
     from . import sources
 
     used = sources.cuda_include_dirs()

@@ -1,4 +1,4 @@
-"""The command that installs what an optional part of kvcupy needs, from where kvcupy came from."""
+"""The commands that install kvcupy's optional dependencies."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def install(extra: str) -> str:
-    """Return the `pip install` that brings what an extra of kvcupy needs.
+    """Return the `pip install` command for an extra of kvcupy.
 
-    In a checkout it installs the extra of that checkout; else it names the packages themselves, for
-    no index has kvcupy.
+    From a checkout it installs that checkout's extra; else it names the packages themselves, as
+    kvcupy is on no package index.
 
     >>> install("torch")
     "pip install ..."
@@ -22,24 +22,24 @@ def install(extra: str) -> str:
     checkout = _PACKAGE.parent
     if (checkout / "pyproject.toml").is_file():
         return f"pip install {shlex.quote(f'{checkout}[{extra}]')}"
-    wanted = requirements(extra) or [f"/path/to/a/checkout/of/kvcupy[{extra}]"]
-    return "pip install " + " ".join(map(shlex.quote, wanted))
+    packages = requirements(extra) or [f"/path/to/a/checkout/of/kvcupy[{extra}]"]
+    return "pip install " + " ".join(map(shlex.quote, packages))
 
 
 def requirements(extra: str) -> list[str]:
-    """Return what an extra requires, as the metadata of the installed package lists it."""
+    """Return the requirements of an extra, from the metadata of the installed package."""
     try:
         listed = metadata.requires("kvcupy") or []
     except metadata.PackageNotFoundError:
         return []
-    found: list[str] = []
+    names: list[str] = []
     for line in listed:
         requirement, _, marker = line.partition(";")
         if not re.search(rf"""extra == ['"]{re.escape(extra)}['"]""", marker):
             continue
-        if own := re.match(r"kvcupy\[([\w,-]+)\]", requirement.strip()):
-            for name in own[1].split(","):
-                found += requirements(name)
+        if extras := re.match(r"kvcupy\[([\w,-]+)\]", requirement.strip()):
+            for other in extras[1].split(","):
+                names += requirements(other)
         else:
-            found.append(requirement.strip())
-    return list(dict.fromkeys(found))
+            names.append(requirement.strip())
+    return list(dict.fromkeys(names))

@@ -2,9 +2,9 @@
 
     op on stream A   |--event--[ operation ]--event--|
     op on stream B          |--event--[ operation ]--event--|
-    base event       |  recorded once a device, in a stream of its own, so that nothing precedes it
+    base event       |  once per device, in a stream of its own, so that nothing precedes it
 
-Every time is the distance of an event from its device's base.
+Every time is the distance of an event from its device's base event.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from . import observe
 if TYPE_CHECKING:
     from .devices.protocol import Device, Event, Stream
 
-# Muted; neighbours differ in lightness too.
+# Muted, and neighbours differ in lightness too.
 _PALETTE = ("#4C78A8", "#E8A15A", "#72A98F", "#B6566B", "#9C8AC2", "#8C7B68", "#D9C45F", "#7F8C99")
 
 
 @dataclass(frozen=True)
 class Span:
-    """One operation as it ran. Times count from the start of the block."""
+    """One operation as it ran on a stream (its lane). Times count from the start of the block."""
 
     name: str
     lane: str
@@ -43,11 +43,11 @@ class Span:
 
 
 class Timeline:
-    """An observer that brackets each operation with two timing events. See `timeline`."""
+    """An observer that brackets each operation with two timing events; made by `timeline`."""
 
     def __init__(self) -> None:
-        self._born = time.perf_counter()
-        self._bases: dict[str, tuple[Event, float]] = {}  # with its host time since birth
+        self._start_s = time.perf_counter()
+        self._bases: dict[str, tuple[Event, float]] = {}  # base event, and us since the start
         self._open: dict[int, tuple[Event, Event]] = {}
         self._ended: list[tuple[str, str, Device, Event, Event]] = []
         self._spans: list[Span] = []
@@ -57,14 +57,14 @@ class Timeline:
 
     def before(self, operation: observe.Operation) -> None:
         stream = operation.stream
-        if getattr(stream, "capturing", False):  # an event of a graph has no time of its own
+        if stream.capturing:  # an event in a graph has no time of its own
             return
         device = stream.device
         with self._lock:
             if device.name not in self._bases:
                 base = device.event(timing=True)
                 device.stream().record(base)
-                self._bases[device.name] = (base, (time.perf_counter() - self._born) * 1e6)
+                self._bases[device.name] = (base, (time.perf_counter() - self._start_s) * 1e6)
         start, end = device.event(timing=True), device.event(timing=True)
         self._open[id(operation)] = (start, end)
         stream.record(start)
@@ -75,14 +75,13 @@ class Timeline:
         start, end = self._open.pop(id(operation))
         stream = operation.stream
         stream.record(end)
-        lane = str(getattr(stream, "name", "") or "stream")
-        self._ended.append((operation.name, lane, stream.device, start, end))
+        self._ended.append((operation.name, stream.name, stream.device, start, end))
 
     def recorded(self, event: Event, stream: Stream) -> None:
-        """Ignore it: this observer's own records come back here too."""
+        """Ignore it: the observer's own events are announced here too."""
 
     def waited(self, stream: Stream, event: Event) -> None:
-        """Ignore it: a wait shows as the gap before what follows."""
+        """Ignore it: a wait shows as a gap before the next operation."""
 
     # The result.
 
@@ -135,7 +134,7 @@ class Timeline:
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def plot(self, path: str | Path, *, title: str | None = None) -> None:
-        """Draw one lane a stream, one bar an operation; shade where several streams are busy.
+        """Draw a lane per stream and a bar per operation; shade where several streams are busy.
 
         Raises
         ------
@@ -199,19 +198,19 @@ class Timeline:
 
 
 def _lanes(spans: list[Span]) -> list[tuple[str, str]]:
-    """Return (device, lane) pairs in order of first appearance, each device's together."""
+    """Return (device, lane) pairs in order of first appearance, grouped by device."""
     seen = list(dict.fromkeys((span.device, span.lane) for span in spans))
     return sorted(seen, key=lambda pair: pair[0])
 
 
 def _shared(spans: list[Span]) -> list[tuple[float, float]]:
-    """Return the stretches of time in which at least two lanes were busy."""
+    """Return the intervals in which at least two lanes were busy."""
     ends: list[tuple[float, int, tuple[str, str]]] = []
     for span in spans:
         lane = (span.device, span.lane)
         ends += [(span.start_us, 1, lane), (span.end_us, -1, lane)]
     busy: dict[tuple[str, str], int] = {}
-    stretches: list[tuple[float, float]] = []
+    intervals: list[tuple[float, float]] = []
     since: float | None = None
     for moment, step, lane in sorted(ends):
         busy[lane] = busy.get(lane, 0) + step
@@ -220,13 +219,13 @@ def _shared(spans: list[Span]) -> list[tuple[float, float]]:
             since = moment
         elif not several and since is not None:
             if moment > since:
-                stretches.append((since, moment))
+                intervals.append((since, moment))
             since = None
-    return stretches
+    return intervals
 
 
 def _ink(fill: str) -> str:
-    """Return the text colour that reads well on `fill`, by its luma."""
+    """Return the text colour with enough contrast on `fill`, by its luma."""
     red, green, blue = bytes.fromhex(fill[1:])
     return "#222222" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
 

@@ -31,7 +31,7 @@ from ..config import config
 from ..devices import cache
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from . import call, expressions, transfer_kernels
+from . import call, fallback, transfer_kernels
 from .page_pairs import Existing, PagePairs, PageRuns, page_runs
 from .transfer_kernels import LayerPages, PageLaunch, longest_rows
 
@@ -61,7 +61,7 @@ def transfer_pages(
     Parameters
     ----------
     src_pool, dst_pool : KVPool or MLAPool of one device and geometry, in any layout and placement,
-        of any page counts. They may be one pool
+        with any number of pages. They may be the same pool
     src_pages, dst_pages : int32 or int64 (N,), or lists of ints. A pair with a negative page is
         skipped. Past the end: likewise, and raised by `check_faults`
     layers : int or ints, which layers; None: all
@@ -88,10 +88,10 @@ def transfer_pages(
 
     Notes
     -----
-    A page that is written twice, or read and written, in one call ends up undefined. Stream: in
-    order. "copy", "staged" and "auto" read page lists of the host during the call; lists that only
-    a GPU holds need "kernel" ("auto" takes it). Capture: legal; a replay reads page lists that
-    kernels can reach again. Bytes: K and V once, and the scales.
+    A page that is written twice, or read and written, in one call is undefined afterwards. Stream:
+    in order. "copy", "staged" and "auto" read page lists of the host during the call; lists that
+    only a GPU holds need "kernel" ("auto" chooses it). Capture: legal; a replay reads page lists
+    again where kernels reach them. Bytes: K and V once, and the scales.
     Source: SGLang #7313 `transfer_kv_all_layer`, vLLM `swap_blocks`.
 
     Examples
@@ -213,7 +213,7 @@ class TransferPlan:
             always = self._reachable and self._thresholds.prefers_kernels
             self._method = "kernel" if always else None
         self._launches: list[PageLaunch] | None = None
-        # Plans of one kind, those of the layers of a load say, choose alike for the same pages.
+        # Plans of one kind, such as those of a load's layers, choose the same for the same pages.
         self._kind = repr((
             device.name, direction, self._reachable, self._stageable,
             self._src.format, self._dst.format, self._src.num_pages, self._dst.num_pages,
@@ -292,9 +292,7 @@ class TransferPlan:
         try:
             if method == "kernel":
                 return self._bind_kernels(pairs, stream, keep)
-            if method == "copy":
-                return self._bind_copies(pairs, stream, keep)
-            return self._bind_staged(pairs, stream, keep)
+            return self._bind_copies(pairs, stream, keep, staged=method == "staged")
         except CompileError as cause:
             self.device.check_fallback("transfer_pages", stream)
             config.fall_back("transfer_pages", cause)
@@ -333,7 +331,7 @@ class TransferPlan:
     def _bind_kernels(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
         launches = self._launches
         if launches is None:
-            launches = [one for transfer in self.transfers for one in transfer.launches()]
+            launches = [launch for transfer in self.transfers for launch in transfer.launches()]
             self._most_pieces = max(launch.pieces_per_page for launch in launches)
             self._launches = launches
         call.require_countable(pairs.count * self._most_pieces, "src_pages")
@@ -345,21 +343,15 @@ class TransferPlan:
 
         return enqueue
 
-    def _bind_copies(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
+    def _bind_copies(
+        self, pairs: PagePairs, stream: Stream, keep: Sequence[object], *, staged: bool
+    ) -> _Enqueue:
+        """Copy the pages that exist; the faults of the others are known to the host."""
         existing, record_faults = self._existing(pairs), self._fault_records(pairs, stream)
-
-        def enqueue() -> None:
-            for record in record_faults:
-                record()
-            if existing.count:
-                for transfer in self.transfers:
-                    transfer.copy(existing.runs, stream, keep)
-
-        return enqueue
-
-    def _bind_staged(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
-        existing, record_faults = self._existing(pairs), self._fault_records(pairs, stream)
-        moves = [staged.bind(existing, stream, keep) for staged in self._staged]
+        if staged:
+            moves = [transfer.bind(existing, stream, keep) for transfer in self._staged]
+        else:
+            moves = [partial(t.copy, existing.runs, stream, keep) for t in self.transfers]
 
         def enqueue() -> None:
             for record in record_faults:
@@ -379,7 +371,7 @@ class TransferPlan:
                 for view, on_host in zip(pairs.views, (pairs.src, pairs.dst), strict=True)
             )
             for fault in self._faults(src, dst):
-                expressions.note_fault(device, *fault)
+                fallback.note_fault(device, *fault)
             exist = (src >= 0) & (dst >= 0)
             exist &= (src < self._src.num_pages) & (dst < self._dst.num_pages)
             for transfer in self.transfers:
@@ -390,26 +382,26 @@ class TransferPlan:
     def _fault_records(self, pairs: PagePairs, stream: Stream) -> list[_Enqueue]:
         """Return functions that record on the stream which pages of host lists are past the end.
 
-        Copies need no compiler, so where there is none no warning is logged and nothing is refused.
+        Copies need no compiler: without one, nothing is logged and nothing raised.
         """
         if self._existing(pairs).count == pairs.count:
             return []
         device = self.device
-        found = [
+        records = [
             (count, operation, int(position), int(page))
             for count, operation, position, page in self._faults(pairs.src, pairs.dst)
         ]
-        if not found:
+        if not records:
             return []
         try:
             device.load(transfer_kernels.NOTE)
         except CompileError:
             device.check_fallback("transfer_pages", stream)
             return [
-                partial(device.run, partial(expressions.note_fault, device, *fault), stream)
-                for fault in found
+                partial(device.run, partial(fallback.note_fault, device, *fault), stream)
+                for fault in records
             ]
-        return [partial(transfer_kernels.note_fault, device, fault, stream) for fault in found]
+        return [partial(transfer_kernels.note_fault, device, fault, stream) for fault in records]
 
     def _faults(self, src: Any, dst: Any) -> Iterator[tuple[int, int, Any, Any]]:
         """Yield pages past the end as the kernel reports them: the fields of the record."""
@@ -451,14 +443,14 @@ def _move_by_arrays(
             device.carrier(target)[dst_pages] = device.carrier(source)[src_pages]
         return
     for i, (source, target) in enumerate(zip(src.parts, dst.parts, strict=True)):
-        values = expressions.decode(device.carrier(source)[src_pages], src.format)
+        values = fallback.decode(device.carrier(source)[src_pages], src.format)
         if src.scales:
-            values = expressions.multiply(values, device.carrier(src.scales[i])[src_pages])
+            values = fallback.multiply(values, device.carrier(src.scales[i])[src_pages])
         if dst.scales:
-            scale = expressions.dynamic_scale(values, dst.format)
+            scale = fallback.dynamic_scale(values, dst.format)
             device.carrier(dst.scales[i])[dst_pages] = scale[..., None]
-            values = expressions.divide(values, scale[..., None])
-        device.carrier(target)[dst_pages] = expressions.encode(values, dst.format)
+            values = fallback.divide(values, scale[..., None])
+        device.carrier(target)[dst_pages] = fallback.encode(values, dst.format)
 
 
 # --- Layers by kernel or copy engine --------------------------------------------------------------
@@ -497,16 +489,12 @@ class LayerTransfer:
         self._device = device
         self._max_blocks = max_blocks or transfer_kernels.default_blocks(device, src, dst)
         self._reports = reports
-        self._launches: list[PageLaunch] | None = None
 
     def launches(self) -> list[PageLaunch]:
-        """Return its launches, prepared at the first call; CompileError if a kernel is missing."""
-        if self._launches is None:
-            self._launches = transfer_kernels.launches(
-                self._device, self.src, self.dst, max_blocks=self._max_blocks,
-                reports=self._reports,
-            )  # fmt: skip
-        return self._launches
+        """Return what moves the layers by kernel; CompileError if one cannot be compiled."""
+        return transfer_kernels.launches(
+            self._device, self.src, self.dst, max_blocks=self._max_blocks, reports=self._reports
+        )
 
     def copy(self, runs: PageRuns, stream: Stream, keep: Sequence[object]) -> None:
         """Copy runs of pages, all of which exist, by the copy engine."""
@@ -557,7 +545,7 @@ class StagedTransfer:
         self._near = [near.layers(own) for own in near_layers]
         self._in_buffer = [_slice_within(own, layers) for own in near_layers]
         self._page_bytes = sum(v.size // v.shape[0] * v.itemsize for v in self._far.arrays)
-        self._known: dict[tuple[int, int], tuple[list[LayerTransfer], LayerTransfer]] = {}
+        self._known: dict[tuple[int, int], tuple[list[PageLaunch], LayerTransfer]] = {}
         self.rows = longest_rows(_compact(self._far, 0, 2).parts, self._far.parts)
         self.reachable = transfer_kernels.reaches(device, *self._near)
 
@@ -571,8 +559,7 @@ class StagedTransfer:
         most_pages = max(1, min(pairs.count, STAGING_BYTES // self._page_bytes))
         num_bytes = most_pages * self._page_bytes + len(self._far.arrays) * _ALIGNMENT
         buffer = scratch.borrow(self._device, num_bytes, stream)
-        repacks, copies = self._through(buffer, most_pages)
-        launches = [launch for transfer in repacks for launch in transfer.launches()]
+        launches, copies = self._through(buffer, most_pages)
         kept = (*keep, buffer)
 
         def repack(src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
@@ -594,20 +581,17 @@ class StagedTransfer:
 
         return enqueue
 
-    def _through(
-        self, buffer: ArrayView, num_pages: int
-    ) -> tuple[list[LayerTransfer], LayerTransfer]:
-        """Return the transfers between the near pool and the buffer, and the one beyond it."""
+    def _through(self, buffer: ArrayView, num_pages: int) -> tuple[list[PageLaunch], LayerTransfer]:
+        """Return the launches at the near side of a buffer, and the copies at the far side."""
         key = buffer.pointer, num_pages
         if key not in self._known:
             if len(self._known) >= _MAX_KNOWN_BUFFERS:
                 self._known.clear()
             buffered = _compact(self._far, buffer.pointer, num_pages, buffer)
-            repacks = [
-                self._between(near, buffered.layers(own))
-                for near, own in zip(self._near, self._in_buffer, strict=True)
-            ]
-            self._known[key] = repacks, self._between(buffered, self._far)
+            launches: list[PageLaunch] = []
+            for near, own in zip(self._near, self._in_buffer, strict=True):
+                launches += self._between(near, buffered.layers(own)).launches()
+            self._known[key] = launches, self._between(buffered, self._far)
         return self._known[key]
 
     def _between(self, near: LayerPages, far: LayerPages) -> LayerTransfer:
@@ -699,7 +683,7 @@ def _is_int(value: Any) -> bool:
 
 
 def evenly_spaced(ascending: Iterable[int]) -> list[list[int]]:
-    """Split numbers in ascending order into runs of one step each, every run as long as it gets.
+    """Split ascending numbers into evenly spaced runs, each as long as possible.
 
     >>> evenly_spaced([0, 1, 2, 5, 11, 17, 18])
     [[0, 1, 2], [5, 11, 17], [18]]
@@ -874,7 +858,7 @@ class Thresholds:
         return not self.staged and all(size >= NEVER for _, size in self.copy_from_bytes)
 
 
-# Without a calibration. vLLM's rule on an H100 (vllm#42212): kernel for 16 pieces and more of less
+# Without a calibration: vLLM's rule on an H100 (vllm#42212), kernels for 16 or more pieces of less
 # than 28 KiB. A kernel's stores to host memory over PCIe are slow (TensorRT-LLM), so short pieces
 # are staged on the way there.
 NEVER = 1 << 62
@@ -906,7 +890,7 @@ def default_thresholds(device: Device, direction: str) -> Thresholds:
 
 
 def forget_thresholds() -> None:
-    """Read calibrations again for transfers that are planned from now on."""
+    """Read calibrations again, for transfers that are prepared from now on."""
     _thresholds.clear()
     call.forget()
 

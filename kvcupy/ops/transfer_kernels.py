@@ -21,8 +21,8 @@ from ..arrays import ArrayView
 from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation
 from . import call
-from .cache_rows import PACK, WORDS
 from .page_pairs import Lists, PageRuns
+from .store import PACK, WORDS
 
 _Numbers = np.ndarray[Any, Any]
 _Params = dict[str, int]  # fields of a Params struct, `rows.num_pieces` of a nested one
