@@ -12,7 +12,7 @@ from . import __version__
 from .probe import environment
 
 _SCRIPTS = {
-    "bench": ("bench_ops.py", "measure the operations (scripts/bench_ops.py)"),
+    "bench": ("bench.py", "measure the operations (scripts/bench.py)"),
     "demo": ("overlap_demo.py", "show copies beside computation (scripts/overlap_demo.py)"),
 }
 _STOPPED = 130  # what shells report of a program that Ctrl-C has ended

@@ -82,7 +82,7 @@ install() {
 }
 
 # Print what the task in the arguments lacks. With --essential: what there is no way without.
-needs() { "$python" "$root/scripts/needs.py" "$@"; }
+needs() { "$python" "$root/scripts/common/needs.py" "$@"; }
 
 # Install what the task in the arguments lacks. Offline, go on without what is not essential.
 provide() {

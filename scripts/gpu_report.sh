@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests and measures kvcupy on a GPU, and leaves a folder to be attached to an issue:
-#     scripts/gpu_report.sh [--no-torch] [--quick] [arguments of scripts/gpu_report.py]
+#     scripts/gpu_report.sh [--no-torch] [--quick] [arguments of scripts/gpu/report.py]
 # The report goes to build/gpu_report, packed to build/gpu_report.tar.gz. It works in the active
 # virtual environment, else in .venv, and installs only what is missing; torch too, where the
 # driver takes it (CUDA 13), for what kvcupy promises beside it, unless there is --no-torch.
@@ -9,6 +9,7 @@ set -euo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
+export PYTHONPATH="$root/scripts:$PYTHONPATH" # for the package gpu
 torch=--torch
 arguments=()
 for argument in "$@"; do
@@ -16,7 +17,7 @@ for argument in "$@"; do
     --no-torch) torch= ;;
     -h | --help)
       python=$(base_python) || die "No Python 3.10 or newer is on the PATH."
-      exec "$python" "$root/scripts/gpu_report.py" --help
+      exec "$python" -m gpu.report --help
       ;;
     *) arguments+=("$argument") ;;
   esac
@@ -28,4 +29,4 @@ provide report
 if [[ -n $torch && (-z $made || -d $made) && -z $(needs report) ]]; then
   provide report "$torch"
 fi
-exec "$python" "$root/scripts/gpu_report.py" ${arguments[@]+"${arguments[@]}"}
+exec "$python" -m gpu.report ${arguments[@]+"${arguments[@]}"}

@@ -40,7 +40,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from benchlib import (
+from common.measure import (
     describe,
     device_for_products,
     format_table,
@@ -51,10 +51,10 @@ from benchlib import (
     wall_us,
     write_json,
 )
-from offload_draw import draw
-from offload_model import BEST, FEED_FORWARD, OffloadedModel, Proportions, proportions, ways
+from common.workload import MODELS
+from overlap.offload_draw import draw
+from overlap.offload_model import BEST, FEED_FORWARD, OffloadedModel, Proportions, proportions, ways
 from overlap_demo import one_core_a_stream
-from workload import MODELS
 
 from kvcupy import calibration
 

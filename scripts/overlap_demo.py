@@ -32,7 +32,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from benchlib import (
+from common.measure import (
     captured,
     describe,
     device_for_products,
@@ -47,10 +47,10 @@ from benchlib import (
     wall_us,
     write_json,
 )
-from kv_layers import LAYERS, KVLayers
-from rope_writes import ARRAYS, RopeWrites
-from step_pipeline import Steps, hidden_fraction
-from workload import MODELS, Model, Step, busy_steps, read_trace, synthetic_trace
+from common.workload import MODELS, Model, Step, busy_steps, read_trace, synthetic_trace
+from overlap.kv_layers import LAYERS, KVLayers
+from overlap.rope_writes import ARRAYS, RopeWrites
+from overlap.step_pipeline import Steps, hidden_fraction
 
 import kvcupy as kv
 

@@ -32,22 +32,22 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchlib import chosen_device, describe, log_compilation, write_json
+from common.measure import chosen_device, describe, log_compilation, write_json
+from common.workload import MODELS, Request
 from overlap_demo import one_core_a_stream
-from replay_draw import draw_comparison, draw_over_time
-from replay_orders import ORDERS
-from replay_report import (
+from replay.draw import draw_comparison, draw_over_time
+from replay.orders import ORDERS
+from replay.report import (
     point_of,
     render_comparison,
     render_point,
     simulated_point,
     sizes_of,
 )
-from replay_requests import BLOCK_TOKENS, requests_of
-from replay_run import Replay
-from replay_settings import Settings, scaled_shape
-from tier_simulation import Sizes, simulate
-from workload import MODELS, Request
+from replay.requests import BLOCK_TOKENS, requests_of
+from replay.run import Replay
+from replay.settings import Settings, scaled_shape
+from replay.simulation import Sizes, simulate
 
 from kvcupy.progress import Progress
 

@@ -33,16 +33,16 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from benchlib import describe, device_for_products, log_compilation, write_json
-from llama import Llama, LlamaConfig
-from llama_files import load_weights, random_weights, read_config
-from offload_draw import length_us
+from common.measure import describe, device_for_products, log_compilation, write_json
+from overlap.offload_draw import length_us
 from overlap_demo import one_core_a_stream
-from serve_draw import draw_steps
-from serve_engine import CacheSettings, Outcome, Server
-from serve_report import WrongTokens, check_tokens, drawn_steps, hidden_share, render, step_times
-from serve_requests import Prompt, synthetic_prompts, trace_prompts
-from serve_schedule import Policy
+from serving.draw import draw_steps
+from serving.engine import CacheSettings, Outcome, Server
+from serving.llama import Llama, LlamaConfig
+from serving.llama_files import load_weights, random_weights, read_config
+from serving.report import WrongTokens, check_tokens, drawn_steps, hidden_share, render, step_times
+from serving.requests import Prompt, synthetic_prompts, trace_prompts
+from serving.schedule import Policy
 
 HEADS = 8, 2  # of queries, of keys and values, in the random model
 DRAWN_OF = 3  # the quickest of so many runs is drawn: what other programs disturb least

@@ -1,4 +1,4 @@
-"""scripts/bench_attention.py: what it reports, what it notices."""
+"""scripts/bench.py attention: what it reports, what it notices."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 
 def bench(device_name, *arguments):
-    import bench_attention
+    from benchmarks import attention
 
     small = ["--quick", "--rounds", "1", "--device", device_name]
-    return bench_attention.main([*small, *map(str, arguments)])
+    return attention.main([*small, *map(str, arguments)])
 
 
 def test_it_reports_every_case(device_name, tmp_path, capsys):
@@ -36,7 +36,7 @@ def test_it_reports_every_case(device_name, tmp_path, capsys):
 def test_it_notices_a_wrong_result(device, device_name, monkeypatch):
     if device.name != "host":
         pytest.skip("the wrong result is put there by the host")
-    from benchlib import WrongBytes
+    from common.measure import WrongBytes
 
     attend = kv.paged_attention
 
@@ -51,7 +51,7 @@ def test_it_notices_a_wrong_result(device, device_name, monkeypatch):
 
 def test_caches_of_more_values_than_are_drawn(device_name, monkeypatch):
     """The values repeat, and the results are right all the same."""
-    import bench_attention
+    from benchmarks import attention
 
-    monkeypatch.setattr(bench_attention, "BANK", 10_007)
+    monkeypatch.setattr(attention, "BANK", 10_007)
     assert bench(device_name) == 0

@@ -28,7 +28,7 @@ def test_every_script_has_a_help(name):
 # A report of a GPU says at length what is wrong with it.
 DEVICES = [
     name for name in RUN
-    if "--device" in (SCRIPTS / name).read_text() and name != "gpu_report.py"
+    if "--device" in (SCRIPTS / name).read_text() and name != "bench.py"
 ]  # fmt: skip
 
 
@@ -44,21 +44,21 @@ def test_a_wrong_device_is_one_line(capsys, name, device):
 
 
 def test_loading_refuses_what_it_does_not_know(capsys):
-    import bench_loading
+    from benchmarks import loading
 
     for wrong in ([], ["host"], ["host", "nothing<1>"]):
         with pytest.raises(SystemExit) as end:
-            bench_loading.main(wrong)
+            loading.main(wrong)
         assert end.value.code == 2
         assert "usage: " in capsys.readouterr().err
 
 
 def test_calls_are_measured(device_name, tmp_path, capsys):
-    import bench_calls
+    from benchmarks import calls
 
     report = tmp_path / "new" / "calls.json"
     few = ["--device", device_name, "--quick", "--only", "store_kv", "merge_states"]
-    assert bench_calls.main([*few, "--json", str(report)]) == 0
+    assert calls.main([*few, "--json", str(report)]) == 0
     read = json.loads(report.read_text())
     assert [row["operation"] for row in read["rows"]] == ["store_kv", "merge_states"]
     for row in read["rows"]:
