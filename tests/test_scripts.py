@@ -28,10 +28,10 @@ def demo(device_name, *arguments):
 
 
 def bench(device_name, *arguments):
-    from benchmarks import ops
+    import bench
 
     small = ["--device", device_name, "--quick", "--rotate-mb", "1"]
-    return ops.main([*small, *map(str, arguments)])
+    return bench.main(["ops", *small, *map(str, arguments)])
 
 
 def wrong_byte(operation, cache_index):
@@ -273,7 +273,7 @@ def test_the_headline_cases_are_always_there():
     from benchmarks.store import BANDWIDTH, CALL_COST
 
     for tokens in ((1, 128), (64,)):
-        names = [shape.name for shape in shapes(SECTIONS, tokens, None)]
+        names = [shape.name for shape in shapes(SECTIONS, tokens)]
         assert names[:2] == [CALL_COST.name, BANDWIDTH.name]
         assert {shape.name for shape in HEADLINES} <= set(names)
         assert len(names) == len(set(names))
@@ -304,7 +304,7 @@ def test_bench_checks_every_operation(device, case):
     from benchmarks.ops import SECTIONS, shapes
     from benchmarks.timers import TorchArrays, own_arrays
 
-    (shape,) = (s for s in shapes(SECTIONS, (1,), None) if s.name == case)
+    (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
     made, torch = shape.build(device, 2), TorchArrays(device)
     candidates = {"kvcupy": made.kvcupy(own_arrays)}
     if (expressions := made.expressions()) is not None:
@@ -333,7 +333,7 @@ def test_bench_notices_what_was_not_done(device, case, message):
     from benchmarks.timers import own_arrays
     from common.measure import WrongBytes
 
-    (shape,) = (s for s in shapes(SECTIONS, (1,), None) if s.name == case)
+    (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
     made = shape.build(device, 2)
     calls = made.kvcupy(own_arrays)
     check(made, "kvcupy", calls)

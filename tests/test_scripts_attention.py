@@ -13,17 +13,17 @@ pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 
 def bench(device_name, *arguments):
-    from benchmarks import attention
+    import bench
 
     small = ["--quick", "--rounds", "1", "--device", device_name]
-    return attention.main([*small, *map(str, arguments)])
+    return bench.main(["attention", *small, *map(str, arguments)])
 
 
 def test_it_reports_every_case(device_name, tmp_path, capsys):
     assert bench(device_name, "--json", tmp_path / "result.json") == 0
     report = json.loads((tmp_path / "result.json").read_text())
     assert report["device"] == kv.device(device_name).name and report["copy_gb_per_s"] > 0
-    cases = report["cases"]
+    cases = report["rows"]
     for form in ("bf16", "fp32", "fp8_e4m3"):
         assert any(c["case"].startswith("decode") and c["case"].endswith(form) for c in cases)
     assert sum(c["case"].startswith("prefill") for c in cases) == 2

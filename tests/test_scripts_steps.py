@@ -13,10 +13,10 @@ pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 
 def bench(device_name, *arguments):
-    from benchmarks import steps
+    import bench
 
     small = ["--device", device_name, "--live", "5", "1200", "--batch", "3", "--rounds", "4"]
-    return steps.main([*small, *map(str, arguments)])
+    return bench.main(["steps", *small, *map(str, arguments)])
 
 
 def test_it_reports_every_size(device_name, tmp_path, capsys):

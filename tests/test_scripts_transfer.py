@@ -26,10 +26,10 @@ def offload(device_name, *arguments):
 
 
 def bench(device_name, *arguments):
-    from benchmarks import transfer
+    import bench
 
     quick = ["--device", device_name, "--quick", "--case-mb", "0.1"]
-    return transfer.main([*quick, *map(str, arguments)])
+    return bench.main(["transfer", *quick, *map(str, arguments)])
 
 
 @pytest.fixture

@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from common.measure import (
     WrongBytes,
-    chosen_device,
-    describe,
     format_table,
     interleave,
     medians,
     minima,
-    write_json,
 )
 from common.workload import MODELS, Model
 
@@ -33,6 +30,7 @@ import kvcupy as kv
 from kvcupy import reference
 from kvcupy.dtypes import numpy_dtype
 
+from .command import TIMES
 from .timers import TorchArrays, copy_gb_per_s, eager
 
 PAGE_SIZE = 16
@@ -187,59 +185,51 @@ def measure(device: Any, shape: Shape, torch: TorchArrays, rounds: int) -> dict[
     }
 
 
-def shapes(arguments: argparse.Namespace) -> list[Shape]:
+def shapes(options: argparse.Namespace) -> list[Shape]:
     """Return the cases."""
-    model = MODELS[arguments.model]
-    found = [
+    model = MODELS[options.model]
+    batches = options.batches or ([2] if options.quick else [1, 8])
+    contexts = options.contexts or ([256] if options.quick else [1024, 4096])
+    cases = [
         Shape(model, batch, context, 1, form)
         for form in FORMATS
-        for batch in arguments.batches
-        for context in arguments.contexts
+        for batch in batches
+        for context in contexts
     ]
-    new = arguments.prefill
-    found += [Shape(model, 4, n, new, "bf16") for n in (new, 4 * new)] if new else []
-    return found
+    new = (8 if options.quick else 64) if options.prefill is None else options.prefill
+    cases += [Shape(model, 4, n, new, "bf16") for n in (new, 4 * new)] if new else []
+    return cases
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print a table, and write the JSON that is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", help="host, cuda or cuda:1; by default a GPU if there is one")
-    parser.add_argument("--model", default="llama-3.1-8b", choices=sorted(MODELS))
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--prefill", type=int, default=64, help="new tokens a sequence; 0: none")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--quick", action="store_true", help="one short case of each kind")
-    parser.add_argument("--json", help="where to write the results")
-    arguments = parser.parse_args(argv)
-    if arguments.quick:
-        arguments.batches, arguments.contexts, arguments.prefill = [2], [256], 8
-        arguments.rounds = 3
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="llama-3.1-8b", choices=sorted(MODELS))
+    add("--batches", type=int, nargs="+", help="sequences; default: 1 8")
+    add("--contexts", type=int, nargs="+", help="tokens of each sequence; default: 1024 4096")
+    add("--prefill", type=int, help="new tokens per sequence, 0 for none; default: 64")
+    add("--rounds", type=int, help="measurements of a case at most; default: 15")
+
+
+def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     kv.config.fallback = "error"
-    device = chosen_device(arguments.device)
-    about, torch = describe(device), TorchArrays(device)
-    bandwidth = copy_gb_per_s(device, 1 << 26, 5)
-    print(f"{device.name}, {about['processor']}, copies at {bandwidth:.1f} GB/s")
-    if torch.torch is None:
-        print(f"torch is left out: {torch.missing}")
-    rows = []
-    cases = shapes(arguments)
+    torch, bandwidth = TorchArrays(device), copy_gb_per_s(device, 1 << 26, 5)
+    rounds = options.rounds or (3 if options.quick else 15)
+    rows, cases = [], shapes(options)
     for i, shape in enumerate(cases):
         print(f"\r{i + 1} of {len(cases)}: {shape.name:60}", end="", file=sys.stderr, flush=True)
-        rows.append(measure(device, shape, torch, arguments.rounds))
+        rows.append(measure(device, shape, torch, rounds))
         rows[-1]["percent_of_copy"] = 100 * rows[-1]["gb_per_s"] / bandwidth
     print(file=sys.stderr)
-    columns = ("case", "us", "GB/s", "% of copy", "TFLOP/s", "torch us", "vs torch")
-    print(format_table(columns, [
-        (r["case"], r["us"]["kvcupy"], r["gb_per_s"], r["percent_of_copy"], r["tflops"],
-         r["us"].get("torch"), r["vs_torch"])
-        for r in rows
-    ]))  # fmt: skip
-    if arguments.json:
-        write_json(arguments.json, {**about, "copy_gb_per_s": bandwidth, "cases": rows})
-    return 0
+    notes = [f"no torch baseline: {torch.missing}"] if torch.missing else []
+    return {"copy_gb_per_s": bandwidth, "rows": rows, "notes": notes}
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def render(report: dict[str, Any]) -> str:
+    columns = ("case", *TIMES, "TFLOP/s", "torch us", "x torch")
+    cells = [
+        (row["case"], row["us"]["kvcupy"], row["least_us"]["kvcupy"], row["gb_per_s"],
+         row["percent_of_copy"], row["tflops"], row["us"].get("torch"), row["vs_torch"])
+        for row in report["rows"]
+    ]  # fmt: skip
+    about = f"copy {report['copy_gb_per_s']:.1f} GB/s; some rows of every case checked"
+    return "\n".join([format_table(columns, cells), "", about, *report["notes"]])

@@ -17,14 +17,13 @@ Arrays are torch tensors where torch is installed, else NumPy arrays.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
 import numpy as np
-from common.measure import chosen_device, describe, format_table, write_json
+from common.measure import format_table
 
 import kvcupy as kv
 
@@ -148,31 +147,18 @@ def measure(device: Any, name: str, make: Make, rounds: int) -> dict[str, Any]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", help="such as host or cuda:0; by default the first GPU or host")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=OPERATIONS, default=OPERATIONS)
-    parser.add_argument("--quick", action="store_true", help="fewer calls")
-    parser.add_argument("--json", metavar="FILE", help="where to write the results")
-    options = parser.parse_args(argv)
-    device = chosen_device(options.device)
-    rows = measure_all(device, options.only, 20 if options.quick else 200)
+
+
+def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
+    cases, rounds = Cases(device), 20 if options.quick else 200
+    return {"rows": [measure(device, n, getattr(cases, n), rounds) for n in options.only]}
+
+
+def render(report: dict[str, Any]) -> str:
     columns = ("operation", *(f"{kind} us" for kind in KINDS))
-    print(format_table(columns, [[r["operation"], *_least(r)] for r in rows]))
-    if options.json:
-        write_json(options.json, {**describe(device), "rows": rows})
-    return 0
-
-
-def measure_all(device: Any, operations: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-    """Measure some operations on a device."""
-    cases = Cases(device)
-    return [measure(device, name, getattr(cases, name), rounds) for name in operations]
-
-
-def _least(row: dict[str, Any]) -> list[float]:
-    return [row[f"least_{kind}_us"] for kind in KINDS]
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    rows = [
+        (row["operation"], *(row[f"least_{kind}_us"] for kind in KINDS)) for row in report["rows"]
+    ]
+    return format_table(columns, rows)

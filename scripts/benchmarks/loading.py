@@ -1,10 +1,10 @@
-"""What the first call of an operation costs: compiling its kernel, or finding it in the disk cache.
+"""Measure what a first call costs: compiling its kernel, or loading it from the disk cache.
 
 Each measurement is a process of its own, from the moment that the kernel is asked for: importing
 is not in it, finding the compiler and the headers is. Cold: with an empty cache directory. Warm:
 with what the cold process left there. `sm_90` needs NVRTC but no GPU, and loads nothing.
 
-    python scripts/bench.py loading host "store_copy<16>"    # one measurement, as a child makes it
+    python scripts/bench.py loading
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from common.measure import format_table
+
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Specialisation
 from kvcupy.probe import environment
@@ -36,25 +38,25 @@ ARCH = "sm_90"
 
 def specialisation(expression: str) -> Specialisation:
     """Return the specialisation that `expression` names."""
-    found = importlib.import_module(KERNELS[expression]).specialisations()
-    return next(one for one in found if one.expression == expression)
+    candidates = importlib.import_module(KERNELS[expression]).specialisations()
+    return next(s for s in candidates if s.expression == expression)
 
 
 def load_once(where: str, expression: str) -> dict[str, Any]:
     """Time what the first call of a process does, in ms: `where` is a device, or `sm_90`."""
-    wanted = specialisation(expression)
+    kernel = specialisation(expression)
     if where.startswith("sm_"):
         from kvcupy.devices import nvrtc
 
         nvrtc.nvrtc_version()  # CuPy is imported
         start = time.perf_counter()
-        image = nvrtc.compile_cubin(wanted, where).image
+        image = nvrtc.compile_cubin(kernel, where).image
         return {"ms": (time.perf_counter() - start) * 1e3, "bytes": len(image)}
     import kvcupy as kv
 
     device = kv.device(where)
     start = time.perf_counter()
-    device.load(wanted)
+    device.load(kernel)
     return {"ms": (time.perf_counter() - start) * 1e3}
 
 
@@ -80,7 +82,8 @@ def measure(where: str, expression: str, rounds: int, warm_rounds: int) -> dict[
 
 def _child(where: str, expression: str, cache: Path) -> float:
     result = subprocess.run(
-        [sys.executable, __file__, where, expression],
+        [sys.executable, "-m", __name__, where, expression],
+        cwd=Path(__file__).resolve().parents[1],
         capture_output=True,
         text=True,
         check=False,
@@ -105,8 +108,30 @@ def loading_rows(device: Any, *, quick: bool) -> tuple[list[dict[str, Any]], lis
     return rows, notes
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing to the common options."""
+
+
+def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
+    rows, notes = loading_rows(device, quick=options.quick)
+    return {"rows": rows, "notes": notes}
+
+
+def render(report: dict[str, Any]) -> str:
+    tables = [loading_table(report["rows"])] if report["rows"] else []
+    return "\n".join(tables + report["notes"])
+
+
+def loading_table(rows: list[dict[str, Any]]) -> str:
+    """Return rows of `loading_rows` as a table."""
+    columns = ("kernel", "where", "compile ms", "from disk ms")
+    cells = [(r["kernel"], r["where"], r["cold_ms"], r["warm_ms"]) for r in rows]
+    return format_table(columns, cells)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Make one measurement, in a process of its own."""
+    parser = argparse.ArgumentParser(description="Load one kernel, once, and print the time")
     parser.add_argument("where", help=f"a device, such as host or cuda:0, or {ARCH}")
     parser.add_argument("kernel", choices=KERNELS, help="what to load, once")
     arguments = parser.parse_args(argv)

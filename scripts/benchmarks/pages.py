@@ -1,10 +1,11 @@
-"""The cases of `bench.py ops` that read caches and page tables: gather, copy pages, find slots.
+"""Measure what reads caches and page tables: gather, page copies and slot mappings.
 
 A candidate makes one call a set, and leaves its result in arrays of the case, or returns it.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,11 @@ from common.rotations import BF16, normal_bits
 
 import kvcupy as kv
 
+from .candidates import Bench, add_arguments, render
 from .store import FP8, SCALE
 from .timers import Call, Wrap, by_device, ignoring_stream, on_stream, upload
+
+__all__ = ["add_arguments", "render", "run"]  # what `bench.py` calls
 
 HEADS, WIDTH, PAGE = 8, 128, 16  # of llama-3.1-8b; tokens a page
 ROW = HEADS * WIDTH
@@ -64,6 +68,10 @@ def shapes() -> list[Shape]:
     found += [Shape("copy_pages", count) for count in (1, 32, 512)]
     steps = ((1, 1), (64, 1), (256, 1), (1, 512), (16, 512))
     return found + [Shape("slot_mapping", count, append=append) for count, append in steps]
+
+
+def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
+    return Bench(device, options).report(shapes())
 
 
 class PageCase:

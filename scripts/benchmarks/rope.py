@@ -1,4 +1,4 @@
-"""The cases of `bench.py ops` that rotate: alone, or followed by the store, by kvcupy and others.
+"""Measure rotations, alone and followed by the store, by kvcupy, array expressions and torch.
 
 Every case holds several sets of arguments, which calls rotate over. A candidate makes one call a
 set, and returns the rotated query and key, or None if they are where query and key were.
@@ -6,6 +6,7 @@ set, and returns the rotated query and key, or None if they are where query and 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,6 +19,7 @@ from common.workload import MODELS, Model
 
 import kvcupy as kv
 
+from .candidates import Bench, add_arguments, render
 from .rope_baselines import (
     NORM_ROUNDINGS,
     TORCH_ROUNDINGS,
@@ -27,6 +29,8 @@ from .rope_baselines import (
 )
 from .store import SCALE, assign_all, quantise, torch_write
 from .timers import Call, Wrap, by_device, ignoring_stream, on_stream, upload
+
+__all__ = ["add_arguments", "render", "run"]  # what `bench.py` calls
 
 TOKENS = (1, 64, 4096)
 FORMATS = ("bf16", "bf16 norm", "fp8 static", "fp8 dynamic")
@@ -108,6 +112,10 @@ def shapes() -> list[Shape]:
                 shape = Shape(operation, MODELS[name], count, fmt)
                 found.setdefault(shape.name, shape)
     return list(found.values())
+
+
+def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
+    return Bench(device, options).report(shapes())
 
 
 class RopeCase:

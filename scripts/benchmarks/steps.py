@@ -15,11 +15,12 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.measure import chosen_device, describe, format_table, named_stream, write_json
+from common.measure import format_table, named_stream
 
 import kvcupy as kv
 
@@ -72,30 +73,43 @@ class SteppedCache:
         return tuple(float(us) for us in np.diff(marks) * 1e6)
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all sizes in turn and return the report."""
-    device = chosen_device(arguments.device)
-    where = describe(device)  # now: the tree may change while this runs
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--live", type=int, nargs="+", help="sequences beside the batch; default: 100 to 100,000")
+    add("--batch", type=int, default=32, help="sequences of a step")
+    add("--context", type=int, default=1024, help="tokens of each of the batch")
+    add("--page-size", type=int, default=16, help="tokens per page")
+    add("--rounds", type=int, help="steps of each size at most; default: 400")
+    add("--plot", type=Path, metavar="FILE", help="write a picture here")
+
+
+def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all sizes in rotation."""
+    if options.plot and find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib: pip install matplotlib")
+    rounds = options.rounds or (50 if options.quick else 400)
+    shape = (options.batch, options.context, options.page_size)
     caches = {}
-    for live in arguments.live:
+    for live in options.live or (LIVE[:2] if options.quick else LIVE):
         print(f"{live} sequences ...", file=sys.stderr, flush=True)
-        shape = (arguments.batch, arguments.context, arguments.page_size)
         caches[live] = SteppedCache(device, live, *shape)
     samples: dict[int, list[tuple[float, ...]]] = {live: [] for live in caches}
     sizes, end = list(caches), time.perf_counter() + SECONDS
-    for number in range(arguments.rounds + 1):  # the first warms up
+    for number in range(rounds + 1):  # the first warms up
         if number > 20 and time.perf_counter() > end:
             break
-        shift = number % len(sizes)  # a disturbance hits all alike
+        shift = number % len(sizes)  # a disturbance affects all alike
         for live in sizes[shift:] + sizes[:shift]:
             samples[live].append(caches[live].step_us())
-    return {
-        **where,
-        "batch": arguments.batch,
-        "context": arguments.context,
-        "page_size": arguments.page_size,
-        "rows": [summary(live, np.array(found[1:])) for live, found in samples.items()],
+    report = {
+        "batch": options.batch,
+        "context": options.context,
+        "page_size": options.page_size,
+        "rows": [summary(live, np.array(times[1:])) for live, times in samples.items()],
     }
+    if options.plot:
+        plot(report, options.plot)
+    return report
 
 
 def summary(live: int, parts_us: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -117,27 +131,23 @@ def summary(live: int, parts_us: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 
 def render(report: dict[str, Any]) -> str:
-    columns = ("other sequences", "us a step", "p10", "p90", "least", *PARTS, "to the first")
+    columns = ("other sequences", "us (median)", "us (p10)", "us (p90)", "us (min)")
+    columns += (*(f"{part} us" for part in PARTS), "to the first")
     first = report["rows"][0]["median_us"]
     rows = []
     for row in report["rows"]:
         times = [row[f"{name}_us"] for name in ("median", "p10", "p90", "least", *PARTS)]
         rows.append((f"{row['live']:,}", *times, f"{row['median_us'] / first:.2f}x"))
-    return format_table(columns, rows)
+    return (
+        f"{format_table(columns, rows)}\n\na step of {report['batch']} sequences of "
+        f"{report['context']} tokens, {report['page_size']} tokens per page; parts are medians"
+    )
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw the time of a step against the number of other sequences.
+    """Draw the time of a step against the number of other sequences."""
+    from matplotlib.figure import Figure
 
-    Raises
-    ------
-    ImportError
-        matplotlib is missing: `pip install matplotlib`.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("--plot needs matplotlib: pip install matplotlib") from error
     rows = report["rows"]
     live, middle = [row["live"] for row in rows], [row["median_us"] for row in rows]
     figure = Figure(figsize=(7, 4), dpi=130, layout="constrained")
@@ -157,33 +167,3 @@ def plot(report: dict[str, Any], path: Path) -> None:
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
-    parser.add_argument("--live", type=int, nargs="+", default=LIVE, help="sequences beside it")
-    parser.add_argument("--batch", type=int, default=32, help="sequences of a step")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each of the batch")
-    parser.add_argument("--page-size", type=int, default=16, help="tokens a page")
-    parser.add_argument("--rounds", type=int, default=400, help="steps of each size at most")
-    parser.add_argument("--json", type=Path, help="write the report here")
-    parser.add_argument("--plot", type=Path, help="write a picture here")
-    arguments = parser.parse_args(argv)
-    report = run(arguments)
-    print(
-        f"{report['device']} ({report['gpu_and_driver'] or report['processor']}), "
-        f"{report['date']}, commit {(report['commit'] or 'unknown')[:12]}\n"
-        f"a step of {report['batch']} sequences of {report['context']} tokens, pages of "
-        f"{report['page_size']}: medians of {report['rows'][0]['steps']}, calls included\n"
-    )
-    print(render(report))
-    if arguments.json:
-        write_json(arguments.json, report)
-    if arguments.plot:
-        plot(report, arguments.plot)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""The cases of `bench.py ops`: one store of many tokens, by kvcupy and by array expressions.
+"""Measure one store of many tokens, by kvcupy, array expressions and torch.
 
 Every case holds several sets of arguments, which calls rotate over, in one cache per part.
 A candidate takes a stream and makes one call a set. All write what `check` expects.
@@ -6,6 +6,7 @@ A candidate takes a stream and makes one call a set. All write what `check` expe
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,11 +19,16 @@ from common.workload import MODELS, Model
 
 import kvcupy as kv
 
+from .candidates import Bench, add_arguments, render
 from .timers import Call, Wrap, by_device, ignoring_stream, on_stream, upload
+
+__all__ = ["add_arguments", "render", "run"]  # what `bench.py` calls
 
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 LIMIT = np.float32(448.0)
 SCALE = 0.0625  # a power of two: dividing and multiplying by the reciprocal agree bitwise
+TOKENS = (1, 16, 128, 1024, 4096, 16384)
+QUICK_TOKENS = (1, 128, 4096)
 FORMATS = ("bf16", "fp8 static", "fp8 dynamic", "int8 static")
 STORED = {"bf16": "bf16", "fp8": "fp8_e4m3", "int8": "int8"}
 
@@ -77,6 +83,10 @@ def shapes(tokens: Sequence[int]) -> list[Shape]:
                 shape = Shape("store_mla" if model.mla else "store_kv", model, count, fmt)
                 found.setdefault(shape.name, shape)
     return list(found.values())
+
+
+def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
+    return Bench(device, options).report(shapes(QUICK_TOKENS if options.quick else TOKENS))
 
 
 class StoreCase:

@@ -24,29 +24,27 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from common.measure import (
-    chosen_device,
-    describe,
     event_us,
     format_table,
     interleave,
     medians,
     minima,
     named_stream,
-    write_json,
 )
 from common.pools import DIRECTIONS, TO_DEVICE, TO_HOST, Case, Shape
 
 from kvcupy import calibration
 
+from .command import TIMES
+
 METHODS = ("kernel", "copy", "staged", "auto")
 EACH_PAGE = "one copy a page and layer"
 LAYERS = 8
-SCATTERED_BYTES, WANTED_RATIO = 1024, 3.0
+SCATTERED_BYTES, TARGET_RATIO = 1024, 3.0
 ROWS = (128, 256, 512, 1024, 2048, 576, 656)
 LATENTS = (576, 656)
 PAGE_SIZES = (1, 16, 64, 128)
@@ -186,20 +184,30 @@ def headlines(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure all that is asked for and return the report."""
-    device = chosen_device(arguments.device)
-    where = describe(device)  # now: the tree may change while this runs
-    size = None if arguments.case_mb is None else int(arguments.case_mb * 1e6)
-    bench = Bench(device, quick=arguments.quick, case_bytes=size)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, help="default: all")
+    parser.add_argument(
+        "--case-mb", type=_size, metavar="MB", help="what a case moves; default: 2.5 ms at peak"
+    )
+
+
+def _size(text: str) -> float:
+    """Read a size above zero."""
+    size = float(text)
+    if not 0 < size < math.inf:
+        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
+    return size
+
+
+def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
+    size = None if options.case_mb is None else int(options.case_mb * 1e6)
+    bench = Bench(device, quick=options.quick, case_bytes=size)
     rows: list[dict[str, Any]] = []
-    for section, shape, candidates in cases(bench, arguments.sections or SECTIONS):
-        said = f"{section}: rows of {shape.row_bytes}, pages of {shape.page_size}, "
-        print(said + " to ".join(shape.layouts), file=sys.stderr, flush=True)
+    for section, shape, candidates in cases(bench, options.sections or SECTIONS):
+        progress = f"{section}: rows of {shape.row_bytes}, pages of {shape.page_size}, "
+        print(progress + " to ".join(shape.layouts), file=sys.stderr, flush=True)
         rows += bench.rows(section, shape, candidates)
     return {
-        **where,
-        "quick": arguments.quick,
         "calibrated": bool(calibration.load(device.model)),
         "peak_gb_per_s": bench.peaks,
         "case_bytes": bench.case_bytes,
@@ -209,53 +217,30 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """Return a table for each section, a line a case and direction, and headlines."""
+    """Return a table per section, a line per case and direction, and headlines."""
     lines: list[str] = []
     for section in SECTIONS:
-        found = [row for row in report["rows"] if row["section"] == section]
-        if not found:
+        rows = [row for row in report["rows"] if row["section"] == section]
+        if not rows:
             continue
-        columns = ("case", "direction", "way", "us (median)", "us (min)", "GB/s", "% of peak")
+        columns = ("case", "direction", "candidate", *TIMES)
+        if section == "scattered":
+            columns += ("times as fast (median)",)
         cells = []
-        for row in found:
+        for row in rows:
             measured = (row["us"], row["least_us"], row["gb_per_s"], row["percent_of_peak"])
             case = f"{row['row_bytes']} B, {row['page_size']}"
             if section in ("scattered", "layouts"):
                 case += ", " + " and ".join(row["layouts"])
-            cells.append((case, row["direction"], row["candidate"], *measured, row["ratio"]))
-        wanted = len(columns) + 1 if section == "scattered" else len(columns)
-        columns += ("times as fast (median)",)
-        title = f"{section}: rows and tokens a page"
-        lines += [title, "", format_table(columns[:wanted], [c[:wanted] for c in cells]), ""]
+            line = (case, row["direction"], row["candidate"], *measured, row["ratio"])
+            cells.append(line[: len(columns)])
+        lines += [f"{section}: rows, tokens per page", "", format_table(columns, cells), ""]
     for name, value in report["headlines"].items():
-        missed = "" if value >= WANTED_RATIO else "; missed"
-        lines.append(f"{name}: {value:.1f} (wanted: at least {WANTED_RATIO:g}{missed})")
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
-    parser.add_argument("--quick", action="store_true", help="fewer cases and rounds")
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, help="default: all")
-    parser.add_argument("--case-mb", type=float, help="what a case moves; default: 2.5 ms at peak")
-    parser.add_argument("--json", type=Path, help="write the report here")
-    arguments = parser.parse_args(argv)
-    if arguments.case_mb is not None and not 0 < arguments.case_mb < math.inf:
-        parser.error(f"--case-mb: expected more than 0, got {arguments.case_mb}")
-    report = run(arguments)
+        missed = "" if value >= TARGET_RATIO else "; missed"
+        lines.append(f"{name}: {value:.1f} (wanted: at least {TARGET_RATIO:g}{missed})")
     peaks = ", ".join(f"{name} {peak:.1f} GB/s" for name, peak in report["peak_gb_per_s"].items())
-    print(f"{report['device']} ({report['gpu_and_driver'] or report['processor']}), ", end="")
-    print(f"{report['date']}, commit {(report['commit'] or 'unknown')[:12]}")
-    print(
-        f"one large copy {peaks}; cases of {report['case_bytes'] / 1e6:.1f} MB or near it, ", end=""
+    lines.append(
+        f"one large copy {peaks}; cases of {report['case_bytes'] / 1e6:.1f} MB or near it, "
+        f"{LAYERS} layers; every candidate checked"
     )
-    print(f"{LAYERS} layers; every candidate checked\n")
-    print(render(report))
-    if arguments.json:
-        write_json(arguments.json, report)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return "\n".join(lines)

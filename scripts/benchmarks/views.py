@@ -1,13 +1,17 @@
-"""What it costs to look at an argument: `probe` on every call, `view` on the first of its kind."""
+"""Measure what it costs to inspect an argument: `probe` on every call, `view` on the first.
+
+python scripts/bench.py views
+"""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common.measure import interleave, medians, minima
+from common.measure import format_table, interleave, medians, minima
 
 from kvcupy.exporters import probe, view
 
@@ -48,3 +52,21 @@ def _timer(function: Callable[[Any], Any], array: Any) -> Callable[[], float]:
         return (time.perf_counter_ns() - start) / REPEAT
 
     return measure
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing to the common options."""
+
+
+def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
+    return {"rows": view_rows(device, TorchArrays(device), 5 if options.quick else 25)}
+
+
+def render(report: dict[str, Any]) -> str:
+    return view_table(report["rows"])
+
+
+def view_table(rows: list[dict[str, Any]]) -> str:
+    """Return rows of `view_rows` as a table."""
+    columns = ("array of", "probe ns", "view ns")
+    return format_table(columns, [(r["library"], r["probe_ns"], r["view_ns"]) for r in rows])

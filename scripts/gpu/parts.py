@@ -163,10 +163,6 @@ def _ncu(program: Sequence[str], device: str, path: str | None) -> Part:
 # Benchmarks ----------------------------------------------------------------------------------
 
 _PICTURES = ("--out", "{folder}")  # timelines, which need matplotlib
-_PROGRAMS = {
-    f"bench_{name}": ("bench.py", name)
-    for name in ("ops", "calls", "transfer", "attention", "steps")
-}
 # Part: minutes, arguments; and those of a quick run.
 _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_ops": (12, ()),
@@ -174,6 +170,7 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_transfer": (10, ()),
     "bench_attention": (4, ("--batches", "1", "8", "32", "--prefill", "512")),
     "bench_steps": (2, ()),
+    "bench_frames": (0.5, ()),
     "overlap_demo": (3, _PICTURES),
     "offload_demo": (8, _PICTURES),
     "serve_demo": (3, _PICTURES),
@@ -184,7 +181,8 @@ _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_calls": (0.5, ("--quick",)),
     "bench_transfer": (1, ("--quick",)),
     "bench_attention": (1, ("--quick",)),
-    "bench_steps": (0.5, ("--live", "100", "1000", "--rounds", "50")),
+    "bench_steps": (0.5, ("--quick",)),
+    "bench_frames": (0.5, ("--quick",)),
     "overlap_demo": (0.5, ("--tokens", "256", "--steps", "4", "--rounds", "5")),
     "offload_demo": (0.5, ("--quick",)),
     "serve_demo": (0.5, ("--requests", "8", "--rounds", "1")),
@@ -194,30 +192,28 @@ _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
 
 def _benchmarks(device: str, quick: bool) -> list[Part]:
     found = []
+    folder = ROOT / "scripts"
     for name, (minutes, arguments) in (_QUICK if quick else _FULL).items():
-        program = _PROGRAMS.get(name, (f"{name}.py",))
-        script = _module(program)
+        kind, _, benchmark = name.partition("_")
+        if kind == "bench":
+            program = (str(folder / "bench.py"), benchmark)
+            module = folder / "benchmarks" / f"{benchmark}.py"
+        else:
+            module = folder / f"{name}.py"
+            program = (str(module),)
         if device == "host" and not quick and name == "bench_attention":
             arguments = ()  # what is meant for a GPU takes an hour on a processor
         if arguments == _PICTURES and find_spec("matplotlib") is None:
             arguments = ()
-        path = str(ROOT / "scripts" / program[0])
-        command = (*PYTHON, path, *program[1:], "--device", device, "--json", "{result}")
+        command = (*PYTHON, *program, "--device", device, "--json", "{result}", *arguments)
         found.append(
-            Part(name, "bench", _about(script), (*command, *arguments), minutes,
-                 60 * max(10.0, 4 * minutes), verdicts.of_benchmark, f"{name}.json",
-                 keep_apart=True)
+            Part(name, "bench", _about(module), command, minutes, 60 * max(10.0, 4 * minutes),
+                 verdicts.of_benchmark, f"{name}.json", keep_apart=True)
         )  # fmt: skip
     return found
 
 
-def _module(program: tuple[str, ...]) -> Path:
-    """Return the module that a script, or `bench.py` with the name of a benchmark, runs."""
-    folder = ROOT / "scripts"
-    return folder / "benchmarks" / f"{program[1]}.py" if program[1:] else folder / program[0]
-
-
-def _about(script: Path) -> str:
-    """Return the first sentence of a script's docstring."""
-    first = script.read_text().split('"""')[1].strip().splitlines()[0]
+def _about(module: Path) -> str:
+    """Return the first sentence of a module's docstring."""
+    first = module.read_text().split('"""')[1].strip().splitlines()[0]
     return first.rstrip(".:")
