@@ -118,7 +118,7 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
     wheels: list[str] = []
     extras = {
         "test": task != "demo" and lacks("pytest", "hypothesis", "hatchling"),
-        "dev": task == "dev" and lacks("ruff", "mypy", "clang_format"),
+        "dev": task == "dev" and lacks("ruff", "mypy", "clang_format", "importlinter"),
     }
     if not essential:
         extras["plot"] = lacks("matplotlib")
