@@ -147,10 +147,10 @@ def test_demo_notices_a_rotation_that_all_forms_get_wrong(device):
 
 
 def test_launches_beside_a_copy_leave_it_a_core(device):
-    from overlap_demo import one_core_a_stream
+    from common.measure import one_core_per_stream
 
     before = getattr(device, "num_workers", None)
-    with one_core_a_stream(device):
+    with one_core_per_stream(device):
         assert device.kind != "host" or device.num_workers == 1
     assert getattr(device, "num_workers", None) == before
 

@@ -485,7 +485,7 @@ def test_demo_speculates_on_a_trace(device_name, tmp_path, capsys):
     assert report["trace"] == "trace.jsonl" and report["requests"] == 3 and report["ahead"] == 0
     counts = report["counts"]
     assert report["acceptance_rate"] == counts["accepted"] / counts["guesses"]
-    assert report["tokens_a_tree"] == 1 + counts["accepted"] / counts["tree_steps"]
+    assert report["tokens_per_tree"] == 1 + counts["accepted"] / counts["tree_steps"]
     assert report["checked"]["tokens"] == report["output_tokens"]
     assert "% accepted" in capsys.readouterr().out
 

@@ -119,7 +119,7 @@ def test_demo_notices_a_layer_that_does_not_wait(device, monkeypatch, way):
     found = ways(model, ("kernel", "copy"))[way]
 
     def late_run():
-        model.next_turn()
+        model.shuffle_pages()
         model.loader.call(lambda: time.sleep(0.05))
         found.run()
         device.synchronize()
@@ -157,7 +157,7 @@ def test_proportions_are_those_of_the_weights_and_the_link():
 
 
 def test_a_slow_candidate_is_measured_once():
-    from offload_demo import take_turns
+    from offload_demo import measure_in_rotation
 
     calls = []
 
@@ -169,7 +169,7 @@ def test_a_slow_candidate_is_measured_once():
         calls.append("slow")
         return 2e6
 
-    samples = take_turns({"fast": fast, "slow": slow}, 3, 1.0)
+    samples = measure_in_rotation({"fast": fast, "slow": slow}, 3, 1.0)
     assert samples["slow"] == [2e6] and calls.count("slow") == 1
     assert calls.count("fast") == 4 and len(samples["fast"]) == 3  # the first warmed up
 
@@ -197,7 +197,7 @@ def test_bench_reports_every_section(device_name, tmp_path, capsys):
     scattered = of("scattered")
     assert {row["row_bytes"] for row in scattered} == {1024}
     assert {row["page_size"] for row in scattered} == {1}
-    each = "one copy a page and layer"
+    each = "one copy per page and layer"
     assert [row["candidate"] for row in scattered] == [each, *METHODS] * 4
     assert [row["direction"] for row in scattered[:10]] == ["to device"] * 5 + ["to host"] * 5
     for first in range(0, len(scattered), 5):

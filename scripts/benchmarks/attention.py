@@ -1,8 +1,8 @@
 """Measure paged attention: decode over long caches, and prefill, beside torch's own attention.
 
-torch attends over the same keys and values, already gathered into contiguous arrays, so what paging
-costs is in kvcupy's figure and not in torch's. Every result is checked against float64 on some of
-its rows. GB/s count K and V once, query and output; TFLOP/s count both products of what is visible.
+torch attends over the same keys and values, already gathered into contiguous arrays: the cost of
+paging is in kvcupy's figure and not in torch's. Some rows of every result are checked against
+float64. GB/s count K, V, query and output once; TFLOP/s count both products over visible keys.
 
     python scripts/bench.py attention --json build/attention.json
     python scripts/bench.py attention --batches 64 --contexts 8192 --prefill 2048   # for a GPU
@@ -36,9 +36,9 @@ from .timers import TorchArrays, copy_gb_per_s, eager
 PAGE_SIZE = 16
 FORMATS = ("bf16", "fp32", "fp8_e4m3")  # of the cache; the query is bf16 for fp8
 TOLERANCE = {"bf16": 1.6e-2, "fp32": 2e-5}  # of outputs of about 1: two roundings, and sums
-SECONDS = 4.0  # for the candidates of a case together, after which three rounds do
+SECONDS = 4.0  # for all candidates of a case, after which three rounds suffice
 CHECKED_ROWS = 6
-BANK = 1_000_003  # values drawn; a prime, so that no two rows are alike
+BANK = 1_000_003  # values drawn; a prime, so that no two rows are equal
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Case:
         device.synchronize()
 
     def _values(self, rng: np.random.Generator, shape: tuple[int, ...], form: str) -> Any:
-        """Draw values, which repeat in large arrays: to draw and round them all takes minutes."""
+        """Draw values, which repeat in large arrays: drawing them all would take minutes."""
         values = rng.standard_normal(min(int(np.prod(shape)), BANK), np.float32)
         return np.resize(reference.encode(values, form).view(numpy_dtype(form)), shape)
 

@@ -1,17 +1,16 @@
 """Measure what a call costs in Python: warm, with arrays at new addresses, and of a new shape.
 
-There is one token to work on, so that the kernels are done in a few us and what counts is the way
-there.
+There is one token, so that kernels take a few us and the overhead of the call dominates.
 
 same    the same arrays again and again
-fresh   arrays of the same shapes at addresses that no call has had: what a model's activations are
-shape   arrays with a number of rows, or of columns of the page table, that no call has had; most of
-        them spare, so that the work is the same; all kernels are loaded
+fresh   arrays of the same shapes at new addresses, as a model's activations are
+shape   arrays with a new number of rows, or of columns of the page table, most of them spare, so
+        that the work is the same; all kernels are loaded
 
 Least times of single calls, in us, which other programs disturb least; medians are in the JSON.
-Arrays are torch tensors where torch is installed, else NumPy arrays.
+Arrays are torch tensors where torch is installed, else those of the device's own library.
 
-    python scripts/bench.py calls --json scripts/results/bench_calls.json
+    python scripts/bench.py calls --json build/bench_calls.json
 """
 
 from __future__ import annotations

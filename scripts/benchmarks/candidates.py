@@ -1,7 +1,6 @@
 """Check and measure the candidates of a case: kvcupy, array expressions, torch, torch.compile.
 
-Candidates are measured in rotation, round by round, so that noise affects all alike. Two ways to
-run:
+Candidates are measured round by round, so that noise affects all alike. Two modes:
 
 eager   calls from Python, wall clock around many of them and one synchronisation: what a call costs
 graph   calls captured over rotated sets of arguments, replayed between two timing events: what the
@@ -35,7 +34,7 @@ from .timers import (
     replayed_by_torch,
 )
 
-SECONDS = 1.5  # for the candidates of a case together, after which three rounds do
+SECONDS = 1.5  # for all candidates of a case, after which three rounds suffice
 
 
 def check(case: Any, name: str, calls: list[Call]) -> None:
@@ -46,7 +45,7 @@ def check(case: Any, name: str, calls: list[Call]) -> None:
 
 @contextmanager
 def one_thread(torch: Any) -> Iterator[None]:
-    """Let torch compute on one core of this processor: for small work that is its best."""
+    """Let torch compute on one core, which is fastest for small work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -85,7 +84,7 @@ class Bench:
         }
 
     def measure(self, shape: Any) -> list[dict[str, Any]]:
-        """Check and measure every candidate of one case; return a row for each way to run.
+        """Check and measure every candidate of one case; return a row per mode.
 
         `shape` has a name, counts the bytes that a call moves, and builds the case's arguments.
         """
@@ -131,7 +130,7 @@ class Bench:
             check(case, "torch.compile", calls)
         except WrongBytes:
             raise
-        except Exception as error:  # a baseline's failure is a finding, not the end of the run
+        except Exception as error:  # a baseline that fails is reported, and the others go on
             first = (str(error).splitlines() or [""])[0]
             self.notes.add(f"{shape.name}: no torch.compile: {type(error).__name__}: {first}")
             return {}
@@ -150,7 +149,7 @@ class Bench:
         for name, build in builders.items():
             try:
                 timers[name] = build()
-            except Exception as error:  # a baseline's failure is a finding, not the end of the run
+            except Exception as error:  # a baseline that fails is reported, and the others go on
                 self.notes.add(f"{name} cannot be captured: {type(error).__name__}: {error}")
         return timers
 
@@ -183,7 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of benchmarks that compare candidates."""
     parser.add_argument("--graph", action="store_true", help="graph replays only")
     parser.add_argument("--only", help="only cases whose name contains this")
-    parser.add_argument("--torch-compile", action="store_true", help="a baseline more; minutes")
+    parser.add_argument("--torch-compile", action="store_true", help="another baseline; minutes")
     parser.add_argument(
         "--rotate-mb", type=int, help="size of the arguments that calls rotate over"
     )

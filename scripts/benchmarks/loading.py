@@ -1,8 +1,8 @@
 """Measure what a first call costs: compiling its kernel, or loading it from the disk cache.
 
-Each measurement is a process of its own, from the moment that the kernel is asked for: importing
-is not in it, finding the compiler and the headers is. Cold: with an empty cache directory. Warm:
-with what the cold process left there. `sm_90` needs NVRTC but no GPU, and loads nothing.
+Each measurement is a process of its own and begins when the kernel is requested: imports are
+excluded, the search for compiler and headers is included. Cold: with an empty cache directory.
+Warm: with what the cold process left there. `sm_90` needs NVRTC but no GPU, and loads nothing.
 
     python scripts/bench.py loading
 """
@@ -10,7 +10,6 @@ with what the cold process left there. `sm_90` needs NVRTC but no GPU, and loads
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
@@ -26,20 +25,20 @@ from common.measure import format_table
 
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Specialisation
+from kvcupy.ops import specialisations
 from kvcupy.probe import environment
 
-KERNELS = {
-    "store_copy<16>": "kvcupy.ops.store",
-    "store_convert<bfloat16, fp8_e4m3, 8>": "kvcupy.ops.store",
-    "rope_store<bfloat16, bfloat16, 8, false>": "kvcupy.ops.rope_launch",
-}
+KERNELS = (
+    "store_copy<16>",
+    "store_convert<bfloat16, fp8_e4m3, 8>",
+    "rope_store<bfloat16, bfloat16, 8, false>",
+)
 ARCH = "sm_90"
 
 
 def specialisation(expression: str) -> Specialisation:
     """Return the specialisation that `expression` names."""
-    candidates = importlib.import_module(KERNELS[expression]).specialisations()
-    return next(s for s in candidates if s.expression == expression)
+    return next(s for s in specialisations() if s.expression == expression)
 
 
 def load_once(where: str, expression: str) -> dict[str, Any]:
@@ -99,10 +98,10 @@ def loading_rows(device: Any, *, quick: bool) -> tuple[list[dict[str, Any]], lis
     """Measure every kernel of `KERNELS` on `device` and, where NVRTC is found, for `sm_90`."""
     rows, notes = [], []
     for where in (device.name, ARCH):
-        for expression in list(KERNELS)[: 1 if quick else None]:
+        for expression in KERNELS[: 1 if quick else None]:
             try:
                 rows.append(measure(where, expression, 1 if quick else 3, 2))
-            except RuntimeError as error:  # no compiler, or no NVRTC: a finding
+            except RuntimeError as error:  # no compiler, or no NVRTC
                 notes.append(f"not measured: {error}")
                 break
     return rows, notes

@@ -1,6 +1,6 @@
 """Measure what reads caches and page tables: gather, page copies and slot mappings.
 
-A candidate makes one call a set, and leaves its result in arrays of the case, or returns it.
+A candidate makes one call per set, and leaves its result in arrays of the case, or returns it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .timers import Call, Wrap, by_device, ignoring_stream, on_stream, upload
 
 __all__ = ["add_arguments", "render", "run"]  # what `bench.py` calls
 
-HEADS, WIDTH, PAGE = 8, 128, 16  # of llama-3.1-8b; tokens a page
+HEADS, WIDTH, PAGE = 8, 128, 16  # of llama-3.1-8b; tokens per page
 ROW = HEADS * WIDTH
 FORMATS = ("bf16", "fp8 static", "fp8 dynamic")
 
@@ -54,7 +54,7 @@ class Shape:
             return self.count * (read + 4 * ROW + scales + 8)
         if self.operation == "copy_pages":
             return self.count * (2 * 2 * PAGE * ROW * 2 + 16)
-        tokens = self.count * self.append  # slots, and the pages that they lie on
+        tokens = self.count * self.append  # slots, and page table entries
         return tokens * 8 + self.count * (8 + 4 * -(-self.append // PAGE))
 
     def build(self, device: Any, sets: int) -> PageCase:
@@ -64,10 +64,10 @@ class Shape:
 
 def shapes() -> list[Shape]:
     """Return the cases."""
-    found = [Shape("gather_kv", count, fmt) for fmt in FORMATS for count in (1, 128, 4096)]
-    found += [Shape("copy_pages", count) for count in (1, 32, 512)]
+    cases = [Shape("gather_kv", count, fmt) for fmt in FORMATS for count in (1, 128, 4096)]
+    cases += [Shape("copy_pages", count) for count in (1, 32, 512)]
     steps = ((1, 1), (64, 1), (256, 1), (1, 512), (16, 512))
-    return found + [Shape("slot_mapping", count, append=append) for count, append in steps]
+    return cases + [Shape("slot_mapping", count, append=append) for count, append in steps]
 
 
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 class PageCase:
-    """Arguments on one device, `sets` times over, and everyone's way to do it."""
+    """Arguments on one device, `sets` times over, and every candidate's calls."""
 
     def __init__(self, device: Any, shape: Shape, sets: int) -> None:
         self.device, self.shape, self.sets = device, shape, sets
@@ -94,7 +94,7 @@ class PageCase:
         return [partial(by_device, self.device, work) for work in works]
 
     def require(self, candidate: str, name: str, got: Any, want: np.ndarray[Any, Any]) -> None:
-        """Compare with what NumPy found, byte by byte."""
+        """Compare with NumPy's result, byte by byte."""
         self.device.synchronize()
         case = f"{self.shape.name}, {candidate}, {name}"
         require_equal(case, self.device.to_numpy(got).view(want.dtype), want)
@@ -193,7 +193,7 @@ class CopyPages(PageCase):
         self.host = [normal_bits(self.rng, (num_pages, PAGE, HEADS, WIDTH)) for _ in "kv"]
         self.caches = [upload(self.device, array) for array in self.host]
         order = self.rng.permutation(num_pages).reshape(self.sets, 2, count)
-        self.pages = [(one[0].copy(), one[1].copy()) for one in order]
+        self.pages = [(src.copy(), dst.copy()) for src, dst in order]
         self.pages_on_device = [
             tuple(upload(self.device, pages) for pages in pair) for pair in self.pages
         ]
@@ -237,7 +237,7 @@ def _copy_all(caches: list[Any], src: Any, dst: Any) -> None:
 
 
 class SlotMapping(PageCase):
-    """The slots of a step in which every sequence appends as many tokens."""
+    """The slots of a step in which every sequence appends the same number of tokens."""
 
     def prepare(self) -> None:
         batch, append, rng = self.shape.count, self.shape.append, self.rng

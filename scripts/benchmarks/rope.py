@@ -1,6 +1,6 @@
 """Measure rotations, alone and followed by the store, by kvcupy, array expressions and torch.
 
-Every case holds several sets of arguments, which calls rotate over. A candidate makes one call a
+Every case holds several sets of arguments, which calls rotate over. A candidate makes one call per
 set, and returns the rotated query and key, or None if they are where query and key were.
 """
 
@@ -40,8 +40,8 @@ FORMATS = ("bf16", "bf16 norm", "fp8 static", "fp8 dynamic")
 class Shape:
     """One case: what is rotated, how many tokens, and the format of the cache.
 
-    `fresh` arguments are as a layer finds them: the projection has just written them, so they lie
-    in the processor's cache. Others are rotated over more memory than that holds.
+    `fresh` arguments have just been written, as by a model's projection, so that they are in the
+    processor's cache. Others rotate over more memory than the cache holds.
     """
 
     operation: str
@@ -74,12 +74,12 @@ class Shape:
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile, which takes its time, is worth it: the headlines."""
+        """Whether to try torch.compile, which is slow: only for the headlines."""
         return self in HEADLINES
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of one call: query and key to and fro, value, cache, cos and sin, indices."""
+        """Bytes of one call: query and key read and written, value, cache, cos and sin, indices."""
         queries = self.model.q_heads * self.rotary
         keys = self.rotary if self.model.mla else self.model.row_widths[0]
         bytes_a_token = 4 * (queries + keys) + 4 * self.rotary + 8
@@ -101,7 +101,7 @@ HEADLINES = tuple(
 
 def shapes() -> list[Shape]:
     """Return the cases, the headlines first."""
-    found = {shape.name: shape for shape in HEADLINES}
+    cases = {shape.name: shape for shape in HEADLINES}
     for operation, name, formats in (
         ("apply_rope", "llama-3.1-8b", FORMATS[:2]),
         ("rope_store_kv", "llama-3.1-8b", FORMATS),
@@ -110,8 +110,8 @@ def shapes() -> list[Shape]:
         for fmt in formats:
             for count in TOKENS:
                 shape = Shape(operation, MODELS[name], count, fmt)
-                found.setdefault(shape.name, shape)
-    return list(found.values())
+                cases.setdefault(shape.name, shape)
+    return list(cases.values())
 
 
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class RopeCase:
     # The array library of the device
 
     def expressions(self) -> list[Call] | None:
-        """Return array expressions on bits; None for formats that would need a library of them."""
+        """Return array expressions on bits; None for formats that NumPy and CuPy lack."""
         if self.shape.format != "bf16":
             return None
         rotate = rotation_of_bits(self.table[self.positions_on_device], self.shape.model.mla)
@@ -227,7 +227,7 @@ class RopeCase:
     # Checks
 
     def wipe(self) -> None:
-        """Bring back the rows before any rotation, and forget what was written."""
+        """Restore the rows from before any rotation, and zero what was written."""
         for arrays, bits in zip(self.on_device, self.inputs, strict=True):
             for name, array in arrays.items():
                 self.device.copy(array, self.device.asarray(bits[name]))
@@ -265,8 +265,8 @@ class RopeCase:
         caches = [np.zeros(c.shape, c.dtype) for c in self.caches]
         scales = [np.zeros(s.shape, np.float32) for s in self.scales]
         for i, result in enumerate(results):
-            found = (self.on_device[i]["query"], self.on_device[i]["key"])
-            query, key = map(self._bits, found if result is None else result)
+            rotated = (self.on_device[i]["query"], self.on_device[i]["key"])
+            query, key = map(self._bits, rotated if result is None else result)
             for name, got in (("query", query), ("key", key)):
                 exact = self.exact[i][name]
                 rows = got[tokens].reshape(exact.exact.shape)

@@ -1,6 +1,6 @@
 """What kvcupy's rotations are measured against: array expressions, and torch as models use it.
 
-torch rotates as transformers does, in the model's dtype with a rounding an operation. The array
+torch rotates as transformers does, in the model's dtype with one rounding per operation. The array
 expressions, for libraries without bf16, work on its bits and compute in float32. For both, cos and
 sin of the tokens were looked up beforehand, as a model does once for all of its layers.
 """
@@ -39,11 +39,11 @@ def rotation_of_bits(table: Any, interleaved: bool) -> Rotate:
         cosine, sine = table[:, :half].reshape(shape), table[:, half:].reshape(shape)
         rows = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
         first, second = _pairs_of(rows, interleaved)
-        turned = rows.copy()
-        target_first, target_second = _pairs_of(turned, interleaved)
+        rotated = rows.copy()
+        target_first, target_second = _pairs_of(rotated, interleaved)
         target_first[...] = first * cosine - second * sine
         target_second[...] = second * cosine + first * sine
-        word = turned.view(np.uint32)  # rounded to nearest even; there is no NaN
+        word = rotated.view(np.uint32)  # rounded to nearest even; there is no NaN
         odd = (word >> np.uint32(16)) & np.uint32(1)
         return ((word + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
 
@@ -56,14 +56,14 @@ def rotation_by_torch(torch: Any, table: Any, interleaved: bool, norms: dict[str
     cosine, sine = table[:, :half].bfloat16(), table[:, half:].bfloat16()
     if not interleaved:
         cosine, sine = torch.cat((cosine, cosine), dim=-1), torch.cat((sine, sine), dim=-1)
-    turn = partial(_torch_pairs if interleaved else _torch_halves, torch)
+    rotate_pairs = partial(_torch_pairs if interleaved else _torch_halves, torch)
 
     def rotate(x: Any, name: str) -> Any:
         if name in norms:
             x = _torch_norm(torch, x, norms[name])
         if x.ndim == 2:
-            return turn(x, cosine, sine)
-        return turn(x, cosine[:, None], sine[:, None])
+            return rotate_pairs(x, cosine, sine)
+        return rotate_pairs(x, cosine[:, None], sine[:, None])
 
     return rotate
 
@@ -82,8 +82,8 @@ def _torch_halves(torch: Any, x: Any, cosine: Any, sine: Any) -> Any:
 
 def _torch_pairs(torch: Any, x: Any, cosine: Any, sine: Any) -> Any:
     first, second = _pairs_of(x, True)
-    turned = (first * cosine - second * sine, second * cosine + first * sine)
-    return torch.stack(turned, dim=-1).flatten(-2)
+    rotated = (first * cosine - second * sine, second * cosine + first * sine)
+    return torch.stack(rotated, dim=-1).flatten(-2)
 
 
 def _torch_norm(torch: Any, x: Any, weight: Any) -> Any:

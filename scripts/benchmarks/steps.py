@@ -1,10 +1,10 @@
 """Measure the host's work for a step of PagedKVCache, against how many sequences the cache holds.
 
-A step appends one token to each sequence of a batch: begin_forward finds slots and pages, the first
-use of the tables packs them and puts their copy on its stream, end_forward closes the step. There
-is no model and no attention: what is left is what the host pays for a step, whatever the model.
-The other sequences of the cache, a page each, take no part. Work that went over all of them would
-show as a time that grows with their number.
+A step appends one token to each sequence of a batch: begin_forward allocates slots and pages, the
+first use of the tables packs them and enqueues their upload, end_forward closes the step. There is
+no model and no attention, so that what is left is the host's overhead per step. The other sequences
+of the cache have a page each and take no part: work over all of them would show as a time that
+grows with their number.
 
     python scripts/bench.py steps --json steps.json --plot steps.png
 """
@@ -27,13 +27,13 @@ import kvcupy as kv
 LIVE = (100, 1_000, 10_000, 100_000)
 PARTS = ("begin", "tables", "end")
 BLOCK = 1000  # sequences that are filled in one step
-SECONDS = 20.0  # for all measurements, after which 20 of each do
+SECONDS = 20.0  # for all measurements, after which 20 of each suffice
 
 
 class SteppedCache:
     """A cache with a batch of long sequences and many of one page beside them.
 
-    Heads are as small as they can be, for only the tables matter.
+    Heads are as small as possible: only the tables matter.
     """
 
     def __init__(self, device: Any, live: int, batch: int, context: int, page_size: int) -> None:
@@ -58,7 +58,7 @@ class SteppedCache:
             pass
 
     def step_us(self) -> tuple[float, ...]:
-        """Append a token to each of the batch; return what each part took, and take it back."""
+        """Append a token to each of the batch, pop it again, and return the time of each part."""
         cache, ones = self.cache, [1] * len(self.batch)
         marks = [time.perf_counter()]
         cache.begin_forward(self.batch, ones)
@@ -69,7 +69,7 @@ class SteppedCache:
         marks.append(time.perf_counter())
         for name in self.batch:
             cache.pop_tokens(name, 1)
-        self.device.synchronize()  # the tables' copy is no part of the host's work
+        self.device.synchronize()  # the upload of the tables is not host work
         return tuple(float(us) for us in np.diff(marks) * 1e6)
 
 

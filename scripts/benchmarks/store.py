@@ -1,7 +1,7 @@
 """Measure one store of many tokens, by kvcupy, array expressions and torch.
 
 Every case holds several sets of arguments, which calls rotate over, in one cache per part.
-A candidate takes a stream and makes one call a set. All write what `check` expects.
+A candidate takes a stream and makes one call per set. All write what `check` expects.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ BANDWIDTH = Shape("store_kv", MODELS["llama-3.1-8b"], 4096, "bf16")
 
 def shapes(tokens: Sequence[int]) -> list[Shape]:
     """Return the cases, the two headlines first; past 4096 tokens, copies of one model alone."""
-    found = {shape.name: shape for shape in (CALL_COST, BANDWIDTH)}
+    cases = {shape.name: shape for shape in (CALL_COST, BANDWIDTH)}
     for name in ("llama-3.1-8b", "llama-3.1-70b-tp8", "deepseek-v3-mla"):
         model = MODELS[name]
         for fmt in FORMATS[:2] if model.mla else FORMATS:
@@ -81,8 +81,8 @@ def shapes(tokens: Sequence[int]) -> list[Shape]:
                 if fmt == "int8 static" and name != "llama-3.1-8b":
                     continue
                 shape = Shape("store_mla" if model.mla else "store_kv", model, count, fmt)
-                found.setdefault(shape.name, shape)
-    return list(found.values())
+                cases.setdefault(shape.name, shape)
+    return list(cases.values())
 
 
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
 
 
 class StoreCase:
-    """Arguments of one shape on one device, `sets` times over, and everyone's way to write them."""
+    """Arguments of one shape on one device, `sets` times over, and every candidate's calls."""
 
     def __init__(self, device: Any, shape: Shape, sets: int) -> None:
         rng = np.random.default_rng(0)
@@ -107,7 +107,7 @@ class StoreCase:
         self.cache_shapes = [(num_slots, *row) for row in rows]
         self.scale_shape = (num_slots, shape.model.kv_heads)
 
-        # Bits travel as unsigned integers: every array library has those.
+        # As unsigned integers, which every array library has.
         self.on_device = [[upload(device, x.view(np.uint16)) for x in xs] for xs in self.inputs]
         self.slots_on_device = [upload(device, slots) for slots in self.slots]
         self.caches = [device.zeros(s, self.stored) for s in self.cache_shapes]
@@ -117,7 +117,7 @@ class StoreCase:
     # kvcupy
 
     def kvcupy(self, wrap: Wrap) -> list[Call]:
-        """Return kvcupy's calls on arrays that `wrap` made of bits and a format."""
+        """Return kvcupy's calls, on arrays that `wrap` makes from bits and a format."""
         shape = self.shape
         stored = STORED[shape.format.split()[0]]
         caches = [wrap(cache, stored) for cache in self.caches]
@@ -157,9 +157,9 @@ class StoreCase:
     # torch
 
     def torch(self, torch: Any, wrap: Wrap) -> list[Call]:
-        """Return torch's calls, as serving systems write them when they have no kernel for it.
+        """Return torch's calls, as written in systems without a kernel for it.
 
-        They take no stream: they go to torch's current one.
+        They take no stream: torch has a current one.
         """
         caches = self._targets([wrap(cache, "bits") for cache in self.caches])
         if self.shape.format == "bf16":
@@ -176,7 +176,7 @@ class StoreCase:
     # Checks
 
     def wipe(self) -> None:
-        """Forget what an earlier candidate wrote."""
+        """Zero what an earlier candidate wrote."""
         for array in (*self.caches, *self.scales):
             self.device.copy(array, self.device.zeros(array.shape, array.dtype))
         self.device.synchronize()
@@ -223,7 +223,7 @@ def quantise(part: np.ndarray, fmt: str) -> tuple[np.ndarray, np.ndarray | None]
 
 
 def _draw(rng: np.random.Generator, bank: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Fill `shape` from `bank`, from a random place on: cheaper than new numbers for each set."""
+    """Fill `shape` from `bank`, from a random offset on: cheaper than new values for each set."""
     return np.resize(np.roll(bank, int(rng.integers(bank.size))), shape)
 
 
@@ -258,7 +258,7 @@ def _torch_int8(torch: Any, targets: list[Any], slots: Any, parts: list[Any]) ->
 
 def _torch_dynamic(
     torch: Any,
-    limit: Any,  # a tensor, for a true division; by a number, torch multiplies by its reciprocal
+    limit: Any,  # a tensor, for a true division: torch multiplies by the reciprocal of a number
     scale_caches: list[Any],
     targets: list[Any],
     slots: Any,

@@ -1,4 +1,4 @@
-"""Ways to time calls that rotate over sets of arguments, and torch's view of a device's arrays."""
+"""Timing of calls that rotate over sets of arguments, and torch tensors over a device's arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Wrap = Callable[[Any, str], Any]  # an array of bits, in the dtype of a format
 
 
 def copy_gb_per_s(device: Any, size: int, rounds: int) -> float:
-    """Measure the device's own copy of a large buffer: the bytes read and written, at best."""
+    """Measure the device's own copy of a large buffer: bytes read and written, at least time."""
     source, target = device.zeros((size,), np.uint8), device.zeros((size,), np.uint8)
     copy = partial(device.copy, target, source)
     copy()
@@ -26,7 +26,7 @@ def copy_gb_per_s(device: Any, size: int, rounds: int) -> float:
 
 
 class TorchArrays:
-    """torch's view of a device's arrays, where torch is there and can see them."""
+    """Torch tensors over a device's arrays, where torch is installed and can reach them."""
 
     def __init__(self, device: Any) -> None:
         self.torch: Any = None
@@ -40,7 +40,7 @@ class TorchArrays:
             self.torch, self.missing = None, f"{type(error).__name__}: {error}"
 
     def wrap(self, array: Any, fmt: str) -> Any:
-        """Return a tensor on the same memory, of a format, or of plain integers for "bits"."""
+        """Return a tensor over the same memory, in a format, or as plain integers for "bits"."""
         torch = self.torch
         signed = {1: np.uint8, 2: np.int16}.get(array.dtype.itemsize, array.dtype)
         tensor = torch.from_dlpack(array.view(signed))
@@ -51,7 +51,7 @@ class TorchArrays:
 
 
 def own_arrays(array: Any, fmt: str) -> Any:
-    """Return the device's own array in the dtype of a format, tagged where it has none."""
+    """Return the array in the dtype of a format, tagged where its library has none."""
     try:
         return array.view(numpy_dtype(fmt))
     except (TypeError, ValueError):
@@ -83,10 +83,10 @@ def ignoring_stream(bound: Callable[[], Any], stream: Any) -> Any:
 def eager(device: Any, calls: list[Call], target_us: float) -> Callable[[], float]:
     """Return a measurement of a call from Python, in us."""
     repeat = repeats_for(device, partial(calls[0], None), target_us)
-    turns = list(islice(cycle(calls), repeat))
+    rotation = list(islice(cycle(calls), repeat))
 
     def sweep() -> None:
-        for call in turns:
+        for call in rotation:
             call(None)
 
     return lambda: wall_us(device, sweep) / repeat
@@ -94,7 +94,7 @@ def eager(device: Any, calls: list[Call], target_us: float) -> Callable[[], floa
 
 def replayed(device: Any, stream: Any, calls: list[Call], target_us: float) -> Callable[[], float]:
     """Capture the calls; return a measurement of one of them in a replay, in us."""
-    # All of them, unless one alone takes so long that a few tell as much.
+    # All of them, or a few where a single one takes long.
     calls = calls[: max(2, repeats_for(device, partial(calls[0], stream), 4 * target_us))]
     with stream.capture() as graph:
         for call in calls:

@@ -1,20 +1,20 @@
 """Measure transfers of pages between the device and pinned memory against its copy bandwidth.
 
-scattered  pages of one token whose rows are 1 KiB, K and V: one copy for each page and layer, as it
-           used to be done, against every method of `transfer_pages`
+scattered  pages of one token whose rows are 1 KiB, K and V: one copy per page and layer, as without
+           kvcupy, against every method of `transfer_pages`
 rows       rows of 128 to 2,048 bytes of K and of V, and latents of 576 and 656, in pages of 1 to
            128 tokens, layer_first on both sides
 blocks     the kernel with 1 to 16 blocks
 layouts    between layer_first and the layouts of the host, and between those
 
-Both directions. Pages are scattered in both pools, so that no two of them make one run. Times are
-between two events of one stream, so that what Python needs to issue the work counts where the
-stream runs dry; they are medians of rounds in which the candidates of a case take turns. GB/s
-counts every byte once. The peak is one large copy of the device between pinned memory and its own,
-in the same direction; a host's kernel of several blocks may exceed it, for that copy has one
-thread. What every case leaves is compared with NumPy's once, byte by byte.
+Both directions. Pages are scattered in both pools, so that no two form a contiguous run. Times are
+between two events of one stream, so that the time to issue the work in Python counts where the
+stream runs dry; they are medians over rounds, each of which measures every candidate of a case.
+GB/s counts every byte once. The peak is one large copy between the device and pinned memory, in
+the same direction; a kernel of several blocks on the host device may exceed it, as that copy has
+one thread. Every case's result is compared with NumPy's once, byte by byte.
 
-    python scripts/bench.py transfer --json scripts/results/bench_transfer.json
+    python scripts/bench.py transfer --json build/bench_transfer.json
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvcupy import calibration
 from .command import TIMES
 
 METHODS = ("kernel", "copy", "staged", "auto")
-EACH_PAGE = "one copy a page and layer"
+EACH_PAGE = "one copy per page and layer"
 LAYERS = 8
 SCATTERED_BYTES, TARGET_RATIO = 1024, 3.0
 ROWS = (128, 256, 512, 1024, 2048, 576, 656)
@@ -59,7 +59,7 @@ class Bench:
     Attributes
     ----------
     peaks : GB/s of one large copy, by direction
-    case_bytes : what a case moves, about
+    case_bytes : approximate bytes per case
     """
 
     def __init__(self, device: Any, *, quick: bool, case_bytes: int | None = None) -> None:
@@ -67,7 +67,7 @@ class Bench:
         self.rounds, self.seconds = (2, 0.0) if quick else (7, 1.0)
         self.stream = named_stream(device, "bench")
         self.peaks = self._peaks((4 if quick else 64) << 20)
-        # 2.5 ms at the peak: more than caches hold, and far more than a launch costs.
+        # 2.5 ms at the peak: more than caches hold, and far longer than a launch.
         target_us = 50 if quick else 2_500
         self.case_bytes = case_bytes or int(min(self.peaks.values()) * target_us * 1e3)
 
@@ -104,7 +104,7 @@ class Bench:
 
         Parameters
         ----------
-        candidates : options of `transfer_pages`; None is a copy for each page and layer
+        candidates : options of `transfer_pages`; None is one copy per page and layer
         """
         case = Case(self.device, shape)
         for direction in DIRECTIONS:
@@ -175,7 +175,7 @@ def cases(
 
 
 def headlines(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return how many times as fast the kernel is as a copy for each scattered page and layer."""
+    """Return the speed of the kernel over that of one copy per scattered page and layer."""
     return {
         f"scattered 1 KiB rows {row['direction']}, {row['layouts'][1]}: kernel, times as fast as "
         f"{EACH_PAGE}": row["ratio"]

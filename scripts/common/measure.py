@@ -11,7 +11,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -47,12 +48,12 @@ def chosen_device(name: str | None) -> Any:
 
 
 def device_for_products(name: str | None) -> Any:
-    """Return the device of a name, or the default one, where arrays can be multiplied as matrices.
+    """Return the device of that name, or the default one, if it can multiply matrices.
 
     Raises
     ------
     SystemExit
-        CuPy lacks cuBLAS; tells how to get it.
+        CuPy lacks cuBLAS; the message says how to install it.
     """
     device = chosen_device(name)
     square = device.asarray(np.ones((8, 8), np.float32))
@@ -68,7 +69,7 @@ def device_for_products(name: str | None) -> Any:
 
 
 def log_compilation() -> None:
-    """Say on stderr which kernels are compiled: a first run takes that much longer."""
+    """Log on stderr which kernels are compiled, which makes a first run longer."""
     logger = logging.getLogger("kvcupy")
     logger.addHandler(logging.StreamHandler())
     logger.setLevel(logging.INFO)
@@ -97,7 +98,7 @@ def require_equal(case: str, got: Any, want: Any) -> None:
 
 
 def wall_us(device: Any, work: Callable[[], object], repeat: int = 1) -> float:
-    """Time `repeat` calls of `work` and what they put on the device, in us a call."""
+    """Time `repeat` calls of `work` and what they enqueue on the device, in us per call."""
     device.synchronize()
     start = time.perf_counter()
     for _ in range(repeat):
@@ -107,7 +108,7 @@ def wall_us(device: Any, work: Callable[[], object], repeat: int = 1) -> float:
 
 
 def event_us(device: Any, stream: Any, work: Callable[[], object]) -> float:
-    """Time what `work` puts on `stream`, between two timing events."""
+    """Time what `work` enqueues on `stream`, between two timing events."""
     start, stop = device.event(timing=True), device.event(timing=True)
     stream.record(start)
     work()
@@ -119,10 +120,10 @@ def event_us(device: Any, stream: Any, work: Callable[[], object]) -> float:
 def interleave(
     candidates: dict[str, Callable[[], T]], rounds: int, *, seconds: float = math.inf
 ) -> dict[str, list[T]]:
-    """Measure all candidates in turn, `rounds` times over; return what each measured.
+    """Measure all candidates round by round, for `rounds` rounds; return what each measured.
 
-    Each candidate times itself. One round that does not count warms them up. The order turns
-    from round to round, so that a disturbance hits all alike. After `seconds`, three rounds do.
+    Each candidate times itself. A first round warms up and is not counted. The order rotates from
+    round to round, so that a disturbance affects all alike. After `seconds`, three rounds suffice.
     """
     end = time.perf_counter() + seconds
     for measure in candidates.values():
@@ -144,7 +145,7 @@ def medians(samples: dict[str, list[float]]) -> dict[str, float]:
 
 
 def minima(samples: dict[str, list[float]]) -> dict[str, float]:
-    """Return the least of each candidate's measurements: what other programs disturb least."""
+    """Return each candidate's least measurement, which other programs disturb least."""
     return {name: min(values) for name, values in samples.items()}
 
 
@@ -164,6 +165,19 @@ def named_stream(device: Any, name: str) -> Any:
     return stream
 
 
+@contextmanager
+def one_core_per_stream(device: Any) -> Iterator[None]:
+    """Limit launches on the host device to one core each, so that another stream has the other."""
+    if device.kind != "host":
+        yield
+        return
+    before, device.num_workers = device.num_workers, 1
+    try:
+        yield
+    finally:
+        device.num_workers = before
+
+
 def run_named(
     device: Any,
     name: str,
@@ -181,7 +195,7 @@ def run_named(
 
 
 def captured(stream: Any, work: Callable[[], object]) -> Callable[[], None]:
-    """Capture what `work` puts on `stream`; return its replay."""
+    """Capture what `work` enqueues on `stream`; return its replay."""
     with stream.capture() as graph:
         work()
     return partial(graph.launch, stream)
@@ -202,8 +216,14 @@ def save_timeline(
     recorded.plot(out / f"{stem}.png", title=title)
 
 
+def length_us(recorded: Any) -> float:
+    """Return the time from the first start to the last end in a timeline."""
+    spans = recorded.spans
+    return float(max(span.end_us for span in spans) - min(span.start_us for span in spans))
+
+
 def random_bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """Return uint16 of any bit pattern, NaNs included: a copy must not care."""
+    """Return uint16 of random bit patterns, NaNs included."""
     return rng.integers(0, 1 << 16, shape, dtype=np.uint16)
 
 
@@ -231,7 +251,7 @@ def _cell(value: object) -> str:
 
 
 def describe(device: Any) -> dict[str, Any]:
-    """Return what a result must say of where it was measured."""
+    """Return where a result is measured: device, driver, versions, date and commit."""
     return {
         "device": device.name,
         "processor": _processor(),
@@ -249,13 +269,13 @@ def describe(device: Any) -> dict[str, Any]:
 
 
 def write_json(path: str | Path, report: dict[str, Any]) -> None:
-    """Write a report, its folder too."""
+    """Write a report, and create its folder."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _output(*command: str) -> str | None:
-    """Return what a program prints, None if it is not there or fails."""
+    """Return what a program prints, None if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     result = subprocess.run(command, capture_output=True, text=True, check=False)

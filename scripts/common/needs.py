@@ -1,4 +1,4 @@
-"""Print what a task still lacks, as arguments for `pip install`, one a line; nothing if nothing.
+"""Print what a task still lacks, as arguments for `pip install`, one per line.
 
 Runs before anything is installed, so that it imports the standard library alone until it knows
 that the package's own requirements are there.
@@ -29,7 +29,7 @@ CORE = ("numpy", "ml_dtypes", "platformdirs", "tqdm")
 TORCH = {"torch": "torch==2.13.0", "transformers": "transformers>=5,<6"}
 SANITIZER = "nvidia-cuda-sanitizer-api"  # compute-sanitizer
 COMPILERS = ("c++", "g++", "clang++")
-# With which CuPy multiplies matrices; no part of the package does, but the models in the scripts.
+# CuPy multiplies matrices with it: the models in the scripts do, the package does not.
 CUBLAS = {"cuda12": "nvidia-cublas-cu12>=12.3", "cuda13": "nvidia-cublas>=13,<14"}
 
 
@@ -41,8 +41,8 @@ def lacks(*modules: str) -> bool:
 def lacks_compiler() -> bool:
     """Return whether this machine has no C++ compiler."""
     chosen = os.environ.get("CXX", "").split()
-    found = any(shutil.which(name) for name in (*chosen[:1], *COMPILERS))
-    return not found and lacks("ziglang")
+    present = any(shutil.which(name) for name in (*chosen[:1], *COMPILERS))
+    return not present and lacks("ziglang")
 
 
 def lacks_headers() -> bool:
@@ -110,7 +110,7 @@ def cuda_extra() -> str:
 
 
 def missing(task: str, torch: bool = False, essential: bool = False) -> list[str]:
-    """Return the arguments for `pip install`: what `task` needs, or only what it cannot do without.
+    """Return the arguments for `pip install`: what `task` lacks, or only what is essential to it.
 
     Without the rest a task does less: no picture, no GPU, no check of the CUDA compiler.
     """
@@ -124,9 +124,9 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
         extras["plot"] = lacks("matplotlib")
         extras["host"] = lacks_compiler()
         gpu = driver_cuda() >= 12
-        compiles = task != "demo" and has_cuda_wheels()  # for GPUs, whether there is one or not
+        compiles = task != "demo" and has_cuda_wheels()  # for GPUs, even on a machine without one
         lacking = (compiles and lacks_nvrtc()) or (gpu and lacks("cupy"))
-        if not core:  # else nothing can say yet where headers are
+        if not core:  # without them the package cannot look for headers yet
             lacking = lacking or ((compiles or gpu) and lacks_headers())
         extras[cuda_extra()] = lacking
         if gpu and lacks_cublas(cuda_extra()):
@@ -140,12 +140,12 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
 
 
 def missing_for_report(torch: bool = False, essential: bool = False) -> list[str]:
-    """Return the same for a report of a GPU: torch's wheels and this one are made for CUDA 13."""
+    """Return the same for a GPU report; torch's wheels and the sanitizer are for CUDA 13."""
     cuda13 = driver_cuda() >= 13
-    wanted = missing("report", torch and cuda13, essential)
+    arguments = missing("report", torch and cuda13, essential)
     if cuda13 and not essential and lacks_sanitizer():
-        wanted.append(f"{SANITIZER}>=13,<14")
-    return wanted
+        arguments.append(f"{SANITIZER}>=13,<14")
+    return arguments
 
 
 def main() -> None:
@@ -153,13 +153,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("task", choices=("demo", "test", "report", "dev"))
     parser.add_argument("--torch", action="store_true", help="torch too")
-    parser.add_argument("--essential", action="store_true", help="what there is no way without")
+    parser.add_argument("--essential", action="store_true", help="only what is indispensable")
     options = parser.parse_args()
     if options.task == "report":
-        wanted = missing_for_report(options.torch, options.essential)
+        arguments = missing_for_report(options.torch, options.essential)
     else:
-        wanted = missing(options.task, options.torch, options.essential)
-    for argument in wanted:
+        arguments = missing(options.task, options.torch, options.essential)
+    for argument in arguments:
         print(argument)
 
 

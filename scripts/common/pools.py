@@ -17,7 +17,7 @@ DIRECTIONS = (TO_DEVICE, TO_HOST)
 
 
 def fill(pool: Any, parts: list[np.ndarray[Any, Any]]) -> None:
-    """Write bits (pages, layers, page_size, heads, width), one array a part, into a pool."""
+    """Write bits (pages, layers, page_size, heads, width), one array per part, into a pool."""
     for view, bits in zip(pool.parts, parts, strict=True):
         if pool.placement == "device":
             pool.device.copy(view, kv.view_as(pool.device.asarray(bits), pool.dtype))
@@ -47,7 +47,7 @@ class Shape:
 
     Attributes
     ----------
-    row_bytes : of K, and of V, for a token and layer; of the latent, where there is only that
+    row_bytes : of K, and of V, per token and layer; of the latent in an MLA pool
     layouts : of the device's pool and of the host's
     """
 
@@ -69,14 +69,14 @@ class Shape:
         return rows * self.row_bytes
 
     def pool(self, device: Any, *, host: bool) -> Any:
-        """Make a pool with some pages more than are moved: nothing may write those."""
+        """Return a pool with a few pages more than are moved, which nothing may write."""
         sizes = (self.num_pages + 3, self.page_size, self.num_layers)
         where: dict[str, Any] = {
             "layout": self.layouts[host],
             "placement": "pinned" if host else "device",
             "device": device,
         }
-        if self.mla:  # one byte an element: 576 of fp8, or 512 and the scales and bf16 rope
+        if self.mla:  # one byte per element: 576 of fp8, or 512 with scales and bf16 rope
             return kv.MLAPool(*sizes, self.row_bytes, dtype="int8", **where)
         heads = max(1, self.row_bytes // 256)
         return kv.KVPool(*sizes, heads, self.row_bytes // heads // 2, dtype="bf16", **where)
@@ -98,7 +98,7 @@ class Case:
         self.scatter()
 
     def scatter(self) -> None:
-        """Choose other pages: what an earlier transfer left must not pass for a later one."""
+        """Choose other pages, so that leftovers of an earlier transfer are wrong."""
         pools = (self.device_pool, self.host_pool)
         self._pages = {
             pool: self._rng.permutation(pool.num_pages)[: self.shape.num_pages] for pool in pools
@@ -111,11 +111,11 @@ class Case:
         return src, dst, self._pages[src], self._pages[dst]
 
     def transfer(self, direction: str, stream: Any, **options: Any) -> None:
-        """Put one transfer on a stream."""
+        """Enqueue one transfer on a stream."""
         kv.transfer_pages(*self.ends(direction), stream=stream, **options)
 
     def copy_each_page(self, direction: str, stream: Any) -> None:
-        """Put one copy on a stream for each page, layer, and part: the way without kernels."""
+        """Enqueue one copy per page, layer and part, as one would without kernels."""
         src, dst, src_pages, dst_pages = self.ends(direction)
         pairs = list(zip(src_pages.tolist(), dst_pages.tolist(), strict=True))
         for layer in range(self.shape.num_layers):
@@ -125,10 +125,10 @@ class Case:
                     self.device.copy(target[j], source[i], stream=stream)
 
     def check(self, name: str, direction: str) -> None:
-        """Compare every byte of the target, of pages that were not named too, with NumPy's."""
+        """Compare every byte of the target with NumPy's, pages that were not moved included."""
         src, dst, src_pages, dst_pages = self.ends(direction)
-        for part, (found, want, given) in enumerate(
+        for part, (got, want, source) in enumerate(
             zip(bits_of(dst), self._want[dst], self._want[src], strict=True)
         ):
-            want[dst_pages] = given[src_pages]
-            require_equal(f"{name}, {direction}, part {part}", found, want)
+            want[dst_pages] = source[src_pages]
+            require_equal(f"{name}, {direction}, part {part}", got, want)

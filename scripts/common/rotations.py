@@ -1,4 +1,4 @@
-"""Rows for the cases that rotate, and how right their results are, in float64."""
+"""Rows for cases that rotate, and a check of their results against float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .measure import WrongBytes
 BF16 = np.dtype(ml_dtypes.bfloat16)
 MAX_POSITIONS = 8192
 ROPE_BASE = 500_000.0
-CHECKED_TOKENS = 128  # of each call; float64 is slow, and tokens are alike
+CHECKED_TOKENS = 128  # of each call: float64 is slow, and all tokens are treated alike
 # float32 arithmetic and one rounding. Where a pair cancels, what float32 loses is more than an ulp
 # of the small result, but little beside the pair.
 FLOAT32_LOSS = 2.0**-21
@@ -34,10 +34,10 @@ def sample(tokens: int) -> np.ndarray[Any, Any]:
 
 @dataclass
 class Rotation:
-    """Rows of one call, rotated in float64, of which `got` can be so many roundings off."""
+    """Rows of one call, rotated in float64, to compare results with."""
 
     exact: np.ndarray[Any, Any]
-    pair: np.ndarray[Any, Any]  # how large the two elements of a pair are, that each result adds
+    pair: np.ndarray[Any, Any]  # magnitudes of the two elements that each result combines
 
     @classmethod
     def of(
@@ -49,12 +49,12 @@ class Rotation:
         interleaved: bool = False,
         norm: np.ndarray[Any, Any] | None = None,
     ) -> Rotation:
-        """Rotate bf16 rows (T, H, D) by all of a table's pairs, normalised before if asked."""
+        """Rotate bf16 rows (T, H, D) by all pairs of a table, after the norm if there is one."""
         rows = bits.view(BF16)
         cosine, sine = reference.cos_sin(table, positions)
         exact = reference.rotate(rows, cosine, sine, interleaved=interleaved, norm=norm)
-        still = np.ones_like(cosine), np.zeros_like(sine)
-        size = np.abs(reference.rotate(rows, *still, interleaved=interleaved, norm=norm))
+        identity = np.ones_like(cosine), np.zeros_like(sine)
+        size = np.abs(reference.rotate(rows, *identity, interleaved=interleaved, norm=norm))
         if interleaved:
             pair = np.repeat(size[..., 0::2] + size[..., 1::2], 2, axis=-1)
         else:
@@ -67,8 +67,8 @@ class Rotation:
 
         Parameters
         ----------
-        roundings : to bf16, on the way to a result, of values no larger than its pair; None: one,
-            at the end, so that the result is within an ulp of the exact one
+        roundings : intermediate roundings to bf16, of values no larger than the pair; None: one, at
+            the end, so that the result is within an ulp of the exact one
 
         Raises
         ------

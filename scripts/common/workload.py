@@ -1,4 +1,4 @@
-"""What the scripts run: the shapes of known models, and the steps of continuous batching."""
+"""Shapes of known models, request traces, and the steps of continuous batching."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Model:
-    """What one GPU of a deployment writes to its KV cache for a token, layer by layer.
+    """What one GPU of a deployment writes to its KV cache per token and layer.
 
     `kv_heads` is 0 for multi-head latent attention, whose row is `latent + rope` wide.
     """
@@ -33,14 +33,14 @@ class Model:
 
     @property
     def row_widths(self) -> tuple[int, int]:
-        """Elements a token and layer in the two parts of a row: K and V, or latent and rope."""
+        """Elements per token and layer in the two parts of a row: K and V, or latent and rope."""
         if self.mla:
             return self.latent, self.rope
         return self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
 
     @property
     def projection(self) -> tuple[int, int]:
-        """The matrix that makes queries and K/V of a token's hidden state: (hidden, outputs)."""
+        """The matrix that projects a hidden state to queries and K/V: (hidden, outputs)."""
         return self.hidden, self.q_heads * self.head_dim + sum(self.row_widths)
 
 
@@ -67,7 +67,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Step:
-    """New tokens of one forward pass: one a running request, and chunks of waiting prompts."""
+    """New tokens of one forward pass: one per running request, and chunks of waiting prompts."""
 
     decode: int
     prefill: int
@@ -105,10 +105,10 @@ def read_trace(path: str | Path) -> Iterator[Request]:
 
 
 def synthetic_trace(seed: int = 0, *, requests_per_s: float = 6.0) -> Iterator[Request]:
-    """Make requests without end: Poisson arrivals, log-normal prompt and output lengths.
+    """Yield requests without end: Poisson arrivals, log-normal prompt and output lengths.
 
     The medians (about 6,900 tokens in, 350 out) are those of a conversation service; the rate
-    keeps a batch of 2,048 tokens a step full.
+    fills a batch of 2,048 tokens per step.
     """
     rng = np.random.default_rng(seed)
     now = 0.0
@@ -138,7 +138,7 @@ def batch_steps(
     """Batch requests as a scheduler with chunked prefill does.
 
     Each step holds one token of every request that decodes, and prompt chunks, oldest first, up
-    to `budget` tokens in all. Prompt blocks that an earlier request brought are not computed
+    to `budget` tokens in all. Prompt blocks that an earlier request computed are not computed
     again. A step takes `step_ms` of trace time; steps without tokens are left out.
     """
     arrivals = iter(requests)
@@ -179,7 +179,7 @@ def busy_steps(
 ) -> list[Step]:
     """Return `count` successive steps, the first of which both decodes and prefills.
 
-    The first `skip` steps, in which the batch fills, are passed over if the trace is long enough.
+    The first `skip` steps, in which the batch fills, are skipped if the trace is long enough.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Say what a GPU report was made on, and find the tools that it asks."""
+"""Describe the machine of a GPU report, and find NVIDIA's tools."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _GPU = ("name", "compute_cap", "memory.total", "driver_version", "pcie.link.gen.
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of the parts: they find this package, and say all at once."""
+    """Return the environment of the parts: this package is found, and output is unbuffered."""
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def output(*command: str, timeout_s: float = 60) -> str:
-    """Return what a program prints, nothing if it is not there, fails, or hangs."""
+    """Return what a program prints, nothing if it is missing, fails, or hangs."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=timeout_s,
@@ -41,12 +41,12 @@ def output(*command: str, timeout_s: float = 60) -> str:
 
 
 def facts(device: str, tools: dict[str, str | None]) -> dict[str, Any]:
-    """Return what the report must say of where it was made.
+    """Return the facts of the machine that the report states.
 
     Parameters
     ----------
     device : the name that was asked for
-    tools : programs by name, None if they are not there
+    tools : paths of programs by name, None if they are not installed
     """
     from common.measure import describe  # which needs NumPy
 
@@ -81,7 +81,7 @@ def facts(device: str, tools: dict[str, str | None]) -> dict[str, Any]:
 
 
 def no_device(device: str) -> str:
-    """Return why a device cannot be used at all, nothing if it may be worth trying."""
+    """Return why a device cannot be used, nothing if it may work."""
     if device.partition(":")[0] != "cuda":
         return ""
     code = "from kvcupy.devices import cuda; print('|', cuda.why_not() or '')"
@@ -91,9 +91,9 @@ def no_device(device: str) -> str:
 
 def tool(name: str) -> str | None:
     """Return the path of one of NVIDIA's tools: on the PATH, in a toolkit, or from a wheel."""
-    found = shutil.which(name)
-    if found:
-        return found
+    path = shutil.which(name)
+    if path:
+        return path
     return next((str(p) for p in _places(name) if os.access(p, os.X_OK) and p.is_file()), None)
 
 
@@ -121,13 +121,13 @@ def _fields(line: str) -> list[str]:
 def _versions() -> dict[str, str]:
     from importlib import metadata
 
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _memory() -> str | None:

@@ -1,8 +1,8 @@
-"""Call every operation, so that each kernel is launched: what compute-sanitizer and ncu look at.
+"""Call every operation, so that each kernel is launched: run by compute-sanitizer and ncu.
 
-The shapes are small, and such that rows end within a word of several threads and pages within a
-row of threads. With `--large` they are those of a model that serves, more than fits into an L2
-cache. Nothing is timed, and results are not compared: that is for the tests.
+The shapes are small, and chosen so that rows end within a thread's word and pages within a row of
+threads. With `--large` they are those of a served model, more than fits in an L2 cache. Nothing is
+timed, and results are not compared: tests do that.
 
     compute-sanitizer --tool racecheck python scripts/gpu/every_operation.py --device cuda
     ncu python scripts/gpu/every_operation.py --device cuda --large
@@ -33,7 +33,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Size:
-    """How much each operation is given."""
+    """Sizes of the arguments of every operation."""
 
     tokens: int
     heads: int  # of the query
@@ -46,7 +46,7 @@ class Size:
     latent: tuple[int, int] = (512, 64)
 
 
-# Rows of 72 take the kernels that move an element at a time where they convert, those of 64 packs.
+# Conversions take rows of 72 element by element, rows of 64 in packs.
 SMALL = (Size(37, 4, 2, 72, 3, 70, 21, 2, (40, 24)), Size(33, 8, 2, 64, 2, 50, 18, 1, (64, 32)))
 LARGE = (Size(16_384, 32, 8, 128, 16, 2048, 512, 2),)
 
@@ -56,8 +56,8 @@ class Operations:
 
     Parameters
     ----------
-    device : where the arrays lie
-    size : of the calls
+    device : of the arrays
+    size : of the arguments
     """
 
     def __init__(self, device: Any, size: Size) -> None:
@@ -82,7 +82,7 @@ class Operations:
         return self.device.asarray(np.asarray(values, np.int32))
 
     def rows(self, *heads: int, fmt: str = "bf16") -> list[Any]:
-        """Return rows of all tokens, an array for each number of heads."""
+        """Return rows of all tokens, one array per number of heads."""
         size = self.size
         return [self.values(size.tokens, count, size.head_dim, fmt=fmt) for count in heads]
 
@@ -92,7 +92,7 @@ class Operations:
         return [self.values(*shape, fmt=fmt) for _ in "kv"]
 
     def scales(self) -> dict[str, Any]:
-        """Return scales of a quantised cache, one a token and head."""
+        """Return scales of a quantised cache, one per token and head."""
         shape = (self.pages * PAGE_SIZE, self.size.kv_heads)
         ones = np.ones(shape, np.float32)
         return {f"{part}_scale_cache": self.device.asarray(ones) for part in "kv"}
@@ -103,7 +103,7 @@ class Operations:
     # Operations
 
     def store(self) -> None:
-        """Copy rows, convert them, and quantise them by scales of their own."""
+        """Copy rows, convert them, and quantise them with dynamic scales."""
         heads = self.size.kv_heads
         for fmt, options in (("bf16", {}), ("fp8_e4m3", {"k_scale": 0.5}), ("int8", self.scales())):
             kv.store_kv(*self.rows(heads, heads), *self.caches(fmt), self.slots, **options)
@@ -112,7 +112,7 @@ class Operations:
         kv.store_mla(latent, rope_key, cache, self.slots)
 
     def rotate(self) -> None:
-        """Rotate alone, and with all that is written to caches."""
+        """Rotate, alone and with stores."""
         size = self.size
         query, key, value = self.rows(size.heads, size.kv_heads, size.kv_heads)
         table = self.table(size.head_dim)
@@ -135,7 +135,7 @@ class Operations:
         kv.gather_kv(*self.caches("int8"), self.slots, dtype="bf16", **self.scales())
 
     def move_pages(self) -> None:
-        """Copy pages within an array, and between pools in every way."""
+        """Copy pages within an array, and between pools with every method."""
         some = np.arange(0, self.pages // 2)
         kv.copy_pages(
             tuple(self.caches()), self.indices(some), self.indices(some + self.pages // 2)
@@ -151,7 +151,7 @@ class Operations:
             kv.transfer_pages(far, near, pages, pages, method=method)
         kv.transfer_pages(near, packed, pages, pages, convert=True)
         kv.transfer_pages(packed, near, pages, pages, convert=True)
-        with suppress(kv.IndexFault):  # the copy engine notes no fault: a kernel does that
+        with suppress(kv.IndexFault):  # the copy engine records no fault, a kernel does
             kv.transfer_pages(near, far, [self.pages], [0], method="copy")
             kv.check_faults(device)
 
@@ -164,7 +164,7 @@ class Operations:
         kv.find_duplicate_slots(slots)
 
     def decode(self) -> None:
-        """Attend with one token a sequence, over keys in splits, of 16 bits and quantised."""
+        """Attend with one token per sequence, over split keys, 16-bit and quantised."""
         size = self.size
         query = self.values(size.sequences, size.heads, size.head_dim)
         table, lengths = self._sequences()
@@ -174,7 +174,7 @@ class Operations:
             kv.paged_attention(query, *self.caches(fmt), self.indices(wide), lengths, **options)
 
     def prefill(self) -> None:
-        """Attend with many tokens a sequence, on tensor cores and without."""
+        """Attend with many tokens per sequence, with tensor cores and without."""
         size = self.size
         table, lengths = self._sequences()
         new = np.full(size.sequences, size.new)
@@ -192,7 +192,7 @@ class Operations:
         kv.merge_states(outs[0], sums[0], outs[1], sums[1])
 
     def serve(self) -> None:
-        """Take steps of a paged cache, by both rotations: prefill, a fork, a drafted tree."""
+        """Run steps of a paged cache in both rope modes: prefill, a fork, a draft tree."""
         size, device = self.size, self.device
         for rope_mode in ("normal", "inline"):
             cache = kv.PagedKVCache(
@@ -235,12 +235,12 @@ CALLS: dict[str, Callable[[Operations], None]] = {
 
 
 def run(device: Any, size: Size, names: Sequence[str] = tuple(CALLS)) -> None:
-    """Call the operations one after another, and look for faults after each.
+    """Call the operations one after another, and check for faults after each.
 
     Raises
     ------
     IndexFault
-        A kernel noted a fault, though all indices are in range.
+        A kernel recorded a fault, although all indices are in range.
     """
     operations = Operations(device, size)
     for name in names:
@@ -253,7 +253,7 @@ def run(device: Any, size: Size, names: Sequence[str] = tuple(CALLS)) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
-    parser.add_argument("--large", action="store_true", help="the shapes of a model that serves")
+    parser.add_argument("--large", action="store_true", help="the shapes of a served model")
     parser.add_argument("--only", nargs="+", choices=CALLS, help="default: all")
     arguments = parser.parse_args(argv)
     kv.config.fallback = "error"
@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.kind == "cuda":
         import cupy
 
-        cupy.cuda.set_allocator(None)  # each array an allocation, so that its ends are known
+        cupy.cuda.set_allocator(None)  # one allocation per array, so that overruns are seen
     elif not arguments.large:
         device.warp_lanes = 32  # the same kernels, laid out as on a GPU
     for size in LARGE if arguments.large else SMALL:

@@ -1,4 +1,4 @@
-"""The page of a GPU report: where it was made, a verdict for each part, and what failed."""
+"""The page of a GPU report: the machine, a verdict for each part, and the failures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STATES = ("passed", "failed", "interrupted", "skipped", "running", "not run")
 
 @dataclass
 class Result:
-    """What became of a part: one of `STATES`, a line about it, and paragraphs of Markdown."""
+    """The result of a part: one of `STATES`, a summary line, and paragraphs of Markdown."""
 
     part: Part
     state: str = "not run"
@@ -23,7 +23,7 @@ class Result:
 
 
 def all_well(results: Sequence[Result]) -> bool:
-    """Return whether parts have passed, and none did worse than being skipped."""
+    """Return whether some parts passed and the others were skipped."""
     states = {result.state for result in results}
     return "passed" in states and states <= {"passed", "skipped"}
 
@@ -31,8 +31,8 @@ def all_well(results: Sequence[Result]) -> bool:
 def counts(results: Sequence[Result]) -> str:
     """Return how many parts are in which state."""
     states = [result.state for result in results]
-    found = [f"{states.count(state)} {state}" for state in STATES if state in states]
-    return ", ".join(found)
+    parts = [f"{states.count(state)} {state}" for state in STATES if state in states]
+    return ", ".join(parts)
 
 
 def page(results: Sequence[Result], about: dict[str, Any], *, state: str, options: str) -> str:
@@ -40,9 +40,9 @@ def page(results: Sequence[Result], about: dict[str, Any], *, state: str, option
 
     Parameters
     ----------
-    about : what `gpu_environment.facts` says
+    about : from `environment.facts`
     state : "running", "finished" or "interrupted"
-    options : as they were given to the script
+    options : of the command line
     """
     lines = [
         f"# kvcupy on {about.get('device', 'a GPU')}",
@@ -69,7 +69,7 @@ def page(results: Sequence[Result], about: dict[str, Any], *, state: str, option
 def as_json(
     results: Sequence[Result], about: dict[str, Any], *, state: str, options: str
 ) -> dict[str, Any]:
-    """Return the same without what failed, for programs."""
+    """Return the report without details of failures, for programs."""
     return {
         "state": state,
         "options": options,

@@ -1,4 +1,4 @@
-"""What a GPU report consists of: the parts, how long they take, and who judges them."""
+"""The parts of a GPU report: commands, expected times, and judges."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .verdicts import METRICS, Judge
 PYTHON = (sys.executable, "-X", "faulthandler")
 TOOLS = ("compute-sanitizer", "ncu")
 SANITIZERS = {
-    "memcheck": ("accesses outside of allocations, and misaligned ones",
+    "memcheck": ("out-of-bounds and misaligned accesses",
                  ("--padding", "64", "--report-api-errors", "no")),
     "racecheck": ("races in shared memory", ()),
-    "synccheck": ("barriers and warp operations that not all threads reach", ()),
-    "initcheck": ("reads of global memory that nobody has written", ()),
+    "synccheck": ("barriers and warp operations that some threads miss", ()),
+    "initcheck": ("reads of uninitialised global memory", ()),
 }  # fmt: skip
 QUICK_TESTS = ("ops/test_store.py", "ops/test_rope_store.py", "ops/test_gather.py",
                "ops/test_copy_pages.py", "ops/test_indexing.py", "ops/test_merge.py",
@@ -32,17 +32,17 @@ class Part:
 
     Attributes
     ----------
-    name, group : both are names that `--only` takes
-    title : what it does
+    name, group : both are accepted by `--only`
+    title : one line on what it does
     command : program and arguments; "{result}" stands for the file of results, "{folder}" for a
         folder of its own
-    minutes : how long it takes, about
+    minutes : expected time
     limit_s : seconds after which it is stopped
-    judge : reads what the process leaves behind
+    judge : turns what the process leaves behind into a verdict
     result : name of the file of results
-    missing : why it cannot run here; it is skipped then
-    alone : command that runs one of its tests, named behind it; empty if it has no tests
-    keep_apart : whether standard output is kept by itself, and the log is of standard error
+    missing : why it cannot run here and is skipped
+    alone : command that runs a single test, whose name is appended; empty without tests
+    keep_apart : whether standard output and standard error are separate files
     """
 
     name: str
@@ -61,13 +61,13 @@ class Part:
 def parts(
     device: str, *, quick: bool, no_device: str = "", tools: dict[str, str | None]
 ) -> list[Part]:
-    """Return all parts of a report, in the order in which they run.
+    """Return all parts of a report, in order.
 
     Parameters
     ----------
     device : the name of the device
-    quick : whether to take fewer tests and small benchmarks
-    no_device : why the device cannot be used, which only the doctor can say more about
+    quick : whether to run fewer tests and small benchmarks
+    no_device : why the device cannot be used; then only the doctor runs
     tools : path of each of `TOOLS`, None where it is not installed
     """
     doctor = Part(
@@ -76,7 +76,7 @@ def parts(
         verdicts.of_doctor(device.partition(":")[0]), keep_apart=True,
     )  # fmt: skip
     program = (*PYTHON, str(ROOT / "scripts" / "gpu" / "every_operation.py"), "--device", device)
-    found = [
+    selected = [
         Part("operations", "operations", "every operation once", program, 1, 600,
              verdicts.of_status),
         *_tests(device, quick),
@@ -85,8 +85,10 @@ def parts(
         *_benchmarks(device, quick),
     ]  # fmt: skip
     if no_device:
-        found = [Part(**{**vars(part), "missing": f"{device} cannot be used"}) for part in found]
-    return [doctor, *found]
+        selected = [
+            Part(**{**vars(part), "missing": f"{device} cannot be used"}) for part in selected
+        ]
+    return [doctor, *selected]
 
 
 # Tests ---------------------------------------------------------------------------------------
@@ -108,20 +110,20 @@ def _pytest(
 
 
 def _tests(device: str, quick: bool) -> list[Part]:
-    """Return the tests of GPUs, and the suite folder by folder: one that crashes ends no other."""
-    title = "tests that need a GPU, first things to run on one among them"
-    found = [_pytest("gpu", "gpu", title, device, 3, "-m", "gpu")]
+    """Return the tests of GPUs, and the suite folder by folder, so that a crash costs one only."""
+    title = "tests that need a GPU"
+    selected = [_pytest("gpu", "gpu", title, device, 3, "-m", "gpu")]
     tests = ROOT / "tests"
     if quick:
         chosen = [str(tests / name) for name in QUICK_TESTS]
-        return [*found, _pytest("suite", "suite", "some tests", device, 2, *chosen)]
+        return [*selected, _pytest("suite", "suite", "some tests", device, 2, *chosen)]
     folders = sorted(path for path in tests.iterdir() if any(path.glob("test_*.py")))
     for folder in folders:
         title = f"tests/{folder.name} on the device"
-        found.append(_pytest(f"suite-{folder.name}", "suite", title, device, 10, str(folder)))
+        selected.append(_pytest(f"suite-{folder.name}", "suite", title, device, 10, str(folder)))
     ignored = [f"--ignore={folder}" for folder in folders]
     rest = (*ignored, str(tests), str(ROOT / "kvcupy"))
-    return [*found, _pytest("suite-rest", "suite", "all other tests", device, 15, *rest)]
+    return [*selected, _pytest("suite-rest", "suite", "all other tests", device, 15, *rest)]
 
 
 # NVIDIA's tools ------------------------------------------------------------------------------
@@ -146,7 +148,7 @@ def _sanitizer(name: str, program: Sequence[str], device: str, path: str | None)
 def _ncu(program: Sequence[str], device: str, path: str | None) -> Part:
     from kvcupy.ops import specialisations
 
-    kernels = sorted({one.kernel.name for one in specialisations()})
+    kernels = sorted({s.kernel.name for s in specialisations()})
     command = (
         path or "ncu", "--csv", "--page", "raw", "--metrics", ",".join(METRICS),
         "--kernel-name", f"regex:^({'|'.join(kernels)})$", "--launch-count", "200",
@@ -191,7 +193,7 @@ _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
 
 
 def _benchmarks(device: str, quick: bool) -> list[Part]:
-    found = []
+    selected = []
     folder = ROOT / "scripts"
     for name, (minutes, arguments) in (_QUICK if quick else _FULL).items():
         kind, _, benchmark = name.partition("_")
@@ -202,15 +204,15 @@ def _benchmarks(device: str, quick: bool) -> list[Part]:
             module = folder / f"{name}.py"
             program = (str(module),)
         if device == "host" and not quick and name == "bench_attention":
-            arguments = ()  # what is meant for a GPU takes an hour on a processor
+            arguments = ()  # the sizes for a GPU take an hour on a CPU
         if arguments == _PICTURES and find_spec("matplotlib") is None:
             arguments = ()
         command = (*PYTHON, *program, "--device", device, "--json", "{result}", *arguments)
-        found.append(
+        selected.append(
             Part(name, "bench", _about(module), command, minutes, 60 * max(10.0, 4 * minutes),
                  verdicts.of_benchmark, f"{name}.json", keep_apart=True)
         )  # fmt: skip
-    return found
+    return selected
 
 
 def _about(module: Path) -> str:

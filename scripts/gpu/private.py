@@ -1,4 +1,4 @@
-"""Take out of a report what names a person or a machine, and pack it to be sent."""
+"""Anonymise a report, and pack it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = {".md", ".json", ".txt", ".log", ".xml", ".csv"}
-# Names that tell nothing, and that logs are full of for other reasons.
+# Names that identify nobody, and that logs are full of.
 COMMON = {"root", "user", "ubuntu", "debian", "docker", "runner", "admin", "test", "localhost"}
 _GPU = re.compile(r"\bGPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 # What hypothesis adds to pytest's report is encoded: names would not be seen in it.
@@ -28,8 +28,8 @@ class Anonymiser:
 
     Parameters
     ----------
-    paths : what stands for a folder, by its path; longer paths are replaced first
-    names : what stands for a name, where it is a word of its own
+    paths : replacements of folders by path; longer paths come first
+    names : replacements of names, where they are whole words
     """
 
     def __init__(self, paths: dict[str, str], names: dict[str, str]) -> None:
@@ -46,7 +46,7 @@ class Anonymiser:
 
     @classmethod
     def of_this_machine(cls, out: Path) -> Anonymiser:
-        """Return one that knows this user, machine, checkout, environment, and report folder."""
+        """Return an anonymiser of this user, machine, checkout, environment, and report folder."""
         paths = {
             str(Path.home()): "~",
             str(ROOT): "<checkout>",
@@ -70,19 +70,19 @@ class Anonymiser:
         return cls({path: stands for path, stands in paths.items() if len(path) > 1}, names)
 
     def text(self, text: str) -> str:
-        """Return a text without them."""
+        """Return a text with all of them replaced."""
         for pattern, stands in self._rules:
             text = pattern.sub(stands, text)
         return text
 
     def clean(self, folder: Path) -> None:
-        """Rewrite the text files of a folder that name any of them."""
+        """Rewrite the text files of a folder."""
         for path in folder.rglob("*"):
             if path.is_file() and path.suffix in TEXT:
                 self.clean_file(path)
 
     def clean_file(self, path: Path) -> None:
-        """Rewrite a text file that names any of them."""
+        """Rewrite a text file."""
         before = path.read_text(encoding="utf-8", errors="replace")
         after = self.text(before)
         if after != before:
@@ -97,9 +97,9 @@ def _user() -> str:
 
 
 def pack(folder: Path) -> Path:
-    """Pack a folder beside itself, with no owner's name in it; return the archive.
+    """Pack a folder beside itself, without owner names; return the archive.
 
-    It replaces an older one as a whole.
+    An older archive is replaced atomically.
     """
     archive = folder.with_name(f"{folder.name}.tar.gz")
     unfinished = archive.with_name(f"{archive.name}.part")

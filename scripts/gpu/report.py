@@ -1,12 +1,12 @@
 """Test and measure kvcupy on a GPU, and leave one folder that can be attached to an issue.
 
 The doctor, the tests, compute-sanitizer and ncu where they are installed, and the benchmarks run
-one after another, each as a process of its own with a time limit: a part that fails, hangs or
-takes its process down is reported, and the next one runs. The report is rewritten after each.
-Ctrl-C stops the part that is running, and ends the report there; a second one does not wait.
+one after another, each in a process of its own with a time limit: a part that fails, hangs or
+crashes is reported, and the next one runs. The report is rewritten after each. Ctrl-C stops the
+running part and ends the report there; a second Ctrl-C kills it.
 
-Paths, user and host names are replaced in all that is left. The exit status is 0 if parts passed
-and none failed.
+Paths, user and host names are replaced in the report. The exit status is 0 if parts passed and none
+failed.
 
     scripts/gpu_report.sh --quick
     scripts/gpu_report.sh --only ncu bench --out build/measured
@@ -35,25 +35,25 @@ from .verdicts import Files, Verdict, fenced
 
 LOG_BYTES = 32 << 20
 ALONE = 10  # failing tests of a part that are run again
-ALONE_S = 120.0  # for each of them
+ALONE_S = 120.0  # time limit of each
 OUT = ROOT / "build" / "gpu_report"
 
 
 def say(text: str = "") -> None:
-    """Print a line, if anybody is still there to read it."""
+    """Print a line, unless the terminal is gone."""
     with suppress(OSError):
         print(text, flush=True)
 
 
 class Report:
-    """The parts on their way, and the folder that they fill.
+    """A run of parts, and the folder that they fill.
 
     Parameters
     ----------
     chosen : the parts to run
     out : an empty folder
-    about : what `gpu_environment.facts` says
-    options : of the command line, as they are shown
+    about : from `environment.facts`
+    options : of the command line, to show
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Report:
             (out / name).mkdir(parents=True, exist_ok=True)
 
     def run(self, interrupts: Interrupts) -> bool:
-        """Run all parts, or those before the user stops it; return whether all is well."""
+        """Run all parts, unless interrupted; return whether all is well."""
         for number, result in enumerate(self.results, 1):
             if interrupts.count:
                 break
@@ -83,7 +83,7 @@ class Report:
         return all_well(self.results)
 
     def write(self, state: str) -> None:
-        """Write the report as it stands; a reader never sees half of it."""
+        """Write the report so far, atomically."""
         head = {"state": state, "options": self.options}
         texts = {
             "report.md": page(self.results, self.about, **head),
@@ -109,7 +109,7 @@ class Report:
             shorten(path, LOG_BYTES)
         try:
             verdict = part.judge(ended, files)
-        except Exception as error:  # what a tool printed was not as expected: the rest goes on
+        except Exception as error:  # unexpected output of a tool: the other parts go on
             verdict = Verdict("failed", f"not understood: {type(error).__name__}: {error}")
         if verdict.failing and part.alone and ended.how == "exited":
             self._run_alone(part, verdict, log, interrupts)
@@ -129,9 +129,9 @@ class Report:
         )  # fmt: skip
 
     def _run_alone(self, part: Part, verdict: Verdict, log: Path, interrupts: Interrupts) -> None:
-        """Run failing tests again, each in a process of its own, and add what becomes of them.
+        """Run failing tests again, each in a process of its own, and add the outcomes.
 
-        A fault of the GPU fails whatever comes after it in the same process.
+        A fault of the GPU fails everything after it in the same process.
         """
         lines = []
         for name in verdict.failing[:ALONE]:
@@ -152,23 +152,23 @@ def _filled(word: str, places: dict[str, str]) -> str:
     return word
 
 
-def chosen_parts(found: Sequence[Part], only: Sequence[str] | None) -> list[Part]:
-    """Return the parts of some names or groups, all without any.
+def chosen_parts(parts: Sequence[Part], only: Sequence[str] | None) -> list[Part]:
+    """Return the parts with some names or groups; all if `only` is empty.
 
     Raises
     ------
     ValueError
         There is no such part.
     """
-    known = {name for part in found for name in (part.name, part.group)}
+    known = {name for part in parts for name in (part.name, part.group)}
     for name in only or ():
         if name not in known:
             raise ValueError(f"--only: expected one of {', '.join(sorted(known))}; got {name}")
-    return [part for part in found if not only or part.name in only or part.group in only]
+    return [part for part in parts if not only or part.name in only or part.group in only]
 
 
 def make_room(out: Path) -> None:
-    """Make the folder, and move an earlier report out of the way.
+    """Create the folder; move an earlier report aside.
 
     Raises
     ------
@@ -184,15 +184,15 @@ def make_room(out: Path) -> None:
                 f"--out: expected a new folder, an empty one or an earlier report, got {out}, "
                 "which holds something else"
             )
-        made = time.strftime("%Y%m%dT%H%M%S", time.gmtime(earlier.stat().st_mtime))
-        aside = out.with_name(f"{out.name}-{made}")
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(earlier.stat().st_mtime))
+        aside = out.with_name(f"{out.name}-{stamp}")
         out.rename(aside)
         say(f"An earlier report is kept as {aside}.")
     out.mkdir(parents=True, exist_ok=True)
 
 
 def plan(chosen: Sequence[Part], out: Path) -> str:
-    """Say what will run and how long it will take."""
+    """Return what will run and how long it takes."""
     lines = []
     width = max(len(part.name) for part in chosen)
     for part in chosen:
@@ -235,10 +235,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     say("Looking at this machine ...")
     tools = {name: gpu_environment.tool(name) for name in TOOLS}
     no_device = gpu_environment.no_device(options.device)
-    found = parts(options.device, quick=options.quick, no_device=no_device, tools=tools)
+    available = parts(options.device, quick=options.quick, no_device=no_device, tools=tools)
     out = options.out.absolute()
     try:
-        chosen = chosen_parts(found, options.only)
+        chosen = chosen_parts(available, options.only)
         say(plan(chosen, out))
         if no_device:
             say(f"{options.device} cannot be used: {no_device}.")
@@ -259,10 +259,10 @@ def report(
     interrupts = Interrupts()
     shown = shlex.join(sys.argv[1:] if argv is None else argv)
     with interrupts.noted():
-        made = Report(chosen, out, about, shown)
-        well = made.run(interrupts)
+        result = Report(chosen, out, about, shown)
+        well = result.run(interrupts)
         archive = pack(out)
-    say(f"\n{counts(made.results)}: {out / 'report.md'}")
+    say(f"\n{counts(result.results)}: {out / 'report.md'}")
     say(f"To be attached to an issue: {archive}")
     return 0 if well else 1
 

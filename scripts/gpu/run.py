@@ -1,4 +1,4 @@
-"""Run one part of a report as a process of its own: with a time limit, a log, and an end."""
+"""Run one part of a report as a process of its own, with a time limit and a log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 POLL_S = 0.1
-GRACE_S = 20.0  # between being asked to stop and being killed: pytest writes its report then
+GRACE_S = 20.0  # between the interrupt and the kill: pytest writes its report then
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Ended:
     Attributes
     ----------
     how : "exited", "limit" (stopped after its time limit) or "interrupted"
-    status : exit status; negative: the signal that it died of. None if it could not be started
-    seconds : how long it ran
+    status : exit status; negative: the signal that killed it. None if it could not be started
+    seconds : running time
     """
 
     how: str
@@ -33,7 +33,7 @@ class Ended:
 
 
 class Interrupts:
-    """Counts Ctrl-C and other requests to stop, so that none of them comes at a bad moment."""
+    """Counts Ctrl-C and other requests to stop, instead of raising at any point."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -43,7 +43,7 @@ class Interrupts:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Count SIGINT, SIGTERM and SIGHUP in the block, instead of what they did before."""
+        """Count SIGINT, SIGTERM and SIGHUP in the block, instead of handling them as before."""
         names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
         before = {name: signal.signal(getattr(signal, name), self._note) for name in names}
         try:
@@ -64,19 +64,19 @@ def run(
     interrupts: Interrupts,
     grace_s: float = GRACE_S,
 ) -> Ended:
-    """Run a command to its end, or to its time limit, or until the user wants to stop.
+    """Run a command until it ends, reaches its time limit, or is interrupted.
 
     Parameters
     ----------
     stdout, log : where its standard output and its standard error go; they may be one file
     limit_s : seconds after which it is stopped
     interrupts : a first request to stop ends the command as Ctrl-C would, a second one kills it
-    grace_s : seconds between being asked to stop and being killed
+    grace_s : seconds between the interrupt and the kill
 
     Notes
     -----
-    It leads a process group, which is killed when it has ended: what it leaves behind would hold
-    the GPU.
+    It leads a process group, which is killed when it has ended: processes that it leaves behind
+    would hold the GPU.
     """
     start = time.perf_counter()
     with stdout.open("ab") as out, _opened(log, stdout, out) as errors:
@@ -102,13 +102,13 @@ def run(
                     process.wait(POLL_S)
         finally:
             _signal(process, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # one that waits for a GPU may never die
+            with suppress(subprocess.TimeoutExpired):  # it may wait for the GPU forever
                 process.wait(GRACE_S)
     return Ended(how, process.returncode, time.perf_counter() - start)
 
 
 def shorten(path: Path, most_bytes: int) -> None:
-    """Leave out the middle of a log that is longer than anybody reads."""
+    """Cut the middle out of a long log."""
     size = path.stat().st_size if path.exists() else 0
     if size <= most_bytes:
         return
@@ -132,7 +132,7 @@ def _opened(log: Path, stdout: Path, out: IO[bytes]) -> Iterator[IO[bytes]]:
 
 
 def _stop(process: subprocess.Popen[bytes], grace_s: float, interrupts: Interrupts) -> None:
-    """Interrupt a process, and wait for it for a while, unless the user insists."""
+    """Interrupt a process and wait for it, for the grace time or until a second Ctrl-C."""
     insisted = interrupts.count + 1
     end = time.perf_counter() + grace_s
     _signal(process, signal.SIGINT)

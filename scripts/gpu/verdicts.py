@@ -1,4 +1,4 @@
-"""What became of a part of the GPU report: read from what its process left behind."""
+"""Verdicts on the parts of a GPU report, from the files that their processes leave."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pathlib import Path
 
 from .run import Ended
 
-NAMED = 100  # failing tests that are named
-SHOWN = 25  # of those, with the last lines of each
-LINES = 12  # of a failure
+NAMED = 100  # failing tests to name
+SHOWN = 25  # of those, to show with their last lines
+LINES = 12  # per failure
 
 
 @dataclass
 class Files:
-    """Where a part leaves what it says: `stdout` and `log`, and one file of results more."""
+    """The files of a part: standard output, log, and results."""
 
     stdout: Path
     log: Path
     result: Path
 
     def text(self) -> str:
-        """Return all that the process said."""
+        """Return all output of the process."""
         paths = dict.fromkeys((self.stdout, self.log))
         return "\n".join(
             p.read_text(encoding="utf-8", errors="replace") for p in paths if p.exists()
@@ -45,14 +45,14 @@ class Files:
 
 @dataclass
 class Verdict:
-    """How a part went.
+    """The verdict on a part.
 
     Attributes
     ----------
     state : "passed", "failed" or "skipped"
-    summary : a line
+    summary : one line
     details : paragraphs of Markdown
-    failing : tests that failed, as pytest names them, in the order in which they ran
+    failing : ids of failed tests, in order
     """
 
     state: str
@@ -65,7 +65,7 @@ Judge = Callable[[Ended, Files], Verdict]
 
 
 def end_of(ended: Ended, files: Files) -> str:
-    """Say how a process ended that should have ended otherwise."""
+    """Return how a process ended that did not exit with status 0."""
     if ended.how == "limit":
         return f"stopped after its time limit, {ended.seconds:.0f} s"
     if ended.how == "interrupted":
@@ -78,18 +78,18 @@ def end_of(ended: Ended, files: Files) -> str:
 
 
 def fenced(text: str, lines: int = 400) -> str:
-    """Return text as a block of code, its middle left out if it is long."""
-    found = text.strip("\n").splitlines()
-    if len(found) > lines:
+    """Return text as a code block, without its middle if it is long."""
+    shown = text.strip("\n").splitlines()
+    if len(shown) > lines:
         half = lines // 2
-        left_out = f"... {len(found) - 2 * half} lines ..."
-        found = [*found[:half], left_out, *found[-half:]]
-    fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`{3,}", "\n".join(found)))])
-    return "\n".join([fence, *found, fence])
+        left_out = f"... {len(shown) - 2 * half} lines ..."
+        shown = [*shown[:half], left_out, *shown[-half:]]
+    fence = "`" * max([3, *(len(ticks) + 1 for ticks in re.findall("`{3,}", "\n".join(shown)))])
+    return "\n".join([fence, *shown, fence])
 
 
 def last_lines(text: str, count: int = LINES) -> str:
-    """Return the last lines that say something."""
+    """Return the last lines that are not blank."""
     return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-count:])
 
 
@@ -97,14 +97,14 @@ def last_lines(text: str, count: int = LINES) -> str:
 
 
 def of_status(ended: Ended, files: Files) -> Verdict:
-    """Go by the exit status alone."""
+    """Judge by the exit status."""
     if ended.how == "exited" and ended.status == 0:
         return Verdict("passed", last_lines(files.printed(), 1))
     return Verdict("failed", end_of(ended, files), [fenced(last_lines(files.text(), 30))])
 
 
 def of_doctor(kind: str) -> Judge:
-    """Return a judge of the doctor's page: the device must work, by its kernels."""
+    """Return a judge of the doctor's output: the device must work, with kernels."""
 
     def judge(ended: Ended, files: Files) -> Verdict:
         page = files.printed()
@@ -117,7 +117,7 @@ def of_doctor(kind: str) -> Judge:
 
 
 def of_benchmark(ended: Ended, files: Files) -> Verdict:
-    """Look for a benchmark's JSON; its tables are the details."""
+    """Judge by a benchmark's JSON; its tables are the details."""
     if ended.how != "exited" or ended.status != 0:
         return of_status(ended, files)
     try:
@@ -135,16 +135,16 @@ def of_tests(may_skip_all: bool, *, names_all: bool = False) -> Judge:
 
     Parameters
     ----------
-    may_skip_all : whether it is no failure that no test ran, as of tests for GPUs without one
-    names_all : whether to name the tests that pass too
+    may_skip_all : whether a run of skipped tests alone passes, as those for GPUs without one
+    names_all : whether to name passing tests too
     """
 
     def judge(ended: Ended, files: Files) -> Verdict:
         try:
-            found = list(ElementTree.parse(files.result).iter("testcase"))
+            listed = list(ElementTree.parse(files.result).iter("testcase"))
         except (OSError, ElementTree.ParseError):
             return _without_report(ended, files)
-        cases = [case for case in found if case.get("name")]  # one that was stopped has none
+        cases = [case for case in listed if case.get("name")]  # one that was stopped has none
         failed = [case for case in cases if _failure(case) is not None]
         skipped = [case for case in cases if case.find("skipped") is not None]
         passed = [case for case in cases if case not in failed and case not in skipped]
@@ -179,9 +179,9 @@ def _reasons(skipped: Sequence[ElementTree.Element]) -> list[str]:
 
 def _failure(case: ElementTree.Element) -> ElementTree.Element | None:
     for kind in ("failure", "error"):
-        found = case.find(kind)
-        if found is not None:
-            return found
+        failure = case.find(kind)
+        if failure is not None:
+            return failure
     return None
 
 
@@ -191,7 +191,7 @@ def _name(case: ElementTree.Element) -> str:
 
 
 def _failures(cases: Sequence[ElementTree.Element]) -> list[str]:
-    """Name the tests in the order in which they ran: the first may have spoiled the others."""
+    """List failed tests in order, as the first may have caused the others."""
     details = []
     for case in cases[:SHOWN]:
         failure = _failure(case)
@@ -211,13 +211,13 @@ _SUMMARIES = re.compile(r"^(?:=+ (?!test session starts)|!{5,} )", re.MULTILINE)
 
 
 def _unfinished(text: str) -> str:
-    """Return the test of a log that has begun and not ended, if there is one."""
+    """Return the test that had begun but not ended in a log, if any."""
     begun = _BEGUN.findall(_SUMMARIES.split(text, maxsplit=1)[0])  # warnings name tests as well
     return "" if not begun or _OUTCOME.match(begun[-1]) else begun[-1].strip()
 
 
 def _without_report(ended: Ended, files: Files) -> Verdict:
-    """Read the log of a run that had no chance to write its report."""
+    """Judge by the log of a run that did not write its report."""
     text = files.text()
     outcomes = _OUTCOME.findall(text)
     summary = f"{end_of(ended, files)} after {len(outcomes)} tests"
@@ -236,11 +236,11 @@ _NO_CUDA = "terminated before first instrumented API call"
 
 
 def of_sanitizer(may_go_unused: bool) -> Judge:
-    """Return a judge of compute-sanitizer, which counts what it reports.
+    """Return a judge of compute-sanitizer, by its error count.
 
     Parameters
     ----------
-    may_go_unused : whether it is no failure that the program made no CUDA call
+    may_go_unused : whether a program without CUDA calls is skipped instead of failed
     """
 
     def judge(ended: Ended, files: Files) -> Verdict:
@@ -276,7 +276,7 @@ _PERMIT = (
 
 
 def of_ncu(ended: Ended, files: Files) -> Verdict:
-    """Make a table of what ncu measured, a line a kernel and grid."""
+    """Return a table of what ncu measured, one line per kernel and grid."""
     measured = (
         files.result.read_text(encoding="utf-8", errors="replace") if files.result.exists() else ""
     )
@@ -296,7 +296,7 @@ def of_ncu(ended: Ended, files: Files) -> Verdict:
 def kernels_of(measured: str) -> list[list[str]]:
     """Return kernel, grid, block and metrics of each line of ncu's CSV, `--page raw`, once each."""
     table = [line for line in measured.splitlines() if line.startswith('"')]
-    found: dict[tuple[str, str, str], list[str]] = {}
+    kernels: dict[tuple[str, str, str], list[str]] = {}
     units: dict[str, str] = {}
     for row in csv.DictReader(table):
         if not row.get("ID"):  # the line of units
@@ -308,5 +308,5 @@ def kernels_of(measured: str) -> list[list[str]]:
         for metric in METRICS:
             unit = units.get(metric, "") if metric.startswith("gpu__time") else ""
             values.append(f"{row.get(metric) or '-'} {unit}".strip())
-        found.setdefault(key, [*key, *values])
-    return list(found.values())
+        kernels.setdefault(key, [*key, *values])
+    return list(kernels.values())

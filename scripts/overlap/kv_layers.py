@@ -1,4 +1,4 @@
-"""The KV caches of a few layers of a model, the ways to write one, and the check of every byte."""
+"""KV caches of a few layers of a model: ways to write one, and a check of every byte."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POISON = 0xA5A5
 class KVLayers:
     """The caches of a few layers, and the ways to write one of them.
 
-    A row of `rows` holds what one token brings, layer by layer: K then V, or latent then rope.
+    A row of `rows` holds one token, layer by layer: K then V, or latent then rope.
     """
 
     def __init__(self, device: Any, model: Model, num_slots: int) -> None:
@@ -70,14 +70,14 @@ class KVLayers:
         return calls
 
     def launch(self, rows: Any, slots: Any, layer: int) -> Callable[..., None]:
-        """Return the one launch that writes both parts; it takes `stream=`."""
+        """Return the single launch that writes both parts; it takes `stream=`."""
         parts = [kv.view_as(part, "bf16") for part in self.parts(rows, layer)]
         caches = [kv.view_as(cache, "bf16") for cache in self.caches[layer]]
         operation = kv.store_mla if self.model.mla else kv.store_kv
         return partial(operation, *parts, *caches, slots)
 
     def wipe(self) -> None:
-        """Fill the caches with a pattern that no write leaves."""
+        """Fill the caches with a poison pattern."""
         for caches in self.caches:
             for cache, poison in zip(caches, self._poisoned, strict=True):
                 self.device.copy(cache, poison)
@@ -89,6 +89,6 @@ class KVLayers:
             want = np.full((self.num_slots, self.row_width), POISON, np.uint16)
             for rows, slots in writes:
                 want[slots] = rows[:, layer]
-            found = [self.device.to_numpy(target) for target in self.targets(layer)]
-            got = np.concatenate([part.reshape(len(want), -1) for part in found], axis=1)
+            stored = [self.device.to_numpy(target) for target in self.targets(layer)]
+            got = np.concatenate([part.reshape(len(want), -1) for part in stored], axis=1)
             require_equal(f"{case}, layer {layer}", got, want)

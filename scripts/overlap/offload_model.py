@@ -1,7 +1,7 @@
-"""A model whose layers read pages that are on their way from the host, and the ways to bring them.
+"""A model whose layers read pages that are being loaded from the host, and the ways to load them.
 
-A layer of it gathers K and V of some slots, whose every byte is checked after each run, and
-multiplies matrices. Its pages go elsewhere at each run, so that what an earlier one left is wrong.
+A layer gathers K and V of some slots, every byte of which is checked after each run, and multiplies
+matrices. Each run loads other contents into each page, so that leftovers of earlier runs are wrong.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import kvcupy as kv
 
 from .step_pipeline import Compute
 
-# Columns of the feed-forward part on one GPU, for the models whose layers are alike and dense.
+# Columns of the feed-forward part on one GPU, for models whose layers are all alike and dense.
 FEED_FORWARD = {"llama-3.1-8b": 14336, "llama-3.1-70b-tp8": 28672 // 8, "qwen3-8b": 12288}
-FIRST_SIZE = (64, 32)  # rows and columns of the least product that is tried
+FIRST_SIZE = (64, 32)  # rows and columns of the smallest product that is tried
 MOST_ROWS = 1024
 MUCH_FASTER = 1.3  # a product of twice the rows and columns is worth it from here
 METHODS = ("kernel", "staged", "copy", "auto")
@@ -32,7 +32,7 @@ READ_SHARE = 8  # one slot in so many is read and compared
 
 @dataclass(frozen=True)
 class Proportions:
-    """What a prefix that lies in host memory costs a layer, by published peaks.
+    """What a cached prefix in host memory costs per layer, by published peaks.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Proportions:
 def proportions(
     model: Model, cached: int, new: int, *, link_gb_per_s: float, tflops: float
 ) -> Proportions:
-    """Return what loading `cached` tokens and computing `new` ones takes, a layer, in bf16.
+    """Return what loading `cached` tokens and computing `new` ones takes per layer, in bf16.
 
     >>> from common.workload import MODELS
     >>> peaks = {"link_gb_per_s": 55.0, "tflops": 500.0}
@@ -68,17 +68,17 @@ def proportions(
 
 
 class LayerProducts(Compute):
-    """A matrix product as small as runs at full speed, repeated.
+    """The smallest matrix product that runs at full speed, repeated.
 
     Small, so that it stays in caches: on a GPU, whose memory is many times as fast as the link, a
-    copy takes nothing from a computation beside it. Its inner size is the model's hidden size.
+    copy takes no bandwidth from a computation beside it. Its inner size is the model's hidden size.
     """
 
     def __init__(self, device: Any, model: Model) -> None:
         super().__init__(device, model, MOST_ROWS)
 
     def fit(self, stream: Any, target_us: float) -> None:
-        """Choose the size, then the number of repeats, such that all takes `target_us`."""
+        """Choose the size, then the number of repeats, so that all of it takes `target_us`."""
         self.repeats = 1
         best, us = (0, 0), math.inf
         rows, columns = FIRST_SIZE
@@ -95,7 +95,7 @@ class LayerProducts(Compute):
 
 
 class OffloadedModel:
-    """Layers that compute on the stream "compute", and pools whose pages the stream "load" brings.
+    """Layers that compute on the stream "compute", and pools that the stream "load" fills.
 
     Parameters
     ----------
@@ -136,14 +136,14 @@ class OffloadedModel:
         return self.bits.nbytes
 
     def fit(self, layer_us: float) -> None:
-        """Choose matrices such that a layer, with what it reads, takes so long."""
+        """Choose matrices so that a layer, with its reads, takes `layer_us`."""
         for layer in range(self.layers):
             self.read(layer)
         reads_us = min(wall_us(self.device, self._reads) for _ in range(3)) / self.layers
         self.compute.fit(self.main, max(layer_us - reads_us, layer_us / 4))
 
-    def next_turn(self) -> None:
-        """Let the next run bring other contents to each page."""
+    def shuffle_pages(self) -> None:
+        """Let the next run load other contents into each page."""
         self.host_pages = np.roll(self.host_pages, 1)
 
     def read(self, layer: int) -> None:
@@ -158,7 +158,7 @@ class OffloadedModel:
             self.read(layer)
 
     def layer(self, layer: int) -> None:
-        """Put one layer on the stream: it reads what was loaded, and computes."""
+        """Enqueue one layer, which reads its pages and computes."""
         self.read(layer)
         run_named(self.device, "matmul", self.compute.product(self.compute.tokens), self.main)
 
@@ -167,7 +167,7 @@ class OffloadedModel:
             self.layer(layer)
 
     def check_reads(self, case: str) -> None:
-        """Compare every byte that the layers have read in the last run."""
+        """Compare every byte that the layers read in the last run."""
         stored_at = np.empty(self.num_pages, np.int64)
         stored_at[self.pages] = self.host_pages
         page, offset = np.divmod(self._slots, self.page_size)
@@ -178,15 +178,15 @@ class OffloadedModel:
                 require_equal(f"{case}: {name} as (layer, slot, head, element)", got, want)
 
     def check_pages(self, case: str) -> None:
-        """Compare every byte that the last run has loaded."""
-        for name, found, bits in zip("KV", bits_of(self.pool), self.bits, strict=True):
-            got, want = found[self.pages], self._paged(bits)[self.host_pages]
+        """Compare every byte that the last run loaded."""
+        for name, stored, bits in zip("KV", bits_of(self.pool), self.bits, strict=True):
+            got, want = stored[self.pages], self._paged(bits)[self.host_pages]
             if not np.array_equal(got, want):
                 require_equal(f"{case}: pages of {name}", got, want)
 
 
 class EngineLoads:
-    """Pages come through a TransferEngine; a layer waits for its own."""
+    """A TransferEngine loads the pages; a layer waits for its own."""
 
     def __init__(self, model: OffloadedModel, method: str) -> None:
         self.model = model
@@ -209,7 +209,7 @@ class EngineLoads:
 
 
 class LoadsFirst(EngineLoads):
-    """All pages come, the host waits for them, and then the layers start."""
+    """All pages are loaded, the host waits for them, and then the layers start."""
 
     def run(self) -> None:
         self.load().synchronize()
@@ -217,7 +217,7 @@ class LoadsFirst(EngineLoads):
 
 
 class PageCopies:
-    """Each page comes in a copy for each layer and for K and V; an event a layer."""
+    """One copy per page, layer, and K or V, with an event per layer."""
 
     def __init__(self, model: OffloadedModel) -> None:
         self.model = model
@@ -246,6 +246,9 @@ class PageCopies:
 
 
 def ways(model: OffloadedModel, methods: Sequence[str] = METHODS) -> dict[str, Any]:
-    """Return the ways to run a model: without overlap, as it used to be done, and the engine's."""
-    found: dict[str, Any] = {FIRST: LoadsFirst(model, "auto"), "a copy per page": PageCopies(model)}
-    return found | {f"engine, {method}": EngineLoads(model, method) for method in methods}
+    """Return the ways to run a model: without overlap, by single copies, and by the engine."""
+    candidates: dict[str, Any] = {
+        FIRST: LoadsFirst(model, "auto"),
+        "a copy per page": PageCopies(model),
+    }
+    return candidates | {f"engine, {method}": EngineLoads(model, method) for method in methods}

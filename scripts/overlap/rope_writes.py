@@ -104,7 +104,7 @@ class RopeWrites:
         return partial(kv.rope_store_kv, self._query(layer), *rest)
 
     def reset(self) -> None:
-        """Bring back the rows before any rotation, and forget what was written."""
+        """Restore the rows from before any rotation, and wipe the caches."""
         self.device.copy(self.rows, self.device.asarray(self.host_rows))
         self.device.copy(self.queries, self.device.asarray(self.host_queries))
         self.layers.wipe()
@@ -120,10 +120,10 @@ class RopeWrites:
             self.reset()
             work()
             self.device.synchronize()
-            found = [self.device.to_numpy(array) for array in (self.queries, self.rows)]
-            self.layers.check(name, [(found[1], self.host_slots)])
-            first = first or found
-            for what, got, want in zip(("query", "K/V"), found, first, strict=True):
+            results = [self.device.to_numpy(array) for array in (self.queries, self.rows)]
+            self.layers.check(name, [(results[1], self.host_slots)])
+            first = first or results
+            for what, got, want in zip(("query", "K/V"), results, first, strict=True):
                 require_equal(f"{name}, {what}", got, want)
         self._check_rotation(next(iter(forms)), *first)
 
@@ -133,15 +133,15 @@ class RopeWrites:
         tokens = sample(len(rows))
         table = self.device.to_numpy(self.table)
         width = self.layers.widths[0]
-        turned, still = slice(0, width), slice(width, None)
+        rotated, rest = slice(0, width), slice(width, None)
         if self.model.mla:
-            turned, still = still, turned
-        require_equal(f"{case}, value", rows[..., still], self.host_rows[..., still])
+            rotated, rest = rest, rotated
+        require_equal(f"{case}, value", rows[..., rest], self.host_rows[..., rest])
         shape = (len(tokens), -1, self.rotary)
         for layer in range(LAYERS):
             for what, got, before in (
                 ("query", queries, self.host_queries),
-                ("key", rows[..., turned], self.host_rows[..., turned]),
+                ("key", rows[..., rotated], self.host_rows[..., rotated]),
             ):
                 rotation = Rotation.of(
                     before[tokens, layer].reshape(shape), table, self.host_positions[tokens],

@@ -16,7 +16,7 @@ import kvcupy as kv
 
 from .kv_layers import LAYERS, KVLayers
 
-SOURCES = 3  # pinned buffers that the steps take turns with
+SOURCES = 3  # pinned buffers that the steps use round-robin
 
 
 class Steps:
@@ -117,8 +117,8 @@ class Steps:
 class Compute:
     """A matrix product of the model's hidden size that takes somewhat longer than a step's copy.
 
-    It grows from few rows and columns until it is long enough, at most to all tokens and the
-    whole projection, and is repeated if that is still too short. Its inner size is the model's.
+    Its size grows until it takes long enough, at most to all tokens and the whole projection, and
+    it is repeated if that is still too short. Its inner size is the model's.
     """
 
     def __init__(self, device: Any, model: Model, tokens: int) -> None:
@@ -140,7 +140,7 @@ class Compute:
     def _fast_dtype(self) -> Any:
         """Return float16 where its products are no slower than float32's.
 
-        Sizes grow, so that a processor without float16 arithmetic is found out at little cost.
+        Sizes grow, so that a processor without float16 arithmetic is detected cheaply.
         """
         for size, slack in ((64, 4.0), (128, 4.0), (256, 4.0), (512, 4.0), (2048, 1.0)):
             times = []

@@ -1,8 +1,8 @@
-"""What every byte of a block must be, known from its hash alone, and who compares it.
+"""The contents of a block, determined by its hash alone, and their comparison.
 
 A word of a block is a counter-based random number of (hash, layer, K or V, position): no two
-blocks, layers or parts agree but by chance, nothing is remembered, and any part of any block can be
-made at any time, on any device, by a few array expressions.
+blocks, layers or parts agree except by chance, nothing is stored, and any part of any block can be
+computed at any time, on any device, by a few array expressions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 def mix(words: Any) -> Any:
-    """Scramble 64-bit words in place, one to one (the finaliser of SplitMix64), and return them."""
+    """Mix 64-bit words in place, bijectively (the finaliser of SplitMix64), and return them."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
         words ^= words >> shift
         if factor is not None:
@@ -28,16 +28,16 @@ def mix(words: Any) -> Any:
 
 
 def hashes_of(ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return 64-bit hashes of the numbers that a trace gives its blocks; no two are alike."""
+    """Return distinct 64-bit hashes of the block numbers of a trace."""
     return mix(np.array(ids, np.uint64) + _STEP)
 
 
 class Contents:
-    """Writes what the pages of a pool must hold, and counts the bytes that differ from it.
+    """Writes the contents of a pool's pages, and counts the bytes that differ from them.
 
     Parameters
     ----------
-    pool : on a device, "layer_first", so that a page of K of a layer is one run of bytes
+    pool : on a device, "layer_first", so that a page of K of a layer is contiguous
     """
 
     def __init__(self, pool: Any) -> None:
@@ -54,7 +54,7 @@ class Contents:
         self._counter = self.device.asarray(np.arange(1, 1 + most, dtype=np.uint64) * _STEP)
 
     def words(self, part: int, layer: int, hashes: Any) -> Any:
-        """Return what a layer of blocks must be: uint64 (blocks, words of a page).
+        """Return the contents of a layer of blocks: uint64 (blocks, words per page).
 
         Parameters
         ----------
@@ -71,23 +71,23 @@ class Contents:
             layers[layer][pages] = self.words(part, layer, hashes)
 
     def wrong_bytes(self, layer: int, pages: Any, hashes: Any) -> Any:
-        """Return how many bytes of a layer of blocks are wrong, as the device's own number."""
+        """Return how many bytes of a layer of blocks are wrong, as a number on the device."""
         wrong: Any = 0
         for part, layers in enumerate(self._words):
-            found, wanted = layers[layer][pages], self.words(part, layer, hashes)
-            wrong += np.count_nonzero(found.view(np.uint8) != wanted.view(np.uint8))
+            got, want = layers[layer][pages], self.words(part, layer, hashes)
+            wrong += np.count_nonzero(got.view(np.uint8) != want.view(np.uint8))
         return wrong
 
     def first_wrong(self, pages: Any, hashes: Any) -> str:
         """Name the first wrong byte of blocks, as they are now."""
         for layer in range(self._salts.shape[1]):
             for part, layers in enumerate(self._words):
-                found = self.device.to_numpy(layers[layer][pages]).view(np.uint8)
-                wanted = self.device.to_numpy(self.words(part, layer, hashes)).view(np.uint8)
-                if (different := np.argwhere(found != wanted)).size:
+                got = self.device.to_numpy(layers[layer][pages]).view(np.uint8)
+                want = self.device.to_numpy(self.words(part, layer, hashes)).view(np.uint8)
+                if (different := np.argwhere(got != want)).size:
                     block, byte = map(int, different[0])
                     return (
                         f"layer {layer}, {'KV'[part]}, block {block}, byte {byte}: "
-                        f"got {found[block, byte]}, want {wanted[block, byte]}"
+                        f"got {got[block, byte]}, want {want[block, byte]}"
                     )
-        return "right when looked at again"
+        return "right when read again"

@@ -29,7 +29,7 @@ def draw_over_time(point: dict[str, Any], path: Path, title: str) -> None:
         for tier in tiers
     ]
     rates.stackplot(minutes, *shares, labels=tiers, colors=[COLOURS[tier] for tier in tiers])
-    rates.set_ylabel("blocks found so far, %")
+    rates.set_ylabel("hits so far, % of blocks")
     for tier in tiers:
         size = point[f"{tier}_blocks"]
         share = [100 * row[f"blocks.{tier}"] / size for row in series]
@@ -72,7 +72,7 @@ def _bars(axes: Any, points: Sequence[dict[str, Any]]) -> None:
     for place, height in enumerate(below):
         axes.text(place, height, f"{height:.1f}", ha="center", va="bottom")
     sizes = ", ".join(f"{points[0][f'{tier}_blocks']:,} on {tier}" for tier in TIERS)
-    axes.set(ylabel="blocks found, %", title=f"replayed: {sizes}")
+    axes.set(ylabel="hits, % of blocks", title=f"replayed: {sizes}")
     axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
     _plain(axes)
 

@@ -1,4 +1,4 @@
-"""The orders in which a simulated tier lets its blocks go, written for plainness, not for speed."""
+"""Eviction orders of a simulated tier, written for clarity, not for speed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 
 
 class Order(Protocol):
-    """Which blocks should leave a tier first."""
+    """Which blocks of a tier to evict first."""
 
     def add(self, block: int) -> None: ...
     def touch(self, block: int) -> None: ...
@@ -38,18 +38,18 @@ class Fifo:
 
 
 class Lru(Fifo):
-    """The block that was used the longest ago."""
+    """Least recently used."""
 
     def touch(self, block: int) -> None:
         self.queue.move_to_end(block)
 
 
 class Lfu:
-    """The block that was used the least often; of several, the one used the longest ago."""
+    """Least frequently used; of several, the least recently used."""
 
     def __init__(self) -> None:
-        self.uses: dict[int, tuple[int, int]] = {}  # how often, and when last
-        self.heap: list[tuple[int, int, int]] = []  # those and the block; outdated ones too
+        self.uses: dict[int, tuple[int, int]] = {}  # count, and time of the last use
+        self.heap: list[tuple[int, int, int]] = []  # the same and the block; with stale entries
         self.clock = 0
 
     def add(self, block: int) -> None:
@@ -62,17 +62,17 @@ class Lfu:
         del self.uses[block]
 
     def first(self, count: int, kept: Collection[int]) -> list[int]:
-        found: list[int] = []
+        blocks: list[int] = []
         popped = []
         for often, when, block in self._ascending():
             popped.append((often, when, block))
             if block not in kept:
-                found.append(block)
-                if len(found) == count:
+                blocks.append(block)
+                if len(blocks) == count:
                     break
         for entry in popped:
             heapq.heappush(self.heap, entry)
-        return found
+        return blocks
 
     def _ascending(self) -> Iterator[tuple[int, int, int]]:
         while self.heap:
@@ -89,8 +89,8 @@ class Lfu:
 class TwoQueues:
     """Blocks used once, oldest first, while they are more than a quarter; then those used again.
 
-    A block that was used once and left is remembered, and counts as used again if it comes back:
-    as many are remembered as there are blocks.
+    A block that is evicted after one use is remembered, and counts as used again if it returns: as
+    many are remembered as the tier holds.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a replay shows: the report of a point, and tables."""
+"""The report of a replay, and its tables."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from .run import DIRECTIONS, Outcome
 from .settings import Settings
 from .simulation import TIERS, Simulated, Sizes
 
-# What the simulation counts too, and so must agree; and what the cache calls it, where it counts.
+# Counts that the simulation has too, which must agree, and their names in the cache's statistics.
 COMPARED = {f"hit.{tier}": "" for tier in TIERS} | {"missed": "misses", "inserted": "inserted"}
 COMPARED |= {f"evicted.{tier}": f"{tier}_evicted" for tier in TIERS} | {"lost": "lost"}
-# Blocks that it moves, and the bytes that the cache says it has moved.
+# Blocks that the simulation moves, and bytes in the cache's statistics.
 MOVED = {"loaded": "load", "saved": "save", "disk_read": "disk_read", "disk_written": "disk_write"}
 
 
 def hit_rates(counts: Mapping[str, int]) -> dict[str, float]:
-    """Return the share of all blocks asked for that each tier held, and that any did."""
+    """Return the hit rate of each tier, and of all."""
     hits = {tier: counts.get(f"hit.{tier}", 0) for tier in TIERS}
     asked = max(1, sum(hits.values()) + counts.get("missed", 0))
     return {tier: n / asked for tier, n in hits.items()} | {"total": sum(hits.values()) / asked}
 
 
 def counted(outcome: Outcome, page_bytes: int) -> dict[str, int]:
-    """Return what a replay has counted, by itself or from what the cache says."""
+    """Return the counts of a replay: its own, and those of the cache."""
     own = dict(outcome.counts)
     own |= {name: outcome.stats[key] for name, key in COMPARED.items() if name not in own}
     return own | {name: outcome.stats[f"{key}_bytes"] // page_bytes for name, key in MOVED.items()}
 
 
 def point_of(settings: Settings, outcome: Outcome, simulated: Simulated | None) -> dict[str, Any]:
-    """Return the report of one replay, beside what a simulation of it counts."""
+    """Return the report of one replay, with the counts of its simulation."""
     moved = {}
     for direction, key in DIRECTIONS.items():
         num_bytes, seconds = (outcome.stats[f"{key}_{unit}"] for unit in ("bytes", "s"))
@@ -94,7 +94,7 @@ def render_point(point: dict[str, Any]) -> str:
         "any", None, total, f"{rates['total']:.2%}",
         f"{simulated['hit_rate']['total']:.2%}" if simulated else None, None, None,
     ))  # fmt: skip
-    columns = ("tier", "holds", "blocks found", "hit rate", "simulated", "evicted", "simulated")
+    columns = ("tier", "holds", "hits", "hit rate", "simulated", "evicted", "simulated")
     tables = [format_table(columns, rows)]
     rows = [
         (name, f"{moved['bytes'] / 1e6:,.1f}", moved["seconds"], moved["gb_per_s"])
@@ -104,12 +104,12 @@ def render_point(point: dict[str, Any]) -> str:
     lines = [
         f"{counts['requests']} requests of {total + counts['missed']} blocks in "
         f"{point['wall_s']:.1f} s; the compute stream waited {point['compute_waited_s']:.2f} s",
-        f"{counts['checked_bytes'] / 1e6:,.1f} MB found were compared byte by byte: "
+        f"{counts['checked_bytes'] / 1e6:,.1f} MB of hits were compared byte by byte: "
         f"{counts['wrong_bytes']} wrong",
         *point["wrong"],
     ]
     if counts["cut"]:
-        lines.append(f"{counts['cut']} blocks of requests too long for a tier were never asked for")
+        lines.append(f"{counts['cut']} blocks of requests longer than a tier were not requested")
     if simulated:
         same = f"{point['requests_as_simulated']} of {counts['requests']} requests"
         lines.append(f"simulation: {same} found the same blocks in the same tiers")

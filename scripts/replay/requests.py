@@ -1,4 +1,4 @@
-"""The requests of a replay: those of a trace, or made up with a fixed seed."""
+"""The requests of a replay: those of a trace, or synthetic ones from a fixed seed."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 import numpy as np
 from common.workload import Request, read_trace
 
-BLOCK_TOKENS = 512  # of the input that one of a trace's hashes stands for
-MADE_UP = 600  # requests, if there is no trace and no limit
+BLOCK_TOKENS = 512  # input tokens per hash of a trace
+SYNTHETIC = 600  # requests, without a trace and a limit
 
 PROMPTS = 4  # system prompts that conversations begin with
-SCANS = 0.08  # of all requests are long ones that nobody asks again
-GOES_ON = 0.65  # of the others continue a conversation
+SCANS = 0.08  # share of long requests that never recur
+CONTINUES = 0.65  # share of the others that continue a conversation
 GAP_MS = 300.0
 
 
 def requests_of(trace: str | Path | None, limit: int | None, seed: int = 0) -> list[Request]:
-    """Return the requests of a trace, or made-up ones, at most `limit`.
+    """Return the requests of a trace, or synthetic ones, at most `limit`.
 
     Raises
     ------
     ValueError
-        A line of the trace is not a request, or there is none that names its blocks.
+        A line of the trace is not a request, or no request names its blocks.
     """
     if trace is None:
-        return list(islice(conversations(seed), limit or MADE_UP))
+        return list(islice(conversations(seed), limit or SYNTHETIC))
     requests = list(islice(read_trace(trace), limit))
     if not any(request.hash_ids for request in requests):
         raise ValueError(f"{trace}: expected requests with hash_ids, got none")
@@ -35,10 +35,10 @@ def requests_of(trace: str | Path | None, limit: int | None, seed: int = 0) -> l
 
 
 def conversations(seed: int = 0) -> Iterator[Request]:
-    """Make requests without end: turns of conversations, and long prompts that never come again.
+    """Yield requests without end: rounds of conversations, and long prompts that never recur.
 
-    A turn is all of the conversation so far, and a few new blocks. Conversations share system
-    prompts; the later one was heard of, the likelier it goes on. Equal seeds, equal requests.
+    A round is the conversation so far and a few new blocks. Conversations share system prompts;
+    recent ones are likelier to continue. Equal seeds give equal requests.
     """
     rng = np.random.default_rng(seed)
     fresh = count()
@@ -54,7 +54,7 @@ def conversations(seed: int = 0) -> Iterator[Request]:
         if kind < SCANS:
             blocks = new(rng.integers(20, 50))
         else:
-            if talks and kind < SCANS + (1 - SCANS) * GOES_ON:
+            if talks and kind < SCANS + (1 - SCANS) * CONTINUES:
                 talk = talks.pop(-min(int(rng.geometric(0.1)), len(talks)))
             else:
                 talk = prompts[int(rng.integers(PROMPTS))] + new(rng.lognormal(1.2, 0.7))

@@ -1,6 +1,6 @@
-"""One replay: requests go through a tiered cache, and every byte that it brings is compared.
+"""One replay: requests go through a tiered cache, and every byte that it loads is compared.
 
-compute stream   wait_layer(0) [check found, write new] wait_layer(1) [check, write] ... done
+compute stream   wait_layer(0) [check hits, write misses] wait_layer(1) [check, write] ... done
 host             acquire, room for new blocks, insert           ... release once done
 """
 
@@ -24,7 +24,7 @@ from .content import Contents, hashes_of
 from .settings import Settings
 from .simulation import TIERS
 
-# What a direction is called in the cache's figures.
+# Directions, by their names in the cache's statistics.
 DIRECTIONS = {
     "host to device": "load",
     "device to host": "save",
@@ -33,22 +33,23 @@ DIRECTIONS = {
 }
 COUNTED = ("requests", *(f"hit.{tier}" for tier in TIERS), "missed", "cut", "not_as_matched")
 COUNTED += ("checked_bytes", "wrong_bytes")
-POINTS = 400  # of a series at most
+POINTS = 400  # per series, at most
 NAMED = 8  # wrong requests that are described
 
 
 @dataclass
 class Outcome:
-    """What a replay has found.
+    """The result of a replay.
 
     Attributes
     ----------
-    counts : hit.<tier> and missed, in blocks, as `match` saw them; requests; cut (blocks that fit
-        no lease, never asked for); not_as_matched (requests); checked_bytes; wrong_bytes
-    hits : of each request, blocks by tier
+    counts : hit.<tier> and missed, in blocks, as `match` returned them; requests; cut (blocks
+        beyond the longest lease, not requested); not_as_matched (requests); checked_bytes;
+        wrong_bytes
+    hits : blocks by tier, per request
     wrong : the first wrong requests, described
     series : rows of `Replay.sample`
-    stats : what the cache says of itself
+    stats : `TieredCache.stats` at the end
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -62,14 +63,14 @@ class Outcome:
 
 @dataclass
 class Running:
-    """A request whose lease is held: what it found, and events of its layers on the stream.
+    """A request whose lease is held: its hits, and events of its layers on the stream.
 
-    The device's arrays must not be freed before the stream is done with them.
+    The arrays on the device must not be freed before the stream is done with them.
     """
 
     number: int
     lease: Any
-    found: tuple[Any, Any]  # pages, hashes
+    hits: tuple[Any, Any]  # pages, hashes
     new: tuple[Any, Any]
     waits: list[tuple[Any, Any]]
     done: Any
@@ -114,12 +115,12 @@ class Replay:
 
         Parameters
         ----------
-        speed : how many times faster than they came; 0: without pauses
-        each : called with the number of requests done after each
+        speed : of arrivals, times that of the trace; 0: without pauses
+        each : called with the number of requests done, after each
         """
         outcome = self.outcome
         self._wrong = self.device.zeros((len(requests), self.settings.shape.layers), np.int64)
-        self.device.synchronize()  # it is there before another stream adds to it
+        self.device.synchronize()  # it is initialised before another stream adds to it
         every = max(1, -(-len(requests) // POINTS))
         start = time.perf_counter()
         for number, request in enumerate(requests):
@@ -138,7 +139,7 @@ class Replay:
         return outcome
 
     def sample(self, done: int, timestamp: float) -> dict[str, float]:
-        """Return how things stand: requests, minutes of the trace, counts, the cache's numbers."""
+        """Return the state: requests, minutes of the trace, counts, the cache's statistics."""
         counts = self.outcome.counts
         row = {"requests": done, "minutes": timestamp / 60e3, "missed": counts["missed"]}
         row |= {f"hit.{tier}": counts[f"hit.{tier}"] for tier in TIERS}
@@ -155,33 +156,33 @@ class Replay:
             self._retire()
         match = self.cache.match(names)
         lease = self._until_room(lambda: self.cache.acquire(names, after=self.compute))
-        found = lease.num_blocks
-        new = self._until_room(lambda: self._new_pages(len(names) - found))
+        num_hits = lease.num_blocks
+        new = self._until_room(lambda: self._new_pages(len(names) - num_hits))
         self._compute(number, lease, keys, new)
         if not self.settings.eager:
             self.running[-1].done.synchronize()
             self._settle()
-        spare = self.cache.insert(names[found:], new, after=self.compute)
+        spare = self.cache.insert(names[num_hits:], new, after=self.compute)
         if len(spare):
             self.pool.allocator.free(spare)
 
-        # Blocks that turned out to be damaged on disk, and those behind them, were not found.
-        leading = [min(n, found) for n in (0, match.device, match.host, match.disk)]
+        # Blocks that were damaged on disk, and those after them, are misses.
+        leading = [min(n, num_hits) for n in (0, match.device, match.host, match.disk)]
         by_tier = [upper - lower for lower, upper in pairwise(leading)]
         self.outcome.hits.append(tuple(by_tier))
         counts.update({f"hit.{tier}": n for tier, n in zip(TIERS, by_tier, strict=True)})
         counts["requests"] += 1
-        counts["missed"] += len(names) - found
-        counts["not_as_matched"] += found != match.disk
+        counts["missed"] += len(names) - num_hits
+        counts["not_as_matched"] += num_hits != match.disk
         counts["cut"] += len(request.hash_ids) - len(names)
-        counts["checked_bytes"] += found * self.settings.shape.page_bytes
+        counts["checked_bytes"] += num_hits * self.settings.shape.page_bytes
 
     def _settle(self) -> None:
         """Wait until blocks that were inserted or evicted earlier are saved."""
         self.cache.engine.save_stream.synchronize()
 
     def _new_pages(self, count: int) -> Any:
-        """Take pages for new blocks; what must leave the device for them leaves."""
+        """Allocate pages for new blocks, and evict what is in their way."""
         allocator = self.pool.allocator
         # Pages that a transfer still reads count as free: `alloc` waits for them.
         short = count - (allocator.num_pages - allocator.num_allocated)
@@ -190,21 +191,21 @@ class Replay:
         return allocator.alloc(count)
 
     def _compute(self, number: int, lease: Any, keys: Any, new: Any) -> None:
-        """Let the stream go through the layers: compare what was found, write what was not."""
-        asarray, num_found = self.device.asarray, lease.num_blocks
-        found = asarray(lease.pages), asarray(keys[:num_found])
-        fresh = asarray(new), asarray(keys[num_found:])
-        self.compute.wait(self.device.as_stream(None))  # until they are there
+        """Enqueue the layers: compare the hits, write the misses."""
+        asarray, num_hits = self.device.asarray, lease.num_blocks
+        hits = asarray(lease.pages), asarray(keys[:num_hits])
+        fresh = asarray(new), asarray(keys[num_hits:])
+        self.compute.wait(self.device.as_stream(None))  # until they are uploaded
         waits = []
 
         def layer_work(layer: int) -> None:
-            if num_found:
-                self._wrong[number, layer] += self.contents.wrong_bytes(layer, *found)
+            if num_hits:
+                self._wrong[number, layer] += self.contents.wrong_bytes(layer, *hits)
             if len(new):
                 self.contents.write(layer, *fresh)
 
         for layer in range(self.settings.shape.layers):
-            if num_found:
+            if num_hits:
                 before, after = (self.device.event(timing=True) for _ in range(2))
                 self.compute.record(before)
                 lease.wait_layer(layer, self.compute)
@@ -212,10 +213,10 @@ class Replay:
                 waits.append((before, after))
             run_named(self.device, f"layer {layer}", lambda n=layer: layer_work(n), self.compute)
         done = self.compute.record()
-        self.running.append(Running(number, lease, found, fresh, waits, done))
+        self.running.append(Running(number, lease, hits, fresh, waits, done))
 
     def _until_room(self, attempt: Callable[[], Any]) -> Any:
-        """Try until it succeeds; let the oldest running request go where there is no room."""
+        """Try until it succeeds; release the oldest running request where there is no room."""
         while True:
             try:
                 return attempt()
@@ -233,7 +234,7 @@ class Replay:
         if wrong.any():
             self.outcome.counts["wrong_bytes"] += int(wrong.sum())
             if len(self.outcome.wrong) < NAMED:
-                first = self.contents.first_wrong(*oldest.found)
+                first = self.contents.first_wrong(*oldest.hits)
                 self.outcome.wrong.append(
                     f"request {oldest.number}: {wrong.sum()} bytes in {np.count_nonzero(wrong)} of "
                     f"{len(wrong)} layers, {first}"

@@ -1,4 +1,4 @@
-"""What a replay runs on: sizes, shapes, policy, file."""
+"""Settings of a replay: sizes, shapes, policy, file."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from common.workload import Model
 from .content import WORD
 from .simulation import Sizes
 
-DISK_BLOCK = 4096  # bytes that a disk tier aligns pages to
-RECORD = 64  # bytes that it keeps for each
+DISK_BLOCK = 4096  # alignment of pages in a disk tier, bytes
+RECORD = 64  # bytes per record of a page there
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A page of one block, in bf16: layers, tokens, KV heads, elements of a head."""
+    """A page of one block, in bf16: layers, tokens, KV heads, elements per head."""
 
     layers: int
     tokens: int
@@ -29,7 +29,7 @@ class Shape:
 
 
 def scaled_shape(model: Model, block_tokens: int, scale: int) -> Shape:
-    """Return the shape of a model's block, each size divided by `scale`, and at least one.
+    """Return the shape of a model's block, each size divided by `scale`, at least one.
 
     Raises
     ------
@@ -39,21 +39,21 @@ def scaled_shape(model: Model, block_tokens: int, scale: int) -> Shape:
     sizes = (model.layers, block_tokens, model.kv_heads, model.head_dim)
     shape = Shape(*(max(1, size // scale) for size in sizes))
     if shape.tokens * shape.heads * shape.width * 2 % WORD:
-        raise ValueError(f"scale: expected one that leaves whole words of 8 bytes, got {scale}")
+        raise ValueError(f"scale: expected pages of whole 8-byte words, got {scale}")
     return shape
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a replay runs on.
+    """Settings of a replay.
 
     Attributes
     ----------
-    disk : the file of the disk tier; not used if `sizes` has none
+    disk : the file of the disk tier; unused if `sizes` has no disk
     running : requests whose leases are held at a time
-    eager : insert blocks while they are being written and others are being moved. What the cache
-        lets go then depends on what is under way, and so do hits, a little
-    host_layout : of the host's pool
+    eager : insert blocks while they are being written and others are being moved. Evictions, and
+        so hits, then depend a little on timing
+    host_layout : layout of the host's pool
     """
 
     sizes: Sizes
@@ -67,7 +67,7 @@ class Settings:
 
     @property
     def disk_bytes(self) -> int:
-        """How large the file must be: a header, a table of records, pages."""
+        """Size of the file: a header, a table of records, pages."""
         table = _whole(self.sizes.disk * RECORD)
         return DISK_BLOCK + table + self.sizes.disk * _whole(self.shape.page_bytes)
 

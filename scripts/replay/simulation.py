@@ -1,13 +1,13 @@
-"""What tiers of given sizes find of a trace, by hash ids alone: no pages, no bytes, no kvcupy.
+"""Hits of a trace in tiers of some sizes, by hash ids alone: no pages, no bytes, no kvcupy.
 
-    request    leading blocks known in a tier are pinned and brought to the device;
-               the others are inserted; pins go when so many later requests have begun
-    device     full: the policy's first unpinned blocks leave, to the host if they are nowhere below
-    host       full: likewise, to the disk if they are nowhere else
+    request    leading blocks known in a tier are pinned and moved to the device;
+               the others are inserted; unpinned once `running` later requests have begun
+    device     full: the policy's first unpinned blocks are evicted, to the host unless below
+    host       full: likewise, to the disk unless they are elsewhere
     disk       full: they are lost
 
-Written from what the cache promises, not from how it does it, so that the two can be compared:
-the same requests, sizes and policy must give the same counts, block by block.
+Written from the documented behaviour of the cache, not from its code, so that the two can be
+compared: the same requests, sizes and policy must give the same counts, block by block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Sizes:
 
     @property
     def longest(self) -> int:
-        """Blocks that a request can have: all at once on the device, and on their way to it."""
+        """The most blocks of a request: they must fit on the device, and on the way to it."""
         return min(self.device, self.host) if self.disk else self.device
 
     @property
@@ -45,7 +45,7 @@ class Sizes:
 
 
 class Tier:
-    """The blocks of one tier, in the order in which they should leave it."""
+    """The blocks of one tier, in their eviction order."""
 
     def __init__(self, size: int, order: Order) -> None:
         self.size, self.order = size, order
@@ -67,7 +67,7 @@ class Tier:
         self.order.remove(block)
 
     def victims(self, count: int, kept: Collection[int]) -> list[int]:
-        """Return the first blocks to leave, at most `count`, none of them in `kept`."""
+        """Return the first blocks to evict, at most `count`, none of them in `kept`."""
         return self.order.first(count, kept) if count > 0 else []
 
 
@@ -78,8 +78,8 @@ class TierSimulation:
     ----------
     sizes : blocks in each tier
     policy : one of `ORDERS`, for every tier
-    write : "through": what is inserted is copied to the host at once, as far as there is room or
-        can be made; "back": when it leaves the device
+    write : "through": inserted blocks are copied to the host at once, as far as there is room or
+        it can be made; "back": when they leave the device
 
     Attributes
     ----------
@@ -95,16 +95,16 @@ class TierSimulation:
         self.counts: Counter[str] = Counter()
 
     def match(self, ids: Sequence[int]) -> tuple[int, int, int]:
-        """Return how many leading blocks are on the device, there or on the host, in any tier."""
-        found, tiers = [], [self.device, self.host, self.disk]
+        """Return how many leading blocks are on the device, on device or host, in any tier."""
+        counts, tiers = [], [self.device, self.host, self.disk]
         for depth in (1, 2, 3):
             above = [tier.blocks for tier in tiers[:depth]]
             leading = (n for n, i in enumerate(ids) if not any(i in blocks for blocks in above))
-            found.append(next(leading, len(ids)))
-        return found[0], found[1], found[2]
+            counts.append(next(leading, len(ids)))
+        return counts[0], counts[1], counts[2]
 
     def acquire(self, ids: Sequence[int]) -> list[int] | None:
-        """Pin the leading blocks known and bring them to the device; None: there is no room."""
+        """Pin the leading known blocks and move them to the device; None if there is no room."""
         known = list(ids[: self.match(ids)[2]])
         absent = [block for block in known if block not in self.device]
         if not self._can_free(len(absent), known):
@@ -118,7 +118,7 @@ class TierSimulation:
         return known
 
     def release(self, known: Sequence[int]) -> None:
-        """Unpin what an `acquire` has pinned. Until now it was used."""
+        """Unpin what an `acquire` has pinned, and count it as used now."""
         for block in known:
             self.pins[block] -= 1
             if not self.pins[block]:
@@ -126,7 +126,7 @@ class TierSimulation:
         self._use(known)
 
     def make_room(self, count: int) -> bool:
-        """Let `count` blocks be inserted; return False, with nothing changed, if they cannot."""
+        """Make room to insert `count` blocks; return False, with nothing changed, if impossible."""
         if not self._can_free(count, ()):
             return False
         self._leave_device(count - self.device.free)
@@ -141,8 +141,8 @@ class TierSimulation:
         self.counts["inserted"] += len(fresh)
         copied: list[int] = []
         if self.through:
-            wanted = [block for block in fresh if block not in self.host]
-            copied = wanted[: self._room_on_host(len(wanted), set(fresh), set(fresh))]
+            absent = [block for block in fresh if block not in self.host]
+            copied = absent[: self._room_on_host(len(absent), set(fresh), set(fresh))]
             self.counts["saved"] += len(copied)
         self._use(ids, device=fresh, host=copied)
 
@@ -165,39 +165,39 @@ class TierSimulation:
     def _leave_device(
         self, count: int, below: Sequence[int] = (), kept: Collection[int] = ()
     ) -> None:
-        """Let blocks leave the device, to the host if they are nowhere below.
+        """Evict blocks from the device, to the host unless they are below.
 
         Parameters
         ----------
-        below : what the host is to have room for as well, before that
-        kept : what stays on the host, and on disk
+        below : blocks that the host makes room for as well, first
+        kept : blocks that stay on the host, and on disk
         """
         victims = self.device.victims(count, self.pins)
         for block in victims:
             self.device.remove(block)
         self.counts["evicted.device"] += len(victims)
         alone = [block for block in victims if block not in self.host and block not in self.disk]
-        # What leaves the device had better stay on the host.
+        # Blocks that are evicted from the device should stay on the host.
         count, stay = len(below) + len(alone), {*kept, *victims}
         if len(below) > self.host.size - sum(block in self.host for block in stay):
             count, stay = len(below), set(kept)
         room = self._room_on_host(count, stay, kept) - len(below)
-        fitting = alone[max(0, len(alone) - room) :]  # of those, the last ones to go
+        fitting = alone[max(0, len(alone) - room) :]  # of those, the last to be evicted
         for block in fitting:
             self.host.add(block)
         self.counts["saved"] += len(fitting)
         self._to_disk(alone[: len(alone) - len(fitting)], kept)
 
     def _room_on_host(self, count: int, stay: Collection[int], kept: Collection[int]) -> int:
-        """Let blocks leave the host, to the disk if they are nowhere else.
+        """Evict blocks from the host, to the disk unless they are elsewhere.
 
         Parameters
         ----------
-        stay, kept : what does not leave the host, and the disk
+        stay, kept : blocks that are not evicted from the host, and from the disk
 
         Returns
         -------
-        for how many of `count` blocks there is room now
+        for how many of `count` blocks there is room then
         """
         victims = self.host.victims(count - self.host.free, stay)
         for block in victims:
@@ -208,7 +208,7 @@ class TierSimulation:
         return min(count, self.host.free)
 
     def _to_disk(self, blocks: Sequence[int], kept: Collection[int]) -> None:
-        """Write blocks that are nowhere else to the disk, the last ones to go; lose the others."""
+        """Write blocks that are nowhere else to the disk, the last to be evicted; lose the rest."""
         overwritten = self.disk.victims(len(blocks) - self.disk.free, kept)
         for block in overwritten:
             self.disk.remove(block)
@@ -223,7 +223,7 @@ class TierSimulation:
 
 @dataclass
 class Simulated:
-    """What a simulation of a trace has counted, and the hits of each request by tier."""
+    """The counts of a simulated trace, and the hits of each request by tier."""
 
     counts: Counter[str] = field(default_factory=Counter)
     hits: list[tuple[int, int, int]] = field(default_factory=list)
@@ -233,37 +233,37 @@ def simulate(
     requests: Iterable[Sequence[int]], sizes: Sizes, policy: str = "lru", write: str = "through",
     *, running: int = 1, each: Callable[[Any], None] = lambda tiers: None,
 ) -> Simulated:  # fmt: skip
-    """Let requests go through tiers one after another, as `replay_run.Replay` does.
+    """Run requests through tiers one after another, as `run.Replay` does.
 
     Parameters
     ----------
     requests : the hash ids of each, cut to `sizes.longest`
-    running : requests whose blocks stay pinned at a time, fewer where there is no room
+    running : requests whose blocks are pinned at a time, fewer where there is no room
     each : called with the `TierSimulation` after each request
     """
     tiers = TierSimulation(sizes, policy, write)
     result = Simulated(tiers.counts)
     leases: deque[list[int]] = deque()
 
-    def until(attempt: Callable[..., Any], *given: Any) -> Any:
-        while (made := attempt(*given)) in (None, False):
+    def until_room(attempt: Callable[..., Any], *arguments: Any) -> Any:
+        while (value := attempt(*arguments)) in (None, False):
             tiers.release(leases.popleft())
-        return made
+        return value
 
     for ids in requests:
         ids = ids[: sizes.longest]
         while len(leases) >= running:
             tiers.release(leases.popleft())
         in_tiers = tiers.match(ids)
-        known = until(tiers.acquire, ids)
+        known = until_room(tiers.acquire, ids)
         leases.append(known)
         missing = ids[len(known) :]
-        until(tiers.make_room, len(missing))
+        until_room(tiers.make_room, len(missing))
         tiers.insert(missing)
         above = (0, *in_tiers)
-        found = tuple(n - before for n, before in zip(in_tiers, above, strict=False))
-        result.hits.append(found)
-        for tier, count in zip(TIERS, found, strict=True):
+        hits = tuple(n - before for n, before in zip(in_tiers, above, strict=False))
+        result.hits.append(hits)
+        for tier, count in zip(TIERS, hits, strict=True):
             tiers.counts[f"hit.{tier}"] += count
         tiers.counts["missed"] += len(missing)
         each(tiers)

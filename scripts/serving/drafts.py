@@ -1,11 +1,11 @@
 """Drafts for speculative decoding: trees of tokens that followed the same words before.
 
-    history  ... a b c  x y ...  a b c  x z ...  a b c        what followed a b c: x y, x z
+    history  ... a b c  x y ...  a b c  x z ...  a b c        a b c was followed by x y and x z
     tree     c -- x -- y                                      node 0 is the last token, which is
                    `-- z                                      certain; the others are guesses
 
-The model sees all nodes in one step. What it would have said after each node tells which guesses
-were right: the longest path of right ones is kept, and one more token comes for free.
+The model runs all nodes in one step. Its choice after each node tells which guesses were right: the
+longest path of those is kept, and one more token is gained.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-LONGEST_MATCH = 3  # tokens of the end of a history that are looked for in it
+LONGEST_MATCH = 3  # tokens at the end of a history to search for in it
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Tree:
 def draft_tree(
     history: np.ndarray[Any, Any], *, branches: int, depth: int, nodes: int
 ) -> Tree | None:
-    """Guess what follows a history; None if nothing in it suggests anything.
+    """Guess what follows a history; None if its end has not occurred before.
 
     Parameters
     ----------
     history : tokens (T,), the last of which becomes node 0
-    branches : continuations that are merged, the most telling first, then the latest
-    depth : tokens that each of them guesses, at most
+    branches : continuations to merge, the longest match first, then the latest
+    depth : tokens of each, at most
     nodes : of the tree, at most
     """
     tokens, parents = [int(history[-1])], [-1]
@@ -64,19 +64,19 @@ def _continuations(
     history: np.ndarray[Any, Any], branches: int, depth: int
 ) -> list[tuple[int, ...]]:
     """Return what followed earlier occurrences of the history's end, the longest match first."""
-    found: dict[tuple[int, ...], None] = {}
+    continuations: dict[tuple[int, ...], None] = {}
     for length in range(min(LONGEST_MATCH, len(history) - 1), 0, -1):
         windows = np.lib.stride_tricks.sliding_window_view(history[:-1], length)
         starts = np.flatnonzero((windows == history[-length:]).all(axis=1)) + length
         for start in starts[::-1].tolist():
-            if len(found) == branches:
-                return list(found)
-            found.setdefault(tuple(history[start : start + depth].tolist()))
-    return list(found)
+            if len(continuations) == branches:
+                return list(continuations)
+            continuations.setdefault(tuple(history[start : start + depth].tolist()))
+    return list(continuations)
 
 
 def longest_match(tree: Tree, following: Sequence[int]) -> list[int]:
-    """Return the path of nodes, from node 0, each of which is what the model says of its parent.
+    """Return the path from node 0 on which each node is the model's choice after its parent.
 
     >>> tree = Tree(tokens=(7, 1, 2, 3), parents=(-1, 0, 1, 0))
     >>> longest_match(tree, [1, 2, 9, 9])

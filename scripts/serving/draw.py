@@ -1,4 +1,4 @@
-"""A picture of a few steps: what the compute stream does while tables are copied beside it."""
+"""A picture of a few steps: what the compute stream does while tables are uploaded."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LABELS = ("page tables\ncopied beside", "the model's\ncompute stream")
 def draw_steps(spans: Sequence[Any], path: Path, title: str) -> None:
     """Draw the lanes "tables" and "compute", from the second step's start to the last one's.
 
-    Before the first nothing is in flight, and behind the last nothing follows. Copies of tables are
-    far shorter than a step: those of one moment are a mark, with their time, and a line down to
-    what the compute stream does then.
+    The first step has nothing before it, the last nothing behind it. Uploads of tables are far
+    shorter than a step: those that start together are one mark, with their time, and a line down
+    to what the compute stream does then.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def draw_steps(spans: Sequence[Any], path: Path, title: str) -> None:
 
 
 def _moments(copies: Sequence[Any], apart_us: float) -> list[tuple[float, int, float]]:
-    """Put copies together that start near one another: (start of the first, number, us in all)."""
+    """Group copies that start close together: (start of the first, number, us in all)."""
     moments: list[tuple[float, int, float]] = []
     for span in sorted(copies, key=lambda span: span.start_us):
         if moments and span.start_us - moments[-1][0] < apart_us:

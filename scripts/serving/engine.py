@@ -1,11 +1,11 @@
-"""Run scheduled steps on a model and a PagedKVCache, the next step prepared while one runs.
+"""Run scheduled steps on a model and a PagedKVCache, preparing the next step while one runs.
 
     host     |plan 1|launch 1|plan 2|launch 2|collect 1|plan 3|launch 3|collect 2| ...
     tables      copy 1          copy 2                    copy 3
     compute            |step 1 ..............|step 2 ...............|step 3 ......
 
-A step reads the tokens that the one before it has just chosen on the device; the host learns them
-a step later. With trees of guesses it must know them first, so that nothing is prepared ahead.
+A step takes its tokens from device memory, where the step before has left them; the host gets them
+a step later. With draft trees it needs them first, so that nothing is prepared ahead.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .requests import Prompt
 from .schedule import Policy, Scheduler
 from .sequences import Counts, Item, step_inputs
 
-IN_FLIGHT = 2  # steps whose results may be outstanding, with buffers for each
+IN_FLIGHT = 2  # steps in flight, with buffers for each
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """What a PagedKVCache is made with."""
+    """Arguments of a PagedKVCache."""
 
     num_pages: int
     page_size: int = 16
@@ -50,7 +50,7 @@ class Launched:
 
 @dataclass
 class Outcome:
-    """What a run gave, and how long it took."""
+    """What a run returned, and how long it took."""
 
     tokens: list[list[int]]  # of each request, decoded
     counts: Counts
@@ -64,9 +64,9 @@ class Server:
 
     Parameters
     ----------
-    own_copy_stream : send a step's tables on a stream of their own, else on the compute stream
-    ahead : steps that are prepared and launched before the last one's tokens are known, 0 or 1
-    step_ms : by how much a step moves the clock that requests arrive by
+    own_copy_stream : upload a step's tables on a stream of their own, else on the compute stream
+    ahead : steps that are launched before the last one's tokens are known, 0 or 1
+    step_ms : simulated time per step, by which requests arrive
     """
 
     def __init__(
@@ -100,16 +100,16 @@ class Server:
         progress: Callable[[int, int], None] = lambda done, steps: None,
         watch: tuple[int, int] | None = None,
     ) -> tuple[Outcome, Any]:
-        """Serve requests to their end, in an empty cache.
+        """Serve all requests, starting with an empty cache.
 
         Parameters
         ----------
-        progress : told how many requests are done, after how many steps
+        progress : called with the numbers of requests done and of steps
         watch : the first step that a timeline records, and the one after the last
 
         Returns
         -------
-        what came out, and the timeline; None without `watch`
+        the outcome, and the timeline; None without `watch`
         """
         self.cache.clear()
         run = _Run(self, prompts, progress)
@@ -149,7 +149,7 @@ class _Run:
             if items:
                 self.launch(items)
                 now_ms += self.server.step_ms
-            else:  # nobody is there yet
+            else:  # no request has arrived yet
                 self.settle()
                 now_ms = max(now_ms, schedule.waiting[0].prompt.arrival_ms)
                 self.last_end = time.perf_counter()
@@ -164,7 +164,7 @@ class _Run:
         return recorded
 
     def launch(self, items: list[Item]) -> None:
-        """Put a step on the compute stream, and end it in the cache."""
+        """Enqueue a step on the compute stream, and end it in the cache."""
         server, slot = self.server, self.steps % IN_FLIGHT
         inputs = step_inputs(items)
         server.model.forward_step(server.cache, server.buffers, inputs, server.compute, slot=slot)
@@ -181,7 +181,7 @@ class _Run:
             self.collect()
 
     def collect(self) -> None:
-        """Wait for the oldest step in flight and take the tokens that it chose."""
+        """Wait for the oldest step in flight and take its tokens."""
         step = self.flying.popleft()
         step.done.synchronize()
         now = time.perf_counter()

@@ -2,9 +2,9 @@
 
     tokens -> embed -> [norm, qkv | attention | out, norm, mlp] x layers -> norm, head -> argmax
 
-The parts between bars are array expressions in the order of one stream; attention is a function
-that the step is given (`PagedKVCache.attention_qkv`), or explicit. Everything runs on whatever
-library the weights' arrays are of.
+The parts between bars are array expressions on one stream; attention is explicit in the uncached
+pass, and `PagedKVCache.attention_qkv` in a step. Everything runs in the library of the weights'
+arrays.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a model: matrices in the format that is computed in, norms and biases float32."""
+    """Weights of a model: matrices in the compute dtype, norms and biases in float32."""
 
     embedding: Any  # (vocab, hidden)
     layers: Sequence[Layer]
@@ -76,11 +76,11 @@ class Weights:
 
 
 class Buffers:
-    """What steps read and write, made once for the largest: no step gives memory back in use.
+    """What steps read and write, allocated once for the largest: no step frees memory in use.
 
     Attributes
     ----------
-    pinned_in : int64 (slots, 3, tokens): ids, feeds and rows of a step, one slot a step in flight
+    pinned_in : int64 (slots, 3, tokens): ids, feeds and rows of a step, one slot per step in flight
     pinned_next : int64 (slots, tokens): the tokens that a step has chosen, once its copy is done
     """
 
@@ -101,9 +101,9 @@ class StepInputs:
     Attributes
     ----------
     ids : int (T,)
-    feeds : int (T,); where it is not -1, the token is that which row `feeds` of the step before
-        has chosen, and `ids` says nothing
-    rows : int (R,), of which tokens the successors are wanted
+    feeds : int (T,); where it is not -1, the token is the one that row `feeds` of the step before
+        chose, and `ids` is ignored
+    rows : int (R,), the tokens whose successors are needed
     """
 
     ids: Any
@@ -112,11 +112,11 @@ class StepInputs:
 
 
 class Llama:
-    """A model whose weights lie on one device.
+    """A model with its weights on one device.
 
     Parameters
     ----------
-    context : positions of the rope table; the "dynamic" and "longrope" kinds go by it as by the
+    context : positions of the rope table, which "dynamic" and "longrope" scaling take as the
         length of the context. None: `config.max_positions`
     """
 
@@ -133,7 +133,7 @@ class Llama:
             device=device,
         )
 
-    # Parts of both passes: array expressions, which the caller puts in the order of a stream.
+    # Parts of both passes: array expressions, which the caller enqueues on a stream.
 
     def embed(self, tokens: Any) -> Any:
         """Return float32 (T, hidden) of token ids (T,)."""
@@ -146,14 +146,14 @@ class Llama:
         return packed.reshape(len(x), self.config.qkv_heads, self.config.head_dim)
 
     def finish_layer(self, layer: Layer, x: Any, attended: Any) -> Any:
-        """Return the layer's output of its input and of what attention gave."""
+        """Return the layer's output from its input and attention's output."""
         x = x + linear(attended.reshape(len(x), -1), layer.out, layer.out_bias)
         normed = rms_norm(x, layer.mlp_norm, self.config.norm_eps)
         gate, up = halves(linear(normed, layer.gate_up, layer.gate_up_bias))
         return x + linear(silu(gate) * up, layer.down, layer.down_bias)
 
     def logits(self, x: Any) -> Any:
-        """Return float32 (T, vocab) of the last layer's output."""
+        """Return float32 (T, vocab) from the last layer's output."""
         return linear(rms_norm(x, self.weights.norm, self.config.norm_eps), self.weights.head)
 
     # The passes.
@@ -164,8 +164,8 @@ class Llama:
         Parameters
         ----------
         tokens : ids (T,)
-        cache_dtype : the format that keys and values are rounded to, as a cache would keep them;
-            quantised ones with a scale for each token and head
+        cache_dtype : the format that keys and values are rounded to, as in a cache; quantised
+            formats with one scale per token and head
 
         Returns
         -------
@@ -177,8 +177,8 @@ class Llama:
         x = self.embed(ids)
         for layer in self.weights.layers:
             qkv = self.project(layer, x)
-            turned = rotate(qkv[:, : q_heads + kv_heads], self.rope[: len(x)])
-            query, key = turned[:, :q_heads], rounded(turned[:, q_heads:], cache_dtype)
+            rotated = rotate(qkv[:, : q_heads + kv_heads], self.rope[: len(x)])
+            query, key = rotated[:, :q_heads], rounded(rotated[:, q_heads:], cache_dtype)
             value = rounded(qkv[:, q_heads + kv_heads :], cache_dtype)
             x = self.finish_layer(layer, x, causal_attention(xp, query, key, value))
         return self.logits(x)
@@ -186,7 +186,7 @@ class Llama:
     def forward_step(
         self, cache: Any, buffers: Buffers, inputs: StepInputs, stream: Any, *, slot: int = 0
     ) -> None:
-        """Put a step on a stream, which leaves greedy next tokens in `buffers.pinned_next[slot]`.
+        """Enqueue a step, which leaves greedy next tokens in `buffers.pinned_next[slot]`.
 
         Parameters
         ----------
@@ -197,16 +197,16 @@ class Llama:
         pinned = buffers.pinned_in[slot]
         pinned[0, :t], pinned[1, :t], pinned[2, :r] = inputs.ids, inputs.feeds, inputs.rows
         device.copy(buffers.inputs, pinned, stream=stream)
-        ids, feeds, wanted = buffers.inputs[0, :t], buffers.inputs[1, :t], buffers.inputs[2, :r]
+        ids, feeds, selected = buffers.inputs[0, :t], buffers.inputs[1, :t], buffers.inputs[2, :r]
         x, qkv, attended = buffers.x[:t], buffers.qkv[:t], buffers.attended[:t]
         xp = expressions.module_of(x)
 
         def embed() -> None:
-            # A feed of -1 picks an element that is not used.
+            # A feed of -1 indexes an element that is not used.
             x[...] = self.embed(xp.where(feeds < 0, ids, buffers.next[feeds]))
 
         def choose() -> None:
-            buffers.next[:r] = self.logits(x[wanted]).argmax(axis=-1)
+            buffers.next[:r] = self.logits(x[selected]).argmax(axis=-1)
 
         run_named(device, "embed", embed, stream)
         for number, layer in enumerate(self.weights.layers):
@@ -259,7 +259,7 @@ def rotate(heads: Any, table: Any) -> Any:
 
 
 def rounded(heads: Any, dtype: str) -> Any:
-    """Return float32 (T, heads, D) as a cache of a format gives them back."""
+    """Return float32 (T, heads, D) rounded as a cache in a format stores them."""
     xp = expressions.module_of(heads)
     if dtype == "fp32":
         return heads

@@ -12,7 +12,7 @@ import numpy as np
 from .llama import Layer, LlamaConfig, Weights
 
 Array = np.ndarray[Any, Any]
-Read = Callable[[str], "Array | None"]  # a tensor by its name; None: there is no such tensor
+Read = Callable[[str], "Array | None"]  # returns a tensor by name, or None
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ATTENTION, MLP = "self_attn", "mlp"
@@ -68,7 +68,7 @@ def _config(entries: Mapping[str, Any]) -> LlamaConfig:
 def load_weights(
     device: Any, folder: str | Path, config: LlamaConfig, *, dtype: Any = np.float32
 ) -> Weights:
-    """Put the tensors of a folder on a device.
+    """Upload the tensors of a folder to a device.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def load_weights(
 def random_weights(
     device: Any, config: LlamaConfig, *, seed: int = 0, dtype: Any = np.float32
 ) -> Weights:
-    """Draw normal weights whose every product keeps the size of its input."""
+    """Draw normal weights, scaled so that every product keeps the magnitude of its input."""
     shapes = tensor_shapes(config)
     streams = dict(zip(shapes, np.random.default_rng(seed).spawn(len(shapes)), strict=True))
 
@@ -119,7 +119,7 @@ def random_weights(
         shape = shapes[name]
         if name.endswith("norm.weight"):
             return np.ones(shape, np.float32)
-        # A tied head would take embeddings of size 1 for what was just read, again and again.
+        # With a tied head, embeddings of size 1 would make the model repeat its input.
         wide = name.endswith("embed_tokens.weight") and not config.tied
         spread = 1.0 if wide else shape[-1] ** -0.5
         return np.float32(spread) * streams[name].standard_normal(shape, np.float32)
@@ -128,7 +128,7 @@ def random_weights(
 
 
 def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a model, by the names that files give them, with their shapes."""
+    """Return the shapes of a model's tensors, by their names in files."""
     hidden, inner = config.hidden, config.intermediate
     q_width, kv_width = (n * config.head_dim for n in (config.q_heads, config.kv_heads))
     products = {
@@ -157,15 +157,15 @@ def tensor_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 
 def assemble(device: Any, config: LlamaConfig, read: Read, dtype: Any) -> Weights:
-    """Check tensors, join those that are multiplied together, and put them on a device."""
+    """Check tensors, concatenate those that are multiplied together, and upload them."""
     shapes = tensor_shapes(config)
 
     def tensor(name: str) -> Array:
-        found = read(name)
-        if found is None or found.shape != shapes[name]:
-            got = None if found is None else found.shape
+        array = read(name)
+        if array is None or array.shape != shapes[name]:
+            got = None if array is None else array.shape
             raise ValueError(f"{name}: expected shape {shapes[name]}, got {got}")
-        return found
+        return array
 
     def matrix(*names: str) -> Any:
         rows = np.concatenate([tensor(f"{name}.weight").astype(dtype) for name in names])

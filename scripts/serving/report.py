@@ -1,4 +1,4 @@
-"""What a run of the serving demo shows: tokens checked, copies hidden, tables of results."""
+"""Checks and results of the serving demo: tokens, hidden copies, tables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from common.measure import format_table
 from .llama import Llama
 from .requests import Prompt
 
-# Of the spread of a row of logits: how far sums in another order, or a key rounded the other way,
-# move the difference of two of them at most. A token whose logit is so near the largest is a tie.
+# By what share of the spread of a row of logits another order of summation, or a key rounded the
+# other way, changes the difference of two logits at most. A token this close to the best is a tie.
 TIES = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "fp8_e4m3": 0.5, "fp8_e5m2": 1.0, "int8": 0.2}
 
 
@@ -34,13 +34,13 @@ def check_tokens(
     model: Llama, prompts: Sequence[Prompt], outputs: Sequence[Sequence[int]], cache_dtype: str,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Checked:  # fmt: skip
-    """Compare every request's tokens with the choices of a plain uncached pass over all of it.
+    """Compare every request's tokens with those of a plain uncached pass over all of it.
 
     Raises
     ------
     WrongTokens
-        A token is not the plain pass's choice, nor as good; the message names the request, the
-        place, both tokens and their logits.
+        A token is neither the plain pass's choice nor tied with it; the message names the request,
+        the position, both tokens and their logits.
     """
     total = ties = 0
     for done, (prompt, output) in enumerate(zip(prompts, outputs, strict=True), start=1):
@@ -52,13 +52,13 @@ def check_tokens(
         whole = np.concatenate([prompt.tokens, np.array(output[:-1], np.int64)])
         logits = model.device.to_numpy(model.forward_plain(whole, cache_dtype=cache_dtype))
         rows = logits[len(prompt.tokens) - 1 :]
-        best, found = rows.max(axis=-1), rows[np.arange(len(rows)), output]
-        wrong = np.flatnonzero(~(best - found <= TIES[cache_dtype] * rows.std(axis=-1)))
+        best, taken = rows.max(axis=-1), rows[np.arange(len(rows)), output]
+        wrong = np.flatnonzero(~(best - taken <= TIES[cache_dtype] * rows.std(axis=-1)))
         if wrong.size:
             at = int(wrong[0])
             raise WrongTokens(
                 f"request {prompt.number}, output {at} of {len(output)}: expected "
-                f"{rows[at].argmax()} (logit {best[at]:.4f}), got {output[at]} ({found[at]:.4f})"
+                f"{rows[at].argmax()} (logit {best[at]:.4f}), got {output[at]} ({taken[at]:.4f})"
             )
         total += len(output)
         ties += int((rows.argmax(axis=-1) != output).sum())
@@ -134,10 +134,10 @@ def render(report: dict[str, Any]) -> str:
         "",
         f"copies          {hidden['copies']} of tables (a step's, or the page lists of a fork), "
         f"{hidden['copy_us'] / 1e3:.2f} ms in all",
-        f"                {hidden['hidden']:.0%} hidden: the part of their time on their own stream"
+        f"                {hidden['hidden']:.0%} hidden: the share of their time on their stream"
         " in which the",
         "                compute stream was busy, by timing events around each operation",
-        f"prefixes        {counts['forks']} forks brought {counts['shared_tokens']} tokens; "
+        f"prefixes        {counts['forks']} forks reused {counts['shared_tokens']} tokens; "
         f"{counts['computed_tokens']} were computed",
         f"pages           {counts['least_pages_free']} of {report['num_pages']} free at the least,"
         f" {counts['preemptions']} preemptions, {counts['evictions']} kept prefixes evicted",
@@ -146,7 +146,8 @@ def render(report: dict[str, Any]) -> str:
     if report["acceptance_rate"] is not None:
         lines.append(
             f"guesses         {counts['guesses']} in {counts['tree_steps']} trees, "
-            f"{report['acceptance_rate']:.0%} accepted: {report['tokens_a_tree']:.2f} tokens a tree"
+            f"{report['acceptance_rate']:.0%} accepted: {report['tokens_per_tree']:.2f} tokens "
+            "per tree"
         )
     if checked is not None:
         lines.append(

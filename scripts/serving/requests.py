@@ -1,4 +1,4 @@
-"""Requests to serve: prompts that share prefixes, from a trace or from a generator with a seed."""
+"""Requests to serve: prompts that share prefixes, from a trace or generated from a seed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from common.workload import read_trace
 
-BLOCK_TOKENS = 512  # of the input that one of a trace's hashes stands for
+BLOCK_TOKENS = 512  # input tokens per hash of a trace
 MOST_OUTPUT = 4  # times its median
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What somebody asks for: a continuation of `tokens` by `output_length` tokens."""
+    """A request: continue `tokens` by `output_length` tokens."""
 
     number: int
     arrival_ms: float
@@ -40,7 +40,7 @@ def synthetic_prompts(
     output_tokens: int = 32,
     gap_ms: float = 40.0,
 ) -> list[Prompt]:
-    """Make chats, each of which begins with one of a few system prompts.
+    """Return chats, each of which begins with one of a few system prompts.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def synthetic_prompts(
 def trace_prompts(
     path: str | Path, count: int, vocab: int, *, scale: float = 32.0, seed: int = 0
 ) -> list[Prompt]:
-    """Read the first requests of a trace, `scale` times shorter and in as much less time.
+    """Read the first requests of a trace, with lengths and arrival times divided by `scale`.
 
     Blocks of equal hash are equal tokens, so that prompts share what they share in the trace.
 

@@ -4,9 +4,9 @@
        ^                                                              |                |
        `------------------- preempt, youngest first <-- CacheFull ----+---- evict <----'
 
-A step holds one token of every sequence that decodes (or a tree of guesses), and prompt chunks,
-oldest first, up to a budget of tokens. Finished sequences are kept for their prefix until somebody
-needs their pages.
+A step holds one token of every sequence that decodes (or a draft tree), and prompt chunks, oldest
+first, up to a budget of tokens. Finished sequences are kept for their prefix until their pages are
+needed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .sequences import Counts, Item, Sequence, common_prefix, next_tokens
 
 @dataclass(frozen=True)
 class Policy:
-    """How steps are made.
+    """How steps are scheduled.
 
     Attributes
     ----------
     budget : tokens of a step
     max_running : sequences at a time, at most `budget`
     share : fork prefixes, and keep finished sequences for them
-    branches, depth : of the trees that guess what follows; no branches: one token a step
+    branches, depth : of the draft trees; no branches: one token per step
     """
 
     budget: int = 64
@@ -43,11 +43,11 @@ class Policy:
 
 
 class Scheduler:
-    """Requests, the pages that they hold, and which tokens of them run next.
+    """Requests, the pages that they hold, and which of their tokens run next.
 
     Parameters
     ----------
-    cache, page_size, num_pages : the PagedKVCache, and what it was made with
+    cache, page_size, num_pages : the PagedKVCache, and its sizes
     settle : waits for steps in flight, so that every planned token is known
 
     Raises
@@ -84,7 +84,7 @@ class Scheduler:
     # What a step runs.
 
     def begin_step(self, now_ms: float) -> list[Item]:
-        """Admit, choose tokens, and begin the step in the cache; empty if nobody can run."""
+        """Admit, choose tokens, and begin the step in the cache; empty if nothing can run."""
         self._admit(now_ms)
         items = self._items()
         while items:
@@ -121,7 +121,7 @@ class Scheduler:
     def _guess(self, sequence: Sequence, guesses: int) -> Item | None:
         if not self.policy.branches:
             return None
-        room = sequence.prompt.goal - sequence.known - 1  # the step decides one more
+        room = sequence.prompt.goal - sequence.known - 1  # the step yields one more
         tree = draft_tree(
             sequence.ids[: sequence.known],
             branches=self.policy.branches,
@@ -140,7 +140,7 @@ class Scheduler:
         counts.least_pages_free = free if least is None else min(least, free)
 
     def end_step(self, items: list[Item]) -> None:
-        """End the step in the cache; tokens that it decides are planned from now on."""
+        """End the step in the cache; the tokens that it chooses are planned from now on."""
         self.cache.end_forward()
         row = 0
         for item in items:
@@ -172,7 +172,7 @@ class Scheduler:
         else:
             self.cache.remove_sequence(sequence.number)
 
-    # Who comes in.
+    # Admission.
 
     def _admit(self, now_ms: float) -> None:
         for sequence in list(self.waiting):
@@ -182,19 +182,19 @@ class Scheduler:
                 return
             donor, shared, soon = self._donor(sequence)
             if soon >= shared + self.page_size:
-                continue  # somebody computes more of its prefix just now
+                continue  # a running request is computing more of its prefix
             if not self._make_room(sequence, donor, shared):
                 return
             self.waiting.remove(sequence)
             self._enter(sequence, donor, shared)
 
     def _donor(self, sequence: Sequence) -> tuple[Sequence | None, int, int]:
-        """Return who has the longest prefix cached, how long, and how long one will be soon."""
-        least = (self.page_size + 1) // 2  # less is not worth a page that is copied
+        """Return the sequence with the longest cached prefix, its length, and the length soon."""
+        least = (self.page_size + 1) // 2  # less is not worth copying a page
         best, longest, soon = None, least - 1, 0
-        wanted = sequence.ids[: sequence.known - 1]  # the last is run, for what follows it
+        prefix = sequence.ids[: sequence.known - 1]  # the last is run, to get its successor
         for other in [*self.kept.values(), *self.running] if self.policy.share else ():
-            alike = common_prefix(wanted, other.ids[: other.known])
+            alike = common_prefix(prefix, other.ids[: other.known])
             soon = soon if other.done else max(soon, alike)
             if min(alike, other.cached) > longest:
                 best, longest = other, min(alike, other.cached)
@@ -208,7 +208,7 @@ class Scheduler:
         while self.cache.num_available_pages < need:
             victim = next((s for s in self.kept.values() if s is not donor), None)
             if victim is None:
-                return not self.running  # alone, it fits once its donor has gone
+                return not self.running  # alone, it fits once its donor is evicted
             self._evict(victim)
         return True
 
@@ -216,7 +216,7 @@ class Scheduler:
         sequence.cached = 0
         if donor is not None:
             if donor.number in self.kept:
-                self.kept[donor.number] = self.kept.pop(donor.number)  # used just now
+                self.kept[donor.number] = self.kept.pop(donor.number)  # most recently used
             sequence.cached = self._fork(donor, sequence, shared)
         else:
             self.cache.add_sequence(sequence.number)
@@ -234,13 +234,13 @@ class Scheduler:
         self.counts.shared_tokens += shared
         return shared
 
-    # Who makes way.
+    # Preemption and eviction.
 
     def _can_give_way(self, items: list[Item]) -> bool:
         return bool(self.kept) or len(self.running) > 1 or any(item.tree for item in items)
 
     def _give_way(self, items: list[Item]) -> list[Item]:
-        """Give pages back, or ask for fewer: kept prefixes go, then guesses, then the youngest."""
+        """Free pages, or need fewer: evict kept prefixes, drop guesses, preempt the youngest."""
         if self.kept:
             self._evict(next(iter(self.kept.values())))
             return items

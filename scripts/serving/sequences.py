@@ -1,4 +1,4 @@
-"""Requests on their way, and what a step does for each."""
+"""Requests in progress, and what a step runs of each."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .requests import Prompt
 
 
 class Sequence:
-    """A request on its way: how many of its tokens are known, planned, cached.
+    """A request in progress: how many of its tokens are known, planned, cached.
 
-    known <= planned: a step in flight decides the tokens between. cached <= planned: the cache
+    known <= planned: a step in flight chooses the tokens between. cached <= planned: the cache
     holds these once the steps begun so far have run.
 
     Attributes
     ----------
     ids : int64 (goal,), the tokens, as far as they are known
-    shared : tokens that came with a fork, last time it was admitted
+    shared : tokens reused by a fork when it was last admitted
     """
 
     def __init__(self, prompt: Prompt) -> None:
@@ -30,7 +30,7 @@ class Sequence:
         self.known = self.planned = len(prompt.tokens)
         self.ids[: self.known] = prompt.tokens
         self.cached = self.shared = 0
-        self.feed = -1  # the row of the last step that decides the token at `known`
+        self.feed = -1  # the row of the last step that chooses the token at `known`
 
     @property
     def number(self) -> int:
@@ -51,7 +51,7 @@ class Sequence:
         return [int(token) for token in self.ids[len(self.prompt.tokens) : self.known]]
 
     def learn(self, tokens: Any) -> None:
-        """Take tokens that were decided."""
+        """Store tokens that a step has chosen."""
         count = len(tokens)
         self.ids[self.known : self.known + count] = tokens
         self.known += count
@@ -59,7 +59,7 @@ class Sequence:
 
 
 def common_prefix(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> int:
-    """Return how many tokens two arrays begin with alike."""
+    """Return the length of the common prefix of two arrays."""
     length = min(len(first), len(second))
     different = np.flatnonzero(first[:length] != second[:length])
     return int(different[0]) if different.size else length
@@ -69,8 +69,8 @@ def common_prefix(first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> 
 class Item:
     """What a step runs for one sequence: its next `count` tokens, or a tree of guesses.
 
-    `rows` is of how many of them the successors are wanted: all of a tree, the last token that is
-    planned, none of other chunks of a prompt.
+    `rows` is for how many of them a successor is needed: all of a tree, the last planned token,
+    none of an earlier chunk of a prompt.
     """
 
     sequence: Sequence
@@ -80,12 +80,12 @@ class Item:
 
     @property
     def decodes(self) -> bool:
-        """Whether it is of one token or its guesses, else a chunk of a prompt."""
+        """Whether it is a decode, of one token or a tree, and not a chunk of a prompt."""
         return self.tree is not None or (self.count == 1 and self.rows == 1)
 
 
 def next_tokens(sequence: Sequence, most: int) -> Item:
-    """Return what runs next of a sequence without guesses, at most so many tokens."""
+    """Return what runs next of a sequence without guesses, at most `most` tokens."""
     count = min(sequence.pending, most)
     return Item(sequence, count, int(count == sequence.pending))
 
@@ -100,7 +100,7 @@ def step_inputs(items: list[Item]) -> StepInputs:
             ids.append(np.array(item.tree.tokens))
         else:
             ids.append(sequence.ids[start : start + item.count])
-            feed[max(sequence.known - start, 0) :] = sequence.feed  # one token at most
+            feed[max(sequence.known - start, 0) :] = sequence.feed  # at most one token
         feeds.append(feed)
         total += item.count
         rows.append(np.arange(total - item.rows, total))
@@ -109,11 +109,11 @@ def step_inputs(items: list[Item]) -> StepInputs:
 
 @dataclass
 class Counts:
-    """What a run did. Tokens are those of single requests, not of steps."""
+    """What a run did. Tokens are counted per request."""
 
     forks: int = 0
-    shared_tokens: int = 0  # not computed, for a fork brought them
-    computed_tokens: int = 0  # prompts and outputs, guesses and what was computed again too
+    shared_tokens: int = 0  # reused by forks, not computed
+    computed_tokens: int = 0  # prompts, outputs, guesses, and recomputed tokens
     preemptions: int = 0
     evictions: int = 0  # of finished sequences that were kept for their prefix
     tree_steps: int = 0  # trees verified
