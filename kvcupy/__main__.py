@@ -12,14 +12,14 @@ from . import __version__
 from .probe import environment
 
 _SCRIPTS = {
-    "bench": ("bench_ops.py", "measure the operations (scripts/bench_ops.py)"),
+    "bench": ("bench.py", "measure the operations (scripts/bench.py)"),
     "demo": ("overlap_demo.py", "show copies beside computation (scripts/overlap_demo.py)"),
 }
-_STOPPED = 130  # what shells report of a program that Ctrl-C has ended
+_INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 2 where it was given something wrong."""
+    """Run one command and return its exit status, 2 for a wrong argument."""
     parser = _parser()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     command = arguments[0] if arguments else ""
@@ -45,20 +45,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lines=options.progress,
         )
     except KeyboardInterrupt:
-        return _STOPPED
+        return _INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m kvcupy", description="KV-cache operations.")
     parser.add_argument("--version", action="version", version=f"kvcupy {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("doctor", help="what is here, what works, how to get what is missing")
+    commands.add_parser("doctor", help="what is installed, what works, how to get what is missing")
     compiling = commands.add_parser(
         "compile",
         help="compile kernels ahead of their first use",
         description="Compile all kernels into the disk cache: for the devices of this machine, "
-        "or, with any of --all, --arch and --check, for GPUs that need not be here. "
-        "Ctrl-C stops it; what was compiled by then is kept.",
+        "or, with any of --all, --arch and --check, for GPUs that need not be present. "
+        "Ctrl-C stops it; kernels compiled until then are kept.",
     )
     compiling.add_argument("--all", action="store_true", help="with NVRTC for all architectures")
     compiling.add_argument("--arch", nargs="+", metavar="sm_90", help="with NVRTC for these")
@@ -68,20 +68,20 @@ def _parser() -> argparse.ArgumentParser:
         help="with NVRTC, and fail on warnings, spills and too many registers",
     )
     compiling.add_argument(
-        "--jobs", type=_count, metavar="N", help="processes; by default the CPUs there are"
+        "--jobs", type=_count, metavar="N", help="processes; default: the number of CPUs"
     )
     calibrating = commands.add_parser(
         "calibrate",
-        help="measure which way of a transfer is the fastest here",
-        description='Measure kernels against the copy engine, and keep what method="auto" goes by.',
+        help="measure which transfer method is fastest on this machine",
+        description='Measure kernels against the copy engine; method="auto" then follows it.',
     )
-    calibrating.add_argument("--device", help="such as cuda:1; by default the first GPU, or host")
+    calibrating.add_argument("--device", help="such as cuda:1; default: the first GPU, or host")
     calibrating.add_argument("--quick", action="store_true", help="a coarse grid, in seconds")
-    for one in (compiling, calibrating):
-        one.add_argument(
+    for command in (compiling, calibrating):
+        command.add_argument(
             "--progress",
             action="store_true",
-            help="where stderr is no terminal, say from time to time how far it is",
+            help="print progress lines where stderr is not a terminal",
         )
     for name, (_, purpose) in _SCRIPTS.items():
         if _script(name).is_file():
@@ -108,8 +108,8 @@ def _run_script(command: str, arguments: Sequence[str]) -> int:
         return 2
     try:
         return subprocess.call([sys.executable, str(script), *arguments], env=environment())
-    except KeyboardInterrupt:  # the script has heard of it too
-        return _STOPPED
+    except KeyboardInterrupt:  # the script was interrupted too
+        return _INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 # Runs the demonstration, on a GPU where there is one, else on this processor:
 #     scripts/demo.sh [arguments of scripts/overlap_demo.py]
 # The timelines, as Perfetto JSON and as pictures, go to build/overlap_demo.
-# It works in the active virtual environment, else in .venv, and installs only what is missing.
+# It runs in the active virtual environment, else in .venv, and installs only what is missing.
 set -euo pipefail
 
 # shellcheck source=scripts/env.sh

@@ -1,10 +1,10 @@
-# Sourced by demo.sh, test.sh, gpu_report.sh and .ci/run: chooses the Python to work in and brings what it lacks.
+# Sourced by demo.sh, test.sh, gpu_report.sh and .ci/run: chooses a Python and installs what it lacks.
 # shellcheck shell=bash
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 python= # what to run
-made=   # the environment made in this run, if one was
+made=   # the environment created in this run, if any
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -27,8 +27,8 @@ base_python() {
   return 1
 }
 
-# Set $python: the active environment's, else that of .venv, else one that needs nothing for the
-# task in the arguments, else that of a new .venv.
+# Set $python: the active environment's, else that of .venv, else one that lacks nothing for the task
+# in the arguments, else that of a new .venv.
 choose_python() {
   local prefix base
   for prefix in "${VIRTUAL_ENV:-}" "${CONDA_PREFIX:-}" "$root/.venv"; do
@@ -50,7 +50,7 @@ choose_python() {
 
 make_environment() {
   local base=$1
-  say "Making .venv with $("$base" --version)."
+  say "Creating .venv with $("$base" --version)."
   if "$base" -c 'import ensurepip, venv' 2>/dev/null; then
     "$base" -m venv "$root/.venv"
   elif "$base" -m virtualenv --version >/dev/null 2>&1; then
@@ -60,13 +60,13 @@ make_environment() {
   elif "$base" -m pip --version >/dev/null 2>&1; then
     "$base" -m venv --without-pip "$root/.venv"
   else
-    die "$base can make no virtual environment: it has no ensurepip, virtualenv or pip, and there" \
-      "is no uv. On Debian or Ubuntu \`apt install python3-venv\` mends that; or activate an" \
+    die "$base cannot create a virtual environment: it has no ensurepip, virtualenv or pip, and there" \
+      "is no uv. On Debian or Ubuntu, \`apt install python3-venv\`; or activate an" \
       "environment of your own and run this again."
   fi
 }
 
-# Install into $python, with whichever installer there is.
+# Install into $python, with pip or uv.
 install() {
   local base
   if "$python" -m pip --version >/dev/null 2>&1; then
@@ -81,10 +81,10 @@ install() {
   fi
 }
 
-# Print what the task in the arguments lacks. With --essential: what there is no way without.
-needs() { "$python" "$root/scripts/needs.py" "$@"; }
+# Print what the task in the arguments lacks. With --essential: only what it cannot do without.
+needs() { "$python" "$root/scripts/common/needs.py" "$@"; }
 
-# Install what the task in the arguments lacks. Offline, go on without what is not essential.
+# Install what the task in the arguments lacks. Offline, continue without what is not essential.
 provide() {
   local listed line missing=()
   listed=$(needs "$@")
@@ -92,7 +92,7 @@ provide() {
   while IFS= read -r line; do missing+=("$line"); done <<<"$listed"
   say "Installing, once: ${missing[*]}"
   if install "${missing[@]}"; then return; fi
-  if [[ -n $made ]]; then # with nothing in it, the Python that it was made from may serve better
+  if [[ -n $made ]]; then # it is empty: the Python that created it may have more
     rm -rf "$made"
     python=$(base_python)
   fi

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Tests and measures kvcupy on a GPU, and leaves a folder to be attached to an issue:
-#     scripts/gpu_report.sh [--no-torch] [--quick] [arguments of scripts/gpu_report.py]
-# The report goes to build/gpu_report, packed to build/gpu_report.tar.gz. It works in the active
-# virtual environment, else in .venv, and installs only what is missing; torch too, where the
-# driver takes it (CUDA 13), for what kvcupy promises beside it, unless there is --no-torch.
+#     scripts/gpu_report.sh [--no-torch] [--quick] [arguments of scripts/gpu/report.py]
+# The report goes to build/gpu_report, packed to build/gpu_report.tar.gz. It runs in the active
+# virtual environment, else in .venv, and installs only what is missing, torch included where the
+# driver supports it (CUDA 13), unless --no-torch is passed.
 set -euo pipefail
 
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
+export PYTHONPATH="$root/scripts:$PYTHONPATH" # for the package gpu
 torch=--torch
 arguments=()
 for argument in "$@"; do
@@ -16,7 +17,7 @@ for argument in "$@"; do
     --no-torch) torch= ;;
     -h | --help)
       python=$(base_python) || die "No Python 3.10 or newer is on the PATH."
-      exec "$python" "$root/scripts/gpu_report.py" --help
+      exec "$python" -m gpu.report --help
       ;;
     *) arguments+=("$argument") ;;
   esac
@@ -24,8 +25,8 @@ done
 
 choose_python report ${torch:+"$torch"}
 provide report
-# By itself: where it cannot be had, all the rest is there.
+# Separately: without it, everything else is still installed.
 if [[ -n $torch && (-z $made || -d $made) && -z $(needs report) ]]; then
   provide report "$torch"
 fi
-exec "$python" "$root/scripts/gpu_report.py" ${arguments[@]+"${arguments[@]}"}
+exec "$python" -m gpu.report ${arguments[@]+"${arguments[@]}"}

@@ -1,25 +1,25 @@
 """Show how much of the time to load cached pages from the host hides behind a model's layers.
 
-A prefix of a prompt lies in host memory. Its pages are loaded layer by layer, while the layers
-whose pages are there compute already:
+A cached prefix of a prompt lies in host memory. Its pages are loaded layer by layer, while the
+layers whose pages have arrived compute:
 
     load      |load 0|load 1|load 2|load 3| ...
     compute          |read 0, matmul |read 1, matmul |read 2, matmul | ...
 
-Three ways, over page sizes and layouts of the host's pool: load all, then compute; a copy for each
-page and layer, an event a layer; and the transfer engine with each of its methods.
+Three ways, over page sizes and layouts of the host's pool: load all, then compute; one copy per
+page and layer, with an event per layer; and the transfer engine with each of its methods.
 
-hidden     (copy alone + compute alone - total) / copy alone, of medians, the copy being the way's
-           own. Negative where the two hold one another up. All is wall time, calls included.
+hidden     (copy alone + compute alone - total) / copy alone, of medians, with each way's own
+           copy. Negative where the two slow each other down. All wall time, calls included.
 (min)      the same of the least times, which other programs disturb least
 at most    what a perfect overlap would hide: the first layer's copy has nothing to hide behind, and
            neither has what exceeds the computation.
 
 Proportions are those of a real model on a GPU. A hit of N tokens loads N * (bytes of K and V of a
 layer) over the link (PCIe 5 x16: 55 GB/s), while M new tokens compute at 500 TFLOP/s in bf16:
-2 FLOP a weight and token, and attention over all tokens before it. The matrices here are chosen
-such that a layer's computation is to the engine's own copy of it, by "auto", in that proportion.
-As many tokens are loaded as take about 10 ms as one large copy.
+2 FLOP per weight and token, and attention over all earlier tokens. The matrices here are chosen so
+that a layer's computation and the engine's own load of it, by "auto", have that ratio. As many
+tokens are loaded as take about 10 ms in one large copy.
 
     python scripts/offload_demo.py --out build/offload
 """
@@ -40,36 +40,47 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from benchlib import (
+from common.measure import (
     describe,
     device_for_products,
     format_table,
+    length_us,
     log_compilation,
     medians,
     minima,
+    one_core_per_stream,
     random_bits,
     wall_us,
     write_json,
 )
-from offload_draw import draw
-from offload_model import BEST, FEED_FORWARD, OffloadedModel, Proportions, proportions, ways
-from overlap_demo import one_core_a_stream
-from workload import MODELS
+from common.workload import MODELS, Model
+from overlap.offload_model import (
+    BEST,
+    FEED_FORWARD,
+    FIRST,
+    OffloadedModel,
+    Proportions,
+    proportions,
+    ways,
+)
 
+import kvcupy as kv
 from kvcupy.ops import transfer
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-COPY_US = 10_000  # of all that a run loads, as one large copy
+COPY_US = 10_000  # of everything that a run loads, as one large copy
+DRAWN_LAYERS = 6  # so that no two layers share a colour
+DRAWN_OF = 5  # runs, of which the shortest is drawn: other programs disturbed it least
 SECONDS = 0.4  # for each measurement of a case, after which it is not repeated
 
 
-def take_turns(
+def measure_in_rotation(
     candidates: dict[str, Callable[[], float]], rounds: int, seconds: float
 ) -> dict[str, list[float]]:
-    """Measure all candidates in turn; the first time warms up.
+    """Measure all candidates round by round; the first round warms up.
 
-    Each times itself, in us. One that has taken `seconds` is left out of later rounds; of one that
-    was measured only once, that counts.
+    Each times itself, in us. One that has taken `seconds` is left out of later rounds; if it was
+    measured only once, that measurement counts.
     """
     names = list(candidates)
     samples: dict[str, list[float]] = {name: [] for name in names}
@@ -92,12 +103,12 @@ def pinned_gb_per_s(device: Any, num_bytes: int = 64 << 20) -> float:
 def measure(model: OffloadedModel, ratio: float, rounds: int) -> list[dict[str, Any]]:
     """Fit the computation, check every way once in full, and measure them all."""
     device = model.device
-    found = ways(model)
-    copy_us = min(wall_us(device, found[BEST].alone) for _ in range(5))
+    candidates = ways(model)
+    copy_us = min(wall_us(device, candidates[BEST].alone) for _ in range(5))
     model.fit(copy_us / model.layers / ratio)
 
     def timed(work: Callable[[], None], check: Callable[[], None]) -> float:
-        model.next_turn()
+        model.shuffle_pages()
         us = wall_us(device, work)
         check()
         return us
@@ -113,10 +124,10 @@ def measure(model: OffloadedModel, ratio: float, rounds: int) -> list[dict[str, 
             checked.add(name)
 
     timers = {"compute": partial(timed, model.compute_alone, nothing)}
-    for name, way in found.items():
+    for name, way in candidates.items():
         timers[f"{name}: copy"] = partial(timed, way.alone, nothing)
         timers[f"{name}: total"] = partial(timed, way.run, partial(check, name))
-    samples = take_turns(timers, rounds, SECONDS)
+    samples = measure_in_rotation(timers, rounds, SECONDS)
     us, least = medians(samples), minima(samples)
     return [
         {
@@ -136,12 +147,12 @@ def measure(model: OffloadedModel, ratio: float, rounds: int) -> list[dict[str, 
             "least_hidden": hidden(least, name),
             "runs": len(samples[f"{name}: total"]),
         }
-        for name in found
+        for name in candidates
     ]
 
 
 def hidden(us: dict[str, float], name: str) -> float:
-    """Return the share of the copy's time that does not show in the total."""
+    """Return the share of the copy's time that does not add to the total."""
     copy_us = us[f"{name}: copy"]
     return (copy_us + us["compute"] - us[f"{name}: total"]) / copy_us
 
@@ -171,7 +182,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     rows: list[dict[str, Any]] = []
     compute = ""
-    with one_core_a_stream(device):
+    with one_core_per_stream(device):
         for page_size in sizes:
             for layout in layouts:
                 print(f"pages of {page_size}, {layout} ...", file=sys.stderr, flush=True)
@@ -203,6 +214,45 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def draw(
+    device: Any, model: Model, bits: np.ndarray[Any, Any], page_size: int, layout: str,
+    ratio: float, out: Path,
+) -> None:  # fmt: skip
+    """Save a timeline of each way, and `timeline`: two of them, one after the other.
+
+    Parameters
+    ----------
+    bits, page_size, layout : as for `OffloadedModel`; only the first layers are taken
+    ratio : time to load a layer with "auto", over the time that it computes
+    """
+    few = np.ascontiguousarray(bits[:, :, :DRAWN_LAYERS])
+    short = OffloadedModel(device, model, few, page_size, layout)
+    candidates = ways(short)
+    copy_us = min(wall_us(device, candidates[BEST].alone) for _ in range(5))
+    short.fit(copy_us / short.layers / ratio)
+    title = f"{model.name}, {short.layers} layers, pages of {page_size}, {layout}"
+    drawn = {name: [way.run] for name, way in candidates.items()}
+    drawn["timeline"] = [candidates[FIRST].run, candidates[BEST].run]
+    out.mkdir(parents=True, exist_ok=True)
+    for name, works in drawn.items():
+        recorded = min((record(short, works) for _ in range(DRAWN_OF)), key=length_us)
+        stem = name.replace(",", "").replace(" ", "_")
+        order = f"{FIRST}; then the engine" if name == "timeline" else name
+        recorded.save(out / f"{stem}.json")
+        recorded.plot(out / f"{stem}.png", title=f"{title}: {order}")
+
+
+def record(model: OffloadedModel, works: Sequence[Callable[[], None]]) -> Any:
+    """Run the works one after another and return their timeline."""
+    with kv.timeline() as recorded:
+        for work in works:
+            model.shuffle_pages()
+            work()
+            model.device.synchronize()
+    model.check_reads("drawn")
+    return recorded
+
+
 def header(report: dict[str, Any]) -> str:
     """Say what was measured, where, and where the proportions come from."""
     real = Proportions(report["real_copy_us"], report["real_compute_us"])
@@ -210,12 +260,12 @@ def header(report: dict[str, Any]) -> str:
         f"{report['device']} ({report['gpu_and_driver'] or report['processor']}), "
         f"{report['date']}, commit {(report['commit'] or 'unknown')[:12]}\n"
         f"{report['model']}: a hit of {report['tokens']} tokens at {report['link_gb_per_s']:g} GB/s"
-        f" is {real.copy_us:.0f} us a layer, {report['new_tokens']} new ones at "
+        f" is {real.copy_us:.0f} us per layer, {report['new_tokens']} new ones at "
         f"{report['tflops']:g} TFLOP/s are {real.compute_us:.0f}: copy / compute "
         f"{real.ratio:.2f}\n"
         f"here {report['tokens_loaded']} tokens of {report['layers']} layers "
         f"({report['bytes_loaded'] / 1e6:.0f} MB), large copies at "
-        f"{report['pinned_gb_per_s']:.1f} GB/s, a layer computes {report['compute']} or near it\n"
+        f"{report['pinned_gb_per_s']:.1f} GB/s, a layer computes about {report['compute']}\n"
         "every byte that a layer read in any run, and all pages once, checked against NumPy"
     )
 
@@ -237,28 +287,28 @@ def render(report: dict[str, Any]) -> str:
 
 
 def caveats(report: dict[str, Any]) -> list[str]:
-    """Say why shares may be out of bounds: differences of times that are themselves disturbed."""
+    """Say why shares may be out of bounds: they are differences of noisy times."""
     shares = [row["hidden"] for row in report["rows"]]
-    found = []
+    notes = []
     if report["quick"]:
-        found.append(
-            "--quick: so few and so short runs show that it works, not how much it hides; "
-            "for that run it without --quick."
+        notes.append(
+            "--quick: runs this few and short show that it works, not how much it hides; "
+            "run it without --quick for that."
         )
     if min(shares) < 0 or max(shares) > 1:
-        found.append(
+        notes.append(
             "Shares below 0 % or above 100 % are noise: a share is a difference of three times, "
             "and other programs disturbed them."
         )
-    return found
+    return notes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
     parser.add_argument("--model", choices=FEED_FORWARD, default="llama-3.1-8b")
-    parser.add_argument("--tokens", type=int, default=8192, help="of the prefix found on the host")
-    parser.add_argument("--new-tokens", type=int, default=1024, help="that are computed")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the cached prefix")
+    parser.add_argument("--new-tokens", type=int, default=1024, help="tokens to compute")
     parser.add_argument("--link-gb-per-s", type=float, default=55.0, help="of the real GPU")
     parser.add_argument("--tflops", type=float, default=500.0, help="of the real GPU, bf16")
     parser.add_argument("--page-sizes", type=int, nargs="+", help="default: 1 16 64")

@@ -6,8 +6,8 @@ write K and V     two array expressions on one stream; one each on two streams t
                   another by events; one launch that writes both; that launch replayed in a graph.
 rotate and write  query and key rotated by position, then K and V written: apart, with K and V on
                   two streams, and in one launch; called from Python, and replayed.
-bring the next    K, V and slots of step i+1 come from pinned memory while step i computes and
-step's K/V        stores, against the same work in sequence:
+prefetch the      K, V and slots of step i+1 are copied from pinned memory while step i computes and
+next step's K/V   stores, against the same work in sequence:
 
     copy     |copy 0 |copy 1 |        |copy 2 |          copy i waits until buffer i % 2 was read
     main             |compute 0 |store 0|compute 1 |store 1|      step i waits for copy i
@@ -20,8 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from benchlib import (
+from common.measure import (
     captured,
     describe,
     device_for_products,
@@ -42,15 +41,16 @@ from benchlib import (
     medians,
     minima,
     named_stream,
+    one_core_per_stream,
     random_bits,
     save_timeline,
     wall_us,
     write_json,
 )
-from kv_layers import LAYERS, KVLayers
-from rope_writes import ARRAYS, RopeWrites
-from step_pipeline import Steps, hidden_fraction
-from workload import MODELS, Model, Step, busy_steps, read_trace, synthetic_trace
+from common.workload import MODELS, Model, Step, busy_steps, read_trace, synthetic_trace
+from overlap.kv_layers import LAYERS, KVLayers
+from overlap.rope_writes import ARRAYS, RopeWrites
+from overlap.step_pipeline import Steps, hidden_fraction
 
 import kvcupy as kv
 
@@ -59,7 +59,7 @@ PASS_US = 5_000  # of one measurement, about: short ones find a processor undist
 
 
 def run_writes(device: Any, model: Model, tokens: int, rounds: int, out: Path | None) -> list[dict]:
-    """Measure the ways to write K and V of `tokens` tokens, in us a layer."""
+    """Measure the ways to write K and V of `tokens` tokens, in us per layer."""
     rng = np.random.default_rng(0)
     layers = KVLayers(device, model, 2 * tokens)
     host_rows = random_bits(rng, (tokens, LAYERS, layers.row_width))
@@ -107,7 +107,7 @@ def run_writes(device: Any, model: Model, tokens: int, rounds: int, out: Path | 
 
 
 def run_rope(device: Any, model: Model, tokens: int, rounds: int, out: Path | None) -> list[dict]:
-    """Measure the ways to rotate query and key and to write K and V, in us a layer."""
+    """Measure the ways to rotate query and key and to write K and V, in us per layer."""
     work = RopeWrites(device, model, tokens)
     forms = work.forms()
     for form in forms.values():  # compile before anything is captured
@@ -128,7 +128,7 @@ def run_rope(device: Any, model: Model, tokens: int, rounds: int, out: Path | No
 def compare(
     device: Any, cases: dict[str, Callable[[], None]], rounds: int, bytes_moved: int
 ) -> list[dict]:
-    """Measure cases of `LAYERS` layers each; return a row for each, a layer."""
+    """Measure cases of `LAYERS` layers each; return a row for each, in us per layer."""
     first = next(iter(cases))
     repeat = max(1, int(PASS_US / max(wall_us(device, cases[first]), 1.0)))
     timers = {name: partial(wall_us, device, work, repeat) for name, work in cases.items()}
@@ -150,7 +150,7 @@ def compare(
 def run_steps(
     device: Any, model: Model, batch: Sequence[Step], rounds: int, out: Path | None
 ) -> tuple[list[dict], str]:
-    """Measure steps whose K/V arrive on a copy stream, in us a step."""
+    """Measure steps whose K/V are copied on a copy stream, in us per step."""
     steps = Steps(device, model, batch)
     largest = int(np.argmax(steps.counts))
     copy = partial(steps.copy, largest, steps.copier)
@@ -158,7 +158,7 @@ def run_steps(
     steps.compute.fit(steps.main, 1.3 * copy_us)
 
     for name, work in (("in sequence", steps.in_sequence), ("copy stream", steps.overlapped)):
-        for array in steps.rows:  # stale staging must not pass for fresh
+        for array in steps.rows:  # stale buffers must not pass for fresh ones
             device.copy(array, device.zeros(array.shape, array.dtype))
         steps.layers.wipe()
         work()
@@ -174,11 +174,11 @@ def run_steps(
     }
     timers = {name: partial(steps.step_times_us, work) for name, work in cases.items()}
     samples = interleave(timers, rounds, seconds=SECONDS)
-    times = {name: float(np.median(np.sum(found, axis=1))) for name, found in samples.items()}
-    # What other programs disturb is passed over: many rounds, and each step's least time of all.
-    least = {name: float(np.sum(np.min(found, axis=0))) for name, found in samples.items()}
+    times = {name: float(np.median(np.sum(us, axis=1))) for name, us in samples.items()}
+    # Many rounds, and each step's least time of all, so that other programs disturb little.
+    least = {name: float(np.sum(np.min(rounds_us, axis=0))) for name, rounds_us in samples.items()}
     hidden = hidden_fraction(least[sequence], least[overlap], least[alone])
-    most = 1 - steps.counts[0] / sum(steps.counts)  # nothing runs yet that could hide the first
+    most = 1 - steps.counts[0] / sum(steps.counts)  # nothing can hide the first copy
     title = f"{model.name}, {len(batch)} steps:"
     save_timeline(device, [steps.in_sequence], out, "sequence", f"{title} in sequence")
     save_timeline(
@@ -201,19 +201,6 @@ def run_steps(
     return rows, str(steps.compute)
 
 
-@contextmanager
-def one_core_a_stream(device: Any) -> Iterator[None]:
-    """Let a launch on this processor use one core, as a product does: the copy has the other."""
-    if device.kind != "host":
-        yield
-        return
-    before, device.num_workers = device.num_workers, 1
-    try:
-        yield
-    finally:
-        device.num_workers = before
-
-
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run all parts and return the report."""
     device = device_for_products(arguments.device)
@@ -224,7 +211,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     common = (arguments.rounds, arguments.out)
     writes = run_writes(device, model, arguments.tokens, *common)
     rope = run_rope(device, model, arguments.tokens, *common)
-    with one_core_a_stream(device):
+    with one_core_per_stream(device):
         steps, compute = run_steps(device, model, batch, *common)
     return {
         **where,
@@ -246,13 +233,14 @@ def render(report: dict[str, Any]) -> str:
     most = report["overlap"][-1]["hidden_at_most"]
     lines = []
     for part, title in (
-        ("writes", f"Write K and V of {report['tokens']} tokens, a layer"),
-        ("rope", f"Rotate query and key of {report['tokens']} tokens and write K and V, a layer"),
+        ("writes", f"Write K and V of {report['tokens']} tokens, per layer"),
+        ("rope", f"Rotate query and key of {report['tokens']} tokens and write K and V, per layer"),
         (
             "overlap",
-            f"Copy in the next step's K/V while this one computes, a step of {len(report['steps'])}"
-            f"\n(hidden: (in sequence - copy stream) / copy alone, each step at its least;"
-            f" at most {most:.0%}, for nothing hides the first copy)",
+            f"Copy in the next step's K/V while this one computes, per step of "
+            f"{len(report['steps'])}"
+            f"\n(hidden: (in sequence - copy stream) / copy alone, least time of each step;"
+            f" at most {most:.0%}, because nothing hides the first copy)",
         ),
     ):
         rows = []
@@ -260,8 +248,8 @@ def render(report: dict[str, Any]) -> str:
             hidden = None if row["hidden"] is None else f"{row['hidden']:.0%} of {most:.0%}"
             measured = (row["time_us"], row["least_us"], row["gb_per_s"])
             rows.append((row["case"], *measured, row["ratio"], hidden))
-        wanted = len(columns) if part == "overlap" else len(columns) - 1
-        lines += [title, "", format_table(columns[:wanted], [row[:wanted] for row in rows]), ""]
+        width = len(columns) if part == "overlap" else len(columns) - 1
+        lines += [title, "", format_table(columns[:width], [row[:width] for row in rows]), ""]
     return "\n".join(lines[:-1])
 
 
@@ -269,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
     parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens a step at most")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per step at most")
     parser.add_argument("--steps", type=int, default=8, help="steps of continuous batching")
     parser.add_argument("--rounds", type=int, default=150, help="measurements of a case at most")
     parser.add_argument("--trace", type=Path, help="request trace, JSON lines")
@@ -278,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     report = run(arguments)
     print(f"{report['device']} ({report['gpu_and_driver'] or report['processor']}), ", end="")
-    print(f"{report['model']}, {report['tokens']} tokens a step, {LAYERS} layers")
+    print(f"{report['model']}, {report['tokens']} tokens per step, {LAYERS} layers")
     print(f"compute of a full step: {report['compute']}; every case checked against NumPy\n")
     print(render(report))
     if arguments.json:

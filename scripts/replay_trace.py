@@ -1,18 +1,18 @@
-r"""Replay a trace of requests through a tiered cache, and compare every byte that it brings.
+r"""Replay a trace of requests through a tiered cache, and compare every byte that it loads.
 
-Each request's prefix blocks are looked for on the device, in host memory and on disk; what is found
-comes back layer by layer, and a stream that stands for the model compares each layer of it with
-what the block's hash says it must hold. What was not found is written, and inserted. Beside it, a
-simulation that knows hash ids alone says what each tier should have found.
+Each request's prefix blocks are looked up on the device, in host memory and on disk. Hits are
+loaded layer by layer, and a stream that stands for the model compares each layer with the contents
+that the block's hash determines. Misses are written and inserted. A simulation of hash ids alone
+says which blocks each tier should have held.
 
     python scripts/replay_trace.py --plot build/replay.png
     python scripts/replay_trace.py --trace trace.jsonl --device-blocks 1000 --host-blocks 5000 \
         --disk-blocks 30000 --json build/replay.json
     python scripts/replay_trace.py --policy lru --policy lfu --sweep --plot build/policies.png
 
-Pages are a model's, each size divided by --scale; one page is one block of 512 tokens of the trace.
-Equal arguments give equal counts, but for --eager; times differ. The exit status is 1 if a byte
-was wrong, and 130 after Ctrl-C, which closes the cache and says how far it was.
+Pages have a model's shape, each size divided by --scale; one page is one block of 512 tokens of the
+trace. Equal arguments give equal counts, except with --eager; times differ. The exit status is 1 if
+a byte was wrong, and 130 after Ctrl-C, which closes the cache and prints the progress so far.
 """
 
 from __future__ import annotations
@@ -32,22 +32,27 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from benchlib import chosen_device, describe, log_compilation, write_json
-from overlap_demo import one_core_a_stream
-from replay_draw import draw_comparison, draw_over_time
-from replay_orders import ORDERS
-from replay_report import (
+from common.measure import (
+    chosen_device,
+    describe,
+    log_compilation,
+    one_core_per_stream,
+    write_json,
+)
+from common.workload import MODELS, Request
+from replay.draw import draw_comparison, draw_over_time
+from replay.orders import ORDERS
+from replay.report import (
     point_of,
     render_comparison,
     render_point,
     simulated_point,
     sizes_of,
 )
-from replay_requests import BLOCK_TOKENS, requests_of
-from replay_run import Replay
-from replay_settings import Settings, scaled_shape
-from tier_simulation import Sizes, simulate
-from workload import MODELS, Request
+from replay.requests import BLOCK_TOKENS, requests_of
+from replay.run import Replay
+from replay.settings import Settings, scaled_shape
+from replay.simulation import Sizes, simulate
 
 from kvcupy.progress import Progress
 
@@ -57,21 +62,21 @@ LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
 @contextmanager
-def disk_file(path: Path | None, wanted: bool, reopen: bool) -> Iterator[Path | None]:
-    """Give a disk tier its file: a temporary one, if none was named.
+def disk_file(path: Path | None, needed: bool, reopen: bool) -> Iterator[Path | None]:
+    """Yield the file of a disk tier: a temporary one if none was named.
 
     Raises
     ------
     SystemExit
-        The file is there already and is not to be opened again.
+        The file exists, and --reopen was not given.
     """
-    if not wanted:
+    if not needed:
         yield None
     elif path is None:
         with tempfile.TemporaryDirectory(prefix="kvcupy-replay-") as folder:
             yield Path(folder) / "blocks"
     elif path.exists() and not reopen:
-        raise SystemExit(f"{path}: is there already; --reopen begins with the blocks in it")
+        raise SystemExit(f"{path}: is there already; --reopen starts with the blocks in it")
     else:
         yield path
 
@@ -79,30 +84,30 @@ def disk_file(path: Path | None, wanted: bool, reopen: bool) -> Iterator[Path | 
 def replay(
     device: Any, settings: Settings, requests: Sequence[Request], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Replay once and return the report of it."""
+    """Replay once and return the report of that."""
     sizes = settings.sizes
     begun = arguments.reopen and arguments.disk is not None and arguments.disk.exists()
     simulated = None
-    if not begun:  # else the simulation does not know what the disk holds
+    if not begun:  # otherwise the simulation does not know what the disk holds
         ids = [request.hash_ids for request in requests]
         simulated = simulate(ids, sizes, settings.policy, settings.write, running=settings.running)
     with disk_file(arguments.disk, sizes.disk > 0, arguments.reopen) as path:
-        one = Replay(device, replace(settings, disk=path))
+        running = Replay(device, replace(settings, disk=path))
         what = f"{settings.policy}, {settings.write}"
         with Progress(what, len(requests), "requests", lines=True) as progress:
             try:
-                outcome = one.run(requests, speed=arguments.speed, each=progress.to)
+                outcome = running.run(requests, speed=arguments.speed, each=progress.to)
             except KeyboardInterrupt:
-                print(stopped(one, progress.done, len(requests)), file=sys.stderr)
+                print(stopped(running, progress.done, len(requests)), file=sys.stderr)
                 raise
             finally:
-                one.close()
+                running.close()
     return point_of(settings, outcome, simulated)
 
 
-def stopped(one: Replay, done: int, total: int) -> str:
-    """Say what a replay that ends early has done; what is on a named disk stays there."""
-    counts = one.outcome.counts
+def stopped(interrupted: Replay, done: int, total: int) -> str:
+    """Return a line on a replay that was interrupted."""
+    counts = interrupted.outcome.counts
     return (
         f"stopped after {done} of {total} requests: {counts['checked_bytes']} bytes compared, "
         f"{counts['wrong_bytes']} wrong; there is no report"
@@ -121,15 +126,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         eager=arguments.eager, host_layout=arguments.host_layout,
     )  # fmt: skip
     points = []
-    with one_core_a_stream(device):
+    with one_core_per_stream(device):
         for policy in arguments.policy:
             points.append(replay(device, replace(settings, policy=policy), requests, arguments))
     if arguments.sweep:
         ids = [request.hash_ids for request in requests]
         grid = [(policy, sizes.scaled(f)) for policy in arguments.policy for f in FACTORS]
         for policy, scaled in grid:
-            found = simulate(ids, scaled, policy, settings.write, running=settings.running)
-            points.append(simulated_point(scaled, policy, settings.write, found))
+            counted = simulate(ids, scaled, policy, settings.write, running=settings.running)
+            points.append(simulated_point(scaled, policy, settings.write, counted))
     return {
         **where,
         "trace": Path(arguments.trace).name if arguments.trace else f"seed {arguments.seed}",
@@ -201,24 +206,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--trace", type=Path, help="JSON lines; default: a made-up one, the same every time")
-    add("--limit", type=positive, help="replay so many requests at most")
+    add("--trace", type=Path, help="JSON lines; default: a synthetic one with a fixed seed")
+    add("--limit", type=positive, help="requests to replay, at most")
     add("--seed", type=int, default=0, help="of the made-up trace")
     add("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
     add("--device-blocks", type=positive, default=128)
     add("--host-blocks", type=positive, default=512)
     add("--disk-blocks", type=int, default=0, help="default: no disk")
     add("--disk", type=Path, help="file of the disk tier; default: a temporary one")
-    add("--reopen", action="store_true", help="begin with what the file of --disk holds")
+    add("--reopen", action="store_true", help="start with the blocks in the file of --disk")
     models = [name for name, model in MODELS.items() if not model.mla]
     add("--model", choices=models, default="llama-3.1-8b")
     add("--scale", type=positive, default=8, help="divides layers, tokens, heads and head_dim")
     add("--host-layout", choices=LAYOUTS, default="page_first")
     add("--policy", action="append", choices=ORDERS, help="repeat to compare; default: lru")
     add("--write", choices=("through", "back"), default="through")
-    add("--running", type=positive, default=1, help="requests whose blocks are held at a time")
+    add("--running", type=positive, default=1, help="requests whose leases are held at a time")
     add("--eager", action="store_true", help="insert without waiting; hits then vary a little")
-    add("--speed", type=float, default=0.0, help="times the trace's own; 0: without pauses")
+    add(
+        "--speed",
+        type=float,
+        default=0.0,
+        help="of arrivals, times the trace's; 0: without pauses",
+    )
     add("--sweep", action="store_true", help="simulate other sizes of all tiers too")
     add("--json", type=Path, help="write the report here")
     add("--plot", type=Path, help="draw a chart (PNG)")
@@ -229,7 +239,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.reopen and arguments.disk is None:
         parser.error("--reopen: expected --disk too")
     if arguments.disk is not None and len(arguments.policy) > 1:
-        parser.error("--disk: expected one policy, for each begins with an empty file")
+        parser.error("--disk: expected one policy, because each starts with an empty file")
     return arguments
 
 

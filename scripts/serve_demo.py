@@ -1,16 +1,16 @@
 """Serve requests with continuous batching on a paged cache, and show what its design saves.
 
-Prompts are prefilled in chunks beside requests that decode, in one batch a step. A request forks
-the longest prefix that is in the cache; when pages run out, kept prefixes go and then the youngest
-requests wait. Each step's page tables go to the device in one copy, on a stream of their own, while
-the compute stream is still at work:
+Prompts are prefilled in chunks beside requests that decode, in one batch per step. A request forks
+the longest cached prefix; when pages run out, kept prefixes are evicted, then the youngest requests
+preempted. Each step's page tables are uploaded in one copy, on a stream of their own, while the
+compute stream is still busy:
 
     tables                |copy 2|              |copy 3|
     compute   |step 1: embed, qkv, attention, mlp ... |step 2 ...
 
 That is measured against the same steps with the copy on the compute stream itself. With --speculate
-a step verifies a small tree of guesses for each request that decodes. Every request's tokens are
-compared with those of a plain forward pass without a cache.
+a step verifies a small tree of draft tokens for each request that decodes. Every request's tokens
+are compared with those of a plain forward pass without a cache.
 
     python scripts/serve_demo.py --out build/serve
     python scripts/serve_demo.py --trace trace.jsonl --scale 32 --speculate
@@ -33,35 +33,40 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from benchlib import describe, device_for_products, log_compilation, write_json
-from llama import Llama, LlamaConfig
-from llama_files import load_weights, random_weights, read_config
-from offload_draw import length_us
-from overlap_demo import one_core_a_stream
-from serve_draw import draw_steps
-from serve_engine import CacheSettings, Outcome, Server
-from serve_report import WrongTokens, check_tokens, drawn_steps, hidden_share, render, step_times
-from serve_requests import Prompt, synthetic_prompts, trace_prompts
-from serve_schedule import Policy
+from common.measure import (
+    describe,
+    device_for_products,
+    length_us,
+    log_compilation,
+    one_core_per_stream,
+    write_json,
+)
+from serving.draw import draw_steps
+from serving.engine import CacheSettings, Outcome, Server
+from serving.llama import Llama, LlamaConfig
+from serving.llama_files import load_weights, random_weights, read_config
+from serving.report import WrongTokens, check_tokens, drawn_steps, hidden_share, render, step_times
+from serving.requests import Prompt, synthetic_prompts, trace_prompts
+from serving.schedule import Policy
 
 HEADS = 8, 2  # of queries, of keys and values, in the random model
-DRAWN_OF = 3  # the quickest of so many runs is drawn: what other programs disturb least
+DRAWN_OF = 3  # runs, of which the shortest is drawn: other programs disturbed it least
 OWN, SHARED = "on a stream of their own", "on the compute stream"
 
 
 class Progress:
-    """One line that says how far a run is; where there is no terminal, one at its end."""
+    """A progress line; without a terminal, one line at the end."""
 
     def __init__(self, total: int) -> None:
         self.total, self.ended = total, ""
 
-    def show(self, what: str, done: int, more: str = "") -> None:
-        line = f"{what}: {done} of {self.total} requests{more}"
+    def show(self, label: str, done: int, more: str = "") -> None:
+        line = f"{label}: {done} of {self.total} requests{more}"
         if sys.stderr.isatty():
             print(f"\r{line:<78}", end="", file=sys.stderr, flush=True)
-        elif done == self.total and what != self.ended:
+        elif done == self.total and label != self.ended:
             print(line, file=sys.stderr, flush=True)
-            self.ended = what
+            self.ended = label
 
     def end(self) -> None:
         if sys.stderr.isatty():
@@ -99,7 +104,7 @@ def prompts_of(arguments: argparse.Namespace, vocab: int) -> list[Prompt]:
 
 
 def enough_pages(prompts: Sequence[Prompt], page_size: int, running: int) -> int:
-    """Return pages for so many requests of mean length, and for the longest at least."""
+    """Return enough pages for `running` requests of mean length, and for the longest."""
     pages = [-(-prompt.goal // page_size) for prompt in prompts]
     return max(*pages, round(min(running, len(pages)) * sum(pages) / len(pages)))
 
@@ -122,13 +127,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     progress = Progress(len(prompts))
     outcomes: dict[str, list[Outcome]] = {name: [] for name in servers}
 
-    def serve(name: str, what: str, watch: tuple[int, int] | None = None) -> tuple[Outcome, Any]:
-        def tell(done: int, steps: int) -> None:
-            progress.show(what, done, f", {steps} steps")
+    def serve(name: str, label: str, watch: tuple[int, int] | None = None) -> tuple[Outcome, Any]:
+        def show(done: int, steps: int) -> None:
+            progress.show(label, done, f", {steps} steps")
 
-        return servers[name].serve(prompts, progress=tell, watch=watch)
+        return servers[name].serve(prompts, progress=show, watch=watch)
 
-    with one_core_a_stream(device):
+    with one_core_per_stream(device):
         for number in range(arguments.rounds + 1):  # the first warms up
             for name in servers:
                 outcome, _ = serve(name, f"tables {name}, run {number}")
@@ -145,8 +150,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             arguments.out.mkdir(parents=True, exist_ok=True)
             recorded.save(arguments.out / "timeline.json")
             draw_steps(recorded.spans, arguments.out / "timeline.png", title)
-    for found in outcomes.values():
-        require_same(first, found)
+    for runs in outcomes.values():
+        require_same(first, runs)
     checked = None
     if arguments.check:
         checked = check_tokens(
@@ -178,15 +183,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "steps": steps,
         "tables": {
             name: {
-                "tokens_per_s": output / min(outcome.seconds for outcome in found[1:]),
-                **step_times([outcome.step_us for outcome in found[1:]]),
+                "tokens_per_s": output / min(outcome.seconds for outcome in runs[1:]),
+                **step_times([outcome.step_us for outcome in runs[1:]]),
             }
-            for name, found in outcomes.items()
+            for name, runs in outcomes.items()
         },
         "tables_copied": copied,
         "counts": asdict(counts),
         "acceptance_rate": counts.accepted / counts.guesses if counts.guesses else None,
-        "tokens_a_tree": 1 + counts.accepted / counts.tree_steps if counts.tree_steps else None,
+        "tokens_per_tree": 1 + counts.accepted / counts.tree_steps if counts.tree_steps else None,
         "checked": asdict(checked) if checked else None,
     }
 
@@ -218,7 +223,7 @@ def header(report: dict[str, Any]) -> str:
         f"{shape}, {report['requests']} requests ({report['trace']}): "
         f"{report['prompt_tokens']} tokens in, {report['output_tokens']} out\n"
         f"{report['num_pages']} pages of {report['page_size']} {report['dtype']} tokens, at most "
-        f"{report['budget']} tokens and {report['max_running']} requests a step{guesses}"
+        f"{report['budget']} tokens and {report['max_running']} requests per step{guesses}"
     )
 
 
@@ -231,23 +236,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--hidden", type=int, default=256, help="of the random model")
     add("--vocab", type=int, default=1024, help="of the random model")
     add("--trace", type=Path, help="request trace, JSON lines; default: synthetic chats")
-    add("--scale", type=float, default=32.0, help="by which a trace's lengths are divided")
-    add("--requests", type=int, default=48, help="that are served, at most")
+    add("--scale", type=float, default=32.0, help="divides the lengths of a trace")
+    add("--requests", type=int, default=48, help="requests to serve, at most")
     add("--seed", type=int, default=0, help="of the synthetic chats")
     add("--output-tokens", type=int, default=32, help="median of the synthetic chats")
-    add("--pages", type=int, help="of the cache; default: for --max-running requests")
+    add("--pages", type=int, help="pages of the cache; default: enough for --max-running requests")
     add("--page-size", type=int, default=16, help="tokens a page")
     add("--dtype", default="fp32", choices=("fp32", "fp16", "bf16", "fp8_e4m3", "int8"),
         help="of the cache")  # fmt: skip
     add("--compute", default="float32", choices=("float32", "float16"), help="of the matrices")
-    add("--budget", type=int, default=96, help="tokens a step")
+    add("--budget", type=int, default=96, help="tokens per step")
     add("--max-running", type=int, default=32, help="requests at a time")
-    add("--ahead", type=int, default=1, choices=(0, 1), help="steps launched before one is done")
-    add("--no-sharing", action="store_true", help="of prefixes, by forks")
+    add("--ahead", type=int, default=1, choices=(0, 1), help="steps launched ahead")
+    add("--no-sharing", action="store_true", help="do not fork shared prefixes")
     add("--speculate", action="store_true", help="verify trees of guesses")
     add("--branches", type=int, default=3, help="of a tree")
     add("--depth", type=int, default=4, help="of a tree")
-    add("--rounds", type=int, default=7, help="measured runs of each way")
+    add("--rounds", type=int, default=7, help="measured runs of each variant")
     add("--check", action=argparse.BooleanOptionalAction, default=None,
         help="tokens against a plain pass; default: of the random model")  # fmt: skip
     add("--json", type=Path, help="write the report here")

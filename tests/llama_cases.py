@@ -65,8 +65,8 @@ def save_model(folder, case: str, *, dtype: str = "float32", changes: Any = (), 
 
 def load(device, folder, **options: Any):
     """Load what `save_model` has saved, by the scripts' own loader."""
-    from llama import Llama
-    from llama_files import load_weights, read_config
+    from serving.llama import Llama
+    from serving.llama_files import load_weights, read_config
 
     config = read_config(folder)
     return Llama(device, config, load_weights(device, folder, config), **options)
@@ -74,8 +74,8 @@ def load(device, folder, **options: Any):
 
 def small_model(device, *, seed: int = 0, context: int = 256, **changes: Any):
     """Return a random model of two layers."""
-    from llama import Llama, LlamaConfig
-    from llama_files import random_weights
+    from serving.llama import Llama, LlamaConfig
+    from serving.llama_files import random_weights
 
     settings = {
         "vocab": VOCAB, "hidden": 48, "intermediate": 96, "layers": 2, "q_heads": 4, "kv_heads": 2,

@@ -19,7 +19,7 @@ def only_on_the_host(device):
 
 def small_trace(count=120, seed=1):
     """Requests of a made-up trace, as `replay_requests` makes them."""
-    from replay_requests import conversations
+    from replay.requests import conversations
 
     return list(itertools.islice(conversations(seed), count))
 
@@ -33,22 +33,22 @@ def write_trace(path, requests):
 
 def requests_of_ids(*ids):
     """Requests a second apart that ask for blocks of these numbers."""
-    from workload import Request
+    from common.workload import Request
 
     return [Request(1e3 * n, 512 * len(each), 1, tuple(each)) for n, each in enumerate(ids)]
 
 
 def small_settings(sizes, **changes):
     """Pages of 1 KiB in two layers."""
-    from replay_settings import Settings, Shape
-    from tier_simulation import Sizes
+    from replay.settings import Settings, Shape
+    from replay.simulation import Sizes
 
     return Settings(Sizes(*sizes), Shape(2, 16, 1, 8), **changes)
 
 
 def replayed(device, settings, requests, each=lambda replay, done: None):
     """Replay requests; return the outcome."""
-    from replay_run import Replay
+    from replay.run import Replay
 
     replay = Replay(device, settings)
     try:
@@ -58,7 +58,7 @@ def replayed(device, settings, requests, each=lambda replay, done: None):
 
 
 def simulated(settings, requests):
-    from tier_simulation import simulate
+    from replay.simulation import simulate
 
     ids = [request.hash_ids for request in requests]
     return simulate(ids, settings.sizes, settings.policy, settings.write, running=settings.running)
@@ -66,7 +66,7 @@ def simulated(settings, requests):
 
 def assert_as_simulated(outcome, settings, requests):
     """Check that every byte was right, and every count that of the simulation."""
-    from replay_report import COMPARED, MOVED, counted
+    from replay.report import COMPARED, MOVED, counted
 
     expected, page_bytes = simulated(settings, requests), settings.shape.page_bytes
     assert outcome.wrong == [] and outcome.counts["wrong_bytes"] == 0
@@ -134,7 +134,7 @@ def spoil(settings):
 
 def real_trace(limit):
     """The first requests of the trace that KVCUPY_TRACE names."""
-    from replay_requests import requests_of
+    from replay.requests import requests_of
 
     path = os.environ.get("KVCUPY_TRACE")
     if not path:

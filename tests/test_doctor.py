@@ -303,7 +303,7 @@ def test_scripts_find_the_package_from_anywhere(monkeypatch, tmp_path):
     assert command_line.main(["demo", "--help"]) == 0
 
 
-@pytest.mark.parametrize(("command", "script"), [("bench", "bench_ops"), ("demo", "overlap_demo")])
+@pytest.mark.parametrize(("command", "script"), [("bench", "bench"), ("demo", "overlap_demo")])
 def test_scripts_get_their_arguments(monkeypatch, tmp_path, command, script):
     monkeypatch.setattr(command_line, "__file__", str(tmp_path / "kvcupy" / "__main__.py"))
     (tmp_path / "scripts").mkdir()

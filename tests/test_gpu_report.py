@@ -38,8 +38,8 @@ def pytest_without_plugins(monkeypatch):
 
 def stand_in(name, code, *arguments, judge=None, limit_s=60.0, **options):
     """A part that runs Python code."""
-    import gpu_verdicts
-    from gpu_parts import Part
+    from gpu import verdicts as gpu_verdicts
+    from gpu.parts import Part
 
     command = (sys.executable, "-c", code, *arguments)
     judge = judge or gpu_verdicts.of_status
@@ -48,8 +48,8 @@ def stand_in(name, code, *arguments, judge=None, limit_s=60.0, **options):
 
 def reported(out, *parts, cwd=ROOT, grace_s=0.3):
     """Run parts; return whether all is well, the page, and the states by name."""
-    from gpu_report import Report
-    from gpu_run import Interrupts
+    from gpu.report import Report
+    from gpu.run import Interrupts
 
     made = Report(parts, out, ABOUT, "--quick")
     made.cwd, made.grace_s = cwd, grace_s
@@ -129,7 +129,7 @@ def test_a_judge_that_stumbles_costs_its_own_part(tmp_path):
 
 
 def test_a_part_that_says_too_much_is_cut_short(tmp_path, monkeypatch):
-    import gpu_report
+    from gpu import report as gpu_report
 
     monkeypatch.setattr(gpu_report, "LOG_BYTES", 1000)
     reported(tmp_path, stand_in("long", "print('first' + 9999 * '-' + 'last \u00fc')"))
@@ -150,7 +150,7 @@ def test_nobody_at_the_terminal_ends_no_report(tmp_path, monkeypatch):
 
 
 def test_benchmarks_leave_their_tables_and_json(tmp_path):
-    from gpu_verdicts import of_benchmark
+    from gpu.verdicts import of_benchmark
 
     code = (
         "import json, sys; print('case  us'); print('working', file=sys.stderr); "
@@ -175,8 +175,8 @@ def test_benchmarks_leave_their_tables_and_json(tmp_path):
 
 def pytest_part(folder, code, *, may_skip_all=False, **options):
     """A part that runs pytest over some code, as the report runs the suite."""
-    import gpu_parts
-    from gpu_verdicts import of_tests
+    from gpu import parts as gpu_parts
+    from gpu.verdicts import of_tests
 
     (folder / "suite").mkdir(parents=True)
     (folder / "suite" / "test_some.py").write_text("import os, signal, time, pytest\n" + code)
@@ -247,7 +247,7 @@ def test_tests_that_pass(tmp_path):
 
 
 def test_tests_of_a_gpu_are_named_when_they_pass(tmp_path):
-    from gpu_verdicts import of_tests
+    from gpu.verdicts import of_tests
 
     part = pytest_part(tmp_path, "def test_fine(): pass\n")
     part = replace(part, judge=of_tests(may_skip_all=False, names_all=True))
@@ -281,8 +281,8 @@ def test_the_test_that_ends_its_process_is_named(tmp_path):
 @pytest.mark.parametrize("ignores", [False, True], ids=["asked", "killed"])
 def test_a_test_that_hangs_is_stopped_and_named(tmp_path, ignores):
     """Asked to stop, pytest still writes its report; killed, it leaves its log."""
-    from gpu_report import Report
-    from gpu_run import Interrupts
+    from gpu.report import Report
+    from gpu.run import Interrupts
 
     code = "import warnings\ndef test_before(): warnings.warn('of another test')\n"
     code += "def test_hang():\n"
@@ -308,8 +308,8 @@ def test_a_test_that_hangs_is_stopped_and_named(tmp_path, ignores):
 
 
 def test_a_run_that_is_stopped_before_its_first_test(tmp_path):
-    from gpu_run import Ended
-    from gpu_verdicts import Files, of_tests
+    from gpu.run import Ended
+    from gpu.verdicts import Files, of_tests
 
     log, report = tmp_path / "log", tmp_path / "report.xml"
     log.write_text("===== test session starts =====\ntests/test_x.py::test_y ")
@@ -329,7 +329,7 @@ from pathlib import Path
 
 sys.path.insert(0, {scripts!r})
 sys.path.insert(0, {tests!r})
-import gpu_report
+from gpu import report as gpu_report
 from test_gpu_report import ABOUT, FINE, stand_in
 
 slow = "import time; print('begun', flush=True); time.sleep(60)"
@@ -381,7 +381,7 @@ def test_no_name_of_a_person_or_machine_is_left(tmp_path, monkeypatch):
     )
     part = stand_in("first", code, json.dumps(lines), "{result}", result="first.json")
     reported(out, part)
-    from gpu_private import pack
+    from gpu.private import pack
 
     with tarfile.open(pack(out)) as archive:
         members = archive.getmembers()
@@ -402,7 +402,7 @@ def test_no_name_of_a_person_or_machine_is_left(tmp_path, monkeypatch):
 
 
 def test_what_is_encoded_is_left_out():
-    from gpu_private import Anonymiser
+    from gpu.private import Anonymiser
 
     kept = '<property name="b" value="1" />'
     text = f'<properties><property name="hypothesis-statistics-a" value="YWRh" />{kept}'
@@ -410,7 +410,7 @@ def test_what_is_encoded_is_left_out():
 
 
 def test_names_that_everybody_has_are_no_secret():
-    from gpu_private import Anonymiser
+    from gpu.private import Anonymiser
 
     private = Anonymiser({}, {"root": "USER", "localhost": "HOST", "": "USER", "x": "USER"})
     assert private.text("root of x on localhost") == "root of x on localhost"
@@ -424,7 +424,7 @@ def no_tools():
 
 
 def all_parts(device="cuda", quick=False, **options):
-    from gpu_parts import parts
+    from gpu.parts import parts
 
     return parts(device, quick=quick, tools=options.pop("tools", no_tools()), **options)
 
@@ -447,10 +447,13 @@ def test_every_test_file_is_run_by_one_part():
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_every_script_that_writes_json_is_run(quick):
+    from bench import BENCHMARKS
+    from benchmarks.ops import SECTIONS
+
     named = {
         path.stem for path in SCRIPTS.glob("*.py")
         if re.search(r'"--json", \w+=', path.read_text())
-    }  # fmt: skip
+    } | {f"bench_{name}" for name in BENCHMARKS if name not in SECTIONS}  # fmt: skip
     assert {p.name for p in all_parts(quick=quick) if p.group == "bench"} == named
 
 
@@ -472,11 +475,12 @@ def test_the_scripts_take_what_they_are_given(quick, monkeypatch):
             arguments = part.command[part.command.index(str(script)) + 1 :]
             with monkeypatch.context() as patch, pytest.raises(InterruptedError):
                 patch.setattr(argparse.ArgumentParser, "parse_args", only_read)
-                importlib.import_module(script.stem).main(arguments)
+                module = ".".join(script.relative_to(SCRIPTS).with_suffix("").parts)
+                importlib.import_module(module).main(arguments)
 
 
 def test_pictures_are_drawn_where_that_can_be_done(monkeypatch):
-    import gpu_parts
+    from gpu import parts as gpu_parts
 
     def drawing():
         return {part.name for part in all_parts() if "--out" in part.command}
@@ -507,7 +511,7 @@ def test_tools_that_are_missing_are_named():
 
 
 def test_only_takes_parts_and_groups():
-    from gpu_report import chosen_parts
+    from gpu.report import chosen_parts
 
     found = all_parts()
     names = [part.name for part in chosen_parts(found, ["sanitizer", "ncu"])]
@@ -520,7 +524,7 @@ def test_only_takes_parts_and_groups():
 
 
 def test_the_plan_says_what_runs_and_how_long(capsys):
-    from gpu_report import main
+    from gpu.report import main
 
     assert main(["--device", "host", "--quick", "--list", "--only", "doctor", "bench"]) == 0
     said = capsys.readouterr().out
@@ -535,8 +539,8 @@ def test_the_plan_says_what_runs_and_how_long(capsys):
 
 
 def test_without_a_gpu_the_reason_is_said_first(tmp_path, monkeypatch, capsys):
-    import gpu_environment
-    from gpu_report import main
+    from gpu import environment as gpu_environment
+    from gpu.report import main
 
     monkeypatch.setattr(gpu_environment, "no_device", lambda name: "no driver")
     arguments = ["--quick", "--only", "gpu", "ncu", "--out", str(tmp_path / "out")]
@@ -546,7 +550,7 @@ def test_without_a_gpu_the_reason_is_said_first(tmp_path, monkeypatch, capsys):
 
 
 def test_an_earlier_report_is_kept_and_nothing_else_overwritten(tmp_path):
-    from gpu_report import make_room
+    from gpu.report import make_room
 
     out = tmp_path / "out"
     make_room(out)
@@ -568,8 +572,8 @@ def test_an_earlier_report_is_kept_and_nothing_else_overwritten(tmp_path):
 
 @pytest.mark.parametrize("works", [True, False])
 def test_the_doctors_page_is_read(tmp_path, monkeypatch, works):
-    from gpu_run import Ended
-    from gpu_verdicts import Files, of_doctor
+    from gpu.run import Ended
+    from gpu.verdicts import Files, of_doctor
 
     from kvcupy import doctor
     from kvcupy.probe import Probe
@@ -634,7 +638,7 @@ def tools(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("case", SANITIZED)
 def test_what_compute_sanitizer_says(tmp_path, tools, case):
-    from gpu_environment import tool
+    from gpu.environment import tool
 
     text, status, state, summary = SANITIZED[case]
     asked = tools("compute-sanitizer", text, status)
@@ -647,7 +651,7 @@ def test_what_compute_sanitizer_says(tmp_path, tools, case):
     assert ("store_" in page) == ("store_" in text)
     words = asked.read_text().splitlines()
     assert words[words.index("--tool") + 1] == "racecheck"
-    assert words[-3:] == [str(SCRIPTS / "every_operation.py"), "--device", "host"]
+    assert words[-3:] == [str(SCRIPTS / "gpu" / "every_operation.py"), "--device", "host"]
 
 
 def test_a_program_that_calls_no_cuda_is_no_pass_on_a_gpu(tmp_path, tools):
@@ -685,7 +689,7 @@ DENIED = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to acce
     ],
 )
 def test_what_ncu_says(tmp_path, tools, logged, status, state, summary):
-    from gpu_environment import tool
+    from gpu.environment import tool
 
     asked = tools("ncu", "program output", status, to_log=logged)
     part = next(p for p in all_parts("host", tools={**no_tools(), "ncu": tool("ncu")})
@@ -701,7 +705,7 @@ def test_what_ncu_says(tmp_path, tools, logged, status, state, summary):
 
 
 def test_tools_are_found_in_a_toolkit(tmp_path, monkeypatch):
-    from gpu_environment import tool
+    from gpu.environment import tool
 
     monkeypatch.setenv("PATH", "")
     (tmp_path / "bin").mkdir()
@@ -723,8 +727,8 @@ esac
 
 
 def test_the_gpus_are_described(tmp_path, monkeypatch):
-    from gpu_environment import facts
-    from gpu_page import page
+    from gpu.environment import facts
+    from gpu.page import page
 
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!{shutil.which('bash')}\n{SMI}")
@@ -741,7 +745,7 @@ def test_the_gpus_are_described(tmp_path, monkeypatch):
 
 
 def test_a_whole_run_with_the_tools_standing_in(tmp_path, tools, capsys):
-    from gpu_report import main
+    from gpu.report import main
 
     tools("compute-sanitizer", CLEAN, 0)
     arguments = ["--device", "host", "--quick", "--only", "sanitizer", "--out", str(tmp_path / "o")]
@@ -763,7 +767,7 @@ def test_a_whole_run_with_the_tools_standing_in(tmp_path, tools, capsys):
 
 def test_every_operation_is_called_and_every_kernel_launched(device, monkeypatch):
     """By the program that the sanitizers watch: none escapes them."""
-    import every_operation
+    from gpu import every_operation
 
     import kvcupy as kv
     from kvcupy.ops import specialisations

@@ -28,10 +28,10 @@ def demo(device_name, *arguments):
 
 
 def bench(device_name, *arguments):
-    import bench_ops
+    import bench
 
     small = ["--device", device_name, "--quick", "--rotate-mb", "1"]
-    return bench_ops.main([*small, *map(str, arguments)])
+    return bench.main(["ops", *small, *map(str, arguments)])
 
 
 def wrong_byte(operation, cache_index):
@@ -107,7 +107,7 @@ def events_named(path, name):
 def test_demo_notices_one_wrong_byte(device, monkeypatch, model, operation, cache_index):
     if device.name != "host":
         pytest.skip("the wrong byte is written by the host")
-    from benchlib import WrongBytes
+    from common.measure import WrongBytes
 
     monkeypatch.setattr(kv, operation, wrong_byte(getattr(kv, operation), cache_index))
     with pytest.raises(WrongBytes, match=r"one launch.*1 of .* bytes differ"):
@@ -123,9 +123,9 @@ def test_demo_notices_one_wrong_byte_of_a_fused_write(
 ):
     if device.name != "host":
         pytest.skip("the wrong byte is written by the host")
-    from benchlib import WrongBytes
-    from rope_writes import RopeWrites
-    from workload import MODELS
+    from common.measure import WrongBytes
+    from common.workload import MODELS
+    from overlap.rope_writes import RopeWrites
 
     monkeypatch.setattr(kv, operation, wrong_byte(getattr(kv, operation), cache_index))
     work = RopeWrites(device, MODELS[model], 24)
@@ -134,9 +134,9 @@ def test_demo_notices_one_wrong_byte_of_a_fused_write(
 
 
 def test_demo_notices_a_rotation_that_all_forms_get_wrong(device):
-    from benchlib import WrongBytes
-    from rope_writes import RopeWrites
-    from workload import MODELS
+    from common.measure import WrongBytes
+    from common.workload import MODELS
+    from overlap.rope_writes import RopeWrites
 
     work = RopeWrites(device, MODELS["llama-3.1-70b-tp8"], 24)
     forms = work.forms()
@@ -147,10 +147,10 @@ def test_demo_notices_a_rotation_that_all_forms_get_wrong(device):
 
 
 def test_launches_beside_a_copy_leave_it_a_core(device):
-    from overlap_demo import one_core_a_stream
+    from common.measure import one_core_per_stream
 
     before = getattr(device, "num_workers", None)
-    with one_core_a_stream(device):
+    with one_core_per_stream(device):
         assert device.kind != "host" or device.num_workers == 1
     assert getattr(device, "num_workers", None) == before
 
@@ -165,8 +165,8 @@ def test_demo_notices_a_missing_wait(device, monkeypatch, deaf):
     if device.name != "host":
         pytest.skip("only the host's scheduling is slow enough to be sure of it")
     import overlap_demo
-    from benchlib import WrongBytes
-    from step_pipeline import Compute, Steps
+    from common.measure import WrongBytes
+    from overlap.step_pipeline import Compute, Steps
 
     monkeypatch.setattr(overlap_demo, "run_rope", lambda *arguments: [])  # it has a main, too
     copy, wait = Steps.copy, type(device.stream()).wait
@@ -204,7 +204,7 @@ def test_demo_runs_as_a_program_over_a_trace(device_name, tmp_path):
 
 
 def test_hidden_fraction():
-    from step_pipeline import hidden_fraction
+    from overlap.step_pipeline import hidden_fraction
 
     assert hidden_fraction(30.0, 22.0, 10.0) == pytest.approx(0.8)
     assert hidden_fraction(30.0, 10.0, 10.0) == 1.0
@@ -260,7 +260,7 @@ def test_bench_graph_leaves_out_eager_calls(device_name, tmp_path):
 def test_bench_notices_one_wrong_byte(device, monkeypatch):
     if device.name != "host":
         pytest.skip("the wrong byte is written by the host")
-    from benchlib import WrongBytes
+    from common.measure import WrongBytes
 
     monkeypatch.setattr(kv, "store_kv", wrong_byte(kv.store_kv, 3))
     with pytest.raises(WrongBytes, match=r"kvcupy, cache 1: \d+ of"):
@@ -268,12 +268,12 @@ def test_bench_notices_one_wrong_byte(device, monkeypatch):
 
 
 def test_the_headline_cases_are_always_there():
-    from bench_ops import SECTIONS, shapes
-    from bench_rope import HEADLINES
-    from bench_store import BANDWIDTH, CALL_COST
+    from benchmarks.ops import SECTIONS, shapes
+    from benchmarks.rope import HEADLINES
+    from benchmarks.store import BANDWIDTH, CALL_COST
 
     for tokens in ((1, 128), (64,)):
-        names = [shape.name for shape in shapes(SECTIONS, tokens, None)]
+        names = [shape.name for shape in shapes(SECTIONS, tokens)]
         assert names[:2] == [CALL_COST.name, BANDWIDTH.name]
         assert {shape.name for shape in HEADLINES} <= set(names)
         assert len(names) == len(set(names))
@@ -300,11 +300,11 @@ def test_the_headline_cases_are_always_there():
 )
 def test_bench_checks_every_operation(device, case):
     """Every candidate there is of a case computes what NumPy does; nothing is measured."""
-    from bench_ops import SECTIONS, shapes
-    from bench_run import check
-    from bench_timers import TorchArrays, own_arrays
+    from benchmarks.candidates import check
+    from benchmarks.ops import SECTIONS, shapes
+    from benchmarks.timers import TorchArrays, own_arrays
 
-    (shape,) = (s for s in shapes(SECTIONS, (1,), None) if s.name == case)
+    (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
     made, torch = shape.build(device, 2), TorchArrays(device)
     candidates = {"kvcupy": made.kvcupy(own_arrays)}
     if (expressions := made.expressions()) is not None:
@@ -328,12 +328,12 @@ def test_bench_checks_every_operation(device, case):
     ],
 )
 def test_bench_notices_what_was_not_done(device, case, message):
-    from bench_ops import SECTIONS, shapes
-    from bench_run import check
-    from bench_timers import own_arrays
-    from benchlib import WrongBytes
+    from benchmarks.candidates import check
+    from benchmarks.ops import SECTIONS, shapes
+    from benchmarks.timers import own_arrays
+    from common.measure import WrongBytes
 
-    (shape,) = (s for s in shapes(SECTIONS, (1,), None) if s.name == case)
+    (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
     made = shape.build(device, 2)
     calls = made.kvcupy(own_arrays)
     check(made, "kvcupy", calls)
@@ -343,7 +343,7 @@ def test_bench_notices_what_was_not_done(device, case, message):
 
 def test_bench_compiles_torch_only_where_that_works(device, tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
-    from bench_rope import HEADLINES
+    from benchmarks.rope import HEADLINES
 
     def refuse(function, **options):
         raise RuntimeError("no compiler here")
@@ -382,7 +382,7 @@ def test_bench_reports_views_and_loading(device_name, tmp_path, capsys):
 
 
 def test_a_missed_target_is_said():
-    from bench_ops import verdict
+    from benchmarks.ops import verdict
 
     assert verdict("store_kv T=1: kvcupy's time over torch's", 1.5) == " (wanted: at most 2)"
     assert verdict("rope_store_kv T=64: times as fast as torch", 1.5) == (
@@ -392,8 +392,8 @@ def test_a_missed_target_is_said():
 
 
 def test_rotations_are_held_to_an_ulp():
-    from benchlib import WrongBytes
-    from rotations import BF16, Rotation, normal_bits
+    from common.measure import WrongBytes
+    from common.rotations import BF16, Rotation, normal_bits
 
     table = kv.rope_table(64, 8, device="host")
     bits, positions = normal_bits(np.random.default_rng(0), (5, 2, 8)), np.arange(5) + 7
@@ -415,7 +415,7 @@ def test_rotations_are_held_to_an_ulp():
 
 
 def test_require_equal_names_the_first_byte():
-    from benchlib import WrongBytes, require_equal
+    from common.measure import WrongBytes, require_equal
 
     want = np.arange(12, dtype=np.uint16).reshape(3, 4)
     got = want.copy()
@@ -431,7 +431,7 @@ def test_require_equal_names_the_first_byte():
 
 
 def test_require_equal_compares_bits_not_values():
-    from benchlib import WrongBytes, require_equal
+    from common.measure import WrongBytes, require_equal
 
     nan = np.full(3, np.nan, np.float32)
     require_equal("nan", nan, nan.copy())
@@ -440,7 +440,7 @@ def test_require_equal_compares_bits_not_values():
 
 
 def test_interleave_takes_turns_and_medians():
-    from benchlib import interleave, medians
+    from common.measure import interleave, medians
 
     order, times = [], {"a": iter([99, 1, 5, 3]), "b": iter([99, 2, 2, 8])}
 
@@ -455,7 +455,7 @@ def test_interleave_takes_turns_and_medians():
 
 
 def test_format_table_aligns():
-    from benchlib import format_table
+    from common.measure import format_table
 
     lines = format_table(("case", "us"), [("long name", 1.234), ("x", None)]).splitlines()
     assert lines == ["case         us", "---------  ----", "long name  1.23", "x             -"]
@@ -470,7 +470,7 @@ def write_trace(path, requests):
 
 
 def test_a_trace_is_read_line_by_line(tmp_path):
-    from workload import Request, read_trace
+    from common.workload import Request, read_trace
 
     write_trace(tmp_path / "t.jsonl", [(0, 700, 3, [7, 8]), (12.5, 1, 1, [])])
     assert list(read_trace(tmp_path / "t.jsonl")) == [
@@ -480,7 +480,7 @@ def test_a_trace_is_read_line_by_line(tmp_path):
 
 @pytest.mark.parametrize("line", ['{"timestamp": 0, "input_length": 5}', "nonsense", "[1, 2]"])
 def test_a_bad_line_is_named(tmp_path, line):
-    from workload import read_trace
+    from common.workload import read_trace
 
     (tmp_path / "t.jsonl").write_text('{"timestamp":0,"input_length":1,"output_length":1}\n' + line)
     with pytest.raises(ValueError, match=r"t\.jsonl:2: expected an object with timestamp"):
@@ -488,7 +488,7 @@ def test_a_bad_line_is_named(tmp_path, line):
 
 
 def test_steps_decode_and_prefill_in_chunks():
-    from workload import Request, batch_steps
+    from common.workload import Request, batch_steps
 
     steps = list(batch_steps([Request(0, 25, 2), Request(0, 10, 3)], budget=16))
     assert [(s.decode, s.prefill) for s in steps] == [
@@ -499,7 +499,7 @@ def test_steps_decode_and_prefill_in_chunks():
 
 
 def test_known_prefix_blocks_are_not_computed_again():
-    from workload import Request, batch_steps
+    from common.workload import Request, batch_steps
 
     first = Request(0, 1024, 1, (1, 2))
     again = Request(1e6, 1600, 1, (1, 2, 3, 4))
@@ -509,7 +509,7 @@ def test_known_prefix_blocks_are_not_computed_again():
 
 
 def test_busy_steps_mix_and_fill_the_budget():
-    from workload import busy_steps, synthetic_trace
+    from common.workload import busy_steps, synthetic_trace
 
     steps = busy_steps(synthetic_trace(), 2048, 8)
     assert len(steps) == 8
@@ -519,7 +519,7 @@ def test_busy_steps_mix_and_fill_the_budget():
 
 
 def test_a_trace_too_short_is_refused():
-    from workload import Request, busy_steps
+    from common.workload import Request, busy_steps
 
     with pytest.raises(ValueError, match="at least 5 steps"):
         busy_steps([Request(0, 4, 2)], 16, 5)
@@ -527,7 +527,7 @@ def test_a_trace_too_short_is_refused():
 
 
 def test_the_synthetic_trace_has_the_lengths_it_says():
-    from workload import synthetic_trace
+    from common.workload import synthetic_trace
 
     requests = list(islice(synthetic_trace(), 4000))
     assert 6_000 < np.median([r.input_length for r in requests]) < 8_000
@@ -537,7 +537,7 @@ def test_the_synthetic_trace_has_the_lengths_it_says():
 
 
 def test_models_state_what_a_token_costs():
-    from workload import MODELS
+    from common.workload import MODELS
 
     assert MODELS["llama-3.1-8b"].row_widths == (1024, 1024)
     assert MODELS["llama-3.1-70b-tp8"].row_widths == (128, 128)

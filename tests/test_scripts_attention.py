@@ -1,4 +1,4 @@
-"""scripts/bench_attention.py: what it reports, what it notices."""
+"""scripts/bench.py attention: what it reports, what it notices."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 
 def bench(device_name, *arguments):
-    import bench_attention
+    import bench
 
     small = ["--quick", "--rounds", "1", "--device", device_name]
-    return bench_attention.main([*small, *map(str, arguments)])
+    return bench.main(["attention", *small, *map(str, arguments)])
 
 
 def test_it_reports_every_case(device_name, tmp_path, capsys):
     assert bench(device_name, "--json", tmp_path / "result.json") == 0
     report = json.loads((tmp_path / "result.json").read_text())
     assert report["device"] == kv.device(device_name).name and report["copy_gb_per_s"] > 0
-    cases = report["cases"]
+    cases = report["rows"]
     for form in ("bf16", "fp32", "fp8_e4m3"):
         assert any(c["case"].startswith("decode") and c["case"].endswith(form) for c in cases)
     assert sum(c["case"].startswith("prefill") for c in cases) == 2
@@ -36,7 +36,7 @@ def test_it_reports_every_case(device_name, tmp_path, capsys):
 def test_it_notices_a_wrong_result(device, device_name, monkeypatch):
     if device.name != "host":
         pytest.skip("the wrong result is put there by the host")
-    from benchlib import WrongBytes
+    from common.measure import WrongBytes
 
     attend = kv.paged_attention
 
@@ -51,7 +51,7 @@ def test_it_notices_a_wrong_result(device, device_name, monkeypatch):
 
 def test_caches_of_more_values_than_are_drawn(device_name, monkeypatch):
     """The values repeat, and the results are right all the same."""
-    import bench_attention
+    from benchmarks import attention
 
-    monkeypatch.setattr(bench_attention, "BANK", 10_007)
+    monkeypatch.setattr(attention, "BANK", 10_007)
     assert bench(device_name) == 0

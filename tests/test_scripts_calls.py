@@ -14,6 +14,10 @@ from kvcupy.probe import environment
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+BENCHMARKS = (
+    "attention", "calls", "frames", "loading", "ops", "pages", "rope", "steps", "store", "transfer",
+    "views",
+)  # fmt: skip
 RUN = [file.name for file in sorted(SCRIPTS.glob("*.py")) if "ArgumentParser" in file.read_text()]
 
 
@@ -25,40 +29,37 @@ def test_every_script_has_a_help(name):
     assert done.stdout.startswith(f"usage: {name.removesuffix('.py')}")
 
 
-# A report of a GPU says at length what is wrong with it.
-DEVICES = [
-    name for name in RUN
-    if "--device" in (SCRIPTS / name).read_text() and name != "gpu_report.py"
-]  # fmt: skip
+WITH_DEVICE = [
+    (name.removesuffix(".py"), ()) for name in RUN if "--device" in (SCRIPTS / name).read_text()
+] + [("bench", (name,)) for name in BENCHMARKS]
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize(("module", "benchmark"), WITH_DEVICE)
 @pytest.mark.parametrize("device", ["frob", "cuda:63"])
-def test_a_wrong_device_is_one_line(capsys, name, device):
-    module = importlib.import_module(name.removesuffix(".py"))
+def test_a_wrong_device_is_one_line(capsys, module, benchmark, device):
     with pytest.raises(SystemExit) as end:
-        module.main(["--device", device])
+        importlib.import_module(module).main([*benchmark, "--device", device])
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("--device: ") and device in line
 
 
 def test_loading_refuses_what_it_does_not_know(capsys):
-    import bench_loading
+    from benchmarks import loading
 
     for wrong in ([], ["host"], ["host", "nothing<1>"]):
         with pytest.raises(SystemExit) as end:
-            bench_loading.main(wrong)
+            loading.main(wrong)
         assert end.value.code == 2
         assert "usage: " in capsys.readouterr().err
 
 
 def test_calls_are_measured(device_name, tmp_path, capsys):
-    import bench_calls
+    import bench
 
     report = tmp_path / "new" / "calls.json"
     few = ["--device", device_name, "--quick", "--only", "store_kv", "merge_states"]
-    assert bench_calls.main([*few, "--json", str(report)]) == 0
+    assert bench.main(["calls", *few, "--json", str(report)]) == 0
     read = json.loads(report.read_text())
     assert [row["operation"] for row in read["rows"]] == ["store_kv", "merge_states"]
     for row in read["rows"]:

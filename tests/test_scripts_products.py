@@ -15,8 +15,8 @@ import kvcupy as kv
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-MULTIPLY = {"step_pipeline", "llama", "benchlib"}
-ON_THE_HOST = {"bench_attention"}  # compares with NumPy's product
+MULTIPLY = {"overlap.step_pipeline", "serving.llama", "common.measure"}
+ON_THE_HOST = {"benchmarks.attention"}  # compares with NumPy's product
 DEMOS = ("overlap_demo", "offload_demo", "serve_demo")
 
 
@@ -46,8 +46,8 @@ def test_cublas_is_asked_for_before_anything_is_measured(monkeypatch, script):
 
 
 def test_where_products_work_the_device_is_the_one_that_is_named(device):
-    benchlib = importlib.import_module("benchlib")
-    assert benchlib.device_for_products(device.name) is device
+    measure = importlib.import_module("common.measure")
+    assert measure.device_for_products(device.name) is device
 
 
 def multiplies(tree):
@@ -60,11 +60,14 @@ def multiplies(tree):
 
 def test_no_other_script_multiplies():
     """What multiplies is reached from the demos above alone."""
-    trees = {path.stem: ast.parse(path.read_text()) for path in SCRIPTS.glob("*.py")}
+    trees = {
+        ".".join(path.relative_to(SCRIPTS).with_suffix("").parts): ast.parse(path.read_text())
+        for path in SCRIPTS.rglob("*.py")
+    }
     assert {name for name, tree in trees.items() if multiplies(tree)} == MULTIPLY | ON_THE_HOST
     for name, tree in trees.items():
         imports = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-        if imports & (MULTIPLY - {"benchlib"}) and "main" in {
+        if imports & (MULTIPLY - {"common.measure"}) and "main" in {
             n.name for n in tree.body if isinstance(n, ast.FunctionDef)
         }:
             assert name in DEMOS, f"{name}: expected a device from device_for_products"

@@ -197,7 +197,7 @@ def test_the_report(device_name, tmp_path, capsys):
 
 def test_ctrl_c_says_what_is_done(device_name, monkeypatch, tmp_path, capsys):
     """And leaves no cache open: the disk's blocks are found again."""
-    from replay_run import Replay
+    from replay.run import Replay
 
     file = tmp_path / "blocks"
     request = Replay._request
@@ -257,7 +257,7 @@ def test_policies_and_sizes_compared(device_name, tmp_path, capsys):
 
 def test_a_wrong_byte_is_the_exit_status(device_name, device, monkeypatch, capsys):
     only_on_the_host(device)
-    from replay_content import Contents
+    from replay.content import Contents
 
     write = Contents.write
 
@@ -302,7 +302,7 @@ def test_wrong_arguments(device_name, tmp_path, capsys):
 def test_the_pace_of_the_trace(device):
     requests = requests_of_ids([1], [1, 2], [3])
     settings = small_settings((8, 8, 0))
-    from replay_run import Replay
+    from replay.run import Replay
 
     replay = Replay(device, settings)
     assert replay.run(requests, speed=10).wall_s >= 0.2

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 
 def run_ids(*ids, sizes, **options):
-    from tier_simulation import Sizes, simulate
+    from replay.simulation import Sizes, simulate
 
     return simulate(ids, Sizes(*sizes), **options)
 
@@ -85,14 +85,14 @@ def test_what_is_pinned_stays():
 
 @pytest.fixture
 def contents(device):
-    from replay_content import Contents
+    from replay.content import Contents
 
     pool = kv.KVPool(16, 16, 3, 2, 8, device=device)
     return Contents(pool), pool
 
 
 def test_every_byte_of_a_block_is_its_own(contents):
-    from replay_content import hashes_of
+    from replay.content import hashes_of
 
     oracle, _ = contents
     hashes = hashes_of(range(200))
@@ -108,7 +108,7 @@ def test_every_byte_of_a_block_is_its_own(contents):
 
 
 def test_the_oracle_counts_wrong_bytes(device, contents):
-    from replay_content import hashes_of
+    from replay.content import hashes_of
 
     only_on_the_host(device)
     oracle, pool = contents

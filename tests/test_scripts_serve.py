@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 def prompts_of(*pairs, gap_ms=0.0, vocab=VOCAB, seed=3):
     """Prompts of (shared, own, output) lengths; the shared tokens are the same for all."""
-    from serve_requests import Prompt
+    from serving.requests import Prompt
 
     rng = np.random.default_rng(seed)
     prefix = rng.integers(0, vocab, 200)
@@ -38,8 +38,8 @@ def prompts_of(*pairs, gap_ms=0.0, vocab=VOCAB, seed=3):
 
 def serve(model, prompts, *, pages=64, page_size=8, dtype="fp32", server=None, **policy):
     """Serve prompts; return what came out."""
-    from serve_engine import CacheSettings, Server
-    from serve_schedule import Policy
+    from serving.engine import CacheSettings, Server
+    from serving.schedule import Policy
 
     settings = CacheSettings(pages, page_size, dtype)
     small = Policy(budget=24, max_running=4)
@@ -113,7 +113,7 @@ def test_logits_of_bf16_files_in_shards(device, case, tmp_path):
 
 def test_longrope_goes_by_the_context(device, tmp_path):
     """Within the original context the short factors hold, though the config allows more."""
-    from llama_files import read_config
+    from serving.llama_files import read_config
 
     rope = {
         "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 2.0],
@@ -132,7 +132,7 @@ def test_longrope_goes_by_the_context(device, tmp_path):
 
 
 def test_a_config_of_old_files(tmp_path):
-    from llama_files import read_config
+    from serving.llama_files import read_config
 
     entries = {
         "model_type": "llama", "vocab_size": 11, "hidden_size": 32, "intermediate_size": 48,
@@ -159,7 +159,7 @@ def test_a_config_of_old_files(tmp_path):
 
 
 def test_a_tensor_that_does_not_fit_is_named(device, tmp_path):
-    from llama_files import load_weights, read_config
+    from serving.llama_files import load_weights, read_config
 
     save_model(tmp_path, "plain")
     config = read_config(tmp_path)
@@ -244,7 +244,7 @@ def test_what_cannot_be_served_is_refused(models):
 
 def repetitive(count=5, vocab=VOCAB):
     """Prompts that say the same over and over, so that guesses come true now and then."""
-    from serve_requests import Prompt
+    from serving.requests import Prompt
 
     rng = np.random.default_rng(0)
     return [
@@ -293,7 +293,7 @@ def test_whatever_the_policy(models, expected, seed):
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8_e4m3", "int8"])
 def test_other_caches_against_a_pass_that_rounds_alike(models, dtype):
-    from serve_report import check_tokens
+    from serving.report import check_tokens
 
     prompts = prompts_of(*SHARED)
     outcome = serve(models(), prompts, dtype=dtype, branches=2)
@@ -304,9 +304,9 @@ def test_other_caches_against_a_pass_that_rounds_alike(models, dtype):
 
 def test_matrices_in_float16(device):
     """Close to float32, and its own plain pass gives the tokens."""
-    from llama import Llama
-    from llama_files import random_weights
-    from serve_report import check_tokens
+    from serving.llama import Llama
+    from serving.llama_files import random_weights
+    from serving.report import check_tokens
 
     full = small_model(device)
     half = Llama(
@@ -323,7 +323,7 @@ def test_matrices_in_float16(device):
 
 
 def test_a_wrong_token_is_noticed(models, expected):
-    from serve_report import WrongTokens, check_tokens
+    from serving.report import WrongTokens, check_tokens
 
     prompts = prompts_of((0, 9, 6), (0, 12, 5))
     outputs = [list(tokens) for tokens in expected(models(), prompts)]
@@ -336,7 +336,7 @@ def test_a_wrong_token_is_noticed(models, expected):
 
 
 def test_hidden_share_is_what_overlaps():
-    from serve_report import hidden_share
+    from serving.report import hidden_share
 
     spans = [
         Span("copy", "tables", 10, 10),  # the compute stream is busy until 15
@@ -353,7 +353,7 @@ def test_hidden_share_is_what_overlaps():
 
 
 def test_step_times_and_the_steps_to_draw():
-    from serve_report import drawn_steps, step_times
+    from serving.report import drawn_steps, step_times
 
     assert step_times([[5, 1, 9], [4, 2, 30]]) == {"median_us": 4.5, "least_us": 4}
     steps = [(0, 9), (1, 9), (1, 0), (1, 0), (2, 7), (3, 0)]
@@ -375,7 +375,7 @@ class Said:
 
 
 def test_guesses_are_what_followed_before():
-    from serve_drafts import Tree, draft_tree, longest_match
+    from serving.drafts import Tree, draft_tree, longest_match
 
     history = np.array([1, 2, 3, 8, 9, 1, 2, 3, 7, 5, 1, 2, 3])
     tree = draft_tree(history, branches=2, depth=2, nodes=9)
@@ -391,7 +391,7 @@ def test_guesses_are_what_followed_before():
 
 
 def test_continuations_that_begin_alike_share_nodes():
-    from serve_drafts import draft_tree
+    from serving.drafts import draft_tree
 
     history = np.array([1, 6, 2, 4, 1, 6, 3, 4, 1])
     tree = draft_tree(history, branches=2, depth=2, nodes=9)
@@ -399,7 +399,7 @@ def test_continuations_that_begin_alike_share_nodes():
 
 
 def test_prompts_of_a_trace_share_what_its_blocks_share(tmp_path):
-    from serve_requests import trace_prompts
+    from serving.requests import trace_prompts
 
     requests = [
         {"timestamp": 0, "input_length": 1500, "output_length": 64, "hash_ids": [5, 6, 7]},
@@ -422,7 +422,7 @@ def test_prompts_of_a_trace_share_what_its_blocks_share(tmp_path):
 
 
 def test_synthetic_prompts_share_system_prompts():
-    from serve_requests import synthetic_prompts
+    from serving.requests import synthetic_prompts
 
     prompts, again = (synthetic_prompts(40, 1000) for _ in range(2))
     assert len({tuple(p.tokens[:72]) for p in prompts}) == 3
@@ -485,7 +485,7 @@ def test_demo_speculates_on_a_trace(device_name, tmp_path, capsys):
     assert report["trace"] == "trace.jsonl" and report["requests"] == 3 and report["ahead"] == 0
     counts = report["counts"]
     assert report["acceptance_rate"] == counts["accepted"] / counts["guesses"]
-    assert report["tokens_a_tree"] == 1 + counts["accepted"] / counts["tree_steps"]
+    assert report["tokens_per_tree"] == 1 + counts["accepted"] / counts["tree_steps"]
     assert report["checked"]["tokens"] == report["output_tokens"]
     assert "% accepted" in capsys.readouterr().out
 
@@ -505,7 +505,7 @@ def test_demo_serves_a_saved_model(device_name, tmp_path, capsys):
 def test_demo_notices_a_wrong_result(device, device_name, monkeypatch):
     if device.name != "host":
         pytest.skip("the wrong result is put there by the host")
-    from serve_report import WrongTokens
+    from serving.report import WrongTokens
 
     attention = kv.PagedKVCache.attention_qkv
 

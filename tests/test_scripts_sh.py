@@ -122,7 +122,7 @@ def test_active_environment_is_used_and_nothing_installed(sandbox, variable):
     active = sandbox.python("active")
     sandbox.run("demo.sh", "--tokens", "8", "--out", "a b", **{variable: active})
     assert sandbox.calls == [
-        "active scripts/needs.py demo",
+        "active scripts/common/needs.py demo",
         "active scripts/overlap_demo.py --out build/overlap_demo --tokens 8 --out a b",
     ]
 
@@ -130,20 +130,23 @@ def test_active_environment_is_used_and_nothing_installed(sandbox, variable):
 def test_tests_get_the_remaining_arguments(sandbox):
     active = sandbox.python("active")
     sandbox.run("test.sh", "-x", "--torch", "-k", "store", VIRTUAL_ENV=active)
-    assert sandbox.calls == ["active scripts/needs.py test --torch", "active -m pytest -x -k store"]
+    assert sandbox.calls == [
+        "active scripts/common/needs.py test --torch",
+        "active -m pytest -x -k store",
+    ]
 
 
 def test_a_gpu_report_gets_torch_by_itself_and_the_remaining_arguments(sandbox):
     active = sandbox.python("active")
     sandbox.run("gpu_report.sh", "--quick", "--out", "a b", VIRTUAL_ENV=active)
     assert sandbox.calls == [
-        "active scripts/needs.py report", "active scripts/needs.py report",
-        "active scripts/needs.py report --torch",
-        "active scripts/gpu_report.py --quick --out a b",
+        "active scripts/common/needs.py report", "active scripts/common/needs.py report",
+        "active scripts/common/needs.py report --torch",
+        "active -m gpu.report --quick --out a b",
     ]  # fmt: skip
     sandbox.run("gpu_report.sh", "--no-torch", "--only", "ncu", VIRTUAL_ENV=active)
     assert sandbox.calls == [
-        "active scripts/needs.py report", "active scripts/gpu_report.py --only ncu"
+        "active scripts/common/needs.py report", "active -m gpu.report --only ncu"
     ]  # fmt: skip
 
 
@@ -152,13 +155,13 @@ def test_a_gpu_report_without_the_rest_asks_for_no_torch(sandbox):
     active = sandbox.python("active")
     sandbox.run("gpu_report.sh", NEEDS="matplotlib", OFFLINE=1, VIRTUAL_ENV=active)
     assert not any("--torch" in call for call in sandbox.calls)
-    assert sandbox.calls[-1] == "active scripts/gpu_report.py"
+    assert sandbox.calls[-1] == "active -m gpu.report"
 
 
 def test_help_of_the_gpu_report_installs_nothing(sandbox):
     sandbox.path.append(sandbox.python("system", "python3") / "bin")
     sandbox.run("gpu_report.sh", "--quick", "--help", NEEDS="numpy")
-    assert sandbox.calls[-1] == "system scripts/gpu_report.py --help"
+    assert sandbox.calls[-1] == "system -m gpu.report --help"
     assert not any("needs.py" in call or "install" in call for call in sandbox.calls)
 
 
@@ -166,7 +169,7 @@ def test_own_environment_is_used_when_none_is_active(sandbox):
     sandbox.python(sandbox.checkout / ".venv")
     sandbox.path.append(sandbox.python("system", "python3") / "bin")
     sandbox.run("test.sh")
-    assert sandbox.calls == [".venv scripts/needs.py test", ".venv -m pytest"]
+    assert sandbox.calls == [".venv scripts/common/needs.py test", ".venv -m pytest"]
 
 
 def test_python_that_has_everything_is_used_as_it_is(sandbox):
@@ -250,7 +253,7 @@ def test_no_python_at_all_is_explained(sandbox):
 @pytest.fixture
 def needs(monkeypatch):
     """needs.py on a machine with everything but a GPU; a test takes away what it is about."""
-    spec = importlib.util.spec_from_file_location("needs", ROOT / "scripts" / "needs.py")
+    spec = importlib.util.spec_from_file_location("needs", ROOT / "scripts" / "common" / "needs.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     absent: set[str] = set()
@@ -396,7 +399,7 @@ def test_a_gpu_report_takes_what_is_made_for_its_driver(needs, monkeypatch):
 
 @pytest.mark.usefixtures("scripts_on_path")
 def test_compute_sanitizer_of_a_toolkit_is_found(tmp_path, monkeypatch):
-    import needs
+    from common import needs
 
     monkeypatch.setattr(needs, "installed", set)
     monkeypatch.setattr(needs.shutil, "which", lambda name: None)
@@ -429,7 +432,7 @@ def test_driver_version(tmp_path, monkeypatch, text, status, cuda):
         smi.write_text(f"#!{BASH}\necho '{text}'\nexit {status}\n")
         smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    code = "import needs; print(needs.driver_cuda())"
+    code = "from common import needs; print(needs.driver_cuda())"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT / "scripts", capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""scripts/bench_steps.py: what it reports, and what it takes time of."""
+"""scripts/bench.py steps: what it reports, and what it takes time of."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 
 def bench(device_name, *arguments):
-    import bench_steps
+    import bench
 
     small = ["--device", device_name, "--live", "5", "1200", "--batch", "3", "--rounds", "4"]
-    return bench_steps.main([*small, *map(str, arguments)])
+    return bench.main(["steps", *small, *map(str, arguments)])
 
 
 def test_it_reports_every_size(device_name, tmp_path, capsys):
@@ -36,7 +36,7 @@ def test_it_reports_every_size(device_name, tmp_path, capsys):
 
 
 def test_a_step_leaves_the_cache_as_it_was(device):
-    from bench_steps import SteppedCache
+    from benchmarks.steps import SteppedCache
 
     stepped = SteppedCache(device, live=7, batch=2, context=40, page_size=16)
     cache = stepped.cache
@@ -50,7 +50,7 @@ def test_a_step_leaves_the_cache_as_it_was(device):
 
 
 def test_each_step_sends_its_tables_once(device):
-    from bench_steps import SteppedCache
+    from benchmarks.steps import SteppedCache
 
     stepped = SteppedCache(device, live=3, batch=2, context=20, page_size=16)
     stepped.step_us()

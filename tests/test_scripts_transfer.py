@@ -1,4 +1,4 @@
-"""scripts/offload_demo.py and scripts/bench_transfer.py: what they report, what they notice."""
+"""scripts/offload_demo.py and scripts/bench.py transfer: what they report, what they notice."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def offload(device_name, *arguments):
 
 
 def bench(device_name, *arguments):
-    import bench_transfer
+    import bench
 
     quick = ["--device", device_name, "--quick", "--case-mb", "0.1"]
-    return bench_transfer.main([*quick, *map(str, arguments)])
+    return bench.main(["transfer", *quick, *map(str, arguments)])
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def lanes(path):
 
 def test_demo_notices_one_wrong_byte(device, flip_a_byte):
     only_on_the_host(device)
-    from benchlib import WrongBytes
+    from common.measure import WrongBytes
 
     with pytest.raises(WrongBytes, match=r"load all, then compute: .* \d of .* bytes differ"):
         offload("host", "--page-sizes", 16, "--layouts", "layer_first")
@@ -110,16 +110,16 @@ def test_demo_notices_one_wrong_byte(device, flip_a_byte):
 def test_demo_notices_a_layer_that_does_not_wait(device, monkeypatch, way):
     """Control: pages come late, and with the compute stream's wait removed it reads old ones."""
     only_on_the_host(device)
-    from benchlib import WrongBytes, random_bits
-    from offload_model import OffloadedModel, ways
-    from workload import MODELS
+    from common.measure import WrongBytes, random_bits
+    from common.workload import MODELS
+    from overlap.offload_model import OffloadedModel, ways
 
     bits = random_bits(np.random.default_rng(0), (2, 32, 3, 2, 16))
     model = OffloadedModel(device, MODELS["llama-3.1-70b-tp8"], bits, 4, "page_first")
     found = ways(model, ("kernel", "copy"))[way]
 
     def late_run():
-        model.next_turn()
+        model.shuffle_pages()
         model.loader.call(lambda: time.sleep(0.05))
         found.run()
         device.synchronize()
@@ -142,8 +142,8 @@ def test_demo_notices_a_layer_that_does_not_wait(device, monkeypatch, way):
 
 
 def test_proportions_are_those_of_the_weights_and_the_link():
-    from offload_model import FEED_FORWARD, proportions
-    from workload import MODELS
+    from common.workload import MODELS
+    from overlap.offload_model import FEED_FORWARD, proportions
 
     peaks = {"link_gb_per_s": 55.0, "tflops": 500.0}
     real = proportions(MODELS["llama-3.1-8b"], 8192, 1024, **peaks)
@@ -157,7 +157,7 @@ def test_proportions_are_those_of_the_weights_and_the_link():
 
 
 def test_a_slow_candidate_is_measured_once():
-    from offload_demo import take_turns
+    from offload_demo import measure_in_rotation
 
     calls = []
 
@@ -169,7 +169,7 @@ def test_a_slow_candidate_is_measured_once():
         calls.append("slow")
         return 2e6
 
-    samples = take_turns({"fast": fast, "slow": slow}, 3, 1.0)
+    samples = measure_in_rotation({"fast": fast, "slow": slow}, 3, 1.0)
     assert samples["slow"] == [2e6] and calls.count("slow") == 1
     assert calls.count("fast") == 4 and len(samples["fast"]) == 3  # the first warmed up
 
@@ -197,7 +197,7 @@ def test_bench_reports_every_section(device_name, tmp_path, capsys):
     scattered = of("scattered")
     assert {row["row_bytes"] for row in scattered} == {1024}
     assert {row["page_size"] for row in scattered} == {1}
-    each = "one copy a page and layer"
+    each = "one copy per page and layer"
     assert [row["candidate"] for row in scattered] == [each, *METHODS] * 4
     assert [row["direction"] for row in scattered[:10]] == ["to device"] * 5 + ["to host"] * 5
     for first in range(0, len(scattered), 5):
@@ -222,15 +222,15 @@ def test_bench_reports_every_section(device_name, tmp_path, capsys):
 
 def test_bench_notices_one_wrong_byte(device, flip_a_byte):
     only_on_the_host(device)
-    from benchlib import WrongBytes
+    from common.measure import WrongBytes
 
     with pytest.raises(WrongBytes, match=r"kernel, to device, part 0: 1 of .* bytes differ"):
         bench("host", "--sections", "rows")
 
 
 def test_bench_notices_what_an_earlier_transfer_has_left(device):
-    from bench_transfer_pools import DIRECTIONS, Case, Shape
-    from benchlib import WrongBytes
+    from common.measure import WrongBytes
+    from common.pools import DIRECTIONS, Case, Shape
 
     case, stream = Case(device, Shape(64, 4, 2, 5, ("layer_first", "page_head"))), device.stream()
     for direction in DIRECTIONS:
@@ -247,7 +247,7 @@ def test_bench_notices_what_an_earlier_transfer_has_left(device):
 
 
 def test_bench_covers_the_sizes_that_matter(device):
-    from bench_transfer import SECTIONS, Bench, cases
+    from benchmarks.transfer import SECTIONS, Bench, cases
 
     every = list(cases(bench := Bench(device, quick=True, case_bytes=1 << 20), SECTIONS))
     assert len(every) < 20

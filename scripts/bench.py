@@ -1,0 +1,60 @@
+"""Run one of the benchmarks: all operations unless another is named.
+
+python scripts/bench.py --quick
+python scripts/bench.py attention --json build/attention.json
+python scripts/bench.py steps --help
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from benchmarks import (
+    attention,
+    calls,
+    command,
+    frames,
+    loading,
+    ops,
+    pages,
+    rope,
+    steps,
+    store,
+    transfer,
+    views,
+)
+
+BENCHMARKS = {
+    "ops": ops,
+    "store": store,
+    "rope": rope,
+    "pages": pages,
+    "views": views,
+    "loading": loading,
+    "attention": attention,
+    "transfer": transfer,
+    "steps": steps,
+    "calls": calls,
+    "frames": frames,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if not arguments or arguments[0] not in (*BENCHMARKS, "-h", "--help"):
+        arguments.insert(0, "ops")
+    parser = argparse.ArgumentParser(prog="bench.py", description=__doc__.splitlines()[0])
+    names = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+    for name, benchmark in BENCHMARKS.items():
+        summary = (benchmark.__doc__ or "").splitlines()[0]
+        options = names.add_parser(name, help=summary, description=summary)
+        command.add_common_arguments(options)
+        benchmark.add_arguments(options)
+    parsed = parser.parse_args(arguments)
+    return command.run(parsed.benchmark, BENCHMARKS[parsed.benchmark], parsed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the scripts share: measuring and reporting, models and traces, pools with known bytes."""

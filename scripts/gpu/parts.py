@@ -1,0 +1,221 @@
+"""The parts of a GPU report: commands, expected times, and judges."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from . import verdicts
+from .private import ROOT
+from .verdicts import METRICS, Judge
+
+PYTHON = (sys.executable, "-X", "faulthandler")
+TOOLS = ("compute-sanitizer", "ncu")
+SANITIZERS = {
+    "memcheck": ("out-of-bounds and misaligned accesses",
+                 ("--padding", "64", "--report-api-errors", "no")),
+    "racecheck": ("races in shared memory", ()),
+    "synccheck": ("barriers and warp operations that some threads miss", ()),
+    "initcheck": ("reads of uninitialised global memory", ()),
+}  # fmt: skip
+QUICK_TESTS = ("ops/test_store.py", "ops/test_rope_store.py", "ops/test_gather.py",
+               "ops/test_copy_pages.py", "ops/test_indexing.py", "ops/test_merge.py",
+               "cache/test_pool.py")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command of the report, with its own log, limit and verdict.
+
+    Attributes
+    ----------
+    name, group : both are accepted by `--only`
+    title : one line on what it does
+    command : program and arguments; "{result}" stands for the file of results, "{folder}" for a
+        folder of its own
+    minutes : expected time
+    limit_s : seconds after which it is stopped
+    judge : turns what the process leaves behind into a verdict
+    result : name of the file of results
+    missing : why it cannot run here and is skipped
+    alone : command that runs a single test, whose name is appended; empty without tests
+    keep_apart : whether standard output and standard error are separate files
+    """
+
+    name: str
+    group: str
+    title: str
+    command: tuple[str, ...]
+    minutes: float
+    limit_s: float
+    judge: Judge
+    result: str = ""
+    missing: str = ""
+    keep_apart: bool = False
+    alone: tuple[str, ...] = ()
+
+
+def parts(
+    device: str, *, quick: bool, no_device: str = "", tools: dict[str, str | None]
+) -> list[Part]:
+    """Return all parts of a report, in order.
+
+    Parameters
+    ----------
+    device : the name of the device
+    quick : whether to run fewer tests and small benchmarks
+    no_device : why the device cannot be used; then only the doctor runs
+    tools : path of each of `TOOLS`, None where it is not installed
+    """
+    doctor = Part(
+        "doctor", "doctor", "what is installed, and whether the device works",
+        (sys.executable, "-m", "kvcupy", "doctor"), 1, 660,
+        verdicts.of_doctor(device.partition(":")[0]), keep_apart=True,
+    )  # fmt: skip
+    program = (*PYTHON, str(ROOT / "scripts" / "gpu" / "every_operation.py"), "--device", device)
+    selected = [
+        Part("operations", "operations", "every operation once", program, 1, 600,
+             verdicts.of_status),
+        *_tests(device, quick),
+        *(_sanitizer(name, program, device, tools["compute-sanitizer"]) for name in SANITIZERS),
+        _ncu(program, device, tools["ncu"]),
+        *_benchmarks(device, quick),
+    ]  # fmt: skip
+    if no_device:
+        selected = [
+            Part(**{**vars(part), "missing": f"{device} cannot be used"}) for part in selected
+        ]
+    return [doctor, *selected]
+
+
+# Tests ---------------------------------------------------------------------------------------
+
+
+def _pytest(
+    name: str, group: str, title: str, device: str, minutes: float, *arguments: str
+) -> Part:
+    pytest = (
+        sys.executable, "-m", "pytest", "-v", "-rfE", "--color=no", "--tb=short",
+        "-p", "no:cacheprovider", "-o", "faulthandler_timeout=300", "--device", device,
+    )  # fmt: skip
+    command = (*pytest, "--continue-on-collection-errors", "-o", "junit_family=xunit1",
+               "--junitxml={result}", *arguments)  # fmt: skip
+    limit_s = 60 * max(15.0, 4 * minutes)
+    judge = verdicts.of_tests(may_skip_all=device == "host", names_all=group == "gpu")
+    return Part(name, group, title, command, minutes, limit_s, judge, f"{name}.xml",
+                alone=(*pytest, "-m", ""))  # fmt: skip
+
+
+def _tests(device: str, quick: bool) -> list[Part]:
+    """Return the tests of GPUs, and the suite folder by folder, so that a crash costs one only."""
+    title = "tests that need a GPU"
+    selected = [_pytest("gpu", "gpu", title, device, 3, "-m", "gpu")]
+    tests = ROOT / "tests"
+    if quick:
+        chosen = [str(tests / name) for name in QUICK_TESTS]
+        return [*selected, _pytest("suite", "suite", "some tests", device, 2, *chosen)]
+    folders = sorted(path for path in tests.iterdir() if any(path.glob("test_*.py")))
+    for folder in folders:
+        title = f"tests/{folder.name} on the device"
+        selected.append(_pytest(f"suite-{folder.name}", "suite", title, device, 10, str(folder)))
+    ignored = [f"--ignore={folder}" for folder in folders]
+    rest = (*ignored, str(tests), str(ROOT / "kvcupy"))
+    return [*selected, _pytest("suite-rest", "suite", "all other tests", device, 15, *rest)]
+
+
+# NVIDIA's tools ------------------------------------------------------------------------------
+
+
+def _sanitizer(name: str, program: Sequence[str], device: str, path: str | None) -> Part:
+    title, options = SANITIZERS[name]
+    command = (
+        path or "compute-sanitizer", "--tool", name, *options, "--error-exitcode", "86",
+        "--target-processes", "application-only", "--launch-timeout", "120", *program,
+    )  # fmt: skip
+    missing = "" if path else (
+        "compute-sanitizer is not installed (the CUDA toolkit has it, and for CUDA 13 the wheel "
+        "nvidia-cuda-sanitizer-api)"
+    )  # fmt: skip
+    judge = verdicts.of_sanitizer(may_go_unused=device == "host")
+    return Part(
+        name, "sanitizer", f"compute-sanitizer: {title}", command, 1, 1200, judge, missing=missing
+    )
+
+
+def _ncu(program: Sequence[str], device: str, path: str | None) -> Part:
+    from kvcupy.ops import specialisations
+
+    kernels = sorted({s.kernel.name for s in specialisations()})
+    command = (
+        path or "ncu", "--csv", "--page", "raw", "--metrics", ",".join(METRICS),
+        "--kernel-name", f"regex:^({'|'.join(kernels)})$", "--launch-count", "200",
+        "--target-processes", "application-only", "--log-file", "{result}",
+        *program, *(["--large"] if device != "host" else []),
+    )  # fmt: skip
+    missing = "" if path else (
+        "ncu is not installed (the CUDA toolkit has it, and Nsight Compute)"
+    )  # fmt: skip
+    return Part("ncu", "ncu", "DRAM throughput, occupancy and registers of each kernel", command,
+                3, 1200, verdicts.of_ncu, "ncu.csv", missing)  # fmt: skip
+
+
+# Benchmarks ----------------------------------------------------------------------------------
+
+_PICTURES = ("--out", "{folder}")  # timelines, which need matplotlib
+# Part: minutes, arguments; and those of a quick run.
+_FULL: dict[str, tuple[float, tuple[str, ...]]] = {
+    "bench_ops": (12, ()),
+    "bench_calls": (1, ()),
+    "bench_transfer": (10, ()),
+    "bench_attention": (4, ("--batches", "1", "8", "32", "--prefill", "512")),
+    "bench_steps": (2, ()),
+    "bench_frames": (0.5, ()),
+    "overlap_demo": (3, _PICTURES),
+    "offload_demo": (8, _PICTURES),
+    "serve_demo": (3, _PICTURES),
+    "replay_trace": (2, ()),
+}
+_QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
+    "bench_ops": (2, ("--quick", "--sections", "store", "rope", "pages", "views")),
+    "bench_calls": (0.5, ("--quick",)),
+    "bench_transfer": (1, ("--quick",)),
+    "bench_attention": (1, ("--quick",)),
+    "bench_steps": (0.5, ("--quick",)),
+    "bench_frames": (0.5, ("--quick",)),
+    "overlap_demo": (0.5, ("--tokens", "256", "--steps", "4", "--rounds", "5")),
+    "offload_demo": (0.5, ("--quick",)),
+    "serve_demo": (0.5, ("--requests", "8", "--rounds", "1")),
+    "replay_trace": (0.5, ("--limit", "200")),
+}
+
+
+def _benchmarks(device: str, quick: bool) -> list[Part]:
+    selected = []
+    folder = ROOT / "scripts"
+    for name, (minutes, arguments) in (_QUICK if quick else _FULL).items():
+        kind, _, benchmark = name.partition("_")
+        if kind == "bench":
+            program = (str(folder / "bench.py"), benchmark)
+            module = folder / "benchmarks" / f"{benchmark}.py"
+        else:
+            module = folder / f"{name}.py"
+            program = (str(module),)
+        if device == "host" and not quick and name == "bench_attention":
+            arguments = ()  # the sizes for a GPU take an hour on a CPU
+        if arguments == _PICTURES and find_spec("matplotlib") is None:
+            arguments = ()
+        command = (*PYTHON, *program, "--device", device, "--json", "{result}", *arguments)
+        selected.append(
+            Part(name, "bench", _about(module), command, minutes, 60 * max(10.0, 4 * minutes),
+                 verdicts.of_benchmark, f"{name}.json", keep_apart=True)
+        )  # fmt: skip
+    return selected
+
+
+def _about(module: Path) -> str:
+    """Return the first sentence of a module's docstring."""
+    first = module.read_text().split('"""')[1].strip().splitlines()[0]
+    return first.rstrip(".:")

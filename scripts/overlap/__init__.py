@@ -1,0 +1,1 @@
+"""The workloads of `overlap_demo.py` and `offload_demo.py`."""

@@ -1,0 +1,64 @@
+"""The requests of a replay: those of a trace, or synthetic ones from a fixed seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+from common.workload import Request, read_trace
+
+BLOCK_TOKENS = 512  # input tokens per hash of a trace
+SYNTHETIC = 600  # requests, without a trace and a limit
+
+PROMPTS = 4  # system prompts that conversations begin with
+SCANS = 0.08  # share of long requests that never recur
+CONTINUES = 0.65  # share of the others that continue a conversation
+GAP_MS = 300.0
+
+
+def requests_of(trace: str | Path | None, limit: int | None, seed: int = 0) -> list[Request]:
+    """Return the requests of a trace, or synthetic ones, at most `limit`.
+
+    Raises
+    ------
+    ValueError
+        A line of the trace is not a request, or no request names its blocks.
+    """
+    if trace is None:
+        return list(islice(conversations(seed), limit or SYNTHETIC))
+    requests = list(islice(read_trace(trace), limit))
+    if not any(request.hash_ids for request in requests):
+        raise ValueError(f"{trace}: expected requests with hash_ids, got none")
+    return requests
+
+
+def conversations(seed: int = 0) -> Iterator[Request]:
+    """Yield requests without end: rounds of conversations, and long prompts that never recur.
+
+    A round is the conversation so far and a few new blocks. Conversations share system prompts;
+    recent ones are likelier to continue. Equal seeds give equal requests.
+    """
+    rng = np.random.default_rng(seed)
+    fresh = count()
+
+    def new(blocks: float) -> tuple[int, ...]:
+        return tuple(islice(fresh, max(1, round(blocks))))
+
+    prompts = [new(rng.integers(2, 7)) for _ in range(PROMPTS)]
+    talks: list[tuple[int, ...]] = []  # the latest last
+    now = 0.0
+    while True:
+        kind = rng.random()
+        if kind < SCANS:
+            blocks = new(rng.integers(20, 50))
+        else:
+            if talks and kind < SCANS + (1 - SCANS) * CONTINUES:
+                talk = talks.pop(-min(int(rng.geometric(0.1)), len(talks)))
+            else:
+                talk = prompts[int(rng.integers(PROMPTS))] + new(rng.lognormal(1.2, 0.7))
+            blocks = talk + new(rng.lognormal(0.5, 0.6))
+            talks.append(blocks)
+        yield Request(now, len(blocks) * BLOCK_TOKENS, int(rng.integers(50, 500)), blocks)
+        now += float(rng.exponential(GAP_MS))

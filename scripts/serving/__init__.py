@@ -1,0 +1,1 @@
+"""A small Llama with continuous batching: what `serve_demo.py` runs."""

@@ -1,0 +1,285 @@
+"""A Llama model on NumPy or CuPy: an uncached forward pass, and a step through a paged cache.
+
+    tokens -> embed -> [norm, qkv | attention | out, norm, mlp] x layers -> norm, head -> argmax
+
+The parts between bars are array expressions on one stream; attention is explicit in the uncached
+pass, and `PagedKVCache.attention_qkv` in a step. Everything runs in the library of the weights'
+arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from common.measure import run_named
+
+import kvcupy as kv
+from kvcupy.dtypes import FORMATS
+from kvcupy.ops import fallback
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """What a `config.json` of the Llama architecture says.
+
+    `rope_scaling` is the dictionary that `kv.rope_table` takes; None: plain rotation.
+    """
+
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float = 1e-6
+    rope_base: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    max_positions: int = 2048
+    tied: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def qkv_heads(self) -> int:
+        """Heads of the packed projection: queries, then keys, then values."""
+        return self.q_heads + 2 * self.kv_heads
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one layer, transposed: (inputs, outputs). Biases are None where there are none."""
+
+    input_norm: Any  # (hidden,)
+    qkv: Any  # (hidden, qkv_heads * head_dim)
+    qkv_bias: Any
+    out: Any  # (q_heads * head_dim, hidden)
+    out_bias: Any
+    mlp_norm: Any  # (hidden,)
+    gate_up: Any  # (hidden, 2 * intermediate)
+    gate_up_bias: Any
+    down: Any  # (intermediate, hidden)
+    down_bias: Any
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of a model: matrices in the compute dtype, norms and biases in float32."""
+
+    embedding: Any  # (vocab, hidden)
+    layers: Sequence[Layer]
+    norm: Any  # (hidden,)
+    head: Any  # (hidden, vocab)
+
+
+class Buffers:
+    """What steps read and write, allocated once for the largest: no step frees memory in use.
+
+    Attributes
+    ----------
+    pinned_in : int64 (slots, 3, tokens): ids, feeds and rows of a step, one slot per step in flight
+    pinned_next : int64 (slots, tokens): the tokens that a step has chosen, once its copy is done
+    """
+
+    def __init__(self, device: Any, config: LlamaConfig, tokens: int, slots: int = 1) -> None:
+        heads, width = config.qkv_heads, config.head_dim
+        self.pinned_in = device.empty_pinned((slots, 3, tokens), np.int64)
+        self.pinned_next = device.empty_pinned((slots, tokens), np.int64)
+        self.inputs, self.next = (device.zeros(s, np.int64) for s in ((3, tokens), (tokens,)))
+        self.x = device.zeros((tokens, config.hidden), np.float32)
+        self.qkv = device.zeros((tokens, heads, width), np.float32)
+        self.attended = device.zeros((tokens, config.q_heads, width), np.float32)
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Tokens of a step, sequence by sequence.
+
+    Attributes
+    ----------
+    ids : int (T,)
+    feeds : int (T,); where it is not -1, the token is the one that row `feeds` of the step before
+        chose, and `ids` is ignored
+    rows : int (R,), the tokens whose successors are needed
+    """
+
+    ids: Any
+    feeds: Any
+    rows: Any
+
+
+class Llama:
+    """A model with its weights on one device.
+
+    Parameters
+    ----------
+    context : positions of the rope table, which "dynamic" and "longrope" scaling take as the
+        length of the context. None: `config.max_positions`
+    """
+
+    def __init__(
+        self, device: Any, config: LlamaConfig, weights: Weights, *, context: int | None = None
+    ) -> None:
+        self.device, self.config, self.weights = device, config, weights
+        self.context = context or config.max_positions
+        self.rope = kv.rope_table(
+            self.context,
+            config.head_dim,
+            base=config.rope_base,
+            scaling=config.rope_scaling,
+            device=device,
+        )
+
+    # Parts of both passes: array expressions, which the caller enqueues on a stream.
+
+    def embed(self, tokens: Any) -> Any:
+        """Return float32 (T, hidden) of token ids (T,)."""
+        return self.weights.embedding[tokens].astype(np.float32)
+
+    def project(self, layer: Layer, x: Any) -> Any:
+        """Return queries, keys and values (T, q_heads + 2 * kv_heads, head_dim), not rotated."""
+        normed = rms_norm(x, layer.input_norm, self.config.norm_eps)
+        packed = linear(normed, layer.qkv, layer.qkv_bias)
+        return packed.reshape(len(x), self.config.qkv_heads, self.config.head_dim)
+
+    def finish_layer(self, layer: Layer, x: Any, attended: Any) -> Any:
+        """Return the layer's output from its input and attention's output."""
+        x = x + linear(attended.reshape(len(x), -1), layer.out, layer.out_bias)
+        normed = rms_norm(x, layer.mlp_norm, self.config.norm_eps)
+        gate, up = halves(linear(normed, layer.gate_up, layer.gate_up_bias))
+        return x + linear(silu(gate) * up, layer.down, layer.down_bias)
+
+    def logits(self, x: Any) -> Any:
+        """Return float32 (T, vocab) from the last layer's output."""
+        return linear(rms_norm(x, self.weights.norm, self.config.norm_eps), self.weights.head)
+
+    # The passes.
+
+    def forward_plain(self, tokens: Any, *, cache_dtype: str = "fp32") -> Any:
+        """Compute the logits of a whole sequence, without a cache.
+
+        Parameters
+        ----------
+        tokens : ids (T,)
+        cache_dtype : the format that keys and values are rounded to, as in a cache; quantised
+            formats with one scale per token and head
+
+        Returns
+        -------
+        float32 (T, vocab) on the model's device, in the current stream of its library
+        """
+        xp = fallback.module_of(self.weights.embedding)
+        ids = self.device.asarray(np.asarray(tokens, np.int64))
+        q_heads, kv_heads = self.config.q_heads, self.config.kv_heads
+        x = self.embed(ids)
+        for layer in self.weights.layers:
+            qkv = self.project(layer, x)
+            rotated = rotate(qkv[:, : q_heads + kv_heads], self.rope[: len(x)])
+            query, key = rotated[:, :q_heads], rounded(rotated[:, q_heads:], cache_dtype)
+            value = rounded(qkv[:, q_heads + kv_heads :], cache_dtype)
+            x = self.finish_layer(layer, x, causal_attention(xp, query, key, value))
+        return self.logits(x)
+
+    def forward_step(
+        self, cache: Any, buffers: Buffers, inputs: StepInputs, stream: Any, *, slot: int = 0
+    ) -> None:
+        """Enqueue a step, which leaves greedy next tokens in `buffers.pinned_next[slot]`.
+
+        Parameters
+        ----------
+        cache : a PagedKVCache between begin_forward and end_forward
+        slot : of the pinned buffers, which no step in flight uses
+        """
+        device, t, r = self.device, len(inputs.ids), len(inputs.rows)
+        pinned = buffers.pinned_in[slot]
+        pinned[0, :t], pinned[1, :t], pinned[2, :r] = inputs.ids, inputs.feeds, inputs.rows
+        device.copy(buffers.inputs, pinned, stream=stream)
+        ids, feeds, selected = buffers.inputs[0, :t], buffers.inputs[1, :t], buffers.inputs[2, :r]
+        x, qkv, attended = buffers.x[:t], buffers.qkv[:t], buffers.attended[:t]
+        xp = fallback.module_of(x)
+
+        def embed() -> None:
+            # A feed of -1 indexes an element that is not used.
+            x[...] = self.embed(xp.where(feeds < 0, ids, buffers.next[feeds]))
+
+        def choose() -> None:
+            buffers.next[:r] = self.logits(x[selected]).argmax(axis=-1)
+
+        run_named(device, "embed", embed, stream)
+        for number, layer in enumerate(self.weights.layers):
+
+            def project(layer: Layer = layer) -> None:
+                qkv[...] = self.project(layer, x)
+
+            def finish(layer: Layer = layer) -> None:
+                x[...] = self.finish_layer(layer, x, attended)
+
+            run_named(device, "qkv", project, stream)
+            cache.attention_qkv(number, qkv, out=attended, stream=stream)
+            run_named(device, "mlp", finish, stream)
+        if r:
+            run_named(device, "logits", choose, stream)
+            device.copy(buffers.pinned_next[slot, :r], buffers.next[:r], stream=stream)
+
+
+def rms_norm(x: Any, weight: Any, eps: float) -> Any:
+    """Divide rows by their root mean square, in float32."""
+    xp = fallback.module_of(x)
+    mean = xp.mean(x * x, axis=-1, keepdims=True)
+    return x / xp.sqrt(mean + np.float32(eps)) * weight
+
+
+def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    """Multiply in the weight's format; return float32."""
+    y = (x.astype(weight.dtype, copy=False) @ weight).astype(np.float32, copy=False)
+    return y if bias is None else y + bias
+
+
+def silu(x: Any) -> Any:
+    """Return x * sigmoid(x), by a form that does not overflow."""
+    xp = fallback.module_of(x)
+    return x * (np.float32(0.5) * (xp.tanh(np.float32(0.5) * x) + np.float32(1)))
+
+
+def halves(x: Any) -> tuple[Any, Any]:
+    """Return views of the first and the second half of each row."""
+    middle = x.shape[-1] // 2
+    return x[..., :middle], x[..., middle:]
+
+
+def rotate(heads: Any, table: Any) -> Any:
+    """Rotate (T, heads, D) by the rows (T, D) of a rope table, pairs half a head apart."""
+    xp = fallback.module_of(heads)
+    first, second = halves(heads)
+    cos, sin = halves(table[:, None, :])
+    return xp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def rounded(heads: Any, dtype: str) -> Any:
+    """Return float32 (T, heads, D) rounded as a cache in a format stores them."""
+    xp = fallback.module_of(heads)
+    if dtype == "fp32":
+        return heads
+    heads = xp.ascontiguousarray(heads)
+    limit = FORMATS[dtype].limit
+    if limit is None:
+        return fallback.decode(fallback.encode(heads, dtype), dtype)
+    largest = xp.abs(heads).max(axis=-1, keepdims=True)
+    scale = xp.maximum(largest, np.float32(1e-6)) / np.float32(limit)
+    return fallback.decode(fallback.encode(heads / scale, dtype), dtype) * scale
+
+
+def causal_attention(xp: Any, query: Any, key: Any, value: Any) -> Any:
+    """Attend explicitly: query (T, Hq, D) over key and value (T, H, D); return (T, Hq, D)."""
+    t, q_heads, width = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.reshape(t, kv_heads, q_heads // kv_heads, width).transpose(1, 2, 0, 3)
+    scores = grouped @ key.transpose(1, 2, 0)[:, None] * np.float32(width**-0.5)
+    scores = xp.where(xp.tri(t, dtype=bool), scores, np.float32(-np.inf))
+    weights = xp.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    attended = weights @ value.transpose(1, 0, 2)[:, None]  # (H, G, T, D)
+    return attended.transpose(2, 0, 1, 3).reshape(t, q_heads, width)

@@ -1,0 +1,259 @@
+"""What each step runs: continuous batching over the pages of one cache.
+
+    waiting --admit: fork the longest prefix, if pages are free--> running --done--> kept
+       ^                                                              |                |
+       `------------------- preempt, youngest first <-- CacheFull ----+---- evict <----'
+
+A step holds one token of every sequence that decodes (or a draft tree), and prompt chunks, oldest
+first, up to a budget of tokens. Finished sequences are kept for their prefix until their pages are
+needed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import kvcupy as kv
+
+from .drafts import draft_tree
+from .requests import Prompt
+from .sequences import Counts, Item, Sequence, common_prefix, next_tokens
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How steps are scheduled.
+
+    Attributes
+    ----------
+    budget : tokens of a step
+    max_running : sequences at a time, at most `budget`
+    share : fork prefixes, and keep finished sequences for them
+    branches, depth : of the draft trees; no branches: one token per step
+    """
+
+    budget: int = 64
+    max_running: int = 32
+    share: bool = True
+    branches: int = 0
+    depth: int = 4
+
+
+class Scheduler:
+    """Requests, the pages that they hold, and which of their tokens run next.
+
+    Parameters
+    ----------
+    cache, page_size, num_pages : the PagedKVCache, and its sizes
+    settle : waits for steps in flight, so that every planned token is known
+
+    Raises
+    ------
+    ValueError
+        A request needs more pages than there are, or the policy does not fit.
+    """
+
+    def __init__(
+        self, cache: Any, page_size: int, num_pages: int, policy: Policy,
+        prompts: Iterable[Prompt], settle: Callable[[], None],
+    ) -> None:  # fmt: skip
+        if not 1 <= policy.max_running <= policy.budget:
+            raise ValueError(
+                f"max_running: expected 1 to the budget of {policy.budget} tokens, "
+                f"got {policy.max_running}"
+            )
+        self.cache, self.page_size, self.policy = cache, page_size, policy
+        self.settle = settle
+        self.waiting = deque(Sequence(prompt) for prompt in prompts)
+        self.running: list[Sequence] = []  # in order of admission
+        self.kept: dict[int, Sequence] = {}  # by number, least recently used first
+        self.counts = Counts()
+        for sequence in self.waiting:
+            if self._pages(sequence.prompt.goal) > num_pages:
+                raise ValueError(
+                    f"request {sequence.number}: its {sequence.prompt.goal} tokens need "
+                    f"{self._pages(sequence.prompt.goal)} pages, expected at most {num_pages}"
+                )
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    # What a step runs.
+
+    def begin_step(self, now_ms: float) -> list[Item]:
+        """Admit, choose tokens, and begin the step in the cache; empty if nothing can run."""
+        self._admit(now_ms)
+        items = self._items()
+        while items:
+            trees = [list(item.tree.parents) if item.tree else None for item in items]
+            try:
+                self.cache.begin_forward(
+                    [item.sequence.number for item in items],
+                    [item.count for item in items],
+                    token_tree=trees if any(trees) else None,
+                )
+            except kv.CacheFull:
+                if not self._can_give_way(items):
+                    raise
+                items = self._give_way(items)
+            else:
+                self._count(items)
+                return items
+        return []
+
+    def _items(self) -> list[Item]:
+        left = self.policy.budget
+        decoding = [s for s in self.running if s.pending == 1]
+        left -= len(decoding)
+        items = []
+        for sequence in decoding:
+            items.append(self._guess(sequence, left) or next_tokens(sequence, 1))
+            left -= items[-1].count - 1
+        for sequence in self.running:
+            if sequence.pending > 1 and left:
+                items.append(next_tokens(sequence, left))
+                left -= items[-1].count
+        return items
+
+    def _guess(self, sequence: Sequence, guesses: int) -> Item | None:
+        if not self.policy.branches:
+            return None
+        room = sequence.prompt.goal - sequence.known - 1  # the step yields one more
+        tree = draft_tree(
+            sequence.ids[: sequence.known],
+            branches=self.policy.branches,
+            depth=min(self.policy.depth, room),
+            nodes=1 + guesses,
+        )
+        return Item(sequence, len(tree), len(tree), tree) if tree else None
+
+    def _count(self, items: list[Item]) -> None:
+        counts, free = self.counts, self.cache.num_available_pages
+        counts.computed_tokens += sum(item.count for item in items)
+        decoding = [item.decodes for item in items]
+        counts.mixed_steps += any(decoding) and not all(decoding)
+        counts.most_running = max(counts.most_running, len(self.running))
+        least = counts.least_pages_free
+        counts.least_pages_free = free if least is None else min(least, free)
+
+    def end_step(self, items: list[Item]) -> None:
+        """End the step in the cache; the tokens that it chooses are planned from now on."""
+        self.cache.end_forward()
+        row = 0
+        for item in items:
+            sequence = item.sequence
+            if item.tree is None:
+                sequence.cached += item.count
+                if item.rows:
+                    sequence.feed, sequence.planned = row, sequence.planned + 1
+                    self._retire(sequence)
+            row += item.rows
+
+    def commit_tree(self, item: Item, path: list[int], tokens: Any) -> None:
+        """Keep the right guesses of a tree, and the token that follows them."""
+        sequence = item.sequence
+        self.cache.commit_token_tree([sequence.number], [path[-1]])
+        sequence.cached += len(path)
+        sequence.learn(tokens)
+        self.counts.tree_steps += 1
+        self.counts.guesses += len(item.tree or ()) - 1
+        self.counts.accepted += len(path) - 1
+        self._retire(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
+        if not sequence.done:
+            return
+        self.running.remove(sequence)
+        if self.policy.share:
+            self.kept[sequence.number] = sequence
+        else:
+            self.cache.remove_sequence(sequence.number)
+
+    # Admission.
+
+    def _admit(self, now_ms: float) -> None:
+        for sequence in list(self.waiting):
+            if len(self.running) == self.policy.max_running:
+                return
+            if sequence.prompt.arrival_ms > now_ms:
+                return
+            donor, shared, soon = self._donor(sequence)
+            if soon >= shared + self.page_size:
+                continue  # a running request is computing more of its prefix
+            if not self._make_room(sequence, donor, shared):
+                return
+            self.waiting.remove(sequence)
+            self._enter(sequence, donor, shared)
+
+    def _donor(self, sequence: Sequence) -> tuple[Sequence | None, int, int]:
+        """Return the sequence with the longest cached prefix, its length, and the length soon."""
+        least = (self.page_size + 1) // 2  # less is not worth copying a page
+        best, longest, soon = None, least - 1, 0
+        prefix = sequence.ids[: sequence.known - 1]  # the last is run, to get its successor
+        for other in [*self.kept.values(), *self.running] if self.policy.share else ():
+            alike = common_prefix(prefix, other.ids[: other.known])
+            soon = soon if other.done else max(soon, alike)
+            if min(alike, other.cached) > longest:
+                best, longest = other, min(alike, other.cached)
+        return best, longest if best else 0, soon
+
+    def _make_room(self, sequence: Sequence, donor: Sequence | None, shared: int) -> bool:
+        """Evict until a sequence fits beside what the running ones are sure to need."""
+        need = self._pages(sequence.planned + 1) - shared // self.page_size
+        for other in self.running:
+            need += self._pages(other.planned + 1) - self._pages(other.cached)
+        while self.cache.num_available_pages < need:
+            victim = next((s for s in self.kept.values() if s is not donor), None)
+            if victim is None:
+                return not self.running  # alone, it fits once its donor is evicted
+            self._evict(victim)
+        return True
+
+    def _enter(self, sequence: Sequence, donor: Sequence | None, shared: int) -> None:
+        sequence.cached = 0
+        if donor is not None:
+            if donor.number in self.kept:
+                self.kept[donor.number] = self.kept.pop(donor.number)  # most recently used
+            sequence.cached = self._fork(donor, sequence, shared)
+        else:
+            self.cache.add_sequence(sequence.number)
+        sequence.shared = sequence.cached
+        self.running.append(sequence)
+
+    def _fork(self, donor: Sequence, sequence: Sequence, shared: int) -> int:
+        """Fork `shared` tokens, or only full pages of them where there is no page for a copy."""
+        try:
+            self.cache.fork_sequence(donor.number, sequence.number, shared)
+        except kv.CacheFull:
+            shared -= shared % self.page_size
+            self.cache.fork_sequence(donor.number, sequence.number, shared)
+        self.counts.forks += 1
+        self.counts.shared_tokens += shared
+        return shared
+
+    # Preemption and eviction.
+
+    def _can_give_way(self, items: list[Item]) -> bool:
+        return bool(self.kept) or len(self.running) > 1 or any(item.tree for item in items)
+
+    def _give_way(self, items: list[Item]) -> list[Item]:
+        """Free pages, or need fewer: evict kept prefixes, drop guesses, preempt the youngest."""
+        if self.kept:
+            self._evict(next(iter(self.kept.values())))
+            return items
+        if any(item.tree for item in items):
+            return [next_tokens(item.sequence, 1) if item.tree else item for item in items]
+        self.settle()
+        youngest = self.running.pop()
+        self.cache.remove_sequence(youngest.number)
+        self.waiting.appendleft(youngest)
+        self.counts.preemptions += 1
+        return [item for item in items if item.sequence is not youngest]
+
+    def _evict(self, sequence: Sequence) -> None:
+        del self.kept[sequence.number]
+        self.cache.remove_sequence(sequence.number)
+        self.counts.evictions += 1

@@ -1,0 +1,56 @@
+"""Warm calls stay short: how many Python frames they take, as `scripts/bench.py frames` counts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+# Of kvcupy's own functions, on the host device. Lower a bound when a change takes fewer.
+STORE_KV = 30
+FIRST_LAYER = 272
+LOAD = 298
+
+pytestmark = pytest.mark.usefixtures("scripts_on_path", "lenient_host")
+
+
+@pytest.fixture(autouse=True)
+def only_on_the_host(device):
+    if device.kind != "host":
+        pytest.skip("the bounds are those of the host device")
+
+
+@pytest.mark.parametrize(
+    ("call", "most"),
+    [
+        ("store_kv", STORE_KV),
+        ("PagedKVCache.attention, first layer of a step", FIRST_LAYER),
+        ("TransferEngine.load, 2 pages of 4 layers", LOAD),
+    ],
+)
+def test_a_warm_call_takes_few_frames(device, call, most):
+    from benchmarks.frames import count, own
+
+    called = own(count(device, call))
+    assert 0 < len(called) <= most, "\n".join(called)
+
+
+def test_frames_are_those_of_the_call():
+    from benchmarks.frames import frames_of, own
+
+    import kvcupy as kv
+
+    assert own(frames_of(lambda: None)) == []
+    assert own(frames_of(lambda: kv.device("host")))
+
+
+def test_the_script_reports_them(device, tmp_path, capsys):
+    import bench
+
+    path = tmp_path / "frames.json"
+    assert bench.main(["frames", "--names", "--device", device.name, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["benchmark"] == "frames" and len(report["rows"]) == 3
+    for row in report["rows"]:
+        assert sum(row["names"].values()) == row["frames"] <= row["all_frames"]
+    assert "frames of kvcupy" in capsys.readouterr().out
