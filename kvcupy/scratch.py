@@ -105,7 +105,7 @@ def borrow(device: Device, num_bytes: int, on: Stream, *, pinned: bool = False) 
         whole.pointer, (num_bytes,), whole.strides, "int8", whole.device,
         library=whole.library, owner=loan,
     )  # fmt: skip
-    if capture is None and not on.keeps:
+    if capture is None and not on.retains_owners:
         _captured.append(lent)
     return lent
 
@@ -120,7 +120,7 @@ def _lend_to_capture(device: Device, key: _Key, on: Stream, capture: int, store:
         else:
             is_new = False
     if is_new:
-        if on.keeps:
+        if on.retains_owners:
             device.run(_nothing, on, (buffers,))
         else:
             _captured.append(buffers)

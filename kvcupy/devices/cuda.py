@@ -65,9 +65,9 @@ class CudaDevice:
 
     def __init__(self, index: int = 0, api: CudaApi | None = None) -> None:
         self.index = index
-        self.name = f"cuda:{index}"
+        self.name = self.torch_name = f"cuda:{index}"
         self.api = api = CudaApi() if api is None else api
-        self.multiprocessors, self.arch, self.model = properties(api, index)
+        self.sm_count, self.arch, self.model = properties(api, index)
         self.captures: dict[int, Graph] = {}
         self.events = EventPool(lambda timing: create_handle(self, timing))
         runtime = api.runtime

@@ -127,7 +127,7 @@ class Stream(ProcessLocal):
             return self.device.api.capture_id(self.pointer)
 
     @property
-    def keeps(self) -> bool:
+    def retains_owners(self) -> bool:
         """Whether owners live until work here has run, replays too: not in somebody's capture."""
         return self.device.capture_of(self.pointer) is not FOREIGN
 

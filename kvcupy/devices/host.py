@@ -125,12 +125,14 @@ class HostDevice:
 
     name = "host"
     kind = "host"
+    arch = "host"
+    torch_name = "cpu"
     has_copy_engine = False
 
     def __init__(self) -> None:
         count = getattr(os, "sched_getaffinity", None)
         self.num_workers: int = len(count(0)) if count else os.cpu_count() or 1
-        self.multiprocessors = self.num_workers
+        self.sm_count = self.num_workers
         self.warp_lanes = 1
         self.thread_order_seed = 0
         self.extra_flags: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ class InlineStream(ProcessLocal):
     inline = True
     priority = 0
     capturing = False
-    keeps = True
+    retains_owners = True
     capture_id = None
     name = "calling thread"
 
@@ -79,7 +79,7 @@ class HostStream(ProcessLocal):
     """A FIFO worker thread. Made by `Device.stream`."""
 
     inline = False
-    keeps = True  # its graphs hold what was captured
+    retains_owners = True  # its graphs hold what was captured
     capture_id = None
     _numbers = itertools.count(1)
 

@@ -48,7 +48,7 @@ class Stream(Protocol):
     @property
     def capturing(self) -> bool: ...
     @property
-    def keeps(self) -> bool: ...  # whether owners live until the work that they are given with ran
+    def retains_owners(self) -> bool: ...  # whether `keep` of a launch lives until it has run
     @property
     def capture_id(self) -> int | None:
         """The number of the capture that the stream is part of, where its graph does not hold the
@@ -78,7 +78,11 @@ class Device(Protocol):
     @property
     def model(self) -> str: ...  # "NVIDIA H200", or the processor's: measurements are kept by it
     @property
-    def multiprocessors(self) -> int: ...  # blocks wanted at least, to use all of the device
+    def arch(self) -> str: ...  # what kernels are compiled for: "sm_90", "host"
+    @property
+    def torch_name(self) -> str: ...  # the device as torch calls it: "cuda:0", "cpu"
+    @property
+    def sm_count(self) -> int: ...  # multiprocessors; cores, on the host: blocks that fill it
     @property
     def warp_lanes(self) -> int: ...  # threads that step together, so share a row well
     @property

@@ -241,7 +241,7 @@ def suits(device: Device, call: Call, alignment: int) -> bool:
         return False
     if not _turns_in_packs(call, alignment):
         return False
-    if getattr(device, "arch", None) == "sm_75":
+    if device.arch == "sm_75":
         needed = smem_bytes(_prefill_kernel(call))
         if query.format == "bf16" or needed > _TURING_SMEM_BYTES:
             return False

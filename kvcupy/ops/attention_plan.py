@@ -164,7 +164,7 @@ def _splits(device: Device, call: Call, num_blocks: int) -> int:
     most_keys = call.max_keys
     if window:
         most_keys = min(most_keys, window + call.options.sink_keys)
-    wanted = _BLOCKS_A_MULTIPROCESSOR * device.multiprocessors // max(1, num_blocks)
+    wanted = _BLOCKS_A_MULTIPROCESSOR * device.sm_count // max(1, num_blocks)
     return max(1, min(wanted, most_keys // _KEYS_A_SPLIT, _MOST_SPLITS))
 
 

@@ -126,7 +126,7 @@ class CacheRowsPlan(plan.Plan):
         shape = geometry.spread(
             num_rows,
             max(widths.values()) // step,
-            self.device.multiprocessors,
+            self.device.sm_count,
             warp_lanes=self.device.warp_lanes,
             whole_warps=kernel.barriers,
         )

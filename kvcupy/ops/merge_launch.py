@@ -137,7 +137,7 @@ def launch(
     laid = geometry.spread(
         num_rows,
         width // count,
-        device.multiprocessors,
+        device.sm_count,
         warp_lanes=device.warp_lanes,
         most_lanes=32,
     )

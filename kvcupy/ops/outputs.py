@@ -43,7 +43,7 @@ def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Any) -> 
         made = torch.zeros(
             shape,
             dtype=getattr(torch, dtypes.numpy_dtype(format).name),
-            device="cpu" if device.kind == "host" else device.name,
+            device=device.torch_name,
         )
     if stream is not None:
         device.as_stream(stream).wait(device.as_stream(None, like.library))

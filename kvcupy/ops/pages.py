@@ -147,7 +147,7 @@ class PagesPlan(plan.Plan):
         shape = geometry.spread(
             num_rows,
             row_bytes // word,
-            self.device.multiprocessors,
+            self.device.sm_count,
             warp_lanes=self.device.warp_lanes,
         )
         params = zeroed(_PARAMS)

@@ -240,7 +240,7 @@ def launch(
     shape = geometry.spread(
         num_rows,
         max(1, units),
-        device.multiprocessors,
+        device.sm_count,
         warp_lanes=device.warp_lanes,
         whole_warps=True,
         most_lanes=32,

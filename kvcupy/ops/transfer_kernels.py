@@ -90,7 +90,7 @@ def bounded_blocks(device: Device) -> int:
 
     Few, so that the model keeps its multiprocessors: 5 of 132.
     """
-    return max(1, device.multiprocessors // 24)
+    return max(1, device.sm_count // 24)
 
 
 @dataclass(frozen=True)
@@ -296,4 +296,4 @@ def blocks(device: Device, max_blocks: int | None, *, over_link: bool) -> int:
         return max_blocks
     if over_link:
         return bounded_blocks(device)
-    return _BLOCKS_A_MULTIPROCESSOR * device.multiprocessors
+    return _BLOCKS_A_MULTIPROCESSOR * device.sm_count

@@ -70,7 +70,7 @@ def test_a_gpu_that_is_not_there_is_a_device_error(api):
 
 
 def test_what_the_device_says_of_itself(device):
-    assert (device.name, device.kind, device.multiprocessors, device.arch) == (
+    assert (device.name, device.kind, device.sm_count, device.arch) == (
         "cuda:0", "cuda", 132, "sm_90",
     )  # fmt: skip
 
@@ -630,7 +630,7 @@ def test_another_librarys_capture_is_left_to_that_library(api, device):
     device.run(lambda: None, stream, (Owner(),))
     assert log(api, "record") == []
     assert FOREIGN.kept == []
-    assert not stream.keeps and device.stream().keeps
+    assert not stream.retains_owners and device.stream().retains_owners
     with pytest.raises(CaptureError):
         stream.synchronize()
     with pytest.raises(CaptureError):

@@ -218,7 +218,9 @@ def test_a_driver_that_is_not_found_changes_no_mode(api, device):
     theirs = api.cupy.cuda.Stream(non_blocking=True)
     with device.stream().capture():
         theirs.begin_capture(RELAXED)
-        assert not device.as_stream(theirs).keeps, "what is not known to be ours is another's"
+        assert not device.as_stream(theirs).retains_owners, (
+            "what is not known to be ours is another's"
+        )
         theirs.end_capture()
 
 
@@ -328,7 +330,7 @@ def test_a_capture_of_others_beside_one_of_ours(api, device):
         theirs.begin_capture(RELAXED)
         on = device.as_stream(theirs)
         assert device.capture_of(on.pointer) is FOREIGN
-        assert not on.keeps
+        assert not on.retains_owners
         lent = borrow(device, on)
         with pytest.raises(CaptureError, match="captured by another library"):
             on.on_launch(print, print)
@@ -372,7 +374,7 @@ def test_a_fork_in_a_capture_of_others(api, device):
         main, fork = device.as_stream(theirs), device.stream()
         fork.wait(main)
         assert fork.capturing
-        assert not fork.keeps
+        assert not fork.retains_owners
         main.wait(fork)
     assert not fork.capturing
     fork.synchronize()

@@ -484,8 +484,8 @@ def test_torchs_capture_beside_one_of_ours(device, torch):
         tensor += 1
         theirs = device.as_stream(None, "torch")
         assert theirs.capturing
-        assert not theirs.keeps
-        assert ours.keeps
+        assert not theirs.retains_owners
+        assert ours.retains_owners
         for one, other in ((ours, theirs), (theirs, ours)):
             with pytest.raises(kv.CaptureError, match="two captures"):
                 one.wait(other)

@@ -200,7 +200,7 @@ class StepTables:
         self._views = layout.views(self._slot.target.whole)
 
     def _for_graph(self, stream: Stream) -> Mapping[str, ArrayView]:
-        if not stream.keeps:
+        if not stream.retains_owners:
             raise CaptureError(
                 f"{stream.name} is captured by another library, whose graphs do not say when they "
                 "are launched; use Stream.capture"
