@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from . import dtypes
+from . import formats
 from .pickling import ProcessLocal
 
 
@@ -20,7 +20,7 @@ class ArrayView(ProcessLocal):
     pointer : address of element (0, 0, ...)
     shape : elements on each axis
     strides : bytes between neighbours on each axis; zero and negative are possible
-    format : a name of `kvcupy.dtypes.FORMATS`, else a NumPy dtype name such as "int64"
+    format : a name of `kvcupy.formats.FORMATS`, else a NumPy dtype name such as "int64"
     itemsize : bytes an element
     device : "host", "cuda:0", ...
     library : "numpy", "cupy", "torch" or "dlpack"; whose current stream `stream=None` means
@@ -51,7 +51,7 @@ class ArrayView(ProcessLocal):
         self.shape = shape
         self.strides = strides
         self.format = format
-        self.itemsize = dtypes.itemsize(format)
+        self.itemsize = formats.itemsize(format)
         self.device = device
         self.library = library
         self.readonly = readonly

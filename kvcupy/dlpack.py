@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from . import dtypes
+from . import formats
 from .arrays import ArrayView, contiguous_strides
 
 _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
@@ -104,8 +104,8 @@ class ExportsBits:
     dtype: np.dtype[Any]
 
     def __dlpack__(self, **options: Any) -> object:
-        format = dtypes.tag(self.dtype)
-        bits = self.view(dtypes.carrier_dtype(format))  # type: ignore[attr-defined]
+        format = formats.tag(self.dtype)
+        bits = self.view(formats.carrier_dtype(format))  # type: ignore[attr-defined]
         return export(bits, format, options)
 
 
@@ -126,10 +126,10 @@ def _cupy_array() -> Any:
 def exporting(array: Any) -> Any:
     """Return the same array, of a number format, as one that exports DLPack whichever that is.
 
-    >>> exporting(np.zeros(3, dtypes.numpy_dtype("bf16"))).__dlpack_device__()
+    >>> exporting(np.zeros(3, formats.numpy_dtype("bf16"))).__dlpack_device__()
     (1, 0)
     """
-    if isinstance(array, ArrayView) or dtypes.FORMATS[dtypes.tag(array.dtype)].native:
+    if isinstance(array, ArrayView) or formats.FORMATS[formats.tag(array.dtype)].native:
         return array
     if isinstance(array, np.ndarray):
         return array.view(HostArray)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import dtypes
+from . import formats
 from .arrays import ArrayView, contiguous_strides
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _view_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
     _require_plain(x.dtype)
     pointer, readonly = x.__array_interface__["data"]
     return ArrayView(
-        pointer, x.shape, x.strides, dtypes.tag(x.dtype), "host", readonly=readonly, owner=x
+        pointer, x.shape, x.strides, formats.tag(x.dtype), "host", readonly=readonly, owner=x
     )
 
 
@@ -234,7 +234,7 @@ def _view_torch(x: Any) -> ArrayView:
 def _torch_names(dtype: Any, device: Any) -> tuple[str, str | None]:
     """Return the names of a torch dtype and of a torch device, None if that is none of kvcupy's."""
     name = {"cpu": "host", "cuda": f"cuda:{device.index}"}.get(device.type)
-    return dtypes.tag(str(dtype).removeprefix("torch.")), name
+    return formats.tag(str(dtype).removeprefix("torch.")), name
 
 
 def _view_cupy(x: Any) -> ArrayView:
@@ -242,7 +242,7 @@ def _view_cupy(x: Any) -> ArrayView:
         x.data.ptr,
         x.shape,
         x.strides,
-        dtypes.tag(x.dtype),
+        formats.tag(x.dtype),
         f"cuda:{x.data.device_id}",
         library="cupy",
         owner=x,
@@ -296,7 +296,7 @@ def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
         pointer or 0,
         shape,
         tuple(strides),
-        dtypes.tag(dtype),
+        formats.tag(dtype),
         f"cuda:{cuda_api.device_of_pointer(pointer)}",
         library="cupy",
         readonly=readonly or _is(x, "jax", "Array"),
@@ -394,14 +394,14 @@ def view_as(array: Any, format: str) -> ArrayView:
     >>> view_as(np.zeros((4, 8), np.uint16), "bf16")
     <(4, 8) bf16 on host at 0x...>
     """
-    if format not in dtypes.FORMATS:
-        raise ValueError(f"format: expected one of {', '.join(dtypes.FORMATS)}, got {format!r}")
+    if format not in formats.FORMATS:
+        raise ValueError(f"format: expected one of {', '.join(formats.FORMATS)}, got {format!r}")
     v = view(array, "array")
     if v.format != format:
         if not v.format.startswith(("int", "uint")):
             raise TypeError(f"array: expected integers that hold {format} bits, got {v.format}")
-        if v.itemsize != dtypes.FORMATS[format].itemsize:
-            wanted = 8 * dtypes.FORMATS[format].itemsize
+        if v.itemsize != formats.FORMATS[format].itemsize:
+            wanted = 8 * formats.FORMATS[format].itemsize
             raise ValueError(f"array: expected {wanted}-bit integers for {format}, got {v.format}")
     return ArrayView(
         v.pointer,

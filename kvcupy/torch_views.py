@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import dtypes
+from . import formats
 from .arrays import ArrayView
 
 
@@ -24,7 +24,7 @@ def tensor_of(v: ArrayView) -> Any:
 
     if any(step < 0 for step in v.strides):  # its importer of DLPack ends the process
         raise ValueError(f"array: expected strides that torch has, got {v.strides} bytes")
-    dtype = getattr(torch, dtypes.numpy_dtype(v.format).name)
+    dtype = getattr(torch, formats.numpy_dtype(v.format).name)
     if isinstance(v.owner, torch.Tensor) and v.owner.element_size() == v.itemsize:
         first = v.owner.storage_offset() + (v.pointer - v.owner.data_ptr()) // v.itemsize
         strides = [step // v.itemsize for step in v.strides]

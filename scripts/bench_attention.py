@@ -32,7 +32,7 @@ from workload import MODELS, Model
 
 import kvcupy as kv
 from kvcupy import reference
-from kvcupy.dtypes import numpy_dtype
+from kvcupy.formats import numpy_dtype
 
 PAGE_SIZE = 16
 FORMATS = ("bf16", "fp32", "fp8_e4m3")  # of the cache; the query is bf16 for fp8

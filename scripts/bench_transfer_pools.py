@@ -9,7 +9,7 @@ import numpy as np
 from benchlib import require_equal
 
 import kvcupy as kv
-from kvcupy.dtypes import carrier_dtype
+from kvcupy.formats import carrier_dtype
 
 TO_DEVICE, TO_HOST = "to device", "to host"
 DIRECTIONS = (TO_DEVICE, TO_HOST)

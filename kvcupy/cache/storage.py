@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import devices, dtypes, exporters
+from .. import devices, exporters
+from .. import formats as dtypes
 from ..arrays import ArrayView, array_at, memory_of, transposed
 from ..devices.protocol import Device
 from ..dlpack import exporting

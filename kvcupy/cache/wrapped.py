@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .. import dtypes
+from .. import formats as dtypes
 from ..arrays import ArrayView, describe, first_overlap, overlaps_itself, reshaped, transposed
 from ..exporters import view
 from ..ops import checks

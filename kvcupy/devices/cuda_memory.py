@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import arrays, dtypes, exporters, observe
+from .. import arrays, exporters, formats, observe
 from ..errors import CaptureError, KvcupyError
 from . import cuda_copy
 from .cuda_api import MEMCPY_DEFAULT, UNREGISTERED_MEMORY
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def empty(device: CudaDevice, shape: Any, dtype: Any) -> Any:
     """Return an uninitialised CuPy array, from the pool's arena of the current stream."""
-    return _allocate(device, "empty", shape, dtypes.tag(dtype))
+    return _allocate(device, "empty", shape, formats.tag(dtype))
 
 
 def zeros(device: CudaDevice, shape: Any, dtype: Any) -> Any:
@@ -28,7 +28,7 @@ def zeros(device: CudaDevice, shape: Any, dtype: Any) -> Any:
     if stream.capturing:
         with device.current(), device.stream().cupy:
             return zeros(device, shape, dtype)
-    array = _allocate(device, "zeros", shape, dtypes.tag(dtype))
+    array = _allocate(device, "zeros", shape, formats.tag(dtype))
     stream.synchronize()
     return array
 
@@ -36,11 +36,11 @@ def zeros(device: CudaDevice, shape: Any, dtype: Any) -> Any:
 def asarray(device: CudaDevice, array: np.ndarray[Any, Any]) -> Any:
     """Return a copy of a NumPy array on the device, ready for any stream."""
     source = np.asarray(array)
-    format = dtypes.tag(source.dtype)
+    format = formats.tag(source.dtype)
     stream = _uncaptured_stream(device, "cupy", "asarray")
     try:
         with device.current(), device.api.relaxed():
-            made = device.api.cupy.array(source.view(dtypes.carrier_dtype(format)))
+            made = device.api.cupy.array(source.view(formats.carrier_dtype(format)))
     except device.api.errors as error:
         raise device.api.failure(f"asarray on {device.name}", error) from error
     stream.synchronize()
@@ -50,7 +50,7 @@ def asarray(device: CudaDevice, array: np.ndarray[Any, Any]) -> Any:
 def to_numpy(device: CudaDevice, array: Any) -> np.ndarray[Any, Any]:
     """Return a copy as a NumPy array, in the order of the array's library's current stream."""
     view = exporters.view(array)
-    dtype = dtypes.numpy_dtype(view.format)
+    dtype = formats.numpy_dtype(view.format)
     if view.device == "host":
         return arrays.array_at(view.owner, view.pointer, view.shape, dtype, view.strides).copy()
     stream = _uncaptured_stream(device, view.library, "to_numpy")
@@ -92,7 +92,7 @@ def carrier(device: CudaDevice, view: arrays.ArrayView) -> Any:
         raise ValueError(
             f"array: expected one on {device.name} or in pinned memory, got one on {view.device}"
         )
-    dtype = dtypes.carrier_dtype(view.format)
+    dtype = formats.carrier_dtype(view.format)
     return _array(device, pointer, view.shape, view.strides, dtype, view.owner)
 
 
@@ -179,7 +179,7 @@ def _allocate(device: CudaDevice, how: str, shape: Any, format: str) -> Any:
     """Call `cupy.empty` or `cupy.zeros` with a dtype that CuPy has."""
     device.retired.reap()
     quantised = format.startswith("fp8")  # CuPy has bfloat16, but no 8-bit floats
-    dtype = dtypes.carrier_dtype(format) if quantised else dtypes.numpy_dtype(format)
+    dtype = formats.carrier_dtype(format) if quantised else formats.numpy_dtype(format)
     with device.current():
         try:
             with device.api.relaxed():
@@ -194,7 +194,7 @@ def _allocate(device: CudaDevice, how: str, shape: Any, format: str) -> Any:
 def _tagged(array: Any, format: str) -> Any:
     if format.startswith("fp8"):
         return exporters.view_as(array, format)
-    return array.view(dtypes.numpy_dtype(format))
+    return array.view(formats.numpy_dtype(format))
 
 
 def _array(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import arrays, dtypes
+from .. import arrays, formats
 from . import host_pages
 from .cuda_api import (
     HOST_ALLOC_MAPPED,
@@ -64,7 +64,7 @@ def empty_pinned(device: CudaDevice, shape: Any, dtype: Any) -> np.ndarray[Any, 
 
     A process forked from this one does not have it.
     """
-    wanted = dtypes.numpy_dtype(dtype)
+    wanted = formats.numpy_dtype(dtype)
     shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(int(n) for n in shape)
     num_bytes = int(np.prod(shape, dtype=np.int64)) * wanted.itemsize
     memory = _near_the_gpu(device, num_bytes)

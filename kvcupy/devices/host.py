@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays, dtypes, faults, observe
+from .. import arrays, faults, formats, observe
 from ..config import SHARED_BYTES, config
 from ..errors import CaptureError, CompileError, DeviceError, IndexFault
 from ..exporters import note_written
@@ -175,12 +175,12 @@ class HostDevice:
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """Return a copy of an array of this device as NumPy array (bf16, fp8: ml_dtypes)."""
         view = as_view(array)
-        return self.carrier(view).view(dtypes.numpy_dtype(view.format)).copy()
+        return self.carrier(view).view(formats.numpy_dtype(view.format)).copy()
 
     def carrier(self, view: arrays.ArrayView) -> np.ndarray[Any, Any]:
         """Return the bytes of a view as NumPy array of the carrier dtype, without a copy."""
         return arrays.array_at(
-            view.owner, view.pointer, view.shape, dtypes.carrier_dtype(view.format), view.strides,
+            view.owner, view.pointer, view.shape, formats.carrier_dtype(view.format), view.strides,
             readonly=view.readonly,
         )  # fmt: skip
 
@@ -359,7 +359,7 @@ class HostDevice:
 
 
 def _allocate(make: Callable[..., Any], shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
-    wanted = dtypes.numpy_dtype(dtype)
+    wanted = formats.numpy_dtype(dtype)
     shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
     num_bytes = int(np.prod(shape, dtype=np.int64)) * wanted.itemsize
     raw: np.ndarray[Any, Any] = make(num_bytes + _ALIGNMENT, np.uint8)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import dtypes
+from .. import formats as dtypes
 from ..devices.protocol import Device
 from ..kernels import Kernel, Specialisation
 from . import geometry

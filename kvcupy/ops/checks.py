@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import dtypes
+from .. import formats as dtypes
 from ..arrays import ArrayView, describe, overlap
 from ..exporters import view
 

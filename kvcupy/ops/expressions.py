@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import dtypes
+from .. import formats as dtypes
 from ..devices.protocol import Device
 
 # Mantissa bits and smallest normal exponent.

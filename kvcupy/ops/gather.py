@@ -6,8 +6,8 @@ from typing import Any
 
 from .. import devices
 from ..arrays import ArrayView, describe
-from ..dtypes import FORMATS
 from ..exporters import view
+from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
 from . import cache_rows, checks, expressions, outputs, plan
 from .cache_rows import ARRAYS, NUM_ROWS, PACK, PARAMS, CacheRowsPlan

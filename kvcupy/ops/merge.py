@@ -9,9 +9,9 @@ import numpy as np
 
 from .. import devices
 from ..arrays import ArrayView, describe
-from ..dtypes import FORMATS
 from ..errors import CompileError
 from ..exporters import view
+from ..formats import FORMATS
 from ..kernels import zeroed
 from . import checks, expressions, outputs, plan
 from .merge_launch import MERGED, PARAMS, launch, merge_launch, specialisations

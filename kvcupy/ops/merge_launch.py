@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import contiguous_strides
 from ..devices.protocol import Device
-from ..dtypes import FORMATS, Format
+from ..formats import FORMATS, Format
 from ..kernels import Kernel, Specialisation, zeroed
 from . import geometry, plan
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from .. import devices, dtypes
+from .. import devices
+from .. import formats as dtypes
 from ..arrays import ArrayView
 
 

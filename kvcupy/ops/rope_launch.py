@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import ArrayView
 from ..devices.protocol import Device
-from ..dtypes import FORMATS, Format
+from ..formats import FORMATS, Format
 from ..kernels import Kernel, Specialisation, zeroed
 from . import checks, geometry, side
 from .plan import Launch

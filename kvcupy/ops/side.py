@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import ArrayView, describe
-from ..dtypes import Format
+from ..formats import Format
 from . import checks
 
 _CACHE = np.dtype([(f"{n}_bytes", np.int64) for n in ("page", "offset", "head")], align=True)

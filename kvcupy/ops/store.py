@@ -6,7 +6,7 @@ from typing import Any
 
 from .. import devices
 from ..arrays import ArrayView
-from ..dtypes import FORMATS
+from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
 from . import cache_rows, checks, plan
 from .cache_rows import ARRAYS, NUM_ROWS, PACK, PARAMS, CacheRowsPlan

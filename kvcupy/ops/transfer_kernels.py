@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import dtypes, faults
+from .. import faults
+from .. import formats as dtypes
 from ..arrays import ArrayView
 from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation, zeroed

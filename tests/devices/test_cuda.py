@@ -653,9 +653,9 @@ def test_pinned_memory_is_known_by_its_base_and_of_exact_size(device):
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int64"])
 def test_arrays_of_every_format_go_there_and_back(device, name):
-    from kvcupy import dtypes, exporters
+    from kvcupy import exporters, formats
 
-    source = np.arange(12).reshape(3, 4).astype(dtypes.numpy_dtype(name))
+    source = np.arange(12).reshape(3, 4).astype(formats.numpy_dtype(name))
     assert exporters.view(device.asarray(source)).format == name
     assert exporters.view(device.empty((3, 4), name)).format == name
     zeros = exporters.view(device.zeros((3, 4), name))

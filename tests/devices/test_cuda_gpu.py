@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy import dtypes, exporters, scratch
+from kvcupy import exporters, formats, scratch
 from kvcupy.arrays import is_pinned
 from kvcupy.devices import nvrtc
 from kvcupy.devices.cuda_pinned import RegisteredPages, numa_node
@@ -621,9 +621,9 @@ def test_no_memory_is_a_device_error(device):
         device.empty(1 << 50, "int8")
 
 
-@pytest.mark.parametrize("name", [*dtypes.FORMATS, "int64", "int32"])
+@pytest.mark.parametrize("name", [*formats.FORMATS, "int64", "int32"])
 def test_arrays_of_every_format_go_there_and_back(device, name):
-    source = np.arange(24).reshape(4, 6).astype(dtypes.numpy_dtype(name))
+    source = np.arange(24).reshape(4, 6).astype(formats.numpy_dtype(name))
     there = device.asarray(source)
     assert exporters.view(there).format == name
     np.testing.assert_array_equal(device.to_numpy(there).view(np.uint8), source.view(np.uint8))

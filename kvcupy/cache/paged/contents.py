@@ -9,8 +9,8 @@ import numpy as np
 
 from ...arrays import ArrayView, describe
 from ...devices.protocol import Stream
-from ...dtypes import FORMATS, numpy_dtype
 from ...exporters import view
+from ...formats import FORMATS, numpy_dtype
 from ...ops import checks, outputs
 from ...ops.gather import gather_kv
 from ...ops.page_pairs import send

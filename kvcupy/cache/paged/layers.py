@@ -9,8 +9,8 @@ from typing import Any
 from ... import scratch
 from ...arrays import ArrayView, contiguous_strides, describe
 from ...devices.protocol import Device, Stream
-from ...dtypes import FORMATS
 from ...exporters import view
+from ...formats import FORMATS
 from ...ops import checks
 from ...ops.attention import attend
 from ...ops.attention_checks import Options, check_query

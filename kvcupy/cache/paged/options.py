@@ -9,8 +9,8 @@ import numpy as np
 from ... import devices
 from ...arrays import ArrayView, describe
 from ...devices.protocol import Device
-from ...dtypes import FORMATS
 from ...exporters import view
+from ...formats import FORMATS
 from ...ops import checks
 from ...ops.outputs import format_name
 from ..pool import KVPool, MLAPool

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ... import dtypes
+from ... import formats as dtypes
 
 Tensor = tuple[str, tuple[int, ...], Any]  # format, shape, and bits: an array or other memory
 PathLike = str | os.PathLike[str]

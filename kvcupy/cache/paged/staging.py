@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ... import dtypes
+from ... import formats as dtypes
 from ...arrays import ArrayView, contiguous_strides, describe
 from ...errors import CaptureError, DeviceError, KvcupyError
 from ...exporters import view
