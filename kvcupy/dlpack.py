@@ -177,7 +177,7 @@ def view(exporter: Any) -> ArrayView:
     device_type, index = (int(number) for number in exporter.__dlpack_device__())
     try:
         if device_type in (_CUDA, _CUDA_MANAGED):
-            from .devices import cuda_api
+            from . import cuda_api
 
             with cuda_api.dlpack_stream(index) as stream:
                 capsule = _export(exporter, {"stream": stream})

@@ -281,7 +281,7 @@ def _is_immutable(x: Any, v: ArrayView) -> bool:
 
 
 def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
-    from .devices import cuda_api
+    from . import cuda_api
 
     if interface.get("mask") is not None:
         raise TypeError(f"got {type(x).__name__} with a mask")

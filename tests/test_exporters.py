@@ -18,9 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcupy as kv
-from kvcupy import exporters
+from kvcupy import cuda_api, exporters
 from kvcupy.arrays import array_at, overlap
-from kvcupy.devices import cuda_api
 from kvcupy.exporters import probe, view
 
 ITEMSIZE = {**{f: d.itemsize for f, d in DTYPE.items()}, "int64": 8, "int32": 4, "uint8": 1}

@@ -15,17 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import CaptureError
+from .. import cuda_api
+from ..cuda_api import ATTRIBUTE_SM_COUNT, SUCCESS, CudaApi
+from ..errors import CaptureError, DeviceError
 from . import cuda_adopt, cuda_graph, cuda_memory, cuda_pinned
-from .cuda_api import (
-    SUCCESS,
-    CudaApi,
-    cuda_available,
-    device_of_pointer,
-    dlpack_stream,
-    properties,
-    why_not,
-)
 from .cuda_batch import RunCopies
 from .cuda_calls import HostCalls
 from .cuda_events import Event, create_handle
@@ -37,8 +30,6 @@ from .cuda_streams import Stream
 if TYPE_CHECKING:
     from ..arrays import ArrayView
     from ..kernels import Specialisation
-
-__all__ = ["CudaDevice", "cuda_available", "device_of_pointer", "dlpack_stream", "why_not"]
 
 _AS_IS: AbstractContextManager[None] = nullcontext()
 
@@ -325,3 +316,44 @@ class CudaDevice:
                 if self._faults is None:
                     self._faults = cuda_memory.fault_record(self)
         return self._faults
+
+
+def why_not() -> str:
+    """Return why no GPU is usable, or an empty string if one is. Never raises.
+
+    >>> isinstance(why_not(), str)
+    True
+    """
+    try:
+        api = cuda_api.CudaApi()
+        count = api.runtime.getDeviceCount()
+    except DeviceError as error:
+        return str(error)
+    except Exception as error:  # a broken driver shows itself in many ways
+        return f"cuda: the driver does not work: {error}"
+    return "" if count > 0 else "cuda: the driver works but lists no GPU"
+
+
+def cuda_available() -> bool:
+    """Return whether a GPU is usable. Never raises."""
+    return not why_not()
+
+
+def properties(api: CudaApi, index: int) -> tuple[int, str, str]:
+    """Return the number of SMs of a GPU, its architecture ("sm_90") and its name.
+
+    Raises
+    ------
+    DeviceError : there is no such GPU, or it cannot be used
+    """
+    name = f"cuda:{index}"
+    try:
+        count = api.runtime.getDeviceCount()
+        if index >= count:
+            raise DeviceError(f"{name}: there are {count} GPUs")
+        sm_count = int(api.runtime.deviceGetAttribute(ATTRIBUTE_SM_COUNT, index))
+        arch = f"sm_{api.cupy.cuda.Device(index).compute_capability}"
+        model = api.runtime.getDeviceProperties(index)["name"]
+    except api.errors as error:
+        raise api.failure(name, error) from error
+    return sm_count, arch, model.decode() if isinstance(model, bytes) else str(model)

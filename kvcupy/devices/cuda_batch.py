@@ -17,9 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..cuda_api import (
+    ATTRIBUTE_REGISTERED_HOST_POINTERS,
+    MEMCPY_DEFAULT,
+    NO_COPY,
+    NOT_SUPPORTED,
+    in_stream_order,
+)
 from ..errors import KvcupyError
-from . import cuda_driver, runs
-from .cuda_api import ATTRIBUTE_REGISTERED_HOST_POINTERS, MEMCPY_DEFAULT, NOT_SUPPORTED
+from . import runs
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -41,7 +47,7 @@ class RunCopies:
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
         self._thread = _Thread()
-        self._attributes = cuda_driver.in_stream_order()
+        self._attributes = in_stream_order()
         self._from_the_first = ctypes.c_size_t(0)  # those attributes are for all copies
         self._refused = False
 
@@ -60,7 +66,7 @@ class RunCopies:
         left = (dst[wanted], src[wanted], sizes[wanted])  # contiguous, whatever they were
         if not len(left[0]):
             return
-        failed = ctypes.c_size_t(cuda_driver.NOWHERE)
+        failed = ctypes.c_size_t(NO_COPY)
         try:
             with device.current():
                 self._enqueue(left, stream, failed)

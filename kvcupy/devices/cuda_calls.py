@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import arrays
+from ..cuda_api import HOST_ALLOC_MAPPED, HOST_ALLOC_PORTABLE
 from ..errors import CaptureError, DeviceError
 from . import host_pages
-from .cuda_api import HOST_ALLOC_MAPPED, HOST_ALLOC_PORTABLE
 from .cuda_graph import FOREIGN, Graph
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..cuda_api import DISABLE_TIMING
 from ..errors import CaptureError
 from ..pickling import ProcessLocal
-from .cuda_api import DISABLE_TIMING
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice

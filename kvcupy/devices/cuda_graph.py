@@ -7,9 +7,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from .. import observe
+from ..cuda_api import DEFAULT_STREAMS, UNJOINED
 from ..errors import CaptureError, DeviceError
 from ..pickling import ProcessLocal
-from .cuda_api import DEFAULT_STREAMS, UNJOINED
 from .launch_hooks import LaunchHooks
 
 if TYPE_CHECKING:

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import CompileError, KvcupyError
-from ..kernels import Specialisation, pointer_fields
-from . import nvrtc
-from .cuda_api import (
+from ..cuda_api import (
     DEFAULT_SMEM_BYTES,
     FUNCTION_MAX_DYNAMIC_SMEM,
     FUNCTION_STATIC_SMEM,
     CudaApi,
 )
+from ..errors import CompileError, KvcupyError
+from ..kernels import Specialisation, pointer_fields
+from . import nvrtc
 
 if TYPE_CHECKING:
     from .cuda_streams import Stream

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import arrays, exporters, formats, observe
+from ..cuda_api import MEMCPY_DEFAULT, UNREGISTERED_MEMORY
 from ..errors import CaptureError, KvcupyError
 from . import cuda_copy
-from .cuda_api import MEMCPY_DEFAULT, UNREGISTERED_MEMORY
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice

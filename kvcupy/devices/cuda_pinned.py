@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import arrays, formats
-from . import host_pages
-from .cuda_api import (
+from ..cuda_api import (
     HOST_ALLOC_MAPPED,
     HOST_ALLOC_PORTABLE,
     HOST_REGISTER_MAPPED,
     HOST_REGISTER_PORTABLE,
 )
+from . import host_pages
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice

@@ -561,8 +561,8 @@ def test_arrays_of_a_gpu(monkeypatch):
 
     from devices.fake_cuda import FakeApi
 
-    from kvcupy import devices, exporters
-    from kvcupy.devices import cuda, cuda_api
+    from kvcupy import cuda_api, devices, exporters
+    from kvcupy.devices import cuda
 
     class Gpu(cuda.CudaDevice):
         fault_pointer = 0

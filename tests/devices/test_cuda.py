@@ -17,8 +17,8 @@ from fake_cuda import ILLEGAL, FakeApi, busy, captured_by_another
 
 from kvcupy import observe
 from kvcupy.arrays import ArrayView, is_pinned
+from kvcupy.cuda_api import CudaApi
 from kvcupy.devices import cuda, cuda_copy, cuda_memory
-from kvcupy.devices.cuda_api import CudaApi
 from kvcupy.devices.cuda_graph import FOREIGN
 from kvcupy.devices.cuda_launch import CudaFunction
 from kvcupy.devices.cuda_streams import Stream
@@ -794,8 +794,7 @@ class Produced:
 
 @pytest.fixture
 def produced_types(monkeypatch):
-    from kvcupy import exporters
-    from kvcupy.devices import cuda_api
+    from kvcupy import cuda_api, exporters
 
     monkeypatch.setattr(exporters, "_PROBES", dict(exporters._PROBES))
     monkeypatch.setattr(exporters, "_STREAMED_TYPES", set())

@@ -10,8 +10,8 @@ import pytest
 from fake_cuda import CudaError
 
 from kvcupy import exporters, scratch
+from kvcupy.cuda_api import CudaApi
 from kvcupy.devices import cuda
-from kvcupy.devices.cuda_api import CudaApi
 from kvcupy.devices.cuda_launch import CudaFunction
 from kvcupy.errors import DeviceError
 from kvcupy.kernels import Kernel

@@ -132,7 +132,7 @@ import sys, tempfile
 from pathlib import Path
 from fake_cuda import FakeApi
 from kvcupy.devices import cuda
-from kvcupy.devices.cuda_api import CudaApi
+from kvcupy.cuda_api import CudaApi
 for name in ("failure", "query", "is_capturing"):
     setattr(FakeApi, name, getattr(CudaApi, name))
 api = FakeApi()

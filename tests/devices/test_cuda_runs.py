@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from fake_cuda import BatchDriver, FakeApi, busy
 
-from kvcupy.devices import cuda, cuda_driver
-from kvcupy.devices.cuda_api import CudaApi
+from kvcupy import cuda_api
+from kvcupy.cuda_api import CudaApi
+from kvcupy.devices import cuda
 from kvcupy.errors import CaptureError, DeviceError
 
 NEW, OLD = 12080, 12070
@@ -300,30 +301,30 @@ def test_arrays_that_are_no_runs_are_refused(api, device, arrays, error, message
 
 
 def test_the_function_of_12_8_is_asked_for_by_the_newer_look_up(api):
-    found = cuda_driver.find_batch(13010, api.library)
+    found = cuda_api.find_batch(13010, api.library)
     assert found is not None
     assert api.library.asked == [("cuGetProcAddress_v2", b"cuMemcpyBatchAsync", 12080, 1)]
 
 
 def test_the_older_look_up_does_where_there_is_no_newer_one():
     library = BatchDriver(names=("cuGetProcAddress",))
-    assert cuda_driver.find_batch(NEW, library) is not None
+    assert cuda_api.find_batch(NEW, library) is not None
     assert [asked[0] for asked in library.asked] == ["cuGetProcAddress"]
 
 
 def test_what_is_not_found_is_none(api):
-    assert cuda_driver.find_batch(OLD, api.library) is None
+    assert cuda_api.find_batch(OLD, api.library) is None
     assert api.library.asked == []
     for found in (1, 2):  # no such symbol; there, but not for this version
-        assert cuda_driver.find_batch(NEW, BatchDriver(found=found)) is None
-    assert cuda_driver.find_batch(NEW, BatchDriver(names=())) is None
+        assert cuda_api.find_batch(NEW, BatchDriver(found=found)) is None
+    assert cuda_api.find_batch(NEW, BatchDriver(names=())) is None
 
 
 def test_the_structs_are_laid_out_as_in_the_header():
-    attributes = cuda_driver.CopyAttributes
+    attributes = cuda_api.CopyAttributes
     assert ctypes.sizeof(attributes) == 24
     assert [getattr(attributes, name).offset for name, _ in attributes._fields_] == [0, 4, 12, 20]
-    assert len(cuda_driver.BATCH_TYPE._argtypes_) == 9
+    assert len(cuda_api.BATCH_TYPE._argtypes_) == 9
 
 
 def test_the_real_api_finds_the_function_or_none():
