@@ -19,9 +19,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
-from .arrays import ArrayView
+from .arrays import ArrayView, view
 from .devices.protocol import Device, Stream
-from .exporters import view
 
 _SMALLEST_BYTES = 4096
 _MOST_IDLE = 8  # of one size; what comes back beyond that is freed

@@ -10,7 +10,7 @@ import numpy as np
 from bench_timers import TorchArrays, own_arrays
 from benchlib import interleave, medians, minima
 
-from kvcupy.exporters import probe, view
+from kvcupy.arrays import probe, view
 
 REPEAT = 2000
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy.arrays import array_at
-from kvcupy.exporters import view
+from kvcupy.arrays import array_at, view
 
 WAYS = {
     "pickle": pickle.dumps,

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .. import devices, exporters
+from .. import arrays as exporters
+from .. import devices
 from .. import formats as dtypes
 from ..arrays import ArrayView, array_at, memory_of, transposed
 from ..devices.protocol import Device
@@ -153,7 +154,7 @@ class Pool(ProcessLocal, abc.ABC):
     def _torch(self, part: int, layer: int) -> Any:
         known = self._torch_views.get((part, layer))
         if known is None:
-            from ..torch_views import tensor_of
+            from ..arrays import tensor_of
 
             known = self._shown(tensor_of(self._views[layer][part]))
             exporters.view(known)  # not a fake one, which others would be given too

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import formats as dtypes
-from ..arrays import ArrayView, describe, first_overlap, overlaps_itself, reshaped, transposed
-from ..exporters import view
+from ..arrays import ArrayView, describe, first_overlap, overlaps_itself, reshaped, transposed, view
 from ..ops import checks
 
 Named = tuple[str, ArrayView]

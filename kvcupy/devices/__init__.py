@@ -1,10 +1,11 @@
-"""The processors that kvcupy runs on, found by name."""
+"""The processors that kvcupy runs on: looked up by name, and asked for index faults."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
+from .. import faults
 from .protocol import Device
 
 _devices: dict[str, Device] = {}
@@ -66,3 +67,29 @@ def device(name: str) -> Device:
     'host'
     """
     return get(name)
+
+
+def check_faults(device: Any = None) -> None:
+    """Raise the first index fault of a device since the last check, and clear the record.
+
+    Parameters
+    ----------
+    device : Device or its name; None: the default device
+
+    Raises
+    ------
+    IndexFault : names the operation, the position in the index array and the value there, and
+        how many faults there were
+
+    Notes
+    -----
+    Stream: waits for all work on the device. Capture: illegal.
+    """
+    target = get(device)
+    target.synchronize()
+    fault = faults.recorded(target.to_numpy(target.fault_array()))
+    if fault is None:
+        return
+    target.fault_array().fill(0)
+    target.synchronize()
+    raise fault

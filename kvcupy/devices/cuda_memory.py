@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import arrays, exporters, formats, observe
+from .. import arrays, formats, observe
 from ..cuda_api import MEMCPY_DEFAULT, UNREGISTERED_MEMORY
 from ..errors import CaptureError, KvcupyError
 from . import cuda_copy
@@ -49,12 +49,12 @@ def asarray(device: CudaDevice, array: np.ndarray[Any, Any]) -> Any:
 
 def to_numpy(device: CudaDevice, array: Any) -> np.ndarray[Any, Any]:
     """Return a copy as a NumPy array, in the order of the array's library's current stream."""
-    view = exporters.view(array)
+    view = arrays.view(array)
     dtype = formats.numpy_dtype(view.format)
     if view.device == "host":
         return arrays.array_at(view.owner, view.pointer, view.shape, dtype, view.strides).copy()
     stream = _uncaptured_stream(device, view.library, "to_numpy")
-    exporters.wait_for_producers((view,), stream)
+    arrays.wait_for_producers((view,), stream)
     bits = carrier(device, view)
     try:
         with device.current(), device.api.relaxed(), stream.cupy:
@@ -98,7 +98,7 @@ def carrier(device: CudaDevice, view: arrays.ArrayView) -> Any:
 
 def copy(device: CudaDevice, dst: Any, src: Any, stream: Any) -> None:
     """Copy `src` to `dst` (`CudaDevice.copy`)."""
-    to, of = exporters.view(dst, "dst"), exporters.view(src, "src")
+    to, of = arrays.view(dst, "dst"), arrays.view(src, "src")
     if to.shape != of.shape or to.format != of.format:
         raise ValueError(f"dst: expected {arrays.describe(of)}, got {arrays.describe(to)}")
     if to.readonly:
@@ -107,14 +107,14 @@ def copy(device: CudaDevice, dst: Any, src: Any, stream: Any) -> None:
     on = device.as_stream(stream, library)
     if of.size == 0:
         return
-    exporters.wait_for_producers((to, of), on)
+    arrays.wait_for_producers((to, of), on)
     observe.issue(
         lambda: observe.Operation(
             "copy", on, reads=(observe.Access(of),), writes=(observe.Access(to),)
         ),
         lambda: _enqueue_copy(device, to, of, on),
     )
-    exporters.note_written([to])
+    arrays.note_written([to])
 
 
 def device_address(device: CudaDevice, view: arrays.ArrayView) -> int | None:
@@ -193,7 +193,7 @@ def _allocate(device: CudaDevice, how: str, shape: Any, format: str) -> Any:
 
 def _tagged(array: Any, format: str) -> Any:
     if format.startswith("fp8"):
-        return exporters.view_as(array, format)
+        return arrays.view_as(array, format)
     return array.view(formats.numpy_dtype(format))
 
 

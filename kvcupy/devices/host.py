@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from .. import arrays, faults, formats, observe
+from ..arrays import note_written
+from ..arrays import view as as_view
 from ..config import SHARED_BYTES, config
 from ..errors import CaptureError, CompileError, DeviceError, IndexFault
-from ..exporters import note_written
-from ..exporters import view as as_view
 from ..kernels import Specialisation
 from . import cxx, host_copy
 from .host_events import HostEvent

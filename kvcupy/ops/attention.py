@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..exporters import view
+from ..arrays import view
 from . import checks, outputs, plan
 from .attention_checks import ALL_NAMES, NAMES, NUM_ROWS, Options, check_query
 from .attention_plan import AttentionPlan, make_plan

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import devices, faults, scratch
-from ..arrays import ArrayView
+from ..arrays import ArrayView, view
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from ..exporters import view
 from ..kernels import zeroed
 from . import geometry, plan
 from .attention_checks import Call, Options, check_call

@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import faults
-from ..arrays import ArrayView
+from ..arrays import ArrayView, view
 from ..errors import CompileError
-from ..exporters import view
 from ..kernels import Kernel, Specialisation, zeroed
 from . import geometry, plan, side
 from .side import Side

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import formats as dtypes
-from ..arrays import ArrayView, describe, overlap
-from ..exporters import view
+from ..arrays import ArrayView, describe, overlap, view
 
 
 class Rows(NamedTuple):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import devices
-from ..arrays import ArrayView, describe
-from ..exporters import view
+from ..arrays import ArrayView, describe, view
 from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
 from . import cache_rows, checks, expressions, outputs, plan

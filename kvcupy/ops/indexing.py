@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from .. import devices, faults
-from ..arrays import ArrayView, describe
+from ..arrays import ArrayView, describe, view
 from ..errors import CompileError
-from ..exporters import view
 from ..kernels import Kernel, Specialisation, zeroed
 from . import checks, expressions, outputs, plan
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from .. import scratch
-from ..arrays import ArrayView, array_at, contiguous_strides
+from ..arrays import ArrayView, array_at, contiguous_strides, view
 from ..devices.protocol import Device, Stream
-from ..exporters import view
 from . import checks
 from .transfer_kernels import Lists
 from .transfer_runs import PageRuns, page_runs

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from .. import devices, faults
-from ..arrays import ArrayView, describe, first_overlap
+from ..arrays import ArrayView, describe, first_overlap, view
 from ..errors import CompileError
-from ..exporters import view
 from ..kernels import Kernel, Specialisation, zeroed
 from . import cache_rows, checks, expressions, geometry, plan
 

@@ -18,11 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from .. import observe
-from ..arrays import ArrayView
+from ..arrays import ArrayView, is_tensor, note_written, probe_argument, view, wait_for_producers
 from ..config import config, logger
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from ..exporters import is_tensor, note_written, probe_argument, view, wait_for_producers
 from ..kernels import Specialisation
 from . import checks
 from .aliasing import Aliasing

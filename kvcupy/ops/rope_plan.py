@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import streams
-from ..arrays import ArrayView
+from ..arrays import ArrayView, view
 from ..errors import CompileError
-from ..exporters import view
 from . import checks, plan, rope_expressions, rope_launch
 from .rope_launch import ARRAYS, INDEX, REPORT_POSITIONS, REPORT_SLOTS, Part, Rotation, Store
 from .store_expressions import report_slots, store_rows

@@ -119,7 +119,7 @@ class World:
         graph.launch(stream)
         copies = {}
         for name, out in outs.items():
-            part = kv.exporters.view(out)[: source.arrays[name].shape[0]]
+            part = kv.arrays.view(out)[: source.arrays[name].shape[0]]
             copies[name] = self.private(part)
             self.device.copy(copies[name], part, stream=stream)
         self.reads.append((source, copies))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fake_cuda import ILLEGAL, FakeApi, busy, captured_by_another
 
-from kvcupy import observe
+from kvcupy import arrays, observe
 from kvcupy.arrays import ArrayView, is_pinned
 from kvcupy.cuda_api import CudaApi
 from kvcupy.devices import cuda, cuda_copy, cuda_memory
@@ -653,12 +653,12 @@ def test_pinned_memory_is_known_by_its_base_and_of_exact_size(device):
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int64"])
 def test_arrays_of_every_format_go_there_and_back(device, name):
-    from kvcupy import exporters, formats
+    from kvcupy import formats
 
     source = np.arange(12).reshape(3, 4).astype(formats.numpy_dtype(name))
-    assert exporters.view(device.asarray(source)).format == name
-    assert exporters.view(device.empty((3, 4), name)).format == name
-    zeros = exporters.view(device.zeros((3, 4), name))
+    assert arrays.view(device.asarray(source)).format == name
+    assert arrays.view(device.empty((3, 4), name)).format == name
+    zeros = arrays.view(device.zeros((3, 4), name))
     np.testing.assert_array_equal(device.carrier(zeros), 0)
     np.testing.assert_array_equal(device.to_numpy(device.asarray(source)), source)
 
@@ -669,11 +669,10 @@ def test_the_fault_record_is_four_zeros_made_once(device):
 
 
 def test_a_carrier_of_pageable_memory_is_refused(api, device):
-    from kvcupy import exporters
 
     api.runtime.memory_type = 0
     with pytest.raises(ValueError, match="or in pinned memory, got one on host"):
-        device.carrier(exporters.view(np.zeros(3)))
+        device.carrier(arrays.view(np.zeros(3)))
 
 
 def strided(shape, axes, *, step=1):
@@ -794,10 +793,10 @@ class Produced:
 
 @pytest.fixture
 def produced_types(monkeypatch):
-    from kvcupy import cuda_api, exporters
+    from kvcupy import cuda_api
 
-    monkeypatch.setattr(exporters, "_PROBES", dict(exporters._PROBES))
-    monkeypatch.setattr(exporters, "_STREAMED_TYPES", set())
+    monkeypatch.setattr(arrays, "_PROBES", dict(arrays._PROBES))
+    monkeypatch.setattr(arrays, "_STREAMED_TYPES", set())
     monkeypatch.setattr(cuda_api, "device_of_pointer", lambda pointer: 0)
 
 
@@ -815,7 +814,7 @@ def test_a_copy_waits_for_the_producer_by_an_event(api, device, produced_types):
 
 def exported(array):
     """The same array behind a tag."""
-    from kvcupy.exporters import view
+    from kvcupy.arrays import view
 
     return view(array)[:]
 
@@ -831,7 +830,7 @@ def test_nothing_is_waited_for_without_a_stream_or_on_the_same(api, device, prod
 
 def test_an_operation_waits_for_the_producers_of_its_arrays(api, device, produced_types):
     """Each once, and none in a capture, which nothing outside can be part of."""
-    from kvcupy.exporters import view, wait_for_producers
+    from kvcupy.arrays import view, wait_for_producers
 
     arrays = [Produced(np.zeros(3), 0x77), Produced(np.zeros(3), 0x77), Produced(np.zeros(3), 0x88)]
     views = [view(a) for a in arrays]

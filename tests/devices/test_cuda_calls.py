@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from fake_cuda import captured_by_another
 
-from kvcupy import exporters
+from kvcupy import arrays
 from kvcupy.devices import cuda, host_pages
 from kvcupy.errors import CaptureError, DeviceError
 
@@ -45,7 +45,7 @@ class Half:
 ASKING = {
     "event": lambda d: d.stream().record().done(),
     "stream": lambda d: d.stream().done(),
-    "address": lambda d: d.address(exporters.view(np.zeros(4))),
+    "address": lambda d: d.address(arrays.view(np.zeros(4))),
     "allocation": lambda d: d.empty(1000, "fp16"),
     "reap": lambda d: d.retired.reap(),
     "another device": lambda d: cuda.CudaDevice(1, d.api).empty(1000, "fp16"),

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy import exporters, faults
 from kvcupy.devices import host_pages
 
 pytestmark = pytest.mark.gpu
@@ -73,8 +72,7 @@ POLLING = {
 def test_functions_are_called_while_somebody_asks_cuda(ask):
     program = f"""
 import cupy
-from kvcupy import exporters
-pageable, seen = exporters.view(np.zeros(8)), []
+pageable, seen = kv.arrays.view(np.zeros(8)), []
 for i in range(3000):
     stream.call(lambda i=i: seen.append(i))
     event = stream.record()
@@ -265,7 +263,7 @@ print("done")
 
 
 def address_of(array):
-    return exporters.view(array).pointer
+    return kv.arrays.view(array).pointer
 
 
 @pytest.mark.parametrize("to_gpu", [True, False])
@@ -319,7 +317,7 @@ def test_pages_past_the_end_are_noted_without_waiting_and_at_each_replay(device,
     dst = kv.KVPool(12, **POOL, layout="page_first", placement="pinned", device=device)
     stream, gate = device.stream(), threading.Event()
     lists = [1, 8, -1, 2], [2, 1, 50, 3]
-    faults.check_faults(device)
+    kv.check_faults(device)
     stream.call(lambda: gate.wait(PATIENCE_S))
     kv.transfer_pages(src, dst, *lists, method=method, stream=stream)
     assert not stream.done()

@@ -233,9 +233,9 @@ class Exporter:
 
 def test_an_exporter_there_is_asked_with_its_own_current_stream(api, second):
     exporter = Exporter(api, 1)
-    dlpack.view(exporter)
+    dlpack.read(exporter)
     assert exporter.asked == (1, 1)
     api.currents[1] = second.stream().cupy
     api.currents[0] = api.cupy.cuda.Stream()
-    dlpack.view(exporter)
+    dlpack.read(exporter)
     assert exporter.asked == (1, api.currents[1].ptr)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fake_cuda import BatchDriver, FakeApi, busy
 
-from kvcupy import cuda_api
+from kvcupy import arrays, cuda_api
 from kvcupy.cuda_api import CudaApi
 from kvcupy.devices import cuda
 from kvcupy.errors import CaptureError, DeviceError
@@ -344,15 +344,14 @@ def test_the_model_is_text(device):
 
 
 def test_addresses(api, device):
-    from kvcupy import exporters
     from kvcupy.arrays import ArrayView
 
     assert device.address(ArrayView(0x100, (4,), (2,), "fp16", "cuda:0")) == 0x100
     assert device.address(ArrayView(0x100, (4,), (2,), "fp16", "cuda:1")) is None
-    pinned = exporters.view(device.empty_pinned(4, "fp32"))
+    pinned = arrays.view(device.empty_pinned(4, "fp32"))
     assert device.address(pinned) == pinned.pointer
     api.runtime.memory_type = 0
-    pageable = exporters.view(np.zeros(4))
+    pageable = arrays.view(np.zeros(4))
     assert device.address(pageable) is None
     api.runtime.fault = 700
     with pytest.raises(DeviceError, match=r"address of .* on cuda:0: cudaError 700"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcupy import exporters
+from kvcupy import arrays
 from kvcupy.arrays import ArrayView
 from kvcupy.devices import host_copy, host_model
 from kvcupy.devices.host import HostDevice
@@ -270,10 +270,10 @@ def test_events_that_never_were_or_are_inline_or_captured_have_no_error(device):
 
 def test_addresses(device):
     array = np.arange(12).reshape(3, 4)[1:, ::-1]
-    view = exporters.view(array)
+    view = arrays.view(array)
     assert device.address(view) == array.__array_interface__["data"][0]
     pinned = device.empty_pinned(4, "fp32")
-    assert device.address(exporters.view(pinned)) == pinned.ctypes.data
+    assert device.address(arrays.view(pinned)) == pinned.ctypes.data
     assert device.address(ArrayView(0x1000, (4,), (2,), "fp16", "cuda:0")) is None
 
 

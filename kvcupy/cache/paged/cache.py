@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...arrays import describe
+from ...arrays import describe, view
 from ...errors import KvcupyError
-from ...exporters import view
 from ...ops import outputs
 from ...ops.attention_checks import check_query
 from ..storage import Pool, count

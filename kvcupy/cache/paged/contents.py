@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import ArrayView, describe
+from ...arrays import ArrayView, describe, view
 from ...devices.protocol import Stream
-from ...exporters import view
 from ...formats import FORMATS, numpy_dtype
 from ...ops import checks, outputs
 from ...ops.gather import gather_kv

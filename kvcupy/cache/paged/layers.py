@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import scratch
-from ...arrays import ArrayView, contiguous_strides, describe
+from ...arrays import ArrayView, contiguous_strides, describe, view
 from ...devices.protocol import Device, Stream
-from ...exporters import view
 from ...formats import FORMATS
 from ...ops import checks
 from ...ops.attention import attend

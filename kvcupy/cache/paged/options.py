@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from ... import devices
-from ...arrays import ArrayView, describe
+from ...arrays import ArrayView, describe, view
 from ...devices.protocol import Device
-from ...exporters import view
 from ...formats import FORMATS
 from ...ops import checks
 from ...ops.outputs import format_name

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import formats as dtypes
-from ...arrays import ArrayView, contiguous_strides, describe
+from ...arrays import ArrayView, contiguous_strides, describe, view
 from ...errors import CaptureError, DeviceError, KvcupyError
-from ...exporters import view
 
 if TYPE_CHECKING:
     from ...devices.protocol import Device, Event, Stream
