@@ -1,7 +1,7 @@
 """A GPU through CuPy: compiled kernels, streams, memory, and what is in flight on it.
 
 Imported only by who wants a GPU; importing it loads nothing of CuPy. The parts: `cuda_api` (what is
-called of CuPy), `cuda_launch`, `cuda_streams`, `cuda_events`, `cuda_graph`, `cuda_calls` (host
+called of CuPy), `cuda_launch`, `cuda_streams`, `cuda_events`, `cuda_graph`, `cuda_context` (host
 functions), `cuda_adopt` (other libraries' streams), `cuda_memory`, `cuda_pinned`, `cuda_copy`,
 `cuda_batch` (copies of runs), `cuda_driver` (what CuPy lacks), `cuda_retire`.
 """
@@ -20,7 +20,7 @@ from ..cuda_api import ATTRIBUTE_SM_COUNT, SUCCESS, CudaApi
 from ..errors import CaptureError, DeviceError
 from . import cuda_adopt, cuda_graph, cuda_memory, cuda_pinned
 from .cuda_batch import RunCopies
-from .cuda_calls import HostCalls
+from .cuda_context import HostCalls
 from .cuda_events import Event, create_handle
 from .cuda_graph import FOREIGN, Graph
 from .cuda_launch import CudaFunction, Launcher, launch_failure

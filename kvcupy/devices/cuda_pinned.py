@@ -16,7 +16,7 @@ from ..cuda_api import (
     HOST_REGISTER_MAPPED,
     HOST_REGISTER_PORTABLE,
 )
-from . import host_pages
+from . import host_memory
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -85,7 +85,7 @@ def numa_node(device: CudaDevice) -> int | None:
         bus_id = api.runtime.deviceGetPCIBusId(device.index)
     except api.errors:  # it has no address that it would tell, as a GPU passed through may not
         return None
-    return host_pages.node_of_pci_device(bus_id, api.pci_devices)
+    return host_memory.node_of_pci_device(bus_id, api.pci_devices)
 
 
 def _near_the_gpu(device: CudaDevice, num_bytes: int) -> Any:
@@ -93,22 +93,22 @@ def _near_the_gpu(device: CudaDevice, num_bytes: int) -> Any:
 
     CUDA allocates on the node of the calling thread, which may be the far one.
     """
-    if num_bytes < host_pages.PAGE_BYTES:
+    if num_bytes < host_memory.PAGE_BYTES:
         return None
     node = numa_node(device)
     if node is None:
         return None
     try:
-        pointer, mapped_bytes = host_pages.map_pages(num_bytes)
+        pointer, mapped_bytes = host_memory.map_pages(num_bytes)
     except OSError:
         return None
-    host_pages.prefer_node(pointer, mapped_bytes, node)  # else they come from where they may
-    host_pages.keep_from_children(pointer, mapped_bytes)  # before CUDA learns where they are
+    host_memory.prefer_node(pointer, mapped_bytes, node)  # else they come from where they may
+    host_memory.keep_from_children(pointer, mapped_bytes)  # before CUDA learns where they are
     try:
         with device.current():
             device.api.runtime.hostRegister(pointer, mapped_bytes, _REGISTER_FLAGS)
     except device.api.errors:  # the process may not lock that much by itself; the driver may
-        host_pages.unmap(pointer, mapped_bytes)
+        host_memory.unmap(pointer, mapped_bytes)
         return None
     return RegisteredPages(device, pointer, mapped_bytes)
 
@@ -140,4 +140,4 @@ def _release(device: CudaDevice, pointer: int, num_bytes: int) -> None:
             device.api.runtime.hostUnregister(pointer)
     except device.api.errors:  # locked as before, so a GPU may reach them: they stay
         return
-    host_pages.unmap(pointer, num_bytes)
+    host_memory.unmap(pointer, num_bytes)

@@ -16,11 +16,11 @@ import pytest
 from fake_cuda import captured_by_another
 
 from kvcupy import arrays
-from kvcupy.devices import cuda, host_pages
+from kvcupy.devices import cuda, host_memory
 from kvcupy.errors import CaptureError, DeviceError
 
 PATIENCE_S = 10
-PAGE = host_pages.PAGE_BYTES
+PAGE = host_memory.PAGE_BYTES
 
 
 @pytest.fixture

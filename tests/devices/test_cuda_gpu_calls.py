@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy.devices import host_pages
+from kvcupy.devices import host_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -197,7 +197,7 @@ def test_the_last_pinned_array_may_be_a_functions(device, cupy, num_bytes):
     stream.synchronize()
     gc.collect()
     assert gone() is None
-    if num_bytes >= host_pages.PAGE_BYTES:
+    if num_bytes >= host_memory.PAGE_BYTES:
         until = time.monotonic() + PATIENCE_S
         while cupy.cuda.runtime.pointerGetAttributes(pointer).type != 0:
             assert time.monotonic() < until, "the pages are still locked"

@@ -32,7 +32,7 @@ import numpy as np
 from .. import arrays
 from ..cuda_api import HOST_ALLOC_MAPPED, HOST_ALLOC_PORTABLE
 from ..errors import CaptureError, DeviceError
-from . import host_pages
+from . import host_memory
 from .cuda_graph import FOREIGN, Graph
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Semaphore:
     """
 
     def __init__(self) -> None:
-        self.address, _ = host_pages.map_pages(1)
+        self.address, _ = host_memory.map_pages(1)
         self._libc = _libc()
         self.post_function = ctypes.cast(self._libc.sem_post, ctypes.c_void_p).value or 0
         self._libc.sem_init(self.address, 0, 0)
