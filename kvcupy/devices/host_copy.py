@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import runs
+from .protocol import require_runs
 
 
 def copy_array(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
@@ -29,7 +29,7 @@ def copy_of_runs(
     ----------
     dst, src, sizes : uint64, (runs,), addresses and bytes; read before this returns
     """
-    runs.require_equal(dst, src, sizes)
+    require_runs(dst, src, sizes)
     arguments = dst.tolist(), src.tolist(), sizes.tolist()
 
     def copy() -> None:

@@ -11,7 +11,7 @@ from ..config import config
 from ..errors import CaptureError
 from ..pickling import ProcessLocal
 from .host_events import HostEvent
-from .launch_hooks import LaunchHooks
+from .protocol import LaunchHooks
 
 if TYPE_CHECKING:
     from .host import HostDevice

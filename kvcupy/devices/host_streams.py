@@ -23,7 +23,7 @@ from .host_graphs import Capture, HostGraph
 
 if TYPE_CHECKING:
     from .host import HostDevice
-    from .launch_hooks import Hook
+    from .protocol import Hook
 
 
 class InlineStream(ProcessLocal):

@@ -6,15 +6,18 @@ this folder asks which of the two it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from ..arrays import ArrayView
-    from ..kernels import Specialisation
+from ..arrays import ArrayView
+from ..errors import CaptureError
+from ..kernels import Specialisation
+
+Hook = Callable[[Any], object]
+"""Takes the stream that the graph is launched on."""
 
 
 class Event(Protocol):
@@ -154,3 +157,54 @@ class Device(Protocol):
 
     def fault_array(self) -> Any:
         """Return the fault record as this device's own array, int64 (4,)."""
+
+
+# --- What both devices do alike -------------------------------------------------------------------
+
+
+class LaunchHooks:
+    """Pairs of functions, each called once a launch however often it was added."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Hook, Hook]] = []
+
+    def add(self, before: Hook, after: Hook) -> None:
+        """Add a pair, unless it is there."""
+        if (before, after) not in self._pairs:
+            self._pairs.append((before, after))
+
+    @contextmanager
+    def around(self, stream: Any) -> Iterator[None]:
+        """Call every `before`, run the block, and call the `after` of each that did not raise.
+
+        Raises
+        ------
+        CaptureError : `stream` is captured, so that launches of it would pass the functions by
+        """
+        if self._pairs and stream.capturing:
+            raise CaptureError(
+                f"{stream.name} is being captured: a graph that calls functions before each launch "
+                "(Stream.on_launch) cannot become part of another"
+            )
+        with ExitStack() as begun:
+            for before, after in self._pairs:
+                before(stream)
+                begun.callback(after, stream)
+            yield
+
+
+def require_runs(dst: Any, src: Any, sizes: Any) -> None:
+    """Refuse arrays that do not describe runs.
+
+    Raises
+    ------
+    TypeError : one of them is no NumPy array of uint64
+    ValueError : one of them is not one-dimensional, or they differ in length
+    """
+    for name, array in (("dst", dst), ("src", src), ("sizes", sizes)):
+        if not isinstance(array, np.ndarray) or array.dtype != np.uint64:
+            kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+            raise TypeError(f"{name}: expected a NumPy array of uint64, got {kind}")
+        if array.ndim != 1 or len(array) != len(dst):
+            wanted = f"({len(dst)},)" if dst.ndim == 1 else "(runs,)"
+            raise ValueError(f"{name}: expected shape {wanted}, got {array.shape}")

@@ -18,8 +18,8 @@ from fake_cuda import ILLEGAL, FakeApi, busy, captured_by_another
 from kvcupy import arrays, observe
 from kvcupy.arrays import ArrayView, is_pinned
 from kvcupy.cuda_api import CudaApi
-from kvcupy.devices import cuda, cuda_copy, cuda_memory
-from kvcupy.devices.cuda_graph import FOREIGN
+from kvcupy.devices import cuda, cuda_memory
+from kvcupy.devices.cuda_context import FOREIGN
 from kvcupy.devices.cuda_launch import CudaFunction
 from kvcupy.devices.cuda_streams import Stream
 from kvcupy.errors import CaptureError, CompileError, DeviceError
@@ -119,9 +119,10 @@ def test_the_real_classes_are_there():
 
 def test_a_carrier_is_a_real_cupy_array_at_the_address_with_the_strides():
     cupy = pytest.importorskip("cupy")
-    device = SimpleNamespace(api=CudaApi(), index=0, name="cuda:0")
+    context = SimpleNamespace(api=CudaApi(), index=0, name="cuda:0")
+    device = SimpleNamespace(context=context)
     view = ArrayView(0x10000, (3, 4), (-64, 4), "bf16", "cuda:0", library="cupy", owner="owner")
-    made = cuda_memory.carrier(device, view)
+    made = cuda.CudaDevice.carrier(device, view)
     assert isinstance(made, cupy.ndarray)
     assert (made.data.ptr, made.shape, made.strides) == (0x10000, (3, 4), (-64, 4))
     assert (made.dtype, made.data.device_id) == (np.uint16, 0)
@@ -272,7 +273,7 @@ def test_a_broken_stream_protocol_is_a_type_error(device, answer):
 
 def test_a_stream_of_another_device_is_a_value_error(api, device):
     other = cuda.CudaDevice(1, api)
-    with other.current():
+    with other.context.current():
         cupys = api.cupy.cuda.Stream()
     torchs = SimpleNamespace(cuda_stream=99, device=SimpleNamespace(index=1))
     hosts = SimpleNamespace(device=SimpleNamespace(kind="host", name="host"))
@@ -405,7 +406,7 @@ def test_owners_live_until_the_stream_has_passed(api, device):
         assert gone() is not None
     device.empty(4, "fp32")
     assert gone() is None
-    assert len(device.retired) == 0
+    assert len(device.context.retired) == 0
 
 
 def test_holding_owners_does_not_use_up_events(api, device):
@@ -440,14 +441,14 @@ def test_synchronising_lets_go(api, device):
 def test_on_torchs_current_stream_its_tensors_are_not_held(api, device):
     """Its allocator reuses their memory in the order of that stream."""
     torchs = type("Tensor", (), {"__module__": "torch"})
-    current = Stream(device, 0, library="torch")
+    current = Stream(device.context, 0, library="torch")
     device.run(lambda: None, current, (torchs(), None))
     device.run(lambda: None, device.as_stream(device.stream()), ())
     assert log(api, "record") == []
     others = device.as_stream(None, "cupy")
     with busy(api, others):
         device.run(lambda: None, others, (torchs(),))
-        assert len(device.retired) == 1
+        assert len(device.context.retired) == 1
 
 
 def test_cupy_arrays_are_held_on_the_current_stream_too(api, device):
@@ -456,7 +457,7 @@ def test_cupy_arrays_are_held_on_the_current_stream_too(api, device):
     current = device.as_stream(None, "cupy")
     with busy(api, current):
         device.run(lambda: None, current, (cupys(),))
-        assert len(device.retired) == 1
+        assert len(device.context.retired) == 1
 
 
 def test_expressions_run_with_the_stream_current(api, device):
@@ -771,10 +772,10 @@ def test_a_copy_announces_what_it_touches(device):
 
 
 def test_words_are_as_wide_as_addresses_allow():
-    plan = cuda_copy.plan((4, 6), (32, 2), (64, 2), 2)
-    assert cuda_copy.words(plan, 0, 0)[0] == 4
-    assert cuda_copy.words(plan, 2, 0)[0] == 2
-    assert cuda_copy.words(plan, 1, 0)[0] == 1
+    plan = cuda_memory.plan_copy((4, 6), (32, 2), (64, 2), 2)
+    assert cuda_memory.copy_in_words(plan, 0, 0)[0] == 4
+    assert cuda_memory.copy_in_words(plan, 2, 0)[0] == 2
+    assert cuda_memory.copy_in_words(plan, 1, 0)[0] == 1
 
 
 # --- Arrays that name the stream on which they are written ---

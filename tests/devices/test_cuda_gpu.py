@@ -16,7 +16,7 @@ import kvcupy as kv
 from kvcupy import formats, scratch
 from kvcupy.arrays import is_pinned
 from kvcupy.devices import nvrtc
-from kvcupy.devices.cuda_pinned import RegisteredPages, numa_node
+from kvcupy.devices.cuda_memory import RegisteredPages, numa_node
 from kvcupy.devices.cuda_streams import Stream
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
@@ -86,7 +86,7 @@ def test_a_launch_computes(device, load, smem_bytes):
 
 def test_the_fallback_launch_computes_too(device, load, monkeypatch):
     source, out = device.asarray(np.ones(128, np.float32)), device.zeros(128, "fp32")
-    monkeypatch.setattr(device.api, "can_launch_packed", False)
+    monkeypatch.setattr(device.context.api, "can_launch_packed", False)
     stream = device.stream()
     scale(device, load("scale"), out, source, 3.0, stream)
     stream.synchronize()
@@ -182,7 +182,7 @@ def test_owners_live_exactly_until_the_stream_has_passed(device, delay):
     delay(stream)
     device.run(lambda: None, stream, (owner,))
     del owner
-    device.retired.reap()
+    device.context.retired.reap()
     assert gone() is not None
     stream.synchronize()
     assert gone() is None
@@ -559,7 +559,7 @@ def test_arrays_of_the_other_gpu(second):
 
 @pytest.mark.parametrize("pointer", [0, 1, 2])
 def test_default_streams_of_the_other_gpu(second, pointer):
-    stream, array = Stream(second, pointer), second.zeros(1 << 20, "fp32")
+    stream, array = Stream(second.context, pointer), second.zeros(1 << 20, "fp32")
     second.copy(array, np.ones(1 << 20, np.float32), stream=stream)
     event = stream.record()
     second.run(lambda: None, stream, (object(),))
@@ -680,7 +680,7 @@ def test_pinned_memory_takes_no_more_than_it_holds(device):
 
 
 def test_pinned_memory_lies_where_the_gpu_is(device):
-    node, maps = numa_node(device), Path("/proc/self/numa_maps")
+    node, maps = numa_node(device.context), Path("/proc/self/numa_maps")
     if node is None or not maps.exists():
         pytest.skip("the system does not say where the GPU is, or where pages are")
     array = device.empty_pinned(64 << 20, "int8")
@@ -755,20 +755,20 @@ SIDES = ["device pinned", "pinned device", "device device", "pinned pinned",
 @pytest.fixture
 def batches(device, monkeypatch):
     """How many runs each batch had."""
-    really, counts = device.api.memcpy_batch, []
+    really, counts = device.context.api.memcpy_batch, []
 
     def counted(dst, src, sizes, count, *others):
         counts.append(count)
         return really(dst, src, sizes, count, *others)
 
     if really is not None:
-        monkeypatch.setitem(vars(device.api), "memcpy_batch", counted)
+        monkeypatch.setitem(vars(device.context.api), "memcpy_batch", counted)
     return counts
 
 
 def test_a_driver_of_12_8_has_batches(device):
-    version = device.api.runtime.driverGetVersion()
-    assert (device.api.memcpy_batch is not None) == (version >= 12080)
+    version = device.context.api.runtime.driverGetVersion()
+    assert (device.context.api.memcpy_batch is not None) == (version >= 12080)
 
 
 @pytest.mark.parametrize("sides", SIDES)
@@ -778,13 +778,13 @@ def test_runs_are_copied_exactly(device, batches, sides, count):
     runs.enqueue(stream)
     stream.synchronize()
     runs.check()
-    if count > 2 and device.api.memcpy_batch is not None:
+    if count > 2 and device.context.api.memcpy_batch is not None:
         assert batches == [count - 1]  # one is empty
 
 
 @pytest.mark.parametrize("sides", SIDES)
 def test_runs_are_copied_one_by_one_where_there_is_no_batch(device, monkeypatch, sides):
-    monkeypatch.setitem(vars(device.api), "memcpy_batch", None)
+    monkeypatch.setitem(vars(device.context.api), "memcpy_batch", None)
     runs, stream = Runs(device, *sides.split(), 50), device.stream()
     runs.enqueue(stream)
     stream.synchronize()
@@ -794,11 +794,11 @@ def test_runs_are_copied_one_by_one_where_there_is_no_batch(device, monkeypatch,
 @pytest.mark.parametrize("pointer", [0, 1, 2])
 def test_runs_on_the_default_streams(device, batches, pointer):
     """The driver refuses batches on the legacy one, by either name, but not on the thread's own."""
-    runs, stream = Runs(device, "device", "pinned", 20), Stream(device, pointer)
+    runs, stream = Runs(device, "device", "pinned", 20), Stream(device.context, pointer)
     runs.enqueue(stream)
     stream.synchronize()
     runs.check()
-    if device.api.memcpy_batch is not None:
+    if device.context.api.memcpy_batch is not None:
         assert len(batches) == (pointer == 2)
 
 

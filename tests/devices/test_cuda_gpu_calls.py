@@ -214,7 +214,7 @@ def test_the_last_pinned_array_may_be_a_graphs(device):
     graph.launch(stream)
     del graph
     stream.synchronize()
-    device.retired.reap()
+    device.context.retired.reap()
     gc.collect()
     assert gone() is None
 
@@ -270,7 +270,7 @@ def address_of(array):
 @pytest.mark.parametrize("pinned", [True, False])
 def test_runs_of_host_memory_as_a_batch(device, monkeypatch, pinned, to_gpu):
     """Pageable memory too, which a call may have to read before it returns."""
-    if device.api.memcpy_batch is None:
+    if device.context.api.memcpy_batch is None:
         pytest.skip("the driver has no batched copy")
     count, width = 64, 4096
     rng = np.random.default_rng(7)
@@ -286,9 +286,9 @@ def test_runs_of_host_memory_as_a_batch(device, monkeypatch, pinned, to_gpu):
         host[:] = 0
         device.copy(gpu, content)
     device.synchronize()
-    batches, real = [], device.api.memcpy_batch
+    batches, real = [], device.context.api.memcpy_batch
     monkeypatch.setitem(
-        vars(device.api), "memcpy_batch", lambda *a: batches.append(a[3]) or real(*a)
+        vars(device.context.api), "memcpy_batch", lambda *a: batches.append(a[3]) or real(*a)
     )
     order = rng.permutation(count).astype(np.uint64) * width
     straight = np.arange(count, dtype=np.uint64) * width
@@ -304,7 +304,7 @@ def test_runs_of_host_memory_as_a_batch(device, monkeypatch, pinned, to_gpu):
     for row, at, size in zip(content, order // width, sizes, strict=True):
         want[int(at), : int(size)] = row[: int(size)]
     np.testing.assert_array_equal(device.to_numpy(target), want)
-    if device.api.runtime.deviceGetAttribute(91, device.index):
+    if device.context.api.runtime.deviceGetAttribute(91, device.context.index):
         assert batches == [count]
 
 

@@ -16,7 +16,7 @@ import pytest
 from fake_cuda import FakeApi, Memory
 
 from kvcupy.arrays import is_pinned
-from kvcupy.devices import cuda, cuda_pinned, host_memory
+from kvcupy.devices import cuda, cuda_memory, host_memory
 from kvcupy.errors import DeviceError
 
 PAGE = host_memory.PAGE_BYTES
@@ -260,7 +260,7 @@ def test_nobody_having_memory_is_a_device_error(api, device, wishes):
 
 def test_the_node_is_found_by_the_address_in_lower_case(api, device):
     attach(api, "3\n")
-    assert cuda_pinned.numa_node(device) == 3
+    assert cuda_memory.numa_node(device.context) == 3
     assert host_memory.node_of_pci_device("0000:3B:00.0", api.pci_devices) == 3
     assert host_memory.node_of_pci_device("0000:3C:00.0", api.pci_devices) is None
 

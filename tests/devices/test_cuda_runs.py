@@ -97,12 +97,12 @@ def test_no_runs_are_no_call(api, device):
         device.copy_runs(*case.runs, stream, (case.owner,))
     assert api.library.calls == []
     assert api.runtime.log == before
-    assert len(device.retired) == 0
+    assert len(device.context.retired) == 0
 
 
 def test_the_per_thread_default_stream_takes_a_batch(api, device):
     case = Case()
-    device.copy_runs(*case.runs, cuda.Stream(device, 2))
+    device.copy_runs(*case.runs, cuda.Stream(device.context, 2))
     case.check()
     assert api.library.calls[0][3] == 2
 
@@ -142,11 +142,11 @@ def other_addresses(api, device):
 
 
 def default_stream(api, device):
-    return cuda.Stream(device, 0)
+    return cuda.Stream(device.context, 0)
 
 
 def legacy_stream(api, device):
-    return cuda.Stream(device, 1)
+    return cuda.Stream(device.context, 1)
 
 
 def foreign_capture(api, device):
@@ -275,7 +275,7 @@ def test_a_lost_device_still_names_the_copy(api, device, monkeypatch):
         api.runtime.check_status(719)
 
     api.library.status = 719
-    monkeypatch.setattr(device.retired, "_record", lost)
+    monkeypatch.setattr(device.context.retired, "_record", lost)
     with pytest.raises(DeviceError, match="copy of 4 runs"):
         device.copy_runs(*Case().runs, device.stream(), (object(),))
 
