@@ -1,7 +1,7 @@
-"""What a device is: the one surface that `ops`, `cache` and `scripts` stand on.
+"""What a device is: the only interface of devices that `ops`, `cache` and `scripts` use.
 
-Two classes implement it, `devices.cuda.CudaDevice` and `devices.host.HostDevice`. Nothing above
-this folder asks which of the two it holds.
+Two classes implement it, `devices.cuda.CudaDevice` and `devices.host.HostDevice`. Nothing outside
+this package asks which of the two it has: what a choice needs is an attribute here.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Stream(Protocol):
     def capture(self) -> AbstractContextManager[Graph]: ...
     def on_launch(self, before: Callable[[Any], object], after: Callable[[Any], object]) -> None:
         """While this stream is captured by `capture`: let the graph call `before(stream)` and
-        `after(stream)` around each launch on `stream`. What `before` raises prevents the launch;
-        `after` is called even if the launch fails. A pair that was given before is called once.
-        The graph can then be no part of another. CaptureError: the stream is not captured, or by
-        another library."""
+        `after(stream)` around each launch on `stream`. An exception in `before` prevents the
+        launch; `after` is called even if the launch fails. A pair that is added twice is called
+        once. The graph can then not become part of another. CaptureError: the stream is not
+        captured, or by another library."""
 
 
 class Device(Protocol):
@@ -79,7 +79,7 @@ class Device(Protocol):
     @property
     def kind(self) -> str: ...  # "host" or "cuda"
     @property
-    def model(self) -> str: ...  # "NVIDIA H200", or the processor's: measurements are kept by it
+    def model(self) -> str: ...  # "NVIDIA H200", or the processor's name: the key of measurements
     @property
     def arch(self) -> str: ...  # what kernels are compiled for: "sm_90", "host"
     @property
@@ -87,9 +87,9 @@ class Device(Protocol):
     @property
     def sm_count(self) -> int: ...  # multiprocessors; cores, on the host: blocks that fill it
     @property
-    def warp_lanes(self) -> int: ...  # threads that step together, so share a row well
+    def warp_lanes(self) -> int: ...  # threads that run in lockstep and can share a row
     @property
-    def has_copy_engine(self) -> bool: ...  # whether copies leave its processors to kernels
+    def has_copy_engine(self) -> bool: ...  # whether copies run beside kernels
 
     # What users call.
     def empty(self, shape: Any, dtype: Any) -> Any: ...
@@ -105,12 +105,12 @@ class Device(Protocol):
     # What operations call.
     def as_stream(self, stream: Any, library: str = "") -> Stream:
         """Return `stream` as this device's Stream; None is the current one of `library`
-        ("numpy", "cupy", "torch"), the empty one standing for whichever library has made a stream
-        current: for calls whose arrays do not say. TypeError and ValueError name the argument
+        ("numpy", "cupy", "torch"); an empty `library`, for calls whose arrays do not decide, means
+        whichever has made a stream current. TypeError and ValueError name the argument
         `stream`."""
 
     def load(self, specialisation: Specialisation) -> Any:
-        """Compile (or find compiled) and load; CompileError if that cannot be done."""
+        """Compile, or take from the cache, and load; CompileError if that fails."""
 
     def launch(
         self,
@@ -130,7 +130,7 @@ class Device(Protocol):
 
     def check_fallback(self, operation: str, stream: Stream) -> None:
         """Raise CaptureError if `stream` is captured into a graph that cannot replay array
-        expressions. Called before an operation that falls back does anything."""
+        expressions. Called before an operation falls back to them."""
 
     def copy_runs(
         self,
@@ -159,17 +159,17 @@ class Device(Protocol):
         """Return the fault record as this device's own array, int64 (4,)."""
 
 
-# --- What both devices do alike -------------------------------------------------------------------
+# --- Shared by both devices -----------------------------------------------------------------------
 
 
 class LaunchHooks:
-    """Pairs of functions, each called once a launch however often it was added."""
+    """What a graph calls around each launch: pairs of functions, each called once per launch."""
 
     def __init__(self) -> None:
         self._pairs: list[tuple[Hook, Hook]] = []
 
     def add(self, before: Hook, after: Hook) -> None:
-        """Add a pair, unless it is there."""
+        """Add a pair, unless it was added before."""
         if (before, after) not in self._pairs:
             self._pairs.append((before, after))
 
@@ -179,26 +179,26 @@ class LaunchHooks:
 
         Raises
         ------
-        CaptureError : `stream` is captured, so that launches of it would pass the functions by
+        CaptureError : `stream` is captured: launches of that graph would not call the functions
         """
         if self._pairs and stream.capturing:
             raise CaptureError(
                 f"{stream.name} is being captured: a graph that calls functions before each launch "
                 "(Stream.on_launch) cannot become part of another"
             )
-        with ExitStack() as begun:
+        with ExitStack() as exits:
             for before, after in self._pairs:
                 before(stream)
-                begun.callback(after, stream)
+                exits.callback(after, stream)
             yield
 
 
 def require_runs(dst: Any, src: Any, sizes: Any) -> None:
-    """Refuse arrays that do not describe runs.
+    """Raise unless three arrays describe runs, for `Device.copy_runs`.
 
     Raises
     ------
-    TypeError : one of them is no NumPy array of uint64
+    TypeError : one of them is not a NumPy array of uint64
     ValueError : one of them is not one-dimensional, or they differ in length
     """
     for name, array in (("dst", dst), ("src", src), ("sizes", sizes)):
@@ -206,5 +206,5 @@ def require_runs(dst: Any, src: Any, sizes: Any) -> None:
             kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
             raise TypeError(f"{name}: expected a NumPy array of uint64, got {kind}")
         if array.ndim != 1 or len(array) != len(dst):
-            wanted = f"({len(dst)},)" if dst.ndim == 1 else "(runs,)"
-            raise ValueError(f"{name}: expected shape {wanted}, got {array.shape}")
+            expected = f"({len(dst)},)" if dst.ndim == 1 else "(runs,)"
+            raise ValueError(f"{name}: expected shape {expected}, got {array.shape}")
