@@ -424,6 +424,28 @@ def probe_argument(x: Any) -> tuple[int, Signature | float | None]:
     return _probe_for(x)(x)
 
 
+def probe_arguments(
+    arguments: Iterable[Any],
+) -> tuple[tuple[int, ...], tuple[Signature | float | None, ...]]:
+    """Return addresses and signatures of arguments; None and numbers have the address 0."""
+    pointers: list[int] = []
+    signatures: list[Signature | float | None] = []
+    for x in arguments:
+        if x is None:
+            pointers.append(0)
+            signatures.append(None)
+            continue
+        known = _PROBES.get(type(x))
+        if known is None and isinstance(x, numbers.Real):
+            pointers.append(0)
+            signatures.append(float(x))
+            continue
+        pointer, signature = (known or _probe_for(x))(x)
+        pointers.append(pointer)
+        signatures.append(signature)
+    return tuple(pointers), tuple(signatures)
+
+
 def _probe_for(x: Any) -> Probe:
     kind = type(x)
     if isinstance(x, np.ndarray):

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from .. import faults
-from .protocol import Device
+from .protocol import Device, is_device
 
 _devices: dict[str, Device] = {}
 _lock = threading.Lock()
@@ -17,10 +17,10 @@ def get(device: Any = None) -> Device:
     if device is None:
         return default_device()
     if not isinstance(device, str):
-        if not hasattr(device, "fault_pointer"):
+        if not is_device(device):
             raise TypeError(f'device: expected a Device, "host" or "cuda:0", got {device!r}')
-        found: Device = device
-        return found
+        device_object: Device = device
+        return device_object
     known = _devices.get(device)
     return known if known is not None else _open(device)
 
@@ -28,8 +28,8 @@ def get(device: Any = None) -> Device:
 def _open(name: str) -> Device:
     kind, _, index = name.partition(":")
     if kind not in ("host", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
-        meant = {"cpu": "host", "gpu": "cuda"}.get(kind)
-        hint = f'; did you mean "{meant}"?' if meant else ""
+        name_here = {"cpu": "host", "gpu": "cuda"}.get(kind)
+        hint = f'; did you mean "{name_here}"?' if name_here else ""
         raise ValueError(f'device: expected "host", "cuda" or "cuda:<number>", got {name!r}{hint}')
     full_name = "host" if kind == "host" else f"cuda:{int(index or 0)}"
     with _lock:

@@ -159,6 +159,11 @@ class Device(Protocol):
         """Return the fault record as this device's own array, int64 (4,)."""
 
 
+def is_device(x: Any) -> bool:
+    """Return whether an object is a `Device`, rather than a name or another library's device."""
+    return hasattr(x, "as_stream")
+
+
 # --- Shared by both devices -----------------------------------------------------------------------
 
 
