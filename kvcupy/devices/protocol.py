@@ -160,8 +160,11 @@ class Device(Protocol):
 
 
 def is_device(x: Any) -> bool:
-    """Return whether an object is a `Device`, rather than a name or another library's device."""
-    return hasattr(x, "as_stream")
+    """Return whether an object is a `Device`, rather than a name or another library's device.
+
+    On a GPU this allocates the fault record, unless it exists: best before anything is captured.
+    """
+    return hasattr(x, "fault_pointer")
 
 
 # --- Shared by both devices -----------------------------------------------------------------------
