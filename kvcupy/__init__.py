@@ -3,7 +3,7 @@
 Importing this touches no device, imports neither CuPy nor torch, and compiles nothing.
 """
 
-from .arrays import ArrayView
+from .arrays import ArrayView, view_as
 from .cache.engine import TransferEngine
 from .cache.paged.cache import PagedKVCache
 from .cache.pages import PageAllocator
@@ -11,7 +11,7 @@ from .cache.pool import KVPool, MLAPool
 from .cache.tiered.cache import TieredCache
 from .cache.tiered.prefix import block_hashes
 from .config import config
-from .devices import default_device, device
+from .devices import check_faults, default_device, device
 from .errors import (
     CacheFull,
     CaptureError,
@@ -21,8 +21,6 @@ from .errors import (
     KvcupyError,
     UnknownSequence,
 )
-from .exporters import view_as
-from .faults import check_faults
 from .ops.attention import paged_attention
 from .ops.indexing import find_duplicate_slots, page_table_csr, slot_mapping
 from .ops.merge import merge_states

@@ -1,14 +1,23 @@
-"""ArrayView: pointer, shape, byte strides, format and device of any array, without a copy."""
+"""ArrayView: pointer, shape, byte strides, format and device of any array, without a copy.
+
+`probe` is what an operation calls for each argument on every call: a pointer and a hashable
+signature, from attributes that the library answers in nanoseconds. `view` gives the whole
+description; operations need it only the first time that they see a signature.
+
+This module stands below `devices/`, whose methods take arrays of any library.
+"""
 
 from __future__ import annotations
 
+import numbers
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
-from . import dtypes
+from . import cuda_api, dlpack, formats
 from .pickling import ProcessLocal
 
 
@@ -20,10 +29,10 @@ class ArrayView(ProcessLocal):
     pointer : address of element (0, 0, ...)
     shape : elements on each axis
     strides : bytes between neighbours on each axis; zero and negative are possible
-    format : a name of `kvcupy.dtypes.FORMATS`, else a NumPy dtype name such as "int64"
-    itemsize : bytes an element
+    format : a name of `kvcupy.formats.FORMATS`, else a NumPy dtype name such as "int64"
+    itemsize : bytes per element
     device : "host", "cuda:0", ...
-    library : "numpy", "cupy", "torch" or "dlpack"; whose current stream `stream=None` means
+    library : "numpy", "cupy", "torch" or "dlpack": whose current stream `stream=None` means
     readonly : whether the exporter forbids writing
     owner : the object that keeps the memory alive
     """
@@ -51,7 +60,7 @@ class ArrayView(ProcessLocal):
         self.shape = shape
         self.strides = strides
         self.format = format
-        self.itemsize = dtypes.itemsize(format)
+        self.itemsize = formats.itemsize(format)
         self.device = device
         self.library = library
         self.readonly = readonly
@@ -86,7 +95,7 @@ class ArrayView(ProcessLocal):
         return low, high + self.itemsize
 
     def without_owner(self) -> ArrayView:
-        """Return the same description, which keeps nothing alive: for what is remembered."""
+        """Return the same description without its owner, to be cached: it keeps nothing alive."""
         return ArrayView(
             self.pointer,
             self.shape,
@@ -117,24 +126,22 @@ class ArrayView(ProcessLocal):
         )
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Return type and number of the device, as DLPack has them."""
+        """Return type and number of the device in DLPack's numbering."""
         kind, _, index = self.device.partition(":")
         return (1, 0) if kind == "host" else (2, int(index))
 
     def __dlpack__(self, **options: Any) -> object:
         """Return a DLPack capsule, without a copy: `torch.from_dlpack(view)`.
 
-        `options` are `stream`, `max_version`, `dl_device` and `copy`, as DLPack has them. bf16 and
-        fp8 go under their own codes, which NumPy and CuPy do not import.
+        `options` are `stream`, `max_version`, `dl_device` and `copy`, as DLPack defines them. bf16
+        and fp8 are exported under their own type codes, which NumPy and CuPy do not import.
 
         Raises
         ------
-        BufferError : the consumer cannot be told that the array is read-only, or asks for another
-            device
+        BufferError : the array is read-only, which the consumer's version of DLPack cannot express,
+            or the consumer asks for another device
         """
-        from . import devices, dlpack
-
-        return dlpack.export(devices.get(self.device).carrier(self), self.format, options)
+        return dlpack.export(_bits(self), self.format, options)
 
     def __repr__(self) -> str:
         return f"<{describe(self)} on {self.device} at {self.pointer:#x}>"
@@ -156,14 +163,81 @@ def overlap(a: ArrayView, b: ArrayView) -> bool:
     return bool(np.shares_memory(_untyped(a), _untyped(b)))
 
 
+def transposed(v: ArrayView, axes: Sequence[int]) -> ArrayView:
+    """Return a view with its axes in another order."""
+    return reshaped(v, tuple(v.shape[i] for i in axes), tuple(v.strides[i] for i in axes))
+
+
+def reshaped(v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> ArrayView:
+    """Return the same memory with other axes."""
+    return ArrayView(
+        v.pointer,
+        shape,
+        strides,
+        v.format,
+        v.device,
+        library=v.library,
+        readonly=v.readonly,
+        owner=v.owner,
+    )
+
+
+def first_overlap(views: Sequence[ArrayView]) -> tuple[int, int] | None:
+    """Return the indices of the first two views that share a byte, or None.
+
+    >>> a = np.zeros(8, np.uint8)
+    >>> first_overlap([view(a[4:]), view(a[:4]), view(a[2:6:2])])
+    (0, 2)
+    """
+    ranges = [view.byte_range() for view in views]
+    order = sorted(range(len(views)), key=ranges.__getitem__)
+    pairs: list[tuple[int, int]] = []
+    open_: list[int] = []  # whose range may reach into the next one's
+    for i in order:
+        open_ = [j for j in open_ if ranges[j][1] > ranges[i][0]]
+        pairs += [(min(i, j), max(i, j)) for j in open_ if overlap(views[i], views[j])]
+        open_.append(i)
+    return min(pairs, default=None)
+
+
+def overlaps_itself(v: ArrayView) -> bool:
+    """Return whether two elements may share a byte: an axis strides less than the inner axes span.
+
+    >>> overlaps_itself(view(np.lib.stride_tricks.sliding_window_view(np.zeros(5), 3)))
+    True
+    """
+    reach = v.itemsize
+    for step, n in sorted((abs(s), n) for n, s in zip(v.shape, v.strides, strict=True) if n > 1):
+        if step < reach:
+            return True
+        reach += (n - 1) * step
+    return False
+
+
+def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Return the byte strides of a C-contiguous array.
+
+    >>> contiguous_strides((4, 2, 3), 2)
+    (12, 6, 2)
+    """
+    strides: list[int] = []
+    for n in reversed(shape):
+        strides.insert(0, itemsize)
+        itemsize *= n
+    return tuple(strides)
+
+
+# --- Arrays over addresses ------------------------------------------------------------------------
+
+
 def _untyped(view: ArrayView) -> np.ndarray[Any, Any]:
-    """Return an array over addresses, of any device: its bytes are never touched."""
+    """Return a NumPy array over the addresses of any device. Its bytes must not be accessed."""
     untyped = np.dtype((np.void, view.itemsize))
     return array_at(None, view.pointer, view.shape, untyped, view.strides)
 
 
 class Memory(ProcessLocal):
-    """Bytes at an address, exported to NumPy as untyped elements. They live as long as `owner`."""
+    """Bytes at an address, exported to NumPy as untyped elements; `owner` keeps them alive."""
 
     __slots__ = ("__array_interface__", "owner")
 
@@ -207,10 +281,36 @@ def array_at(
     return np.asarray(exporter).view(dtype)
 
 
+def _bits(v: ArrayView) -> Any:
+    """Return the memory of a view as a NumPy or CuPy array of the format's carrier dtype."""
+    dtype = formats.carrier_dtype(v.format)
+    kind, _, index = v.device.partition(":")
+    if kind == "host":
+        return array_at(v.owner, v.pointer, v.shape, dtype, v.strides, readonly=v.readonly)
+    api = cuda_api.CudaApi()
+    return cupy_array_at(api.cupy, v.owner, v.pointer, v.shape, dtype, v.strides, int(index))
+
+
+def cupy_array_at(
+    cupy: Any,
+    owner: object,
+    pointer: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    strides: tuple[int, ...],
+    device_index: int,
+) -> Any:
+    """Return the CuPy array at an address that a GPU can reach, in memory that `owner` keeps."""
+    reach = sum(abs((n - 1) * s) for n, s in zip(shape, strides, strict=True)) + dtype.itemsize
+    memory = cupy.cuda.UnownedMemory(pointer, reach, owner, device_index)
+    start = cupy.cuda.MemoryPointer(memory, 0)
+    return cupy.ndarray(shape, dtype, memptr=start, strides=strides)
+
+
 class PinnedMemory(Memory):
     """Page-locked host memory, which a GPU reads and writes directly.
 
-    A pinned array is an ordinary `numpy.ndarray`; what marks it is where its chain of `.base` ends.
+    A pinned array is an ordinary `numpy.ndarray` whose chain of `.base` ends here.
     """
 
     __slots__ = ()
@@ -229,7 +329,7 @@ def is_pinned(owner: object) -> bool:
     >>> is_pinned(np.zeros(3))
     False
     """
-    while isinstance(owner, (np.ndarray, memoryview)):  # the latter is in between for np.frombuffer
+    while isinstance(owner, (np.ndarray, memoryview)):  # np.frombuffer puts a memoryview in between
         owner = owner.base if isinstance(owner, np.ndarray) else owner.obj
     if isinstance(owner, PinnedMemory):
         return True
@@ -242,7 +342,7 @@ def is_pinned(owner: object) -> bool:
 
 
 def memory_of(owner: object) -> object:
-    """Return what is equal for arrays in one allocation, from the objects that keep them alive.
+    """Return a key that is equal for arrays of one allocation, from the objects that own them.
 
     >>> a = np.zeros((2, 3))
     >>> memory_of(a[0]) == memory_of(a[1]) != memory_of(np.zeros(3))
@@ -258,18 +358,360 @@ def memory_of(owner: object) -> object:
     return id(owner)
 
 
-def transposed(v: ArrayView, axes: Sequence[int]) -> ArrayView:
-    """Return a view with its axes in another order."""
-    return reshaped(v, tuple(v.shape[i] for i in axes), tuple(v.strides[i] for i in axes))
+# --- Probes ---------------------------------------------------------------------------------------
 
 
-def reshaped(v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> ArrayView:
-    """Return the same memory with other axes."""
+Signature = tuple[Any, ...]
+Probe = Callable[[Any], tuple[int, Signature]]
+
+
+def _probe_view(x: ArrayView) -> tuple[int, Signature]:
+    return x.pointer, (x.format, x.shape, x.strides, x.device, x.library, x.readonly)
+
+
+def _probe_numpy(x: np.ndarray[Any, Any]) -> tuple[int, Signature]:
+    pointer, readonly = x.__array_interface__["data"]
+    return pointer, (x.dtype, x.shape, x.strides, readonly)
+
+
+def _probe_torch(x: Any) -> tuple[int, Signature]:
+    try:
+        pointer = x.data_ptr()
+        if not pointer or x.requires_grad:  # the checks cost more than these two reads
+            _require_memory(x, pointer)
+            _require_no_gradient(x)
+        return pointer, (x.dtype, x.shape, x.stride(), x.device)
+    except RuntimeError as error:  # sparse or transformed: it has no memory, or no strides
+        raise TypeError(_without_memory(x)) from error
+
+
+def _probe_cupy(x: Any) -> tuple[int, Signature]:
+    # One element longer than a NumPy signature: there, readonly=False would equal GPU number 0.
+    memory = x.data
+    return memory.ptr, (x.dtype, x.shape, x.strides, "cupy", memory.device_id)
+
+
+def _probe_exporter(x: Any) -> tuple[int, Signature]:
+    return _probe_view(_view_exporter(x))
+
+
+_NOTHING = (0, None)  # what None probes to
+_TORCH_TYPES: set[type] = set()  # torch.Tensor and the subclasses of it that have been seen
+_STREAMED_TYPES: set[type] = set()  # whose arrays have named the stream that still writes them
+_PROBES: dict[type, Probe] = {ArrayView: _probe_view, np.ndarray: _probe_numpy}
+
+
+def probe(x: Any) -> tuple[int, Signature]:
+    """Return address and signature of an array; equal signatures mean equal descriptions.
+
+    Raises
+    ------
+    TypeError : `x` exports no array; the message is what was received, for callers to prefix
+    """
+    known = _PROBES.get(type(x))
+    return known(x) if known is not None else _probe_for(x)(x)
+
+
+def probe_argument(x: Any) -> tuple[int, Signature | float | None]:
+    """Probe an argument that may also be None or a number, which have no address."""
+    if x is None:
+        return _NOTHING
+    known = _PROBES.get(type(x))
+    if known is not None:
+        return known(x)
+    if isinstance(x, numbers.Real):
+        return 0, float(x)
+    return _probe_for(x)(x)
+
+
+def probe_arguments(
+    arguments: Iterable[Any],
+) -> tuple[tuple[int, ...], tuple[Signature | float | None, ...]]:
+    """Return addresses and signatures of arguments; None and numbers have the address 0."""
+    pointers: list[int] = []
+    signatures: list[Signature | float | None] = []
+    for x in arguments:
+        if x is None:
+            pointers.append(0)
+            signatures.append(None)
+            continue
+        known = _PROBES.get(type(x))
+        if known is None and isinstance(x, numbers.Real):
+            pointers.append(0)
+            signatures.append(float(x))
+            continue
+        pointer, signature = (known or _probe_for(x))(x)
+        pointers.append(pointer)
+        signatures.append(signature)
+    return tuple(pointers), tuple(signatures)
+
+
+def _probe_for(x: Any) -> Probe:
+    kind = type(x)
+    if isinstance(x, np.ndarray):
+        _require_unmasked(x)
+        prober: Probe = _probe_numpy
+    elif _is(x, "torch", "Tensor"):
+        _require_real(x)
+        prober = _probe_torch
+        _TORCH_TYPES.add(kind)
+    elif _is(x, "cupy", "ndarray"):
+        prober = _probe_cupy
+    else:
+        _view_exporter(x)  # raises TypeError for what exports nothing
+        prober = _probe_exporter
+    _PROBES[kind] = prober
+    return prober
+
+
+def _is(x: object, module: str, name: str) -> bool:
+    """Return whether `x` is an instance of a class whose module may not have been imported."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(x, getattr(loaded, name, ()))
+
+
+# --- Views ----------------------------------------------------------------------------------------
+
+
+def view(x: Any, name: str | None = None) -> ArrayView:
+    """Describe an array without copying it.
+
+    Parameters
+    ----------
+    x : NumPy or CuPy array, torch tensor (CPU or CUDA), ArrayView, or any exporter of
+        `__cuda_array_interface__` or DLPack
+    name : of the argument that `x` is, for error messages. None: the call has checked the array
+        before; whether it needs a gradient is not checked again, as that depends on the thread
+
+    Raises
+    ------
+    TypeError : `x` is none of these, its dtype or device is not supported, or it is a tensor that
+        needs a gradient while torch records gradients
+
+    Examples
+    --------
+    >>> view(np.zeros((2, 3), np.float16))
+    <(2, 3) fp16 on host at 0x...>
+    """
+    if isinstance(x, ArrayView):
+        return x
+    try:
+        if isinstance(x, np.ndarray):
+            return _view_numpy(x)
+        if _is(x, "torch", "Tensor"):
+            if name is not None:
+                _require_no_gradient(x)
+            return _view_torch(x)
+        if _is(x, "cupy", "ndarray"):
+            return _view_cupy(x)
+        return _view_exporter(x)
+    except TypeError as error:
+        raise TypeError(f"{name or 'array'}: expected an array, {error}") from None
+
+
+def _view_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
+    _require_unmasked(x)
+    _require_plain(x.dtype)
+    pointer, readonly = x.__array_interface__["data"]
+    return ArrayView(
+        pointer, x.shape, x.strides, formats.tag(x.dtype), "host", readonly=readonly, owner=x
+    )
+
+
+def _require_plain(dtype: np.dtype[Any]) -> None:
+    """Raise unless elements are numbers in this processor's byte order."""
+    if not dtype.isnative or dtype.hasobject or dtype.names:
+        raise TypeError(f"got NumPy dtype {dtype!r}")
+
+
+def _require_unmasked(x: np.ndarray[Any, Any]) -> None:
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError("got a masked array, whose mask is not seen; pass its .data or .filled(0)")
+
+
+def _require_real(x: Any) -> None:
+    """Raise for torch's fake tensors, told by their class: reading their address would warn."""
+    for module in ("fake_tensor", "functional_tensor"):
+        name = "FakeTensor" if module == "fake_tensor" else "FunctionalTensor"
+        if _is(x, f"torch._subclasses.{module}", name):
+            raise TypeError(
+                f"got a torch {name}, which has no memory; call this outside of FakeTensorMode, "
+                "torch.compile and torch.export, or behind a torch.library.custom_op"
+            )
+
+
+def _require_memory(x: Any, pointer: int) -> None:
+    if not pointer and x.numel():
+        raise TypeError(_without_memory(x))
+
+
+def _without_memory(x: Any) -> str:
+    torch = sys.modules["torch"]
+    if x.layout is not torch.strided or x.device.type not in ("cpu", "cuda"):
+        kind = f"layout {x.layout} on {x.device}"
+        hint = ", which has no memory; give it some with .to_empty()" if x.is_meta else ""
+        return f"got a torch tensor with {kind}{hint}"
+    return (
+        "got a torch tensor that has no memory of its own, as inside torch.vmap, torch.func and "
+        "torch.compile; call this outside of them"
+    )
+
+
+def _require_no_gradient(x: Any) -> None:
+    """Raise for a tensor whose operations autograd records: it would not see this one."""
+    if x.requires_grad and sys.modules["torch"].is_grad_enabled():
+        raise TypeError(
+            "got a torch tensor that requires a gradient; kvcupy has no backward: call this under "
+            "torch.no_grad(), or pass the tensor's .detach()"
+        )
+
+
+def _view_torch(x: Any) -> ArrayView:
+    torch = sys.modules["torch"]
+    _require_real(x)
+    format, device = _torch_names(x.dtype, x.device)
+    if device is None or x.layout is not torch.strided:
+        raise TypeError(_without_memory(x))
+    try:
+        pointer = x.data_ptr()
+    except RuntimeError:
+        raise TypeError(_without_memory(x)) from None
+    _require_memory(x, pointer)
+    _TORCH_TYPES.add(type(x))
+    if x.is_quantized or x.is_conj() or x.is_neg():
+        raise TypeError(f"got a torch tensor of {x.dtype} whose bits are not its values")
+    itemsize = x.element_size()
+    return ArrayView(
+        pointer,
+        tuple(x.shape),
+        tuple([s * itemsize for s in x.stride()]),
+        format,
+        device,
+        library="torch",
+        owner=x,
+    )
+
+
+@lru_cache(maxsize=256)
+def _torch_names(dtype: Any, device: Any) -> tuple[str, str | None]:
+    """Return kvcupy's names of a torch dtype and device; None for a device without one."""
+    name = {"cpu": "host", "cuda": f"cuda:{device.index}"}.get(device.type)
+    return formats.tag(str(dtype).removeprefix("torch.")), name
+
+
+def _view_cupy(x: Any) -> ArrayView:
+    return ArrayView(
+        x.data.ptr,
+        x.shape,
+        x.strides,
+        formats.tag(x.dtype),
+        f"cuda:{x.data.device_id}",
+        library="cupy",
+        owner=x,
+    )
+
+
+def _view_exporter(x: Any) -> ArrayView:
+    """View any other exporter: `__cuda_array_interface__` first, since it needs no capsule."""
+    interface = getattr(x, "__cuda_array_interface__", None)
+    if interface is not None:
+        return _view_cuda_interface(x, interface)
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return _view_dlpack(x)
+    hint = "; make it an array with np.asarray" if isinstance(x, (list, tuple, range)) else ""
+    raise TypeError(f"got {type(x).__name__}{hint}")
+
+
+def _view_dlpack(x: Any) -> ArrayView:
+    export = dlpack.read(x)
+    v = ArrayView(
+        export.pointer,
+        export.shape,
+        export.strides or contiguous_strides(export.shape, formats.itemsize(export.format)),
+        export.format,
+        export.device,
+        library="dlpack",
+        readonly=export.readonly,
+        owner=export.owner,
+    )
+    v.readonly = v.readonly or _is_immutable(x, v)
+    return v
+
+
+def _is_immutable(x: Any, v: ArrayView) -> bool:
+    """Return whether an exporter's arrays are immutable, whatever the flags of its export say.
+
+    JAX marks its capsules as writable, but not its arrays' NumPy views.
+    """
+    if _is(x, "jax", "Array"):
+        return True
+    if v.device != "host" or not hasattr(x, "__array__"):
+        return False
+    try:
+        array = np.asarray(x)
+    except Exception:  # without a NumPy view there is nothing to compare
+        return False
+    return not array.flags.writeable and array.__array_interface__["data"][0] == v.pointer
+
+
+def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
+    if interface.get("mask") is not None:
+        raise TypeError(f"got {type(x).__name__} with a mask")
+    dtype = np.dtype(interface["typestr"])
+    _require_plain(dtype)
+    shape = tuple(interface["shape"])
+    strides = interface.get("strides") or contiguous_strides(shape, dtype.itemsize)
+    pointer, readonly = interface["data"]
+    if interface.get("stream") is not None:
+        _STREAMED_TYPES.add(type(x))
+    return ArrayView(
+        pointer or 0,
+        shape,
+        tuple(strides),
+        formats.tag(dtype),
+        f"cuda:{cuda_api.device_of_pointer(pointer)}",
+        library="cupy",
+        readonly=readonly or _is(x, "jax", "Array"),
+        owner=x,
+    )
+
+
+def view_as(array: Any, format: str) -> ArrayView:
+    """Tag an array of integers that holds the bits of a number format.
+
+    Parameters
+    ----------
+    array : uint16 or uint8 array (also int16, int8) of any library, any shape and strides
+    format : one of "fp32 fp16 bf16 fp8_e4m3 fp8_e5m2 int8"
+
+    Returns
+    -------
+    ArrayView : the same memory, accepted wherever an array is; it keeps `array` alive
+
+    Raises
+    ------
+    ValueError : unknown format, or its size is not the array's
+    TypeError : `array` holds neither integers nor that format
+
+    Examples
+    --------
+    >>> view_as(np.zeros((4, 8), np.uint16), "bf16")
+    <(4, 8) bf16 on host at 0x...>
+    """
+    if format not in formats.FORMATS:
+        raise ValueError(f"format: expected one of {', '.join(formats.FORMATS)}, got {format!r}")
+    v = view(array, "array")
+    if v.format != format:
+        if not v.format.startswith(("int", "uint")):
+            raise TypeError(f"array: expected integers that hold {format} bits, got {v.format}")
+        if v.itemsize != formats.FORMATS[format].itemsize:
+            bits = 8 * formats.FORMATS[format].itemsize
+            raise ValueError(f"array: expected {bits}-bit integers for {format}, got {v.format}")
     return ArrayView(
         v.pointer,
-        shape,
-        strides,
-        v.format,
+        v.shape,
+        v.strides,
+        format,
         v.device,
         library=v.library,
         readonly=v.readonly,
@@ -277,48 +719,108 @@ def reshaped(v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> 
     )
 
 
-def first_overlap(views: Sequence[ArrayView]) -> tuple[int, int] | None:
-    """Return the first two of some views, by index, that share a byte.
+# --- What other libraries must know, or wait for --------------------------------------------------
 
-    >>> a = np.zeros(8, np.uint8)
-    >>> from kvcupy.exporters import view
-    >>> first_overlap([view(a[4:]), view(a[:4]), view(a[2:6:2])])
-    (0, 2)
+
+def note_written(arrays: Iterable[Any]) -> None:
+    """Tell autograd that torch tensors among these arrays were written.
+
+    It increments their version counters, as torch's in-place operations do, also without gradients:
+    a tensor that backward has saved earlier has changed. Views of a tensor share its counter.
     """
-    ranges = [view.byte_range() for view in views]
-    order = sorted(range(len(views)), key=ranges.__getitem__)
-    found: list[tuple[int, int]] = []
-    open_: list[int] = []  # whose range may reach into the next one's
-    for i in order:
-        open_ = [j for j in open_ if ranges[j][1] > ranges[i][0]]
-        found += [(min(i, j), max(i, j)) for j in open_ if overlap(views[i], views[j])]
-        open_.append(i)
-    return min(found, default=None)
+    if not _TORCH_TYPES:
+        return
+    tensors = []
+    for array in arrays:
+        owner = array.owner if type(array) is ArrayView else array
+        if type(owner) in _TORCH_TYPES:
+            tensors.append(owner)
+    if tensors:
+        _increment_version()(tensors)
 
 
-def overlaps_itself(v: ArrayView) -> bool:
-    """Return whether two elements may share a byte: an axis steps less far than one within reaches.
+def is_tensor(array: Any) -> bool:
+    """Return whether an array is a torch tensor, or a view of one."""
+    return (array.library == "torch") if type(array) is ArrayView else type(array) in _TORCH_TYPES
 
-    >>> from kvcupy.exporters import view
-    >>> overlaps_itself(view(np.lib.stride_tricks.sliding_window_view(np.zeros(5), 3)))
-    True
+
+@cache
+def _increment_version() -> Callable[[list[Any]], Any]:
+    """Return `torch.autograd.graph.increment_version`, or what it calls, in a third of the time."""
+    torch = sys.modules["torch"]
+    direct: Callable[[list[Any]], Any] = torch._C._increment_version
+    try:
+        direct([])
+    except TypeError:  # older versions take one tensor
+        return _increment_one_by_one
+    return direct
+
+
+def _increment_one_by_one(tensors: list[Any]) -> None:
+    for tensor in tensors:
+        sys.modules["torch"].autograd.graph.increment_version(tensor)
+
+
+class _Producer:
+    """A stream known by its address, from `__cuda_array_interface__`."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._pointer
+
+
+def wait_for_producers(arrays: Iterable[Any], stream: Any) -> None:
+    """Make a stream wait, by events, for those on which arrays are still being written.
+
+    Version 3 of `__cuda_array_interface__` names them. In a capture nothing outside can be waited
+    for: the order there is the caller's, as for whatever a graph reads at its launch.
+
+    Parameters
+    ----------
+    stream : a `devices.protocol.Stream`
     """
-    reach = v.itemsize
-    for step, n in sorted((abs(s), n) for n, s in zip(v.shape, v.strides, strict=True) if n > 1):
-        if step < reach:
-            return True
-        reach += (n - 1) * step
-    return False
+    if not _STREAMED_TYPES:
+        return
+    owners: list[Any] = [a.owner if type(a) is ArrayView else a for a in arrays]
+    producers = [
+        owner.__cuda_array_interface__.get("stream")
+        for owner in owners
+        if type(owner) in _STREAMED_TYPES
+    ]
+    for pointer in dict.fromkeys(producers):
+        if pointer is not None and not stream.capturing:
+            stream.wait(_Producer(int(pointer)))
 
 
-def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Return the byte strides of a C-contiguous array.
+def tensor_of(v: ArrayView) -> Any:
+    """Return the memory of a view as a torch tensor that shares it, and keeps its owner alive.
 
-    >>> contiguous_strides((4, 2, 3), 2)
-    (12, 6, 2)
+    Parameters
+    ----------
+    v : a view of a tensor, tagged or not, becomes a view of that tensor
+
+    Raises
+    ------
+    ImportError : torch is missing
+    ValueError : a stride is negative, which torch does not support
     """
-    strides: list[int] = []
-    for n in reversed(shape):
-        strides.insert(0, itemsize)
-        itemsize *= n
-    return tuple(strides)
+    import torch
+
+    if any(step < 0 for step in v.strides):  # torch.from_dlpack would abort the process
+        raise ValueError(f"array: expected strides that torch has, got {v.strides} bytes")
+    dtype = getattr(torch, formats.numpy_dtype(v.format).name)
+    if isinstance(v.owner, torch.Tensor) and v.owner.element_size() == v.itemsize:
+        first = v.owner.storage_offset() + (v.pointer - v.owner.data_ptr()) // v.itemsize
+        strides = [step // v.itemsize for step in v.strides]
+        with torch.inference_mode(False):  # callers cache the tensor
+            return v.owner.detach().as_strided(v.shape, strides, first).view(dtype)
+    try:
+        return torch.from_dlpack(v)
+    except (RuntimeError, BufferError):  # this version of torch does not import the format
+        bits = ArrayView(
+            v.pointer, v.shape, v.strides, f"int{8 * v.itemsize}", v.device,
+            library=v.library, owner=v.owner,
+        )  # fmt: skip
+        return torch.from_dlpack(bits).view(dtype)

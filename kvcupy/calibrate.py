@@ -172,10 +172,10 @@ def _fewest_blocks(device: Device, direction: str, stream: Stream) -> int:
     """Return the fewest blocks that come near the best bandwidth."""
     src, dst = _pools(direction, device, 4096, 1, 1, 2048, "layer_first")
     pages = 2 * np.random.default_rng(0).permutation(2048)
-    choices = [n for n in BLOCKS if n <= device.multiprocessors]
+    choices = [n for n in BLOCKS if n <= device.sm_count]
     times = [_time(src, dst, pages, stream, method="kernel", max_blocks=n) for n in choices]
     # A device of few SMs has none to spare, whatever is faster.
-    most = max(link_blocks(device), device.multiprocessors // 8)
+    most = max(link_blocks(device), device.sm_count // 8)
     return next(
         n for n, us in zip(choices, times, strict=True) if n >= most or us * _NEARLY <= min(times)
     )

@@ -1,10 +1,10 @@
 """DLPack capsules, read and written: any exporter of `__dlpack__`, every format, no copy.
 
-Only the layout of the structs is needed (dmlc/dlpack, `dlpack.h`, versions 0.8 and 1.x), so it is
-written down here with ctypes. NumPy and CuPy neither import nor export bfloat16 and float8; here
-they are read, and exported as the integers of their bits, whose code in the capsule is then made
-that of the format. So the capsule's memory and its deleter are the library's own, which are legal
-on any thread.
+Only the layout of the structs is needed (dmlc/dlpack, `dlpack.h`, versions 0.8 and 1.x), so ctypes
+mirrors it here. NumPy and CuPy neither import nor export bfloat16 and float8. Here a capsule of
+them is read directly; to write one, the library exports the bits as integers, and the type code in
+its capsule is replaced. So the capsule's memory and deleter remain the library's own, and may be
+released on any thread.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import ctypes
 import sys
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from . import dtypes
-from .arrays import ArrayView, contiguous_strides
+from . import cuda_api, formats
 
 _CPU, _CUDA, _CUDA_HOST, _CUDA_MANAGED = 1, 2, 3, 13
 _READ_ONLY = 1
@@ -84,15 +83,16 @@ def export(carrier: Any, format: str, options: Mapping[str, Any]) -> object:
     Parameters
     ----------
     carrier : the array, in the carrier dtype of the format
-    options : `stream`, `max_version`, `dl_device` and `copy`, as DLPack has them; None is not given
+    options : `stream`, `max_version`, `dl_device` and `copy`, as DLPack defines them; None is
+        omitted
 
     Raises
     ------
-    BufferError : the library cannot export it so, to another device say
+    BufferError : the library cannot export it with these options
     """
     library = np.ndarray if isinstance(carrier, np.ndarray) else sys.modules["cupy"].ndarray
-    given = {name: value for name, value in options.items() if value is not None}
-    capsule = library.__dlpack__(carrier, **given)  # not that of `ExportsBits`, which calls this
+    options = {name: value for name, value in options.items() if value is not None}
+    capsule = library.__dlpack__(carrier, **options)  # not that of `ExportsBits`, which calls this
     if format in _CODES:
         _tensor_of(capsule).code = _CODES[format]
     return capsule
@@ -104,13 +104,13 @@ class ExportsBits:
     dtype: np.dtype[Any]
 
     def __dlpack__(self, **options: Any) -> object:
-        format = dtypes.tag(self.dtype)
-        bits = self.view(dtypes.carrier_dtype(format))  # type: ignore[attr-defined]
+        format = formats.tag(self.dtype)
+        bits = self.view(formats.carrier_dtype(format))  # type: ignore[attr-defined]
         return export(bits, format, options)
 
 
 class HostArray(ExportsBits, np.ndarray[Any, Any]):  # type: ignore[misc]
-    """A NumPy array that exports DLPack in every format. What is computed from it is plain."""
+    """A NumPy array that exports DLPack in every format. Results computed from it are plain."""
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         return array[()] if return_scalar else array
@@ -126,16 +126,17 @@ def _cupy_array() -> Any:
 def exporting(array: Any) -> Any:
     """Return the same array, of a number format, as one that exports DLPack whichever that is.
 
-    >>> exporting(np.zeros(3, dtypes.numpy_dtype("bf16"))).__dlpack_device__()
+    >>> exporting(np.zeros(3, formats.numpy_dtype("bf16"))).__dlpack_device__()
     (1, 0)
     """
-    if isinstance(array, ArrayView) or dtypes.FORMATS[dtypes.tag(array.dtype)].native:
-        return array
-    if isinstance(array, np.ndarray):
-        return array.view(HostArray)
+    is_numpy = isinstance(array, np.ndarray)
     cupy = sys.modules.get("cupy")
-    if cupy is None or not isinstance(array, cupy.ndarray):
+    if not is_numpy and (cupy is None or not isinstance(array, cupy.ndarray)):
+        return array  # an ArrayView exports DLPack itself
+    if formats.FORMATS[formats.tag(array.dtype)].native:
         return array
+    if is_numpy:
+        return array.view(HostArray)
     return _cupy_array()(array.shape, array.dtype, memptr=array.data, strides=array.strides)
 
 
@@ -149,9 +150,9 @@ def _tensor_of(capsule: object) -> _Tensor:
 
 
 class Capsule:
-    """Keeps the exporter and its capsule; the capsule's own destructor frees the export.
+    """Keeps the exporter and its unconsumed capsule, whose destructor releases the export.
 
-    `pinned` tells page-locked host memory, which DLPack marks on the device type.
+    `pinned` is whether it is page-locked host memory, which DLPack says by the device type.
     """
 
     def __init__(self, exporter: object, capsule: object, pinned: bool) -> None:
@@ -160,25 +161,35 @@ class Capsule:
         self.pinned = pinned
 
     def __getitem__(self, index: Any) -> Any:
-        """Return part of the exporter, indexed as it does that itself."""
+        """Index the exporter."""
         exporter: Any = self.exporter
         return exporter[index]
 
 
-def view(exporter: Any) -> ArrayView:
-    """View the array behind `exporter.__dlpack__`.
+class Export(NamedTuple):
+    """The array behind a capsule; strides in bytes, or None for one that is C-contiguous."""
 
-    The capsule is kept unconsumed: its destructor releases the export when the view is dropped.
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    format: str
+    device: str
+    readonly: bool
+    owner: Capsule
+
+
+def read(exporter: Any) -> Export:
+    """Return the array behind `exporter.__dlpack__`, without a copy.
+
+    The capsule is kept unconsumed: its destructor releases the export when `owner` is dropped.
 
     Raises
     ------
-    TypeError : a device or element type that kvcupy does not know, or the exporter refuses
+    TypeError : a device or element type that kvcupy does not support, or the exporter refuses
     """
     device_type, index = (int(number) for number in exporter.__dlpack_device__())
     try:
         if device_type in (_CUDA, _CUDA_MANAGED):
-            from .devices import cuda_api
-
             with cuda_api.dlpack_stream(index) as stream:
                 capsule = _export(exporter, {"stream": stream})
         else:
@@ -205,25 +216,20 @@ def view(exporter: Any) -> ArrayView:
         raise TypeError(f"got DLPack device type {tensor.device_type}")
     shape = tuple(tensor.shape[: tensor.ndim])
     itemsize = tensor.bits // 8
-    strides = (
-        tuple(s * itemsize for s in tensor.strides[: tensor.ndim])
-        if tensor.strides
-        else contiguous_strides(shape, itemsize)
-    )
-    return ArrayView(
+    strides = tensor.strides and tuple(s * itemsize for s in tensor.strides[: tensor.ndim])
+    return Export(
         (tensor.data or 0) + tensor.byte_offset,
         shape,
-        strides,
+        strides or None,
         format,
         device,
-        library="dlpack",
-        readonly=readonly,
-        owner=Capsule(exporter, capsule, tensor.device_type == _CUDA_HOST),
+        readonly,
+        Capsule(exporter, capsule, tensor.device_type == _CUDA_HOST),
     )
 
 
 def _export(exporter: Any, arguments: dict[str, Any]) -> object:
-    """Return a capsule of version 1, or an older one of an exporter of before DLPack 1.0."""
+    """Return a capsule of version 1, or an unversioned one from exporters before DLPack 1.0."""
     try:
         return exporter.__dlpack__(max_version=(1, 0), **arguments)
     except TypeError:

@@ -28,10 +28,10 @@ class CaptureError(KvcupyError):
 
 
 class CacheFull(KvcupyError):
-    """There are not as many free pages as were asked for."""
+    """There are fewer free pages than requested."""
 
 
 class UnknownSequence(KvcupyError, KeyError):
-    """A sequence that the cache does not have."""
+    """There is no such sequence in the cache."""
 
     __str__ = Exception.__str__  # KeyError's would show the message in quotes

@@ -1,7 +1,7 @@
-"""The fault record: what only the device can see, raised when the host asks.
+"""The fault record: out-of-range indices that only the device could see, raised later by the host.
 
-A kernel that meets an index past the end skips it and notes operation, position and value
-(`report_fault` in `kernels_src/common.cuh`). `check_faults` raises the first of them.
+A kernel that meets an index past the end skips it, and records operation, position and value of the
+first (`report_fault` in `kernels_src/common.cuh`). `kvcupy.check_faults` raises it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from . import devices
 from .errors import IndexFault
 
 RECORD_FIELDS = ("count", "operation", "position", "value")
@@ -27,32 +26,6 @@ def operation_id(operation: str, argument: str) -> int:
         if text not in _operations:
             _operations.append(text)
         return _operations.index(text)
-
-
-def check_faults(device: Any = None) -> None:
-    """Raise the first index fault of a device since the last check, and clear the record.
-
-    Parameters
-    ----------
-    device : Device or its name; None: the default device
-
-    Raises
-    ------
-    IndexFault : names the operation, the position in the index array and the value there, and
-        how many faults there were
-
-    Notes
-    -----
-    Stream: waits for all work on the device. Capture: illegal.
-    """
-    target = devices.get(device)
-    target.synchronize()
-    fault = recorded(target.to_numpy(target.fault_array()))
-    if fault is None:
-        return
-    target.fault_array().fill(0)
-    target.synchronize()
-    raise fault
 
 
 def recorded(record: np.ndarray[Any, Any]) -> IndexFault | None:

@@ -23,8 +23,8 @@ class Kernel:
     name : the function's name
     params : NumPy mirror (`align=True`) of the struct that is its only argument
     struct : the struct's name in the source
-    barriers : whether threads of a block wait for, or exchange values with, one another. The host
-        device runs a kernel without barriers as plain loops.
+    barriers : whether threads of a block synchronise or exchange values. The host device runs a
+        kernel without barriers as plain loops.
     """
 
     source: str
@@ -35,7 +35,7 @@ class Kernel:
 
     @cached_property
     def num_pointers(self) -> int:
-        """How many fields at the start of the Params are addresses."""
+        """The number of leading fields of the Params that are addresses."""
         return pointer_fields(self.params)
 
     def specialise(self, *arguments: str | int) -> Specialisation:
@@ -61,13 +61,13 @@ class Specialisation:
 def zeroed(dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """Return one record of a Params dtype, all zero, as an array of no dimensions.
 
-    `numpy.zeros` would go through it field by field, which takes longer than filling it.
+    `numpy.zeros` would clear it field by field, which takes longer than filling it.
     """
     return np.frombuffer(bytearray(dtype.itemsize), dtype).reshape(())
 
 
 def pointer_fields(dtype: np.dtype[Any]) -> int:
-    """Return how many fields at the start of a Params dtype are addresses (uint64)."""
+    """Return the number of leading fields of a Params dtype that are addresses (uint64)."""
     count = 0
     for name in dtype.names or ():
         if dtype.fields is None or dtype.fields[name][0] != np.dtype(np.uint64):
@@ -97,7 +97,7 @@ def layout_asserts(kernel: Kernel) -> str:
 
     Notes
     -----
-    To be compiled after the kernel's source. It compares size and alignment of each struct, the
+    Append it to the kernel's source. It compares size and alignment of each struct, the
     number of its fields (padding can hide a missing one), and name, offset, size and kind of each
     field, in nested structs too.
     """

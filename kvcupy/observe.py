@@ -1,6 +1,8 @@
-"""Where operations, records and waits are announced to whoever watches (a timeline, a checker).
+"""Announces operations, event records and waits to observers: a timeline, an order checker.
 
-Nothing is announced while nobody watches: `issue` then costs one truth test.
+Devices announce what is put on their streams, so this module stands below them: here a stream is
+a `devices.protocol.Stream` and an event a `devices.protocol.Event`, but their types are not named.
+Without observers `issue` costs one truth test.
 """
 
 from __future__ import annotations
@@ -8,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .arrays import ArrayView
-    from .devices.protocol import Event, Stream
+from .arrays import ArrayView
 
 
 @dataclass(frozen=True)
 class Access:
-    """Bytes that an operation reads or writes: a view, or only the slots of it that `slots` names.
+    """Bytes that an operation reads or writes: a view, or only the slots listed in `slots`.
 
     With `slots`, `view` is a cache whose first axis is slots, or pages and offsets (`page_size`
     of them, on axis `offset_axis`).
@@ -34,18 +34,21 @@ class Operation:
     """One piece of work on one stream, with the bytes that it touches."""
 
     name: str
-    stream: Stream
+    stream: Any
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
 
 
 class Observer(Protocol):
-    """Told of everything that is put on a stream, in issue order. `before` may raise to refuse."""
+    """Notified of everything that is put on a stream, in issue order.
+
+    `before` may raise, which prevents the operation.
+    """
 
     def before(self, operation: Operation) -> None: ...
     def after(self, operation: Operation) -> None: ...
-    def recorded(self, event: Event, stream: Stream) -> None: ...
-    def waited(self, stream: Stream, event: Event) -> None: ...
+    def recorded(self, event: Any, stream: Any) -> None: ...
+    def waited(self, stream: Any, event: Any) -> None: ...
 
 
 _observers: tuple[Observer, ...] = ()
@@ -55,7 +58,7 @@ def issue(
     describe: Callable[[], Operation],
     enqueue: Callable[[], None],
 ) -> None:
-    """Run `enqueue`, which puts one operation on its stream, and announce it if someone watches."""
+    """Run `enqueue`, which puts one operation on its stream, and announce it to observers."""
     if not _observers:
         enqueue()
         return
@@ -67,26 +70,26 @@ def issue(
         observer.after(operation)
 
 
-def recorded(event: Event, stream: Stream) -> None:
+def recorded(event: Any, stream: Any) -> None:
     """Announce that `event` was recorded in `stream`."""
     for observer in _observers:
         observer.recorded(event, stream)
 
 
-def waited(stream: Stream, event: Event) -> None:
+def waited(stream: Any, event: Any) -> None:
     """Announce that `stream` waits for `event`."""
     for observer in _observers:
         observer.waited(stream, event)
 
 
 def watching() -> bool:
-    """Return whether anybody watches."""
+    """Return whether there are observers."""
     return bool(_observers)
 
 
 @contextmanager
 def attached(observer: Any) -> Iterator[Any]:
-    """Announce to `observer` for the length of a with block."""
+    """Notify `observer` for the length of a with block."""
     global _observers
     _observers = (*_observers, observer)
     try:

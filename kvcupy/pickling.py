@@ -1,4 +1,4 @@
-"""What is of one process: it is neither pickled nor copied."""
+"""Objects that belong to one process: they can be neither pickled nor copied."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NoReturn
 
 
 class ProcessLocal:
-    """Base of what holds addresses, threads, locks or handles of a driver.
+    """Base of classes that hold addresses, threads, locks or driver handles.
 
-    In another process an address is a crash, and a copy in this one would be an alias that owns
-    nothing. `_instead` says what to do.
+    An address is meaningless in another process, and a copy in this one would be an alias that owns
+    nothing. `_instead` is the advice that ends the error message.
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""Where the device code is: `kernels_src/`, its digest, and NVIDIA's headers, which NVRTC needs."""
+"""Where device code is found: `kernels_src/`, its digest, and the CUDA headers that NVRTC needs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _digests: dict[Path, tuple[_Stamp, str]] = {}
 def kernels_dir() -> Path:
     """Return the folder of the kernels: a checkout's own, else the one inside the installed wheel.
 
-    An editable install leaves a copy of the kernels in site-packages that nobody updates. A package
-    with `pyproject.toml` next to it is a checkout, so there the folder beside it is the one meant.
+    An editable install leaves a copy of the kernels in site-packages that is never updated. A
+    package with `pyproject.toml` next to it is a checkout, and uses the folder beside it.
     """
     beside, inside = _PACKAGE.parent / "kernels_src", _PACKAGE / "kernels_src"
     in_checkout = (_PACKAGE.parent / "pyproject.toml").is_file()
@@ -41,9 +41,8 @@ def kernels_dir() -> Path:
 def digest(part: str = "") -> str:
     """Return the SHA-256 of the names and contents of all files in `kernels_dir()`.
 
-    `part` names a folder in it, whose files alone then count.
-
-    Files are read again only when a name, a size or a time of change differs from the last call.
+    With `part`, the name of a folder in it, only the files of that folder count. Files are read
+    again only if a name, a size or a modification time differs from the last call.
     """
     files = sorted(_files(folder := kernels_dir() / part))
     stamp: _Stamp = tuple((str(path), s.st_size, s.st_mtime_ns) for path, s in files)
@@ -57,7 +56,7 @@ def digest(part: str = "") -> str:
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     for entry in os.scandir(folder):
         if entry.name.startswith(".") or entry.name.endswith("~"):
-            continue  # an editor's, not ours
+            continue  # an editor's
         if entry.is_dir():
             yield from _files(Path(entry.path))
         else:
@@ -87,7 +86,7 @@ class HeaderPlace:
 
 
 def header_places() -> list[HeaderPlace]:
-    """Return every folder that is searched for CUDA's headers, in order, found or not."""
+    """Return every folder that is searched for CUDA's headers, in order, also those without."""
     places: list[tuple[Path, str]] = []
     for entry in dict.fromkeys(sys.path):
         nvidia = Path(entry or ".") / "nvidia"
@@ -128,10 +127,10 @@ def _cuda_major(include: Path) -> int:
 
 
 def _cupy_target() -> Path | None:
-    """Return the folder of `nv/target` inside CuPy, which is looked up but not imported."""
+    """Return the folder of `nv/target` inside CuPy, without importing CuPy."""
     try:
         spec = find_spec("cupy")
-    except (ImportError, ValueError):  # found, but in no state to be imported
+    except (ImportError, ValueError):  # found, but broken
         return None
     if spec is None or spec.origin is None:
         return None
@@ -141,12 +140,12 @@ def _cupy_target() -> Path | None:
 def cuda_include_dirs(major: int | None = None) -> list[Path]:
     """Return the include folders for `cuda_fp16.h`, `cuda_fp8.h` and `nv/target`, best first.
 
-    The headers come from one place, for versions do not mix: one of CUDA `major` if there is such
-    a place, else the first found; the folder of `nv/target`, when it is another, comes second.
-    The list is empty where the headers are missing; the extras `cuda12` and `cuda13` bring them.
+    All headers come from one place, since versions must not be mixed: one of CUDA `major` if there
+    is any, else the first; the folder of `nv/target`, if it is another, comes second. The list is
+    empty where the headers are missing; the extras `cuda12` and `cuda13` install them.
     """
-    found = [place for place in header_places() if place.major is not None]
-    if not found:
+    places = [place for place in header_places() if place.major is not None]
+    if not places:
         return []
-    best = next((place for place in found if place.major == major), found[0])
+    best = next((place for place in places if place.major == major), places[0])
     return list(dict.fromkeys(p for p in (best.path, best.target) if p is not None))

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import devices
-from .devices.protocol import Stream
+from .devices.protocol import Stream, is_device
 
 
 def fork(main: Any, *others: Any) -> None:
-    """Make the other streams wait for all that `main` holds so far.
+    """Make the other streams wait for all work that is on `main` so far.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def fork(main: Any, *others: Any) -> None:
 
 
 def join(main: Any, *others: Any) -> None:
-    """Make `main` wait for all that the other streams hold so far.
+    """Make `main` wait for all work that is on the other streams so far.
 
     Parameters
     ----------
@@ -52,22 +52,22 @@ def keep_alive(arrays: Any, stream: Any) -> None:
 
     Notes
     -----
-    Memory pools hand a freed block out again at once, to any stream that allocates from the same
-    one. Capture: legal; the graph keeps the arrays.
+    A memory pool may hand a freed block out again at once, to any stream that allocates from it.
+    Capture: legal; the graph keeps the arrays.
     """
     kept = tuple(arrays) if isinstance(arrays, (list, tuple)) else (arrays,)
-    (on,) = _as_streams((stream,))
-    on.device.run(_nothing, on, kept)
+    (queue,) = _as_streams((stream,))
+    queue.device.run(_no_work, queue, kept)
 
 
-def _nothing() -> None:
-    """Do nothing: what matters is what the stream keeps alive until it gets here."""
+def _no_work() -> None:
+    """Do nothing: the stream keeps the arrays alive until it gets here."""
 
 
 def _as_streams(streams: Sequence[Any]) -> list[Stream]:
     """Resolve streams on the device of the first kvcupy stream, else on the current GPU."""
     for stream in streams:
-        own: Any = getattr(stream, "device", None)
-        if hasattr(own, "fault_pointer"):
-            return [own.as_stream(s) for s in streams]
+        device: Any = getattr(stream, "device", None)
+        if is_device(device):
+            return [device.as_stream(s) for s in streams]
     return [devices.get("cuda").as_stream(s) for s in streams]

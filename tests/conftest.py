@@ -49,7 +49,7 @@ def strict_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     kv.config.strict_seed = zlib.crc32(request.node.nodeid.encode()) ^ option.strict_seed
     yield
     host.synchronize()
-    host.raise_fault()
+    host.context.raise_fault()
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def check_convert_to_fp8(device):
 
 def check_dynamic(device):
     """Rows that several warps share, their largest element in any place, in any thread order."""
-    device.multiprocessors = 132  # few rows for so many: more threads a row
+    device.sm_count = 132  # few rows for so many: more threads a row
     for seed in range(1, 13):
         device.thread_order_seed = seed
         case = Case(device, seed)

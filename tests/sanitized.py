@@ -20,8 +20,8 @@ from rope_cases import assert_rotated
 
 import kvcupy as kv
 from kvcupy import devices, reference, sources
+from kvcupy.arrays import view
 from kvcupy.devices.host import HostDevice
-from kvcupy.exporters import view
 from kvcupy.kernels import Kernel
 from kvcupy.ops import attention
 

@@ -13,8 +13,7 @@ from helpers import DTYPE, FORMATS, UNSIGNED
 
 import kvcupy as kv
 from kvcupy import dlpack
-from kvcupy.arrays import ArrayView, array_at
-from kvcupy.exporters import view
+from kvcupy.arrays import ArrayView, array_at, view
 
 
 @pytest.fixture(scope="module")

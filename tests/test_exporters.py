@@ -18,10 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcupy as kv
-from kvcupy import exporters
-from kvcupy.arrays import array_at, overlap
-from kvcupy.devices import cuda_api
-from kvcupy.exporters import probe, view
+from kvcupy import cuda_api
+from kvcupy.arrays import array_at, overlap, probe, view
 
 ITEMSIZE = {**{f: d.itemsize for f, d in DTYPE.items()}, "int64": 8, "int32": 4, "uint8": 1}
 
@@ -29,7 +27,7 @@ ITEMSIZE = {**{f: d.itemsize for f, d in DTYPE.items()}, "int64": 8, "int32": 4,
 @pytest.fixture(autouse=True)
 def known_types(monkeypatch):
     """Let no class that a test makes up stay known after it."""
-    monkeypatch.setattr(exporters, "_PROBES", dict(exporters._PROBES))
+    monkeypatch.setattr(kv.arrays, "_PROBES", dict(kv.arrays._PROBES))
 
 
 def described(v):

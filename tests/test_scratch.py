@@ -52,7 +52,7 @@ def test_work_in_flight_holds_its_buffer(fresh):
 
 def test_what_goes_into_a_capture_of_others_never_comes_back(fresh, monkeypatch):
     monkeypatch.setattr(scratch, "_captured", [])
-    monkeypatch.setattr(InlineStream, "keeps", False)
+    monkeypatch.setattr(InlineStream, "retains_owners", False)
     on = fresh.as_stream(None)
     taken = [scratch.borrow(fresh, 64, on).pointer for _ in range(4)]
     gc.collect()
@@ -81,6 +81,6 @@ def test_operations_say_which_stream_their_buffers_are_for(monkeypatch, work):
     monkeypatch.setattr(scratch, "_captured", [])
     work(device)
     assert scratch._captured == []
-    monkeypatch.setattr(InlineStream, "keeps", False)
+    monkeypatch.setattr(InlineStream, "retains_owners", False)
     work(device)
     assert len(scratch._captured) == 1

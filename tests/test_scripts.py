@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy import exporters
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
@@ -39,10 +38,10 @@ def wrong_byte(operation, cache_index):
 
     def wrapped(*arrays, stream=None, **options):
         operation(*arrays, stream=stream, **options)
-        cache, slots = kv.device("host").carrier(exporters.view(arrays[cache_index])), arrays[-1]
+        cache, slots = kv.device("host").carrier(kv.arrays.view(arrays[cache_index])), arrays[-1]
 
         def flip():
-            at = int(kv.device("host").carrier(exporters.view(slots))[0])
+            at = int(kv.device("host").carrier(kv.arrays.view(slots))[0])
             cache[at].reshape(-1).view(np.uint8)[7] ^= 4
 
         if stream is None:

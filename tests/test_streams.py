@@ -11,7 +11,7 @@ from stream_cases import Gate, Log, delay, nothing, ranges
 
 import kvcupy as kv
 from kvcupy import observe
-from kvcupy.exporters import view
+from kvcupy.arrays import view
 
 
 class Arrays:

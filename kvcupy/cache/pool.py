@@ -9,16 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from .. import devices, dtypes, exporters
+from .. import devices, formats
 from ..arrays import (
     ArrayView,
     array_at,
     describe,
     first_overlap,
     memory_of,
+    note_written,
     overlaps_itself,
     reshaped,
     transposed,
+    view,
 )
 from ..devices.protocol import Device
 from ..dlpack import exporting
@@ -104,7 +106,7 @@ class Pool(ProcessLocal, abc.ABC):
         self.placement = _choice(placement, "placement", _PLACEMENTS)
         if not isinstance(scales, (bool, np.bool_)):
             raise TypeError(f"scales: expected True or False, got {scales!r}")
-        if scales and not dtypes.FORMATS[self.dtype].quantised:
+        if scales and not formats.FORMATS[self.dtype].quantised:
             raise ValueError(f"scales: expected False for a {self.dtype} pool, got True")
         self.device: Device = devices.get(device)
         self._fill(widths, bool(scales))
@@ -131,7 +133,7 @@ class Pool(ProcessLocal, abc.ABC):
         """Tell autograd that layers, or all, were written, if they are torch tensors."""
         if self._tensors:
             chosen = self._tensors if layers is None else layers
-            exporters.note_written([t for i in chosen for t in self._tensors.get(i, ())])
+            note_written([t for i in chosen for t in self._tensors.get(i, ())])
 
     def k(self, layer: int) -> Any:
         """Return K of one layer as a view, (num_pages, page_size, heads, head_dim)."""
@@ -162,10 +164,10 @@ class Pool(ProcessLocal, abc.ABC):
     def _torch(self, part: int, layer: int) -> Any:
         tensor = self._torch_views.get((part, layer))
         if tensor is None:
-            from ..torch_views import tensor_of
+            from ..arrays import tensor_of
 
             tensor = self._as_shown(tensor_of(self._views[layer][part]))
-            exporters.view(tensor)  # raises for a fake one, which must not be kept for later calls
+            view(tensor)  # raises for a fake one, which must not be kept for later calls
             tensor = self._torch_views.setdefault((part, layer), tensor)
             self._tensors.setdefault(layer, []).append(tensor)
         return tensor
@@ -259,8 +261,8 @@ class Pool(ProcessLocal, abc.ABC):
         data, scale_data = arrays[: len(widths)], arrays[len(widths) :]
         by_page = [_by_page(array, order) for array in data]
         layers = range(self.num_layers)
-        scale_parts = tuple(exporters.view(_by_page(a, scale_order)) for a in scale_data)
-        self._group([LayerGroup(layers, tuple(map(exporters.view, by_page)), scale_parts)])
+        scale_parts = tuple(view(_by_page(a, scale_order)) for a in scale_data)
+        self._group([LayerGroup(layers, tuple(map(view, by_page)), scale_parts)])
         self._layers = tuple(tuple(self._of_layer(a, i) for i in layers) for a in by_page)
         self._views = tuple(tuple(part[:, i] for part in self.groups[0].parts) for i in layers)
         self._tensors = {}
@@ -532,7 +534,7 @@ def _choice(value: Any, name: str, choices: tuple[str, ...]) -> str:
 
 
 def _num_bytes(shape: tuple[int, ...], format: str) -> int:
-    product = dtypes.FORMATS[format].itemsize
+    product = formats.FORMATS[format].itemsize
     for n in shape:
         product *= n
     return product
@@ -605,10 +607,10 @@ def _stacked(layers: Sequence[ArrayView]) -> ArrayView:
 
 def _array_of(device: Device, v: ArrayView) -> Any:
     """Return an array of the device's library over a view, or the view if it lacks the format."""
-    dtype = dtypes.numpy_dtype(v.format)
+    dtype = formats.numpy_dtype(v.format)
     if v.device == "host":
         return array_at(v.owner, v.pointer, v.shape, dtype, v.strides)
-    format = dtypes.FORMATS[v.format]
+    format = formats.FORMATS[v.format]
     lacking = format.quantised and not format.native  # CuPy has bfloat16, but no 8-bit floats
     return v if lacking else device.carrier(v).view(dtype)
 
@@ -636,11 +638,9 @@ def _layers_of(
                 raise ValueError(f"layout: expected layer_first with {name} as a list of layers")
             if not arrays:
                 raise ValueError(f"{name}: expected at least one layer, got none")
-            by_layer = [
-                (f"{name}[{i}]", exporters.view(a, f"{name}[{i}]")) for i, a in enumerate(arrays)
-            ]
+            by_layer = [(f"{name}[{i}]", view(a, f"{name}[{i}]")) for i, a in enumerate(arrays)]
         else:
-            by_layer = _split(exporters.view(arrays, name), name, order, page_size, has_heads)
+            by_layer = _split(view(arrays, name), name, order, page_size, has_heads)
         parts.append([(n, _layer_by_page(v, n, page_size, has_heads)) for n, v in by_layer])
     _require_alike(parts, tuple(arguments))
     return [tuple(v for _, v in layer) for layer in zip(*parts, strict=True)]
@@ -717,7 +717,7 @@ def _require_alike(parts: Sequence[Sequence[_Named]], names: Sequence[str]) -> N
             if not v.size:
                 raise ValueError(f"{name}: expected at least one element, got {describe(v)}")
             if v.format != first.format:
-                hint = "; tag it with kv.view_as" if v.format not in dtypes.FORMATS else ""
+                hint = "; tag it with kv.view_as" if v.format not in formats.FORMATS else ""
                 raise ValueError(
                     f"{name}: expected {first.format} like {first_name}, got {v.format}{hint}"
                 )

@@ -1,11 +1,12 @@
-"""The processors that kvcupy runs on, found by name."""
+"""The processors that kvcupy runs on: looked up by name, and asked for index faults."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
-from .protocol import Device
+from .. import faults
+from .protocol import Device, is_device
 
 _devices: dict[str, Device] = {}
 _lock = threading.Lock()
@@ -16,10 +17,10 @@ def get(device: Any = None) -> Device:
     if device is None:
         return default_device()
     if not isinstance(device, str):
-        if not hasattr(device, "fault_pointer"):
+        if not is_device(device):
             raise TypeError(f'device: expected a Device, "host" or "cuda:0", got {device!r}')
-        found: Device = device
-        return found
+        device_object: Device = device
+        return device_object
     known = _devices.get(device)
     return known if known is not None else _open(device)
 
@@ -27,8 +28,8 @@ def get(device: Any = None) -> Device:
 def _open(name: str) -> Device:
     kind, _, index = name.partition(":")
     if kind not in ("host", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
-        meant = {"cpu": "host", "gpu": "cuda"}.get(kind)
-        hint = f'; did you mean "{meant}"?' if meant else ""
+        name_here = {"cpu": "host", "gpu": "cuda"}.get(kind)
+        hint = f'; did you mean "{name_here}"?' if name_here else ""
         raise ValueError(f'device: expected "host", "cuda" or "cuda:<number>", got {name!r}{hint}')
     full_name = "host" if kind == "host" else f"cuda:{int(index or 0)}"
     with _lock:
@@ -66,3 +67,29 @@ def device(name: str) -> Device:
     'host'
     """
     return get(name)
+
+
+def check_faults(device: Any = None) -> None:
+    """Raise the first index fault of a device since the last check, and clear the record.
+
+    Parameters
+    ----------
+    device : Device or its name; None: the default device
+
+    Raises
+    ------
+    IndexFault : names the operation, the position in the index array and the value there, and
+        how many faults there were
+
+    Notes
+    -----
+    Stream: waits for all work on the device. Capture: illegal.
+    """
+    target = get(device)
+    target.synchronize()
+    fault = faults.recorded(target.to_numpy(target.fault_array()))
+    if fault is None:
+        return
+    target.fault_array().fill(0)
+    target.synchronize()
+    raise fault

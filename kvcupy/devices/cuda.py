@@ -1,46 +1,30 @@
-"""A GPU through CuPy: compiled kernels, streams, memory, and what is in flight on it.
+"""A GPU through CuPy. Importing this loads nothing of CuPy.
 
-Imported only by who wants a GPU; importing it loads nothing of CuPy. The parts: `cuda_api` (what is
-called of CuPy), `cuda_launch`, `cuda_streams`, `cuda_events`, `cuda_graph`, `cuda_calls` (host
-functions), `cuda_adopt` (other libraries' streams), `cuda_memory`, `cuda_pinned`, `cuda_copy`,
-`cuda_batch` (copies of runs), `cuda_driver` (what CuPy lacks), `cuda_retire`.
+Its parts share a `cuda_context.CudaContext`: `cuda_streams` (streams, events, graphs),
+`cuda_memory` (addresses, pinned memory, copies) and `cuda_launch` (kernels).
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
-from ..errors import CaptureError
-from . import cuda_adopt, cuda_graph, cuda_memory, cuda_pinned
-from .cuda_api import (
-    SUCCESS,
-    CudaApi,
-    cuda_available,
-    device_of_pointer,
-    dlpack_stream,
-    properties,
-    why_not,
-)
-from .cuda_batch import RunCopies
-from .cuda_calls import HostCalls
-from .cuda_events import Event, create_handle
-from .cuda_graph import FOREIGN, Graph
-from .cuda_launch import CudaFunction, Launcher, launch_failure
-from .cuda_retire import EventPool, RetireList
-from .cuda_streams import Stream
-
-if TYPE_CHECKING:
-    from ..arrays import ArrayView
-    from ..kernels import Specialisation
-
-__all__ = ["CudaDevice", "cuda_available", "device_of_pointer", "dlpack_stream", "why_not"]
-
-_AS_IS: AbstractContextManager[None] = nullcontext()
+from .. import arrays, cuda_api, formats, observe
+from ..arrays import ArrayView
+from ..cuda_api import ATTRIBUTE_SM_COUNT, NO_COPY, CudaApi
+from ..errors import CaptureError, DeviceError, KvcupyError
+from ..kernels import Specialisation
+from . import cuda_memory, cuda_streams
+from .cuda_context import CudaContext
+from .cuda_launch import CudaFunction, Launcher
+from .cuda_memory import CopyPlan, RunCopies
+from .cuda_streams import Event, Stream
+from .protocol import require_runs
 
 
 class CudaDevice:
@@ -48,11 +32,11 @@ class CudaDevice:
 
     Attributes
     ----------
+    name : "cuda:0", ...; torch's name is the same
     arch : what kernels are compiled for, such as "sm_90"
     model : what the GPU is called, such as "NVIDIA H200"
-    captures : the kvcupy capture that each stream takes part in, by address
-    events, retired : handles for reuse, and owners in flight
-    calls : host functions
+    sm_count : its multiprocessors
+    context : what its parts share
 
     Raises
     ------
@@ -64,53 +48,60 @@ class CudaDevice:
     warp_lanes = 32
 
     def __init__(self, index: int = 0, api: CudaApi | None = None) -> None:
-        self.index = index
-        self.name = f"cuda:{index}"
-        self.api = api = CudaApi() if api is None else api
-        self.multiprocessors, self.arch, self.model = properties(api, index)
-        self.captures: dict[int, Graph] = {}
-        self.events = EventPool(lambda timing: create_handle(self, timing))
-        runtime = api.runtime
-        self.retired = RetireList(
-            self.events,
-            api.record,
-            lambda event: runtime.eventQuery(event) == SUCCESS,
-            api.relaxed,
-        )
-        self.calls = HostCalls(self)
-        self._launcher = Launcher(api, index, self.arch)
-        self._run_copies = RunCopies(self)
+        self.context = CudaContext(self, index, CudaApi() if api is None else api)
+        self.name = self.torch_name = self.context.name
+        self.sm_count, self.arch, self.model = properties(self.context.api, index)
+        self._launcher = Launcher(self.context, self.arch)
+        self._run_copies = RunCopies(self.context)
         self._faults: Any = None
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<kvcupy device {self.name}>"
 
-    def current(self) -> AbstractContextManager[Any]:
-        """Make this the thread's current CUDA device for the length of a with block."""
-        if self.api.runtime.getDevice() == self.index:
-            return _AS_IS
-        device: AbstractContextManager[Any] = self.api.cupy.cuda.Device(self.index)
-        return device
-
     # --- Memory ---
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        """Return an uninitialised array; `dtype` may be a format name. fp8 comes as ArrayView."""
-        return cuda_memory.empty(self, shape, dtype)
+        """Return an uninitialised array; `dtype` may be a format name. fp8 comes as ArrayView.
+
+        Its memory belongs to the current stream's arena of CuPy's pool.
+        """
+        return self._allocate("empty", shape, formats.tag(dtype))
 
     def zeros(self, shape: Any, dtype: Any) -> Any:
-        """Return an array of zeros, there when the call returns; `dtype` may be a format name."""
-        return cuda_memory.zeros(self, shape, dtype)
+        """Return an array of zeros, complete when the call returns; `dtype` may be a format name.
+
+        It is never part of a capture.
+        """
+        stream = self.as_stream(None, "cupy")
+        if stream.capturing:
+            with self.context.current(), self.stream().cupy:
+                return self.zeros(shape, dtype)
+        array = self._allocate("zeros", shape, formats.tag(dtype))
+        stream.synchronize()
+        return array
 
     def empty_pinned(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
         """Return pinned memory of exact size, near the GPU where known, as a NumPy array."""
-        with self.api.relaxed():
-            return cuda_pinned.empty_pinned(self, shape, dtype)
+        element = formats.numpy_dtype(dtype)
+        shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(int(n) for n in shape)
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * element.itemsize
+        memory = cuda_memory.pinned_memory(self.context, num_bytes)
+        return arrays.pinned_at(memory, memory.ptr, shape, element)
 
     def asarray(self, array: np.ndarray[Any, Any]) -> Any:
-        """Return a copy of a NumPy array on this device, there when the call returns."""
-        return cuda_memory.asarray(self, array)
+        """Return a copy of a NumPy array on this device, complete when the call returns."""
+        source = np.asarray(array)
+        format = formats.tag(source.dtype)
+        stream = self._uncaptured_stream("cupy", "asarray")
+        context = self.context
+        try:
+            with context.current(), context.api.relaxed():
+                bits = context.api.cupy.array(source.view(formats.carrier_dtype(format)))
+        except context.api.errors as error:
+            raise context.api.failure(f"asarray on {self.name}", error) from error
+        stream.synchronize()
+        return _tagged(bits, format)
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """Return a copy of an array as NumPy array (bf16, fp8: ml_dtypes).
@@ -119,7 +110,20 @@ class CudaDevice:
         -----
         Stream: the current one of the array's library; it is waited for. Capture: illegal.
         """
-        return cuda_memory.to_numpy(self, array)
+        view = arrays.view(array)
+        dtype = formats.numpy_dtype(view.format)
+        if view.device == "host":
+            return arrays.array_at(view.owner, view.pointer, view.shape, dtype, view.strides).copy()
+        stream = self._uncaptured_stream(view.library, "to_numpy")
+        arrays.wait_for_producers((view,), stream)
+        bits = self.carrier(view)
+        context = self.context
+        try:
+            with context.current(), context.api.relaxed(), stream.cupy:
+                host: np.ndarray[Any, Any] = bits.get()
+        except context.api.errors as error:
+            raise context.api.failure(f"to_numpy on {self.name}", error) from error
+        return host.view(dtype)
 
     def copy(self, dst: Any, src: Any, *, stream: Any = None) -> None:
         """Copy `src` to `dst`, of equal shape and format, in the order of `stream`.
@@ -133,7 +137,23 @@ class CudaDevice:
         Stream: asynchronous between GPU and pinned memory; with pageable memory on either side the
         call may block. Both arrays are kept alive until it is done. Capture: legal.
         """
-        cuda_memory.copy(self, dst, src, stream)
+        to, of = arrays.view(dst, "dst"), arrays.view(src, "src")
+        if to.shape != of.shape or to.format != of.format:
+            raise ValueError(f"dst: expected {arrays.describe(of)}, got {arrays.describe(to)}")
+        if to.readonly:
+            raise ValueError("dst: expected a writable array, got a read-only one")
+        library = next((v.library for v in (to, of) if v.device == self.name), "cupy")
+        queue = self.as_stream(stream, library)
+        if of.size == 0:
+            return
+        arrays.wait_for_producers((to, of), queue)
+        observe.issue(
+            lambda: observe.Operation(
+                "copy", queue, reads=(observe.Access(of),), writes=(observe.Access(to),)
+            ),
+            lambda: self._enqueue_copy(to, of, queue),
+        )
+        arrays.note_written([to])
 
     def copy_runs(
         self,
@@ -151,28 +171,117 @@ class CudaDevice:
 
         Notes
         -----
-        Capture: legal; one node a run.
+        Capture: legal; one node per run.
         """
-        self._run_copies.enqueue(dst, src, sizes, stream, keep)
+        require_runs(dst, src, sizes)
+        nonempty = sizes != 0
+        runs = (dst[nonempty], src[nonempty], sizes[nonempty])  # contiguous, whatever they were
+        if not len(runs[0]):
+            return
+        context, failed = self.context, ctypes.c_size_t(NO_COPY)
+        try:
+            with context.current():
+                self._run_copies.enqueue(runs, stream, failed)
+        except context.api.errors as error:
+            with suppress(KvcupyError):  # part may be in flight; a lost device retains nothing
+                context.retain(stream, keep)
+            index = None
+            if failed.value < len(runs[0]):
+                index = int(np.flatnonzero(nonempty)[failed.value])
+            what = cuda_memory.describe_runs(dst, src, sizes, index, stream)
+            raise context.api.failure(what, error) from error
+        if keep:
+            context.retain(stream, keep)
 
     def carrier(self, view: ArrayView) -> Any:
-        """Return the bytes of a view as a CuPy array of the carrier dtype, without a copy."""
-        return cuda_memory.carrier(self, view)
+        """Return the bytes of a view as a CuPy array of the carrier dtype, without a copy.
+
+        Raises
+        ------
+        ValueError : the view is on another device, or in host memory that is not pinned
+        """
+        pointer = cuda_memory.device_address(self.context, view)
+        if pointer is None:
+            raise ValueError(
+                f"array: expected one on {self.name} or in pinned memory, got one on {view.device}"
+            )
+        dtype = formats.carrier_dtype(view.format)
+        return _array_at(self.context, view.owner, pointer, view.shape, dtype, view.strides)
 
     def address(self, view: ArrayView) -> int | None:
         """Return where kernels find a view; None in pageable memory and on another GPU."""
-        return cuda_memory.address(self, view)
+        context = self.context
+        try:
+            with context.current():
+                return cuda_memory.device_address(context, view)
+        except context.api.errors as error:
+            raise context.api.failure(f"address of {view!r} on {self.name}", error) from error
+
+    def _allocate(self, function: str, shape: Any, format: str) -> Any:
+        """Call `cupy.empty` or `cupy.zeros` with a dtype that CuPy has."""
+        context = self.context
+        context.retired.reap()
+        is_fp8 = format.startswith("fp8")  # CuPy has bfloat16, but no 8-bit floats
+        dtype = formats.carrier_dtype(format) if is_fp8 else formats.numpy_dtype(format)
+        with context.current():
+            try:
+                with context.api.relaxed():
+                    array = getattr(context.api.cupy, function)(shape, dtype)
+            except context.api.errors as error:
+                num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+                what = f"{function}, {num_bytes:,} bytes on {self.name}"
+                raise context.api.failure(what, error) from error
+        return _tagged(array, format)
+
+    def _enqueue_copy(self, to: ArrayView, of: ArrayView, stream: Stream) -> None:
+        context = self.context
+        plan = cuda_memory.plan_copy(to.shape, to.strides, of.strides, to.itemsize)
+        owners = (to.owner, of.owner)
+        try:
+            with context.current(), context.api.relaxed():  # CuPy may compile and load a kernel
+                dst = src = None
+                if not plan.suits_engine:
+                    dst = cuda_memory.device_address(context, to)
+                    src = cuda_memory.device_address(context, of)
+                if dst is not None and src is not None:
+                    self._copy_by_kernel(plan, dst, src, owners, stream)
+                else:
+                    cuda_memory.enqueue_copy(
+                        context.api.runtime, plan, to.pointer, of.pointer, stream.pointer
+                    )
+        except context.api.errors as error:
+            with suppress(KvcupyError):  # part may be in flight; a lost device retains nothing
+                context.retain(stream, owners)
+            what = f"copy of {arrays.describe(of)} on {stream!r}"
+            raise context.api.failure(what, error) from error
+        context.retain(stream, owners)
+
+    def _copy_by_kernel(
+        self, plan: CopyPlan, dst: int, src: int, owners: tuple[object, object], stream: Stream
+    ) -> None:
+        word, shape, dst_strides, src_strides = cuda_memory.copy_in_words(plan, dst, src)
+        dtype = np.dtype(f"u{word}")
+        target = _array_at(self.context, owners[0], dst, shape, dtype, dst_strides)
+        source = _array_at(self.context, owners[1], src, shape, dtype, src_strides)
+        with stream.cupy:
+            target[...] = source
+
+    def _uncaptured_stream(self, library: str, what: str) -> Stream:
+        stream = self.as_stream(None, library)
+        if stream.capturing:
+            raise CaptureError(f"{what} waits for {stream.name}, which is being captured")
+        return stream
 
     # --- Streams ---
 
     def stream(self, priority: int = 0) -> Stream:
         """Return a new stream, which does not synchronise with the default stream."""
-        self.retired.reap()
-        return Stream.create(self, priority)
+        self.context.retired.reap()
+        return Stream.create(self.context, priority)
 
     def event(self, timing: bool = False) -> Event:
         """Return an event, not yet recorded."""
-        return Event(self, timing)
+        return Event(self.context, timing)
 
     def as_stream(self, stream: Any, library: str = "") -> Stream:
         """Return `stream` as a stream of this device; None is the current one of `library`.
@@ -187,10 +296,10 @@ class CudaDevice:
             torch have made different streams current
         """
         if stream is None:
-            return cuda_adopt.current_stream(self, library)
+            return cuda_streams.current_stream(self.context, library)
         if not isinstance(stream, Stream):
-            return cuda_adopt.adopt(self, stream)
-        if stream.device is not self:
+            return cuda_streams.adopt(self.context, stream)
+        if stream.context is not self.context:
             raise ValueError(f"stream: expected one of {self.name}, got {stream!r}")
         return stream
 
@@ -200,44 +309,18 @@ class CudaDevice:
         Raises
         ------
         DeviceError : the GPU, or a host function in one of its streams, has failed
-        CaptureError : a capture is under way
+        CaptureError : a stream of the device is being captured
         """
-        if self.captures or cuda_adopt.is_current_captured(self):
+        context = self.context
+        if context.captures or cuda_streams.is_current_captured(context):
             raise CaptureError("synchronising the device is illegal while a stream is captured")
         try:
-            with self.current():
-                self.api.runtime.deviceSynchronize()
-        except self.api.errors as error:
-            raise self.api.failure(f"synchronize, {self.name}", error) from error
-        self.retired.reap()
-        self.calls.raise_failures()
-
-    def capture_of(self, pointer: int) -> Graph | None:
-        """Return the capture that a CUDA stream is part of, FOREIGN if kvcupy did not begin it."""
-        return cuda_graph.capture_of(self, pointer)
-
-    def retain(self, stream: Stream, keep: Sequence[object]) -> None:
-        """Keep owners alive until `stream` has passed this point, or the captured graph is gone.
-
-        Torch tensors on torch's current stream need no help: their allocator reuses memory in the
-        order of that stream. CuPy's reuses it in the order of the stream that was current when an
-        array was made, which may be another.
-        """
-        graph = self.capture_of(stream.pointer) if self.captures else None
-        if graph is not None:
-            if graph is not FOREIGN:
-                graph.keep(keep)
-            return
-        held = tuple(owner for owner in keep if not cuda_adopt.is_ordered(owner, stream))
-        if not held:
-            return
-        try:
-            with self.current():
-                if self.api.is_capturing(stream.pointer):
-                    return  # whoever captures without kvcupy keeps the arrays alive too
-                self.retired.hold(stream.pointer, held)
-        except self.api.errors as error:
-            raise self.api.failure(f"record in {stream!r}", error) from error
+            with context.current():
+                context.api.runtime.deviceSynchronize()
+        except context.api.errors as error:
+            raise context.api.failure(f"synchronize, {self.name}", error) from error
+        context.retired.reap()
+        context.calls.raise_failures()
 
     # --- Kernels ---
 
@@ -252,7 +335,7 @@ class CudaDevice:
         if known is not None:
             return known
         self.fault_array()  # allocated here, where it cannot meet a capture
-        with self.current(), self.api.relaxed():
+        with self.context.current(), self.context.api.relaxed():
             return self._launcher.load(specialisation)
 
     def launch(
@@ -272,31 +355,32 @@ class CudaDevice:
         DeviceError : the launch was refused; with the kernel, the grid and the arguments
         """
         if len(params) != function.params_bytes:
-            wanted = function.params_bytes
-            raise ValueError(f"params: expected {wanted} bytes, got {len(params)}")
-        api = self.api
+            raise ValueError(f"params: expected {function.params_bytes} bytes, got {len(params)}")
+        context, launcher = self.context, self._launcher
+        api = context.api
         try:
-            if api.runtime.getDevice() == self.index:
-                self._launcher.launch(function, grid, block, smem_bytes, params, stream)
+            if api.runtime.getDevice() == context.index:
+                launcher.launch(function, grid, block, smem_bytes, params, stream)
             else:
-                with api.cupy.cuda.Device(self.index):
-                    self._launcher.launch(function, grid, block, smem_bytes, params, stream)
+                with api.cupy.cuda.Device(context.index):
+                    launcher.launch(function, grid, block, smem_bytes, params, stream)
         except api.errors as error:
-            raise launch_failure(
-                api, self.name, function, grid, block, smem_bytes, params, stream, error
+            raise launcher.failure(
+                error, function, grid, block, smem_bytes, params, stream
             ) from error
         if keep:
-            self.retain(stream, keep)
+            context.retain(stream, keep)
 
     def run(self, function: Callable[[], object], stream: Any, keep: Sequence[object] = ()) -> None:
         """Run array expressions with `stream` as CuPy's current one."""
+        context = self.context
         try:
-            with self.current(), self.api.relaxed(), stream.cupy:
+            with context.current(), context.api.relaxed(), stream.cupy:
                 function()
-        except self.api.errors as error:
-            raise self.api.failure(f"array expressions on {stream!r}", error) from error
+        except context.api.errors as error:
+            raise context.api.failure(f"array expressions on {stream!r}", error) from error
         if keep:
-            self.retain(stream, keep)
+            context.retain(stream, keep)
 
     def check_fallback(self, operation: str, stream: Any) -> None:
         """Raise if array expressions cannot be captured into what `stream` is captured into.
@@ -305,7 +389,7 @@ class CudaDevice:
 
         Raises
         ------
-        CaptureError : `stream` is being captured, by anybody
+        CaptureError : `stream` is being captured, by kvcupy or another library
         """
         if stream.capturing:
             raise CaptureError(
@@ -323,5 +407,83 @@ class CudaDevice:
         if self._faults is None:
             with self._lock:
                 if self._faults is None:
-                    self._faults = cuda_memory.fault_record(self)
+                    self._faults = self._make_fault_record()
         return self._faults
+
+    def _make_fault_record(self) -> Any:
+        """Return four int64 zeros, outside the pool, cleared on a stream that no capture owns."""
+        context, dtype = self.context, np.dtype(np.int64)
+        cuda, runtime = context.api.cupy.cuda, context.api.runtime
+        try:
+            with context.current(), context.api.relaxed():
+                memory = cuda.Memory(4 * dtype.itemsize)
+                stream = cuda.Stream(non_blocking=True)
+                runtime.memsetAsync(memory.ptr, 0, 4 * dtype.itemsize, stream.ptr)
+                runtime.streamSynchronize(stream.ptr)
+                start = cuda.MemoryPointer(memory, 0)
+                return context.api.cupy.ndarray((4,), dtype, memptr=start)
+        except context.api.errors as error:
+            raise context.api.failure(f"fault record of {self.name}", error) from error
+
+
+def _tagged(array: Any, format: str) -> Any:
+    """Return an array of bits as one of `format`: an ArrayView, where CuPy has no such dtype."""
+    if format.startswith("fp8"):
+        return arrays.view_as(array, format)
+    return array.view(formats.numpy_dtype(format))
+
+
+def _array_at(
+    context: CudaContext,
+    owner: object,
+    pointer: int,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    strides: tuple[int, ...],
+) -> Any:
+    cupy, index = context.api.cupy, context.index
+    return arrays.cupy_array_at(cupy, owner, pointer, shape, dtype, strides, index)
+
+
+# --- Which GPUs there are -------------------------------------------------------------------------
+
+
+def why_not() -> str:
+    """Return why no GPU is usable, or an empty string if one is. Never raises.
+
+    >>> isinstance(why_not(), str)
+    True
+    """
+    try:
+        api = cuda_api.CudaApi()
+        count = api.runtime.getDeviceCount()
+    except DeviceError as error:
+        return str(error)
+    except Exception as error:  # a broken driver shows itself in many ways
+        return f"cuda: the driver does not work: {error}"
+    return "" if count > 0 else "cuda: the driver works but lists no GPU"
+
+
+def cuda_available() -> bool:
+    """Return whether a GPU is usable. Never raises."""
+    return not why_not()
+
+
+def properties(api: CudaApi, index: int) -> tuple[int, str, str]:
+    """Return the number of SMs of a GPU, its architecture ("sm_90") and its name.
+
+    Raises
+    ------
+    DeviceError : there is no such GPU, or it cannot be used
+    """
+    name = f"cuda:{index}"
+    try:
+        count = api.runtime.getDeviceCount()
+        if index >= count:
+            raise DeviceError(f"{name}: there are {count} GPUs")
+        sm_count = int(api.runtime.deviceGetAttribute(ATTRIBUTE_SM_COUNT, index))
+        arch = f"sm_{api.cupy.cuda.Device(index).compute_capability}"
+        model = api.runtime.getDeviceProperties(index)["name"]
+    except api.errors as error:
+        raise api.failure(name, error) from error
+    return sm_count, arch, model.decode() if isinstance(model, bytes) else str(model)

@@ -11,22 +11,21 @@ from __future__ import annotations
 import ctypes
 import tempfile
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..errors import CompileError, KvcupyError
-from ..kernels import Specialisation, pointer_fields
-from . import nvrtc
-from .cuda_api import (
+from ..cuda_api import (
     DEFAULT_SMEM_BYTES,
     FUNCTION_MAX_DYNAMIC_SMEM,
     FUNCTION_STATIC_SMEM,
     CudaApi,
 )
-
-if TYPE_CHECKING:
-    from .cuda_streams import Stream
+from ..errors import CompileError, KvcupyError
+from ..kernels import Specialisation, pointer_fields
+from . import nvrtc
+from .cuda_context import CudaContext
+from .cuda_streams import Stream
 
 _BUFFER_BYTES = 4096  # the most that all architectures take as parameters
 
@@ -38,7 +37,7 @@ class CudaFunction:
     ----------
     pointer : the driver's function
     function : CuPy's, which keeps its module loaded
-    smem_ready : the most dynamic shared memory that may be asked for as things stand
+    smem_ready : dynamic shared memory that a launch may have without another opt-in, in bytes
     """
 
     __slots__ = ("_lock", "function", "params_bytes", "pointer", "smem_ready", "specialisation")
@@ -52,7 +51,7 @@ class CudaFunction:
         self._lock = threading.Lock()
 
     def allow_smem(self, api: CudaApi, smem_bytes: int) -> None:
-        """Let the function have more dynamic shared memory than is given without asking."""
+        """Raise the limit of dynamic shared memory, which a function must opt in to."""
         with self._lock:
             if smem_bytes > self.smem_ready:
                 api.driver.funcSetAttribute(self.pointer, FUNCTION_MAX_DYNAMIC_SMEM, smem_bytes)
@@ -60,7 +59,7 @@ class CudaFunction:
 
 
 class ParamsBuffer(threading.local):
-    """Where this thread puts the struct of a launch.
+    """Where the calling thread puts the struct of a launch.
 
     Attributes
     ----------
@@ -73,15 +72,15 @@ class ParamsBuffer(threading.local):
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._bytes))
         self.view = memoryview(self._bytes).cast("B")
         self.arguments = ctypes.addressof(self._pointers)
-        self.ready = False  # whether this thread has the device's context
 
 
 class Launcher:
     """Loads and launches the kernels of one device. The caller makes the device current."""
 
-    def __init__(self, api: CudaApi, index: int, arch: str) -> None:
-        self._api = api
-        self._index = index
+    def __init__(self, context: CudaContext, arch: str) -> None:
+        self._context = context
+        self._api = context.api
+        self._thread = context.thread
         self._arch = arch
         self._buffer = ParamsBuffer()
         self._functions: dict[Specialisation, CudaFunction] = {}
@@ -90,7 +89,7 @@ class Launcher:
         self._lock = threading.Lock()
 
     def known(self, specialisation: Specialisation) -> CudaFunction | None:
-        """Return a specialisation that is loaded already."""
+        """Return a specialisation if it is loaded already."""
         return self._functions.get(specialisation)
 
     def load(self, specialisation: Specialisation) -> CudaFunction:
@@ -145,11 +144,8 @@ class Launcher:
     ) -> None:
         """Launch; CuPy's exceptions pass."""
         api, buffer = self._api, self._buffer
-        if not buffer.ready:  # a thread has no context before its first call of the runtime
-            with api.relaxed():
-                api.runtime.setDevice(self._index)
-                api.runtime.memGetInfo()
-            buffer.ready = True
+        if not self._thread.ready:
+            self._context.prepare_thread()
         if smem_bytes > function.smem_ready:
             function.allow_smem(api, smem_bytes)
         if api.can_launch_packed and len(params) <= _BUFFER_BYTES:
@@ -161,25 +157,23 @@ class Launcher:
             struct = np.frombuffer(params, function.specialisation.kernel.params)
             function.function(grid, block, (struct,), shared_mem=smem_bytes, stream=stream.cupy)
 
-
-def launch_failure(
-    api: CudaApi,
-    device_name: str,
-    function: CudaFunction,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    smem_bytes: int,
-    params: bytes,
-    stream: object,
-    error: Exception,
-) -> KvcupyError:
-    """Return the error of a refused launch, with everything that was asked for."""
-    what = (
-        f"{function.specialisation} failed on {device_name}: grid {grid}, block {block}, "
-        f"{smem_bytes} bytes of shared memory, {stream!r}, "
-        f"arguments {describe_params(function.specialisation.kernel.params, params)}"
-    )
-    return api.failure(what, error)
+    def failure(
+        self,
+        error: Exception,
+        function: CudaFunction,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        smem_bytes: int,
+        params: bytes,
+        stream: Stream,
+    ) -> KvcupyError:
+        """Return the error of a failed launch, with its configuration and arguments."""
+        what = (
+            f"{function.specialisation} failed on {self._context.name}: grid {grid}, "
+            f"block {block}, {smem_bytes} bytes of shared memory, {stream!r}, "
+            f"arguments {describe_params(function.specialisation.kernel.params, params)}"
+        )
+        return self._api.failure(what, error)
 
 
 def describe_params(dtype: np.dtype[Any], params: bytes) -> str:

@@ -1,219 +1,391 @@
-"""Memory of a GPU as the arrays that users see, and copies between them."""
+"""Memory of a GPU: what its kernels can address, pinned host memory, and the copy engine's work."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+import ctypes
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from .. import arrays, dtypes, exporters, observe
-from ..errors import CaptureError, KvcupyError
-from . import cuda_copy
-from .cuda_api import MEMCPY_DEFAULT, UNREGISTERED_MEMORY
+from ..arrays import ArrayView
+from ..cuda_api import (
+    ATTRIBUTE_REGISTERED_HOST_POINTERS,
+    HOST_ALLOC_MAPPED,
+    HOST_ALLOC_PORTABLE,
+    HOST_REGISTER_MAPPED,
+    HOST_REGISTER_PORTABLE,
+    MEMCPY_DEFAULT,
+    NOT_SUPPORTED,
+    UNREGISTERED_MEMORY,
+    in_stream_order,
+)
+from . import host_memory
+from .cuda_context import CudaContext
+from .cuda_streams import Stream
 
-if TYPE_CHECKING:
-    from .cuda import CudaDevice
-    from .cuda_streams import Stream
+# Usable by every GPU, and by its kernels. Unified addressing maps it anyway.
+_ALLOC_FLAGS = HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED
+_REGISTER_FLAGS = HOST_REGISTER_PORTABLE | HOST_REGISTER_MAPPED
 
+_MAX_PITCH_BYTES = 2**31 - 1  # of one two-dimensional copy
+_MAX_RECTANGLES = 16  # beyond that, or with rows shorter than this, a kernel moves them faster
+_MIN_WIDTH_BYTES = 64
 
-def empty(device: CudaDevice, shape: Any, dtype: Any) -> Any:
-    """Return an uninitialised CuPy array, from the pool's arena of the current stream."""
-    return _allocate(device, "empty", shape, dtypes.tag(dtype))
+_LEGACY_STREAMS = (0, 1)
+_MIN_BATCH_RUNS = 2
 
-
-def zeros(device: CudaDevice, shape: Any, dtype: Any) -> Any:
-    """Return a CuPy array of zeros, ready for any stream. It is never part of a capture."""
-    stream = device.as_stream(None, "cupy")
-    if stream.capturing:
-        with device.current(), device.stream().cupy:
-            return zeros(device, shape, dtype)
-    array = _allocate(device, "zeros", shape, dtypes.tag(dtype))
-    stream.synchronize()
-    return array
-
-
-def asarray(device: CudaDevice, array: np.ndarray[Any, Any]) -> Any:
-    """Return a copy of a NumPy array on the device, ready for any stream."""
-    source = np.asarray(array)
-    format = dtypes.tag(source.dtype)
-    stream = _uncaptured_stream(device, "cupy", "asarray")
-    try:
-        with device.current(), device.api.relaxed():
-            made = device.api.cupy.array(source.view(dtypes.carrier_dtype(format)))
-    except device.api.errors as error:
-        raise device.api.failure(f"asarray on {device.name}", error) from error
-    stream.synchronize()
-    return _tagged(made, format)
+Runs = tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]
+"""Addresses to copy to, addresses to copy from, and bytes: uint64 (runs,) each."""
 
 
-def to_numpy(device: CudaDevice, array: Any) -> np.ndarray[Any, Any]:
-    """Return a copy as a NumPy array, in the order of the array's library's current stream."""
-    view = exporters.view(array)
-    dtype = dtypes.numpy_dtype(view.format)
-    if view.device == "host":
-        return arrays.array_at(view.owner, view.pointer, view.shape, dtype, view.strides).copy()
-    stream = _uncaptured_stream(device, view.library, "to_numpy")
-    exporters.wait_for_producers((view,), stream)
-    bits = carrier(device, view)
-    try:
-        with device.current(), device.api.relaxed(), stream.cupy:
-            host: np.ndarray[Any, Any] = bits.get()
-    except device.api.errors as error:
-        raise device.api.failure(f"to_numpy on {device.name}", error) from error
-    return host.view(dtype)
-
-
-def fault_record(device: CudaDevice) -> Any:
-    """Return four int64 zeros, outside the pool, cleared on a stream that no capture can own."""
-    cuda, runtime = device.api.cupy.cuda, device.api.runtime
-    dtype = np.dtype(np.int64)
-    try:
-        with device.current(), device.api.relaxed():
-            memory = cuda.Memory(4 * dtype.itemsize)
-            own = cuda.Stream(non_blocking=True)
-            runtime.memsetAsync(memory.ptr, 0, 4 * dtype.itemsize, own.ptr)
-            runtime.streamSynchronize(own.ptr)
-            start = cuda.MemoryPointer(memory, 0)
-            return device.api.cupy.ndarray((4,), dtype, memptr=start)
-    except device.api.errors as error:
-        raise device.api.failure(f"fault record of {device.name}", error) from error
-
-
-def carrier(device: CudaDevice, view: arrays.ArrayView) -> Any:
-    """Return the bytes of a view as a CuPy array in the carrier dtype of its format. No copy.
-
-    Raises
-    ------
-    ValueError : the view is on another device, or in host memory that is not pinned
-    """
-    pointer = device_address(device, view)
-    if pointer is None:
-        raise ValueError(
-            f"array: expected one on {device.name} or in pinned memory, got one on {view.device}"
-        )
-    dtype = dtypes.carrier_dtype(view.format)
-    return _array(device, pointer, view.shape, view.strides, dtype, view.owner)
-
-
-def copy(device: CudaDevice, dst: Any, src: Any, stream: Any) -> None:
-    """Copy `src` to `dst` (`CudaDevice.copy`)."""
-    to, of = exporters.view(dst, "dst"), exporters.view(src, "src")
-    if to.shape != of.shape or to.format != of.format:
-        raise ValueError(f"dst: expected {arrays.describe(of)}, got {arrays.describe(to)}")
-    if to.readonly:
-        raise ValueError("dst: expected a writable array, got a read-only one")
-    library = next((v.library for v in (to, of) if v.device == device.name), "cupy")
-    on = device.as_stream(stream, library)
-    if of.size == 0:
-        return
-    exporters.wait_for_producers((to, of), on)
-    observe.issue(
-        lambda: observe.Operation(
-            "copy", on, reads=(observe.Access(of),), writes=(observe.Access(to),)
-        ),
-        lambda: _enqueue_copy(device, to, of, on),
-    )
-    exporters.note_written([to])
-
-
-def device_address(device: CudaDevice, view: arrays.ArrayView) -> int | None:
-    """Return where kernels of the device find a view; None if they cannot reach it."""
-    if view.device == device.name or view.size == 0:
+def device_address(context: CudaContext, view: ArrayView) -> int | None:
+    """Return where kernels of the GPU find a view; None if they cannot reach it."""
+    if view.device == context.name or view.size == 0:
         return view.pointer
     if view.device != "host":
         return None
-    attributes = device.api.runtime.pointerGetAttributes(view.pointer)
+    attributes = context.api.runtime.pointerGetAttributes(view.pointer)
     return None if attributes.type == UNREGISTERED_MEMORY else attributes.devicePointer or None
 
 
-def address(device: CudaDevice, view: arrays.ArrayView) -> int | None:
-    """Return the same as `device_address`, as a call that stands by itself."""
-    try:
-        with device.current():
-            return device_address(device, view)
-    except device.api.errors as error:
-        raise device.api.failure(f"address of {view!r} on {device.name}", error) from error
+# --- Pinned host memory ---------------------------------------------------------------------------
 
 
-def _enqueue_copy(
-    device: CudaDevice, to: arrays.ArrayView, of: arrays.ArrayView, on: Stream
-) -> None:
-    plan = cuda_copy.plan(to.shape, to.strides, of.strides, to.itemsize)
-    owners = (to.owner, of.owner)
-    try:
-        with device.current(), device.api.relaxed():  # CuPy may compile and load a kernel
-            dst = src = None
-            if not plan.suits_engine:
-                dst, src = device_address(device, to), device_address(device, of)
-            if dst is not None and src is not None:
-                _copy_by_kernel(device, plan, dst, src, owners, on)
-            else:
-                cuda_copy.enqueue(
-                    device.api.runtime, plan, to.pointer, of.pointer, MEMCPY_DEFAULT, on.pointer
-                )
-    except device.api.errors as error:
-        with suppress(KvcupyError):  # part of it may be in flight; a lost device holds nothing
-            device.retain(on, owners)
-        raise device.api.failure(f"copy of {arrays.describe(of)} on {on!r}", error) from error
-    device.retain(on, owners)
+class RegisteredPages:
+    """Pages that CUDA has locked; they are unlocked and unmapped when this object is deleted.
+
+    Attributes
+    ----------
+    ptr : their address
+    num_bytes : of whole pages
+    """
+
+    __slots__ = ("__weakref__", "num_bytes", "ptr")
+
+    def __init__(self, context: CudaContext, ptr: int, num_bytes: int) -> None:
+        self.ptr = ptr
+        self.num_bytes = num_bytes
+        _on_release(self, context, lambda: _release(context, ptr, num_bytes))
 
 
-def _copy_by_kernel(
-    device: CudaDevice,
-    plan: cuda_copy.CopyPlan,
-    dst: int,
-    src: int,
-    owners: tuple[object, object],
-    on: Stream,
-) -> None:
-    word, shape, dst_strides, src_strides = cuda_copy.words(plan, dst, src)
-    dtype = np.dtype(f"u{word}")
-    target = _array(device, dst, shape, dst_strides, dtype, owners[0])
-    source = _array(device, src, shape, src_strides, dtype, owners[1])
-    with on.cupy:
-        target[...] = source
+class AllocatedMemory:
+    """Memory that CUDA has allocated, as CuPy's object, which is deleted with this one.
+
+    Attributes
+    ----------
+    ptr : its address
+    """
+
+    __slots__ = ("__weakref__", "ptr")
+
+    def __init__(self, context: CudaContext, memory: Any) -> None:
+        self.ptr = int(memory.ptr)
+        _on_release(self, context, [memory].clear)
 
 
-def _allocate(device: CudaDevice, how: str, shape: Any, format: str) -> Any:
-    """Call `cupy.empty` or `cupy.zeros` with a dtype that CuPy has."""
-    device.retired.reap()
-    quantised = format.startswith("fp8")  # CuPy has bfloat16, but no 8-bit floats
-    dtype = dtypes.carrier_dtype(format) if quantised else dtypes.numpy_dtype(format)
-    with device.current():
+def pinned_memory(context: CudaContext, num_bytes: int) -> RegisteredPages | AllocatedMemory:
+    """Return page-locked host memory for every GPU, near this one where its NUMA node is known.
+
+    A process forked from this one does not have it.
+    """
+    with context.api.relaxed():
+        memory = _near_the_gpu(context, num_bytes)
+        if memory is not None:
+            return memory
         try:
-            with device.api.relaxed():
-                made = getattr(device.api.cupy, how)(shape, dtype)
-        except device.api.errors as error:
-            num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            what = f"{how}, {num_bytes:,} bytes on {device.name}"
-            raise device.api.failure(what, error) from error
-    return _tagged(made, format)
+            with context.current():
+                allocated = context.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), _ALLOC_FLAGS)
+        except context.api.errors as error:
+            raise context.api.failure(f"{num_bytes} bytes of pinned memory", error) from error
+        return AllocatedMemory(context, allocated)
 
 
-def _tagged(array: Any, format: str) -> Any:
-    if format.startswith("fp8"):
-        return exporters.view_as(array, format)
-    return array.view(dtypes.numpy_dtype(format))
+def numa_node(context: CudaContext) -> int | None:
+    """Return the NUMA node that the GPU is attached to; None if it is not known."""
+    api = context.api
+    try:
+        bus_id = api.runtime.deviceGetPCIBusId(context.index)
+    except api.errors:  # a GPU passed through to a virtual machine may have none
+        return None
+    return host_memory.node_of_pci_device(bus_id, api.pci_devices)
 
 
-def _array(
-    device: CudaDevice,
-    pointer: int,
+def _near_the_gpu(context: CudaContext, num_bytes: int) -> RegisteredPages | None:
+    """Return registered pages on the GPU's NUMA node, or None where CUDA must allocate.
+
+    CUDA allocates on the node of the calling thread, which may be the far one.
+    """
+    if num_bytes < host_memory.PAGE_BYTES:
+        return None
+    node = numa_node(context)
+    if node is None:
+        return None
+    try:
+        pointer, mapped_bytes = host_memory.map_pages(num_bytes)
+    except OSError:
+        return None
+    host_memory.prefer_node(pointer, mapped_bytes, node)  # best effort: else default NUMA placement
+    host_memory.keep_from_children(pointer, mapped_bytes)  # before CUDA learns where they are
+    try:
+        with context.current():
+            context.api.runtime.hostRegister(pointer, mapped_bytes, _REGISTER_FLAGS)
+    except context.api.errors:  # e.g. RLIMIT_MEMLOCK, which does not bind the driver's allocation
+        host_memory.unmap(pointer, mapped_bytes)
+        return None
+    return RegisteredPages(context, pointer, mapped_bytes)
+
+
+def _on_release(owner: object, context: CudaContext, release: Callable[[], object]) -> None:
+    """Call `release` when `owner` is deleted.
+
+    Garbage collection may run on any thread. CUDA may wait for the device before it frees memory,
+    and the device for the thread that calls host functions, so that one starts another thread.
+    """
+
+    def release_now() -> None:
+        with context.api.relaxed():  # captures of others do not depend on it
+            release()
+
+    def released() -> None:
+        if context.calls.here:
+            threading.Thread(target=release_now, name="kvcupy release", daemon=True).start()
+        else:
+            release_now()
+
+    # CUDA may be gone before the interpreter is, and the system takes the pages back.
+    weakref.finalize(owner, released).atexit = False
+
+
+def _release(context: CudaContext, pointer: int, num_bytes: int) -> None:
+    try:
+        with context.current():
+            context.api.runtime.hostUnregister(pointer)
+    except context.api.errors:  # still locked, and reachable by a GPU: never unmap them
+        return
+    host_memory.unmap(pointer, num_bytes)
+
+
+# --- Copies between strided arrays ----------------------------------------------------------------
+#
+# The axes that both arrays walk without a gap are joined first. What is left is a number of
+# rectangles: `height` rows of `width` contiguous bytes, a pitch apart.
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """One copy: offsets and pitches in bytes."""
+
+    dst: int
+    src: int
+    dst_pitch: int
+    src_pitch: int
+    width: int
+    height: int
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """How to copy one strided array to another of the same shape.
+
+    Parameters
+    ----------
+    outer : the axes to loop over: (length, dst stride, src stride)
+    row_axis : the axis of the rows of a rectangle; length 1 where there is none
+    width : contiguous bytes per row
+    """
+
+    outer: tuple[tuple[int, int, int], ...]
+    row_axis: tuple[int, int, int]
+    width: int
+
+    @property
+    def count(self) -> int:
+        """How many rectangles there are."""
+        total = 1
+        for length, _, _ in self.outer:
+            total *= length
+        return total
+
+    @property
+    def suits_engine(self) -> bool:
+        """Whether the copy engine is the better choice where a kernel could do it too."""
+        rows_are_long = self.width >= _MIN_WIDTH_BYTES or self.row_axis[0] == 1
+        return self.count <= _MAX_RECTANGLES and rows_are_long
+
+    def rectangles(self) -> Iterator[Rectangle]:
+        """Yield every rectangle."""
+        height, dst_pitch, src_pitch = self.row_axis
+        for index in itertools.product(*(range(n) for n, _, _ in self.outer)):
+            dst = sum(i * d for i, (_, d, _) in zip(index, self.outer, strict=True))
+            src = sum(i * s for i, (_, _, s) in zip(index, self.outer, strict=True))
+            yield Rectangle(dst, src, dst_pitch, src_pitch, self.width, height)
+
+
+def plan_copy(
     shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: np.dtype[Any],
-    owner: object,
-) -> Any:
-    reach = sum(abs((n - 1) * s) for n, s in zip(shape, strides, strict=True)) + dtype.itemsize
-    cupy = device.api.cupy
-    memory = cupy.cuda.UnownedMemory(pointer, reach, owner, device.index)
-    start = cupy.cuda.MemoryPointer(memory, 0)
-    return cupy.ndarray(shape, dtype, memptr=start, strides=strides)
+    dst_strides: tuple[int, ...],
+    src_strides: tuple[int, ...],
+    itemsize: int,
+) -> CopyPlan:
+    """Return the plan for a copy of at least one element. Strides are in bytes.
+
+    >>> plan_copy((4, 8), (16, 2), (64, 2), 2)
+    CopyPlan(outer=(), row_axis=(4, 16, 64), width=16)
+    """
+    axes = _join(shape, dst_strides, src_strides)
+    width = itemsize
+    if axes and axes[-1][1:] == (width, width):
+        width *= axes.pop()[0]
+    row_axis = (1, width, width)
+    if axes and all(width <= pitch <= _MAX_PITCH_BYTES for pitch in axes[-1][1:]):
+        row_axis = axes.pop()
+    return CopyPlan(tuple(axes), row_axis, width)
 
 
-def _uncaptured_stream(device: CudaDevice, library: str, what: str) -> Stream:
-    stream = device.as_stream(None, library)
-    if stream.capturing:
-        raise CaptureError(f"{what} waits for {stream.name}, which is being captured")
-    return stream
+def _join(
+    shape: tuple[int, ...], dst_strides: tuple[int, ...], src_strides: tuple[int, ...]
+) -> list[tuple[int, int, int]]:
+    """Sort the axes, widest stride of `dst` first, and join neighbours without a gap."""
+    axes = [a for a in zip(shape, dst_strides, src_strides, strict=True) if a[0] != 1]
+    axes.sort(key=lambda axis: (-abs(axis[1]), -abs(axis[2])))
+    joined: list[tuple[int, int, int]] = []
+    for length, dst, src in axes:
+        if joined and joined[-1][1:] == (dst * length, src * length):
+            length *= joined.pop()[0]
+        joined.append((length, dst, src))
+    return joined
+
+
+def enqueue_copy(runtime: Any, copy: CopyPlan, dst: int, src: int, stream: int) -> None:
+    """Put the rectangles of a copy between two addresses on a stream, for the copy engine."""
+    for r in copy.rectangles():
+        if r.height == 1:
+            runtime.memcpyAsync(dst + r.dst, src + r.src, r.width, MEMCPY_DEFAULT, stream)
+        else:
+            runtime.memcpy2DAsync(
+                dst + r.dst,
+                r.dst_pitch,
+                src + r.src,
+                r.src_pitch,
+                r.width,
+                r.height,
+                MEMCPY_DEFAULT,
+                stream,
+            )
+
+
+def copy_in_words(
+    copy: CopyPlan, dst: int, src: int
+) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the copy in the widest words that fit: bytes per word, shape, both strides.
+
+    >>> copy_in_words(plan_copy((4, 8), (16, 2), (64, 2), 2), 0, 0)
+    (8, (4, 2), (16, 8), (64, 8))
+    """
+    axes = [*copy.outer, copy.row_axis]
+    numbers = [dst, src, copy.width, *(n for _, d, s in axes for n in (d, s))]
+    word = next(w for w in (8, 4, 2, 1) if all(n % w == 0 for n in numbers))
+    axes.append((copy.width // word, word, word))
+    lengths, dst_strides, src_strides = zip(*axes, strict=True)
+    return word, lengths, dst_strides, src_strides
+
+
+# --- Copies of runs -------------------------------------------------------------------------------
+#
+# The cost of many short copies is that of their calls, so all go into one where the driver can:
+# since CUDA 12.8, never on the legacy default stream, and never into a graph. A batch takes
+# addresses as the device knows them. Where those of registered host memory are not the host's, as
+# in WSL2, it faults on the latter, so there runs go one by one, by calls that look addresses up.
+
+
+class RunCopies:
+    """Puts copies of runs on the streams of one device."""
+
+    def __init__(self, context: CudaContext) -> None:
+        self._context = context
+        self._attributes = in_stream_order()
+        self._first_copy = ctypes.c_size_t(0)  # the attributes hold from this copy on
+        self._unsupported = False
+
+    def enqueue(self, runs: Runs, stream: Stream, failed: ctypes.c_size_t) -> None:
+        """Copy runs in the order of a stream, with the device current; CuPy's exceptions pass.
+
+        Parameters
+        ----------
+        runs : contiguous arrays of at least one run, none of zero bytes
+        failed : set to the index of the run whose copy was refused, if that is known
+        """
+        batch = self._batch_for(len(runs[0]), stream)
+        if batch is not None:
+            if self._as_batch(batch, runs, stream, failed):
+                return
+            self._unsupported = True  # the function exists, and reports that it cannot be used here
+        self._one_by_one(runs, stream, failed)
+
+    def _batch_for(self, count: int, stream: Stream) -> Callable[..., int] | None:
+        """Return the driver's batched copy, or None where one by one is right."""
+        if count < _MIN_BATCH_RUNS or self._unsupported or stream.pointer in _LEGACY_STREAMS:
+            return None
+        batch = self._context.api.memcpy_batch
+        if batch is None or not self._host_addresses_are_shared:
+            return None
+        return None if stream.capturing else batch
+
+    @cached_property
+    def _host_addresses_are_shared(self) -> bool:
+        """Whether registered host memory has one address for the processor and the GPU."""
+        context, attribute = self._context, ATTRIBUTE_REGISTERED_HOST_POINTERS
+        return bool(context.api.runtime.deviceGetAttribute(attribute, context.index))
+
+    def _as_batch(
+        self, batch: Callable[..., int], runs: Runs, stream: Stream, failed: ctypes.c_size_t
+    ) -> bool:
+        """Return False if the driver does not support it; some runs may have been copied then, and
+        can be copied again, since runs do not overlap."""
+        api = self._context.api
+        if not self._context.thread.ready:
+            self._context.prepare_thread()
+        dst, src, sizes = runs
+        status = batch(
+            dst.ctypes.data, src.ctypes.data, sizes.ctypes.data, len(sizes),
+            ctypes.addressof(self._attributes), ctypes.addressof(self._first_copy), 1,
+            ctypes.addressof(failed), stream.pointer,
+        )  # fmt: skip
+        if status == NOT_SUPPORTED:
+            return False
+        api.driver.check_status(status)
+        return True
+
+    def _one_by_one(self, runs: Runs, stream: Stream, failed: ctypes.c_size_t) -> None:
+        copy, pointer = self._context.api.runtime.memcpyAsync, stream.pointer
+        dst, src, sizes = runs
+        listed = zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True)
+        for index, (to, of, size) in enumerate(listed):
+            try:
+                copy(to, of, size, MEMCPY_DEFAULT, pointer)
+            except self._context.api.errors:
+                failed.value = index
+                raise
+
+
+def describe_runs(
+    dst: np.ndarray[Any, Any],
+    src: np.ndarray[Any, Any],
+    sizes: np.ndarray[Any, Any],
+    index: int | None,
+    stream: Stream,
+) -> str:
+    """Return what a failed copy of runs was, for its error; `index` of the run, if known."""
+    what = f"copy of {len(sizes)} runs on {stream!r}"
+    if index is None:
+        return f"{what}, {int(sizes.sum())} bytes"
+    return (
+        f"{what}, run {index}: {int(sizes[index])} bytes "
+        f"from {int(src[index]):#x} to {int(dst[index]):#x}"
+    )

@@ -1,31 +1,33 @@
-"""Streams of a GPU: CUDA's own, with the rules of capture checked before CUDA is asked.
+"""Streams of a GPU, their events and graphs, and other libraries' streams.
 
-CUDA answers an illegal call during a capture by spoiling the capture. Here such a call raises
-`CaptureError` instead and CUDA never sees it.
+CUDA answers an illegal call during a capture by invalidating the capture. Here such a call raises
+`CaptureError` instead, and CUDA never sees it.
+
+The current stream of CuPy or torch is queried at every call: one remembered from an earlier call
+would send work to a stream that nobody waits for, or leave it out of a capture.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from .. import observe
-from ..errors import CaptureError
+from ..cuda_api import UNJOINED
+from ..errors import CaptureError, DeviceError
 from ..pickling import ProcessLocal
-from .cuda_events import Event
-from .cuda_graph import FOREIGN, ForeignPoint, Graph
+from .cuda_context import FOREIGN, Capture, CudaContext
+from .protocol import Device, Hook
 
-if TYPE_CHECKING:
-    from .cuda import CudaDevice
-    from .launch_hooks import Hook
-
-_DEFAULT_STREAMS = {0: "default stream", 1: "default stream", 2: "per-thread default stream"}
+_DEFAULT_STREAM_NAMES = {0: "default stream", 1: "default stream", 2: "per-thread default stream"}
+_LEGACY_STREAMS = (0, 1)  # two handles of one stream
 
 
-class Handle:
-    """Somebody else's stream in the form in which CuPy takes it; keeps the object alive."""
+class _Handle:
+    """Another library's stream in the form in which CuPy takes it; keeps the object alive."""
 
     def __init__(self, pointer: int, source: object) -> None:
         self.pointer = pointer
@@ -36,7 +38,7 @@ class Handle:
 
 
 class Stream(ProcessLocal):
-    """A CUDA stream: one of kvcupy's own, or a light wrapper around another library's.
+    """A CUDA stream: kvcupy's own, or a light wrapper around another library's.
 
     Two wrappers of one CUDA stream are equal.
 
@@ -49,12 +51,12 @@ class Stream(ProcessLocal):
 
     _numbers = itertools.count(1)
 
-    __slots__ = ("__weakref__", "_cupy", "_priority", "_source", "device", "library", "name",
+    __slots__ = ("__weakref__", "_cupy", "_priority", "_source", "context", "library", "name",
                  "pointer")  # fmt: skip
 
     def __init__(
         self,
-        device: CudaDevice,
+        context: CudaContext,
         pointer: int,
         source: object = None,
         *,
@@ -63,35 +65,40 @@ class Stream(ProcessLocal):
         name: str = "",
         priority: int | None = None,
     ) -> None:
-        self.device = device
+        self.context = context
         self.pointer = pointer
         self.library = library
-        self.name = name or _DEFAULT_STREAMS.get(pointer) or f"stream {pointer:#x}"
+        self.name = name or _DEFAULT_STREAM_NAMES.get(pointer) or f"stream {pointer:#x}"
         self._source = source
         self._cupy = cupy_stream
         self._priority = priority
 
     @classmethod
-    def create(cls, device: CudaDevice, priority: int) -> Stream:
+    def create(cls, context: CudaContext, priority: int) -> Stream:
         """Return a new stream that does not synchronise with the default stream."""
         try:
-            with device.current(), device.api.relaxed():
-                made = device.api.cupy.cuda.Stream(non_blocking=True, priority=priority)
-        except device.api.errors as error:
-            raise device.api.failure(f"stream on {device.name}", error) from error
+            with context.current(), context.api.relaxed():
+                cupys = context.api.cupy.cuda.Stream(non_blocking=True, priority=priority)
+        except context.api.errors as error:
+            raise context.api.failure(f"stream on {context.name}", error) from error
         name = f"stream {next(cls._numbers)}"
-        return cls(device, made.ptr, cupy_stream=made, name=name, priority=priority)
+        return cls(context, cupys.ptr, cupy_stream=cupys, name=name, priority=priority)
+
+    @property
+    def device(self) -> Device:
+        """The device that the stream belongs to."""
+        return self.context.device
 
     def __repr__(self) -> str:
-        return f"<{self.name} of {self.device.name}>"
+        return f"<{self.name} of {self.context.name}>"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Stream):
             return NotImplemented
-        return self.pointer == other.pointer and self.device is other.device
+        return self.pointer == other.pointer and self.context is other.context
 
     def __hash__(self) -> int:
-        return hash((self.pointer, self.device.index))
+        return hash((self.pointer, self.context.index))
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return version and address (the CUDA stream protocol)."""
@@ -101,35 +108,35 @@ class Stream(ProcessLocal):
     def priority(self) -> int:
         """Lower numbers go first."""
         if self._priority is None:
-            with self.device.current():
-                self._priority = int(self.device.api.runtime.streamGetPriority(self.pointer))
+            with self.context.current():
+                self._priority = int(self.context.api.runtime.streamGetPriority(self.pointer))
         return self._priority
 
     @property
     def cupy(self) -> Any:
         """The same stream as a CuPy stream."""
         if self._cupy is None:
-            handle = Handle(self.pointer, self._source)
-            self._cupy = self.device.api.cupy.cuda.Stream.from_external(handle)
+            handle = _Handle(self.pointer, self._source)
+            self._cupy = self.context.api.cupy.cuda.Stream.from_external(handle)
         return self._cupy
 
     @property
     def capturing(self) -> bool:
-        """Whether the stream is part of a capture, anybody's."""
-        return self.device.capture_of(self.pointer) is not None
+        """Whether the stream is part of a capture, kvcupy's or another library's."""
+        return self.context.capture_of(self.pointer) is not None
 
     @property
     def capture_id(self) -> int | None:
-        """CUDA's number of the capture that the stream is part of; None outside, or if spoilt."""
-        if not self.capturing:  # CuPy tells sooner, and gives the thread the device's context
+        """CUDA's number of the capture that the stream is part of; None if none, or invalidated."""
+        if not self.capturing:  # cheaper, and gives the thread the device's context
             return None
-        with self.device.current():
-            return self.device.api.capture_id(self.pointer)
+        with self.context.current():
+            return self.context.api.capture_id(self.pointer)
 
     @property
-    def keeps(self) -> bool:
-        """Whether owners live until work here has run, replays too: not in somebody's capture."""
-        return self.device.capture_of(self.pointer) is not FOREIGN
+    def retains_owners(self) -> bool:
+        """Whether owners live until work here has run, replays too: not in another's capture."""
+        return self.context.capture_of(self.pointer) is not FOREIGN
 
     def wait(self, other: Any) -> None:
         """Let later work here wait for an event, or for all that a stream holds so far.
@@ -141,15 +148,16 @@ class Stream(ProcessLocal):
         if isinstance(other, Event):
             event = other
         else:
-            stream = other if isinstance(other, Stream) else self.device.as_stream(other)
+            is_ours = isinstance(other, Stream)
+            stream: Any = other if is_ours else self.context.device.as_stream(other)
             if stream == self:
                 return
             event = stream.record()
-        here = self.device.capture_of(self.pointer)
+        here = self.context.capture_of(self.pointer)
         if event.recorded:
             self._check_boundary(here, event.capture)
-            self._call("wait", self.device.api.runtime.streamWaitEvent, event.pointer)
-            if here is None and isinstance(event.capture, Graph):
+            self._call("wait", self.context.api.runtime.streamWaitEvent, event.pointer)
+            if here is None and isinstance(event.capture, Capture):
                 event.capture.join(self)
         observe.waited(self, event)
 
@@ -161,26 +169,26 @@ class Stream(ProcessLocal):
         TypeError, ValueError : `event` is none of kvcupy's, or another GPU's
         """
         if event is None:
-            event = Event(self.device)
+            event = Event(self.context)
         elif not isinstance(event, Event):
-            raise TypeError(f"event: expected an event of {self.device.name}, got {event!r}")
-        elif event.device is not self.device:
+            raise TypeError(f"event: expected an event of {self.context.name}, got {event!r}")
+        elif event.context is not self.context:
             raise ValueError(
-                f"event: expected one of {self.device.name}, got one of {event.device.name}"
+                f"event: expected one of {self.context.name}, got one of {event.context.name}"
             )
-        capture = self.device.capture_of(self.pointer)
+        capture = self.context.capture_of(self.pointer)
         try:
-            with self.device.current():
-                self.device.api.record(event.pointer, self.pointer)
-        except self.device.api.errors as error:
-            raise self.device.api.failure(f"record in {self!r}", error) from error
-        event.mark(self, ForeignPoint(self) if capture is FOREIGN else capture)
+            with self.context.current():
+                self.context.api.record(event.pointer, self.pointer)
+        except self.context.api.errors as error:
+            raise self.context.api.failure(f"record in {self!r}", error) from error
+        event.mark_recorded(self, ForeignPoint(self) if capture is FOREIGN else capture)
         observe.recorded(event, self)
-        recorded: Event = event
-        return recorded
+        result: Event = event
+        return result
 
     def synchronize(self) -> None:
-        """Wait for all work.
+        """Wait for all work on the stream.
 
         Raises
         ------
@@ -188,18 +196,18 @@ class Stream(ProcessLocal):
         CaptureError : the stream is being captured
         """
         self._refuse_captured("synchronising it")
-        self._call("synchronize", self.device.api.runtime.streamSynchronize)
-        self.device.retired.reap((self.pointer,))
-        self.device.calls.raise_failures(self.pointer)
+        self._call("synchronize", self.context.api.runtime.streamSynchronize)
+        self.context.retired.reap((self.pointer,))
+        self.context.calls.raise_failures(self.pointer)
 
     def done(self) -> bool:
         """Return whether all work is done; raise as `synchronize` does."""
         self._refuse_captured("asking whether it is done")
-        api = self.device.api
-        with self.device.current(), api.relaxed():
+        api = self.context.api
+        with self.context.current(), api.relaxed():
             status = api.runtime.streamQuery(self.pointer)
         done = api.query(repr(self), status)
-        self.device.calls.raise_failures(self.pointer)
+        self.context.calls.raise_failures(self.pointer)
         return done
 
     def call(self, function: Callable[[], object]) -> None:
@@ -216,12 +224,12 @@ class Stream(ProcessLocal):
         -----
         The function runs on a thread of kvcupy's, one for all streams of the device, while this
         stream waits for it, and whatever shares a hardware queue with it. It must not wait for the
-        GPU, which allocating and freeing memory may do too, nor for another such function. It lives
-        until the stream has passed. Capture: legal; each replay calls it again.
+        GPU, which allocating and freeing memory may do too, nor for another such function. It is
+        kept until the stream has passed. Capture: legal; each replay calls it again.
         """
         observe.issue(
             lambda: observe.Operation("call", self),
-            lambda: self.device.calls.enqueue(self, function),
+            lambda: self.context.calls.enqueue(self, function),
         )
 
     @contextmanager
@@ -240,7 +248,7 @@ class Stream(ProcessLocal):
         if self.pointer in (0, 1):
             raise CaptureError("the default stream cannot be captured; use device.stream()")
         self._refuse_captured("a second capture")
-        graph = Graph(self.device)
+        graph = Graph(self.context)
         graph.begin(self)
         try:
             yield graph
@@ -260,14 +268,14 @@ class Stream(ProcessLocal):
         ------
         CaptureError : the stream is not being captured, or by another library
         """
-        graph = self.device.capture_of(self.pointer)
+        graph = self.context.capture_of(self.pointer)
         if graph is None:
             raise CaptureError(f"{self.name} is not being captured: there is no graph to launch")
         if graph is FOREIGN:
             raise CaptureError(f"{self.name} is captured by another library; use Stream.capture")
         graph.hooks.add(before, after)
 
-    def _check_boundary(self, here: Graph | None, there: Graph | ForeignPoint | None) -> None:
+    def _check_boundary(self, here: Capture | None, there: Capture | ForeignPoint | None) -> None:
         if here is None or here is there:
             return
         if there is None:
@@ -282,7 +290,324 @@ class Stream(ProcessLocal):
 
     def _call(self, what: str, function: Callable[..., object], *arguments: int) -> None:
         try:
-            with self.device.current(), self.device.api.relaxed():
+            with self.context.current(), self.context.api.relaxed():
                 function(self.pointer, *arguments)
-        except self.device.api.errors as error:
-            raise self.device.api.failure(f"{what}, {self!r}", error) from error
+        except self.context.api.errors as error:
+            raise self.context.api.failure(f"{what}, {self!r}", error) from error
+
+
+# --- Events ---------------------------------------------------------------------------------------
+
+
+class Event(ProcessLocal):
+    """A point in a stream; recording it again moves it. Made by `Device.event`.
+
+    An event that was never recorded, or last in a capture that has ended, counts as done.
+
+    Attributes
+    ----------
+    capture : in which capture it was last recorded, kvcupy's or another library's; None if in none
+    """
+
+    __slots__ = ("__weakref__", "_handle", "_stream", "capture", "context", "timing")
+
+    def __init__(self, context: CudaContext, timing: bool = False) -> None:
+        self.context = context
+        self.timing = timing
+        self._handle = 0  # no CUDA event before the first record
+        self._stream = 0
+        self.capture: Capture | ForeignPoint | None = None
+
+    def __del__(self) -> None:
+        if self._handle and not sys.is_finalizing():
+            self.context.events.give(self._handle, self.timing)
+
+    @property
+    def pointer(self) -> int:
+        """The CUDA event, made at the first use."""
+        if not self._handle:
+            self._handle = self.context.events.take(self.timing)
+        return self._handle
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there is a point to wait for."""
+        return self._handle != 0 and (self.capture is None or self.capture.open)
+
+    def done(self) -> bool:
+        """Return whether the stream has passed the point.
+
+        Raises
+        ------
+        CaptureError : it was recorded in a capture that has not ended
+        DeviceError : the GPU has failed
+        """
+        self._refuse_captured()
+        if not self.recorded:
+            return True
+        api = self.context.api
+        with api.relaxed():
+            status = api.runtime.eventQuery(self._handle)
+        return api.query("event", status)
+
+    def synchronize(self) -> None:
+        """Wait until the stream has passed the point; raise as `done` does."""
+        self._refuse_captured()
+        if not self.recorded:
+            return
+        api = self.context.api
+        try:
+            with api.relaxed():
+                api.runtime.eventSynchronize(self._handle)
+        except api.errors as error:
+            raise api.failure("waiting for an event", error) from error
+        self.context.calls.raise_failures(self._stream)
+
+    def error(self) -> BaseException | None:
+        """Return None: after a failure on a GPU every later call raises."""
+        return None
+
+    def elapsed_us(self, since: Any) -> float:
+        """Return the microseconds from `since` to this event, waiting for both.
+
+        Raises
+        ------
+        ValueError : one of them has no timing, or was never recorded
+        """
+        for name, event in (("event", self), ("since", since)):
+            if not isinstance(event, Event) or not event.timing or not event.recorded:
+                raise ValueError(f"{name}: expected a recorded event made with timing=True")
+            event.synchronize()
+        api = self.context.api
+        try:
+            return float(api.runtime.eventElapsedTime(since._handle, self._handle)) * 1000
+        except api.errors as error:
+            raise api.failure("time between two events", error) from error
+
+    def mark_recorded(self, stream: Stream, capture: Capture | ForeignPoint | None) -> None:
+        """Remember the stream and the capture of the last record."""
+        self._stream = stream.pointer
+        self.capture = capture
+
+    def _refuse_captured(self) -> None:
+        if self.capture is not None and self.capture.open:
+            raise CaptureError("an event recorded in a capture cannot be waited for by the host")
+
+
+# --- Captures and graphs --------------------------------------------------------------------------
+
+
+class Graph(Capture, ProcessLocal):
+    """A capture and the graph that it becomes. Each launch reads the arrays again."""
+
+    def __init__(self, context: CudaContext) -> None:
+        super().__init__()
+        self.context = context
+        self._graph: Any = None
+
+    def begin(self, stream: Stream) -> None:
+        """Start capturing `stream`."""
+        context = self.context
+        try:
+            with context.current():
+                stream.cupy.begin_capture(context.api.runtime.streamCaptureModeRelaxed)
+                self.id = context.api.capture_id(stream.pointer)
+        except context.api.errors as error:
+            raise context.api.failure(f"capture of {stream!r}", error) from error
+        self.last_stream = stream.pointer
+        self.join(stream)
+
+    def finish(self) -> None:
+        """End the capture and make the graph ready for launches."""
+        context = self.context
+        try:
+            with context.current(), context.api.relaxed():  # instantiation allocates memory
+                self._graph = self._origin.cupy.end_capture()
+        except context.api.errors as error:
+            if getattr(error, "status", None) == UNJOINED:
+                forks = ", ".join(sorted({s.name for s in self.streams[1:]})) or "a stream"
+                raise CaptureError(
+                    f"{forks}: forked into the capture of {self._origin.name} and not joined; let "
+                    f"{self._origin.name} wait for it before the block ends"
+                ) from error
+            raise context.api.failure(f"end of the capture of {self._origin!r}", error) from error
+        finally:
+            self._close()
+
+    def abort(self) -> None:
+        """End the capture and drop what it holds; the streams are usable again."""
+        try:
+            # If it is invalidated, or a fork is not joined, CUDA raises and ends it all the same.
+            context = self.context
+            with context.current(), context.api.relaxed(), suppress(RuntimeError):
+                self._origin.cupy.end_capture()
+        finally:
+            self._close()
+
+    def launch(self, stream: Any = None) -> None:
+        """Replay on a stream; None means CuPy's current one.
+
+        Raises
+        ------
+        CaptureError : the capture has not ended, or failed; or `stream` is being captured
+
+        Notes
+        -----
+        Capture: illegal. CUDA launches no graph into a capture; capture the work itself there.
+        """
+        if self._graph is None:
+            raise CaptureError("the graph cannot be launched: its capture did not end well")
+        target: Any = self.context.device.as_stream(stream, "cupy")
+        if target.capturing:
+            raise CaptureError(
+                f"{target.name} is being captured: a graph cannot be launched into a capture; "
+                "capture its work there instead"
+            )
+        with self.hooks.around(target):
+            observe.issue(
+                lambda: observe.Operation("graph", target),
+                lambda: self._launch(target),
+            )
+
+    def _launch(self, target: Stream) -> None:
+        context = self.context
+        self.last_stream = target.pointer
+        try:
+            with context.current(), context.api.relaxed():  # the first one may allocate memory
+                self._graph.launch(target.cupy)
+        except context.api.errors as error:
+            raise context.api.failure(f"launch of a graph on {target!r}", error) from error
+        context.retain(target, (self,))
+
+    @property
+    def _origin(self) -> Stream:
+        if not self.streams:
+            raise DeviceError("the capture was never begun")
+        origin: Stream = self.streams[0]
+        return origin
+
+    def _close(self) -> None:
+        self.open = False
+        if self._graph is None:
+            self.kept.clear()
+        for stream in self.streams:
+            self.context.captures.pop(stream.pointer, None)
+
+
+class ForeignPoint:
+    """A point in another library's capture, where an event was recorded.
+
+    Attributes
+    ----------
+    id : CUDA's number of the capture
+    """
+
+    __slots__ = ("_stream", "id")
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream  # asked whether the capture goes on
+        self.id = stream.capture_id
+
+    @property
+    def open(self) -> bool:
+        """Whether the capture goes on, invalidated or not."""
+        return self._stream.capturing and self._stream.capture_id in (self.id, None)
+
+
+# --- Other libraries' streams ---------------------------------------------------------------------
+
+
+def current_stream(context: CudaContext, library: str) -> Stream:
+    """Return the current stream of torch, or CuPy's for the arrays of any other library.
+
+    Parameters
+    ----------
+    library : empty where no array decides; then the two must not disagree
+
+    Raises
+    ------
+    ValueError : no library was named, and CuPy and torch have made different streams current
+    """
+    if not library:
+        return _agreed_stream(context)
+    if library == "torch":
+        theirs = sys.modules["torch"].cuda.current_stream(context.index)
+        return Stream(context, theirs.cuda_stream, theirs, library="torch")
+    cupys = context.api.cupy.cuda.get_current_stream(context.index)
+    return Stream(context, cupys.ptr, cupys, cupy_stream=cupys, library="cupy")
+
+
+def _agreed_stream(context: CudaContext) -> Stream:
+    """Return the stream that was made current in torch, in CuPy or in both, else CuPy's default.
+
+    Inside `torch.cuda.stream(s)` or `torch.cuda.graph`, torch's stream is meant, though the memory
+    may have come from CuPy. A torch that has not used a GPU yet is not asked: that would initialise
+    all of them.
+    """
+    ours = current_stream(context, "cupy")
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return ours
+    theirs = current_stream(context, "torch")
+    if theirs == ours or theirs.pointer in _LEGACY_STREAMS:
+        return ours
+    if ours.pointer in _LEGACY_STREAMS:
+        return theirs
+    raise ValueError(
+        f"stream: expected one of {context.name}, got None while CuPy's current stream is "
+        f"{ours.pointer:#x} and torch's is {theirs.pointer:#x}; pass the one that is meant"
+    )
+
+
+def is_current_captured(context: CudaContext) -> bool:
+    """Return whether CuPy's or torch's current stream is being captured, as in torch.cuda.graph."""
+    libraries = ["cupy"]
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is not None and cuda.is_initialized():  # else asking would initialise all GPUs
+        libraries.append("torch")
+    return any(current_stream(context, library).capturing for library in libraries)
+
+
+def adopt(context: CudaContext, stream: Any) -> Stream:
+    """Return another library's stream as a stream of this GPU.
+
+    Raises
+    ------
+    TypeError : it is no stream
+    ValueError : it belongs to another device
+    """
+    cuda = context.api.cupy.cuda
+    if isinstance(stream, (cuda.Stream, getattr(cuda, "ExternalStream", cuda.Stream))):
+        _require_index(context, stream, stream.device_id)
+        return Stream(context, stream.ptr, stream, cupy_stream=stream)
+    theirs = getattr(stream, "device", None)
+    if getattr(theirs, "kind", "cuda") != "cuda":  # a stream of kvcupy's host device
+        raise ValueError(f"stream: expected one of {context.name}, got {stream!r}")
+    if isinstance(pointer := getattr(stream, "cuda_stream", None), int):  # torch
+        _require_index(context, stream, getattr(theirs, "index", None))
+        return Stream(context, pointer, stream)
+    pointer = _protocol_pointer(stream)
+    index = getattr(theirs, "device_id", None)  # cuda.core
+    _require_index(context, stream, index if isinstance(index, int) else None)
+    return Stream(context, pointer, stream)
+
+
+def _protocol_pointer(stream: Any) -> int:
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is None or isinstance(stream, type):
+        raise TypeError(
+            "stream: expected None, a kvcupy, CuPy or torch stream, or an object with "
+            f"__cuda_stream__, got {type(stream).__name__}"
+        )
+    answer = protocol() if callable(protocol) else protocol
+    match answer:
+        case (0, int(pointer)):
+            return pointer
+    raise TypeError(f"stream: expected __cuda_stream__() == (0, address), got {answer!r}")
+
+
+def _require_index(context: CudaContext, stream: object, index: int | None) -> None:
+    if index is not None and index not in (-1, context.index):  # CuPy's -1: any device
+        raise ValueError(
+            f"stream: expected one of {context.name}, got one of cuda:{index}: {stream!r}"
+        )

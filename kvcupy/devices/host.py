@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import shutil
 import struct
 import subprocess
@@ -17,16 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from .. import arrays, dtypes, faults, observe
+from .. import arrays, formats, observe
+from ..arrays import note_written
+from ..arrays import view as as_view
 from ..config import SHARED_BYTES, config
 from ..errors import CaptureError, CompileError, DeviceError, IndexFault
-from ..exporters import note_written
-from ..exporters import view as as_view
 from ..kernels import Specialisation
-from . import cxx, host_copy
-from .host_events import HostEvent
-from .host_model import processor_name
-from .host_streams import HostStream, InlineStream
+from . import cxx, host_memory
+from .host_streams import HostContext, HostEvent, HostStream, InlineStream
 
 # Config of kernels_src/host/runner.h: grid, block, smem_bytes, max_workers, seed, run_together.
 _CONFIG = struct.Struct("@3I3IIIQP")
@@ -54,9 +53,9 @@ class Report(ctypes.Structure):
 
 
 class HostFunction:
-    """A specialisation compiled for this processor and loaded: plainly, strictly or both.
+    """A specialisation compiled for this processor and loaded: plain, strict or both.
 
-    A build is made when it is first asked for: `config.strict` may change between launches.
+    Each build is made at its first use: `config.strict` may change between launches.
 
     Raises
     ------
@@ -86,13 +85,13 @@ class HostFunction:
         )
 
     def build(self, strict: bool) -> None:
-        """Make the build that launches take."""
+        """Make the strict or the plain build, unless it exists."""
         _ = self.strict if strict else self.entry
 
     def _library(self, build: Callable[..., Path]) -> ctypes.CDLL:
         try:
             return ctypes.CDLL(str(build(self.specialisation, self._extra_flags)))
-        except OSError as error:  # no room to build in, or nothing loadable
+        except OSError as error:  # the disk is full, or the library cannot be loaded
             raise CompileError(f"{self.specialisation} cannot be loaded: {error}") from error
 
     def _function(self, library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., int]:
@@ -110,36 +109,43 @@ class StrictBuild:
     """A strict build: takes Params, configuration and a `Report`, returns a status."""
 
     entry: Callable[[bytes, bytes, Any], int]
-    most_threads: int  # of a block, by the kernel's launch bounds
+    max_threads: int  # per block, by the kernel's launch bounds
     path: str
 
 
 class HostDevice:
     """The host device. There is one object, `kvcupy.device("host")`.
 
-    One thread a row is best here; `warp_lanes` of 32 lays kernels out as on a GPU, as the tests do.
-    `thread_order_seed` shuffles the order in which threads of a block run (0: by index; in strict
-    mode, `kv.config.strict`, 0 draws an order for each launch, of blocks too);
-    `num_workers` bounds the threads that a launch uses; `extra_flags` go to the compiler.
+    Attributes
+    ----------
+    warp_lanes : 1, so that a row is handled by one thread, which is best here. Tests set 32, which
+        lays kernels out as on a GPU.
+    thread_order_seed : shuffles the order in which threads of a block run; 0 means by index. In
+        strict mode (`kv.config.strict`) 0 draws an order for each launch, of blocks too.
+    num_workers : the most threads that a launch uses
+    extra_flags : options for the compiler
+    context : what the parts of the device share
     """
 
     name = "host"
     kind = "host"
+    arch = "host"
+    torch_name = "cpu"
     has_copy_engine = False
 
     def __init__(self) -> None:
-        count = getattr(os, "sched_getaffinity", None)
-        self.num_workers: int = len(count(0)) if count else os.cpu_count() or 1
-        self.multiprocessors = self.num_workers
+        affinity = getattr(os, "sched_getaffinity", None)
+        self.num_workers: int = len(affinity(0)) if affinity else os.cpu_count() or 1
+        self.sm_count = self.num_workers
         self.warp_lanes = 1
         self.thread_order_seed = 0
         self.extra_flags: tuple[str, ...] = ()
-        self._inline = InlineStream(self)
+        self.context = HostContext(self)
+        self._inline = InlineStream(self.context)
         self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
         self._functions: dict[tuple[Specialisation, tuple[str, ...]], HostFunction] = {}
         self._lock = threading.Lock()
-        self._faults = np.zeros(4, np.int64)
-        self.fault_pointer = self._faults.ctypes.data
+        self.fault_pointer = self.context.faults.ctypes.data
 
     def __repr__(self) -> str:
         return "<kvcupy device host>"
@@ -173,12 +179,12 @@ class HostDevice:
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """Return a copy of an array of this device as NumPy array (bf16, fp8: ml_dtypes)."""
         view = as_view(array)
-        return self.carrier(view).view(dtypes.numpy_dtype(view.format)).copy()
+        return self.carrier(view).view(formats.numpy_dtype(view.format)).copy()
 
     def carrier(self, view: arrays.ArrayView) -> np.ndarray[Any, Any]:
         """Return the bytes of a view as NumPy array of the carrier dtype, without a copy."""
         return arrays.array_at(
-            view.owner, view.pointer, view.shape, dtypes.carrier_dtype(view.format), view.strides,
+            view.owner, view.pointer, view.shape, formats.carrier_dtype(view.format), view.strides,
             readonly=view.readonly,
         )  # fmt: skip
 
@@ -195,12 +201,12 @@ class HostDevice:
         if to.readonly:
             raise ValueError("dst: expected a writable array, got a read-only one")
         target, source = self.carrier(to), self.carrier(of)
-        on = self.as_stream(stream)
+        queue = self.as_stream(stream)
         observe.issue(
             lambda: observe.Operation(
-                "copy", on, reads=(observe.Access(of),), writes=(observe.Access(to),)
+                "copy", queue, reads=(observe.Access(of),), writes=(observe.Access(to),)
             ),
-            lambda: on.enqueue(lambda: host_copy.copy_array(target, source)),
+            lambda: queue.enqueue(lambda: host_memory.copy_array(target, source)),
         )
         note_written([to])
 
@@ -213,7 +219,7 @@ class HostDevice:
         keep: Sequence[object] = (),
     ) -> None:
         """Copy contiguous runs one by one in the order of `stream`; `keep` lives until done."""
-        self.run(host_copy.copy_of_runs(dst, src, sizes), stream, keep)
+        self.run(host_memory.copy_of_runs(dst, src, sizes), stream, keep)
 
     def address(self, view: arrays.ArrayView) -> int | None:
         """Return where kernels find a view; None for memory of a GPU."""
@@ -225,8 +231,8 @@ class HostDevice:
     # --- Streams ---
 
     def stream(self, priority: int = 0) -> HostStream:
-        """Return a new stream. Lower priorities go first (negative ones take a privilege)."""
-        stream = HostStream(self, priority)
+        """Return a new stream. Lower priorities go first; negative ones need CAP_SYS_NICE."""
+        stream = HostStream(self.context, priority)
         self._streams.add(stream)
         return stream
 
@@ -311,7 +317,7 @@ class HostDevice:
     ) -> None:
         build = function.strict
         try:
-            _require_strict_limits(geometry, build.most_threads)
+            _require_strict_limits(geometry, build.max_threads)
             _config(*geometry, self.num_workers, 0)
         except ValueError as error:
             raise DeviceError(f"{function.specialisation} cannot be launched: {error}") from None
@@ -337,39 +343,51 @@ class HostDevice:
         self._enqueue(run, stream)
 
     def _enqueue(self, function: Callable[[], None], stream: Any) -> None:
-        """Enqueue work; in strict mode raise the faults that it notes on the calling thread."""
-        before = int(self._faults[0])
+        """Enqueue work; in strict mode raise the faults that it records on the calling thread."""
+        context = self.context
+        num_faults = int(context.faults[0])
         stream.enqueue(function)
-        if stream is self._inline and config.raises_index_faults and int(self._faults[0]) != before:
-            self.raise_fault()
-
-    def raise_fault(self) -> None:
-        """Raise the first index fault on record, if there is one, and clear the record."""
-        with self._lock:
-            fault = faults.recorded(self._faults)
-            self._faults.fill(0)
-        if fault is not None:
-            raise fault
+        raises = stream is self._inline and config.raises_index_faults
+        if raises and int(context.faults[0]) != num_faults:
+            context.raise_fault()
 
     def fault_array(self) -> np.ndarray[Any, Any]:
         """Return the fault record."""
-        return self._faults
+        return self.context.faults
+
+
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the model name of the processor, or else its architecture.
+
+    Parameters
+    ----------
+    cpuinfo : where Linux describes each core, `model name : ...` among other lines
+    """
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def _allocate(make: Callable[..., Any], shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
-    wanted = dtypes.numpy_dtype(dtype)
+    element = formats.numpy_dtype(dtype)
     shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * wanted.itemsize
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * element.itemsize
     raw: np.ndarray[Any, Any] = make(num_bytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + num_bytes].view(wanted).reshape(shape)
+    return raw[start : start + num_bytes].view(element).reshape(shape)
 
 
 @cache
 def _run_together() -> int:
     """Return the address of the function that shares a launch among threads.
 
-    Called once a kernel has been loaded, so there is a compiler. The library stays loaded.
+    A kernel has been loaded before, so there is a compiler. The library stays loaded.
     """
     pool = ctypes.CDLL(str(cxx.build_pool()))
     return ctypes.cast(pool.kvcupy_run_together, ctypes.c_void_p).value or 0
@@ -382,7 +400,7 @@ def _pack_config(
     num_workers: int,
     seed: int,
 ) -> bytes:
-    """Pack a launch configuration, refusing what a GPU would refuse."""
+    """Pack a launch configuration; ValueError for one that exceeds the limits of a GPU."""
     limits = (("grid", grid, (2**31 - 1, 65535, 65535)), ("block", block, (1024, 1024, 64)))
     for name, sizes, most in limits:
         if any(not 1 <= n <= m for n, m in zip(sizes, most, strict=True)):
@@ -400,20 +418,20 @@ def _pack_config(
 _config = lru_cache(maxsize=4096)(_pack_config)
 
 
-def _require_strict_limits(geometry: Geometry, most_threads: int) -> None:
-    """Raise ValueError for what the kernel's launch bounds or `config.strict_arch` do not allow."""
+def _require_strict_limits(geometry: Geometry, max_threads: int) -> None:
+    """Raise ValueError beyond the kernel's launch bounds or the limits of `config.strict_arch`."""
     grid, block, smem_bytes = geometry
     threads = block[0] * block[1] * block[2]
-    if threads > most_threads:
+    if threads > max_threads:
         raise ValueError(
             f"block {block} has {threads} threads, and the kernel's launch bounds allow "
-            f"{most_threads} (grid {grid}, block {block})"
+            f"{max_threads} (grid {grid}, block {block})"
         )
-    most_bytes = SHARED_BYTES[config.strict_arch]
-    if smem_bytes > most_bytes:
+    max_bytes = SHARED_BYTES[config.strict_arch]
+    if smem_bytes > max_bytes:
         raise ValueError(
             f"{smem_bytes} bytes of shared memory, and {config.strict_arch} (config.strict_arch) "
-            f"has {most_bytes} for a block (grid {grid}, block {block})"
+            f"has {max_bytes} for a block (grid {grid}, block {block})"
         )
 
 
@@ -448,8 +466,8 @@ def source_line(library: str, code: int) -> str:
         return ""
     command = [tool, "-i", "-e", library, hex(code - 1)]  # the call, which returns to `code`
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    lines = [Path(line.split(" ")[0]).name for line in found.stdout.splitlines()]
+    lines = [Path(line.split(" ")[0]).name for line in answer.stdout.splitlines()]
     return " < ".join(line for line in dict.fromkeys(lines) if not line.startswith("??"))

@@ -1,53 +1,86 @@
-"""Streams of the host device.
+"""Streams of the host device, their events and graphs.
 
 A stream is a thread that works off a queue. `stream=None` is the calling thread itself
 (`InlineStream`). A captured stream writes its work into a program instead of its queue; replaying
-the graph puts that program back on queues.
+the graph puts that program on queues again.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager, suppress
+from queue import SimpleQueue
+from typing import Any
 
-from .. import observe
+import numpy as np
+
+from .. import faults, observe
 from ..config import config
 from ..errors import CaptureError, DeviceError
 from ..pickling import ProcessLocal
-from .host_events import HostEvent, Marker, State, Task, surfaced, work
-from .host_graphs import Capture, HostGraph
+from .protocol import Device, Hook, LaunchHooks
 
-if TYPE_CHECKING:
-    from .host import HostDevice
-    from .launch_hooks import Hook
+Task = Callable[["State", int], "Marker | None"]
+"""Takes the state and the epoch that it was queued in; returns the marker that it passes."""
+
+
+class HostContext:
+    """What the parts of the host device share.
+
+    Attributes
+    ----------
+    device : the device made of the parts, which `stream.device` returns to users
+    faults : its fault record
+    """
+
+    name = "host"
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.faults = np.zeros(4, np.int64)
+        self._lock = threading.Lock()
+
+    def raise_fault(self) -> None:
+        """Raise the first index fault on record, if there is one, and clear the record."""
+        with self._lock:
+            fault = faults.recorded(self.faults)
+            self.faults.fill(0)
+        if fault is not None:
+            raise fault
 
 
 class InlineStream(ProcessLocal):
-    """The calling thread as a stream: whatever is put on it is done when the call returns."""
+    """The calling thread as a stream: its work is done when the call returns."""
 
     inline = True
     priority = 0
     capturing = False
-    keeps = True
+    retains_owners = True
     capture_id = None
     name = "calling thread"
 
-    def __init__(self, device: HostDevice) -> None:
-        self.device = device
+    def __init__(self, context: HostContext) -> None:
+        self.context = context
+
+    @property
+    def device(self) -> Device:
+        """The host device."""
+        return self.context.device
 
     def wait(self, other: Any) -> None:
         """Block until `other`, an event or a stream, has passed."""
-        event = _as_event(other, self.device)
+        event = _as_event(other)
         event.synchronize()
         observe.waited(self, event)
 
     def record(self, event: Any = None) -> HostEvent:
         """Record `event`, or a new one, which is done at once."""
-        recorded = _own_event(event, self.device)
+        recorded = _own_event(event)
         recorded._captured = None
         recorded._marker = Marker()
         recorded._marker.finish(None)
@@ -62,7 +95,7 @@ class InlineStream(ProcessLocal):
         observe.issue(lambda: observe.Operation("call", self), lambda: self.enqueue(function))
 
     def synchronize(self) -> None:
-        """Return: nothing is ever outstanding."""
+        """Return at once: nothing is ever outstanding."""
 
     def done(self) -> bool:
         """Return True: nothing is ever outstanding."""
@@ -79,12 +112,12 @@ class HostStream(ProcessLocal):
     """A FIFO worker thread. Made by `Device.stream`."""
 
     inline = False
-    keeps = True  # its graphs hold what was captured
+    retains_owners = True  # its graphs hold what was captured
     capture_id = None
     _numbers = itertools.count(1)
 
-    def __init__(self, device: HostDevice, priority: int = 0) -> None:
-        self.device = device
+    def __init__(self, context: HostContext, priority: int = 0) -> None:
+        self.context = context
         self.priority = priority
         self.name = f"stream {next(self._numbers)}"
         self._state = State()
@@ -94,7 +127,12 @@ class HostStream(ProcessLocal):
         self._capture: Capture | None = None
 
     def __repr__(self) -> str:
-        return f"<{self.name} of {self.device.name}>"
+        return f"<{self.name} of {self.context.name}>"
+
+    @property
+    def device(self) -> Device:
+        """The host device."""
+        return self.context.device
 
     @property
     def capturing(self) -> bool:
@@ -127,7 +165,7 @@ class HostStream(ProcessLocal):
 
         A failure before that point, unless it has surfaced, is one of this stream too.
         """
-        event = _as_event(other, self.device)
+        event = _as_event(other)
         self._follow(event)
         observe.waited(self, event)
 
@@ -142,7 +180,7 @@ class HostStream(ProcessLocal):
 
     def record(self, event: Any = None) -> HostEvent:
         """Record `event`, or a new one, behind all that the stream holds so far."""
-        recorded = _own_event(event, self.device)
+        recorded = _own_event(event)
         self._mark(recorded)
         observe.recorded(recorded, self)
         return recorded
@@ -166,14 +204,14 @@ class HostStream(ProcessLocal):
             state.changed.wait_for(lambda: state.finished >= target)
             failure = state.failure_in(state.epoch)
             if state.finished == self._submitted:
-                state.failure = None  # nobody is left to skip, and it may hold arrays
+                state.failure = None  # no work is left to skip, and it may hold arrays
         if failure is not None:
             failure.surface()
         if config.raises_index_faults:
-            self.device.raise_fault()
+            self.context.raise_fault()
 
     def forgive(self) -> None:
-        """Let what is queued from now on run, whatever failed before."""
+        """Let work that is queued from now on run, including after a failure."""
         with self._state.changed:
             self._state.epoch += 1
 
@@ -197,7 +235,7 @@ class HostStream(ProcessLocal):
         """
         self._refuse_captured("a second capture")
         capture = Capture(self)
-        graph = HostGraph(self.device, capture, HostStream)
+        graph = HostGraph(self.context, capture)
         try:
             yield graph
             capture.require_joined()
@@ -237,7 +275,7 @@ class HostStream(ProcessLocal):
 
 
 def _settled(marker: Marker) -> bool:
-    """Return whether waiting for a marker has no effect: it is passed, its failure surfaced."""
+    """Return whether waiting for a marker has no effect: passed, and its failure surfaced."""
     failure = marker.failure
     return marker.passed.is_set() and (failure is None or failure.surfaced)
 
@@ -248,17 +286,282 @@ def _pass(marker: Marker, state: State, epoch: int) -> None:
         state.fail(marker.failure.error, epoch)
 
 
-def _own_event(event: Any, device: HostDevice) -> HostEvent:
+def _own_event(event: Any) -> HostEvent:
     if event is None:
         return HostEvent()
     if not isinstance(event, HostEvent):
-        raise TypeError(f"event: expected an event of {device.name}, got {event!r}")
+        raise TypeError(f"event: expected an event of {HostContext.name}, got {event!r}")
     return event
 
 
-def _as_event(other: Any, device: HostDevice) -> HostEvent:
+def _as_event(other: Any) -> HostEvent:
     if isinstance(other, HostEvent):
         return other
     if isinstance(other, (HostStream, InlineStream)):
         return other.record()
-    raise TypeError(f"expected an event or stream of {device.name}, got {other!r}")
+    raise TypeError(f"expected an event or stream of {HostContext.name}, got {other!r}")
+
+
+# --- Events, and the threads behind streams -------------------------------------------------------
+
+
+class Failure:
+    """A failure in a stream. All work that was queued before it surfaced is skipped."""
+
+    def __init__(self, error: BaseException, state: State, epoch: int) -> None:
+        self.error = error
+        self.state = state
+        self.epoch = epoch
+
+    @property
+    def surfaced(self) -> bool:
+        return self.state.epoch > self.epoch
+
+    def surface(self) -> None:
+        """Raise DeviceError, the first time: what is queued from now on runs again."""
+        with self.state.changed:
+            if self.surfaced:
+                return
+            self.state.epoch = self.epoch + 1
+        raise surfaced(self.error)
+
+
+class Marker:
+    """One passing of a point in a stream: whether and when it passed, and after which failure."""
+
+    def __init__(self) -> None:
+        self.passed = threading.Event()
+        self.time_ns = 0
+        self.failure: Failure | None = None
+
+    def finish(self, failure: Failure | None) -> None:
+        self.time_ns = time.perf_counter_ns()
+        self.failure = failure
+        self.passed.set()
+
+
+class HostEvent(ProcessLocal):
+    """A point in a host stream; recording it again moves it."""
+
+    def __init__(self, timing: bool = False) -> None:
+        self.timing = timing
+        self._marker: Marker | None = None
+        self._captured: Point | None = None
+
+    def done(self) -> bool:
+        """Return whether the stream has passed the point (True if it was never recorded)."""
+        self._refuse_captured()
+        return self._marker is None or self._marker.passed.is_set()
+
+    def synchronize(self) -> None:
+        """Wait until the stream has passed the point; DeviceError if its work failed before."""
+        self._refuse_captured()
+        if self._marker is not None:
+            self._marker.passed.wait()
+            if self._marker.failure is not None:
+                self._marker.failure.surface()
+
+    def error(self) -> BaseException | None:
+        """Return the failure of work before the point, even where that has surfaced already.
+
+        Work behind a failure is skipped, and whoever waits for it must be able to tell.
+
+        Returns
+        -------
+        None while the stream has not passed the point, and where nothing failed; never waits
+        """
+        marker = self._marker
+        if self._captured is not None or marker is None or not marker.passed.is_set():
+            return None
+        return None if marker.failure is None else marker.failure.error
+
+    def elapsed_us(self, since: Any) -> float:
+        """Return the microseconds from `since` to this event, waiting for both.
+
+        Raises
+        ------
+        ValueError : one of them has no timing, or was never recorded
+        """
+        for name, event in (("event", self), ("since", since)):
+            if not isinstance(event, HostEvent) or not event.timing or event._marker is None:
+                raise ValueError(f"{name}: expected a recorded event made with timing=True")
+            event.synchronize()
+        assert self._marker is not None
+        return float(self._marker.time_ns - since._marker.time_ns) / 1000
+
+    def _refuse_captured(self) -> None:
+        if self._captured is not None and self._captured.capture.open:
+            raise CaptureError("an event recorded in a capture cannot be waited for by the host")
+
+
+def surfaced(error: BaseException) -> DeviceError:
+    """Return the error that a synchronisation raises for a failure of a stream's work."""
+    raised = DeviceError(f"work on a host stream failed: {error!r}")
+    raised.__cause__ = error
+    return raised
+
+
+class State:
+    """The state that a stream shares with its worker thread.
+
+    `epoch` counts the failures that have surfaced. Work carries the epoch that it was queued in,
+    and is skipped after a failure of that same epoch.
+    """
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[tuple[int, Task] | None] = SimpleQueue()
+        self.failure: Failure | None = None
+        self.epoch = 0
+        self.finished = 0
+        self.changed = threading.Condition()
+
+    def failure_in(self, epoch: int) -> Failure | None:
+        """Return the failure after which work of `epoch` must not run."""
+        failure = self.failure
+        return failure if failure is not None and failure.epoch == epoch else None
+
+    def fail(self, error: BaseException, epoch: int) -> None:
+        self.failure = Failure(error, self, epoch)
+
+
+def work(state: State, priority: int) -> None:
+    """Run the tasks of a stream's queue until it holds None: the body of its thread."""
+    if priority:  # 0 would override what the thread inherits
+        with suppress(OSError, AttributeError):  # best effort: raising it needs CAP_SYS_NICE
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
+    while (queued := state.queue.get()) is not None:
+        epoch, task = queued
+        marker = task(state, epoch)
+        del queued, task  # and with them the arrays that the task keeps alive
+        with state.changed:
+            state.finished += 1
+            if marker is not None:
+                marker.finish(state.failure_in(epoch))
+            state.changed.notify_all()
+
+
+# --- Captures and graphs --------------------------------------------------------------------------
+
+
+class Point:
+    """An event recorded inside a capture: its node, and what happened before it."""
+
+    def __init__(self, capture: Capture, node: int, seen: dict[HostStream, int]) -> None:
+        self.capture = capture
+        self.node = node
+        self.seen = seen
+
+
+class Capture:
+    """A capture in progress: the program so far, and what each stream has waited for.
+
+    A lane is one of its streams, by number: each launch puts it on another stream.
+    """
+
+    def __init__(self, origin: HostStream) -> None:
+        self.origin = origin
+        self.open = True
+        self.hooks = LaunchHooks()
+        self.program: list[tuple[int, str, Any]] = []  # lane, kind, function or node
+        self.lanes: dict[HostStream, int] = {}
+        self.counts: dict[HostStream, int] = {}  # actions of each lane so far
+        self.seen: dict[HostStream, dict[HostStream, int]] = {}  # of others, known to be done
+        self._enter(origin)
+
+    def _enter(self, stream: HostStream) -> None:
+        self.lanes[stream] = len(self.lanes)
+        self.counts[stream] = 0
+        self.seen[stream] = {}
+        stream._capture = self
+
+    def add(self, stream: HostStream, kind: str, payload: Any) -> None:
+        self.counts[stream] += 1
+        self.seen[stream][stream] = self.counts[stream]
+        self.program.append((self.lanes[stream], kind, payload))
+
+    def mark(self, stream: HostStream) -> Point:
+        point = Point(self, len(self.program), dict(self.seen[stream]))
+        self.program.append((self.lanes[stream], "record", point.node))
+        return point
+
+    def join(self, stream: HostStream, point: Point) -> None:
+        if stream._capture is None:
+            self._enter(stream)
+        elif stream._capture is not self:
+            raise CaptureError("two captures cannot wait for one another")
+        self.add(stream, "wait", point.node)
+        mine = self.seen[stream]
+        for other, count in point.seen.items():
+            mine[other] = max(mine.get(other, 0), count)
+
+    def require_joined(self) -> None:
+        known = self.seen[self.origin]
+        for stream, count in self.counts.items():
+            if known.get(stream, 0) < count:
+                raise CaptureError(f"{stream.name} was forked into the capture and never joined")
+
+    def close(self) -> None:
+        self.open = False
+        for stream in self.lanes:
+            stream._capture = None
+
+
+class HostGraph(ProcessLocal):
+    """Captured work of one or more streams. Each launch reads the arrays again."""
+
+    def __init__(self, context: HostContext, capture: Capture) -> None:
+        self.context = context
+        self.finished = False
+        self._capture = capture
+        self._streams: list[HostStream] = []  # for the lanes beside the one launched on
+        self._last: HostEvent | None = None
+        self._lock = threading.Lock()
+
+    def launch(self, stream: Any = None) -> None:
+        """Replay on a stream; with None the call returns when the work is done.
+
+        Raises
+        ------
+        CaptureError : the capture has not ended, or failed; or `stream` is captured, and the graph
+            calls functions before each launch (`Stream.on_launch`), or the host device is strict: a
+            GPU launches no graph into a capture
+        """
+        if not self.finished:
+            raise CaptureError("the graph cannot be launched: its capture did not end well")
+        target: Any = self.context.device.as_stream(stream)
+        with self._capture.hooks.around(target):
+            if config.strict and target.capturing:
+                raise CaptureError(
+                    f"{target.name} is being captured: a graph cannot be launched into a capture"
+                )
+            observe.issue(lambda: observe.Operation("graph", target), lambda: self._launch(target))
+
+    def _launch(self, target: Any) -> None:
+        if target.inline or target.capturing:
+            target.enqueue(self._launch_and_wait)
+        else:
+            self._replay(target)
+
+    def _launch_and_wait(self) -> None:
+        own = HostStream(self.context)
+        self._replay(own)
+        own.synchronize()
+
+    def _replay(self, target: HostStream) -> None:
+        with self._lock:
+            while len(self._streams) < len(self._capture.lanes) - 1:
+                self._streams.append(HostStream(self.context))
+            lanes = [target, *self._streams]
+            for stream in self._streams:
+                stream.forgive()  # a failed replay surfaced in the stream that launched it
+            if self._last is not None:
+                target._follow(self._last)
+            events: dict[int, HostEvent] = {}
+            for lane, kind, payload in self._capture.program:
+                if kind == "run":
+                    lanes[lane].enqueue(payload)
+                elif kind == "record":
+                    events[payload] = lanes[lane]._mark(HostEvent())
+                else:
+                    lanes[lane]._follow(events[payload])
+            self._last = target._mark(HostEvent())

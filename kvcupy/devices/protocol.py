@@ -1,20 +1,23 @@
-"""What a device is: the one surface that `ops`, `cache` and `scripts` stand on.
+"""What a device is: the only interface of devices that `ops`, `cache` and `scripts` use.
 
-Two classes implement it, `devices.cuda.CudaDevice` and `devices.host.HostDevice`. Nothing above
-this folder asks which of the two it holds.
+Two classes implement it, `devices.cuda.CudaDevice` and `devices.host.HostDevice`. Nothing outside
+this package asks which of the two it has: what a choice needs is an attribute here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from ..arrays import ArrayView
-    from ..kernels import Specialisation
+from ..arrays import ArrayView
+from ..errors import CaptureError
+from ..kernels import Specialisation
+
+Hook = Callable[[Any], object]
+"""Takes the stream that the graph is launched on."""
 
 
 class Event(Protocol):
@@ -48,7 +51,7 @@ class Stream(Protocol):
     @property
     def capturing(self) -> bool: ...
     @property
-    def keeps(self) -> bool: ...  # whether owners live until the work that they are given with ran
+    def retains_owners(self) -> bool: ...  # whether `keep` of a launch lives until it has run
     @property
     def capture_id(self) -> int | None:
         """The number of the capture that the stream is part of, where its graph does not hold the
@@ -62,10 +65,10 @@ class Stream(Protocol):
     def capture(self) -> AbstractContextManager[Graph]: ...
     def on_launch(self, before: Callable[[Any], object], after: Callable[[Any], object]) -> None:
         """While this stream is captured by `capture`: let the graph call `before(stream)` and
-        `after(stream)` around each launch on `stream`. What `before` raises prevents the launch;
-        `after` is called even if the launch fails. A pair that was given before is called once.
-        The graph can then be no part of another. CaptureError: the stream is not captured, or by
-        another library."""
+        `after(stream)` around each launch on `stream`. An exception in `before` prevents the
+        launch; `after` is called even if the launch fails. A pair that is added twice is called
+        once. The graph can then not become part of another. CaptureError: the stream is not
+        captured, or by another library."""
 
 
 class Device(Protocol):
@@ -76,13 +79,17 @@ class Device(Protocol):
     @property
     def kind(self) -> str: ...  # "host" or "cuda"
     @property
-    def model(self) -> str: ...  # "NVIDIA H200", or the processor's: measurements are kept by it
+    def model(self) -> str: ...  # "NVIDIA H200", or the processor's name: the key of measurements
     @property
-    def multiprocessors(self) -> int: ...  # blocks wanted at least, to use all of the device
+    def arch(self) -> str: ...  # what kernels are compiled for: "sm_90", "host"
     @property
-    def warp_lanes(self) -> int: ...  # threads that step together, so share a row well
+    def torch_name(self) -> str: ...  # the device as torch calls it: "cuda:0", "cpu"
     @property
-    def has_copy_engine(self) -> bool: ...  # whether copies leave its processors to kernels
+    def sm_count(self) -> int: ...  # multiprocessors; cores, on the host: blocks that fill it
+    @property
+    def warp_lanes(self) -> int: ...  # threads that run in lockstep and can share a row
+    @property
+    def has_copy_engine(self) -> bool: ...  # whether copies run beside kernels
 
     # What users call.
     def empty(self, shape: Any, dtype: Any) -> Any: ...
@@ -98,12 +105,12 @@ class Device(Protocol):
     # What operations call.
     def as_stream(self, stream: Any, library: str = "") -> Stream:
         """Return `stream` as this device's Stream; None is the current one of `library`
-        ("numpy", "cupy", "torch"), the empty one standing for whichever library has made a stream
-        current: for calls whose arrays do not say. TypeError and ValueError name the argument
+        ("numpy", "cupy", "torch"); an empty `library`, for calls whose arrays do not decide, means
+        whichever has made a stream current. TypeError and ValueError name the argument
         `stream`."""
 
     def load(self, specialisation: Specialisation) -> Any:
-        """Compile (or find compiled) and load; CompileError if that cannot be done."""
+        """Compile, or take from the cache, and load; CompileError if that fails."""
 
     def launch(
         self,
@@ -123,7 +130,7 @@ class Device(Protocol):
 
     def check_fallback(self, operation: str, stream: Stream) -> None:
         """Raise CaptureError if `stream` is captured into a graph that cannot replay array
-        expressions. Called before an operation that falls back does anything."""
+        expressions. Called before an operation falls back to them."""
 
     def copy_runs(
         self,
@@ -150,3 +157,62 @@ class Device(Protocol):
 
     def fault_array(self) -> Any:
         """Return the fault record as this device's own array, int64 (4,)."""
+
+
+def is_device(x: Any) -> bool:
+    """Return whether an object is a `Device`, rather than a name or another library's device.
+
+    On a GPU this allocates the fault record, unless it exists: best before anything is captured.
+    """
+    return hasattr(x, "fault_pointer")
+
+
+# --- Shared by both devices -----------------------------------------------------------------------
+
+
+class LaunchHooks:
+    """What a graph calls around each launch: pairs of functions, each called once per launch."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Hook, Hook]] = []
+
+    def add(self, before: Hook, after: Hook) -> None:
+        """Add a pair, unless it was added before."""
+        if (before, after) not in self._pairs:
+            self._pairs.append((before, after))
+
+    @contextmanager
+    def around(self, stream: Any) -> Iterator[None]:
+        """Call every `before`, run the block, and call the `after` of each that did not raise.
+
+        Raises
+        ------
+        CaptureError : `stream` is captured: launches of that graph would not call the functions
+        """
+        if self._pairs and stream.capturing:
+            raise CaptureError(
+                f"{stream.name} is being captured: a graph that calls functions before each launch "
+                "(Stream.on_launch) cannot become part of another"
+            )
+        with ExitStack() as exits:
+            for before, after in self._pairs:
+                before(stream)
+                exits.callback(after, stream)
+            yield
+
+
+def require_runs(dst: Any, src: Any, sizes: Any) -> None:
+    """Raise unless three arrays describe runs, for `Device.copy_runs`.
+
+    Raises
+    ------
+    TypeError : one of them is not a NumPy array of uint64
+    ValueError : one of them is not one-dimensional, or they differ in length
+    """
+    for name, array in (("dst", dst), ("src", src), ("sizes", sizes)):
+        if not isinstance(array, np.ndarray) or array.dtype != np.uint64:
+            kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+            raise TypeError(f"{name}: expected a NumPy array of uint64, got {kind}")
+        if array.ndim != 1 or len(array) != len(dst):
+            expected = f"({len(dst)},)" if dst.ndim == 1 else "(runs,)"
+            raise ValueError(f"{name}: expected shape {expected}, got {array.shape}")

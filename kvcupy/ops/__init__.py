@@ -8,7 +8,7 @@ calling thread, and the call returns when the work is done. Arguments are kept a
 
 from __future__ import annotations
 
-from ..dtypes import FORMATS
+from ..formats import FORMATS
 from ..kernels import Specialisation
 
 

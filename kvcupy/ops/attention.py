@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from .. import devices, faults, scratch
-from ..arrays import ArrayView, describe
+from ..arrays import ArrayView, describe, probe_arguments
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from ..exporters import probe_arguments
 from . import call as calls
 from . import checks, fallback
 from .attention_kernels import (

@@ -20,7 +20,7 @@ import numpy as np
 from .. import faults
 from ..arrays import ArrayView
 from ..devices.protocol import Device
-from ..dtypes import FORMATS
+from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
 from .call import require_countable, widest
 from .checks import OPERAND_PARAMS, KVOperand
@@ -457,7 +457,7 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
         return False
     if not _rotates_whole_packs(call, alignment):
         return False
-    if getattr(device, "arch", None) == "sm_75":
+    if device.arch == "sm_75":
         smem_bytes = prefill_smem_bytes(_prefill_specialisation_of(call))
         if query.format == "bf16" or smem_bytes > _TURING_SMEM_BYTES:
             return False
@@ -538,5 +538,5 @@ def choose_num_splits(device: Device, call: AttentionCall, num_blocks: int) -> i
     most_keys = call.max_keys
     if window:
         most_keys = min(most_keys, window + call.options.sink_keys)
-    splits = _BLOCKS_PER_SM * device.multiprocessors // max(1, num_blocks)
+    splits = _BLOCKS_PER_SM * device.sm_count // max(1, num_blocks)
     return max(1, min(splits, most_keys // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS))

@@ -43,19 +43,21 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from .. import devices, dtypes, observe
-from ..arrays import ArrayView, contiguous_strides, overlap
-from ..config import config, logger
-from ..devices.protocol import Device, Stream
-from ..errors import CompileError
-from ..exporters import (
+from .. import devices, formats, observe
+from ..arrays import (
+    ArrayView,
+    contiguous_strides,
     is_tensor,
     note_written,
+    overlap,
     probe,
     probe_arguments,
     view,
     wait_for_producers,
 )
+from ..config import config, logger
+from ..devices.protocol import Device, Stream
+from ..errors import CompileError
 from ..kernels import Specialisation
 from . import checks
 
@@ -763,26 +765,26 @@ def format_name(dtype: Any) -> str:
     ------
     TypeError, ValueError : it is not a dtype, or not a number format
     """
-    name = dtype if isinstance(dtype, str) and dtype in dtypes.FORMATS else None
+    name = dtype if isinstance(dtype, str) and dtype in formats.FORMATS else None
     if name is None:
         text = str(dtype).removeprefix("torch.")
         try:
-            name = dtypes.tag(
-                text if str(dtype).startswith("torch.") else dtypes.numpy_dtype(dtype)
+            name = formats.tag(
+                text if str(dtype).startswith("torch.") else formats.numpy_dtype(dtype)
             )
         except TypeError:
-            known = ", ".join(dtypes.FORMATS)
+            known = ", ".join(formats.FORMATS)
             raise TypeError(
                 f"dtype: expected a number format ({known}), or a dtype that is one, got {dtype!r}"
             ) from None
-    if name not in dtypes.FORMATS:
-        raise ValueError(f"dtype: expected one of {', '.join(dtypes.FORMATS)}, got {dtype!r}")
+    if name not in formats.FORMATS:
+        raise ValueError(f"dtype: expected one of {', '.join(formats.FORMATS)}, got {dtype!r}")
     return name
 
 
 def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayView:
     """Describe an output for `Plan.allocated`: in the library of `like`, on its device."""
-    strides = contiguous_strides(shape, dtypes.itemsize(format))
+    strides = contiguous_strides(shape, formats.itemsize(format))
     return ArrayView(0, shape, strides, format, like.device, library=like.library)
 
 
@@ -804,7 +806,7 @@ def _allocator(like: ArrayView) -> Callable[[], Any]:
     return partial(
         torch.zeros,
         like.shape,
-        dtype=getattr(torch, dtypes.numpy_dtype(like.format).name),
+        dtype=getattr(torch, formats.numpy_dtype(like.format).name),
         device="cpu" if device.kind == "host" else device.name,
     )
 

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import dtypes
-from ..arrays import ArrayView, describe, overlap
-from ..dtypes import Format
-from ..exporters import view
+from .. import formats
+from ..arrays import ArrayView, describe, overlap, view
+from ..formats import Format
 
 # --- Rows and caches ------------------------------------------------------------------------------
 
@@ -58,12 +57,12 @@ class Cache(NamedTuple):
 
 def number_format(v: ArrayView, name: str) -> Format:
     """Return the number format of an argument."""
-    known = dtypes.FORMATS.get(v.format)
+    known = formats.FORMATS.get(v.format)
     if known is None:
         hint = "; tag it with kv.view_as" if v.format in ("uint8", "uint16") else ""
         if v.format == "float64":
             hint = "; convert it with .astype(np.float32) or .float()"
-        names = ", ".join(dtypes.FORMATS)
+        names = ", ".join(formats.FORMATS)
         raise TypeError(f"{name}: expected one of the formats {names}, got {v.format}{hint}")
     return known
 

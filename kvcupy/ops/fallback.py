@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import dtypes
+from .. import formats
 from ..devices.protocol import Device
 
 # Mantissa bits and smallest normal exponent.
@@ -33,7 +33,7 @@ def decode(carrier: Any, name: str) -> Any:
     if name == "bf16":
         return (carrier.astype(xp.uint32) << 16).view(xp.float32)
     if name in _FP8:
-        table = np.arange(256, dtype=np.uint8).view(dtypes.FORMATS[name].numpy).astype(np.float32)
+        table = np.arange(256, dtype=np.uint8).view(formats.FORMATS[name].numpy).astype(np.float32)
         return xp.asarray(table)[carrier]
     return carrier.astype(xp.float32)
 
@@ -51,13 +51,13 @@ def encode(values: Any, name: str) -> Any:
     if name == "int8":
         bounded = xp.clip(xp.where(xp.isnan(values), 0, values), -127, 127)
         return xp.rint(bounded).astype(xp.int8)
-    return values.astype(dtypes.FORMATS[name].carrier)
+    return values.astype(formats.FORMATS[name].carrier)
 
 
 def _encode_fp8(xp: Any, values: Any, name: str) -> Any:
     mantissa_bits, lowest = _FP8[name]
     unknown = xp.isnan(values)
-    magnitude = xp.minimum(xp.abs(xp.where(unknown, 0, values)), dtypes.FORMATS[name].limit)
+    magnitude = xp.minimum(xp.abs(xp.where(unknown, 0, values)), formats.FORMATS[name].limit)
     magnitude = magnitude.astype(xp.float32)
     # The exponent of zero is 0 for frexp, and the least one here.
     exponent = xp.where(magnitude > 0, xp.maximum(xp.frexp(magnitude)[1] - 1, lowest), lowest)
@@ -86,7 +86,7 @@ def dynamic_scale(values: Any, name: str) -> Any:
     xp = module_of(values)
     known = xp.where(xp.isnan(values), 0, xp.abs(values))
     largest = xp.minimum(known.max(axis=-1), np.finfo(np.float32).max)
-    limit = np.float32(dtypes.FORMATS[name].limit or 1)
+    limit = np.float32(formats.FORMATS[name].limit or 1)
     return xp.maximum(largest, np.float32(1e-6)).astype(xp.float32) / limit
 
 

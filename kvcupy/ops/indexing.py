@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from .. import devices, faults
-from ..arrays import ArrayView, describe
+from ..arrays import ArrayView, describe, view
 from ..devices.protocol import Device
 from ..errors import CompileError
-from ..exporters import view
 from ..kernels import Kernel, Specialisation
 from . import call, checks, fallback
 from .call import Argument, Launch, Operation, Plan, Views

@@ -10,8 +10,8 @@ import numpy as np
 from .. import devices
 from ..arrays import ArrayView, contiguous_strides, describe
 from ..devices.protocol import Device
-from ..dtypes import FORMATS
 from ..errors import CompileError
+from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
 from . import checks, fallback
 from .call import (
@@ -288,7 +288,7 @@ def _launch(
     geometry = spread(
         num_rows,
         width // count,
-        device.multiprocessors,
+        device.sm_count,
         warp_lanes=device.warp_lanes,
         max_lanes=32,
     )

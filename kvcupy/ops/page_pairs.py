@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from .. import scratch
-from ..arrays import ArrayView, array_at, contiguous_strides
+from ..arrays import ArrayView, array_at, contiguous_strides, view
 from ..devices.protocol import Device, Stream
-from ..exporters import view
 from . import checks
 
 _NAMES = ("src_pages", "dst_pages")

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from .. import devices, faults
-from ..arrays import ArrayView, describe, first_overlap
+from ..arrays import ArrayView, describe, first_overlap, view
 from ..devices.protocol import Device
 from ..errors import CompileError
-from ..exporters import view
 from ..kernels import Kernel, Specialisation
 from . import checks, fallback
 from .call import Argument, Launch, Operation, Plan, Views, require_countable, spread, widest
@@ -162,9 +161,7 @@ def _launch(device: Device, views: Views, alignment: int) -> Launch:
     word = widest((row_bytes, abs(page_bytes), abs(s0), abs(s1), abs(s2), alignment))
     num_rows = src.shape[0] * n0 * n1 * n2
     require_countable(num_rows, "src_pages")
-    geometry = spread(
-        num_rows, row_bytes // word, device.multiprocessors, warp_lanes=device.warp_lanes
-    )
+    geometry = spread(num_rows, row_bytes // word, device.sm_count, warp_lanes=device.warp_lanes)
     params = {
         "page_bytes": page_bytes,
         "row_bytes_0": s0,

@@ -10,8 +10,8 @@ import numpy as np
 from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
 from ..devices.protocol import Device
-from ..dtypes import FORMATS, Format
 from ..errors import CompileError
+from ..formats import FORMATS, Format
 from ..kernels import Kernel, Specialisation
 from . import checks, fallback
 from .call import Argument, Launch, Operation, Plan, Views, require_countable, spread, widest
@@ -932,7 +932,7 @@ class RopePlan(Plan):
         geometry = spread(
             num_rows,
             max(1, units),
-            device.multiprocessors,
+            device.sm_count,
             warp_lanes=device.warp_lanes,
             whole_warps=True,
             max_lanes=32,

@@ -11,8 +11,8 @@ import numpy as np
 from .. import devices, faults
 from ..arrays import ArrayView, describe
 from ..devices.protocol import Device
-from ..dtypes import FORMATS
 from ..errors import CompileError
+from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
 from . import checks, fallback
 from .call import (
@@ -471,7 +471,7 @@ class _CacheRowsPlan(Plan):
         geometry = spread(
             num_rows,
             max(widths.values()) // step,
-            device.multiprocessors,
+            device.sm_count,
             warp_lanes=device.warp_lanes,
             whole_warps=kernel.barriers,
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import dtypes, faults
+from .. import faults, formats
 from ..arrays import ArrayView
 from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation
@@ -295,8 +295,8 @@ def specialisations() -> list[Specialisation]:
     copies = [COPY.specialise(word, rows) for word in WORDS for rows in (1, _IN_FLIGHT)]
     converts = [
         CONVERT[32].specialise(source.ctype, target.ctype, count)
-        for source in dtypes.FORMATS.values()
-        for target in dtypes.FORMATS.values()
+        for source in formats.FORMATS.values()
+        for target in formats.FORMATS.values()
         for count in (PACK, 1)
         if source is not target
     ]
@@ -322,13 +322,13 @@ def link_blocks(device: Device) -> int:
 
     Few, so that the model keeps most SMs: 5 of 132.
     """
-    return max(1, device.multiprocessors // 24)
+    return max(1, device.sm_count // 24)
 
 
 def default_blocks(device: Device, src: LayerPages, dst: LayerPages) -> int:
     """Return how many blocks a launch may have unless the caller says so."""
     if src.on_device and dst.on_device:
-        return _BLOCKS_PER_SM * device.multiprocessors
+        return _BLOCKS_PER_SM * device.sm_count
     return link_blocks(device)
 
 
@@ -454,7 +454,7 @@ def _convert(
 ) -> PageLaunch:
     parts = (*src.parts, *dst.parts)
     rows = _addressed(head_rows(src.parts, dst.parts), device, parts)
-    source, target = dtypes.FORMATS[src.format], dtypes.FORMATS[dst.format]
+    source, target = formats.FORMATS[src.format], formats.FORMATS[dst.format]
     num_parts = len(src.parts)
     widths = [v.shape[-1] for v in src.parts]
     sides = (("src", src, source, 0), ("dst", dst, target, num_parts))

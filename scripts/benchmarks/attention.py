@@ -28,7 +28,7 @@ from common.workload import MODELS, Model
 
 import kvcupy as kv
 from kvcupy import reference
-from kvcupy.dtypes import numpy_dtype
+from kvcupy.formats import numpy_dtype
 
 from .command import TIMES
 from .timers import TorchArrays, copy_gb_per_s, eager

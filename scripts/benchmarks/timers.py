@@ -11,7 +11,7 @@ import numpy as np
 from common.measure import event_us, repeats_for, wall_us
 
 import kvcupy as kv
-from kvcupy.dtypes import numpy_dtype
+from kvcupy.formats import numpy_dtype
 
 Call = Callable[[Any], Any]  # takes the stream, None for the current one
 Wrap = Callable[[Any, str], Any]  # an array of bits, in the dtype of a format

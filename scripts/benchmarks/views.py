@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from common.measure import format_table, interleave, medians, minima
 
-from kvcupy.exporters import probe, view
+from kvcupy.arrays import probe, view
 
 from .timers import TorchArrays, own_arrays
 

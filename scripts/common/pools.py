@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import kvcupy as kv
-from kvcupy.dtypes import carrier_dtype
+from kvcupy.formats import carrier_dtype
 
 from .measure import require_equal
 

@@ -12,7 +12,7 @@ from common.workload import Model
 
 import kvcupy as kv
 from kvcupy import observe
-from kvcupy.exporters import view
+from kvcupy.arrays import view
 
 LAYERS = 4  # enough that they do not all stay in a CPU cache
 POISON = 0xA5A5

@@ -17,7 +17,7 @@ import numpy as np
 from common.measure import run_named
 
 import kvcupy as kv
-from kvcupy.dtypes import FORMATS
+from kvcupy.formats import FORMATS
 from kvcupy.ops import fallback
 
 

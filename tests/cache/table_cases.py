@@ -40,7 +40,7 @@ class Source:
         self.asked_shapes += 1
         if self.refuse is not None:
             raise self.refuse
-        shapes = {name: (a.shape, kv.dtypes.tag(a.dtype)) for name, a in self.arrays.items()}
+        shapes = {name: (a.shape, kv.formats.tag(a.dtype)) for name, a in self.arrays.items()}
         pages, count = self.arrays["table"].shape
         return {**shapes, "table": ((pages + 3, count), "int32")}
 
@@ -77,7 +77,7 @@ class World:
         return {"copy": self.copy_stream, "compute": self.compute, "other": self.other}
 
     def private(self, view):
-        dtype = kv.dtypes.numpy_dtype(view.format)
+        dtype = kv.formats.numpy_dtype(view.format)
         poison = np.full(view.shape, POISON, np.uint8 if dtype.kind == "b" else dtype)
         return self.device.asarray(poison.view(dtype))
 
@@ -119,7 +119,7 @@ class World:
         graph.launch(stream)
         copies = {}
         for name, out in outs.items():
-            part = kv.exporters.view(out)[: source.arrays[name].shape[0]]
+            part = kv.arrays.view(out)[: source.arrays[name].shape[0]]
             copies[name] = self.private(part)
             self.device.copy(copies[name], part, stream=stream)
         self.reads.append((source, copies))

@@ -558,7 +558,7 @@ def test_memory_that_is_replaced_is_held_until_the_copy_stream_has_waited(api, g
 
     step(1)
     gone = weakref.ref(ring._slots[0].target.whole.owner)
-    gpu.retired.reap()
+    gpu.context.retired.reap()
 
     def empty(shape, dtype):  # from here on: after the host has waited
         api.runtime.held.add(ring.copy_stream.pointer)
@@ -570,7 +570,7 @@ def test_memory_that_is_replaced_is_held_until_the_copy_stream_has_waited(api, g
     gc.collect()
     assert gone() is not None
     api.runtime.held.clear()
-    gpu.retired.reap()
+    gpu.context.retired.reap()
     step(1)
     gc.collect()
     assert gone() is None

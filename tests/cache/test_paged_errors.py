@@ -14,8 +14,7 @@ from paged_cases import BINARY, Twin, rope_of
 from paged_snapshot import snapshot
 
 import kvcupy as kv
-from kvcupy.arrays import ArrayView
-from kvcupy.exporters import view
+from kvcupy.arrays import ArrayView, view
 
 
 def crowd(device, **options):

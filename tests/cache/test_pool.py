@@ -13,8 +13,7 @@ from helpers import DTYPE, FORMATS, QUANTISED, UNSIGNED, random_finite
 
 import kvcupy as kv
 from kvcupy import devices, reference
-from kvcupy.arrays import ArrayView
-from kvcupy.exporters import view
+from kvcupy.arrays import ArrayView, view
 
 PAGES, SIZE, LAYERS, HEADS, D, DV = 5, 4, 3, 2, 6, 10
 SLOTS = PAGES * SIZE

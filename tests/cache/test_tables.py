@@ -371,7 +371,7 @@ def test_parts_are_aligned_and_in_one_buffer(device):
         array = source.arrays[name]
         assert isinstance(view, ArrayView)
         assert view.pointer % 16 == 0
-        assert (view.shape, view.format) == (array.shape, kv.dtypes.tag(array.dtype))
+        assert (view.shape, view.format) == (array.shape, kv.formats.tag(array.dtype))
         assert view.strides == contiguous_strides(array.shape, array.itemsize)
         assert view.device == device.name
     low, high = (f(v.byte_range()[i] for v in views.values()) for i, f in ((0, min), (1, max)))

@@ -561,8 +561,8 @@ def test_arrays_of_a_gpu(monkeypatch):
 
     from devices.fake_cuda import FakeApi
 
-    from kvcupy import devices, exporters
-    from kvcupy.devices import cuda, cuda_api
+    from kvcupy import cuda_api, devices
+    from kvcupy.devices import cuda
 
     class Gpu(cuda.CudaDevice):
         fault_pointer = 0
@@ -572,7 +572,7 @@ def test_arrays_of_a_gpu(monkeypatch):
     device = Gpu(0, api)
     monkeypatch.setitem(devices._devices, "cuda:0", device)
     monkeypatch.setattr(cuda_api, "device_of_pointer", lambda pointer: 0)
-    monkeypatch.setattr(exporters, "_PROBES", dict(exporters._PROBES))
+    monkeypatch.setattr(kv.arrays, "_PROBES", dict(kv.arrays._PROBES))
 
     def on_gpu(array):
         return SimpleNamespace(

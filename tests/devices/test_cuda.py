@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from fake_cuda import ILLEGAL, FakeApi, busy, captured_by_another
 
-from kvcupy import observe
+from kvcupy import arrays, observe
 from kvcupy.arrays import ArrayView, is_pinned
-from kvcupy.devices import cuda, cuda_copy, cuda_memory
-from kvcupy.devices.cuda_api import CudaApi
-from kvcupy.devices.cuda_graph import FOREIGN
+from kvcupy.cuda_api import CudaApi
+from kvcupy.devices import cuda, cuda_memory
+from kvcupy.devices.cuda_context import FOREIGN
 from kvcupy.devices.cuda_launch import CudaFunction
 from kvcupy.devices.cuda_streams import Stream
 from kvcupy.errors import CaptureError, CompileError, DeviceError
@@ -70,7 +70,7 @@ def test_a_gpu_that_is_not_there_is_a_device_error(api):
 
 
 def test_what_the_device_says_of_itself(device):
-    assert (device.name, device.kind, device.multiprocessors, device.arch) == (
+    assert (device.name, device.kind, device.sm_count, device.arch) == (
         "cuda:0", "cuda", 132, "sm_90",
     )  # fmt: skip
 
@@ -119,9 +119,10 @@ def test_the_real_classes_are_there():
 
 def test_a_carrier_is_a_real_cupy_array_at_the_address_with_the_strides():
     cupy = pytest.importorskip("cupy")
-    device = SimpleNamespace(api=CudaApi(), index=0, name="cuda:0")
+    context = SimpleNamespace(api=CudaApi(), index=0, name="cuda:0")
+    device = SimpleNamespace(context=context)
     view = ArrayView(0x10000, (3, 4), (-64, 4), "bf16", "cuda:0", library="cupy", owner="owner")
-    made = cuda_memory.carrier(device, view)
+    made = cuda.CudaDevice.carrier(device, view)
     assert isinstance(made, cupy.ndarray)
     assert (made.data.ptr, made.shape, made.strides) == (0x10000, (3, 4), (-64, 4))
     assert (made.dtype, made.data.device_id) == (np.uint16, 0)
@@ -272,7 +273,7 @@ def test_a_broken_stream_protocol_is_a_type_error(device, answer):
 
 def test_a_stream_of_another_device_is_a_value_error(api, device):
     other = cuda.CudaDevice(1, api)
-    with other.current():
+    with other.context.current():
         cupys = api.cupy.cuda.Stream()
     torchs = SimpleNamespace(cuda_stream=99, device=SimpleNamespace(index=1))
     hosts = SimpleNamespace(device=SimpleNamespace(kind="host", name="host"))
@@ -405,7 +406,7 @@ def test_owners_live_until_the_stream_has_passed(api, device):
         assert gone() is not None
     device.empty(4, "fp32")
     assert gone() is None
-    assert len(device.retired) == 0
+    assert len(device.context.retired) == 0
 
 
 def test_holding_owners_does_not_use_up_events(api, device):
@@ -440,14 +441,14 @@ def test_synchronising_lets_go(api, device):
 def test_on_torchs_current_stream_its_tensors_are_not_held(api, device):
     """Its allocator reuses their memory in the order of that stream."""
     torchs = type("Tensor", (), {"__module__": "torch"})
-    current = Stream(device, 0, library="torch")
+    current = Stream(device.context, 0, library="torch")
     device.run(lambda: None, current, (torchs(), None))
     device.run(lambda: None, device.as_stream(device.stream()), ())
     assert log(api, "record") == []
     others = device.as_stream(None, "cupy")
     with busy(api, others):
         device.run(lambda: None, others, (torchs(),))
-        assert len(device.retired) == 1
+        assert len(device.context.retired) == 1
 
 
 def test_cupy_arrays_are_held_on_the_current_stream_too(api, device):
@@ -456,7 +457,7 @@ def test_cupy_arrays_are_held_on_the_current_stream_too(api, device):
     current = device.as_stream(None, "cupy")
     with busy(api, current):
         device.run(lambda: None, current, (cupys(),))
-        assert len(device.retired) == 1
+        assert len(device.context.retired) == 1
 
 
 def test_expressions_run_with_the_stream_current(api, device):
@@ -630,7 +631,7 @@ def test_another_librarys_capture_is_left_to_that_library(api, device):
     device.run(lambda: None, stream, (Owner(),))
     assert log(api, "record") == []
     assert FOREIGN.kept == []
-    assert not stream.keeps and device.stream().keeps
+    assert not stream.retains_owners and device.stream().retains_owners
     with pytest.raises(CaptureError):
         stream.synchronize()
     with pytest.raises(CaptureError):
@@ -653,12 +654,12 @@ def test_pinned_memory_is_known_by_its_base_and_of_exact_size(device):
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "int64"])
 def test_arrays_of_every_format_go_there_and_back(device, name):
-    from kvcupy import dtypes, exporters
+    from kvcupy import formats
 
-    source = np.arange(12).reshape(3, 4).astype(dtypes.numpy_dtype(name))
-    assert exporters.view(device.asarray(source)).format == name
-    assert exporters.view(device.empty((3, 4), name)).format == name
-    zeros = exporters.view(device.zeros((3, 4), name))
+    source = np.arange(12).reshape(3, 4).astype(formats.numpy_dtype(name))
+    assert arrays.view(device.asarray(source)).format == name
+    assert arrays.view(device.empty((3, 4), name)).format == name
+    zeros = arrays.view(device.zeros((3, 4), name))
     np.testing.assert_array_equal(device.carrier(zeros), 0)
     np.testing.assert_array_equal(device.to_numpy(device.asarray(source)), source)
 
@@ -669,11 +670,10 @@ def test_the_fault_record_is_four_zeros_made_once(device):
 
 
 def test_a_carrier_of_pageable_memory_is_refused(api, device):
-    from kvcupy import exporters
 
     api.runtime.memory_type = 0
     with pytest.raises(ValueError, match="or in pinned memory, got one on host"):
-        device.carrier(exporters.view(np.zeros(3)))
+        device.carrier(arrays.view(np.zeros(3)))
 
 
 def strided(shape, axes, *, step=1):
@@ -772,10 +772,10 @@ def test_a_copy_announces_what_it_touches(device):
 
 
 def test_words_are_as_wide_as_addresses_allow():
-    plan = cuda_copy.plan((4, 6), (32, 2), (64, 2), 2)
-    assert cuda_copy.words(plan, 0, 0)[0] == 4
-    assert cuda_copy.words(plan, 2, 0)[0] == 2
-    assert cuda_copy.words(plan, 1, 0)[0] == 1
+    plan = cuda_memory.plan_copy((4, 6), (32, 2), (64, 2), 2)
+    assert cuda_memory.copy_in_words(plan, 0, 0)[0] == 4
+    assert cuda_memory.copy_in_words(plan, 2, 0)[0] == 2
+    assert cuda_memory.copy_in_words(plan, 1, 0)[0] == 1
 
 
 # --- Arrays that name the stream on which they are written ---
@@ -794,11 +794,10 @@ class Produced:
 
 @pytest.fixture
 def produced_types(monkeypatch):
-    from kvcupy import exporters
-    from kvcupy.devices import cuda_api
+    from kvcupy import cuda_api
 
-    monkeypatch.setattr(exporters, "_PROBES", dict(exporters._PROBES))
-    monkeypatch.setattr(exporters, "_STREAMED_TYPES", set())
+    monkeypatch.setattr(arrays, "_PROBES", dict(arrays._PROBES))
+    monkeypatch.setattr(arrays, "_STREAMED_TYPES", set())
     monkeypatch.setattr(cuda_api, "device_of_pointer", lambda pointer: 0)
 
 
@@ -816,7 +815,7 @@ def test_a_copy_waits_for_the_producer_by_an_event(api, device, produced_types):
 
 def exported(array):
     """The same array behind a tag."""
-    from kvcupy.exporters import view
+    from kvcupy.arrays import view
 
     return view(array)[:]
 
@@ -832,7 +831,7 @@ def test_nothing_is_waited_for_without_a_stream_or_on_the_same(api, device, prod
 
 def test_an_operation_waits_for_the_producers_of_its_arrays(api, device, produced_types):
     """Each once, and none in a capture, which nothing outside can be part of."""
-    from kvcupy.exporters import view, wait_for_producers
+    from kvcupy.arrays import view, wait_for_producers
 
     arrays = [Produced(np.zeros(3), 0x77), Produced(np.zeros(3), 0x77), Produced(np.zeros(3), 0x88)]
     views = [view(a) for a in arrays]

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from fake_cuda import captured_by_another
 
-from kvcupy import exporters
-from kvcupy.devices import cuda, host_pages
+from kvcupy import arrays
+from kvcupy.devices import cuda, host_memory
 from kvcupy.errors import CaptureError, DeviceError
 
 PATIENCE_S = 10
-PAGE = host_pages.PAGE_BYTES
+PAGE = host_memory.PAGE_BYTES
 
 
 @pytest.fixture
@@ -45,10 +45,10 @@ class Half:
 ASKING = {
     "event": lambda d: d.stream().record().done(),
     "stream": lambda d: d.stream().done(),
-    "address": lambda d: d.address(exporters.view(np.zeros(4))),
+    "address": lambda d: d.address(arrays.view(np.zeros(4))),
     "allocation": lambda d: d.empty(1000, "fp16"),
-    "reap": lambda d: d.retired.reap(),
-    "another device": lambda d: cuda.CudaDevice(1, d.api).empty(1000, "fp16"),
+    "reap": lambda d: d.context.retired.reap(),
+    "another device": lambda d: cuda.CudaDevice(1, d.context.api).empty(1000, "fp16"),
     "call": lambda d: d.stream().call(lambda: None),
 }
 
@@ -158,7 +158,7 @@ def test_a_function_surfaces_at_its_own_stream_and_the_next_one_is_called(device
 
 def test_the_default_stream_of_a_gpu_that_is_not_current_is_that_gpus(api):
     second, seen = cuda.CudaDevice(1, api), []
-    stream = cuda.Stream(second, 0)
+    stream = cuda.Stream(second.context, 0)
     stream.call(lambda: seen.append(threading.current_thread().name))
     assert api.runtime.current == 0
     assert not api.machine.queues.get(0)
@@ -196,7 +196,7 @@ def test_a_graph_keeps_its_functions_and_lets_go_of_them(device):
     graph.launch(stream)
     stream.synchronize()
     assert called == [1]
-    device.retired.reap()
+    device.context.retired.reap()
     del graph
     gc.collect()
     assert gone() is None
@@ -282,7 +282,7 @@ def test_a_function_is_held_until_its_stream_has_passed(device):
     stream, gone = device.stream(), weakref.ref(function)
     stream.call(function)
     del function
-    device.retired.reap()
+    device.context.retired.reap()
     assert gone() is not None
     stream.synchronize()
     gc.collect()
@@ -369,7 +369,7 @@ def test_a_driver_that_is_too_old_is_named(api, device):
 def test_a_lost_device_is_a_device_error(api, device):
     api.runtime.fault = 700
     with pytest.raises(DeviceError):
-        cuda.Stream(device, 0).call(lambda: None)
+        cuda.Stream(device.context, 0).call(lambda: None)
 
 
 def test_the_thread_ends_with_its_device(api):
@@ -377,7 +377,7 @@ def test_the_thread_ends_with_its_device(api):
     stream = device.stream()
     stream.call(lambda: None)
     stream.synchronize()
-    thread = device.calls._thread
+    thread = device.context.calls._thread
     assert thread.is_alive()
     del device, stream
     gc.collect()

@@ -15,7 +15,7 @@ import kvcupy as kv
 from kvcupy import devices, scratch
 from kvcupy.config import config
 from kvcupy.devices import cuda, nvrtc
-from kvcupy.devices.cuda_graph import FOREIGN
+from kvcupy.devices.cuda_context import FOREIGN
 from kvcupy.errors import CaptureError, CompileError
 from kvcupy.ops import call as op_call
 
@@ -74,7 +74,7 @@ def test_calls_in_one_captured_stream_share_a_workspace(api, device, lent, warm,
     attend = Attention(device)
     if warm:
         attend(device.stream())
-        device.api.runtime.deviceSynchronize()
+        device.context.api.runtime.deviceSynchronize()
         workspace = lent[False].pop()
     with captured_by_another(api, mode=mode) as theirs:
         for _ in range(4):
@@ -132,7 +132,9 @@ def legal_calls(device):
         "capture": lambda: capture(busy),
         "aborted capture": lambda: abort(busy),
         "launch": lambda: graph.launch(busy),
-        "expressions": lambda: device.run(lambda: device.api.cupy.empty(1 << 20, np.int8), busy),
+        "expressions": lambda: device.run(
+            lambda: device.context.api.cupy.empty(1 << 20, np.int8), busy
+        ),
         "copy by a kernel": lambda: device.copy(array[::2], array[1::2], stream=busy),
         "scratch": lambda: scratch.borrow(device, 1 << 16, busy),
     }
@@ -218,7 +220,9 @@ def test_a_driver_that_is_not_found_changes_no_mode(api, device):
     theirs = api.cupy.cuda.Stream(non_blocking=True)
     with device.stream().capture():
         theirs.begin_capture(RELAXED)
-        assert not device.as_stream(theirs).keeps, "what is not known to be ours is another's"
+        assert not device.as_stream(theirs).retains_owners, (
+            "what is not known to be ours is another's"
+        )
         theirs.end_capture()
 
 
@@ -327,8 +331,8 @@ def test_a_capture_of_others_beside_one_of_ours(api, device):
     with ours.capture() as graph:
         theirs.begin_capture(RELAXED)
         on = device.as_stream(theirs)
-        assert device.capture_of(on.pointer) is FOREIGN
-        assert not on.keeps
+        assert device.context.capture_of(on.pointer) is FOREIGN
+        assert not on.retains_owners
         lent = borrow(device, on)
         with pytest.raises(CaptureError, match="captured by another library"):
             on.on_launch(print, print)
@@ -343,11 +347,11 @@ def test_a_stream_that_another_library_forks_into_our_capture(api, device):
     with ours.capture() as graph, device.stream().capture():
         event = ours.record()
         api.runtime.streamWaitEvent(theirs.ptr, event.pointer)
-        assert device.capture_of(theirs.ptr) is graph
+        assert device.context.capture_of(theirs.ptr) is graph
         back = api.runtime.eventCreateWithFlags(2)
         api.runtime.eventRecord(back, theirs.ptr)
         api.runtime.streamWaitEvent(ours.pointer, back)
-    assert device.capture_of(theirs.ptr) is None
+    assert device.context.capture_of(theirs.ptr) is None
 
 
 @pytest.mark.parametrize("who", ["ours waits", "theirs waits", "both are theirs"])
@@ -361,7 +365,7 @@ def test_two_captures_cannot_wait_for_one_another_and_stay_whole(api, device, wh
                     on.wait(event)
             return
         with device.stream().capture():
-            ours = next(iter(device.captures.values()))._origin
+            ours = next(iter(device.context.captures.values()))._origin
             waiting, other = (ours, on) if who == "ours waits" else (on, ours)
             with pytest.raises(CaptureError, match="two captures"):
                 waiting.wait(other)
@@ -372,7 +376,7 @@ def test_a_fork_in_a_capture_of_others(api, device):
         main, fork = device.as_stream(theirs), device.stream()
         fork.wait(main)
         assert fork.capturing
-        assert not fork.keeps
+        assert not fork.retains_owners
         main.wait(fork)
     assert not fork.capturing
     fork.synchronize()

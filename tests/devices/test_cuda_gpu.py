@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy import dtypes, exporters, scratch
+from kvcupy import formats, scratch
 from kvcupy.arrays import is_pinned
 from kvcupy.devices import nvrtc
-from kvcupy.devices.cuda_pinned import RegisteredPages, numa_node
+from kvcupy.devices.cuda_memory import RegisteredPages, numa_node
 from kvcupy.devices.cuda_streams import Stream
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
@@ -61,14 +61,14 @@ def delay(device, load):
     function, scratch = load("delay"), device.zeros(1, "fp32")
 
     def delay(stream):
-        packed = params(exporters.view(scratch).pointer, DELAY_KILOTICKS)
+        packed = params(kv.arrays.view(scratch).pointer, DELAY_KILOTICKS)
         device.launch(function, (1, 1, 1), (32, 1, 1), 0, packed, stream, (scratch,))
 
     return delay
 
 
 def scale(device, function, out, source, factor, stream):
-    to, of = exporters.view(out), exporters.view(source)
+    to, of = kv.arrays.view(out), kv.arrays.view(source)
     grid = (-(-of.size // 128), 1, 1)
     packed = params(to.pointer, of.size, factor, of.pointer)
     device.launch(function, grid, (128, 1, 1), 0, packed, stream, (out, source))
@@ -78,7 +78,7 @@ def scale(device, function, out, source, factor, stream):
 def test_a_launch_computes(device, load, smem_bytes):
     source = device.asarray(np.arange(1000, dtype=np.float32))
     out, stream = device.zeros(1000, "fp32"), device.stream()
-    packed = params(exporters.view(out).pointer, 1000, 2.5, exporters.view(source).pointer)
+    packed = params(kv.arrays.view(out).pointer, 1000, 2.5, kv.arrays.view(source).pointer)
     device.launch(load("scale"), (8, 1, 1), (128, 1, 1), smem_bytes, packed, stream, (out, source))
     stream.synchronize()
     np.testing.assert_array_equal(device.to_numpy(out), np.arange(1000, dtype=np.float32) * 2.5)
@@ -86,7 +86,7 @@ def test_a_launch_computes(device, load, smem_bytes):
 
 def test_the_fallback_launch_computes_too(device, load, monkeypatch):
     source, out = device.asarray(np.ones(128, np.float32)), device.zeros(128, "fp32")
-    monkeypatch.setattr(device.api, "can_launch_packed", False)
+    monkeypatch.setattr(device.context.api, "can_launch_packed", False)
     stream = device.stream()
     scale(device, load("scale"), out, source, 3.0, stream)
     stream.synchronize()
@@ -182,7 +182,7 @@ def test_owners_live_exactly_until_the_stream_has_passed(device, delay):
     delay(stream)
     device.run(lambda: None, stream, (owner,))
     del owner
-    device.retired.reap()
+    device.context.retired.reap()
     assert gone() is not None
     stream.synchronize()
     assert gone() is None
@@ -484,8 +484,8 @@ def test_torchs_capture_beside_one_of_ours(device, torch):
         tensor += 1
         theirs = device.as_stream(None, "torch")
         assert theirs.capturing
-        assert not theirs.keeps
-        assert ours.keeps
+        assert not theirs.retains_owners
+        assert ours.retains_owners
         for one, other in ((ours, theirs), (theirs, ours)):
             with pytest.raises(kv.CaptureError, match="two captures"):
                 one.wait(other)
@@ -559,7 +559,7 @@ def test_arrays_of_the_other_gpu(second):
 
 @pytest.mark.parametrize("pointer", [0, 1, 2])
 def test_default_streams_of_the_other_gpu(second, pointer):
-    stream, array = Stream(second, pointer), second.zeros(1 << 20, "fp32")
+    stream, array = Stream(second.context, pointer), second.zeros(1 << 20, "fp32")
     second.copy(array, np.ones(1 << 20, np.float32), stream=stream)
     event = stream.record()
     second.run(lambda: None, stream, (object(),))
@@ -591,7 +591,7 @@ def test_a_tensor_of_the_other_gpu_by_dlpack(second, torch):
     class Exporter:
         __dlpack__, __dlpack_device__ = tensor.__dlpack__, tensor.__dlpack_device__
 
-    found = exporters.view(Exporter())
+    found = kv.arrays.view(Exporter())
     assert (found.device, found.pointer) == ("cuda:1", tensor.data_ptr())
 
 
@@ -621,11 +621,11 @@ def test_no_memory_is_a_device_error(device):
         device.empty(1 << 50, "int8")
 
 
-@pytest.mark.parametrize("name", [*dtypes.FORMATS, "int64", "int32"])
+@pytest.mark.parametrize("name", [*formats.FORMATS, "int64", "int32"])
 def test_arrays_of_every_format_go_there_and_back(device, name):
-    source = np.arange(24).reshape(4, 6).astype(dtypes.numpy_dtype(name))
+    source = np.arange(24).reshape(4, 6).astype(formats.numpy_dtype(name))
     there = device.asarray(source)
-    assert exporters.view(there).format == name
+    assert kv.arrays.view(there).format == name
     np.testing.assert_array_equal(device.to_numpy(there).view(np.uint8), source.view(np.uint8))
     assert not device.to_numpy(device.zeros((4, 6), name)).view(np.uint8).any()
 
@@ -645,7 +645,7 @@ def owner_of(array):
 def test_pinned_memory_is_reached_by_the_gpu_and_let_go(device, cupy, num_bytes):
     """Registered pages where the GPU's node is known, else CUDA's own: alike from outside."""
     array = device.empty_pinned(num_bytes, "int8")
-    view = exporters.view(array)
+    view = kv.arrays.view(array)
     assert (array.nbytes, view.pinned) == (num_bytes, True)
     assert (
         device.address(view) == cupy.cuda.runtime.pointerGetAttributes(view.pointer).devicePointer
@@ -680,7 +680,7 @@ def test_pinned_memory_takes_no_more_than_it_holds(device):
 
 
 def test_pinned_memory_lies_where_the_gpu_is(device):
-    node, maps = numa_node(device), Path("/proc/self/numa_maps")
+    node, maps = numa_node(device.context), Path("/proc/self/numa_maps")
     if node is None or not maps.exists():
         pytest.skip("the system does not say where the GPU is, or where pages are")
     array = device.empty_pinned(64 << 20, "int8")
@@ -696,7 +696,7 @@ def test_pinned_memory_lies_where_the_gpu_is(device):
 def test_the_model_and_the_addresses(device, cupy):
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"]
     assert device.model == name.decode()
-    own, pageable = exporters.view(device.zeros(8, "fp32")), exporters.view(np.zeros(8))
+    own, pageable = kv.arrays.view(device.zeros(8, "fp32")), kv.arrays.view(np.zeros(8))
     assert device.address(own) == own.pointer
     assert device.address(pageable) is None
 
@@ -734,8 +734,8 @@ class Runs:
     @property
     def arrays(self):
         slots = np.arange(self.count, dtype=np.uint64) * self.SLOT_BYTES
-        to = np.uint64(exporters.view(self.dst).pointer) + slots[self.order]
-        return to, np.uint64(exporters.view(self.src).pointer) + slots, self.sizes
+        to = np.uint64(kv.arrays.view(self.dst).pointer) + slots[self.order]
+        return to, np.uint64(kv.arrays.view(self.src).pointer) + slots, self.sizes
 
     def enqueue(self, stream):
         self.device.copy_runs(*self.arrays, stream, (self.dst, self.src))
@@ -755,20 +755,20 @@ SIDES = ["device pinned", "pinned device", "device device", "pinned pinned",
 @pytest.fixture
 def batches(device, monkeypatch):
     """How many runs each batch had."""
-    really, counts = device.api.memcpy_batch, []
+    really, counts = device.context.api.memcpy_batch, []
 
     def counted(dst, src, sizes, count, *others):
         counts.append(count)
         return really(dst, src, sizes, count, *others)
 
     if really is not None:
-        monkeypatch.setitem(vars(device.api), "memcpy_batch", counted)
+        monkeypatch.setitem(vars(device.context.api), "memcpy_batch", counted)
     return counts
 
 
 def test_a_driver_of_12_8_has_batches(device):
-    version = device.api.runtime.driverGetVersion()
-    assert (device.api.memcpy_batch is not None) == (version >= 12080)
+    version = device.context.api.runtime.driverGetVersion()
+    assert (device.context.api.memcpy_batch is not None) == (version >= 12080)
 
 
 @pytest.mark.parametrize("sides", SIDES)
@@ -778,13 +778,13 @@ def test_runs_are_copied_exactly(device, batches, sides, count):
     runs.enqueue(stream)
     stream.synchronize()
     runs.check()
-    if count > 2 and device.api.memcpy_batch is not None:
+    if count > 2 and device.context.api.memcpy_batch is not None:
         assert batches == [count - 1]  # one is empty
 
 
 @pytest.mark.parametrize("sides", SIDES)
 def test_runs_are_copied_one_by_one_where_there_is_no_batch(device, monkeypatch, sides):
-    monkeypatch.setitem(vars(device.api), "memcpy_batch", None)
+    monkeypatch.setitem(vars(device.context.api), "memcpy_batch", None)
     runs, stream = Runs(device, *sides.split(), 50), device.stream()
     runs.enqueue(stream)
     stream.synchronize()
@@ -794,11 +794,11 @@ def test_runs_are_copied_one_by_one_where_there_is_no_batch(device, monkeypatch,
 @pytest.mark.parametrize("pointer", [0, 1, 2])
 def test_runs_on_the_default_streams(device, batches, pointer):
     """The driver refuses batches on the legacy one, by either name, but not on the thread's own."""
-    runs, stream = Runs(device, "device", "pinned", 20), Stream(device, pointer)
+    runs, stream = Runs(device, "device", "pinned", 20), Stream(device.context, pointer)
     runs.enqueue(stream)
     stream.synchronize()
     runs.check()
-    if device.api.memcpy_batch is not None:
+    if device.context.api.memcpy_batch is not None:
         assert len(batches) == (pointer == 2)
 
 
@@ -839,7 +839,7 @@ def test_runs_read_their_source_when_the_stream_gets_there(device, load, delay):
     delay(stream)
     scale(device, load("scale"), middle, source, 6.0, stream)
     halves = np.array([0, 512], np.uint64)
-    to, of = (np.uint64(exporters.view(a).pointer) + halves for a in (out, middle))
+    to, of = (np.uint64(kv.arrays.view(a).pointer) + halves for a in (out, middle))
     device.copy_runs(to, of, np.full(2, 512, np.uint64), stream, (out, middle))
     stream.synchronize()
     np.testing.assert_array_equal(out, 6.0)
@@ -876,11 +876,10 @@ def test_a_refused_run_is_a_device_error():
     done = in_a_process_of_its_own("""
 import numpy as np
 import kvcupy as kv
-from kvcupy import exporters
 
 device = kv.device("cuda:0")
 array, stream = device.zeros((20, 64), "fp32"), device.stream()
-rows = np.uint64(exporters.view(array).pointer) + np.arange(20, dtype=np.uint64) * 256
+rows = np.uint64(kv.arrays.view(array).pointer) + np.arange(20, dtype=np.uint64) * 256
 to, of, sizes = rows[:10].copy(), rows[10:], np.full(10, 256, np.uint64)
 to[3] = 64  # no address of anything
 try:
@@ -898,7 +897,7 @@ def test_pinned_memory_is_pinned_and_not_rounded_up(device, cupy):
     array = device.empty_pinned((5 << 20) + 1, "int8")
     assert is_pinned(array)
     assert cupy.cuda.runtime.pointerGetMemoryType(array.ctypes.data) == 1
-    np.testing.assert_array_equal(device.carrier(exporters.view(array)).shape, array.shape)
+    np.testing.assert_array_equal(device.carrier(kv.arrays.view(array)).shape, array.shape)
 
 
 LAYOUTS = {

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 import kvcupy as kv
-from kvcupy import exporters, faults
-from kvcupy.devices import host_pages
+from kvcupy.devices import host_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -73,8 +72,7 @@ POLLING = {
 def test_functions_are_called_while_somebody_asks_cuda(ask):
     program = f"""
 import cupy
-from kvcupy import exporters
-pageable, seen = exporters.view(np.zeros(8)), []
+pageable, seen = kv.arrays.view(np.zeros(8)), []
 for i in range(3000):
     stream.call(lambda i=i: seen.append(i))
     event = stream.record()
@@ -199,7 +197,7 @@ def test_the_last_pinned_array_may_be_a_functions(device, cupy, num_bytes):
     stream.synchronize()
     gc.collect()
     assert gone() is None
-    if num_bytes >= host_pages.PAGE_BYTES:
+    if num_bytes >= host_memory.PAGE_BYTES:
         until = time.monotonic() + PATIENCE_S
         while cupy.cuda.runtime.pointerGetAttributes(pointer).type != 0:
             assert time.monotonic() < until, "the pages are still locked"
@@ -216,7 +214,7 @@ def test_the_last_pinned_array_may_be_a_graphs(device):
     graph.launch(stream)
     del graph
     stream.synchronize()
-    device.retired.reap()
+    device.context.retired.reap()
     gc.collect()
     assert gone() is None
 
@@ -265,14 +263,14 @@ print("done")
 
 
 def address_of(array):
-    return exporters.view(array).pointer
+    return kv.arrays.view(array).pointer
 
 
 @pytest.mark.parametrize("to_gpu", [True, False])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_runs_of_host_memory_as_a_batch(device, monkeypatch, pinned, to_gpu):
     """Pageable memory too, which a call may have to read before it returns."""
-    if device.api.memcpy_batch is None:
+    if device.context.api.memcpy_batch is None:
         pytest.skip("the driver has no batched copy")
     count, width = 64, 4096
     rng = np.random.default_rng(7)
@@ -288,9 +286,9 @@ def test_runs_of_host_memory_as_a_batch(device, monkeypatch, pinned, to_gpu):
         host[:] = 0
         device.copy(gpu, content)
     device.synchronize()
-    batches, real = [], device.api.memcpy_batch
+    batches, real = [], device.context.api.memcpy_batch
     monkeypatch.setitem(
-        vars(device.api), "memcpy_batch", lambda *a: batches.append(a[3]) or real(*a)
+        vars(device.context.api), "memcpy_batch", lambda *a: batches.append(a[3]) or real(*a)
     )
     order = rng.permutation(count).astype(np.uint64) * width
     straight = np.arange(count, dtype=np.uint64) * width
@@ -306,7 +304,7 @@ def test_runs_of_host_memory_as_a_batch(device, monkeypatch, pinned, to_gpu):
     for row, at, size in zip(content, order // width, sizes, strict=True):
         want[int(at), : int(size)] = row[: int(size)]
     np.testing.assert_array_equal(device.to_numpy(target), want)
-    if device.api.runtime.deviceGetAttribute(91, device.index):
+    if device.context.api.runtime.deviceGetAttribute(91, device.context.index):
         assert batches == [count]
 
 
@@ -319,7 +317,7 @@ def test_pages_past_the_end_are_noted_without_waiting_and_at_each_replay(device,
     dst = kv.KVPool(12, **POOL, layout="page_first", placement="pinned", device=device)
     stream, gate = device.stream(), threading.Event()
     lists = [1, 8, -1, 2], [2, 1, 50, 3]
-    faults.check_faults(device)
+    kv.check_faults(device)
     stream.call(lambda: gate.wait(PATIENCE_S))
     kv.transfer_pages(src, dst, *lists, method=method, stream=stream)
     assert not stream.done()

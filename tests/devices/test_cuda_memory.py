@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from fake_cuda import CudaError
 
-from kvcupy import exporters, scratch
+from kvcupy import arrays, scratch
+from kvcupy.cuda_api import CudaApi
 from kvcupy.devices import cuda
-from kvcupy.devices.cuda_api import CudaApi
 from kvcupy.devices.cuda_launch import CudaFunction
 from kvcupy.errors import DeviceError
 from kvcupy.kernels import Kernel
@@ -39,9 +39,7 @@ class Kernels:
         ctypes.memmove(to, of, 64)
 
     def copy(self, dst, src, stream):
-        params = np.array(
-            [(exporters.view(src).pointer, exporters.view(dst).pointer)], PARAMS
-        ).tobytes()
+        params = np.array([(arrays.view(src).pointer, arrays.view(dst).pointer)], PARAMS).tobytes()
         self.device.launch(self.function, (1, 1, 1), (1, 1, 1), 0, params, stream, (dst, src))
 
 

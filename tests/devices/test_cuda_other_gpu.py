@@ -28,7 +28,7 @@ def second(api, monkeypatch):
 
 @pytest.fixture(params=[LEGACY, 1, PER_THREAD])
 def default(request, second):
-    return Stream(second, request.param)
+    return Stream(second.context, request.param)
 
 
 class Owner:
@@ -49,7 +49,7 @@ class Copy:
 
 def test_zeros_are_there_when_the_call_returns(second):
     array = second.empty(64, "fp32")
-    with second.current():
+    with second.context.current():
         array.fill(7)
     second.synchronize()
     pointer = array.data.ptr
@@ -78,7 +78,7 @@ def test_arrays_go_there_and_back(api, second):
 
 def test_what_a_default_stream_there_still_writes_is_read(second):
     array = second.zeros(64, "fp32")
-    with second.current():
+    with second.context.current():
         array.fill(7)
     assert (second.to_numpy(array) == 7).all()
 
@@ -96,7 +96,7 @@ def test_what_is_made_is_there(api, second, monkeypatch):
     made = []
     second.run(lambda: made.append(api.cupy.empty((8,), np.uint8)), second.stream())
     assert made[0].data.device_id == 1
-    assert Stream(second, LEGACY).priority == 0
+    assert Stream(second.context, LEGACY).priority == 0
     assert asked == [1]
 
 
@@ -124,7 +124,7 @@ def test_its_own_free_memory_is_told(api, second):
 
 
 def test_the_default_stream_of_a_thread_is_captured_there(second):
-    stream = Stream(second, PER_THREAD)
+    stream = Stream(second.context, PER_THREAD)
     with stream.capture() as graph:
         work = Copy(second, stream)
     graph.launch(stream)
@@ -150,7 +150,7 @@ def test_owners_are_held_until_that_stream_has_passed(second, default):
     Copy(second, default)
     second.run(lambda: None, default, (owner,))
     del owner
-    second.retired.reap()
+    second.context.retired.reap()
     assert gone() is not None
     default.synchronize()
     assert gone() is None
@@ -168,7 +168,7 @@ def test_that_stream_waits_and_is_waited_for(api, second, default):
 
 
 def test_that_stream_is_synchronised_and_asked(api, second, default):
-    first = Stream(cuda.CudaDevice(0, api), default.pointer)
+    first = Stream(cuda.CudaDevice(0, api).context, default.pointer)
     theirs = Copy(first.device, first)
     work = Copy(second, default)
     assert not default.done()
@@ -182,22 +182,22 @@ def test_that_stream_is_synchronised_and_asked(api, second, default):
 
 def test_its_default_streams_are_not_captured_because_others_are(api, second):
     first = cuda.CudaDevice(0, api)
-    mine = api.cupy.cuda.Stream.from_external(Stream(first, PER_THREAD))
+    mine = api.cupy.cuda.Stream.from_external(Stream(first.context, PER_THREAD))
     with captured_by_another(api, mine):
-        assert Stream(first, PER_THREAD).capturing
-        assert not Stream(second, PER_THREAD).capturing
-    with second.current(), captured_by_another(api, mine):
+        assert Stream(first.context, PER_THREAD).capturing
+        assert not Stream(second.context, PER_THREAD).capturing
+    with second.context.current(), captured_by_another(api, mine):
         api.runtime.current = 0
-        assert Stream(second, PER_THREAD).capturing
-        assert not Stream(first, PER_THREAD).capturing
+        assert Stream(second.context, PER_THREAD).capturing
+        assert not Stream(first.context, PER_THREAD).capturing
         api.runtime.current = 1
 
 
 def test_the_default_stream_of_a_thread_is_not_captured_because_another_threads_is(api):
     device, answers = cuda.CudaDevice(0, api), []
-    with Stream(device, PER_THREAD).capture():
+    with Stream(device.context, PER_THREAD).capture():
         thread = threading.Thread(
-            target=lambda: answers.append(Stream(device, PER_THREAD).capturing)
+            target=lambda: answers.append(Stream(device.context, PER_THREAD).capturing)
         )
         thread.start()
         thread.join()
@@ -209,7 +209,7 @@ def test_an_engine_there_follows_its_default_stream(second):
     near = kv.KVPool(4, **shape, device=second)
     far = kv.KVPool(4, **shape, placement="pinned", device=second)
     engine = kv.TransferEngine(near, far, method="copy")
-    with second.current():
+    with second.context.current():
         near.k(0)[2].fill(5)
     engine.save([2], [3]).synchronize()
     assert (np.asarray(far.k(0))[3] == 5).all()
@@ -233,9 +233,9 @@ class Exporter:
 
 def test_an_exporter_there_is_asked_with_its_own_current_stream(api, second):
     exporter = Exporter(api, 1)
-    dlpack.view(exporter)
+    dlpack.read(exporter)
     assert exporter.asked == (1, 1)
     api.currents[1] = second.stream().cupy
     api.currents[0] = api.cupy.cuda.Stream()
-    dlpack.view(exporter)
+    dlpack.read(exporter)
     assert exporter.asked == (1, api.currents[1].ptr)

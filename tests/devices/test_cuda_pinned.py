@@ -16,10 +16,10 @@ import pytest
 from fake_cuda import FakeApi, Memory
 
 from kvcupy.arrays import is_pinned
-from kvcupy.devices import cuda, cuda_pinned, host_pages
+from kvcupy.devices import cuda, cuda_memory, host_memory
 from kvcupy.errors import DeviceError
 
-PAGE = host_pages.PAGE_BYTES
+PAGE = host_memory.PAGE_BYTES
 PORTABLE, MAPPED = 1, 2
 
 pytestmark = pytest.mark.skipif(
@@ -44,20 +44,20 @@ def device(api):
 def wishes(monkeypatch):
     """What the system is asked for; this machine may have no such node."""
     made = []
-    monkeypatch.setattr(host_pages, "prefer_node", lambda *wish: made.append(wish))
+    monkeypatch.setattr(host_memory, "prefer_node", lambda *wish: made.append(wish))
     return made
 
 
 @pytest.fixture
 def unmapped(api, monkeypatch):
     """What is given back to the system, with what is registered then."""
-    seen, unmap = [], host_pages.unmap
+    seen, unmap = [], host_memory.unmap
 
     def watched(pointer, num_bytes):
         seen.append((pointer, num_bytes, dict(api.runtime.registered)))
         unmap(pointer, num_bytes)
 
-    monkeypatch.setattr(host_pages, "unmap", watched)
+    monkeypatch.setattr(host_memory, "unmap", watched)
     return seen
 
 
@@ -132,7 +132,7 @@ import sys, tempfile
 from pathlib import Path
 from fake_cuda import FakeApi
 from kvcupy.devices import cuda
-from kvcupy.devices.cuda_api import CudaApi
+from kvcupy.cuda_api import CudaApi
 for name in ("failure", "query", "is_capturing"):
     setattr(FakeApi, name, getattr(CudaApi, name))
 api = FakeApi()
@@ -185,9 +185,9 @@ def test_a_child_does_not_have_pages_that_a_gpu_may_write(api, device, wishes):
 def test_children_are_kept_out_before_cuda_locks_the_pages(api, device, wishes, monkeypatch):
     """In between, a fork of another thread's would share them."""
     attach(api)
-    order, keep, register = [], host_pages.keep_from_children, api.runtime.hostRegister
+    order, keep, register = [], host_memory.keep_from_children, api.runtime.hostRegister
     monkeypatch.setattr(
-        host_pages, "keep_from_children", lambda *a: order.append(("keep", *a)) or keep(*a)
+        host_memory, "keep_from_children", lambda *a: order.append(("keep", *a)) or keep(*a)
     )
     api.runtime.hostRegister = lambda *a: order.append(("register", *a[:2])) or register(*a)
     array = device.empty_pinned(PAGE, "int8")
@@ -240,7 +240,7 @@ def test_where_the_system_has_no_pages_cuda_allocates(api, device, monkeypatch):
         raise OSError(12, "no")
 
     attach(api)
-    monkeypatch.setattr(host_pages, "map_pages", refuse)
+    monkeypatch.setattr(host_memory, "map_pages", refuse)
     assert is_pinned(device.empty_pinned(PAGE, "int8"))
 
 
@@ -260,9 +260,9 @@ def test_nobody_having_memory_is_a_device_error(api, device, wishes):
 
 def test_the_node_is_found_by_the_address_in_lower_case(api, device):
     attach(api, "3\n")
-    assert cuda_pinned.numa_node(device) == 3
-    assert host_pages.node_of_pci_device("0000:3B:00.0", api.pci_devices) == 3
-    assert host_pages.node_of_pci_device("0000:3C:00.0", api.pci_devices) is None
+    assert cuda_memory.numa_node(device.context) == 3
+    assert host_memory.node_of_pci_device("0000:3B:00.0", api.pci_devices) == 3
+    assert host_memory.node_of_pci_device("0000:3C:00.0", api.pci_devices) is None
 
 
 @pytest.mark.parametrize(("node", "words"), [(0, [1]), (5, [32]), (63, [1 << 63]), (64, [0, 1])])
@@ -278,21 +278,21 @@ def test_the_wish_as_the_kernel_reads_it(monkeypatch, node, words):
         seen.append((number.value, address.value, num_bytes.value, mode.value, read, flags.value))
         return 0
 
-    monkeypatch.setattr(host_pages, "_libc", lambda: SimpleNamespace(syscall=syscall))
+    monkeypatch.setattr(host_memory, "_libc", lambda: SimpleNamespace(syscall=syscall))
     for machine, number in (("x86_64", 237), ("aarch64", 235)):
         monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
-        assert host_pages.prefer_node(0x1000, 4 * PAGE, node)
+        assert host_memory.prefer_node(0x1000, 4 * PAGE, node)
         assert seen.pop() == (number, 0x1000, 4 * PAGE, 1, words, 0)
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    assert not host_pages.prefer_node(0x1000, PAGE, node)
+    assert not host_memory.prefer_node(0x1000, PAGE, node)
     assert seen == []
 
 
 def test_the_kernel_hears_the_wish_or_nothing_comes_of_it():
-    pointer, num_bytes = host_pages.map_pages(2 * PAGE)
+    pointer, num_bytes = host_memory.map_pages(2 * PAGE)
     try:
-        heard = host_pages.prefer_node(pointer, num_bytes, 0)
-        assert not host_pages.prefer_node(pointer, num_bytes, 1000), "there is no such node"
+        heard = host_memory.prefer_node(pointer, num_bytes, 0)
+        assert not host_memory.prefer_node(pointer, num_bytes, 1000), "there is no such node"
         maps = Path("/proc/self/numa_maps")
         if not heard or not maps.exists():
             pytest.skip("the system does not take, or does not show, wishes for nodes")
@@ -300,15 +300,15 @@ def test_the_kernel_hears_the_wish_or_nothing_comes_of_it():
         assert "prefer" in line.split()[1]
         assert line.split()[1].endswith(":0")
     finally:
-        host_pages.unmap(pointer, num_bytes)
+        host_memory.unmap(pointer, num_bytes)
 
 
 def test_pages_are_fresh_whole_and_refused_where_there_are_none():
     import ctypes
 
-    pointer, num_bytes = host_pages.map_pages(1)
+    pointer, num_bytes = host_memory.map_pages(1)
     assert (pointer % PAGE, num_bytes) == (0, PAGE)
     assert ctypes.string_at(pointer, num_bytes) == bytes(PAGE)
-    host_pages.unmap(pointer, num_bytes)
+    host_memory.unmap(pointer, num_bytes)
     with pytest.raises(OSError, match="mapping"):
-        host_pages.map_pages(1 << 60)
+        host_memory.map_pages(1 << 60)

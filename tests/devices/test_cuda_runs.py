@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from fake_cuda import BatchDriver, FakeApi, busy
 
-from kvcupy.devices import cuda, cuda_driver
-from kvcupy.devices.cuda_api import CudaApi
+from kvcupy import arrays, cuda_api
+from kvcupy.cuda_api import CudaApi
+from kvcupy.devices import cuda
 from kvcupy.errors import CaptureError, DeviceError
 
 NEW, OLD = 12080, 12070
@@ -96,12 +97,12 @@ def test_no_runs_are_no_call(api, device):
         device.copy_runs(*case.runs, stream, (case.owner,))
     assert api.library.calls == []
     assert api.runtime.log == before
-    assert len(device.retired) == 0
+    assert len(device.context.retired) == 0
 
 
 def test_the_per_thread_default_stream_takes_a_batch(api, device):
     case = Case()
-    device.copy_runs(*case.runs, cuda.Stream(device, 2))
+    device.copy_runs(*case.runs, cuda.Stream(device.context, 2))
     case.check()
     assert api.library.calls[0][3] == 2
 
@@ -141,11 +142,11 @@ def other_addresses(api, device):
 
 
 def default_stream(api, device):
-    return cuda.Stream(device, 0)
+    return cuda.Stream(device.context, 0)
 
 
 def legacy_stream(api, device):
-    return cuda.Stream(device, 1)
+    return cuda.Stream(device.context, 1)
 
 
 def foreign_capture(api, device):
@@ -274,7 +275,7 @@ def test_a_lost_device_still_names_the_copy(api, device, monkeypatch):
         api.runtime.check_status(719)
 
     api.library.status = 719
-    monkeypatch.setattr(device.retired, "_record", lost)
+    monkeypatch.setattr(device.context.retired, "_record", lost)
     with pytest.raises(DeviceError, match="copy of 4 runs"):
         device.copy_runs(*Case().runs, device.stream(), (object(),))
 
@@ -300,30 +301,30 @@ def test_arrays_that_are_no_runs_are_refused(api, device, arrays, error, message
 
 
 def test_the_function_of_12_8_is_asked_for_by_the_newer_look_up(api):
-    found = cuda_driver.find_batch(13010, api.library)
+    found = cuda_api.find_batch(13010, api.library)
     assert found is not None
     assert api.library.asked == [("cuGetProcAddress_v2", b"cuMemcpyBatchAsync", 12080, 1)]
 
 
 def test_the_older_look_up_does_where_there_is_no_newer_one():
     library = BatchDriver(names=("cuGetProcAddress",))
-    assert cuda_driver.find_batch(NEW, library) is not None
+    assert cuda_api.find_batch(NEW, library) is not None
     assert [asked[0] for asked in library.asked] == ["cuGetProcAddress"]
 
 
 def test_what_is_not_found_is_none(api):
-    assert cuda_driver.find_batch(OLD, api.library) is None
+    assert cuda_api.find_batch(OLD, api.library) is None
     assert api.library.asked == []
     for found in (1, 2):  # no such symbol; there, but not for this version
-        assert cuda_driver.find_batch(NEW, BatchDriver(found=found)) is None
-    assert cuda_driver.find_batch(NEW, BatchDriver(names=())) is None
+        assert cuda_api.find_batch(NEW, BatchDriver(found=found)) is None
+    assert cuda_api.find_batch(NEW, BatchDriver(names=())) is None
 
 
 def test_the_structs_are_laid_out_as_in_the_header():
-    attributes = cuda_driver.CopyAttributes
+    attributes = cuda_api.CopyAttributes
     assert ctypes.sizeof(attributes) == 24
     assert [getattr(attributes, name).offset for name, _ in attributes._fields_] == [0, 4, 12, 20]
-    assert len(cuda_driver.BATCH_TYPE._argtypes_) == 9
+    assert len(cuda_api.BATCH_TYPE._argtypes_) == 9
 
 
 def test_the_real_api_finds_the_function_or_none():
@@ -343,15 +344,14 @@ def test_the_model_is_text(device):
 
 
 def test_addresses(api, device):
-    from kvcupy import exporters
     from kvcupy.arrays import ArrayView
 
     assert device.address(ArrayView(0x100, (4,), (2,), "fp16", "cuda:0")) == 0x100
     assert device.address(ArrayView(0x100, (4,), (2,), "fp16", "cuda:1")) is None
-    pinned = exporters.view(device.empty_pinned(4, "fp32"))
+    pinned = arrays.view(device.empty_pinned(4, "fp32"))
     assert device.address(pinned) == pinned.pointer
     api.runtime.memory_type = 0
-    pageable = exporters.view(np.zeros(4))
+    pageable = arrays.view(np.zeros(4))
     assert device.address(pageable) is None
     api.runtime.fault = 700
     with pytest.raises(DeviceError, match=r"address of .* on cuda:0: cudaError 700"):

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvcupy import exporters
+from kvcupy import arrays
 from kvcupy.arrays import ArrayView
-from kvcupy.devices import host_copy, host_model
+from kvcupy.devices import host, host_memory
 from kvcupy.devices.host import HostDevice
 from kvcupy.errors import DeviceError
 
@@ -150,7 +150,7 @@ def test_a_copy_that_fails_is_a_device_error(device, monkeypatch):
         raise MemoryError("no room")
 
     pieces, stream = Pieces(), device.stream()
-    monkeypatch.setattr(host_copy.ctypes, "memmove", refuse)
+    monkeypatch.setattr(host_memory.ctypes, "memmove", refuse)
     device.copy_runs(*pieces.runs, stream)
     event = stream.record()
     with pytest.raises(DeviceError, match="no room"):
@@ -270,26 +270,26 @@ def test_events_that_never_were_or_are_inline_or_captured_have_no_error(device):
 
 def test_addresses(device):
     array = np.arange(12).reshape(3, 4)[1:, ::-1]
-    view = exporters.view(array)
+    view = arrays.view(array)
     assert device.address(view) == array.__array_interface__["data"][0]
     pinned = device.empty_pinned(4, "fp32")
-    assert device.address(exporters.view(pinned)) == pinned.ctypes.data
+    assert device.address(arrays.view(pinned)) == pinned.ctypes.data
     assert device.address(ArrayView(0x1000, (4,), (2,), "fp16", "cuda:0")) is None
 
 
 def test_the_model_is_what_the_system_calls_the_processor(tmp_path, monkeypatch):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nmodel\t\t: 17\nmodel name\t: A Processor: 9000 @ 2 GHz\n\n")
-    assert host_model.processor_name(cpuinfo) == "A Processor: 9000 @ 2 GHz"
+    assert host.processor_name(cpuinfo) == "A Processor: 9000 @ 2 GHz"
     monkeypatch.setattr(platform, "machine", lambda: "machine")
     for processor, expected in (("processor", "processor"), ("", "machine")):
         monkeypatch.setattr(platform, "processor", lambda processor=processor: processor)
         for text in ("processor\t: 0\nBogoMIPS\t: 50\n", "model name\t:\n"):
             cpuinfo.write_text(text)
-            assert host_model.processor_name(cpuinfo) == expected
-        assert host_model.processor_name(tmp_path / "missing") == expected
+            assert host.processor_name(cpuinfo) == expected
+        assert host.processor_name(tmp_path / "missing") == expected
 
 
 def test_the_device_has_that_model(device):
-    assert device.model == host_model.processor_name(Path("/proc/cpuinfo"))
+    assert device.model == host.processor_name(Path("/proc/cpuinfo"))
     assert device.model

@@ -17,7 +17,7 @@ class Watched(HostDevice):
 
     def __init__(self, warp_lanes=32):
         super().__init__()
-        self.multiprocessors, self.warp_lanes = 132, warp_lanes
+        self.sm_count, self.warp_lanes = 132, warp_lanes
         self.launches = []
 
     def launch(self, function, grid, block, smem_bytes, params, stream, keep=()):

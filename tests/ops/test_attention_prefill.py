@@ -9,9 +9,9 @@ import pytest
 from helpers import DTYPE, address
 from prefill_calls import Call
 
+from kvcupy.arrays import view
 from kvcupy.devices import cxx
 from kvcupy.devices.host import HostDevice
-from kvcupy.exporters import view
 from kvcupy.kernels import Kernel
 from kvcupy.ops import attention_kernels as kernels
 from kvcupy.ops.attention import check_call, check_options

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvcupy import reference
-from kvcupy.dtypes import FORMATS as KNOWN
+from kvcupy.formats import FORMATS as KNOWN
 from kvcupy.ops import fallback
 
 

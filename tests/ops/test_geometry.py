@@ -121,7 +121,7 @@ def test_widest_takes_any_iterable():
 def host(request, monkeypatch):
     """A host device that claims so many multiprocessors, whose warps are so wide."""
     device = HostDevice()
-    device.multiprocessors, device.warp_lanes = request.param
+    device.sm_count, device.warp_lanes = request.param
     monkeypatch.setitem(devices._devices, "host", device)
     monkeypatch.setattr(kv.config, "fallback", "error")
     forget_plans(monkeypatch)
@@ -172,7 +172,7 @@ def test_the_claim_decides_the_geometry(host, monkeypatch):
     if host.warp_lanes == 1:
         assert threads == [8, 8, 32]
     else:  # two rows of 512 words: all the lanes that a row may have, or four words a lane
-        assert threads == {1: [256] * 3, 8: [1024] * 3}.get(host.multiprocessors, [1024] * 3)
+        assert threads == {1: [256] * 3, 8: [1024] * 3}.get(host.sm_count, [1024] * 3)
 
 
 # Every operation ------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_no_geometry_changes_a_result(monkeypatch, check):
     found = []
     for multiprocessors, warp_lanes in itertools.product((1, 132), (1, 32)):
         device = HostDevice()
-        device.multiprocessors, device.warp_lanes = multiprocessors, warp_lanes
+        device.sm_count, device.warp_lanes = multiprocessors, warp_lanes
         monkeypatch.setitem(devices._devices, "host", device)
         monkeypatch.setattr(kv.config, "fallback", "error")
         forget_plans(monkeypatch)

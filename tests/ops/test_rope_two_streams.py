@@ -9,7 +9,7 @@ from stream_cases import Log, delay, nothing, ranges
 
 import kvcupy as kv
 from kvcupy import observe, streams
-from kvcupy.exporters import view
+from kvcupy.arrays import view
 
 WRITTEN = ("query", "key", "k_cache", "v_cache")
 

@@ -13,8 +13,8 @@ import pytest
 from transfer_cases import TransferCase
 
 import kvcupy as kv
+from kvcupy.arrays import view
 from kvcupy.devices.host import HostDevice
-from kvcupy.exporters import view
 from kvcupy.ops import transfer_kernels
 
 POOL = {"num_pages": 12, "page_size": 4, "num_layers": 3, "num_kv_heads": 2, "head_dim": 8}

@@ -16,7 +16,7 @@ from transfer_cases import (
 )
 
 import kvcupy as kv
-from kvcupy import dtypes
+from kvcupy import formats
 from kvcupy.arrays import pinned_at
 from kvcupy.devices.host import HostDevice
 
@@ -87,7 +87,7 @@ def guards(device, monkeypatch):
     kept, real_empty = [], HostDevice.empty
 
     def guarded(self, shape, dtype):
-        wanted = dtypes.numpy_dtype(dtype)
+        wanted = formats.numpy_dtype(dtype)
         num_bytes = int(np.prod(shape, dtype=np.int64)) * wanted.itemsize
         raw = real_empty(self, num_bytes + 2 * GUARD_BYTES, np.uint8)
         raw[...] = CANARY

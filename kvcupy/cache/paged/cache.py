@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ... import devices
-from ...arrays import describe
+from ...arrays import describe, view
 from ...config import logger
-from ...dtypes import FORMATS
 from ...errors import CaptureError, KvcupyError
-from ...exporters import view
+from ...formats import FORMATS
 from ...ops import checks, outputs
 from ...ops.attention import check_query
 from ...ops.outputs import format_name

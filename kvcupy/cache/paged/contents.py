@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from ... import dtypes
-from ...arrays import ArrayView, describe
+from ... import formats
+from ...arrays import ArrayView, describe, view
 from ...devices.protocol import Stream
-from ...dtypes import FORMATS, numpy_dtype
-from ...exporters import view
+from ...formats import FORMATS, numpy_dtype
 from ...ops import checks, outputs
 from ...ops.page_pairs import send
 from ...ops.store import gather_kv, store_kv, store_mla
@@ -296,7 +295,7 @@ def write_file(
     bits = {name: _bits(name, *tensor) for name, tensor in tensors.items()}
     specs = {
         name: package.TensorSpec(
-            dtype=dtypes.numpy_dtype(tensors[name][0]).name,
+            dtype=formats.numpy_dtype(tensors[name][0]).name,
             shape=tensors[name][1],
             data_ptr=array.ctypes.data,
             data_len=array.nbytes,
@@ -397,11 +396,11 @@ def _package() -> Any:
 
 def _bits(name: str, format: str, shape: tuple[int, ...], data: Any) -> np.ndarray[Any, Any]:
     """Return the bits of a tensor as one contiguous array, of as many bytes as its shape says."""
-    if format not in dtypes.FORMATS:
-        known = ", ".join(dtypes.FORMATS)
+    if format not in formats.FORMATS:
+        known = ", ".join(formats.FORMATS)
         raise ValueError(f"tensors: expected one of {known} for {name}, got {format!r}")
     array = data if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
-    num_bytes = dtypes.FORMATS[format].itemsize
+    num_bytes = formats.FORMATS[format].itemsize
     for n in shape:
         num_bytes *= n
     if array.nbytes != num_bytes:  # the package reads them by address
@@ -418,7 +417,7 @@ def _mapped(path: Path, name: str, entry: Any, mapped: mmap.mmap, start: int) ->
             f"in {path}"
         )
     first, last = entry["data_offsets"]
-    dtype, shape = dtypes.numpy_dtype(format), tuple(entry["shape"])
+    dtype, shape = formats.numpy_dtype(format), tuple(entry["shape"])
     bits = np.frombuffer(mapped, np.uint8, last - first, start + first)
     return format, shape, bits.view(dtype).reshape(shape)
 

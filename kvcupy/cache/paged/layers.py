@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from ... import devices, scratch
-from ...arrays import ArrayView, contiguous_strides, describe
+from ...arrays import ArrayView, contiguous_strides, describe, probe_arguments, view
 from ...devices.protocol import Device, Stream
-from ...dtypes import FORMATS
-from ...exporters import probe_arguments, view
+from ...formats import FORMATS
 from ...ops import checks
 from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
 from ...ops.attention_kernels import AttentionOptions

@@ -24,11 +24,10 @@ from weakref import ref
 
 import numpy as np
 
-from ... import dtypes
-from ...arrays import ArrayView, contiguous_strides, describe
+from ... import formats
+from ...arrays import ArrayView, contiguous_strides, describe, view
 from ...devices.protocol import Device, Event, Stream
 from ...errors import CaptureError, DeviceError, KvcupyError
-from ...exporters import view
 from ...ops import checks
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
@@ -80,19 +79,19 @@ class Layout:
         self._offsets: dict[str, int] = {}
         for name, (shape, format) in shapes.items():
             self._offsets[name] = self.num_bytes = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
-            self.num_bytes += math.prod(shape) * dtypes.numpy_dtype(format).itemsize
+            self.num_bytes += math.prod(shape) * formats.numpy_dtype(format).itemsize
 
     @classmethod
     def of(cls, arrays: Arrays) -> Layout:
         """Return the layout of arrays as they are."""
-        return cls({name: (a.shape, dtypes.tag(a.dtype)) for name, a in arrays.items()})
+        return cls({name: (a.shape, formats.tag(a.dtype)) for name, a in arrays.items()})
 
     def views(self, whole: ArrayView) -> dict[str, ArrayView]:
         """Return the arrays in a buffer as views, which keep it alive."""
         return {
             name: ArrayView(
                 whole.pointer + self._offsets[name], shape,
-                contiguous_strides(shape, dtypes.numpy_dtype(format).itemsize), format,
+                contiguous_strides(shape, formats.numpy_dtype(format).itemsize), format,
                 whole.device, library=whole.library, owner=whole.owner,
             )
             for name, (shape, format) in self.shapes.items()
@@ -108,7 +107,7 @@ class Layout:
         for number, (name, (shape, format)) in enumerate(self.shapes.items(), start=1):
             array = arrays[name]
             shorter = number == len(self.shapes) and array.shape[:1] < shape[:1]
-            if array.shape[shorter:] != shape[shorter:] or dtypes.tag(array.dtype) != format:
+            if array.shape[shorter:] != shape[shorter:] or formats.tag(array.dtype) != format:
                 expected = describe(ArrayView(0, shape, (), format, ""))
                 raise ValueError(f"{name}: expected {expected}, got {describe(view(array))}")
 
@@ -517,7 +516,7 @@ class StepTables:
                 self._slot.target.read_by(stream)
 
     def _for_graph(self, stream: Stream) -> Tables:
-        if not stream.keeps:
+        if not stream.retains_owners:
             raise CaptureError(
                 f"{stream.name} is captured by another library, whose graphs do not say when they "
                 "are launched; use Stream.capture"

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from kvcupy import cuda_api
 from kvcupy.arrays import array_at
-from kvcupy.devices import cuda_api
-from kvcupy.devices.cuda_driver import find_batch
+from kvcupy.cuda_api import find_batch
 
 from . import arrays
 from .libcuda import BatchDriver, LibCuda

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from kvcupy.devices.cuda_driver import BATCH_TYPE
+from kvcupy.cuda_api import BATCH_TYPE
 
 from .statuses import IMPLICIT, CudaError
 

@@ -14,9 +14,8 @@ import numpy as np
 class Format:
     """One number format.
 
-    `carrier` is the NumPy dtype that every array library has for its bits; `limit` is the
-    largest magnitude of a quantised format, None for the others; `ctype` is its name in the
-    kernels.
+    `carrier` is the dtype of its bits, which every array library has; `limit` is the largest
+    magnitude of a quantised format, None for the others; `ctype` is its name in the kernels.
     """
 
     name: str
@@ -32,7 +31,7 @@ class Format:
 
     @property
     def native(self) -> bool:
-        """Whether NumPy itself has it, and so exports it."""
+        """Whether it is a dtype of NumPy itself."""
         return self.numpy == self.carrier
 
 
@@ -57,7 +56,7 @@ _TAGS: dict[str, str] = {f.numpy.name: f.name for f in FORMATS.values()}
 
 
 def tag(dtype: Any) -> str:
-    """Return the format name of a dtype, or the dtype's own name if it is none of them.
+    """Return the format name of a dtype, or the dtype's own name if it has none.
 
     >>> tag("float32"), tag("int64")
     ('fp32', 'int64')
@@ -65,7 +64,7 @@ def tag(dtype: Any) -> str:
     return _tag_of(dtype) if isinstance(dtype, (str, np.dtype)) else _tag_of(np.dtype(dtype))
 
 
-@lru_cache(maxsize=256)  # NumPy puts a name together each time that it is asked for one
+@lru_cache(maxsize=256)  # `dtype.name` builds a new string at each access
 def _tag_of(dtype: str | np.dtype[Any]) -> str:
     name = dtype if isinstance(dtype, str) else dtype.name
     return _TAGS.get(name, name)
@@ -76,20 +75,20 @@ def numpy_dtype(name: Any) -> np.dtype[Any]:
     if isinstance(name, str) and name in FORMATS:
         return FORMATS[name].numpy
     try:
-        found: np.dtype[Any] = np.dtype(name)
+        dtype: np.dtype[Any] = np.dtype(name)
     except TypeError:
         raise TypeError(
             f"dtype: expected one of {', '.join(FORMATS)}, or a NumPy dtype, got {name!r}"
         ) from None
-    return found
+    return dtype
 
 
 @lru_cache(maxsize=256)
 def itemsize(name: str) -> int:
-    """Return the bytes of an element of a format, or of a NumPy dtype by name."""
+    """Return the bytes per element of a format, or of a NumPy dtype by name."""
     return numpy_dtype(name).itemsize
 
 
 def carrier_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype in which any array library can hold the bits of `name`."""
+    """Return the dtype in which every array library can hold the bits of `name`."""
     return FORMATS[name].carrier if name in FORMATS else np.dtype(name)

@@ -1,0 +1,278 @@
+"""CUDA as kvcupy calls it: CuPy's bindings, and what they lack, by ctypes; errors made kvcupy's.
+
+`CudaApi` gathers all of it in one object, so that a test without a GPU can pass in another of the
+same shape. CuPy's part is a thin layer over the CUDA runtime and driver: its queries return an
+unchecked status, its other calls raise. Calls by ctypes also release the interpreter's lock.
+Handles 0 to 2 mean streams of the device that is current, as in CuPy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from .errors import CaptureError, DeviceError, KvcupyError
+
+SUCCESS, NOT_READY = 0, 600
+NO_CONTEXT = 201  # the driver's: the thread has made no call of the runtime yet
+NOT_SUPPORTED = 801
+CAPTURE_ERRORS = range(900, 909)  # cudaErrorStreamCapture...; the driver numbers them alike
+UNJOINED = 904
+DISABLE_TIMING = 2
+ATTRIBUTE_SM_COUNT = 16
+ATTRIBUTE_REGISTERED_HOST_POINTERS = 91  # ...CanUseHostPointerForRegisteredMem
+FUNCTION_STATIC_SMEM, FUNCTION_MAX_DYNAMIC_SMEM = 1, 8
+DEFAULT_SMEM_BYTES = 48 * 1024
+MEMCPY_DEFAULT = 4  # the driver tells host from device by the address
+HOST_ALLOC_PORTABLE = HOST_REGISTER_PORTABLE = 1
+HOST_ALLOC_MAPPED = HOST_REGISTER_MAPPED = 2
+UNREGISTERED_MEMORY = 0
+CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+CAPTURE_STATUS_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+DEFAULT_STREAMS = (0, 1, 2)  # of the device, or of the device and the thread, that are current
+
+
+class RelaxedCapture:
+    """Allow this thread, for a with block, calls that other captures would prohibit.
+
+    While torch captures, in the global mode, a thread that allocates, queries or synchronises gets
+    an error, and the capture is invalidated. Calls on which no captured work depends are made in
+    the relaxed mode instead, which is set per thread.
+    """
+
+    __slots__ = ("_before", "_exchange")
+
+    def __init__(self, library: Any) -> None:
+        self._exchange = getattr(library, "cuThreadExchangeStreamCaptureMode", None)
+        self._before: ctypes.c_int | None = None
+
+    def __enter__(self) -> None:
+        if self._exchange is None:
+            return
+        mode = ctypes.c_int(CAPTURE_MODE_RELAXED)
+        if self._exchange(ctypes.byref(mode)) == 0:  # else the mode is as it was
+            self._before = mode
+
+    def __exit__(self, *_: object) -> None:
+        if self._exchange is not None and self._before is not None:
+            self._exchange(ctypes.byref(self._before))
+
+
+class CudaApi:
+    """CuPy, its runtime and its driver bindings.
+
+    Attributes
+    ----------
+    errors : what the two bindings raise for a status, and the memory pool when it is out of memory
+    can_launch_packed : whether the driver binding takes a launch as plain integers
+    pci_devices : the system's folder of PCI devices
+    """
+
+    def __init__(self) -> None:
+        try:
+            import cupy
+            from cupy_backends.cuda.api import driver, runtime
+        except ImportError as error:
+            raise DeviceError(f"cuda: CuPy cannot be imported: {error}") from error
+        self.cupy: Any = cupy
+        self.runtime: Any = runtime
+        self.driver: Any = driver
+        self.errors: tuple[type[Exception], ...] = (
+            runtime.CUDARuntimeError,
+            driver.CUDADriverError,
+            cupy.cuda.memory.OutOfMemoryError,
+        )
+        self.can_launch_packed = hasattr(driver, "launchKernel")
+        self.pci_devices = Path("/sys/bus/pci/devices")
+
+    @cached_property
+    def memcpy_batch(self) -> Callable[..., int] | None:
+        """The driver's batched copy (`BATCH_TYPE`); None where it has none."""
+        return find_batch(self.runtime.driverGetVersion(), self.library)
+
+    @cached_property
+    def library(self) -> Any:
+        """The driver, for what CuPy does not bind; None where it is not found."""
+        return load_driver()
+
+    def relaxed(self) -> RelaxedCapture:
+        """Return a context in which this thread may allocate, query and synchronise while other
+        streams are captured."""
+        return RelaxedCapture(self.library)
+
+    def capture_id(self, pointer: int) -> int | None:
+        """Return the unique number of the capture that a stream is part of.
+
+        None if it is part of none, of an invalidated one, or if the driver cannot be asked.
+        """
+        query = getattr(self.library, "cuStreamGetCaptureInfo_v2", None)
+        if query is None:
+            return None
+        status, number = ctypes.c_int(0), ctypes.c_uint64(0)
+        handle = ctypes.c_void_p(pointer)
+        failed = query(handle, ctypes.byref(status), ctypes.byref(number), None, None, None)
+        return None if failed or status.value != CAPTURE_STATUS_ACTIVE else number.value
+
+    def record(self, event: int, stream: int) -> None:
+        """Record an event in a stream, with their device current.
+
+        CuPy's binding holds the GIL. Where the queue of the stream is full, the call waits for the
+        stream, which may wait for a host function, which waits for the GIL.
+        """
+        record = getattr(self.library, "cuEventRecord", None)
+        status = NO_CONTEXT
+        if record is not None:
+            status = record(ctypes.c_void_p(event), ctypes.c_void_p(stream))
+        if status == NO_CONTEXT:  # the runtime gives the thread one
+            self.runtime.eventRecord(event, stream)
+        else:
+            self.driver.check_status(status)
+
+    def failure(self, what: str, error: Exception) -> KvcupyError:
+        """Return the kvcupy exception for a CUDA error met while doing `what`."""
+        status = getattr(error, "status", None)
+        if status in CAPTURE_ERRORS:
+            return CaptureError(f"{what}: {error}")
+        if isinstance(error, MemoryError):
+            return DeviceError(f"{what}: {error}{self._free_memory()}")
+        return DeviceError(f"{what}: {error}")
+
+    def _free_memory(self) -> str:
+        with suppress(*self.errors):
+            free, total = self.runtime.memGetInfo()
+            return f" {free:,} of {total:,} bytes are free"
+        return ""
+
+    def query(self, what: str, status: int) -> bool:
+        """Return whether a queried point has passed; raise if the query met a fault."""
+        if status == SUCCESS:
+            return True
+        if status == NOT_READY:
+            return False
+        try:
+            self.runtime.check_status(status)
+        except self.errors as error:
+            raise self.failure(what, error) from error
+        raise DeviceError(f"{what}: CUDA status {status}")
+
+    def is_capturing(self, pointer: int) -> bool:
+        """Return whether a stream is being captured; also where the capture is invalidated."""
+        try:
+            return bool(self.runtime.streamIsCapturing(pointer))
+        except self.errors as error:
+            if getattr(error, "status", None) in CAPTURE_ERRORS:
+                return True
+            raise self.failure(f"stream {pointer:#x}", error) from error
+        except RuntimeError:  # CuPy: an error has invalidated the capture
+            return True
+
+
+def device_of_pointer(pointer: int) -> int:
+    """Return the index of the GPU that an address belongs to; 0 for a null pointer."""
+    if not pointer:
+        return 0
+    api = CudaApi()
+    try:
+        return int(api.runtime.pointerGetAttributes(pointer).device)
+    except api.errors as error:
+        raise api.failure(f"address {pointer:#x}", error) from error
+
+
+@contextmanager
+def dlpack_stream(index: int) -> Iterator[int]:
+    """Make a GPU current, and yield CuPy's current stream there as DLPack's `stream=` names it.
+
+    DLPack's 1 is the default stream of the current GPU, so the exporter must be called inside the
+    with block.
+    """
+    api = CudaApi()
+    is_current = api.runtime.getDevice() == index
+    with nullcontext() if is_current else api.cupy.cuda.Device(index):
+        yield int(api.cupy.cuda.get_current_stream(index).ptr) or 1
+
+
+# --- The driver's batched copy ---
+#
+# It came with CUDA 12.8. CUDA 13 took an argument away, so there are two functions of that name; a
+# driver gives out the one that belongs to the version it is asked for. Asked for 12.8, every driver
+# from then on gives the one with nine arguments, or none.
+
+BATCH_VERSION = 12080
+NO_COPY = ctypes.c_size_t(-1).value  # a failure that concerns no copy in particular
+
+_BATCH_NAME = b"cuMemcpyBatchAsync"
+_LEGACY_STREAM = 1  # CU_GET_PROC_ADDRESS_LEGACY_STREAM: stream 0 is not the calling thread's
+_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+
+# CUresult (CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes, size_t count,
+#           CUmemcpyAttributes* attrs, size_t* attrsIdxs, size_t numAttrs, size_t* failIdx,
+#           CUstream stream)
+BATCH_TYPE = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t,
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
+    ctypes.c_void_p,
+)  # fmt: skip
+
+
+class Location(ctypes.Structure):
+    """CUmemLocation: where managed memory is thought to be; zero is no hint."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes: how the copies of a batch are to be made."""
+
+    _fields_ = (
+        ("src_access_order", ctypes.c_int),
+        ("src_location_hint", Location),
+        ("dst_location_hint", Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+def in_stream_order() -> CopyAttributes:
+    """Return the attributes of copies that read their source in stream order."""
+    return CopyAttributes(src_access_order=_IN_STREAM_ORDER)
+
+
+def load_driver() -> Any:
+    """Return the driver that is installed, or None."""
+    with suppress(OSError):
+        return ctypes.CDLL("libcuda.so.1")
+    return None
+
+
+def find_batch(version: int, library: Any = None) -> Callable[..., int] | None:
+    """Return the driver's batched copy with its nine arguments, or None where there is none.
+
+    Parameters
+    ----------
+    version : of the driver, as `cudaDriverGetVersion` counts: 12080 is 12.8
+    library : the driver; by default the one that is installed
+    """
+    if version < BATCH_VERSION:
+        return None
+    library = load_driver() if library is None else library
+    if library is None:
+        return None
+    address = _batch_address(library)
+    return BATCH_TYPE(address) if address else None
+
+
+def _batch_address(library: Any) -> int | None:
+    """Look the function up, by the entry point of CUDA 12.0 or else the older one."""
+    address, status = ctypes.c_void_p(), ctypes.c_int(0)
+    query = (_BATCH_NAME, ctypes.byref(address), BATCH_VERSION, ctypes.c_uint64(_LEGACY_STREAM))
+    newer = getattr(library, "cuGetProcAddress_v2", None)
+    if newer is not None and newer(*query, ctypes.byref(status)) == 0 and status.value == 0:
+        return address.value
+    older = getattr(library, "cuGetProcAddress", None)
+    if newer is None and older is not None and older(*query) == 0:
+        return address.value
+    return None

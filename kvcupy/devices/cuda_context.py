@@ -1,0 +1,529 @@
+"""What the parts of one GPU share: the CUDA API, captures, and what must outlive work in flight.
+
+Streams, memory and launches take a `CudaContext`, never the device that they are parts of. It owns
+idle event handles, the list of owners in flight, and the thread that calls host functions.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cache, lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from .. import arrays
+from ..cuda_api import (
+    DEFAULT_STREAMS,
+    DISABLE_TIMING,
+    HOST_ALLOC_MAPPED,
+    HOST_ALLOC_PORTABLE,
+    SUCCESS,
+    CudaApi,
+)
+from ..errors import CaptureError, DeviceError
+from . import host_memory
+from .protocol import Device, LaunchHooks
+
+_AS_IS: AbstractContextManager[None] = nullcontext()
+
+IDLE, ARRIVED, RETURNED = 0, 1, 2  # states of the word of a host function
+_WORDS = 1024  # per block of pinned memory
+_WAIT_FOR_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+
+
+class StreamHandle(Protocol):
+    """A stream as the context needs it: `cuda_streams.Stream`."""
+
+    pointer: int
+    library: str
+
+
+class _Thread(threading.local):
+    ready = False  # whether this thread has the device's CUDA context
+
+
+class CudaContext:
+    """One GPU as its parts see it.
+
+    Attributes
+    ----------
+    device : the device made of the parts, which `Stream.device` returns to users
+    index, name : 1, "cuda:1"
+    api : CuPy and the driver
+    captures : the kvcupy capture that each stream takes part in, by the stream's address
+    events : idle event handles
+    retired : owners in flight
+    calls : host functions
+    thread : of the calling thread: whether driver calls have a CUDA context
+    """
+
+    def __init__(self, device: Device, index: int, api: CudaApi) -> None:
+        self.device = device
+        self.index = index
+        self.name = f"cuda:{index}"
+        self.api = api
+        self.captures: dict[int, Capture] = {}
+        self.events = EventPool(self._create_event)
+        self.retired = RetireList(
+            self.events,
+            api.record,
+            lambda event: api.runtime.eventQuery(event) == SUCCESS,
+            api.relaxed,
+        )
+        self.calls = HostCalls(self)
+        self.thread = _Thread()
+
+    def current(self) -> AbstractContextManager[Any]:
+        """Make this the thread's current CUDA device for the length of a with block."""
+        if self.api.runtime.getDevice() == self.index:
+            return _AS_IS
+        device: AbstractContextManager[Any] = self.api.cupy.cuda.Device(self.index)
+        return device
+
+    def prepare_thread(self) -> None:
+        """Give this thread a CUDA context: without one, calls of the driver fail.
+
+        A thread has none before its first call of the runtime.
+        """
+        with self.api.relaxed():
+            self.api.runtime.setDevice(self.index)
+            self.api.runtime.memGetInfo()
+        self.thread.ready = True
+
+    def capture_of(self, pointer: int) -> Capture | None:
+        """Return the capture that a CUDA stream is part of, FOREIGN if kvcupy did not begin it."""
+        tracked = self.captures.get(pointer) if pointer not in DEFAULT_STREAMS else None
+        if tracked is not None:
+            return tracked
+        with self.current():
+            if not self.api.is_capturing(pointer):
+                return None
+            if not self.captures:
+                return FOREIGN
+            number = self.api.capture_id(pointer)
+        for capture in set(self.captures.values()):  # another library may have forked ours
+            if capture.id is not None and capture.id == number:
+                return capture
+        return FOREIGN
+
+    def retain(self, stream: StreamHandle, keep: Sequence[object]) -> None:
+        """Keep owners alive until `stream` has passed this point, or the captured graph is gone.
+
+        Torch tensors on torch's current stream need no help: their allocator reuses memory in the
+        order of that stream. CuPy's reuses it in the order of the stream that was current when an
+        array was made, which may be another.
+        """
+        capture = self.capture_of(stream.pointer) if self.captures else None
+        if capture is not None:
+            if capture is not FOREIGN:
+                capture.keep(keep)
+            return
+        owners = tuple(owner for owner in keep if not self._is_ordered(owner, stream))
+        if not owners:
+            return
+        try:
+            with self.current():
+                if self.api.is_capturing(stream.pointer):
+                    return  # whoever captures without kvcupy keeps the arrays alive too
+                self.retired.hold(stream.pointer, owners)
+        except self.api.errors as error:
+            raise self.api.failure(f"record in {stream!r}", error) from error
+
+    def _is_ordered(self, owner: Any, stream: StreamHandle) -> bool:
+        """Return whether the allocator of `owner` reuses its memory in the order of `stream`.
+
+        Torch's does for its current stream, as far as torch's own operations go. CuPy's pool gives
+        a block back to the stream that was current when it was allocated, and does not say which.
+        """
+        library = library_of(owner.__class__)
+        if library != "torch":
+            return owner is None
+        if stream.library:
+            return stream.library == library
+        current = sys.modules["torch"].cuda.current_stream(self.index)
+        return bool(current.cuda_stream == stream.pointer)
+
+    def _create_event(self, timing: bool) -> int:
+        """Return a new CUDA event."""
+        try:
+            with self.current(), self.api.relaxed():
+                return int(self.api.runtime.eventCreateWithFlags(0 if timing else DISABLE_TIMING))
+        except self.api.errors as error:
+            raise self.api.failure(f"event on {self.name}", error) from error
+
+
+@lru_cache(maxsize=256)
+def library_of(kind: type[Any]) -> str:
+    """Return whose allocator is behind objects of a type: "cupy", "torch", or "" for others.
+
+    >>> library_of(list)
+    ''
+    """
+    for base in kind.__mro__:
+        root, name = base.__module__.partition(".")[0], base.__name__
+        if (root, name) in (("cupy", "ndarray"), ("torch", "Tensor")):
+            return root
+    return ""
+
+
+class Capture:
+    """A capture in progress, and what its graph keeps alive afterwards.
+
+    Attributes
+    ----------
+    open : whether the capture goes on
+    id : CUDA's number of the capture
+    hooks : what is called around each launch of the graph
+    kept : what the captured work needs: arrays, host functions, graphs within the graph
+    streams : those that take part, the captured one first
+    last_stream : where the graph was last launched; failures of its host functions surface there
+    """
+
+    def __init__(self) -> None:
+        self.open = True
+        self.id: int | None = None
+        self.hooks = LaunchHooks()
+        self.kept: list[object] = []
+        self.streams: list[Any] = []
+        self.last_stream = 0
+
+    def join(self, stream: Any) -> None:
+        """Note that `stream` takes part, because it waited for a captured one."""
+        self.streams.append(stream)
+        stream.context.captures[stream.pointer] = self
+
+    def keep(self, owners: Sequence[object]) -> None:
+        """Keep owners for as long as the graph may be launched."""
+        self.kept.append(tuple(o for o in owners if not _is_kept_by_capture(o)))
+
+
+FOREIGN = Capture()
+"""Stands for a capture that another library began, which keeps its arrays alive itself."""
+
+
+def _is_kept_by_capture(owner: object) -> bool:
+    """Return whether an array is a buffer that the capture keeps anyway (`scratch`)."""
+    return bool(getattr(getattr(owner, "owner", None), "kept_by_capture", False))
+
+
+# --- Memory in flight -----------------------------------------------------------------------------
+#
+# CuPy's pool hands a freed block to the next allocation on the stream where it was allocated, at
+# once, whatever other streams still do with it. So an operation on any other stream leaves its
+# arrays here, behind an event, and they are released when the event has passed.
+
+
+class EventPool:
+    """Event handles for reuse.
+
+    A handle may be recorded again as soon as nobody holds it: a stream that was told to wait for an
+    event waits for what was recorded then, not for what is recorded later.
+    """
+
+    def __init__(self, create: Callable[[bool], int]) -> None:
+        self._create = create
+        self._free: dict[bool, list[int]] = {False: [], True: []}
+
+    def take(self, timing: bool = False) -> int:
+        """Return an idle handle, or a new one."""
+        try:
+            return self._free[timing].pop()
+        except IndexError:
+            return self._create(timing)
+
+    def give(self, handle: int, timing: bool = False) -> None:
+        """Take a handle back."""
+        self._free[timing].append(handle)
+
+
+class RetireList:
+    """Owners in flight, first in, first out per stream.
+
+    Parameters
+    ----------
+    pool : of timing-free events
+    record : `record(event, stream)`, given two handles
+    passed : returns whether an event has passed
+    reaping : returns the context manager in which events are queried and owners released
+    """
+
+    def __init__(
+        self,
+        pool: EventPool,
+        record: Callable[[int, int], object],
+        passed: Callable[[int], bool],
+        reaping: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._pool = pool
+        self._record = record
+        self._passed = passed
+        self._reaping = reaping
+        self._queues: dict[int, deque[tuple[int, object]]] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return sum(len(queue) for queue in self._queues.values())
+
+    def hold(self, stream: int, owners: object) -> None:
+        """Keep `owners` until `stream` has passed all its work so far."""
+        event = self._pool.take()
+        try:
+            self._record(event, stream)
+        except BaseException:
+            self._pool.give(event)
+            raise
+        with self._lock:
+            self._queues.setdefault(stream, deque()).append((event, owners))
+        self.reap((stream,))
+
+    def reap(self, streams: Iterable[int] | None = None) -> None:
+        """Release what has passed, on some streams or on all. Never waits."""
+        if not self._queues:
+            return
+        with self._reaping():
+            released: list[object] = []  # after the lock: destructors may run any code
+            if not self._lock.acquire(blocking=False):
+                return  # another thread is reaping
+            try:
+                for stream in list(self._queues) if streams is None else streams:
+                    queue = self._queues.get(stream)
+                    while queue and self._passed(queue[0][0]):
+                        event, owners = queue.popleft()
+                        self._pool.give(event)
+                        released.append(owners)
+                        del owners
+                    if queue is not None and not queue:
+                        del self._queues[stream]
+            finally:
+                self._lock.release()
+            del released
+
+
+# --- Host functions -------------------------------------------------------------------------------
+#
+# No Python runs on a thread of the driver. The driver may hold its own lock while it calls a host
+# function. A Python function would then wait for the GIL, whose owner may be waiting for the
+# driver's lock in a query that keeps the GIL (CuPy has several): a deadlock. So a call puts four
+# operations on its stream:
+#
+#     word = ARRIVED            by the GPU, into pinned memory
+#     sem_post(semaphore)       a host function: the C library's own, which needs no GIL
+#     wait for word == RETURNED by the GPU
+#     word = IDLE               for the next replay, if it is in a graph
+#
+# The semaphore wakes a thread of kvcupy's, which calls the function and writes RETURNED. The waits
+# form no cycle: the driver waits for no thread, the GPU waits for that thread, that thread waits
+# for the GIL, and the owner of the GIL waits for neither: whatever may wait for the GPU, including
+# for room in a stream's queue, is called without it.
+
+
+class Call:
+    """A function on a stream, or in a graph.
+
+    Its holder, the list of what is in flight or the graph, releases it on a thread of the caller's,
+    never on the one that calls functions: it may own the last reference to pinned memory, which
+    CUDA frees when the device is idle, and the device may be waiting for that thread.
+    """
+
+    __slots__ = ("__weakref__", "capture", "function", "stream")
+
+    def __init__(
+        self, function: Callable[[], object], stream: int, capture: Capture | None
+    ) -> None:
+        self.function = function
+        self.stream = stream
+        self.capture = None if capture is None else weakref.ref(capture)
+
+    def where(self) -> int:
+        """Return the stream on which it runs; in a graph, the one it was last launched on."""
+        capture = None if self.capture is None else self.capture()
+        return self.stream if capture is None else capture.last_stream
+
+
+class HostCalls:
+    """The host functions of one device.
+
+    They are called one at a time, on one thread. An exception is recorded with its stream, and
+    raised when that stream or the device is synchronised.
+    """
+
+    def __init__(self, context: CudaContext) -> None:
+        self._context = context
+        self._failures: list[tuple[int, str, BaseException]] = []
+        self._lock = threading.Lock()
+        self._semaphore: Semaphore | None = None
+        self._thread: threading.Thread | None = None
+        self._blocks: list[tuple[Any, np.ndarray[Any, Any]]] = []  # pinned memory, and its words
+        self._free: list[int] = []  # addresses of words
+        self._calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the thread that calls functions, for which streams may be waiting."""
+        return self._thread is not None and self._thread.ident == threading.get_ident()
+
+    def enqueue(self, stream: StreamHandle, function: Callable[[], object]) -> None:
+        """Put a function on a stream, or into the graph that the stream is captured into."""
+        context = self._context
+        capture = context.capture_of(stream.pointer)
+        if capture is FOREIGN:
+            raise CaptureError("a host function can only be captured by Stream.capture")
+        call = Call(function, stream.pointer, capture)
+        try:
+            with context.current():
+                semaphore, address = self._start(), self._take_word()
+                self._calls[address] = call
+                give_back = weakref.finalize(call, self._free.append, address)
+                give_back.atexit = False
+                try:
+                    self._put(stream.pointer, address, semaphore)
+                except BaseException:
+                    give_back.detach()  # the stream may still use the word
+                    del self._calls[address]
+                    raise
+        except context.api.errors as error:
+            raise context.api.failure(
+                f"call in {stream!r}, by stream memory operations", error
+            ) from error
+        context.retain(stream, (call,))
+
+    def raise_failures(self, pointer: int | None = None) -> None:
+        """Raise the first exception of a stream's functions, or of all, and forget the others."""
+        if not self._failures:
+            return
+        with self._lock:
+            mine = [f for f in self._failures if pointer is None or f[0] == pointer]
+            self._failures = [f for f in self._failures if f not in mine]
+        if mine:
+            _, name, error = mine[0]
+            raise DeviceError(
+                f"host function {name} on {self._context.name} failed: {error!r}"
+            ) from error
+
+    def _put(self, stream: int, address: int, semaphore: Semaphore) -> None:
+        """Put the four operations that call a function on a stream."""
+        api = self._context.api
+        if not self._context.thread.ready:
+            self._context.prepare_thread()
+        library, word = api.library, ctypes.c_uint64(address)
+        try:
+            write, wait = library.cuStreamWriteValue32_v2, library.cuStreamWaitValue32_v2
+        except AttributeError as error:
+            message = f"Stream.call needs a driver of CUDA 11.7 or newer: {error}"
+            raise DeviceError(message) from None
+        steps: tuple[tuple[Any, ...], ...] = (
+            (write, word, ctypes.c_uint32(ARRIVED), ctypes.c_uint(0)),
+            (library.cuLaunchHostFunc, ctypes.c_void_p(semaphore.post_function),
+             ctypes.c_void_p(semaphore.address)),
+            (wait, word, ctypes.c_uint32(RETURNED), ctypes.c_uint(_WAIT_FOR_EQUAL)),
+            (write, word, ctypes.c_uint32(IDLE), ctypes.c_uint(0)),
+        )  # fmt: skip
+        for function, *arguments in steps:
+            api.driver.check_status(function(ctypes.c_void_p(stream), *arguments))
+
+    def _start(self) -> Semaphore:
+        """Return the semaphore that wakes the thread, started at the first call."""
+        with self._lock:
+            if self._semaphore is None:
+                self._semaphore = semaphore = Semaphore()
+                self._thread = threading.Thread(
+                    target=_serve, args=(semaphore, weakref.ref(self)),
+                    name=f"kvcupy host functions, {self._context.name}", daemon=True,
+                )  # fmt: skip
+                self._thread.start()
+                weakref.finalize(self, semaphore.post).atexit = False
+                atexit.register(_drain, weakref.ref(self._context))
+            return self._semaphore
+
+    def _take_word(self) -> int:
+        """Return the address of an idle word."""
+        with suppress(IndexError):
+            return self._free.pop()
+        api = self._context.api
+        with api.relaxed():
+            memory = api.cupy.cuda.PinnedMemory(4 * _WORDS, HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED)
+        words = arrays.array_at(memory, memory.ptr, (_WORDS,), np.dtype(np.uint32))
+        words[:] = IDLE
+        self._blocks.append((memory, words))
+        self._free.extend(range(memory.ptr + 4, memory.ptr + words.nbytes, 4))
+        return int(memory.ptr)
+
+    def call_arrived(self) -> None:
+        """Call the functions that streams have reached."""
+        for memory, words in tuple(self._blocks):
+            for i in np.flatnonzero(words == ARRIVED).tolist():
+                self._call(memory.ptr + 4 * i)
+                words[i] = RETURNED  # from here on the function may be released elsewhere
+
+    def _call(self, address: int) -> None:
+        call = self._calls.get(address)
+        if call is None:  # only part of it could be put on its stream
+            return
+        try:
+            call.function()
+        except BaseException as error:
+            name = getattr(call.function, "__name__", repr(call.function))
+            with self._lock:
+                self._failures.append((call.where(), name, error))
+
+
+class Semaphore:
+    """A semaphore of the C library's, which the driver can post.
+
+    It is never freed: the driver may post it for as long as the process lives.
+
+    Attributes
+    ----------
+    address : of the `sem_t`
+    post_function : the address of `sem_post`
+    """
+
+    def __init__(self) -> None:
+        self.address, _ = host_memory.map_pages(1)
+        self._libc = _libc()
+        self.post_function = ctypes.cast(self._libc.sem_post, ctypes.c_void_p).value or 0
+        self._libc.sem_init(self.address, 0, 0)
+
+    def post(self) -> None:
+        """Let one wait return."""
+        self._libc.sem_post(self.address)
+
+    def wait(self) -> None:
+        """Wait for one post, without the interpreter's lock."""
+        while self._libc.sem_wait(self.address) != 0:
+            pass  # a signal
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None)
+    libc.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
+    libc.sem_post.argtypes = libc.sem_wait.argtypes = (ctypes.c_void_p,)
+    return libc
+
+
+def _serve(semaphore: Semaphore, owner: weakref.ref[HostCalls]) -> None:
+    """Call functions until their device is gone. Keeps nothing alive while it waits."""
+    while True:
+        semaphore.wait()
+        calls = owner()
+        if calls is None:
+            return
+        calls.call_arrived()
+        del calls
+
+
+def _drain(owner: weakref.ref[CudaContext]) -> None:
+    """Let functions run before the interpreter exits: their streams would wait for ever."""
+    context = owner()
+    if context is not None:
+        with suppress(*context.api.errors), context.current():
+            context.api.runtime.deviceSynchronize()
