@@ -24,7 +24,9 @@ from rope_cases import ROUNDING, TINY, ulp
 
 import kvcupy as kv
 from kvcupy import reference
-from kvcupy.ops import attention
+from kvcupy.arrays import view
+from kvcupy.ops import call
+from kvcupy.ops.attention import LayerArrays, StepAttention, check_options
 
 FLOATS = ("fp32", "fp16", "bf16")
 
@@ -52,7 +54,31 @@ def slot_values(args, side):
 
 MORE = ("hole_starts", "holes", "key_starts", "tree_lens", "rope_table", "interleaved",
         "rotary_start", "tail_positions")  # fmt: skip
-"""What `attend` takes beside the arguments of `paged_attention`."""
+"""What a step of a cache has beside the arguments of `paged_attention`."""
+
+PER_LAYER = ("k_cache", "v_cache", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
+OPTIONS = {
+    "layout": "NHD", "sm_scale": None, "causal": True, "window": None, "sinks": None,
+    "logits_soft_cap": None, "interleaved": False, "rotary_start": 0,
+}  # fmt: skip
+
+
+def attend(query, k_cache, v_cache, block_table, seq_lens, *, out=None, lse_out=None, stream=None,
+           **arguments):  # fmt: skip
+    """Attend as `paged_attention` does, also with the arguments that only a cache has."""
+    arguments |= {"k_cache": k_cache, "v_cache": v_cache}
+    arguments |= {"block_table": block_table, "seq_lens": seq_lens}
+    options = {name: arguments.pop(name, default) for name, default in OPTIONS.items()}
+    layer = LayerArrays(**{n: arguments.pop(n) for n in PER_LAYER if n in arguments})
+    if out is None:
+        rows = view(query, "query")
+        shape = (*rows.shape[:2], view(v_cache, "v_cache").shape[-1])
+        out = call.zeros(rows, shape, rows.format, stream)
+    StepAttention(**arguments).run(
+        layer, query, out, check_options(**options), lse_out=lse_out, stream=stream,
+        sinks=None if isinstance(options["sinks"], int) else options["sinks"],
+    )  # fmt: skip
+    return out
 
 
 def attention_errors(args, out, lse, out_fmt=None):
@@ -335,8 +361,10 @@ class AttentionCase(Case):
 
     def issue(self, args, out=None, lse=None, *, stream=None):
         arguments = {name: self.to_pass(value) for name, value in args.items()}
-        call = attention.attend if args.keys() & set(MORE) else kv.paged_attention
-        return call(**arguments, out=self.to_pass(out), lse_out=self.to_pass(lse), stream=stream)
+        operation = attend if args.keys() & set(MORE) else kv.paged_attention
+        return operation(
+            **arguments, out=self.to_pass(out), lse_out=self.to_pass(lse), stream=stream
+        )
 
     def attend(self, args, out="placed", lse="placed", *, stream=None, **options):
         """Check one call; outputs are placed here unless they are passed, or None."""

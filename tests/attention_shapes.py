@@ -28,12 +28,9 @@ def trees_of(case, lens, new, padding=0, tail=False):
     return {**trees, **case.tail(nodes)} if tail else trees
 
 
-def call_of(
-    device, seed, shape, fmt, *, holes=False, starts=False, trees=False, rope=None,
-    make=AttentionCase, **more,
-):  # fmt: skip
+def call_of(device, seed, shape, fmt, *, holes=False, starts=False, trees=False, rope=None, **more):
     """Return a case and its arguments."""
-    case = make(device, seed)
+    case = AttentionCase(device, seed)
     lens, new = SHAPES[shape]
     args = case.arguments(
         lens, new, fmt=fmt, holes=HOLES if holes else None, key_starts=STARTS if starts else None,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 os.environ.pop("LD_PRELOAD", None)  # the compiler that is started below needs none of it
 
+import attention_cases
 import numpy as np
 from helpers import QUANTISED, UNSIGNED, from_values
 from rope_cases import assert_rotated
@@ -23,7 +24,6 @@ from kvcupy import devices, reference, sources
 from kvcupy.arrays import view
 from kvcupy.devices.host import HostDevice
 from kvcupy.kernels import Kernel
-from kvcupy.ops import attention
 
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
          "-g", "-O1")  # fmt: skip
@@ -365,7 +365,7 @@ def attend(device: HostDevice, number: int) -> None:
     out, lse = values(rng, fmt, tokens, heads, widths[1]), np.zeros((tokens, heads), np.float32)
     placed = [at_the_end(a, moved) for a in (query, *caches)]
     placed_out, placed_lse = at_the_end(out, moved), at_the_end(lse)
-    attention.attend(
+    attention_cases.attend(
         *placed, at_the_end(table), at_the_end(lengths), out=placed_out, lse_out=placed_lse,
         **{n: at_the_end(a) if isinstance(a, np.ndarray) else a for n, a in options.items()},
     )  # fmt: skip

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .. import devices, faults, scratch
-from ..arrays import ArrayView, describe, probe_arguments
+from ..arrays import ArrayView, describe, probe_arguments, view
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
 from . import call as calls
@@ -219,7 +219,13 @@ class _Probed:
 
     def __init__(self, arguments: tuple[Argument, ...], arrays: tuple[Any, ...]) -> None:
         self.arrays = arrays
-        self.pointers, self.signatures = probe_arguments(arrays)
+        try:
+            self.pointers, self.signatures = probe_arguments(arrays)
+        except TypeError:
+            for argument, array in zip(arguments, arrays, strict=True):
+                if checks.is_array(array):
+                    view(array, argument.name)  # raises for the one that is none, by its name
+            raise
         self.alignment = 0
         for argument, pointer in zip(arguments, self.pointers, strict=True):
             if argument.words:
@@ -296,11 +302,11 @@ class StepAttention(_Probed):
     def run(
         self,
         layer: LayerArrays,
-        query: ArrayView,
-        out: ArrayView,
+        query: Any,
+        out: Any,
         options: AttentionOptions,
         *,
-        lse_out: ArrayView | None = None,
+        lse_out: Any = None,
         sinks: Any = None,
         stream: Any = None,
     ) -> None:
@@ -316,13 +322,16 @@ class StepAttention(_Probed):
         ------
         As `paged_attention`; nothing was written
         """
-        arrays: tuple[Any, ...] = query, out, lse_out, sinks
-        pointers, signatures = probe_arguments(arrays)
+        arrays = query, out, lse_out, sinks, *layer.arrays, *self.arrays
+        try:
+            pointers, signatures = probe_arguments((query, out, lse_out, sinks))
+        except TypeError:
+            _prepare(arrays, options)  # raises by name
+            raise
         query_address, out_address, _, _ = pointers
         alignment = query_address | out_address | layer.alignment | self.alignment
         pointers += layer.pointers + self.pointers
         signatures += layer.signatures + self.signatures
-        arrays += layer.arrays + self.arrays
         plan: AttentionPlan = calls.planned(
             (_ATTENTION, (options,), alignment & 15, signatures),
             lambda: _prepare(arrays, options),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from attention_cases import attend
 
 import kvcupy as kv
 from kvcupy import devices
 from kvcupy.devices.host import HostDevice
 from kvcupy.ops import call as op_call
-from kvcupy.ops.attention import attend
 
 
 class Watched(HostDevice):

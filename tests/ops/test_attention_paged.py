@@ -10,14 +10,13 @@ import itertools
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase
+from attention_cases import AttentionCase, attend
 from attention_shapes import SHAPES, call_of, formats, shapes
 from helpers import POISON_SLOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcupy as kv
-from kvcupy.ops.attention import LayerArrays, StepAttention, attend, check_options
 
 # Each alone ----------------------------------------------------------------------------------
 
@@ -51,50 +50,6 @@ def test_together(device, options, shape):
         case.attend(args)
         case.attend(args, window=7, sinks=3)
         case.attend(args, window=12, causal=False, logits_soft_cap=6.0, sinks=case.sinks(6))
-
-
-# Step by step --------------------------------------------------------------------------------
-
-PER_LAYER = ("k_cache", "v_cache", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
-
-
-class StepCase(AttentionCase):
-    """A case whose calls describe step and layer before they attend."""
-
-    def issue(self, args, out=None, lse=None, *, stream=None):
-        arguments = {name: self.to_pass(value) for name, value in args.items()}
-        layer = LayerArrays(**{n: arguments.pop(n) for n in PER_LAYER if n in arguments})
-        query, sinks = arguments.pop("query"), arguments.pop("sinks", None)
-        options = check_options(
-            arguments.pop("layout", "NHD"), arguments.pop("sm_scale", None),
-            arguments.pop("causal", True), arguments.pop("window", None), sinks,
-            arguments.pop("logits_soft_cap", None), arguments.pop("interleaved", False),
-            arguments.pop("rotary_start", 0),
-        )  # fmt: skip
-        StepAttention(**arguments).run(
-            layer, query, self.to_pass(out), options, lse_out=self.to_pass(lse),
-            sinks=None if isinstance(sinks, int) else sinks, stream=stream,
-        )  # fmt: skip
-        return self.to_pass(out)
-
-
-@shapes
-@pytest.mark.parametrize("what", ["plain", *ALONE])
-def test_described_step_by_step(device, what, shape):
-    case, args = call_of(
-        device, 12, shape, "fp16", heads=(6, 2), make=StepCase, **ALONE.get(what, {})
-    )
-    case.attend(args)
-    case.attend(args, window=7, sinks=3)
-    case.attend(args, window=12, causal=False, logits_soft_cap=6.0, sinks=case.sinks(6))
-
-
-@pytest.mark.parametrize("scales", [("dynamic", "per head"), ("float", "dynamic")])
-def test_quantised_caches_described_step_by_step(device, scales):
-    case = StepCase(device, 13)
-    args = case.arguments([6, 4, 13], fmt="bf16", cache_fmt="int8", heads=(6, 3), scales=scales)
-    case.attend(args)
-    case.attend(args)
 
 
 # Pages ---------------------------------------------------------------------------------------

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase
+from attention_cases import AttentionCase, attend
 from helpers import refused
 
 import kvcupy as kv
-from kvcupy.ops.attention import attend
 
 BOTH = (TypeError, ValueError)
 COUNTS = ("hole_starts", "holes", "key_starts", "tree_lens")
