@@ -1,4 +1,4 @@
-"""The page lists of a transfer, source and target, on the host and where kernels read them."""
+"""The page lists of a transfer: pairs of pages, on the host and where kernels read them."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from ..devices.protocol import Device, Stream
 from . import checks
 
 _NAMES = ("src_pages", "dst_pages")
+_Numbers = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Lists:
-    """Page numbers where the kernels find them: address, byte stride and bytes of an index."""
+    """Page lists as kernels read them: address, byte stride, and bytes of an index."""
 
     count: int
     src: tuple[int, int, int]
     dst: tuple[int, int, int]
 
 
-_Numbers = np.ndarray[Any, Any]
-
-
 @dataclass(frozen=True)
 class PageRuns:
-    """Pages in order of their targets, neighbours on both sides put together.
+    """Runs of pages that are neighbours in both pools, in the order of their targets.
 
     Attributes
     ----------
-    src, dst : int64 (runs,), the first pages of each run
-    lengths : int64 (runs,), pages
+    src, dst : int64 (runs,), the first page of each run
+    lengths : int64 (runs,), how many pages
     """
 
     src: _Numbers
@@ -59,15 +57,15 @@ def page_runs(src: _Numbers, dst: _Numbers) -> PageRuns:
 
 
 class Existing:
-    """The pairs whose pages exist: int64 arrays of the host."""
+    """Pairs of pages that exist in both pools: int64 host arrays."""
 
-    def __init__(self, src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
+    def __init__(self, src: _Numbers, dst: _Numbers) -> None:
         self.src, self.dst = src, dst
         self.count = len(src)
 
     @cached_property
     def runs(self) -> PageRuns:
-        """The pairs as runs of pages that are consecutive on both sides."""
+        """Neighbours in both pools as runs."""
         return page_runs(self.src, self.dst)
 
 
@@ -77,17 +75,19 @@ class PagePairs:
     Parameters
     ----------
     src_pages, dst_pages : int32 or int64 (N,), or sequences of ints
-    names : of the two arguments, for errors
+    names : argument names of both, for errors
 
     Attributes
     ----------
     count : N
-    views : both lists described
+    views : ArrayViews of both lists
     src, dst : both as int64 (N,) host arrays, or None where a GPU has them
+    on_device : what `lists` returned, or None before its first call
+    methods : the methods that were chosen for these pages, by kind of transfer
 
     Raises
     ------
-    TypeError, ValueError : a list is of another type, or they differ in length
+    TypeError, ValueError : a list does not fit, or they differ in length
     """
 
     def __init__(self, src_pages: Any, dst_pages: Any, names: tuple[str, str] = _NAMES) -> None:
@@ -99,9 +99,9 @@ class PagePairs:
             raise ValueError(
                 f"{names[1]}: expected {self.count} like {names[0]}, got {dst.shape[0]}"
             )
-        self._lists: tuple[Lists, tuple[object, ...]] | None = None
+        self.on_device: tuple[Lists, tuple[object, ...]] | None = None
         self._existing: dict[tuple[int, int], Existing] = {}
-        self.methods: dict[object, str] = {}  # that were chosen, by the kind of transfer
+        self.methods: dict[object, str] = {}
 
     @classmethod
     def of_arrays(cls, src: _Numbers, dst: _Numbers) -> PagePairs:
@@ -113,7 +113,7 @@ class PagePairs:
         pairs = cls.__new__(cls)
         pairs.views = (_view_of(src), _view_of(dst))
         pairs.count, pairs.src, pairs.dst = len(src), src, dst
-        pairs._lists, pairs._existing, pairs.methods = None, {}, {}
+        pairs.on_device, pairs._existing, pairs.methods = None, {}, {}
         return pairs
 
     def lists(self, device: Device, stream: Stream) -> tuple[Lists, tuple[object, ...]]:
@@ -122,35 +122,36 @@ class PagePairs:
         Lists that kernels cannot reach are uploaded on `stream`, once. All calls are for one device
         and one stream.
         """
-        if self._lists is None:
-            addresses = [device.address(v) for v in self.views]
-            kept: tuple[object, ...] = tuple(self.views)
-            places = [
-                (address or 0, v.strides[0], v.itemsize)
-                for address, v in zip(addresses, self.views, strict=True)
-            ]
-            unreached = [i for i, address in enumerate(addresses) if address is None]
-            if unreached:
-                uploaded = send([self.on_host(_NAMES[i]) for i in unreached], device, stream)
-                kept = (*kept, uploaded)
-                for row, i in enumerate(unreached):
+        if self.on_device is None:
+            keep: tuple[object, ...] = self.views
+            places: list[tuple[int, int, int]] = []
+            unreachable = []
+            for i, v in enumerate(self.views):
+                address = device.address(v)
+                places.append((address or 0, v.strides[0], v.itemsize))
+                if address is None:
+                    unreachable.append(i)
+            if unreachable:
+                uploaded = send([self.on_host(_NAMES[i]) for i in unreachable], device, stream)
+                keep = (*keep, uploaded)
+                for row, i in enumerate(unreachable):
                     places[i] = (uploaded.pointer + row * uploaded.strides[0], 8, 8)
-            self._lists = Lists(self.count, *places), kept
-        return self._lists
+            self.on_device = Lists(self.count, *places), keep
+        return self.on_device
 
     def existing(self, src_count: int, dst_count: int) -> Existing:
         """Return the pairs whose pages exist in pools of so many pages."""
         key = src_count, dst_count
         if key not in self._existing:
             src, dst = self.on_host("src_pages"), self.on_host("dst_pages")
-            inside = (src >= 0) & (dst >= 0) & (src < src_count) & (dst < dst_count)
-            if not inside.all():
-                src, dst = src[inside], dst[inside]
+            exist = (src >= 0) & (dst >= 0) & (src < src_count) & (dst < dst_count)
+            if not exist.all():
+                src, dst = src[exist], dst[exist]
             self._existing[key] = Existing(src, dst)
         return self._existing[key]
 
-    def on_host(self, name: str) -> np.ndarray[Any, Any]:
-        """Return one list as an array of the host; ValueError if it is in GPU memory."""
+    def on_host(self, name: str) -> _Numbers:
+        """Return a list as host array; ValueError if only a GPU has it."""
         pages = self.src if name == _NAMES[0] else self.dst
         if pages is None:
             raise ValueError(
@@ -160,8 +161,8 @@ class PagePairs:
         return pages
 
 
-def send(lists: Sequence[np.ndarray[Any, Any]], device: Device, stream: Stream) -> ArrayView:
-    """Upload lists of the host to where kernels of `device` read them, in one copy on `stream`.
+def send(lists: Sequence[_Numbers], device: Device, stream: Stream) -> ArrayView:
+    """Upload host lists to where kernels of `device` read them, in one copy on `stream`.
 
     Parameters
     ----------
@@ -169,7 +170,7 @@ def send(lists: Sequence[np.ndarray[Any, Any]], device: Device, stream: Stream) 
 
     Returns
     -------
-    ArrayView : int64 (lists, N), borrowed memory, returned when the view is dropped
+    ArrayView : int64 (lists, N), in memory that is borrowed while the view is held
     """
     shape = len(lists), len(lists[0])
     num_bytes = 8 * shape[0] * shape[1]
@@ -186,7 +187,7 @@ def send(lists: Sequence[np.ndarray[Any, Any]], device: Device, stream: Stream) 
 
 
 def _page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
-    """Check a page list; return it described, and as int64 host array unless a GPU has it."""
+    """Check a page list; return a view of it, and an int64 host array unless a GPU has it."""
     if isinstance(pages, (list, tuple, range)):
         array = _int64(pages, name)
         return _view_of(array), array
@@ -199,7 +200,7 @@ def _page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
 
 
 def _int64(pages: Sequence[Any], name: str) -> _Numbers:
-    if not {int}.issuperset(map(type, pages)):  # ABCs are slow to ask
+    if not {int}.issuperset(map(type, pages)):  # isinstance of an ABC is slow
         for page in pages:
             checks.require_int(page, name)
     try:

@@ -337,7 +337,7 @@ class TransferPlan:
         call.require_countable(pairs.count * self._most_pieces, "src_pages")
 
         def enqueue() -> None:
-            lists, owners = pairs.lists(self.device, stream)
+            lists, owners = pairs.on_device or pairs.lists(self.device, stream)
             for launch in launches:
                 launch.issue(lists, stream, (*keep, *owners))
 
