@@ -107,7 +107,7 @@ class CudaApi:
     def capture_id(self, pointer: int) -> int | None:
         """Return the unique number of the capture that a stream is part of.
 
-        None if it is part of none, of an invalidated one, or if the driver cannot be asked.
+        None outside a capture, in an invalidated one, or if the driver lacks the query.
         """
         query = getattr(self.library, "cuStreamGetCaptureInfo_v2", None)
         if query is None:

@@ -1,7 +1,7 @@
 """Try one device for real: store rows through `kvcupy.store_kv` and compare them.
 
 `python -m kvcupy.probe host` prints the outcome as one line of JSON. `probe_apart` runs that in a
-process of its own, which may crash or hang without harm.
+separate process, which may crash or hang without harm.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Probe:
         return next(iter(self.detail.strip().splitlines()), "no reason given")
 
     def verdict(self) -> str:
-        """Say in a line what the outcome means."""
+        """Return one line on what the outcome means."""
         if self.state == "kernel":
             return f"yes: rows stored by its kernel are right ({self.seconds:.1f} s)"
         if self.state == "fallback":
@@ -81,22 +81,22 @@ def _store(name: str) -> None:
         device.asarray(rows), device.asarray(-rows), k_cache, v_cache, device.asarray(slots)
     )
     device.synchronize()
-    for cache, wanted in ((k_cache, expected), (v_cache, -expected)):
-        if not np.array_equal(device.to_numpy(cache), wanted):
+    for cache, contents in ((k_cache, expected), (v_cache, -expected)):
+        if not np.array_equal(device.to_numpy(cache), contents):
             raise AssertionError("the cache differs from the rows stored in it")
 
 
 def environment() -> dict[str, str]:
-    """Return the environment for a process that is to find this very package."""
+    """Return the environment of a subprocess that imports this package."""
     home = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(p for p in (os.environ.get("PYTHONPATH"), home) if p)
     return {**os.environ, "PYTHONPATH": path}
 
 
 def probe_apart(name: str) -> Probe:
-    """Run `probe` in a process of its own and return its outcome, whatever becomes of it."""
+    """Run `probe` in a separate process and return its outcome, even if that crashes or hangs."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "kvcupy.probe", name],
             env=environment(),
             capture_output=True,
@@ -108,12 +108,12 @@ def probe_apart(name: str) -> Probe:
         return Probe("failed", f"no answer within {TIMEOUT_S} s")
     except OSError as error:
         return Probe("failed", f"{sys.executable} could not be started: {error}")
-    for line in reversed(done.stdout.splitlines()):
+    for line in reversed(process.stdout.splitlines()):
         if line.startswith(_MARK):
             return Probe(**json.loads(line.removeprefix(_MARK)))
-    if done.returncode < 0:
-        return Probe("failed", f"its process died of signal {-done.returncode}")
-    return Probe("failed", (done.stderr.strip().splitlines() or ["no output"])[-1])
+    if process.returncode < 0:
+        return Probe("failed", f"its process died of signal {-process.returncode}")
+    return Probe("failed", (process.stderr.strip().splitlines() or ["no output"])[-1])
 
 
 def main() -> None:

@@ -132,7 +132,7 @@ class CudaContext:
         try:
             with self.current():
                 if self.api.is_capturing(stream.pointer):
-                    return  # whoever captures without kvcupy keeps the arrays alive too
+                    return  # another library's capture, which keeps the arrays alive itself
                 self.retired.hold(stream.pointer, owners)
         except self.api.errors as error:
             raise self.api.failure(f"record in {stream!r}", error) from error
@@ -179,7 +179,7 @@ class Capture:
 
     Attributes
     ----------
-    open : whether the capture goes on
+    open : whether the capture has not ended
     id : CUDA's number of the capture
     hooks : what is called around each launch of the graph
     kept : what the captured work needs: arrays, host functions, graphs within the graph
@@ -224,8 +224,8 @@ def _is_kept_by_capture(owner: object) -> bool:
 class EventPool:
     """Event handles for reuse.
 
-    A handle may be recorded again as soon as nobody holds it: a stream that was told to wait for an
-    event waits for what was recorded then, not for what is recorded later.
+    A handle may be recorded again as soon as it has no holder: a stream that was told to wait for
+    an event waits for what was recorded then, not for what is recorded later.
     """
 
     def __init__(self, create: Callable[[bool], int]) -> None:
@@ -311,7 +311,7 @@ class RetireList:
 #
 # No Python runs on a thread of the driver. The driver may hold its own lock while it calls a host
 # function. A Python function would then wait for the GIL, whose owner may be waiting for the
-# driver's lock in a query that keeps the GIL (CuPy has several): a deadlock. So a call puts four
+# driver's lock in a query that holds the GIL (CuPy has several): a deadlock. So a call puts four
 # operations on its stream:
 #
 #     word = ARRIVED            by the GPU, into pinned memory
@@ -319,7 +319,7 @@ class RetireList:
 #     wait for word == RETURNED by the GPU
 #     word = IDLE               for the next replay, if it is in a graph
 #
-# The semaphore wakes a thread of kvcupy's, which calls the function and writes RETURNED. The waits
+# The semaphore wakes a kvcupy thread, which calls the function and writes RETURNED. The waits
 # form no cycle: the driver waits for no thread, the GPU waits for that thread, that thread waits
 # for the GIL, and the owner of the GIL waits for neither: whatever may wait for the GPU, including
 # for room in a stream's queue, is called without it.
@@ -400,10 +400,10 @@ class HostCalls:
         if not self._failures:
             return
         with self._lock:
-            mine = [f for f in self._failures if pointer is None or f[0] == pointer]
-            self._failures = [f for f in self._failures if f not in mine]
-        if mine:
-            _, name, error = mine[0]
+            raised = [f for f in self._failures if pointer is None or f[0] == pointer]
+            self._failures = [f for f in self._failures if f not in raised]
+        if raised:
+            _, name, error = raised[0]
             raise DeviceError(
                 f"host function {name} on {self._context.name} failed: {error!r}"
             ) from error

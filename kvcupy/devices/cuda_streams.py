@@ -4,7 +4,7 @@ CUDA answers an illegal call during a capture by invalidating the capture. Here 
 `CaptureError` instead, and CUDA never sees it.
 
 The current stream of CuPy or torch is queried at every call: one remembered from an earlier call
-would send work to a stream that nobody waits for, or leave it out of a capture.
+would send work to a stream that is never waited for, or leave it out of a capture.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Stream(ProcessLocal):
 
     Attributes
     ----------
+    device : the one that the stream belongs to
     pointer : the CUDA stream
     library : whose current stream this was when it was asked for; empty for an explicit one
     name : for people; may be set
@@ -51,8 +52,8 @@ class Stream(ProcessLocal):
 
     _numbers = itertools.count(1)
 
-    __slots__ = ("__weakref__", "_cupy", "_priority", "_source", "context", "library", "name",
-                 "pointer")  # fmt: skip
+    __slots__ = ("__weakref__", "_cupy", "_priority", "_source", "context", "device", "library",
+                 "name", "pointer")  # fmt: skip
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class Stream(ProcessLocal):
         priority: int | None = None,
     ) -> None:
         self.context = context
+        self.device: Device = context.device
         self.pointer = pointer
         self.library = library
         self.name = name or _DEFAULT_STREAM_NAMES.get(pointer) or f"stream {pointer:#x}"
@@ -83,11 +85,6 @@ class Stream(ProcessLocal):
             raise context.api.failure(f"stream on {context.name}", error) from error
         name = f"stream {next(cls._numbers)}"
         return cls(context, cupys.ptr, cupy_stream=cupys, name=name, priority=priority)
-
-    @property
-    def device(self) -> Device:
-        """The device that the stream belongs to."""
-        return self.context.device
 
     def __repr__(self) -> str:
         return f"<{self.name} of {self.context.name}>"
@@ -166,7 +163,7 @@ class Stream(ProcessLocal):
 
         Raises
         ------
-        TypeError, ValueError : `event` is none of kvcupy's, or another GPU's
+        TypeError, ValueError : `event` is not kvcupy's, or belongs to another GPU
         """
         if event is None:
             event = Event(self.context)
@@ -222,10 +219,11 @@ class Stream(ProcessLocal):
 
         Notes
         -----
-        The function runs on a thread of kvcupy's, one for all streams of the device, while this
-        stream waits for it, and whatever shares a hardware queue with it. It must not wait for the
-        GPU, which allocating and freeing memory may do too, nor for another such function. It is
-        kept until the stream has passed. Capture: legal; each replay calls it again.
+        The function runs on a kvcupy thread, one for all streams of the device, while this stream
+        waits for it, and with it any stream that shares its hardware queue. The function must not
+        wait for the GPU, which allocating and freeing memory may do too, nor for another such
+        function. It is kept until the stream has passed. Capture: legal; each replay calls it
+        again.
         """
         observe.issue(
             lambda: observe.Operation("call", self),
@@ -505,12 +503,12 @@ class ForeignPoint:
     __slots__ = ("_stream", "id")
 
     def __init__(self, stream: Stream) -> None:
-        self._stream = stream  # asked whether the capture goes on
+        self._stream = stream  # knows whether the capture has ended
         self.id = stream.capture_id
 
     @property
     def open(self) -> bool:
-        """Whether the capture goes on, invalidated or not."""
+        """Whether the capture has not ended; also while it is invalidated."""
         return self._stream.capturing and self._stream.capture_id in (self.id, None)
 
 
@@ -531,8 +529,8 @@ def current_stream(context: CudaContext, library: str) -> Stream:
     if not library:
         return _agreed_stream(context)
     if library == "torch":
-        theirs = sys.modules["torch"].cuda.current_stream(context.index)
-        return Stream(context, theirs.cuda_stream, theirs, library="torch")
+        torchs = sys.modules["torch"].cuda.current_stream(context.index)
+        return Stream(context, torchs.cuda_stream, torchs, library="torch")
     cupys = context.api.cupy.cuda.get_current_stream(context.index)
     return Stream(context, cupys.ptr, cupys, cupy_stream=cupys, library="cupy")
 
@@ -544,18 +542,18 @@ def _agreed_stream(context: CudaContext) -> Stream:
     may have come from CuPy. A torch that has not used a GPU yet is not asked: that would initialise
     all of them.
     """
-    ours = current_stream(context, "cupy")
+    from_cupy = current_stream(context, "cupy")
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized():
-        return ours
-    theirs = current_stream(context, "torch")
-    if theirs == ours or theirs.pointer in _LEGACY_STREAMS:
-        return ours
-    if ours.pointer in _LEGACY_STREAMS:
-        return theirs
+        return from_cupy
+    from_torch = current_stream(context, "torch")
+    if from_torch == from_cupy or from_torch.pointer in _LEGACY_STREAMS:
+        return from_cupy
+    if from_cupy.pointer in _LEGACY_STREAMS:
+        return from_torch
     raise ValueError(
         f"stream: expected one of {context.name}, got None while CuPy's current stream is "
-        f"{ours.pointer:#x} and torch's is {theirs.pointer:#x}; pass the one that is meant"
+        f"{from_cupy.pointer:#x} and torch's is {from_torch.pointer:#x}; pass the one that is meant"
     )
 
 
@@ -580,14 +578,14 @@ def adopt(context: CudaContext, stream: Any) -> Stream:
     if isinstance(stream, (cuda.Stream, getattr(cuda, "ExternalStream", cuda.Stream))):
         _require_index(context, stream, stream.device_id)
         return Stream(context, stream.ptr, stream, cupy_stream=stream)
-    theirs = getattr(stream, "device", None)
-    if getattr(theirs, "kind", "cuda") != "cuda":  # a stream of kvcupy's host device
+    its_device = getattr(stream, "device", None)
+    if getattr(its_device, "kind", "cuda") != "cuda":  # a stream of kvcupy's host device
         raise ValueError(f"stream: expected one of {context.name}, got {stream!r}")
     if isinstance(pointer := getattr(stream, "cuda_stream", None), int):  # torch
-        _require_index(context, stream, getattr(theirs, "index", None))
+        _require_index(context, stream, getattr(its_device, "index", None))
         return Stream(context, pointer, stream)
     pointer = _protocol_pointer(stream)
-    index = getattr(theirs, "device_id", None)  # cuda.core
+    index = getattr(its_device, "device_id", None)  # cuda.core
     _require_index(context, stream, index if isinstance(index, int) else None)
     return Stream(context, pointer, stream)
 

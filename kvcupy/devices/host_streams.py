@@ -66,11 +66,7 @@ class InlineStream(ProcessLocal):
 
     def __init__(self, context: HostContext) -> None:
         self.context = context
-
-    @property
-    def device(self) -> Device:
-        """The host device."""
-        return self.context.device
+        self.device = context.device
 
     def wait(self, other: Any) -> None:
         """Block until `other`, an event or a stream, has passed."""
@@ -118,6 +114,7 @@ class HostStream(ProcessLocal):
 
     def __init__(self, context: HostContext, priority: int = 0) -> None:
         self.context = context
+        self.device = context.device
         self.priority = priority
         self.name = f"stream {next(self._numbers)}"
         self._state = State()
@@ -128,11 +125,6 @@ class HostStream(ProcessLocal):
 
     def __repr__(self) -> str:
         return f"<{self.name} of {self.context.name}>"
-
-    @property
-    def device(self) -> Device:
-        """The host device."""
-        return self.context.device
 
     @property
     def capturing(self) -> bool:
@@ -364,7 +356,7 @@ class HostEvent(ProcessLocal):
     def error(self) -> BaseException | None:
         """Return the failure of work before the point, even where that has surfaced already.
 
-        Work behind a failure is skipped, and whoever waits for it must be able to tell.
+        Work behind a failure is skipped, which waiters must be able to find out.
 
         Returns
         -------
@@ -490,9 +482,9 @@ class Capture:
         elif stream._capture is not self:
             raise CaptureError("two captures cannot wait for one another")
         self.add(stream, "wait", point.node)
-        mine = self.seen[stream]
+        seen = self.seen[stream]
         for other, count in point.seen.items():
-            mine[other] = max(mine.get(other, 0), count)
+            seen[other] = max(seen.get(other, 0), count)
 
     def require_joined(self) -> None:
         known = self.seen[self.origin]
@@ -543,9 +535,9 @@ class HostGraph(ProcessLocal):
             self._replay(target)
 
     def _launch_and_wait(self) -> None:
-        own = HostStream(self.context)
-        self._replay(own)
-        own.synchronize()
+        stream = HostStream(self.context)
+        self._replay(stream)
+        stream.synchronize()
 
     def _replay(self, target: HostStream) -> None:
         with self._lock:

@@ -131,7 +131,7 @@ def test_a_carrier_is_a_real_cupy_array_at_the_address_with_the_strides():
 
 def test_a_real_cupy_stream_is_made_of_any_pointer(api):
     pytest.importorskip("cupy")
-    stream = Stream(SimpleNamespace(api=CudaApi(), index=0), 0x1230, source="kept")
+    stream = Stream(SimpleNamespace(api=CudaApi(), index=0, device=None), 0x1230, source="kept")
     assert stream.cupy.ptr == 0x1230
     assert stream.cupy is stream.cupy
 
