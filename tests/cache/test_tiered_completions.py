@@ -9,7 +9,7 @@ from kvcupy.cache.tiered.tiers import BlockCompletion, CompletionQueue
 
 
 class FakeTransfer:
-    """A transfer that is done, or fails, when told to."""
+    """A transfer that is done, or fails, when the test says so."""
 
     num_bytes, elapsed_us = 7, 2e6
 
@@ -105,7 +105,7 @@ def test_capturing_is_no_failure():
     assert completion.done() and completion.failure is None
 
 
-def test_all_that_is_over_is_found():
+def test_the_queue_returns_all_that_is_over():
     queue = CompletionQueue()
     filled = [(k, *pending(kind=k)) for k in ("load", "load", "save", "save", "insert", "insert")]
     for _, _, completion in filled:

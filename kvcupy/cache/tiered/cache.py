@@ -150,7 +150,7 @@ class TieredCache(ProcessLocal):
 
         Returns
         -------
-        Lease : of no block, if none is cached
+        Lease : empty if none is cached
 
         Raises
         ------
