@@ -13,9 +13,9 @@ from ...config import logger
 from ...dtypes import FORMATS
 from ...errors import CaptureError, KvcupyError
 from ...exporters import view
-from ...ops import checks, outputs
+from ...ops import call, checks
 from ...ops.attention import check_query
-from ...ops.outputs import format_name
+from ...ops.call import format_name
 from ...pickling import ProcessLocal
 from ..pool import KVPool, MLAPool, Pool, count
 from ..tiered.cache import TieredCache
@@ -531,7 +531,7 @@ class PagedKVCache(ProcessLocal):
         )
         own = self.device.as_stream(stream, rows.library)
         if out is None:
-            out = outputs.zeros(rows, (*rows.shape[:2], layers.v_width), rows.format, stream)
+            out = call.zeros(rows, (*rows.shape[:2], layers.v_width), rows.format, stream)
         uploaded = tables.on(own)
         if step.loads and not own.capturing:
             step.wait_layer(int(layer), own)

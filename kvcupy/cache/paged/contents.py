@@ -23,7 +23,7 @@ from ...arrays import ArrayView, describe
 from ...devices.protocol import Stream
 from ...dtypes import FORMATS, numpy_dtype
 from ...exporters import view
-from ...ops import checks, outputs
+from ...ops import call, checks
 from ...ops.gather import gather_kv
 from ...ops.page_pairs import send
 from ...ops.store import store_kv, store_mla
@@ -245,12 +245,12 @@ class Contents:
 
     def _format(self, dtype: Any) -> str:
         if dtype is not None:
-            return outputs.format_name(dtype)
+            return call.format_name(dtype)
         return "bf16" if FORMATS[self._pool.dtype].quantised else self._pool.dtype
 
     def _zeros(self, cache: ArrayView, count: int, format: str, stream: Any) -> Any:
         shape = (self._pool.num_layers, count, *_row(cache))
-        return outputs.zeros(cache, shape, format, stream)
+        return call.zeros(cache, shape, format, stream)
 
     def _slots(self, sequence: CachedSequence, start: int, stop: int, stream: Stream) -> ArrayView:
         """Upload the slots of the tokens at positions `start` to `stop` - 1."""
