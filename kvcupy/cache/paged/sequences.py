@@ -98,7 +98,7 @@ class CachedSequence:
         return self.evicted if length > self.sinks else 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OffloadedPages:
     """Pages of the host pool that hold an offloaded sequence.
 
