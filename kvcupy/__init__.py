@@ -24,13 +24,12 @@ from .errors import (
 from .exporters import view_as
 from .faults import check_faults
 from .ops.attention import paged_attention
-from .ops.gather import gather_kv
 from .ops.indexing import find_duplicate_slots, page_table_csr, slot_mapping
 from .ops.merge import merge_states
 from .ops.pages import copy_pages
 from .ops.rope import apply_rope, rope_store_kv, rope_store_mla
 from .ops.rope_table import rope_table
-from .ops.store import store_kv, store_mla
+from .ops.store import gather_kv, store_kv, store_mla
 from .ops.transfer import transfer_pages
 from .streams import fork, join, keep_alive
 from .timeline import timeline

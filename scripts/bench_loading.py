@@ -29,7 +29,7 @@ from kvcupy.probe import environment
 KERNELS = {
     "store_copy<16>": "kvcupy.ops.store",
     "store_convert<bfloat16, fp8_e4m3, 8>": "kvcupy.ops.store",
-    "rope_store<bfloat16, bfloat16, 8, false>": "kvcupy.ops.rope_launch",
+    "rope_store<bfloat16, bfloat16, 8, false>": "kvcupy.ops.rope",
 }
 ARCH = "sm_90"
 

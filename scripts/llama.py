@@ -18,7 +18,7 @@ from benchlib import run_named
 
 import kvcupy as kv
 from kvcupy.dtypes import FORMATS
-from kvcupy.ops import expressions
+from kvcupy.ops import fallback
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Llama:
         -------
         float32 (T, vocab) on the model's device, in the current stream of its library
         """
-        xp = expressions.module_of(self.weights.embedding)
+        xp = fallback.module_of(self.weights.embedding)
         ids = self.device.asarray(np.asarray(tokens, np.int64))
         q_heads, kv_heads = self.config.q_heads, self.config.kv_heads
         x = self.embed(ids)
@@ -199,7 +199,7 @@ class Llama:
         device.copy(buffers.inputs, pinned, stream=stream)
         ids, feeds, wanted = buffers.inputs[0, :t], buffers.inputs[1, :t], buffers.inputs[2, :r]
         x, qkv, attended = buffers.x[:t], buffers.qkv[:t], buffers.attended[:t]
-        xp = expressions.module_of(x)
+        xp = fallback.module_of(x)
 
         def embed() -> None:
             # A feed of -1 picks an element that is not used.
@@ -227,7 +227,7 @@ class Llama:
 
 def rms_norm(x: Any, weight: Any, eps: float) -> Any:
     """Divide rows by their root mean square, in float32."""
-    xp = expressions.module_of(x)
+    xp = fallback.module_of(x)
     mean = xp.mean(x * x, axis=-1, keepdims=True)
     return x / xp.sqrt(mean + np.float32(eps)) * weight
 
@@ -240,7 +240,7 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
 
 def silu(x: Any) -> Any:
     """Return x * sigmoid(x), by a form that does not overflow."""
-    xp = expressions.module_of(x)
+    xp = fallback.module_of(x)
     return x * (np.float32(0.5) * (xp.tanh(np.float32(0.5) * x) + np.float32(1)))
 
 
@@ -252,7 +252,7 @@ def halves(x: Any) -> tuple[Any, Any]:
 
 def rotate(heads: Any, table: Any) -> Any:
     """Rotate (T, heads, D) by the rows (T, D) of a rope table, pairs half a head apart."""
-    xp = expressions.module_of(heads)
+    xp = fallback.module_of(heads)
     first, second = halves(heads)
     cos, sin = halves(table[:, None, :])
     return xp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -260,16 +260,16 @@ def rotate(heads: Any, table: Any) -> Any:
 
 def rounded(heads: Any, dtype: str) -> Any:
     """Return float32 (T, heads, D) as a cache of a format gives them back."""
-    xp = expressions.module_of(heads)
+    xp = fallback.module_of(heads)
     if dtype == "fp32":
         return heads
     heads = xp.ascontiguousarray(heads)
     limit = FORMATS[dtype].limit
     if limit is None:
-        return expressions.decode(expressions.encode(heads, dtype), dtype)
+        return fallback.decode(fallback.encode(heads, dtype), dtype)
     largest = xp.abs(heads).max(axis=-1, keepdims=True)
     scale = xp.maximum(largest, np.float32(1e-6)) / np.float32(limit)
-    return expressions.decode(expressions.encode(heads / scale, dtype), dtype) * scale
+    return fallback.decode(fallback.encode(heads / scale, dtype), dtype) * scale
 
 
 def causal_attention(xp: Any, query: Any, key: Any, value: Any) -> Any:

@@ -10,8 +10,7 @@ from kvcupy.devices import cxx, nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel, Specialisation, layout_asserts, pointer_fields
 from kvcupy.ops import specialisations
-from kvcupy.ops.cache_rows import PARAMS
-from kvcupy.ops.store import CONVERT, COPY
+from kvcupy.ops.store import CONVERT, COPY, PARAMS
 
 KERNELS = list(dict.fromkeys(s.kernel for s in specialisations()))
 

@@ -307,7 +307,7 @@ def test_settings_that_there_are_not():
 
 
 def test_operations_wait_for_the_producers_of_arrays(monkeypatch):
-    from kvcupy.ops import plan as op_call
+    from kvcupy.ops import call as op_call
 
     asked = []
     monkeypatch.setattr(

@@ -14,23 +14,13 @@ from ..kernels import Specialisation
 
 def specialisations() -> list[Specialisation]:
     """Return every kernel specialisation that any operation can ask for."""
-    from . import (
-        attention_kernels,
-        gather,
-        indexing,
-        merge,
-        pages,
-        rope_launch,
-        store,
-        transfer_kernels,
-    )
+    from . import attention_kernels, indexing, merge, pages, rope, store, transfer_kernels
 
     return [
         found
         for module in (
             store,
-            rope_launch,
-            gather,
+            rope,
             pages,
             indexing,
             transfer_kernels,

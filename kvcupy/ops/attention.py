@@ -22,21 +22,21 @@ from ..devices.protocol import Device, Stream
 from ..errors import CompileError
 from ..exporters import probe_arguments
 from . import call as calls
-from . import checks, expressions
+from . import checks, fallback
 from .attention_kernels import (
     ARRAYS,
     STARTS,
     AttentionCall,
     AttentionOptions,
+    attention_params,
     choose_num_splits,
     choose_tiling,
-    fill_params,
-    fill_starts_params,
     num_tiles,
+    starts_params,
 )
 from .call import Argument, Launch, Operation, Plan, Pointer, Views, to_allocate
-from .merge_launch import merge_launch
-from .side import Side
+from .checks import KVNames, KVOperand
+from .merge import merge_launch
 
 # What differs from call to call, what belongs to a layer of a cache, and what to a step.
 _PER_CALL = (
@@ -414,7 +414,7 @@ def check_call(arguments: dict[str, Any], options: AttentionOptions) -> Attentio
     query = arguments["query"]
     check_query(query)
     num_tokens, num_heads, _ = query.shape
-    k, v = (_check_cache(arguments, prefix, options.layout) for prefix in "kv")
+    k, v = (_check_cache(arguments, names, options.layout) for names in (checks.K, checks.V))
     if (v.cache.num_slots, v.cache.page_size, v.cache.num_heads) != (
         k.cache.num_slots, k.cache.page_size, k.cache.num_heads
     ):  # fmt: skip
@@ -456,9 +456,8 @@ def check_query(query: ArrayView, name: str = "query") -> None:
     checks.require_contiguous(query, name)
 
 
-def _check_cache(arguments: dict[str, Any], prefix: str, layout: str) -> Side:
-    name = f"{prefix}_cache"
-    array = arguments[name]
+def _check_cache(arguments: dict[str, Any], names: KVNames, layout: str) -> KVOperand:
+    name, array = names.cache, arguments[names.cache]
     cache_format = checks.number_format(array, name)
     if array.ndim not in (3, 4):
         raise ValueError(
@@ -470,14 +469,14 @@ def _check_cache(arguments: dict[str, Any], prefix: str, layout: str) -> Side:
         raise ValueError(f"{name}: expected heads and width, got {describe(array)}")
     if cache.width > _MAX_WIDTH:
         raise ValueError(f"{name}: expected rows of at most {_MAX_WIDTH}, got {cache.width}")
-    static = arguments.get(f"{prefix}_scale")
-    scale = checks.scale(static, f"{prefix}_scale", cache.num_heads, cache_format)
+    static = arguments.get(names.scale)
+    scale = checks.scale(static, names.scale, cache.num_heads, cache_format)
     scale_cache = checks.scale_cache(
-        arguments.get(f"{prefix}_scale_cache"), f"{prefix}_scale_cache",
-        (f"{prefix}_scale", static), cache, cache_format, written=False,
+        arguments.get(names.scale_cache), names.scale_cache, (names.scale, static), cache,
+        cache_format, written=False,
     )  # fmt: skip
-    rows = checks.Rows(0, cache.num_heads, cache.width, 0, 0)
-    return Side(rows, cache, cache_format, cache_format, scale, scale_cache)
+    rows = checks.Rows(0, cache.num_heads, cache.width, 0, 0)  # there are none
+    return KVOperand(rows, cache, cache_format, cache_format, scale, scale_cache, names)
 
 
 def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]:
@@ -653,7 +652,7 @@ class AttentionPlan(Plan):
             self.launches.append(
                 Launch(
                     device, STARTS[lanes].specialise(lanes), (1, 1, 1), (lanes, 1, 1), 0,
-                    fill_starts_params(call), starts, names,
+                    starts_params(call), starts, names,
                 )
             )  # fmt: skip
         if num_splits > 1:
@@ -664,7 +663,7 @@ class AttentionPlan(Plan):
             Launch(
                 device, tiling.specialisation, (tiles, num_kv_heads, num_splits),
                 (tiling.threads, 1, 1), tiling.smem_bytes,
-                fill_params(call, num_splits, tiling.lanes), pointers, names,
+                attention_params(call, num_splits, tiling.lanes), pointers, names,
             )
         )  # fmt: skip
         if num_splits > 1:
@@ -779,8 +778,8 @@ def _attend_sequence(
         _note_fault(device, "seq_lens", sequence.index, sequence.seq_len)
         num_keys = sequence.num_keys(call.max_keys)
     query = device.carrier(views["query"])[sequence.rows]
-    xp = expressions.module_of(query)
-    query = expressions.decode(query, views["query"].format)
+    xp = fallback.module_of(query)
+    query = fallback.decode(query, views["query"].format)
     keys = xp.arange(num_keys)
     slots = xp.where(keys < sequence.hole_start, keys, keys + sequence.hole)  # of the sequence
     entries, offsets = slots // cache.page_size, slots % cache.page_size
@@ -793,7 +792,7 @@ def _attend_sequence(
     exists = (pages >= 0) & (pages < num_pages)
     visible = visible & exists[None]
     pages = xp.where(exists, pages, 0)
-    k, v = (_cached_rows(device, call, views, prefix, pages, offsets) for prefix in "kv")
+    k, v = (_cached_rows(device, operand, views, pages, offsets) for operand in (call.k, call.v))
     if "rope_table" in views:
         k = _rotated(device, call, views, k, keys, sequence)
     query = query.reshape(num_rows, cache.num_heads, call.group, -1)
@@ -808,13 +807,13 @@ def _attend_sequence(
         sinks = device.carrier(views["sinks"]).reshape(cache.num_heads, 1, call.group, 1)
     out, lse = _softmax(xp, scores, mask, v, sinks)
     out = out.transpose(1, 0, 2, 3).reshape(num_rows, call.num_heads, -1).astype(xp.float32)
-    device.carrier(views["out"])[sequence.rows] = expressions.encode(out, views["out"].format)
+    device.carrier(views["out"])[sequence.rows] = fallback.encode(out, views["out"].format)
     if "lse_out" in views:
         lse = lse.transpose(1, 0, 2, 3).reshape(num_rows, call.num_heads)
         device.carrier(views["lse_out"])[sequence.rows] = lse
 
 
-@expressions.QUIET
+@fallback.QUIET
 def _softmax(xp: Any, scores: Any, mask: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
     """Return (heads, tokens, group, width) outputs and (heads, tokens, group, 1) LSE."""
     shape = (*scores.shape[:3], 1)
@@ -835,30 +834,26 @@ def _softmax(xp: Any, scores: Any, mask: Any, v: Any, sinks: Any) -> tuple[Any, 
     return out, (origin + xp.log(total)).astype(xp.float32)
 
 
-def _cached_rows(
-    device: Device, call: AttentionCall, views: Views, prefix: str, pages: Any, offsets: Any
-) -> Any:
-    """Return the float32 rows of K ("k") or V ("v") of keys, (keys, heads, width)."""
-    operand: Side = getattr(call, prefix)
-    array = views[f"{prefix}_cache"]
-    bits = device.carrier(operand.cache_view(array.pointer, array))[pages, offsets]
-    values = expressions.decode(bits, operand.cache_format.name)
-    if f"{prefix}_scale_cache" in views:
-        scales = device.carrier(views[f"{prefix}_scale_cache"])
+def _cached_rows(device: Device, operand: KVOperand, views: Views, pages: Any, offsets: Any) -> Any:
+    """Return the float32 rows of K or V in slots of pages, (slots, heads, width)."""
+    bits = device.carrier(operand.cache_view(views))[pages, offsets]
+    values = fallback.decode(bits, operand.cache_format.name)
+    if operand.scale_cache is not None:
+        scales = device.carrier(views[operand.names.scale_cache])
         scale = scales[pages * operand.cache.page_size + offsets][..., None]
-    elif f"{prefix}_scale" in views:
-        scale = device.carrier(views[f"{prefix}_scale"]).reshape(-1, 1)
+    elif operand.scale.array is not None:
+        scale = device.carrier(views[operand.names.scale]).reshape(-1, 1)
     else:
         scale = values.dtype.type(operand.scale.value)
-    return expressions.multiply(values, scale)
+    return fallback.multiply(values, scale)
 
 
-@expressions.QUIET
+@fallback.QUIET
 def _rotated(
     device: Device, call: AttentionCall, views: Views, k: Any, keys: Any, sequence: _Sequence
 ) -> Any:
     """Return rows of K rotated by their positions."""
-    xp, options = expressions.module_of(k), call.options
+    xp, options = fallback.module_of(k), call.options
     table = device.carrier(views["rope_table"])
     positions = keys
     if "tail_positions" in views and sequence.tree_start is not None:
@@ -885,7 +880,7 @@ def _visible(
     device: Device, call: AttentionCall, views: Views, keys: Any, sequence: _Sequence
 ) -> Any:
     """Return which keys each query sees, (rows, keys)."""
-    xp, options = expressions.module_of(keys), call.options
+    xp, options = fallback.module_of(keys), call.options
     position = sequence.first_position + xp.arange(sequence.num_rows)[:, None]
     key = keys[None]
     visible = xp.repeat(key >= sequence.key_start, sequence.num_rows, axis=0)
@@ -910,4 +905,4 @@ def _visible(
 
 def _note_fault(device: Device, argument: str, position: int, value: Any) -> None:
     operation = faults.operation_id("paged_attention", argument)
-    expressions.note_fault(device, 1, operation, position, value)
+    fallback.note_fault(device, 1, operation, position, value)

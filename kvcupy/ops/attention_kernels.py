@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import dtypes, faults
+from .. import faults
 from ..arrays import ArrayView
 from ..devices.protocol import Device
-from ..kernels import Kernel, Specialisation, zeroed
-from . import side
+from ..dtypes import FORMATS
+from ..kernels import Kernel, Specialisation
 from .call import require_countable, widest
-from .side import Side
+from .checks import OPERAND_PARAMS, KVOperand
 
 # --- The call -------------------------------------------------------------------------------------
 
@@ -64,8 +64,8 @@ class AttentionCall:
 
     arguments: dict[str, Any]
     options: AttentionOptions
-    k: Side
-    v: Side
+    k: KVOperand
+    v: KVOperand
     num_tokens: int
     num_heads: int
     num_sequences: int
@@ -113,8 +113,8 @@ ARRAYS = (
 PARAMS = np.dtype(
     [
         *((name, np.uint64) for name in (*ARRAYS, "faults")),
-        ("k", side.PARAMS),
-        ("v", side.PARAMS),
+        ("k", OPERAND_PARAMS),
+        ("v", OPERAND_PARAMS),
         ("query_token_bytes", np.int64),
         ("query_head_bytes", np.int64),
         ("out_token_bytes", np.int64),
@@ -190,70 +190,93 @@ FORMAT_NUMBERS = {
 _LOG2_E = math.log2(math.e)
 
 
-def fill_params(call: AttentionCall, num_splits: int, lanes: int) -> np.ndarray[Any, Any]:
-    """Return the Params of a call without its addresses."""
-    params = zeroed(PARAMS)
-    options, cache = call.options, call.k.cache
-    for name, operand in (("k", call.k), ("v", call.v)):
-        operand.write(params[name], operand.cache.width)
-        params[f"{name}_format"] = FORMAT_NUMBERS[operand.cache_format.name]
-    views = call.views
-    query, out, table, lengths = (
-        views[name] for name in ("query", "out", "block_table", "seq_lens")
-    )
-    for prefix, name in (("query", "query"), ("out", "out"), ("lse", "lse_out")):
+# Arrays of one dimension, and the fields that take their strides.
+_STRIDE_FIELDS = {
+    "sinks": "sink_bytes",
+    "tree_lens": "tree_len_bytes",
+    "hole_starts": "hole_start_bytes",
+    "holes": "hole_bytes",
+    "key_starts": "key_start_bytes",
+}
+
+
+def attention_params(call: AttentionCall, num_splits: int, lanes: int) -> dict[str, Any]:
+    """Return the Params of a call, but for the addresses."""
+    options, cache, views = call.options, call.k.cache, call.views
+    query, out = views["query"], views["out"]
+    table, seq_lens = views["block_table"], views["seq_lens"]
+    params = {
+        **call.k.params("k", call.k.cache.width),
+        **call.v.params("v", call.v.cache.width),
+        "k_format": FORMAT_NUMBERS[call.k.cache_format.name],
+        "v_format": FORMAT_NUMBERS[call.v.cache_format.name],
+        "query_format": FORMAT_NUMBERS[query.format],
+        "query_token_bytes": query.strides[0],
+        "query_head_bytes": query.strides[1],
+        "out_format": FORMAT_NUMBERS[out.format],
+        "out_token_bytes": out.strides[0],
+        "out_head_bytes": out.strides[1],
+        "table_row_bytes": table.strides[0],
+        "table_entry_bytes": table.strides[1],
+        "table_index_bytes": table.itemsize,
+        "table_operation": faults.operation_id("paged_attention", "block_table"),
+        "seq_len_bytes": seq_lens.strides[0],
+        "length_index_bytes": seq_lens.itemsize,
+        "length_operation": faults.operation_id("paged_attention", "seq_lens"),
+        "num_pages": cache.num_slots // cache.page_size,
+        "page_size": cache.page_size,
+        "page_shift": cache.page_shift,
+        "max_pages": call.max_pages,
+        "num_sequences": call.num_sequences,
+        "num_tokens": call.num_tokens,
+        "num_heads": call.num_heads,
+        "group": call.group,
+        "num_splits": num_splits,
+        "window": options.window,
+        "sink_keys": options.sink_keys,
+        "causal": int(options.causal),
+        "soft_cap": options.soft_cap,
+        "cap_scale": _float32(options.soft_cap * _LOG2_E),
+        "score_scale": _float32(call.sm_scale * (1.0 if options.soft_cap else _LOG2_E)),
+        "lane_shift": lanes.bit_length() - 1,
+    }
+    for name, field in _STRIDE_FIELDS.items():
         if name in views:
-            strides = views[name].strides
-            params[f"{prefix}_token_bytes"], params[f"{prefix}_head_bytes"] = strides[:2]
-    params["query_format"] = FORMAT_NUMBERS[query.format]
-    params["out_format"] = FORMAT_NUMBERS[out.format]
-    params["table_row_bytes"], params["table_entry_bytes"] = table.strides
-    params["table_index_bytes"] = table.itemsize
-    params["seq_len_bytes"], params["length_index_bytes"] = lengths.strides[0], lengths.itemsize
-    params["table_operation"] = faults.operation_id("paged_attention", "block_table")
-    params["length_operation"] = faults.operation_id("paged_attention", "seq_lens")
+            params[field] = views[name].strides[0]
+    if "lse_out" in views:
+        params["lse_token_bytes"], params["lse_head_bytes"] = views["lse_out"].strides
     if "tree_mask" in views:
         mask = views["tree_mask"]
         params["mask_row_bytes"], params["mask_column_bytes"] = mask.strides
         params["mask_columns"] = mask.shape[1]
-    for name in ("sink", "tree_len", "hole_start", "hole", "key_start"):
-        if f"{name}s" in views:
-            params[f"{name}_bytes"] = views[f"{name}s"].strides[0]
-    _fill_rope_params(params, call)
-    params["num_pages"] = cache.num_slots // cache.page_size
-    params["page_size"], params["page_shift"] = cache.page_size, cache.page_shift
-    params["max_pages"], params["num_sequences"] = call.max_pages, call.num_sequences
-    params["num_tokens"], params["num_heads"] = call.num_tokens, call.num_heads
-    params["group"], params["num_splits"] = call.group, num_splits
-    params["window"], params["sink_keys"] = options.window, options.sink_keys
-    params["causal"] = options.causal
-    params["soft_cap"], params["cap_scale"] = options.soft_cap, options.soft_cap * _LOG2_E
-    params["score_scale"] = call.sm_scale * (1.0 if options.soft_cap else _LOG2_E)
-    params["lane_shift"] = lanes.bit_length() - 1
-    return params
-
-
-def _fill_rope_params(params: np.ndarray[Any, Any], call: AttentionCall) -> None:
-    if not call.rotates_keys:
-        return
-    table, tail = call.views["rope_table"], call.views.get("tail_positions")
-    params["max_positions"], params["rotary_dim"] = table.shape
-    params["rope_row_bytes"] = table.strides[0]
-    params["rotary_start"] = call.options.rotary_start
-    params["interleaved"] = call.options.interleaved
-    if tail is not None:
-        params["tail_columns"] = tail.shape[1]
+    if call.rotates_keys:
+        rope = views["rope_table"]
+        params["max_positions"], params["rotary_dim"] = rope.shape
+        params["rope_row_bytes"] = rope.strides[0]
+        params["rotary_start"] = options.rotary_start
+        params["interleaved"] = int(options.interleaved)
+    if "tail_positions" in views:
+        tail = views["tail_positions"]
         params["tail_row_bytes"], params["tail_column_bytes"] = tail.strides
-
-
-def fill_starts_params(call: AttentionCall) -> np.ndarray[Any, Any]:
-    """Return the Params of `attention_starts` without its addresses."""
-    lengths = call.views["query_lens"]
-    params = zeroed(STARTS_PARAMS)
-    params["length_bytes"], params["index_bytes"] = lengths.strides[0], lengths.itemsize
-    params["operation"] = faults.operation_id("paged_attention", "query_lens")
-    params["num_sequences"], params["num_tokens"] = call.num_sequences, call.num_tokens
+        params["tail_columns"] = tail.shape[1]
     return params
+
+
+def _float32(value: float) -> float:
+    """Round to float32, to infinity where that has no room for the value."""
+    return value if abs(value) < 1e38 else float(np.float32(value))
+
+
+def starts_params(call: AttentionCall) -> dict[str, Any]:
+    """Return the Params of `attention_starts`, but for the addresses."""
+    query_lens = call.views["query_lens"]
+    return {
+        "length_bytes": query_lens.strides[0],
+        "index_bytes": query_lens.itemsize,
+        "operation": faults.operation_id("paged_attention", "query_lens"),
+        "num_sequences": call.num_sequences,
+        "num_tokens": call.num_tokens,
+    }
 
 
 # --- Kernels --------------------------------------------------------------------------------------
@@ -304,7 +327,7 @@ _TILE_BYTES = 144  # a PrefillTile
 
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that a call on a GPU can take."""
-    formats = [*(f.ctype for f in dtypes.FORMATS.values()), _ANY_FORMAT]
+    formats = [*(f.ctype for f in FORMATS.values()), _ANY_FORMAT]
     decodes = [
         DECODE[32].specialise(name, rows, packs, _bool(rotates))
         for rotates in (False, True)

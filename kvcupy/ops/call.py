@@ -38,7 +38,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -48,7 +48,14 @@ from ..arrays import ArrayView, contiguous_strides, overlap
 from ..config import config, logger
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from ..exporters import is_tensor, note_written, probe_arguments, view, wait_for_producers
+from ..exporters import (
+    is_tensor,
+    note_written,
+    probe,
+    probe_arguments,
+    view,
+    wait_for_producers,
+)
 from ..kernels import Specialisation
 from . import checks
 
@@ -300,6 +307,9 @@ class Plan(abc.ABC):
             for source in argument.replaces
             if same_layout(views.get(argument.name), views.get(source))
         ])  # fmt: skip
+        self._allocators = [
+            (i, _allocator(views[n])) for i, n in self._arrays if n in self.allocated
+        ]
         touched = self.touched(views)
         self._aliasing = Aliasing(
             [touched.get(n) for n in names], self.operation.outputs, self._in_place
@@ -329,6 +339,8 @@ class Plan(abc.ABC):
 
     def issue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
         """Put the operation on a stream, its arguments checked."""
+        if not self.launches and self.cause is None:
+            return
         if self.cause is not None:
             self.device.check_fallback(self.operation.name, stream)
             config.fall_back(self.operation.name, self.cause)
@@ -358,13 +370,15 @@ class Plan(abc.ABC):
     def allocate(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any
     ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-        """Return addresses and arrays with the outputs that each call allocates."""
+        """Return addresses and arrays with the outputs that each call allocates, all zeros."""
         addresses, owners = list(pointers), list(arrays)
-        for i, name in self._arrays:
-            v = self.allocated.get(name)
-            if v is not None:
-                owners[i] = zeros(v, v.shape, v.format, stream)
-        (*addresses,), _ = probe_arguments(owners)
+        for i, allocator in self._allocators:
+            owners[i] = allocator()
+            addresses[i], _ = probe(owners[i])
+        if stream is not None:
+            own_stream = self.device.as_stream(stream)
+            for library in {v.library for v in self.allocated.values()}:
+                own_stream.wait(self.device.as_stream(None, library))
         return tuple(addresses), tuple(owners)
 
     # Views, which a warm call does not need.
@@ -753,19 +767,25 @@ def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayVi
 
 def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Any) -> Any:
     """Return zeros on the device and of the library of `like`, ready for use on `stream`."""
-    device = devices.get(like.device)
-    if like.library != "torch":
-        array = device.zeros(shape, format)
-    else:
-        torch = sys.modules["torch"]
-        array = torch.zeros(
-            shape,
-            dtype=getattr(torch, dtypes.numpy_dtype(format).name),
-            device="cpu" if device.kind == "host" else device.name,
-        )
+    array = _allocator(to_allocate(like, shape, format))()
     if stream is not None:
+        device = devices.get(like.device)
         device.as_stream(stream).wait(device.as_stream(None, like.library))
     return array
+
+
+def _allocator(like: ArrayView) -> Callable[[], Any]:
+    """Return what allocates zeros of the shape, format, device and library of `like`."""
+    device = devices.get(like.device)
+    if like.library != "torch":
+        return partial(device.zeros, like.shape, like.format)
+    torch = sys.modules["torch"]
+    return partial(
+        torch.zeros,
+        like.shape,
+        dtype=getattr(torch, dtypes.numpy_dtype(like.format).name),
+        device="cpu" if device.kind == "host" else device.name,
+    )
 
 
 def in_library(array: Any, like: ArrayView) -> Any:

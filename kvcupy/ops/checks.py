@@ -1,4 +1,4 @@
-"""Argument checks that operations share: rows, caches, index arrays and scales.
+"""Argument checks that operations share: rows, caches, K/V operands, index arrays and scales.
 
 Each check names the argument, what was expected and what came, before anything is launched.
 """
@@ -14,11 +14,14 @@ import numpy as np
 
 from .. import dtypes
 from ..arrays import ArrayView, describe, overlap
+from ..dtypes import Format
 from ..exporters import view
+
+# --- Rows and caches ------------------------------------------------------------------------------
 
 
 class Rows(NamedTuple):
-    """Input rows: `num_tokens` of `num_heads` times `width` elements, by byte strides."""
+    """Rows outside of a cache: `num_tokens` of `num_heads` times `width` elements, byte strides."""
 
     num_tokens: int
     num_heads: int
@@ -53,53 +56,49 @@ class Cache(NamedTuple):
         )
 
 
-def number_format(v: ArrayView, name: str) -> dtypes.Format:
+def number_format(v: ArrayView, name: str) -> Format:
     """Return the number format of an argument."""
-    if v.format not in dtypes.FORMATS:
+    known = dtypes.FORMATS.get(v.format)
+    if known is None:
         hint = "; tag it with kv.view_as" if v.format in ("uint8", "uint16") else ""
         if v.format == "float64":
             hint = "; convert it with .astype(np.float32) or .float()"
-        known = ", ".join(dtypes.FORMATS)
-        raise TypeError(f"{name}: expected one of the formats {known}, got {v.format}{hint}")
-    return dtypes.FORMATS[v.format]
+        names = ", ".join(dtypes.FORMATS)
+        raise TypeError(f"{name}: expected one of the formats {names}, got {v.format}{hint}")
+    return known
 
 
 def rows(v: ArrayView, name: str) -> Rows:
     """Read an argument as (tokens, heads, width) or (tokens, width)."""
-    if v.ndim not in (2, 3):
+    shape, strides = v.shape, v.strides
+    if len(shape) not in (2, 3):
         raise ValueError(
             f"{name}: expected (tokens, heads, width) or (tokens, width), got {describe(v)}"
         )
-    require_contiguous(v, name)
-    _require_width(v, name)
-    if v.ndim == 2:
-        return Rows(v.shape[0], 1, v.shape[1], v.strides[0], 0)
-    return Rows(*v.shape, *v.strides[:2])
+    _require_rows_contiguous(v, name)
+    if len(shape) == 2:
+        return Rows(shape[0], 1, shape[1], strides[0], 0)
+    return Rows(shape[0], shape[1], shape[2], strides[0], strides[1])
 
 
 def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool = True) -> Cache:
     """Read an argument as a cache for rows of `rows_ndim` dimensions."""
-    require_contiguous(v, name)
-    _require_width(v, name)
+    shape, strides = v.shape, v.strides
+    _require_rows_contiguous(v, name)
     if written:
         require_output(v, name)
     if rows_ndim == 2:
-        if v.ndim == 2:
-            return Cache(v.shape[0], 1, 1, v.shape[1], v.strides[0], 0, 0)
+        if len(shape) == 2:
+            return Cache(shape[0], 1, 1, shape[1], strides[0], 0, 0)
         raise ValueError(f"{name}: expected (num_slots, width) for 2-D rows, got {describe(v)}")
-    if v.ndim == 3:
-        return Cache(v.shape[0], 1, v.shape[1], v.shape[2], v.strides[0], 0, v.strides[1])
-    if v.ndim == 4:
+    if len(shape) == 3:
+        return Cache(shape[0], 1, shape[1], shape[2], strides[0], 0, strides[1])
+    if len(shape) == 4:
         offset, head = (1, 2) if layout == "NHD" else (2, 1)
         return Cache(
-            num_slots=v.shape[0] * v.shape[offset],
-            page_size=max(1, v.shape[offset]),
-            num_heads=v.shape[head],
-            width=v.shape[3],
-            page_bytes=v.strides[0],
-            offset_bytes=v.strides[offset],
-            head_bytes=v.strides[head],
-        )
+            shape[0] * shape[offset], max(1, shape[offset]), shape[head], shape[3],
+            strides[0], strides[offset], strides[head],
+        )  # fmt: skip
     paged = "page_size, heads" if layout == "NHD" else "heads, page_size"
     raise ValueError(
         f"{name}: expected (num_slots, heads, width) or (num_pages, {paged}, width), "
@@ -107,15 +106,9 @@ def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool
     )
 
 
-def _require_width(v: ArrayView, name: str) -> None:
-    if v.ndim and v.shape[-1] == 0:
-        raise ValueError(f"{name}: expected a width of at least 1, got {describe(v)}")
-
-
 def mla_cache(v: ArrayView, name: str) -> Cache:
     """Read an argument as an MLA cache, (num_slots, width) or (num_pages, page_size, width)."""
-    require_contiguous(v, name)
-    _require_width(v, name)
+    _require_rows_contiguous(v, name)
     require_output(v, name)
     if v.ndim == 2:
         return Cache(v.shape[0], 1, 1, v.shape[1], v.strides[0], 0, 0)
@@ -134,47 +127,254 @@ def layout_name(layout: object) -> str:
     return str(layout)
 
 
-def indices(v: ArrayView, name: str) -> int:
-    """Check an index array, int32 or int64 of one dimension; return bytes an index."""
-    if v.format not in ("int32", "int64"):
-        hint = "; convert it with .astype(np.int64) or .long()"
-        raise TypeError(f"{name}: expected int32 or int64, got {describe(v)}{hint}")
-    if v.ndim != 1:
-        raise ValueError(f"{name}: expected one dimension, got {describe(v)}")
-    return v.itemsize
+def _require_rows_contiguous(v: ArrayView, name: str) -> None:
+    require_contiguous(v, name)
+    if v.shape and v.shape[-1] == 0:
+        raise ValueError(f"{name}: expected a width of at least 1, got {describe(v)}")
 
 
-def length_of(v: ArrayView, name: str) -> int:
-    """Check an index array; return how many indices it has."""
-    indices(v, name)
-    return v.shape[0]
+# --- Operands: K or V, with cache and scales ------------------------------------------------------
 
 
-def slot_number(value: Any, name: str) -> int:
-    """Check an optional slot number; None becomes -1, which no slot to be written has."""
-    if value is None:
-        return -1
-    require_int(value, name)
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name}: expected a 64-bit int, got {value!r}")
-    return int(value)
+class KVNames(NamedTuple):
+    """The arguments that one operand consists of; empty where the operation has none."""
+
+    rows: str
+    cache: str
+    scale: str
+    scale_cache: str = ""
 
 
-def require_int(value: Any, name: str) -> None:
-    """Refuse what is no integer (a bool is none)."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name}: expected an int, got {value!r}")
+K = KVNames("key", "k_cache", "k_scale", "k_scale_cache")
+V = KVNames("value", "v_cache", "v_scale", "v_scale_cache")
+LATENT = KVNames("latent", "cache", "scale")
+ROPE_KEY = KVNames("rope_key", "cache", "scale")
+
+_CACHE = np.dtype([(f"{n}_bytes", np.int64) for n in ("page", "offset", "head")], align=True)
+
+# CacheSide of kernels_src/cache_side.cuh
+OPERAND_PARAMS = np.dtype(
+    [
+        ("token_bytes", np.int64),
+        ("head_bytes", np.int64),
+        ("cache", _CACHE),
+        ("scale_head_bytes", np.int64),
+        ("scale_cache_slot_bytes", np.int64),
+        ("scale_cache_head_bytes", np.int64),
+        ("scale", np.float32),
+        ("width", np.int32),
+    ],
+    align=True,
+)
 
 
-def require_number(value: Any, name: str) -> None:
-    """Refuse what is no real number (a bool is none)."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name}: expected a number, got {value!r}")
+class KVOperand(NamedTuple):
+    """K or V, or a part of MLA: rows, the cache that they are stored in, formats and scales.
+
+    Attributes
+    ----------
+    names : of the arguments
+    cache_offset_bytes : where the operand begins in each row of the cache
+    """
+
+    rows: Rows
+    cache: Cache
+    rows_format: Format
+    cache_format: Format
+    scale: Scale
+    scale_cache: ArrayView | None = None
+    names: KVNames = KVNames("", "", "")
+    cache_offset_bytes: int = 0
+
+    @property
+    def copies(self) -> bool:
+        """Whether bits are copied: rows and cache are of one format."""
+        return self.rows_format is self.cache_format
+
+    @property
+    def heads_join(self) -> bool:
+        """Whether the heads of a token are one row, outside and inside the cache."""
+        outside = self.rows.head_bytes == self.rows.width * self.rows_format.itemsize
+        inside = self.cache.head_bytes == self.rows.width * self.cache_format.itemsize
+        one_scale = self.scale_cache is None and self.scale.head_bytes == 0
+        return self.rows.num_heads == 1 or (outside and inside and one_scale)
+
+    @property
+    def row_strides(self) -> list[int]:
+        rows = self.rows
+        return [rows.token_bytes, rows.head_bytes if rows.num_heads > 1 else 0]
+
+    @property
+    def cache_strides(self) -> list[int]:
+        cache = self.cache
+        return [
+            cache.page_bytes,
+            cache.offset_bytes,
+            cache.head_bytes if cache.num_heads > 1 else 0,
+        ]
+
+    def rows_view(self, views: Mapping[str, ArrayView], num_tokens: int) -> ArrayView:
+        """Return the first rows, (num_tokens, heads, width)."""
+        whole, rows = views[self.names.rows], self.rows
+        shape = (num_tokens, rows.num_heads, rows.width)
+        strides = (rows.token_bytes, rows.head_bytes, self.rows_format.itemsize)
+        return ArrayView(
+            whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner
+        )
+
+    def cache_view(self, views: Mapping[str, ArrayView]) -> ArrayView:
+        """Return the cache by pages, (num_pages, page_size, heads, width)."""
+        whole, cache = views[self.names.cache], self.cache
+        shape = (cache.num_slots // cache.page_size, cache.page_size, cache.num_heads, cache.width)
+        strides = (
+            cache.page_bytes, cache.offset_bytes, cache.head_bytes, self.cache_format.itemsize,
+        )  # fmt: skip
+        pointer = whole.pointer + self.cache_offset_bytes
+        return ArrayView(pointer, shape, strides, whole.format, whole.device, owner=whole.owner)
+
+    def params(self, field: str, width: int) -> dict[str, Any]:
+        """Return the fields of the operand's Params, which is nested as `field`."""
+        rows, cache, scales = self.rows, self.cache, self.scale_cache
+        fields = {
+            f"{field}.token_bytes": rows.token_bytes,
+            f"{field}.head_bytes": rows.head_bytes,
+            f"{field}.cache.page_bytes": cache.page_bytes,
+            f"{field}.cache.offset_bytes": cache.offset_bytes,
+            f"{field}.cache.head_bytes": cache.head_bytes,
+            f"{field}.scale": self.scale.value,
+            f"{field}.scale_head_bytes": self.scale.head_bytes,
+            f"{field}.width": width,
+        }
+        if scales is not None:
+            fields[f"{field}.scale_cache_slot_bytes"] = scales.strides[0]
+            fields[f"{field}.scale_cache_head_bytes"] = scales.strides[1]
+        return fields
+
+    def pointers(self, field: str) -> dict[str, str | tuple[str, int] | int]:
+        """Return what the pointer fields of cache and scales take, `k_cache` for "k" and so on."""
+        names, offset = self.names, self.cache_offset_bytes
+        bound: dict[str, str | tuple[str, int] | int] = {
+            f"{field}_cache": (names.cache, offset) if offset else names.cache
+        }
+        if self.scale.array is not None:
+            bound[f"{field}_scale"] = names.scale
+        if self.scale_cache is not None:
+            bound[f"{field}_scale_cache"] = names.scale_cache
+        return bound
 
 
-def is_array(argument: object) -> bool:
-    """Return whether a scale argument is meant as an array."""
-    return argument is not None and not isinstance(argument, numbers.Real)
+def kv_operands(
+    arguments: Mapping[str, Any],
+    layout: Any,
+    names: tuple[KVNames, KVNames] = (K, V),
+    *,
+    into_cache: bool = True,
+) -> tuple[KVOperand, KVOperand]:
+    """Check K and V rows, their caches and scales, and that they fit together.
+
+    Parameters
+    ----------
+    arguments : by name; scales may be numbers, or left out
+    names : which of them are K's and which are V's
+    into_cache : whether the caches are written, and not the rows
+    """
+    layout = layout_name(layout)
+    k_names, v_names = names
+    k_rows, v_rows = arguments[k_names.rows], arguments[v_names.rows]
+    if v_rows.ndim != k_rows.ndim and k_rows.ndim in (2, 3):
+        raise ValueError(
+            f"{v_names.rows}: expected {k_rows.ndim} dimensions as in {k_names.rows} "
+            f"{describe(k_rows)}, got {describe(v_rows)}"
+        )
+    k = _kv_operand(arguments, layout, k_names, into_cache=into_cache)
+    v = _kv_operand(arguments, layout, v_names, into_cache=into_cache)
+    if v_rows.ndim != k_rows.ndim or v.rows.num_heads != k.rows.num_heads:
+        raise ValueError(
+            f"{v_names.rows}: expected heads as in {k_names.rows} {describe(k_rows)}, "
+            f"got {describe(v_rows)}"
+        )
+    if (v.cache.num_slots, v.cache.page_size) != (k.cache.num_slots, k.cache.page_size):
+        raise ValueError(
+            f"{v_names.cache}: expected pages as in {k_names.cache} "
+            f"{describe(arguments[k_names.cache])}, got {describe(arguments[v_names.cache])}"
+        )
+    k_flat, v_flat = k.cache.flattened(), v.cache.flattened()
+    if k_flat.page_size == v_flat.page_size == 1:
+        k, v = k._replace(cache=k_flat), v._replace(cache=v_flat)
+    return k, v
+
+
+def _kv_operand(
+    arguments: Mapping[str, Any], layout: str, names: KVNames, *, into_cache: bool
+) -> KVOperand:
+    rows_view, cache_view = arguments[names.rows], arguments[names.cache]
+    static, dynamic = arguments.get(names.scale), arguments.get(names.scale_cache)
+    rows_format = number_format(rows_view, names.rows)
+    cache_format = number_format(cache_view, names.cache)
+    own_rows = rows(rows_view, names.rows)
+    own_cache = cache(cache_view, names.cache, layout, rows_view.ndim, written=into_cache)
+    if not into_cache:
+        require_output(rows_view, names.rows)
+    if (own_cache.num_heads, own_cache.width) != (own_rows.num_heads, own_rows.width):
+        raise ValueError(
+            f"{names.cache}: expected {own_rows.num_heads} heads of {own_rows.width} like "
+            f"{names.rows}, got {describe(cache_view)} ({layout})"
+        )
+    own_scale = scale(static, names.scale, own_rows.num_heads, cache_format)
+    own_scales = scale_cache(
+        dynamic, names.scale_cache, (names.scale, static), own_cache, cache_format,
+        written=into_cache,
+    )  # fmt: skip
+    return KVOperand(own_rows, own_cache, rows_format, cache_format, own_scale, own_scales, names)
+
+
+def mla_operands(arguments: Mapping[str, Any]) -> tuple[KVOperand, KVOperand]:
+    """Check latent and rope rows, (tokens, width) each, that share the rows of one cache.
+
+    Parameters
+    ----------
+    arguments : "latent", "rope_key", "cache" and perhaps "scale", by name
+    """
+    all_names = (LATENT, ROPE_KEY)
+    for names in all_names:
+        v = arguments[names.rows]
+        if v.ndim != 2:
+            raise ValueError(f"{names.rows}: expected (tokens, width), got {describe(v)}")
+    own_rows = [rows(arguments[names.rows], names.rows) for names in all_names]
+    formats = [number_format(arguments[names.rows], names.rows) for names in all_names]
+    whole = arguments["cache"]
+    cache_format = number_format(whole, "cache")
+    both = mla_cache(whole, "cache")
+    widths = [own.width for own in own_rows]
+    if both.width != sum(widths):
+        raise ValueError(
+            f"cache: expected rows of {widths[0]} + {widths[1]}, got {describe(whole)}"
+        )
+    static = scale(arguments.get("scale"), "scale", 1, cache_format)
+    offsets = (0, widths[0] * cache_format.itemsize)
+    latent, rope_key = (
+        KVOperand(
+            own, both._replace(width=own.width).flattened(), own_format, cache_format, static,
+            None, names, offset,
+        )
+        for own, own_format, names, offset in zip(
+            own_rows, formats, all_names, offsets, strict=True
+        )
+    )  # fmt: skip
+    return latent, rope_key
+
+
+def require_rows(operand: KVOperand, num_slots: int) -> None:
+    """Raise ValueError for fewer rows than slots."""
+    num_rows = operand.rows.num_tokens
+    if num_rows < num_slots:
+        raise ValueError(
+            f"{operand.names.rows}: expected at least {num_slots} rows, one per slot, "
+            f"got {num_rows}"
+        )
+
+
+# --- Scales ---------------------------------------------------------------------------------------
 
 
 class Scale(NamedTuple):
@@ -185,10 +385,18 @@ class Scale(NamedTuple):
     head_bytes: int
 
 
-def scale(argument: Any, name: str, num_heads: int, target: dtypes.Format) -> Scale:
+_UNIT_SCALE = Scale(1.0, None, 0)
+
+
+def is_array(argument: object) -> bool:
+    """Return whether an argument that may be a number is meant as an array."""
+    return argument is not None and not isinstance(argument, numbers.Real)
+
+
+def scale(argument: Any, name: str, num_heads: int, target: Format) -> Scale:
     """Check a static scale for a cache of format `target`."""
     if argument is None:
-        return Scale(1.0, None, 0)
+        return _UNIT_SCALE
     if not is_array(argument):
         value = float(argument)
         if not target.quantised and value != 1.0:
@@ -215,11 +423,16 @@ def scale_cache(
     name: str,
     static: tuple[str, Any],
     target: Cache,
-    format: dtypes.Format,
+    format: Format,
     *,
     written: bool = True,
 ) -> ArrayView | None:
-    """Check the cache of dynamic scales, float32 (num_slots, num_heads)."""
+    """Check the cache of dynamic scales, float32 (num_slots, num_heads).
+
+    Parameters
+    ----------
+    static : name and value of the static scale, which must be None beside dynamic ones
+    """
     if argument is None:
         return None
     v = view(argument, name).without_owner()
@@ -230,45 +443,106 @@ def scale_cache(
     if static[1] is not None:
         raise ValueError(f"{name}: expected None beside {static[0]}, got an array")
     if v.shape != (target.num_slots, target.num_heads):
-        wanted = f"({target.num_slots}, {target.num_heads})"
-        raise ValueError(f"{name}: expected {wanted} fp32, got {describe(v)}")
+        shape = f"({target.num_slots}, {target.num_heads})"
+        raise ValueError(f"{name}: expected {shape} fp32, got {describe(v)}")
     require_contiguous(v, name)
     if written:
         require_output(v, name)
     return v
 
 
+# --- Index arrays and numbers ---------------------------------------------------------------------
+
+
+def indices(v: ArrayView, name: str) -> int:
+    """Check an index array, int32 or int64 of one dimension; return its itemsize."""
+    if v.format not in ("int32", "int64"):
+        hint = "; convert it with .astype(np.int64) or .long()"
+        raise TypeError(f"{name}: expected int32 or int64, got {describe(v)}{hint}")
+    if v.ndim != 1:
+        raise ValueError(f"{name}: expected one dimension, got {describe(v)}")
+    return v.itemsize
+
+
+def length_of(v: ArrayView, name: str) -> int:
+    """Check an index array; return how many indices it has."""
+    indices(v, name)
+    return v.shape[0]
+
+
+def slot_number(value: Any, name: str) -> int:
+    """Check an optional slot number; None becomes -1, which is never a slot to write."""
+    if value is None:
+        return -1
+    require_int(value, name)
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}: expected a 64-bit int, got {value!r}")
+    return int(value)
+
+
+def require_int(value: Any, name: str) -> None:
+    """Raise TypeError unless `value` is an int; bool is excluded."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+
+
+def require_number(value: Any, name: str) -> None:
+    """Raise TypeError unless `value` is a real number; bool is excluded."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {value!r}")
+
+
+# --- Arrays of a call -----------------------------------------------------------------------------
+
+
 def require_given(views: Mapping[str, ArrayView], names: Iterable[str]) -> None:
-    """Refuse None, or a number, for what must be an array."""
+    """Raise TypeError where None came for an argument that must be an array."""
     for name in names:
         if name not in views:
             raise TypeError(f"{name}: expected an array, got None")
 
 
+def require_same_device(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for arrays of several devices in one call; numbers are passed over."""
+    first_name, first = "", None
+    for name, array in arguments.items():
+        if not isinstance(array, ArrayView):
+            continue
+        if first is None:
+            first_name, first = name, array.device
+        elif array.device != first:
+            raise ValueError(f"{name}: expected {first} like {first_name}, got {array.device}")
+
+
 def require_output(v: ArrayView, name: str) -> None:
-    """Refuse what cannot be written element by element."""
+    """Raise ValueError for an array that cannot be written element by element."""
     if v.readonly:
         raise ValueError(
             f"{name}: expected a writable array, got a read-only one; pass a .copy() of it, or one "
             "of NumPy, CuPy or torch where it is immutable, as JAX's are"
         )
-    steps = zip(v.shape, v.strides, strict=True)
-    if 0 in v.strides and v.size and any(n > 1 and s == 0 for n, s in steps):
+    if 0 not in v.strides or not v.size:
+        return
+    if any(n > 1 and stride == 0 for n, stride in zip(v.shape, v.strides, strict=True)):
         raise ValueError(f"{name}: expected distinct elements, got a broadcast array")
 
 
-def require_same_device(given: Mapping[str, Any]) -> None:
-    """Refuse arrays of several devices in one call."""
-    arrays = [(name, a) for name, a in given.items() if isinstance(a, ArrayView)]
-    for name, array in arrays[1:]:
-        first_name, first = arrays[0]
-        if array.device != first.device:
-            wanted = f"{first.device} like {first_name}"
-            raise ValueError(f"{name}: expected {wanted}, got {array.device}")
+def require_contiguous(v: ArrayView, name: str) -> None:
+    """Raise ValueError for gaps between the elements of the last axis."""
+    shape, strides = v.shape, v.strides
+    if shape and shape[-1] > 1 and strides[-1] != v.itemsize and v.size:
+        raise ValueError(
+            f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), "
+            f"got strides of {strides} bytes; .contiguous() or np.ascontiguousarray makes a copy "
+            "that has one"
+        )
 
 
 def require_aligned(named: Sequence[tuple[str, ArrayView | None]]) -> None:
-    """Refuse elements at addresses that are no multiples of their size, which a GPU cannot read."""
+    """Raise ValueError for elements at addresses that are no multiples of their size.
+
+    A GPU cannot read them.
+    """
     for name, v in named:
         if v is not None and any(n % v.itemsize for n in (v.pointer, *v.strides)):
             raise ValueError(
@@ -280,7 +554,7 @@ def require_aligned(named: Sequence[tuple[str, ArrayView | None]]) -> None:
 def require_disjoint(
     outputs: Sequence[tuple[str, ArrayView | None]], inputs: Sequence[tuple[str, ArrayView | None]]
 ) -> None:
-    """Refuse outputs that share bytes with an input or with one another."""
+    """Raise ValueError for outputs that share bytes with an input or with one another."""
     ranges = sorted(v.byte_range() for _, v in (*outputs, *inputs) if v is not None)
     if all(end <= start for (_, end), (start, _) in pairwise(ranges)):
         return  # many layers, say, one behind the other
@@ -288,13 +562,3 @@ def require_disjoint(
         for other_name, other in (*outputs[i + 1 :], *inputs):
             if output is not None and other is not None and overlap(output, other):
                 raise ValueError(f"{name}: expected memory of its own, got some of {other_name}'s")
-
-
-def require_contiguous(v: ArrayView, name: str) -> None:
-    """Refuse gaps between the elements of the last axis."""
-    if v.ndim and v.shape[-1] > 1 and v.strides[-1] != v.itemsize and v.size:
-        raise ValueError(
-            f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), "
-            f"got strides of {v.strides} bytes; .contiguous() or np.ascontiguousarray makes a copy "
-            "that has one"
-        )

@@ -12,7 +12,7 @@ from ..devices.protocol import Device
 from ..errors import CompileError
 from ..exporters import view
 from ..kernels import Kernel, Specialisation
-from . import call, checks, expressions
+from . import call, checks, fallback
 from .call import Argument, Launch, Operation, Plan, Views
 
 _SLOT_MAPPING = Operation(
@@ -155,7 +155,7 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
 
     def compute() -> None:
         numbers = device.carrier(lengths)
-        xp = expressions.module_of(numbers)
+        xp = fallback.module_of(numbers)
         numbers = numbers.astype(xp.int64)
         pages = -(-numbers // page_size)
         if len(numbers) and not 0 <= int(numbers.min()) <= int(pages.max()) * page_size:
@@ -234,11 +234,11 @@ class SlotMappingPlan(Plan):
             own_slots = slots[first : first + max(count, 0)]
             start = max(length, -1) - max(count, 0)  # an int of Python, which never overflows
             if len(own_slots) != count:
-                expressions.note_fault(device, 1, _fault_id("append_lens"), b, count)
+                fallback.note_fault(device, 1, _fault_id("append_lens"), b, count)
             for i in range(len(own_slots)):
                 entry, offset = divmod(start + i, self.page_size)
                 if not 0 <= entry < table.shape[1]:
-                    expressions.note_fault(device, 1, _fault_id("seq_lens"), b, length)
+                    fallback.note_fault(device, 1, _fault_id("seq_lens"), b, length)
                     continue
                 page = int(table[b, entry])
                 slot = page * self.page_size + offset

@@ -2,26 +2,84 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from .. import devices
-from ..arrays import ArrayView, describe
+from ..arrays import ArrayView, contiguous_strides, describe
+from ..devices.protocol import Device
 from ..dtypes import FORMATS
 from ..errors import CompileError
-from ..exporters import view
-from ..kernels import zeroed
-from . import checks, expressions, outputs
-from . import plan as call
-from .merge_launch import MERGED, PARAMS, launch, merge_launch, specialisations
+from ..kernels import Kernel, Specialisation
+from . import checks, fallback
+from .call import (
+    Argument,
+    Launch,
+    Operation,
+    Plan,
+    Pointer,
+    Views,
+    require_countable,
+    spread,
+    to_allocate,
+    widest,
+)
 
-__all__ = ["merge_launch", "merge_states", "specialisations"]
+_MERGE_STATES = Operation(
+    "merge_states",
+    Argument("out_a", words=True),
+    Argument("out_b", words=True),
+    Argument("out", output=True, words=True, replaces=("out_a", "out_b"), allocated=True),
+    Argument("lse_a"),
+    Argument("lse_b"),
+    Argument("lse_out", output=True, replaces=("lse_a", "lse_b"), allocated=True),
+)
 
-_NAMES = ("out_a", "out_b", "out", "lse_a", "lse_b", "lse_out")
-_NUM_ROWS = 3  # the first arrays are moved in whole words
-_IN_PLACE = ((2, 0), (2, 1), (5, 3), (5, 4))  # outputs, and the inputs that they may be
+_POINTERS = ("out_a", "lse_a", "out_b", "lse_b", "sinks", "num_valid", "out", "lse")
+_ROWS = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")
+
+_STRIDES = np.dtype([("token_bytes", np.int64), ("head_bytes", np.int64)], align=True)
+
+# MergeParams of kernels_src/merge.cu
+PARAMS = np.dtype(
+    [
+        *((name, np.uint64) for name in (*_POINTERS, "faults")),
+        *((f"{name}_rows", _STRIDES) for name in _ROWS),
+        ("out_state_bytes", np.int64),
+        ("lse_state_bytes", np.int64),
+        ("sink_bytes", np.int64),
+        ("num_states", np.int32),
+        ("num_rows", np.int32),
+        ("num_heads", np.int32),
+        ("width", np.int32),
+        ("base_two", np.int32),
+        ("lane_shift", np.int32),
+    ],
+    align=True,
+)
+
+# By whether several threads share a row: they wait for one another before its lse is written.
+MERGE = {
+    shared: Kernel("merge.cu", "merge_states", PARAMS, "MergeParams", barriers=shared)
+    for shared in (True, False)
+}
+
+STATES = 8  # that a thread has in flight, where there are more than two
+MERGED = ("fp32", "fp16", "bf16")
+
+
+def specialisations() -> list[Specialisation]:
+    """Return every specialisation that a GPU is asked for."""
+    return [
+        MERGE[True].specialise(FORMATS[source].ctype, FORMATS[target].ctype, count, states)
+        for source in MERGED
+        for target in MERGED
+        if source in (target, "fp32")
+        for count in (_pack(source), 1)
+        for states in (2, STATES)
+    ]
 
 
 def merge_states(
@@ -78,102 +136,208 @@ def merge_states(
     >>> out.round(4).tolist(), np.exp(lse).round(4).tolist()
     ([[[4.0, 4.0]]], [[4.0]])
     """
-    if out is None or lse_out is None:
-        like = view(out_a, "out_a")
-        shape = _shape_of_result(like, several=out_b is None and lse_b is None)
-        if out is None:
-            out = outputs.zeros(like, shape, like.format, stream)
-        if lse_out is None:
-            lse_out = outputs.zeros(like, shape[:2], "fp32", stream)
-    arrays = (out_a, out_b, out, lse_a, lse_b, lse_out)
-    pointers, made = call.obtain(
-        "merge_states", _NAMES, arrays, _NUM_ROWS, (lse_base,),
-        lambda given, alignment: _plan(given, lse_base, alignment),
-    )  # fmt: skip
-    made.run(pointers, arrays, stream)
+    arguments = {
+        "out_a": out_a, "out_b": out_b, "out": out,
+        "lse_a": lse_a, "lse_b": lse_b, "lse_out": lse_out,
+    }  # fmt: skip
+    out, lse_out = _MERGE_STATES.run(arguments, (lse_base,), _plan, stream)
     return out, lse_out
 
 
-@dataclass
-class MergePlan(call.Plan):
+def merge_launch(
+    device: Device,
+    *,
+    num_states: int,
+    num_tokens: int,
+    num_heads: int,
+    width: int,
+    out_format: str,
+    out_strides: tuple[int, int],
+    lse_strides: tuple[int, int] = (0, 0),
+    sink_bytes: int = 4,
+    alignment: int,
+    pointers: Mapping[str, Pointer],
+    names: tuple[str, ...],
+) -> Launch:
+    """Load and lay out the merge of float32 partial results, for another operation's plan.
+
+    Parameters
+    ----------
+    num_states, num_tokens, num_heads, width : the shape of the partial results
+    out_format : "fp32", "fp16" or "bf16"
+    out_strides, lse_strides : of out and lse, bytes between tokens and between heads
+    sink_bytes : bytes between heads of the sinks
+    alignment : of the addresses of out_a and out, as plans get it
+    pointers, names : as for `Launch`, of these pointer fields; all but the first two and `out` may
+        be left out:
+
+        out_a : float32 (num_states, num_tokens, num_heads, width), contiguous
+        lse_a : float32 (num_states, num_tokens, num_heads), contiguous, natural logarithms
+        sinks : float32 (num_heads,), logits that join the denominator and the lse
+        num_valid : int32 (1,), tokens from this one on are left alone
+        out : (num_tokens, num_heads, width)
+        lse : float32 (num_tokens, num_heads)
+
+    Raises
+    ------
+    CompileError : the kernel cannot be compiled
+
+    Notes
+    -----
+    A partial lse of minus infinity stands for a state that saw no key: its output is not read. The
+    launch is legal in a capture; it allocates nothing.
+    """
+    out_steps = contiguous_strides((num_states, num_tokens, num_heads, width), 4)
+    lse_steps = contiguous_strides((num_states, num_tokens, num_heads), 4)
+    params = {
+        "num_states": num_states,
+        "sink_bytes": sink_bytes,
+        "out_state_bytes": out_steps[0],
+        "lse_state_bytes": lse_steps[0],
+        **_strides("out_a", out_steps[1:3]),
+        **_strides("lse_a", lse_steps[1:]),
+        **_strides("out", out_strides),
+        **_strides("lse", lse_strides),
+    }
+    shape = (num_tokens, num_heads, width)
+    return _launch(device, params, "fp32", out_format, shape, alignment, pointers, names)
+
+
+class MergePlan(Plan):
     """A merge of two states, or of several on the first axis of one array."""
 
-    given: dict[str, ArrayView]
-    lse_base: str
-    alignment: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        views = [self.given.get(name) for name in _NAMES]
-        self.in_place = tuple(pair for pair in _IN_PLACE if _same_layout(*(views[i] for i in pair)))
-        if self.given["lse_out"].size == 0:
+    def __init__(self, views: Views, allocated: Views, lse_base: str, alignment: int) -> None:
+        out_a = views["out_a"]
+        super().__init__(_MERGE_STATES, devices.get(out_a.device), out_a.library)
+        self.allocated = allocated
+        self.lse_base = lse_base
+        if views["lse_out"].size == 0:
             return
         try:
-            self.launches.append(self._launch())
+            self.launches.append(self._launch(views, alignment))
         except CompileError as cause:
             self.cause = cause
 
-    def views(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> list[ArrayView | None]:
-        """Describe the arrays."""
-        return [None if array is None else view(array) for array in arrays]
+    def fallback(self, views: Views) -> None:
+        """Merge with array code."""
+        carriers = {name: self.device.carrier(v) for name, v in views.items()}
+        lse = carriers["lse_a"]
+        if "out_b" in views:
+            outs = [carriers["out_a"], carriers["out_b"]]
+            lse = fallback.module_of(lse).stack([lse, carriers["lse_b"]])
+        else:
+            outs = list(carriers["out_a"])
+        formats = views["out_a"].format, views["out"].format
+        merged, merged_lse = _merged(outs, lse, formats, self.lse_base)
+        carriers["out"][...], carriers["lse_out"][...] = merged, merged_lse
 
-    def express(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
-        """Merge as array expressions."""
-        device = self.device
-        carriers: list[Any] = [None if a is None else device.carrier(view(a)) for a in arrays]
-        out_a, out_b, out, lse_a, lse_b, lse_out = carriers
-        merged, lse = _merged(
-            list(out_a) if out_b is None else [out_a, out_b],
-            lse_a if lse_b is None else expressions.module_of(lse_a).stack([lse_a, lse_b]),
-            (self.given["out_a"].format, self.given["out"].format),
-            self.lse_base,
-        )
-        out[...], lse_out[...] = merged, lse
-
-    def _launch(self) -> call.Launch:
-        given = self.given
-        params = zeroed(PARAMS)
-        params["num_states"] = 2
-        if "out_b" not in given:
-            params["num_states"] = given["out_a"].shape[0]
-            params["out_state_bytes"] = given["out_a"].strides[0]
-            params["lse_state_bytes"] = given["lse_a"].strides[0]
-        params["base_two"] = self.lse_base == "2"
-        for name, v in given.items():
-            strides = v.strides[-3:-1] if name.startswith("out") else v.strides[-2:]
-            params[f"{'lse' if name == 'lse_out' else name}_rows"] = strides
-        second = "out_b" in given
-        pointers = (0, 3, 1 if second else None, 4 if second else None, None, None, 2, 5)
-        source, target = FORMATS[given["out_a"].format], FORMATS[given["out"].format]
-        return launch(
-            self.device, params, source, target, given["out"].shape, self.alignment, pointers
-        )
+    def _launch(self, views: Views, alignment: int) -> Launch:
+        out_a, lse_a, out = views["out_a"], views["lse_a"], views["out"]
+        params: dict[str, Any] = {
+            "num_states": 2,
+            "base_two": self.lse_base == "2",
+            **_strides("out_a", out_a.strides[-3:-1]),
+            **_strides("lse_a", lse_a.strides[-2:]),
+            **_strides("out", out.strides[:2]),
+            **_strides("lse", views["lse_out"].strides),
+        }
+        pointers = {"out_a": "out_a", "lse_a": "lse_a", "out": "out", "lse": "lse_out"}
+        if "out_b" in views:
+            params |= _strides("out_b", views["out_b"].strides[:2])
+            params |= _strides("lse_b", views["lse_b"].strides)
+            pointers |= {"out_b": "out_b", "lse_b": "lse_b"}
+        else:
+            params["num_states"] = out_a.shape[0]
+            params["out_state_bytes"] = out_a.strides[0]
+            params["lse_state_bytes"] = lse_a.strides[0]
+        return _launch(
+            self.device, params, out_a.format, out.format, out.shape, alignment, pointers,
+            self.operation.names,
+        )  # fmt: skip
 
 
-def _plan(given: dict[str, ArrayView], lse_base: Any, alignment: int) -> MergePlan:
-    checks.require_given(given, ("out_a", "lse_a", "out", "lse_out"))
-    if "out_b" in given or "lse_b" in given:
-        checks.require_given(given, ("out_b", "lse_b"))
-    checks.require_same_device(given)
+def _strides(field: str, strides: tuple[int, ...]) -> dict[str, int]:
+    """Return the Params of the strides of tokens and heads."""
+    token_bytes, head_bytes = strides
+    return {f"{field}_rows.token_bytes": token_bytes, f"{field}_rows.head_bytes": head_bytes}
+
+
+def _launch(
+    device: Device,
+    params: dict[str, Any],
+    source: str,
+    target: str,
+    shape: tuple[int, ...],
+    alignment: int,
+    pointers: Mapping[str, Pointer],
+    names: tuple[str, ...],
+) -> Launch:
+    """Load and lay out a launch whose strides and states are in `params`."""
+    num_tokens, num_heads, width = shape
+    # A pack of out is smaller than a word where it is rounded to fewer bytes.
+    ratio = FORMATS[source].itemsize // FORMATS[target].itemsize
+    steps = [alignment, params.get("out_state_bytes", 0)]
+    for field, factor in (("out_a", 1), ("out_b", 1), ("out", ratio)):
+        for axis in ("token_bytes", "head_bytes"):
+            steps.append(factor * params.get(f"{field}_rows.{axis}", 0))
+    pack = _pack(source)
+    packs = width % pack == 0 and widest(map(abs, steps)) == 16
+    count = pack if packs else 1
+    num_rows = num_tokens * num_heads
+    require_countable(num_rows, "out_a")
+    geometry = spread(
+        num_rows,
+        width // count,
+        device.multiprocessors,
+        warp_lanes=device.warp_lanes,
+        max_lanes=32,
+    )
+    params |= {
+        "num_rows": num_rows,
+        "num_heads": num_heads,
+        "width": width,
+        "lane_shift": geometry.lane_shift,
+    }
+    states = 2 if params["num_states"] <= 2 else STATES
+    kernel = MERGE[geometry.lanes > 1]
+    specialisation = kernel.specialise(FORMATS[source].ctype, FORMATS[target].ctype, count, states)
+    return Launch(device, specialisation, geometry.grid, geometry.block, 0, params, pointers, names)
+
+
+def _pack(format: str) -> int:
+    """Return how many elements a thread loads at a time: 16 bytes."""
+    return 16 // FORMATS[format].itemsize
+
+
+def _plan(arguments: Views, alignment: int, lse_base: Any) -> MergePlan:
+    checks.require_given(arguments, ("out_a", "lse_a"))
+    several = "out_b" not in arguments and "lse_b" not in arguments
+    if not several:
+        checks.require_given(arguments, ("out_b", "lse_b"))
+    first = arguments["out_a"]
+    shape = _shape_of_result(first, several=several)
+    allocated = {}
+    if "out" not in arguments:
+        allocated["out"] = to_allocate(first, shape, first.format)
+    if "lse_out" not in arguments:
+        allocated["lse_out"] = to_allocate(first, shape[:2], "fp32")
+    views = {**arguments, **allocated}
+    checks.require_same_device(views)
     if lse_base not in ("e", "2"):
         raise ValueError(f'lse_base: expected "e" or "2", got {lse_base!r}')
-    first = given["out_a"]
-    shape = _shape_of_result(first, several="out_b" not in given)
     for name, lse_name in (("out_a", "lse_a"), ("out_b", "lse_b"), ("out", "lse_out")):
-        if name not in given:
+        if name not in views:
             continue
-        wanted = first.shape if name == "out_a" else shape
-        widens = name == "out" and first.format == "fp32" and given["out"].format in MERGED
-        _require(given[name], name, wanted, given["out"].format if widens else first.format)
-        if given[name].size:
-            checks.require_contiguous(given[name], name)
-        _require(given[lse_name], lse_name, wanted[:-1], "fp32")
+        v = views[name]
+        expected = first.shape if name == "out_a" else shape
+        widens = name == "out" and first.format == "fp32" and v.format in MERGED
+        _require(v, name, expected, v.format if widens else first.format)
+        if v.size:
+            checks.require_contiguous(v, name)
+        _require(views[lse_name], lse_name, expected[:-1], "fp32")
     for name in ("out", "lse_out"):
-        checks.require_output(given[name], name)
-    return MergePlan(
-        "merge_states", _NAMES, (2, 5), devices.get(first.device), first.library,
-        given, str(lse_base), alignment,
-    )  # fmt: skip
+        checks.require_output(views[name], name)
+    return MergePlan(views, allocated, str(lse_base), alignment)
 
 
 def _shape_of_result(out_a: ArrayView, *, several: bool) -> tuple[int, ...]:
@@ -181,8 +345,8 @@ def _shape_of_result(out_a: ArrayView, *, several: bool) -> tuple[int, ...]:
     if checks.number_format(out_a, "out_a").name not in MERGED:
         raise TypeError(f"out_a: expected {', '.join(MERGED)}, got {describe(out_a)}")
     if out_a.ndim != (4 if several else 3):
-        wanted = "(states, tokens, heads, width)" if several else "(tokens, heads, width)"
-        raise ValueError(f"out_a: expected {wanted}, got {describe(out_a)}")
+        axes = "(states, tokens, heads, width)" if several else "(tokens, heads, width)"
+        raise ValueError(f"out_a: expected {axes}, got {describe(out_a)}")
     if several and out_a.shape[0] == 0:
         raise ValueError(f"out_a: expected at least one state, got {describe(out_a)}")
     return out_a.shape[-3:]
@@ -195,21 +359,13 @@ def _require(v: ArrayView, name: str, shape: tuple[int, ...], format: str) -> No
         raise ValueError(f"{name}: expected {shape} {format}, got {describe(v)}")
 
 
-def _same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
-    """Return whether two views have each element at the same distance from their addresses."""
-    if a is None or b is None or a.shape != b.shape:
-        return False
-    steps = zip(a.shape, a.strides, b.strides, strict=True)
-    return all(n == 1 or s == t for n, s, t in steps)
-
-
-@expressions.QUIET
+@fallback.QUIET
 def _merged(outs: list[Any], lse: Any, formats: tuple[str, str], lse_base: str) -> tuple[Any, Any]:
     """Merge bits of outputs (T, Hq, Dv) and float32 lse (N, T, Hq); return both merged.
 
     `formats` are those of the outputs, and of what they become.
     """
-    xp = expressions.module_of(lse)
+    xp = fallback.module_of(lse)
     power, logarithm = (xp.exp2, xp.log2) if lse_base == "2" else (xp.exp, xp.log)
     counts = lse != -np.inf
     largest = lse.max(axis=0)
@@ -220,7 +376,7 @@ def _merged(outs: list[Any], lse: Any, formats: tuple[str, str], lse_base: str) 
     total = xp.where(unseen, np.float32(1), total)
     merged = xp.zeros(outs[0].shape, xp.float32)
     for out, seen, weight in zip(outs, counts, factors / total, strict=True):
-        values = expressions.decode(out, formats[0])
+        values = fallback.decode(out, formats[0])
         merged += xp.where(seen[..., None], weight[..., None] * values, np.float32(0))
     merged_lse = xp.where(unseen, np.float32(-np.inf), origin + logarithm(total))
-    return expressions.encode(merged, formats[1]), merged_lse
+    return fallback.encode(merged, formats[1]), merged_lse

@@ -13,8 +13,9 @@ from ..devices.protocol import Device
 from ..errors import CompileError
 from ..exporters import view
 from ..kernels import Kernel, Specialisation
-from . import cache_rows, checks, expressions
+from . import checks, fallback
 from .call import Argument, Launch, Operation, Plan, Views, require_countable, spread, widest
+from .store import copies
 
 _COPY_PAGES = Operation(
     "copy_pages",
@@ -52,7 +53,7 @@ COPY = Kernel("pages.cu", "copy_pages", _PARAMS, "CopyPagesParams")
 
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that copying pages can ask for."""
-    return cache_rows.copies(COPY)
+    return copies(COPY)
 
 
 def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None) -> None:
@@ -130,7 +131,7 @@ class PagesPlan(Plan):
             valid &= pages < num_pages
             if len(bad):
                 operation = faults.operation_id("copy_pages", name)
-                expressions.note_fault(device, len(bad), operation, bad[0], pages[bad[0]])
+                fallback.note_fault(device, len(bad), operation, bad[0], pages[bad[0]])
         cache[dst[valid]] = cache[src[valid]]
 
 

@@ -2,11 +2,118 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
-from . import plan as call
-from .rope_checks import MLA_NAMES, Turning, as_tuple, plan_mla, plan_rotation, plan_store
-from .rope_plan import NAMES, NUM_ROWS
+import numpy as np
+
+from .. import devices, faults, streams
+from ..arrays import ArrayView, describe
+from ..devices.protocol import Device
+from ..dtypes import FORMATS, Format
+from ..errors import CompileError
+from ..kernels import Kernel, Specialisation
+from . import checks, fallback
+from .call import Argument, Launch, Operation, Plan, Views, require_countable, spread, widest
+from .checks import KVOperand, Rows
+from .store import report_slots, store_rows
+
+_QUERY = (
+    Argument("query", words=True),
+    Argument("query_out", output=True, words=True, replaces=("query",)),
+)
+_KEY = (
+    Argument("key", words=True),
+    Argument("key_out", output=True, words=True, replaces=("key",)),
+)
+_NORMS = (Argument("query_norm", words=True), Argument("key_norm", words=True))
+_TABLE = Argument("rope_table", words=True)
+_POSITIONS = Argument("positions")
+
+_APPLY_ROPE = Operation("apply_rope", *_QUERY, *_KEY, _TABLE, *_NORMS, _POSITIONS)
+_ROPE_STORE_KV = Operation(
+    "rope_store_kv",
+    *_QUERY,
+    *_KEY,
+    Argument("value", words=True),
+    Argument("k_cache", output=True, words=True),
+    Argument("v_cache", output=True, words=True),
+    _TABLE,
+    *_NORMS,
+    _POSITIONS,
+    Argument("slot_mapping"),
+    Argument("k_scale", number=True),
+    Argument("v_scale", number=True),
+    Argument("k_scale_cache", output=True),
+    Argument("v_scale_cache", output=True),
+)
+_ROPE_STORE_MLA = Operation(
+    "rope_store_mla",
+    *_QUERY,
+    Argument("rope_key", words=True),
+    Argument("rope_key_out", output=True, words=True, replaces=("rope_key",)),
+    Argument("latent", words=True),
+    Argument("cache", output=True, words=True),
+    _TABLE,
+    _POSITIONS,
+    Argument("slot_mapping"),
+    Argument("scale", number=True),
+)
+
+_POINTERS = (
+    "query", "query_out", "key", "key_out", "value", "k_cache", "v_cache", "table", "query_norm",
+    "key_norm", "positions", "slots", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache",
+)  # fmt: skip
+
+_LONG = (
+    "query_token_bytes", "query_head_bytes", "query_out_token_bytes", "query_out_head_bytes",
+    "key_out_token_bytes", "key_out_head_bytes", "table_row_bytes", "max_positions",
+    "position_bytes", "axis_bytes", "slot_stride_bytes", "num_slots", "skip_slot",
+    "position_operation", "slot_operation",
+)  # fmt: skip
+
+_SHORT = (
+    "num_rows", "num_stored", "num_q_heads", "num_k_heads", "num_v_heads", "reports", "head_dim",
+    "rotary_dim", "interleaved", "sections", "section_end_0", "section_end_1", "page_size",
+    "page_shift", "slot_bytes", "position_index", "lane_shift", "norm_is_float",
+)  # fmt: skip
+
+# RopeParams of kernels_src/rope.cu
+PARAMS = np.dtype(
+    [
+        *((name, np.uint64) for name in (*_POINTERS, "faults")),
+        ("k", checks.OPERAND_PARAMS),
+        ("v", checks.OPERAND_PARAMS),
+        *((name, np.int64) for name in _LONG),
+        *((name, np.int32) for name in _SHORT),
+        ("epsilon", np.float32),
+    ],
+    align=True,
+)
+
+PLAIN = Kernel("rope.cu", "rope_store", PARAMS, "RopeParams")
+REDUCING = Kernel("rope.cu", "rope_store", PARAMS, "RopeParams", barriers=True)
+
+ROTATED = ("fp32", "fp16", "bf16")
+REPORT_POSITIONS, REPORT_SLOTS = 1, 2  # as in kernels_src/rope.cu
+
+_PACK = 8  # pairs, or elements that are not rotated, that a thread takes at a time
+
+
+def specialisations() -> list[Specialisation]:
+    """Return every specialisation that the operations on RoPE can ask for."""
+    return [
+        _specialise(FORMATS[rows], cache, count, reduces)
+        for rows in ROTATED
+        for cache in FORMATS.values()
+        for count in (_PACK, 1)
+        for reduces in (False, True)
+    ]
+
+
+def _specialise(rows: Format, cache: Format, count: int, reduces: bool) -> Specialisation:
+    kernel = REDUCING if reduces else PLAIN
+    return kernel.specialise(rows.ctype, cache.ctype, count, "true" if reduces else "false")
 
 
 def apply_rope(
@@ -32,14 +139,14 @@ def apply_rope(
     query : (T', Hq, D) fp32, fp16 or bf16, T' >= T; or None. D is even
     key : (T', H, D)
     rope_table : float32 (max_positions, rotary_dim) `[cos | sin]`, from `rope_table`. The first
-        rotary_dim elements of a head turn, the rest pass
+        rotary_dim elements of a head are rotated, the rest pass
     positions : int32 or int64 (T,); with `sections` (3, T). One outside the table is a fault: its
         token is left alone, and `check_faults` raises it
     interleaved : pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2)
     sections : three counts of pairs that sum to rotary_dim / 2 (mrope): consecutive sections of
-        pairs turn by the first, second and third position of a token
-    sections_interleaved : pairs take the three positions in turn, while a section has pairs left
-        (as Qwen3-VL does)
+        pairs are rotated by the first, second and third position of a token
+    sections_interleaved : pairs take the first, second and third position cyclically, while a
+        section has pairs left (as Qwen3-VL does)
     query_norm, key_norm : RMSNorm weights (D,), float32 or the rows' format, applied to each head
         before the rotation
     eps : of RMSNorm
@@ -66,18 +173,45 @@ def apply_rope(
     >>> q[0, 0].tolist()
     [1.0, 1.0, 1.0, 1.0]
     """
-    query_out = query if query_out is None else query_out
-    key_out = key if key_out is None else key_out
-    arrays = (
-        query, query_out, key, key_out, None, None, None, rope_table, query_norm, key_norm,
-        positions, None, None, None, None, None,
-    )  # fmt: skip
-    turning = (interleaved, as_tuple(sections), sections_interleaved, eps)
-    pointers, made = call.obtain(
-        "apply_rope", NAMES, arrays, NUM_ROWS, turning,
-        lambda given, alignment: plan_rotation(given, Turning(*turning), alignment),
-    )  # fmt: skip
-    made.run(pointers, arrays, stream)
+    if key is None:
+        raise TypeError("key: expected an array, got None")
+    arguments = {
+        "query": query,
+        "query_out": query if query_out is None else query_out,
+        "key": key,
+        "key_out": key if key_out is None else key_out,
+        "rope_table": rope_table,
+        "query_norm": query_norm,
+        "key_norm": key_norm,
+        "positions": positions,
+    }
+    if sections is not None:
+        sections = _hashable(sections)
+    options = (interleaved, sections, sections_interleaved, eps)
+    _APPLY_ROPE.run(arguments, options, _plan_rotation, stream)
+
+
+def rotate_query(
+    query: Any,
+    rope_table: Any,
+    positions: Any,
+    *,
+    interleaved: bool = False,
+    query_out: Any = None,
+    stream: Any = None,
+) -> None:
+    """Rotate query heads as `apply_rope` does, where the key is cached as it is."""
+    arguments = {
+        "query": query,
+        "query_out": query if query_out is None else query_out,
+        "key": None,
+        "key_out": None,
+        "rope_table": rope_table,
+        "query_norm": None,
+        "key_norm": None,
+        "positions": positions,
+    }
+    _APPLY_ROPE.run(arguments, (interleaved, None, False, 0.0), _plan_rotation, stream)
 
 
 def rope_store_kv(
@@ -124,7 +258,7 @@ def rope_store_kv(
         rotated all the same
     alt_stream : do it in three launches instead: rotate, then the K copy on `stream` and the V copy
         on this stream, ordered by events both ways. The result is the same; it exists to compare
-        with the one launch. Without `write_key` the K copy rotates on its way
+        with the one launch. Without `write_key` the K copy rotates as it copies
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Raises
@@ -137,7 +271,7 @@ def rope_store_kv(
     A token whose position is outside the table is neither rotated nor stored. Stream: one kernel,
     in order; a query or value of another format pair than the key's takes one of its own. Capture:
     legal, with `alt_stream` too. Bytes: each row is read once (a norm and dynamic scales read it
-    again from L1) and written once a destination.
+    again from L1) and written once per destination.
     Source: sgl-project/sglang pulls 9014 and 9077.
 
     Examples
@@ -151,25 +285,36 @@ def rope_store_kv(
     >>> bool((k_cache[5] == k[0]).all()), float(v_cache[5, 0, 0])
     (True, 1.0)
     """
-    query_out = query if query_out is None else query_out
-    arrays = (
-        query, query_out, key, key if write_key else None, value, k_cache, v_cache, rope_table,
-        query_norm, key_norm, positions, slot_mapping, k_scale, v_scale, k_scale_cache,
-        v_scale_cache,
-    )  # fmt: skip
-    turning = (interleaved, as_tuple(sections), sections_interleaved, eps)
-    alternate = alt_stream is not None
-    options = (turning, layout, skip_slot, type(skip_slot), alternate)
-    pointers, made = call.obtain(
-        "rope_store_kv", NAMES, arrays, NUM_ROWS, options,
-        lambda given, alignment: plan_store(
-            given, Turning(*turning), layout, skip_slot, alternate, alignment
-        ),
-    )  # fmt: skip
-    if alternate:
-        made.run_on(pointers, arrays, stream, alt_stream)
+    if skip_slot is not None:
+        skip_slot = checks.slot_number(skip_slot, "skip_slot")
+    arguments = {
+        "query": query,
+        "query_out": query if query_out is None else query_out,
+        "key": key,
+        "key_out": key if write_key else None,
+        "value": value,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "rope_table": rope_table,
+        "query_norm": query_norm,
+        "key_norm": key_norm,
+        "positions": positions,
+        "slot_mapping": slot_mapping,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "k_scale_cache": k_scale_cache,
+        "v_scale_cache": v_scale_cache,
+    }
+    if sections is not None:
+        sections = _hashable(sections)
+    options = (interleaved, sections, sections_interleaved, eps, layout, skip_slot)
+    if alt_stream is None:
+        _ROPE_STORE_KV.run(arguments, options, _plan_store, stream)
     else:
-        made.run(pointers, arrays, stream)
+        three, pointers, arrays = _ROPE_STORE_KV.prepare(
+            arguments, (*options, "alternate"), _plan_store_on_two_streams
+        )
+        three.run(pointers, arrays, stream, alt_stream)
 
 
 def rope_store_mla(
@@ -220,14 +365,714 @@ def rope_store_mla(
     >>> float(cache[3].sum())
     576.0
     """
-    query_out = query if query_out is None else query_out
-    arrays = (
-        query, query_out, rope_key, rope_key if write_key else None, latent, cache, cache,
-        rope_table, None, None, positions, slot_mapping, scale, scale, None, None,
+    if skip_slot is not None:
+        skip_slot = checks.slot_number(skip_slot, "skip_slot")
+    arguments = {
+        "query": query,
+        "query_out": query if query_out is None else query_out,
+        "rope_key": rope_key,
+        "rope_key_out": rope_key if write_key else None,
+        "latent": latent,
+        "cache": cache,
+        "rope_table": rope_table,
+        "positions": positions,
+        "slot_mapping": slot_mapping,
+        "scale": scale,
+    }
+    _ROPE_STORE_MLA.run(arguments, (interleaved, skip_slot), _plan_store_mla, stream)
+
+
+def _hashable(sections: Any) -> Any:
+    """Return a list of sections as a tuple, which can be part of a signature."""
+    return tuple(sections) if isinstance(sections, list) else sections
+
+
+# --- Checks ---------------------------------------------------------------------------------------
+
+
+class RotatedNames(NamedTuple):
+    """The arguments that query or key consists of; empty where the operation has none."""
+
+    rows: str
+    out: str
+    norm: str = ""
+
+
+_QUERY_NAMES = RotatedNames("query", "query_out", "query_norm")
+_KEY_NAMES = RotatedNames("key", "key_out", "key_norm")
+_ROPE_KEY_NAMES = RotatedNames("rope_key", "rope_key_out")
+
+
+class Rotated(NamedTuple):
+    """Query or key: rows to rotate, and the rows that the rotated ones are written to, if any."""
+
+    names: RotatedNames
+    rows: Rows
+    out: Rows | None
+    format: Format
+    norm: ArrayView | None
+
+    @property
+    def strides(self) -> list[int]:
+        strides = [self.rows.token_bytes, self.rows.head_bytes]
+        if self.out is not None:
+            strides += [self.out.token_bytes, self.out.head_bytes]
+        return strides
+
+    def pointers(self, field: str) -> dict[str, str]:
+        """Return what the pointer fields `query`, `query_out` and `query_norm` take, or key's."""
+        bound = {field: self.names.rows}
+        if self.out is not None:
+            bound[f"{field}_out"] = self.names.out
+        if self.norm is not None:
+            bound[f"{field}_norm"] = self.names.norm
+        return bound
+
+
+class Rotation(NamedTuple):
+    """What all rows of a call have in common."""
+
+    table: ArrayView
+    positions: ArrayView
+    interleaved: bool
+    sections: tuple[int, int, int] | None
+    sections_interleaved: bool
+    epsilon: float
+    fault_id: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.positions.shape[-1]
+
+    @property
+    def dim(self) -> int:
+        return self.table.shape[1]
+
+    def params(self) -> dict[str, Any]:
+        """Return the fields of Params for the table, the positions and the sections."""
+        fields = {
+            "table_row_bytes": self.table.strides[0],
+            "max_positions": self.table.shape[0],
+            "position_bytes": self.positions.strides[-1],
+            "position_index": self.positions.itemsize,
+            "position_operation": self.fault_id,
+            "interleaved": self.interleaved,
+            "epsilon": self.epsilon,
+        }
+        if self.sections is not None:
+            first, second, third = self.sections
+            ends = (3 * second, 3 * third) if self.sections_interleaved else (first, first + second)
+            fields["axis_bytes"] = self.positions.strides[0]
+            fields["sections"] = 2 if self.sections_interleaved else 1
+            fields["section_end_0"], fields["section_end_1"] = ends
+        return fields
+
+
+class Slots(NamedTuple):
+    """The slots of a call that stores."""
+
+    view: ArrayView
+    skip_slot: int
+    fault_id: int
+
+
+def _plan_rotation(
+    arguments: dict[str, Any],
+    alignment: int,
+    interleaved: Any,
+    sections: Any,
+    sections_interleaved: Any,
+    eps: Any,
+) -> RopePlan:
+    checks.require_same_device(arguments)
+    rotation = _rotation(_APPLY_ROPE, arguments, interleaved, sections, sections_interleaved, eps)
+    query = _rotated(arguments, _QUERY_NAMES, rotation)
+    key = _rotated(arguments, _KEY_NAMES, rotation)
+    parts = _parts(query, key, None, None)
+    return RopePlan(_APPLY_ROPE, _library(arguments), rotation, parts, None, alignment)
+
+
+def _check_store(
+    arguments: dict[str, Any],
+    interleaved: Any,
+    sections: Any,
+    sections_interleaved: Any,
+    eps: Any,
+    layout: Any,
+    skip_slot: int | None,
+) -> tuple[Rotation, Rotated | None, Rotated | None, KVOperand, KVOperand, Slots]:
+    names = ("key", "value", "k_cache", "v_cache", "slot_mapping")
+    checks.require_given(arguments, names)
+    checks.require_same_device(arguments)
+    rotation = _rotation(
+        _ROPE_STORE_KV, arguments, interleaved, sections, sections_interleaved, eps
+    )
+    query = _rotated(arguments, _QUERY_NAMES, rotation)
+    key = _rotated(arguments, _KEY_NAMES, rotation)
+    k, v = checks.kv_operands(arguments, layout)
+    slots = _slots(_ROPE_STORE_KV, arguments, v, rotation, skip_slot)
+    return rotation, query, key, k, v, slots
+
+
+def _plan_store(arguments: dict[str, Any], alignment: int, *options: Any) -> RopePlan:
+    rotation, query, key, k, v, slots = _check_store(arguments, *options)
+    parts = _parts(query, key, k, v)
+    return RopePlan(_ROPE_STORE_KV, _library(arguments), rotation, parts, slots, alignment)
+
+
+def _plan_store_on_two_streams(
+    arguments: dict[str, Any], alignment: int, *options: Any
+) -> TwoStreamPlan:
+    rotation, query, key, k, v, slots = _check_store(arguments, *options[:-1])
+    assert key is not None
+    written = key.out is not None
+    rotate = _parts(query, key if written else None, None, None)
+    reports = 0 if rotate else REPORT_POSITIONS
+    store_k = Part(key=key, k=k, rotates=not written, reports=reports)
+    store_v = Part(v=v, reports=REPORT_SLOTS)
+    library = _library(arguments)
+    common = (_ROPE_STORE_KV, library, rotation)
+    return TwoStreamPlan(
+        RopePlan(*common, _parts(query, key, k, v), slots, alignment, loads=False),
+        RopePlan(*common, rotate, slots, alignment),
+        RopePlan(*common, [store_k], slots, alignment),
+        RopePlan(*common, [store_v], slots, alignment),
+    )
+
+
+def _plan_store_mla(
+    arguments: dict[str, Any], alignment: int, interleaved: Any, skip_slot: int | None
+) -> RopePlan:
+    checks.require_given(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
+    checks.require_same_device(arguments)
+    rotation = _rotation(_ROPE_STORE_MLA, arguments, interleaved, None, False, 0.0)
+    query = _rotated(arguments, _QUERY_NAMES, rotation)
+    key = _rotated(arguments, _ROPE_KEY_NAMES, rotation)
+    latent, rope_key = checks.mla_operands(arguments)
+    slots = _slots(_ROPE_STORE_MLA, arguments, latent, rotation, skip_slot)
+    parts = _parts(query, key, rope_key, latent)
+    alignment |= rope_key.cache_offset_bytes & 15
+    return RopePlan(_ROPE_STORE_MLA, _library(arguments), rotation, parts, slots, alignment)
+
+
+def _library(arguments: dict[str, Any]) -> str:
+    """Return whose current stream None stands for."""
+    names = ("query", "key", "rope_key", "positions")
+    library: str = next(arguments[name].library for name in names if name in arguments)
+    return library
+
+
+def _slots(
+    operation: Operation,
+    arguments: dict[str, Any],
+    v: KVOperand,
+    rotation: Rotation,
+    skip_slot: int | None,
+) -> Slots:
+    """Check the slots, and the rows that are not rotated."""
+    slots, name = arguments["slot_mapping"], v.names.rows
+    checks.indices(slots, "slot_mapping")
+    if slots.shape[0] > rotation.num_tokens:
+        raise ValueError(
+            f"slot_mapping: expected at most {rotation.num_tokens} slots, one per position, "
+            f"got {slots.shape[0]}"
+        )
+    checks.require_rows(v, slots.shape[0])
+    if v.rows_format.name not in ROTATED:
+        raise TypeError(f"{name}: expected {', '.join(ROTATED)}, got {describe(arguments[name])}")
+    fault_id = faults.operation_id(operation.name, "slot_mapping")
+    return Slots(slots, -1 if skip_slot is None else skip_slot, fault_id)
+
+
+def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation) -> Rotated | None:
+    """Check query or key, where its rotated rows go, and its norm."""
+    v = arguments.get(names.rows)
+    if v is None:
+        return None
+    name, num_tokens = names.rows, rotation.num_tokens
+    format = checks.number_format(v, name)
+    if format.name not in ROTATED:
+        raise TypeError(f"{name}: expected {', '.join(ROTATED)}, got {describe(v)}")
+    if v.ndim == 2 and names is not _ROPE_KEY_NAMES:
+        raise ValueError(f"{name}: expected (tokens, heads, width), got {describe(v)}")
+    rows = checks.rows(v, name)
+    if rows.num_tokens < num_tokens:
+        raise ValueError(f"{name}: expected at least {num_tokens} rows, got {describe(v)}")
+    if rows.width % 2:
+        raise ValueError(f"{name}: expected an even head dimension, got {describe(v)}")
+    if rows.width < rotation.dim:
+        least = f"heads of at least {rotation.dim}, the width of rope_table"
+        raise ValueError(f"{name}: expected {least}, got {describe(v)}")
+    out, target = None, arguments.get(names.out)
+    if target is not None:
+        in_place = target.pointer == v.pointer and target.strides == v.strides
+        target_name = name if in_place else names.out
+        checks.require_output(target, target_name)
+        out = checks.rows(target, target_name)
+        if target.format != v.format or target.shape[1:] != v.shape[1:]:
+            raise ValueError(f"{target_name}: expected {describe(v)}, got {describe(target)}")
+        if out.num_tokens < num_tokens:
+            raise ValueError(f"{target_name}: expected {num_tokens} rows, got {describe(target)}")
+    norm = arguments.get(names.norm)
+    if norm is not None:
+        if norm.format not in ("fp32", v.format):
+            formats = f"fp32 or {v.format}"
+            raise TypeError(f"{names.norm}: expected {formats}, got {describe(norm)}")
+        if norm.shape != (rows.width,) or (rows.width > 1 and norm.strides[0] != norm.itemsize):
+            shape = f"contiguous ({rows.width},)"
+            raise ValueError(f"{names.norm}: expected {shape}, got {describe(norm)}")
+    return Rotated(names, rows, out, format, norm)
+
+
+def _rotation(
+    operation: Operation,
+    arguments: dict[str, Any],
+    interleaved: Any,
+    sections: Any,
+    sections_interleaved: Any,
+    eps: Any,
+) -> Rotation:
+    """Check the table, the positions and how pairs use them."""
+    checks.require_given(arguments, ("rope_table", "positions"))
+    table, positions = arguments["rope_table"], arguments["positions"]
+    if table.format != "fp32":
+        raise TypeError(f"rope_table: expected float32, got {describe(table)}")
+    if table.ndim != 2 or table.shape[1] % 2 or table.shape[1] < 2:
+        raise ValueError(
+            f"rope_table: expected (max_positions, even rotary_dim), got {describe(table)}"
+        )
+    checks.require_contiguous(table, "rope_table")
+    if positions.format not in ("int32", "int64"):
+        raise TypeError(f"positions: expected int32 or int64, got {describe(positions)}")
+    if sections is None:
+        if positions.ndim != 1:
+            raise ValueError(f"positions: expected (tokens,), got {describe(positions)}")
+    else:
+        sections = _sections(sections, table.shape[1] // 2)
+        if positions.ndim != 2 or positions.shape[0] != 3:
+            raise ValueError(f"positions: expected (3, tokens), got {describe(positions)}")
+    checks.require_number(eps, "eps")
+    if not eps >= 0:
+        raise ValueError(f"eps: expected at least 0, got {eps!r}")
+    epsilon = float(eps) if eps <= np.finfo(np.float32).max else math.inf
+    return Rotation(
+        table, positions, bool(interleaved), sections, bool(sections_interleaved), epsilon,
+        faults.operation_id(operation.name, "positions"),
     )  # fmt: skip
-    turning = (interleaved, None, False, 0.0)
-    pointers, made = call.obtain(
-        "rope_store_mla", MLA_NAMES, arrays, NUM_ROWS, (turning, skip_slot, type(skip_slot)),
-        lambda given, alignment: plan_mla(given, Turning(*turning), skip_slot, alignment),
-    )  # fmt: skip
-    made.run(pointers, arrays, stream)
+
+
+def _sections(sections: Any, pairs: int) -> tuple[int, int, int]:
+    try:
+        counts = [int(n) for n in sections]
+    except (TypeError, ValueError):
+        raise TypeError(f"sections: expected three ints, got {sections!r}") from None
+    if len(counts) != 3 or min(counts) < 0 or sum(counts) != pairs:
+        raise ValueError(f"sections: expected three that sum to {pairs}, got {sections!r}")
+    return counts[0], counts[1], counts[2]
+
+
+# --- Plans ----------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """What one launch of a call does: any of the query, the key and the value.
+
+    Parameters
+    ----------
+    rotates : False if the key has been rotated before, and is stored from where that was written
+    reports : which faults the launch records
+    """
+
+    query: Rotated | None = None
+    key: Rotated | None = None
+    k: KVOperand | None = None
+    v: KVOperand | None = None
+    rotates: bool = True
+    reports: int = REPORT_POSITIONS | REPORT_SLOTS
+
+    @property
+    def reduces(self) -> bool:
+        """Whether whole rows must be known first: for RMSNorm, or for dynamic scales."""
+        for stored in (self.k, self.v):
+            if stored is not None and stored.scale_cache is not None:
+                return True
+        for rotated in (self.query, self.key):
+            if rotated is not None and rotated.norm is not None and self.rotates:
+                return True
+        return False
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        """Return the formats of the rows, and of the cache."""
+        rotated, stored = self.query or self.key, self.k or self.v
+        if rotated is None:
+            assert stored is not None
+            return stored.rows_format, stored.cache_format
+        return rotated.format, stored.cache_format if stored else rotated.format
+
+    def pointers(self) -> dict[str, Any]:
+        """Return the argument whose address each pointer field takes; the slots come with these."""
+        bound: dict[str, Any] = {"table": "rope_table", "positions": "positions"}
+        if self.query is not None:
+            bound |= self.query.pointers("query")
+        if self.key is not None:
+            bound |= self.key.pointers("key") if self.rotates else {"key": self.key.names.out}
+        if self.k is not None:
+            bound |= self.k.pointers("k")
+        if self.v is not None:
+            bound |= {"value": self.v.names.rows, **self.v.pointers("v")}
+        return bound
+
+
+def _parts(
+    query: Rotated | None, key: Rotated | None, k: KVOperand | None, v: KVOperand | None
+) -> list[Part]:
+    """Put as much as possible into one launch: what differs in format takes one of its own."""
+    parts = []
+    if query is not None and key is not None and query.rows.width != key.rows.width:
+        width = f"heads of {key.rows.width} like the key's"
+        raise ValueError(f"query: expected {width}, got heads of {query.rows.width}")
+    with_query = query is None or (
+        key is not None
+        and query.format is key.format
+        and (query.norm is None or key.norm is None or query.norm.format == key.norm.format)
+    )
+    with_value = v is None or (
+        k is not None and v.rows_format is k.rows_format and v.cache_format is k.cache_format
+    )
+    if key is not None or v is not None:
+        parts.append(Part(query if with_query else None, key, k, v if with_value else None))
+    if query is not None and not with_query:
+        parts.append(Part(query=query, reports=0 if parts else REPORT_POSITIONS))
+    if v is not None and not with_value:
+        parts.append(Part(v=v, reports=0))
+    return parts
+
+
+class RopePlan(Plan):
+    """A rotation, with or without a store.
+
+    Parameters
+    ----------
+    loads : False for a plan that only checks addresses
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        library: str,
+        rotation: Rotation,
+        parts: list[Part],
+        slots: Slots | None,
+        alignment: int,
+        *,
+        loads: bool = True,
+    ) -> None:
+        super().__init__(operation, devices.get(rotation.positions.device), library)
+        self.rotation, self.parts, self.slots = rotation, parts, slots
+        if rotation.num_tokens == 0 or not loads:
+            return
+        try:
+            for part in parts:
+                self.launches.append(self._launch(part, alignment))
+        except CompileError as cause:
+            self.cause = cause
+
+    def touched(self, views: Views) -> Views:
+        """Return what the parts touch: the rows of the tokens there are, caches by pages."""
+        tokens = self.rotation.num_tokens
+        touched: Views = {}
+        for part in self.parts:
+            pointers = part.pointers()
+            if self.slots is not None:
+                pointers["slots"] = "slot_mapping"
+            for source in pointers.values():
+                name = source if isinstance(source, str) else source[0]
+                touched.setdefault(name, views[name])
+            for rotated in (part.query, part.key):
+                if rotated is None:
+                    continue
+                names, rows, out = rotated.names, rotated.rows, rotated.out
+                if not part.rotates and out is not None:  # read from where they were written
+                    touched.pop(names.out, None)
+                    touched[names.rows] = _rows_view(out, tokens, views[names.out])
+                    continue
+                touched[names.rows] = _rows_view(rows, tokens, views[names.rows])
+                if out is not None:
+                    touched[names.out] = _rows_view(out, tokens, views[names.out])
+            for operand in (part.k, part.v):
+                if operand is not None and operand.names.cache != "cache":  # not shared by both
+                    touched[operand.names.cache] = operand.cache_view(views)
+            if part.v is not None and self.slots is not None:
+                stored = self.slots.view.shape[0]
+                touched[part.v.names.rows] = part.v.rows_view(views, stored)
+        return {name: touched[name] for name in self.operation.names if name in touched}
+
+    def label(self, output: str, accessed: Views) -> str:
+        """Name an output as the caller does: what is written in place is query or key itself."""
+        for part in self.parts:
+            for rotated in (part.query, part.key):
+                if rotated is not None and output == rotated.names.out:
+                    return output if rotated.names.rows in accessed else rotated.names.rows
+        return output
+
+    def written_slots(self, output: str, views: Views) -> ArrayView | None:
+        """Return the slots, for caches and their scales."""
+        for part in self.parts:
+            for operand in (part.k, part.v):
+                if operand and output in (operand.names.cache, operand.names.scale_cache):
+                    return views["slot_mapping"]
+        return None
+
+    def fallback(self, views: Views) -> None:
+        """Rotate and store with array code."""
+        device, rotation = self.device, self.rotation
+        table, positions = views["rope_table"], views["positions"]
+        valid = _valid_tokens(device, rotation, positions)
+        if any(part.reports & REPORT_POSITIONS for part in self.parts):
+            _report_positions(device, rotation, positions)
+        for part in self.parts:
+            rotated_key = None
+            for rotated in (part.query, part.key):
+                if rotated is None:
+                    continue
+                names, rows = rotated.names, views[rotated.names.rows]
+                bits = device.carrier(rows).copy()
+                if part.rotates:
+                    norm = views[names.norm] if rotated.norm is not None else None
+                    bits[valid] = _rotated_rows(
+                        device, rotation, rows, norm, table, positions, valid
+                    )
+                    if rotated.out is not None:
+                        device.carrier(views[names.out])[valid] = bits[valid]
+                if rotated is part.key:
+                    rotated_key = bits
+            if self.slots is not None:
+                self._store(part, views, rotated_key, valid)
+
+    def _store(self, part: Part, views: Views, key: Any, valid: Any) -> None:
+        """Store the rotated key and the value, with array code."""
+        assert self.slots is not None
+        device, slots = self.device, views["slot_mapping"]
+        count, skip_slot = slots.shape[0], self.slots.skip_slot
+        operand = part.k or part.v
+        if operand is not None and part.reports & REPORT_SLOTS:
+            report_slots(
+                device, slots, operand.cache.num_slots, skip_slot, self.slots.fault_id,
+                valid[:count],
+            )  # fmt: skip
+        if part.k is not None:
+            store_rows(device, part.k, key[:count], views, slots, skip_slot, valid[:count])
+        if part.v is not None:
+            rows = device.carrier(views[part.v.names.rows])
+            store_rows(device, part.v, rows, views, slots, skip_slot, valid[:count])
+
+    def _launch(self, part: Part, alignment: int) -> Launch:
+        """Load and lay out the launch of one part."""
+        device, rotation = self.device, self.rotation
+        params = rotation.params()
+        params["reports"] = part.reports
+        pointers = part.pointers()
+        strides = [rotation.table.strides[0]]
+        num_heads, head_dim, v_width = 0, 0, 0
+        if part.query is not None:
+            rows, out = part.query.rows, part.query.out
+            assert out is not None
+            params["query_token_bytes"], params["query_head_bytes"] = rows[3:]
+            params["query_out_token_bytes"], params["query_out_head_bytes"] = out[3:]
+            params["num_q_heads"], head_dim = rows.num_heads, rows.width
+            num_heads += rows.num_heads
+            strides += part.query.strides
+        if self.slots is not None:
+            pointers["slots"] = "slot_mapping"
+        for field, stored in (("k", part.k), ("v", part.v)):
+            if stored is None or self.slots is None:
+                continue
+            cache, slots = stored.cache, self.slots.view
+            params |= stored.params(field, stored.rows.width)
+            # A pack of one-byte elements is half a word of 16 bytes, so rows may lie at multiples
+            # of 8. But interleaved pairs are written both halves at once: those are whole words.
+            pairs_together = field == "k" and rotation.interleaved and part.rotates
+            half_words = stored.cache_format.itemsize == 1 and not pairs_together
+            strides += stored.row_strides
+            strides += [(2 if half_words else 1) * stride for stride in stored.cache_strides]
+            params["num_stored"] = slots.shape[0]
+            params["slot_stride_bytes"], params["slot_bytes"] = slots.strides[0], slots.itemsize
+            params["num_slots"], params["skip_slot"] = cache.num_slots, self.slots.skip_slot
+            params["page_size"], params["page_shift"] = cache.page_size, cache.page_shift
+            params["slot_operation"] = self.slots.fault_id
+        if part.key is not None:
+            rows, out = part.key.rows, part.key.out
+            source = rows if part.rotates or out is None else out
+            params["k.token_bytes"] = source.token_bytes
+            params["k.head_bytes"] = source.head_bytes
+            if out is not None:
+                params["key_out_token_bytes"] = out.token_bytes
+                params["key_out_head_bytes"] = out.head_bytes
+            params["num_k_heads"], head_dim = rows.num_heads, rows.width
+            num_heads += rows.num_heads
+            strides += part.key.strides
+        if part.v is not None:
+            v_width = part.v.rows.width
+            params["num_v_heads"] = part.v.rows.num_heads
+            num_heads += part.v.rows.num_heads
+
+        pairs = rotation.dim // 2 if part.rotates and head_dim else 0
+        unrotated = head_dim - 2 * pairs
+        params["head_dim"], params["rotary_dim"] = head_dim, 2 * pairs
+        for rotated in (part.query, part.key):
+            if rotated is not None and rotated.norm is not None and rotated.norm.format == "fp32":
+                params["norm_is_float"] = True
+
+        whole = pairs % _PACK == 0 and unrotated % _PACK == 0 and v_width % _PACK == 0
+        count = _PACK if whole and widest((alignment, *map(abs, strides))) == 16 else 1
+        num_rows = rotation.num_tokens * num_heads
+        require_countable(num_rows, "positions")
+        units = max(pairs, unrotated, (v_width + 1) // 2) // count
+        geometry = spread(
+            num_rows,
+            max(1, units),
+            device.multiprocessors,
+            warp_lanes=device.warp_lanes,
+            whole_warps=True,
+            max_lanes=32,
+        )
+        params["num_rows"], params["lane_shift"] = num_rows, geometry.lane_shift
+        specialisation = _specialise(*part.formats, count, part.reduces)
+        return Launch(
+            device, specialisation, geometry.grid, geometry.block, 0, params, pointers,
+            self.operation.names,
+        )  # fmt: skip
+
+
+def _rows_view(rows: Rows, num_tokens: int, whole: ArrayView) -> ArrayView:
+    shape = (num_tokens, rows.num_heads, rows.width)
+    strides = (rows.token_bytes, rows.head_bytes, whole.itemsize)
+    return ArrayView(whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner)
+
+
+class TwoStreamPlan:
+    """Rotation, then the K copy on the stream and the V copy on another, ordered by events.
+
+    Parameters
+    ----------
+    whole : all three together, for the checks of addresses
+    """
+
+    def __init__(
+        self, whole: RopePlan, rotate: RopePlan, store_k: RopePlan, store_v: RopePlan
+    ) -> None:
+        self.whole, self.rotate, self.store_k, self.store_v = whole, rotate, store_k, store_v
+        self.used_at = 0
+
+    def settle(self, views: Views) -> None:
+        """Prepare the checks, and let go of the call for which this was made."""
+        for plan in (self.whole, self.rotate, self.store_k, self.store_v):
+            plan.settle(views)
+
+    def run(
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any, alt_stream: Any
+    ) -> None:
+        """Issue the three launches and the events between them."""
+        device, library = self.whole.device, self.whole.library
+        main = device.as_stream(stream, library)
+        try:
+            other = device.as_stream(alt_stream, library)
+        except (TypeError, ValueError) as error:
+            expected = f"a stream of {device.name}"
+            raise type(error)(f"alt_stream: expected {expected}, got {alt_stream!r}") from error
+        self.whole.check(pointers, arrays)
+        if any(plan.cause is not None for plan in (self.rotate, self.store_k, self.store_v)):
+            for each in (main, other):
+                device.check_fallback(self.rotate.operation.name, each)
+        self.rotate.issue(pointers, arrays, main)
+        streams.fork(main, other)
+        self.store_k.issue(pointers, arrays, main)
+        self.store_v.issue(pointers, arrays, other)
+        streams.join(main, other)
+
+
+# --- The fallback of a rotation -------------------------------------------------------------------
+
+
+def _valid_tokens(device: Device, rotation: Rotation, positions: ArrayView) -> Any:
+    """Return which tokens have all their positions inside the table."""
+    numbers = device.carrier(positions)
+    inside = (numbers >= 0) & (numbers < rotation.table.shape[0])
+    return inside.all(axis=0) if inside.ndim == 2 else inside
+
+
+def _report_positions(device: Device, rotation: Rotation, positions: ArrayView) -> None:
+    """Note the positions outside the table in the device's fault record."""
+    numbers = device.carrier(positions)
+    numbers = numbers if numbers.ndim == 2 else numbers[None]
+    outside = (numbers < 0) | (numbers >= rotation.table.shape[0])
+    bad = outside.any(axis=0).nonzero()[0]
+    if len(bad):
+        token = bad[0]
+        axis = outside[:, token].argmax()  # one fault per token: its first such position
+        fallback.note_fault(device, len(bad), rotation.fault_id, token, numbers[axis, token])
+
+
+@fallback.QUIET
+def _rotated_rows(
+    device: Device,
+    rotation: Rotation,
+    rows: ArrayView,
+    norm: ArrayView | None,
+    table: ArrayView,
+    positions: ArrayView,
+    valid: Any,
+) -> Any:
+    """Return the rows of the valid tokens rotated, as bits of their own format.
+
+    In float64, where the products are exact, so that nothing cancels that a kernel keeps.
+    """
+    bits = device.carrier(rows)[valid]
+    values = fallback.decode(bits, rows.format)
+    xp = fallback.module_of(values)
+    if norm is not None:
+        mean = (values * values).mean(axis=-1, keepdims=True, dtype=xp.float32)
+        weight = fallback.decode(device.carrier(norm), norm.format)
+        values = values / xp.sqrt(mean + xp.float32(rotation.epsilon)) * weight
+    cos, sin = _angles(device, rotation, table, positions, valid)
+    half = rotation.dim // 2
+    if rotation.interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    x, y = (values[..., part].astype(xp.float64) for part in (first, second))
+    values[..., first] = x * cos - y * sin
+    values[..., second] = y * cos + x * sin
+    changed = slice(None) if norm is not None else slice(0, 2 * half)
+    bits[..., changed] = fallback.encode(values[..., changed], rows.format)
+    return bits
+
+
+def _angles(
+    device: Device, rotation: Rotation, table: ArrayView, positions: ArrayView, valid: Any
+) -> tuple[Any, Any]:
+    """Return cos and sin, (tokens, 1, pairs)."""
+    rows = device.carrier(table)
+    numbers = device.carrier(positions)
+    half = rotation.dim // 2
+    if rotation.sections is None:
+        chosen = rows[numbers[valid]]
+        return chosen[:, None, :half], chosen[:, None, half:]
+    xp = fallback.module_of(rows)
+    by_axis = rows[numbers[:, valid]]  # (3, tokens, rotary_dim)
+    axis = xp.asarray(pair_axes(half, rotation.sections, rotation.sections_interleaved))
+    pairs = xp.arange(half)
+    cos, sin = by_axis[axis, :, pairs].T, by_axis[axis, :, half + pairs].T
+    return cos[:, None], sin[:, None]
+
+
+def pair_axes(pairs: int, sections: tuple[int, int, int], interleaved: bool) -> list[int]:
+    """Return the axis, of three, whose position rotates each pair.
+
+    >>> pair_axes(6, (2, 2, 2), False), pair_axes(6, (3, 2, 1), True)
+    ([0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 0])
+    """
+    if not interleaved:
+        return [0] * sections[0] + [1] * sections[1] + [2] * sections[2]
+    return [i % 3 if i % 3 and i < 3 * sections[i % 3] else 0 for i in range(pairs)]

@@ -1,38 +1,122 @@
-"""Write K and V, or the latent and rope parts of MLA, into a cache in one launch."""
+"""Write K and V rows into a cache (store), and read them out of one (gather), in one launch."""
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Mapping
 from typing import Any
 
-from .. import devices
-from ..arrays import ArrayView
+import numpy as np
+
+from .. import devices, faults
+from ..arrays import ArrayView, describe
+from ..devices.protocol import Device
 from ..dtypes import FORMATS
+from ..errors import CompileError
 from ..kernels import Kernel, Specialisation
-from . import cache_rows, checks
-from . import plan as call
-from .cache_rows import ARRAYS, NUM_ROWS, PACK, PARAMS, CacheRowsPlan
-from .side import Side, require_rows, sides_of_kv, sides_of_mla
-from .store_expressions import report_slots, store_rows
+from . import checks, fallback
+from .call import (
+    Argument,
+    Launch,
+    Operation,
+    Plan,
+    Views,
+    format_name,
+    require_countable,
+    spread,
+    to_allocate,
+    widest,
+)
+from .checks import K, KVOperand, V
+
+_SCALES = (
+    Argument("k_scale", number=True),
+    Argument("v_scale", number=True),
+)
+_STORE_KV = Operation(
+    "store_kv",
+    Argument("key", words=True),
+    Argument("value", words=True),
+    Argument("k_cache", output=True, words=True),
+    Argument("v_cache", output=True, words=True),
+    Argument("slot_mapping"),
+    *_SCALES,
+    Argument("k_scale_cache", output=True),
+    Argument("v_scale_cache", output=True),
+)
+_STORE_MLA = Operation(
+    "store_mla",
+    Argument("latent", words=True),
+    Argument("rope_key", words=True),
+    Argument("cache", output=True, words=True),
+    Argument("slot_mapping"),
+    Argument("scale", number=True),
+)
+_GATHER_KV = Operation(
+    "gather_kv",
+    Argument("k_out", output=True, words=True, allocated=True),
+    Argument("v_out", output=True, words=True, allocated=True),
+    Argument("k_cache", words=True),
+    Argument("v_cache", words=True),
+    Argument("slots"),
+    *_SCALES,
+    Argument("k_scale_cache"),
+    Argument("v_scale_cache"),
+)
+_K_OUT, _V_OUT = K._replace(rows="k_out"), V._replace(rows="v_out")
+
+# CacheRowsParams of kernels_src/cache_rows.cuh
+PARAMS = np.dtype(
+    [
+        *(
+            (name, np.uint64)
+            for name in (
+                "key", "value", "k_cache", "v_cache", "slots", "k_scale", "v_scale",
+                "k_scale_cache", "v_scale_cache", "faults",
+            )
+        ),
+        ("k", checks.OPERAND_PARAMS),
+        ("v", checks.OPERAND_PARAMS),
+        ("slot_stride_bytes", np.int64),
+        ("num_slots", np.int64),
+        ("skip_slot", np.int64),
+        ("operation", np.int64),
+        ("num_rows", np.int32),
+        ("num_heads", np.int32),
+        ("page_size", np.int32),
+        ("page_shift", np.int32),
+        ("index_bytes", np.int32),
+        ("lane_shift", np.int32),
+    ],
+    align=True,
+)  # fmt: skip
 
 COPY = Kernel("store.cu", "store_copy", PARAMS, "CacheRowsParams")
 CONVERT = Kernel("store.cu", "store_convert", PARAMS, "CacheRowsParams")
 DYNAMIC = Kernel("store.cu", "store_dynamic", PARAMS, "CacheRowsParams", barriers=True)
+GATHER_COPY = Kernel("gather.cu", "gather_copy", PARAMS, "CacheRowsParams")
+GATHER_CONVERT = Kernel("gather.cu", "gather_convert", PARAMS, "CacheRowsParams")
 
-_KV = tuple("slot_mapping" if name == "slots" else name for name in ARRAYS)
-_MLA = ("latent", "rope_key", "cache", "cache", "slot_mapping", "scale", "scale", "", "")
-_OUTPUTS = (2, 3, 7, 8)
+PACK = 8  # elements that a thread converts at a time, where alignment allows
+WORDS = (16, 8, 4, 2, 1)  # bytes that a thread copies at a time
 
 
 def specialisations() -> list[Specialisation]:
-    """Return every specialisation that a store can ask for."""
-    found = cache_rows.copies(COPY)
+    """Return every specialisation that a store or a gather can ask for."""
+    found = [*copies(COPY), *copies(GATHER_COPY)]
     for source in FORMATS.values():
         for target in FORMATS.values():
             for count in (PACK, 1) if source is not target else ():
                 found.append(CONVERT.specialise(source.ctype, target.ctype, count))
                 if target.quantised:
                     found.append(DYNAMIC.specialise(source.ctype, target.ctype, count))
+                found.append(GATHER_CONVERT.specialise(source.ctype, target.ctype, count))
     return found
+
+
+def copies(kernel: Kernel) -> list[Specialisation]:
+    """Return the specialisations of a kernel that copies words."""
+    return [kernel.specialise(word) for word in WORDS]
 
 
 def store_kv(
@@ -91,14 +175,14 @@ def store_kv(
     >>> float(k_cache[7, 0, 0]), float(v_cache[3, 0, 0]), float(k_cache[4, 0, 0])
     (1.0, 2.0, 0.0)
     """
-    arrays = (
-        key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_scale_cache, v_scale_cache,
-    )  # fmt: skip
-    pointers, made = call.obtain(
-        "store_kv", _KV, arrays, NUM_ROWS, (layout, skip_slot, type(skip_slot)),
-        lambda given, alignment: _plan_kv(given, layout, skip_slot, alignment),
-    )  # fmt: skip
-    made.run(pointers, arrays, stream)
+    if skip_slot is not None:
+        skip_slot = checks.slot_number(skip_slot, "skip_slot")
+    arguments = {
+        "key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache,
+        "slot_mapping": slot_mapping, "k_scale": k_scale, "v_scale": v_scale,
+        "k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache,
+    }  # fmt: skip
+    _STORE_KV.run(arguments, (layout, skip_slot), _plan_store_kv, stream)
 
 
 def store_mla(
@@ -141,82 +225,408 @@ def store_mla(
     >>> float(cache[5, 511]), float(cache[5, 512])
     (1.0, 2.0)
     """
-    arrays = (latent, rope_key, cache, cache, slot_mapping, scale, scale, None, None)
-    pointers, made = call.obtain(
-        "store_mla", _MLA, arrays, NUM_ROWS, (skip_slot, type(skip_slot)),
-        lambda given, alignment: _plan_mla(given, skip_slot, alignment),
-    )  # fmt: skip
-    made.run(pointers, arrays, stream)
+    if skip_slot is not None:
+        skip_slot = checks.slot_number(skip_slot, "skip_slot")
+    arguments = {
+        "latent": latent, "rope_key": rope_key, "cache": cache, "slot_mapping": slot_mapping,
+        "scale": scale,
+    }  # fmt: skip
+    _STORE_MLA.run(arguments, (skip_slot,), _plan_store_mla, stream)
+
+
+def gather_kv(
+    k_cache: Any,
+    v_cache: Any,
+    slots: Any,
+    *,
+    layout: str = "NHD",
+    k_scale: Any = None,
+    v_scale: Any = None,
+    k_scale_cache: Any = None,
+    v_scale_cache: Any = None,
+    k_out: Any = None,
+    v_out: Any = None,
+    dtype: Any = None,
+    stream: Any = None,
+) -> tuple[Any, Any]:
+    """Read the K and V rows of slots, dequantised if the format says so, in one launch.
+
+    Parameters
+    ----------
+    k_cache, v_cache, layout : as in `store_kv`
+    slots : int32 or int64 (T,). Negative: that row is left alone. Past the end: likewise, and
+        raised by `check_faults`
+    k_scale, v_scale, k_scale_cache, v_scale_cache : as in `store_kv`, of a quantised cache
+    k_out, v_out : written in place, (T', H, D) and (T', H, Dv), T' >= T, or (T', W) with 2-D
+        caches; None: allocated, zero where a slot is skipped
+    dtype : format of allocated outputs ("bf16", a NumPy dtype, ...). None: that of the other
+        output, else the cache's if it is not quantised, else "bf16"
+    stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
+
+    Returns
+    -------
+    (K, V) : the outputs; allocated ones are of the caches' library
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was written
+    CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+
+    Notes
+    -----
+    Same format in and out: bits are copied. Else float32 arithmetic, stored * scale, one rounding.
+    Stream: one kernel, in order; K and V of different format pairs take one each. Capture: legal
+    with both outputs given. Bytes: each row read once and written once.
+    Source: vLLM `gather_and_maybe_dequant_cache`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> k_cache, v_cache = np.arange(32, dtype=np.float32).reshape(2, 4, 1, 4)
+    >>> k, v = gather_kv(k_cache, v_cache, np.array([2, -1]))
+    >>> k[:, 0, 0].tolist(), v[:, 0, 0].tolist()
+    ([8.0, 0.0], [24.0, 0.0])
+    """
+    dtype_name = None if dtype is None else format_name(dtype)
+    arguments = {
+        "k_out": k_out, "v_out": v_out, "k_cache": k_cache, "v_cache": v_cache, "slots": slots,
+        "k_scale": k_scale, "v_scale": v_scale, "k_scale_cache": k_scale_cache,
+        "v_scale_cache": v_scale_cache,
+    }  # fmt: skip
+    k_out, v_out = _GATHER_KV.run(arguments, (layout, dtype_name), _plan_gather_kv, stream)
+    return k_out, v_out
+
+
+# --- Checks ---------------------------------------------------------------------------------------
+
+
+def _plan_store_kv(
+    arguments: dict[str, Any], alignment: int, layout: Any, skip_slot: int | None
+) -> StorePlan:
+    names = ("key", "value", "k_cache", "v_cache", "slot_mapping")
+    checks.require_given(arguments, names)
+    checks.require_same_device(arguments)
+    k, v = checks.kv_operands(arguments, layout)
+    return _store_plan(_STORE_KV, arguments, k, v, skip_slot, alignment)
+
+
+def _plan_store_mla(arguments: dict[str, Any], alignment: int, skip_slot: int | None) -> StorePlan:
+    checks.require_given(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
+    checks.require_same_device(arguments)
+    latent, rope_key = checks.mla_operands(arguments)
+    alignment |= rope_key.cache_offset_bytes & 15
+    return _store_plan(_STORE_MLA, arguments, latent, rope_key, skip_slot, alignment)
+
+
+def _store_plan(
+    operation: Operation,
+    arguments: dict[str, Any],
+    k: KVOperand,
+    v: KVOperand,
+    skip_slot: int | None,
+    alignment: int,
+) -> StorePlan:
+    slots = arguments["slot_mapping"]
+    checks.indices(slots, "slot_mapping")
+    for operand in (k, v):
+        checks.require_rows(operand, slots.shape[0])
+    library = arguments[k.names.rows].library
+    skip_slot = -1 if skip_slot is None else skip_slot
+    return StorePlan(operation, library, k, v, ("slot_mapping", slots), skip_slot, alignment)
+
+
+def _plan_gather_kv(
+    arguments: dict[str, Any], alignment: int, layout: Any, dtype: str | None
+) -> GatherPlan:
+    checks.require_given(arguments, ("k_cache", "v_cache", "slots"))
+    slots = arguments["slots"]
+    allocated = _outputs_to_allocate(arguments, layout, dtype)
+    arguments = {**arguments, **allocated}
+    checks.require_same_device(arguments)
+    k, v = checks.kv_operands(arguments, layout, (_K_OUT, _V_OUT), into_cache=False)
+    checks.indices(slots, "slots")
+    for operand in (k, v):
+        checks.require_rows(operand, slots.shape[0])
+        if dtype is not None and operand.rows_format.name != dtype:
+            name = operand.names.rows
+            raise ValueError(
+                f"{name}: expected {dtype} as dtype says, got {describe(arguments[name])}"
+            )
+    library = arguments["k_cache"].library
+    plan = GatherPlan(_GATHER_KV, library, k, v, ("slots", slots), -1, alignment)
+    plan.allocated = allocated
+    return plan
+
+
+def _outputs_to_allocate(arguments: dict[str, Any], layout: Any, dtype: str | None) -> Views:
+    """Describe the outputs of a gather that the caller leaves to it."""
+    checks.layout_name(layout)
+    num_tokens = checks.length_of(arguments["slots"], "slots")
+    allocated = {}
+    for names, other in ((_K_OUT, "v_out"), (_V_OUT, "k_out")):
+        if names.rows in arguments:
+            continue
+        cache = arguments[names.cache]
+        cache_format = checks.number_format(cache, names.cache)
+        if dtype is not None:
+            format = dtype
+        elif other in arguments:
+            format = arguments[other].format
+        else:
+            format = "bf16" if cache_format.quantised else cache_format.name
+        if cache.ndim == 2:
+            shape = cache.shape[1:]
+        else:
+            own = checks.cache(cache, names.cache, layout, 3, written=False)
+            shape = (own.num_heads, own.width)
+        allocated[names.rows] = to_allocate(cache, (num_tokens, *shape), format)
+    return allocated
 
 
 # --- Plans ----------------------------------------------------------------------------------------
 
 
-class StorePlan(CacheRowsPlan):
+class _CacheRowsPlan(Plan):
+    """Moves K and V rows, or the two parts of MLA, between a cache and arrays of rows.
+
+    Parameters
+    ----------
+    slots : the name of the index array, and a view of it
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        library: str,
+        k: KVOperand,
+        v: KVOperand,
+        slots: tuple[str, ArrayView],
+        skip_slot: int,
+        alignment: int,
+    ) -> None:
+        self.slots_name, view = slots
+        super().__init__(operation, devices.get(view.device), library)
+        self.k, self.v, self.skip_slot = k, v, skip_slot
+        self.fault_id = faults.operation_id(operation.name, self.slots_name)
+        self.num_tokens = view.shape[0]
+        if self.num_tokens == 0:
+            return
+        try:
+            for operands in self._groups():
+                self.launches.append(self._launch(operands, view, alignment))
+        except CompileError as cause:
+            self.cause = cause
+
+    @abc.abstractmethod
+    def kernel_of(self, operand: KVOperand) -> Kernel:
+        """Return the kernel that an operand takes."""
+
+    @abc.abstractmethod
+    def formats_of(self, operand: KVOperand) -> tuple[str, str]:
+        """Return source and target format of an operand, as the kernels name them."""
+
+    def touched(self, views: Views) -> Views:
+        """Return rows by tokens and caches by pages."""
+        touched = dict(views)
+        for operand in (self.k, self.v):
+            touched[operand.names.rows] = operand.rows_view(views, self.num_tokens)
+            if self.k.names.cache != self.v.names.cache:  # else both together touch all of it
+                touched[operand.names.cache] = operand.cache_view(views)
+        return touched
+
+    def _groups(self) -> list[dict[str, KVOperand]]:
+        """Return the operands by launch: both in one if they take the same kernel."""
+        k, v = self.k, self.v
+        same_kernel = self.kernel_of(k) is self.kernel_of(v)
+        if same_kernel and (k.copies or self.formats_of(k) == self.formats_of(v)):
+            return [{"k": k, "v": v}]
+        return [{"k": k}, {"v": v}]
+
+    def _launch(self, operands: dict[str, KVOperand], slots: ArrayView, alignment: int) -> Launch:
+        """Load and lay out the launch of "k", "v" or both."""
+        device = self.device
+        first = next(iter(operands.values()))
+        kernel, cache = self.kernel_of(first), first.cache
+        num_heads = first.rows.num_heads
+        widths = {field: operand.rows.width for field, operand in operands.items()}
+        if all([operand.heads_join for operand in operands.values()]):
+            widths = {field: width * num_heads for field, width in widths.items()}
+            num_heads = 1
+
+        steps = [alignment]
+        for operand in operands.values():
+            steps += map(abs, operand.row_strides + operand.cache_strides)
+        if first.copies:
+            widths = {f: n * operands[f].rows_format.itemsize for f, n in widths.items()}
+            step = widest((*widths.values(), *steps))
+            specialisation = kernel.specialise(step)
+        else:
+            word = min(16, PACK * max(first.rows_format.itemsize, first.cache_format.itemsize))
+            whole = all([n % PACK == 0 for n in widths.values()])
+            step = PACK if whole and widest(steps) >= word else 1
+            specialisation = kernel.specialise(*self.formats_of(first), step)
+
+        num_rows = self.num_tokens * num_heads
+        require_countable(num_rows, self.slots_name)
+        geometry = spread(
+            num_rows,
+            max(widths.values()) // step,
+            device.multiprocessors,
+            warp_lanes=device.warp_lanes,
+            whole_warps=kernel.barriers,
+        )
+        params: dict[str, Any] = {
+            "slot_stride_bytes": slots.strides[0],
+            "num_slots": cache.num_slots,
+            "skip_slot": self.skip_slot,
+            # A launch of V alone leaves reporting to that of K.
+            "operation": self.fault_id if "k" in operands else -1,
+            "num_rows": num_rows,
+            "num_heads": num_heads,
+            "page_size": cache.page_size,
+            "page_shift": cache.page_shift,
+            "index_bytes": slots.itemsize,
+            "lane_shift": geometry.lane_shift,
+        }
+        pointers: dict[str, Any] = {"slots": self.slots_name}
+        for field, rows_field in (("k", "key"), ("v", "value")):
+            if field in operands:
+                operand = operands[field]
+                params |= operand.params(field, widths[field])
+                pointers |= {rows_field: operand.names.rows, **operand.pointers(field)}
+        smem_bytes = geometry.block[0] // 32 * 4 if kernel.barriers else 0
+        return Launch(
+            device, specialisation, geometry.grid, geometry.block, smem_bytes, params, pointers,
+            self.operation.names,
+        )  # fmt: skip
+
+
+class StorePlan(_CacheRowsPlan):
     """A store of K and V, or of the two parts of MLA."""
 
-    def kernel_of(self, one: Side) -> Kernel:
-        """Return the kernel that a side takes."""
-        if one.rows_format is one.cache_format:
+    def kernel_of(self, operand: KVOperand) -> Kernel:
+        """Return the kernel that an operand takes."""
+        if operand.copies:
             return COPY
-        return CONVERT if one.scale_cache is None else DYNAMIC
+        return CONVERT if operand.scale_cache is None else DYNAMIC
 
-    def formats_of(self, one: Side) -> tuple[str, str]:
-        """Return the formats of the rows and of the cache, as the kernels name them."""
-        return one.rows_format.ctype, one.cache_format.ctype
+    def formats_of(self, operand: KVOperand) -> tuple[str, str]:
+        """Return the formats of the rows and of the cache."""
+        return operand.rows_format.ctype, operand.cache_format.ctype
 
-    def slots(self, views: list[ArrayView | None], output: int) -> ArrayView | None:
-        """Return the slots: all that is written is written there."""
-        return views[4]
+    def written_slots(self, output: str, views: Views) -> ArrayView | None:
+        """Return the slots: caches and their scales are written nowhere else."""
+        return views[self.slots_name]
 
-    def express(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
-        """Store as array expressions."""
-        device, views = self.device, self.views(pointers, arrays)
-        slots = views[4]
-        assert slots is not None
-        num_slots = self.k.cache.num_slots
-        report_slots(device, slots, num_slots, self.skip_slot, self.fault_id)
-        for i, side in enumerate((self.k, self.v)):
-            rows, cache = views[i], views[2 + i]
-            assert rows is not None and cache is not None
-            store_rows(
-                device, side, device.carrier(rows), cache, slots, self.skip_slot, views[5 + i],
-                views[7 + i],
-            )  # fmt: skip
+    def fallback(self, views: Views) -> None:
+        """Store with array code."""
+        device, slots = self.device, views[self.slots_name]
+        report_slots(device, slots, self.k.cache.num_slots, self.skip_slot, self.fault_id)
+        for operand in (self.k, self.v):
+            rows = device.carrier(views[operand.names.rows])
+            store_rows(device, operand, rows, views, slots, self.skip_slot)
 
 
-def _plan_kv(given: dict[str, Any], layout: Any, skip_slot: Any, alignment: int) -> StorePlan:
-    checks.require_given(given, _KV[:5])
-    checks.require_same_device(given)
-    k, v = sides_of_kv(given, layout)
-    return _plan("store_kv", _KV, given, k, v, skip_slot, alignment)
+class GatherPlan(_CacheRowsPlan):
+    """A gather of K and V."""
+
+    def kernel_of(self, operand: KVOperand) -> Kernel:
+        """Return the kernel that an operand takes."""
+        return GATHER_COPY if operand.copies else GATHER_CONVERT
+
+    def formats_of(self, operand: KVOperand) -> tuple[str, str]:
+        """Return the formats of the cache and of the rows."""
+        return operand.cache_format.ctype, operand.rows_format.ctype
+
+    def fallback(self, views: Views) -> None:
+        """Gather with array code."""
+        device, slots = self.device, views[self.slots_name]
+        report_slots(device, slots, self.k.cache.num_slots, self.skip_slot, self.fault_id)
+        numbers = device.carrier(slots)
+        for operand in (self.k, self.v):
+            cache, names = operand.cache, operand.names
+            valid = (numbers >= 0) & (numbers < cache.num_slots)
+            chosen = numbers[valid]
+            pages = device.carrier(operand.cache_view(views))
+            bits = pages[chosen // cache.page_size, chosen % cache.page_size]
+            if not operand.copies:
+                values = fallback.decode(bits, operand.cache_format.name)
+                if operand.scale_cache is not None:
+                    scales = device.carrier(views[names.scale_cache])
+                    values = fallback.multiply(values, scales[chosen][..., None])
+                elif operand.cache_format.quantised:
+                    values = fallback.multiply(values, static_scale(device, operand, values, views))
+                bits = fallback.encode(values, operand.rows_format.name)
+            device.carrier(views[names.rows])[valid] = bits
 
 
-def _plan_mla(given: dict[str, Any], skip_slot: Any, alignment: int) -> StorePlan:
-    checks.require_given(given, _MLA[:5])
-    checks.require_same_device(given)
-    latent, rope = sides_of_mla(given)
-    offset = latent.rows.width * latent.cache_format.itemsize
-    made = _plan("store_mla", _MLA, given, latent, rope, skip_slot, alignment | offset & 15)
-    made.offsets = tuple(offset if i == 3 else 0 for i in range(len(_MLA)))
-    return made
+# --- Parts of fallbacks, which rotation with a store takes too ------------------------------------
 
 
-def _plan(
-    operation: str,
-    names: tuple[str, ...],
-    given: dict[str, Any],
-    k: Side,
-    v: Side,
-    skip_slot: Any,
-    alignment: int,
-) -> StorePlan:
-    slots = given["slot_mapping"]
-    checks.indices(slots, "slot_mapping")
-    for name, side in zip(names[:2], (k, v), strict=True):
-        require_rows(side, name, slots.shape[0])
-    skip = checks.slot_number(skip_slot, "skip_slot")
-    return StorePlan(
-        operation, names, _OUTPUTS, devices.get(slots.device), given[names[0]].library,
-        k, v, slots, skip, alignment,
-    )  # fmt: skip
+def store_rows(
+    device: Device,
+    operand: KVOperand,
+    rows: Any,
+    views: Mapping[str, ArrayView],
+    slots: ArrayView,
+    skip_slot: int,
+    allowed: Any = True,
+) -> None:
+    """Write the rows of one operand into its cache.
+
+    Parameters
+    ----------
+    rows : bits of the rows, (tokens, heads, width), as the device's own array
+    views : of cache and scales, by name
+    allowed : which tokens may be stored at all
+
+    Notes
+    -----
+    Choosing the valid slots waits for the device, so this is not legal in a capture.
+    """
+    cache, names = operand.cache, operand.names
+    numbers = device.carrier(slots)
+    valid = (numbers >= 0) & (numbers < cache.num_slots) & (numbers != skip_slot) & allowed
+    chosen = numbers[valid]
+    where = (chosen // cache.page_size, chosen % cache.page_size)
+    values = rows[valid]
+    target = device.carrier(operand.cache_view(views))
+    dynamic = operand.scale_cache is not None
+    scales = device.carrier(views[names.scale_cache]) if dynamic else None
+    if operand.copies:
+        target[where] = values
+        if scales is not None:
+            scales[chosen] = 1
+        return
+    values = fallback.decode(values, operand.rows_format.name)
+    if scales is not None:
+        own_scales = fallback.dynamic_scale(values, operand.cache_format.name)
+        scales[chosen] = own_scales
+        values = fallback.divide(values, own_scales[..., None])
+    elif operand.cache_format.quantised:
+        values = fallback.divide(values, static_scale(device, operand, values, views))
+    target[where] = fallback.encode(values, operand.cache_format.name)
+
+
+def static_scale(
+    device: Device, operand: KVOperand, values: Any, views: Mapping[str, ArrayView]
+) -> Any:
+    """Return the scale that goes with float32 values (tokens, heads, width)."""
+    if operand.scale.array is None:
+        return values.dtype.type(operand.scale.value)
+    return device.carrier(views[operand.names.scale]).reshape(-1, 1)
+
+
+def report_slots(
+    device: Device,
+    slots: ArrayView,
+    num_slots: int,
+    skip_slot: int,
+    operation: int,
+    allowed: Any = True,
+) -> None:
+    """Note the slots past the end in the device's fault record, as a kernel would."""
+    numbers = device.carrier(slots)
+    bad = ((numbers >= num_slots) & (numbers != skip_slot) & allowed).nonzero()[0]
+    if len(bad):
+        fallback.note_fault(device, len(bad), operation, bad[0], numbers[bad[0]])

@@ -22,7 +22,7 @@ from test_host_numbers import (
 
 from kvcupy import sources
 from kvcupy.devices import cxx
-from kvcupy.ops import attention_kernels, gather, specialisations, store
+from kvcupy.ops import attention_kernels, specialisations, store
 
 pytestmark = pytest.mark.skipif(find_spec("ziglang") is None, reason="needs the ziglang wheel")
 
@@ -36,7 +36,7 @@ MUSL = "aarch64-linux-musl"  # of which zig has all that a program is linked wit
 FEW = (
     store.CONVERT.specialise("bfloat16", "fp8_e4m3", 8),
     store.DYNAMIC.specialise("half", "int8", 8),
-    gather.CONVERT.specialise("fp8_e5m2", "half", 8),
+    store.GATHER_CONVERT.specialise("fp8_e5m2", "half", 8),
     next(s for s in specialisations() if s.kernel is attention_kernels.PREFILL),
 )
 

@@ -11,7 +11,7 @@ from devices.fake_cuda import FakeApi
 import kvcupy as kv
 from kvcupy import faults
 from kvcupy.devices import cuda
-from kvcupy.ops import expressions, transfer_kernels
+from kvcupy.ops import fallback, transfer_kernels
 
 
 class OnDevice(np.ndarray):
@@ -39,11 +39,11 @@ def record():
 
 def test_a_note_is_of_the_first_fault_and_counts_them_all(record):
     device = SimpleNamespace(fault_array=lambda: record)
-    expressions.note_fault(device, 2, 5, np.int64(7), np.int32(99))
-    expressions.note_fault(device, 3, 6, 1, 2**40)
+    fallback.note_fault(device, 2, 5, np.int64(7), np.int32(99))
+    fallback.note_fault(device, 3, 6, 1, 2**40)
     assert record.view(np.ndarray).tolist() == [5, 5, 7, 99]
     record.fill(0)
-    expressions.note_fault(device, 1, 6, 1, 2**40)
+    fallback.note_fault(device, 1, 6, 1, 2**40)
     assert record.view(np.ndarray).tolist() == [1, 6, 1, 2**40]
 
 
@@ -102,7 +102,7 @@ def test_the_kernel_notes_as_the_expressions_do(device):
     noted = []
     for note in (
         lambda *fault: transfer_kernels.note_fault(device, fault, device.as_stream(None)),
-        lambda *fault: expressions.note_fault(device, *fault),
+        lambda *fault: fallback.note_fault(device, *fault),
     ):
         note(2, 5, 7, 99)
         note(3, 6, 1, 2**40)

@@ -11,7 +11,6 @@ from every_call import CALLS, apply_rope, array, copy_pages, gather_kv, kv_cache
 
 import kvcupy as kv
 from kvcupy.ops import call as op_call
-from kvcupy.ops import plan as old_plan  # until attention uses `call`
 
 
 def arrays_of(call):
@@ -31,17 +30,7 @@ def made(monkeypatch):
 
         return prepare(self, arguments, options, announced)
 
-    obtain = old_plan.obtain
-
-    def old_spy(operation, names, arrays, num_rows, options, make):
-        def announced(*checked):
-            log.append(operation)
-            return make(*checked)
-
-        return obtain(operation, names, arrays, num_rows, options, announced)
-
     monkeypatch.setattr(op_call.Operation, "prepare", spy)
-    monkeypatch.setattr(old_plan, "obtain", old_spy)
     return log
 
 

@@ -24,9 +24,8 @@ from ...devices.protocol import Stream
 from ...dtypes import FORMATS, numpy_dtype
 from ...exporters import view
 from ...ops import call, checks
-from ...ops.gather import gather_kv
 from ...ops.page_pairs import send
-from ...ops.store import store_kv, store_mla
+from ...ops.store import gather_kv, store_kv, store_mla
 from ..pool import MLAPool, Pool
 from .access import PageAccess
 from .layers import Layers

@@ -11,10 +11,9 @@ from ... import devices, scratch
 from ...arrays import ArrayView, contiguous_strides, describe, reshaped
 from ...devices.protocol import Stream
 from ...errors import CacheFull
-from ...ops.gather import gather_kv
 from ...ops.page_pairs import PagePairs, send
 from ...ops.pages import copy_pages
-from ...ops.store import store_kv
+from ...ops.store import gather_kv, store_kv
 from ..pool import Pool
 from ..tiered.cache import TieredCache
 from ..tiered.leases import Lease
