@@ -1,4 +1,4 @@
-"""Work in flight: what anybody asks, or waits for, who needs its result or its memory."""
+"""Work in flight: how to wait for it, to poll it, and to learn that it has failed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 class Completion(Protocol):
     """Work that is queued, in flight, over, or has failed.
 
-    `wait` and `wait_layer` order a stream behind it and raise DeviceError if it has failed; `done`
-    and `synchronize` tell the host when it no longer touches memory. Those of a handle that users
-    get (`Transfer`) raise the failure too; those of all others leave it to `failure`. Any of them
-    may raise CaptureError, which is no failure.
+    `wait` and `wait_layer` order a stream behind it, and raise DeviceError if it has failed. `done`
+    and `synchronize` say when it no longer touches memory; in a handle for users (`Transfer`) they
+    raise the failure too, in all others they leave it to `failure`. Each of them may raise
+    CaptureError, which does not mean that the work has failed.
     """
 
     @property
@@ -39,9 +39,9 @@ class Completion(Protocol):
 
 
 class StreamCompletion:
-    """What a stream had been given when this was made, such as the pages that a model writes.
+    """All work of a stream so far, such as that of a model which writes pages.
 
-    A failure before that point stays for the owner of the stream to see as well.
+    A failure of that work still surfaces for the owner of the stream too.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -53,7 +53,7 @@ class StreamCompletion:
     def failure(self) -> BaseException | None:
         if (error := self._event.error()) is None:
             return None
-        if self._relay is not None:  # it is over at once, and nobody else would look at it
+        if self._relay is not None:  # it has passed, and its failure would surface nowhere else
             with suppress(DeviceError):
                 self._relay.synchronize()
         failure = DeviceError(f"the pages were never written: {error!r}")
@@ -78,9 +78,9 @@ class StreamCompletion:
         self.wait(stream)
 
     def _behind(self) -> Stream:
-        """Return a stream of its own behind the point.
+        """Return a stream of its own behind that work.
 
-        A thread that waited for the event itself would take the failure from the stream's owner.
+        Waiting for the event itself would make the failure surface here, and not for the owner.
         """
         if self._relay is None:
             relay = self._device.stream()
@@ -94,12 +94,12 @@ class StreamCompletion:
 
 
 def waiting_stream(device: Device, stream: Any, awaited: str) -> Stream:
-    """Return the stream that is to wait for work which is outside of every capture.
+    """Return a stream argument as the Stream that is to wait for work outside of every capture.
 
     Parameters
     ----------
     stream : Stream, or a CuPy or torch stream; None: the current one
-    awaited : what it waits for, as errors call it
+    awaited : what it waits for, for errors
 
     Raises
     ------
@@ -113,7 +113,7 @@ def waiting_stream(device: Device, stream: Any, awaited: str) -> Stream:
 
 
 def named_stream(device: Device, stream: Any, name: str) -> Stream:
-    """Return a stream argument as a Stream; errors call it by its name."""
+    """Return a stream argument as a Stream; errors have the argument's name."""
     try:
         return device.as_stream(stream)
     except (TypeError, ValueError) as error:

@@ -615,7 +615,7 @@ class TransferQueue:
     def _reap(self) -> None:
         """Drop the batches that are over.
 
-        On a stream of the engine's own a failure surfaces here too: nobody else may ever look.
+        On a stream of the engine's own a failure surfaces here at the latest.
         """
         for batch in list(self._in_flight):
             if not batch.done():

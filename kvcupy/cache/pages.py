@@ -1,4 +1,4 @@
-"""Which pages of a pool are free, which are out, and which a transfer still touches."""
+"""Which pages of a pool are free, which are allocated, and which a transfer still touches."""
 
 from __future__ import annotations
 
@@ -20,31 +20,30 @@ if TYPE_CHECKING:
 Pages = np.ndarray[Any, Any]
 
 # States of a page.
-_FREE, _OUT, _DEFERRED = 0, 1, 2  # deferred: freed while a transfer touches it
+_FREE, _ALLOCATED, _DEFERRED = 0, 1, 2  # deferred: freed while a transfer touches it
 
 _MIN_TRANSFERS = 64  # remembered before `busy` looks for finished ones by itself
 
 
 class PageAllocator(ProcessLocal):
-    """Gives out the pages of a pool, 0 to `num_pages` - 1, and takes them back.
+    """Allocates the pages of a pool, 0 to `num_pages` - 1.
 
-    A fresh allocator gives 0, 1, 2, ...; pages freed together come out again first, in ascending
-    order, so that runs of neighbours stay whole. Time goes with the pages asked for, not with the
-    pages there are. Threads may share one.
+    A fresh allocator returns 0, 1, 2, ...; pages freed together are allocated again first, in
+    ascending order, so that runs of neighbours stay whole. A call takes time in proportion to its
+    pages, not to those of the pool. Threads may share one.
 
     Attributes
     ----------
-    num_pages : pages there are
-    num_free : pages that `alloc` can give now
-    num_allocated : pages out, that is not yet freed. A page freed while a transfer touches it
-        counts in neither until the transfer is done
+    num_pages : pages of the pool
+    num_free : pages that `alloc` can return now
+    num_allocated : pages that are not freed yet. A page freed while a transfer touches it counts in
+        neither until the transfer is done
 
     Notes
     -----
-    A transfer that fails touches its pages no more: they become free. That is logged, and raised by
-    the transfer's own handle, not here. `CaptureError` is no such failure: the pages stay busy.
-
-    No lock is held while a transfer is asked or waited for.
+    A transfer that raises a failure touches its pages no more: they become free. That is logged,
+    and raised by the transfer's own handle, not here. `CaptureError` is not a failure: the pages
+    stay busy. No lock is held while a transfer is polled or waited for.
 
     Examples
     --------
@@ -94,21 +93,21 @@ class PageAllocator(ProcessLocal):
             return self.num_pages - self._num_free - self._num_deferred
 
     def alloc(self, n: int) -> Pages:
-        """Take `n` pages.
+        """Allocate `n` pages.
 
         Returns
         -------
-        int64 (n,) : the pages, which are the caller's until `free`
+        int64 (n,) : the pages, until `free` returns them
 
         Raises
         ------
-        TypeError, ValueError : `n` is no number of pages
-        CacheFull : fewer than `n` are free; nothing was taken
+        TypeError, ValueError : `n` is not an int, or negative
+        CacheFull : fewer than `n` are free; nothing was allocated
 
         Notes
         -----
-        Where only pages that transfers still touch are left, this waits for those transfers, the
-        oldest first, and no longer than it must.
+        If that takes pages which transfers still touch, this waits for those transfers, the oldest
+        first, and no longer than necessary.
         """
         checks.require_int(n, "n")
         if n < 0:
@@ -133,17 +132,17 @@ class PageAllocator(ProcessLocal):
             polled = not polled
 
     def free(self, pages: Any) -> None:
-        """Give pages back.
+        """Free pages.
 
         Parameters
         ----------
-        pages : list or integer array (n,) of pages that are out, each once, in any order. One that
-            a transfer touches becomes free when the transfer is done
+        pages : list or integer array (n,) of allocated pages, each once, in any order. One that a
+            transfer touches becomes free when the transfer is done
 
         Raises
         ------
-        TypeError : `pages` is no list of numbers
-        ValueError : one is no page of this pool, not out, or given twice; none was freed
+        TypeError : `pages` is not a list of numbers
+        ValueError : one is not a page of this pool, not allocated, or listed twice; none was freed
         """
         ordered = np.sort(self._require_pages(page_array(pages)))
         with self._lock:
@@ -156,12 +155,12 @@ class PageAllocator(ProcessLocal):
             self._put(ordered)
 
     def require_allocated(self, pages: Any) -> Pages:
-        """Return pages that are out, each once, in ascending order.
+        """Return pages in ascending order; ValueError unless each is allocated, and listed once.
 
         Raises
         ------
-        TypeError : `pages` is no list of numbers
-        ValueError : one is no page of this pool, not out, or given twice
+        TypeError : `pages` is not a list of numbers
+        ValueError : one is not a page of this pool, not allocated, or listed twice
         """
         ordered: Pages = np.sort(self._require_pages(page_array(pages)))
         with self._lock:
@@ -169,34 +168,34 @@ class PageAllocator(ProcessLocal):
         return ordered
 
     def allocated(self) -> Pages:
-        """Return the pages that are out, int64, ascending."""
+        """Return the allocated pages, int64, ascending."""
         with self._lock:
-            return np.flatnonzero(self._state == _OUT).astype(np.int64)
+            return np.flatnonzero(self._state == _ALLOCATED).astype(np.int64)
 
     def check_leaks(self) -> None:
-        """Raise `KvcupyError` if pages are still out."""
-        out = self.allocated()
-        if len(out):
-            first = ", ".join(map(str, out[:8])) + (", ..." if len(out) > 8 else "")
-            raise KvcupyError(f"{len(out)} of {self.num_pages} pages were never freed: {first}")
+        """Raise `KvcupyError` if pages are still allocated."""
+        leaked = self.allocated()
+        if len(leaked):
+            first = ", ".join(map(str, leaked[:8])) + (", ..." if len(leaked) > 8 else "")
+            raise KvcupyError(f"{len(leaked)} of {self.num_pages} pages were never freed: {first}")
 
     def busy(self, pages: Any, transfer: Completion) -> None:
         """Hold back pages that a transfer touches, should they be freed, until it is done.
 
         Parameters
         ----------
-        pages : list or integer array (n,), repeats allowed. Numbers that are no page are passed
-            over, as transfers do. None: every page, where only the device knows which
+        pages : list or integer array (n,), repeats allowed. Numbers out of range are skipped, as in
+            transfers. None: every page, if only the device knows which
         transfer : a `Completion`, or whatever else has its `done()` and `synchronize()`; kept until
             it is seen to be done
 
         Raises
         ------
-        TypeError, ValueError : `pages` are no integers, or `transfer` is none
+        TypeError, ValueError : `pages` are not integers, or `transfer` lacks a method
 
         Notes
         -----
-        Now and then, when many transfers are remembered, this calls `done()` of each.
+        Now and then, when many transfers have been announced, this calls `done()` of each.
         """
         if not (hasattr(transfer, "done") and hasattr(transfer, "synchronize")):
             raise TypeError(f"transfer: expected one with done() and synchronize(), got {transfer}")
@@ -232,7 +231,7 @@ class PageAllocator(ProcessLocal):
     def _take(self, n: int) -> Pages:
         taken = self._stack[self._num_free - n : self._num_free][::-1].copy()
         self._num_free -= n
-        self._state[taken] = _OUT
+        self._state[taken] = _ALLOCATED
         return taken
 
     def _put(self, ordered: Pages) -> None:
@@ -241,12 +240,12 @@ class PageAllocator(ProcessLocal):
         self._state[ordered] = _FREE
 
     def _require_out(self, ordered: Pages) -> None:
-        again = ordered[1:][ordered[1:] == ordered[:-1]]
-        if len(again):
-            raise ValueError(f"pages: expected each page once, got {again[0]} twice")
-        inside = ordered[self._state[ordered] != _OUT]
-        if len(inside):
-            raise ValueError(f"pages: expected pages that are out, got {inside[0]}, which is free")
+        repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(repeated):
+            raise ValueError(f"pages: expected each page once, got {repeated[0]} twice")
+        free = ordered[self._state[ordered] != _ALLOCATED]
+        if len(free):
+            raise ValueError(f"pages: expected pages that are out, got {free[0]}, which is free")
 
     def _oldest_that_defers(self) -> int:
         """Return the number of the oldest transfer that holds back a freed page."""
@@ -256,7 +255,7 @@ class PageAllocator(ProcessLocal):
             if (self._state[pages] == _DEFERRED).any()
         )
 
-    # --- Without it: a transfer may take locks of its own, and its owner may call `busy` ---
+    # --- Without the lock: a transfer may take locks of its own, and its owner may call `busy` ---
 
     def _poll(self) -> None:
         """Drop the transfers that are done."""
@@ -271,7 +270,7 @@ class PageAllocator(ProcessLocal):
             return
         try:
             transfer.synchronize()
-        except CaptureError:  # it may still run, and whoever allocates must not wait here
+        except CaptureError:  # it may still run, and must not be waited for here
             raise
         except Exception as error:
             _report(transfer, error)
@@ -293,16 +292,16 @@ class PageAllocator(ProcessLocal):
             self._put(freed)
 
     def _require_pages(self, pages: Pages) -> Pages:
-        foreign = pages[(pages < 0) | (pages >= self.num_pages)]
-        if len(foreign):
-            raise ValueError(f"pages: expected 0 to {self.num_pages - 1}, got {foreign[0]}")
+        outside = pages[(pages < 0) | (pages >= self.num_pages)]
+        if len(outside):
+            raise ValueError(f"pages: expected 0 to {self.num_pages - 1}, got {outside[0]}")
         return pages.astype(np.int64)
 
 
 def _is_done(transfer: Completion) -> bool:
     try:
         return transfer.done()
-    except CaptureError:  # whoever polls may be capturing; the transfer may still run
+    except CaptureError:  # the caller may be capturing; the transfer may still run
         return False
     except Exception as error:
         _report(transfer, error)
@@ -313,16 +312,16 @@ def _report(transfer: Completion, error: Exception) -> None:
     logger.warning("the pages of %r are free, because it failed: %s", transfer, error)
 
 
-# --- Page lists of callers ---
+# --- Page lists ---
 
 
 def page_array(pages: Any) -> Pages:
-    """Return pages as an array (n,) of an integer type, whatever the numbers are.
+    """Return a list or array of pages as an array (n,) of an integer type.
 
     Raises
     ------
-    TypeError : `pages` is no list and no array that NumPy reads
-    ValueError : it holds something else than integers, or has several dimensions
+    TypeError : `pages` is neither a list nor an array that NumPy reads
+    ValueError : it does not hold integers, or has several dimensions
 
     Examples
     --------
@@ -337,7 +336,7 @@ def page_array(pages: Any) -> Pages:
         array = _listed(pages)
     if array.ndim != 1:
         raise ValueError(f"pages: expected one dimension, got {array.ndim}")
-    if array.size == 0:  # an empty list is one of floats, to NumPy
+    if array.size == 0:  # NumPy makes an empty list one of floats
         return np.empty(0, np.int64)
     if array is pages and array.dtype.kind == "O":
         return _listed(array)
@@ -366,5 +365,5 @@ def _listed(pages: Iterable[Any]) -> Pages:
             raise ValueError(f"pages: expected integers, got {page!r}") from None
     try:
         return np.array(numbers, np.int64)
-    except OverflowError:  # left as they are, for the error that names one
+    except OverflowError:  # kept as they are, for an error that names one
         return np.array(numbers, object)

@@ -59,21 +59,21 @@ class Pool(ProcessLocal, abc.ABC):
 
     Attributes
     ----------
-    device : the Device that computes on the pages, or next to which they lie
+    device : the Device that computes on the pages, or that is to access them in host memory
     placement : "device", "pinned" or "pageable"
     layout : "layer_first", "page_first", "page_first_direct" or "page_head"
     dtype : name of the number format, "bf16"
     num_pages, page_size, num_layers, num_kv_heads, head_dim, v_head_dim : counts
     num_bytes : of all pages, with scales
     page_bytes : of one page of all layers, K and V, with scales
-    groups : the layers, by sets that are evenly spaced in memory: one, but for pools over arrays
-        that are elsewhere for each layer (`wrap`)
+    groups : runs of layers that are evenly spaced in memory: one, except in pools over an array for
+        each layer (`wrap`)
     parts : ArrayViews of K and V, or of the latent, (num_pages, num_layers, page_size, heads,
-        width), with the strides of the layout; those of one group after another
-    scale_parts : none, or one for each of the parts, float32 (num_pages, num_layers, page_size,
+        width), with the strides of the layout, group by group
+    scale_parts : empty, or one for each of the parts, float32 (num_pages, num_layers, page_size,
         heads, 1)
     allocator : the PageAllocator of the pages
-    is_wrapped : whether the memory is that of arrays of others
+    is_wrapped : whether the memory belongs to arrays that were there before (`wrap`)
     """
 
     is_wrapped = False
@@ -120,7 +120,7 @@ class Pool(ProcessLocal, abc.ABC):
 
     @abc.abstractmethod
     def _row(self) -> str:
-        """Return what a token has in a layer, in words."""
+        """Describe what a token stores in a layer."""
 
     def views(self, layer: int) -> tuple[ArrayView, ...]:
         """Return K and V, or the latent, of a layer as ArrayViews (num_pages, page_size, heads,
@@ -128,7 +128,7 @@ class Pool(ProcessLocal, abc.ABC):
         return self._views[self._layer(layer)]
 
     def note_written(self, layers: Iterable[int] | None = None) -> None:
-        """Let autograd know that layers, or all, were written, where they are torch tensors."""
+        """Tell autograd that layers, or all, were written, if they are torch tensors."""
         if self._tensors:
             chosen = self._tensors if layers is None else layers
             exporters.note_written([t for i in chosen for t in self._tensors.get(i, ())])
@@ -160,15 +160,15 @@ class Pool(ProcessLocal, abc.ABC):
         return self._torch(len(self._layers) - 1, self._layer(layer))
 
     def _torch(self, part: int, layer: int) -> Any:
-        known = self._torch_views.get((part, layer))
-        if known is None:
+        tensor = self._torch_views.get((part, layer))
+        if tensor is None:
             from ..torch_views import tensor_of
 
-            known = self._shown(tensor_of(self._views[layer][part]))
-            exporters.view(known)  # not a fake one, which others would be given too
-            known = self._torch_views.setdefault((part, layer), known)
-            self._tensors.setdefault(layer, []).append(known)
-        return known
+            tensor = self._as_shown(tensor_of(self._views[layer][part]))
+            exporters.view(tensor)  # raises for a fake one, which must not be kept for later calls
+            tensor = self._torch_views.setdefault((part, layer), tensor)
+            self._tensors.setdefault(layer, []).append(tensor)
+        return tensor
 
     def k_scale(self, layer: int) -> Any:
         """Return the scales of K of one layer as a view, float32 (num_pages * page_size, heads).
@@ -183,31 +183,26 @@ class Pool(ProcessLocal, abc.ABC):
         layer = self._layer(layer)
         return self._scales[-1][layer] if self._scales else None
 
-    # --- Memory that is there ---
+    # --- Wrapping existing memory ---
 
     _has_heads = True
 
     @classmethod
-    def _over(cls, given: dict[str, Any], layout: str, page_size: Any, device: Any) -> Any:
-        """Return a pool over arrays, of K and V or of the latent, by the names of the arguments."""
+    def _over(cls, arrays: dict[str, Any], layout: str, page_size: Any, device: Any) -> Any:
+        """Return a pool over arrays of K and V, or of the latent, by the name of the argument."""
         layout = _choice(layout, "layout", tuple(_ORDERS))
         size = None if page_size is None else count(page_size, "page_size")
-        layers = _layers_of(given, _ORDERS[layout], size, has_heads=cls._has_heads)
+        layers = _layers_of(arrays, _ORDERS[layout], size, has_heads=cls._has_heads)
         pool = cls.__new__(cls)
         pool._adopt(layers, layout, device)
         return pool
 
-    def _adopt(
-        self,
-        layers: Sequence[tuple[ArrayView, ...]],
-        layout: str,
-        device: Any,
-    ) -> None:
-        """Take the memory of arrays, which `_layers_of` has checked, as it lies.
+    def _adopt(self, layers: Sequence[tuple[ArrayView, ...]], layout: str, device: Any) -> None:
+        """Use the memory of arrays that `_layers_of` has checked.
 
         Parameters
         ----------
-        layers : of each layer K and V, or the latent, (num_pages, page_size, heads, width)
+        layers : K and V, or the latent, of each layer, (num_pages, page_size, heads, width)
         """
         first, self.is_wrapped = layers[0], True
         self.num_pages, self.page_size, self.num_kv_heads, self.head_dim = first[0].shape
@@ -224,21 +219,23 @@ class Pool(ProcessLocal, abc.ABC):
         ])  # fmt: skip
         parts = tuple(zip(*layers, strict=True))
         self._layers = tuple(
-            tuple(self._shown(exporting(_array_of(self.device, v))) for v in part) for part in parts
+            tuple(self._as_shown(exporting(_array_of(self.device, v))) for v in part)
+            for part in parts
         )
         self._scales: tuple[tuple[Any, ...], ...] = ()
         self._views = tuple(layers)
-        self._tensors: dict[int, list[Any]] = {}  # whose counters go up when a layer is written
+        # Tensors over each layer, whose version counters advance when the layer is written.
+        self._tensors: dict[int, list[Any]] = {}
         if any(v.library == "torch" for v in views):
             self._tensors = {i: [v.owner for v in layer] for i, layer in enumerate(layers)}
         self._torch_views: dict[tuple[int, int], Any] = {}
         self.allocator = PageAllocator(self.num_pages)
 
-    def _shown(self, of_layer: Any) -> Any:
+    def _as_shown(self, of_layer: Any) -> Any:
         """Return the view of one layer, (num_pages, page_size, heads, width), as users see it."""
         return of_layer
 
-    # --- Memory ---
+    # --- Allocating memory ---
 
     def _group(self, groups: Sequence[LayerGroup]) -> None:
         self.groups = tuple(groups)
@@ -246,20 +243,20 @@ class Pool(ProcessLocal, abc.ABC):
         self.scale_parts = tuple(part for group in groups for part in group.scale_parts)
 
     def _fill(self, widths: tuple[int, ...], scales: bool) -> None:
-        """Allocate everything and view it by pages and by layers."""
+        """Allocate all arrays, and view them by page and by layer."""
         order = _ORDERS[self.layout]
-        # A scale a slot and head, whose slots are evenly spaced within a layer in every layout.
+        # One scale per slot and head. In every layout the slots of a layer are evenly spaced.
         scale_order = order if self.layout == "layer_first" else _ORDERS["page_first"]
-        wanted = [(self._shape(order, width), self.dtype) for width in widths]
+        specs = [(self._shape(order, width), self.dtype) for width in widths]
         if scales:
-            wanted += [(self._shape(scale_order, 1), "fp32") for _ in widths]
-        self.num_bytes = sum(_num_bytes(shape, format) for shape, format in wanted)
+            specs += [(self._shape(scale_order, 1), "fp32") for _ in widths]
+        self.num_bytes = sum(_num_bytes(shape, format) for shape, format in specs)
         self.page_bytes = self.num_bytes // self.num_pages
         if self.num_bytes >= 2**63:
             raise ValueError(f"num_pages: expected less than 2**63 bytes, got {self.num_bytes}")
-        made = self._allocate(wanted)
+        arrays = self._allocate(specs)
 
-        data, scale_data = made[: len(widths)], made[len(widths) :]
+        data, scale_data = arrays[: len(widths)], arrays[len(widths) :]
         by_page = [_by_page(array, order) for array in data]
         layers = range(self.num_layers)
         scale_parts = tuple(exporters.view(_by_page(a, scale_order)) for a in scale_data)
@@ -280,23 +277,23 @@ class Pool(ProcessLocal, abc.ABC):
         }
         return tuple(sizes[axis] for axis in order)
 
-    def _allocate(self, wanted: list[tuple[tuple[int, ...], str]]) -> list[Any]:
-        made: list[Any] = []
+    def _allocate(self, specs: list[tuple[tuple[int, ...], str]]) -> list[Any]:
+        arrays: list[Any] = []
         try:
-            for shape, format in wanted:
-                made.append(_zeros(self.device, self.placement, shape, format))
+            for shape, format in specs:
+                arrays.append(_zeros(self.device, self.placement, shape, format))
         except BaseException as error:
-            made.clear()  # else the error's traceback would keep what was allocated before it
+            arrays.clear()  # else the error's traceback would keep what was allocated before it
             if isinstance(error, MemoryError):
                 raise MemoryError(
                     f"num_pages: expected a pool that there is memory for, got {self.num_pages} "
                     f"pages of {self.page_bytes} bytes, {self.num_bytes / 1e9:.4g} GB: {error}"
                 ) from error
             raise
-        return made
+        return arrays
 
     def _of_layer(self, by_page: Any, layer: int) -> Any:
-        return self._shown(exporting(by_page[:, layer]))
+        return self._as_shown(exporting(by_page[:, layer]))
 
     def _scale_of_layer(self, stored: Any, layer: int) -> Any:
         slots = self.num_pages * self.page_size
@@ -326,19 +323,19 @@ class KVPool(Pool):
     placement : "device"; "pinned", host memory that the device reads and writes directly;
         "pageable", plain host memory. All start as zeros
     device : a Device or its name; None is the default device
-    scales : lay float32 scales beside K and V of a quantised format, one for each token and head
+    scales : store float32 scales with K and V of a quantised format, one for each token and head
 
     Raises
     ------
     TypeError, ValueError : an argument does not fit
-    DeviceError, MemoryError : there is no room; nothing stays allocated
+    DeviceError, MemoryError : out of memory; nothing stays allocated
 
     Notes
     -----
-    Attributes: those of `Pool`. Bytes: exactly `num_bytes`, in an allocation each for K, for V and
+    Attributes: those of `Pool`. Bytes: exactly `num_bytes`, in one allocation each for K, for V and
     for the scales of each. `k(layer)` and `v(layer)` are arrays of the device's library (NumPy,
-    CuPy; fp8 of a GPU as ArrayViews), which export DLPack in every format; `torch_k` and `torch_v`
-    give them as tensors. `KVPool.wrap` makes a pool over memory that is there.
+    CuPy; fp8 on a GPU as ArrayViews), which export DLPack in every format; `torch_k` and `torch_v`
+    return them as tensors. `KVPool.wrap` makes a pool over existing memory.
     Source: sgl-project/sglang `python/sglang/srt/mem_cache/memory_pool_host.py` (the layouts).
 
     Examples
@@ -382,23 +379,23 @@ class KVPool(Pool):
         page_size: int | None = None,
         device: Any = None,
     ) -> KVPool:
-        """Return a pool over memory that is there: nothing is copied.
+        """Return a pool over existing memory: nothing is copied.
 
         Parameters
         ----------
         k, v : NumPy or CuPy arrays, torch tensors, or ArrayViews of `view_as`, on one device and of
-            one format. Either one array with the axes of `layout`, or a list of one array a layer:
-            (pages, page_size, heads, width), with any strides whose last is contiguous, or
+            one format. Either one array with the axes of `layout`, or a list of one array for each
+            layer: (pages, page_size, heads, width), with any strides whose last is contiguous, or
             (slots, heads, width) with `page_size`. The widths of K and V may differ
         layout : as in `KVPool`; with lists "layer_first"
-        page_size : slots a page, for arrays by slots
-        device : a Device or its name: for memory of the host that is to go with a pool of a GPU,
-            that GPU. None: that of the arrays, and for pinned memory the default one
+        page_size : slots per page, for arrays by slots
+        device : a Device or its name: for host memory that is to exchange pages with a pool of a
+            GPU, that GPU. None: that of the arrays, and for pinned memory the default one
 
         Returns
         -------
-        KVPool : with a fresh allocator, and "device", "pinned" or "pageable" for its placement, as
-            the arrays are. It keeps them alive
+        KVPool : with a fresh allocator, and the placement of the arrays, "device", "pinned" or
+            "pageable". It keeps them alive
 
         Raises
         ------
@@ -406,11 +403,11 @@ class KVPool(Pool):
 
         Notes
         -----
-        Layers in allocations of their own take a kernel each where those of a pool's own array take
-        one for all. Transfers, engines, tiers and the paged cache take the pool as any other.
-        Source: vLLM `(2, num_blocks, block_size, heads, head_dim)` a layer, where k is `c[0]` and v
-        `c[1]`; SGLang `MHATokenToKVPool`, (slots, heads, head_dim) a layer; FlashInfer's paged NHD
-        and HND, the latter as `k.transpose(1, 2)`.
+        A transfer of layers in separate allocations launches a kernel for each, where a pool's own
+        array needs one for all. The pool can be used like any other.
+        Source: vLLM `(2, num_blocks, block_size, heads, head_dim)` per layer, where k is `c[0]` and
+        v `c[1]`; SGLang `MHATokenToKVPool`, (slots, heads, head_dim) per layer; FlashInfer's paged
+        NHD and HND, the latter as `k.transpose(1, 2)`.
 
         Examples
         --------
@@ -434,14 +431,14 @@ class MLAPool(Pool):
 
     Parameters
     ----------
-    latent_dim : elements that a token has in a layer, the rope part included
+    latent_dim : elements per token and layer, including the rope part
     num_pages, page_size, num_layers, dtype, layout, placement, device, scales : as in `KVPool`;
         the layouts have one head
 
     Raises
     ------
     TypeError, ValueError : an argument does not fit
-    DeviceError, MemoryError : there is no room; nothing stays allocated
+    DeviceError, MemoryError : out of memory; nothing stays allocated
 
     Notes
     -----
@@ -483,12 +480,12 @@ class MLAPool(Pool):
         page_size: int | None = None,
         device: Any = None,
     ) -> MLAPool:
-        """Return a pool over memory that is there, as `KVPool.wrap` does.
+        """Return a pool over existing memory, as `KVPool.wrap` does.
 
         Parameters
         ----------
-        latent : one array with the axes of `layout`, the one head left out or not, or a list of one
-            array a layer: (pages, page_size, latent_dim), or (slots, latent_dim) and
+        latent : one array with the axes of `layout`, with or without the one head, or a list of one
+            array per layer: (pages, page_size, latent_dim), or (slots, latent_dim) and
             (slots, 1, latent_dim) with `page_size`
         layout, page_size, device : as in `KVPool.wrap`
 
@@ -511,7 +508,7 @@ class MLAPool(Pool):
     def _row(self) -> str:
         return f"a latent of {self.latent_dim}"
 
-    def _shown(self, of_layer: Any) -> Any:
+    def _as_shown(self, of_layer: Any) -> Any:
         return of_layer[:, :, 0]
 
 
@@ -519,18 +516,18 @@ class MLAPool(Pool):
 
 
 def count(value: Any, name: str) -> int:
-    """Return a count argument as an int of at least one."""
+    """Return an argument as an int; TypeError or ValueError unless it is at least 1."""
     checks.require_int(value, name)
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}")
     return int(value)
 
 
-def _choice(value: Any, name: str, known: tuple[str, ...]) -> str:
+def _choice(value: Any, name: str, choices: tuple[str, ...]) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
-    if value not in known:
-        raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+        raise TypeError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
     return value
 
 
@@ -554,15 +551,15 @@ def _zeros(device: Device, placement: str, shape: tuple[int, ...], format: str) 
 def _by_page(array: Any, order: str) -> Any:
     """View an array stored in `order` as (pages, layers, slots, heads, width)."""
     axes = tuple(map(order.index, "PLSHD"))
-    # An ArrayView is of a format that the device's array library does not have.
+    # An ArrayView has a format that the device's array library lacks.
     return array.transpose(axes) if not isinstance(array, ArrayView) else transposed(array, axes)
 
 
-# --- Arrays of others -----------------------------------------------------------------------------
+# --- Wrapped arrays -------------------------------------------------------------------------------
 
 
 def _where(views: Sequence[ArrayView], device: Any) -> tuple[Device, str]:
-    """Return the device that computes on the pages of some arrays, and their placement."""
+    """Return the device of a pool over some arrays, and their placement."""
     name = views[0].device
     pinned = name == "host" and all(v.pinned for v in views)
     if device is None:
@@ -577,7 +574,7 @@ def _where(views: Sequence[ArrayView], device: Any) -> tuple[Device, str]:
 
 
 def _evenly_spaced(layers: Sequence[tuple[ArrayView, ...]]) -> list[range]:
-    """Split layers into runs that are one allocation each, at one distance in every part."""
+    """Split layers into runs within one allocation, each part at a constant distance."""
     runs: list[range] = []
     distance: tuple[int, ...] | None = None
     for i in range(1, len(layers)):
@@ -602,12 +599,12 @@ def _stacked(layers: Sequence[ArrayView]) -> ArrayView:
     return ArrayView(
         first.pointer, (pages, len(layers), *rest),
         (first.strides[0], distance, *first.strides[1:]), first.format, first.device,
-        library=first.library, owner=first.owner,  # who keeps the memory of all
+        library=first.library, owner=first.owner,  # which keeps the memory of all of them
     )  # fmt: skip
 
 
 def _array_of(device: Device, v: ArrayView) -> Any:
-    """Return an array of the device's library over a view; the view where it lacks the format."""
+    """Return an array of the device's library over a view, or the view if it lacks the format."""
     dtype = dtypes.numpy_dtype(v.format)
     if v.device == "host":
         return array_at(v.owner, v.pointer, v.shape, dtype, v.strides)
@@ -617,23 +614,23 @@ def _array_of(device: Device, v: ArrayView) -> Any:
 
 
 def _layers_of(
-    given: dict[str, Any], order: str, page_size: int | None, *, has_heads: bool
+    arguments: dict[str, Any], order: str, page_size: int | None, *, has_heads: bool
 ) -> list[tuple[ArrayView, ...]]:
-    """Return the arrays of each layer, (pages, page_size, heads, width), that go together.
+    """Return K and V, or the latent, of each layer, (pages, page_size, heads, width).
 
     Parameters
     ----------
-    given : K and V, or the latent, by name: one array, or a list of one array a layer
-    order : of the axes of one array: Layers, Pages, Slots of a page, Heads, Dimensions of a head
+    arguments : K and V, or the latent, by name: one array, or a list of one array per layer
+    order : axes of one array: Layers, Pages, Slots of a page, Heads, Dimensions of a head
     page_size : of arrays by slots; None: they are by pages
-    has_heads : whether an axis of heads must be there; else it is of one head, and may be left out
+    has_heads : whether there must be an axis of heads; else it has one head, and may be left out
 
     Raises
     ------
     TypeError, ValueError : an array does not fit, or shares bytes with another
     """
     parts = []
-    for name, arrays in given.items():
+    for name, arrays in arguments.items():
         if isinstance(arrays, (list, tuple)):
             if not order.startswith("L"):
                 raise ValueError(f"layout: expected layer_first with {name} as a list of layers")
@@ -645,14 +642,14 @@ def _layers_of(
         else:
             by_layer = _split(exporters.view(arrays, name), name, order, page_size, has_heads)
         parts.append([(n, _layer_by_page(v, n, page_size, has_heads)) for n, v in by_layer])
-    _require_alike(parts, tuple(given))
+    _require_alike(parts, tuple(arguments))
     return [tuple(v for _, v in layer) for layer in zip(*parts, strict=True)]
 
 
 def _split(
     v: ArrayView, name: str, order: str, page_size: int | None, has_heads: bool
 ) -> list[_Named]:
-    """Return the layers of one array, with axes as a list of them would have."""
+    """Return the layers of one array, each as it would be in a list."""
     bare = order if has_heads else order.replace("H", "")
     if order.startswith("L"):
         least = len(bare) - (page_size is not None)  # by slots
@@ -663,19 +660,20 @@ def _split(
         by_page = transposed(v, [axes.index(axis) for axis in "PLSHD" if axis in axes])
         return [(name, by_page[:, i]) for i in range(by_page.shape[1])]
     words = {"L": "layers", "P": "pages", "S": "page_size", "H": "heads", "D": "width"}
-    wanted = ", ".join(words[axis] for axis in bare)
+    axis_names = ", ".join(words[axis] for axis in bare)
     by_slots = ""
     if order.startswith("L"):
-        by_slots = f", ({wanted.replace('pages, page_size', 'slots')}) with page_size=,"
+        by_slots = f", ({axis_names.replace('pages, page_size', 'slots')}) with page_size=,"
     raise ValueError(
-        f"{name}: expected ({wanted}){by_slots} or a list of one array a layer, got {describe(v)}"
+        f"{name}: expected ({axis_names}){by_slots} or a list of one array a layer, "
+        f"got {describe(v)}"
     )
 
 
 def _layer_by_page(v: ArrayView, name: str, page_size: int | None, has_heads: bool) -> ArrayView:
     """View a layer as (pages, page_size, heads, width)."""
     pages = v
-    wanted = "(pages, page_size, heads, width)" if has_heads else "(pages, page_size, width)"
+    shape = "(pages, page_size, heads, width)" if has_heads else "(pages, page_size, width)"
     if not has_heads:
         slots = page_size is not None and v.ndim == 3 and v.shape[1] == 1 != page_size
         if v.ndim in (2, 3) and not slots:  # no axis of one head
@@ -685,17 +683,20 @@ def _layer_by_page(v: ArrayView, name: str, page_size: int | None, has_heads: bo
     if pages.ndim == 3:
         if page_size is None:
             raise ValueError(
-                f"{name}: expected {wanted}, or page_size= with slots first, got {describe(v)}"
+                f"{name}: expected {shape}, or page_size= with slots first, got {describe(v)}"
             )
-        count, step = pages.shape[0], pages.strides[0]
-        if count % page_size:
+        num_slots, step = pages.shape[0], pages.strides[0]
+        if num_slots % page_size:
             raise ValueError(
-                f"page_size: expected a divisor of the {count} slots of {name}, got {page_size}"
+                f"page_size: expected a divisor of the {num_slots} slots of {name}, got {page_size}"
             )
-        shape = (count // page_size, page_size, *pages.shape[1:])
-        pages = reshaped(pages, shape, (page_size * step, step, *pages.strides[1:]))
+        pages = reshaped(
+            pages,
+            (num_slots // page_size, page_size, *pages.shape[1:]),
+            (page_size * step, step, *pages.strides[1:]),
+        )
     if pages.ndim != 4:
-        raise ValueError(f"{name}: expected {wanted}, got {describe(v)}")
+        raise ValueError(f"{name}: expected {shape}, got {describe(v)}")
     if not has_heads and pages.shape[2] != 1:
         raise ValueError(f"{name}: expected one head, got {describe(v)}")
     if page_size is not None and pages.shape[1] != page_size:
@@ -704,7 +705,7 @@ def _layer_by_page(v: ArrayView, name: str, page_size: int | None, has_heads: bo
 
 
 def _require_alike(parts: Sequence[Sequence[_Named]], names: Sequence[str]) -> None:
-    """Refuse layers that a pool cannot have: unlike, strided, read-only or sharing bytes."""
+    """Raise unless layers are alike, contiguous, writable and share no bytes."""
     if len(parts[-1]) != len(parts[0]):
         raise ValueError(
             f"{names[-1]}: expected {len(parts[0])} layers like {names[0]}, got {len(parts[-1])}"
@@ -725,10 +726,10 @@ def _require_alike(parts: Sequence[Sequence[_Named]], names: Sequence[str]) -> N
                     f"{name}: expected {first.device} like {first_name}, got {v.device}"
                 )
             of_part = part[0][1].shape
-            wanted = of_part if part is parts[0] else (*first.shape[:3], of_part[3])
-            if v.shape != wanted:
+            shape = of_part if part is parts[0] else (*first.shape[:3], of_part[3])
+            if v.shape != shape:
                 raise ValueError(
-                    f"{name}: expected pages of {wanted} like {first_name}, got {v.shape}"
+                    f"{name}: expected pages of {shape} like {first_name}, got {v.shape}"
                 )
             checks.require_contiguous(v, name)
             checks.require_output(v, name)

@@ -1,4 +1,4 @@
-"""Blocks for tests of the disk tier, each of which tells by its contents whose hash it has."""
+"""Blocks for tests of the disk tier, whose contents follow from their hashes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reads(tier, slot, block_hash):
 
 
 def filled(path, blocks, **options):
-    """Make a closed file with blocks, given by slot, and return its bytes."""
+    """Make a closed file with blocks, by slot, and return its bytes."""
     with open_tier(path, **options) as tier:
         for slot, block_hash in blocks.items():
             write(tier, slot, block_hash)

@@ -136,7 +136,7 @@ def test_a_write_that_fails_leaves_the_others_of_its_batch(tier, monkeypatch):
 
 
 def test_threads_share_a_tier_and_no_read_is_wrong(path):
-    """Everyone writes and reads the same few slots, which nobody orders."""
+    """All threads write and read the same few slots, in no order."""
     served = [0] * 4
 
     def work(me):

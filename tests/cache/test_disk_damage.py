@@ -198,7 +198,7 @@ def test_a_file_cut_while_it_is_open_gives_misses(path):
         ({"num_slots": 4}, r"expected number of slots .which num_bytes gives. 4, got 3"),
     ],
 )
-def test_files_for_other_pages_are_refused_and_stay(path, whole, options, message):
+def test_files_for_other_pages_raise_and_stay(path, whole, options, message):
     with pytest.raises(ValueError, match=f"disk: {message} in {path}") as caught:
         open_tier(path, **{"num_slots": 3, **options})
     assert path.read_bytes() == whole
@@ -206,7 +206,7 @@ def test_files_for_other_pages_are_refused_and_stay(path, whole, options, messag
     del caught  # which until here kept all that the failed call had, but for its lock
 
 
-def test_other_versions_are_refused(path, whole, monkeypatch):
+def test_other_versions_raise(path, whole, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(disk_format, "VERSION", 2)
         header = disk_format.encode_header(LAYOUT, IDENTITY)
@@ -216,7 +216,7 @@ def test_other_versions_are_refused(path, whole, monkeypatch):
 
 
 @pytest.mark.parametrize("found", [b"\0" * 9000, b"kv", b"#!/bin/sh\n" * 900])
-def test_files_of_others_are_refused_and_stay(path, found):
+def test_files_of_others_raise_and_stay(path, found):
     path.write_bytes(found)
     with pytest.raises(ValueError, match=f"disk: expected a file of a disk tier, got {path}"):
         open_tier(path)

@@ -1,4 +1,4 @@
-"""The file of a disk tier, what the system refuses, and arguments that do not fit."""
+"""The file of a disk tier: errors of the system, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_as_many_slots_as_fit():
             assert layout.payload_at(num_slots - 1) + page_bytes <= layout.num_bytes
 
 
-def test_the_file_takes_its_room_at_once_and_is_its_owners_alone(path):
+def test_the_file_is_allocated_at_once_and_only_its_owner_can_read_it(path):
     with DiskTier(path, 10**6, PAGE_BYTES, IDENTITY) as tier:
         info = path.stat()
         assert 10**6 - 8192 - 64 < info.st_size <= 10**6
@@ -81,7 +81,7 @@ def test_an_empty_file_becomes_one_of_a_tier(path):
 
 
 @pytest.mark.parametrize("answer", [errno.EOPNOTSUPP, errno.EINVAL, None])
-def test_file_systems_that_promise_no_room(path, monkeypatch, answer):
+def test_file_systems_that_cannot_preallocate(path, monkeypatch, answer):
     def refuse(*_):
         raise OSError(answer, os.strerror(answer))
 
@@ -95,7 +95,7 @@ def test_file_systems_that_promise_no_room(path, monkeypatch, answer):
         assert reads(tier, 5, 1)
 
 
-def test_no_room_is_said_early_and_leaves_no_file(path, monkeypatch):
+def test_a_full_disk_raises_early_and_leaves_no_file(path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 

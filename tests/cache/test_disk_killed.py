@@ -14,7 +14,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def killed(path, times, mode):
-    """Kill a writer so many times, and return what was found afterwards."""
+    """Kill a writer so many times, and return what the file had afterwards."""
     result = subprocess.run(
         [sys.executable, HERE / "disk_killed.py", path, str(times), mode],
         # One thread before each fork.

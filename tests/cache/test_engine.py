@@ -1,4 +1,4 @@
-"""kv.TransferEngine: what it moves, when it goes out, and what its handles tell."""
+"""kv.TransferEngine: what it moves, when batches go out, and what handles return."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_queued_calls_go_out_as_one_per_direction(world, flush, asked):
 
 
 def test_many_calls_go_out_as_one(device):
-    """Allocators that look through what they were told of do not send it out."""
+    """Allocators that poll the transfers announced to them do not send those out."""
     world = World(device, pool_of(device, 300), pool_of(device, 300))
     with observe.attached(Log()) as log:
         for page in range(300):
@@ -245,10 +245,10 @@ def test_a_flush_of_nothing(world):
     assert log.take() == []
 
 
-# What handles tell -------------------------------------------------------------------------------
+# Handles -----------------------------------------------------------------------------------------
 
 
-def test_done_tells_when_it_is_over(world):
+def test_done_is_true_once_the_transfer_is_over(world):
     gate = Gate(world.engine.load_stream)
     transfer = world.engine.load([1], [1])
     assert not transfer.done()
@@ -297,7 +297,7 @@ def test_the_timeline_shows_layers_on_the_load_stream(world):
     assert ("save", "save", device) in lanes
 
 
-def test_given_streams_are_used_and_keep_their_names(device):
+def test_streams_of_the_user_are_used_and_keep_their_names(device):
     load, save = device.stream(), device.stream()
     load.name = "mine"
     world = World(device, load_stream=load, save_stream=save)
@@ -440,7 +440,7 @@ def test_the_calling_thread_waits_by_nature(device, world):
 
 @pytest.mark.parametrize("sent", [False, True], ids=["queued", "sent"])
 @pytest.mark.parametrize("kind", ["load", "save"])
-def test_freed_pages_in_flight_are_not_handed_out(world, kind, sent):
+def test_freed_pages_in_flight_are_not_allocated(world, kind, sent):
     engine = world.engine
     gate = Gate(world.streams[kind])
     pages = {pool: pool.allocator.alloc(3) for pool in (world.device_pool, world.host_pool)}
@@ -530,7 +530,7 @@ def test_finished_batches_let_go_of_their_pages(world):
 
 
 def test_threads_share_an_engine(device):
-    """Each has pages of its own, which go out and come back many times."""
+    """Each has its own pages, which are saved and loaded many times."""
     num_threads, turns = 4, 15
     world = World(device, pool_of(device, 2 * num_threads), pool_of(device, 2 * num_threads))
     wrong, start = [], threading.Barrier(num_threads)

@@ -91,7 +91,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("lists", "error", "said"), REFUSED)
 @pytest.mark.parametrize("kind", ["save", "load"])
-def test_lists_that_are_refused(world, kind, lists, error, said):
+def test_invalid_page_lists(world, kind, lists, error, said):
     said = said.format(None, "host_pages" if kind == "save" else "device_pages")
     lists = lists if kind == "save" else lists[::-1]
     with observe.attached(Log()) as log:
@@ -149,7 +149,7 @@ def test_pools_that_do_not_go_together(device):
     [({"load_stream": 7}, TypeError), ({"save_stream": "main"}, TypeError),
      ({"method": "magic"}, ValueError), ({"max_blocks": 0}, ValueError)],
 )  # fmt: skip
-def test_options_that_are_refused(device, options, error):
+def test_invalid_options(device, options, error):
     (name,) = options
     with pytest.raises(error, match=f"^{name}"):
         kv.TransferEngine(pool_of(device, 4), pool_of(device, 4), **options)
@@ -158,7 +158,7 @@ def test_options_that_are_refused(device, options, error):
 # Captures ----------------------------------------------------------------------------------------
 
 
-def test_a_captured_stream_is_refused_and_nothing_is_queued(world):
+def test_a_captured_stream_raises_and_nothing_is_queued(world):
     queued = world.engine.save([1], [1])
     with world.compute.capture():
         for call in (world.engine.save, world.engine.load):
@@ -175,7 +175,7 @@ def test_a_captured_stream_is_refused_and_nothing_is_queued(world):
     assert_works(world)
 
 
-def test_a_given_stream_that_is_captured(device):
+def test_a_stream_of_the_user_that_is_captured(device):
     stream = device.stream()
     world = World(device, load_stream=stream)
     pages = world.device_pool.allocator.alloc(1)
@@ -283,7 +283,7 @@ class RefusesRecords(Log):
 
 @pytest.mark.parametrize("skip", range(NUM_LAYERS + 2))
 def test_events_that_cannot_be_recorded(world, skip):
-    """The start, each layer's, or the end: then the stream itself tells when it is over."""
+    """The start, each layer's, or the end: then the stream itself says when it is over."""
     pages = world.device_pool.allocator.alloc(1)
     transfer = world.engine.load([1], pages)
     world.device_pool.allocator.free(pages)
@@ -478,8 +478,8 @@ def test_the_layer_that_failed_on_the_stream_is_named(host_world):
     assert_works(world)
 
 
-def test_a_failure_that_nobody_looks_at_does_not_stop_later_transfers(host_world):
-    """On a stream of the engine's own there is nobody else to let it surface."""
+def test_a_failure_that_is_never_observed_does_not_stop_later_transfers(host_world):
+    """On a stream of the engine's own nothing else would let it surface."""
     world = host_world
     world.engine.save_stream.call(boom)
     forgotten = world.engine.save([1], [1])
@@ -491,7 +491,7 @@ def test_a_failure_that_nobody_looks_at_does_not_stop_later_transfers(host_world
     assert_works(world)
 
 
-def test_on_a_given_stream_a_failure_stays_for_its_owner(device):
+def test_on_a_stream_of_the_user_a_failure_stays_for_its_owner(device):
     if device.kind != "host":
         pytest.skip("work behind a failure is skipped on the host device only")
     stream = device.stream()
@@ -511,7 +511,7 @@ def test_on_a_given_stream_a_failure_stays_for_its_owner(device):
 
 @pytest.mark.parametrize("ask", ASKED)
 def test_a_failure_that_a_handle_raises_has_surfaced(device, ask):
-    """So the stream runs again, a given one too."""
+    """So the stream runs again, including one of the user."""
     if device.kind != "host":
         pytest.skip("work behind a failure is skipped on the host device only")
     stream = device.stream()

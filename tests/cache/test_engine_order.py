@@ -78,7 +78,7 @@ def load_waits_for_the_writer(story):
 
 
 def two_calls(first, second, held, target):
-    """The second call of the engine waits for the first; `target` names who must end up as what."""
+    """The second call waits for the first; `target` names the page that must equal another."""
 
     def story_of(story):
         world = story.world
@@ -202,7 +202,7 @@ def test_without_the_wait_it_goes_wrong(device, monkeypatch, name):
 
 
 def test_after_is_a_point_in_the_stream(device):
-    """What the compute stream is given after the call holds nothing up."""
+    """Work that the compute stream gets after the call delays nothing."""
     world = World(device)
     save = world.engine.save([1], [1], after=world.compute)
     load = world.engine.load([2], [2], after=world.compute)
@@ -310,7 +310,7 @@ def test_the_last_of_several_calls_on_one_page_wins(device, streams):
 
 
 def test_conflicts_are_forgotten_once_a_batch_is_out(device):
-    """What went out earlier does not make later calls go out one by one."""
+    """Batches that went out do not make later calls go out one by one."""
     world = World(device)
     world.engine.load([1], [1]).synchronize()
     with observe.attached(Log()) as log:

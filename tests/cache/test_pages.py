@@ -19,7 +19,7 @@ import kvcupy as kv
 
 
 class FakeTransfer:
-    """A transfer that is done when somebody says so, or once it has been waited for."""
+    """A transfer that is done when the test says so, or once it has been waited for."""
 
     def __init__(self, finished=False, error=None, watch=None):
         self.finished, self.error, self.watch = finished, error, watch
@@ -74,7 +74,7 @@ def test_what_is_freed_last_comes_back_first():
     assert pages.alloc(5).tolist() == [3, 4, 0, 1, 6]
 
 
-def test_the_pages_given_are_the_callers_own_array():
+def test_alloc_returns_an_array_of_its_own():
     pages = kv.PageAllocator(4)
     got = pages.alloc(2)
     pages.free([0])
@@ -189,7 +189,7 @@ def test_a_list_with_one_wrong_page_frees_nothing(wrong):
 
 
 @pytest.mark.parametrize("given", [None, 3, 2.5, object()])
-def test_what_is_no_list_frees_nothing(given):
+def test_an_invalid_list_frees_nothing(given):
     pages = kv.PageAllocator(8)
     pages.alloc(4)
     with pytest.raises(TypeError, match=r"^pages: expected a list"):
@@ -197,7 +197,7 @@ def test_what_is_no_list_frees_nothing(given):
     assert pages.num_allocated == 4
 
 
-def test_an_array_of_a_gpu_is_refused():
+def test_an_array_of_a_gpu_raises():
     class OnGpu:
         def __array__(self, dtype=None, copy=None):
             raise TypeError("Implicit conversion to a NumPy array is not allowed")
@@ -483,13 +483,13 @@ def test_an_interrupted_wait_leaves_the_pages_busy():
 
 
 @pytest.mark.parametrize("given", [None, 3, object()])
-def test_what_is_no_transfer(given):
+def test_busy_needs_a_completion(given):
     with pytest.raises(TypeError, match=r"^transfer: expected"):
         kv.PageAllocator(2).busy([0], given)
 
 
 @pytest.mark.parametrize(("error", "given"), [(ValueError, [0, 0.5]), (TypeError, 3)])
-def test_busy_pages_that_are_none(error, given):
+def test_invalid_busy_pages(error, given):
     with pytest.raises(error, match=r"^pages: expected"):
         kv.PageAllocator(2).busy(given, FakeTransfer())
 

@@ -1,4 +1,4 @@
-"""Pools: where each element lies, that operations take their views, and what they refuse."""
+"""Pools: where each element is stored, that operations take their views, and errors."""
 
 from __future__ import annotations
 
@@ -199,8 +199,8 @@ def test_each_part_is_one_allocation_of_its_size(make, layout, placement):
 
 @pytest.mark.parametrize("placement", ["device", "pinned"])
 @pytest.mark.parametrize("allocations", range(4))
-def test_nothing_stays_allocated_where_there_is_no_room(allocations, placement):
-    """Not even while the error is being handled: whoever does might try a smaller pool."""
+def test_nothing_stays_allocated_when_memory_runs_out(allocations, placement):
+    """Not even while the error is being handled: the handler might try a smaller pool."""
     device = Device(allocations)
     try:
         kv_pool(device, dtype="fp8_e5m2", scales=True, placement=placement)

@@ -141,7 +141,7 @@ def test_layers_that_there_are_not(blocks, layer, error):
 
 @pytest.mark.parametrize("wait", ["layer", "all"])
 def test_a_stream_waits_for_each_layer(blocks, wait):
-    """With the load held up, whoever does not wait comes too early."""
+    """While the load is held up, a read that does not wait comes too early."""
     blocks.insert([A, B])
     blocks.evict_all()
     blocks.settle()
@@ -211,7 +211,7 @@ def test_a_load_waits_for_readers_of_the_pages_that_it_overwrites(device):
         before = device.to_numpy(part).copy()
         lease.release()
         lease = blocks.cache.acquire([A, B], after=compute)
-        assert not lease.completion._flights[0].done()
+        assert not lease.completion._arriving[0].done()
         gate.open()
         lease.wait()
         compute.synchronize()
@@ -278,7 +278,7 @@ def test_hashes_with_a_sign(blocks):
         (7, [0], TypeError, "hashes"),
     ],
 )
-def test_inserts_that_are_refused(blocks, hashes, pages, error, said):
+def test_invalid_inserts(blocks, hashes, pages, error, said):
     """Pages 0 and 1 are the caller's, 2 is the cache's, 3 is free."""
     taken = blocks.device_pool.allocator.alloc(3)
     blocks.cache.insert([C], taken[2:])
@@ -338,7 +338,7 @@ def test_a_page_that_is_still_written_is_not_overwritten_by_a_load(device):
 
 
 @pytest.mark.parametrize("write", ["through", "back"])
-def test_a_page_that_is_still_written_is_not_given_out(device, write):
+def test_a_page_that_is_still_written_is_not_allocated(device, write):
     """Evicted without a save, for the host has the block."""
     blocks = Blocks(device, 1, write=write)
     blocks.insert([A])
@@ -391,7 +391,7 @@ def test_a_block_is_saved_once(device, write):
     assert blocks.cache.stats()["save_bytes"] == 2 * blocks.device_pool.page_bytes
 
 
-def test_through_saves_the_first_blocks_where_there_is_not_room_for_all(device):
+def test_through_saves_the_first_blocks_if_there_is_no_space_for_all(device):
     blocks = Blocks(device, 4, 2)
     blocks.insert([A, B, C])
     assert blocks.blocks() == ({A, B, C}, {A, B}, set())
@@ -399,7 +399,7 @@ def test_through_saves_the_first_blocks_where_there_is_not_room_for_all(device):
     assert blocks.blocks()[1] == {A, D}, "the leaf has gone"
 
 
-def test_a_page_in_flight_is_not_given_out(device):
+def test_a_page_in_flight_is_not_allocated(device):
     blocks = Blocks(device, 2, write="back")
     blocks.insert([A, B])
     gate = Gate(blocks.engine.save_stream)
@@ -536,7 +536,7 @@ def test_a_cache_that_goes_lets_its_pools_go(device):
         ({"disk_bytes": 5.0}, TypeError, "disk_bytes"),
     ],
 )
-def test_options_that_are_refused(device, options, error, said):
+def test_invalid_options(device, options, error, said):
     with pytest.raises(error, match=f"^{said}: expected"):
         TieredCache(pool_of(device, 2), pool_of(device, 2), **options)
 
@@ -546,7 +546,7 @@ def test_pools_that_do_not_go_together(device):
         TieredCache(pool_of(device, 2), pool_of(device, 2, head_dim=8))
 
 
-def test_arguments_that_are_refused(blocks):
+def test_invalid_arguments(blocks):
     blocks.insert([A])
     blocks.settle()
     before = snapshot(blocks)
@@ -564,7 +564,7 @@ def test_arguments_that_are_refused(blocks):
         assert snapshot(blocks) == before
 
 
-def test_captures_are_refused(blocks):
+def test_captures_raise(blocks):
     blocks.insert([A])
     blocks.settle()
     stream, (page,) = blocks.device.stream(), blocks.device_pool.allocator.alloc(1).tolist()

@@ -117,7 +117,7 @@ def test_scales_and_mla_go_to_disk(device, path, tmp_path):
 
 
 @pytest.mark.parametrize("write", ["through", "back"])
-def test_nothing_is_lost_while_the_disk_has_room(device, path, write):
+def test_nothing_is_lost_while_the_disk_has_space(device, path, write):
     blocks = Blocks(device, 2, 2, disk=path, disk_bytes=file_of(8), write=write)
     hashes = list(range(100, 108))
     write_down(blocks, hashes)
@@ -129,7 +129,7 @@ def test_nothing_is_lost_while_the_disk_has_room(device, path, write):
 
 @pytest.mark.parametrize("write", ["through", "back"])
 def test_a_small_host_tier_passes_on_what_it_cannot_keep(device, path, write):
-    """Whether blocks leave because they are told to, or for others that come."""
+    """Whether blocks are evicted by a call, or to make space for others."""
     blocks = Blocks(device, 6, 2, disk=path, disk_bytes=ROOM, write=write)
     hashes = list(range(100, 106))
     blocks.insert(hashes)
@@ -149,8 +149,8 @@ def test_a_small_host_tier_passes_on_what_it_cannot_keep(device, path, write):
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_what_is_asked_for_is_not_lost_for_what_makes_room(device, path, slots):
-    """There is not room for six blocks, and A and B are on their way up."""
+def test_acquired_blocks_are_not_lost_for_evicted_ones(device, path, slots):
+    """There is no space for six blocks, and A and B are being loaded."""
     blocks = Blocks(device, 4, 2, disk=path, disk_bytes=file_of(slots), write="back")
     blocks.insert([A, B])
     blocks.evict_all()
@@ -228,7 +228,7 @@ def test_a_disk_block_is_not_read_over_a_page_that_is_still_being_loaded(device,
         blocks.assert_holds(lease, [hash])
 
 
-def test_through_does_not_wait_for_room_on_its_way_down(device, path):
+def test_through_does_not_wait_for_space_in_lower_tiers(device, path):
     """An insert copies to the host tier what it can at once."""
     blocks = Blocks(device, 4, 1, disk=path, disk_bytes=ROOM)
     gate = Gate(blocks.engine.save_stream)
@@ -424,7 +424,7 @@ def test_clear_empties_the_file(device, path):
 @pytest.mark.parametrize(
     "changes", [{"layout": "layer_first"}, {"page_size": 4}, {"dtype": "bf16"}, {"num_layers": 2}]
 )
-def test_a_file_of_other_pages_is_refused(device, path, changes):
+def test_a_file_of_other_pages_raises(device, path, changes):
     Blocks(device, disk=path, disk_bytes=ROOM).cache.close()
     layout = changes.pop("layout", "page_first")
     pools = pool_of(device, 2, **changes), pool_of(device, 2, layout=layout, **changes)
@@ -433,7 +433,7 @@ def test_a_file_of_other_pages_is_refused(device, path, changes):
     Blocks(device, disk=path, disk_bytes=ROOM).cache.close()
 
 
-def test_an_open_file_is_refused(device, path):
+def test_an_open_file_raises(device, path):
     first = Blocks(device, disk=path, disk_bytes=ROOM)
     with pytest.raises((ValueError, OSError), match="disk"):
         Blocks(device, disk=path, disk_bytes=ROOM)
@@ -441,7 +441,7 @@ def test_an_open_file_is_refused(device, path):
     Blocks(device, disk=path, disk_bytes=ROOM).cache.close()
 
 
-def test_too_little_room(device, path):
+def test_a_file_that_is_too_small(device, path):
     with pytest.raises(ValueError, match=r"^disk_bytes: expected at least"):
         Blocks(device, disk=path, disk_bytes=100)
     with pytest.raises(TypeError, match=r"^disk_bytes"):

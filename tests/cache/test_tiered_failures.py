@@ -76,7 +76,7 @@ def test_a_load_that_fails_on_its_way(blocks, wait):
     blocks.assert_no_leak()
 
 
-def test_the_pages_of_a_failed_load_are_not_given_out_while_it_runs(blocks):
+def test_the_pages_of_a_failed_load_are_not_allocated_while_it_runs(blocks):
     """Layers 0 and 1 are still being written when it is known that layer 2 never is."""
     gate = Gate(blocks.engine.load_stream)
     with observe.attached(Log(refuse="load 2")):
@@ -105,7 +105,7 @@ def test_acquire_waits_for_pages_that_a_failed_load_still_writes(blocks):
     blocks.device_pool.allocator.free(taken)
 
 
-def test_a_failed_load_that_nobody_waited_for(blocks):
+def test_a_failed_load_that_was_not_waited_for(blocks):
     gate = failing_stream(blocks, "load")
     blocks.cache.acquire([A, B]).release()
     gate.open()
@@ -168,7 +168,7 @@ def test_a_save_that_fails_while_the_device_has_the_block(device):
 
 
 def test_a_save_that_fails_behind_an_eviction(device):
-    """The block is lost, and whoever loads it meanwhile is told."""
+    """The block is lost, and a lease that loads it meanwhile raises."""
     blocks = Blocks(device, write="back")
     blocks.insert([A, B])
     gate = failing_stream(blocks, "save")
@@ -237,7 +237,7 @@ def test_a_load_is_as_good_as_the_save_before_it(device):
     gate = Gate(blocks.engine.save_stream)
     blocks.cache.evict(1)
     lease = blocks.cache.acquire([A])
-    (save,) = blocks.tiers.flights.saves()
+    (save,) = blocks.tiers.in_flight.saves()
     save._completion = Broken()
     gate.open()
     with pytest.raises(kv.DeviceError, match="broken"):
@@ -255,7 +255,7 @@ def test_a_save_is_as_good_as_the_load_before_it(device):
     blocks.settle()
     gate = Gate(blocks.engine.load_stream)
     lease = blocks.cache.acquire([A])
-    (load,) = lease.completion._flights
+    (load,) = lease.completion._arriving
     lease.release()
     with blocks.cache._shared.opened() as tiers:  # as if the host's policy had let it go
         copies = list(tiers.host.copies.values())

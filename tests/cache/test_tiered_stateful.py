@@ -337,7 +337,7 @@ class Machine(RuleBasedStateMachine):
                 pins[id(copy)] = pins.get(id(copy), 0) + 1
                 known = blocks.tiers.device.has(copy)
                 assert blocks.tiers.device.owned[copy.page]
-                assert known or blocks.cache._shared.closed or copy.filled.failure is not None
+                assert known or blocks.cache._shared.closed or copy.filled_by.failure is not None
         copies = [copy for _, lease, _ in self.leases for copy in lease._copies]
         for copy in (*self.blocks.tiers.device.copies.values(), *copies):
             assert copy.pins == pins.get(id(copy), 0)

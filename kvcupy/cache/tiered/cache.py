@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 from ...errors import CacheFull, CaptureError, KvcupyError
 from ...ops import checks
 from ...pickling import ProcessLocal
-from ..completion import StreamCompletion
+from ..completion import StreamCompletion, named_stream
 from ..engine import TransferEngine
 from ..pages import Pages, page_array
-from . import leases, policies
+from . import policies
 from .disk import DiskBlocks
-from .leases import Lease, Match
+from .leases import Lease, Match, carry_out, evict_some_first, plan_acquire
 from .prefix import hash_list
-from .tiers import Copy, Flight, PageTier, SharedTiers, Tiers, evict, save_into
+from .tiers import BlockCompletion, Copy, PageTier, SharedTiers, Tiers
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
@@ -24,18 +24,18 @@ _PIECE_BYTES = 2**26  # written under one hold of the lock
 
 
 class TieredCache(ProcessLocal):
-    """Keeps blocks, each a page of every layer, by hashes that stand for all up to their end.
+    """Keeps blocks, each a page of every layer, by hashes that identify a prefix up to its end.
 
     Parameters
     ----------
-    device_pool, host_pool : pools as for `TransferEngine`. Others may use pages of both
-    disk : path of a file, or None. One that is there already is opened with the blocks that it has
+    device_pool, host_pool : pools as for `TransferEngine`. They may have other users too
+    disk : path of a file, or None. An existing file is opened with the blocks that it has
     disk_bytes : size of the file
-    policy : which block of a tier goes first: "lru", "fifo", "lfu", "2q" (scan resistant), or a
-        class, of which each tier gets an instance (see `policies.Policy`)
-    write : when a block gets its copy in the next tier. "through": in host memory when it is
-        inserted, as far as room can be made, and on disk when it is flushed or leaves host memory.
-        "back": when it leaves the tier that it is in
+    policy : which block of a tier is evicted first: "lru", "fifo", "lfu", "2q" (scan resistant), or
+        a class, of which each tier gets an instance (`policies.Policy` says its methods)
+    write : when a block is copied to the next tier. "through": to host memory when it is inserted,
+        as far as pages can be freed there, and to disk when it is flushed or evicted from host
+        memory. "back": when it is evicted
 
     Attributes
     ----------
@@ -44,20 +44,22 @@ class TieredCache(ProcessLocal):
 
     Raises
     ------
-    TypeError, ValueError, OSError : an argument does not fit, or the file cannot be had
+    TypeError, ValueError, OSError : an argument does not fit, or the file cannot be opened
 
     Notes
     -----
-    Blocks: a block stays where it is when a copy goes up, so the lower tiers have what is hot too,
-    until their policy lets it go. No block is lost while the tiers below have room.
+    Blocks: the tiers are inclusive: a block that is loaded stays in the lower tiers too, until it
+    is evicted there. No block is lost while the tiers below have space.
 
-    Stream: pages are complete on the stream `after` when they are inserted, and not read by others
-    than that of `after` when one acquires. A released lease's pages are read no more.
+    Stream: `insert` takes pages that are complete on its stream `after`. `acquire` may overwrite
+    evicted pages, which only work before its `after` may still read. Pages of a released lease must
+    not be read any more.
 
-    Failure: a transfer that fails takes the copies along that it was to make, and nothing else.
+    Failure: a transfer that fails loses the copies that it was to make, and nothing else.
 
-    Threads may share a cache. One lock is held for bookkeeping, and while blocks go to disk or come
-    from there, but not while a transfer is waited for. Capture: `acquire` and `insert` refuse.
+    Threads may share a cache. One lock is held for bookkeeping and while blocks are written to disk
+    or read from it, but not while a transfer is waited for. Capture: not legal for `acquire` and
+    `insert`.
 
     Examples
     --------
@@ -100,12 +102,7 @@ class TieredCache(ProcessLocal):
         self.device_pool, self.host_pool = device_pool, host_pool
         blocks = None
         if disk is not None:
-            try:
-                blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2])
-            except ValueError as error:
-                if not str(error).startswith("num_bytes:"):
-                    raise
-                raise ValueError(f"disk_bytes:{str(error).removeprefix('num_bytes:')}") from None
+            blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2])
         device = PageTier("device", device_pool, orders[0])
         host = PageTier("host", host_pool, orders[1])
         self._shared = SharedTiers(Tiers(self.engine, device, host, blocks))
@@ -126,7 +123,7 @@ class TieredCache(ProcessLocal):
 
         Raises
         ------
-        TypeError, ValueError : `hashes` are none
+        TypeError, ValueError : `hashes` are not such numbers
         """
         keys = hash_list(hashes)
         with self._shared.opened() as tiers:
@@ -143,7 +140,7 @@ class TieredCache(ProcessLocal):
         return Match(*counts)
 
     def acquire(self, hashes: Any, *, after: Any = None) -> Lease:
-        """Pin the leading blocks that are known, and start to load those not on the device.
+        """Pin the leading blocks that are cached, and start to load those not on the device.
 
         Parameters
         ----------
@@ -153,36 +150,36 @@ class TieredCache(ProcessLocal):
 
         Returns
         -------
-        Lease : of no block, if none is known
+        Lease : empty if none is cached
 
         Raises
         ------
         TypeError, ValueError, CaptureError : an argument does not fit
-        CacheFull : too few pages are free or have blocks that may go; nothing has changed. With
-            blocks from disk, all that is to be loaded needs pages of the host pool at once
+        CacheFull : too few pages are free or can be evicted; nothing has changed. Blocks from disk
+            pass through pages of the host pool, which has to have enough for all of them at once
 
         Notes
         -----
-        All loads go out as one, layer by layer. The call reads blocks from disk before it returns;
-        one that is damaged there is unknown from then on, and ends the lease.
+        All blocks are loaded together, layer by layer. Blocks on disk are read during the call; one
+        that is damaged there is forgotten, and the lease ends before it.
         """
         keys = hash_list(hashes)
-        on = self._stream(after)
+        stream = self._stream(after)
 
         def change(tiers: Tiers) -> Lease | None:
-            plan = leases.plan(tiers, keys)
-            if leases.make_way(tiers, plan):
+            plan = plan_acquire(tiers, keys)
+            if evict_some_first(tiers, plan):
                 return None
-            return Lease(self._shared, leases.carry_out(tiers, plan, keys, on))
+            return Lease(self._shared, carry_out(tiers, plan, keys, stream))
 
         while (lease := self._shared.attempt(change)) is None:
             pass
         return lease
 
-    # --- Taking blocks in and letting them go ---
+    # --- Inserting and evicting ---
 
     def insert(self, hashes: Any, pages: Any, *, after: Any = None) -> list[int]:
-        """Let the cache own pages, each with the block of a hash.
+        """Hand pages over to the cache, each with the block of a hash.
 
         Parameters
         ----------
@@ -193,25 +190,25 @@ class TieredCache(ProcessLocal):
 
         Returns
         -------
-        list of int : the pages whose blocks are on the device already; they stay the caller's
+        list of int : the pages whose blocks are on the device already; the caller keeps them
 
         Raises
         ------
         TypeError, ValueError, CaptureError : an argument does not fit; nothing has changed
         """
-        keys, given = hash_list(hashes), page_array(pages)
-        if len(keys) != len(given):
-            raise ValueError(f"pages: expected {len(keys)} like hashes, got {len(given)}")
-        on = self._stream(after)
+        keys, page_list = hash_list(hashes), page_array(pages)
+        if len(keys) != len(page_list):
+            raise ValueError(f"pages: expected {len(keys)} like hashes, got {len(page_list)}")
+        stream = self._stream(after)
 
         def change(tiers: Tiers) -> list[int]:
-            _require_ownable(tiers.device, given)
-            return _insert(tiers, keys, given, on, through=self._through)
+            _require_ownable(tiers.device, page_list)
+            return _insert(tiers, keys, page_list, stream, through=self._through)
 
         return self._shared.attempt(change)
 
     def evict(self, num_blocks: int) -> None:
-        """Let blocks leave the device, and give their pages back to its allocator.
+        """Evict blocks from the device, and free their pages.
 
         Parameters
         ----------
@@ -219,13 +216,13 @@ class TieredCache(ProcessLocal):
 
         Raises
         ------
-        TypeError, ValueError : `num_blocks` is no number of blocks
-        CacheFull : fewer may go; nothing has changed
+        TypeError, ValueError : `num_blocks` is not an int, or negative
+        CacheFull : fewer can be evicted; nothing has changed
 
         Notes
         -----
-        A block that no lower tier has is saved first, in the background: its page is free when
-        that is done, and `alloc` waits for it.
+        A block that no lower tier has is saved first, in the background: its page becomes free
+        when that is done, and `alloc` waits for it.
         """
         checks.require_int(num_blocks, "num_blocks")
         if num_blocks < 0:
@@ -238,14 +235,14 @@ class TieredCache(ProcessLocal):
                     f"num_blocks: expected at most {len(victims)}, which are on the device and "
                     f"not leased, got {left}"
                 )
-            return evict(tiers, victims)
+            return tiers.evict_from_device(victims)
 
         left = int(num_blocks)
         while (left := left - self._shared.attempt(change)) > 0:
             pass
 
     def take_host_pages(self, n: int) -> Any:
-        """Let blocks leave host memory, as far as must be, and give pages of its pool away.
+        """Allocate pages of the host pool, evicting as many blocks as that takes.
 
         Returns
         -------
@@ -253,14 +250,18 @@ class TieredCache(ProcessLocal):
 
         Raises
         ------
-        TypeError, ValueError : `n` is no number of pages
-        CacheFull : there is no room for so many; nothing has changed
+        TypeError, ValueError : `n` is not an int, or negative
+        CacheFull : fewer pages can be freed; nothing has changed
         """
         checks.require_int(n, "n")
         if n < 0:
             raise ValueError(f"n: expected a number of pages, got {n}")
         try:
-            return self._shared.attempt(lambda t: t.make_host(t.plan_host(int(n), must=int(n))))
+            return self._shared.attempt(
+                lambda tiers: tiers.evict_from_host(
+                    tiers.plan_host_eviction(int(n), required=int(n))
+                )
+            )
         except CacheFull:
             raise CacheFull(f"n: expected room for {n} pages in host memory, got less") from None
 
@@ -274,14 +275,14 @@ class TieredCache(ProcessLocal):
         orders = [policies.make(self._policy) for _ in range(3)]
         self._shared.clear(orders)
 
-    # --- The file, and figures ---
+    # --- The file, and statistics ---
 
     def flush(self) -> None:
-        """Wait until saves are done, and until the disk has what it is to have.
+        """Wait until saves are done, and until the disk has the blocks that belong there.
 
-        With write="through" that is what the host tier has, for which others go from a full disk,
-        and what goes last from the host tier if there is not room for all. With "back" it is what
-        has left the host tier.
+        With write="through" those are the blocks of the host tier, for which others are evicted
+        from a full disk; if it cannot take them all, those that are evicted last. With "back" they
+        are the blocks that were evicted from the host tier.
 
         Raises
         ------
@@ -290,20 +291,20 @@ class TieredCache(ProcessLocal):
         _flush(self._shared, through=self._through)
 
     def close(self) -> None:
-        """Flush, close the file, and give the pages back; those of leases when they are released.
+        """Flush, close the file, and free the pages; those of leases when they are released.
 
-        Again it is a no-op. Only leases are of use after that.
+        Repeated calls do nothing. Only leases can be used after that.
 
         Raises
         ------
-        OSError : as for `flush`; the cache is closed all the same
+        OSError : as for `flush`; the cache is closed nevertheless
         """
         if self._shared.closed:
             return
         try:
             self.flush()
         except KvcupyError:
-            if not self._shared.closed:  # else another thread has been quicker
+            if not self._shared.closed:  # else another thread was first
                 raise
         finally:
             self._shared.close()
@@ -314,50 +315,47 @@ class TieredCache(ProcessLocal):
         return self._shared.closed
 
     def stats(self) -> dict[str, float]:
-        """Return figures since the cache was made.
+        """Return statistics since the cache was made.
 
         Returns
         -------
         dict of numbers. `device_blocks`, `host_blocks`, `disk_blocks`: in each tier now.
         `device_hits`, `host_hits`, `disk_hits`, `misses`: blocks asked of `acquire`, by the
         highest tier that had them. `inserted`; `device_evicted`, `host_evicted`, `disk_evicted`;
-        `lost`: blocks that left the last tier that had them, for want of room or by a failure.
+        `lost`: blocks that left the last tier that had them, for want of space or by a failure.
         `failed_loads`, `failed_saves`: blocks. `load_bytes`, `load_s`, `save_bytes`, `save_s`,
         `disk_read_bytes`, `disk_read_s`, `disk_write_bytes`, `disk_write_s`: bytes and seconds of
-        what is done. `disk_errors`: blocks that could not be written, or were damaged
+        completed work. `disk_errors`: blocks that could not be written, or were damaged
         """
         return self._shared.stats()
 
     def _stream(self, after: Any) -> Stream:
-        """Return a stream argument as a stream that is not being captured."""
-        try:
-            on = self.engine.device.as_stream(after)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"after{str(error).removeprefix('stream')}") from None
-        if on.capturing:
+        """Return the argument `after` as a stream that is not being captured."""
+        stream = named_stream(self.engine.device, after, "after")
+        if stream.capturing:
             raise CaptureError("after: blocks cannot be moved as part of a capture")
-        return on
+        return stream
 
 
-# --- Blocks that come in ---
+# --- Inserting ---
 
 
 def _require_ownable(tier: PageTier, pages: Pages) -> None:
-    """Refuse pages that are not allocated, given twice, or the cache's already."""
+    """Raise unless pages are allocated, listed once each, and not the cache's already."""
     ordered = tier.pool.allocator.require_allocated(pages)
     if len(owned := ordered[tier.owned[ordered]]):
         raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
 
 
 def _insert(
-    tiers: Tiers, hashes: list[int], pages: Pages, on: Stream, *, through: bool
+    tiers: Tiers, hashes: list[int], pages: Pages, stream: Stream, *, through: bool
 ) -> list[int]:
-    """Take blocks into the device tier; return the pages of those that are there already.
+    """Add blocks to the device tier; return the pages of those that it has already.
 
     Parameters
     ----------
-    on : the stream that has written the pages
-    through : copy them to the host tier, the first ones if there is not room for all
+    stream : that has written the pages
+    through : copy them to the host tier too, or as many of the first as it can take
     """
     fresh: dict[int, int] = {}
     unneeded = []
@@ -366,61 +364,62 @@ def _insert(
             unneeded.append(page)
         else:
             fresh[hash] = page
-    made = {hash: Copy(hash, page) for hash, page in fresh.items()}
-    saved = _save_through(tiers, made, on) if through else {}
-    _hold(tiers, list(made.values()), on)
-    tiers.device.use(hashes, made)
+    inserted = {hash: Copy(hash, page) for hash, page in fresh.items()}
+    saved = _save_through(tiers, inserted, stream) if through else {}
+    _hold(tiers, list(inserted.values()), stream)
+    tiers.device.use(hashes, inserted)
     tiers.host.use(hashes, saved)
     if tiers.disk is not None:
         tiers.disk.use(hashes)
-    tiers.counts.inserted += len(made)
+    tiers.counts.inserted += len(inserted)
     return unneeded
 
 
-def _save_through(tiers: Tiers, made: dict[int, Copy], on: Stream) -> dict[int, Copy]:
-    wanted = [copy for copy in made.values() if copy.hash not in tiers.host.copies]
-    pages = tiers.make_host(tiers.plan_host(len(wanted), keep=made, wait=False))
-    return save_into(tiers, wanted[: len(pages)], pages, on)
+def _save_through(tiers: Tiers, inserted: dict[int, Copy], stream: Stream) -> dict[int, Copy]:
+    saves = [copy for copy in inserted.values() if copy.hash not in tiers.host.copies]
+    plan = tiers.plan_host_eviction(len(saves), keep=inserted, wait=False)
+    pages = tiers.evict_from_host(plan)
+    return tiers.save_or_free(saves[: len(pages)], pages, stream)
 
 
-def _hold(tiers: Tiers, made: list[Copy], on: Stream) -> None:
-    """Let nobody read the pages, or overwrite them, before the stream has written them."""
-    written = StreamCompletion(on)
-    if not made or (written.done() and written.failure is None):
+def _hold(tiers: Tiers, inserted: list[Copy], stream: Stream) -> None:
+    """Let nothing read the pages, or overwrite them, before the stream has written them."""
+    written = StreamCompletion(stream)
+    if not inserted or (written.done() and written.failure is None):
         return
-    flight = tiers.flights.add(Flight("insert", written, made, ()))
-    for copy in made:
-        copy.filled = flight
-    tiers.device.pool.allocator.busy([copy.page for copy in made], written)
+    completion = tiers.in_flight.add(BlockCompletion("insert", written, inserted, ()))
+    for copy in inserted:
+        copy.filled_by = completion
+    tiers.device.pool.allocator.busy([copy.page for copy in inserted], written)
 
 
-# --- To disk, so that they outlive the process ---
+# --- Flushing to disk, so that blocks outlive the process ---
 
 
 def _flush(shared: SharedTiers, *, through: bool) -> None:
-    """Wait for saves; write what the host tier has to disk, if `through`; wait for the disk.
+    """Wait for saves; if `through`, write the host tier's blocks to disk; wait for the disk.
 
-    Where the disk has not room for all of that, it gets what is to leave the host tier last.
+    If the disk cannot take them all, it gets those that are evicted from the host tier last.
 
     Raises
     ------
     OSError : the disk failed
     """
     with shared.opened() as tiers:
-        saves = tiers.flights.saves()
+        saves = tiers.in_flight.saves()
     shared.engine.send()
-    for flight in saves:
-        flight.synchronize()
+    for completion in saves:
+        completion.synchronize()
     with shared.opened() as tiers:
         disk = tiers.disk
         if disk is None:
             return
-        wanted = list(tiers.host.order.victims())[-disk.num_slots :] if through else []
-    keep = frozenset(wanted)
+        hashes = list(tiers.host.order.victims())[-disk.num_slots :] if through else []
+    keep = frozenset(hashes)
     size = max(1, _PIECE_BYTES // disk.page_bytes)
     failed: dict[int, OSError] = {}
-    for start in range(0, len(wanted), size):
-        piece = wanted[start : start + size]
+    for start in range(0, len(hashes), size):
+        piece = hashes[start : start + size]
 
         def change(tiers: Tiers, piece: Sequence[int] = piece) -> dict[int, OSError]:
             return _write(tiers, disk, piece, keep)
@@ -442,5 +441,4 @@ def _write(
     ]
     tiers.require_arrived(copies)
     slots = disk.choose(len(copies) - disk.num_free, keep)
-    room = disk.num_free + len(slots)
-    return tiers.write(disk, copies[:room], slots)
+    return tiers.write(disk, copies[: disk.num_free + len(slots)], slots)

@@ -41,12 +41,12 @@ _MOST_PARTS = 1024  # memory areas that one call to the system takes
 
 
 class DiskBlocks:
-    """Which slot of a file has which block, and in which order they go.
+    """The disk tier of a cache: which slot of a file has which block, and in which order they go.
 
     Parameters
     ----------
     path, num_bytes : of the file, as for `DiskTier`
-    pool : whose pages are stored, as it has them in memory
+    pool : of host memory, whose pages are stored as they are
     order : of eviction
 
     Attributes
@@ -54,7 +54,7 @@ class DiskBlocks:
     slots : by hash
     num_slots, page_bytes : as of `DiskTier`
     read_bytes, read_s, written_bytes, write_s : moved so far, and how long that took
-    errors : writes that failed, and blocks that were there no more
+    errors : writes that failed, and blocks that were damaged
 
     Raises
     ------
@@ -62,8 +62,8 @@ class DiskBlocks:
 
     Notes
     -----
-    The caller has a lock. Pages are read and written by the processor: no transfer may write those
-    that go to disk, or touch those that come from there.
+    The caller holds a lock. Pages are accessed by the processor: no transfer may write those that
+    are written to disk, or touch those that are read from it.
     """
 
     def __init__(self, path: Any, num_bytes: int, pool: Pool, order: Policy) -> None:
@@ -72,6 +72,7 @@ class DiskBlocks:
             raise ValueError("host_pool: expected memory of the host where there is a disk")
         self._pool = pool
         self._pieces = [_pieces(part) for part in parts]
+        Layout.fit(num_bytes, pool.page_bytes, "disk_bytes")  # an error names the user's argument
         self._file = DiskTier(path, num_bytes, pool.page_bytes, _identity(pool))
         self.num_slots, self.page_bytes = self._file.num_slots, pool.page_bytes
         self.order = order
@@ -93,13 +94,13 @@ class DiskBlocks:
         return len(self._free)
 
     def choose(self, count: int, keep: Container[int] = ()) -> list[int]:
-        """Return the hashes of up to `count` blocks that may go, in order; nothing changes."""
+        """Choose up to `count` blocks to evict, in order; nothing changes."""
         if count <= 0:
             return []
         return list(islice((h for h in self.order.victims() if h not in keep), count))
 
     def evict(self, hashes: Iterable[int]) -> None:
-        """Forget blocks, so that others are written in their place."""
+        """Forget blocks, so that others can be written to their slots."""
         self._free += self._forget(hashes)
 
     def use(self, hashes: Sequence[int]) -> None:
@@ -110,15 +111,15 @@ class DiskBlocks:
                 touch(hash)
 
     def write(self, pages: Mapping[int, int]) -> dict[int, OSError]:
-        """Write blocks of the host, for which there are free slots.
+        """Write host pages to free slots, of which there must be enough.
 
         Parameters
         ----------
-        pages : of the host, by the hash of the block
+        pages : by the hash of their block
 
         Returns
         -------
-        why blocks are not there, by hash
+        the errors of blocks that could not be written, by hash
         """
         started = time.perf_counter()
         slots = [self._free.pop() for _ in pages]
@@ -128,7 +129,7 @@ class DiskBlocks:
         ]
         try:
             results = self._file.write_many(items)
-        except BaseException:  # an interrupt; what has been written is found upon opening
+        except BaseException:  # an interrupt; opening the file finds what was written
             self._free += slots
             raise
         failed = {}
@@ -148,11 +149,11 @@ class DiskBlocks:
         return failed
 
     def read(self, hashes: Sequence[int], pages: Sequence[int]) -> int:
-        """Read blocks into pages of the host, and forget those that are there no more.
+        """Read blocks into host pages, and forget those that are damaged.
 
         Returns
         -------
-        how many leading blocks have been read; what is in the pages of the others is undefined
+        how many leading blocks have been read; the pages of the others are undefined
         """
         started = time.perf_counter()
         items = [
@@ -170,7 +171,7 @@ class DiskBlocks:
         return len(hashes) if not bad else hashes.index(bad[0])
 
     def clear(self, order: Policy) -> None:
-        """Empty every slot, and take another order of eviction."""
+        """Empty every slot, and start with a new order of eviction."""
         for slot in self.slots.values():
             try:
                 self._file.drop(slot)
@@ -182,7 +183,7 @@ class DiskBlocks:
         self.order = order
 
     def flush(self) -> None:
-        """Wait until all that was written is on the disk itself."""
+        """Wait until everything written is on the disk itself."""
         self._file.flush()
 
     def close(self) -> None:
@@ -197,7 +198,7 @@ class DiskBlocks:
         return freed
 
     def _memory(self, page: int) -> list[memoryview]:
-        """Return the bytes of a host page, K and V and scales, where they lie."""
+        """Return the bytes of a host page, K and V and scales, without a copy."""
         return [
             memoryview(pieces[(page, *place)])
             for pieces in self._pieces
@@ -206,9 +207,9 @@ class DiskBlocks:
 
 
 def _pieces(part: ArrayView) -> np.ndarray[Any, Any]:
-    """View (pages, layers, page_size, heads, width) as uint8 (pages, ..., bytes a piece).
+    """View (pages, layers, page_size, heads, width) as uint8 (pages, ..., bytes per piece).
 
-    What lies together is one piece: a whole page, or in the layout "layer_first" one layer of it.
+    A piece is contiguous: a whole page, or in the layout "layer_first" one layer of it.
     """
     num_bytes = part.itemsize
     axes = [(abs(s), n) for n, s in zip(part.shape[1:], part.strides[1:], strict=True) if n > 1]
@@ -229,9 +230,9 @@ def _axes_in_memory(part: ArrayView) -> str:
 
 
 def _identity(pool: Pool) -> dict[str, str]:
-    """Return what the bytes of a page mean."""
+    """Describe what the bytes of a page mean."""
     parts = (*pool.parts, *pool.scale_parts)
-    # Of arrays of others the axes may lie in any order.
+    # The axes of wrapped arrays may be stored in any order.
     axes = {"axes": ", ".join(map(_axes_in_memory, parts))} if pool.is_wrapped else {}
     return {
         **axes,
@@ -243,7 +244,7 @@ def _identity(pool: Pool) -> dict[str, str]:
     }
 
 
-# --- A file of blocks ---
+# --- The file ---
 
 
 class DiskTier(ProcessLocal):
@@ -251,12 +252,12 @@ class DiskTier(ProcessLocal):
 
     Parameters
     ----------
-    path : of the file, which is made if it is not there, or empty
-    num_bytes : room for everything; there are as many slots as fit. All of it is taken at once
+    path : of the file, which is created unless it exists and is not empty
+    num_bytes : size of the file, for as many slots as fit. All of it is allocated at once
     page_bytes : bytes of a block, below 2**32
-    identity : what a block is made of, such as layout, format and shape, in some 4000 bytes at
-        most; a file is opened again only with the same
-    num_threads : that `read_many` and `write_many` share, the caller's among them
+    identity : what a block consists of, such as layout, format and shape, in at most some 4000
+        bytes; a file is opened again only with the same
+    num_threads : that `read_many` and `write_many` share, including the caller's
 
     Attributes
     ----------
@@ -264,32 +265,33 @@ class DiskTier(ProcessLocal):
 
     Raises
     ------
-    TypeError, ValueError : an argument does not fit. `disk`: the file is none of a disk tier, is
-        damaged where it says what it is, or is of another version, identity or size
+    TypeError, ValueError : an argument does not fit. `disk`: the file is not one of a disk tier,
+        has a damaged header, or another version, identity or size
     BlockingIOError : another process, or another tier, has the file open
-    OSError : there is no room, or the file cannot be opened
+    OSError : the disk is full, or the file cannot be opened
 
     Notes
     -----
-    Threads may share a tier. Operations on one slot are the caller's to order; if they overlap,
-    reads of it may say False, and no read gives wrong data.
+    Threads may share a tier. The caller orders operations on one slot; if they overlap, reads of it
+    may return False, but never wrong data.
 
-    A process that is killed loses the block that it was writing and no other; what `write` had
-    returned for is there. When the system fails, what `flush` had returned for is there, and what
-    was written after may be missing. The file stays locked while a forked child has it too.
+    A process that is killed loses the block that it was writing and no other; blocks for which
+    `write` had returned are there. After a failure of the system, blocks are there that were
+    written before a `flush` that had returned; later ones may be missing. The file stays locked
+    while a forked child has it too.
 
-    Memory is a page as contiguous bytes, or a sequence of contiguous parts that add up to one;
-    the division need not be the same when it is read. It is in use until the call returns.
+    A page is given as contiguous memory, or as a sequence of contiguous parts that add up to one;
+    the parts need not be the same when it is read. The memory is in use until the call returns.
 
     Examples
     --------
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()
-    >>> page, room = memoryview(b"12345678"), memoryview(bytearray(8))
+    >>> page, copy = memoryview(b"12345678"), memoryview(bytearray(8))
     >>> with DiskTier(folder.name + "/kv", 2**20, 8, {"format": "int8"}) as disk:
     ...     disk.write(3, 0xFEED, page)
     >>> with DiskTier(folder.name + "/kv", 2**20, 8, {"format": "int8"}) as disk:
-    ...     disk.entries() == [(0xFEED, 3)], disk.read(3, 0xFEED, room), bytes(room)
+    ...     disk.entries() == [(0xFEED, 3)], disk.read(3, 0xFEED, copy), bytes(copy)
     (True, True, b'12345678')
     >>> folder.cleanup()
     """
@@ -331,12 +333,12 @@ class DiskTier(ProcessLocal):
         self.close()
 
     def entries(self) -> list[tuple[int, int]]:
-        """Return hash and slot of every block there is, the one written first in front.
+        """Return hash and slot of every block, in the order in which they were written.
 
         Notes
         -----
-        After opening, that is the table as the file has it; whether a payload is whole is seen
-        when it is read. A hash that was written to two slots is there twice.
+        After opening, that is the table of the file; whether a payload is whole shows when it is
+        read. A hash that was written to two slots is listed twice.
         """
         with self._slots.using():
             return self._slots.entries()
@@ -344,7 +346,7 @@ class DiskTier(ProcessLocal):
     # --- One block ---
 
     def write(self, slot: int, hash: int, data: Buffer) -> None:
-        """Write a block in place of what the slot had.
+        """Write a block, replacing what the slot had.
 
         Parameters
         ----------
@@ -355,7 +357,7 @@ class DiskTier(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : an argument does not fit; nothing has changed
-        OSError : the write failed, for want of room, say. The slot is empty, and others as before
+        OSError : the write failed. The slot is empty, and others are as before
         """
         job = self._job(slot, hash, data, "data")
         with self._slots.using():
@@ -367,13 +369,12 @@ class DiskTier(ProcessLocal):
         Parameters
         ----------
         slot, hash : as written
-        into : writable, room for a page of `page_bytes`
+        into : writable memory of `page_bytes`
 
         Returns
         -------
         False if the slot is empty or has another hash; or if its payload cannot be read or is not
-            what was written, and then the slot is empty from now on. What is in `into` then is
-            undefined
+            what was written, and then the slot is emptied. `into` is then undefined
 
         Raises
         ------
@@ -384,7 +385,7 @@ class DiskTier(ProcessLocal):
             return self._slots.read(*job)
 
     def drop(self, slot: int) -> None:
-        """Empty a slot, which may be empty already.
+        """Empty a slot, if it is not empty already.
 
         Raises
         ------
@@ -449,7 +450,7 @@ class DiskTier(ProcessLocal):
     # --- The file ---
 
     def flush(self) -> None:
-        """Wait until all that was written is on the disk itself.
+        """Wait until everything written is on the disk itself.
 
         Raises
         ------
@@ -459,33 +460,33 @@ class DiskTier(ProcessLocal):
             self._slots.flush()
 
     def close(self) -> None:
-        """Close the file, once the calls of other threads are through; again is a no-op.
+        """Close the file after the calls of other threads. Repeated calls do nothing.
 
-        What was written outlives the process without `flush`, though not the system's end.
+        What was written outlives the process without `flush`, but not a failure of the system.
         """
         self._slots.close()
         self._threads.shutdown()
 
     def _share(self, work: Callable[..., _Result], jobs: Sequence[_Job]) -> list[_Result]:
-        """Do jobs in several threads, this one among them; return when no thread is at one."""
-        ways = max(1, min(self._num_threads, len(jobs)))
+        """Do jobs in several threads, including this one; return when all of them are done."""
+        num_threads = max(1, min(self._num_threads, len(jobs)))
 
         def share(first: int) -> list[_Result]:
-            return [work(*job) for job in jobs[first::ways]]
+            return [work(*job) for job in jobs[first::num_threads]]
 
         others: list[Future[list[_Result]]] = []
         try:
-            for first in range(1, ways):
+            for first in range(1, num_threads):
                 try:
                     others.append(self._threads.submit(share, first))
-                except RuntimeError:  # at the interpreter's exit, when no thread can be had
+                except RuntimeError:  # at the interpreter's exit no thread can be started
                     break
-            alone = [0, *range(1 + len(others), ways)]
+            alone = [0, *range(1 + len(others), num_threads)]
             done = {first: share(first) for first in alone}
         finally:
             wait(others)  # they use the caller's memory
         done.update((first, other.result()) for first, other in enumerate(others, 1))
-        return [done[i % ways][i // ways] for i in range(len(jobs))]
+        return [done[i % num_threads][i // num_threads] for i in range(len(jobs))]
 
     # --- Arguments ---
 
@@ -503,9 +504,9 @@ class DiskTier(ProcessLocal):
 
     def _parts(self, memory: Buffer, name: str) -> Parts:
         """Return memory as bytes, in parts none of which is empty."""
-        given = [memory] if isinstance(memory, memoryview) else memory
+        memoryviews = [memory] if isinstance(memory, memoryview) else memory
         parts = []
-        for view in given:
+        for view in memoryviews:
             if not isinstance(view, memoryview):
                 raise TypeError(f"{name}: expected memoryviews, got {type(view).__name__}")
             if not view.c_contiguous:
@@ -521,7 +522,10 @@ class DiskTier(ProcessLocal):
 
 
 class SlotFile:
-    """An open file of a disk tier, and in memory the table of its records.
+    """An open file of a disk tier, with the table of its records in memory.
+
+    The table never has the record of a payload that is not whole: it is emptied first, and written
+    last.
 
     Parameters
     ----------
@@ -536,12 +540,12 @@ class SlotFile:
 
     Raises
     ------
-    As `DiskTier`
+    TypeError, ValueError, OSError : as `DiskTier`
 
     Notes
     -----
-    Arguments are not checked. Threads may share it; see `DiskTier`. Whoever calls a method keeps
-    the file from being closed with `using`.
+    Arguments are not checked. Threads may share it, as they may a `DiskTier`. Callers of a method
+    keep the file from being closed with `using`.
     """
 
     def __init__(self, path: Path, layout: Layout, identity: Mapping[str, str]) -> None:
@@ -570,7 +574,7 @@ class SlotFile:
         return len(self._records)
 
     def entries(self) -> list[tuple[int, int]]:
-        """Return hash and slot of every block, the one written first in front."""
+        """Return hash and slot of every block, in the order in which they were written."""
         with self._changed:
             records = list(self._records.values())
         records.sort(key=lambda record: record.generation)
@@ -602,7 +606,7 @@ class SlotFile:
             return True
         try:
             self._invalidate(slot, only=record)
-        except OSError as error:  # opened again, it would be found damaged again
+        except OSError as error:  # opening the file finds the slot damaged again
             logger.warning("slot %d of %s cannot be emptied: %s", slot, self.path, error)
         return False
 
@@ -617,7 +621,7 @@ class SlotFile:
             os.fsync(descriptor)
 
     def close(self) -> None:
-        """Close the file, once nobody uses it."""
+        """Close the file after the calls that use it."""
         with self._changed:
             self._closed = True
             self._changed.wait_for(lambda: not self._num_users)
@@ -638,17 +642,17 @@ class SlotFile:
                 self._changed.notify_all()
 
     def _invalidate(self, slot: int, only: Record | None = None) -> None:
-        """Empty a slot; if `only` is given, then only while that is its record."""
+        """Empty a slot, or do so only if `only` is still its record."""
         with self._changed:
             if only is not None and self._records.get(slot) is not only:
-                return  # it was written anew meanwhile
+                return  # another write has replaced it meanwhile
             self._records.pop(slot, None)
             empty = memoryview(disk_format.NO_RECORD)
             _write_all(self._file.fileno(), [empty], self._layout.record_at(slot))
 
     @contextmanager
     def _naming_file(self) -> Iterator[int]:
-        """Give the descriptor of the file, and let errors of the system say which file it is."""
+        """Give the descriptor of the file; errors of the system name the file."""
         try:
             yield self._file.fileno()
         except OSError as error:
@@ -656,11 +660,11 @@ class SlotFile:
             raise
 
     def _make(self, header: bytes) -> None:
-        """Make an empty file into one of a disk tier."""
+        """Initialise an empty file."""
         descriptor = self._file.fileno()
         try:
             _write_all(descriptor, [memoryview(header)], 0)
-            os.fsync(descriptor)  # before there are blocks that need it
+            os.fsync(descriptor)  # before any block depends on it
             _allocate(descriptor, self._layout.num_bytes)
         except BaseException:
             os.ftruncate(descriptor, 0)
@@ -673,7 +677,7 @@ class SlotFile:
         size = os.fstat(descriptor).st_size
         header = os.pread(descriptor, disk_format.BLOCK_BYTES, 0)
         disk_format.check_header(header, layout, identity, self.path)
-        _allocate(descriptor, layout.num_bytes)  # it was cut, or whoever made it killed
+        _allocate(descriptor, layout.num_bytes)  # it was truncated, or its creation was killed
         table = memoryview(bytearray(layout.table_bytes))
         _read_all(descriptor, [table], layout.record_at(0))
         for slot in range(layout.num_slots):
@@ -686,16 +690,16 @@ class SlotFile:
                 self._records[slot] = record
 
 
-# --- The system: a file of its own, room in it, reads and writes ---
+# --- System calls ---
 
 
 def _open_locked(path: Path) -> io.FileIO:
-    """Open a file to read and write, made empty if it is not there, that nobody else has open so.
+    """Open a file to read and write, created if necessary, and lock it.
 
     Raises
     ------
     BlockingIOError : another process has it, or another tier of this one
-    ValueError : `path` is something else than a file
+    ValueError : `path` is not a regular file
     OSError : it cannot be opened, or the system lacks file locks or vectored reads and writes
     """
     try:
@@ -705,7 +709,7 @@ def _open_locked(path: Path) -> io.FileIO:
     if fcntl is None or not hasattr(os, "preadv"):
         raise OSError(errno.ENOTSUP, "disk: expected a system with flock and preadv", str(path))
     while True:
-        # Readable by its owner alone: what was said can be told from keys and values.
+        # Readable by its owner alone: prompts can be reconstructed from keys and values.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         file = io.FileIO(descriptor, "r+b")
         try:
@@ -722,15 +726,15 @@ def _open_locked(path: Path) -> io.FileIO:
         except BaseException:
             file.close()
             raise
-        file.close()  # whoever had the lock before removed the file
+        file.close()  # the previous owner of the lock removed the file
 
 
 def _allocate(descriptor: int, num_bytes: int) -> None:
-    """Make a file that long, with room for every byte where the file system can promise it.
+    """Extend a file to a length, with its blocks allocated if the file system can do that.
 
     Raises
     ------
-    OSError : there is no room
+    OSError : the disk is full
     """
     if os.fstat(descriptor).st_size >= num_bytes:
         return
@@ -741,11 +745,11 @@ def _allocate(descriptor: int, num_bytes: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-    os.ftruncate(descriptor, num_bytes)  # a write may then find no room, which `write` reports
+    os.ftruncate(descriptor, num_bytes)  # a full disk is then reported by a write
 
 
 def _write_all(descriptor: int, parts: list[memoryview], offset: int) -> None:
-    """Write memory to one place of a file, part after part.
+    """Write parts one after the other, from an offset of a file on.
 
     Raises
     ------
@@ -759,7 +763,7 @@ def _write_all(descriptor: int, parts: list[memoryview], offset: int) -> None:
 
 
 def _read_all(descriptor: int, parts: list[memoryview], offset: int) -> bool:
-    """Fill memory from one place of a file; False where the file ends before."""
+    """Fill parts from an offset of a file on; False if the file ends before."""
     while parts:
         done = os.preadv(descriptor, parts[:_MOST_PARTS], offset)
         if not done:
@@ -769,7 +773,7 @@ def _read_all(descriptor: int, parts: list[memoryview], offset: int) -> bool:
 
 
 def _after(parts: list[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of memory areas after their first bytes."""
+    """Return what is left of parts after their first `done` bytes."""
     for i, part in enumerate(parts):
         if done < len(part):
             return [part[done:], *parts[i + 1 :]]
@@ -778,7 +782,7 @@ def _after(parts: list[memoryview], done: int) -> list[memoryview]:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether a file is still the one of that name."""
+    """Return whether an open file is still the one at a path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:

@@ -1,10 +1,10 @@
-"""The file of a disk tier, byte for byte: where things lie, and what tells that they are whole.
+"""The file format of a disk tier: its layout in bytes, and the checksums.
 
     0         4096                             payloads_at
     | header  | record 0 | record 1 | ... |    | payload 0 |    | payload 1 |    | ...
-      4096 B    64 B each, one a slot            page_bytes each, at multiples of 4096
+      4096 B    64 B each, one per slot          page_bytes each, at multiples of 4096
 
-Numbers are little endian. A record of zeros is that of an empty slot.
+Numbers are little endian. The record of an empty slot is zeros.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-BLOCK_BYTES = 4096  # what disks and file systems write whole, or not at all
+BLOCK_BYTES = 4096  # the unit that disks and file systems write atomically
 RECORD_BYTES = 64
 VERSION = 1
 NO_RECORD = bytes(RECORD_BYTES)
@@ -30,7 +30,7 @@ _HASH_BYTES = 16  # of a block: 64 bits with a sign, or without
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version, bytes of the identity, page_bytes, num_slots
 _RECORD = struct.Struct("<16sQII16s")  # hash, generation, slot, payload bytes, its checksum
 
-# A word of each block has a weight of its own, odd, so that no change of one word goes unseen.
+# Each word of a block has its own odd weight, so that every change of a single word is detected.
 _BLOCK_WORDS = BLOCK_BYTES // 8
 _WEIGHTS = np.frombuffer(
     hashlib.shake_256(b"kvcupy disk tier, weights of a block").digest(BLOCK_BYTES), "<u8"
@@ -39,18 +39,18 @@ _WEIGHTS = np.frombuffer(
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of a file lie, in bytes from its start."""
+    """Offsets of the parts of a file, in bytes."""
 
     num_slots: int
     page_bytes: int
 
     @classmethod
-    def fit(cls, num_bytes: int, page_bytes: int) -> Layout:
-        """Return the layout of as many slots as there is room for.
+    def fit(cls, num_bytes: int, page_bytes: int, name: str = "num_bytes") -> Layout:
+        """Return the layout of as many slots as fit into a file; errors call its size by `name`.
 
         Raises
         ------
-        ValueError : `page_bytes` is no number of bytes below 2**32, or not one slot fits
+        ValueError : `page_bytes` is not 1 to 2**32 - 1, or not even one slot fits
 
         Examples
         --------
@@ -62,11 +62,11 @@ class Layout:
         smallest = cls(1, page_bytes).num_bytes
         if num_bytes < smallest:
             raise ValueError(
-                f"num_bytes: expected at least {smallest}, the room of one page of {page_bytes} "
+                f"{name}: expected at least {smallest}, the room of one page of {page_bytes} "
                 f"bytes, got {num_bytes}"
             )
         num_slots = (num_bytes - BLOCK_BYTES) // (_blocks(page_bytes) + RECORD_BYTES)
-        while cls(num_slots, page_bytes).num_bytes > num_bytes:  # the end of the table is padded
+        while cls(num_slots, page_bytes).num_bytes > num_bytes:  # the table is padded
             num_slots -= 1
         return cls(num_slots, page_bytes)
 
@@ -86,7 +86,7 @@ class Layout:
 
 
 class Record(NamedTuple):
-    """What the table says of one slot."""
+    """The table's entry for one slot."""
 
     hash: int
     generation: int
@@ -103,27 +103,27 @@ def encode_header(layout: Layout, identity: Mapping[str, str]) -> bytes:
 
     Raises
     ------
-    TypeError, ValueError : `identity` is no mapping of str to str, or longer than the header
+    TypeError, ValueError : `identity` is not a mapping of str to str, or too long for the header
     """
     if not isinstance(identity, Mapping) or not all(
         isinstance(text, str) for item in identity.items() for text in item
     ):
         raise TypeError(f"identity: expected names and values that are str, got {identity}")
     encoded = json.dumps(dict(identity), sort_keys=True).encode()
-    room = BLOCK_BYTES - _HEADER.size - _DIGEST_BYTES
-    if len(encoded) > room:
-        raise ValueError(f"identity: expected at most {room} bytes of JSON, got {len(encoded)}")
+    limit = BLOCK_BYTES - _HEADER.size - _DIGEST_BYTES
+    if len(encoded) > limit:
+        raise ValueError(f"identity: expected at most {limit} bytes of JSON, got {len(encoded)}")
     fields = _HEADER.pack(_MAGIC, VERSION, len(encoded), layout.page_bytes, layout.num_slots)
     header = (fields + encoded).ljust(BLOCK_BYTES - _DIGEST_BYTES, b"\0")
     return header + _digest(header)
 
 
 def check_header(header: bytes, layout: Layout, identity: Mapping[str, str], path: object) -> None:
-    """Refuse a file that was not made for the same pages.
+    """Raise unless a file was made for the same pages.
 
     Parameters
     ----------
-    header : the first 4096 bytes of the file, or what there is of them
+    header : the first 4096 bytes of the file, or fewer if it is shorter
     layout, identity : as expected
     path : of the file, for messages
 
@@ -138,7 +138,7 @@ def check_header(header: bytes, layout: Layout, identity: Mapping[str, str], pat
         )
     if len(header) == BLOCK_BYTES:
         version = int.from_bytes(header[8:12], "little")
-        if version != VERSION:  # whose header may look otherwise
+        if version != VERSION:  # whose header may differ
             raise ValueError(
                 f"disk: expected version {VERSION} of the file, got {version} in {path}"
             )
@@ -146,17 +146,17 @@ def check_header(header: bytes, layout: Layout, identity: Mapping[str, str], pat
     if len(header) < BLOCK_BYTES or _digest(body) != header[-_DIGEST_BYTES:]:
         raise ValueError(f"disk: expected a whole header, got a damaged one in {path}")
     _, _, json_bytes, page_bytes, num_slots = _HEADER.unpack_from(body)
-    found = json.loads(body[_HEADER.size : _HEADER.size + json_bytes])
-    has = {**found, **_sizes(Layout(num_slots, page_bytes))}
-    wanted = {**identity, **_sizes(layout)}
-    for name in sorted(wanted.keys() | has.keys()):
-        if wanted.get(name) != has.get(name):
-            expected, got = wanted.get(name, "none"), has.get(name, "none")
-            raise ValueError(f"disk: expected {name} {expected}, got {got} in {path}")
+    stored = json.loads(body[_HEADER.size : _HEADER.size + json_bytes])
+    actual = {**stored, **_sizes(Layout(num_slots, page_bytes))}
+    expected = {**identity, **_sizes(layout)}
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
+            want, got = expected.get(name, "none"), actual.get(name, "none")
+            raise ValueError(f"disk: expected {name} {want}, got {got} in {path}")
 
 
 def _sizes(layout: Layout) -> dict[str, object]:
-    """Return what a header says beside the identity, in words for messages."""
+    """Return what a header has beside the identity, worded for messages."""
     return {
         "bytes of a page": layout.page_bytes,
         "number of slots (which num_bytes gives)": layout.num_slots,
@@ -173,7 +173,7 @@ def encode_record(record: Record) -> bytes:
 
 
 def decode_record(raw: memoryview, layout: Layout, slot: int) -> Record | None:
-    """Return what the table has for a slot, or None if that is nothing whole."""
+    """Return the record of a slot, or None if it is not whole."""
     fields, digest = raw[:-_DIGEST_BYTES], raw[-_DIGEST_BYTES:]
     if _digest(fields) != digest:
         return None
@@ -184,7 +184,7 @@ def decode_record(raw: memoryview, layout: Layout, slot: int) -> Record | None:
 
 
 def require_hash(hash: int) -> int:
-    """Return a hash as an int, if it fits a record."""
+    """Return a hash as an int; ValueError if it does not fit a record."""
     if not -(2**127) <= hash < 2**127:
         raise ValueError(f"hash: expected an int of at most 128 bits with its sign, got {hash}")
     return int(hash)
@@ -194,20 +194,20 @@ def require_hash(hash: int) -> int:
 
 
 def checksum(hash: int, parts: Sequence[memoryview]) -> bytes:
-    """Return 16 bytes that tell whether a payload is the one that was written for a hash.
+    """Return 16 bytes that verify that a payload is the one written for a hash.
 
     Parameters
     ----------
     hash : of the block
-    parts : the payload, as bytes; where it is divided makes no difference
+    parts : the payload, as bytes; the division makes no difference
 
     Notes
     -----
-    BLAKE2b over the hash and a summary of the payload, for BLAKE2b over all of it is slower than
-    disks are. In the summary are the CRC-32 of the whole, which misses no burst of up to 32 bits
-    and no two wrong bits in 512 MiB; and of each 4096 bytes, the unit in which writes tear, the sum
-    of its words times the weights modulo 2**64, which takes unrelated contents for the right ones
-    once in 2**64. Bytes past the last 4096 are in it as they are.
+    BLAKE2b over the hash and a summary of the payload, because BLAKE2b over all of it is slower
+    than disks are. The summary has the CRC-32 of the whole, which detects every burst of up to 32
+    bits and every two wrong bits in 512 MiB; and for each 4096 bytes, the unit of torn writes, the
+    sum of its words times the weights modulo 2**64, which mistakes unrelated contents for the right
+    ones once in 2**64. Bytes past the last 4096 are included as they are.
 
     Bytes: the payload, read twice.
     """

@@ -1,4 +1,4 @@
-"""The way up: blocks of a prefix are pinned on the device, those of lower tiers in one load."""
+"""Leases: the blocks of a prefix, pinned on the device, and loaded as one from lower tiers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from ...errors import CacheFull, DeviceError, KvcupyError
 from ...pickling import ProcessLocal
 from ..completion import waiting_stream
-from .tiers import Copy, Flight, Room, SharedTiers, Tiers, evict
+from .tiers import BlockCompletion, Copy, HostEviction, SharedTiers, Tiers
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
@@ -37,7 +37,7 @@ class Match(NamedTuple):
 class Lease(ProcessLocal):
     """Blocks on the device, pinned until they are released. Made by `TieredCache.acquire`.
 
-    What reads the pages waits by `wait_layer` or `wait` first. Threads may share a lease.
+    Whatever reads the pages has to `wait_layer` or `wait` first. Threads may share a lease.
 
     Attributes
     ----------
@@ -52,8 +52,8 @@ class Lease(ProcessLocal):
         self.pages.flags.writeable = False
         self.num_blocks = len(copies)
         self.released = False
-        # Each brings some of the blocks, for this lease or for others that came before it.
-        arriving = {id(f): f for c in copies if (f := c.filled) is not None and not f.over}
+        # Each brings some of the blocks, for this lease or for earlier ones.
+        arriving = {id(b): b for c in copies if (b := c.filled_by) is not None and not b.over}
         self.completion = LeaseCompletion(shared, tuple(arriving.values()))
         self._shared = shared
         self._copies = copies
@@ -74,13 +74,13 @@ class Lease(ProcessLocal):
         self.release()
 
     def wait_layer(self, layer: int, stream: Any = None) -> None:
-        """Let later work of a compute stream wait until one layer of all blocks is in place.
+        """Let later work of a compute stream wait until one layer of all blocks has been loaded.
 
         Parameters
         ----------
         layer : 0 to num_layers - 1
         stream : Stream, or a CuPy or torch stream; None: the current one. The host does not
-            wait, except where the stream is the calling thread itself
+            block, except where the stream is the calling thread itself
 
         Raises
         ------
@@ -88,7 +88,7 @@ class Lease(ProcessLocal):
         CaptureError : the stream is being captured
         KvcupyError : the lease has been released
         DeviceError : a transfer that brings blocks has failed, now or earlier. The cache has
-            forgotten those blocks on the device; the pages are the lease's until it is released
+            forgotten those blocks on the device; the lease keeps the pages until it is released
         """
         layer = self._shared.engine.layer_number(layer)
         self.completion.wait_layer(layer, self._waiting(stream))
@@ -98,7 +98,7 @@ class Lease(ProcessLocal):
         self.completion.wait(self._waiting(stream))
 
     def release(self) -> None:
-        """Unpin the blocks, which nobody reads any more by way of this lease. Again: a no-op."""
+        """Unpin the blocks, whose pages must not be read any more. Repeated calls do nothing."""
         with self._shared.locked() as tiers:  # of a closed cache too
             if not self.released:
                 self.released = True
@@ -113,42 +113,42 @@ class Lease(ProcessLocal):
 
 
 class LeaseCompletion:
-    """All that brings the blocks of a lease; nothing more once the lease is released."""
+    """The `Completion` of all blocks of a lease; nothing any more once the lease is released."""
 
-    def __init__(self, shared: SharedTiers, flights: tuple[Flight, ...]) -> None:
+    def __init__(self, shared: SharedTiers, arriving: tuple[BlockCompletion, ...]) -> None:
         self._shared = shared
-        self._flights = flights
+        self._arriving = arriving
 
     @property
     def failure(self) -> BaseException | None:
-        return next((f.failure for f in self._flights if f.failure is not None), None)
+        return next((b.failure for b in self._arriving if b.failure is not None), None)
 
     def done(self) -> bool:
         with self._shared.locked():
-            return all([flight.done() for flight in self._flights])
+            return all([blocks.done() for blocks in self._arriving])
 
     def synchronize(self) -> None:
-        for flight in self._flights:
-            flight.synchronize()
+        for blocks in self._arriving:
+            blocks.synchronize()
 
     def wait(self, stream: Any = None) -> None:
-        self._wait(lambda flight: flight.wait(stream))
+        self._wait(lambda blocks: blocks.wait(stream))
 
     def wait_layer(self, layer: int, stream: Any = None) -> None:
-        self._wait(lambda flight: flight.wait_layer(layer, stream))
+        self._wait(lambda blocks: blocks.wait_layer(layer, stream))
 
     def release(self) -> None:
         """Forget the transfers: the pages may be others' from now on."""
-        self._flights = ()
+        self._arriving = ()
 
-    def _wait(self, wait: Callable[[Flight], None]) -> None:
-        for flight in self._flights:
+    def _wait(self, wait: Callable[[BlockCompletion], None]) -> None:
+        for blocks in self._arriving:
             try:
-                wait(flight)
+                wait(blocks)
             except DeviceError as error:
                 with self._shared.locked() as tiers:
-                    flight.fail(error)
-                    tiers.drop(flight)
+                    blocks.fail(error)
+                    tiers.drop(blocks)
                 raise
 
 
@@ -156,39 +156,39 @@ class LeaseCompletion:
 
 
 @dataclass
-class Plan:
+class AcquirePlan:
     """What an acquire will do.
 
     Attributes
     ----------
-    found : leading hashes that are known
+    known : leading hashes that some tier has
     loads : those of them that are not on the device, each once
     reads : those of the loads that are on disk alone
     num_free : device pages that are free for the loads
-    victims : device copies that go for the others
-    saves : those of them that are saved, as far as `room` has pages behind those of the reads
-    room : the host pages for both
+    victims : device copies that are evicted for the others
+    saves : victims that no other tier has. As many are saved as there are host pages for
+    host : the host pages, for the reads and, behind them, for the saves
     """
 
-    found: list[int]
+    known: list[int]
     loads: list[int]
     reads: list[int]
     num_free: int
     victims: list[Copy]
     saves: list[Copy]
-    room: Room
+    host: HostEviction
 
 
-def plan(tiers: Tiers, hashes: list[int]) -> Plan:
-    """Find the leading blocks, and room for them; nothing changes.
+def plan_acquire(tiers: Tiers, hashes: list[int]) -> AcquirePlan:
+    """Find the leading blocks that are known, and pages for them; nothing changes.
 
     Raises
     ------
-    CacheFull : there is no room for them
+    CacheFull : there are too few pages for them
     Blocked : to wait for a transfer
     """
     device, host = tiers.device, tiers.host
-    found = hashes
+    known = hashes
     missing: dict[int, None] = {}
     reads: dict[int, None] = {}
     for i, hash in enumerate(hashes):
@@ -196,49 +196,53 @@ def plan(tiers: Tiers, hashes: list[int]) -> Plan:
             continue
         if hash not in host.copies:
             if not tiers.on_disk(hash):
-                found = hashes[:i]
+                known = hashes[:i]
                 break
             reads[hash] = None
         missing[hash] = None
     loads = list(missing)
     num_free = min(len(loads), device.num_free) if loads else 0
     short = len(loads) - num_free
-    victims = device.choose(short, set(found)) if short else []
+    victims = device.choose(short, set(known)) if short else []
     if len(victims) < short:
-        tiers.wait_for_pages(device, num_free)
+        tiers.require_settled(device, num_free)
         raise CacheFull(
             f"hashes: expected at most {num_free + len(victims)} blocks to load, for which the "
             f"device pool has pages, got {len(loads)}"
         )
-    saves = tiers.alone(victims)
-    wanted = len(reads) + len(saves)
-    room = Room()
-    if wanted:
+    saves = tiers.only_on_device(victims)
+    eviction = HostEviction()
+    if count := len(reads) + len(saves):
         leaving = {copy.hash for copy in victims}
-        room = tiers.plan_host(wanted, must=len(reads), keep=missing, leaving=leaving)
-    return Plan(found, loads, list(reads), num_free, victims, saves, room)
+        eviction = tiers.plan_host_eviction(
+            count, required=len(reads), keep=missing, leaving=leaving
+        )
+    return AcquirePlan(known, loads, list(reads), num_free, victims, saves, eviction)
 
 
-def make_way(tiers: Tiers, plan: Plan) -> bool:
-    """Let some victims leave first, if there are too few host pages to save all of them at once.
+def evict_some_first(tiers: Tiers, plan: AcquirePlan) -> bool:
+    """Evict some victims ahead of the others, if the host pages do not suffice to save them all.
 
-    They go through the host tier to the disk, as long as that takes nothing away that is asked for.
+    They pass through the host tier to the disk, as long as that evicts nothing that is acquired.
 
     Returns
     -------
-    whether some have left, so that another plan is needed
+    whether some were evicted, so that another plan is needed
     """
-    disk, to_spare = tiers.disk, plan.room.num_pages - len(plan.reads)
+    disk, to_spare = tiers.disk, plan.host.num_pages - len(plan.reads)
     if disk is None or to_spare >= len(plan.saves):
         return False
     if to_spare > 0:
-        return evict(tiers, plan.victims, plan.loads) > 0
-    # All host pages are taken by what is asked for: it can go to the disk, if that loses nothing.
+        return tiers.evict_from_device(plan.victims, plan.loads) > 0
+    # The acquired blocks take all host pages: they can go to the disk, if that loses nothing.
     saves = plan.saves[: disk.num_free]
-    return bool(saves) and evict(tiers, plan.victims[: plan.victims.index(saves[-1]) + 1]) > 0
+    if not saves:
+        return False
+    first = plan.victims[: plan.victims.index(saves[-1]) + 1]
+    return tiers.evict_from_device(first) > 0
 
 
-def carry_out(tiers: Tiers, plan: Plan, hashes: list[int], after: Any) -> list[Copy]:
+def carry_out(tiers: Tiers, plan: AcquirePlan, hashes: list[int], after: Any) -> list[Copy]:
     """Bring the blocks of a plan to the device; return their copies, pinned.
 
     They are fewer than planned if blocks on disk turn out to be damaged.
@@ -246,13 +250,13 @@ def carry_out(tiers: Tiers, plan: Plan, hashes: list[int], after: Any) -> list[C
     device, host, counts = tiers.device, tiers.host, tiers.counts
     free = device.take(plan.num_free)
     try:
-        pages = tiers.make_host(plan.room)
+        pages = tiers.evict_from_host(plan.host)
         try:
             read = _read(tiers, plan, pages.tolist())
             num_saves = min(len(plan.saves), len(pages) - len(plan.reads))
             saves = plan.saves[len(plan.saves) - num_saves :] if num_saves > 0 else []
-            wanted = _cut(plan, len(read))
-            victims = plan.victims[: max(0, wanted - len(free))]
+            num_loads = _truncate(plan, len(read))
+            victims = plan.victims[: max(0, num_loads - len(free))]
             leaving = set(map(id, victims))
             saves = [copy for copy in saves if id(copy) in leaving]
             used = len(plan.reads) + len(saves)
@@ -265,15 +269,15 @@ def carry_out(tiers: Tiers, plan: Plan, hashes: list[int], after: Any) -> list[C
         raise
     host.give_back(np.concatenate((pages[len(read) : len(plan.reads)], pages[used:])))
     host.add(saved.values())
-    host.use(plan.found, read)
+    host.use(plan.known, read)
     if tiers.disk is not None:
-        tiers.disk.use(plan.found)
-    behind = tiers.behind(victims, after)
-    targets = np.concatenate((free[:wanted], tiers.leave(victims)))
-    device.give_back(free[wanted:])
-    loaded = _load(tiers, plan.loads, targets, behind) if wanted else {}
-    device.use(plan.found, loaded)
-    copies = [device.copies[hash] for hash in plan.found]
+        tiers.disk.use(plan.known)
+    behind = tiers.stream_behind(victims, after)
+    targets = np.concatenate((free[:num_loads], tiers.remove_from_device(victims)))
+    device.give_back(free[num_loads:])
+    loaded = _load(tiers, plan.loads, targets, behind) if num_loads else {}
+    device.use(plan.known, loaded)
+    copies = [device.copies[hash] for hash in plan.known]
     tiers.pin(copies)
     counts.disk_hits += len(read)
     counts.host_hits += len(loaded) - len(read)
@@ -282,20 +286,20 @@ def carry_out(tiers: Tiers, plan: Plan, hashes: list[int], after: Any) -> list[C
     return copies
 
 
-def _read(tiers: Tiers, plan: Plan, pages: list[int]) -> dict[int, Copy]:
-    """Read blocks from disk into the first host pages; return those before one that is damaged."""
+def _read(tiers: Tiers, plan: AcquirePlan, pages: list[int]) -> dict[int, Copy]:
+    """Read blocks from disk into the first host pages; return those before a damaged one."""
     if not plan.reads or tiers.disk is None:
         return {}
     whole = tiers.disk.read(plan.reads, pages[: len(plan.reads)])
     return {hash: Copy(hash, page) for hash, page in zip(plan.reads[:whole], pages, strict=False)}
 
 
-def _cut(plan: Plan, num_read: int) -> int:
-    """Leave out what follows a block that could not be read; return how many are to be loaded."""
+def _truncate(plan: AcquirePlan, num_read: int) -> int:
+    """End the plan before a block that could not be read; return how many are to be loaded."""
     if num_read < len(plan.reads):
-        bad = plan.reads[num_read]
-        plan.found = plan.found[: plan.found.index(bad)]
-        plan.loads = plan.loads[: plan.loads.index(bad)]
+        damaged = plan.reads[num_read]
+        plan.known = plan.known[: plan.known.index(damaged)]
+        plan.loads = plan.loads[: plan.loads.index(damaged)]
     return len(plan.loads)
 
 
@@ -307,11 +311,11 @@ def _load(tiers: Tiers, hashes: list[int], targets: Any, after: Any) -> dict[int
     except BaseException:
         tiers.device.give_back(targets)
         raise
-    made = [Copy(hash, page) for hash, page in zip(hashes, targets.tolist(), strict=True)]
-    flight = Flight("load", transfer, made, [copy.arriving for copy in sources])
-    tiers.flights.add(flight)
-    for copy in made:
-        copy.filled = copy.used = flight
+    loaded = [Copy(hash, page) for hash, page in zip(hashes, targets.tolist(), strict=True)]
+    completion = BlockCompletion("load", transfer, loaded, [copy.arriving for copy in sources])
+    tiers.in_flight.add(completion)
+    for copy in loaded:
+        copy.filled_by = copy.used_by = completion
     for copy in sources:
-        copy.used = flight
-    return {copy.hash: copy for copy in made}
+        copy.used_by = completion
+    return {copy.hash: copy for copy in loaded}

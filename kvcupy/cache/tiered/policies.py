@@ -1,4 +1,4 @@
-"""Which block of a tier goes first: orders of eviction, by name or of the user's own making."""
+"""Eviction policies: which block of a tier is evicted first, by name or by the user's class."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Protocol
 
 
 class Policy(Protocol):
-    """The order in which the blocks of one tier go.
+    """The order in which the blocks of one tier are evicted.
 
-    `victims` gives keys in that order and changes nothing; the caller passes over those that it may
-    not evict, and may `remove` keys that it was given while it goes on. Nothing else is called
-    meanwhile. Every key that was added and not removed comes, once.
+    `victims` yields all keys in that order, each once, and changes nothing; the caller skips those
+    that it may not evict, and may `remove` keys that were yielded while it iterates. It calls no
+    other method meanwhile.
     """
 
-    def add(self, key: int) -> None: ...  # one that is not there
-    def touch(self, key: int) -> None: ...  # one that is there was used
+    def add(self, key: int) -> None: ...  # a key that it does not have
+    def touch(self, key: int) -> None: ...  # a key that it has was used
     def remove(self, key: int) -> None: ...
     def victims(self) -> Iterator[int]: ...
 
@@ -26,7 +26,7 @@ class Fifo:
     """First in, first out, however often a block is used."""
 
     def __init__(self) -> None:
-        # An OrderedDict: a dict would look at all that was removed from its front, again and again.
+        # An OrderedDict: each iteration of a dict passes all that was removed from its front.
         self._order: OrderedDict[int, None] = OrderedDict()
 
     def add(self, key: int) -> None:
@@ -43,14 +43,14 @@ class Fifo:
 
 
 class Lru(Fifo):
-    """The block that was used longest ago goes first."""
+    """The least recently used block is evicted first."""
 
     def touch(self, key: int) -> None:
         self._order.move_to_end(key)
 
 
 class _Bucket:
-    """The keys that were used equally often, and the neighbouring buckets."""
+    """The keys that were used equally often, between the neighbouring buckets."""
 
     __slots__ = ("after", "before", "count", "keys")
 
@@ -64,14 +64,14 @@ class _Bucket:
         before.after.before = before.after = self
 
     def leave(self) -> None:
-        """Leave the ring; `after` stays, for whoever is walking along it."""
+        """Leave the ring; `after` stays, for an iteration in progress."""
         self.before.after, self.after.before = self.after, self.before
 
 
 class Lfu:
-    """The block that was used least often goes first; of several, the one longest unused.
+    """The least frequently used block is evicted first; of several, the least recently used.
 
-    Buckets of equal counts form a ring in rising order, so that no operation looks for its place.
+    Buckets of equal counts form a ring in ascending order, so that no operation has to search.
     """
 
     def __init__(self) -> None:
@@ -111,14 +111,14 @@ class Lfu:
 
 
 class TwoQueues:
-    """Blocks used once go before blocks used again, so that a long scan does not empty the cache.
+    """Blocks used once are evicted before blocks used again, so a long scan evicts few of those.
 
         add -> [ once, in order of arrival ] -- touch --> [ again, longest unused first ]
                      | remove                                  ^
                      v                                         |
                [ ghosts: keys only ] ------------- add --------'
 
-    The first queue is kept to a quarter of the blocks. Ghosts are as many as there are blocks.
+    The first queue is limited to a quarter of the blocks, and the ghosts to the number of blocks.
     Source: Johnson and Shasha, "2Q", VLDB 1994, with promotion on the second use.
     """
 
@@ -142,13 +142,13 @@ class TwoQueues:
             self._again.move_to_end(key)
 
     def remove(self, key: int) -> None:
-        most = len(self._once) + len(self._again)
+        num_blocks = len(self._once) + len(self._again)
         if key in self._again:
             del self._again[key]
         else:
             del self._once[key]
             self._ghosts[key] = None
-        while len(self._ghosts) > most:
+        while len(self._ghosts) > num_blocks:
             self._ghosts.popitem(last=False)
 
     def victims(self) -> Iterator[int]:
@@ -174,7 +174,7 @@ def make(policy: Any) -> Policy:
 
     Raises
     ------
-    TypeError, ValueError : it is neither, or what it makes is no `Policy`
+    TypeError, ValueError : it is neither, or what it makes lacks a method of `Policy`
 
     Examples
     --------
@@ -191,20 +191,20 @@ def make(policy: Any) -> Policy:
         return _POLICIES[policy]()
     if not callable(policy):
         raise TypeError(f"policy: expected a name or a class, got {policy!r}")
-    made: Policy = policy()
-    if lacking := [name for name in _METHODS if not callable(getattr(made, name, None))]:
-        raise TypeError(f"policy: expected one with {', '.join(lacking)}, got {made!r}")
-    return made
+    order: Policy = policy()
+    if lacking := [name for name in _METHODS if not callable(getattr(order, name, None))]:
+        raise TypeError(f"policy: expected one with {', '.join(lacking)}, got {order!r}")
+    return order
 
 
 def _from_the_front(order: OrderedDict[int, None]) -> Iterator[int]:
-    """Give keys in order, though keys that were given may be removed meanwhile.
+    """Yield keys in order, while keys that were yielded may be removed.
 
-    Read in growing pieces: a few cost little, and all of them cost a constant each.
+    They are read in growing pieces: a few cost little, and all of them cost a constant each.
     """
-    given: list[int] = []
+    yielded: list[int] = []
     passed = 0
-    while piece := list(islice(order, passed, passed + 16 + len(given))):
+    while piece := list(islice(order, passed, passed + 16 + len(yielded))):
         yield from piece
-        given += piece
-        passed = sum(key in order for key in given)
+        yielded += piece
+        passed = sum(key in order for key in yielded)

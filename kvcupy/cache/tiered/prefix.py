@@ -1,4 +1,4 @@
-"""Names of blocks by what they hold: hashes of token ids, each chained to the block before."""
+"""Hashes that identify blocks: of their token ids, each chained to the block before."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def block_hashes(token_ids: Any, block_tokens: int, *, parent: int = 0) -> list[
     Parameters
     ----------
     token_ids : list of ints, or array (T,) of an integer type on the host
-    block_tokens : tokens a block; a last block that is not full has no hash
-    parent : hash of the block before the first one, 0 for the start of a sequence. Another number
-        keeps sequences apart that must not share blocks, of different models or adapters say
+    block_tokens : tokens per block; a last block that is not full has no hash
+    parent : hash of the block before the first one; 0 at the start of a sequence, or another number
+        for sequences that must not share blocks, such as those of another model or adapter
 
     Returns
     -------
@@ -58,11 +58,11 @@ def block_hashes(token_ids: Any, block_tokens: int, *, parent: int = 0) -> list[
 
 
 def hash_list(hashes: Any) -> list[int]:
-    """Return hashes as ints from 0 to 2**64 - 1; one with a sign stands for the same 64 bits.
+    """Return hashes as ints from 0 to 2**64 - 1; a negative one has the same 64 bits.
 
     Raises
     ------
-    TypeError, ValueError : `hashes` is no list of such numbers
+    TypeError, ValueError : `hashes` is not a list of such numbers
     """
     if isinstance(hashes, np.ndarray):
         if hashes.ndim != 1 or (hashes.size and hashes.dtype.kind not in "iu"):
@@ -71,28 +71,27 @@ def hash_list(hashes: Any) -> list[int]:
             )
         hashes = hashes.tolist()
     try:
-        given = list(hashes)
+        numbers = list(hashes)
     except TypeError:
         kind = type(hashes).__name__
         raise TypeError(f"hashes: expected a list of ints, got {kind}") from None
-    if not all(type(hash) is int for hash in given):
-        for hash in given:
+    if not all(type(hash) is int for hash in numbers):
+        for hash in numbers:
             checks.require_int(hash, "hashes")
-        given = [int(hash) for hash in given]
-    if given and (min(given) < 0 or max(given) > _MASK):
-        outside = [hash for hash in given if not -(2**63) <= hash <= _MASK]
+        numbers = [int(hash) for hash in numbers]
+    if numbers and (min(numbers) < 0 or max(numbers) > _MASK):
+        outside = [hash for hash in numbers if not -(2**63) <= hash <= _MASK]
         if outside:
             raise ValueError(f"hashes: expected ints of 64 bits, got {outside[0]}")
-        given = [hash & _MASK for hash in given]
-    return given
+        numbers = [hash & _MASK for hash in numbers]
+    return numbers
 
 
 def _token_array(token_ids: Any) -> np.ndarray[Any, Any]:
     if isinstance(token_ids, (str, bytes)):
         raise TypeError(f"token_ids: expected ints, got {type(token_ids).__name__}")
     try:
-        given = list(token_ids) if isinstance(token_ids, range) else token_ids
-        array = np.asarray(given)
+        array = np.asarray(list(token_ids) if isinstance(token_ids, range) else token_ids)
     except TypeError as error:  # it is on a GPU
         raise TypeError(f"token_ids: expected a list or an array of the host, {error}") from None
     if array.ndim != 1:

@@ -1,9 +1,9 @@
-"""Making room in tiers: what goes down when other blocks come, planned before anything changes.
+"""The tiers of a cache: which page has which block, what is in flight, and eviction.
 
     device page --save--> host page --write--> slot on disk --> lost
 
-A block goes down only if no lower tier has it. What is planned is carried out under one hold of
-the cache's lock, so plans do not grow old.
+A block is copied down only if no lower tier has it. An eviction is planned before anything
+changes, and carried out under the same hold of the cache's lock, so a plan cannot become stale.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ class Copy:
     ----------
     hash, page : which block, and where
     pins : leases on it
-    filled : what brings the block into the page, if that was under way when the copy was made
-    used : in the host tier, the last transfer that touches the page, if there was one; when it is
-        over, those before it are
+    filled_by : what brings the block into the page, if that was in flight when the copy was made
+    used_by : in the host tier, the last transfer that touches the page, if there was one; when it
+        is over, so are those before it
     """
 
-    __slots__ = ("filled", "hash", "page", "pins", "used")
+    __slots__ = ("filled_by", "hash", "page", "pins", "used_by")
 
-    def __init__(self, hash: int, page: int, filled: Flight | None = None) -> None:
+    def __init__(self, hash: int, page: int, filled_by: BlockCompletion | None = None) -> None:
         self.hash = hash
         self.page = page
         self.pins = 0
-        self.filled = filled
-        self.used = filled
+        self.filled_by = filled_by
+        self.used_by = filled_by
 
     @property
-    def arriving(self) -> Flight | None:
-        """What still brings the block."""
-        return None if self.filled is None or self.filled.over else self.filled
+    def arriving(self) -> BlockCompletion | None:
+        """What still brings the block, if anything."""
+        return None if self.filled_by is None or self.filled_by.over else self.filled_by
 
     @property
-    def touched(self) -> Flight | None:
-        """A transfer that may still touch the page."""
-        return None if self.used is None or self.used.over else self.used
+    def touched(self) -> BlockCompletion | None:
+        """A transfer that may still touch the page, if any."""
+        return None if self.used_by is None or self.used_by.over else self.used_by
 
 
 class PageTier:
@@ -73,8 +73,8 @@ class PageTier:
     name : "device" or "host"
     copies : by hash
     order : of eviction, of the same hashes
-    owned : which pages of the pool are the cache's, those of blocks that are forgotten but leased
-        among them
+    owned : bool (num_pages,), which pages of the pool belong to the cache, including those of
+        blocks that are forgotten but leased
     """
 
     def __init__(self, name: str, pool: Pool, order: Policy) -> None:
@@ -86,16 +86,16 @@ class PageTier:
 
     @property
     def num_free(self) -> int:
-        """Pages of the pool that can be had without waiting."""
+        """Pages of the pool that can be allocated without waiting."""
         return self.pool.allocator.num_free
 
     def choose(self, count: int, keep: Container[int] = (), *, settled: bool = False) -> list[Copy]:
-        """Return up to `count` copies that may go, in order; nothing changes.
+        """Choose up to `count` copies to evict, in order; nothing changes.
 
         Parameters
         ----------
-        keep : hashes that stay, beside those that are leased
-        settled : pass over pages that transfers may still touch
+        keep : hashes that stay, as leased ones do
+        settled : skip pages that transfers may still touch
         """
         if count <= 0:
             return []
@@ -108,16 +108,16 @@ class PageTier:
         return list(islice(evictable, count))
 
     def add(self, copies: Iterable[Copy]) -> None:
-        """Take blocks in, the one that is to go first in front."""
+        """Add blocks, the first to be evicted in front."""
         for copy in copies:
             self.copies[copy.hash] = copy
             self.order.add(copy.hash)
             self.owned[copy.page] = True
 
     def use(self, hashes: Sequence[int], new: Mapping[int, Copy]) -> None:
-        """Take `new` blocks in and mark the others as used, from the last of a prefix to its first.
+        """Add `new` blocks and touch the others, from the last of a prefix to its first.
 
-        So leaves go before what they hang on. Hashes that the tier does not have are passed over.
+        So a block is evicted before those it extends. Hashes that the tier lacks are skipped.
         """
         copies, add, touch = self.copies, self.order.add, self.order.touch
         for hash in reversed(hashes):
@@ -129,40 +129,40 @@ class PageTier:
                 add(hash)
 
     def forget(self, copies: Iterable[Copy]) -> None:
-        """Take blocks out of index and order. Their pages stay the cache's."""
+        """Remove blocks from index and order. The cache keeps their pages."""
         for copy in copies:
             del self.copies[copy.hash]
             self.order.remove(copy.hash)
 
     def clear(self, order: Policy) -> None:
-        """Forget all blocks, and take another order; pages that no lease has go back."""
+        """Forget all blocks, free pages that are not leased, and start with a new order."""
         pages = [copy.page for copy in self.copies.values() if not copy.pins]
         self.copies, self.order = {}, order
         self.give_back(pages)
 
     def has(self, copy: Copy) -> bool:
-        """Return whether this very copy is known, not another one of its block or none."""
+        """Return whether the tier has this very copy, rather than another of its block or none."""
         return self.copies.get(copy.hash) is copy
 
     def take(self, count: int) -> Pages:
-        """Take free pages from the pool; CacheFull if another thread has been quicker."""
+        """Allocate pages; CacheFull if another thread was first."""
         pages = self.pool.allocator.alloc(count)
         self.owned[pages] = True
         return pages
 
     def give_back(self, pages: Any) -> None:
-        """Return pages to the pool, which holds back those that a transfer touches."""
+        """Free pages; the pool holds back those that a transfer touches."""
         if len(pages):
             self.owned[pages] = False
             self.pool.allocator.free(pages)
 
 
 class Blocked(Exception):
-    """Raised before a call has changed anything: it must wait, without the lock, and try again.
+    """Raised before a call has changed anything: it has to wait, without the lock, and try again.
 
     Attributes
     ----------
-    wait : what to call; None: there is nothing to wait for any more
+    wait : what to call first; None: there is nothing to wait for any more
     """
 
     def __init__(self, wait: Callable[[], None] | None) -> None:
@@ -170,19 +170,19 @@ class Blocked(Exception):
         self.wait = wait
 
 
-class Flight:
-    """One transfer, or what a compute stream writes, and the copies that it fills.
+class BlockCompletion:
+    """The `Completion` of copies that a transfer fills, or that a compute stream still writes.
 
-    It is the `Completion` of these copies: of itself, and of whatever fills the pages that it
-    reads. All but `synchronize`, `wait` and `wait_layer` is called under the lock of the cache.
+    It has failed if that has, or if whatever fills the pages that the transfer reads has. All but
+    `synchronize`, `wait` and `wait_layer` is called under the lock of the cache.
 
     Attributes
     ----------
     kind : "load", "save" or "insert"
-    copies : of blocks, in the tier that it fills; none once it is done
+    copies : what it fills; none once it is done
     over : whether it is known to be done or to have failed
-    failure : why it has failed, where that has been noted
-    num_bytes, seconds : that it took, once it is done
+    failure : why it has failed, once that has been noted
+    num_bytes, seconds : that were moved, and that it took, once it is done
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Flight:
         kind: str,
         completion: Transfer | StreamCompletion,
         copies: Sequence[Copy],
-        sources: Iterable[Flight | None],
+        sources: Iterable[BlockCompletion | None],
     ) -> None:
         self.kind = kind
         self.copies = copies
@@ -198,13 +198,13 @@ class Flight:
         self.failure: BaseException | None = None
         self.num_bytes = 0
         self.seconds = 0.0
-        # Let go when it is over: it holds events.
+        # Dropped when it is over, because it holds events.
         self._completion: Transfer | StreamCompletion | None = completion
         # Those that fill the pages which this one reads.
         self._sources = tuple({id(s): s for s in sources if s is not None}.values())
 
     def done(self) -> bool:
-        """Return whether it is over, including after a failure; notes a failure."""
+        """Return whether it is over, including after a failure, which is noted."""
         completion = self._completion
         if self.over or completion is None:
             return True
@@ -218,7 +218,7 @@ class Flight:
                     self.num_bytes = completion.num_bytes
                     self.seconds = completion.elapsed_us / 1e6
                 self.over, self._completion, self._sources, self.copies = True, None, (), ()
-        except CaptureError:  # whoever polls may be capturing
+        except CaptureError:  # the caller may be capturing
             return False
         except KvcupyError as error:
             self.fail(error)
@@ -230,7 +230,7 @@ class Flight:
             self.failure, self.over, self._sources = error, True, ()
 
     def synchronize(self) -> None:
-        """Wait until the pages are no longer touched; leaves a failure to `done`."""
+        """Wait until no page is touched any more; a failure is left to `done`."""
         completion, sources = self._completion, self._sources
         if completion is not None:
             with suppress(DeviceError):
@@ -241,7 +241,7 @@ class Flight:
     def wait(self, stream: Any = None) -> None:
         """Let a stream wait for all layers; DeviceError if it has failed.
 
-        Notes nothing: who gets the error calls `fail`, under the lock.
+        The failure is not noted: the caller calls `fail`, under the lock.
         """
         if (completion := self._pending()) is not None:
             completion.wait(stream)
@@ -265,61 +265,63 @@ class Flight:
             raise DeviceError(f"the blocks have not arrived: {self.failure}") from self.failure
 
     def _raise_failure_of_sources(self) -> None:
-        """Raise DeviceError if the pages that this one reads are known not to hold their blocks."""
+        """Raise DeviceError if pages that are read here are known not to hold their blocks."""
         for source in self._sources:
             source._raise_known_failure()
             if (completion := source._completion) is not None:
-                completion.done()  # a transfer takes note of its failure, and raises it
+                completion.done()  # a transfer looks for its failure, and raises it
                 if (failure := completion.failure) is not None:
                     raise failure
                 source._raise_failure_of_sources()
 
 
-class Flights:
-    """The flights that are not known to be over, oldest first in each direction."""
+class CompletionQueue:
+    """The completions that are not known to be over, oldest first for each kind."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, deque[Flight]] = {k: deque() for k in ("insert", "load", "save")}
-        self._failed: deque[Flight] = deque(maxlen=16)  # that may still touch pages
+        self._queues: dict[str, deque[BlockCompletion]] = {
+            kind: deque() for kind in ("insert", "load", "save")
+        }
+        self._failed: deque[BlockCompletion] = deque(maxlen=16)  # that may still touch pages
 
-    def add(self, flight: Flight) -> Flight:
-        self._lanes[flight.kind].append(flight)
-        return flight
+    def add(self, completion: BlockCompletion) -> BlockCompletion:
+        self._queues[completion.kind].append(completion)
+        return completion
 
-    def settle(self) -> list[Flight]:
-        """Return the flights that are over by now, and forget them. Costs with their number."""
+    def settle(self) -> list[BlockCompletion]:
+        """Remove and return those that are over by now, in time proportional to their number."""
         over = []
-        for kind, lane in self._lanes.items():
-            while lane and lane[0].done():
-                over.append(lane.popleft())
-            if kind == "insert" and lane:  # streams of their own: a later one may be first
-                rest = [flight for flight in lane if not flight.done()]
-                over += [flight for flight in lane if flight.over]
-                lane.clear()
-                lane.extend(rest)
+        for kind, queue in self._queues.items():
+            while queue and queue[0].done():
+                over.append(queue.popleft())
+            if kind == "insert" and queue:  # of several streams: a later one may be over first
+                pending = [completion for completion in queue if not completion.done()]
+                over += [completion for completion in queue if completion.over]
+                queue.clear()
+                queue.extend(pending)
         return over
 
-    def oldest(self) -> Flight | None:
-        """Return one to wait for, rather a transfer than a compute stream.
+    def oldest(self) -> BlockCompletion | None:
+        """Return one to wait for, preferably a transfer rather than a compute stream.
 
         A failed one may touch pages a little longer; it is returned once.
         """
         if self._failed:
             return self._failed.popleft()
-        return next((lane[0] for lane in reversed(self._lanes.values()) if lane), None)
+        return next((queue[0] for queue in reversed(self._queues.values()) if queue), None)
 
-    def failed(self, flight: Flight) -> None:
-        """Note that a flight has failed, though what it does to pages may not be over."""
-        self._failed.append(flight)
+    def add_failed(self, completion: BlockCompletion) -> None:
+        """Remember one that has failed, but may still touch pages."""
+        self._failed.append(completion)
 
-    def saves(self) -> list[Flight]:
-        """Return those that fill pages of the host."""
-        return list(self._lanes["save"])
+    def saves(self) -> list[BlockCompletion]:
+        """Return those that fill host pages."""
+        return list(self._queues["save"])
 
 
 @dataclass
 class Counts:
-    """What has happened so far, in blocks, bytes and seconds; see `TieredCache.stats`."""
+    """What has happened so far, in blocks, bytes and seconds, as `TieredCache.stats` lists."""
 
     device_hits: int = 0
     host_hits: int = 0
@@ -339,15 +341,15 @@ class Counts:
 
 
 @dataclass
-class Room:
-    """Host pages that can be had, and what goes for them.
+class HostEviction:
+    """A plan for host pages: which are free, and which copies are evicted for the others.
 
     Attributes
     ----------
     num_free : pages that are free
-    victims : host copies that go, for a page each
+    victims : host copies to evict, for a page each
     writes : those of them that are written to disk
-    slots : hashes that go from the disk for that
+    slots : hashes that are evicted from the disk for that
     """
 
     num_free: int = 0
@@ -361,16 +363,16 @@ class Room:
 
 
 class Tiers:
-    """The tiers, what is under way between them, and the way down.
+    """The tiers, what is in flight between them, and eviction.
 
     Attributes
     ----------
-    engine, device, host, disk, flights, counts
-    num_leased : blocks that are leased, each as often as it is
+    engine, device, host, disk, in_flight, counts
+    num_leased : leased blocks, each counted once for every lease
 
     Notes
     -----
-    The caller holds the lock of the cache. What is called `plan` changes nothing.
+    The caller holds the lock of the cache. Methods called `plan` change nothing.
     """
 
     def __init__(
@@ -380,7 +382,7 @@ class Tiers:
         self.device = device
         self.host = host
         self.disk = disk
-        self.flights = Flights()
+        self.in_flight = CompletionQueue()
         self.counts = Counts()
         self.num_leased = 0
 
@@ -389,48 +391,22 @@ class Tiers:
         return hash in self.device.copies or hash in self.host.copies or self.on_disk(hash)
 
     def on_disk(self, hash: int) -> bool:
-        """Return whether the disk has a block."""
+        """Return whether a block is on disk."""
         return self.disk is not None and hash in self.disk.slots
 
-    # --- What is under way ---
-
-    def settle(self) -> None:
-        """Take note of the transfers that are over by now."""
-        for flight in self.flights.settle():
-            if flight.failure is not None:
-                self.drop(flight)
-            elif flight.kind == "load":
-                self.counts.load_bytes += flight.num_bytes
-                self.counts.load_s += flight.seconds
-            elif flight.kind == "save":
-                self.counts.save_bytes += flight.num_bytes
-                self.counts.save_s += flight.seconds
-
-    def drop(self, flight: Flight) -> None:
-        """Forget the copies that a failed flight was to fill.
-
-        Leased pages stay with their leases. The allocator holds the others back while the transfer
-        may still write them.
-        """
-        tier = self.host if flight.kind == "save" else self.device
-        self.flights.failed(flight)
-        copies, flight.copies = [copy for copy in flight.copies if tier.has(copy)], ()
-        tier.forget(copies)
-        tier.give_back([copy.page for copy in copies if not copy.pins])
-        self.counts.lost += sum(copy.hash not in self for copy in copies)
-        if flight.kind == "save":
-            self.counts.failed_saves += len(copies)
-        else:
-            self.counts.failed_loads += len(copies)
+    def only_on_device(self, copies: Iterable[Copy]) -> list[Copy]:
+        """Return those device copies whose blocks no lower tier has."""
+        host = self.host.copies
+        return [c for c in copies if c.hash not in host and not self.on_disk(c.hash)]
 
     def pin(self, copies: Iterable[Copy]) -> None:
-        """Keep copies for a lease."""
+        """Pin device copies for a lease."""
         for copy in copies:
             copy.pins += 1
             self.num_leased += 1
 
     def unpin(self, copies: Sequence[Copy]) -> None:
-        """Let go of leased copies, and of the pages of those that have been forgotten meanwhile."""
+        """Unpin leased copies, and free the pages of those that were forgotten meanwhile."""
         orphans = []
         for copy in copies:
             copy.pins -= 1
@@ -444,14 +420,61 @@ class Tiers:
         if self.disk is not None:
             self.disk.use(hashes)
 
-    def wait_for_pages(self, tier: PageTier, num_free: int) -> None:
-        """Raise Blocked if more than `num_free` pages are free, or are when a transfer is over."""
+    def stats(self) -> dict[str, float]:
+        """Return what `TieredCache.stats` does."""
+        disk = self.disk
+        return {
+            "device_blocks": len(self.device.copies),
+            "host_blocks": len(self.host.copies),
+            "disk_blocks": 0 if disk is None else len(disk.slots),
+            **asdict(self.counts),
+            "disk_read_bytes": 0 if disk is None else disk.read_bytes,
+            "disk_read_s": 0.0 if disk is None else disk.read_s,
+            "disk_write_bytes": 0 if disk is None else disk.written_bytes,
+            "disk_write_s": 0.0 if disk is None else disk.write_s,
+            "disk_errors": 0 if disk is None else disk.errors,
+        }
+
+    # --- In flight ---
+
+    def settle(self) -> None:
+        """Take note of what is over by now."""
+        for completion in self.in_flight.settle():
+            if completion.failure is not None:
+                self.drop(completion)
+            elif completion.kind == "load":
+                self.counts.load_bytes += completion.num_bytes
+                self.counts.load_s += completion.seconds
+            elif completion.kind == "save":
+                self.counts.save_bytes += completion.num_bytes
+                self.counts.save_s += completion.seconds
+
+    def drop(self, completion: BlockCompletion) -> None:
+        """Forget the copies that were to be filled by what has failed.
+
+        Leases keep their pages. The allocator holds the others back while the transfer may still
+        write them.
+        """
+        is_save = completion.kind == "save"
+        tier = self.host if is_save else self.device
+        self.in_flight.add_failed(completion)
+        copies, completion.copies = [copy for copy in completion.copies if tier.has(copy)], ()
+        tier.forget(copies)
+        tier.give_back([copy.page for copy in copies if not copy.pins])
+        self.counts.lost += sum(copy.hash not in self for copy in copies)
+        if is_save:
+            self.counts.failed_saves += len(copies)
+        else:
+            self.counts.failed_loads += len(copies)
+
+    def require_settled(self, tier: PageTier, num_free: int) -> None:
+        """Raise Blocked if more than `num_free` pages are free, or will be after a transfer."""
         allocator = tier.pool.allocator
         if allocator.num_pages - allocator.num_allocated > num_free:
             if allocator.num_free > num_free:
                 raise Blocked(None)
-            flight = self.flights.oldest()
-            raise Blocked(allocator.wait_for_freed if flight is None else flight.synchronize)
+            oldest = self.in_flight.oldest()
+            raise Blocked(allocator.wait_for_freed if oldest is None else oldest.synchronize)
 
     def require_arrived(self, copies: Iterable[Copy]) -> None:
         """Raise Blocked if pages do not have their blocks yet."""
@@ -459,97 +482,129 @@ class Tiers:
             if copy.arriving is not None:
                 raise Blocked(copy.arriving.synchronize)
 
-    # --- Out of the host tier ---
+    def stream_behind(self, copies: Iterable[Copy], after: Any) -> Any:
+        """Return a stream behind `after` and behind whatever still writes the pages of copies."""
+        writers = {id(w): w for c in copies if (w := c.arriving) is not None and w.kind == "insert"}
+        if not writers:
+            return after
+        device = self.engine.device
+        relay = device.stream()
+        relay.wait(device.as_stream(after))
+        for writer in writers.values():
+            with suppress(DeviceError):  # after a failure nothing writes the pages any more
+                writer.wait(relay)
+        return relay
 
-    def plan_host(
+    # --- Evicting from the host tier ---
+
+    def plan_host_eviction(
         self,
-        wanted: int,
+        count: int,
         *,
-        must: int = 0,
+        required: int = 0,
         keep: Collection[int] = _NOTHING,
         leaving: Collection[int] = _NOTHING,
         wait: bool = True,
-    ) -> Room:
-        """Choose what goes for `wanted` host pages; less room than that is an answer too.
+    ) -> HostEviction:
+        """Choose what to evict for `count` host pages; the plan may have fewer.
 
         Parameters
         ----------
-        must : pages that there must be. They are the first of the room, and no transfer touches
-            them
+        required : pages that the plan must have. They come first, and no transfer touches them
         keep : hashes that stay in the host tier and on disk
-        leaving : hashes that are about to leave the device. They go from the host tier last, and
-            only to the disk or where there must be pages
-        wait : rather wait for transfers than give less room
+        leaving : hashes that are about to leave the device. They are evicted from the host tier
+            last, and only to the disk or for required pages
+        wait : wait for transfers rather than plan fewer pages
 
         Raises
         ------
-        CacheFull : there is less room than there must be
+        CacheFull : fewer pages than required can be freed
         Blocked : to wait for a transfer
         """
-        num_free = min(wanted, self.host.num_free)
+        num_free = min(count, self.host.num_free)
         stay = {*keep, *leaving} if leaving else keep
-        room = Room(num_free, self.host.choose(wanted - num_free, stay, settled=not wait))
-        least = must if self.disk is None else wanted
-        if leaving and room.num_pages < least:
-            room.victims = self.host.choose(least - num_free, keep, settled=not wait)
+        plan = HostEviction(num_free, self.host.choose(count - num_free, stay, settled=not wait))
+        least = required if self.disk is None else count
+        if leaving and plan.num_pages < least:
+            plan.victims = self.host.choose(least - num_free, keep, settled=not wait)
         if wait:
-            for copy in room.victims[: max(0, must - num_free)]:
+            for copy in plan.victims[: max(0, required - num_free)]:
                 if copy.touched is not None:
                     raise Blocked(copy.touched.synchronize)
-            if room.num_pages < wanted:
-                self.wait_for_pages(self.host, num_free)
-        if room.num_pages < must:
+            if plan.num_pages < count:
+                self.require_settled(self.host, num_free)
+        if plan.num_pages < required:
             raise CacheFull(
-                f"hashes: expected at most {room.num_pages} blocks from disk at once, for which "
-                f"the host pool has room, got {must}"
+                f"hashes: expected at most {plan.num_pages} blocks from disk at once, for which "
+                f"the host pool has room, got {required}"
             )
         if self.disk is not None:
-            self._plan_disk(room, self.disk, keep, leaving)
-        return room
+            self._plan_writes(plan, self.disk, keep, leaving)
+        return plan
 
-    def _plan_disk(
-        self, room: Room, disk: DiskBlocks, keep: Collection[int], leaving: Collection[int]
+    def _plan_writes(
+        self, plan: HostEviction, disk: DiskBlocks, keep: Collection[int], leaving: Collection[int]
     ) -> None:
-        for copy in room.victims:
+        for copy in plan.victims:
             if copy.hash in disk.slots:
                 continue
             if copy.hash in self.device.copies and copy.hash not in leaving:
                 continue
-            room.writes.append(copy)
-        self.require_arrived(room.writes)
-        room.slots = disk.choose(len(room.writes) - disk.num_free, keep)
-        excess = len(room.writes) - disk.num_free - len(room.slots)
+            plan.writes.append(copy)
+        self.require_arrived(plan.writes)
+        plan.slots = disk.choose(len(plan.writes) - disk.num_free, keep)
+        excess = len(plan.writes) - disk.num_free - len(plan.slots)
         if excess > 0:
-            del room.writes[:excess]  # the first to go are lost
+            del plan.writes[:excess]  # the first to be evicted are lost
 
-    def make_host(self, room: Room) -> Pages:
-        """Carry a plan out: return the pages, which no block has any more."""
-        pages = self.host.take(room.num_free)
+    def evict_from_host(self, plan: HostEviction) -> Pages:
+        """Carry out a plan; return its pages, which have no block any more."""
+        pages = self.host.take(plan.num_free)
         if self.disk is not None:
-            self.write(self.disk, room.writes, room.slots)
-        self.host.forget(room.victims)
-        self.counts.host_evicted += len(room.victims)
-        self.counts.lost += sum(copy.hash not in self for copy in room.victims)
-        return np.concatenate((pages, _pages(room.victims)))
+            self.write(self.disk, plan.writes, plan.slots)
+        self.host.forget(plan.victims)
+        self.counts.host_evicted += len(plan.victims)
+        self.counts.lost += sum(copy.hash not in self for copy in plan.victims)
+        return np.concatenate((pages, _pages(plan.victims)))
 
     def write(
         self, disk: DiskBlocks, copies: Sequence[Copy], slots: Sequence[int]
     ) -> dict[int, OSError]:
-        """Write host copies to disk, in place of the blocks `slots`; return what failed."""
+        """Write host copies to disk, replacing the blocks `slots`; return what failed, by hash."""
         disk.evict(slots)
         self.counts.disk_evicted += len(slots)
         self.counts.lost += sum(hash not in self for hash in slots)
         return disk.write({copy.hash: copy.page for copy in copies}) if copies else {}
 
-    # --- Out of the device tier ---
+    # --- Evicting from the device tier ---
 
-    def alone(self, copies: Iterable[Copy]) -> list[Copy]:
-        """Return the device copies of blocks that no lower tier has."""
-        known = self.host.copies
-        return [c for c in copies if c.hash not in known and not self.on_disk(c.hash)]
+    def evict_from_device(self, victims: Sequence[Copy], keep: Collection[int] = _NOTHING) -> int:
+        """Evict blocks from the device; those that no other tier has are saved first.
+
+        Parameters
+        ----------
+        keep : hashes that stay in the host tier and on disk
+
+        Returns
+        -------
+        how many were evicted: fewer than asked for if the host tier cannot take all at once, but
+            can pass some on to the disk. The next call waits for that
+        """
+        saves = self.only_on_device(victims)
+        if saves:
+            leaving = {copy.hash for copy in victims}
+            plan = self.plan_host_eviction(len(saves), keep=keep, leaving=leaving)
+            if self.disk is not None and 0 < plan.num_pages < len(saves):
+                first = victims[: victims.index(saves[plan.num_pages])]
+                return self.evict_from_device(first, keep)
+            pages = self.evict_from_host(plan)
+            saved = self.save_or_free(saves[len(saves) - len(pages) :], pages, None)
+            self.host.add(saved.values())
+        self.device.give_back(self.remove_from_device(victims))
+        return len(victims)
 
     def save(self, copies: Sequence[Copy], pages: Pages, after: Any) -> dict[int, Copy]:
-        """Queue the copying of device copies into host pages.
+        """Queue a save of device copies into host pages.
 
         Returns
         -------
@@ -557,83 +612,28 @@ class Tiers:
         """
         if not copies:
             return {}
-        transfer = self.engine.save(_pages(copies), pages, after=self.behind(copies, after))
+        transfer = self.engine.save(_pages(copies), pages, after=self.stream_behind(copies, after))
         sources = [copy.arriving for copy in copies]
-        made = [Copy(c.hash, page) for c, page in zip(copies, pages.tolist(), strict=True)]
-        flight = self.flights.add(Flight("save", transfer, made, sources))
-        for copy in made:
-            copy.filled = copy.used = flight
-        return {copy.hash: copy for copy in made}
+        saved = [Copy(c.hash, page) for c, page in zip(copies, pages.tolist(), strict=True)]
+        completion = self.in_flight.add(BlockCompletion("save", transfer, saved, sources))
+        for copy in saved:
+            copy.filled_by = copy.used_by = completion
+        return {copy.hash: copy for copy in saved}
 
-    def leave(self, victims: Sequence[Copy]) -> Pages:
-        """Take blocks out of the device tier; return their pages, which stay the cache's."""
+    def save_or_free(self, copies: Sequence[Copy], pages: Pages, after: Any) -> dict[int, Copy]:
+        """Queue a save; free the host pages if that raises."""
+        try:
+            return self.save(copies, pages, after)
+        except BaseException:
+            self.host.give_back(pages)
+            raise
+
+    def remove_from_device(self, victims: Sequence[Copy]) -> Pages:
+        """Remove blocks from the device tier; return their pages, which the cache keeps."""
         self.device.forget(victims)
         self.counts.device_evicted += len(victims)
         self.counts.lost += sum(copy.hash not in self for copy in victims)
         return _pages(victims)
-
-    def behind(self, copies: Iterable[Copy], after: Any) -> Any:
-        """Return a stream behind `after`, and behind those that still write the pages of copies."""
-        fences = {id(f): f for c in copies if (f := c.arriving) is not None and f.kind == "insert"}
-        if not fences:
-            return after
-        device = self.engine.device
-        relay = device.stream()
-        relay.wait(device.as_stream(after))
-        for fence in fences.values():
-            with suppress(DeviceError):  # then nobody writes the pages any more
-                fence.wait(relay)
-        return relay
-
-
-def stats(tiers: Tiers) -> dict[str, float]:
-    """Return what `TieredCache.stats` does."""
-    disk = tiers.disk
-    return {
-        "device_blocks": len(tiers.device.copies),
-        "host_blocks": len(tiers.host.copies),
-        "disk_blocks": 0 if disk is None else len(disk.slots),
-        **asdict(tiers.counts),
-        "disk_read_bytes": 0 if disk is None else disk.read_bytes,
-        "disk_read_s": 0.0 if disk is None else disk.read_s,
-        "disk_write_bytes": 0 if disk is None else disk.written_bytes,
-        "disk_write_s": 0.0 if disk is None else disk.write_s,
-        "disk_errors": 0 if disk is None else disk.errors,
-    }
-
-
-def evict(tiers: Tiers, victims: Sequence[Copy], keep: Collection[int] = ()) -> int:
-    """Let blocks leave the device tier, those that no other has by way of a save.
-
-    Parameters
-    ----------
-    keep : hashes that stay in the host tier and on disk
-
-    Returns
-    -------
-    how many have left: fewer than there are if the host tier cannot take all at once, while it can
-    pass some on to the disk. The next call waits for that
-    """
-    saves = tiers.alone(victims)
-    if saves:
-        leaving = {copy.hash for copy in victims}
-        room = tiers.plan_host(len(saves), keep=keep, leaving=leaving)
-        if tiers.disk is not None and 0 < room.num_pages < len(saves):
-            return evict(tiers, victims[: victims.index(saves[room.num_pages])], keep)
-        pages = tiers.make_host(room)
-        saved = save_into(tiers, saves[len(saves) - len(pages) :], pages, None)
-        tiers.host.add(saved.values())
-    tiers.device.give_back(tiers.leave(victims))
-    return len(victims)
-
-
-def save_into(tiers: Tiers, copies: Sequence[Copy], pages: Pages, after: Any) -> dict[int, Copy]:
-    """Queue a save as `Tiers.save` does; give the host pages back if that raises."""
-    try:
-        return tiers.save(copies, pages, after)
-    except BaseException:
-        tiers.host.give_back(pages)
-        raise
 
 
 def _pages(copies: Sequence[Copy]) -> Pages:
@@ -641,10 +641,10 @@ def _pages(copies: Sequence[Copy]) -> Pages:
 
 
 class SharedTiers:
-    """Lets one thread at a time change the tiers.
+    """The tiers behind a lock, so that one thread at a time changes them.
 
-    Neither the engine nor an allocator calls back, so none of their locks is ever waited for by
-    who has the other way round; and no transfer is waited for with the lock held.
+    Neither the engine nor an allocator calls back, so the lock order cannot invert; and no transfer
+    is waited for with the lock held.
     """
 
     def __init__(self, tiers: Tiers) -> None:
@@ -655,13 +655,13 @@ class SharedTiers:
 
     @contextmanager
     def locked(self) -> Iterator[Tiers]:
-        """Give the tiers as they were left, even if the cache is closed."""
+        """Hold the lock; the tiers are as they were left, and may be closed."""
         with self._lock:
             yield self._tiers
 
     @contextmanager
     def opened(self) -> Iterator[Tiers]:
-        """Give the tiers as they are now; KvcupyError if the cache is closed."""
+        """Hold the lock; the tiers are up to date. KvcupyError if the cache is closed."""
         with self._lock:
             if self.closed:
                 raise KvcupyError("the cache is closed")
@@ -669,10 +669,7 @@ class SharedTiers:
             yield self._tiers
 
     def attempt(self, change: Callable[[Tiers], _Result]) -> _Result:
-        """Change the tiers, once nothing is in the way; then start the transfers that came up.
-
-        While something is, `change` raises Blocked before it has changed anything.
-        """
+        """Call `change` until it is not Blocked, then send out the transfers that it has queued."""
         while True:
             try:
                 with self.opened() as tiers:
@@ -686,7 +683,7 @@ class SharedTiers:
         return result
 
     def clear(self, orders: Sequence[Policy]) -> None:
-        """Forget all blocks and take new orders of eviction; KvcupyError if some are leased."""
+        """Forget all blocks, and start with new orders; KvcupyError if some are leased."""
         with self.opened() as tiers:
             if tiers.num_leased:
                 raise KvcupyError(f"{tiers.num_leased} blocks are leased: release them first")
@@ -696,7 +693,7 @@ class SharedTiers:
                 tiers.disk.clear(orders[2])
 
     def close(self) -> None:
-        """Give all pages back but those of leases, and close the file; again is a no-op."""
+        """Free all pages but those of leases, and close the file. Repeated calls do nothing."""
         with self._lock:
             if self.closed:
                 return
@@ -707,8 +704,8 @@ class SharedTiers:
                 self._tiers.disk.close()
 
     def stats(self) -> dict[str, float]:
-        """Return figures as they are now."""
+        """Return what `TieredCache.stats` does."""
         with self._lock:
             if not self.closed:
                 self._tiers.settle()
-            return stats(self._tiers)
+            return self._tiers.stats()

@@ -1,4 +1,4 @@
-"""kv.TieredCache: what goes when room is wanted, and that CacheFull leaves all as it was."""
+"""kv.TieredCache: what is evicted when pages are needed, and that CacheFull changes nothing."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_what_is_asked_for_is_not_evicted_for_the_rest(device):
 
 
 def test_host_copies_that_are_being_loaded_are_not_evicted_for_saves(device):
-    """One exchange: what comes up makes no room in the host tier for what goes down."""
+    """One exchange: the host copies that are loaded are not evicted for those that are saved."""
     blocks = Blocks(device, 2, 3, write="back")
     blocks.insert([A, B])
     blocks.evict_all()
@@ -117,12 +117,12 @@ def test_host_copies_that_are_being_loaded_are_not_evicted_for_saves(device):
     blocks.use([C], known=1)
 
 
-# Nothing is lost while there is room -------------------------------------------------------------
+# Nothing is lost while there is space ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "2q"])
 @pytest.mark.parametrize("write", ["through", "back"])
-def test_nothing_is_lost_while_the_host_has_room(device, write, policy):
+def test_nothing_is_lost_while_the_host_has_space(device, write, policy):
     blocks = Blocks(device, 4, 12, write=write, policy=policy)
     hashes = list(range(100, 112))
     for i in range(0, 12, 2):
@@ -137,7 +137,7 @@ def test_nothing_is_lost_while_the_host_has_room(device, write, policy):
     blocks.assert_no_leak()
 
 
-def test_the_coldest_is_lost_when_there_is_no_room(device):
+def test_the_coldest_is_lost_when_there_is_no_space(device):
     blocks = Blocks(device, 2, 2, write="back")
     for hash in (A, B, C, D, E):
         if not blocks.device_pool.allocator.num_free:
@@ -170,7 +170,7 @@ def test_a_host_pool_that_others_use_too(device):
 
 
 def test_pages_of_the_host_that_are_late_are_waited_for(device):
-    """Rather than lose a block for which there is room in a moment."""
+    """Rather than lose a block for which a page is free in a moment."""
     blocks = Blocks(device, 4, 2, write="back")
     blocks.insert([A, B])
     blocks.cache.evict(2)
