@@ -1,1 +1,1 @@
-"""The paged cache: sequences in pages, steps, and their tables on the way to the device."""
+"""The paged cache: sequences in pages, the steps that append to them, and their tables."""

@@ -12,9 +12,9 @@ from ...arrays import describe, view
 from ...config import logger
 from ...errors import CaptureError, KvcupyError
 from ...formats import FORMATS
-from ...ops import checks, outputs
+from ...ops import call, checks
 from ...ops.attention import check_query
-from ...ops.outputs import format_name
+from ...ops.call import format_name
 from ...pickling import ProcessLocal
 from ..pool import KVPool, MLAPool, Pool, count
 from ..tiered.cache import TieredCache
@@ -530,7 +530,7 @@ class PagedKVCache(ProcessLocal):
         )
         own = self.device.as_stream(stream, rows.library)
         if out is None:
-            out = outputs.zeros(rows, (*rows.shape[:2], layers.v_width), rows.format, stream)
+            out = call.zeros(rows, (*rows.shape[:2], layers.v_width), rows.format, stream)
         uploaded = tables.on(own)
         if step.loads and not own.capturing:
             step.wait_layer(int(layer), own)

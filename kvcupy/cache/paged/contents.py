@@ -22,7 +22,7 @@ from ... import formats
 from ...arrays import ArrayView, describe, view
 from ...devices.protocol import Stream
 from ...formats import FORMATS, numpy_dtype
-from ...ops import checks, outputs
+from ...ops import call, checks
 from ...ops.page_pairs import send
 from ...ops.store import gather_kv, store_kv, store_mla
 from ..pool import MLAPool, Pool
@@ -243,12 +243,12 @@ class Contents:
 
     def _format(self, dtype: Any) -> str:
         if dtype is not None:
-            return outputs.format_name(dtype)
+            return call.format_name(dtype)
         return "bf16" if FORMATS[self._pool.dtype].quantised else self._pool.dtype
 
     def _zeros(self, cache: ArrayView, count: int, format: str, stream: Any) -> Any:
         shape = (self._pool.num_layers, count, *_row(cache))
-        return outputs.zeros(cache, shape, format, stream)
+        return call.zeros(cache, shape, format, stream)
 
     def _slots(self, sequence: CachedSequence, start: int, stop: int, stream: Stream) -> ArrayView:
         """Upload the slots of the tokens at positions `start` to `stop` - 1."""

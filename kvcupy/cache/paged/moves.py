@@ -14,12 +14,11 @@ from ...errors import CacheFull
 from ...ops.page_pairs import PagePairs, send
 from ...ops.pages import copy_pages
 from ...ops.store import gather_kv, store_kv
-from ..engine import Transfer
 from ..pool import Pool
 from ..tiered.cache import TieredCache
 from ..tiered.leases import Lease
 from .access import PageAccess
-from .sequences import CachedSequence, Ints, Sequences
+from .sequences import CachedSequence, Ints, OffloadedPages, Sequences
 
 _NAMES = ("src", "dst")
 
@@ -156,24 +155,6 @@ class PageMover:
 # --- Tiers ---
 
 
-class _HostPages:
-    """Pages of the host pool that hold an offloaded sequence.
-
-    Attributes
-    ----------
-    pages, save : the pages, and the transfer that fills them
-    """
-
-    def __init__(self, tiers: TieredCache, pages: Ints, save: Transfer) -> None:
-        self.pages = pages
-        self.save = save
-        self._tiers = tiers
-
-    def free(self) -> None:
-        """Free the pages, as soon as no transfer touches them."""
-        self._tiers.host_pool.allocator.free(self.pages)
-
-
 class Tiers:
     """Moves sequences and their blocks between the pages of a paged cache and a tiered cache.
 
@@ -225,14 +206,13 @@ class Tiers:
         if len(self._sequences.owned(sequence, sequence.num_pages)) < sequence.num_pages:
             # A sequence that shares a page may soon be its only owner, and write while it is read.
             self._access.order.end(tiers.engine.save_stream)
-        self._sequences.offload(sequence, _HostPages(tiers, pages, save))
+        self._sequences.offload(sequence, OffloadedPages(pages, save, tiers.host_pool.allocator))
 
     def onboard(self, sequence: CachedSequence) -> None:
         """Load the pages of an offloaded sequence; one that is on the device stays as it is."""
         host = sequence.offloaded
         if host is None:
             return
-        assert isinstance(host, _HostPages)
         tiers = self.require("seq")
         host.save.synchronize()
         pages = self._sequences.allocate(len(host.pages))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -36,8 +36,8 @@ class CachedSequence:
     window, sinks : of a sliding window; window 0: none
     parents : of the nodes of the tree that is not committed yet, which are its last tokens
     hashes : by which a tiered cache knows its first full pages, or will know them
-    loads : transfers and leases that bring some of its pages
-    offloaded : where it is instead of on the device; None: it is on the device
+    loads : of transfers and leases that bring some of its pages
+    offloaded : its pages in host memory, instead of any on the device; None: it is on the device
     """
 
     __slots__ = (
@@ -98,10 +98,22 @@ class CachedSequence:
         return self.evicted if length > self.sinks else 0
 
 
-class OffloadedPages(Protocol):
-    """Pages in host memory that a sequence holds instead of pages of the device."""
+@dataclass(frozen=True, eq=False)
+class OffloadedPages:
+    """Pages of the host pool that hold an offloaded sequence.
 
-    def free(self) -> None: ...
+    Attributes
+    ----------
+    pages, save : the pages, and the transfer that fills them
+    """
+
+    pages: Ints
+    save: Completion
+    allocator: PageAllocator
+
+    def free(self) -> None:
+        """Free the pages, as soon as no transfer touches them."""
+        self.allocator.free(self.pages)
 
 
 @dataclass

@@ -72,7 +72,7 @@ class Step:
     tree_positions : whether attention needs the positions of a tree's nodes, to rotate their keys
     cascade : prefixes to be attended first, or None
     replaced : shared pages that were copied for it (`Sequences.grow`)
-    loads : transfers and leases that bring some pages of its sequences
+    loads : of transfers and leases that bring some pages of its sequences
     """
 
     names: list[Hashable]
