@@ -18,21 +18,24 @@ from .progress import Progress
 
 _OLDEST = 75  # the kernels use instructions that came with it
 
-Compile = Callable[[Specialisation], object]
+Program = tuple[Specialisation, ...]
+Compile = Callable[[Program], object]
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """Compile one kernel after another, in whichever process; return what went wrong, if it did."""
+    """Compile one program after another, in whichever process; return what went wrong in it."""
 
     compile: Compile
 
-    def __call__(self, specialisation: Specialisation) -> str:
+    def __call__(self, program: Program) -> list[str]:
         try:
-            self.compile(specialisation)
+            self.compile(program)
         except CompileError as error:
-            return str(error).splitlines()[0]
-        return ""
+            if len(program) > 1:
+                return [text for one in program for text in self((one,))]
+            return [str(error).splitlines()[0]]
+        return []
 
 
 def main(
@@ -59,9 +62,10 @@ def main(
     """
     num_jobs = jobs or available_cpus()
     specialisations = ops.specialisations()
+    programs = compile_check.programs(specialisations)
     if not (archs or every_arch or check):
-        targets = _of_this_machine()
-        return max([_compile(*one, specialisations, num_jobs, lines) for one in targets])
+        targets = _of_this_machine(programs)
+        return max([_compile(*one, num_jobs, lines) for one in targets])
     archs = archs or compile_check.ARCHS
     try:
         require_archs(archs)
@@ -69,8 +73,8 @@ def main(
         print(f"compile: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     if not check:
-        targets = [_gpu(arch) for arch in archs]
-        return max([_compile(*one, specialisations, num_jobs, lines) for one in targets])
+        targets = [_gpu(arch, programs) for arch in archs]
+        return max([_compile(*one, num_jobs, lines) for one in targets])
     with Progress("check", len(specialisations) * len(archs), "kernels", lines=lines) as progress:
         try:
             report = compile_check.check(
@@ -105,47 +109,46 @@ def require_archs(archs: Sequence[str]) -> None:
             raise ValueError(f"--arch: expected one of {names}, got {arch}")
 
 
-def _of_this_machine() -> list[tuple[str, Compile]]:
-    """Return the devices of this machine, and what compiles a kernel for each."""
+def _of_this_machine(programs: list[Program]) -> list[tuple[str, Compile, list[Program]]]:
+    """Return the devices of this machine, what compiles for each, and what there is to compile."""
     from . import device
     from .devices.cuda import why_not
 
-    found: list[tuple[str, Compile]] = [("host", _for_host)]
+    alone: list[Program] = [(one,) for program in programs for one in program]
+    targets: list[tuple[str, Compile, list[Program]]] = [("host", _for_host, alone)]
     if not why_not():
         gpu: Any = device("cuda")
-        found.append(_gpu(gpu.arch))
-    return found
+        targets.append(_gpu(gpu.arch, programs))
+    return targets
 
 
-def _for_host(specialisation: Specialisation) -> None:
+def _for_host(program: Program) -> None:
     """Compile a kernel for this processor, and what shares a launch among threads."""
     cxx.build_pool()
-    cxx.build(specialisation)
+    for specialisation in program:
+        cxx.build(specialisation)
 
 
-def _gpu(arch: str) -> tuple[str, Compile]:
-    return arch, partial(nvrtc.compile_cubin, arch=arch)
+def _gpu(arch: str, programs: list[Program]) -> tuple[str, Compile, list[Program]]:
+    return arch, partial(nvrtc.compile_program, arch=arch), programs
 
 
 def _compile(
-    target: str,
-    compile_one: Compile,
-    specialisations: Sequence[Specialisation],
-    num_jobs: int,
-    lines: bool,
+    target: str, compile_one: Compile, programs: Sequence[Program], num_jobs: int, lines: bool
 ) -> int:
     """Compile all kernels for one target, and say how it went; return the exit status."""
-    start = time.perf_counter()
-    with Progress(f"compile {target}", len(specialisations), "kernels", lines=lines) as progress:
+    start, total = time.perf_counter(), sum(map(len, programs))
+    with Progress(f"compile {target}", total, "kernels", lines=lines) as progress:
         try:
-            outcomes = run(_Attempt(compile_one), specialisations, num_jobs, progress.to)
+            outcomes = run(_Attempt(compile_one), programs, num_jobs, progress.to, len)
         except KeyboardInterrupt:
             _say_stopped(progress)
             raise
-    failures = [text for text in outcomes if text]
+    failures = [text for texts in outcomes for text in texts]
     seconds = time.perf_counter() - start
-    count = len(outcomes) - len(failures)
-    print(f"{target:8}{count} kernels ready, {len(failures)} failed, {seconds:.1f} s")
+    print(
+        f"{target:8}{total - len(failures)} kernels ready, {len(failures)} failed, {seconds:.1f} s"
+    )
     for text in dict.fromkeys(failures):
         print(f"{'':8}{text}")
     return 1 if failures else 0

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 from . import jobs as processes
@@ -43,9 +44,14 @@ REGISTER_BUDGET: dict[str, int] = {
     "attention_prefill": 255,  # two or three blocks of 128 threads a multiprocessor, as planned
 }
 
+_KERNELS_PER_PROGRAM = 8  # more gain nothing
+_LARGE = ("attention_decode", "attention_prefill")  # which compile ten times as long as they parse
+
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_FUNCTION = re.compile(r"Function properties for (\S+)")
+_SASS_SECTION = re.compile(r"^\s*\.section\s+\.text\.([^\s,]+)", re.MULTILINE)
 _WARNING = re.compile(r"\bwarning\b(?!-number)")
 _WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.E(?:\.\w+)*\.(?:128|256)\b")
 _WIDE_STORE = re.compile(r"\bSTG\.E(?:\.\w+)*\.(?:128|256)\b")
@@ -152,50 +158,125 @@ def check(
     started = time.perf_counter()
     nvdisasm = find_nvdisasm()
 
+    specialisations = list(specialisations)
     tasks = [
-        _Task(one, arch, promises_128_bits(one), budgets.get(one.kernel.name), nvdisasm,
-              kernels_dir, tuple(options))
-        for one in specialisations for arch in archs
+        _Task(program, arch, tuple(map(promises_128_bits, program)),
+              tuple(budgets.get(one.kernel.name) for one in program), nvdisasm, kernels_dir,
+              tuple(options))
+        for program in programs(specialisations, promises_128_bits) for arch in archs
     ]  # fmt: skip
+    results = []
     if jobs is None:
-        entries = []
         for task in tasks:
-            entries.append(_check_one(task))
-            notify(len(entries))
+            for entry in _check_program(task):
+                results.append(entry)
+                notify(len(results))
     else:
-        entries = processes.run(_check_one, tasks, jobs, notify)
-    return Report(entries, nvdisasm, time.perf_counter() - started)
+        for entries in processes.run(_check_program, tasks, jobs, notify, _Task.__len__):
+            results += entries
+    order = {(str(one), arch): n for n, (one, arch) in enumerate(product(specialisations, archs))}
+    results.sort(key=lambda entry: order[entry.specialisation, entry.arch])
+    return Report(results, nvdisasm, time.perf_counter() - started)
+
+
+def programs(
+    specialisations: Iterable[Specialisation],
+    promises_128_bits: Callable[[Specialisation], bool] = lambda _: False,
+) -> list[tuple[Specialisation, ...]]:
+    """Divide kernels into programs that NVRTC compiles whole, the longest first.
+
+    Parsing a source takes as long as compiling a small kernel of it, so a few of those share a
+    program. Those that are disassembled stand together, for nvdisasm takes long to start.
+    """
+    files: dict[tuple[str, bool], list[Specialisation]] = {}
+    for one in specialisations:
+        is_large = one.kernel.name in _LARGE
+        files.setdefault((one.kernel.source, is_large), []).append(one)
+    large: list[tuple[Specialisation, ...]] = []
+    small: list[tuple[Specialisation, ...]] = []
+    for (_, is_large), kernels in files.items():
+        kernels.sort(key=promises_128_bits, reverse=True)
+        size = 1 if is_large else _KERNELS_PER_PROGRAM
+        cut = [tuple(kernels[i : i + size]) for i in range(0, len(kernels), size)]
+        (large if is_large else small).extend(cut)
+    return large + small
 
 
 @dataclass(frozen=True)
 class _Task:
-    """One specialisation to be checked on one architecture, in whichever process."""
+    """Kernels of one source to be checked on one architecture, in whichever process.
 
-    specialisation: Specialisation
+    `promises_128_bits` and `budgets` are of each kernel.
+    """
+
+    specialisations: tuple[Specialisation, ...]
     arch: str
-    promises_128_bits: bool
-    budget: int | None
+    promises_128_bits: tuple[bool, ...]
+    budgets: tuple[int | None, ...]
     nvdisasm: Path | None
     kernels_dir: Path | None
     options: tuple[str, ...]
 
+    def __len__(self) -> int:
+        return len(self.specialisations)
 
-def _check_one(task: _Task) -> Entry:
-    specialisation, arch = task.specialisation, task.arch
+    def each(self) -> Iterator[_Task]:
+        """Yield a task for each of the kernels."""
+        for one, promises, budget in zip(
+            self.specialisations, self.promises_128_bits, self.budgets, strict=True
+        ):
+            yield replace(
+                self, specialisations=(one,), promises_128_bits=(promises,), budgets=(budget,)
+            )
+
+
+def _check_program(task: _Task) -> list[Entry]:
+    """Check kernels together; one by one where a complaint could be about any of them."""
     try:
-        compiled = nvrtc.compile_cubin(
-            specialisation, arch, kernels_dir=task.kernels_dir, options=task.options, verbose=True
-        )
+        compiled = nvrtc.compile_program(
+            task.specialisations, task.arch, kernels_dir=task.kernels_dir, options=task.options,
+            verbose=True,
+        )  # fmt: skip
+        logs = {compiled[0].lowered_name: compiled[0].log}
+        if len(task) > 1:
+            logs = logs_of_entries(compiled[0].log)
     except CompileError as error:
-        return Entry(str(specialisation), arch, None, (str(error),))
-    if not compiled.target.startswith("sm_"):
-        problem = f"compiled to PTX only: this NVRTC is older than {arch}"
-        return Entry(str(specialisation), arch, None, (problem,))
-    usage = read_log(compiled.log, compiled.lowered_name)
-    problems = _judge(usage, specialisation.kernel.name, task.budget)
-    if task.nvdisasm is not None and task.promises_128_bits:
-        problems += missing_wide_accesses(disassemble(task.nvdisasm, compiled.image))
-    return Entry(str(specialisation), arch, usage, tuple(problems))
+        if len(task) > 1:
+            return [entry for one in task.each() for entry in _check_program(one)]
+        return [Entry(str(task.specialisations[0]), task.arch, None, (str(error),))]
+    if not compiled[0].target.startswith("sm_"):
+        problem = f"compiled to PTX only: this NVRTC is older than {task.arch}"
+        return [Entry(str(one), task.arch, None, (problem,)) for one in task.specialisations]
+    sass = {}
+    if task.nvdisasm is not None and any(task.promises_128_bits):
+        sass = functions_of_sass(disassemble(task.nvdisasm, compiled[0].image))
+    entries = []
+    for one, result in zip(task.each(), compiled, strict=True):
+        (specialisation,), (budget,) = one.specialisations, one.budgets
+        usage = read_log(logs[result.lowered_name], result.lowered_name)
+        problems = _judge(usage, specialisation.kernel.name, budget)
+        if sass and one.promises_128_bits == (True,):
+            problems += missing_wide_accesses(sass[result.lowered_name])
+        entries.append(Entry(str(specialisation), task.arch, usage, tuple(problems)))
+    return entries
+
+
+def logs_of_entries(log: str) -> dict[str, str]:
+    """Divide a log of `--ptxas-options=-v` by the kernels that it speaks of.
+
+    Raises
+    ------
+    CompileError : it holds what could belong to any of them, a warning or a function they call
+    """
+    heads = list(_ENTRY.finditer(log))
+    ends = [head.start() for head in heads[1:]] + [len(log)]
+    logs = {head["name"]: log[head.start() : end] for head, end in zip(heads, ends, strict=True)}
+    if _WARNING.search(log) or any(
+        name not in logs or name not in _FUNCTION.findall(logs[name])
+        for name in _FUNCTION.findall(log)
+    ):
+        raise CompileError("the log does not say which kernel it speaks of", log)
+    return logs
 
 
 def read_log(log: str, lowered_name: str) -> Usage:
@@ -255,6 +336,13 @@ def disassemble(nvdisasm: Path, cubin: bytes) -> str:
     if done.returncode != 0:
         raise CompileError("nvdisasm failed", done.stderr)
     return done.stdout
+
+
+def functions_of_sass(sass: str) -> dict[str, str]:
+    """Divide the SASS of a cubin by its functions."""
+    heads = list(_SASS_SECTION.finditer(sass))
+    ends = [head.start() for head in heads[1:]] + [len(sass)]
+    return {head[1]: sass[head.start() : end] for head, end in zip(heads, ends, strict=True)}
 
 
 def missing_wide_accesses(sass: str) -> list[str]:

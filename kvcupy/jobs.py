@@ -32,6 +32,7 @@ def run(
     tasks: Sequence[Task],
     jobs: int,
     notify: Callable[[int], object] = lambda done: None,
+    steps: Callable[[Task], int] = lambda task: 1,
 ) -> list[Result]:
     """Apply a function to tasks, `jobs` at a time, and return the results in their order.
 
@@ -39,7 +40,8 @@ def run(
     ----------
     function : found by its module's name in a process that is started anew, as its tasks and
         results must be picklable
-    notify : called with the number of tasks that are done, after each
+    notify : called with the number of steps that are done, after each
+    steps : how many steps a task counts as
 
     Raises
     ------
@@ -53,10 +55,13 @@ def run(
         count = max(1, min(jobs, len(tasks)))
         pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=(folder,))
         try:
-            futures = [pool.submit(function, task) for task in tasks]
-            for done, future in enumerate(as_completed(futures), 1):
+            futures = {pool.submit(function, task): task for task in tasks}
+            done = 0
+            for future in as_completed(futures):
                 future.result()
-                notify(done)
+                for _ in range(steps(futures[future])):
+                    done += 1
+                    notify(done)
             return [future.result() for future in futures]
         except BaseException:
             _kill(child for child in multiprocessing.active_children() if child not in others)

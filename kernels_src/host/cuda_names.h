@@ -2,7 +2,10 @@
 // parent run on this processor, one OS thread a block (see runner.h).
 #pragma once
 
+// C's own math.h: what libstdc++ wraps around it takes longer to parse than a kernel to compile.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <stddef.h>
 #include <string.h>
 

@@ -7,7 +7,10 @@
 // vector of floats, I is int or a vector of as many.
 #pragma once
 
-#if defined(__F16C__)
+// Strict builds convert with integers alone: they are compiled by the hundred, and parsing the
+// header of the vector instructions takes longer than all the rest of compiling one.
+#if defined(__F16C__) && !defined(KVCUPY_STRICT)
+#define KVCUPY_F16C 1
 #include <immintrin.h>
 #endif
 
@@ -165,7 +168,7 @@ constexpr ByteValues<T> kByteValues;
 // --- One by one ----------------------------------------------------------------------------------
 
 inline float to_float(half x) {
-#if defined(__F16C__)
+#if defined(KVCUPY_F16C)
   return _cvtsh_ss(x.bits);
 #elif defined(__aarch64__)
   return kvcupy_host::bits_as<__fp16>(x.bits);
@@ -181,7 +184,7 @@ inline float to_float(fp8_e5m2 x) { return kvcupy_host::kByteValues<fp8_e5m2>.of
 
 template <>
 inline half from_float<half>(float x) {
-#if defined(__F16C__)
+#if defined(KVCUPY_F16C)
   return {x == x ? _cvtss_sh(x, 0) : static_cast<unsigned short>(0x7fff)};
 #else
   return {static_cast<unsigned short>(kvcupy_host::encode<half, int>(x))};

@@ -14,7 +14,7 @@ import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -83,8 +83,13 @@ def load(key: str, suffix: str = "") -> bytes | None:
     return None
 
 
-def store(key: str, content: bytes, suffix: str = "") -> Path | None:
-    """Keep `content` under `key`; return its file, or None where nothing can be written."""
+def store(
+    key: str, content: bytes, suffix: str = "", *, aliases: Sequence[str] = ()
+) -> Path | None:
+    """Keep `content` under `key`; return its file, or None where nothing can be written.
+
+    `aliases` are further keys of the same content, which is on disk once if files can be linked.
+    """
     place = path(key, suffix)
     temporary: str | None = None
     try:
@@ -99,7 +104,22 @@ def store(key: str, content: bytes, suffix: str = "") -> Path | None:
             with contextlib.suppress(OSError):
                 Path(temporary).unlink()
         return None
+    for alias in aliases:
+        if not _link(place, path(alias, suffix)):
+            store(alias, content, suffix)
     return place
+
+
+def _link(place: Path, alias: Path) -> bool:
+    """Put another name of the file `place` at `alias`; return whether that could be done."""
+    temporary = alias.with_name(f".new-{alias.name}-{os.getpid()}")
+    try:
+        temporary.hardlink_to(place)
+        temporary.replace(alias)
+        temporary.unlink(missing_ok=True)  # a rename of a file to its own other name does nothing
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Compile one specialisation with NVRTC, for any architecture, on a machine with or without a GPU.
+"""Compile specialisations with NVRTC, for any architecture, on a machine with or without a GPU.
 
 CuPy's binding of NVRTC is used, but not its `RawModule`, which adds `-ftz=true` to every program
 (the scales of quantised caches would lose their subnormals) and leaves included files out of its
@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import sources
 from ..errors import CompileError
 from ..extras import install
 from . import cache, compiling
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 OPTIONS = ("-std=c++17", "-default-device")
 VERBOSE = "--ptxas-options=-v"
+_ENTRY_FORMAT = "2"  # of the disk cache: `_encode`
 _INVALID_OPTION = 5  # NVRTC_ERROR_INVALID_OPTION
 _PTX_LADDER = (120, 100, 90, 80, 75)
 _RENAMED = (101,)  # 110 since CUDA 13, so that newer drivers do not know the number
@@ -80,39 +82,100 @@ def compile_cubin(
     CompileError
         With the compiler's log, the expression and the architecture.
     """
-    from .. import sources
-
-    version = nvrtc_version()
-    if digest is None and kernels_dir is None:
-        digest = sources.digest()
-    folder = sources.kernels_dir() if kernels_dir is None else kernels_dir
-    headers = sources.cuda_include_dirs(version[0]) if include_dirs is None else include_dirs
-    flags = (*OPTIONS, *options)
-
-    def compile_now() -> Compiled:
-        extra = (*flags, VERBOSE) if verbose else flags
-        with compiling.announced(specialisation, arch):
-            return _compile(specialisation, arch, extra, folder, headers)
-
-    if digest is None:
-        return compile_now()
-    kernel = specialisation.kernel
-    key = cache.key(
-        "cubin", digest, _program_text(kernel.source), specialisation.expression, arch,
-        "\0".join(flags), f"{version[0]}.{version[1]}", _headers_digest(tuple(headers)),
-    )  # fmt: skip
+    build = _Build.of(arch, digest, kernels_dir, include_dirs, options)
+    key = build.key(specialisation)
+    if key is None:
+        return build.compile([specialisation], verbose)[0]
     if verbose:
-        fresh = compile_now()
-        cache.store(key, _encode(fresh))
-        return fresh
-    made: list[Compiled] = []
+        return build.compile_and_store([specialisation], verbose)[0]
+    compiled: list[Compiled] = []
 
     def make() -> bytes:
-        made.append(compile_now())
-        return _encode(made[0])
+        compiled.extend(build.compile([specialisation], verbose))
+        return _encode([specialisation], compiled)
 
     content = cache.get_or_make(key, make)
-    return made[0] if made else _decode(content)
+    return compiled[0] if compiled else _decode(content, specialisation)
+
+
+def compile_program(
+    specialisations: Sequence[Specialisation],
+    arch: str,
+    *,
+    kernels_dir: Path | None = None,
+    options: Sequence[str] = (),
+    verbose: bool = False,
+) -> list[Compiled]:
+    """Compile kernels of one source file together, so that it is parsed once for all of them.
+
+    Parameters and errors are those of `compile_cubin`; an error may be any of the kernels'.
+
+    Returns
+    -------
+    One for each specialisation, in their order. Those compiled here share an image and a log.
+    """
+    build = _Build.of(arch, None, kernels_dir, None, options)
+    known: dict[Specialisation, Compiled] = {}
+    if not verbose:
+        for one in specialisations:
+            key = build.key(one)
+            if key is not None and (content := cache.load(key)) is not None:
+                known[one] = _decode(content, one)
+    missing = [one for one in specialisations if one not in known]
+    if missing:
+        known.update(zip(missing, build.compile_and_store(missing, verbose), strict=True))
+    return [known[one] for one in specialisations]
+
+
+@dataclass(frozen=True)
+class _Build:
+    """All that a compiled kernel depends on, but for which kernel it is."""
+
+    arch: str
+    digest: str | None
+    folder: Path
+    headers: tuple[Path, ...]
+    flags: tuple[str, ...]
+
+    @staticmethod
+    def of(
+        arch: str,
+        digest: str | None,
+        kernels_dir: Path | None,
+        include_dirs: Sequence[Path] | None,
+        options: Sequence[str],
+    ) -> _Build:
+        if digest is None and kernels_dir is None:
+            digest = sources.digest()
+        folder = sources.kernels_dir() if kernels_dir is None else kernels_dir
+        if include_dirs is None:
+            include_dirs = sources.cuda_include_dirs(nvrtc_version()[0])
+        return _Build(arch, digest, folder, tuple(include_dirs), (*OPTIONS, *options))
+
+    def key(self, specialisation: Specialisation) -> str | None:
+        """Return the key of a kernel's entry in the disk cache; None if nothing is cached."""
+        if self.digest is None:
+            return None
+        major, minor = nvrtc_version()
+        return cache.key(
+            "cubin", _ENTRY_FORMAT, self.digest, _program_text(specialisation.kernel.source),
+            specialisation.expression, self.arch, "\0".join(self.flags), f"{major}.{minor}",
+            _headers_digest(self.headers),
+        )  # fmt: skip
+
+    def compile(self, specialisations: Sequence[Specialisation], verbose: bool) -> list[Compiled]:
+        flags = (*self.flags, VERBOSE) if verbose else self.flags
+        with compiling.announced(", ".join(map(str, specialisations)), self.arch):
+            return _compile(specialisations, self.arch, flags, self.folder, self.headers)
+
+    def compile_and_store(
+        self, specialisations: Sequence[Specialisation], verbose: bool
+    ) -> list[Compiled]:
+        compiled = self.compile(specialisations, verbose)
+        keys = [key for one in specialisations if (key := self.key(one)) is not None]
+        if keys:
+            cache.store(keys[0], _encode(specialisations, compiled), aliases=keys[1:])
+        return compiled
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -171,31 +234,33 @@ def _nvrtc() -> Any:
 
 
 def _compile(
-    specialisation: Specialisation,
+    specialisations: Sequence[Specialisation],
     arch: str,
     flags: tuple[str, ...],
     folder: Path,
     headers: Sequence[Path],
-) -> Compiled:
+) -> list[Compiled]:
     nvrtc = _nvrtc()
     includes = tuple(f"-I{place}" for place in (folder, *headers))
     candidates = targets(arch, supported_archs())
     for target in candidates:
-        with _program(nvrtc, specialisation) as program:
+        with _program(nvrtc, specialisations[0].kernel.source) as program:
             try:
-                nvrtc.addNameExpression(program, specialisation.expression)
+                for one in specialisations:
+                    nvrtc.addNameExpression(program, one.expression)
                 nvrtc.compileProgram(program, (*flags, f"-arch={target}", *includes))
                 log = nvrtc.getProgramLog(program)
-                name = nvrtc.getLoweredName(program, specialisation.expression)
+                names = [nvrtc.getLoweredName(program, one.expression) for one in specialisations]
                 image = nvrtc.getCUBIN if target.startswith("sm_") else nvrtc.getPTX
                 # CuPy cuts off the last byte, taken for a terminator. A cubin's is its own.
-                return Compiled(image(program) + b"\0", name, log, target)
+                content = image(program) + b"\0"
+                return [Compiled(content, name, log, target) for name in names]
             except nvrtc.NVRTCError as error:
                 status = getattr(error, "status", None)
                 if status == _INVALID_OPTION and target is not candidates[-1]:
                     continue
-                raise _failure(nvrtc, program, specialisation, arch, headers, error) from error
-    raise CompileError(f"{specialisation}: no target for {arch}")
+                raise _failure(nvrtc, program, specialisations, arch, headers, error) from error
+    raise CompileError(f"{specialisations[0]}: no target for {arch}")
 
 
 def _program_text(source: str) -> str:
@@ -209,8 +274,7 @@ def _program_text(source: str) -> str:
 
 
 @contextmanager
-def _program(nvrtc: Any, specialisation: Specialisation) -> Iterator[int]:
-    source = specialisation.kernel.source
+def _program(nvrtc: Any, source: str) -> Iterator[int]:
     program = nvrtc.createProgram(_program_text(source), f"{source}.program", (), ())
     try:
         yield program
@@ -221,13 +285,14 @@ def _program(nvrtc: Any, specialisation: Specialisation) -> Iterator[int]:
 def _failure(
     nvrtc: Any,
     program: int,
-    specialisation: Specialisation,
+    specialisations: Sequence[Specialisation],
     arch: str,
     headers: Sequence[Path],
     error: Exception,
 ) -> CompileError:
     log = nvrtc.getProgramLog(program)
-    message = f"{specialisation} does not compile for {arch}: {error}"
+    kernels = ", ".join(map(str, specialisations))
+    message = f"{kernels} does not compile for {arch}: {error}"
     if not headers:
         major = nvrtc_version()[0]
         wheel = "nvidia-cuda-runtime-cu12" if major == 12 else f"nvidia-cuda-runtime=={major}.*"
@@ -246,13 +311,17 @@ def _headers_digest(headers: tuple[Path, ...]) -> str:
     return total.hexdigest()
 
 
-def _encode(compiled: Compiled) -> bytes:
-    name, target = compiled.lowered_name.encode(), compiled.target.encode()
-    return struct.pack("<II", len(name), len(target)) + name + target + compiled.image
+def _encode(specialisations: Sequence[Specialisation], compiled: Sequence[Compiled]) -> bytes:
+    """Return the entry of the disk cache that kernels of one program share."""
+    pairs = zip(specialisations, compiled, strict=True)
+    names = "\0".join(f"{one.expression}\0{c.lowered_name}" for one, c in pairs).encode()
+    target = compiled[0].target.encode()
+    return struct.pack("<II", len(names), len(target)) + names + target + compiled[0].image
 
 
-def _decode(content: bytes) -> Compiled:
-    name_bytes, target_bytes = struct.unpack_from("<II", content)
-    name, rest = content[8 : 8 + name_bytes], content[8 + name_bytes :]
-    target, image = rest[:target_bytes], rest[target_bytes:]
-    return Compiled(image, name.decode(), "", target.decode())
+def _decode(content: bytes, specialisation: Specialisation) -> Compiled:
+    names_bytes, target_bytes = struct.unpack_from("<II", content)
+    names = content[8 : 8 + names_bytes].decode().split("\0")
+    rest = content[8 + names_bytes :]
+    name = dict(zip(names[::2], names[1::2], strict=True))[specialisation.expression]
+    return Compiled(rest[target_bytes:], name, "", rest[:target_bytes].decode())
