@@ -1,19 +1,19 @@
 // Decode over a paged cache, and the plain path of all other attention.
 //
-// A block has a tile of up to kRows packed rows, one KV head and one split of the keys. Groups of
-// neighbouring lanes take keys in turn: a group's lanes load a row of K and of V in 16-byte words,
-// several keys before the first is used, and every packed row uses what was loaded. Each group
-// keeps its own softmax (Milakov and Gimelshein, 2018) in registers; at the end the block merges
-// them, and merge.cu merges splits.
+// A block takes a tile of up to kRows packed rows, one KV head and one split of the keys. Keys are
+// dealt round-robin to groups of neighbouring lanes: a group's lanes load a row of K and of V in
+// 16-byte words, several keys before the first is used, and every packed row uses what was loaded.
+// Each group keeps an online softmax (Milakov and Gimelshein, 2018) in registers; at the end the
+// block merges them, and merge.cu merges splits.
 //
-// Bytes: each visible K and V row once a tile, which in decode is once for all heads of its group.
-// Where keys turn, also the other half of what turns, from the cache of the multiprocessor, and a
-// row of the table.
+// Bytes: each visible K and V row once per tile, which in decode is once for all heads of its
+// group. When keys are rotated on read, also the other half of the rotary part, from L1, and a row
+// of the table.
 #include "attention_end.cuh"
 #include "attention_rows.cuh"
 
-// Where the rows of each sequence begin in a ragged query, also past the end of it. One warp goes
-// over all lengths.
+// Exclusive prefix sum of query lengths: where the rows of each sequence begin in a ragged query,
+// and where the last ends. One warp scans all lengths.
 struct AttentionStartsParams {
   const char* query_lens;  // [num_sequences] int32 or int64
   int* starts;             // [num_sequences + 1]
@@ -35,9 +35,9 @@ __global__ void attention_starts(const __grid_constant__ AttentionStartsParams p
   for (int first = 0; first < p.num_sequences; first += kLanes) {
     const int sequence = first + lane;
     const bool active = sequence < p.num_sequences;
-    i64 given = 0;
-    if (active) given = load_index(p.query_lens + sequence * p.length_bytes, p.index_bytes);
-    const i64 length = max(i64{0}, min(given, kMost));  // so that no sum of them overflows
+    i64 query_len = 0;
+    if (active) query_len = load_index(p.query_lens + sequence * p.length_bytes, p.index_bytes);
+    const i64 length = max(i64{0}, min(query_len, kMost));  // so that no sum of them overflows
     i64 end = length;
     if constexpr (kLanes == 32) {
       for (int distance = 1; distance < 32; distance *= 2) {
@@ -47,8 +47,8 @@ __global__ void attention_starts(const __grid_constant__ AttentionStartsParams p
     }
     const i64 start = before + end - length;
     if (active) p.starts[sequence] = static_cast<int>(start < kMost ? start : kMost);
-    if (active && (given < 0 || before + end > p.num_tokens)) {
-      report_fault(p.faults, p.operation, sequence, given);
+    if (active && (query_len < 0 || before + end > p.num_tokens)) {
+      report_fault(p.faults, p.operation, sequence, query_len);
     }
     if constexpr (kLanes == 32) {
       before += __shfl_sync(kAllLanes, end, 31);
@@ -61,8 +61,8 @@ __global__ void attention_starts(const __grid_constant__ AttentionStartsParams p
   }
 }
 
-// The part of a softmax over some keys that one group of lanes has, for every row of the tile. A
-// lane has kSteps packs of a row: elements (step * lanes + lane) * 8 and on.
+// The online softmax of one group of lanes over its keys, for every row of the tile. A lane holds
+// kSteps packs of a row: elements (step * lanes + lane) * 8 and on.
 template <int kRows, int kSteps>
 struct Softmax {
   static constexpr int kCount = 8;
@@ -80,7 +80,7 @@ struct Softmax {
     }
   }
 
-  // Make room for logits up to `logit`.
+  // Raise the maximum to `logit`, and rescale what was summed.
   __device__ __forceinline__ void raise(int r, float logit) {
     if (logit <= largest[r]) return;
     const float rescale = exp2f(largest[r] - logit);  // 0 where nothing was seen before
@@ -94,7 +94,7 @@ struct Softmax {
   }
 };
 
-// Merge what the groups of a block have, and write the tile's rows. Every thread calls it.
+// Merge the groups of a block and write the tile's rows. Every thread must call it.
 template <int kRows, int kSteps>
 __device__ __forceinline__ void finish_tile(const AttentionParams& p, const AttentionTile& t,
                                             Softmax<kRows, kSteps>& own, int kv_head, int split,
@@ -159,20 +159,20 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
   }
 }
 
-// kTurns: keys are raw, and `rope_table` is given.
-// Two blocks a multiprocessor are asked for: for three, some specialisations would spill.
+// kRotateKeys: keys are cached raw and rotated on read, by `rope_table`.
+// Two blocks per SM: with three, some specialisations would spill.
 // grid: (tiles, H, num_splits), block: (whole groups of lanes), smem: what `finish_tile` lays out,
 // 0 for one group
-template <typename TCache, int kRows, int kSteps, bool kTurns>
+template <typename TCache, int kRows, int kSteps, bool kRotateKeys>
 __global__ void __launch_bounds__(128, 2)
     attention_decode(const __grid_constant__ AttentionParams p) {
   constexpr int kCount = 8;
-  constexpr int kBytes = Elements<TCache, kCount>::kBytes * (kTurns ? 2 : 1);
-  // Keys in flight a group: what registers hold beside the rows.
-  constexpr int kKeys = kBytes > 4                           ? 1
-                        : kRows * kSteps == 1 && kBytes < 4  ? 4
-                        : kRows * kSteps <= (kTurns ? 4 : 8) ? 2
-                                                             : 1;
+  constexpr int kBytes = Elements<TCache, kCount>::kBytes * (kRotateKeys ? 2 : 1);
+  // Keys in flight per group: as many as fit in registers beside the rows.
+  constexpr int kKeys = kBytes > 4                                ? 1
+                        : kRows * kSteps == 1 && kBytes < 4       ? 4
+                        : kRows * kSteps <= (kRotateKeys ? 4 : 8) ? 2
+                                                                  : 1;
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const int groups = blockDim.x / lanes;
@@ -209,12 +209,12 @@ __global__ void __launch_bounds__(128, 2)
   const int group = threadIdx.x / lanes;
   const int of_warp = lanes < 32 ? group & (32 / lanes - 1) : 0;
 
-  // The groups of a warp go round alike: their lanes exchange values.
+  // The loop is warp-uniform: lanes exchange values.
   for (i64 first = begin + i64{group - of_warp} * kKeys; first < end; first += groups * kKeys) {
     const i64 mine = first + of_warp * kKeys;
     Elements<TCache, kCount> k[kKeys][kSteps];
     Elements<TCache, kCount> v[kKeys][kSteps];
-    Elements<TCache, kCount> partners[kTurns ? kKeys : 1][kTurns ? kSteps : 1];
+    Elements<TCache, kCount> partners[kRotateKeys ? kKeys : 1][kRotateKeys ? kSteps : 1];
     i64 keys[kKeys];
     float k_scales[kKeys];
     float v_scales[kKeys];
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(128, 2)
       for (int s = 0; s < kSteps; ++s) {
         const int i = (s * lanes + lane) * kCount;
         k[n][s].load(k_row, i, there ? p.k.width : 0, p.k_format);
-        if constexpr (kTurns) {
+        if constexpr (kRotateKeys) {
           partners[n][s] = load_partners<TCache, kCount>(p, k_row, i, there ? p.k.width : 0);
         }
         v[n][s].load(v_row, i, there ? p.v.width : 0, p.v_format);
@@ -254,12 +254,12 @@ __global__ void __launch_bounds__(128, 2)
     for (int n = 0; n < kKeys; ++n) {
       Pack<float, kCount> dots[kRows];
       const float* angles = nullptr;
-      if constexpr (kTurns) angles = angles_of(p, t, keys[n]);
+      if constexpr (kRotateKeys) angles = angles_of(p, t, keys[n]);
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         Pack<float, kCount> floats;
-        if constexpr (kTurns) {
-          floats = turned(p, k[n][s], partners[n][s], angles, (s * lanes + lane) * kCount);
+        if constexpr (kRotateKeys) {
+          floats = rotated(p, k[n][s], partners[n][s], angles, (s * lanes + lane) * kCount);
         } else {
           floats = k[n][s].floats();
         }
@@ -290,7 +290,7 @@ __global__ void __launch_bounds__(128, 2)
       float weights[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        // A NaN score stays one, and what is not seen adds nothing, whatever its value is.
+        // A NaN score propagates, and a masked key adds nothing, whatever its value is.
         weights[r] = logits[r][n] == -kInfinity ? 0.0f : exp2f(logits[r][n] - own.largest[r]);
         own.sum[r] += weights[r];
         weights[r] *= v_scales[n];

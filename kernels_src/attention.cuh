@@ -5,11 +5,11 @@
 // of them: packed row r of a sequence is its new token r / group, head r % group. A tile is some
 // packed rows of one sequence and KV head. Keys are numbered by position; what a tile can see of
 // them is the kept first keys (sinks) and a range, walked through as one list that several splits
-// share. A key lies at the place that its position says, or further on: a sequence may have a hole
-// in its pages, and only `place_of` knows.
+// share. A key lies at the slot of its position, or further on where a span of the sequence's pages
+// was evicted: only `place_of` knows.
 #pragma once
 
-#include "cache_side.cuh"
+#include "kv_operand.cuh"
 
 struct AttentionParams {
   const char* query;          // [num_tokens, H * group, k.width]
@@ -17,26 +17,26 @@ struct AttentionParams {
   const char* v_cache;        // [num_pages, page_size, H, v.width] by strides
   const char* block_table;    // [num_sequences, max_pages] int32 or int64
   const char* seq_lens;       // [num_sequences] int32 or int64, the new tokens included
-  const char* query_starts;   // [num_sequences + 1] int32, or null: one new token each
+  const char* cu_query_lens;  // [num_sequences + 1] int32, or null: one new token each
   const char* k_scale;        // [H] float32, or null: k.scale
   const char* v_scale;        // [H] float32, or null: v.scale
   const char* k_scale_cache;  // [num_slots, H] float32, or null: static scales
   const char* v_scale_cache;  // [num_slots, H] float32, or null: static scales
   const char* sinks;          // [H * group] float32 logits, or null
   const char* tree_mask;      // [num_tokens, columns] bool, or null
-  const char* tree_lens;    // [num_sequences] int32: keys that the mask is about, or null: new ones
-  const char* hole_starts;  // [num_sequences] int32, or null: no holes
-  const char* holes;        // [num_sequences] int32
-  const char* key_starts;   // [num_sequences] int32: the first key looked at, or null: 0
-  const char* rope_table;   // [max_positions, rotary_dim] float32, or null: keys do not turn
+  const char* tree_lens;  // [num_sequences] int32: keys that the mask is about, or null: new ones
+  const char* evicted_starts;  // [num_sequences] int32, or null: nothing evicted
+  const char* evicted_lens;    // [num_sequences] int32
+  const char* key_starts;      // [num_sequences] int32: the first key read, or null: 0
+  const char* rope_table;      // [max_positions, rotary_dim] float32, or null: keys are not rotated
   const char* tail_positions;  // [num_sequences, tail_columns] int32: of tree keys, or null
   char* out;                   // [num_tokens, H * group, v.width]
   char* lse;                   // [num_tokens, H * group] float32, or null
   char* partial_out;           // [num_splits, num_tokens, H * group, v.width] float32, or null: out
   char* partial_lse;           // [num_splits, num_tokens, H * group] float32
   FaultRecord* faults;
-  CacheSide k;  // of the cache: strides, scale, width
-  CacheSide v;
+  KVOperand k;  // of the cache: strides, scale, width
+  KVOperand v;
   i64 query_token_bytes;
   i64 query_head_bytes;
   i64 out_token_bytes;
@@ -49,9 +49,9 @@ struct AttentionParams {
   i64 sink_bytes;     // between learned logits
   i64 mask_row_bytes;
   i64 mask_column_bytes;
-  i64 tree_len_bytes;  // between entries, as the next three
-  i64 hole_start_bytes;
-  i64 hole_bytes;
+  i64 tree_len_bytes;  // strides between entries, as the next three
+  i64 evicted_start_bytes;
+  i64 evicted_len_bytes;
   i64 key_start_bytes;
   i64 rope_row_bytes;
   i64 tail_row_bytes;
@@ -59,7 +59,7 @@ struct AttentionParams {
   i64 max_positions;
   i64 num_pages;
   i64 max_pages;
-  i64 window;           // keys a query sees at most, itself included; 0: all
+  i64 window;           // most keys that a query sees, itself included; 0: all
   i64 sink_keys;        // the first keys, seen past the window
   i64 table_operation;  // for the fault record
   i64 length_operation;
@@ -70,14 +70,14 @@ struct AttentionParams {
   int num_sequences;
   int num_splits;
   int num_heads;  // of the query
-  int group;      // query heads a KV head
+  int group;      // query heads per KV head
   int page_size;
   int page_shift;
   int table_index_bytes;
   int length_index_bytes;
   int mask_columns;
   int tail_columns;
-  int rotary_start;  // of a row of K, the first element that turns
+  int rotary_start;  // first rotary element of a row of K
   int rotary_dim;
   int interleaved;  // pairs are neighbours, not halves apart
   int causal;
@@ -147,11 +147,12 @@ __device__ __forceinline__ i64 seq_len_of(const AttentionParams& p, int sequence
   return load_index(p.seq_lens + sequence * p.seq_len_bytes, p.length_index_bytes);
 }
 
-// The first tile of a sequence. There is room for all: a whole number of rows, and one tile more.
-// Where lengths are garbage it may be past every tile of the grid, and past an int.
-__device__ __forceinline__ i64 first_tile(const AttentionParams& p, int sequence, int rows_a_tile) {
-  const int start = reinterpret_cast<const int*>(p.query_starts)[sequence];
-  return i64{start} * p.group / rows_a_tile + sequence;
+// The first tile of a sequence: each sequence may round up to one tile more than its rows fill.
+// With garbage lengths it may be past every tile of the grid, and past an int.
+__device__ __forceinline__ i64 first_tile(const AttentionParams& p, int sequence,
+                                          int rows_per_tile) {
+  const int start = reinterpret_cast<const int*>(p.cu_query_lens)[sequence];
+  return i64{start} * p.group / rows_per_tile + sequence;
 }
 
 // Position of the query of a packed row.
@@ -160,74 +161,75 @@ __device__ __forceinline__ i64 position_of(const AttentionParams& p, const Atten
   return t.seq_len - t.num_new + (t.first_row + row) / p.group;
 }
 
-// What a sequence has beside its length is looked up where it is needed: few calls have any of it,
-// and none should hold registers for it.
+// Optional inputs of a sequence are loaded where they are needed: few calls have any of them, and
+// none should hold registers for them.
 
-// The first of the keys that the tree mask decides about.
+// The first key that the tree mask covers.
 __device__ __forceinline__ i64 first_tree_key(const AttentionParams& p, const AttentionTile& t) {
   if (!p.tree_mask) return kNoTree;
   const int nodes = p.tree_lens ? count_of(p.tree_lens, p.tree_len_bytes, t.sequence) : t.num_new;
   return nodes > 0 ? t.seq_len - nodes : kNoTree;
 }
 
-// The first key that is looked at.
+// The first key that is read.
 __device__ __forceinline__ int key_start(const AttentionParams& p, const AttentionTile& t) {
   return p.key_starts ? count_of(p.key_starts, p.key_start_bytes, t.sequence) : 0;
 }
 
-// Where a key lies: at a slot of the pages that the table lists.
+// Where a key lies, counted in slots along the pages of its block table.
 __device__ __forceinline__ i64 place_of(const AttentionParams& p, const AttentionTile& t, i64 key) {
-  if (!p.hole_starts || key < count_of(p.hole_starts, p.hole_start_bytes, t.sequence)) return key;
-  return key + count_of(p.holes, p.hole_bytes, t.sequence);
+  if (!p.evicted_starts || key < count_of(p.evicted_starts, p.evicted_start_bytes, t.sequence))
+    return key;
+  return key + count_of(p.evicted_lens, p.evicted_len_bytes, t.sequence);
 }
 
 // How many keys lie at places before `most`.
 __device__ __forceinline__ i64 keys_before(const AttentionParams& p, const AttentionTile& t,
                                            i64 most) {
-  if (!p.hole_starts) return most;
-  const int hole_start = count_of(p.hole_starts, p.hole_start_bytes, t.sequence);
-  const i64 past_the_hole = most - count_of(p.holes, p.hole_bytes, t.sequence);
-  const i64 before_it = hole_start < most ? hole_start : most;
-  return past_the_hole > before_it ? past_the_hole : before_it;
+  if (!p.evicted_starts) return most;
+  const int evicted_start = count_of(p.evicted_starts, p.evicted_start_bytes, t.sequence);
+  const i64 after_span = most - count_of(p.evicted_lens, p.evicted_len_bytes, t.sequence);
+  const i64 before_span = evicted_start < most ? evicted_start : most;
+  return after_span > before_span ? after_span : before_span;
 }
 
-// `reports`: whether this thread notes a sequence that is longer than its table.
+// `reports`: whether this thread reports a sequence that is longer than its block table.
 __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int number,
-                                                   int rows_a_tile, bool reports) {
+                                                   int rows_per_tile, bool reports) {
   AttentionTile t{};
   int within;
-  if (p.query_starts) {
+  if (p.cu_query_lens) {
     int low = 0;
     int high = p.num_sequences;  // the sequence is in [low, high)
     while (high - low > 1) {
       const int middle = (low + high) / 2;
-      if (first_tile(p, middle, rows_a_tile) <= number) {
+      if (first_tile(p, middle, rows_per_tile) <= number) {
         low = middle;
       } else {
         high = middle;
       }
     }
     t.sequence = low;
-    within = static_cast<int>(number - first_tile(p, low, rows_a_tile));
-    const int* starts = reinterpret_cast<const int*>(p.query_starts);
+    within = static_cast<int>(number - first_tile(p, low, rows_per_tile));
+    const int* starts = reinterpret_cast<const int*>(p.cu_query_lens);
     t.first_token = starts[low];
     t.num_new = starts[low + 1] - t.first_token;
   } else {
-    const int tiles = (p.group + rows_a_tile - 1) / rows_a_tile;
+    const int tiles = (p.group + rows_per_tile - 1) / rows_per_tile;
     t.sequence = number / tiles;
     within = number - t.sequence * tiles;
     t.first_token = t.sequence;
     t.num_new = 1;
   }
   // Rows of tokens that the query has: lengths may claim more.
-  const i64 first_row = i64{within} * rows_a_tile;
+  const i64 first_row = i64{within} * rows_per_tile;
   const i64 rows = i64{min(t.num_new, p.num_tokens - t.first_token)} * p.group;
   if (t.sequence >= p.num_sequences || first_row >= rows) {
     t.num_rows = 0;
     return t;
   }
   t.first_row = static_cast<int>(first_row);
-  t.num_rows = static_cast<int>(min(rows - first_row, i64{rows_a_tile}));
+  t.num_rows = static_cast<int>(min(rows - first_row, i64{rows_per_tile}));
   const i64 length = seq_len_of(p, t.sequence);
   t.seq_len = length < 0 ? -1 : length;  // whose positions are negative, and which has no keys
   const i64 most = keys_before(p, t, p.max_pages * p.page_size);
@@ -248,7 +250,7 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int
   t.first_key = start < end ? start : end;
   if (p.window) {
     i64 first = position_of(p, t, 0) - p.window + 1;
-    if (first > first_tree) first = first_tree;  // what the mask decides, the window does not
+    if (first > first_tree) first = first_tree;  // the window does not apply where the mask does
     if (first > t.first_key) t.first_key = first < end ? first : end;
     const i64 kept = (p.sink_keys < t.first_key ? p.sink_keys : t.first_key) - start;
     t.sinks = kept < 0 ? 0 : kept;
@@ -261,7 +263,7 @@ __device__ __forceinline__ i64 key_of(const AttentionParams& p, const AttentionT
   return i < t.sinks ? i + key_start(p, t) : i - t.sinks + t.first_key;
 }
 
-// Whether a query of no position sees no key: where all queries see all keys, it does.
+// Whether a query of negative position sees no key. Without a mask, all queries see all keys.
 __device__ __forceinline__ bool position_counts(const AttentionParams& p, i64 first_tree) {
   return p.causal || p.window || first_tree != kNoTree;
 }
@@ -282,8 +284,8 @@ __device__ __forceinline__ bool sees(const AttentionParams& p, const AttentionTi
   return !p.window || key > position - p.window || key < p.sink_keys;
 }
 
-// The page of a place, or -1: its table entry is none. The thread that `reports` notes one past the
-// end.
+// The page of a place, or -1 for an unused table entry. The thread that `reports` reports one past
+// the end.
 __device__ __forceinline__ i64 page_of(const AttentionParams& p, const AttentionTile& t, i64 place,
                                        bool reports) {
   const i64 entry = p.page_shift >= 0 ? place >> p.page_shift : place / p.page_size;
@@ -303,17 +305,17 @@ __device__ __forceinline__ i64 offset_in_page(const AttentionParams& p, i64 plac
   return p.page_shift >= 0 ? place & ((i64{1} << p.page_shift) - 1) : place % p.page_size;
 }
 
-__device__ __forceinline__ const char* row_of(const char* cache, const CacheSide& side, i64 page,
+__device__ __forceinline__ const char* row_of(const char* cache, const KVOperand& operand, i64 page,
                                               i64 offset, int head) {
-  return cache + page * side.cache.page_bytes + offset * side.cache.offset_bytes +
-         head * side.cache.head_bytes;
+  return cache + page * operand.cache.page_bytes + offset * operand.cache.offset_bytes +
+         head * operand.cache.head_bytes;
 }
 
-// What a row's elements are multiplied by.
+// The factor of a row's elements.
 __device__ __forceinline__ float scale_of_row(const char* scale, const char* scale_cache,
-                                              const CacheSide& side, i64 slot, int head) {
-  return scale_cache ? *scale_address(const_cast<char*>(scale_cache), side, slot, head)
-                     : static_scale(scale, side, head);
+                                              const KVOperand& operand, i64 slot, int head) {
+  return scale_cache ? *scale_address(const_cast<char*>(scale_cache), operand, slot, head)
+                     : static_scale(scale, operand, head);
 }
 
 // A score (q . k, times the scale of k) as a power of two.

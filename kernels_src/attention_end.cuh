@@ -1,9 +1,9 @@
-// The end of a row: where its result goes, and what it comes to.
+// The end of a row: normalise, and write the output and its LSE.
 #pragma once
 
 #include "attention.cuh"
 
-// What a row of a tile has come to: its largest logit (base 2) and the sum of weights against it.
+// Finish a row of a tile, given its largest logit (base 2) and the sum of weights relative to it.
 // `count` elements of the sum of weighted values are written from `first` on, and by one thread
 // (`first` 0) the LSE. Learned sinks join here, unless splits are merged later.
 struct RowEnd {

@@ -1,19 +1,19 @@
 // Paged attention of many new tokens, on tensor cores (FlashAttention-2, Dao 2023).
 //
-// A block has 64 packed rows of one sequence and KV head, 16 a warp, and walks over its keys in
+// A block takes 64 packed rows of one sequence and KV head, 16 per warp, and walks over its keys in
 // tiles. Rows come from the cache in 16-byte copies, each key's through the block table; keys of
 // the next tile are on their way while weights meet values, and values while queries meet keys:
 //
 //   keys(n) arrive | Q K^T -> scores | values(n) arrive | weights, O += P V | keys(n + 1) ...
 //   fetch values(n)                    fetch keys(n + 1)
 //
-// What no row of the block sees is zero in shared memory, whatever the cache holds there; what a
-// row does not see has the weight 0. A NaN or infinite value that one row sees does reach the
-// others of its block.
+// Keys that no row of the block sees are zero in shared memory, whatever the cache holds; keys that
+// one row does not see have weight 0 in it. A NaN or infinite value that one row sees does reach
+// the other rows of its block.
 //
-// Keys that are cached raw are turned where they lie in shared memory, once they are all there.
+// Keys that are cached raw are rotated in place in shared memory, once all have arrived.
 //
-// Bytes: visible K and V once a tile of 64 rows; Q and the output once.
+// Bytes: visible K and V once per tile of 64 rows; Q and the output once.
 #include "attention_prefill.cuh"
 
 // Write a lane's part of one row: the pairs `values` of all products, two of each four.
@@ -66,8 +66,8 @@ __device__ __forceinline__ void to_logits(const AttentionParams& p, float (&s)[k
   }
 }
 
-// A lane's scores to weights against the largest so far, which is kept for rows g and g + 8; sums
-// of weights and of weighted values follow it.
+// Turn a lane's scores into weights relative to the running maximum of rows g and g + 8, and
+// rescale the sums of weights and of weighted values when it rises.
 template <int kScores, int kValues>
 __device__ __forceinline__ void weigh(float (&s)[kScores][4], float (&largest)[2], float (&sum)[2],
                                       float (&o)[kValues][4]) {
@@ -98,12 +98,13 @@ __device__ __forceinline__ void weigh(float (&s)[kScores][4], float (&largest)[2
 }
 
 // T: format of queries, cache and, unless that is float32, output.
-// kTurns: keys are raw, and `rope_table` is given.
+// kRotateKeys: keys are cached raw and rotated on read, by `rope_table`.
 // grid: (tiles, H, num_splits), block: 128, smem: PrefillShape::kBytes
-template <typename T, int kWidth, int kWidthV, bool kTurns>
-__global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kWidth, kWidthV, kTurns>::kBlocks)
+template <typename T, int kWidth, int kWidthV, bool kRotateKeys>
+__global__ void __launch_bounds__(kPrefillThreads,
+                                  PrefillShape<kWidth, kWidthV, kRotateKeys>::kBlocks)
     attention_prefill(const __grid_constant__ AttentionParams p) {
-  using Shape = PrefillShape<kWidth, kWidthV, kTurns>;
+  using Shape = PrefillShape<kWidth, kWidthV, kRotateKeys>;
   constexpr int kKeys = Shape::kKeys;
   constexpr int kSteps = kWidth / 16;
   constexpr int kUnroll = Shape::kQueryInRegisters ? kSteps : 4;  // else loads come too early
@@ -115,11 +116,11 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kWidth, kWidthV,
   char* keys = dynamic_shared<char>();
   char* values = keys + Shape::kValuesAt;
   char* queries = keys + Shape::kQueryAt;
-  auto* tables = reinterpret_cast<KeyTable<kKeys, kTurns>*>(keys + Shape::kTablesAt);
+  auto* tables = reinterpret_cast<KeyTable<kKeys, kRotateKeys>*>(keys + Shape::kTablesAt);
   auto& shared = *reinterpret_cast<PrefillTile*>(keys + Shape::kTileAt);
   AttentionTile& t = shared.tile;
   if (threadIdx.x == 0) {
-    // With a causal mask the last tiles of a sequence take longest: they begin first.
+    // With a causal mask the last tiles of a sequence take longest: schedule them first.
     t = find_tile(p, gridDim.x - 1 - blockIdx.x, kPrefillRows, kv_head == 0 && split == 0);
     const i64 num_key_tiles = (t.num_visible + kKeys - 1) / kKeys;
     const i64 a_split = (num_key_tiles + p.num_splits - 1) / p.num_splits * kKeys;
@@ -150,12 +151,12 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kWidth, kWidthV,
       return row < t.num_rows ? query_row(p, t, row, kv_head) : nullptr;
     });
     look_up(tables[0], p, t, shared.begin, shared.end);
-    __syncthreads();  // the table is there
+    __syncthreads();  // the table is written
     fetch_rows<kWidth, kKeys>(keys, p.k.width, p.k_cache,
                               [&](int row) { return tables[0].k[row]; });
     if constexpr (Shape::kQueryInRegisters) {
       wait_for_copies();
-      __syncthreads();  // so are the queries
+      __syncthreads();  // and so are the queries
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         load_matrices<false>(
@@ -165,15 +166,15 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kWidth, kWidthV,
   }
 
   for (int number = 0; number < num_key_tiles; ++number) {
-    const KeyTable<kKeys, kTurns>& table = tables[number % 2];
-    KeyTable<kKeys, kTurns>& next_table = tables[(number + 1) % 2];
+    const KeyTable<kKeys, kRotateKeys>& table = tables[number % 2];
+    KeyTable<kKeys, kRotateKeys>& next_table = tables[(number + 1) % 2];
     const bool last = number + 1 == num_key_tiles;
     wait_for_copies();
-    __syncthreads();  // the keys are there, and nobody needs the values of the last tile
+    __syncthreads();  // keys have arrived, and the values of the last tile are no longer needed
     fetch_rows<kWidthV, kKeys>(values, p.v.width, p.v_cache, [&](int row) { return table.v[row]; });
-    if constexpr (kTurns) {
-      turn_keys<T, kWidth>(p, keys, table);
-      __syncthreads();  // all have turned
+    if constexpr (kRotateKeys) {
+      rotate_keys<T, kWidth>(p, keys, table);
+      __syncthreads();  // all keys are rotated
     }
 
     // Scores
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(kPrefillThreads, PrefillShape<kWidth, kWidthV,
     const i64 first = shared.begin + i64{number} * kKeys;
     if (!last) look_up(next_table, p, t, first + kKeys, shared.end);
     wait_for_copies();
-    __syncthreads();  // the values and the next table are there, and nobody needs the keys
+    __syncthreads();  // values and the next table have arrived, and the keys are no longer needed
     if (!last) {
       fetch_rows<kWidth, kKeys>(keys, p.k.width, p.k_cache,
                                 [&](int row) { return next_table.k[row]; });

@@ -1,5 +1,5 @@
-// What a block of attention_prefill.cu has in shared memory: tiles of rows, which keys they are,
-// and who sees them.
+// Shared memory of attention_prefill.cu: tiles of rows, which keys they hold, and which rows of the
+// query see them.
 //
 // A row of a tile has the 16-byte chunks of each 128 bytes permuted by its number, so that eight
 // rows meet all banks. Widths are padded with zeros up to kWidth and kWidthV.
@@ -12,15 +12,15 @@
 constexpr int kPrefillRows = 64;
 constexpr int kPrefillThreads = 128;
 
-template <int kCount, bool kTurns>
+template <int kCount, bool kRotateKeys>
 struct KeyTable {
   const char* k[kCount];  // rows in the cache; null: not visible
   const char* v[kCount];
-  const float* angles[kTurns ? kCount : 1];
+  const float* angles[kRotateKeys ? kCount : 1];
   int missing[kCount / 32];  // whether some of each 32 are null
 };
 
-// What threads look up now and then, and so do not keep in registers.
+// Rarely read, so kept out of registers.
 struct PrefillTile {
   AttentionTile tile;
   i64 lowest[kPrefillThreads / 32];  // positions of the queries of each warp
@@ -29,14 +29,14 @@ struct PrefillTile {
   i64 end;
 };
 
-// How the dynamic shared memory is laid out. Queries that move on to registers lie where the first
-// values will.
-template <int kWidth, int kWidthV, bool kTurns>
+// The layout of dynamic shared memory. Queries that move on to registers share their place with the
+// first values.
+template <int kWidth, int kWidthV, bool kRotateKeys>
 struct PrefillShape {
   static_assert(kWidth % 64 == 0 && kWidthV % 64 == 0, "rows are whole groups of 128 bytes");
   static constexpr bool kQueryInRegisters = kWidth <= 192;
   static constexpr int kKeys = kWidth <= 192 ? 64 : 32;
-  static constexpr int kBlocks = kWidth <= 64 ? 3 : 2;  // a multiprocessor, as registers go
+  static constexpr int kBlocks = kWidth <= 64 ? 3 : 2;  // per SM, as registers allow
   static constexpr int kKeyBytes = kKeys * kWidth * 2;
   static constexpr int kValueBytes = kKeys * kWidthV * 2;
   static constexpr int kQueryBytes = kPrefillRows * kWidth * 2;
@@ -45,7 +45,8 @@ struct PrefillShape {
   static constexpr int kQueryEnd = kQueryAt + kQueryBytes;
   static constexpr int kValuesEnd = kValuesAt + kValueBytes;
   static constexpr int kTablesAt = kQueryEnd > kValuesEnd ? kQueryEnd : kValuesEnd;
-  static constexpr int kTileAt = kTablesAt + 2 * static_cast<int>(sizeof(KeyTable<kKeys, kTurns>));
+  static constexpr int kTileAt =
+      kTablesAt + 2 * static_cast<int>(sizeof(KeyTable<kKeys, kRotateKeys>));
   static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(PrefillTile));
 };
 
@@ -55,7 +56,7 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
   return row * kWidth * 2 + (chunk ^ (row & 7)) * 16;
 }
 
-// Begin to bring rows; `find(row)` is where one lies, or null. Eight threads go along a row.
+// Start copying rows; `find(row)` is where one lies, or null. Eight threads share a row.
 template <int kWidth, int kCount, typename Find>
 __device__ __forceinline__ void fetch_rows(char* tile, int width, const char* anywhere, Find find) {
   constexpr int kRowsAtOnce = kPrefillThreads / 8;
@@ -93,9 +94,10 @@ __device__ __forceinline__ bool seen_by_any(const AttentionParams& p, const Atte
 }
 
 // Find the rows of kCount visible keys from the one numbered `first` on, of those before `end`.
-template <int kCount, bool kTurns>
-__device__ __forceinline__ void look_up(KeyTable<kCount, kTurns>& table, const AttentionParams& p,
-                                        const AttentionTile& t, i64 first, i64 end) {
+template <int kCount, bool kRotateKeys>
+__device__ __forceinline__ void look_up(KeyTable<kCount, kRotateKeys>& table,
+                                        const AttentionParams& p, const AttentionTile& t, i64 first,
+                                        i64 end) {
   const int i = threadIdx.x;
   if (i >= kCount) return;
   const int kv_head = blockIdx.y;
@@ -107,7 +109,7 @@ __device__ __forceinline__ void look_up(KeyTable<kCount, kTurns>& table, const A
       const i64 place = place_of(p, t, key);
       offset = offset_in_page(p, place);
       page = page_of(p, t, place, kv_head == 0);
-      if constexpr (kTurns) table.angles[i] = angles_of(p, t, key);
+      if constexpr (kRotateKeys) table.angles[i] = angles_of(p, t, key);
     }
   }
   table.k[i] = page < 0 ? nullptr : row_of(p.k_cache, p.k, page, offset, kv_head);
@@ -116,11 +118,11 @@ __device__ __forceinline__ void look_up(KeyTable<kCount, kTurns>& table, const A
   if (i % 32 == 0) table.missing[i / 32] = missing;
 }
 
-// Turn the keys of a tile, which are then as if cached turned: rounded to T. Every thread calls it;
-// what it changes others see after a barrier.
+// Rotate the keys of a tile and round them to T, as if they had been cached rotated. Every thread
+// must call it; others see the result after a barrier.
 template <typename T, int kWidth, int kCount>
-__device__ __forceinline__ void turn_keys(const AttentionParams& p, char* tile,
-                                          const KeyTable<kCount, true>& table) {
+__device__ __forceinline__ void rotate_keys(const AttentionParams& p, char* tile,
+                                            const KeyTable<kCount, true>& table) {
   const int half = p.rotary_dim / 2;
   const int packs = half / (p.interleaved ? 4 : 8);  // of a row; one has pairs for a thread
   const int first = p.rotary_start / 8;
@@ -131,18 +133,18 @@ __device__ __forceinline__ void turn_keys(const AttentionParams& p, char* tile,
     const float* angles = table.angles[row];
     char* near = tile + chunk_offset<kWidth>(row, first + pack);
     if (p.interleaved) {
-      turn_neighbours<T>(near, angles + pack * 4, angles + half + pack * 4);
+      rotate_interleaved<T>(near, angles + pack * 4, angles + half + pack * 4);
     } else {
       char* far = tile + chunk_offset<kWidth>(row, first + half / 8 + pack);
-      turn_halves<T>(near, far, angles + pack * 8, angles + half + pack * 8);
+      rotate_halves<T>(near, far, angles + pack * 8, angles + half + pack * 8);
     }
   }
 }
 
 // Whether rows at positions from `lowest` to `highest` see all kCount keys from the one numbered
 // `first` on. Kept keys are below the window of every row of the tile, so they fail its test.
-template <int kCount, bool kTurns>
-__device__ __forceinline__ bool all_visible(const KeyTable<kCount, kTurns>& table,
+template <int kCount, bool kRotateKeys>
+__device__ __forceinline__ bool all_visible(const KeyTable<kCount, kRotateKeys>& table,
                                             const AttentionParams& p, const AttentionTile& t,
                                             i64 lowest, i64 highest, i64 first) {
 #pragma unroll
@@ -158,8 +160,8 @@ __device__ __forceinline__ bool all_visible(const KeyTable<kCount, kTurns>& tabl
 }
 
 // Which of a lane's scores count: bit n * 4 + i says it of element i of the n-th product.
-template <int kCount, bool kTurns>
-__device__ __forceinline__ u32 visible_scores(const KeyTable<kCount, kTurns>& table,
+template <int kCount, bool kRotateKeys>
+__device__ __forceinline__ u32 visible_scores(const KeyTable<kCount, kRotateKeys>& table,
                                               const AttentionParams& p, const AttentionTile& t,
                                               int first_row, i64 first) {
   static_assert(kCount <= 64, "two columns and two rows of each product, a bit each");

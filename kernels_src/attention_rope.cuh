@@ -1,13 +1,13 @@
-// Keys that are cached raw, and turn by their positions when they are read.
+// Keys that are cached raw, and rotated by their positions when they are read.
 //
-// The table has rows of cosines, then sines, one each of rotary_dim / 2 pairs. Of what turns of a
-// row of K, pair i is elements i and rotary_dim / 2 + i, or 2i and 2i + 1 where they are
-// interleaved. The scale of a key comes later: it turns with the row.
+// A row of the table holds cosines, then sines, one each for rotary_dim / 2 pairs. In the rotary
+// part of a K row, pair i is elements i and rotary_dim / 2 + i, or 2i and 2i + 1 when interleaved.
+// The scale of a key is applied later: rotation and scaling commute.
 #pragma once
 
 #include "attention.cuh"
 
-// The row of the table that a key turns by.
+// The row of the table for a key.
 __device__ __forceinline__ const float* angles_of(const AttentionParams& p, const AttentionTile& t,
                                                   i64 key) {
   i64 position = key;
@@ -21,7 +21,7 @@ __device__ __forceinline__ const float* angles_of(const AttentionParams& p, cons
   return reinterpret_cast<const float*>(p.rope_table + position * p.rope_row_bytes);
 }
 
-// The element of a row that turns together with element i, or -1: it does not turn.
+// The element that is paired with element i of a row, or -1: element i is not rotated.
 __device__ __forceinline__ int partner_of(const AttentionParams& p, int i) {
   const int at = i - p.rotary_start;
   if (at < 0 || at >= p.rotary_dim) return -1;
@@ -29,9 +29,9 @@ __device__ __forceinline__ int partner_of(const AttentionParams& p, int i) {
   return at < p.rotary_dim / 2 ? i + p.rotary_dim / 2 : i - p.rotary_dim / 2;
 }
 
-// Turn element i of a row.
-__device__ __forceinline__ float turn(const AttentionParams& p, float own, float partner,
-                                      const float* angles, int i) {
+// Rotate element i of a row.
+__device__ __forceinline__ float rotate_element(const AttentionParams& p, float own, float partner,
+                                                const float* angles, int i) {
   const int at = i - p.rotary_start;
   const int half = p.rotary_dim / 2;
   if (at < 0 || at >= p.rotary_dim) return own;
@@ -41,16 +41,16 @@ __device__ __forceinline__ float turn(const AttentionParams& p, float own, float
   return fmaf(own, angles[pair], first ? -other : other);
 }
 
-// Turn elements i to i + 7 of a row, all or none of which turn; `partners` are those halves apart.
+// Rotate elements i to i + 7 of a row, all or none of them rotary; `partners` are half a row apart.
 // Angles are at multiples of 16 bytes.
-__device__ __forceinline__ Pack<float, 8> turn_pack(const AttentionParams& p,
-                                                    const Pack<float, 8>& own,
-                                                    const Pack<float, 8>& partners,
-                                                    const float* angles, int i) {
+__device__ __forceinline__ Pack<float, 8> rotate_pack(const AttentionParams& p,
+                                                      const Pack<float, 8>& own,
+                                                      const Pack<float, 8>& partners,
+                                                      const float* angles, int i) {
   const int at = i - p.rotary_start;
   const int half = p.rotary_dim / 2;
   if (at < 0 || at >= p.rotary_dim) return own;
-  Pack<float, 8> turned;
+  Pack<float, 8> rotated;
   if (p.interleaved) {
     Pack<float, 4> cosines;
     Pack<float, 4> sines;
@@ -60,10 +60,10 @@ __device__ __forceinline__ Pack<float, 8> turn_pack(const AttentionParams& p,
     for (int j = 0; j < 4; ++j) {
       const float a = own.values[2 * j];
       const float b = own.values[2 * j + 1];
-      turned.values[2 * j] = fmaf(a, cosines.values[j], -b * sines.values[j]);
-      turned.values[2 * j + 1] = fmaf(b, cosines.values[j], a * sines.values[j]);
+      rotated.values[2 * j] = fmaf(a, cosines.values[j], -b * sines.values[j]);
+      rotated.values[2 * j + 1] = fmaf(b, cosines.values[j], a * sines.values[j]);
     }
-    return turned;
+    return rotated;
   }
   const bool first = at < half;
   const int pair = first ? at : at - half;
@@ -74,15 +74,15 @@ __device__ __forceinline__ Pack<float, 8> turn_pack(const AttentionParams& p,
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
     const float other = partners.values[j] * sines.values[j];
-    turned.values[j] = fmaf(own.values[j], cosines.values[j], first ? -other : other);
+    rotated.values[j] = fmaf(own.values[j], cosines.values[j], first ? -other : other);
   }
-  return turned;
+  return rotated;
 }
 
-// Turn eight pairs of a row in memory, halves apart, and round them to T.
+// Rotate eight pairs of a row in memory, half a row apart, and round them to T.
 template <typename T>
-__device__ __forceinline__ void turn_halves(char* near, char* far, const float* cosines,
-                                            const float* sines) {
+__device__ __forceinline__ void rotate_halves(char* near, char* far, const float* cosines,
+                                              const float* sines) {
   Pack<T, 8> a;
   Pack<T, 8> b;
   Pack<float, 8> cosine;
@@ -96,10 +96,10 @@ __device__ __forceinline__ void turn_halves(char* near, char* far, const float* 
   b.store(far);
 }
 
-// Turn four pairs of neighbours.
+// Rotate four interleaved pairs.
 template <typename T>
-__device__ __forceinline__ void turn_neighbours(char* both, const float* cosines,
-                                                const float* sines) {
+__device__ __forceinline__ void rotate_interleaved(char* both, const float* cosines,
+                                                   const float* sines) {
   Pack<T, 8> pairs;
   Pack<T, 4> a;
   Pack<T, 4> b;

@@ -4,7 +4,7 @@
 
 #include "attention_rope.cuh"
 
-// Any format, told at run time, and rows of any alignment.
+// Any format, chosen at run time, and rows of any alignment.
 struct AnyFormat {};
 
 template <typename T, int kCount>
@@ -54,7 +54,8 @@ struct Elements<AnyFormat, kCount> {
   __device__ __forceinline__ Pack<float, kCount> floats() const { return pack; }
 };
 
-// What turns together with elements i to i + 7 of a row of K, as `turn` and `turn_pack` ask for it.
+// The partners of elements i to i + 7 of a row of K, as `rotate_element` and `rotate_pack` take
+// them.
 template <typename TCache, int kCount>
 __device__ __forceinline__ Elements<TCache, kCount> load_partners(const AttentionParams& p,
                                                                   const char* row, int i,
@@ -75,19 +76,20 @@ __device__ __forceinline__ Elements<TCache, kCount> load_partners(const Attentio
 }
 
 template <typename TCache, int kCount>
-__device__ __forceinline__ Pack<float, kCount> turned(const AttentionParams& p,
-                                                      const Elements<TCache, kCount>& k,
-                                                      const Elements<TCache, kCount>& partners,
-                                                      const float* angles, int i) {
+__device__ __forceinline__ Pack<float, kCount> rotated(const AttentionParams& p,
+                                                       const Elements<TCache, kCount>& k,
+                                                       const Elements<TCache, kCount>& partners,
+                                                       const float* angles, int i) {
   if constexpr (kSameType<TCache, AnyFormat>) {
     Pack<float, kCount> result;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      result.values[j] = turn(p, k.pack.values[j], partners.pack.values[j], angles, i + j);
+      result.values[j] =
+          rotate_element(p, k.pack.values[j], partners.pack.values[j], angles, i + j);
     }
     return result;
   } else {
-    return turn_pack(p, k.floats(), partners.floats(), angles, i);
+    return rotate_pack(p, k.floats(), partners.floats(), angles, i);
   }
 }
 

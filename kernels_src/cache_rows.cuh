@@ -3,11 +3,11 @@
 // A group of `lanes` neighbouring threads takes the K row and the V row of one (token, head), so
 // that lane i moves the words i, i + lanes, ... of a row: neighbouring lanes touch neighbouring
 // words, and a warp that covers several short rows still fills whole sectors. Where heads are
-// contiguous in a token and in the cache, Python joins them into one row (num_heads = 1). Several
+// contiguous both outside and in the cache, Python joins them into one row (num_heads = 1). Several
 // warps share a row when there are too few rows to fill the device.
 #pragma once
 
-#include "cache_side.cuh"
+#include "kv_operand.cuh"
 
 #if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
 #include "host/copy.h"
@@ -24,8 +24,8 @@ struct CacheRowsParams {
   char* k_scale_cache;  // [num_slots, num_heads] float32, or null: static scales
   char* v_scale_cache;  // [num_slots, num_heads] float32, or null: static scales
   FaultRecord* faults;
-  CacheSide k;
-  CacheSide v;
+  KVOperand k;
+  KVOperand v;
   i64 slot_stride_bytes;
   i64 num_slots;
   i64 skip_slot;  // a slot never touched; negative: none
@@ -60,15 +60,15 @@ __device__ __forceinline__ CacheRow find_row(const CacheRowsParams& p) {
   return {token, head, slot};
 }
 
-__device__ __forceinline__ char* outside_row(char* base, const CacheSide& side,
+__device__ __forceinline__ char* outside_row(char* base, const KVOperand& operand,
                                              const CacheRow& row) {
-  return base + row.token * side.token_bytes + row.head * side.head_bytes;
+  return base + row.token * operand.token_bytes + row.head * operand.head_bytes;
 }
 
-__device__ __forceinline__ char* cache_row(char* base, const CacheSide& side, const CacheRow& row,
-                                           const CacheRowsParams& p) {
-  return base + slot_offset_bytes(side.cache, row.slot, p.page_size, p.page_shift) +
-         row.head * side.cache.head_bytes;
+__device__ __forceinline__ char* cache_row(char* base, const KVOperand& operand,
+                                           const CacheRow& row, const CacheRowsParams& p) {
+  return base + slot_offset_bytes(operand.cache, row.slot, p.page_size, p.page_shift) +
+         row.head * operand.cache.head_bytes;
 }
 
 // Copy the words of two rows, of `num_rows` in the launch, all loads of both before the first
@@ -85,7 +85,7 @@ __device__ __forceinline__ void copy_rows(const char* k_from, char* k_to, int k_
     return;
   }
 #endif
-  constexpr int kUnroll = 4;  // words of each row in flight a thread
+  constexpr int kUnroll = 4;  // words of each row in flight per thread
   const int k_words = k_bytes / kWordBytes;
   const int v_words = v_bytes / kWordBytes;
   const auto* k_in = reinterpret_cast<const Word<kWordBytes>*>(k_from);

@@ -62,7 +62,7 @@ struct WordOf<32> {
 template <int kBytes>
 using Word = typename WordOf<kBytes>::type;
 
-// Access to what is not needed again soon: the first to leave the caches.
+// Streaming access, to data that is not needed again soon: first to be evicted from the caches.
 template <typename T>
 __device__ __forceinline__ T load_streaming(const T* source) {
 #ifdef __CUDACC__
@@ -180,7 +180,7 @@ __device__ __forceinline__ float max_within_warp(float value, int lanes) {
 }
 
 // The largest value of `lanes` neighbouring threads (a power of two), known to each of them. Every
-// thread of the block must call it. `scratch` holds one float a warp, used past 32 lanes.
+// thread of the block must call it. `scratch` holds one float per warp, used past 32 lanes.
 __device__ __forceinline__ float max_over_lanes(float value, int lanes, float* scratch) {
   value = max_within_warp(value, lanes < 32 ? lanes : 32);
   if (lanes > 32) {

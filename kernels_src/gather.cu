@@ -1,9 +1,9 @@
-// Gather rows of K and V out of a cache, dequantised where that is wanted, both in one launch.
+// Gather rows of K and V out of a cache, dequantised on request, both in one launch.
 //
-// The way back of store.cu: threads lie over rows as cache_rows.cuh says, and a skipped slot leaves
-// its row as it was.
+// The inverse of store.cu: threads map to rows as in cache_rows.cuh, and a skipped slot leaves its
+// row of the output as it was.
 //
-// Bytes: each K and V row is read once and written once, plus one index a token.
+// Bytes: each K and V row is read once and written once, plus one index per token.
 #include "cache_rows.cuh"
 
 // Same format in and out: bytes.
@@ -21,9 +21,9 @@ __global__ void gather_copy(const __grid_constant__ CacheRowsParams p) {
 
 // The scale of a row of the cache: its own, or its head's.
 __device__ __forceinline__ float scale_of(const char* scale, char* scale_cache,
-                                          const CacheSide& side, const CacheRow& row) {
-  return scale_cache ? *scale_address(scale_cache, side, row.slot, row.head)
-                     : static_scale(scale, side, row.head);
+                                          const KVOperand& operand, const CacheRow& row) {
+  return scale_cache ? *scale_address(scale_cache, operand, row.slot, row.head)
+                     : static_scale(scale, operand, row.head);
 }
 
 template <typename TCache, typename TOut, int kCount>

@@ -1,11 +1,11 @@
 // The slots of the tokens that a step appends to each of its sequences.
 //
-// One warp takes one sequence. It adds up what the sequences before it append, which is where its
-// slots begin, and then its lanes write them. The warp of the last sequence marks what is left of
-// the output as padding. Lengths are whatever the caller's arrays hold: a negative append is zero,
-// sums stop at the end of the output, and no sum here overflows.
+// One warp per sequence. It sums what the sequences before it append, which is where its slots
+// begin, and then its lanes write them. The warp of the last sequence fills the rest of the output
+// with padding. Lengths may be garbage: a negative append counts as zero, sums saturate at the end
+// of the output, and none overflows.
 //
-// Bytes: a length for each pair of sequences, out of L2; a table entry and a slot a token.
+// Bytes: a length for each pair of sequences, out of L2; a table entry and a slot per token.
 #include "common.cuh"
 
 struct SlotMappingParams {

@@ -8,10 +8,10 @@
 // that saw no key (lse minus infinity) is not read: its row may hold anything.
 //
 // Bytes: each row of a state that saw a key is read once, each row of out is written once, plus one
-// lse a row and state.
+// lse per row and state.
 #include "numeric.cuh"
 
-// Of rows by token and head.
+// Strides of rows by token and head.
 struct RowStrides {
   i64 token_bytes;
   i64 head_bytes;
@@ -26,7 +26,7 @@ struct MergeParams {
   const char* num_valid;  // [1] int32, tokens whose rows are written; null: all
   char* out;              // [num_tokens, num_heads, width]
   char* lse;              // [num_tokens, num_heads] float32, or null
-  FaultRecord* faults;    // as in every launch; nothing is reported
+  FaultRecord* faults;    // part of every Params; nothing is reported
   RowStrides out_a_rows;
   RowStrides lse_a_rows;
   RowStrides out_b_rows;
@@ -81,7 +81,7 @@ __device__ __forceinline__ float power(float exponent, int base_two) {
   return base_two ? exp2f(exponent) : expf(exponent);
 }
 
-// Of kStates states: whether they saw a key, and what they weigh.
+// For kStates states: whether they saw a key, and their weights.
 template <int kStates>
 struct Weights {
   bool counts[kStates];

@@ -1,5 +1,5 @@
-// Tensor-core products, and copies into shared memory that a thread does not wait for: PTX under
-// the name of what it does.
+// Tensor-core products, and asynchronous copies into shared memory: PTX under the name of what it
+// does.
 //
 // A warp multiplies a 16 x 16 matrix A by a 16 x 8 matrix B and adds to a 16 x 8 matrix C, all
 // three spread over its lanes. With g = lane / 4 and t = lane % 4 a lane has, in pairs of 16 bits,
@@ -138,9 +138,9 @@ __device__ __forceinline__ void load_matrices(u32 (&to)[4], const char* row) {
 #endif
 }
 
-// Bring 16 bytes that nobody writes meanwhile from global to shared memory, both at multiples of
-// 16; zeros if they do not `exist`. They are there after `wait_for_copies`, for others after a
-// barrier too.
+// Start copying 16 bytes from global to shared memory, both at multiples of 16; zeros if they do
+// not `exist`. They have arrived after `wait_for_copies`; other threads see them after a barrier
+// too.
 __device__ __forceinline__ void copy_async(char* shared, const char* global, bool exist) {
 #ifndef __CUDACC__
   kvcupy_host::begin_copy(shared, global, exist);
@@ -155,7 +155,7 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, boo
 #endif
 }
 
-// Wait for all copies that this thread has begun.
+// Wait for all copies that this thread has started.
 __device__ __forceinline__ void wait_for_copies() {
 #ifndef __CUDACC__
   kvcupy_host::finish_copies();

@@ -213,7 +213,7 @@ __device__ __forceinline__ Pack<float, kCount> sum_of_products(const Pack<float,
   return out;
 }
 
-// (a, b) turned by angles of these cosines and sines, rounded once.
+// (a, b) rotated by the angles of these cosines and sines, rounded once.
 template <typename T, int kCount>
 __device__ __forceinline__ void rotate(const Pack<float, kCount>& a, const Pack<float, kCount>& b,
                                        const Pack<float, kCount>& cosine,

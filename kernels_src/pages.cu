@@ -3,7 +3,7 @@
 // A page is up to three nested axes of rows, by strides, and a row is bytes. A group of `lanes`
 // neighbouring threads takes one row of one page, lane i its words i, i + lanes, ...
 //
-// Bytes: each row is read once and written once, plus two indices a page.
+// Bytes: each row is read once and written once, plus two indices per page.
 #include "common.cuh"
 
 struct CopyPagesParams {
@@ -20,11 +20,11 @@ struct CopyPagesParams {
   i64 dst_stride_bytes;
   i64 src_operation;  // for the fault record
   i64 dst_operation;
-  i64 num_rows;  // num_copies * rows a page
+  i64 num_rows;  // num_copies * rows per page
   i64 row_bytes;
   int rows_1;  // rows on the second axis
   int rows_2;  // rows on the third axis
-  int rows_a_page;
+  int rows_per_page;
   int src_index_bytes;
   int dst_index_bytes;
   int lane_shift;
@@ -41,13 +41,13 @@ __device__ __forceinline__ bool exists(const CopyPagesParams& p, i64 page, i64 p
 // grid: (rows / (block / lanes)), block: (a multiple of lanes), smem: 0
 template <int kWordBytes>
 __global__ void copy_pages(const __grid_constant__ CopyPagesParams p) {
-  constexpr int kUnroll = 4;  // words in flight a thread
+  constexpr int kUnroll = 4;  // words in flight per thread
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const i64 row = i64{blockIdx.x} * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
   if (row >= p.num_rows) return;
-  const i64 position = row / p.rows_a_page;
-  const int within = static_cast<int>(row - position * p.rows_a_page);
+  const i64 position = row / p.rows_per_page;
+  const int within = static_cast<int>(row - position * p.rows_per_page);
   const bool reports = within == 0 && lane == 0;
   const i64 src = load_index(p.src_pages + position * p.src_stride_bytes, p.src_index_bytes);
   const i64 dst = load_index(p.dst_pages + position * p.dst_stride_bytes, p.dst_index_bytes);

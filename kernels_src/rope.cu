@@ -3,17 +3,18 @@
 // A group of `lanes` neighbouring threads (a power of two, up to a warp) takes one row: a query
 // head, a key head or a value head of one token. In a rotated row a thread owns both elements of
 // each of its pairs, so that rotating in place needs no exchange: pair i is elements (i, i +
-// rotary_dim / 2), or (2i, 2i + 1) when interleaved. The rest of the row passes. A key row goes on,
-// rounded to its own format, to the live key and to the cache; a value row only to the cache.
+// rotary_dim / 2), or (2i, 2i + 1) when interleaved. The rest of the row is copied. A key row,
+// rounded to its own format, is written to the live key and to the cache; a value row only to the
+// cache.
 //
 // RMSNorm before the rotation and dynamic scales need a whole row at once: those launches (kReduce)
-// pass over the row up to three times, the later times in L1.
+// read the row up to three times, from L1 after the first.
 //
-// Bytes: each row is read once and written once a destination; cos and sin of a token stay in L1.
-#include "cache_side.cuh"
+// Bytes: each row is read once and written once per destination; cos and sin of a token stay in L1.
+#include "kv_operand.cuh"
 
-// How pairs choose among three positions a token (mrope).
-constexpr int kNoSections = 0;           // one position a token
+// How pairs choose among three positions per token (mrope).
+constexpr int kNoSections = 0;           // one position per token
 constexpr int kSections = 1;             // consecutive sections of pairs
 constexpr int kSectionsInterleaved = 2;  // pair i takes axis i % 3 while that axis has pairs left
 
@@ -38,8 +39,8 @@ struct RopeParams {
   char* k_scale_cache;
   char* v_scale_cache;
   FaultRecord* faults;
-  CacheSide k;
-  CacheSide v;
+  KVOperand k;
+  KVOperand v;
   i64 query_token_bytes;
   i64 query_head_bytes;
   i64 query_out_token_bytes;
@@ -62,7 +63,7 @@ struct RopeParams {
   int num_v_heads;
   int reports;  // kReportPositions | kReportSlots, less what another launch of the call reports
   int head_dim;
-  int rotary_dim;  // 0: nothing turns, a key row is only stored
+  int rotary_dim;  // 0: nothing is rotated, a key row is only stored
   int interleaved;
   int sections;       // kNoSections, kSections or kSectionsInterleaved
   int section_end_0;  // kSections: first pair of axis 1, then of axis 2
@@ -83,7 +84,7 @@ struct Angles {
   const char* third;
 };
 
-// The row that turns pair i.
+// The row of cos and sin for pair i.
 __device__ __forceinline__ const float* row_of_pair(const RopeParams& p, const Angles& angles,
                                                     int i) {
   int axis = (i >= p.section_end_0) + (i >= p.section_end_1);
@@ -127,9 +128,9 @@ __device__ __forceinline__ i64 find_slot(const RopeParams& p, int token, bool re
   return -1;
 }
 
-// One row that turns: how to get at its pairs.
+// One row with a rotary part, and access to its pairs.
 template <typename T, int kCount>
-struct TurningRow {
+struct RotaryRow {
   const RopeParams& p;
   const char* in;
   const Angles& angles;
@@ -184,8 +185,9 @@ struct TurningRow {
     sine.load(reinterpret_cast<const char*>(values + kCount));
   }
 
-  // Pairs i .. i + kCount - 1, turned, rounded once.
-  __device__ __forceinline__ void turn(int i, Pack<T, kCount>& x, Pack<T, kCount>& y) const {
+  // Pairs i .. i + kCount - 1, rotated, rounded once.
+  __device__ __forceinline__ void rotate_pairs(int i, Pack<T, kCount>& x,
+                                               Pack<T, kCount>& y) const {
     constexpr int kFloatBytes = sizeof(float);
     const int half = p.rotary_dim / 2;
     Pack<float, kCount> cosine;
@@ -215,7 +217,7 @@ struct TurningRow {
     rotate(a, b, cosine, sine, x, y);
   }
 
-  // Elements i .. i + kCount - 1 of the part that passes.
+  // Elements i .. i + kCount - 1 of the part that is not rotated.
   __device__ __forceinline__ Pack<T, kCount> pass(int i) const {
     Pack<T, kCount> x;
     x.load(in + i * static_cast<int>(sizeof(T)));
@@ -263,9 +265,9 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const int row = blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
-  const int rows_a_token = p.num_q_heads + p.num_k_heads + p.num_v_heads;
-  const int token = row / rows_a_token;
-  const int row_head = row - token * rows_a_token;
+  const int rows_per_token = p.num_q_heads + p.num_k_heads + p.num_v_heads;
+  const int token = row / rows_per_token;
+  const int row_head = row - token * rows_per_token;
   const bool is_query = row_head < p.num_q_heads;
   const bool is_value = row_head >= p.num_q_heads + p.num_k_heads;
   const int head = row_head - (is_query ? 0 : p.num_q_heads + (is_value ? p.num_k_heads : 0));
@@ -279,8 +281,9 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
   if (is_value && slot < 0) active = false;
   if (!kReduce && !active) return;
 
-  const CacheSide& side = is_value ? p.v : p.k;
-  const char* in = (is_value ? p.value : p.key) + token * side.token_bytes + head * side.head_bytes;
+  const KVOperand& operand = is_value ? p.v : p.k;
+  const char* in =
+      (is_value ? p.value : p.key) + token * operand.token_bytes + head * operand.head_bytes;
   if (is_query) in = p.query + token * p.query_token_bytes + head * p.query_head_bytes;
   char* live = nullptr;
   if (is_query) {
@@ -291,41 +294,41 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
   char* cached = nullptr;
   if (slot >= 0) {
     cached = (is_value ? p.v_cache : p.k_cache) +
-             slot_offset_bytes(side.cache, slot, p.page_size, p.page_shift) +
-             head * side.cache.head_bytes;
+             slot_offset_bytes(operand.cache, slot, p.page_size, p.page_shift) +
+             head * operand.cache.head_bytes;
   }
   const char* scale_array = is_value ? p.v_scale : p.k_scale;
   char* scale_cache = is_value ? p.v_scale_cache : p.k_scale_cache;
-  float scale = is_query ? 1.0f : static_scale(scale_array, side, head);
+  float scale = is_query ? 1.0f : static_scale(scale_array, operand, head);
 
   const int width = !active ? 0 : is_value ? p.v.width : p.head_dim;
   const int pairs = is_value || !active ? 0 : p.rotary_dim / 2;
-  const int passing = 2 * pairs;  // the first element that does not turn
+  const int passing = 2 * pairs;  // the first element that is not rotated
   const char* norm = is_value ? nullptr : is_query ? p.query_norm : p.key_norm;
-  TurningRow<T, kCount> turning{p, in, angles, norm, 1.0f};
+  RotaryRow<T, kCount> rotary{p, in, angles, norm, 1.0f};
 
   if constexpr (kReduce) {
     const float squares =
         sum_within_warp(norm ? sum_of_squares<T, kCount>(in, width, lane, lanes) : 0.0f, lanes);
-    if (norm) turning.inverse_rms = 1.0f / sqrtf(squares / p.head_dim + p.epsilon);
+    if (norm) rotary.inverse_rms = 1.0f / sqrtf(squares / p.head_dim + p.epsilon);
     AbsMax<kCount> largest;
     if (kQuantised<TCache> && scale_cache && cached) {
       for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
         Pack<T, kCount> x;
         Pack<T, kCount> y;
-        turning.turn(i, x, y);
+        rotary.rotate_pairs(i, x, y);
         largest.add(to_floats(x));
         largest.add(to_floats(y));
       }
       for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
-        largest.add(to_floats(turning.pass(i)));
+        largest.add(to_floats(rotary.pass(i)));
       }
     }
     const float absmax = max_within_warp(largest.value(), lanes);
     if constexpr (kQuantised<TCache>) {
       if (scale_cache && cached) {
         scale = dynamic_scale<TCache>(absmax);
-        if (lane == 0) *scale_address(scale_cache, side, slot, head) = scale;
+        if (lane == 0) *scale_address(scale_cache, operand, slot, head) = scale;
       }
     }
   }
@@ -341,15 +344,15 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
   for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
     Pack<T, kCount> x;
     Pack<T, kCount> y;
-    turning.turn(i, x, y);
-    if (live) turning.store_pairs(live, i, x, y);
+    rotary.rotate_pairs(i, x, y);
+    if (live) rotary.store_pairs(live, i, x, y);
     if (cached) {
-      turning.store_pairs(cached, i, to_cache<T, TCache>(x, scale), to_cache<T, TCache>(y, scale));
+      rotary.store_pairs(cached, i, to_cache<T, TCache>(x, scale), to_cache<T, TCache>(y, scale));
     }
   }
   const bool copies = live && (live != in || norm);
   for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
-    const Pack<T, kCount> x = turning.pass(i);
+    const Pack<T, kCount> x = rotary.pass(i);
     if (copies) x.store(live + i * static_cast<int>(sizeof(T)));
     if (cached) to_cache<T, TCache>(x, scale).store(cached + i * static_cast<int>(sizeof(TCache)));
   }

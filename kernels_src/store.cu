@@ -1,9 +1,9 @@
 // Store K and V rows into a cache, both in one launch.
 //
-// Threads lie over rows as cache_rows.cuh says. All loads of K and V are issued before the first
-// store. MLA is the same kernel: latent and rope part are the two sides of one cache row.
+// Threads map to rows as in cache_rows.cuh. All loads of K and V are issued before the first
+// store. MLA is the same kernel: latent and rope part are K and V of one cache row.
 //
-// Bytes: each K and V row is read once and written once, plus one index a token.
+// Bytes: each K and V row is read once and written once, plus one index per token.
 #include "cache_rows.cuh"
 
 // Same format in and out: bytes, whatever they mean. A row that arrives already quantised, in a
@@ -51,7 +51,7 @@ __global__ void store_convert(const __grid_constant__ CacheRowsParams p) {
   }
 }
 
-// The largest magnitude that this lane sees of a row; NaN does not count.
+// The largest magnitude among this lane's elements of a row; NaN does not count.
 template <typename TIn, int kCount>
 __device__ __forceinline__ float lane_absmax(const char* in, int width, int lane, int lanes) {
   AbsMax<kCount> largest;
@@ -64,7 +64,7 @@ __device__ __forceinline__ float lane_absmax(const char* in, int width, int lane
 }
 
 // A scale for each (token, head), from its largest magnitude, stored beside the row. The second
-// pass over a row finds it in L1. No thread leaves before the reductions are done. grid: (rows /
+// pass over a row hits L1. No thread exits before the reductions are done. grid: (rows /
 // (block / lanes)), block: (a multiple of lanes and of 32), smem: block / 32 floats
 template <typename TIn, typename TOut, int kCount>
 __global__ void store_dynamic(const __grid_constant__ CacheRowsParams p) {

@@ -1,12 +1,12 @@
 // Move pages between pools: any layout to any layout, GPU memory and pinned host memory alike.
 //
-// The grid is small, so that the model keeps its multiprocessors, and a link of microseconds of
-// latency is kept busy by what each thread has in flight: four words of K and four of V, all loaded
-// before the first is stored. They lie in one row where rows are long, in four rows where they are
-// short. Neighbouring lanes move neighbouring words, so a link sees whole transactions. What is
-// moved is not read again soon: loads and stores are marked streaming.
+// The grid is small, so that the model keeps its SMs, and a link with microseconds of latency is
+// kept busy by what each thread has in flight: four words of K and four of V, all loaded before the
+// first is stored. They lie in one row where rows are long, in four rows where they are short.
+// Neighbouring lanes move neighbouring words, so a link sees full transactions. Pages are not read
+// again soon: loads and stores are streaming.
 //
-// Bytes: each row is read once and written once, plus two page numbers a piece.
+// Bytes: each row is read once and written once, plus two page numbers per piece.
 #include "numeric.cuh"
 #include "transfer_rows.cuh"
 
@@ -27,8 +27,8 @@ struct TransferCopyParams {
   TransferStrides dst_k_strides;
   TransferStrides dst_v_strides;
   TransferRows rows;
-  i64 k_words;  // a row
-  i64 v_words;  // a row; 0: there is no V
+  i64 k_words;  // per row
+  i64 v_words;  // per row; 0: there is no V
   int piece_words;
 };
 
@@ -43,7 +43,7 @@ template <int kWordBytes, int kRows>
 __global__ void __launch_bounds__(kTransferThreads)
     transfer_copy(const __grid_constant__ TransferCopyParams p) {
   using W = Word<kWordBytes>;
-  constexpr int kInFlight = 4;  // words of K, and of V, a thread
+  constexpr int kInFlight = 4;  // words of K, and of V, per thread
   constexpr int kWords = kInFlight / kRows;
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
@@ -118,12 +118,12 @@ struct TransferConvertParams {
   TransferStrides dst_k_scale_strides;
   TransferStrides dst_v_scale_strides;
   TransferRows rows;
-  int k_width;  // elements a row
-  int v_width;  // elements a row; 0: there is no V
+  int k_width;  // elements per row
+  int v_width;  // elements per row; 0: there is no V
 };
 
 // Convert one row, K or V, by the lanes that share it (at most a warp). Every thread of the warp
-// must call it. The second pass over a row finds it in L1.
+// must call it. The second pass over a row hits L1.
 template <typename TIn, typename TOut, int kCount>
 __device__ __forceinline__ void convert_row(const char* from, const char* from_scale, char* to,
                                             char* to_scale, int width, int lane, int lanes) {
@@ -157,7 +157,7 @@ __device__ __forceinline__ void convert_row(const char* from, const char* from_s
 }
 
 // A row is one (layer, offset, head), with a scale of its own where a pool keeps scales.
-// Four blocks share an SM: told no number, ptxas aims for five and spills a register on sm_86.
+// Four blocks per SM: without the number ptxas aims for five and spills a register on sm_86.
 // grid: at most max_blocks, block: kConvertThreads, smem: 0
 template <typename TIn, typename TOut, int kCount>
 __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
       blockIdx.x * (blockDim.x >> p.rows.lane_shift) + (threadIdx.x >> p.rows.lane_shift);
   const u32 of_warp = group & (32 / lanes - 1);
 
-  // All threads of a warp go round alike: they exchange values.
+  // The loop is warp-uniform: lanes exchange values.
   for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups) {
     const TransferPlace at =
         find_piece(p.rows, p.src_pages, p.dst_pages, p.faults, first + of_warp, lane == 0);

@@ -1,4 +1,4 @@
-// How the pages of a transfer fall apart into rows, and which rows a thread has.
+// Decompose the pages of a transfer into rows, and assign rows to threads.
 //
 // A page of a pool is up to three nested axes of rows (layers, offsets, heads; what both pools keep
 // contiguous has been joined into the row), by the strides of either pool. A row is cut into
@@ -7,8 +7,8 @@
 
 #include "common.cuh"
 
-// Division by a number that is known before the launch, of what is below 2**31: a multiplication,
-// an addition and a shift (Granlund and Montgomery, 1994).
+// Division of numbers below 2**31 by a divisor known before the launch: a multiplication, an
+// addition and a shift (Granlund and Montgomery, 1994).
 struct Divisor {
   u32 divisor;
   u32 multiplier;
@@ -35,11 +35,11 @@ struct TransferRows {
   i64 dst_num_pages;
   i64 src_operation;  // for the fault record; negative: another launch of the call reports
   i64 dst_operation;
-  Divisor pieces_a_page;
-  Divisor pieces_a_row;
-  Divisor rows_a_step;  // of the first axis: rows on the second and third together
-  Divisor rows_2;       // rows on the third axis
-  u32 num_pieces;       // of the whole transfer, below 2**31
+  Divisor pieces_per_page;
+  Divisor pieces_per_row;
+  Divisor rows_per_step;  // of the first axis: rows on the second and third together
+  Divisor rows_2;         // rows on the third axis
+  u32 num_pieces;         // of the whole transfer, below 2**31
   int src_index_bytes;
   int dst_index_bytes;
   int lane_shift;  // log2(threads that share a piece)
@@ -61,14 +61,14 @@ __device__ __forceinline__ i64 offset_of(const TransferStrides& s, i64 page,
          at.axis_2 * s.axis_bytes_2;
 }
 
-// Find a piece. The thread that `reports` notes a page past the end, once a pair of pages.
+// Find a piece. The thread that `reports` reports a page past the end, once per pair of pages.
 __device__ __forceinline__ TransferPlace find_piece(const TransferRows& rows, const char* src_pages,
                                                     const char* dst_pages, FaultRecord* faults,
                                                     u32 number, bool reports) {
   TransferPlace at{-1, -1, 0, 0, 0, 0};
   if (number >= rows.num_pieces) return at;
-  const u32 position = divide(number, rows.pieces_a_page);
-  const u32 within = number - position * rows.pieces_a_page.divisor;
+  const u32 position = divide(number, rows.pieces_per_page);
+  const u32 within = number - position * rows.pieces_per_page.divisor;
   const i64 src = load_index(src_pages + position * rows.src_stride_bytes, rows.src_index_bytes);
   const i64 dst = load_index(dst_pages + position * rows.dst_stride_bytes, rows.dst_index_bytes);
   if (src < 0 || dst < 0) return at;
@@ -82,10 +82,10 @@ __device__ __forceinline__ TransferPlace find_piece(const TransferRows& rows, co
     }
     return at;
   }
-  const u32 row = divide(within, rows.pieces_a_row);
-  at.piece = within - row * rows.pieces_a_row.divisor;
-  at.axis_0 = divide(row, rows.rows_a_step);
-  const u32 rest = row - at.axis_0 * rows.rows_a_step.divisor;
+  const u32 row = divide(within, rows.pieces_per_row);
+  at.piece = within - row * rows.pieces_per_row.divisor;
+  at.axis_0 = divide(row, rows.rows_per_step);
+  const u32 rest = row - at.axis_0 * rows.rows_per_step.divisor;
   at.axis_1 = divide(rest, rows.rows_2);
   at.axis_2 = rest - at.axis_1 * rows.rows_2.divisor;
   at.src_page = src;

@@ -52,7 +52,7 @@ def slot_values(args, side):
     return stored * scale[..., None]
 
 
-MORE = ("hole_starts", "holes", "key_starts", "tree_lens", "rope_table", "interleaved",
+MORE = ("evicted_starts", "evicted_lens", "key_starts", "tree_lens", "rope_table", "interleaved",
         "rotary_start", "tail_positions")  # fmt: skip
 """What a step of a cache has beside the arguments of `paged_attention`."""
 
@@ -250,19 +250,19 @@ class AttentionCase(Case):
         self, seq_lens, query_lens=None, *, fmt="fp32", cache_fmt=None, heads=(4, 2),
         widths=(16, 16), page_size=4, how="NHD", scales=("none", "none"), padding=0, loud=2.0,
         index=("int32", "int32"), table_how="plain", query_how="plain", step=1, hidden=None,
-        holes=None, key_starts=None,
+        evicted=None, key_starts=None,
     ):  # fmt: skip
         """Make all arguments of sequences with pages of their own, in any order.
 
         `cache_fmt` is one format or those of K and V. `hidden[b]` keys of sequence b are poisoned
-        from the first on. `loud` is the size of queries and keys: with 2, scores reach 10. `holes`
+        from the first on. `loud` is the size of queries and keys: with 2, scores reach 10. `evicted`
         are pairs (start, size), one per sequence; what lies in them is poison too, and so is what
         `key_starts` leave out.
         """
         k_fmt, v_fmt = (cache_fmt or fmt,) * 2 if not isinstance(cache_fmt, tuple) else cache_fmt
         seq_lens = np.asarray(seq_lens, np.int64)
         places = [np.arange(max(int(n), 0)) for n in seq_lens]
-        for own, (start, size) in zip(places, holes or (), strict=False):
+        for own, (start, size) in zip(places, evicted or (), strict=False):
             own[start:] += size
         reach = [own[-1] + 1 if len(own) else 0 for own in places]
         table = poisoned_table(self.rng, reach, page_size)
@@ -284,8 +284,8 @@ class AttentionCase(Case):
         if query_lens is not None:
             args["query_lens"] = self.slots(query_lens, index[1], step)
         for name, counts in (
-            ("hole_starts", holes and [start for start, _ in holes]),
-            ("holes", holes and [size for _, size in holes]),
+            ("evicted_starts", evicted and [start for start, _ in evicted]),
+            ("evicted_lens", evicted and [size for _, size in evicted]),
             ("key_starts", key_starts),
         ):
             if counts is not None:

@@ -120,7 +120,7 @@ def check_attention_append_masks_bf16(device):
 
 MORE_LENS = [30, 0, 41, 13, 21]
 MORE_NEW = [9, 0, 20, 13, 6]
-HOLES = [(4, 3), (0, 5), (9, 8), (14, 2), (0, 4)]
+EVICTED = [(4, 3), (0, 5), (9, 8), (14, 2), (0, 4)]
 STARTS = [2, 0, 11, 0, 30]
 NODES = [12, 0, 0, 13, 9]
 
@@ -129,7 +129,7 @@ def check_attention_places(device, fmt="fp32", new=None):
     """Evicted spans and hidden first keys, with a window that keeps first keys."""
     case = AttentionCase(device, 54)
     args = case.arguments(
-        MORE_LENS, new, fmt=fmt, holes=HOLES, key_starts=STARTS, widths=(24, 40), page_size=3
+        MORE_LENS, new, fmt=fmt, evicted=EVICTED, key_starts=STARTS, widths=(24, 40), page_size=3
     )
     case.attend(args)
     case.attend(args, window=8, sinks=4)
@@ -143,7 +143,7 @@ def check_attention_append_places(device):
 def check_attention_hole_at_the_end(device):
     """A length that fits into the table only without its evicted span."""
     case = AttentionCase(device, 55)
-    args = case.arguments([14, 16], holes=[(5, 1), (7, 4)])
+    args = case.arguments([14, 16], evicted=[(5, 1), (7, 4)])
     args["block_table"] = args["block_table"].sub(lambda a: a[:, :4])
     case.attend(args)
     return case

@@ -10,7 +10,7 @@ FEW = [3, 0, 1, 9, 5]
 LONG = [70, 5, 90, 33, 20]
 MANY = [30, 0, 40, 9, 20]
 SHAPES = {"decode": (LENS, None), "few": (LENS, FEW), "many": (LONG, MANY)}
-HOLES = [(4, 3), (0, 5), (9, 8), (14, 2), (0, 4)]
+EVICTED = [(4, 3), (0, 5), (9, 8), (14, 2), (0, 4)]
 """Start and size of evicted spans: within a page, empty, two pages, past the end, at the start."""
 STARTS = [2, 0, 11, 0, 4]
 
@@ -28,12 +28,14 @@ def trees_of(case, lens, new, padding=0, tail=False):
     return {**trees, **case.tail(nodes)} if tail else trees
 
 
-def call_of(device, seed, shape, fmt, *, holes=False, starts=False, trees=False, rope=None, **more):
+def call_of(
+    device, seed, shape, fmt, *, evicted=False, starts=False, trees=False, rope=None, **more
+):
     """Return a case and its arguments."""
     case = AttentionCase(device, seed)
     lens, new = SHAPES[shape]
     args = case.arguments(
-        lens, new, fmt=fmt, holes=HOLES if holes else None, key_starts=STARTS if starts else None,
+        lens, new, fmt=fmt, evicted=EVICTED if evicted else None, key_starts=STARTS if starts else None,
         **{"widths": (32, 24), **more},
     )  # fmt: skip
     if rope:

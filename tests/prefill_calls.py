@@ -140,7 +140,7 @@ class Call:
         arrays = {
             "query": self.query, "k_cache": self.k_cache, "v_cache": self.v_cache,
             "block_table": self.table, "seq_lens": np.array(self.seq_lens, self.index),
-            "query_starts": np.cumsum((0, *self.query_lens), dtype=np.int32),
+            "cu_query_lens": np.cumsum((0, *self.query_lens), dtype=np.int32),
             "out": np.full((rows, num_heads, self.widths[1]), 7, DTYPE[self.fmt]),
             "lse": np.full((rows, num_heads), 7, np.float32),
         }  # fmt: skip

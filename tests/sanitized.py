@@ -95,7 +95,7 @@ TRANSFERS = (
 
 # Formats of query and cache, heads of both, widths of K and V, page size, new tokens of each
 # sequence (None: one each), elements moved by, how: "w" window and sinks, "t" tree, "l" trees of
-# lengths of their own, "h" holes and first keys, "r" keys that turn, "i" as neighbours.
+# lengths of their own, "h" evicted spans and first keys, "r" keys rotated on read, "i" interleaved.
 ATTENTION = (
     ("fp32", "fp32", (6, 2), (64, 24), 4, None, 0, ""),
     ("fp16", "int8", (3, 1), (33, 17), 3, None, 1, ""),
@@ -109,7 +109,7 @@ ATTENTION = (
     ("fp16", "fp16", (4, 1), (80, 64), 1, (9, 1, 8), 0, "hwri"),
 )
 LENGTHS = (11, 0, 12)
-HOLES = ((3, 5), (0, 7), (9, 4))  # where they begin, how many slots: the last key is in the last
+EVICTED = ((3, 5), (0, 7), (9, 4))  # where they begin, how many slots: the last key is in the last
 NODES = (7, 0, 12)
 
 
@@ -333,7 +333,7 @@ def attend(device: HostDevice, number: int) -> None:
     fmt, cached, (heads, kv_heads), widths, page_size, new, moved, kinds = ATTENTION[number]
     rng = np.random.default_rng(number)
     device.thread_order_seed = number
-    reach = max(LENGTHS) + (HOLES[2][1] if "h" in kinds else 0)
+    reach = max(LENGTHS) + (EVICTED[2][1] if "h" in kinds else 0)
     pages = 3 * -(-reach // page_size)
     table = rng.permutation(pages).reshape(3, -1).astype(np.int32)
     lengths = np.array(LENGTHS)
@@ -351,7 +351,9 @@ def attend(device: HostDevice, number: int) -> None:
         options["tree_lens"] = np.array(NODES, np.int32)
         options["tail_positions"] = rng.integers(-3, 20, (3, 8), np.int32)
     if "h" in kinds:
-        options |= dict(zip(("hole_starts", "holes"), np.array(HOLES, np.int32).T, strict=True))
+        options |= dict(
+            zip(("evicted_starts", "evicted_lens"), np.array(EVICTED, np.int32).T, strict=True)
+        )
         options["key_starts"] = np.array([2, 5, 1], np.int32)
     if "r" in kinds:
         turning = widths[0] // 4 * 2

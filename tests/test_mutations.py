@@ -412,7 +412,7 @@ ATTENTION = {
         "const i64 place = place_of(p, t, key);", "const i64 place = key;",
         attention_checks.check_attention_append_places, "attention_prefill.cuh"),
     "lengths past the table but for their holes": Mutation(
-        "most - count_of(p.holes, p.hole_bytes, t.sequence);", "most;",
+        "most - count_of(p.holes, p.evicted_len_bytes, t.sequence);", "most;",
         attention_checks.check_attention_hole_at_the_end, SHARED),
     "keys left to others seen": Mutation(
         "t.first_key = start < end ? start : end;", "t.first_key = 0;", PLACES, SHARED),

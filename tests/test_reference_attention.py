@@ -328,7 +328,7 @@ def with_hole(start, size, length=5, pages=6):
     cache = cache.reshape(pages, 2, 1, 2)
     return reference.paged_attention(
         np.ones((1, 1, 2), np.float32), cache, cache, np.arange(pages)[None], np.array([length]),
-        hole_starts=np.array([start]), holes=np.array([size]),
+        evicted_starts=np.array([start]), evicted_lens=np.array([size]),
     )  # fmt: skip
 
 
@@ -344,7 +344,7 @@ def test_holes():
     for start, size, seen in ((1, 1, 3), (0, 3, 1), (3, 5, 3), (4, 1, 4)):
         _, lse, faults = reference.paged_attention(
             np.zeros((1, 1, 1), np.float32), *caches, np.array([4]),
-            hole_starts=np.array([start]), holes=np.array([size]),
+            evicted_starts=np.array([start]), evicted_lens=np.array([size]),
         )  # fmt: skip
         assert lse[0, 0] == pytest.approx(LOG(seen))
         assert faults["seq_lens"] == ([] if seen == 4 else [(0, 4)])

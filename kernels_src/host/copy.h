@@ -7,10 +7,9 @@
 
 namespace kvcupy_host {
 
-// A launch that writes so much fills, with what it reads, the second level of a core's cache. From
-// there on rows go past the caches, for memory need not be read then to be overwritten. Such writes
-// have arrived once this thread executes a locked instruction, as the runner does to take its next
-// block.
+// A launch that writes this much fills a core's L2 together with what it reads. Larger launches use
+// non-temporal stores, which save reading the memory that is overwritten. They are visible once
+// this thread executes a locked instruction, as the runner does to take its next block.
 constexpr long long kStreamedBytes = 512 << 10;
 
 inline void copy_row(char* to, const char* from, long long bytes, bool streamed) {

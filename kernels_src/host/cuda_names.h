@@ -1,5 +1,5 @@
 // The CUDA names that the kernels use, for a C++ compiler. With it the .cu files of this folder's
-// parent run on this processor, one OS thread a block (see runner.h).
+// parent run on this processor, one OS thread per block (see runner.h).
 #pragma once
 
 // C's own math.h: what libstdc++ wraps around it takes longer to parse than a kernel to compile.
@@ -21,8 +21,8 @@
 
 namespace kvcupy_host {
 
-// Who this thread is. The address is asked for through a const function, so that a compiler asks
-// once and not at every access, as it would for a thread_local variable in a shared library.
+// The identity of this thread. Its address comes from a const function, so that a compiler looks it
+// up once and not at every access, as it would for a thread_local variable in a shared library.
 struct Indices {
   uint3 thread;
   uint3 block;
@@ -49,7 +49,7 @@ constexpr int warpSize = 32;
 
 namespace kvcupy_host {
 
-// What the lanes of a warp do together. Only a warp barrier orders their accesses to memory.
+// Collective operations of a warp. Only a warp barrier orders accesses to memory.
 enum class WarpCall : unsigned char { kBarrier, kShuffle, kVote, kProduct, kLoadMatrices };
 
 // Where the source has a barrier.
@@ -58,12 +58,12 @@ struct Site {
   int line;
 };
 
-// What the runner supplies. Each ends the launch with an error where it cannot be done.
+// Supplied by the runner. Each ends the launch with an error if it cannot be done.
 void block_barrier(Site site);
 void warp_barrier(unsigned mask, WarpCall call);
 [[noreturn]] void trap();
 void* shared_memory();
-unsigned long long* warp_exchange();  // 32 values, one a lane of the calling thread's warp
+unsigned long long* warp_exchange();  // 32 values, one per lane of the calling thread's warp
 unsigned lanes_left(unsigned mask);   // those of mask that exist and have not returned
 
 inline unsigned lane() {
@@ -105,8 +105,8 @@ inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 // --- Warp shuffles and votes ---------------------------------------------------------------------
-// A lane whose source is outside its segment of `width` keeps its own value. Of lane offsets the
-// hardware sees five bits.
+// A lane whose source is outside its segment of `width` keeps its own value. The hardware uses
+// five bits of a lane offset.
 
 template <typename T>
 inline T __shfl_sync(unsigned mask, T value, int source, int width = warpSize) {
@@ -246,8 +246,8 @@ template <typename T>
 constexpr T max(T a, T b) {
   return a < b ? b : a;
 }
-// Of a NaN and a number, the number. The C library makes an exception of signalling NaN: it lets
-// them win, and what was found before them is forgotten.
+// Of a NaN and a number, the number. The C library differs for signalling NaN: it returns NaN,
+// which would drop the maximum so far.
 namespace kvcupy_host {
 template <typename T>
 constexpr T smaller_number(T a, T b) {

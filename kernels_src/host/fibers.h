@@ -1,11 +1,11 @@
-// Fibers: the threads of one block, run in turn on one OS thread.
+// Fibers: the threads of one block, scheduled on one OS thread.
 //
 // A thread runs until it meets a barrier. A block barrier opens when every thread that has not left
 // waits at it; a warp barrier opens when every lane of its mask waits with that same mask. When
-// nobody can go on, the kernel's barriers diverge and the launch fails. The order in which threads
-// run is their index, or drawn anew for each turn from a seed, so that a kernel that lacks a
-// barrier gives a wrong result instead of a lucky one. Turns are not always fair then: in some a
-// warp runs as far as it can, as warps of a GPU do, before another has moved at all.
+// no thread can run, the kernel's barriers diverge and the launch fails. Threads run by index, or
+// in an order drawn anew from a seed in each scheduling round, so that a kernel that lacks a
+// barrier gives a wrong result instead of a lucky one. Rounds are not always fair then: in some, a
+// warp runs as far as it can, as warps of a GPU do, before another has started.
 //
 // Strict builds (strict.cpp) refuse what a GPU leaves undefined: lanes that have exited count as
 // missing wherever a warp acts together, and the lanes of one action must all have called the same.
@@ -37,8 +37,8 @@ namespace kvcupy_host {
 
 #if defined(__x86_64__) || defined(__aarch64__)
 
-// Save the callee-saved registers and the stack pointer, go on with another stack.
-// Its name for the linker is given, since Mach-O would put an underscore before it.
+// Save the callee-saved registers and the stack pointer, and switch to another stack.
+// The assembler name is explicit, since Mach-O would prepend an underscore.
 extern "C" __attribute__((visibility("hidden"))) void kvcupy_switch_stack(
     void** save, void* load) asm("kvcupy_switch_stack");
 
@@ -162,7 +162,7 @@ constexpr bool kStrict = true;
 constexpr bool kStrict = false;
 #endif
 
-// What a strict build adds (strict.cpp); the others never call it.
+// Added by a strict build (strict.cpp); others never call it.
 void block_synchronised();
 void warp_synchronised(int first, unsigned mask);
 void refuse_warp_call(const Fiber* fibers, int count, int waiting);
@@ -192,7 +192,8 @@ class BlockRunner {
       const unsigned plane = blockDim.x * blockDim.y;
       fiber.index = {i % blockDim.x, i % plane / blockDim.x, i / plane};
 #ifdef KVCUPY_ASAN
-      // Who left from here did not return, so the marks around its locals are still there.
+      // A fiber that left from here did not return, so ASan's redzones around its locals are still
+      // set.
       __asan_unpoison_memory_region(stacks_ + i * kStackBytes, kStackBytes);
 #endif
       fiber.context.prepare(stacks_ + i * kStackBytes, kStackBytes, entry);
@@ -250,7 +251,7 @@ class BlockRunner {
   const Fiber& fiber(int thread) const { return fibers_[thread]; }
 
  private:
-  // Let a thread go on to its next barrier; false if it waits at one, or has left.
+  // Run a thread up to its next barrier; false if it waits at one, or has left.
   bool run_thread(int next) {
     if (fibers_[next].state != State::kReady) return false;
     resume(next);
@@ -258,7 +259,7 @@ class BlockRunner {
     return true;
   }
 
-  // Let a thread's warp go on, beginning with that thread, until all of it waits.
+  // Run a thread's warp, beginning with that thread, until all of it waits.
   bool run_warp(int begin) {
     const int first = begin / 32 * 32;
     bool any = false;
@@ -322,7 +323,7 @@ class BlockRunner {
     return true;
   }
 
-  // Nobody is ready: open what the threads that have left meanwhile no longer hold shut.
+  // No thread is ready: open barriers that only threads which have left since were missing at.
   bool open_barriers() {
     bool any = false;
     for (int i = 0; i < count_; ++i) {
@@ -368,7 +369,7 @@ class BlockRunner {
   }
 
  public:
-  // What ASan must know of the stack that the scheduler runs on.
+  // The scheduler's stack, for ASan.
   const void* scheduler_bottom_ = nullptr;
   size_t scheduler_bytes_ = 0;
 

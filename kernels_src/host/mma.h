@@ -1,7 +1,6 @@
-// What the lanes of a warp do together with matrices, and copies that they do not wait for
-// (mma.cuh), on this processor.
+// Matrix products of a warp and asynchronous copies (mma.cuh), on this processor.
 //
-// Lanes are fibers of one OS thread, so what they exchange lies in a variable of that thread.
+// Lanes are fibers of one OS thread, so they exchange fragments through a variable of that thread.
 #pragma once
 
 namespace kvcupy_host {
@@ -23,7 +22,7 @@ inline Fragment* fragments_of_block() {
   return static_cast<Fragment*>(fragment_memory(kMostThreads * sizeof(Fragment)));
 }
 void require_matrix_row(const char* row);
-// What is exchanged here is no memory of the kernel's.
+// The exchange buffer is not memory of the kernel.
 #define KVCUPY_UNWATCHED __attribute__((no_sanitize("thread"), no_sanitize("alignment")))
 #else
 static thread_local Fragment fragments_of_threads[kMostThreads];
@@ -86,7 +85,7 @@ KVCUPY_UNWATCHED inline void load_matrices_in_warp(u32 (&to)[4], const char* row
 }
 
 // --- Copies --------------------------------------------------------------------------------------
-// They are made when the thread waits for them: whoever looks before finds what was there.
+// Copies are made when the thread waits for them: a read before that sees the old contents.
 
 #ifdef KVCUPY_STRICT  // the runner's (strict.cpp)
 void begin_copy(char* to, const char* from, bool exist);
@@ -127,7 +126,7 @@ inline void begin_copy(char* to, const char* from, bool exist) {
 
 inline void commit_copies() { ++copies_of_block[thread_of_block()].group; }
 
-// Make all copies whose group is followed by `left` committed ones.
+// Make all copies but those of the `left` last committed groups.
 inline void wait_for_groups(unsigned left) {
   Copies& copies = copies_of_block[thread_of_block()];
   int kept = 0;

@@ -1,5 +1,5 @@
-// Number formats of 16 and 8 bits, for a C++ compiler: their types, what a code of one means, and
-// how a float32 is rounded to one.
+// Number formats of 16 and 8 bits, for a C++ compiler: their types, decoding, and rounding from
+// float32.
 //
 // A format is a sign, an exponent with a bias, and `kMantissa` bits after the leading one; the
 // exponent zero means subnormal numbers, which have no leading one. A conversion is written once,
@@ -33,13 +33,13 @@ template <typename To, typename From>
 constexpr To bits_as(const From& from) {
   static_assert(sizeof(To) == sizeof(From), "the same bits");
   if (__builtin_is_constant_evaluated()) return __builtin_bit_cast(To, from);
-  To to{};  // GCC keeps a copied pack in registers, and takes one that is cast through memory
+  To to{};  // GCC keeps a memcpy in registers, but sends a bit_cast through memory
   memcpy(&to, &from, sizeof to);
   return to;
 }
 
-// kOverflow is what numbers past the largest, and infinities, are stored as. A NaN is stored as
-// kNan, whatever its sign and payload, as on a GPU.
+// kOverflow: the code of numbers past the largest, and of infinities. A NaN is stored as kNan,
+// whatever its sign and payload, as on a GPU.
 template <typename T>
 struct FormatOf;
 template <>
@@ -115,7 +115,7 @@ constexpr I encode(const F& x) {
   return magnitude > kFloatInfinity ? I{} + Format::kNan : code;
 }
 
-// What codes of fp16 or fp8_e4m3 mean. No NaN is signalling.
+// Decode fp16 or fp8_e4m3. No NaN is signalling.
 template <typename T, typename F, typename I>
 constexpr F decode(const I& code) {
   using Format = FormatOf<T>;
@@ -145,7 +145,7 @@ constexpr I encode_int8(const F& x) {
   return x == x ? code : I{};
 }
 
-// What each of the 256 codes of a format means.
+// The values of the 256 codes of a format.
 template <typename T>
 struct ByteValues {
   float of[256];

@@ -44,7 +44,7 @@ inline Pack<T, 8> encode_eight(const Pack<float, 8>& in) {
 constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 #endif
 
-// What eight codes of fp16 mean.
+// Decode eight codes of fp16.
 inline Floats halves_as_floats(Halves codes) {
 #if defined(__F16C__)
   return bits_as<Floats>(_mm256_cvtph_ps(bits_as<__m128i>(codes)));
@@ -120,7 +120,7 @@ inline Pack<int8, 8> from_floats<int8, 8>(const Pack<float, 8>& in) {
 
 namespace kvcupy_host {
 
-// The elements of even number, then those of odd number; and back.
+// Deinterleave even and odd elements; and interleave.
 inline TwiceHalves part_neighbours(TwiceHalves all) {
 #if defined(__clang__)
   return __builtin_shufflevector(all, all, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
@@ -239,7 +239,7 @@ inline Pack<float, 8> sum_of_products<8>(const Pack<float, 8>& pa, const Pack<fl
 // --- Both halves of eight pairs at once ----------------------------------------------------------
 
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
-// GCC 12 takes the undefined operands inside its own intrinsics for ours.
+// GCC 12 warns of undefined operands inside its own intrinsics.
 #pragma GCC diagnostic push
 #ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -254,11 +254,11 @@ inline __m512 side_by_side(__m256 first, __m256 second) {
 // [a * cosine - b * sine | b * cosine + a * sine], as sum_of_products has it.
 inline __m512 rotate_sixteen(__m256 a, __m256 b, __m256 cosine, __m256 sine) {
   const __m512 pairs = side_by_side(a, b);
-  const __m512 turned = side_by_side(_mm256_xor_ps(b, _mm256_set1_ps(-0.0f)), a);
+  const __m512 rotated = side_by_side(_mm256_xor_ps(b, _mm256_set1_ps(-0.0f)), a);
   const __m512 sines = _mm512_broadcast_f32x8(sine);
-  const __m512 product = _mm512_mul_ps(turned, sines);
+  const __m512 product = _mm512_mul_ps(rotated, sines);
   const __m512 rough = _mm512_fmadd_ps(pairs, _mm512_broadcast_f32x8(cosine), product);
-  const __m512 exact = _mm512_add_ps(rough, _mm512_fmsub_ps(turned, sines, product));
+  const __m512 exact = _mm512_add_ps(rough, _mm512_fmsub_ps(rotated, sines, product));
   const __mmask16 known = _mm512_cmp_ps_mask(exact, exact, _CMP_ORD_Q);
   return _mm512_mask_mov_ps(rough, known, exact);
 }
@@ -285,9 +285,9 @@ inline void rotate<bfloat16, 8>(const Pack<float, 8>& a, const Pack<float, 8>& b
                                 const Pack<float, 8>& cosine, const Pack<float, 8>& sine,
                                 Pack<bfloat16, 8>& x, Pack<bfloat16, 8>& y) {
   using namespace kvcupy_host;
-  const __m512 turned = rotate_sixteen(bits_as<__m256>(a), bits_as<__m256>(b),
-                                       bits_as<__m256>(cosine), bits_as<__m256>(sine));
-  part(bfloat16_codes(turned), x, y);
+  const __m512 rotated = rotate_sixteen(bits_as<__m256>(a), bits_as<__m256>(b),
+                                        bits_as<__m256>(cosine), bits_as<__m256>(sine));
+  part(bfloat16_codes(rotated), x, y);
 }
 
 template <>
@@ -295,11 +295,11 @@ inline void rotate<half, 8>(const Pack<float, 8>& a, const Pack<float, 8>& b,
                             const Pack<float, 8>& cosine, const Pack<float, 8>& sine,
                             Pack<half, 8>& x, Pack<half, 8>& y) {
   using namespace kvcupy_host;
-  const __m512 turned = rotate_sixteen(bits_as<__m256>(a), bits_as<__m256>(b),
-                                       bits_as<__m256>(cosine), bits_as<__m256>(sine));
-  const __mmask16 unknown = _mm512_cmp_ps_mask(turned, turned, _CMP_UNORD_Q);
+  const __m512 rotated = rotate_sixteen(bits_as<__m256>(a), bits_as<__m256>(b),
+                                        bits_as<__m256>(cosine), bits_as<__m256>(sine));
+  const __mmask16 unknown = _mm512_cmp_ps_mask(rotated, rotated, _CMP_UNORD_Q);
   const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7fffffff));
-  part(_mm512_cvtps_ph(_mm512_mask_mov_ps(turned, unknown, nan), kNearest), x, y);
+  part(_mm512_cvtps_ph(_mm512_mask_mov_ps(rotated, unknown, nan), kNearest), x, y);
 }
 #pragma GCC diagnostic pop
 #endif

@@ -1,10 +1,10 @@
 // Threads that help with a launch. One library for all kernels, so that there is one set of
 // threads.
 //
-// Whoever launches works too, and never waits for a helper that has not come: with no helper at all
-// (after a fork, or when all are busy) a launch only takes longer. A helper that has just worked
-// looks out for more before it sleeps, since launches come in rows and waking takes longer than a
-// small one.
+// The launching thread works too, and never waits for a helper that has not started: with no helper
+// at all (after a fork, or when all are busy) a launch only takes longer. A helper that has just
+// worked spins for a while before it sleeps, since launches come in bursts and waking takes longer
+// than a small one.
 #include <pthread.h>
 #include <sched.h>
 #include <time.h>
@@ -14,7 +14,7 @@ namespace {
 struct Job {
   void (*work)(void*);
   void* argument;
-  int wanted;   // helpers that may still come
+  int open_places;   // helpers that may still join
   int running;  // helpers at work
   Job* next;
 };
@@ -34,19 +34,18 @@ long long now_ns() {
   return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
 }
 
-// Look at a number that other threads change, without the lock, until whether it is `value` is as
-// `wanted`, or for a while.
+// Spin, without the lock, until `(*number == value) == expected`, or for a while.
 template <typename T>
-void look_out(const T* number, T value, bool wanted) {
+void spin_until(const T* number, T value, bool expected) {
   const long long stop = now_ns() + kLookOutNanoseconds;
-  while ((__atomic_load_n(number, __ATOMIC_ACQUIRE) == value) != wanted && now_ns() < stop) {
+  while ((__atomic_load_n(number, __ATOMIC_ACQUIRE) == value) != expected && now_ns() < stop) {
     sched_yield();
   }
 }
 
 Job* find_job() {
   for (Job* job = jobs; job; job = job->next) {
-    if (job->wanted > 0) return job;
+    if (job->open_places > 0) return job;
   }
   return nullptr;
 }
@@ -59,7 +58,7 @@ void* help(void*) {
       pthread_cond_wait(&called, &lock);
       continue;
     }
-    --job->wanted;
+    --job->open_places;
     ++job->running;
     pthread_mutex_unlock(&lock);
     job->work(job->argument);
@@ -69,12 +68,12 @@ void* help(void*) {
     if (find_job()) continue;
     const unsigned seen = num_called;
     pthread_mutex_unlock(&lock);
-    look_out(&num_called, seen, false);
+    spin_until(&num_called, seen, false);
     pthread_mutex_lock(&lock);
   }
 }
 
-// A child process has none of the threads, and perhaps a lock that one of them held.
+// After a fork the child has none of the threads, and perhaps a lock that one of them held.
 void forget_threads() {
   lock = PTHREAD_MUTEX_INITIALIZER;
   called = PTHREAD_COND_INITIALIZER;
@@ -83,9 +82,9 @@ void forget_threads() {
   num_threads = 0;
 }
 
-void add_threads(int wanted) {
-  if (num_threads == 0 && wanted > 0) pthread_atfork(nullptr, nullptr, forget_threads);
-  while (num_threads < wanted) {
+void add_threads(int count) {
+  if (num_threads == 0 && count > 0) pthread_atfork(nullptr, nullptr, forget_threads);
+  while (num_threads < count) {
     pthread_t thread;
     if (pthread_create(&thread, nullptr, help, nullptr) != 0) return;
     pthread_detach(thread);
@@ -117,10 +116,10 @@ extern "C" __attribute__((visibility("default"))) void kvcupy_run_together(void 
   pthread_mutex_lock(&lock);
   Job** link = &jobs;
   while (*link != &job) link = &(*link)->next;
-  *link = job.next;  // nobody comes any more
+  *link = job.next;  // no helper joins any more
   if (job.running > 0) {
     pthread_mutex_unlock(&lock);
-    look_out(&job.running, 0, true);
+    spin_until(&job.running, 0, true);
     pthread_mutex_lock(&lock);
   }
   while (job.running > 0) pthread_cond_wait(&finished, &lock);

@@ -1,8 +1,8 @@
 // Runs a grid on this processor: KVCUPY_HOST_KERNEL exports one kernel for the host device to call.
 //
 // A kernel without barriers is a plain loop over the threads of a block, which the compiler sees
-// whole. A kernel with barriers runs as fibers (fibers.h). Blocks are taken from a common counter;
-// when the work turns out to be long, more OS threads come to help.
+// whole. A kernel with barriers runs as fibers (fibers.h). Blocks are taken from a shared counter;
+// long launches get more OS threads.
 #pragma once
 
 #include <pthread.h>
@@ -53,8 +53,8 @@ struct Grid {
 #endif
 };
 
-// What one OS thread needs to run blocks. Workers are kept in a pool between launches: their stacks
-// and shared memory cost more to get than a small launch takes.
+// State of an OS thread that runs blocks. Workers are pooled between launches: allocating their
+// stacks and shared memory takes longer than a small launch.
 struct Worker {
   BlockRunner runner;
   BlockRunner* fibers = nullptr;  // null while a kernel without barriers runs
@@ -215,7 +215,7 @@ inline bool take_block(Grid& grid) {
     status = grid.run_block(grid.params, seed ? seed + block * 0x9e3779b97f4a7c15ULL : 0);
   }
   int before = kOk;
-  if (status != kOk) {  // what came first is what failed
+  if (status != kOk) {  // the first failure is reported
     __atomic_compare_exchange_n(&grid.status, &before, status, false, __ATOMIC_RELAXED,
                                 __ATOMIC_RELAXED);
   }

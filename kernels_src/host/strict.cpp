@@ -2,8 +2,8 @@
 //
 // A strict build compiles a kernel with the instrumentation of the thread sanitizer and the
 // alignment checks of the sanitizer for undefined behaviour, but links neither of their libraries.
-// What the compiler calls at each access is defined here: accesses to shared memory are held
-// against what is known of each byte (watch.h), and a misaligned one ends the launch. This file is
+// What the compiler calls at each access is defined here: accesses to shared memory are checked
+// against the history of each byte (watch.h), and a misaligned one ends the launch. This file is
 // compiled once, without instrumentation, and linked to every kernel.
 //
 // What is refused, where the sources leave a choice:
@@ -93,7 +93,7 @@ static bool open_worker(Worker& fresh) {
   return true;
 }
 
-// Make shared memory ready for a block: it holds nothing yet.
+// Reset shared memory for a block: nothing is written yet.
 bool prepare_watch(size_t bytes) {
   Watch& watch = worker->watch;
   if (!worker->shared && !open_worker(*worker)) return false;
@@ -135,7 +135,7 @@ static const char* file_name(const char* path) {
   return slash ? slash + 1 : path;
 }
 
-// Say why the launch fails, unless another block has said so: "block ..., thread ...: <format>".
+// Record why the launch fails, unless another block has done so: "block ..., thread ...: <format>".
 __attribute__((format(printf, 3, 4))) static void refuse(int thread, const void* code,
                                                          const char* format, ...) {
   Grid& grid = *worker->watch.grid;
@@ -210,7 +210,7 @@ void require_lane(unsigned mask, unsigned source) {
 void block_synchronised() { worker->watch.block_synchronised(); }
 void warp_synchronised(int first, unsigned mask) { worker->watch.warp_synchronised(first, mask); }
 
-// Nobody can go on: say what thread `waiting` waits for in vain.
+// Deadlock: report what thread `waiting` waits for.
 void refuse_warp_call(const Fiber* fibers, int, int waiting) {
   const Fiber& self = fibers[waiting];
   const int first = waiting / warpSize * warpSize;
@@ -311,7 +311,7 @@ static inline bool is_dynamic(const void* address) {
   return static_cast<size_t>(static_cast<const char*>(address) - region) < kSlots * kSlotBytes;
 }
 
-// What is known of the bytes of shared memory from an address on; null if it is none.
+// The history of the bytes of shared memory from an address on; null if it is not shared memory.
 static ByteState* states_of(const char* address) {
   const Watch& watch = worker->watch;
   if (is_dynamic(address)) return watch.dynamic + (address - worker->shared);
@@ -388,7 +388,7 @@ void begin_copy(char* to, const char* from, bool exist) {
 
 void commit_copies() { ++copies_of_thread().group; }
 
-// Let all copies land whose group is followed by `left` committed ones.
+// Let all copies land but those of the `left` last committed groups.
 void wait_for_groups(unsigned left) {
   Copies& copies = copies_of_thread();
   int kept = 0;
@@ -428,7 +428,7 @@ static int run_fibers(const void*, unsigned long long seed) {
   return worker->fibers->trapped() ? kTrapped : kBarriersDiverge;
 }
 
-// An order of `count` things, drawn by a seed; 0: by number.
+// A permutation of `count` indices, drawn from a seed; 0: the identity.
 class Order {
  public:
   Order(unsigned long long count, unsigned long long seed) : count_(count), start_(seed % count) {
@@ -576,7 +576,7 @@ KVCUPY_HOOK void* __tsan_memset(void* to, int value, size_t bytes) {
   return memset(to, value, bytes);
 }
 
-// The instrumentation turns atomics into calls. Orders weaker than the strongest are not kept.
+// The instrumentation makes calls of atomics. All are sequentially consistent here.
 KVCUPY_HOOK void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 #define KVCUPY_TOUCH(T, ACCESS)                                                                  \

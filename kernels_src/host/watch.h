@@ -1,11 +1,11 @@
-// What a strict build knows of the shared memory of a block: for each byte, who wrote and who read
-// it last, and whether a barrier came since.
+// The race detector of strict builds: for each byte of a block's shared memory, who wrote and who
+// read it last, and whether a barrier came since.
 //
-// Time goes by epochs of the block, one a block barrier, and within an epoch by stamps of a warp,
-// one a warp barrier. An access comes before another if it is of an earlier epoch, or of the same
-// thread, or of a lane whose accesses up to that stamp the other's warp barriers have ordered.
-// Shuffles, votes and products order no memory. Epochs and stamps go on from block to block, so
-// that nothing has to be cleared between them.
+// Time is counted in epochs of the block, one per block barrier, and within an epoch in stamps of a
+// warp, one per warp barrier. An access happens before another if it is of an earlier epoch, or of
+// the same thread, or of a lane whose accesses up to that stamp the other's warp barriers have
+// ordered. Shuffles, votes and products order no memory. Epochs and stamps keep counting from block
+// to block, so that nothing has to be cleared between them.
 #pragma once
 
 #include <stddef.h>
@@ -67,7 +67,7 @@ struct Copies {
   }
 };
 
-// Memory that is zero and costs nothing until it is touched.
+// Zero-filled memory that takes no space until it is touched.
 template <typename T>
 inline T* reserve(size_t count) {
   void* memory = mmap(nullptr, count * sizeof(T), PROT_READ | PROT_WRITE,
@@ -163,7 +163,7 @@ class Watch {
   }
 
  private:
-  // Whether what `thread` did up to `stamp`, in this epoch, comes before what `self` does now.
+  // Whether what `thread` did up to `stamp`, in this epoch, happens before what `self` does now.
   bool comes_before(int thread, uint32_t stamp, int self) const {
     if (thread == self) return true;
     if (thread / kWarpLanes != self / kWarpLanes) return false;
@@ -200,7 +200,7 @@ class Watch {
       return;
     }
     if (byte.read_stamp != stamp) {
-      // Who comes after this reader comes after those that it comes after.
+      // Happens-before is transitive: what this reader is ordered after, its successors are too.
       const int first = self / kWarpLanes * kWarpLanes;
       for (int i = 0; i < kWarpLanes; ++i) {
         if (comes_before(first + i, byte.read_stamp, self)) byte.readers &= ~(1u << i);

@@ -57,8 +57,8 @@ _PER_STEP = (
     Argument("seq_lens"),
     Argument("query_lens"),
     Argument("tree_mask"),
-    Argument("hole_starts"),
-    Argument("holes"),
+    Argument("evicted_starts"),
+    Argument("evicted_lens"),
     Argument("key_starts"),
     Argument("tree_lens"),
     Argument("tail_positions"),
@@ -68,7 +68,7 @@ _ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP)
 
 # Arguments that `paged_attention` has not.
 _ABSENT = dict.fromkeys(
-    ("hole_starts", "holes", "key_starts", "tree_lens", "tail_positions", "rope_table")
+    ("evicted_starts", "evicted_lens", "key_starts", "tree_lens", "tail_positions", "rope_table")
 )
 
 _MAX_WIDTH = 768  # elements of a row that a warp, or a thread of the host device, has registers for
@@ -182,8 +182,8 @@ def attend(
     v_scale: Any = None,
     k_scale_cache: Any = None,
     v_scale_cache: Any = None,
-    hole_starts: Any = None,
-    holes: Any = None,
+    evicted_starts: Any = None,
+    evicted_lens: Any = None,
     key_starts: Any = None,
     tree_lens: Any = None,
     rope_table: Any = None,
@@ -203,8 +203,8 @@ def attend(
         "sinks": sinks if checks.is_array(sinks) else None, "k_cache": k_cache, "v_cache": v_cache,
         "k_scale": k_scale, "v_scale": v_scale, "k_scale_cache": k_scale_cache,
         "v_scale_cache": v_scale_cache, "block_table": block_table, "seq_lens": seq_lens,
-        "query_lens": query_lens, "tree_mask": tree_mask, "hole_starts": hole_starts,
-        "holes": holes, "key_starts": key_starts, "tree_lens": tree_lens,
+        "query_lens": query_lens, "tree_mask": tree_mask, "evicted_starts": evicted_starts,
+        "evicted_lens": evicted_lens, "key_starts": key_starts, "tree_lens": tree_lens,
         "tail_positions": tail_positions, "rope_table": rope_table,
     }  # fmt: skip
     (out,) = _ATTENTION.run(arguments, (options,), AttentionPlan, stream)
@@ -259,9 +259,9 @@ class StepAttention(_Probed):
     Parameters
     ----------
     block_table, seq_lens, query_lens, tree_mask : as in `paged_attention`
-    hole_starts, holes : int32 (B,), both or neither: the evicted span of each sequence. The key at
-        position p lies in slot p of the sequence's pages, and from position hole_starts[b] on in
-        slot p + holes[b]. Masks, window, sinks and lengths go by position all the same
+    evicted_starts, evicted_lens : int32 (B,), both or neither: the evicted span of each sequence. The key at
+        position p lies in slot p of the sequence's pages, and from position evicted_starts[b] on in
+        slot p + evicted_lens[b]. Masks, window, sinks and lengths go by position all the same
     key_starts : int32 (B,), keys before it are not visible, not even as sinks
     tree_lens : int32 (B,), with `tree_mask`, which then decides about the last tree_lens[b] keys:
         column c is about key seq_lens[b] - tree_lens[b] + c. At least the new tokens of a
@@ -286,15 +286,15 @@ class StepAttention(_Probed):
         seq_lens: Any,
         query_lens: Any = None,
         tree_mask: Any = None,
-        hole_starts: Any = None,
-        holes: Any = None,
+        evicted_starts: Any = None,
+        evicted_lens: Any = None,
         key_starts: Any = None,
         tree_lens: Any = None,
         tail_positions: Any = None,
         rope_table: Any = None,
     ) -> None:
         arrays = (
-            block_table, seq_lens, query_lens, tree_mask, hole_starts, holes, key_starts, tree_lens,
+            block_table, seq_lens, query_lens, tree_mask, evicted_starts, evicted_lens, key_starts, tree_lens,
             tail_positions, rope_table,
         )  # fmt: skip
         super().__init__(_PER_STEP, arrays)
@@ -554,7 +554,7 @@ def _check_tree_mask(arguments: dict[str, Any], num_tokens: int) -> None:
 
 def _check_counts(arguments: dict[str, Any], num_sequences: int) -> None:
     """Check the arrays of `attend` that have one entry per sequence."""
-    for name in ("hole_starts", "holes", "key_starts", "tree_lens"):
+    for name in ("evicted_starts", "evicted_lens", "key_starts", "tree_lens"):
         counts = arguments.get(name)
         if counts is None:
             continue
@@ -564,7 +564,7 @@ def _check_counts(arguments: dict[str, Any], num_sequences: int) -> None:
             raise ValueError(
                 f"{name}: expected ({num_sequences},) like block_table, got {describe(counts)}"
             )
-    for name, other in (("hole_starts", "holes"), ("holes", "hole_starts")):
+    for name, other in (("evicted_starts", "evicted_lens"), ("evicted_lens", "evicted_starts")):
         if name in arguments and other not in arguments:
             raise ValueError(f"{other}: expected an array beside {name}, got None")
     if "tree_lens" in arguments and "tree_mask" not in arguments:
@@ -652,11 +652,11 @@ class AttentionPlan(Plan):
         merged: dict[str, Pointer] = {}
         if call.is_ragged:
             name, offset = self._reserve(4 * (call.num_sequences + 1))
-            pointers["query_starts"] = name, offset
+            pointers["cu_query_lens"] = name, offset
             # The last of the query starts: rows from there on belong to no sequence.
             merged["num_valid"] = name, offset + 4 * call.num_sequences
             lanes = 1 if device.warp_lanes == 1 else 32
-            starts = {"query_lens": "query_lens", "starts": pointers["query_starts"]}
+            starts = {"query_lens": "query_lens", "starts": pointers["cu_query_lens"]}
             self.launches.append(
                 Launch(
                     device, STARTS[lanes].specialise(lanes), (1, 1, 1), (lanes, 1, 1), 0,
@@ -709,7 +709,7 @@ class AttentionPlan(Plan):
 
 # --- Fallback -------------------------------------------------------------------------------------
 
-_COUNTS = ("seq_lens", "query_lens", "hole_starts", "holes", "key_starts", "tree_lens")
+_COUNTS = ("seq_lens", "query_lens", "evicted_starts", "evicted_lens", "key_starts", "tree_lens")
 
 
 @dataclass(frozen=True)
@@ -730,8 +730,8 @@ class _Sequence:
     query_len: int
     rows: slice
     tree_start: int | None
-    hole_start: int
-    hole: int
+    evicted_start: int
+    evicted_len: int
     key_start: int
 
     @property
@@ -745,7 +745,7 @@ class _Sequence:
 
     def num_keys(self, num_slots: int) -> int:
         """Return how many keys fit into the first slots of the pages."""
-        return max(min(self.hole_start, num_slots), num_slots - self.hole)
+        return max(min(self.evicted_start, num_slots), num_slots - self.evicted_len)
 
 
 def _attend_sequences(device: Device, call: AttentionCall, views: Views) -> None:
@@ -771,7 +771,7 @@ def _attend_sequences(device: Device, call: AttentionCall, views: Views) -> None
             tree_start = max(seq_len, -1) - nodes if nodes and "tree_mask" in views else None
             sequence = _Sequence(
                 b, tables["block_table"][b], seq_len, query_len, slice(start, stop), tree_start,
-                counts.get("hole_starts", 0), counts.get("holes", 0), counts.get("key_starts", 0),
+                counts.get("evicted_starts", 0), counts.get("evicted_lens", 0), counts.get("key_starts", 0),
             )  # fmt: skip
             _attend_sequence(device, call, views, sequence)
         start = stop
@@ -789,7 +789,9 @@ def _attend_sequence(
     xp = fallback.module_of(query)
     query = fallback.decode(query, views["query"].format)
     keys = xp.arange(num_keys)
-    slots = xp.where(keys < sequence.hole_start, keys, keys + sequence.hole)  # of the sequence
+    slots = xp.where(
+        keys < sequence.evicted_start, keys, keys + sequence.evicted_len
+    )  # of the sequence
     entries, offsets = slots // cache.page_size, slots % cache.page_size
     visible = _visible(device, call, views, keys, sequence)
     pages = xp.where(visible.any(axis=0), xp.asarray(sequence.pages)[entries], -1)

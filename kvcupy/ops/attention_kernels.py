@@ -104,8 +104,8 @@ class AttentionCall:
 # --- Params ---------------------------------------------------------------------------------------
 
 ARRAYS = (
-    "query", "k_cache", "v_cache", "block_table", "seq_lens", "query_starts", "k_scale", "v_scale",
-    "k_scale_cache", "v_scale_cache", "sinks", "tree_mask", "tree_lens", "hole_starts", "holes",
+    "query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_query_lens", "k_scale", "v_scale",
+    "k_scale_cache", "v_scale_cache", "sinks", "tree_mask", "tree_lens", "evicted_starts", "evicted_lens",
     "key_starts", "rope_table", "tail_positions", "out", "lse", "partial_out", "partial_lse",
 )  # fmt: skip
 
@@ -128,8 +128,8 @@ PARAMS = np.dtype(
         ("mask_row_bytes", np.int64),
         ("mask_column_bytes", np.int64),
         ("tree_len_bytes", np.int64),
-        ("hole_start_bytes", np.int64),
-        ("hole_bytes", np.int64),
+        ("evicted_start_bytes", np.int64),
+        ("evicted_len_bytes", np.int64),
         ("key_start_bytes", np.int64),
         ("rope_row_bytes", np.int64),
         ("tail_row_bytes", np.int64),
@@ -194,8 +194,8 @@ _LOG2_E = math.log2(math.e)
 _STRIDE_FIELDS = {
     "sinks": "sink_bytes",
     "tree_lens": "tree_len_bytes",
-    "hole_starts": "hole_start_bytes",
-    "holes": "hole_bytes",
+    "evicted_starts": "evicted_start_bytes",
+    "evicted_lens": "evicted_len_bytes",
     "key_starts": "key_start_bytes",
 }
 

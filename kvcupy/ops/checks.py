@@ -151,7 +151,7 @@ ROPE_KEY = KVNames("rope_key", "cache", "scale")
 
 _CACHE = np.dtype([(f"{n}_bytes", np.int64) for n in ("page", "offset", "head")], align=True)
 
-# CacheSide of kernels_src/cache_side.cuh
+# KVOperand of kernels_src/kv_operand.cuh
 OPERAND_PARAMS = np.dtype(
     [
         ("token_bytes", np.int64),

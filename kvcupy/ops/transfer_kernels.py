@@ -228,9 +228,9 @@ ROWS = np.dtype(
         ("dst_num_pages", np.int64),
         ("src_operation", np.int64),
         ("dst_operation", np.int64),
-        ("pieces_a_page", DIVISOR),
-        ("pieces_a_row", DIVISOR),
-        ("rows_a_step", DIVISOR),
+        ("pieces_per_page", DIVISOR),
+        ("pieces_per_row", DIVISOR),
+        ("rows_per_step", DIVISOR),
         ("rows_2", DIVISOR),
         ("num_pieces", np.uint32),
         ("src_index_bytes", np.int32),
@@ -498,9 +498,9 @@ def _rows_params(
     counts = [1] * (3 - len(rows.axes)) + [axis.count for axis in rows.axes]
     params = {"rows.lane_shift": lanes.bit_length() - 1}
     for name, n in (
-        ("pieces_a_row", pieces_per_row),
-        ("pieces_a_page", rows.rows_per_page * pieces_per_row),
-        ("rows_a_step", counts[1] * counts[2]),
+        ("pieces_per_row", pieces_per_row),
+        ("pieces_per_page", rows.rows_per_page * pieces_per_row),
+        ("rows_per_step", counts[1] * counts[2]),
         ("rows_2", counts[2]),
     ):
         params |= _nested(f"rows.{name}", DIVISOR, divisor(n))

@@ -116,8 +116,8 @@ def paged_attention(
     v_scale: Scale = None,
     k_scale_cache: Array | None = None,
     v_scale_cache: Array | None = None,
-    hole_starts: Array | None = None,
-    holes: Array | None = None,
+    evicted_starts: Array | None = None,
+    evicted_lens: Array | None = None,
     key_starts: Array | None = None,
     tree_lens: Array | None = None,
     rope_table: Array | None = None,
@@ -152,9 +152,9 @@ def paged_attention(
         Scores become ``cap * tanh(score / cap)``.
     k_scale, v_scale, k_scale_cache, v_scale_cache
         As in `store_kv`; a value is ``stored * scale``, rounded to float32.
-    hole_starts, holes
-        ``(B,)``, the evicted span of each sequence: keys from position ``hole_starts[b]`` on are
-        stored ``holes[b]`` slots further on.
+    evicted_starts, evicted_lens
+        ``(B,)``, the evicted span of each sequence: keys from position ``evicted_starts[b]`` on are
+        stored ``evicted_lens[b]`` slots further on.
     key_starts
         ``(B,)``: keys before this one are not visible.
     tree_lens
@@ -191,11 +191,11 @@ def paged_attention(
     for sequence, (length, count) in enumerate(zip(seq_lens.tolist(), appended, strict=True)):
         if start + count > rows:
             faults["query_lens"].append((sequence, count))
-        hole_start, hole = (
-            (0, 0) if hole_starts is None or holes is None
-            else (int(hole_starts[sequence]), int(holes[sequence]))
+        evicted_start, evicted_len = (
+            (0, 0) if evicted_starts is None or evicted_lens is None
+            else (int(evicted_starts[sequence]), int(evicted_lens[sequence]))
         )  # fmt: skip
-        own_slots = [p if p < hole_start else p + hole for p in range(max(length, 0))]
+        own_slots = [p if p < evicted_start else p + evicted_len for p in range(max(length, 0))]
         inside = [slot < max_pages * page_size for slot in own_slots]
         if count > 0 and not all(inside):
             faults["seq_lens"].append((sequence, length))

@@ -93,7 +93,7 @@ INTERLEAVED = {"interleaved": True}
 @pytest.mark.parametrize(
     "more",
     [
-        {"hole_starts": COUNTS, "holes": COUNTS, "key_starts": COUNTS},
+        {"evicted_starts": COUNTS, "evicted_lens": COUNTS, "key_starts": COUNTS},
         {"tree_mask": np.ones((32, 20), bool), "tree_lens": COUNTS},
         {"out": np.zeros((32, 4, 64), np.float32)},
         table_of(64),

@@ -21,7 +21,7 @@ import kvcupy as kv
 # Each alone ----------------------------------------------------------------------------------
 
 ALONE = {
-    "holes": {"holes": True},
+    "evicted": {"evicted": True},
     "key starts": {"starts": True},
     "trees": {"trees": True},
     "halves": {"rope": {"dim": 32}},
@@ -41,10 +41,10 @@ def test_alone(device, what, fmt, shape):
 @pytest.mark.parametrize("options", list(itertools.product((False, True), repeat=4)), ids=str)
 def test_together(device, options, shape):
     """Each with each, under windows that keep first keys, caps and learned sinks."""
-    holes, starts, trees, rope = options
+    evicted, starts, trees, rope = options
     for fmt in ("fp32", "bf16"):
         case, args = call_of(
-            device, 2, shape, fmt, holes=holes, starts=starts, trees=trees,
+            device, 2, shape, fmt, evicted=evicted, starts=starts, trees=trees,
             rope={"dim": 16, "start": 8} if rope else None, heads=(6, 2),
         )  # fmt: skip
         case.attend(args)
@@ -60,7 +60,7 @@ def test_together(device, options, shape):
 def test_pages_of_any_size(device, page_size, shape):
     for fmt in ("fp32", "fp16"):
         case, args = call_of(
-            device, 3, shape, fmt, holes=True, starts=True, trees=True, rope={"dim": 32},
+            device, 3, shape, fmt, evicted=True, starts=True, trees=True, rope={"dim": 32},
             page_size=page_size,
         )  # fmt: skip
         case.attend(args, window=9, sinks=3)
@@ -71,7 +71,7 @@ def test_pages_of_any_size(device, page_size, shape):
 @pytest.mark.parametrize("how", ["HND", "combined HND", "pages reversed"])
 def test_any_strides(device, how, table, shape):
     case, args = call_of(
-        device, 4, shape, "bf16", holes=True, rope={"dim": 32}, how=how, table_how=table, step=2,
+        device, 4, shape, "bf16", evicted=True, rope={"dim": 32}, how=how, table_how=table, step=2,
         widths=(32, 32), padding=2 if shape != "decode" else 0,
     )  # fmt: skip
     case.attend(args)
@@ -82,10 +82,10 @@ def test_an_evicted_span_of_whole_pages(device, shape):
     """A span of table entries that is skipped gives the bits of a table without them."""
     lens, new = SHAPES[shape]
     case = AttentionCase(device, 5)
-    args = case.arguments(lens, new, fmt="fp16", holes=[(8, 12)] * len(lens))
+    args = case.arguments(lens, new, fmt="fp16", evicted=[(8, 12)] * len(lens))
     out, lse = case.attend(args)
     table = args["block_table"].view
-    without = {n: a for n, a in args.items() if n not in ("hole_starts", "holes")}
+    without = {n: a for n, a in args.items() if n not in ("evicted_starts", "evicted_lens")}
     without["block_table"] = case.table(np.delete(table, np.s_[2:5], axis=1))
     for got, want in zip(case.attend(without), (out, lse), strict=True):
         assert np.array_equal(got.view, want.view, equal_nan=True)
@@ -94,13 +94,13 @@ def test_an_evicted_span_of_whole_pages(device, shape):
 @pytest.mark.parametrize("new", [None, [2, 1, 5], [20, 20, 60]])
 def test_length_past_the_table(device, new):
     """A length that fits only without its evicted span; of whole pages and of parts."""
-    for holes in (
+    for evicted in (
         [(3, 0), (5, 2), (0, 9)],
         [(3, 70), (70, 70), (60, 4)],
         [(63, 1), (64, 1), (0, 64)],
     ):
         case = AttentionCase(device, 6)
-        args = case.arguments([64, 64, 60], new, fmt="fp16", holes=holes)
+        args = case.arguments([64, 64, 60], new, fmt="fp16", evicted=evicted)
         case.attend({**args, "block_table": args["block_table"].sub(lambda a: a[:, :16])})
 
 
@@ -109,7 +109,7 @@ def test_entries_that_are_not_pages(device, new):
     """The page past an evicted span, and the page within which it lies."""
     for entry, page in itertools.product((1, 2), (-1, POISON_SLOT, 2**33)):
         case = AttentionCase(device, 7)
-        args = case.arguments([14, 7, 60], new, fmt="fp16", holes=[(2, 3), (5, 6), (4, 5)])
+        args = case.arguments([14, 7, 60], new, fmt="fp16", evicted=[(2, 3), (5, 6), (4, 5)])
         table = args["block_table"].view.astype(np.int64)
         table[:, entry] = page
         case.attend({**args, "block_table": case.table(table, "int64")})
@@ -211,9 +211,9 @@ def test_float32_from_16_bit_queries(device, fmt, shape):
 def test_split_keys(device, fmt):
     """Enough keys for several blocks, each with evicted spans and hidden keys."""
     case = AttentionCase(device, 20)
-    holes, starts = [(600, 37), (0, 0), (3, 40)], [300, 0, 5]
+    evicted, starts = [(600, 37), (0, 0), (3, 40)], [300, 0, 5]
     args = case.arguments(
-        [1300, 5, 700], fmt=fmt, heads=(2, 1), page_size=16, holes=holes, key_starts=starts
+        [1300, 5, 700], fmt=fmt, heads=(2, 1), page_size=16, evicted=evicted, key_starts=starts
     ) | case.rope(16, positions=1500)
     case.attend(args, *case.results(args, fmt="fp32"))
     case.attend(args, window=500, sinks=310)
@@ -223,7 +223,7 @@ def test_in_a_graph(device):
     """A replay reads the spans, starts, trees and positions that are there then."""
     for fmt, shape in (("fp32", "decode"), ("bf16", "few"), ("bf16", "many")):
         case, args = call_of(
-            device, 21, shape, fmt, holes=True, starts=True, trees=True, rope={"dim": 32},
+            device, 21, shape, fmt, evicted=True, starts=True, trees=True, rope={"dim": 32},
         )  # fmt: skip
         stream = device.stream()
         case.attend(args, stream=stream)
@@ -234,8 +234,10 @@ def test_in_a_graph(device):
             view = args[name].view
             view[...] = case.rng.standard_normal(view.shape).astype(view.dtype)
         for _ in range(2):
-            args["holes"].view[...] = case.rng.integers(0, 5, 5) % (args["holes"].view + 1)
-            args["hole_starts"].view[...] = case.rng.integers(0, 9, 5)
+            args["evicted_lens"].view[...] = case.rng.integers(0, 5, 5) % (
+                args["evicted_lens"].view + 1
+            )
+            args["evicted_starts"].view[...] = case.rng.integers(0, 9, 5)
             args["key_starts"].view[...] = case.rng.integers(0, 6, 5)
             args["tail_positions"].view[...] += 3
             args["tree_mask"].view[...] ^= True
@@ -277,7 +279,7 @@ def calls(draw):
         "widths": (width, draw(st.sampled_from([8, 16, 21]))),
         "page_size": draw(st.integers(1, 17)),
         "fmt": draw(st.sampled_from(["fp32", "fp16", "bf16"])),
-        "holes": list(zip(draw(counts), draw(counts), strict=True)) if draw(some) else None,
+        "evicted": list(zip(draw(counts), draw(counts), strict=True)) if draw(some) else None,
         "key_starts": draw(counts) if draw(some) else None,
         "rope": draw(st.one_of(st.none(), st.fixed_dictionaries(
             {"dim": st.just(dim), "start": st.integers(0, width - dim), "interleaved": some}

@@ -10,13 +10,13 @@ from helpers import refused
 import kvcupy as kv
 
 BOTH = (TypeError, ValueError)
-COUNTS = ("hole_starts", "holes", "key_starts", "tree_lens")
+COUNTS = ("evicted_starts", "evicted_lens", "key_starts", "tree_lens")
 
 
 def valid(case):
     """Return a valid call: six rows of two sequences, eight of sixteen elements rotated."""
     args = case.arguments(
-        [9, 6], [4, 2], fmt="fp16", holes=[(2, 1), (0, 3)], key_starts=[1, 0], widths=(16, 8)
+        [9, 6], [4, 2], fmt="fp16", evicted=[(2, 1), (0, 3)], key_starts=[1, 0], widths=(16, 8)
     )
     args |= case.rope(8, start=4) | case.nodes([5, 2], [4, 2]) | case.tail([5, 2])
     out, lse = case.results(args)
@@ -48,8 +48,8 @@ def error_cases():
             yield name, str(shape), zeros(np.int32, *shape), ValueError, name
         yield name, "a number", always(3), BOTH, name
         yield name, "list", always([0, 0]), TypeError, name
-    yield "hole_starts", "None", always(None), ValueError, "hole_starts"
-    yield "holes", "None", always(None), ValueError, "holes"
+    yield "evicted_starts", "None", always(None), ValueError, "evicted_starts"
+    yield "evicted_lens", "None", always(None), ValueError, "evicted_lens"
     yield "tree_mask", "None", always(None), ValueError, "tree_lens|tail_positions"
     yield "rope_table", "None", always(None), ValueError, "rope_table|tail_positions"
     for dtype in (np.float64, np.float16, np.int32):
@@ -120,7 +120,7 @@ def test_arrays_of_another_device(device, name):
     case.check("", [])
 
 
-@pytest.mark.parametrize("name", ["holes", "tree_lens", "tail_positions", "rope_table"])
+@pytest.mark.parametrize("name", ["evicted_lens", "tree_lens", "tail_positions", "rope_table"])
 def test_outputs_overlap_nothing(device, name):
     """An output shares no byte with an input."""
     case = AttentionCase(device, 4)

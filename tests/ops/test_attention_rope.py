@@ -94,7 +94,7 @@ def test_quantised_caches(device, cached, k_scale, v_scale, shape):
     for rope in ({"dim": 32}, {"dim": 16, "start": 16, "interleaved": True}, {"dim": 20}):
         case, args = call_of(
             device, 17, shape, "bf16", cache_fmt=cached, scales=(k_scale, v_scale), heads=(6, 3),
-            holes=True, starts=True, trees=True, rope=rope, page_size=3,
+            evicted=True, starts=True, trees=True, rope=rope, page_size=3,
         )  # fmt: skip
         case.attend(args, window=9, sinks=3)
 
@@ -106,7 +106,7 @@ def test_latent(device, fmt, new):
     case = AttentionCase(device, 18)
     args = case.arguments(
         [19, 6], new, fmt=fmt, heads=(16, 1), widths=(576, 1), page_size=16, loud=1.5,
-        holes=[(3, 5), (2, 1)],
+        evicted=[(3, 5), (2, 1)],
     )  # fmt: skip
     latent = args["k_cache"].sub(lambda a: a[:, :, 0])
     args["k_cache"] = latent.sub(lambda a: a[:, :, None, :])

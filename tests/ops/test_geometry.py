@@ -44,9 +44,9 @@ def test_every_row_has_its_lanes(num_rows, words, multiprocessors, options):
     assert shape.lanes == 1 << shape.lane_shift
     assert block % shape.lanes == 0
     # Row r belongs to the threads with global number r * lanes and on: each once, none too few.
-    rows_a_block = block // shape.lanes
-    assert grid * rows_a_block >= num_rows
-    assert (grid - 1) * rows_a_block < num_rows
+    rows_per_block = block // shape.lanes
+    assert grid * rows_per_block >= num_rows
+    assert (grid - 1) * rows_per_block < num_rows
     # What CUDA allows, and whole warps where threads step together.
     smallest = 32 if options.get("warp_lanes", 32) == 32 or options.get("whole_warps") else 8
     assert smallest <= block <= 1024

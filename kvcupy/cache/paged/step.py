@@ -30,7 +30,7 @@ from .sequences import (
 )
 from .tables import TRANSPOSED_TABLE, Shapes, StepTables, TableRing
 
-_PER_SEQUENCE = ("seq_lens", "hole_starts", "holes")
+_PER_SEQUENCE = ("seq_lens", "evicted_starts", "evicted_lens")
 
 # In a cascade, shared keys are read once instead of once per sequence; in return every token's
 # result is written, read and merged, twice in float32, by two more launches. Where the host device
@@ -118,7 +118,7 @@ class Step:
         Returns
         -------
         positions int32 (T,), slots int64 (T,), block_table int32 (B, pages of the longest),
-        seq_lens int32 (B,); and where they matter query_lens, hole_starts, holes, tree_lens int32
+        seq_lens int32 (B,); and where they matter query_lens, evicted_starts, evicted_lens, tree_lens int32
         (B,), tree_mask bool (T, nodes), tail_positions int32 (B, nodes), and of a cascade
         prefix_table int32 (groups, pages), prefix_lens, prefix_queries int32 (groups,), key_starts
         int32 (B,)
@@ -126,8 +126,8 @@ class Step:
         table = np.zeros((len(self.sequences), self.num_pages), np.int32)
         tables = self._plain(table)
         tables["block_table"] = table
-        if not tables["holes"].any():
-            del tables["hole_starts"], tables["holes"]
+        if not tables["evicted_lens"].any():
+            del tables["evicted_starts"], tables["evicted_lens"]
         if not self.is_decode:
             tables["query_lens"] = np.array(self.counts, np.int32)
         if self.has_trees:
@@ -193,15 +193,15 @@ class Step:
             sinks.append(sequence.sinks)
             evicted.append(sequence.evicted)
         tables = {
-            "seq_lens": np.array(lengths, np.int32), "hole_starts": np.array(sinks, np.int32),
-            "holes": np.array(evicted, np.int32),
+            "seq_lens": np.array(lengths, np.int32), "evicted_starts": np.array(sinks, np.int32),
+            "evicted_lens": np.array(evicted, np.int32),
         }  # fmt: skip
         counts = np.array(self.counts)
         rows = np.arange(len(counts)).repeat(counts)
         first_rows = counts.cumsum() - counts
         starts = tables["seq_lens"] - counts - first_rows
         positions = starts[rows] + np.arange(self.num_tokens)
-        page, offset = np.divmod(positions + tables["holes"][rows], self.page_size)
+        page, offset = np.divmod(positions + tables["evicted_lens"][rows], self.page_size)
         tables["slots"] = table[rows, page].astype(np.int64) * self.page_size + offset
         for i, in_tree in enumerate(self.in_tree):
             if in_tree:

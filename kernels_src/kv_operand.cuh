@@ -1,11 +1,11 @@
-// One side of a cache, K or V, as the kernels that write or read it see it.
+// K or V of a cache, as the kernels that write or read it see it.
 #pragma once
 
 #include "numeric.cuh"
 
-// Strides of the rows outside the cache and of the cache; scales; width. A width of 0 leaves a side
-// out of a launch.
-struct CacheSide {
+// Strides of the rows outside the cache and of the cache; scales; width. A width of 0 leaves K or
+// V out of a launch.
+struct KVOperand {
   i64 token_bytes;             // rows: stride between tokens
   i64 head_bytes;              // rows: stride between heads
   CacheStrides cache;          // cache: strides of pages, of offsets within a page, of heads
@@ -13,19 +13,21 @@ struct CacheSide {
   i64 scale_cache_slot_bytes;  // strides of scale_cache [num_slots, num_heads]
   i64 scale_cache_head_bytes;
   float scale;  // where no scale array is given
-  int width;    // elements a row; bytes where rows are copied as they are
+  int width;    // elements per row; bytes where rows are copied as they are
 };
 
 // The scale of a head, known before the launch.
-__device__ __forceinline__ float static_scale(const char* scale, const CacheSide& side, int head) {
-  return scale ? *reinterpret_cast<const float*>(scale + head * side.scale_head_bytes) : side.scale;
+__device__ __forceinline__ float static_scale(const char* scale, const KVOperand& operand,
+                                              int head) {
+  return scale ? *reinterpret_cast<const float*>(scale + head * operand.scale_head_bytes)
+               : operand.scale;
 }
 
 // Where the dynamic scale of a (slot, head) is kept.
-__device__ __forceinline__ float* scale_address(char* scale_cache, const CacheSide& side, i64 slot,
-                                                int head) {
-  return reinterpret_cast<float*>(scale_cache + slot * side.scale_cache_slot_bytes +
-                                  head * side.scale_cache_head_bytes);
+__device__ __forceinline__ float* scale_address(char* scale_cache, const KVOperand& operand,
+                                                i64 slot, int head) {
+  return reinterpret_cast<float*>(scale_cache + slot * operand.scale_cache_slot_bytes +
+                                  head * operand.scale_cache_head_bytes);
 }
 
 template <typename TIn, typename TOut, int kCount>
