@@ -14,8 +14,8 @@ namespace {
 struct Job {
   void (*work)(void*);
   void* argument;
-  int open_places;   // helpers that may still join
-  int running;  // helpers at work
+  int open_places;  // helpers that may still join
+  int running;      // helpers at work
   Job* next;
 };
 

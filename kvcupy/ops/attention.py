@@ -259,8 +259,8 @@ class StepAttention(_Probed):
     Parameters
     ----------
     block_table, seq_lens, query_lens, tree_mask : as in `paged_attention`
-    evicted_starts, evicted_lens : int32 (B,), both or neither: the evicted span of each sequence. The key at
-        position p lies in slot p of the sequence's pages, and from position evicted_starts[b] on in
+    evicted_starts, evicted_lens : int32 (B,), both or neither: the evicted span of each
+        sequence. The key at position p lies in slot p of the sequence's pages, and from position evicted_starts[b] on in
         slot p + evicted_lens[b]. Masks, window, sinks and lengths go by position all the same
     key_starts : int32 (B,), keys before it are not visible, not even as sinks
     tree_lens : int32 (B,), with `tree_mask`, which then decides about the last tree_lens[b] keys:
@@ -294,8 +294,8 @@ class StepAttention(_Probed):
         rope_table: Any = None,
     ) -> None:
         arrays = (
-            block_table, seq_lens, query_lens, tree_mask, evicted_starts, evicted_lens, key_starts, tree_lens,
-            tail_positions, rope_table,
+            block_table, seq_lens, query_lens, tree_mask, evicted_starts, evicted_lens, key_starts,
+            tree_lens, tail_positions, rope_table,
         )  # fmt: skip
         super().__init__(_PER_STEP, arrays)
 
@@ -771,7 +771,8 @@ def _attend_sequences(device: Device, call: AttentionCall, views: Views) -> None
             tree_start = max(seq_len, -1) - nodes if nodes and "tree_mask" in views else None
             sequence = _Sequence(
                 b, tables["block_table"][b], seq_len, query_len, slice(start, stop), tree_start,
-                counts.get("evicted_starts", 0), counts.get("evicted_lens", 0), counts.get("key_starts", 0),
+                counts.get("evicted_starts", 0), counts.get("evicted_lens", 0),
+                counts.get("key_starts", 0),
             )  # fmt: skip
             _attend_sequence(device, call, views, sequence)
         start = stop

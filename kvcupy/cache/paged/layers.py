@@ -27,7 +27,8 @@ ROPE_MODES = ("none", "normal", "inline")
 
 # Tables of a step that attention takes as arguments of the same name, where the step has them.
 _TABLES = (
-    "seq_lens", "query_lens", "tree_mask", "evicted_starts", "evicted_lens", "tree_lens", "tail_positions",
+    "seq_lens", "query_lens", "tree_mask", "evicted_starts", "evicted_lens", "tree_lens",
+    "tail_positions",
 )  # fmt: skip
 
 
