@@ -256,8 +256,8 @@ class AttentionCase(Case):
 
         `cache_fmt` is one format or those of K and V. `hidden[b]` keys of sequence b are poisoned
         from the first on. `loud` is the size of queries and keys: with 2, scores reach 10.
-        `evicted` are pairs (start, size), one per sequence; what lies in them is poison too, and so is what
-        `key_starts` leave out.
+        `evicted` are pairs (start, size), one per sequence; what lies in them is poison too, and so
+        is what `key_starts` leave out.
         """
         k_fmt, v_fmt = (cache_fmt or fmt,) * 2 if not isinstance(cache_fmt, tuple) else cache_fmt
         seq_lens = np.asarray(seq_lens, np.int64)

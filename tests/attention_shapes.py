@@ -35,7 +35,8 @@ def call_of(
     case = AttentionCase(device, seed)
     lens, new = SHAPES[shape]
     args = case.arguments(
-        lens, new, fmt=fmt, evicted=EVICTED if evicted else None, key_starts=STARTS if starts else None,
+        lens, new, fmt=fmt, evicted=EVICTED if evicted else None,
+        key_starts=STARTS if starts else None,
         **{"widths": (32, 24), **more},
     )  # fmt: skip
     if rope:

@@ -106,7 +106,8 @@ class AttentionCall:
 ARRAYS = (
     "query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_query_lens", "k_scale", "v_scale",
     "k_scale_cache", "v_scale_cache", "sinks", "tree_mask", "tree_lens", "evicted_starts",
-    "evicted_lens", "key_starts", "rope_table", "tail_positions", "out", "lse", "partial_out", "partial_lse",
+    "evicted_lens", "key_starts", "rope_table", "tail_positions", "out", "lse", "partial_out",
+    "partial_lse",
 )  # fmt: skip
 
 # AttentionParams of kernels_src/attention.cuh
