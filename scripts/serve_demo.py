@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seed", type=int, default=0, help="of the synthetic chats")
     add("--output-tokens", type=int, default=32, help="median of the synthetic chats")
     add("--pages", type=int, help="pages of the cache; default: enough for --max-running requests")
-    add("--page-size", type=int, default=16, help="tokens a page")
+    add("--page-size", type=int, default=16, help="tokens per page")
     add("--dtype", default="fp32", choices=("fp32", "fp16", "bf16", "fp8_e4m3", "int8"),
         help="of the cache")  # fmt: skip
     add("--compute", default="float32", choices=("float32", "float16"), help="of the matrices")

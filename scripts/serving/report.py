@@ -126,7 +126,7 @@ def render(report: dict[str, Any]) -> str:
         (name, row["tokens_per_s"], row["median_us"] / 1e3, row["least_us"] / 1e3)
         for name, row in report["tables"].items()
     ]
-    columns = ("tables of a step", "tokens/s", "ms a step (median)", "(least)")
+    columns = ("tables of a step", "tokens/s", "ms per step (median)", "(least)")
     counts, hidden, checked = report["counts"], report["tables_copied"], report["checked"]
     batch = f"{counts['most_running']} requests at the most; {counts['mixed_steps']} of "
     lines = [
