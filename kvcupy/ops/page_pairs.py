@@ -188,7 +188,7 @@ def send(lists: Sequence[_Numbers], device: Device, stream: Stream) -> ArrayView
 
 
 def _page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
-    """Check a page list; return a view of it, and an int64 host array unless it is in GPU memory."""
+    """Check a page list; return a view of it, and an int64 host array, None for GPU memory."""
     if isinstance(pages, (list, tuple, range)):
         array = _int64(pages, name)
         return _view_of(array), array
