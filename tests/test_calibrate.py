@@ -1,4 +1,4 @@
-"""Calibrations: what is measured, how it is kept, and that `method="auto"` goes by it."""
+"""Calibrations: what is measured, how it is stored, and that `method="auto"` applies it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcupy.ops.transfer import DEFAULTS, NEVER, default_thresholds
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A folder of its own for calibrations; kernels are compiled anew at most once."""
+    """An empty folder for calibrations."""
     monkeypatch.setattr(calibrate.cache, "directory", lambda: tmp_path)
     transfer.forget_thresholds()
     yield tmp_path
@@ -61,7 +61,7 @@ def test_a_quick_calibration_is_kept_and_read(device, folder, capsys):
 
 
 def chosen(device, pages, *, host_layout="layer_first") -> str:
-    """The method that "auto" takes for pages of 1 KiB rows, from the device to the host."""
+    """The method that "auto" chooses for pages of 1 KiB rows, from the device to the host."""
     near = kv.KVPool(64, 1, 4, 2, 256, device=device)
     far = kv.KVPool(64, 1, 4, 2, 256, layout=host_layout, placement="pinned", device=device)
     taken = []
@@ -91,7 +91,7 @@ SCATTERED = np.arange(0, 64, 2)
         ([[1, NEVER]], False, "layer_first", "kernel"),
         ([[1, 1024]], False, "layer_first", "copy"),
         ([[1, 1025]], False, "layer_first", "kernel"),
-        ([[1, 1025]], True, "layer_first", "kernel"),  # relaying makes nothing longer
+        ([[1, 1025]], True, "layer_first", "kernel"),  # staging makes no piece longer
         ([[1, 4096]], True, "page_first", "staged"),
         ([[1, 4096]], False, "page_first", "kernel"),
         ([[1, 4097]], True, "page_first", "kernel"),
@@ -115,7 +115,7 @@ def test_neighbours_count_as_one_piece(device):
 
 
 def methods_of(device, pairs, *pools_of, layout="layer_first"):
-    """What "auto" takes for the same pairs between several pairs of pools, one after another."""
+    """What "auto" chooses for the same page pairs between several pairs of pools."""
     found = []
     for near_pages, far_pages, heads in pools_of:
         shape = (1, 4, heads, 256)
@@ -126,7 +126,7 @@ def methods_of(device, pairs, *pools_of, layout="layer_first"):
 
 
 def test_a_choice_serves_only_transfers_of_the_same_kind(device):
-    """One list of pages between pools of other rows, and between smaller pools."""
+    """The same page pairs between pools of other rows, and between smaller pools."""
     pairs = transfer.PagePairs(SCATTERED, SCATTERED)
     kept = {"copy_from_bytes": [[1, 1024]], "staged": False, "blocks": None}
     calibrate.save(device.model, {"to_host": kept})

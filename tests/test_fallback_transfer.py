@@ -1,4 +1,4 @@
-"""`transfer_pages` where no kernel can be compiled: what `tests/ops` asks of it, once more."""
+"""`transfer_pages` without a compiler: its tests in `tests/ops` again, on the fallback."""
 
 # ruff: noqa: F811 (the fixtures that are imported are asked for by name)
 from __future__ import annotations
@@ -43,7 +43,7 @@ globals().update(
 )
 
 
-# What is said and counted ---------------------------------------------------------------------
+# Warnings, errors and faults -------------------------------------------------------------------
 
 
 def two_pools(device, src_fmt="bf16", dst_fmt="bf16"):
@@ -54,7 +54,7 @@ def two_pools(device, src_fmt="bf16", dst_fmt="bf16"):
 
 @pytest.mark.parametrize("convert", [False, True])
 def test_one_warning(fresh, caplog, convert):
-    """Of the operation, with the cause; no second one for other pools or pages."""
+    """It names the operation and the cause, and is not repeated for other pools or pages."""
     caplog.set_level(logging.WARNING, logger="kvcupy")
     for _ in range(2):
         case, src, dst = two_pools(fresh, dst_fmt="int8" if convert else "bf16")
@@ -77,7 +77,7 @@ def test_error_raises_and_changes_nothing(fresh, monkeypatch, convert):
 
 
 def test_copies_need_no_compiler(fresh, monkeypatch, caplog):
-    """So that nothing is said of one, nor refused."""
+    """So there is no warning and no error."""
     caplog.set_level(logging.WARNING, logger="kvcupy")
     monkeypatch.setattr(kv.config, "fallback", "error")
     case, src, dst = two_pools(fresh)
@@ -87,7 +87,7 @@ def test_copies_need_no_compiler(fresh, monkeypatch, caplog):
 
 @pytest.mark.parametrize("setting", ["warn", "error"])
 def test_no_pool_is_kept_after_a_call(fresh, monkeypatch, setting):
-    """Neither by what is remembered nor by the traceback of its cause."""
+    """Neither by its plan nor by the traceback of its cause."""
     monkeypatch.setattr(kv.config, "fallback", setting)
     case, src, dst = two_pools(fresh)
     kept = [weakref.ref(arg.pool) for arg in (src, dst)]
@@ -104,7 +104,7 @@ def test_no_pool_is_kept_after_a_call(fresh, monkeypatch, setting):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_as_many_faults_as_a_kernel_reports(fresh, monkeypatch, method):
-    """Which of them is the first is up to the threads there."""
+    """Their number only: which one is recorded depends on the order of threads."""
     if find_compiler() is None:
         pytest.skip("no C++ compiler here")
     pages = [9, 0, -1, 12, 3, 2**40], [1, 2, 9, 3, 9, 10]

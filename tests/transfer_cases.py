@@ -1,6 +1,6 @@
 """Calls of `transfer_pages` that compare every byte of both pools with what it should be.
 
-A `PoolArg` is a pool beside NumPy mirrors of its memory, cut by strides of this file's own. The
+A `PoolArg` is a pool with NumPy mirrors of its memory, whose strides are computed here. The
 operation under test moves pages of the pools, the reference those of the mirrors.
 """
 
@@ -33,19 +33,19 @@ PLACEMENTS = ("device", "pinned", "pageable")
 
 
 def reaches(device, method, *placements):
-    """Whether a method exists for these placements: kernels of a GPU reach no pageable memory."""
+    """Whether a method supports these placements: a GPU's kernels cannot access pageable memory."""
     return device.kind == "host" or method != "kernel" or "pageable" not in placements
 
 
 class Memory:
-    """One part of a pool, K say, or its scales: the device's bytes, and what they should be."""
+    """One part of a pool, such as K or its scales: the device's bytes and the expected ones."""
 
     def __init__(self, case, name, view, axes, sizes, fmt, content):
         self.case, self.name, self.fmt = case, name, fmt
         shape = tuple(sizes[axis] for axis in axes)
         self.want = content(fmt, int(np.prod(shape))).reshape(shape)
         self.loose = np.zeros(shape, bool)
-        """Where a NaN may be any NaN, because a conversion has made it."""
+        """Where any NaN will do, as the result of a conversion."""
         self.raw = ArrayView(
             view.pointer, (self.want.nbytes,), (1,), "uint8", view.device,
             library=view.library, owner=view.owner,
@@ -69,7 +69,7 @@ class Memory:
         return self.by_layer(self.want)
 
     def upload(self, stream=None):
-        """Copy the mirror to the device, in the order of `stream`, for which it does not wait."""
+        """Copy the mirror to the device in the order of `stream`, without waiting for it."""
         source = self.want.reshape(-1).view(np.uint8)
         if stream is not None:  # a GPU takes pageable memory only while the caller waits
             source = self.case.device.asarray(source)
@@ -100,7 +100,7 @@ class Memory:
 
 
 class PoolArg:
-    """A pool full of random bytes, beside what should be in it."""
+    """A pool full of random bytes, and its expected content."""
 
     def __init__(self, case, name, pool, layout, fmt, content, scale_content):
         self.pool, self.fmt = pool, fmt
@@ -128,7 +128,7 @@ class PoolArg:
         return [*self.parts, *self.scales]
 
     def refill(self, content, stream=None):
-        """Put other bytes into all of it, in the order of `stream`."""
+        """Overwrite all of it with other bytes, in the order of `stream`."""
         for memory in self.memories:
             memory.want[...] = content(memory.fmt, memory.want.size).reshape(memory.want.shape)
             memory.upload(stream)
@@ -148,12 +148,12 @@ class TransferCase(Case):
     # Arguments
 
     def bits(self, fmt, count):
-        """Draw any bits, NaN of every kind among them."""
+        """Draw random bits, which include NaN of every kind."""
         size = DTYPE[fmt].itemsize
         return self.rng.integers(0, 256, count * size, dtype=np.uint8).view(DTYPE[fmt])
 
     def values(self, fmt, count):
-        """Draw usual magnitudes, special values, and any bits."""
+        """Draw usual magnitudes, special values, and random bits."""
         return random_elements(self.rng, fmt, count)
 
     def multipliers(self, _, count):
@@ -190,13 +190,13 @@ class TransferCase(Case):
         return self.pools[-1]
 
     def indices(self, values, dtype="int64", step=1):
-        """Place page indices between poison."""
+        """Place page numbers between poisoned elements."""
         return self.slots(values, dtype, step)
 
     # Calls
 
     def transfer(self, src, dst, src_pages, dst_pages, *, stream=None, **options):
-        """Check one `kv.transfer_pages`; pages are lists, NumPy arrays or placed ones."""
+        """Check one `kv.transfer_pages`; pages are lists, NumPy arrays or results of `indices`."""
         if stream is not None:
             self.device.synchronize()
         self.issue(src, dst, src_pages, dst_pages, stream=stream, **options)
@@ -214,12 +214,12 @@ class TransferCase(Case):
         kv.transfer_pages(src.pool, dst.pool, *pages, **options)
 
     def list_for(self, method, on_device, on_host):
-        """Choose the list of pages that a method takes: "copy" and "staged" read none on a GPU."""
+        """Choose the page list that a method takes: "copy" and "staged" read none on a GPU."""
         read_by_the_call = self.device.kind == "cuda" and method in ("copy", "staged")
         return on_host if read_by_the_call else on_device
 
     def expect(self, src, dst, src_pages, dst_pages, layers=None):
-        """Do to the mirrors what the reference does, and return its faults."""
+        """Run the reference on the mirrors, and return its faults."""
         pages = [
             p.view if isinstance(p, Arg) else np.array([int(page) for page in p], np.int64)
             for p in (src_pages, dst_pages)
@@ -239,7 +239,7 @@ class TransferCase(Case):
     # Checks
 
     def finish(self, faults=((), ())):
-        """Compare all memory, as it is when a call has returned, and the fault record."""
+        """Compare all memory, as it is after a call, and the fault record."""
         if self.device.kind != "host":
             self.device.synchronize()
         for pool in self.pools:
@@ -265,7 +265,7 @@ def two_pools(case, layouts=("layer_first", "page_first"), *, pages=(9, 9), **ge
 
 
 def chain(case, layouts=MIXED_LAYOUTS[0], *, length=2, **geometry):
-    """Pools in turn of one layout and the other."""
+    """Pools whose layouts alternate."""
     return [
         case.pool(layout, **geometry)
         for layout, _ in zip(itertools.cycle(layouts), range(length), strict=False)
@@ -273,7 +273,7 @@ def chain(case, layouts=MIXED_LAYOUTS[0], *, length=2, **geometry):
 
 
 def require_named(text, named):
-    """The message is about one of the faults, and counts each pair of pages once or twice."""
+    """The message names one of the faults, and counts each pair of pages once or twice."""
     assert "transfer_pages" in text
     assert any(
         name in text and names_number(text, place) and names_number(text, page)

@@ -261,7 +261,8 @@ class StepAttention(_Probed):
     block_table, seq_lens, query_lens, tree_mask : as in `paged_attention`
     evicted_starts, evicted_lens : int32 (B,), both or neither: the evicted span of each
         sequence. The key at position p lies in slot p of the sequence's pages, and from position
-        evicted_starts[b] on in slot p + evicted_lens[b]. Masks, window, sinks and lengths go by position all the same
+        evicted_starts[b] on in slot p + evicted_lens[b]. Masks, window, sinks
+        and lengths go by position all the same
     key_starts : int32 (B,), keys before it are not visible, not even as sinks
     tree_lens : int32 (B,), with `tree_mask`, which then decides about the last tree_lens[b] keys:
         column c is about key seq_lens[b] - tree_lens[b] + c. At least the new tokens of a

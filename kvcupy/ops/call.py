@@ -312,13 +312,13 @@ class Plan(abc.ABC):
 
     def settle(self, views: Views) -> None:
         """Prepare the checks of addresses, and let go of the call for which this was made."""
+        names = self.operation.names
         if self.allocated:
             views = {**views, **self.allocated}
-        names = self.operation.names
-        self._arrays = tuple([(i, n) for i, n in enumerate(names) if n in views])
-        self._allocators = [
-            (i, _allocator(views[n])) for i, n in self._arrays if n in self.allocated
-        ]
+            self._allocators = [
+                (names.index(name), _allocator(v)) for name, v in self.allocated.items()
+            ]
+        self._arrays = [(i, name) for i, name in enumerate(names) if name in views]
         touched = self.touched(views)
         self._in_place = [
             (output, source)
@@ -327,7 +327,7 @@ class Plan(abc.ABC):
             and same_layout(views.get(names[output]), views.get(names[source]))
         ]
         self._aliasing = Aliasing(
-            [touched.get(n) for n in names], self.operation.outputs, self._in_place
+            list(map(touched.get, names)), self.operation.outputs, self._in_place
         )
         if self.cause is not None:
             self.cause = copy(self.cause)  # without a traceback, whose frames hold arrays
@@ -696,18 +696,20 @@ class Aliasing:
         for i, v in enumerate(views):
             if v is None:
                 continue
-            itemsize, low, high = v.itemsize, 0, 0
-            for n, stride in zip(v.shape, v.strides, strict=True):
+            shape, itemsize = v.shape, v.itemsize
+            low, high, together = 0, itemsize, 0
+            for n, stride in zip(shape, v.strides, strict=True):
                 if stride < 0:
                     low += (n - 1) * stride
                 else:
                     high += (n - 1) * stride
-                if stride % itemsize:
-                    self._strides_fit = False
+                together |= stride
             if itemsize > 1:
                 self._itemsizes.append((i, itemsize))
-            if 0 not in v.shape:
-                reach[i] = low, high + itemsize
+                if together & (itemsize - 1):  # sizes are powers of two
+                    self._strides_fit = False
+            if 0 not in shape:
+                reach[i] = low, high
         # Two arrays, and the distances between which their byte ranges intersect.
         self._pairs: list[tuple[int, int, int, int]] = []
         for i in outputs:

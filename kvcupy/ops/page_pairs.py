@@ -29,7 +29,7 @@ class Lists:
 
 @dataclass(frozen=True)
 class PageRuns:
-    """Runs of pages that are neighbours in both pools, in the order of their targets.
+    """Runs of pages that are consecutive in both pools, in the order of their targets.
 
     Attributes
     ----------
@@ -65,7 +65,7 @@ class Existing:
 
     @cached_property
     def runs(self) -> PageRuns:
-        """Neighbours in both pools as runs."""
+        """The pairs as runs of pages that are consecutive in both pools."""
         return page_runs(self.src, self.dst)
 
 
@@ -81,7 +81,7 @@ class PagePairs:
     ----------
     count : N
     views : ArrayViews of both lists
-    src, dst : both as int64 (N,) host arrays, or None where a GPU has them
+    src, dst : both as int64 (N,) host arrays, or None where they are in GPU memory
     on_device : what `lists` returned, or None before its first call
     methods : the methods that were chosen for these pages, by kind of transfer
 
@@ -151,7 +151,7 @@ class PagePairs:
         return self._existing[key]
 
     def on_host(self, name: str) -> _Numbers:
-        """Return a list as host array; ValueError if only a GPU has it."""
+        """Return a list as host array; ValueError if it is in GPU memory."""
         pages = self.src if name == _NAMES[0] else self.dst
         if pages is None:
             raise ValueError(
@@ -170,7 +170,7 @@ def send(lists: Sequence[_Numbers], device: Device, stream: Stream) -> ArrayView
 
     Returns
     -------
-    ArrayView : int64 (lists, N), in memory that is borrowed while the view is held
+    ArrayView : int64 (lists, N), borrowed memory, returned when the view is dropped
     """
     shape = len(lists), len(lists[0])
     num_bytes = 8 * shape[0] * shape[1]
@@ -187,7 +187,7 @@ def send(lists: Sequence[_Numbers], device: Device, stream: Stream) -> ArrayView
 
 
 def _page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
-    """Check a page list; return a view of it, and an int64 host array unless a GPU has it."""
+    """Check a page list; return a view of it, and an int64 host array, None for GPU memory."""
     if isinstance(pages, (list, tuple, range)):
         array = _int64(pages, name)
         return _view_of(array), array

@@ -16,7 +16,7 @@ from ..kernels import Kernel, Specialisation
 from . import checks, fallback
 from .call import Argument, Launch, Operation, Plan, Views, require_countable, spread, widest
 from .checks import KVOperand, Rows
-from .store import report_slots, store_rows
+from .store import CACHES, SCALE_CACHES, SCALES, report_slots, store_rows
 
 _QUERY = (
     Argument("query", words=True),
@@ -26,27 +26,13 @@ _KEY = (
     Argument("key", words=True),
     Argument("key_out", output=True, words=True, replaces=("key",)),
 )
-_NORMS = (Argument("query_norm", words=True), Argument("key_norm", words=True))
 _TABLE = Argument("rope_table", words=True)
-_POSITIONS = Argument("positions")
-
-_APPLY_ROPE = Operation("apply_rope", *_QUERY, *_KEY, _TABLE, *_NORMS, _POSITIONS)
+_NORMS = (Argument("query_norm", words=True), Argument("key_norm", words=True))
+_APPLY_ROPE = Operation("apply_rope", *_QUERY, *_KEY, _TABLE, *_NORMS, Argument("positions"))
 _ROPE_STORE_KV = Operation(
-    "rope_store_kv",
-    *_QUERY,
-    *_KEY,
-    Argument("value", words=True),
-    Argument("k_cache", output=True, words=True),
-    Argument("v_cache", output=True, words=True),
-    _TABLE,
-    *_NORMS,
-    _POSITIONS,
-    Argument("slot_mapping"),
-    Argument("k_scale", number=True),
-    Argument("v_scale", number=True),
-    Argument("k_scale_cache", output=True),
-    Argument("v_scale_cache", output=True),
-)
+    "rope_store_kv", *_QUERY, *_KEY, Argument("value", words=True), *CACHES, _TABLE, *_NORMS,
+    Argument("positions"), Argument("slot_mapping"), *SCALES, *SCALE_CACHES,
+)  # fmt: skip
 _ROPE_STORE_MLA = Operation(
     "rope_store_mla",
     *_QUERY,
@@ -55,7 +41,7 @@ _ROPE_STORE_MLA = Operation(
     Argument("latent", words=True),
     Argument("cache", output=True, words=True),
     _TABLE,
-    _POSITIONS,
+    Argument("positions"),
     Argument("slot_mapping"),
     Argument("scale", number=True),
 )
@@ -176,18 +162,14 @@ def apply_rope(
     if key is None:
         raise TypeError("key: expected an array, got None")
     arguments = {
-        "query": query,
-        "query_out": query if query_out is None else query_out,
-        "key": key,
-        "key_out": key if key_out is None else key_out,
-        "rope_table": rope_table,
-        "query_norm": query_norm,
-        "key_norm": key_norm,
+        "query": query, "query_out": query if query_out is None else query_out,
+        "key": key, "key_out": key if key_out is None else key_out,
+        "rope_table": rope_table, "query_norm": query_norm, "key_norm": key_norm,
         "positions": positions,
-    }
+    }  # fmt: skip
     if sections is not None:
         sections = _hashable(sections)
-    options = (interleaved, sections, sections_interleaved, eps)
+    options = ((interleaved, sections, sections_interleaved, eps),)
     _APPLY_ROPE.run(arguments, options, _plan_rotation, stream)
 
 
@@ -202,16 +184,12 @@ def rotate_query(
 ) -> None:
     """Rotate query heads as `apply_rope` does, where the key is cached as it is."""
     arguments = {
-        "query": query,
-        "query_out": query if query_out is None else query_out,
-        "key": None,
-        "key_out": None,
-        "rope_table": rope_table,
-        "query_norm": None,
-        "key_norm": None,
-        "positions": positions,
-    }
-    _APPLY_ROPE.run(arguments, (interleaved, None, False, 0.0), _plan_rotation, stream)
+        "query": query, "query_out": query if query_out is None else query_out,
+        "key": None, "key_out": None, "rope_table": rope_table, "query_norm": None,
+        "key_norm": None, "positions": positions,
+    }  # fmt: skip
+    options = ((interleaved, None, False, 0.0),)
+    _APPLY_ROPE.run(arguments, options, _plan_rotation, stream)
 
 
 def rope_store_kv(
@@ -288,26 +266,16 @@ def rope_store_kv(
     if skip_slot is not None:
         skip_slot = checks.slot_number(skip_slot, "skip_slot")
     arguments = {
-        "query": query,
-        "query_out": query if query_out is None else query_out,
-        "key": key,
-        "key_out": key if write_key else None,
-        "value": value,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "rope_table": rope_table,
-        "query_norm": query_norm,
-        "key_norm": key_norm,
-        "positions": positions,
-        "slot_mapping": slot_mapping,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "k_scale_cache": k_scale_cache,
-        "v_scale_cache": v_scale_cache,
-    }
+        "query": query, "query_out": query if query_out is None else query_out,
+        "key": key, "key_out": key if write_key else None, "value": value,
+        "k_cache": k_cache, "v_cache": v_cache, "rope_table": rope_table,
+        "query_norm": query_norm, "key_norm": key_norm, "positions": positions,
+        "slot_mapping": slot_mapping, "k_scale": k_scale, "v_scale": v_scale,
+        "k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache,
+    }  # fmt: skip
     if sections is not None:
         sections = _hashable(sections)
-    options = (interleaved, sections, sections_interleaved, eps, layout, skip_slot)
+    options = ((interleaved, sections, sections_interleaved, eps), layout, skip_slot)
     if alt_stream is None:
         _ROPE_STORE_KV.run(arguments, options, _plan_store, stream)
     else:
@@ -368,18 +336,13 @@ def rope_store_mla(
     if skip_slot is not None:
         skip_slot = checks.slot_number(skip_slot, "skip_slot")
     arguments = {
-        "query": query,
-        "query_out": query if query_out is None else query_out,
-        "rope_key": rope_key,
-        "rope_key_out": rope_key if write_key else None,
-        "latent": latent,
-        "cache": cache,
-        "rope_table": rope_table,
-        "positions": positions,
-        "slot_mapping": slot_mapping,
-        "scale": scale,
-    }
-    _ROPE_STORE_MLA.run(arguments, (interleaved, skip_slot), _plan_store_mla, stream)
+        "query": query, "query_out": query if query_out is None else query_out,
+        "rope_key": rope_key, "rope_key_out": rope_key if write_key else None,
+        "latent": latent, "cache": cache, "rope_table": rope_table, "positions": positions,
+        "slot_mapping": slot_mapping, "scale": scale,
+    }  # fmt: skip
+    options = ((interleaved, None, False, 0.0), skip_slot)
+    _ROPE_STORE_MLA.run(arguments, options, _plan_store_mla, stream)
 
 
 def _hashable(sections: Any) -> Any:
@@ -476,16 +439,13 @@ class Slots(NamedTuple):
     fault_id: int
 
 
-def _plan_rotation(
-    arguments: dict[str, Any],
-    alignment: int,
-    interleaved: Any,
-    sections: Any,
-    sections_interleaved: Any,
-    eps: Any,
-) -> RopePlan:
+RotaryOptions = tuple[Any, Any, Any, Any]
+"""As the caller passes them: interleaved, sections, sections_interleaved, eps."""
+
+
+def _plan_rotation(arguments: dict[str, Any], alignment: int, rotary: RotaryOptions) -> RopePlan:
     checks.require_same_device(arguments)
-    rotation = _rotation(_APPLY_ROPE, arguments, interleaved, sections, sections_interleaved, eps)
+    rotation = _rotation(_APPLY_ROPE, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _KEY_NAMES, rotation)
     parts = _parts(query, key, None, None)
@@ -493,20 +453,11 @@ def _plan_rotation(
 
 
 def _check_store(
-    arguments: dict[str, Any],
-    interleaved: Any,
-    sections: Any,
-    sections_interleaved: Any,
-    eps: Any,
-    layout: Any,
-    skip_slot: int | None,
+    arguments: dict[str, Any], rotary: RotaryOptions, layout: Any, skip_slot: int | None
 ) -> tuple[Rotation, Rotated | None, Rotated | None, KVOperand, KVOperand, Slots]:
-    names = ("key", "value", "k_cache", "v_cache", "slot_mapping")
-    checks.require_given(arguments, names)
+    checks.require_given(arguments, ("key", "value", "k_cache", "v_cache", "slot_mapping"))
     checks.require_same_device(arguments)
-    rotation = _rotation(
-        _ROPE_STORE_KV, arguments, interleaved, sections, sections_interleaved, eps
-    )
+    rotation = _rotation(_ROPE_STORE_KV, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _KEY_NAMES, rotation)
     k, v = checks.kv_operands(arguments, layout)
@@ -531,21 +482,20 @@ def _plan_store_on_two_streams(
     store_k = Part(key=key, k=k, rotates=not written, reports=reports)
     store_v = Part(v=v, reports=REPORT_SLOTS)
     library = _library(arguments)
-    common = (_ROPE_STORE_KV, library, rotation)
-    return TwoStreamPlan(
-        RopePlan(*common, _parts(query, key, k, v), slots, alignment, loads=False),
-        RopePlan(*common, rotate, slots, alignment),
-        RopePlan(*common, [store_k], slots, alignment),
-        RopePlan(*common, [store_v], slots, alignment),
-    )
+
+    def plan(parts: list[Part], *, loads: bool = True) -> RopePlan:
+        return RopePlan(_ROPE_STORE_KV, library, rotation, parts, slots, alignment, loads=loads)
+
+    whole = plan(_parts(query, key, k, v), loads=False)
+    return TwoStreamPlan(whole, plan(rotate), plan([store_k]), plan([store_v]))
 
 
 def _plan_store_mla(
-    arguments: dict[str, Any], alignment: int, interleaved: Any, skip_slot: int | None
+    arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, skip_slot: int | None
 ) -> RopePlan:
     checks.require_given(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
     checks.require_same_device(arguments)
-    rotation = _rotation(_ROPE_STORE_MLA, arguments, interleaved, None, False, 0.0)
+    rotation = _rotation(_ROPE_STORE_MLA, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _ROPE_KEY_NAMES, rotation)
     latent, rope_key = checks.mla_operands(arguments)
@@ -624,15 +574,9 @@ def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation)
     return Rotated(names, rows, out, format, norm)
 
 
-def _rotation(
-    operation: Operation,
-    arguments: dict[str, Any],
-    interleaved: Any,
-    sections: Any,
-    sections_interleaved: Any,
-    eps: Any,
-) -> Rotation:
+def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOptions) -> Rotation:
     """Check the table, the positions and how pairs use them."""
+    interleaved, sections, sections_interleaved, eps = rotary
     checks.require_given(arguments, ("rope_table", "positions"))
     table, positions = arguments["rope_table"], arguments["positions"]
     if table.format != "fp32":
@@ -947,6 +891,8 @@ class RopePlan(Plan):
 
 def _rows_view(rows: Rows, num_tokens: int, whole: ArrayView) -> ArrayView:
     shape = (num_tokens, rows.num_heads, rows.width)
+    if whole.shape == shape:
+        return whole
     strides = (rows.token_bytes, rows.head_bytes, whole.itemsize)
     return ArrayView(whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner)
 

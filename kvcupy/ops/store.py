@@ -29,21 +29,17 @@ from .call import (
 )
 from .checks import K, KVOperand, V
 
-_SCALES = (
-    Argument("k_scale", number=True),
-    Argument("v_scale", number=True),
-)
-_STORE_KV = Operation(
-    "store_kv",
-    Argument("key", words=True),
-    Argument("value", words=True),
+CACHES = (
     Argument("k_cache", output=True, words=True),
     Argument("v_cache", output=True, words=True),
-    Argument("slot_mapping"),
-    *_SCALES,
-    Argument("k_scale_cache", output=True),
-    Argument("v_scale_cache", output=True),
 )
+SCALES = (Argument("k_scale", number=True), Argument("v_scale", number=True))
+SCALE_CACHES = (Argument("k_scale_cache", output=True), Argument("v_scale_cache", output=True))
+
+_STORE_KV = Operation(
+    "store_kv", Argument("key", words=True), Argument("value", words=True), *CACHES,
+    Argument("slot_mapping"), *SCALES, *SCALE_CACHES,
+)  # fmt: skip
 _STORE_MLA = Operation(
     "store_mla",
     Argument("latent", words=True),
@@ -59,7 +55,7 @@ _GATHER_KV = Operation(
     Argument("k_cache", words=True),
     Argument("v_cache", words=True),
     Argument("slots"),
-    *_SCALES,
+    *SCALES,
     Argument("k_scale_cache"),
     Argument("v_scale_cache"),
 )

@@ -1,4 +1,4 @@
-"""Faults that the host knows of: noted in the order of a stream, and the host waits for nothing."""
+"""Faults that the host has found: recorded in stream order, without waiting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvcupy.ops import fallback, transfer_kernels
 
 
 class OnDevice(np.ndarray):
-    """An array that takes part in expressions, and whose elements the host cannot look at."""
+    """An array for array code, whose elements the host cannot read."""
 
     def _refuse(self, *_):
         raise AssertionError("the host reads the record, and so waits for the device")
@@ -49,7 +49,7 @@ def test_a_note_is_of_the_first_fault_and_counts_them_all(record):
 
 @pytest.fixture
 def gpu(monkeypatch, record):
-    """A stand-in for a GPU whose launches are written down, (specialisation, fields)."""
+    """A fake GPU that logs its launches: (specialisation, fields)."""
     api = FakeApi()
     api.install(monkeypatch)
     gpu = cuda.CudaDevice(0, api)

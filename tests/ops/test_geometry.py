@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import kvcupy as kv
 from kvcupy import devices
 from kvcupy.devices.host import HostDevice
-from kvcupy.ops import geometry
+from kvcupy.ops.call import spread, widest
 
 work = given(
     num_rows=st.one_of(st.integers(1, 300), st.integers(1, 2**31 - 1)),
@@ -37,7 +37,7 @@ def is_power_of_two(n):
 @example(num_rows=2**31 - 1, words=1, multiprocessors=1, options={})
 @example(num_rows=1, words=1, multiprocessors=100_000, options={})
 def test_every_row_has_its_lanes(num_rows, words, multiprocessors, options):
-    shape = geometry.spread(num_rows, words, multiprocessors, **options)
+    shape = spread(num_rows, words, multiprocessors, **options)
     (grid, *flat_grid), (block, *flat_block) = shape.grid, shape.block
     assert [*flat_grid, *flat_block] == [1, 1, 1, 1]
     assert is_power_of_two(shape.lanes)
@@ -57,7 +57,7 @@ def test_every_row_has_its_lanes(num_rows, words, multiprocessors, options):
 @quick
 @work
 def test_lanes_are_not_wasted(num_rows, words, multiprocessors, options):
-    lanes = geometry.spread(num_rows, words, multiprocessors, **options).lanes
+    lanes = spread(num_rows, words, multiprocessors, **options).lanes
     assert lanes < 2 * words or lanes == 1
     assert lanes >= min(words, options["warp_lanes"])
 
@@ -66,7 +66,7 @@ def test_lanes_are_not_wasted(num_rows, words, multiprocessors, options):
 @work
 def test_small_work_is_spread_over_the_device(num_rows, words, multiprocessors, options):
     """With a block for each multiprocessor, or as many blocks as there are rows or warps."""
-    shape = geometry.spread(num_rows, words, multiprocessors, **options)
+    shape = spread(num_rows, words, multiprocessors, **options)
     warps = -(-num_rows * shape.lanes // 32)
     assert shape.grid[0] >= min(multiprocessors, num_rows, warps) // 2
     alone = options["warp_lanes"] == 1 and not options["whole_warps"]
@@ -77,41 +77,41 @@ def test_small_work_is_spread_over_the_device(num_rows, words, multiprocessors, 
 
 def test_workers_share_what_takes_long():
     """A row a thread: many small blocks, for a helper to find some left when it comes."""
-    some = geometry.spread(128, 128, 2, warp_lanes=1)
+    some = spread(128, 128, 2, warp_lanes=1)
     assert (some.grid, some.block) == ((8, 1, 1), (16, 1, 1))
-    few = geometry.spread(3, 128, 2, warp_lanes=1)
+    few = spread(3, 128, 2, warp_lanes=1)
     assert (few.grid, few.block) == ((1, 1, 1), (8, 1, 1))
 
 
 @quick
 @work
 def test_a_thread_has_few_words_in_flight(num_rows, words, multiprocessors, options):
-    lanes = geometry.spread(num_rows, words, multiprocessors, **options).lanes
+    lanes = spread(num_rows, words, multiprocessors, **options).lanes
     assert words <= 4 * lanes or lanes == {1: 1, 32: 512}[options["warp_lanes"]]
 
 
 def test_geometries_of_usual_work():
     """8 heads of 128 bf16 elements: one row of 128 words where they join."""
-    one_token = geometry.spread(1, 128, 132)
+    one_token = spread(1, 128, 132)
     assert (one_token.lanes, one_token.grid, one_token.block) == (128, (1, 1, 1), (128, 1, 1))
-    many = geometry.spread(4096, 128, 132)
+    many = spread(4096, 128, 132)
     assert (many.lanes, many.grid, many.block) == (32, (1024, 1, 1), (128, 1, 1))
-    heads = geometry.spread(4096 * 8, 16, 132)
+    heads = spread(4096 * 8, 16, 132)
     assert (heads.lanes, heads.grid) == (16, (4096, 1, 1))
 
 
 @quick
 @given(st.lists(st.integers(0, 2**40), max_size=6))
 def test_widest_divides_all_and_no_wider_word_does(numbers):
-    word = geometry.widest(numbers)
+    word = widest(numbers)
     assert word in (1, 2, 4, 8, 16)
     assert all(n % word == 0 for n in numbers)
     assert word == 16 or any(n % (2 * word) for n in numbers)
 
 
 def test_widest_takes_any_iterable():
-    assert geometry.widest(n for n in (64, 24)) == 8
-    assert geometry.widest([]) == 16
+    assert widest(n for n in (64, 24)) == 8
+    assert widest([]) == 16
 
 
 # Stores under every geometry ------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where kernels of a GPU find lists of pages: those that they reach, and those that are sent."""
+"""Where a GPU's kernels read page lists: in place if they can access them, else uploaded."""
 
 from __future__ import annotations
 

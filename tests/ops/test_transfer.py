@@ -1,7 +1,7 @@
-"""`transfer_pages` within one number format: bits, by what a user sees of them.
+"""`transfer_pages` within one number format: every bit of both pools.
 
 Conversions are in `test_transfer_convert.py`, streams in `test_transfer_streams.py`, large and
-guarded pools in `test_transfer_sizes.py`, refusals in `test_transfer_errors.py`.
+guarded pools in `test_transfer_sizes.py`, wrong arguments in `test_transfer_errors.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transfer_cases import METHODS, PLACEMENTS, POOL_LAYOUTS, TransferCase, reac
 import kvcupy as kv
 
 SRC, DST = [1, 2, 3, 6, 5, 0], [4, 5, 6, 1, 0, 8]
-"""A run, a run backwards, and a page alone."""
+"""A run, a reversed run, and a single page."""
 LAYOUT_PAIRS = list(itertools.product(POOL_LAYOUTS, repeat=2))
 SOME_PAIRS = [
     ("layer_first", "layer_first"),
@@ -41,7 +41,7 @@ every_method = pytest.mark.parametrize("method", METHODS)
 @every_method
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_pair_of_layouts(device, layouts, method, fmt):
-    """All of it, and nothing beside it, whatever the bits mean."""
+    """All bytes of the pages and no others, whatever the bits mean."""
     for page_size, widths in WIDTHS.items():
         case = TransferCase(device, page_size)
         pools = two_pools(case, layouts, pages=(7, 9), fmt=fmt, page_size=page_size, widths=widths)
@@ -63,7 +63,7 @@ def test_widths_of_key_and_value(device, widths, method):
 @every_pair
 @every_method
 def test_latents(device, layouts, method):
-    """A pool of MLA has one part, of rows as models have them, down to a single byte."""
+    """An MLA pool has one part; rows are as wide as in models, and down to a single byte."""
     for fmt, latent in (("bf16", 576), ("int8", 656), ("fp8_e4m3", 1), ("int8", 3), ("fp32", 5)):
         case = TransferCase(device, latent)
         case.transfer(
@@ -107,7 +107,7 @@ def test_placements(device, placements, method):
 @every_method
 @pytest.mark.parametrize("fmt", QUANTISED)
 def test_scales_go_along(device, layouts, method, fmt):
-    """As bits, and those of other pages and layers stay."""
+    """Bit for bit, and those of other pages and layers stay."""
     case = TransferCase(device, 4)
     pools = two_pools(case, layouts, fmt=fmt, pages=(7, 9), heads=3, scales=True)
     case.transfer(*pools, SRC, DST, method=method)
@@ -125,7 +125,7 @@ def test_scales_of_latents(device, method):
 @every_method
 @pytest.mark.parametrize("layout", POOL_LAYOUTS)
 def test_within_one_pool(device, layout, method):
-    """Between pages of it: the pages read and those written are others."""
+    """The pages that are read are not those that are written."""
     case = TransferCase(device, 6)
     pool = case.pool(layout, fmt="int8", scales=True)
     case.transfer(pool, pool, [0, 1, 7], [2, 3, 6], method=method)
@@ -166,7 +166,7 @@ def test_page_lists(device, name, method):
     ("src_type", "dst_type"), list(itertools.product(["int32", "int64"], repeat=2))
 )
 def test_index_arrays(device, method, src_type, dst_type, src_step, dst_step):
-    """Of the device, strided, of either type; what lies between their elements is poison."""
+    """On the device, strided, of either type; between their elements lies poison."""
     case = TransferCase(device, 7)
     pools = two_pools(case)
     src_pages = case.indices(SRC, src_type, src_step)
@@ -175,7 +175,7 @@ def test_index_arrays(device, method, src_type, dst_type, src_step, dst_step):
 
 @every_method
 def test_index_arrays_of_the_host_and_lists(device, method):
-    """As `alloc` gives them; both kinds in one call too."""
+    """As `alloc` returns them; both kinds in one call too."""
     case = TransferCase(device, 8)
     pools = two_pools(case, ("page_first", "layer_first"))
     given = [lambda p: p, np.array, lambda p: np.array(p, np.int32), lambda p: np.repeat(p, 2)[::2]]
@@ -202,7 +202,7 @@ def test_index_arrays_of_torch_and_read_only_ones(device, method):
 @every_method
 @pytest.mark.parametrize("negative", [-1, -7, -9, -(2**31), -(2**32) + 3, -(2**63)])
 def test_negative_pages_are_skipped(device, negative, method, listed):
-    """On either side, on both, and beside a page past the end, which then is no fault."""
+    """In either list, in both, and paired with a page past the end, which then is no fault."""
     case = TransferCase(device, 9)
     pools = two_pools(case, pages=(7, 9))
     pages = [2, negative, 0, negative, 9, 5], [5, 1, negative, negative, negative, 6]
@@ -214,7 +214,7 @@ def test_negative_pages_are_skipped(device, negative, method, listed):
 @every_method
 @pytest.mark.parametrize("page", [9, 10, 7777, 2**31 - 1, 2**31, 2**32 + 3, 2**63 - 1])
 def test_page_past_the_end_is_a_fault(device, page, method, listed):
-    """Of the side that it is on, once for all layers; the other pages are transferred."""
+    """Reported for its own list, once for all layers; the other pages are transferred."""
     case = TransferCase(device, 10)
     pools = two_pools(case, pages=(7, 9))
     for pages in (
@@ -229,7 +229,7 @@ def test_page_past_the_end_is_a_fault(device, page, method, listed):
 
 @every_method
 def test_each_pool_has_its_own_end(device, method):
-    """Page 7 is one of the larger pool alone, whichever side that is on."""
+    """Page 7 exists in the larger pool only, whichever side that is on."""
     case = TransferCase(device, 11)
     small, large = two_pools(case, pages=(7, 9))
     case.transfer(small, large, [6, 7, 0], [7, 8, 1], method=method)
@@ -257,7 +257,7 @@ LAYERS = [
 @every_method
 @some_pairs
 def test_layers(device, layers, method, layouts):
-    """One, or some in any order, evenly apart or not; the others stay as they are."""
+    """One, or several in any order, evenly spaced or not; the others stay as they are."""
     case = TransferCase(device, 13)
     case.transfer(
         *two_pools(case, layouts, layers=5, page_size=2), SRC, DST, method=method, layers=layers
@@ -266,7 +266,7 @@ def test_layers(device, layers, method, layouts):
 
 @every_method
 def test_no_layers(device, method):
-    """No layer is a selection too; pages past the end are looked at by nobody or reported."""
+    """An empty selection is valid."""
     case = TransferCase(device, 14)
     pools = two_pools(case)
     case.transfer(*pools, SRC, DST, method=method, layers=[])
@@ -287,7 +287,7 @@ def test_max_blocks(device, max_blocks, method, layouts):
 
 @every_method
 def test_convert_of_one_format_copies_bits(device, method):
-    """There is nothing to convert."""
+    """With convert=True and nothing to convert."""
     case = TransferCase(device, 16)
     for options in ({"fmt": "bf16"}, {"fmt": "fp8_e5m2"}, {"fmt": "int8", "scales": True}):
         case.transfer(*two_pools(case, **options), SRC, DST, method=method, convert=True)
@@ -332,7 +332,7 @@ def transfers(draw):
 @settings(max_examples=150, deadline=None, database=None)
 @given(call=transfers())
 def test_any_transfer(device, call):
-    """Each target occurs once; some pages are negative, some past the end."""
+    """Targets are distinct; some pages are negative, some past the end."""
     case = TransferCase(device, call["seed"])
     src, dst = (
         case.pool(layout, placement=placement, pages=pages, **call["geometry"])

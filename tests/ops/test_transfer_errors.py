@@ -1,4 +1,4 @@
-"""What `transfer_pages` refuses, before anything is written."""
+"""Wrong arguments of `transfer_pages`: errors before anything is written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def giving(**changes):
 
 
 def other_pool(side, **geometry):
-    """Another pool in the place of one of them."""
+    """Replace one of the pools."""
     return lambda c: {side: c.pool(**{"pages": 7, **geometry}).pool}
 
 
@@ -162,7 +162,7 @@ CASES = {name: rest for name, *rest in error_cases()}
 
 
 def refused(case, call, error, name):
-    """The call raises, names the argument, and leaves all memory and no fault."""
+    """The call raises, names the argument, changes no memory and records no fault."""
     with pytest.raises(error) as caught:
         kv.transfer_pages(**call)
     assert not isinstance(caught.value, kv.KvcupyError), caught.value
@@ -186,7 +186,7 @@ def test_wrong_arguments(device, wrong):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_error_comes_before_a_fault(device, method):
-    """A wrong option beside pages past the end: nothing is transferred, and nothing recorded."""
+    """With a wrong option, pages past the end are neither transferred nor recorded."""
     case = TransferCase(device, 2)
     src, dst = case.pool().pool, case.pool().pool
     call = {"src_pool": src, "dst_pool": dst, "src_pages": [0, 99], "dst_pages": [1, 2]}
@@ -195,7 +195,7 @@ def test_an_error_comes_before_a_fault(device, method):
 
 
 def test_errors_of_nothing_to_do(device):
-    """No page is no excuse."""
+    """Arguments are checked even if there is no page to move."""
     case = TransferCase(device, 3)
     src, dst = case.pool().pool, case.pool(fmt="fp16").pool
     none = {"src_pages": [], "dst_pages": []}
@@ -229,7 +229,7 @@ def test_options_come_by_name_only(device):
 
 @pytest.mark.gpu
 def test_kernels_of_a_gpu_reach_no_pageable_memory():
-    """Which is said before the launch."""
+    """The error comes before the launch."""
     device = kv.device("cuda")
     case = TransferCase(device, 6)
     far, near = case.pool(placement="pageable").pool, case.pool().pool
@@ -240,7 +240,7 @@ def test_kernels_of_a_gpu_reach_no_pageable_memory():
 
 @pytest.mark.gpu
 def test_pools_of_two_devices_are_refused():
-    """One beside the GPU, one of the host device."""
+    """One of a GPU, one of the host device."""
     device = kv.device("cuda")
     case, other = TransferCase(device, 7), TransferCase(kv.device("host"), 7)
     call = {"src_pool": case.pool().pool, "dst_pool": other.pool().pool}

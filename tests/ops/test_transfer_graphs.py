@@ -1,4 +1,4 @@
-"""`transfer_pages` in graphs, and what it keeps alive until when."""
+"""`transfer_pages` in graphs, and how long it keeps its arguments alive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ some_layouts = pytest.mark.parametrize("layouts", MIXED_LAYOUTS, ids="-".join)
 @some_layouts
 @pytest.mark.parametrize("convert", [False, True])
 def test_a_captured_kernel_reads_its_arrays_at_replay(device, layouts, convert):
-    """Pools, and the page lists that are arrays of the device."""
+    """Both the pools and page lists on the device."""
     case = TransferCase(device, 11)
     formats = ("bf16", "int8") if convert else ("bf16", "bf16")
     src, dst = (
@@ -49,7 +49,7 @@ def test_a_captured_kernel_reads_its_arrays_at_replay(device, layouts, convert):
 @every_method
 @some_layouts
 def test_a_captured_transfer_of_lists(device, method, layouts):
-    """Pools are read at replay, with the pages of the call; a fault comes with each replay."""
+    """A replay reads the pools again, for the pages of the call; it repeats the faults."""
     case = TransferCase(device, 12)
     src, dst = chain(case, layouts)
     stream = device.stream()
@@ -69,7 +69,7 @@ def test_a_captured_transfer_of_lists(device, method, layouts):
 
 @every_method
 def test_a_first_call_may_be_captured(device, method):
-    """Shapes that no call has had before."""
+    """With shapes that are new."""
     case = TransferCase(device, 13)
     src, dst = chain(case, heads=7, widths=(22, 26), layers=2)
     stream = device.stream()
@@ -84,7 +84,7 @@ def test_a_first_call_may_be_captured(device, method):
 
 @every_method
 def test_captured_one_after_another(device, method):
-    """In one graph, in order, a fork between them."""
+    """In one graph, in order, with a fork in between."""
     case = TransferCase(device, 14)
     pools = chain(case, length=4)
     stream, other = device.stream(), device.stream()
@@ -108,7 +108,7 @@ def test_captured_one_after_another(device, method):
 
 @pytest.mark.parametrize("method", ["staged", "auto"])
 def test_a_graph_and_calls_side_by_side(device, method):
-    """What a graph stages through is not what calls on other streams stage through."""
+    """A graph and calls on other streams have separate staging buffers."""
     case = TransferCase(device, 15)
     geometry = {"pages": 70, "page_size": 16, "layers": 4, "widths": (64, 64)}
     captured, called = chain(case, **geometry), chain(case, MIXED_LAYOUTS[2], **geometry)
@@ -146,7 +146,7 @@ def test_a_refused_call_leaves_a_capture_as_it_was(device, method):
 
 @every_method
 def test_pools_live_until_they_are_read(device, method):
-    """The caller lets go of everything while the stream is held up."""
+    """The caller drops everything while the stream is blocked."""
     case = TransferCase(device, 17)
     src, dst = chain(case, pages=64, page_size=16, widths=(64, 64))
     stream = device.stream()
@@ -192,7 +192,7 @@ def test_a_graph_keeps_its_pools(device, method):
 @every_method
 @pytest.mark.parametrize("own_stream", [False, True], ids=["current", "own"])
 def test_no_pool_is_kept_after_its_transfer(device, method, own_stream):
-    """Neither by what is remembered of the call nor by a stream that has passed it."""
+    """Neither by its plan nor by the stream that it ran on."""
     stream = device.stream() if own_stream else None
     for _ in range(2):
         case = TransferCase(device, 19)

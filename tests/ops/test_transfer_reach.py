@@ -60,7 +60,7 @@ def picky():
 
 
 def pool(device, placement, layout="layer_first", seed=0, **options):
-    """A pool with other bytes in every element."""
+    """A pool of random values."""
     made = kv.KVPool(**POOL, dtype=options.pop("dtype", "fp16"), layout=layout,
                      placement=placement, device=device, **options)  # fmt: skip
     rng = np.random.default_rng(seed)
@@ -71,7 +71,7 @@ def pool(device, placement, layout="layer_first", seed=0, **options):
 
 
 def moved(device, src, dst, pairs):
-    """What the target is to hold."""
+    """The expected content of the target."""
     parts = [device.carrier(p).copy() for p in dst.parts]
     for part, source in zip(parts, src.parts, strict=True):
         part[pairs[1]] = device.carrier(source)[pairs[0]]
@@ -136,8 +136,8 @@ def test_pageable_pools_go_by_the_copy_engine(picky, method, layout):
         check(picky, dst, want)
 
 
-def test_auto_relays_short_pieces_for_a_pageable_pool(picky):
-    """Also where thresholds would rather have the kernel, which cannot."""
+def test_auto_stages_short_pieces_for_a_pageable_pool(picky):
+    """Even if the thresholds prefer the kernel, which cannot access such memory."""
     wide = {**POOL, "num_kv_heads": 8, "head_dim": 64, "num_pages": 40, "page_size": 16}
     near = kv.KVPool(**wide, device=picky)
     far = kv.KVPool(**wide, layout="page_first", placement="pageable", device=picky)

@@ -1,4 +1,4 @@
-"""`transfer_pages` of much at once, of pools past 2**31 bytes, and of pools between canaries."""
+"""Large transfers, pools of more than 2**31 bytes, and pools between canaries."""
 
 from __future__ import annotations
 

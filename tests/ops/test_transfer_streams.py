@@ -1,4 +1,4 @@
-"""`transfer_pages` on streams and on threads, and what observers are told.
+"""`transfer_pages` on streams and on threads, and what it announces to observers.
 
 Graphs, and what a transfer keeps alive, are in `test_transfer_graphs.py`.
 """
@@ -24,7 +24,7 @@ some_layouts = pytest.mark.parametrize("layouts", MIXED_LAYOUTS, ids="-".join)
 
 
 def fill_late(case, pool, stream):
-    """Give a pool other content, which arrives on a stream that is late."""
+    """Overwrite a pool on a stream that is delayed."""
     delay(stream)
     pool.refill(case.bits, stream)
 
@@ -39,7 +39,7 @@ def content(pool):
 @every_method
 @some_layouts
 def test_behind_a_slow_producer(device, method, layouts):
-    """What a stream brings is what the transfer behind it takes, lists or arrays of pages."""
+    """A transfer moves what the same stream wrote before it, for page lists of any kind."""
     case = TransferCase(device, 1)
     src, dst = chain(case, layouts)
     stream = device.stream()
@@ -67,7 +67,7 @@ def test_converting_behind_a_slow_producer(device, method):
 
 @some_layouts
 def test_pages_that_come_late(device, layouts):
-    """A kernel reads arrays of pages when its turn comes."""
+    """A kernel reads page arrays when it runs, not when it is launched."""
     case = TransferCase(device, 23)
     src, dst = chain(case, layouts)
     pages = case.indices([0, 0, 0, 0]), case.indices([7, 7, 7, 7], "int32")
@@ -85,7 +85,7 @@ def test_pages_that_come_late(device, layouts):
 @every_method
 @some_layouts
 def test_without_the_stream_it_comes_too_early(device, method, layouts):
-    """The control: a transfer on another stream does not wait for what is held up."""
+    """The control: a transfer on another stream does not wait for a blocked one."""
     case = TransferCase(device, 3)
     src, dst = chain(case, layouts)
     stream, other = device.stream(), device.stream()
@@ -103,7 +103,7 @@ def test_without_the_stream_it_comes_too_early(device, method, layouts):
 
 @every_method
 def test_the_call_does_not_wait(device, method):
-    """It returns while the stream is held up; until then nothing is written or reported."""
+    """It returns while the stream is blocked, with nothing written or recorded yet."""
     case = TransferCase(device, 4)
     src, dst = chain(case)
     before = content(dst)
@@ -141,7 +141,7 @@ def test_one_after_another_on_a_stream(device, method, layouts):
 
 @every_method
 def test_a_consumer_on_the_same_stream(device, method):
-    """A store behind a transfer overwrites what it brought, one before it is carried along."""
+    """A store after a transfer overwrites its target; one before it is part of its source."""
     case = TransferCase(device, 6)
     src, dst = chain(case, fmt="fp32")
     stream = device.stream()
@@ -168,7 +168,7 @@ def test_a_consumer_on_the_same_stream(device, method):
 
 @every_method
 def test_streams_side_by_side(device, method):
-    """Several streams at once, each with pools of its own, share nothing that they should not."""
+    """Several streams at once, each with pools of its own, do not disturb one another."""
     case = TransferCase(device, 7)
     geometry = {"pages": 70, "page_size": 16, "layers": 4, "widths": (64, 64)}
     streams = [device.stream() for _ in range(4)]
@@ -222,7 +222,7 @@ def test_threads_side_by_side(device, method):
 
 @every_method
 def test_lists_may_change_after_the_call(device, method):
-    """A list is not an array of the device: it is read when the call is made."""
+    """Lists are read during the call."""
     case = TransferCase(device, 9)
     src, dst = chain(case)
     stream = device.stream()
@@ -240,7 +240,7 @@ def test_lists_may_change_after_the_call(device, method):
 
 @every_method
 def test_faults_of_a_stream(device, method):
-    """Those of all its transfers are counted; later ones are not held up."""
+    """Faults of all its transfers are counted; they do not stop later transfers."""
     case = TransferCase(device, 10)
     src, dst = chain(case)
     stream = device.stream()
@@ -281,7 +281,7 @@ def test_it_is_announced(device, method, layouts):
 
 @every_method
 def test_a_refusal_by_an_observer_changes_nothing(device, method):
-    """`before` may raise: then nothing has been issued, and the next call is as ever."""
+    """If `before` raises, nothing is issued, and the next call works."""
     case = TransferCase(device, 21)
     src, dst = chain(case)
     stream = device.stream()
@@ -295,7 +295,7 @@ def test_a_refusal_by_an_observer_changes_nothing(device, method):
 
 @every_method
 def test_a_failure_before_it_skips_it(device, method):
-    """What is queued behind a failed function does not run, and what comes after it does."""
+    """Work queued behind a failed function does not run; later work does."""
     if device.kind != "host":
         pytest.skip("a failed host function does not stop a GPU's stream")
     case = TransferCase(device, 22)

@@ -120,8 +120,8 @@ class Step:
         positions int32 (T,), slots int64 (T,), block_table int32 (B, pages of the longest),
         seq_lens int32 (B,); and where they matter query_lens, evicted_starts, evicted_lens,
         tree_lens int32 (B,), tree_mask bool (T, nodes), tail_positions int32 (B, nodes), and of
-        a cascade prefix_table int32 (groups, pages), prefix_lens, prefix_queries int32 (groups,), key_starts
-        int32 (B,)
+        a cascade prefix_table int32 (groups, pages), prefix_lens, prefix_queries int32
+        (groups,), key_starts int32 (B,)
         """
         table = np.zeros((len(self.sequences), self.num_pages), np.int32)
         tables = self._plain(table)

@@ -1,4 +1,4 @@
-"""Number formats as array expressions, against the reference and ml_dtypes, pattern by pattern."""
+"""Number formats in array code, against the reference and ml_dtypes, pattern by pattern."""
 
 from __future__ import annotations
 
