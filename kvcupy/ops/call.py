@@ -511,25 +511,24 @@ def _bind(
     assert dtype.names is not None
     fields = dtype.names[: num_pointers - 1]
     by_field = dict(pointers)
-    unknown = by_field.keys() - set(fields)
-    assert not unknown, f"no pointer fields: {unknown}"
-    places, fixed, offsets = [], [0], []
+    assert by_field.keys() <= set(fields), f"not pointer fields: {by_field.keys() - set(fields)}"
+    fixed = [0, *(pointer for pointer in by_field.values() if isinstance(pointer, int))]
+    positions, offsets = [], []
     for field in fields:
         pointer = by_field.get(field, 0)
-        name, offset = (pointer, 0) if isinstance(pointer, str) else ("", 0)
-        if isinstance(pointer, tuple):
-            name, offset = pointer
-        if name:
-            places.append(names.index(name))
-        else:
-            places.append(len(names) + (0 if pointer == 0 else len(fixed)))
-            fixed += [pointer] if pointer else []  # type: ignore[list-item]
+        name, offset = pointer if isinstance(pointer, tuple) else (pointer, 0)
+        if isinstance(name, str):
+            positions.append(names.index(name))
+        else:  # from the end: a call may come with more addresses than this launch takes
+            positions.append(fixed.index(name) - len(fixed))
         offsets.append(offset)
-    choose = operator.itemgetter(*places) if len(places) > 1 else lambda a: (a[places[0]],)
+    choose = operator.itemgetter(*positions)
     return (
-        struct.Struct(f"={num_pointers}Q"), choose, tuple(fixed),
+        struct.Struct(f"={num_pointers}Q"),
+        choose if len(positions) > 1 else lambda addresses: (choose(addresses),),
+        tuple(fixed),
         tuple(offsets) if any(offsets) else None,
-    )  # fmt: skip
+    )
 
 
 def pack(dtype: np.dtype[Any], values: Mapping[str, Any]) -> bytes:
