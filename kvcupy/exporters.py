@@ -145,8 +145,8 @@ def view(x: Any, name: str | None = None) -> ArrayView:
     try:
         if isinstance(x, np.ndarray):
             return _view_numpy(x)
-        if _is(x, "torch", "Tensor"):
-            if name is not None:
+        if type(x) in _TORCH_TYPES or _is(x, "torch", "Tensor"):
+            if name is not None and x.requires_grad:
                 _require_no_gradient(x)
             return _view_torch(x)
         if _is(x, "cupy", "ndarray"):
@@ -215,7 +215,8 @@ def _require_no_gradient(x: Any) -> None:
 
 def _view_torch(x: Any) -> ArrayView:
     torch = sys.modules["torch"]
-    _require_real(x)
+    if type(x) not in _TORCH_TYPES:
+        _require_real(x)
     format, device = _torch_names(x.dtype, x.device)
     if device is None or x.layout is not torch.strided:
         raise TypeError(_without_memory(x))
@@ -223,7 +224,8 @@ def _view_torch(x: Any) -> ArrayView:
         pointer = x.data_ptr()
     except RuntimeError:
         raise TypeError(_without_memory(x)) from None
-    _require_memory(x, pointer)
+    if not pointer:
+        _require_memory(x, pointer)
     _TORCH_TYPES.add(type(x))
     if x.is_quantized or x.is_conj() or x.is_neg():
         raise TypeError(f"got a torch tensor of {x.dtype} whose bits are not its values")

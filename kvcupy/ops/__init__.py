@@ -1,7 +1,7 @@
 """The operations on KV caches, one family a module.
 
 Stream: every operation takes `stream`, a CuPy, torch or kvcupy stream, or anything that has
-`__cuda_stream__`. Its work is ordered there as a kernel's is, and it waits for nothing else. None
+`__cuda_stream__`. Its work is ordered there like a kernel, and waits for nothing else. None
 is the current stream of the library that the arrays come from; on the host device that is the
 calling thread, and the call returns when the work is done. Arguments are kept alive until then.
 """
@@ -17,7 +17,7 @@ def specialisations() -> list[Specialisation]:
     from . import attention_kernels, indexing, merge, pages, rope, store, transfer_kernels
 
     return [
-        found
+        specialisation
         for module in (
             store,
             rope,
@@ -27,14 +27,14 @@ def specialisations() -> list[Specialisation]:
             attention_kernels,
             merge,
         )
-        for found in module.specialisations()
+        for specialisation in module.specialisations()
     ]
 
 
 def promises_128_bits(specialisation: Specialisation) -> bool:
-    """Return whether a kernel is meant to move 16 bytes at a time, in and out.
+    """Return whether a kernel must move 16 bytes per access, in and out.
 
-    Copies of 16-byte words are, and kernels that take packs of so many bytes or more.
+    That is so for copies of 16-byte words, and for kernels whose packs have as many bytes or more.
     """
     arguments = specialisation.arguments
     if arguments[:1] == ("16",):

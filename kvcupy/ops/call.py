@@ -93,6 +93,8 @@ class Operation:
     Attributes
     ----------
     names : of the arguments, in the order of addresses and arrays wherever these are tuples
+    outputs : positions of those that are written
+    in_place : positions of outputs, and of inputs whose memory they may be
     """
 
     def __init__(self, name: str, *arguments: Argument) -> None:
@@ -100,6 +102,11 @@ class Operation:
         self.arguments = arguments
         self.names = tuple([a.name for a in arguments])
         self.outputs = tuple([i for i, a in enumerate(arguments) if a.output])
+        self.in_place = tuple([
+            (i, self.names.index(source))
+            for i, a in enumerate(arguments)
+            for source in a.replaces
+        ])  # fmt: skip
         self._words = tuple([i for i, a in enumerate(arguments) if a.words])
         self._in_order = operator.itemgetter(*self.names)
         self._returned = tuple([i for i, a in enumerate(arguments) if a.allocated])
@@ -166,6 +173,8 @@ class Operation:
         self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any]
     ) -> tuple[tuple[int, ...], Any]:
         described: dict[str, Any] = {}
+        views: Views = {}
+        known: dict[int, ArrayView] = {}  # an array that is written in place comes twice
         pointers, alignment = [0] * len(arrays), 0
         for i, (argument, array) in enumerate(zip(self.arguments, arrays, strict=True)):
             if array is None:
@@ -173,16 +182,19 @@ class Operation:
             if argument.number and not checks.is_array(array):
                 described[argument.name] = array
                 continue
-            v = view(array, argument.name)
+            v = known.get(id(array))
+            if v is None:
+                v = view(array, argument.name)
+                if v is array:  # the caller's own view, which stays as it is
+                    v = v.without_owner()
+                v.owner = None
+                known[id(array)] = v
             pointers[i] = v.pointer
             if argument.words:
                 alignment |= v.pointer
-            if v is array:  # the caller's own view, which stays as it is
-                v = v.without_owner()
-            v.owner = None
-            described[argument.name] = v
+            described[argument.name] = views[argument.name] = v
         plan = make(described, alignment & 15, *options)
-        plan.settle({n: v for n, v in described.items() if isinstance(v, ArrayView)})
+        plan.settle(views)
         logger.debug("%s: planned a call of new shapes, strides, formats or options", self.name)
         return tuple(pointers), plan
 
@@ -298,23 +310,25 @@ class Plan(abc.ABC):
 
     def settle(self, views: Views) -> None:
         """Prepare the checks of addresses, and let go of the call for which this was made."""
-        views = {**views, **self.allocated}
         names = self.operation.names
-        self._arrays = tuple([(i, n) for i, n in enumerate(names) if n in views])
-        self._in_place = tuple([
-            (i, names.index(source))
-            for i, argument in enumerate(self.operation.arguments)
-            for source in argument.replaces
-            if same_layout(views.get(argument.name), views.get(source))
-        ])  # fmt: skip
-        self._allocators = [
-            (i, _allocator(views[n])) for i, n in self._arrays if n in self.allocated
-        ]
+        if self.allocated:
+            views = {**views, **self.allocated}
+            self._allocators = [
+                (names.index(name), _allocator(v)) for name, v in self.allocated.items()
+            ]
+        self._arrays = [(i, name) for i, name in enumerate(names) if name in views]
         touched = self.touched(views)
+        self._in_place = [
+            (output, source)
+            for output, source in self.operation.in_place
+            if names[output] in touched
+            and same_layout(views.get(names[output]), views.get(names[source]))
+        ]
         self._aliasing = Aliasing(
-            [touched.get(n) for n in names], self.operation.outputs, self._in_place
+            list(map(touched.get, names)), self.operation.outputs, self._in_place
         )
-        self.cause = copy(self.cause)  # without a traceback, whose frames hold arrays
+        if self.cause is not None:
+            self.cause = copy(self.cause)  # without a traceback, whose frames hold arrays
 
     def run(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any) -> None:
         """Check the addresses and issue the operation on `stream`, of any library."""
@@ -672,31 +686,34 @@ class Aliasing:
         outputs: Collection[int],
         in_place: Collection[tuple[int, int]] = (),
     ) -> None:
+        self._views = views
         self._in_place = frozenset(in_place)
         self._strides_fit = True
         self._itemsizes: list[tuple[int, int]] = []
-        self._layouts: dict[int, _Layout] = {}
         reach: dict[int, tuple[int, int]] = {}  # in bytes from the address; empty arrays have none
         for i, v in enumerate(views):
             if v is None:
                 continue
-            itemsize = v.itemsize
+            shape, itemsize = v.shape, v.itemsize
+            low, high, together = 0, itemsize, 0
+            for n, stride in zip(shape, v.strides, strict=True):
+                if stride < 0:
+                    low += (n - 1) * stride
+                else:
+                    high += (n - 1) * stride
+                together |= stride
             if itemsize > 1:
                 self._itemsizes.append((i, itemsize))
-                for stride in v.strides:
-                    if stride % itemsize:
-                        self._strides_fit = False
-            low, high = v.byte_range()
-            if low < high:
-                reach[i] = low - v.pointer, high - v.pointer
-                self._layouts[i] = v.shape, v.strides, v.format
+                if together & (itemsize - 1):  # sizes are powers of two
+                    self._strides_fit = False
+            if 0 not in shape:
+                reach[i] = low, high
         # Two arrays, and the distances between which their byte ranges intersect.
         self._pairs: list[tuple[int, int, int, int]] = []
         for i in outputs:
-            if i not in reach:
-                continue
-            low, high = reach.pop(i)
-            self._pairs += [(i, j, low - to, high - start) for j, (start, to) in reach.items()]
+            if i in reach:
+                low, high = reach.pop(i)
+                self._pairs += [(i, j, low - to, high - start) for j, (start, to) in reach.items()]
 
     def allows(self, addresses: Sequence[int]) -> bool:
         """Return whether elements lie at multiples of their size, and outputs by themselves."""
@@ -712,7 +729,13 @@ class Aliasing:
     def _share(self, i: int, j: int, distance: int) -> bool:
         if distance == 0 and (i, j) in self._in_place:
             return False
-        return _share_bytes(self._layouts[i], self._layouts[j], distance)
+        first, second = self._views[i], self._views[j]
+        assert first is not None and second is not None
+        return _share_bytes(
+            (first.shape, first.strides, first.format),
+            (second.shape, second.strides, second.format),
+            distance,
+        )
 
 
 @lru_cache(maxsize=4096)  # interleaved arrays, K and V of one pool say, keep their distance

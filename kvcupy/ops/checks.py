@@ -300,7 +300,7 @@ def kv_operands(
         )
     k_flat, v_flat = k.cache.flattened(), v.cache.flattened()
     if k_flat.page_size == v_flat.page_size == 1:
-        k, v = k._replace(cache=k_flat), v._replace(cache=v_flat)
+        return k._replace(cache=k_flat), v._replace(cache=v_flat)
     return k, v
 
 

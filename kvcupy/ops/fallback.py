@@ -1,7 +1,8 @@
-"""Number formats as array expressions, for NumPy and CuPy alike.
+"""What the fallbacks of all operations share: number formats and faults in array code.
 
-What an operation runs where its kernel cannot be compiled. Slow, and bit for bit what the kernels
-give (`kernels_src/numeric.cuh`).
+A fallback is what an operation runs where its kernel cannot be compiled: the same work with NumPy
+or CuPy, slowly, and bit for bit what the kernels give (`kernels_src/numeric.cuh`). Each lies in the
+module of its family.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _encode_fp8(xp: Any, values: Any, name: str) -> Any:
     # The exponent of zero is 0 for frexp, and the least one here.
     exponent = xp.where(magnitude > 0, xp.maximum(xp.frexp(magnitude)[1] - 1, lowest), lowest)
     steps = xp.rint(xp.ldexp(magnitude, mantissa_bits - exponent)).astype(xp.int32)
-    # A carry out of the mantissa moves on into the exponent by itself.
+    # A carry out of the mantissa increments the exponent.
     code = ((exponent - lowest + 1) << mantissa_bits) + steps - (1 << mantissa_bits)
     code = xp.where(unknown, 0x7F, code) | (xp.signbit(values).astype(xp.int32) << 7)
     return code.astype(xp.uint8)
@@ -93,7 +94,7 @@ def dynamic_scale(values: Any, name: str) -> Any:
 def note_fault(device: Device, count: int, operation: int, position: Any, value: Any) -> None:
     """Note faults in the device's record, as `report_fault` of the kernels does.
 
-    The record is not read on the host, which would wait for all that the stream holds.
+    Array code too: reading the record on the host would wait for the stream.
     """
     record = device.fault_array()
     xp = module_of(record)

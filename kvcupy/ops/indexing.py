@@ -72,7 +72,7 @@ def slot_mapping(
         are not read
     seq_lens : int32 or int64 (B,), the appended tokens included
     append_lens : int32 or int64 (B,), how many of the last tokens are new
-    page_size : slots a page
+    page_size : slots per page
     out : int64 (T,), written in place; what the step does not need is filled with -1. None:
         allocated, as long as the step needs
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
@@ -87,8 +87,8 @@ def slot_mapping(
 
     Notes
     -----
-    A sequence longer than its row of the table is a fault (its tokens get -1), as are a negative
-    length, a negative append (it appends nothing) and one that `out` has no room for. Stream: one
+    Faults: a sequence longer than its row of the table (its tokens get -1), a negative length, a
+    negative append (it appends nothing), and one that does not fit into `out`. Stream: one
     kernel; without `out` the host waits for `append_lens`. Capture: legal with `out`.
 
     Examples
@@ -121,7 +121,7 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
     ----------
     block_table : int32 or int64 (B, max_pages)
     seq_lens : int32 or int64 (B,)
-    page_size : slots a page
+    page_size : slots per page
 
     Returns
     -------
@@ -186,7 +186,7 @@ def find_duplicate_slots(slot_mapping: Any) -> np.ndarray[Any, Any]:
 
     Returns
     -------
-    NumPy array of the same dtype. Which of two rows with one slot a store keeps is undefined.
+    NumPy array of the same dtype. Which of two rows with the same slot a store keeps is undefined.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""The page lists of a transfer: which page goes where, on the host and where kernels read them."""
+"""The page lists of a transfer, source and target, on the host and where kernels read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES = ("src_pages", "dst_pages")
 
 
 class Existing:
-    """Pairs of pages that exist: int64 arrays of the host."""
+    """The pairs whose pages exist: int64 arrays of the host."""
 
     def __init__(self, src: np.ndarray[Any, Any], dst: np.ndarray[Any, Any]) -> None:
         self.src, self.dst = src, dst
@@ -28,7 +28,7 @@ class Existing:
 
     @cached_property
     def runs(self) -> PageRuns:
-        """Neighbours on both sides, put together."""
+        """The pairs as runs of pages that are consecutive on both sides."""
         return page_runs(self.src, self.dst)
 
 
@@ -38,17 +38,17 @@ class PagePairs:
     Parameters
     ----------
     src_pages, dst_pages : int32 or int64 (N,), or sequences of ints
-    names : what errors call the two
+    names : of the two arguments, for errors
 
     Attributes
     ----------
     count : N
-    views : both lists described
-    src, dst : both as int64 (N,) arrays of the host, or None where a GPU has them
+    views : of both lists
+    src, dst : both as int64 (N,) arrays of the host, or None where they are in GPU memory
 
     Raises
     ------
-    TypeError, ValueError : a list is none of these, or they differ in length
+    TypeError, ValueError : a list is of another type, or they differ in length
     """
 
     def __init__(self, src_pages: Any, dst_pages: Any, names: tuple[str, str] = _NAMES) -> None:
@@ -63,11 +63,11 @@ class PagePairs:
         self._existing: dict[tuple[int, int], Existing] = {}
         self.methods: dict[object, str] = {}  # chosen for them, by what the choice depends on
 
-    def lists(self, device: Device, on: Stream) -> tuple[Lists, tuple[object, ...]]:
-        """Return the lists where kernels of `device` read them, and what keeps them there.
+    def lists(self, device: Device, stream: Stream) -> tuple[Lists, tuple[object, ...]]:
+        """Return the lists where kernels of `device` read them, and what keeps them alive.
 
-        Lists that kernels cannot reach are sent on `on`, once. All calls are for one device and one
-        stream.
+        Lists that kernels cannot reach are uploaded on `stream`, once. All calls are for one device
+        and one stream.
         """
         if self._lists is None:
             addresses = [device.address(v) for v in self.views]
@@ -78,10 +78,10 @@ class PagePairs:
             ]
             unreached = [i for i, address in enumerate(addresses) if address is None]
             if unreached:
-                sent = send([self.on_host(_NAMES[i]) for i in unreached], device, on)
-                kept = (*kept, sent)
+                uploaded = send([self.on_host(_NAMES[i]) for i in unreached], device, stream)
+                kept = (*kept, uploaded)
                 for row, i in enumerate(unreached):
-                    places[i] = (sent.pointer + row * sent.strides[0], 8, 8)
+                    places[i] = (uploaded.pointer + row * uploaded.strides[0], 8, 8)
             self._lists = Lists(self.count, *places), kept
         return self._lists
 
@@ -97,7 +97,7 @@ class PagePairs:
         return self._existing[key]
 
     def on_host(self, name: str) -> np.ndarray[Any, Any]:
-        """Return one list as host array; ValueError if only a GPU has it."""
+        """Return one list as an array of the host; ValueError if it is in GPU memory."""
         pages = self.src if name == _NAMES[0] else self.dst
         if pages is None:
             raise ValueError(
@@ -107,8 +107,8 @@ class PagePairs:
         return pages
 
 
-def send(lists: Sequence[np.ndarray[Any, Any]], device: Device, on: Stream) -> ArrayView:
-    """Send lists of the host to where kernels of `device` read them, in one copy on `on`.
+def send(lists: Sequence[np.ndarray[Any, Any]], device: Device, stream: Stream) -> ArrayView:
+    """Upload lists of the host to where kernels of `device` read them, in one copy on `stream`.
 
     Parameters
     ----------
@@ -116,24 +116,24 @@ def send(lists: Sequence[np.ndarray[Any, Any]], device: Device, on: Stream) -> A
 
     Returns
     -------
-    ArrayView : int64 (lists, N), whose memory is lent for as long as the view is held
+    ArrayView : int64 (lists, N), borrowed memory, returned when the view is dropped
     """
     shape = len(lists), len(lists[0])
     num_bytes = 8 * shape[0] * shape[1]
-    pinned = scratch.borrow(device, num_bytes, on, pinned=True)
+    pinned = scratch.borrow(device, num_bytes, stream, pinned=True)
     rows = array_at(pinned.owner, pinned.pointer, shape, np.dtype(np.int64))
     for row, values in zip(rows, lists, strict=True):
         row[...] = values
-    sent = scratch.borrow(device, num_bytes, on)
-    device.copy(sent, pinned, stream=on)
+    uploaded = scratch.borrow(device, num_bytes, stream)
+    device.copy(uploaded, pinned, stream=stream)
     return ArrayView(
-        sent.pointer, shape, contiguous_strides(shape, 8), "int64", sent.device,
-        library=sent.library, owner=sent.owner,
+        uploaded.pointer, shape, contiguous_strides(shape, 8), "int64", uploaded.device,
+        library=uploaded.library, owner=uploaded.owner,
     )  # fmt: skip
 
 
 def _as_array(pages: Any, name: str) -> Any:
-    """Return a sequence of ints as array; anything else as it is."""
+    """Return a sequence of ints as an array; anything else unchanged."""
     if not isinstance(pages, (list, tuple, range)):
         return pages
     for page in pages:

@@ -1,4 +1,4 @@
-"""Copy whole pages of a pool, an array, or every layer's arrays, onto other pages."""
+"""Copy whole pages of a pool, an array, or each layer's arrays, onto other pages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def specialisations() -> list[Specialisation]:
 
 
 def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None) -> None:
-    """Copy pages onto other pages of the same array, all bytes, in one launch an array.
+    """Copy pages onto other pages of the same array, all bytes, in one launch per array.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
 
     Notes
     -----
-    A page that is read and written in one call ends up undefined. Stream: one kernel an array, in
+    A page that is read and written in one call ends up undefined. Stream: one kernel per array, in
     order. Capture: legal. Bytes: each copied page is read once and written once.
     Source: vLLM `copy_blocks`.
 

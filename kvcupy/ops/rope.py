@@ -947,6 +947,8 @@ class RopePlan(Plan):
 
 def _rows_view(rows: Rows, num_tokens: int, whole: ArrayView) -> ArrayView:
     shape = (num_tokens, rows.num_heads, rows.width)
+    if whole.shape == shape:
+        return whole
     strides = (rows.token_bytes, rows.head_bytes, whole.itemsize)
     return ArrayView(whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner)
 

@@ -43,12 +43,12 @@ def rope_table(
 
     Parameters
     ----------
-    max_positions : rows of the table. "dynamic" and "longrope" take it for the context length
-    rotary_dim : elements of a head that turn; even
-    base : rope_theta. Left at 10000, it is that of `scaling`, if there is one
+    max_positions : rows of the table, which "dynamic" and "longrope" take as the context length
+    rotary_dim : elements of a head that are rotated; even
+    base : rope_theta. At its default of 10000, that of `scaling` is taken, if there is one
     scaling : `config.rope_parameters`, or `config.rope_scaling`, of Hugging Face: `rope_type` is
         one of default, linear, dynamic, llama3, yarn, longrope. The attention factor is folded in.
-        `partial_rotary_factor` is what rotary_dim has in it: `int(head_dim * factor)`
+        `partial_rotary_factor` is expected in rotary_dim: `int(head_dim * factor)`
     device : Device or its name; None: the default device
 
     Returns
@@ -63,7 +63,7 @@ def rope_table(
 
     Notes
     -----
-    Keys of `scaling` that its type does not know are ignored, with a warning in the log.
+    Keys of `scaling` that its type does not have are ignored, with a warning in the log.
     Source: huggingface/transformers `modeling_rope_utils.py`; yarn: arXiv 2309.00071.
 
     Examples
@@ -143,12 +143,12 @@ def _number(scaling: Config, key: str, default: float | None = None) -> float:
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        wanted = f"a number for {key!r}"
+        expected = f"a number for {key!r}"
         hint = ""
         if key == "original_max_position_embeddings" and value is None:
             hint = "; without one it is config.max_position_embeddings: add that"
         raise ValueError(
-            f"scaling: expected {wanted}, got {scaling.get(key)!r} in {dict(scaling)}{hint}"
+            f"scaling: expected {expected}, got {scaling.get(key)!r} in {dict(scaling)}{hint}"
         )
     return float(value)
 
@@ -177,20 +177,20 @@ def _llama3(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequ
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     trained = _number(scaling, "original_max_position_embeddings")
     frequencies = _powers(dim, base)
-    turns = trained * frequencies / (2 * math.pi)  # within the context that was trained
-    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    rotations = trained * frequencies / (2 * math.pi)  # within the context that was trained
+    kept = np.clip((rotations - low) / (high - low), 0.0, 1.0)
     return frequencies * (kept + (1 - kept) / factor), 1.0
 
 
 def _yarn(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
     """Interpolate slow pairs, keep fast ones, ramp between; sharpen attention."""
     trained = _number(scaling, "original_max_position_embeddings")
-    if "factor" in scaling and scaling["factor"] is None:  # as some configs say "from the lengths"
+    if "factor" in scaling and scaling["factor"] is None:  # in some configs: from lengths
         scaling = {**scaling, "factor": context / trained}
     factor = _number(scaling, "factor")
 
-    def pair_of(turns: float) -> float:
-        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+    def pair_of(rotations: float) -> float:
+        return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
     first = pair_of(_number(scaling, "beta_fast", 32.0) or 32.0)
     last = pair_of(_number(scaling, "beta_slow", 1.0) or 1.0)
@@ -218,7 +218,7 @@ def _yarn_attention(factor: float, scaling: Config) -> float:
 
 
 def _longrope(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
-    """Divide each pair's frequency by a factor of its own, of one list or the other."""
+    """Divide each pair's frequency by its own factor, of the short or of the long list."""
     trained = _number(scaling, "original_max_position_embeddings")
     factors = {
         key: _pair_factors(scaling, key, dim // 2) for key in ("short_factor", "long_factor")

@@ -103,15 +103,15 @@ WORDS = (16, 8, 4, 2, 1)  # bytes that a thread copies at a time
 
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that a store or a gather can ask for."""
-    found = [*copies(COPY), *copies(GATHER_COPY)]
+    needed = [*copies(COPY), *copies(GATHER_COPY)]
     for source in FORMATS.values():
         for target in FORMATS.values():
             for count in (PACK, 1) if source is not target else ():
-                found.append(CONVERT.specialise(source.ctype, target.ctype, count))
+                needed.append(CONVERT.specialise(source.ctype, target.ctype, count))
                 if target.quantised:
-                    found.append(DYNAMIC.specialise(source.ctype, target.ctype, count))
-                found.append(GATHER_CONVERT.specialise(source.ctype, target.ctype, count))
-    return found
+                    needed.append(DYNAMIC.specialise(source.ctype, target.ctype, count))
+                needed.append(GATHER_CONVERT.specialise(source.ctype, target.ctype, count))
+    return needed
 
 
 def copies(kernel: Kernel) -> list[Specialisation]:
@@ -149,8 +149,8 @@ def store_kv(
     k_scale, v_scale : dequantisation multipliers for quantised caches: None (1), a number, or
         float32 of one element or (H,)
     k_scale_cache, v_scale_cache : float32 (num_slots, H), written in place; each token and head
-        then gets its own scale, max(absmax, 1e-6) / limit. Absmax passes over NaN and takes an
-        infinity for the largest float32; rows already in the cache's format get the scale 1
+        then gets its own scale, max(absmax, 1e-6) / limit. Absmax ignores NaN and takes an infinity
+        as the largest float32; rows already in the cache's format get the scale 1
     skip_slot : a sink slot that is never written
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
@@ -419,7 +419,7 @@ class _CacheRowsPlan(Plan):
 
     @abc.abstractmethod
     def kernel_of(self, operand: KVOperand) -> Kernel:
-        """Return the kernel that an operand takes."""
+        """Return the kernel for an operand."""
 
     @abc.abstractmethod
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
@@ -505,7 +505,7 @@ class StorePlan(_CacheRowsPlan):
     """A store of K and V, or of the two parts of MLA."""
 
     def kernel_of(self, operand: KVOperand) -> Kernel:
-        """Return the kernel that an operand takes."""
+        """Return the kernel for an operand."""
         if operand.copies:
             return COPY
         return CONVERT if operand.scale_cache is None else DYNAMIC
@@ -531,7 +531,7 @@ class GatherPlan(_CacheRowsPlan):
     """A gather of K and V."""
 
     def kernel_of(self, operand: KVOperand) -> Kernel:
-        """Return the kernel that an operand takes."""
+        """Return the kernel for an operand."""
         return GATHER_COPY if operand.copies else GATHER_CONVERT
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:

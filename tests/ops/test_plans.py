@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 
 import numpy as np
 import pytest
-from every_call import CALLS, apply_rope, array, copy_pages, gather_kv, kv_caches, rope_store_kv
+from every_call import (
+    CALLS,
+    apply_rope,
+    array,
+    copy_pages,
+    gather_kv,
+    kv_caches,
+    rope_store_kv,
+    store_kv,
+)
 
 import kvcupy as kv
 from kvcupy.ops import call as op_call
@@ -285,6 +295,26 @@ def test_forget_drops_all(device, made):
         kv.copy_pages(**copy_pages(device))
         op_call.forget()
     assert made == ["copy_pages"] * 2
+
+
+# Time -----------------------------------------------------------------------------------------
+
+
+def test_a_warm_call_is_short(monkeypatch):
+    """In Python frames: a model makes dozens of calls a step, each at addresses seen before."""
+    monkeypatch.setattr(kv.config, "strict", False)
+    device = kv.device("host")
+    call = {name: value for name, value in store_kv(device).items() if "scale" not in name}
+    call["k_cache"], call["v_cache"] = (device.zeros((8, 2, w), np.float32) for w in (8, 6))
+    for _ in range(2):
+        kv.store_kv(**call)
+    frames = []
+    sys.setprofile(lambda frame, event, _: frames.append(frame) if event == "call" else None)
+    try:
+        kv.store_kv(**call)
+    finally:
+        sys.setprofile(None)
+    assert len(frames) <= 20, [frame.f_code.co_qualname for frame in frames]
 
 
 # Addresses ------------------------------------------------------------------------------------
