@@ -24,8 +24,6 @@ from rope_cases import ROUNDING, TINY, ulp
 
 import kvcupy as kv
 from kvcupy import reference
-from kvcupy.arrays import view
-from kvcupy.ops import call
 from kvcupy.ops.attention import LayerArrays, StepAttention, check_options
 
 FLOATS = ("fp32", "fp16", "bf16")
@@ -70,15 +68,10 @@ def attend(query, k_cache, v_cache, block_table, seq_lens, *, out=None, lse_out=
     arguments |= {"block_table": block_table, "seq_lens": seq_lens}
     options = {name: arguments.pop(name, default) for name, default in OPTIONS.items()}
     layer = LayerArrays(**{n: arguments.pop(n) for n in PER_LAYER if n in arguments})
-    if out is None:
-        rows = view(query, "query")
-        shape = (*rows.shape[:2], view(v_cache, "v_cache").shape[-1])
-        out = call.zeros(rows, shape, rows.format, stream)
-    StepAttention(**arguments).run(
+    return StepAttention(**arguments).run(
         layer, query, out, check_options(**options), lse_out=lse_out, stream=stream,
         sinks=None if isinstance(options["sinks"], int) else options["sinks"],
     )  # fmt: skip
-    return out
 
 
 def attention_errors(args, out, lse, out_fmt=None):

@@ -20,7 +20,6 @@ from .. import devices, faults, scratch
 from ..arrays import ArrayView, describe, probe_arguments, view
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from . import call as calls
 from . import checks, fallback
 from .attention_kernels import (
     ARRAYS,
@@ -33,7 +32,7 @@ from .attention_kernels import (
     num_tiles,
     starts_params,
 )
-from .call import Argument, Launch, Operation, Plan, Pointer, Views, to_allocate
+from .call import Argument, Launch, Operation, Plan, Pointer, Views, planned, to_allocate
 from .checks import KVNames, KVOperand
 from .merge import merge_launch
 
@@ -66,7 +65,7 @@ _PER_STEP = (
 )
 _ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP)
 
-# Arguments that `paged_attention` has not.
+# Arguments that `paged_attention` lacks.
 _ABSENT = dict.fromkeys(
     ("evicted_starts", "evicted_lens", "key_starts", "tree_lens", "tail_positions", "rope_table")
 )
@@ -194,7 +193,7 @@ def attend(
     lse_out: Any = None,
     stream: Any = None,
 ) -> Any:
-    """Attend as `paged_attention` does, with all arguments that `StepAttention` has besides."""
+    """Attend as `paged_attention` does, with the further arguments of `StepAttention`."""
     options = check_options(
         layout, sm_scale, causal, window, sinks, logits_soft_cap, interleaved, rotary_start
     )
@@ -224,7 +223,7 @@ class _Probed:
         except TypeError:
             for argument, array in zip(arguments, arrays, strict=True):
                 if checks.is_array(array):
-                    view(array, argument.name)  # raises for the one that is none, by its name
+                    view(array, argument.name)  # raises, naming what is not an array
             raise
         self.alignment = 0
         for argument, pointer in zip(arguments, self.pointers, strict=True):
@@ -310,34 +309,42 @@ class StepAttention(_Probed):
         lse_out: Any = None,
         sinks: Any = None,
         stream: Any = None,
-    ) -> None:
+    ) -> Any:
         """Attend in one layer.
 
         Parameters
         ----------
-        query, out, lse_out, stream : as in `paged_attention`; `out` must be there
+        query, out, lse_out, stream : as in `paged_attention`
         options : from `check_options`
         sinks : learned logits, or None; an int belongs to the options
+
+        Returns
+        -------
+        (T, Hq, Dv) : `out`, or an array of the query's library
 
         Raises
         ------
         As `paged_attention`; nothing was written
         """
-        arrays = query, out, lse_out, sinks, *layer.arrays, *self.arrays
+        arrays: tuple[Any, ...] = query, out, lse_out, sinks, *layer.arrays, *self.arrays
         try:
             pointers, signatures = probe_arguments((query, out, lse_out, sinks))
         except TypeError:
-            _prepare(arrays, options)  # raises by name
+            _prepare(arrays, options)  # raises, naming the argument
             raise
         query_address, out_address, _, _ = pointers
         alignment = query_address | out_address | layer.alignment | self.alignment
         pointers += layer.pointers + self.pointers
         signatures += layer.signatures + self.signatures
-        plan: AttentionPlan = calls.planned(
+        plan: AttentionPlan = planned(
             (_ATTENTION, (options,), alignment & 15, signatures),
             lambda: _prepare(arrays, options),
         )
+        if plan.allocated:
+            pointers, arrays = plan.allocate(pointers, arrays, stream)
+            _, out, *_ = arrays
         plan.run(pointers, arrays, stream)
+        return out
 
 
 def _prepare(arrays: tuple[Any, ...], options: AttentionOptions) -> AttentionPlan:
@@ -359,7 +366,7 @@ def check_options(
     interleaved: Any = False,
     rotary_start: Any = 0,
 ) -> AttentionOptions:
-    """Check the options of a call; `sinks` that are an array are left to the plan."""
+    """Check the options of a call; learned `sinks`, an array, are left to the plan."""
     if sinks is not None and checks.is_array(sinks):
         sinks = None
     arguments = layout, sm_scale, causal, window, sinks, logits_soft_cap, interleaved, rotary_start
@@ -554,7 +561,7 @@ def _check_tree_mask(arguments: dict[str, Any], num_tokens: int) -> None:
 
 
 def _check_counts(arguments: dict[str, Any], num_sequences: int) -> None:
-    """Check the arrays of `attend` that have one entry per sequence."""
+    """Check the arrays of `StepAttention` with one int32 per sequence."""
     for name in ("evicted_starts", "evicted_lens", "key_starts", "tree_lens"):
         counts = arguments.get(name)
         if counts is None:
@@ -750,7 +757,7 @@ class _Sequence:
 
 
 def _attend_sequences(device: Device, call: AttentionCall, views: Views) -> None:
-    """Attend with array expressions, one sequence after another.
+    """Attend with array code, one sequence after another.
 
     The host reads the lengths, so this cannot be captured.
     """
