@@ -122,7 +122,7 @@ def test_the_owner_lives_as_long_as_the_tensor(torch):
     thread.start()
     thread.join()
     assert sys.getrefcount(a) == before
-    capsule = kv.view_as(a, "bf16").__dlpack__()  # nobody consumes it
+    capsule = kv.view_as(a, "bf16").__dlpack__()  # never consumed
     assert sys.getrefcount(a) > before
     del capsule
     assert sys.getrefcount(a) == before

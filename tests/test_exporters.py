@@ -285,7 +285,7 @@ pointer_in = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
 
 @Destructor
 def destroy(capsule):
-    """Call the deleter of what nobody consumed, as DLPack asks of every producer."""
+    """Call the deleter of an unconsumed capsule, as DLPack requires of every producer."""
     for name, kind in ((b"dltensor", OldManaged), (b"dltensor_versioned", VersionedManaged)):
         if is_capsule(capsule, name):
             address = pointer_in(capsule, name)

@@ -137,7 +137,7 @@ def test_operations_have_numbers_of_their_own():
     assert first > 0
 
 
-def test_a_number_that_nobody_gave_is_an_unknown_operation(device):
+def test_an_unregistered_number_is_an_unknown_operation(device):
     device.fault_array()[...] = device.asarray(np.array([1, 10**6, 4, 5]))
     text = raised(device)
     assert "unknown operation" in text

@@ -1,4 +1,4 @@
-"""Buffers that are lent: nobody else has one while it is held, and then it comes back."""
+"""Lent buffers: each has one holder at a time, and is returned when it is dropped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pointers(*views):
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_buffer_comes_back_when_nobody_holds_it(fresh, pinned):
+def test_a_buffer_is_returned_when_its_last_reference_is_dropped(fresh, pinned):
     on = fresh.as_stream(None)
     first = scratch.borrow(fresh, 5000, on, pinned=pinned)
     second = scratch.borrow(fresh, 5000, on, pinned=pinned)

@@ -74,9 +74,9 @@ PROTOCOLS = [
 
 @pytest.mark.parametrize(("protocol", "order"), PROTOCOLS)
 def test_fork_and_join_order_streams(device, protocol, order):
-    for turn in range(3):
+    for repeat in range(3):
         right = protocol(device, order)
-        assert all(right), f"turn {turn}: right were {right}"
+        assert all(right), f"repeat {repeat}: right were {right}"
 
 
 @pytest.mark.parametrize(("protocol", "order"), PROTOCOLS)

@@ -214,7 +214,7 @@ class HostStream(ProcessLocal):
             failure = self._state.failure_in(self._state.epoch)
             all_done = self._state.finished == self._submitted
         if failure is not None:
-            raise surfaced(failure.error)
+            raise stream_failure(failure.error)
         return all_done
 
     @contextmanager
@@ -315,7 +315,7 @@ class Failure:
             if self.surfaced:
                 return
             self.state.epoch = self.epoch + 1
-        raise surfaced(self.error)
+        raise stream_failure(self.error)
 
 
 class Marker:
@@ -386,7 +386,7 @@ class HostEvent(ProcessLocal):
             raise CaptureError("an event recorded in a capture cannot be waited for by the host")
 
 
-def surfaced(error: BaseException) -> DeviceError:
+def stream_failure(error: BaseException) -> DeviceError:
     """Return the error that a synchronisation raises for a failure of a stream's work."""
     raised = DeviceError(f"work on a host stream failed: {error!r}")
     raised.__cause__ = error

@@ -35,7 +35,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def nowhere(tmp_path, monkeypatch):
-    """A cache directory that can never be made, whoever asks."""
+    """A cache directory that cannot be created, not even by root."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVCUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
 

@@ -55,7 +55,7 @@ ASKING = {
 
 @pytest.mark.parametrize("what", ASKING)
 def test_cuda_can_be_asked_while_a_function_runs(api, device, what):
-    """Whoever asks may keep the interpreter's lock, which the function needs to go on."""
+    """The query may hold the GIL, which the function needs."""
     stream, function = device.stream(), Half()
     device.run(lambda: None, device.stream(), (object(),))
     stream.call(function)
@@ -69,7 +69,7 @@ def test_cuda_can_be_asked_while_a_function_runs(api, device, what):
 
 
 def test_a_stream_may_be_full_while_it_waits_for_a_function(api, device):
-    """Whoever puts more work there waits for room, and the function for the interpreter's lock."""
+    """Putting more work there waits for room in the queue, and the function waits for the GIL."""
     stream, function = device.stream(), Half()
     stream.call(function)
     gpu = api.machine.in_background(stream.pointer)
@@ -245,7 +245,7 @@ def unregistered(api):
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_the_last_array_that_a_function_knows_is_released_by_somebody_else(
+def test_the_last_array_that_a_function_knows_is_released_by_another_thread(
     api, device, tmp_path, captured
 ):
     """Neither on a thread of the driver, where CUDA refuses it, nor on the one that calls."""

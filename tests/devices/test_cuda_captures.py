@@ -70,7 +70,7 @@ class Attention:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("warm", [False, True])
 def test_calls_in_one_captured_stream_share_a_workspace(api, device, lent, warm, mode):
-    """As in torch.cuda.graph: the first call may compile, load and allocate; nothing is spoilt."""
+    """As in torch.cuda.graph: the first call may compile, load and allocate inside the capture."""
     attend = Attention(device)
     if warm:
         attend(device.stream())
@@ -150,7 +150,7 @@ CALLS = [
 @pytest.mark.parametrize("other_thread", [False, True])
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_on_other_streams_leave_a_capture_whole(api, device, name, other_thread):
-    device.run(lambda: None, device.stream(), (object(),))  # for whoever reaps
+    device.run(lambda: None, device.stream(), (object(),))  # something to reap
     call, failures, kept = legal_calls(device)[name], [], []
 
     def work():

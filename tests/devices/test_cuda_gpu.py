@@ -204,7 +204,7 @@ def test_memory_in_flight_is_not_handed_out_again(device, cupy, load, delay):
 # --- Capture ---
 
 
-def test_a_graph_with_a_fork_replays_and_reads_its_arrays_anew(device, load):
+def test_a_graph_with_a_fork_replays_and_reads_its_arrays_again(device, load):
     source, out = device.asarray(np.ones(128, np.float32)), device.zeros(128, "fp32")
     middle, function = device.zeros(128, "fp32"), load("scale")
     main, other = device.stream(), device.stream()

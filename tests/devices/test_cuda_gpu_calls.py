@@ -69,7 +69,7 @@ POLLING = {
 
 
 @pytest.mark.parametrize("ask", POLLING)
-def test_functions_are_called_while_somebody_asks_cuda(ask):
+def test_functions_are_called_while_cuda_is_queried(ask):
     program = f"""
 import cupy
 pageable, seen = kv.arrays.view(np.zeros(8)), []
@@ -86,7 +86,7 @@ print("done")
 
 
 def test_more_may_be_put_on_a_stream_than_it_takes_while_a_function_runs():
-    """Whoever waits for room there must not keep the interpreter's lock."""
+    """A thread that waits for room in the queue must not hold the GIL."""
     program = """
 source, target = device.empty_pinned(64, "int8"), device.zeros(64, "int8")
 for _ in range(3):
@@ -120,13 +120,13 @@ print("done")
 def test_a_function_sees_what_was_before_and_is_seen_by_what_is_behind(device):
     source, middle, target = (device.empty_pinned(1 << 20, "int32") for _ in range(3))
     there, stream, wrong = device.zeros(1 << 20, "int32"), device.stream(), []
-    for turn in range(20):
-        source[:], middle[:], target[:] = turn, -1, -1
+    for repeat in range(20):
+        source[:], middle[:], target[:] = repeat, -1, -1
         device.copy(there, source, stream=stream)
         device.copy(middle, there, stream=stream)
 
-        def double(turn=turn):
-            wrong.extend(np.flatnonzero(middle != turn)[:1])
+        def double(repeat=repeat):
+            wrong.extend(np.flatnonzero(middle != repeat)[:1])
             np.multiply(middle, 2, out=middle)
 
         stream.call(double)
@@ -134,21 +134,21 @@ def test_a_function_sees_what_was_before_and_is_seen_by_what_is_behind(device):
         device.copy(target, there, stream=stream)
         stream.synchronize()
         assert not wrong
-        assert (target == 2 * turn).all()
+        assert (target == 2 * repeat).all()
 
 
 def test_functions_of_many_streams_and_of_replays(device):
     streams, seen, replays = [device.stream() for _ in range(20)], [], []
     with streams[0].capture() as graph:
         streams[0].call(lambda: replays.append(1))
-    for turn in range(30):
+    for repeat in range(30):
         for i, stream in enumerate(streams):
-            stream.call(lambda key=(turn, i): seen.append(key))
-        graph.launch(streams[turn % 20])
+            stream.call(lambda key=(repeat, i): seen.append(key))
+        graph.launch(streams[repeat % 20])
     device.synchronize()
-    assert sorted(seen) == [(turn, i) for turn in range(30) for i in range(20)]
+    assert sorted(seen) == [(repeat, i) for repeat in range(30) for i in range(20)]
     for i in range(20):
-        assert [turn for turn, other in seen if other == i] == list(range(30))
+        assert [repeat for repeat, other in seen if other == i] == list(range(30))
     assert len(replays) == 30
 
 
@@ -229,7 +229,7 @@ def test_functions_are_called_before_the_process_ends():
 
 
 def test_pinned_memory_is_one_for_processor_and_gpu_after_a_fork():
-    """The child lives on while the parent writes the pages anew."""
+    """The child lives on while the parent writes the pages again."""
     program = """
 for num_bytes in (100, 1 << 20):
     array, there = device.empty_pinned(num_bytes, "int8"), device.zeros(num_bytes, "int8")

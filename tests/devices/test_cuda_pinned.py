@@ -244,7 +244,7 @@ def test_where_the_system_has_no_pages_cuda_allocates(api, device, monkeypatch):
     assert is_pinned(device.empty_pinned(PAGE, "int8"))
 
 
-def test_nobody_having_memory_is_a_device_error(api, device, wishes):
+def test_exhausted_memory_is_a_device_error(api, device, wishes):
     def refuse(size, flags):
         api.runtime.check_status(2)
 

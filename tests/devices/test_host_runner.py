@@ -142,7 +142,7 @@ def test_long_grids_run_on_several_workers_with_shared_memory_of_their_own(devic
 
 
 def reverse(device, blocks=3, block=64):
-    """Turn blocks around; return what differs."""
+    """Reverse the values of each block; return the first difference."""
     values = np.arange(blocks * block, dtype=np.int32)
     got = np.full_like(values, -1)
     run(
@@ -629,10 +629,10 @@ def test_many_threads_load_and_launch_one_kernel_at_once(sources, tmp_path, monk
     want = values.reshape(-1, 64)[:, ::-1].ravel()
 
     def work(i):
-        for turn in range(20):
+        for repeat in range(20):
             got = np.zeros_like(values)
             run(devices[i % 2], barriers, 10, 64, in_=values, out=got)
-            assert_equal(got, want, f"thread {i}, turn {turn}")
+            assert_equal(got, want, f"thread {i}, repeat {repeat}")
 
     assert in_threads(8, work) == []
     assert len(compiled) == 1
@@ -644,15 +644,15 @@ def test_a_failure_is_raised_where_it_was_launched(device):
     device.load(trapping)
 
     def work(i):
-        for turn in range(30):
+        for repeat in range(30):
             out = np.zeros(128, np.int32)
-            fails = (i + turn) % 2 == 0
+            fails = (i + repeat) % 2 == 0
             try:
                 run(device, trapping, 2, 64, out=out, count=128, who=64 if fails else -1)
             except DeviceError:
-                assert fails, f"thread {i}, turn {turn} trapped"
+                assert fails, f"thread {i}, repeat {repeat} trapped"
             else:
-                assert not fails, f"thread {i}, turn {turn} did not trap"
-                assert_equal(out, np.full(128, 3), f"thread {i}, turn {turn}")
+                assert not fails, f"thread {i}, repeat {repeat} did not trap"
+                assert_equal(out, np.full(128, 3), f"thread {i}, repeat {repeat}")
 
     assert in_threads(6, work) == []

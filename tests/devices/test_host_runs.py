@@ -1,4 +1,4 @@
-"""Copies of runs on the host device, what its events tell of failures, and what it calls itself."""
+"""Copies of runs on the host device, failures as its events report them, and its model name."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_an_event_knows_the_failure_before_it_though_it_surfaced(device):
 
 
 def test_work_that_was_skipped_behind_a_failure_is_told_of_too(device):
-    """Two transfers of one stream: whoever waits for the second learns that it never happened."""
+    """Two transfers of one stream: waiting for the second reveals that it never happened."""
     pieces, stream = Pieces(), device.stream()
     gate = Gate(stream)
     stream.call(fail)

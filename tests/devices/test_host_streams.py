@@ -259,7 +259,7 @@ WAYS = pytest.mark.parametrize("wait", [by_stream, by_event, by_device, by_no_st
 @WAYS
 def test_a_failure_surfaces_once_and_the_stream_goes_on(device, wait):
     stream, seen = device.stream(), []
-    for turn in range(3):
+    for repeat in range(3):
         before = stream.record()
         stream.call(fail)
         stream.call(lambda: seen.append("between"))
@@ -267,7 +267,7 @@ def test_a_failure_surfaces_once_and_the_stream_goes_on(device, wait):
         with pytest.raises(DeviceError, match="no such luck") as error:
             wait(device, stream, event)
         assert isinstance(error.value.__cause__, OSError)
-        stream.call(lambda turn=turn: seen.append(turn))
+        stream.call(lambda repeat=repeat: seen.append(repeat))
         for other in (before, event, stream, device):
             other.synchronize()
         assert stream.done()
@@ -619,8 +619,8 @@ def test_replays_of_one_graph_do_not_overlap(device, where):
         main.call(lambda: count("main"))
         main.wait(side)
     streams = [main, main] if where == "one stream" else [device.stream(), device.stream()]
-    for turn in range(20):
-        graph.launch(streams[turn % 2])
+    for repeat in range(20):
+        graph.launch(streams[repeat % 2])
     device.synchronize()
     assert counter == {"main": 20, "side": 20}
 
@@ -700,7 +700,7 @@ def test_a_failure_in_a_graph(device, where):
         (main if where == "main" else side).call(maybe_fail)
         main.wait(side)
         main.call(lambda: seen.append(1))
-    for turn in range(2):
+    for repeat in range(2):
         broken[0] = True
         graph.launch(main)
         with pytest.raises(DeviceError, match="luck"):
@@ -708,7 +708,7 @@ def test_a_failure_in_a_graph(device, where):
         broken[0] = False
         graph.launch(main)
         main.synchronize()
-        assert seen == [1] * (turn + 1)
+        assert seen == [1] * (repeat + 1)
 
 
 # What a capture forbids --------------------------------------------------------------------------

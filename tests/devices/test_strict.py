@@ -192,7 +192,7 @@ STATIC = pytest.mark.parametrize("static", ["false", "true"], ids=["dynamic", "s
 
 
 @STATIC
-def test_bytes_that_nobody_has_written(run, static):
+def test_bytes_that_were_never_written(run, static):
     run("reads_unwritten", static, threads=64, grid=3, smem=64)
     text = run.refused("reads_unwritten", static, threads=64, smem=64, who=20)
     assert thread_of(text) == 19
@@ -323,7 +323,7 @@ def test_limits_of_every_architecture(run, grid, threads):
 
 
 @pytest.mark.parametrize("barriers", [False, True], ids=["plain", "fibers"])
-def test_threads_and_blocks_come_in_an_order_drawn_anew(run, barriers):
+def test_threads_and_blocks_come_in_an_order_drawn_for_each_launch(run, barriers):
     run.device.num_workers = 1
 
     def order():

@@ -2,7 +2,7 @@
 
 Device memory is host memory. Work is done when it is issued, except behind `busy`: then events and
 streams answer "not ready". `FakeApi(late=True)` is the stricter one: work waits in its stream until
-somebody waits for it (or `machine.progress`), captured work runs when its graph is launched, arrays
+it is waited for (or `machine.progress`), captured work runs when its graph is launched, arrays
 come from a stream-ordered pool like CuPy's, and host functions run on a thread that holds the
 driver's lock. Both keep the rules of captures, modes, current devices and handles.
 """
@@ -107,7 +107,7 @@ class FakeApi(cuda_api.CudaApi):
                 def launch(stream):
                     where = machine.stream(stream.ptr)
                     if where in runtime.capturing:
-                        runtime.capturing[where].spoilt = True
+                        runtime.capturing[where].invalidated = True
                         raise CudaError(UNSUPPORTED)
                     machine.require_safe()  # what it needs is put on the GPU at first
                     graph.launched.append(stream.ptr)
@@ -188,7 +188,7 @@ class FakeApi(cuda_api.CudaApi):
         return find_batch(self.runtime.driver_version, self.library)
 
     def install(self, monkeypatch):
-        """Let whoever asks for CuPy find these fakes, if their arrays are arrays of their own."""
+        """Let `import cupy` find these fakes, if they have an array type of their own."""
         if self.machine.late:
             modules = SimpleNamespace(**vars(self.cupy))
             modules.cuda.PinnedMemoryPointer = type("PinnedMemoryPointer", (), {})
@@ -208,7 +208,7 @@ def busy(api, stream):
 @contextmanager
 def captured_by_another(api, stream=None, mode=GLOBAL):
     """Capture a stream, as torch captures: its own stream, in the global mode. Ends in an error if
-    anything has spoilt the capture."""
+    anything has invalidated the capture."""
     theirs = api.cupy.cuda.Stream(non_blocking=True) if stream is None else stream
     theirs.begin_capture(mode)
     yield theirs

@@ -72,7 +72,7 @@ class LibCuda(BatchDriver):
         capture = self._machine.capturing.get(where)
         if capture is None:
             status._obj.value = _NONE
-        elif capture.spoilt:
+        elif capture.invalidated:
             status._obj.value = _INVALIDATED
         else:
             status._obj.value = _ACTIVE

@@ -45,7 +45,7 @@ class Capture:
         self.thread = threading.get_ident()
         self.streams = {origin}
         self.joined = {origin}
-        self.spoilt = False
+        self.invalidated = False
         self.nodes = []
 
 
@@ -146,10 +146,10 @@ class Machine:
     def require_usable(self, stream):
         """Raise if work on the stream would be refused, and spoil what CUDA then spoils."""
         capture = self.capturing.get(stream)
-        if capture is not None and capture.spoilt:
+        if capture is not None and capture.invalidated:
             raise CudaError(INVALIDATED)
         for other in self.implicit_captures(stream):
-            other.spoilt = True
+            other.invalidated = True
             raise CudaError(IMPLICIT)
 
     def implicit_captures(self, stream):
@@ -270,13 +270,13 @@ class Machine:
         if capture is None:
             raise CudaError(UNSUPPORTED)
         if capture.origin != stream:
-            capture.spoilt = True
+            capture.invalidated = True
             raise CudaError(UNMATCHED)
         if capture.mode != RELAXED and capture.thread != threading.get_ident():
             raise CudaError(WRONG_THREAD)
         for member in capture.streams:
             del self.capturing[member]
-        if capture.spoilt:
+        if capture.invalidated:
             raise CudaError(INVALIDATED)
         if capture.streams != capture.joined:
             raise CudaError(UNJOINED)
@@ -291,7 +291,7 @@ class Machine:
         """Return the status of a call that is potentially unsafe during captures.
 
         Which captures prohibit it depends on this thread's mode (cudaThreadExchangeStreamCapture-
-        Mode in the runtime's documentation); those that do are spoilt.
+        Mode in the runtime's documentation); those that do are invalidated.
         """
         if self.thread.mode == RELAXED:
             return 0
@@ -303,7 +303,7 @@ class Machine:
             or (self.thread.mode == GLOBAL and capture.thread != here and capture.mode == GLOBAL)
         ]
         for capture in prohibiting:
-            capture.spoilt = True
+            capture.invalidated = True
         return UNSUPPORTED if prohibiting else 0
 
     def require_safe(self):
@@ -311,12 +311,12 @@ class Machine:
             raise CudaError(status)
 
     def spoil(self, stream):
-        """Return the status of asking for, or waiting for, a stream; a captured one is spoilt."""
+        """Return the status of a query of, or wait for, a stream; that invalidates its capture."""
         if stream in self.capturing:
-            self.capturing[stream].spoilt = True
+            self.capturing[stream].invalidated = True
             return UNSUPPORTED
         for capture in self.implicit_captures(stream):
-            capture.spoilt = True
+            capture.invalidated = True
             return IMPLICIT
         return self.unsafe()
 
@@ -326,17 +326,17 @@ class Machine:
         if there and there not in self.capturing.values():
             raise CudaError(CAPTURED_EVENT)
         if there and here and there is not here:
-            there.spoilt = here.spoilt = True
+            there.invalidated = here.invalidated = True
             raise CudaError(MERGE)
         if there:
-            if there.spoilt:
+            if there.invalidated:
                 raise CudaError(INVALIDATED)
             there.streams.add(stream)
             self.capturing[stream] = there
             if stream == there.origin:
                 there.joined.add(event.stream)
         elif here:
-            here.spoilt = True
+            here.invalidated = True
             raise CudaError(ISOLATION)
         elif event.work is not None:
             self.submit(stream, lambda: None, [event.work])

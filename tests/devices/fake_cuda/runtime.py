@@ -102,7 +102,7 @@ class Runtime:
     def deviceSynchronize(self):
         self._machine.enter()
         for capture in self.capturing.values():
-            capture.spoilt = True
+            capture.invalidated = True
         self.check_status(UNSUPPORTED if self.capturing else self.fault)
         self.held.clear()
         self._machine.progress_device()
@@ -136,7 +136,7 @@ class Runtime:
         if self.fault:
             return self.fault
         if known.capture:
-            known.capture.spoilt = True
+            known.capture.invalidated = True
             return CAPTURED_EVENT
         if status := self._machine.unsafe():
             return status
@@ -191,7 +191,7 @@ class Runtime:
         if self._machine.implicit_captures(where):  # which are none the worse for being asked for
             raise CudaError(906)
         capture = self.capturing.get(where)
-        if capture and capture.spoilt:
+        if capture and capture.invalidated:
             raise RuntimeError("an error has invalidated the capture sequence")
         return capture is not None
 
