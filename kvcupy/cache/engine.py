@@ -302,9 +302,10 @@ class Transfer(ProcessLocal):
 
     def done(self) -> bool:
         """Return whether the transfer is done; DeviceError if it has failed."""
-        batch = self._sent()
+        batch = self._batch
         if batch is None:
             return True
+        batch.send()
         over = batch.done()
         if over:
             batch.join()
@@ -313,8 +314,9 @@ class Transfer(ProcessLocal):
 
     def synchronize(self) -> None:
         """Wait until the transfer is done; DeviceError if it failed, once no page is touched."""
-        batch = self._sent()
+        batch = self._batch
         if batch is not None:
+            batch.send()
             batch.join()
             batch.raise_failure(self.number)
 
@@ -334,15 +336,8 @@ class Transfer(ProcessLocal):
 
     def _wait(self, stream: Any, layer: int | None) -> None:
         waiting = waiting_stream(self._engine.device, stream, "a transfer")
-        batch = self._sent()
-        if batch is not None:
-            batch.block(waiting, layer, self.number)
-
-    def _sent(self) -> Batch | None:
-        """Send the queued calls out if this is one of them; return its batch."""
-        if self._batch is not None and not self._batch.issued:
-            self._engine.send()
-        return self._batch
+        if self._batch is not None:
+            self._batch.block(waiting, layer, self.number)
 
 
 # --- Batches and queues ---
@@ -386,6 +381,11 @@ class Batch:
     def failure(self) -> DeviceError | None:
         return self.failure_of(None)
 
+    def send(self) -> None:
+        """Send it out, with all queued calls, if that has not been done."""
+        if not self.issued and (engine := self._engine()) is not None:
+            engine.send()
+
     def done(self) -> bool:
         """Return whether no page is touched any more; queued calls go out first."""
         if self._joined:
@@ -408,8 +408,7 @@ class Batch:
 
     def synchronize(self) -> None:
         """Wait until no page is touched any more; queued calls go out first."""
-        if not self.issued and (engine := self._engine()) is not None:
-            engine.send()
+        self.send()
         if self.issued:
             self.join()
 
@@ -421,6 +420,7 @@ class Batch:
 
     def block(self, stream: Stream, layer: int | None, number: int | None = None) -> None:
         """Let a stream wait for one layer, or for all; DeviceError names one call, or all."""
+        self.send()
         if self.cause is None:
             if self.end is None:
                 raise DeviceError(f"{self.name()}: waited for while it is being issued")
@@ -468,10 +468,6 @@ class Batch:
         """Note why the batch failed; the first cause stays."""
         if self.cause is None:
             self.layer, self.cause = layer, cause
-
-    def release(self) -> None:
-        """Drop what only an unfinished batch needs."""
-        self.device_pages, self.host_pages, self.after_events = [], [], []
 
     def name(self, number: int | None = None) -> str:
         """Name one call, or all: `load 7: 12 pages`."""
@@ -622,7 +618,7 @@ class TransferQueue:
                 continue
             if self._own:
                 batch.join()
-            batch.release()
+            batch.device_pages, batch.host_pages = [], []
             self._in_flight.remove(batch)
 
     def _touches(self, earlier: Batch) -> bool:
