@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import CaptureError, DeviceError
-from ..ops import checks, transfer
+from ..ops import transfer
 from ..pickling import ProcessLocal
 from .completion import named_stream, waiting_stream
 
@@ -163,14 +163,6 @@ class TransferEngine(ProcessLocal):
                 batches.append(queue.send(other))
         return batches
 
-    def layer_number(self, layer: Any) -> int:
-        """Return the number of a layer as an int, once it is checked."""
-        checks.require_int(layer, "layer")
-        if not 0 <= layer < self.device_pool.num_layers:
-            most = self.device_pool.num_layers - 1
-            raise ValueError(f"layer: expected 0 to {most}, got {layer}")
-        return int(layer)
-
     @property
     def notifying(self) -> bool:
         """Whether a call is being announced to an allocator. What that polls meanwhile was not
@@ -294,7 +286,7 @@ class Transfer(ProcessLocal):
         CaptureError : the stream is being captured; a transfer is outside of every capture
         DeviceError : the transfer has failed
         """
-        self._wait(stream, self._engine.layer_number(layer))
+        self._wait(stream, self._engine.device_pool.layer_number(layer))
 
     def wait(self, stream: Any = None) -> None:
         """Let later work of a compute stream wait for all of it; otherwise like `wait_layer`."""
