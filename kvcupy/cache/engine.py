@@ -294,10 +294,9 @@ class Transfer(ProcessLocal):
 
     def done(self) -> bool:
         """Return whether the transfer is done; DeviceError if it has failed."""
-        batch = self._batch
+        batch = self._sent()
         if batch is None:
             return True
-        batch.send()
         over = batch.done()
         if over:
             batch.join()
@@ -306,9 +305,8 @@ class Transfer(ProcessLocal):
 
     def synchronize(self) -> None:
         """Wait until the transfer is done; DeviceError if it failed, once no page is touched."""
-        batch = self._batch
+        batch = self._sent()
         if batch is not None:
-            batch.send()
             batch.join()
             batch.raise_failure(self.number)
 
@@ -330,6 +328,12 @@ class Transfer(ProcessLocal):
         waiting = waiting_stream(self._engine.device, stream, "a transfer")
         if self._batch is not None:
             self._batch.block(waiting, layer, self.number)
+
+    def _sent(self) -> Batch | None:
+        """Send the queued calls out if this is one of them; return its batch."""
+        if self._batch is not None:
+            self._batch.send()
+        return self._batch
 
 
 # --- Batches and queues ---
