@@ -1,1 +1,1 @@
-"""Pages of KV cache: the pools that hold them, and who has which."""
+"""Pages of KV cache: pools, their allocators, and transfers between them."""

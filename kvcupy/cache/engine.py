@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import CaptureError, DeviceError
-from ..ops import checks, transfer
+from ..ops import transfer
 from ..pickling import ProcessLocal
 from .completion import named_stream, waiting_stream
 
@@ -163,14 +163,6 @@ class TransferEngine(ProcessLocal):
                 batches.append(queue.send(other))
         return batches
 
-    def layer_number(self, layer: Any) -> int:
-        """Return the number of a layer as an int, once it is checked."""
-        checks.require_int(layer, "layer")
-        if not 0 <= layer < self.device_pool.num_layers:
-            most = self.device_pool.num_layers - 1
-            raise ValueError(f"layer: expected 0 to {most}, got {layer}")
-        return int(layer)
-
     @property
     def notifying(self) -> bool:
         """Whether a call is being announced to an allocator. What that polls meanwhile was not
@@ -294,7 +286,7 @@ class Transfer(ProcessLocal):
         CaptureError : the stream is being captured; a transfer is outside of every capture
         DeviceError : the transfer has failed
         """
-        self._wait(stream, self._engine.layer_number(layer))
+        self._wait(stream, self._engine.device_pool.layer_number(layer))
 
     def wait(self, stream: Any = None) -> None:
         """Let later work of a compute stream wait for all of it; otherwise like `wait_layer`."""
@@ -334,14 +326,13 @@ class Transfer(ProcessLocal):
 
     def _wait(self, stream: Any, layer: int | None) -> None:
         waiting = waiting_stream(self._engine.device, stream, "a transfer")
-        batch = self._sent()
-        if batch is not None:
-            batch.block(waiting, layer, self.number)
+        if self._batch is not None:
+            self._batch.block(waiting, layer, self.number)
 
     def _sent(self) -> Batch | None:
         """Send the queued calls out if this is one of them; return its batch."""
-        if self._batch is not None and not self._batch.issued:
-            self._engine.send()
+        if self._batch is not None:
+            self._batch.send()
         return self._batch
 
 
@@ -386,6 +377,11 @@ class Batch:
     def failure(self) -> DeviceError | None:
         return self.failure_of(None)
 
+    def send(self) -> None:
+        """Send it out, with all queued calls, if that has not been done."""
+        if not self.issued and (engine := self._engine()) is not None:
+            engine.send()
+
     def done(self) -> bool:
         """Return whether no page is touched any more; queued calls go out first."""
         if self._joined:
@@ -408,8 +404,7 @@ class Batch:
 
     def synchronize(self) -> None:
         """Wait until no page is touched any more; queued calls go out first."""
-        if not self.issued and (engine := self._engine()) is not None:
-            engine.send()
+        self.send()
         if self.issued:
             self.join()
 
@@ -421,6 +416,7 @@ class Batch:
 
     def block(self, stream: Stream, layer: int | None, number: int | None = None) -> None:
         """Let a stream wait for one layer, or for all; DeviceError names one call, or all."""
+        self.send()
         if self.cause is None:
             if self.end is None:
                 raise DeviceError(f"{self.name()}: waited for while it is being issued")
@@ -468,10 +464,6 @@ class Batch:
         """Note why the batch failed; the first cause stays."""
         if self.cause is None:
             self.layer, self.cause = layer, cause
-
-    def release(self) -> None:
-        """Drop what only an unfinished batch needs."""
-        self.device_pages, self.host_pages, self.after_events = [], [], []
 
     def name(self, number: int | None = None) -> str:
         """Name one call, or all: `load 7: 12 pages`."""
@@ -622,7 +614,7 @@ class TransferQueue:
                 continue
             if self._own:
                 batch.join()
-            batch.release()
+            batch.device_pages, batch.host_pages = [], []
             self._in_flight.remove(batch)
 
     def _touches(self, earlier: Batch) -> bool:

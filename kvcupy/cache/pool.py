@@ -127,7 +127,7 @@ class Pool(ProcessLocal, abc.ABC):
     def views(self, layer: int) -> tuple[ArrayView, ...]:
         """Return K and V, or the latent, of a layer as ArrayViews (num_pages, page_size, heads,
         width)."""
-        return self._views[self._layer(layer)]
+        return self._views[self.layer_number(layer)]
 
     def note_written(self, layers: Iterable[int] | None = None) -> None:
         """Tell autograd that layers, or all, were written, if they are torch tensors."""
@@ -137,11 +137,11 @@ class Pool(ProcessLocal, abc.ABC):
 
     def k(self, layer: int) -> Any:
         """Return K of one layer as a view, (num_pages, page_size, heads, head_dim)."""
-        return self._layers[0][self._layer(layer)]
+        return self._layers[0][self.layer_number(layer)]
 
     def v(self, layer: int) -> Any:
         """Return V of one layer as a view, (num_pages, page_size, heads, v_head_dim)."""
-        return self._layers[-1][self._layer(layer)]
+        return self._layers[-1][self.layer_number(layer)]
 
     def torch_k(self, layer: int) -> Any:
         """Return K of one layer, shaped as by `k`, as a torch tensor without a copy.
@@ -155,11 +155,11 @@ class Pool(ProcessLocal, abc.ABC):
         ImportError : torch is missing
         TypeError : the call is under a FakeTensorMode
         """
-        return self._torch(0, self._layer(layer))
+        return self._torch(0, self.layer_number(layer))
 
     def torch_v(self, layer: int) -> Any:
         """Return V of one layer, shaped as by `v`, as `torch_k` does K."""
-        return self._torch(len(self._layers) - 1, self._layer(layer))
+        return self._torch(len(self._layers) - 1, self.layer_number(layer))
 
     def _torch(self, part: int, layer: int) -> Any:
         tensor = self._torch_views.get((part, layer))
@@ -177,12 +177,12 @@ class Pool(ProcessLocal, abc.ABC):
 
         It goes to operations as `k_scale_cache`. None for a pool without scales.
         """
-        layer = self._layer(layer)
+        layer = self.layer_number(layer)
         return self._scales[0][layer] if self._scales else None
 
     def v_scale(self, layer: int) -> Any:
         """Return the scales of V of one layer, as `k_scale` does those of K."""
-        layer = self._layer(layer)
+        layer = self.layer_number(layer)
         return self._scales[-1][layer] if self._scales else None
 
     # --- Wrapping existing memory ---
@@ -303,7 +303,8 @@ class Pool(ProcessLocal, abc.ABC):
             return stored.reshape(self.num_layers, slots, self.num_kv_heads)[layer]
         return stored.reshape(slots, self.num_layers, self.num_kv_heads)[:, layer]
 
-    def _layer(self, layer: Any) -> int:
+    def layer_number(self, layer: Any) -> int:
+        """Return an argument `layer` as an int; TypeError or ValueError if it is out of range."""
         checks.require_int(layer, "layer")
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer: expected 0 to {self.num_layers - 1}, got {layer}")

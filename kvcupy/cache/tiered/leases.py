@@ -90,7 +90,7 @@ class Lease(ProcessLocal):
         DeviceError : a transfer that brings blocks has failed, now or earlier. The cache has
             forgotten those blocks on the device; the lease keeps the pages until it is released
         """
-        layer = self._shared.engine.layer_number(layer)
+        layer = self._shared.engine.device_pool.layer_number(layer)
         self.completion.wait_layer(layer, self._waiting(stream))
 
     def wait(self, stream: Any = None) -> None:
