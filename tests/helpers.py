@@ -43,6 +43,19 @@ POISON_SLOT = 2147480000
 
 Cut = Callable[[Any], Any]
 
+full = False
+"""Whether ``pytest --full`` runs; conftest.py says so before tests are imported."""
+
+
+def full_only(*values: Any) -> Any:
+    """Return a case of `pytest.mark.parametrize` that only ``--full`` runs."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+def examples(count: int) -> int:
+    """How many examples of a property to draw: `count` with ``--full``, a quarter without."""
+    return count if full else count // 4
+
 
 def cache_shape(layout: str, pages: int, size: int, heads: int, width: int) -> tuple[int, ...]:
     """The base shape of a cache: paged in either layout, by slots, or of two dimensions."""
