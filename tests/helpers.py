@@ -142,20 +142,12 @@ class KernelSources:
         shutil.copy(Path(__file__).parent / "kernels" / name, self.folder / name)
 
     def replace(self, name: str, old: str, new: str, count: int = 1) -> None:
-        """Replace text that must occur exactly `count` times."""
+        """Replace text that must occur exactly `count` times, with whatever white space."""
         path = self.folder / name
-        text = path.read_text()
-        assert text.count(old) == count, f"{name} has {text.count(old)} of {old!r}, not {count}"
-        path.write_text(text.replace(old, new))
-
-    def replace_everywhere(self, old: str, new: str) -> None:
-        """Replace text wherever it occurs in the kernels; somewhere it must."""
-        found = 0
-        for path in sorted(self.folder.glob("*.cu*")):
-            text = path.read_text()
-            found += text.count(old)
-            path.write_text(text.replace(old, new))
-        assert found, f"no kernel has {old!r}"
+        pattern = r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", old)))
+        text, found = re.subn(pattern, lambda _: new, path.read_text())
+        assert found == count, f"{name} has {found} of {old!r}, not {count}"
+        path.write_text(text)
 
     def device(self) -> Any:
         """Make a host device, and let the operations of kvcupy use it until the test ends.
