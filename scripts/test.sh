@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs the tests:
-#     scripts/test.sh [--torch] [arguments of pytest]
-# --torch: with torch, which some tests need, installed. It works in the active virtual environment,
-# else in .venv, and installs only what is missing.
+# Runs the tests, in as many processes as there are CPUs:
+#     scripts/test.sh [--torch] [--full] [-n 0] [arguments of pytest]
+# --torch: with torch, which some tests need, installed. --full: every case of every test, not just
+# a telling one of each kind. -n 0: in one process, as a debugger needs it. It works in the active
+# virtual environment, else in .venv, and installs only what is missing.
 set -euo pipefail
 
 # shellcheck source=scripts/env.sh
@@ -17,4 +18,5 @@ done
 choose_python "${task[@]}"
 provide "${task[@]}"
 cd "$root"
+export PYTEST_ADDOPTS="-n auto --dist worksteal ${PYTEST_ADDOPTS:-}"
 exec "$python" -m pytest ${arguments[@]+"${arguments[@]}"}

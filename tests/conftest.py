@@ -3,21 +3,28 @@
 The host device is strict (`kv.config.strict`) unless ``--no-strict`` is given: what a GPU would
 punish fails a test. Orders of threads and blocks are drawn from ``--strict-seed`` and the name of
 the test; the header shows the seed of a run.
+
+What is exhaustive rather than telling runs with ``--full``: all cases of a test that is marked
+``covering``, those of `helpers.full_only`, and as many examples as `helpers.examples` is asked for.
 """
 
 from __future__ import annotations
 
+import gc
 import secrets
 import shutil
 import zlib
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 
+import helpers
 import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="host", help="the kvcupy device that the tests run on")
+    parser.addoption("--full", action="store_true", help="run every case of every test")
     parser.addoption("--no-strict", action="store_true", help="let the host device be lenient")
     parser.addoption("--strict-seed", type=int, help="repeat the orders of threads of a run")
 
@@ -25,6 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.strict_seed is None:  # drawn before xdist starts workers, who get it too
         config.option.strict_seed = secrets.randbits(32)
+    helpers.full = config.option.full
+    config.addinivalue_line(
+        "markers",
+        "covering(count): without --full, run few of its cases, in which each combination of values"
+        " of `count` parameters (1 unless told) still occurs",
+    )
+    config.addinivalue_line("markers", "full: runs with --full only")
     config.addinivalue_line("markers", "gpu: needs a real GPU; skipped where there is none")
     config.addinivalue_line("markers", "slow: takes long, or much memory")
 
@@ -60,7 +74,11 @@ def lenient_host(strict_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv.config, "_strict", False)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.full:
+        left_out = set(exhaustive(items))
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not for_gpu:
         return
@@ -69,6 +87,50 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if kv.default_device().kind != "cuda":
         for item in for_gpu:
             item.add_marker(pytest.mark.skip(reason="no usable GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what the suite itself consists of.
+
+    Tests that look for what is kept collect often, and walked through every test each time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def identity(value: object) -> object:
+    """Return what two values have in common if and only if they are the same."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value
+
+
+def exhaustive(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases that only ``--full`` runs.
+
+    A case of a test marked ``covering`` that was asked for by its own name is not among them, for
+    it is then the only one.
+    """
+    cases: dict[str, list[tuple[pytest.Item, set[object]]]] = {}
+    for item in items:
+        marker, call = item.get_closest_marker("covering"), getattr(item, "callspec", None)
+        if marker is None or call is None:
+            continue
+        count = marker.args[0] if marker.args else 1
+        values = [(name, identity(value)) for name, value in call.params.items()]
+        combined = set(combinations(values, min(count, len(values))))
+        cases.setdefault(item.nodeid.partition("[")[0], []).append((item, combined))
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    for remaining in cases.values():
+        uncovered = set().union(*(combined for _, combined in remaining))
+        while uncovered:
+            case = max(remaining, key=lambda case: len(case[1] & uncovered))  # the first of equals
+            uncovered -= case[1]
+            remaining.remove(case)
+        left_out += [item for item, _ in remaining]
+    return left_out
 
 
 @pytest.fixture(scope="session")

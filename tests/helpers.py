@@ -43,6 +43,19 @@ POISON_SLOT = 2147480000
 
 Cut = Callable[[Any], Any]
 
+full = False
+"""Whether ``pytest --full`` runs; conftest.py says so before tests are imported."""
+
+
+def full_only(*values: Any) -> Any:
+    """Return a case of `pytest.mark.parametrize` that only ``--full`` runs."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
+def examples(count: int) -> int:
+    """How many examples of a property to draw: `count` with ``--full``, a quarter without."""
+    return count if full else count // 4
+
 
 def cache_shape(layout: str, pages: int, size: int, heads: int, width: int) -> tuple[int, ...]:
     """The base shape of a cache: paged in either layout, by slots, or of two dimensions."""
@@ -129,20 +142,12 @@ class KernelSources:
         shutil.copy(Path(__file__).parent / "kernels" / name, self.folder / name)
 
     def replace(self, name: str, old: str, new: str, count: int = 1) -> None:
-        """Replace text that must occur exactly `count` times."""
+        """Replace text that must occur exactly `count` times, with whatever white space."""
         path = self.folder / name
-        text = path.read_text()
-        assert text.count(old) == count, f"{name} has {text.count(old)} of {old!r}, not {count}"
-        path.write_text(text.replace(old, new))
-
-    def replace_everywhere(self, old: str, new: str) -> None:
-        """Replace text wherever it occurs in the kernels; somewhere it must."""
-        found = 0
-        for path in sorted(self.folder.glob("*.cu*")):
-            text = path.read_text()
-            found += text.count(old)
-            path.write_text(text.replace(old, new))
-        assert found, f"no kernel has {old!r}"
+        pattern = r"\s*".join(map(re.escape, re.findall(r"\w+|[^\w\s]", old)))
+        text, found = re.subn(pattern, lambda _: new, path.read_text())
+        assert found == count, f"{name} has {found} of {old!r}, not {count}"
+        path.write_text(text)
 
     def device(self) -> Any:
         """Make a host device, and let the operations of kvcupy use it until the test ends.

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import DTYPE, FORMATS, UNSIGNED
+from helpers import DTYPE, FORMATS, UNSIGNED, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -729,7 +729,7 @@ def pairs_of_arrays(draw):
     return made(**first), made(**second)
 
 
-@settings(max_examples=600, deadline=None, database=None)
+@settings(max_examples=examples(600), deadline=None, database=None)
 @given(pair=pairs_of_arrays())
 def test_equal_signatures_are_equal_descriptions(pair):
     with pytest.MonkeyPatch.context() as patch:
@@ -823,7 +823,7 @@ def patches(draw):
     return kv.ArrayView(4096 + draw(st.integers(0, 60)), shape, strides, fmt, "host")
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=examples(300), deadline=None, database=None)
 @given(a=patches(), b=patches())
 def test_overlap_is_a_shared_byte(a, b):
     assert overlap(a, b) == overlap(b, a) == bool(touched(a) & touched(b))

@@ -117,7 +117,7 @@ def missing(task: str, torch: bool = False, essential: bool = False) -> list[str
     core = lacks(*CORE)
     wheels: list[str] = []
     extras = {
-        "test": task != "demo" and lacks("pytest", "hypothesis", "hatchling"),
+        "test": task != "demo" and lacks("pytest", "xdist", "hypothesis", "hatchling"),
         "dev": task == "dev" and lacks("ruff", "mypy", "clang_format", "importlinter"),
     }
     if not essential:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from devices.fake_cuda import FakeApi
 from engine_cases import PATIENCE_S, dropped_wait, poll
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import Gate, Log, delay
@@ -307,7 +308,7 @@ def test_order_on_a_gpu(monkeypatch, case):
     test_order(kv.device("cuda"), monkeypatch, case)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=15))
 def test_random_accesses(device, steps):
     """Each reads what the one before it wrote, however late that comes."""

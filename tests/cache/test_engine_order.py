@@ -19,6 +19,7 @@ from engine_cases import (
     poll,
     transfers_in,
 )
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import Gate, Log
@@ -400,7 +401,7 @@ class Program:
         assert np.array_equal(contents(self.world.host_pool), self.model[HOST])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(steps=st.lists(STEPS, max_size=20), by_layer=st.booleans())
 def test_random_programs_do_what_they_would_one_step_after_the_other(device, steps, by_layer):
     program = Program(device, by_layer)

@@ -6,7 +6,7 @@ import gc
 
 import numpy as np
 import pytest
-from helpers import FORMATS, QUANTISED
+from helpers import FORMATS, QUANTISED, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import Gate, Log
@@ -168,7 +168,7 @@ def test_chains(device, chain):
     filled.check()
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=examples(150), deadline=None, database=None)
 @given(
     moves=st.lists(
         st.tuples(*[st.integers(0, SLOTS - 1) | st.integers(0, 5)] * 2), max_size=40

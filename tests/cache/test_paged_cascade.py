@@ -28,6 +28,7 @@ def family(device, **options):
 NAMES = ["root", "a", "a1", "alone", "b", "a2", "b1", "c"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("cascade", CASCADES)
 @pytest.mark.parametrize("rope_mode", ["none", "normal", "inline"])
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
@@ -39,6 +40,7 @@ def test_families(device, fmt, rope_mode, cascade):
     twin.step(["b1", "a2", "c", "b", "a1"], [1] * 5)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("cascade", CASCADES)
 @pytest.mark.parametrize("masks", [
     {"window": 5}, {"window": 30}, {"window": 6, "sinks": 3}, {"sinks": LEARNED},

@@ -24,6 +24,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_late_streams_change_nothing(device, name, seed):

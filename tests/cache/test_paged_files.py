@@ -42,6 +42,7 @@ def same(one, other):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("length", [0, 1, 8, 11])
 def test_round_trip(device, tmp_path, fmt, length):

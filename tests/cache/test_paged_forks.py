@@ -11,6 +11,7 @@ from paged_cases import Twin, rope_of
 # --- Forks ---
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 @pytest.mark.parametrize("at", [0, 1, 3, 4, 5, 8, 9, 11, 12, None])
 def test_fork_anywhere(device, page_size, at):
@@ -117,6 +118,7 @@ def test_pop(device, counts):
     twin.step("a", [6])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("popped", ["parent", "child"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 10])
 def test_pop_across_shared_pages(device, popped, count):
@@ -200,6 +202,7 @@ def test_a_popped_sequence_lives(device):
 # --- Removal ---
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("order", [*itertools.permutations("abcd")])
 def test_removal_in_every_order(device, order):
     """A family that shares pages: those that remain keep their contents, and no page is lost."""

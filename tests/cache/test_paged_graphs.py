@@ -79,6 +79,7 @@ def generate(world, decoders):
 PLAIN = {"cascade": False, "steps": 80}  # graphs attend over shared prefixes with the rest
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("mode", ["none", "normal", "inline"])
 def test_bits_of_plain_calls(device, mode, pieces):
@@ -88,6 +89,7 @@ def test_bits_of_plain_calls(device, mode, pieces):
     check(device, program, slots_in_flight=1, **PLAIN, **rope(device, mode))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("way", ["within", "around", "taken back"])
 @pytest.mark.parametrize("batch", [4, 6])
 def test_ways_to_capture(device, way, batch):
@@ -112,6 +114,7 @@ def test_other_caches(device, name):
     check(device, program, **PLAIN, **FORMATS[name])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mode", ["none", "normal", "inline"])
 @pytest.mark.parametrize("seed", range(3))
 def test_late_streams_change_nothing(device, mode, seed):

@@ -7,6 +7,7 @@ import page_order_cases
 import pytest
 import table_order_cases
 from engine_cases import poll
+from helpers import full_only
 from paged_world import HOLD_S, check
 from table_cases import background
 
@@ -138,7 +139,7 @@ def test_bookkeeping_never_waits(device):
     check(device, program)
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("num_slots", [full_only(1), 2, full_only(3)])
 def test_tables_outgrow_their_slots(device, num_slots):
     """What is in flight keeps the memory that it has."""
 

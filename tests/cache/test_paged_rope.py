@@ -27,6 +27,7 @@ SCALINGS = {
 }  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("fmt", FLOATS)

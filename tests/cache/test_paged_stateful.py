@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from helpers import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -27,8 +28,8 @@ from paged_snapshot import snapshot
 import kvcupy as kv
 
 SETTINGS = settings(
-    max_examples=120, stateful_step_count=25, deadline=None, database=None, print_blob=True,
-    report_multiple_bugs=False,
+    max_examples=examples(120), stateful_step_count=25, deadline=None, database=None,
+    print_blob=True, report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )  # fmt: skip
 NUM_PAGES, MOST_TOKENS = 20, 16

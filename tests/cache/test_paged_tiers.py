@@ -251,6 +251,7 @@ def test_what_was_changed_is_not_published(device, change):
     one.assert_no_leak()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("sinks", [0, 4, 5])
 @pytest.mark.parametrize("steps", range(1, 10))
 def test_slid_by_whole_pages(device, sinks, steps):

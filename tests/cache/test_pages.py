@@ -11,6 +11,7 @@ import weakref
 
 import numpy as np
 import pytest
+from helpers import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -687,5 +688,5 @@ class Model(RuleBasedStateMachine):
 
 TestModel = Model.TestCase
 TestModel.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, database=None
+    max_examples=examples(150), stateful_step_count=40, deadline=None, database=None
 )

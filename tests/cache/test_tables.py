@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 from engine_cases import poll
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stream_cases import Gate, Log, delay
@@ -790,7 +791,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(steps=st.lists(STEPS, max_size=12), num_slots=st.integers(1, 3))
 def test_random_programs(device, steps, num_slots):
     world = World(device, num_slots)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import examples
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -386,7 +387,7 @@ def test_any_sequence_of_calls(device):
     run_state_machine_as_test(
         OnDevice,
         settings=settings(
-            max_examples=100, stateful_step_count=40, deadline=None, print_blob=True,
+            max_examples=examples(100), stateful_step_count=40, deadline=None, print_blob=True,
             suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip

@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 from every_call import CALLS, array, copy_pages, merge_states, store_kv
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def numpy_of(memory, at, layout):
     return np.ndarray(shape, bits, memory, at, strides)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500), deadline=None)
 @given(layouts(), layouts(), st.lists(st.integers(-160, 160), min_size=1, max_size=8))
 def test_what_is_refused_is_what_numpy_says_shares_memory(first, second, distances):
     """For every distance of two arrays, after the check was made for another one."""
@@ -74,7 +75,7 @@ def test_in_place_is_one_address_and_no_other():
     assert not check.allows((64, 68))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     st.integers(1, 3), st.integers(1, 3), st.integers(3, 7), st.integers(0, 3),
     st.lists(st.tuples(st.integers(-24, 24), st.integers(-24, 24)), min_size=1, max_size=6),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gather_cases import GatherCase
-from helpers import FORMATS, LAYOUTS, QUANTISED, Case, cache_shape
+from helpers import FORMATS, LAYOUTS, QUANTISED, Case, cache_shape, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rope_cases import FLOATS, RopeCase
@@ -18,7 +18,7 @@ from rope_cases import FLOATS, RopeCase
 WIDTHS = [*range(8, 137, 8), 20, 36, 184, 200, 264]
 TOKENS, HEADS, PAGES, PAGE_SIZE = 3, 2, 3, 2
 
-many = settings(max_examples=100, deadline=None, database=None)
+many = settings(max_examples=examples(100), deadline=None, database=None)
 widths = st.sampled_from(WIDTHS)
 layouts = st.sampled_from([*LAYOUTS, "slots"])
 offsets = st.sampled_from([0, 0, 0, 8, 4, 16, 1])  # elements that an array begins after 64 bytes
@@ -35,6 +35,7 @@ def options_of(layout, **more):
     return ({"layout": layout} if layout in LAYOUTS else {}) | more
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("cache_fmt", FORMATS)
 @pytest.mark.parametrize("fmt", FLOATS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import ARRANGEMENTS, FLOATS, QUERY_VIEWS, AttentionCase
 from gather_cases import as_numpy
-from helpers import POISON_SLOT
+from helpers import POISON_SLOT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -350,7 +350,7 @@ def attention_calls(draw):
     }
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=examples(60), deadline=None, database=None)
 @given(call=attention_calls())
 def test_any_call(device, call):
     case = AttentionCase(device, call.pop("seed"))

@@ -24,6 +24,7 @@ def test_formats(device, pair, new):
     case.attend(case.arguments(LENS, new, fmt=pair[0], cache_fmt=pair[1], scales=(kind, kind)))
 
 
+@pytest.mark.covering
 @both
 @pytest.mark.parametrize("fmt", QUANTISED)
 @pytest.mark.parametrize("kinds", [*itertools.permutations(SCALE_KINDS, 2), ("dynamic",) * 2],

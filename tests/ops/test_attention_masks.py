@@ -20,6 +20,7 @@ formats = pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 # Windows -------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @both
 @formats
 @pytest.mark.parametrize("window", [1, 2, 4, 5, 8, 29, 30, 31, 1000, 2**31 - 1])
@@ -29,6 +30,7 @@ def test_window(device, fmt, new, window):
     case.attend(case.arguments(LENS, new, fmt=fmt), window=window)
 
 
+@pytest.mark.covering
 @both
 @pytest.mark.parametrize("sinks", [1, 3, 4, 5, 100])
 @pytest.mark.parametrize("window", [1, 6, 25])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from attention_cases import AttentionCase, attend
 from attention_shapes import SHAPES, call_of, formats, shapes
-from helpers import POISON_SLOT
+from helpers import POISON_SLOT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +29,7 @@ ALONE = {
 }
 
 
+@pytest.mark.covering
 @shapes
 @formats
 @pytest.mark.parametrize("what", ALONE)
@@ -37,6 +38,7 @@ def test_alone(device, what, fmt, shape):
     case.attend(args)
 
 
+@pytest.mark.covering
 @shapes
 @pytest.mark.parametrize("options", list(itertools.product((False, True), repeat=4)), ids=str)
 def test_together(device, options, shape):
@@ -66,6 +68,7 @@ def test_pages_of_any_size(device, page_size, shape):
         case.attend(args, window=9, sinks=3)
 
 
+@pytest.mark.covering
 @shapes
 @pytest.mark.parametrize("table", ["columns first", "rows apart", "spread"])
 @pytest.mark.parametrize("how", ["HND", "combined HND", "pages reversed"])
@@ -130,6 +133,7 @@ def test_no_key_is_visible(device, fmt, shape):
     case.attend(args, sinks=case.sinks(4))
 
 
+@pytest.mark.covering
 @shapes
 @pytest.mark.parametrize("start", [0, 1, 3, 4, 6])
 def test_sink_keys_before_the_start_are_hidden(device, start, shape):
@@ -291,7 +295,7 @@ def calls(draw):
     }  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=examples(60), deadline=None, database=None)
 @given(call=calls())
 def test_any_call(device, call):
     case = AttentionCase(device, call.pop("seed"))

@@ -14,6 +14,7 @@ from attention_shapes import SHAPES, call_of, shapes
 import kvcupy as kv
 
 
+@pytest.mark.covering
 @shapes
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(
@@ -88,6 +89,7 @@ QUANTISED = [("int8", "dynamic", "dynamic"), ("fp8_e4m3", "dynamic", "per head")
              ("fp8_e5m2", "per head", "dynamic"), ("int8", "float", "one element")]  # fmt: skip
 
 
+@pytest.mark.covering
 @shapes
 @pytest.mark.parametrize(("cached", "k_scale", "v_scale"), QUANTISED)
 def test_quantised_caches(device, cached, k_scale, v_scale, shape):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import refused, repeat_rows
+from helpers import examples, refused, repeat_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_cases import PagesCase
@@ -185,7 +185,7 @@ def copies(draw):
     }
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=examples(60), deadline=None, database=None)
 @given(call=copies())
 def test_any_copy(device, call):
     """Sources and targets are disjoint, and each target occurs once."""

@@ -14,6 +14,7 @@ from helpers import (
     QUANTISED,
     all_patterns,
     compare,
+    examples,
     random_elements,
     rounding_boundaries,
 )
@@ -115,7 +116,7 @@ def test_encode_agrees_with_ml_dtypes(fmt):
     compare(got, values.astype(DTYPE[fmt]), fmt, exact=False, name=fmt, seed=None)
 
 
-@settings(max_examples=200, deadline=None, database=None)
+@settings(max_examples=examples(200), deadline=None, database=None)
 @given(
     bits=hnp.arrays(np.uint32, st.integers(1, 64)),
     fmt=st.sampled_from([f for f in FORMATS if f != "fp32"]),

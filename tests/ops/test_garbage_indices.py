@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from attention_cases import AttentionCase
 from gather_cases import GatherCase
-from helpers import INDEX_DTYPE, Case
+from helpers import INDEX_DTYPE, Case, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_cases import PagesCase
@@ -44,7 +44,7 @@ def distinct(values, end):
     return [-1 if 0 <= v < end and (v in seen or seen.add(v)) else v for v in values]
 
 
-many = settings(max_examples=60, deadline=None, database=None)
+many = settings(max_examples=examples(60), deadline=None, database=None)
 dtypes = st.sampled_from(["int32", "int64"])
 
 

@@ -16,6 +16,7 @@ from helpers import (
     cache_shape,
     check_faults,
     compare,
+    examples,
     from_values,
     random_elements,
     refused,
@@ -54,6 +55,7 @@ def telling_values(source, destination):
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("destination", FORMATS)
 @pytest.mark.parametrize("source", FORMATS)
 def test_every_pair_of_formats(device, source, destination):
@@ -248,6 +250,7 @@ def test_keys_and_values_into_one_array(device):
     case.gather(*caches, SLOTS, both.sub(lambda a: a[:, 0]), both.sub(lambda a: a[:, 1]))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("misalign", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_widths_and_alignment(device, pair, misalign):
@@ -424,7 +427,7 @@ def gather_calls(draw):
     }
 
 
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=examples(100), deadline=None, database=None)
 @given(call=gather_calls())
 def test_any_call(device, call):
     case = GatherCase(device, call["seed"])

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import operation_checks as checks
 import pytest
-from helpers import Case
+from helpers import Case, examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +25,7 @@ work = given(
         {"whole_warps": st.booleans(), "warp_lanes": st.sampled_from([1, 32])}
     ),
 )
-quick = settings(max_examples=500, deadline=None, database=None)
+quick = settings(max_examples=examples(500), deadline=None, database=None)
 
 
 def is_power_of_two(n):
@@ -154,6 +154,7 @@ def store_of_each_kind(case, shape, v_width):
 SHAPES = [(1, 1, 1), (1, 1, 40), (3, 2, 128), (2, 1, 4096), (1, 1, 9000), (70, 3, 33), (257, 1, 8)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_geometry_changes_what_is_stored(host, shape):
     for v_width in (shape[2], max(1, shape[2] // 3)):
@@ -188,6 +189,7 @@ def memory_of(case):
     return [*(b.raw.copy() for b in case.buffers), *bits]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("check", checks.CHECKS)
 def test_no_geometry_changes_a_result(monkeypatch, check):
     """Each is as the reference has it, and all are equal bit for bit."""

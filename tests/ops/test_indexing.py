@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import POISON_SLOT
+from helpers import POISON_SLOT, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from page_cases import IndexCase, poisoned_table
@@ -114,7 +114,7 @@ def test_page_table_csr_by_hand(device):
     ]
 
 
-@settings(max_examples=80, deadline=None, database=None)
+@settings(max_examples=examples(80), deadline=None, database=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     page_size=st.integers(1, 20),

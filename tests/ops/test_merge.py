@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from attention_cases import FLOATS, AttentionCase, attention_errors
-from helpers import from_values, refused, repeat_rows
+from helpers import examples, from_values, refused, repeat_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +36,7 @@ def results(case, fmt, shape):
 # Two -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @bases
 @formats
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 8, 16, 33, 64, 100, 128, 512])
@@ -47,6 +48,7 @@ def test_two(device, fmt, base, width):
         case.merge(*state(case, fmt, shape), *state(case, fmt, shape), *outputs, base=base)
 
 
+@pytest.mark.covering
 @bases
 @pytest.mark.parametrize("fmt", ["fp16", "bf16"])
 @pytest.mark.parametrize("width", [1, 3, 4, 8, 33, 128])
@@ -177,7 +179,7 @@ def merges(draw):
     }
 
 
-@settings(max_examples=60, deadline=None, database=None)
+@settings(max_examples=examples(60), deadline=None, database=None)
 @given(call=merges())
 def test_any_merge(device, call):
     case = AttentionCase(device, call["seed"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from helpers import FORMATS, LAYOUTS, QUANTISED, cache_shape
+from helpers import FORMATS, LAYOUTS, QUANTISED, cache_shape, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rope_cases import FLOATS, RopeCase
@@ -83,7 +83,7 @@ def drawn_call(device, call):
     return case, query, key, table, case.positions(values, *call["index"]), options
 
 
-@settings(max_examples=80, deadline=None, database=None)
+@settings(max_examples=examples(80), deadline=None, database=None)
 @given(call=rope_calls())
 def test_any_rotation(device, call):
     case, query, key, table, positions, options = drawn_call(device, call)
@@ -95,7 +95,7 @@ def test_any_rotation(device, call):
     case.apply(query, key, table, positions, **options)
 
 
-@settings(max_examples=80, deadline=None, database=None)
+@settings(max_examples=examples(80), deadline=None, database=None)
 @given(call=rope_calls())
 def test_any_rotation_and_store(device, call):
     case, query, key, table, positions, options = drawn_call(device, call)

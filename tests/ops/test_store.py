@@ -7,7 +7,17 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import DTYPE, FORMATS, LAYOUTS, POISON_SLOT, QUANTISED, UNSIGNED, Case, cache_shape
+from helpers import (
+    DTYPE,
+    FORMATS,
+    LAYOUTS,
+    POISON_SLOT,
+    QUANTISED,
+    UNSIGNED,
+    Case,
+    cache_shape,
+    examples,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_calls import PAIRS, SCALES, shuffled_slots, telling_values
@@ -317,7 +327,7 @@ def drawn_input(case, fmt, view, shape, misalign):
     return case.input(fmt, base, cut, misalign=misalign)
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=examples(150), deadline=None, database=None)
 @given(call=store_calls())
 def test_any_call(device, call):
     case = Case(device, call["seed"])

@@ -10,7 +10,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import FORMATS, QUANTISED
+from helpers import FORMATS, QUANTISED, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transfer_cases import METHODS, PLACEMENTS, POOL_LAYOUTS, TransferCase, reaches, two_pools
@@ -37,6 +37,7 @@ every_method = pytest.mark.parametrize("method", METHODS)
 # Pools ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @every_pair
 @every_method
 @pytest.mark.parametrize("fmt", FORMATS)
@@ -103,6 +104,7 @@ def test_placements(device, placements, method):
         case.transfer(dst, src, [7, 3], [8, 7], method=method, layers=[2, 0])
 
 
+@pytest.mark.covering(2)
 @every_pair
 @every_method
 @pytest.mark.parametrize("fmt", QUANTISED)
@@ -329,7 +331,7 @@ def transfers(draw):
     }  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=examples(150), deadline=None, database=None)
 @given(call=transfers())
 def test_any_transfer(device, call):
     """Targets are distinct; some pages are negative, some past the end."""

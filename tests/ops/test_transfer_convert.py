@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import FORMATS, QUANTISED, from_values
+from helpers import FORMATS, QUANTISED, examples, from_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_calls import by_reciprocal, in_float64, telling_values, traps
@@ -50,6 +50,7 @@ def ones(_, count):
 # Formats --------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @every_pair
 @every_method
 def test_every_pair_of_formats(device, pair, method):
@@ -62,6 +63,7 @@ def test_every_pair_of_formats(device, pair, method):
         case.transfer(*made, SRC, DST, method=method, convert=True)
 
 
+@pytest.mark.covering
 @every_method
 @pytest.mark.parametrize("layouts", LAYOUT_PAIRS, ids="-".join)
 def test_every_pair_of_layouts(device, layouts, method):
@@ -75,6 +77,7 @@ def test_every_pair_of_layouts(device, layouts, method):
         case.transfer(*made, SRC, DST, method=method, convert=True)
 
 
+@pytest.mark.covering
 @every_pair
 def test_every_value(device, pair):
     """All patterns of 8 and 16 bits, and from fp32 all boundaries of rounding, unscaled."""
@@ -191,6 +194,7 @@ def test_scales_pass_over_every_nan(device, bits):
         case.transfer(src, dst, [0], [1], method=method, convert=True)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("source", "fmt"), [("fp32", "fp8_e4m3"), ("bf16", "int8"), ("fp16", "fp8_e5m2")]
 )
@@ -344,7 +348,7 @@ def conversions(draw):
     }
 
 
-@settings(max_examples=80, deadline=None, database=None)
+@settings(max_examples=examples(80), deadline=None, database=None)
 @given(call=conversions())
 def test_any_conversion(device, call):
     case = TransferCase(device, call["seed"])

@@ -115,6 +115,7 @@ def check_guards(kept):
             assert (side == CANARY).all(), "a byte beside an allocation changed"
 
 
+@pytest.mark.covering
 @every_method
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("widths", [(1, 3), (16, 8), (33, 5), (64, 48)])

@@ -1,0 +1,43 @@
+"""Kernels that are broken in one place, and the check that must notice.
+
+The tables stand beside the tests of each operation, in ``ops/test_*_mutations.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from helpers import KernelSources
+
+import kvcupy as kv
+
+# What a check raises; strict builds refuse some of what is broken.
+NOTICED = (AssertionError, pytest.fail.Exception, kv.IndexFault, kv.DeviceError)
+
+
+@dataclass
+class Mutation:
+    """Text of a file of the kernels, what stands there instead, and the check that must notice.
+
+    The text occurs `count` times, with any white space. `more` is replaced along with it: a file,
+    what occurs there once, and what stands there instead.
+    """
+
+    old: str
+    new: str
+    check: Callable[[Any], Any]
+    file: str
+    more: tuple[tuple[str, str, str], ...] = ()
+    count: int = 1
+
+    def must_be_noticed(self, kernel_sources: KernelSources) -> None:
+        """Break a copy of the kernels, and run the check, which must fail."""
+        kernel_sources.replace(self.file, self.old, self.new, self.count)
+        for file, old, new in self.more:
+            kernel_sources.replace(file, old, new)
+        device = kernel_sources.device()
+        with pytest.raises(NOTICED):
+            self.check(device)

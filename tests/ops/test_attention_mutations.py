@@ -1,0 +1,163 @@
+"""Attention and merges are checked well enough to notice kernels broken in one place."""
+
+from __future__ import annotations
+
+import attention_checks
+import pytest
+from mutation_cases import Mutation
+
+DECODE, APPEND = attention_checks.check_attention_decode, attention_checks.check_attention_append
+LONG_DECODE = attention_checks.check_attention_long_decode
+MASKS = attention_checks.check_attention_append_masks
+CAUSAL = "p.causal && key > position"
+WINDOW = "!p.window || key > position - p.window || key < p.sink_keys"
+SHARED, TURNS = "attention.cuh", "attention_rope.cuh"
+PLACES, TREES = attention_checks.check_attention_places, attention_checks.check_attention_trees
+TURN_IN_TILES = attention_checks.check_attention_append_turns
+WEIGHT = "logits[r][n] == -kInfinity ? 0.0f : exp2f("
+SLOT = "const i64 slot = page * p.page_size + offset;"
+
+MUTATIONS = {
+    "the head of a neighbouring group": Mutation(
+        "const i64 head = i64{kv_head} * p.group + packed % p.group;\n    const char* row",
+        "const i64 head = i64{kv_head ^ 1} * p.group + packed % p.group;\n    const char* row",
+        DECODE, "attention.cu"),
+    "one page for all keys": Mutation(
+        "place >> p.page_shift : place / p.page_size;", "0 : 0;", DECODE, SHARED),
+    "the first offset of every page": Mutation(
+        "place & ((i64{1} << p.page_shift) - 1) : place % p.page_size", "0 : 0", DECODE, SHARED),
+    "the scale of scores forgotten": Mutation(
+        "const float score = dot * p.score_scale;", "const float score = dot;", DECODE, SHARED),
+    "the future seen": Mutation(f"if ({CAUSAL}) return false;", "", APPEND, SHARED),
+    "the present not seen": Mutation(
+        CAUSAL, CAUSAL.replace("key > position", "key >= position"), APPEND, SHARED),
+    "a window one too wide": Mutation(
+        WINDOW, WINDOW.replace("key > position -", "key >= position -"), MASKS, SHARED),
+    "first keys forgotten past the window": Mutation(
+        WINDOW, WINDOW.replace(" || key < p.sink_keys", ""), MASKS, SHARED),
+    "the tree of the neighbouring token": Mutation(
+        "(t.first_token + token) * p.mask_row_bytes", "(t.first_token + token + 1) * "
+        "p.mask_row_bytes", MASKS, SHARED),
+    "new tokens of a tree outside of the window": Mutation(
+        "if (first > first_tree) first = first_tree;", "", MASKS, SHARED),
+    "the cap after the logarithm": Mutation(
+        "p.cap_scale * tanhf(score / p.soft_cap)", "p.soft_cap * tanhf(score / p.soft_cap)", MASKS,
+        SHARED),
+    "learned sinks bring nothing": Mutation(
+        "if (sink != -kInfinity) {", "if (false) {", MASKS, "attention_end.cuh"),
+    "the sum not rescaled": Mutation("    sum[r] *= rescale;\n", "", LONG_DECODE, "attention.cu"),
+    "the values not rescaled": Mutation(
+        "values[r][s].values[j] *= rescale;", "values[r][s].values[j] *= 1.0f;", LONG_DECODE,
+        "attention.cu"),
+    "groups merged without their tops": Mutation(
+        "if (top != -kInfinity) sum += sums[g * kRows + r] * exp2f(top - largest);",
+        "if (top != -kInfinity) sum += sums[g * kRows + r];", DECODE, "attention.cu"),
+    "no barrier before groups are merged": Mutation(
+        "  __syncthreads();\n  for (int r = 0; r < t.num_rows; ++r) {",
+        "  for (int r = 0; r < t.num_rows; ++r) {", DECODE, "attention.cu"),
+    "keys of a split left out": Mutation(
+        "first += groups * kKeys", "first += groups * kKeys + 1", LONG_DECODE, "attention.cu"),
+    "splits that begin alike": Mutation(
+        "const i64 begin = split * a_split;", "const i64 begin = 0;", LONG_DECODE, "attention.cu"),
+    "what is not seen weighs in": Mutation(
+        WEIGHT, "logits[r][n] < -3e38f ? 1.0f : exp2f(", APPEND, "attention.cu"),
+    "dynamic scales by the offset in the page": Mutation(
+        SLOT, SLOT.replace("page * p.page_size + ", ""),
+        attention_checks.check_attention_decode_int8, "attention.cu"),
+    "the scale of K for V in attention": Mutation(
+        "weights[r] *= v_scales[n];", "weights[r] *= k_scales[n];",
+        attention_checks.check_attention_decode_int8, "attention.cu"),
+    "rows of the sequence before": Mutation(
+        "const i64 start = before + end - length;", "const i64 start = before + end;", APPEND,
+        "attention.cu"),
+    "pages past the end of a table not reported": Mutation(
+        "    if (reports) {\n      report_fault(p.faults, p.table_operation",
+        "    if (false) {\n      report_fault(p.faults, p.table_operation",
+        attention_checks.check_attention_faults, SHARED),
+    "lengths past the table not reported": Mutation(
+        "if (reports && within == 0) {", "if (false) {", attention_checks.check_attention_faults,
+        SHARED),
+    "queries of no position see nothing, whatever they look for": Mutation(
+        "(position < 0 && position_counts(p, first_tree))", "position < 0",
+        attention_checks.check_attention_shared_keys, SHARED),
+    "queries of no position see what a window leaves": Mutation(
+        "return p.causal || p.window ||", "return p.causal ||",
+        attention_checks.check_attention_shared_keys, SHARED),
+    "a hole that begins one key later": Mutation(
+        "|| key < count_of(", "|| key <= count_of(", PLACES, SHARED),
+    "no holes on tensor cores": Mutation(
+        "const i64 place = place_of(p, t, key);", "const i64 place = key;",
+        attention_checks.check_attention_append_places, "attention_prefill.cuh"),
+    "lengths past the table but for their holes": Mutation(
+        "most - count_of(p.holes, p.hole_bytes, t.sequence);", "most;",
+        attention_checks.check_attention_hole_at_the_end, SHARED),
+    "keys left to others seen": Mutation(
+        "t.first_key = start < end ? start : end;", "t.first_key = 0;", PLACES, SHARED),
+    "first keys kept though they are left to others": Mutation(
+        ": t.first_key) - start;", ": t.first_key);", PLACES, SHARED),
+    "first keys from the first on": Mutation(
+        "i < t.sinks ? i + key_start(p, t)", "i < t.sinks ? i", PLACES, SHARED),
+    "trees of new tokens alone": Mutation(
+        "p.tree_lens ? count_of(", "false ? count_of(", TREES, SHARED),
+    "nodes turn by their places": Mutation("if (p.tail_positions &&", "if (false &&", TREES, TURNS),
+    "one more position than there are columns": Mutation(
+        "column < p.tail_columns", "column <= p.tail_columns", TREES, TURNS),
+    "positions past the table turn by what lies there": Mutation(
+        "position < last ? position : last", "position", TREES, TURNS),
+    "negative positions turn by what lies there": Mutation(
+        "position < 0 ? 0 : ", "", TREES, TURNS),
+    "keys turn backwards": Mutation(
+        "fmaf(own, angles[pair], first ? -other : other)", "fmaf(own, angles[pair], first ? other "
+        ": -other)", attention_checks.check_attention_turns, TURNS),
+    "half of a key turned wrongly": Mutation(
+        "fmaf(own.values[j], cosines.values[j], first ? -other : other)",
+        "fmaf(own.values[j], cosines.values[j], -other)",
+        attention_checks.check_attention_packs_turn, TURNS),
+    "neighbours that are themselves": Mutation(
+        "p.rotary_start + (at ^ 1)", "p.rotary_start + at",
+        attention_checks.check_attention_neighbours_turn, TURNS),
+    "halves next to each other": Mutation(
+        "i + p.rotary_dim / 2 : i - p.rotary_dim / 2", "i + 8 : i - 8",
+        attention_checks.check_attention_packs_turn, TURNS),
+    "angles of the first half for all": Mutation(
+        "const int pair = first ? at : at - half;\n  Pack", "const int pair = at % 8;\n  Pack",
+        attention_checks.check_attention_packs_turn, TURNS),
+    "angles of other neighbours": Mutation(
+        "angles + half + at / 2", "angles + half + (at / 2 ^ 4)",
+        attention_checks.check_attention_packs_of_neighbours_turn, TURNS),
+    "what turns begins with the row": Mutation(
+        "const int at = i - p.rotary_start;\n  const int half = p.rotary_dim / 2;\n"
+        "  if (at < 0 || at >= p.rotary_dim) return own;\n  Pack",
+        "const int at = i;\n  const int half = p.rotary_dim / 2;\n"
+        "  if (at < 0 || at >= p.rotary_dim) return own;\n  Pack",
+        attention_checks.check_attention_packs_turn, TURNS),
+    "no barrier after keys have turned": Mutation(
+        "__syncthreads();  // all have turned", "",
+        attention_checks.check_attention_append_turns_in_any_order, "attention_prefill.cu"),
+    "keys of a tile left as they are": Mutation(
+        "turn_keys<T, kWidth>(p, keys, table);", "", TURN_IN_TILES, "attention_prefill.cu"),
+    "the next chunk for the other half": Mutation(
+        "first + half / 8 + pack", "first + 1 + pack", TURN_IN_TILES, "attention_prefill.cuh"),
+    "angles of the first chunk for all": Mutation(
+        "angles + half + pack * 8", "angles + half", TURN_IN_TILES, "attention_prefill.cuh"),
+    "angles of the first neighbours for all": Mutation(
+        "angles + half + pack * 4", "angles + half",
+        attention_checks.check_attention_append_neighbours_turn, "attention_prefill.cuh"),
+    "float32 written as if it had 16 bits": Mutation(
+        "p.partial_out || p.out_format == 0", "p.partial_out", TURN_IN_TILES,
+        "attention_prefill.cu"),
+    "states merged as if alike": Mutation(
+        "power(lse[i] - origin, p.base_two)", "1.0f", attention_checks.check_merge_two, "merge.cu"),
+    "natural logarithms taken for binary": Mutation(
+        "return base_two ? exp2f(exponent) : expf(exponent);", "return exp2f(exponent);",
+        attention_checks.check_merge_two, "merge.cu"),
+    "states past the eighth forgotten": Mutation(
+        "exists ? *reinterpret_cast<const float*>(rows.at(first + i))",
+        "exists && first + i < 4 ? *reinterpret_cast<const float*>(rows.at(first + i))",
+        attention_checks.check_merge_many, "merge.cu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_kernel_is_noticed(kernel_sources, name):
+    MUTATIONS[name].must_be_noticed(kernel_sources)

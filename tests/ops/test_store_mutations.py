@@ -1,0 +1,68 @@
+"""Stores are checked well enough to notice kernels that are broken in one place."""
+
+from __future__ import annotations
+
+import operation_checks as checks
+import pytest
+from mutation_cases import Mutation
+
+BARRIER = "    __syncthreads();\n"
+REDUCE = "    for (int i = 0; i < warps; ++i) value = fmaxf(value, scratch[first_warp + i]);\n"
+FAULT = "if (slot >= p.num_slots) {"
+SKIP = "if (slot == p.skip_slot) slot = -1;"
+K_ROW, V_ROW = "cache_row(p.k_cache, p.k, row, p)", "cache_row(p.v_cache, p.v, row, p)"
+DIVIDE = "from_floats<T>(quotients(x, scale))"
+NAN = "x != x ? int8{0} : "
+TAIL = "first < k_words || first < v_words"
+
+MUTATIONS = {
+    "no barrier before the maxima of warps are read": Mutation(
+        BARRIER + REDUCE, REDUCE, checks.check_dynamic, "common.cuh"),
+    "no barrier after the maxima of warps are read": Mutation(
+        REDUCE + BARRIER, REDUCE, checks.check_dynamic, "common.cuh"),
+    "the maxima of one warp too few": Mutation(
+        "i < warps; ++i", "i + 1 < warps; ++i", checks.check_dynamic, "common.cuh"),
+    "half a warp reduced": Mutation(
+        "distance = lanes / 2;", "distance = lanes / 4;", checks.check_dynamic, "common.cuh",
+        count=2),
+    "K by the strides of V": Mutation(
+        K_ROW, K_ROW.replace("p.k,", "p.v,"), checks.check_convert,  # narrower: inside the buffer
+        "store.cu", count=3),
+    "V by the strides of K": Mutation(
+        V_ROW, V_ROW.replace("p.v,", "p.k,"), checks.check_copy, "store.cu", count=3),  # likewise
+    "the heads of a row forgotten": Mutation(
+        " +\n         row.head * side.cache.head_bytes;", ";", checks.check_convert,
+        "cache_rows.cuh"),
+    "the end of the wider row forgotten": Mutation(
+        TAIL, "first < k_words", checks.check_copy, "cache_rows.cuh"),
+    "pages of a power of two only": Mutation(
+        "page_shift >= 0 ? slot >> page_shift : slot / page_size",
+        "slot >> (page_shift >= 0 ? page_shift : 1)", checks.check_copy_of_odd_pages,
+        "common.cuh"),
+    "multiply by the reciprocal": Mutation(
+        DIVIDE, "from_floats<T>(products(x, __fdiv_rn(1.0f, scale)))", checks.check_convert,
+        "numeric.cuh"),
+    "round towards zero": Mutation(
+        "rintf(", "truncf(", checks.check_convert, "numeric.cuh"),
+    "int8 of NaN undecided": Mutation(NAN, "", checks.check_convert, "numeric.cuh"),
+    "no saturation in fp8": Mutation(
+        "magnitude < kLimit ? magnitude : I{} + kLimit", "magnitude",
+        checks.check_convert_to_fp8, "host/numbers.h"),
+    "no smallest scale": Mutation("1e-6f", "0.0f", checks.check_dynamic, "numeric.cuh"),
+    "negative slots count from the end": Mutation(
+        FAULT, f"if (slot < 0) slot += p.num_slots;\n  {FAULT}", checks.check_copy,
+        "cache_rows.cuh"),
+    "slots past the end written": Mutation(
+        FAULT, "if (slot > 2 * p.num_slots) {", checks.check_copy, "cache_rows.cuh"),
+    "the slot just past the end written": Mutation(
+        FAULT, "if (slot > p.num_slots) {", checks.check_copy, "cache_rows.cuh"),
+    "slots past the end not reported": Mutation(
+        " report_fault(p.faults", " if (false) report_fault(p.faults", checks.check_copy,
+        "cache_rows.cuh"),
+    "the skipped slot written": Mutation(SKIP, "", checks.check_copy, "cache_rows.cuh"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_kernel_is_noticed(kernel_sources, name):
+    MUTATIONS[name].must_be_noticed(kernel_sources)

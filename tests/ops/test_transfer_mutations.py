@@ -1,0 +1,84 @@
+"""Transfers are checked well enough to notice kernels that are broken in one place."""
+
+from __future__ import annotations
+
+import operation_checks as checks
+import pytest
+from mutation_cases import Mutation
+
+SHORT, LONG = checks.check_transfer, checks.check_transfer_of_long_rows
+CONVERTS = checks.check_transfer_converts
+ROWS = "transfer_rows.cuh"
+K_FROM = "p.src_k + offset_of(p.src_k_strides, src, at) + skipped"
+DST = (
+    "  const i64 dst = load_index(dst_pages + position * rows.dst_stride_bytes, "
+    "rows.dst_index_bytes);"
+)
+TRANSFER_FAULT = "if (reports && within == 0 && rows.src_operation >= 0) {"
+
+
+def changed_page(where: str, page: int) -> str:
+    """The target of a transfer, another one where it should be skipped."""
+    return f"{DST.replace('const ', '')}\n  if ({where}) dst = {page};"
+
+
+MUTATIONS = {
+    "K of a transfer by the strides of V": Mutation(
+        K_FROM, K_FROM.replace("src_k_strides", "src_v_strides"), SHORT, "transfer.cu"),
+    "K of a transfer to where V belongs": Mutation(
+        "k_to[r] = p.dst_k + offset_of(p.dst_k_strides", "k_to[r] = p.dst_k + offset_of("
+        "p.dst_v_strides", SHORT, "transfer.cu"),
+    "the piece of a row forgotten": Mutation(
+        "i64{at.piece} * p.piece_words * kWordBytes", "0", LONG, "transfer.cu"),
+    "only whole pieces": Mutation(
+        "left < piece_words ? left : piece_words", "left < piece_words ? 0 : piece_words", LONG,
+        "transfer.cu"),
+    "pieces of a transfer left out": Mutation(
+        "first += groups * kRows", "first += groups * (kRows + 1)", SHORT, "transfer.cu"),
+    "the second row of a thread twice": Mutation(
+        "first + r * groups", "first + (r / 2) * groups", SHORT, "transfer.cu"),
+    "words of a transfer left out": Mutation(
+        "const int w = word + i % kWords * lanes;\n        if (w < k_words[r]) store",
+        "const int w = word + i % kWords * lanes;\n        if (w + 1 < k_words[r]) store", SHORT,
+        "transfer.cu"),
+    "the third axis of a transfer forgotten": Mutation(
+        "at.axis_2 = rest - at.axis_1 * rows.rows_2.divisor;", "", SHORT, ROWS),
+    "the wrong page list": Mutation(
+        DST, DST.replace("dst_pages", "src_pages"), SHORT, ROWS),
+    "transfers onto negative pages": Mutation(
+        DST, changed_page("dst < 0", 11), SHORT, ROWS),
+    "transfers onto the page past the end": Mutation(
+        DST, changed_page("dst >= rows.dst_num_pages", 11), SHORT, ROWS),
+    "pages past the end of a transfer not reported": Mutation(
+        TRANSFER_FAULT, TRANSFER_FAULT.replace("reports", "false"), SHORT, ROWS),
+    "pages past the end of a transfer reported by every row": Mutation(
+        TRANSFER_FAULT, TRANSFER_FAULT.replace("within == 0", "true"), SHORT, ROWS),
+    "pages past the end of a transfer reported for scales too": Mutation(
+        " && rows.src_operation >= 0) {", ") {", SHORT, ROWS),
+    "heads and offsets of a transfer swapped": Mutation(
+        "at.axis_1 * s.axis_bytes_1 +\n         at.axis_2 * s.axis_bytes_2",
+        "at.axis_2 * s.axis_bytes_1 +\n         at.axis_1 * s.axis_bytes_2", SHORT, ROWS),
+    "a scale of the neighbouring row": Mutation(
+        "p.dst_k_scale + offset_of(p.dst_k_scale_strides, dst, at)", "p.dst_k_scale + "
+        "offset_of(p.dst_k_scale_strides, dst, {0, 0, at.axis_0, at.axis_1, at.axis_2 ^ 1, 0})",
+        CONVERTS, "transfer.cu"),
+    "scales of the source ignored": Mutation(
+        "width && from_scale ?", "false ?", CONVERTS, "transfer.cu"),
+    "scales of the target not kept": Mutation(
+        "if (lane == 0 && width) *reinterpret_cast<float*>(to_scale) = scale;", "", CONVERTS,
+        "transfer.cu"),
+    "the largest of one lane only": Mutation(
+        "max_within_warp(largest.value(), lanes)", "max_within_warp(largest.value(), lanes / 2)",
+        CONVERTS, "transfer.cu"),
+    "rows of one group a warp": Mutation(
+        "first + of_warp, lane == 0", "first, lane == 0", CONVERTS, "transfer.cu"),
+    "a last lane without work": Mutation(
+        "for (int i = lane * kCount; i < width; i += lanes * kCount) {\n    Pack<TIn, kCount> in;\n"
+        "    // Load", "for (int i = lane * kCount; i + kCount < width; i += lanes * kCount) {\n"
+        "    Pack<TIn, kCount> in;\n    // Load", CONVERTS, "transfer.cu"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_kernel_is_noticed(kernel_sources, name):
+    MUTATIONS[name].must_be_noticed(kernel_sources)
