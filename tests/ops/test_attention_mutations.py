@@ -89,7 +89,7 @@ MUTATIONS = {
         "const i64 place = place_of(p, t, key);", "const i64 place = key;",
         attention_checks.check_attention_append_places, "attention_prefill.cuh"),
     "lengths past the table but for their holes": Mutation(
-        "most - count_of(p.holes, p.hole_bytes, t.sequence);", "most;",
+        "most - count_of(p.evicted_lens, p.evicted_len_bytes, t.sequence);", "most;",
         attention_checks.check_attention_hole_at_the_end, SHARED),
     "keys left to others seen": Mutation(
         "t.first_key = start < end ? start : end;", "t.first_key = 0;", PLACES, SHARED),
@@ -131,11 +131,11 @@ MUTATIONS = {
         "const int at = i;\n  const int half = p.rotary_dim / 2;\n"
         "  if (at < 0 || at >= p.rotary_dim) return own;\n  Pack",
         attention_checks.check_attention_packs_turn, TURNS),
-    "no barrier after keys have turned": Mutation(
-        "__syncthreads();  // all have turned", "",
+    "no barrier after keys are rotated": Mutation(
+        "__syncthreads();  // all keys are rotated", "",
         attention_checks.check_attention_append_turns_in_any_order, "attention_prefill.cu"),
     "keys of a tile left as they are": Mutation(
-        "turn_keys<T, kWidth>(p, keys, table);", "", TURN_IN_TILES, "attention_prefill.cu"),
+        "rotate_keys<T, kWidth>(p, keys, table);", "", TURN_IN_TILES, "attention_prefill.cu"),
     "the next chunk for the other half": Mutation(
         "first + half / 8 + pack", "first + 1 + pack", TURN_IN_TILES, "attention_prefill.cuh"),
     "angles of the first chunk for all": Mutation(

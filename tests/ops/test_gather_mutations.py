@@ -19,7 +19,7 @@ MUTATIONS = {
         "return scale_cache ? *scale", "return false ? *scale", checks.check_gather_dynamic,
         "gather.cu"),
     "dynamic scales of a gather by token": Mutation(
-        "side, row.slot, row.head)\n", "side, row.token, row.head)\n",
+        "operand, row.slot, row.head)\n", "operand, row.token, row.head)\n",
         checks.check_gather_dynamic, "gather.cu"),
     "rows of skipped slots gathered": Mutation(
         f"{NOTHING_TO_DO}  const int lanes = 1 << p.lane_shift;\n"

@@ -8,10 +8,10 @@ from mutation_cases import Mutation
 
 FIRST = "sum_of_products(a, cosine, negative(b), sine)"
 SECOND = "sum_of_products(b, cosine, a, sine)"
-TURN = "rotate(a, b, cosine, sine, x, y);"
+ROTATE = "rotate(a, b, cosine, sine, x, y);"
 
 
-def turned(first: str = FIRST, second: str = SECOND, rounded: str = "from_floats<T>({})") -> str:
+def rotated(first: str = FIRST, second: str = SECOND, rounded: str = "from_floats<T>({})") -> str:
     """What `rotate` comes down to, to be changed."""
     return f"x = {rounded.format(first)};\n    y = {rounded.format(second)};"
 
@@ -29,12 +29,12 @@ MAX = "distance = lanes / 2; distance > {}; distance /= 2) {{\n    value = fmaxf
 
 MUTATIONS = {
     "the other sine": Mutation(
-        TURN, turned(FIRST.replace("negative(b)", "b")), checks.check_rotation, "rope.cu"),
+        ROTATE, rotated(FIRST.replace("negative(b)", "b")), checks.check_rotation, "rope.cu"),
     "the other sine of the second half": Mutation(
-        TURN, turned(second=SECOND.replace(", a,", ", negative(a),")), checks.check_rotation,
+        ROTATE, rotated(second=SECOND.replace(", a,", ", negative(a),")), checks.check_rotation,
         "rope.cu"),
     "cosines of half precision": Mutation(
-        TURN, turned(FIRST.replace("cosine", "to_floats(from_floats<::half>(cosine))")),
+        ROTATE, rotated(FIRST.replace("cosine", "to_floats(from_floats<::half>(cosine))")),
         checks.check_rotation, "rope.cu"),
     "pairs side by side where they are halves apart": Mutation(
         "p.interleaved", "true", checks.check_rotation, "rope.cu", count=4),
@@ -82,16 +82,16 @@ MUTATIONS = {
     "the first position for all sections": Mutation(
         "axis * p.axis_bytes", "0 * p.axis_bytes", checks.check_sections, "rope.cu"),
     "the key rounded twice": Mutation(
-        TURN, turned(rounded="from_floats<T>(to_floats(from_floats<::half>({})))"),
+        ROTATE, rotated(rounded="from_floats<T>(to_floats(from_floats<::half>({})))"),
         checks.check_rope_store, "rope.cu"),
     "the key quantised before it is rounded": Mutation(
         "  float inverse_rms;\n",
         "  float inverse_rms;\n  mutable Pack<float, kCount> exact_x, exact_y;\n",
         checks.check_rope_store_beside, "rope.cu", (
-            ("rope.cu", TURN, turned(f"exact_x = {FIRST}", f"exact_y = {SECOND}")),
+            ("rope.cu", ROTATE, rotated(f"exact_x = {FIRST}", f"exact_y = {SECOND}")),
             ("rope.cu", "to_cache<T, TCache>(x, scale), to_cache<T, TCache>(y, scale)",
-             "to_cache<float, TCache>(turning.exact_x, scale), "
-             "to_cache<float, TCache>(turning.exact_y, scale)"),
+             "to_cache<float, TCache>(rotary.exact_x, scale), "
+             "to_cache<float, TCache>(rotary.exact_y, scale)"),
         )),
     "the key written where it should not be": Mutation(
         LIVE_KEY, "if (!is_value) {\n    live = const_cast<char*>(in);",
@@ -105,7 +105,7 @@ MUTATIONS = {
         "is_value ? p.v_scale : p.k_scale", "p.k_scale", checks.check_rope_store_beside,
         "rope.cu"),
     "a dynamic scale without what passes": Mutation(
-        "largest.add(to_floats(turning.pass(i)));", "",
+        "largest.add(to_floats(rotary.pass(i)));", "",
         checks.check_rope_store_dynamic, "rope.cu"),
     "tokens without a slot stored": Mutation(
         "if (token >= p.num_stored) return -1;", "", checks.check_rope_store, "rope.cu"),

@@ -31,7 +31,7 @@ MUTATIONS = {
     "V by the strides of K": Mutation(
         V_ROW, V_ROW.replace("p.v,", "p.k,"), checks.check_copy, "store.cu", count=3),  # likewise
     "the heads of a row forgotten": Mutation(
-        " +\n         row.head * side.cache.head_bytes;", ";", checks.check_convert,
+        " +\n         row.head * operand.cache.head_bytes;", ";", checks.check_convert,
         "cache_rows.cuh"),
     "the end of the wider row forgotten": Mutation(
         TAIL, "first < k_words", checks.check_copy, "cache_rows.cuh"),
