@@ -29,11 +29,12 @@ struct AttentionParams {
   const char* evicted_lens;    // [num_sequences] int32
   const char* key_starts;      // [num_sequences] int32: the first key read, or null: 0
   const char* rope_table;      // [max_positions, rotary_dim] float32, or null: keys are not rotated
-  const char* tail_positions;  // [num_sequences, tail_columns] int32: of tree keys, or null
-  char* out;                   // [num_tokens, H * group, v.width]
-  char* lse;                   // [num_tokens, H * group] float32, or null
-  char* partial_out;           // [num_splits, num_tokens, H * group, v.width] float32, or null: out
-  char* partial_lse;           // [num_splits, num_tokens, H * group] float32
+  const char*
+      tree_positions;  // [num_sequences, tree_position_columns] int32: of tree keys, or null
+  char* out;           // [num_tokens, H * group, v.width]
+  char* lse;           // [num_tokens, H * group] float32, or null
+  char* partial_out;   // [num_splits, num_tokens, H * group, v.width] float32, or null: out
+  char* partial_lse;   // [num_splits, num_tokens, H * group] float32
   FaultRecord* faults;
   KVOperand k;  // of the cache: strides, scale, width
   KVOperand v;
@@ -54,8 +55,8 @@ struct AttentionParams {
   i64 evicted_len_bytes;
   i64 key_start_bytes;
   i64 rope_row_bytes;
-  i64 tail_row_bytes;
-  i64 tail_column_bytes;
+  i64 tree_position_row_bytes;
+  i64 tree_position_column_bytes;
   i64 max_positions;
   i64 num_pages;
   i64 max_pages;
@@ -76,7 +77,7 @@ struct AttentionParams {
   int table_index_bytes;
   int length_index_bytes;
   int mask_columns;
-  int tail_columns;
+  int tree_position_columns;
   int rotary_start;  // first rotary element of a row of K
   int rotary_dim;
   int interleaved;  // pairs are neighbours, not halves apart

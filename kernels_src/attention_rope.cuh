@@ -12,9 +12,10 @@ __device__ __forceinline__ const float* angles_of(const AttentionParams& p, cons
                                                   i64 key) {
   i64 position = key;
   const i64 column = key - first_tree_key(p, t);
-  if (p.tail_positions && column >= 0 && column < p.tail_columns) {
-    position = *reinterpret_cast<const int*>(p.tail_positions + t.sequence * p.tail_row_bytes +
-                                             column * p.tail_column_bytes);
+  if (p.tree_positions && column >= 0 && column < p.tree_position_columns) {
+    position =
+        *reinterpret_cast<const int*>(p.tree_positions + t.sequence * p.tree_position_row_bytes +
+                                      column * p.tree_position_column_bytes);
   }
   const i64 last = p.max_positions - 1;
   position = position < 0 ? 0 : position < last ? position : last;

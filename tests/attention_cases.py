@@ -51,7 +51,7 @@ def slot_values(args, side):
 
 
 MORE = ("evicted_starts", "evicted_lens", "key_starts", "tree_lens", "rope_table", "interleaved",
-        "rotary_start", "tail_positions")  # fmt: skip
+        "rotary_start", "tree_positions")  # fmt: skip
 """What a step of a cache has beside the arguments of `paged_attention`."""
 
 PER_LAYER = ("k_cache", "v_cache", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
@@ -305,7 +305,7 @@ class AttentionCase(Case):
     def tail(self, tree_lens, columns=None, low=0, high=50):
         """Return positions of the nodes of trees."""
         drawn = self.rng.integers(low, high, (len(tree_lens), columns or max(tree_lens)))
-        return {"tail_positions": self.place(drawn.astype(np.int32), "int32", name="tail")}
+        return {"tree_positions": self.place(drawn.astype(np.int32), "int32", name="tail")}
 
     def results(self, args, out_cut=None, lse_cut=None, *, fmt=None):
         """Place `out` and `lse_out` for a query of this shape."""

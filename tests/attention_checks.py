@@ -125,7 +125,7 @@ STARTS = [2, 0, 11, 0, 30]
 NODES = [12, 0, 0, 13, 9]
 
 
-def check_attention_places(device, fmt="fp32", new=None):
+def check_attention_evicted_spans(device, fmt="fp32", new=None):
     """Evicted spans and hidden first keys, with a window that keeps first keys."""
     case = AttentionCase(device, 54)
     args = case.arguments(
@@ -137,10 +137,10 @@ def check_attention_places(device, fmt="fp32", new=None):
 
 
 def check_attention_append_places(device):
-    return check_attention_places(device, "fp16", MORE_NEW)
+    return check_attention_evicted_spans(device, "fp16", MORE_NEW)
 
 
-def check_attention_hole_at_the_end(device):
+def check_attention_evicted_span_at_the_end(device):
     """A length that fits into the table only without its evicted span."""
     case = AttentionCase(device, 55)
     args = case.arguments([14, 16], evicted=[(5, 1), (7, 4)])
@@ -179,7 +179,7 @@ def check_attention_trees_fp16(device):
     return check_attention_trees(device, "fp16")
 
 
-def check_attention_turns(device, cache_fmt="fp32", interleaved=False):
+def check_attention_rotated_keys(device, cache_fmt="fp32", interleaved=False):
     """A part of each key is rotated by its position; past the table, by the last."""
     case = AttentionCase(device, 57)
     args = case.arguments(MORE_LENS, cache_fmt=cache_fmt, widths=(40, 24))
@@ -187,19 +187,19 @@ def check_attention_turns(device, cache_fmt="fp32", interleaved=False):
     return case
 
 
-def check_attention_neighbours_turn(device):
-    return check_attention_turns(device, interleaved=True)
+def check_attention_interleaved(device):
+    return check_attention_rotated_keys(device, interleaved=True)
 
 
-def check_attention_packs_turn(device):
-    return check_attention_turns(device, "fp16")
+def check_attention_rotated_packs(device):
+    return check_attention_rotated_keys(device, "fp16")
 
 
-def check_attention_packs_of_neighbours_turn(device):
-    return check_attention_turns(device, "fp16", interleaved=True)
+def check_attention_interleaved_packs(device):
+    return check_attention_rotated_keys(device, "fp16", interleaved=True)
 
 
-def check_attention_append_turns(device, interleaved=False):
+def check_attention_append_rotated_keys(device, interleaved=False):
     """Likewise on tensor cores, into float32."""
     case = AttentionCase(device, 58)
     args = case.arguments(MORE_LENS, MORE_NEW, fmt="fp16", widths=(40, 24))
@@ -208,16 +208,16 @@ def check_attention_append_turns(device, interleaved=False):
     return case
 
 
-def check_attention_append_turns_in_any_order(device):
+def check_attention_append_rotated_keys_in_any_order(device):
     """Warps wait for one another at barriers alone."""
     for device.thread_order_seed in (1, 2, 3, 4):
-        case = check_attention_append_turns(device)
+        case = check_attention_append_rotated_keys(device)
     device.thread_order_seed = 0
     return case
 
 
-def check_attention_append_neighbours_turn(device):
-    return check_attention_append_turns(device, interleaved=True)
+def check_attention_append_interleaved(device):
+    return check_attention_append_rotated_keys(device, interleaved=True)
 
 
 def faulty_table(case, args, page):
@@ -290,20 +290,20 @@ CHECKS = (
     check_attention_append_masks_bf16,
     check_attention_faults,
     check_attention_append_faults,
-    check_attention_places,
+    check_attention_evicted_spans,
     check_attention_append_places,
-    check_attention_hole_at_the_end,
+    check_attention_evicted_span_at_the_end,
     check_attention_shared_keys,
     check_attention_shared_keys_fp16,
     check_attention_trees,
     check_attention_trees_fp16,
-    check_attention_turns,
-    check_attention_neighbours_turn,
-    check_attention_packs_turn,
-    check_attention_packs_of_neighbours_turn,
-    check_attention_append_turns,
-    check_attention_append_turns_in_any_order,
-    check_attention_append_neighbours_turn,
+    check_attention_rotated_keys,
+    check_attention_interleaved,
+    check_attention_rotated_packs,
+    check_attention_interleaved_packs,
+    check_attention_append_rotated_keys,
+    check_attention_append_rotated_keys_in_any_order,
+    check_attention_append_interleaved,
     check_merge_two,
     check_merge_many,
 )

@@ -349,7 +349,7 @@ def attend(device: HostDevice, number: int) -> None:
     if "l" in kinds:
         options["tree_mask"] = rng.random((tokens, max(NODES))) < 0.6
         options["tree_lens"] = np.array(NODES, np.int32)
-        options["tail_positions"] = rng.integers(-3, 20, (3, 8), np.int32)
+        options["tree_positions"] = rng.integers(-3, 20, (3, 8), np.int32)
     if "h" in kinds:
         options |= dict(
             zip(("evicted_starts", "evicted_lens"), np.array(EVICTED, np.int32).T, strict=True)

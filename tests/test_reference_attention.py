@@ -351,7 +351,7 @@ def test_holes():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_turning_is_multiplying_complex_numbers(interleaved):
+def test_rotating_is_multiplying_complex_numbers(interleaved):
     rng = np.random.default_rng(2)
     rows, positions = rng.standard_normal((5, 2, 10)), np.array([0, 3, 6, -4, 99])
     table = reference.rope_table(7, 6).astype(np.float32)
@@ -365,7 +365,7 @@ def test_turning_is_multiplying_complex_numbers(interleaved):
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_keys_turn_by_their_positions():
+def test_keys_are_rotated_by_their_positions():
     """Keys of one, of width two, against a query of one: scores are cosines."""
     table = np.stack([np.cos(np.arange(9.0)), np.sin(np.arange(9.0))], 1).astype(np.float32)
     keys = [[1.0, 0.0]] * 4
@@ -378,10 +378,10 @@ def test_keys_turn_by_their_positions():
     assert total() == pytest.approx(cosines[:4].sum())
     assert total(key_starts=np.array([2])) == pytest.approx(cosines[2:4].sum())
     tree = {"tree_mask": np.ones((1, 2), bool), "tree_lens": np.array([2])}
-    assert total(**tree, tail_positions=np.array([[7, 20]])) == pytest.approx(
+    assert total(**tree, tree_positions=np.array([[7, 20]])) == pytest.approx(
         cosines[[0, 1, 7, 8]].sum()
     )
-    assert total(**tree, tail_positions=np.array([[6]])) == pytest.approx(
+    assert total(**tree, tree_positions=np.array([[6]])) == pytest.approx(
         cosines[[0, 1, 6, 3]].sum()
     )
 

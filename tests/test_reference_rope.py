@@ -289,7 +289,7 @@ def test_scores_depend_on_distance_alone():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_what_does_not_turn_keeps_its_bits(interleaved):
+def test_what_is_not_rotated_keeps_its_bits(interleaved):
     for fmt in ("fp32", "fp16", "bf16"):
         rng = np.random.default_rng(4)
         rows = random_elements(rng, fmt, 6 * 2 * 12).reshape(6, 2, 12)

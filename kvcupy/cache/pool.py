@@ -25,7 +25,7 @@ from ..arrays import (
 from ..devices.protocol import Device
 from ..dlpack import exporting
 from ..ops import checks
-from ..ops.outputs import format_name
+from ..ops.call import format_name
 from ..pickling import ProcessLocal
 from .pages import PageAllocator
 

@@ -60,14 +60,14 @@ _PER_STEP = (
     Argument("evicted_lens"),
     Argument("key_starts"),
     Argument("tree_lens"),
-    Argument("tail_positions"),
+    Argument("tree_positions"),
     Argument("rope_table", words=True),
 )
 _ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP)
 
 # Arguments that `paged_attention` lacks.
 _ABSENT = dict.fromkeys(
-    ("evicted_starts", "evicted_lens", "key_starts", "tree_lens", "tail_positions", "rope_table")
+    ("evicted_starts", "evicted_lens", "key_starts", "tree_lens", "tree_positions", "rope_table")
 )
 
 _MAX_WIDTH = 768  # elements of a row that a warp, or a thread of the host device, has registers for
@@ -188,7 +188,7 @@ def attend(
     rope_table: Any = None,
     interleaved: bool = False,
     rotary_start: int = 0,
-    tail_positions: Any = None,
+    tree_positions: Any = None,
     out: Any = None,
     lse_out: Any = None,
     stream: Any = None,
@@ -204,7 +204,7 @@ def attend(
         "v_scale_cache": v_scale_cache, "block_table": block_table, "seq_lens": seq_lens,
         "query_lens": query_lens, "tree_mask": tree_mask, "evicted_starts": evicted_starts,
         "evicted_lens": evicted_lens, "key_starts": key_starts, "tree_lens": tree_lens,
-        "tail_positions": tail_positions, "rope_table": rope_table,
+        "tree_positions": tree_positions, "rope_table": rope_table,
     }  # fmt: skip
     (out,) = _ATTENTION.run(arguments, (options,), AttentionPlan, stream)
     return out
@@ -271,7 +271,7 @@ class StepAttention(_Probed):
         rotated. A position past the table counts as its last. Two options belong to it:
         `interleaved`, whether pairs that rotate together are neighbours or halves apart, and
         `rotary_start`, the first of the rotary_dim elements of a key that are rotated
-    tail_positions : int32 (B, max(tree_lens)), the positions by which the keys that `tree_mask`
+    tree_positions : int32 (B, max(tree_lens)), the positions by which the keys that `tree_mask`
         decides about are rotated, instead of their own
 
     Notes
@@ -290,12 +290,12 @@ class StepAttention(_Probed):
         evicted_lens: Any = None,
         key_starts: Any = None,
         tree_lens: Any = None,
-        tail_positions: Any = None,
+        tree_positions: Any = None,
         rope_table: Any = None,
     ) -> None:
         arrays = (
             block_table, seq_lens, query_lens, tree_mask, evicted_starts, evicted_lens, key_starts,
-            tree_lens, tail_positions, rope_table,
+            tree_lens, tree_positions, rope_table,
         )  # fmt: skip
         super().__init__(_PER_STEP, arrays)
 
@@ -425,7 +425,7 @@ def _float32(value: Any, name: str, *, positive: bool = False) -> float | None:
 
 def check_call(arguments: dict[str, Any], options: AttentionOptions) -> AttentionCall:
     """Check all arguments, and describe `out` where it is to be allocated."""
-    checks.require_given(arguments, ("query", "k_cache", "v_cache", "block_table", "seq_lens"))
+    checks.require_arrays(arguments, ("query", "k_cache", "v_cache", "block_table", "seq_lens"))
     checks.require_same_device(arguments)
     query = arguments["query"]
     check_query(query)
@@ -583,7 +583,7 @@ def _check_rope(
     arguments: dict[str, Any], rotary_start: int, width: int, num_sequences: int
 ) -> None:
     """Check the rope table against keys of `width` elements, and the positions of a tree."""
-    table, tail = arguments.get("rope_table"), arguments.get("tail_positions")
+    table, tail = arguments.get("rope_table"), arguments.get("tree_positions")
     if table is not None:
         if table.format != "fp32":
             raise TypeError(f"rope_table: expected float32, got {describe(table)}")
@@ -602,12 +602,12 @@ def _check_rope(
         return
     for other in ("rope_table", "tree_mask"):
         if other not in arguments:
-            raise ValueError(f"tail_positions: expected None without {other}, got an array")
+            raise ValueError(f"tree_positions: expected None without {other}, got an array")
     if tail.format != "int32":
-        raise TypeError(f"tail_positions: expected int32, got {describe(tail)}")
+        raise TypeError(f"tree_positions: expected int32, got {describe(tail)}")
     if tail.ndim != 2 or tail.shape[0] != num_sequences:
         raise ValueError(
-            f"tail_positions: expected ({num_sequences}, max(tree_lens)), got {describe(tail)}"
+            f"tree_positions: expected ({num_sequences}, max(tree_lens)), got {describe(tail)}"
         )
 
 
@@ -875,8 +875,8 @@ def _rotated(
     xp, options = fallback.module_of(k), call.options
     table = device.carrier(views["rope_table"])
     positions = keys
-    if "tail_positions" in views and sequence.tree_start is not None:
-        tail = device.carrier(views["tail_positions"])[sequence.index]
+    if "tree_positions" in views and sequence.tree_start is not None:
+        tail = device.carrier(views["tree_positions"])[sequence.index]
         columns = keys - sequence.tree_start
         inside = (columns >= 0) & (columns < len(tail))
         if len(tail):

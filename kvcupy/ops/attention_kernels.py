@@ -106,7 +106,7 @@ class AttentionCall:
 ARRAYS = (
     "query", "k_cache", "v_cache", "block_table", "seq_lens", "cu_query_lens", "k_scale", "v_scale",
     "k_scale_cache", "v_scale_cache", "sinks", "tree_mask", "tree_lens", "evicted_starts",
-    "evicted_lens", "key_starts", "rope_table", "tail_positions", "out", "lse", "partial_out",
+    "evicted_lens", "key_starts", "rope_table", "tree_positions", "out", "lse", "partial_out",
     "partial_lse",
 )  # fmt: skip
 
@@ -133,8 +133,8 @@ PARAMS = np.dtype(
         ("evicted_len_bytes", np.int64),
         ("key_start_bytes", np.int64),
         ("rope_row_bytes", np.int64),
-        ("tail_row_bytes", np.int64),
-        ("tail_column_bytes", np.int64),
+        ("tree_position_row_bytes", np.int64),
+        ("tree_position_column_bytes", np.int64),
         ("max_positions", np.int64),
         ("num_pages", np.int64),
         ("max_pages", np.int64),
@@ -155,7 +155,7 @@ PARAMS = np.dtype(
         ("table_index_bytes", np.int32),
         ("length_index_bytes", np.int32),
         ("mask_columns", np.int32),
-        ("tail_columns", np.int32),
+        ("tree_position_columns", np.int32),
         ("rotary_start", np.int32),
         ("rotary_dim", np.int32),
         ("interleaved", np.int32),
@@ -256,10 +256,10 @@ def attention_params(call: AttentionCall, num_splits: int, lanes: int) -> dict[s
         params["rope_row_bytes"] = rope.strides[0]
         params["rotary_start"] = options.rotary_start
         params["interleaved"] = int(options.interleaved)
-    if "tail_positions" in views:
-        tail = views["tail_positions"]
-        params["tail_row_bytes"], params["tail_column_bytes"] = tail.strides
-        params["tail_columns"] = tail.shape[1]
+    if "tree_positions" in views:
+        tail = views["tree_positions"]
+        params["tree_position_row_bytes"], params["tree_position_column_bytes"] = tail.strides
+        params["tree_position_columns"] = tail.shape[1]
     return params
 
 

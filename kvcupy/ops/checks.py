@@ -494,7 +494,7 @@ def require_number(value: Any, name: str) -> None:
 # --- Arrays of a call -----------------------------------------------------------------------------
 
 
-def require_given(views: Mapping[str, ArrayView], names: Iterable[str]) -> None:
+def require_arrays(views: Mapping[str, ArrayView], names: Iterable[str]) -> None:
     """Raise TypeError where None came for an argument that must be an array."""
     for name in names:
         if name not in views:

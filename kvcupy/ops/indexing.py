@@ -277,7 +277,7 @@ def _fault_id(argument: str) -> int:
 
 
 def _plan(views: Views, alignment: int, page_size: int) -> SlotMappingPlan:
-    checks.require_given(views, _SLOT_MAPPING.names)
+    checks.require_arrays(views, _SLOT_MAPPING.names)
     checks.require_same_device(views)
     out = views["out"]
     lengths = {name: views[name] for name in ("seq_lens", "append_lens")}

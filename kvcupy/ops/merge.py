@@ -310,10 +310,10 @@ def _pack(format: str) -> int:
 
 
 def _plan(arguments: Views, alignment: int, lse_base: Any) -> MergePlan:
-    checks.require_given(arguments, ("out_a", "lse_a"))
+    checks.require_arrays(arguments, ("out_a", "lse_a"))
     several = "out_b" not in arguments and "lse_b" not in arguments
     if not several:
-        checks.require_given(arguments, ("out_b", "lse_b"))
+        checks.require_arrays(arguments, ("out_b", "lse_b"))
     first = arguments["out_a"]
     shape = _shape_of_result(first, several=several)
     allocated = {}

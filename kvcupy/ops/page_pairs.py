@@ -132,7 +132,7 @@ class PagePairs:
                 if address is None:
                     unreachable.append(i)
             if unreachable:
-                uploaded = send([self.on_host(_NAMES[i]) for i in unreachable], device, stream)
+                uploaded = upload([self.on_host(_NAMES[i]) for i in unreachable], device, stream)
                 keep = (*keep, uploaded)
                 for row, i in enumerate(unreachable):
                     places[i] = (uploaded.pointer + row * uploaded.strides[0], 8, 8)
@@ -161,7 +161,7 @@ class PagePairs:
         return pages
 
 
-def send(lists: Sequence[_Numbers], device: Device, stream: Stream) -> ArrayView:
+def upload(lists: Sequence[_Numbers], device: Device, stream: Stream) -> ArrayView:
     """Upload host lists to where kernels of `device` read them, in one copy on `stream`.
 
     Parameters

@@ -135,7 +135,7 @@ class PagesPlan(Plan):
 
 
 def _plan(views: Views, alignment: int) -> PagesPlan:
-    checks.require_given(views, _COPY_PAGES.names)
+    checks.require_arrays(views, _COPY_PAGES.names)
     checks.require_same_device(views)
     cache, src, dst = (views[name] for name in _COPY_PAGES.names)
     if cache.ndim == 0:

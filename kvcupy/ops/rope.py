@@ -455,7 +455,7 @@ def _plan_rotation(arguments: dict[str, Any], alignment: int, rotary: RotaryOpti
 def _check_store(
     arguments: dict[str, Any], rotary: RotaryOptions, layout: Any, skip_slot: int | None
 ) -> tuple[Rotation, Rotated | None, Rotated | None, KVOperand, KVOperand, Slots]:
-    checks.require_given(arguments, ("key", "value", "k_cache", "v_cache", "slot_mapping"))
+    checks.require_arrays(arguments, ("key", "value", "k_cache", "v_cache", "slot_mapping"))
     checks.require_same_device(arguments)
     rotation = _rotation(_ROPE_STORE_KV, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
@@ -493,7 +493,7 @@ def _plan_store_on_two_streams(
 def _plan_store_mla(
     arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, skip_slot: int | None
 ) -> RopePlan:
-    checks.require_given(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
+    checks.require_arrays(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
     checks.require_same_device(arguments)
     rotation = _rotation(_ROPE_STORE_MLA, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
@@ -577,7 +577,7 @@ def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation)
 def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOptions) -> Rotation:
     """Check the table, the positions and how pairs use them."""
     interleaved, sections, sections_interleaved, eps = rotary
-    checks.require_given(arguments, ("rope_table", "positions"))
+    checks.require_arrays(arguments, ("rope_table", "positions"))
     table, positions = arguments["rope_table"], arguments["positions"]
     if table.format != "fp32":
         raise TypeError(f"rope_table: expected float32, got {describe(table)}")

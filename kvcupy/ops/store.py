@@ -300,14 +300,14 @@ def _plan_store_kv(
     arguments: dict[str, Any], alignment: int, layout: Any, skip_slot: int | None
 ) -> StorePlan:
     names = ("key", "value", "k_cache", "v_cache", "slot_mapping")
-    checks.require_given(arguments, names)
+    checks.require_arrays(arguments, names)
     checks.require_same_device(arguments)
     k, v = checks.kv_operands(arguments, layout)
     return _store_plan(_STORE_KV, arguments, k, v, skip_slot, alignment)
 
 
 def _plan_store_mla(arguments: dict[str, Any], alignment: int, skip_slot: int | None) -> StorePlan:
-    checks.require_given(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
+    checks.require_arrays(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
     checks.require_same_device(arguments)
     latent, rope_key = checks.mla_operands(arguments)
     alignment |= rope_key.cache_offset_bytes & 15
@@ -334,7 +334,7 @@ def _store_plan(
 def _plan_gather_kv(
     arguments: dict[str, Any], alignment: int, layout: Any, dtype: str | None
 ) -> GatherPlan:
-    checks.require_given(arguments, ("k_cache", "v_cache", "slots"))
+    checks.require_arrays(arguments, ("k_cache", "v_cache", "slots"))
     slots = arguments["slots"]
     allocated = _outputs_to_allocate(arguments, layout, dtype)
     arguments = {**arguments, **allocated}

@@ -123,7 +123,7 @@ def paged_attention(
     rope_table: Array | None = None,
     interleaved: bool = False,
     rotary_start: int = 0,
-    tail_positions: Array | None = None,
+    tree_positions: Array | None = None,
 ) -> tuple[Float64, Float64, dict[str, Faults]]:
     """Attend with the newest tokens of each sequence over what it has in the cache.
 
@@ -162,7 +162,7 @@ def paged_attention(
         mask. None: `query_lens`.
     rope_table, interleaved, rotary_start
         Rotate each key by its position before the score, see `rotate_keys`.
-    tail_positions
+    tree_positions
         ``(B, C)``: the positions that rotate the keys which `tree_mask` decides about.
 
     Returns
@@ -203,8 +203,8 @@ def paged_attention(
         nodes = count if tree_lens is None else int(tree_lens[sequence])
         tree_from = length - nodes
         rotary_positions = np.arange(max(length, 0))
-        if tail_positions is not None:
-            tail = tail_positions[sequence, : min(nodes, tail_positions.shape[1])]
+        if tree_positions is not None:
+            tail = tree_positions[sequence, : min(nodes, tree_positions.shape[1])]
             rotary_positions[tree_from : tree_from + len(tail)] = tail
         first = 0 if key_starts is None else int(key_starts[sequence])
         for token in range(start, min(start + count, rows)):

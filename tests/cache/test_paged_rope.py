@@ -113,7 +113,7 @@ def test_normal_and_inline_agree(device, fmt):
 
 
 @pytest.mark.parametrize("mode", ["normal", "inline"])
-def test_nodes_of_a_tree_turn_by_depth(device, mode):
+def test_nodes_of_a_tree_are_rotated_by_depth(device, mode):
     twin = Twin(device, seed=6, rope=rope_of(8), rope_mode=mode)
     twin.prefill("a", 5, "b", 9)
     twin.step("ba", [7, 3], [BINARY, [-1, 0, 0]])

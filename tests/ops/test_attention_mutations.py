@@ -11,9 +11,12 @@ LONG_DECODE = attention_checks.check_attention_long_decode
 MASKS = attention_checks.check_attention_append_masks
 CAUSAL = "p.causal && key > position"
 WINDOW = "!p.window || key > position - p.window || key < p.sink_keys"
-SHARED, TURNS = "attention.cuh", "attention_rope.cuh"
-PLACES, TREES = attention_checks.check_attention_places, attention_checks.check_attention_trees
-TURN_IN_TILES = attention_checks.check_attention_append_turns
+SHARED, ROPE = "attention.cuh", "attention_rope.cuh"
+SPANS, TREES = (
+    attention_checks.check_attention_evicted_spans,
+    attention_checks.check_attention_trees,
+)
+ROTATED_TILES = attention_checks.check_attention_append_rotated_keys
 WEIGHT = "logits[r][n] == -kInfinity ? 0.0f : exp2f("
 SLOT = "const i64 slot = page * p.page_size + offset;"
 
@@ -84,67 +87,67 @@ MUTATIONS = {
         "return p.causal || p.window ||", "return p.causal ||",
         attention_checks.check_attention_shared_keys, SHARED),
     "a hole that begins one key later": Mutation(
-        "|| key < count_of(", "|| key <= count_of(", PLACES, SHARED),
+        "|| key < count_of(", "|| key <= count_of(", SPANS, SHARED),
     "no holes on tensor cores": Mutation(
         "const i64 place = place_of(p, t, key);", "const i64 place = key;",
         attention_checks.check_attention_append_places, "attention_prefill.cuh"),
     "lengths past the table but for their holes": Mutation(
         "most - count_of(p.evicted_lens, p.evicted_len_bytes, t.sequence);", "most;",
-        attention_checks.check_attention_hole_at_the_end, SHARED),
+        attention_checks.check_attention_evicted_span_at_the_end, SHARED),
     "keys left to others seen": Mutation(
-        "t.first_key = start < end ? start : end;", "t.first_key = 0;", PLACES, SHARED),
+        "t.first_key = start < end ? start : end;", "t.first_key = 0;", SPANS, SHARED),
     "first keys kept though they are left to others": Mutation(
-        ": t.first_key) - start;", ": t.first_key);", PLACES, SHARED),
+        ": t.first_key) - start;", ": t.first_key);", SPANS, SHARED),
     "first keys from the first on": Mutation(
-        "i < t.sinks ? i + key_start(p, t)", "i < t.sinks ? i", PLACES, SHARED),
+        "i < t.sinks ? i + key_start(p, t)", "i < t.sinks ? i", SPANS, SHARED),
     "trees of new tokens alone": Mutation(
         "p.tree_lens ? count_of(", "false ? count_of(", TREES, SHARED),
-    "nodes turn by their places": Mutation("if (p.tail_positions &&", "if (false &&", TREES, TURNS),
+    "nodes rotated by their places": Mutation("if (p.tree_positions &&", "if (false &&", TREES, ROPE),
     "one more position than there are columns": Mutation(
-        "column < p.tail_columns", "column <= p.tail_columns", TREES, TURNS),
-    "positions past the table turn by what lies there": Mutation(
-        "position < last ? position : last", "position", TREES, TURNS),
-    "negative positions turn by what lies there": Mutation(
-        "position < 0 ? 0 : ", "", TREES, TURNS),
-    "keys turn backwards": Mutation(
+        "column < p.tree_position_columns", "column <= p.tree_position_columns", TREES, ROPE),
+    "positions past the table rotated by what lies there": Mutation(
+        "position < last ? position : last", "position", TREES, ROPE),
+    "negative positions rotated by what lies there": Mutation(
+        "position < 0 ? 0 : ", "", TREES, ROPE),
+    "keys rotated backwards": Mutation(
         "fmaf(own, angles[pair], first ? -other : other)", "fmaf(own, angles[pair], first ? other "
-        ": -other)", attention_checks.check_attention_turns, TURNS),
-    "half of a key turned wrongly": Mutation(
+        ": -other)", attention_checks.check_attention_rotated_keys, ROPE),
+    "half of a key rotated wrongly": Mutation(
         "fmaf(own.values[j], cosines.values[j], first ? -other : other)",
         "fmaf(own.values[j], cosines.values[j], -other)",
-        attention_checks.check_attention_packs_turn, TURNS),
+        attention_checks.check_attention_rotated_packs, ROPE),
     "neighbours that are themselves": Mutation(
         "p.rotary_start + (at ^ 1)", "p.rotary_start + at",
-        attention_checks.check_attention_neighbours_turn, TURNS),
+        attention_checks.check_attention_interleaved, ROPE),
     "halves next to each other": Mutation(
         "i + p.rotary_dim / 2 : i - p.rotary_dim / 2", "i + 8 : i - 8",
-        attention_checks.check_attention_packs_turn, TURNS),
+        attention_checks.check_attention_rotated_packs, ROPE),
     "angles of the first half for all": Mutation(
         "const int pair = first ? at : at - half;\n  Pack", "const int pair = at % 8;\n  Pack",
-        attention_checks.check_attention_packs_turn, TURNS),
+        attention_checks.check_attention_rotated_packs, ROPE),
     "angles of other neighbours": Mutation(
         "angles + half + at / 2", "angles + half + (at / 2 ^ 4)",
-        attention_checks.check_attention_packs_of_neighbours_turn, TURNS),
-    "what turns begins with the row": Mutation(
+        attention_checks.check_attention_interleaved_packs, ROPE),
+    "the rotary part begins with the row": Mutation(
         "const int at = i - p.rotary_start;\n  const int half = p.rotary_dim / 2;\n"
         "  if (at < 0 || at >= p.rotary_dim) return own;\n  Pack",
         "const int at = i;\n  const int half = p.rotary_dim / 2;\n"
         "  if (at < 0 || at >= p.rotary_dim) return own;\n  Pack",
-        attention_checks.check_attention_packs_turn, TURNS),
+        attention_checks.check_attention_rotated_packs, ROPE),
     "no barrier after keys are rotated": Mutation(
         "__syncthreads();  // all keys are rotated", "",
-        attention_checks.check_attention_append_turns_in_any_order, "attention_prefill.cu"),
+        attention_checks.check_attention_append_rotated_keys_in_any_order, "attention_prefill.cu"),
     "keys of a tile left as they are": Mutation(
-        "rotate_keys<T, kWidth>(p, keys, table);", "", TURN_IN_TILES, "attention_prefill.cu"),
+        "rotate_keys<T, kWidth>(p, keys, table);", "", ROTATED_TILES, "attention_prefill.cu"),
     "the next chunk for the other half": Mutation(
-        "first + half / 8 + pack", "first + 1 + pack", TURN_IN_TILES, "attention_prefill.cuh"),
+        "first + half / 8 + pack", "first + 1 + pack", ROTATED_TILES, "attention_prefill.cuh"),
     "angles of the first chunk for all": Mutation(
-        "angles + half + pack * 8", "angles + half", TURN_IN_TILES, "attention_prefill.cuh"),
+        "angles + half + pack * 8", "angles + half", ROTATED_TILES, "attention_prefill.cuh"),
     "angles of the first neighbours for all": Mutation(
         "angles + half + pack * 4", "angles + half",
-        attention_checks.check_attention_append_neighbours_turn, "attention_prefill.cuh"),
+        attention_checks.check_attention_append_interleaved, "attention_prefill.cuh"),
     "float32 written as if it had 16 bits": Mutation(
-        "p.partial_out || p.out_format == 0", "p.partial_out", TURN_IN_TILES,
+        "p.partial_out || p.out_format == 0", "p.partial_out", ROTATED_TILES,
         "attention_prefill.cu"),
     "states merged as if alike": Mutation(
         "power(lse[i] - origin, p.base_two)", "1.0f", attention_checks.check_merge_two, "merge.cu"),

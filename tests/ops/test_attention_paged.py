@@ -175,7 +175,7 @@ def test_two_parts_merge_to_the_whole(device, shape):
 @shapes
 @pytest.mark.parametrize("columns", [3, 12, 60])
 def test_columns_of_any_number(device, columns, shape):
-    """Nodes past the last column are hidden; those past `tail_positions` keep their own."""
+    """Nodes past the last column are hidden; those past `tree_positions` keep their own."""
     for fmt in ("fp32", "bf16"):
         lens, new = SHAPES[shape]
         case = AttentionCase(device, 11)
@@ -243,7 +243,7 @@ def test_in_a_graph(device):
             )
             args["evicted_starts"].view[...] = case.rng.integers(0, 9, 5)
             args["key_starts"].view[...] = case.rng.integers(0, 6, 5)
-            args["tail_positions"].view[...] += 3
+            args["tree_positions"].view[...] += 3
             args["tree_mask"].view[...] ^= True
             for arg in args.values():
                 if hasattr(arg, "buffer"):

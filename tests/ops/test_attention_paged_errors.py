@@ -50,8 +50,8 @@ def error_cases():
         yield name, "list", always([0, 0]), TypeError, name
     yield "evicted_starts", "None", always(None), ValueError, "evicted_starts"
     yield "evicted_lens", "None", always(None), ValueError, "evicted_lens"
-    yield "tree_mask", "None", always(None), ValueError, "tree_lens|tail_positions"
-    yield "rope_table", "None", always(None), ValueError, "rope_table|tail_positions"
+    yield "tree_mask", "None", always(None), ValueError, "tree_lens|tree_positions"
+    yield "rope_table", "None", always(None), ValueError, "rope_table|tree_positions"
     for dtype in (np.float64, np.float16, np.int32):
         yield "rope_table", np.dtype(dtype).name, zeros(dtype, 50, 8), TypeError, "rope_table"
     for shape in ((50,), (50, 1, 8), (50, 7), (50, 0), (0, 8)):
@@ -74,15 +74,15 @@ def error_cases():
         yield "interleaved", repr(bad), always(bad), TypeError, "interleaved"
     for dtype in (np.int64, np.float32, np.bool_):
         yield (
-            "tail_positions",
+            "tree_positions",
             np.dtype(dtype).name,
             zeros(dtype, 2, 5),
             TypeError,
-            "tail_positions",
+            "tree_positions",
         )
     for shape in ((1, 5), (3, 5), (2,), (2, 5, 1)):
-        yield "tail_positions", str(shape), zeros(np.int32, *shape), ValueError, "tail_positions"
-    yield "tail_positions", "list", always([[0]] * 2), TypeError, "tail_positions"
+        yield "tree_positions", str(shape), zeros(np.int32, *shape), ValueError, "tree_positions"
+    yield "tree_positions", "list", always([[0]] * 2), TypeError, "tree_positions"
     yield "window", "0", always(0), ValueError, "window"  # what paged_attention refuses, too
     yield "sinks", "of KV heads", zeros(np.float32, 2), ValueError, "sinks"
 
@@ -107,7 +107,7 @@ def test_the_valid_call_is_valid(device):
                 args["out"], args["lse_out"])  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*COUNTS, "rope_table", "tail_positions"])
+@pytest.mark.parametrize("name", [*COUNTS, "rope_table", "tree_positions"])
 def test_arrays_of_another_device(device, name):
     case = AttentionCase(device, 3)
     args = valid(case)
@@ -120,7 +120,7 @@ def test_arrays_of_another_device(device, name):
     case.check("", [])
 
 
-@pytest.mark.parametrize("name", ["evicted_lens", "tree_lens", "tail_positions", "rope_table"])
+@pytest.mark.parametrize("name", ["evicted_lens", "tree_lens", "tree_positions", "rope_table"])
 def test_outputs_overlap_nothing(device, name):
     """An output shares no byte with an input."""
     case = AttentionCase(device, 4)

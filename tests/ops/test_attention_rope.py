@@ -42,9 +42,9 @@ def test_positions_past_the_table(device, shape):
         appended = [1] * len(lens) if new is None else new
         args |= case.nodes(lens, appended) | case.tail(lens, low=-4, high=12)
         case.attend(args)
-        tail = args["tail_positions"].view.copy()
+        tail = args["tree_positions"].view.copy()
         tail[:, 0], tail[:, 1] = -(2**31), 2**31 - 1
-        case.attend({**args, "tail_positions": case.place(tail, "int32")})
+        case.attend({**args, "tree_positions": case.place(tail, "int32")})
 
 
 @shapes

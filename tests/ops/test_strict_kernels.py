@@ -66,7 +66,7 @@ MISSING = {
     "the barrier after the keys": barrier(
         "the keys are there, and nobody needs the values of the last tile"),
     "the barrier after keys have turned": barrier(
-        "all have turned", attention_checks.check_attention_append_turns),
+        "all have turned", attention_checks.check_attention_append_rotated_keys),
     "the barrier after the values": barrier(
         "the values and the next table are there, and nobody needs the keys"),
     "the wait for the queries": wait("      "),

@@ -23,7 +23,7 @@ from ...arrays import ArrayView, describe, view
 from ...devices.protocol import Stream
 from ...formats import FORMATS, numpy_dtype
 from ...ops import call, checks
-from ...ops.page_pairs import send
+from ...ops.page_pairs import upload
 from ...ops.store import gather_kv, store_kv, store_mla
 from ..pool import MLAPool, Pool
 from .access import PageAccess
@@ -253,7 +253,7 @@ class Contents:
     def _slots(self, sequence: CachedSequence, start: int, stop: int, stream: Stream) -> ArrayView:
         """Upload the slots of the tokens at positions `start` to `stop` - 1."""
         slots = sequence.slots(sequence.places(start, stop), self._pool.page_size)
-        return send([slots], self._device, stream)[0]
+        return upload([slots], self._device, stream)[0]
 
 
 def _row(cache: ArrayView) -> tuple[int, ...]:

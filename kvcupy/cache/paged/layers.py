@@ -28,7 +28,7 @@ ROPE_MODES = ("none", "normal", "inline")
 # Tables of a step that attention takes as arguments of the same name, where the step has them.
 _TABLES = (
     "seq_lens", "query_lens", "tree_mask", "evicted_starts", "evicted_lens", "tree_lens",
-    "tail_positions",
+    "tree_positions",
 )  # fmt: skip
 
 

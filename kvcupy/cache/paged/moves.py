@@ -11,7 +11,7 @@ from ... import devices, scratch
 from ...arrays import ArrayView, contiguous_strides, describe, reshaped
 from ...devices.protocol import Stream
 from ...errors import CacheFull
-from ...ops.page_pairs import PagePairs, send
+from ...ops.page_pairs import PagePairs, upload
 from ...ops.pages import copy_pages
 from ...ops.store import gather_kv, store_kv
 from ..pool import Pool
@@ -128,7 +128,7 @@ class PageMover:
         sources, targets = (np.concatenate(side) for side in zip(*batches, strict=True))
         if len(sources) == 0:
             return
-        uploaded = send([sources, targets], self._device, stream)
+        uploaded = upload([sources, targets], self._device, stream)
         start = 0
         for batch, _ in batches:
             part = slice(start, start + len(batch))

@@ -119,7 +119,7 @@ class Step:
         -------
         positions int32 (T,), slots int64 (T,), block_table int32 (B, pages of the longest),
         seq_lens int32 (B,); and where they matter query_lens, evicted_starts, evicted_lens,
-        tree_lens int32 (B,), tree_mask bool (T, nodes), tail_positions int32 (B, nodes), and of
+        tree_lens int32 (B,), tree_mask bool (T, nodes), tree_positions int32 (B, nodes), and of
         a cascade prefix_table int32 (groups, pages), prefix_lens, prefix_queries int32
         (groups,), key_starts int32 (B,)
         """
@@ -228,7 +228,7 @@ class Step:
             for row, sequence in zip(tails, sequences, strict=True):
                 row[: len(sequence.parents)] = tree_depths(sequence.parents)
                 row += sequence.committed
-            tables["tail_positions"] = tails
+            tables["tree_positions"] = tails
 
     def _add_cascade(self, tables: dict[str, Ints], cascade: Cascade) -> None:
         first_sequences = np.cumsum(cascade.counts) - cascade.counts
