@@ -192,8 +192,8 @@ class TransferEngine(ProcessLocal):
             transfer = Transfer(self, queue, self._calls, len(device_list), batch)
         if batch is not None:
             try:  # without the lock: allocators have locks of their own
-                self.device_pool.allocator.hold(device_list, batch)
-                self.host_pool.allocator.hold(host_list, batch)
+                self.device_pool.allocator.busy(device_list, batch)
+                self.host_pool.allocator.busy(host_list, batch)
             finally:
                 with self._lock:
                     self._notifying -= 1

@@ -202,16 +202,14 @@ class PageAllocator(ProcessLocal):
         if pages is None:
             touched = np.arange(self.num_pages)
         else:
-            listed = page_array(pages)
+            as_is = type(pages) is np.ndarray and pages.ndim == 1 and pages.dtype == np.int64
+            listed = pages if as_is else page_array(pages)
             touched = listed[(listed >= 0) & (listed < self.num_pages)].astype(np.int64)
-        if len(touched):
-            self.hold(touched, transfer)
-
-    def hold(self, pages: Pages, transfer: Completion) -> None:
-        """Hold back pages as `busy` does: int64 (n,), at least one, all of them pages."""
+        if len(touched) == 0:
+            return
         with self._lock:
-            self._transfers[next(self._numbers)] = transfer, pages
-            self._num_transfers[pages] += 1
+            self._transfers[next(self._numbers)] = transfer, touched
+            self._num_transfers[touched] += 1
             crowded = len(self._transfers) > self._poll_above
             if crowded:  # so that threads that call this meanwhile do not poll too
                 self._poll_above = 2 * len(self._transfers)
