@@ -1,7 +1,7 @@
 """One small check of each thing that an operation does, for whatever device runs it.
 
 A check takes a device, calls an operation with arguments that tell its mistakes, compares all with
-the reference, and returns the `Case`. `ops/test_*_mutations.py` run them on kernels that are broken,
+the reference, and returns the `Case`. `ops/test_*_mutations.py` run them on broken kernels,
 `ops/test_geometry.py` on devices that lay threads out in another way.
 """
 
