@@ -153,6 +153,7 @@ def file(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
 
     Parameters
     ----------
+    suffix : of its name; one that begins with a slash is a name in a folder of the entry's own
     make : writes a file at the path that it is given
 
     Notes
@@ -168,11 +169,13 @@ def file(key: str, suffix: str, make: Callable[[Path], None]) -> Path:
             return known
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / f"made{suffix}"
+            made.parent.mkdir(parents=True, exist_ok=True)
             make(made)
             content = made.read_bytes()
         kept = store(key, content, suffix)
         if kept is None:
             kept = _own_folder() / f"{key}{suffix}"
+            kept.parent.mkdir(parents=True, exist_ok=True)
             unfinished = kept.with_name(f".new-{kept.name}")
             unfinished.write_bytes(content)
             unfinished.replace(kept)

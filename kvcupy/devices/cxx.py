@@ -36,6 +36,7 @@ _STRICT_FLAGS = (
     *(flag for flag in _FLAGS if flag != "-O3"), "-O1", "-g1", "-fno-exceptions", "-DKVCUPY_STRICT",
 )  # fmt: skip
 _INSTRUMENTED = ("-fsanitize=thread", "-fsanitize=alignment")
+_RUNNER = '#include "host/runner.h"'
 _MOST_THREADS = 1024  # of a block, unless launch bounds say less
 
 
@@ -112,7 +113,7 @@ def _program(specialisation: Specialisation) -> str:
     kernel = specialisation.kernel
     runner = "run_fiber_block" if kernel.barriers else "run_plain_block"
     return (
-        '#include "host/runner.h"\n'
+        f"{_RUNNER}\n"
         f'#include "{kernel.source}"\n'
         f"KVCUPY_HOST_KERNEL({runner}, {kernel.struct}, {specialisation.expression})\n"
     )
@@ -253,10 +254,38 @@ def _compile(
 
 def _compile_object(compiler: Compiler, program: str, flags: tuple[str, ...], target: Path) -> None:
     search = _search_paths()
+    if program.startswith(f"{_RUNNER}\n"):
+        search = [*_precompiled(compiler, flags), *search]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.cpp"
         source.write_text(program)
         _run([*compiler.command, *flags, *search, "-c", str(source), "-o", str(target)], program)
+
+
+def _precompiled(compiler: Compiler, flags: tuple[str, ...]) -> list[str]:
+    """Return the options with which GCC finds the headers of a kernel parsed already, if it can.
+
+    They take as long as all the rest of most kernels. Where GCC cannot use what is in the cache, it
+    reads the header of that name in `kernels_src`.
+    """
+    if compiler.is_zig or "clang" in compiler.version:
+        return []
+    key = cache.key(
+        "headers", sources.digest("host"), *flags, compiler.version, *compiler.command,
+        _processor(),
+    )  # fmt: skip
+    header = "host/precompiled.h"
+
+    def make(target: Path) -> None:
+        source = sources.kernels_dir() / header
+        options = ["-x", "c++-header", *_search_paths(), str(source), "-o", str(target)]
+        _run([*compiler.command, *flags, *options], header)
+
+    try:
+        built = cache.file(key, f"/{header}.gch", make)
+    except CompileError:
+        return []  # the kernel's own compilation says what is wrong
+    return [f"-I{built.parent.parent}", "-include", header]
 
 
 def _run(command: list[str], program: str) -> None:

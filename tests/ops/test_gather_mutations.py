@@ -31,7 +31,7 @@ MUTATIONS = {
         "outside_row(p.key, p.k, row)", "outside_row(p.value, p.k, row)", checks.check_gather,
         "gather.cu", count=2),
     "pages the other way": Mutation(
-        PAGE.format("src"), PAGE.format("dst "), checks.check_pages, "pages.cu",
+        PAGE.format("src"), PAGE.format("(dst)"), checks.check_pages, "pages.cu",
         (("pages.cu", PAGE.format("dst"), PAGE.format("src")),)),
     "the last word of a page dropped": Mutation(
         "p.row_bytes / kWordBytes", "p.row_bytes / kWordBytes - 1", checks.check_pages,
