@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from . import __version__
-from .probe import environment
+from .doctor import environment
 
 _SCRIPTS = {
     "bench": ("bench.py", "measure the operations (scripts/bench.py)"),

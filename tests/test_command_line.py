@@ -18,9 +18,9 @@ import kvcupy
 from kvcupy import __main__ as command_line
 from kvcupy import calibrate, extras, jobs, ops
 from kvcupy.devices import cuda, cxx, nvrtc
+from kvcupy.doctor import environment
 from kvcupy.errors import CompileError
 from kvcupy.ops import store
-from kvcupy.probe import environment
 from kvcupy.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvcupy import __main__ as command_line
-from kvcupy import doctor, probe, sources
-from kvcupy.probe import Probe
+from kvcupy import doctor, sources
+from kvcupy.doctor import Probe
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKS = Probe("kernel", seconds=0.2)
@@ -234,7 +234,7 @@ def pretend(monkeypatch, tmp_path, script: str) -> Probe:
     interpreter.write_text(f"#!/bin/sh\n{script}\n")
     interpreter.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(interpreter))
-    return probe.probe_apart("cuda")
+    return doctor.probe_apart("cuda")
 
 
 @pytest.mark.parametrize(
@@ -251,24 +251,24 @@ def test_a_device_that_takes_its_process_down_is_reported(monkeypatch, tmp_path,
 
 
 def test_a_device_that_never_answers_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(probe, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(doctor, "_PROBE_TIMEOUT_S", 0.2)
     assert pretend(monkeypatch, tmp_path, "exec sleep 60").cause() == "no answer within 0.2 s"
 
 
 def test_an_interpreter_that_is_gone_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
-    outcome = probe.probe_apart("host")
+    outcome = doctor.probe_apart("host")
     assert not outcome.works and "could not be started" in outcome.detail
 
 
 def test_what_a_library_prints_does_not_hide_the_answer(monkeypatch, tmp_path):
-    answer = f'{probe._MARK}{{"state": "kernel", "detail": "", "seconds": 1.5}}'
+    answer = f'{doctor._MARK}{{"state": "kernel", "detail": "", "seconds": 1.5}}'
     script = f"echo hello; echo '{answer}'; echo bye"
     assert pretend(monkeypatch, tmp_path, script) == Probe("kernel", "", 1.5)
 
 
 def test_host_device_passes_the_probe():
-    outcome = probe.probe_apart("host")
+    outcome = doctor.probe_apart("host")
     assert outcome.works, outcome
 
 
@@ -278,7 +278,7 @@ def test_a_wrong_store_fails_the_probe(monkeypatch):
     monkeypatch.setattr(kv, "store_kv", lambda *args, **options: None)
     monkeypatch.setattr(kv.config, "fallback", "warn")
     with pytest.raises(AssertionError, match="differs"):
-        probe.probe("host")
+        doctor.probe("host")
 
 
 # Command line ------------------------------------------------------------------------------------

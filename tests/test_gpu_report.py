@@ -576,7 +576,7 @@ def test_the_doctors_page_is_read(tmp_path, monkeypatch, works):
     from gpu.verdicts import Files, of_doctor
 
     from kvcupy import doctor
-    from kvcupy.probe import Probe
+    from kvcupy.doctor import Probe
 
     broken = Probe("failed", "no kernel image")
     cuda = Probe("kernel", seconds=2.0) if works else broken

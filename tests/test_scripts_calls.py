@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcupy.probe import environment
+from kvcupy.doctor import environment
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"

@@ -15,7 +15,6 @@ from .formats import (
     encode,
     format_of,
 )
-from .gather import copy_pages, gather_kv
 from .indexing import find_duplicate_slots, page_table_csr, slot_mapping
 from .rope import (
     apply_rope,
@@ -26,8 +25,17 @@ from .rope import (
     rope_store_mla,
     rotate,
 )
-from .scaling import rope_frequencies, rope_rows, rope_table
-from .store import divide, dynamic_scales, num_slots, slot_row, store_kv, store_mla
+from .rope_table import rope_frequencies, rope_rows, rope_table
+from .store import (
+    copy_pages,
+    divide,
+    dynamic_scales,
+    gather_kv,
+    num_slots,
+    slot_row,
+    store_kv,
+    store_mla,
+)
 from .transfer import transfer_pages
 
 __all__ = [

@@ -23,10 +23,10 @@ from typing import Any
 
 from common.measure import format_table
 
+from kvcupy.doctor import environment
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Specialisation
 from kvcupy.ops import specialisations
-from kvcupy.probe import environment
 
 KERNELS = (
     "store_copy<16>",

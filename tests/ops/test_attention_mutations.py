@@ -102,7 +102,8 @@ MUTATIONS = {
         "i < t.sinks ? i + key_start(p, t)", "i < t.sinks ? i", SPANS, SHARED),
     "trees of new tokens alone": Mutation(
         "p.tree_lens ? count_of(", "false ? count_of(", TREES, SHARED),
-    "nodes rotated by their places": Mutation("if (p.tree_positions &&", "if (false &&", TREES, ROPE),
+    "nodes rotated by their places": Mutation(
+        "if (p.tree_positions &&", "if (false &&", TREES, ROPE),
     "one more position than there are columns": Mutation(
         "column < p.tree_position_columns", "column <= p.tree_position_columns", TREES, ROPE),
     "positions past the table rotated by what lies there": Mutation(
