@@ -510,7 +510,8 @@ def view(x: Any, name: str | None = None) -> ArrayView:
 
 
 def _view_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
-    _require_unmasked(x)
+    if type(x) is not np.ndarray:
+        _require_unmasked(x)
     _require_plain(x.dtype)
     pointer, readonly = x.__array_interface__["data"]
     return ArrayView(

@@ -110,11 +110,3 @@ def waiting_stream(device: Device, stream: Any, awaited: str) -> Stream:
     if waiting.capturing:
         raise CaptureError(f"stream: a captured stream cannot wait for {awaited} outside it")
     return waiting
-
-
-def named_stream(device: Device, stream: Any, name: str) -> Stream:
-    """Return a stream argument as a Stream; errors have the argument's name."""
-    try:
-        return device.as_stream(stream)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}{str(error).removeprefix('stream')}") from None

@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import CaptureError, DeviceError
 from ..ops import transfer
 from ..pickling import ProcessLocal
-from .completion import named_stream, waiting_stream
+from .completion import waiting_stream
 
 if TYPE_CHECKING:
     from ..devices.protocol import Device, Event, Stream
@@ -173,7 +173,7 @@ class TransferEngine(ProcessLocal):
         self, queue: TransferQueue, device_pages: Any, host_pages: Any, after: Any
     ) -> Transfer:
         device_list, host_list = self._page_lists(queue.kind, device_pages, host_pages)
-        compute = named_stream(self.device, after, "after")
+        compute = self.device.as_stream(after, name="after")
         if compute.capturing:
             raise CaptureError("after: a transfer cannot be part of a capture")
         batch = None
@@ -510,7 +510,7 @@ class TransferQueue:
         device: Device = engine.device
         self.kind = kind
         self.stream = (
-            device.stream() if stream is None else named_stream(device, stream, f"{kind}_stream")
+            device.stream() if stream is None else device.as_stream(stream, name=f"{kind}_stream")
         )
         if stream is None:
             self.stream.name = kind

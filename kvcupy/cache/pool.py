@@ -96,10 +96,10 @@ class Pool(ProcessLocal, abc.ABC):
         device: Any,
         scales: bool,
     ) -> None:
-        self.num_pages = count(num_pages, "num_pages")
-        self.page_size = count(page_size, "page_size")
-        self.num_layers = count(num_layers, "num_layers")
-        self.num_kv_heads = count(num_kv_heads, "num_kv_heads")
+        self.num_pages = positive_int(num_pages, "num_pages")
+        self.page_size = positive_int(page_size, "page_size")
+        self.num_layers = positive_int(num_layers, "num_layers")
+        self.num_kv_heads = positive_int(num_kv_heads, "num_kv_heads")
         self.head_dim, self.v_head_dim = widths[0], widths[-1]
         self.dtype = format_name(dtype)
         self.layout = _choice(layout, "layout", tuple(_ORDERS))
@@ -193,7 +193,7 @@ class Pool(ProcessLocal, abc.ABC):
     def _over(cls, arrays: dict[str, Any], layout: str, page_size: Any, device: Any) -> Any:
         """Return a pool over arrays of K and V, or of the latent, by the name of the argument."""
         layout = _choice(layout, "layout", tuple(_ORDERS))
-        size = None if page_size is None else count(page_size, "page_size")
+        size = None if page_size is None else positive_int(page_size, "page_size")
         layers = _layers_of(arrays, _ORDERS[layout], size, has_heads=cls._has_heads)
         pool = cls.__new__(cls)
         pool._adopt(layers, layout, device)
@@ -365,8 +365,8 @@ class KVPool(Pool):
         device: Any = None,
         scales: bool = False,
     ) -> None:
-        k_width = count(head_dim, "head_dim")
-        v_width = k_width if v_head_dim is None else count(v_head_dim, "v_head_dim")
+        k_width = positive_int(head_dim, "head_dim")
+        v_width = k_width if v_head_dim is None else positive_int(v_head_dim, "v_head_dim")
         super().__init__(
             num_pages, page_size, num_layers, num_kv_heads, (k_width, v_width),
             dtype=dtype, layout=layout, placement=placement, device=device, scales=scales,
@@ -468,7 +468,7 @@ class MLAPool(Pool):
         device: Any = None,
         scales: bool = False,
     ) -> None:
-        self.latent_dim = count(latent_dim, "latent_dim")
+        self.latent_dim = positive_int(latent_dim, "latent_dim")
         super().__init__(
             num_pages, page_size, num_layers, 1, (self.latent_dim,),
             dtype=dtype, layout=layout, placement=placement, device=device, scales=scales,
@@ -518,7 +518,7 @@ class MLAPool(Pool):
 # --- Arguments and arrays -------------------------------------------------------------------------
 
 
-def count(value: Any, name: str) -> int:
+def positive_int(value: Any, name: str) -> int:
     """Return an argument as an int; TypeError or ValueError unless it is at least 1."""
     checks.require_int(value, name)
     if value < 1:

@@ -283,11 +283,11 @@ class CudaDevice:
         """Return an event, not yet recorded."""
         return Event(self.context, timing)
 
-    def as_stream(self, stream: Any, library: str = "") -> Stream:
+    def as_stream(self, stream: Any, library: str = "", name: str = "stream") -> Stream:
         """Return `stream` as a stream of this device; None is the current one of `library`.
 
         Without a library None is the stream that is current in CuPy or torch, whichever has made
-        one of its own current.
+        one of its own current. Errors call the argument `name`.
 
         Raises
         ------
@@ -296,11 +296,11 @@ class CudaDevice:
             torch have made different streams current
         """
         if stream is None:
-            return cuda_streams.current_stream(self.context, library)
+            return cuda_streams.current_stream(self.context, library, name)
         if not isinstance(stream, Stream):
-            return cuda_streams.adopt(self.context, stream)
+            return cuda_streams.adopt(self.context, stream, name)
         if stream.context is not self.context:
-            raise ValueError(f"stream: expected one of {self.name}, got {stream!r}")
+            raise ValueError(f"{name}: expected one of {self.name}, got {stream!r}")
         return stream
 
     def synchronize(self) -> None:

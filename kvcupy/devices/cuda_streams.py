@@ -515,7 +515,7 @@ class ForeignPoint:
 # --- Other libraries' streams ---------------------------------------------------------------------
 
 
-def current_stream(context: CudaContext, library: str) -> Stream:
+def current_stream(context: CudaContext, library: str, name: str = "stream") -> Stream:
     """Return the current stream of torch, or CuPy's for the arrays of any other library.
 
     Parameters
@@ -527,7 +527,7 @@ def current_stream(context: CudaContext, library: str) -> Stream:
     ValueError : no library was named, and CuPy and torch have made different streams current
     """
     if not library:
-        return _agreed_stream(context)
+        return _agreed_stream(context, name)
     if library == "torch":
         torchs = sys.modules["torch"].cuda.current_stream(context.index)
         return Stream(context, torchs.cuda_stream, torchs, library="torch")
@@ -535,7 +535,7 @@ def current_stream(context: CudaContext, library: str) -> Stream:
     return Stream(context, cupys.ptr, cupys, cupy_stream=cupys, library="cupy")
 
 
-def _agreed_stream(context: CudaContext) -> Stream:
+def _agreed_stream(context: CudaContext, name: str) -> Stream:
     """Return the stream that was made current in torch, in CuPy or in both, else CuPy's default.
 
     Inside `torch.cuda.stream(s)` or `torch.cuda.graph`, torch's stream is meant, though the memory
@@ -552,7 +552,7 @@ def _agreed_stream(context: CudaContext) -> Stream:
     if from_cupy.pointer in _LEGACY_STREAMS:
         return from_torch
     raise ValueError(
-        f"stream: expected one of {context.name}, got None while CuPy's current stream is "
+        f"{name}: expected one of {context.name}, got None while CuPy's current stream is "
         f"{from_cupy.pointer:#x} and torch's is {from_torch.pointer:#x}; pass the one that is meant"
     )
 
@@ -566,7 +566,7 @@ def is_current_captured(context: CudaContext) -> bool:
     return any(current_stream(context, library).capturing for library in libraries)
 
 
-def adopt(context: CudaContext, stream: Any) -> Stream:
+def adopt(context: CudaContext, stream: Any, name: str = "stream") -> Stream:
     """Return another library's stream as a stream of this GPU.
 
     Raises
@@ -576,36 +576,36 @@ def adopt(context: CudaContext, stream: Any) -> Stream:
     """
     cuda = context.api.cupy.cuda
     if isinstance(stream, (cuda.Stream, getattr(cuda, "ExternalStream", cuda.Stream))):
-        _require_index(context, stream, stream.device_id)
+        _require_index(context, name, stream, stream.device_id)
         return Stream(context, stream.ptr, stream, cupy_stream=stream)
     its_device = getattr(stream, "device", None)
     if getattr(its_device, "kind", "cuda") != "cuda":  # a stream of kvcupy's host device
-        raise ValueError(f"stream: expected one of {context.name}, got {stream!r}")
+        raise ValueError(f"{name}: expected one of {context.name}, got {stream!r}")
     if isinstance(pointer := getattr(stream, "cuda_stream", None), int):  # torch
-        _require_index(context, stream, getattr(its_device, "index", None))
+        _require_index(context, name, stream, getattr(its_device, "index", None))
         return Stream(context, pointer, stream)
-    pointer = _protocol_pointer(stream)
+    pointer = _protocol_pointer(stream, name)
     index = getattr(its_device, "device_id", None)  # cuda.core
-    _require_index(context, stream, index if isinstance(index, int) else None)
+    _require_index(context, name, stream, index if isinstance(index, int) else None)
     return Stream(context, pointer, stream)
 
 
-def _protocol_pointer(stream: Any) -> int:
+def _protocol_pointer(stream: Any, name: str) -> int:
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is None or isinstance(stream, type):
         raise TypeError(
-            "stream: expected None, a kvcupy, CuPy or torch stream, or an object with "
+            f"{name}: expected None, a kvcupy, CuPy or torch stream, or an object with "
             f"__cuda_stream__, got {type(stream).__name__}"
         )
     answer = protocol() if callable(protocol) else protocol
     match answer:
         case (0, int(pointer)):
             return pointer
-    raise TypeError(f"stream: expected __cuda_stream__() == (0, address), got {answer!r}")
+    raise TypeError(f"{name}: expected __cuda_stream__() == (0, address), got {answer!r}")
 
 
-def _require_index(context: CudaContext, stream: object, index: int | None) -> None:
+def _require_index(context: CudaContext, name: str, stream: object, index: int | None) -> None:
     if index is not None and index not in (-1, context.index):  # CuPy's -1: any device
         raise ValueError(
-            f"stream: expected one of {context.name}, got one of cuda:{index}: {stream!r}"
+            f"{name}: expected one of {context.name}, got one of cuda:{index}: {stream!r}"
         )

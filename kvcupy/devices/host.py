@@ -240,13 +240,15 @@ class HostDevice:
         """Return an event, not yet recorded."""
         return HostEvent(timing)
 
-    def as_stream(self, stream: Any, library: str = "numpy") -> InlineStream | HostStream:
+    def as_stream(
+        self, stream: Any, library: str = "numpy", name: str = "stream"
+    ) -> InlineStream | HostStream:
         """Return `stream` as a stream of this device; None is the calling thread."""
         if stream is None:
             return self._inline
         if isinstance(stream, (HostStream, InlineStream)):
             return stream
-        raise TypeError(f"stream: expected None or a stream of the host device, got {stream!r}")
+        raise TypeError(f"{name}: expected None or a stream of the host device, got {stream!r}")
 
     def synchronize(self) -> None:
         """Wait for all streams; raise the first failure among them."""

@@ -103,7 +103,7 @@ class Device(Protocol):
     def synchronize(self) -> None: ...
 
     # What operations call.
-    def as_stream(self, stream: Any, library: str = "") -> Stream:
+    def as_stream(self, stream: Any, library: str = "", name: str = "stream") -> Stream:
         """Return `stream` as this device's Stream; None is the current one of `library`
         ("numpy", "cupy", "torch"); an empty `library`, for calls whose arrays do not decide, means
         whichever has made a stream current. TypeError and ValueError name the argument

@@ -789,12 +789,14 @@ def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayVi
     return ArrayView(0, shape, strides, format, like.device, library=like.library)
 
 
-def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Any) -> Any:
-    """Return zeros on the device and of the library of `like`, ready for use on `stream`."""
+def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Stream | None) -> Any:
+    """Return zeros on the device and of the library of `like`, ready for use on `stream`.
+
+    None is the stream that is current in that library, which fills the array.
+    """
     array = _allocator(to_allocate(like, shape, format))()
     if stream is not None:
-        device = devices.get(like.device)
-        device.as_stream(stream).wait(device.as_stream(None, like.library))
+        stream.wait(stream.device.as_stream(None, like.library))
     return array
 
 

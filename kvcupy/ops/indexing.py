@@ -105,7 +105,9 @@ def slot_mapping(
         numbers = devices.get(lengths.device).to_numpy(append_lens)
         if len(numbers) and numbers.min() < 0:
             raise ValueError(f"append_lens: expected no negative lengths, got {numbers.min()}")
-        out = call.zeros(view(block_table, "block_table"), (int(numbers.sum()),), "int64", stream)
+        table = view(block_table, "block_table")
+        own = None if stream is None else devices.get(table.device).as_stream(stream)
+        out = call.zeros(table, (int(numbers.sum()),), "int64", own)
     arguments = {
         "block_table": block_table, "seq_lens": seq_lens, "append_lens": append_lens, "out": out,
     }  # fmt: skip

@@ -922,11 +922,7 @@ class TwoStreamPlan:
         """Issue the three launches and the events between them."""
         device, library = self.whole.device, self.whole.library
         main = device.as_stream(stream, library)
-        try:
-            other = device.as_stream(alt_stream, library)
-        except (TypeError, ValueError) as error:
-            expected = f"a stream of {device.name}"
-            raise type(error)(f"alt_stream: expected {expected}, got {alt_stream!r}") from error
+        other = device.as_stream(alt_stream, library, "alt_stream")
         self.whole.check(pointers, arrays)
         if any(plan.cause is not None for plan in (self.rotate, self.store_k, self.store_v)):
             for each in (main, other):

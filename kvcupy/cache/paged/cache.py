@@ -16,7 +16,7 @@ from ...ops import call, checks
 from ...ops.attention import check_query
 from ...ops.call import format_name
 from ...pickling import ProcessLocal
-from ..pool import KVPool, MLAPool, Pool, count
+from ..pool import KVPool, MLAPool, Pool, positive_int
 from ..tiered.cache import TieredCache
 from ..tiered.prefix import hash_list
 from .contents import Contents
@@ -129,7 +129,7 @@ class PagedKVCache(ProcessLocal):
             has_static_scales=k_scale is not None or v_scale is not None,
         )  # fmt: skip
         rotation = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
-        if count(num_q_heads, "num_q_heads") % pool.num_kv_heads:
+        if positive_int(num_q_heads, "num_q_heads") % pool.num_kv_heads:
             raise ValueError(
                 f"num_q_heads: expected a multiple of {pool.num_kv_heads} KV heads, "
                 f"got {num_q_heads}"
@@ -138,7 +138,7 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
         max_tokens = rotation.max_positions or pool.num_pages * pool.page_size
         if max_seq_len is not None:
-            max_tokens = count(max_seq_len, "max_seq_len")
+            max_tokens = positive_int(max_seq_len, "max_seq_len")
         self.pool = pool
         self.device = pool.device
         self._num_q_heads = int(num_q_heads)
@@ -149,8 +149,9 @@ class PagedKVCache(ProcessLocal):
         self._sequences = Sequences(pool.allocator, pool.page_size)
         self._steps = Steps(
             pool, self._layers, self._sequences,
-            copy_stream=copy_stream, slots_in_flight=count(slots_in_flight, "slots_in_flight"),
-            max_batch_tokens=count(max_batch_tokens, "max_batch_tokens"),
+            copy_stream=copy_stream,
+            slots_in_flight=positive_int(slots_in_flight, "slots_in_flight"),
+            max_batch_tokens=positive_int(max_batch_tokens, "max_batch_tokens"),
             max_positions=rotation.max_positions,
             # One more than the tokens fill: there may be an evicted span behind the sinks.
             max_pages=min(pool.num_pages, -(-max_tokens // pool.page_size) + 1),
@@ -297,7 +298,7 @@ class PagedKVCache(ProcessLocal):
         """
         sequence = self._sequences.find(seq)
         self._steps.require_outside(seq)
-        count(window, "window")
+        positive_int(window, "window")
         checks.require_int(sinks, "sinks")
         if not 0 <= sinks < window:
             raise ValueError(f"sinks: expected 0 to {window - 1}, got {sinks}")
@@ -530,7 +531,7 @@ class PagedKVCache(ProcessLocal):
         )
         own = self.device.as_stream(stream, rows.library)
         if out is None:
-            out = call.zeros(rows, (*rows.shape[:2], layers.v_width), rows.format, stream)
+            out = call.zeros(rows, (*rows.shape[:2], layers.v_width), rows.format, own)
         uploaded = tables.on(own)
         if step.loads and not own.capturing:
             step.wait_layer(int(layer), own)
@@ -800,7 +801,7 @@ def _pool_of(
 ) -> Pool:
     """Return `pool`, whose geometry must agree with the other arguments, or a new pool."""
     if latent_dim is not None:
-        count(latent_dim, "latent_dim")
+        positive_int(latent_dim, "latent_dim")
         if v_head_dim is not None:
             raise ValueError(f"v_head_dim: expected None with latent_dim, got {v_head_dim}")
     if pool is not None:
@@ -825,9 +826,9 @@ def _pool_of(
         return KVPool(
             **shared, num_kv_heads=heads, head_dim=width, v_head_dim=v_head_dim, scales=dynamic
         )
-    if count(num_kv_heads, "num_kv_heads") != 1:
+    if positive_int(num_kv_heads, "num_kv_heads") != 1:
         raise ValueError(f"num_kv_heads: expected 1 with latent_dim, got {num_kv_heads}")
-    if latent_dim >= count(head_dim, "head_dim"):
+    if latent_dim >= positive_int(head_dim, "head_dim"):
         raise ValueError(f"latent_dim: expected less than head_dim {head_dim}, got {latent_dim}")
     return MLAPool(**shared, latent_dim=width)
 
@@ -848,7 +849,7 @@ def _require_pool(
             f"pool: expected a {expected.__name__} {beside} latent_dim, got {type(pool).__name__}"
         )
     for name, value in counts.items():
-        if value is not None and count(value, name) != getattr(pool, name):
+        if value is not None and positive_int(value, name) != getattr(pool, name):
             raise ValueError(f"{name}: expected {getattr(pool, name)} as in pool, got {value}")
     if dtype is not None and format_name(dtype) != pool.dtype:
         raise ValueError(f"dtype: expected {pool.dtype} as in pool, got {dtype!r}")

@@ -86,14 +86,11 @@ class Contents:
     def read(
         self, sequence: CachedSequence, start: int, stop: int, dtype: Any, stream: Any
     ) -> tuple[Any, Any]:
-        """Return K and V of positions, (L, n, H, D) and (L, n, H, Dv); of MLA (L, n, R), (L, n, P).
-
-        `stream` is as the user passed it.
-        """
+        """Return K and V of positions, (L, n, H, D) and (L, n, H, Dv); of MLA (L, n, R), (L, n, P)."""
         own = self._device.as_stream(stream, self._pool.parts[0].library)
         with self._access.on(own, sequence):
             format = self._format(dtype)
-            k, v = (self._zeros(part, stop - start, format, stream) for part in self._bits[0])
+            k, v = (self._zeros(part, stop - start, format, own) for part in self._bits[0])
             slots = self._slots(sequence, start, stop, own)
             if start < stop:
                 for layer, arguments in enumerate(self._arguments):

@@ -16,7 +16,7 @@ from ...ops import checks
 from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
 from ...ops.attention_kernels import AttentionOptions
 from ...ops.merge import merge_states
-from ...ops.rope import apply_rope, rope_store_kv, rope_store_mla
+from ...ops.rope import rope_store_kv, rope_store_mla, rotate_query
 from ...ops.store import store_kv, store_mla
 from ..pool import MLAPool, Pool
 from .tables import Tables, block_table
@@ -276,9 +276,9 @@ class Layers:
         if rope.mode == "none":
             return query
         rotated = self._borrow(shape, format, stream)
-        apply_rope(
-            None, query, rope.table, tables["positions"], interleaved=rope.interleaved,
-            key_out=rotated, stream=stream,
+        rotate_query(
+            query, rope.table, tables["positions"], interleaved=rope.interleaved,
+            query_out=rotated, stream=stream,
         )  # fmt: skip
         return rotated
 
@@ -309,9 +309,9 @@ class Layers:
             )  # fmt: skip
         else:
             store_mla(latent, rope_key, cache, slots, scale=scale, stream=stream)
-            apply_rope(
-                None, rope_part, rope.table, tables["positions"], interleaved=rope.interleaved,
-                key_out=rotated_part, stream=stream,
+            rotate_query(
+                rope_part, rope.table, tables["positions"], interleaved=rope.interleaved,
+                query_out=rotated_part, stream=stream,
             )  # fmt: skip
         self._device.copy(rotated[..., : rope.first], query[..., : rope.first], stream=stream)
         return rotated

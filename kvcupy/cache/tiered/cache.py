@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import CacheFull, CaptureError, KvcupyError
 from ...ops import checks
 from ...pickling import ProcessLocal
-from ..completion import StreamCompletion, named_stream
+from ..completion import StreamCompletion
 from ..engine import TransferEngine
 from ..pages import Pages, page_array
 from . import policies
@@ -331,7 +331,7 @@ class TieredCache(ProcessLocal):
 
     def _stream(self, after: Any) -> Stream:
         """Return the argument `after` as a stream that is not being captured."""
-        stream = named_stream(self.engine.device, after, "after")
+        stream = self.engine.device.as_stream(after, name="after")
         if stream.capturing:
             raise CaptureError("after: blocks cannot be moved as part of a capture")
         return stream
