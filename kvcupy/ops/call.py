@@ -316,7 +316,8 @@ class Plan(abc.ABC):
         if self.allocated:
             views = {**views, **self.allocated}
             self._allocators = [
-                (names.index(name), _allocator(v)) for name, v in self.allocated.items()
+                (names.index(name), _allocator(v.shape, v.format, v.device, v.library))
+                for name, v in self.allocated.items()
             ]
         self._arrays = [(i, name) for i, name in enumerate(names) if name in views]
         touched = self.touched(views)
@@ -794,22 +795,24 @@ def zeros(like: ArrayView, shape: tuple[int, ...], format: str, stream: Stream |
 
     None is the stream that is current in that library, which fills the array.
     """
-    array = _allocator(to_allocate(like, shape, format))()
+    array = _allocator(shape, format, like.device, like.library)()
     if stream is not None:
         stream.wait(stream.device.as_stream(None, like.library))
     return array
 
 
-def _allocator(like: ArrayView) -> Callable[[], Any]:
-    """Return what allocates zeros of the shape, format, device and library of `like`."""
-    device = devices.get(like.device)
-    if like.library != "torch":
-        return partial(device.zeros, like.shape, like.format)
+def _allocator(
+    shape: tuple[int, ...], format: str, device_name: str, library: str
+) -> Callable[[], Any]:
+    """Return what allocates zeros on a device as an array of a library."""
+    device = devices.get(device_name)
+    if library != "torch":
+        return partial(device.zeros, shape, format)
     torch = sys.modules["torch"]
     return partial(
         torch.zeros,
-        like.shape,
-        dtype=getattr(torch, formats.numpy_dtype(like.format).name),
+        shape,
+        dtype=getattr(torch, formats.numpy_dtype(format).name),
         device="cpu" if device.kind == "host" else device.name,
     )
 

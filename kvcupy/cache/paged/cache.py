@@ -531,7 +531,8 @@ class PagedKVCache(ProcessLocal):
         )
         own = self.device.as_stream(stream, rows.library)
         if out is None:
-            out = call.zeros(rows, (*rows.shape[:2], layers.v_width), rows.format, own)
+            shape = (*rows.shape[:2], layers.v_width)
+            out = call.zeros(rows, shape, rows.format, None if stream is None else own)
         uploaded = tables.on(own)
         if step.loads and not own.capturing:
             step.wait_layer(int(layer), own)

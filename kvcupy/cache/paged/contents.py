@@ -86,7 +86,7 @@ class Contents:
     def read(
         self, sequence: CachedSequence, start: int, stop: int, dtype: Any, stream: Any
     ) -> tuple[Any, Any]:
-        """Return K and V of positions, (L, n, H, D) and (L, n, H, Dv); of MLA (L, n, R), (L, n, P)."""
+        """Return K and V of positions: (L, n, H, D), (L, n, H, Dv); of MLA (L, n, R), (L, n, P)."""
         own = self._device.as_stream(stream, self._pool.parts[0].library)
         with self._access.on(own, sequence):
             format = self._format(dtype)
