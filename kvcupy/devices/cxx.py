@@ -22,7 +22,6 @@ from ..errors import CompileError
 from ..extras import install
 from ..kernels import Kernel, Specialisation
 from . import cache
-from .compiling import announced, logger
 
 # Exactly the kernel's own arithmetic: no contraction into FMA, no fast-math.
 _FLAGS = (
@@ -65,7 +64,7 @@ def find_compiler() -> Compiler | None:
     """Return the first of $CXX, c++, g++, clang++ and the ziglang wheel that runs, or None."""
     chosen, complaint = _chosen()
     if complaint:
-        logger.warning("%s; looking for another compiler", complaint)
+        cache.logger.warning("%s; looking for another compiler", complaint)
     elif chosen is not None:
         return chosen
     for command in _candidates():
@@ -186,7 +185,7 @@ def _build(
     )  # fmt: skip
 
     def make(target: Path) -> None:
-        with announced(what, "host"):
+        with cache.announced(what, "host"):
             _compile(compiler, program, flags, target, linked)
 
     return cache.file(key, ".so", make)
