@@ -135,6 +135,7 @@ def test_bookkeeping_never_waits(device):
     check(device, program)
 
 
+@pytest.mark.usefixtures("quick_host")
 @pytest.mark.parametrize("num_slots", [full_only(1), 2, full_only(3)])
 def test_tables_outgrow_their_slots(device, num_slots):
     """What is in flight keeps the memory that it has."""
