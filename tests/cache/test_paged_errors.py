@@ -17,6 +17,9 @@ import kvcupy as kv
 from kvcupy.arrays import ArrayView
 from kvcupy.exporters import view
 
+# What is looked at is the host's part, not the kernels.
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 
 def crowd(device, **options):
     """A parent and its fork, which shares a partial page; one with a tree, one slid, one empty."""

@@ -13,6 +13,9 @@ from table_cases import background
 
 import kvcupy as kv
 
+# What is looked at is the host's part, not the kernels.
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 STORIES = {**stories_of_tables.STORIES, **stories_of_pages.STORIES, **stories_of_turns.STORIES}
 TWO_WAITS = [name for name, story in STORIES.items() if len(story.drop) == 2]
 
@@ -135,7 +138,6 @@ def test_bookkeeping_never_waits(device):
     check(device, program)
 
 
-@pytest.mark.usefixtures("quick_host")
 @pytest.mark.parametrize("num_slots", [full_only(1), 2, full_only(3)])
 def test_tables_outgrow_their_slots(device, num_slots):
     """What is in flight keeps the memory that it has."""
