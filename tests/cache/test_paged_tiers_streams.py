@@ -20,6 +20,9 @@ from kvcupy.cache.paged.tier_calls import PagedTiers
 from kvcupy.cache.paged.turns import Turns
 from kvcupy.cache.pages import PageAllocator
 
+# What is looked at is the host's part, not the kernels.
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 PROMPT = tokens_of(1, 14)
 
 
