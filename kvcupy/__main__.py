@@ -35,12 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from . import calibrate
 
             return calibrate.main(options.device, quick=options.quick, lines=options.progress)
-        from . import compile_all
+        from . import compile_check
 
-        return compile_all.main(
+        return compile_check.main(
             options.arch,
             every_arch=options.all,
-            check=options.check,
+            with_check=options.check,
             jobs=options.jobs,
             lines=options.progress,
         )

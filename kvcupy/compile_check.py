@@ -1,4 +1,4 @@
-"""Compile every kernel for every architecture, on any machine, and look at what came out.
+"""`python -m kvcupy compile`: all kernels into the disk cache, and a look at what came out.
 
 A specialisation passes if it compiles without a warning, keeps everything in registers, uses no
 more of them than its budget, and, where it promises 16-byte accesses, if they are in its SASS.
@@ -14,13 +14,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
-from . import jobs as processes
-from .devices import nvrtc
+from .devices import cache, cxx, nvrtc
 from .errors import CompileError
 from .kernels import Specialisation
+from .progress import Progress, available_cpus, run
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -44,6 +46,7 @@ REGISTER_BUDGET: dict[str, int] = {
     "attention_prefill": 255,  # two or three blocks of 128 threads a multiprocessor, as planned
 }
 
+_OLDEST = 75  # the kernels use instructions that came with it
 _KERNELS_PER_PROGRAM = 8  # more gain nothing
 _LARGE = ("attention_decode", "attention_prefill")  # which compile ten times as long as they parse
 
@@ -55,6 +58,11 @@ _SASS_SECTION = re.compile(r"^\s*\.section\s+\.text\.([^\s,]+)", re.MULTILINE)
 _WARNING = re.compile(r"\bwarning\b(?!-number)")
 _WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.E(?:\.\w+)*\.(?:128|256)\b")
 _WIDE_STORE = re.compile(r"\bSTG\.E(?:\.\w+)*\.(?:128|256)\b")
+
+
+Program = tuple[Specialisation, ...]
+"""Kernels of one source file, which NVRTC compiles together."""
+Compile = Callable[[Program], object]
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,7 @@ def check(
         _Task(program, arch, tuple(map(promises_128_bits, program)),
               tuple(budgets.get(one.kernel.name) for one in program), nvdisasm, kernels_dir,
               tuple(options))
-        for program in programs(specialisations, promises_128_bits) for arch in archs
+        for program in into_programs(specialisations, promises_128_bits) for arch in archs
     ]  # fmt: skip
     results = []
     if jobs is None:
@@ -172,17 +180,17 @@ def check(
                 results.append(entry)
                 notify(len(results))
     else:
-        for entries in processes.run(_check_program, tasks, jobs, notify, _Task.__len__):
+        for entries in run(_check_program, tasks, jobs, notify, _Task.__len__):
             results += entries
     order = {(str(one), arch): n for n, (one, arch) in enumerate(product(specialisations, archs))}
     results.sort(key=lambda entry: order[entry.specialisation, entry.arch])
     return Report(results, nvdisasm, time.perf_counter() - started)
 
 
-def programs(
+def into_programs(
     specialisations: Iterable[Specialisation],
     promises_128_bits: Callable[[Specialisation], bool] = lambda _: False,
-) -> list[tuple[Specialisation, ...]]:
+) -> list[Program]:
     """Divide kernels into programs that NVRTC compiles whole, the longest first.
 
     Parsing a source takes as long as compiling a small kernel of it, so a few of those share a
@@ -192,8 +200,8 @@ def programs(
     for one in specialisations:
         is_large = one.kernel.name in _LARGE
         files.setdefault((one.kernel.source, is_large), []).append(one)
-    large: list[tuple[Specialisation, ...]] = []
-    small: list[tuple[Specialisation, ...]] = []
+    large: list[Program] = []
+    small: list[Program] = []
     for (_, is_large), kernels in files.items():
         kernels.sort(key=promises_128_bits, reverse=True)
         size = 1 if is_large else _KERNELS_PER_PROGRAM
@@ -357,3 +365,145 @@ def missing_wide_accesses(sass: str) -> list[str]:
     if not _WIDE_STORE.search(sass):
         problems.append("no 16-byte store (STG.E.128) in its SASS")
     return problems
+
+
+# --- The command ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """Compile one program after another, in whichever process; return what went wrong in it."""
+
+    compile: Compile
+
+    def __call__(self, program: Program) -> list[str]:
+        try:
+            self.compile(program)
+        except CompileError as error:
+            if len(program) > 1:
+                return [text for one in program for text in self((one,))]
+            return [str(error).splitlines()[0]]
+        return []
+
+
+def main(
+    archs: Sequence[str] | None,
+    *,
+    every_arch: bool,
+    with_check: bool,
+    jobs: int | None,
+    lines: bool,
+) -> int:
+    """Compile, say how it went, and return the exit status.
+
+    Parameters
+    ----------
+    archs, every_arch : for these, or all, architectures with NVRTC; without any, a check means all,
+        and else the devices of this machine are meant
+    with_check : look at what came out (`check`)
+    jobs : how many processes; None: as many as there are CPUs for this one
+    lines : say how far it is where stderr is no terminal
+
+    Raises
+    ------
+    KeyboardInterrupt : Ctrl-C was pressed; what is done is printed first
+    """
+    num_jobs = jobs or available_cpus()
+    from . import ops
+
+    specialisations = ops.specialisations()
+    programs = into_programs(specialisations)
+    if not (archs or every_arch or with_check):
+        targets = _of_this_machine(programs)
+        return max([_compile(*one, num_jobs, lines) for one in targets])
+    archs = archs or ARCHS
+    try:
+        require_archs(archs)
+    except (ValueError, CompileError) as error:
+        print(f"compile: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    if not with_check:
+        targets = [_gpu(arch, programs) for arch in archs]
+        return max([_compile(*one, num_jobs, lines) for one in targets])
+    with Progress("check", len(specialisations) * len(archs), "kernels", lines=lines) as progress:
+        try:
+            report = check(
+                specialisations, archs, jobs=num_jobs, notify=progress.to,
+                promises_128_bits=ops.promises_128_bits,
+            )  # fmt: skip
+        except KeyboardInterrupt:
+            _say_stopped(progress)
+            raise
+    print(report)
+    return 0 if report.ok else 1
+
+
+def require_archs(archs: Sequence[str]) -> None:
+    """Refuse what is no architecture that NVRTC can compile these kernels for.
+
+    Raises
+    ------
+    ValueError : with what it could be
+    CompileError : there is no NVRTC, and how to get one
+    """
+    nvrtc.nvrtc_version()
+    known = [n for n in nvrtc.supported_archs() if n >= _OLDEST]
+    for arch in archs:
+        try:
+            number = nvrtc.arch_number(arch)
+        except ValueError:
+            raise ValueError(f"--arch: expected names such as sm_90, got {arch}") from None
+        newer = bool(known) and number > known[-1]  # compiled to PTX, which a driver translates
+        if number < _OLDEST or (known and number not in known and not newer):
+            names = ", ".join(f"sm_{n}" for n in known) or f"sm_{_OLDEST} and newer"
+            raise ValueError(f"--arch: expected one of {names}, got {arch}")
+
+
+def _of_this_machine(programs: list[Program]) -> list[tuple[str, Compile, list[Program]]]:
+    """Return the devices of this machine, what compiles for each, and what there is to compile."""
+    from . import device
+    from .devices.cuda import why_not
+
+    alone: list[Program] = [(one,) for program in programs for one in program]
+    targets: list[tuple[str, Compile, list[Program]]] = [("host", _for_host, alone)]
+    if not why_not():
+        gpu: Any = device("cuda")
+        targets.append(_gpu(gpu.arch, programs))
+    return targets
+
+
+def _for_host(program: Program) -> None:
+    """Compile a kernel for this processor, and what shares a launch among threads."""
+    cxx.build_pool()
+    for specialisation in program:
+        cxx.build(specialisation)
+
+
+def _gpu(arch: str, programs: list[Program]) -> tuple[str, Compile, list[Program]]:
+    return arch, partial(nvrtc.compile_program, arch=arch), programs
+
+
+def _compile(
+    target: str, compile_one: Compile, programs: Sequence[Program], num_jobs: int, lines: bool
+) -> int:
+    """Compile all kernels for one target, and say how it went; return the exit status."""
+    start, total = time.perf_counter(), sum(map(len, programs))
+    with Progress(f"compile {target}", total, "kernels", lines=lines) as progress:
+        try:
+            outcomes = run(_Attempt(compile_one), programs, num_jobs, progress.to, len)
+        except KeyboardInterrupt:
+            _say_stopped(progress)
+            raise
+    failures = [text for texts in outcomes for text in texts]
+    seconds = time.perf_counter() - start
+    print(
+        f"{target:8}{total - len(failures)} kernels ready, {len(failures)} failed, {seconds:.1f} s"
+    )
+    for text in dict.fromkeys(failures):
+        print(f"{'':8}{text}")
+    return 1 if failures else 0
+
+
+def _say_stopped(progress: Progress) -> None:
+    text = f"stopped: {progress.done} of {progress.total} kernels are done"
+    print(f"{text}; those stay in {cache.directory()}", file=sys.stderr)

@@ -1,13 +1,31 @@
-"""How far long work is, on stderr: a bar on a terminal, else nothing, or a line now and then."""
+"""Long work: tasks in processes of their own, and how far they are.
+
+Tasks get processes because compilers hold locks that threads of one process share. Ctrl-C ends them
+at once, whatever they are at: each worker leads a process group, which is killed with the compilers
+that it has started. What they had finished is in the disk cache.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
+import signal
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing.process import BaseProcess
+from typing import TypeVar
 
 from tqdm import tqdm
 
 _LINES = 10  # at most, where they are wanted
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 class Progress:
@@ -46,3 +64,83 @@ class Progress:
             seconds = time.perf_counter() - self._start
             text = f"{self._what}: {done} of {self.total} {self._unit}, {seconds:.0f} s"
             print(text, file=sys.stderr, flush=True)
+
+
+def available_cpus() -> int:
+    """Return how many CPUs this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def run(
+    function: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    jobs: int,
+    notify: Callable[[int], object] = lambda done: None,
+    steps: Callable[[Task], int] = lambda task: 1,
+) -> list[Result]:
+    """Apply a function to tasks, `jobs` at a time, and return the results in their order.
+
+    Parameters
+    ----------
+    function : found by its module's name in a process that is started anew, as its tasks and
+        results must be picklable
+    notify : called with the number of steps that are done, after each
+    steps : how many steps a task counts as
+
+    Raises
+    ------
+    KeyboardInterrupt : Ctrl-C was pressed; no worker is left
+    BrokenProcessPool : a worker died
+    """
+    others = multiprocessing.active_children()
+    # The folder takes the temporary files of workers that are killed.
+    with tempfile.TemporaryDirectory(prefix="kvcupy-") as folder:
+        context = multiprocessing.get_context("spawn")
+        count = max(1, min(jobs, len(tasks)))
+        pool = ProcessPoolExecutor(count, context, initializer=_begin, initargs=(folder,))
+        try:
+            futures = {pool.submit(function, task): task for task in tasks}
+            done = 0
+            for future in as_completed(futures):
+                future.result()
+                for _ in range(steps(futures[future])):
+                    done += 1
+                    notify(done)
+            return [future.result() for future in futures]
+        except BaseException:
+            _kill(child for child in multiprocessing.active_children() if child not in others)
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _begin(folder: str) -> None:
+    """Set a worker up."""
+    tempfile.tempdir = folder
+    os.environ["TMPDIR"] = folder  # for compilers
+    if hasattr(os, "setpgrp"):
+        os.setpgrp()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this worker, and what it has started, when its parent is gone without a word."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        _kill_group(os.getpid())
+        os._exit(1)
+
+
+def _kill(children: Iterable[BaseProcess]) -> None:
+    for child in children:
+        if child.pid is not None:
+            _kill_group(child.pid)
+        child.kill()
+
+
+def _kill_group(leader: int) -> None:
+    # A system may have no groups; a worker may not lead its own yet, or be gone.
+    with contextlib.suppress(AttributeError, OSError):
+        os.killpg(leader, signal.SIGKILL)

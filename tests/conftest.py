@@ -74,6 +74,13 @@ def lenient_host(strict_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv.config, "_strict", False)
 
 
+@pytest.fixture
+def quick_host(strict_host: None, request: pytest.FixtureRequest) -> None:
+    """Let a long test of whole programs be strict with ``--full`` only."""
+    if not request.config.option.full:
+        request.getfixturevalue("lenient_host")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.full:
         left_out = set(exhaustive(items))

@@ -16,7 +16,7 @@ import pytest
 
 import kvcupy
 from kvcupy import __main__ as command_line
-from kvcupy import calibrate, extras, jobs, ops
+from kvcupy import calibrate, extras, ops, progress
 from kvcupy.devices import cuda, cxx, nvrtc
 from kvcupy.doctor import environment
 from kvcupy.errors import CompileError
@@ -190,23 +190,23 @@ def doubled(number: int) -> int:
 
 def test_results_come_in_the_order_of_their_tasks():
     done = []
-    assert jobs.run(doubled, range(20), 2, done.append) == list(range(0, 40, 2))
+    assert progress.run(doubled, range(20), 2, done.append) == list(range(0, 40, 2))
     assert done == list(range(1, 21))
 
 
 def test_an_error_of_a_task_is_raised():
     with pytest.raises(ValueError, match="invalid literal"):
-        jobs.run(int, ["1", "x", "3"], 2)
+        progress.run(int, ["1", "x", "3"], 2)
 
 
 def test_a_worker_that_dies_is_noticed():
     with pytest.raises(BrokenProcessPool):
-        jobs.run(os._exit, [3, 3], 1)
+        progress.run(os._exit, [3, 3], 1)
 
 
 def test_as_many_processes_as_this_one_may_use():
     code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    code += "from kvcupy import jobs; print(jobs.available_cpus())"
+    code += "from kvcupy import progress; print(progress.available_cpus())"
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("this system binds no processes to CPUs")
     done = subprocess.run(

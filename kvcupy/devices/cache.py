@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from platformdirs import user_cache_path
+
+logger = logging.getLogger("kvcupy")
 
 _MAGIC = b"kvcupy01"
 _TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
@@ -219,3 +223,12 @@ def _flock(file: IO[bytes]) -> None:
         return
     with contextlib.suppress(OSError):  # a file system without locks: likewise
         fcntl.flock(file, fcntl.LOCK_EX)
+
+
+@contextlib.contextmanager
+def announced(kernel: object, target: str) -> Iterator[None]:
+    """Log that a kernel is compiled in a with block, and how long it took: it may be seconds."""
+    logger.info("compiling %s for %s", kernel, target)
+    start = time.perf_counter()
+    yield
+    logger.info("compiled %s for %s in %.1f s", kernel, target, time.perf_counter() - start)

@@ -22,7 +22,6 @@ from ..errors import CompileError
 from ..extras import install
 from ..kernels import Kernel, Specialisation
 from . import cache
-from .compiling import announced, logger
 
 # Exactly the kernel's own arithmetic: no contraction into FMA, no fast-math.
 _FLAGS = (
@@ -37,6 +36,7 @@ _STRICT_FLAGS = (
 )  # fmt: skip
 _INSTRUMENTED = ("-fsanitize=thread", "-fsanitize=alignment")
 _RUNNER = '#include "host/runner.h"'
+_HEADERS = "host/precompiled.h"
 _MOST_THREADS = 1024  # of a block, unless launch bounds say less
 
 
@@ -64,7 +64,7 @@ def find_compiler() -> Compiler | None:
     """Return the first of $CXX, c++, g++, clang++ and the ziglang wheel that runs, or None."""
     chosen, complaint = _chosen()
     if complaint:
-        logger.warning("%s; looking for another compiler", complaint)
+        cache.logger.warning("%s; looking for another compiler", complaint)
     elif chosen is not None:
         return chosen
     for command in _candidates():
@@ -185,7 +185,7 @@ def _build(
     )  # fmt: skip
 
     def make(target: Path) -> None:
-        with announced(what, "host"):
+        with cache.announced(what, "host"):
             _compile(compiler, program, flags, target, linked)
 
     return cache.file(key, ".so", make)
@@ -255,37 +255,38 @@ def _compile(
 def _compile_object(compiler: Compiler, program: str, flags: tuple[str, ...], target: Path) -> None:
     search = _search_paths()
     if program.startswith(f"{_RUNNER}\n"):
-        search = [*_precompiled(compiler, flags), *search]
+        folder_of_headers = _precompiled(compiler, flags)
+        if folder_of_headers is not None:
+            search = [f"-I{folder_of_headers}", *search]
+            program = f"#include <{_HEADERS}>\n{program}"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.cpp"
         source.write_text(program)
         _run([*compiler.command, *flags, *search, "-c", str(source), "-o", str(target)], program)
 
 
-def _precompiled(compiler: Compiler, flags: tuple[str, ...]) -> list[str]:
-    """Return the options with which GCC finds the headers of a kernel parsed already, if it can.
+def _precompiled(compiler: Compiler, flags: tuple[str, ...]) -> Path | None:
+    """Return the folder in which GCC finds `_HEADERS` parsed already; None for other compilers.
 
     They take as long as all the rest of most kernels. Where GCC cannot use what is in the cache, it
-    reads the header of that name in `kernels_src`.
+    goes on to the header of that name in `kernels_src`.
     """
     if compiler.is_zig or "clang" in compiler.version:
-        return []
+        return None
     key = cache.key(
         "headers", sources.digest("host"), *flags, compiler.version, *compiler.command,
         _processor(),
     )  # fmt: skip
-    header = "host/precompiled.h"
 
     def make(target: Path) -> None:
-        source = sources.kernels_dir() / header
+        source = sources.kernels_dir() / _HEADERS
         options = ["-x", "c++-header", *_search_paths(), str(source), "-o", str(target)]
-        _run([*compiler.command, *flags, *options], header)
+        _run([*compiler.command, *flags, *options], _HEADERS)
 
     try:
-        built = cache.file(key, f"/{header}.gch", make)
+        return cache.file(key, f"/{_HEADERS}.gch", make).parents[1]
     except CompileError:
-        return []  # the kernel's own compilation says what is wrong
-    return [f"-I{built.parent.parent}", "-include", header]
+        return None  # the kernel's own compilation says what is wrong
 
 
 def _run(command: list[str], program: str) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from .. import sources
 from ..errors import CompileError
 from ..extras import install
-from . import cache, compiling
+from . import cache
 
 if TYPE_CHECKING:
     from ..kernels import Specialisation
@@ -165,7 +165,7 @@ class _Build:
 
     def compile(self, specialisations: Sequence[Specialisation], verbose: bool) -> list[Compiled]:
         flags = (*self.flags, VERBOSE) if verbose else self.flags
-        with compiling.announced(", ".join(map(str, specialisations)), self.arch):
+        with cache.announced(", ".join(map(str, specialisations)), self.arch):
             return _compile(specialisations, self.arch, flags, self.folder, self.headers)
 
     def compile_and_store(

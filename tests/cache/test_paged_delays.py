@@ -24,6 +24,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("quick_host")
 @pytest.mark.covering
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", CASES)

@@ -16,6 +16,9 @@ from paged_snapshot import snapshot
 import kvcupy as kv
 from kvcupy.arrays import ArrayView, view
 
+# What is looked at is the host's part, not the kernels.
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 
 def crowd(device, **options):
     """A parent and its fork, which shares a partial page; one with a tree, one slid, one empty."""

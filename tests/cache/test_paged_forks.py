@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from paged_cases import Twin, rope_of
 
+# What is looked at is the host's part, not the kernels.
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 # --- Forks ---
 
 

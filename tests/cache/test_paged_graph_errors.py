@@ -10,6 +10,9 @@ from stream_cases import Log
 import kvcupy as kv
 from kvcupy import observe
 
+# What is looked at is the host's part, not the kernels.
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 
 def attend(world, count, on="compute", layer=0, out=True):
     """One layer of the step that is begun, which is not to count."""

@@ -79,6 +79,7 @@ def generate(world, decoders):
 PLAIN = {"cascade": False, "steps": 80}  # graphs attend over shared prefixes with the rest
 
 
+@pytest.mark.usefixtures("quick_host")
 @pytest.mark.covering
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
 @pytest.mark.parametrize("mode", ["none", "normal", "inline"])
@@ -89,6 +90,7 @@ def test_bits_of_plain_calls(device, mode, pieces):
     check(device, program, slots_in_flight=1, **PLAIN, **rope(device, mode))
 
 
+@pytest.mark.usefixtures("quick_host")
 @pytest.mark.covering
 @pytest.mark.parametrize("way", ["within", "around", "taken back"])
 @pytest.mark.parametrize("batch", [4, 6])
@@ -106,6 +108,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.usefixtures("quick_host")
 @pytest.mark.parametrize("name", FORMATS)
 def test_other_caches(device, name):
     def program(world):
@@ -114,6 +117,7 @@ def test_other_caches(device, name):
     check(device, program, **PLAIN, **FORMATS[name])
 
 
+@pytest.mark.usefixtures("quick_host")
 @pytest.mark.covering
 @pytest.mark.parametrize("mode", ["none", "normal", "inline"])
 @pytest.mark.parametrize("seed", range(3))

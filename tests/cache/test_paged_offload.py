@@ -15,6 +15,9 @@ import kvcupy as kv
 from kvcupy import observe
 from kvcupy.ops import transfer as transfer_ops
 
+# What is looked at is the host's part, not the kernels.
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 PROMPT = tokens_of(1, 14)
 
 

@@ -13,6 +13,9 @@ from table_cases import background
 
 import kvcupy as kv
 
+# What is looked at is the host's part, not the kernels.
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 ORDER_CASES = {
     **table_order_cases.ORDER_CASES,
     **page_order_cases.ORDER_CASES,

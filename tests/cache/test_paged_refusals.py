@@ -13,6 +13,9 @@ from test_paged_errors import crowd, goes_on, in_step, unchanged
 
 import kvcupy as kv
 
+# What is looked at is the host's part, not the kernels.
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 
 def rows(twin, count, heads=4, kv_heads=2, width=8, fmt="fp32"):
     arrays = (

@@ -18,6 +18,9 @@ from paged_tiers_cases import (
 
 import kvcupy as kv
 
+# What is looked at is the host's part, not the kernels.
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 PROMPT = tokens_of(1, 14)  # three blocks, and two tokens
 OTHER = PROMPT[:8] + tokens_of(2, 6)  # two of them, then another
 

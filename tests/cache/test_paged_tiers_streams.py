@@ -18,6 +18,9 @@ from kvcupy.cache.paged.sequences import CachedSequence
 from kvcupy.cache.paged.step import Step
 from kvcupy.cache.pages import PageAllocator
 
+# What is looked at is the host's part, not the kernels.
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 PROMPT = tokens_of(1, 14)
 
 
