@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from . import cuda_api, dlpack, formats
-from .pickling import ProcessLocal
+from .errors import ProcessLocal
 
 
 class ArrayView(ProcessLocal):

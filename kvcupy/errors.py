@@ -1,6 +1,8 @@
-"""The exceptions that kvcupy raises, beside `TypeError` and `ValueError` for bad arguments."""
+"""What kvcupy raises beside plain argument errors, and the base of what cannot be pickled."""
 
 from __future__ import annotations
+
+from typing import NoReturn
 
 
 class KvcupyError(Exception):
@@ -35,3 +37,22 @@ class UnknownSequence(KvcupyError, KeyError):
     """There is no such sequence in the cache."""
 
     __str__ = Exception.__str__  # KeyError's would show the message in quotes
+
+
+class ProcessLocal:
+    """Base of classes that hold addresses, threads, locks or driver handles.
+
+    An address is meaningless in another process, and a copy in this one would be an alias that owns
+    nothing. `_instead` is the advice that ends the error message.
+    """
+
+    __slots__ = ()
+
+    _instead = "make one in each process"
+
+    def __reduce__(self) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(f"{kind}: it cannot be pickled or copied; {self._instead}")
+
+    def __setstate__(self, state: object) -> NoReturn:  # of a pickle from before this was refused
+        self.__reduce__()

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import CaptureError, DeviceError
+from ..errors import CaptureError, DeviceError, ProcessLocal
 from ..ops import transfer
-from ..pickling import ProcessLocal
 from .completion import waiting_stream
 
 if TYPE_CHECKING:

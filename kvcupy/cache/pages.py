@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..config import logger
-from ..errors import CacheFull, CaptureError, KvcupyError
+from ..errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
 from ..ops import checks
-from ..pickling import ProcessLocal
 
 if TYPE_CHECKING:
     from .completion import Completion

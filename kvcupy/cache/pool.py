@@ -24,9 +24,9 @@ from ..arrays import (
 )
 from ..devices.protocol import Device
 from ..dlpack import exporting
+from ..errors import ProcessLocal
 from ..ops import checks
 from ..ops.call import format_name
-from ..pickling import ProcessLocal
 from .pages import PageAllocator
 
 _Named = tuple[str, ArrayView]

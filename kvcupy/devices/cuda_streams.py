@@ -17,8 +17,7 @@ from typing import Any
 
 from .. import observe
 from ..cuda_api import UNJOINED
-from ..errors import CaptureError, DeviceError
-from ..pickling import ProcessLocal
+from ..errors import CaptureError, DeviceError, ProcessLocal
 from .cuda_context import FOREIGN, Capture, CudaContext
 from .protocol import Device, Hook
 

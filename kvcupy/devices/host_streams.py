@@ -21,8 +21,7 @@ import numpy as np
 
 from .. import faults, observe
 from ..config import config
-from ..errors import CaptureError, DeviceError
-from ..pickling import ProcessLocal
+from ..errors import CaptureError, DeviceError, ProcessLocal
 from .protocol import Device, Hook, LaunchHooks
 
 Task = Callable[["State", int], "Marker | None"]

@@ -10,12 +10,11 @@ from typing import Any
 from ... import devices
 from ...arrays import describe, view
 from ...config import logger
-from ...errors import CaptureError, KvcupyError
+from ...errors import CaptureError, KvcupyError, ProcessLocal
 from ...formats import FORMATS
 from ...ops import call, checks
 from ...ops.attention import check_query
 from ...ops.call import format_name
-from ...pickling import ProcessLocal
 from ..pool import KVPool, MLAPool, Pool, positive_int
 from ..tiered.cache import TieredCache
 from ..tiered.prefix import hash_list

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...errors import CacheFull, CaptureError, KvcupyError
+from ...errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
 from ...ops import checks
-from ...pickling import ProcessLocal
 from ..completion import StreamCompletion
 from ..engine import TransferEngine
 from ..pages import Pages, page_array

@@ -21,8 +21,8 @@ import numpy as np
 
 from ...arrays import ArrayView, array_at
 from ...config import logger
+from ...errors import ProcessLocal
 from ...ops import checks
-from ...pickling import ProcessLocal
 from . import disk_format
 from .disk_format import Layout, Record
 
