@@ -82,13 +82,13 @@ class Shape:
         """Bytes of one call: query and key read and written, value, cache, cos and sin, indices."""
         queries = self.model.q_heads * self.rotary
         keys = self.rotary if self.model.mla else self.model.row_widths[0]
-        bytes_a_token = 4 * (queries + keys) + 4 * self.rotary + 8
+        bytes_per_token = 4 * (queries + keys) + 4 * self.rotary + 8
         if self.stores:
             row = sum(self.model.row_widths)
-            bytes_a_token += 2 * (row - keys) + row * (2 if self.stored == "bf16" else 1) + 8
+            bytes_per_token += 2 * (row - keys) + row * (2 if self.stored == "bf16" else 1) + 8
         if self.stored == "fp8 dynamic":
-            bytes_a_token += 8 * self.model.kv_heads
-        return self.tokens * bytes_a_token
+            bytes_per_token += 8 * self.model.kv_heads
+        return self.tokens * bytes_per_token
 
     def build(self, device: Any, sets: int) -> RopeCase:
         return RopeCase(device, self, sets)

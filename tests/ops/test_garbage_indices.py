@@ -150,4 +150,5 @@ def test_attention(device, lens, seq_lens, table, dtype, fmt, group, decode):
 def test_query_lens_that_claim_billions_of_tokens(device, fmt, lens):
     table = np.arange(6, dtype=np.int64).reshape(2, 3)
     faults = attend_anyhow(device, (128, 1), lens, [9, 7], table, "int64", fmt, 4)
-    assert f"query_lens[{0 if lens[0] > 4 else 1}] is {max(lens)}" in faults
+    past = [f"query_lens[{b}] is {n}" for b, n in enumerate(lens) if n > 4]
+    assert any(text in faults for text in past)  # several threads may be the first to report

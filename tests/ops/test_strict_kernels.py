@@ -51,9 +51,9 @@ def barrier(comment: str, call: Callable[[Any], Any] = prefill) -> Missing:
     return Missing(PREFILL, f"__syncthreads();  // {comment}", "", call, RACE)
 
 
-def wait(before: str) -> Missing:
-    text = f"wait_for_copies();\n{before}__syncthreads();"
-    return Missing(PREFILL, text, text.replace("wait_for_copies();", ""), prefill, NOT_WAITED)
+def wait(comment: str) -> Missing:
+    barrier = f"__syncthreads();  // {comment}"
+    return Missing(PREFILL, f"wait_for_copies(); {barrier}", barrier, prefill, NOT_WAITED)
 
 
 REDUCE = "    for (int i = 0; i < warps; ++i) value = fmaxf(value, scratch[first_warp + i]);\n"
@@ -61,18 +61,21 @@ BLOCK_BARRIER = "    __syncthreads();\n"
 
 MISSING = {
     "the barrier after the tile": barrier("the tile is known"),
-    "the barrier after the table": barrier("the table is there"),
-    "the barrier after the queries": barrier("so are the queries"),
+    "the barrier after the table": barrier("the table is written"),
+    "the barrier after the queries": barrier("and so are the queries"),
     "the barrier after the keys": barrier(
-        "the keys are there, and nobody needs the values of the last tile"),
-    "the barrier after keys have turned": barrier(
-        "all have turned", attention_checks.check_attention_append_rotated_keys),
+        "keys have arrived, and the values of the last tile are no longer needed"),
+    "the barrier after keys are rotated": barrier(
+        "all keys are rotated", attention_checks.check_attention_append_rotated_keys),
     "the barrier after the values": barrier(
-        "the values and the next table are there, and nobody needs the keys"),
-    "the wait for the queries": wait("      "),
-    "all waits in the loop": Missing(
-        PREFILL, "    wait_for_copies();\n    __syncthreads();", "    __syncthreads();", prefill,
-        NOT_WAITED, 2),
+        "values and the next table have arrived, and the keys are no longer needed"),
+    "the wait for the queries": wait("and so are the queries"),
+    "the wait for the keys": wait(
+        "keys have arrived, and the values of the last tile are no longer needed"),
+    "the wait for the values": wait(
+        "values and the next table have arrived, and the keys are no longer needed"),
+    "all waits": Missing(
+        PREFILL, "wait_for_copies(); __syncthreads();", "__syncthreads();", prefill, NOT_WAITED, 3),
     "the barrier before groups of lanes are merged": Missing(
         "attention.cu", "  __syncthreads();\n  for (int r = 0;", "  for (int r = 0;",
         attention_checks.check_attention_decode, RACE),
