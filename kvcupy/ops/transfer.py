@@ -109,15 +109,9 @@ def transfer_pages(
 
 
 def prepare(
-    src_pool: Any,
-    dst_pool: Any,
-    *,
-    layers: Any = None,
-    method: str = "auto",
-    max_blocks: int | None = None,
-    convert: bool = False,
-    names: tuple[str, str] = _POOLS,
-) -> PreparedTransfer:
+    src_pool: Any, dst_pool: Any, *, layers: Any = None, method: str = "auto",
+    max_blocks: int | None = None, convert: bool = False, names: tuple[str, str] = _POOLS,
+) -> PreparedTransfer:  # fmt: skip
     """Check everything but the pages, for calls that differ in nothing else.
 
     Parameters
@@ -201,7 +195,9 @@ class TransferPlan:
         self._source, self._target = source, target
         self._src, self._dst = source.any_group, target.any_group
         self._converts = self._src.format != self._dst.format
-        direction = _direction(self._src, self._dst)
+        direction = "to_host"
+        if self._dst.on_device:
+            direction = "within" if self._src.on_device else "to_device"
         self._thresholds = thresholds(device, direction)
         self._split(options)
         self.page_bytes = sum(transfer.src.page_bytes for transfer in self.transfers)
@@ -397,10 +393,8 @@ class TransferPlan:
             device.load(transfer_kernels.NOTE)
         except CompileError:
             device.check_fallback("transfer_pages", stream)
-            return [
-                partial(device.run, partial(fallback.note_fault, device, *fault), stream)
-                for fault in records
-            ]
+            notes = [partial(fallback.note_fault, device, *fault) for fault in records]
+            return [partial(device.run, note, stream) for note in notes]
         return [partial(transfer_kernels.note_fault, device, fault, stream) for fault in records]
 
     def _faults(self, src: Any, dst: Any) -> Iterator[tuple[int, int, Any, Any]]:
@@ -421,12 +415,6 @@ def _owned_by(pool: Any, view: ArrayView) -> ArrayView:
         view.pointer, view.shape, view.strides, view.format, view.device,
         library=view.library, owner=pool,
     )  # fmt: skip
-
-
-def _direction(src: LayerPages, dst: LayerPages) -> str:
-    if src.on_device:
-        return "within" if dst.on_device else "to_host"
-    return "to_device" if dst.on_device else "to_host"
 
 
 def _repacks_first(src: LayerPages, dst: LayerPages) -> bool:
@@ -473,14 +461,9 @@ class LayerTransfer:
     """
 
     def __init__(
-        self,
-        device: Device,
-        src: LayerPages,
-        dst: LayerPages,
-        max_blocks: int | None,
-        *,
+        self, device: Device, src: LayerPages, dst: LayerPages, max_blocks: int | None, *,
         reports: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.src, self.dst = src, dst
         self.rows = [longest_rows(src.parts, dst.parts)]
         if src.scales and dst.scales:
@@ -529,14 +512,9 @@ class StagedTransfer:
     """
 
     def __init__(
-        self,
-        device: Device,
-        src: PoolPages,
-        dst: PoolPages,
-        layers: slice,
-        near_layers: Sequence[slice],
-        max_blocks: int | None,
-    ) -> None:
+        self, device: Device, src: PoolPages, dst: PoolPages, layers: slice,
+        near_layers: Sequence[slice], max_blocks: int | None,
+    ) -> None:  # fmt: skip
         self._device = device
         self._max_blocks = max_blocks
         self._repacks_first = _repacks_first(src.any_group, dst.any_group)
@@ -712,19 +690,14 @@ class PoolPages:
     @classmethod
     def of(cls, pool: Any) -> PoolPages:
         """Describe a pool, and keep nothing of it alive."""
-        return cls(
-            tuple(
-                (
-                    group.layers,
-                    LayerPages(
-                        tuple(v.without_owner() for v in group.parts),
-                        tuple(v.without_owner() for v in group.scale_parts),
-                        pool.placement == "device",
-                    ),
-                )
-                for group in pool.groups
+        groups = []
+        for group in pool.groups:
+            parts, scales = (
+                tuple(v.without_owner() for v in views)
+                for views in (group.parts, group.scale_parts)
             )
-        )
+            groups.append((group.layers, LayerPages(parts, scales, pool.placement == "device")))
+        return cls(tuple(groups))
 
     @property
     def num_layers(self) -> int:
@@ -760,12 +733,9 @@ def _require_pool(pool: Any, name: str) -> None:
 
 
 def _require_geometry(
-    source: PoolPages,
-    target: PoolPages,
-    devices: tuple[Device, Device],
-    options: Options,
+    source: PoolPages, target: PoolPages, devices: tuple[Device, Device], options: Options,
     names: tuple[str, str],
-) -> None:
+) -> None:  # fmt: skip
     """Raise unless the pools match, have the layers of the options, and share no bytes."""
     src_name, dst_name = names
     src, dst = source.any_group, target.any_group
@@ -870,8 +840,7 @@ DEFAULTS = {
     "within": _KERNELS,
 }
 
-_thresholds: weakref.WeakKeyDictionary[Device, dict[str, Thresholds]]
-_thresholds = weakref.WeakKeyDictionary()
+_thresholds: weakref.WeakKeyDictionary[Device, dict[str, Thresholds]] = weakref.WeakKeyDictionary()
 
 
 def thresholds(device: Device, direction: str) -> Thresholds:

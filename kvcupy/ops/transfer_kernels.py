@@ -64,11 +64,8 @@ class LayerPages:
 
     def layers(self, layers: slice) -> LayerPages:
         """Return some of these layers."""
-        return LayerPages(
-            tuple(v[:, layers] for v in self.parts),
-            tuple(v[:, layers] for v in self.scales),
-            self.on_device,
-        )
+        parts, scales = (tuple(v[:, layers] for v in own) for own in (self.parts, self.scales))
+        return LayerPages(parts, scales, self.on_device)
 
 
 @dataclass(frozen=True)
@@ -215,58 +212,43 @@ DIVISOR = np.dtype(
 )
 
 STRIDES = np.dtype(
-    [(f"{name}_bytes{axis}", np.int64) for name, axis in
-     (("page", ""), ("axis", "_0"), ("axis", "_1"), ("axis", "_2"))],
+    [(name, np.int64) for name in ("page_bytes", "axis_bytes_0", "axis_bytes_1", "axis_bytes_2")],
     align=True,
-)  # fmt: skip
+)
 
 ROWS = np.dtype(
     [
-        ("src_stride_bytes", np.int64),
-        ("dst_stride_bytes", np.int64),
-        ("src_num_pages", np.int64),
-        ("dst_num_pages", np.int64),
-        ("src_operation", np.int64),
-        ("dst_operation", np.int64),
-        ("pieces_per_page", DIVISOR),
-        ("pieces_per_row", DIVISOR),
-        ("rows_per_step", DIVISOR),
-        ("rows_2", DIVISOR),
+        *((f"{side}_{name}", np.int64) for name in ("stride_bytes", "num_pages", "operation")
+          for side in ("src", "dst")),
+        *((name, DIVISOR) for name in
+          ("pieces_per_page", "pieces_per_row", "rows_per_step", "rows_2")),
         ("num_pieces", np.uint32),
-        ("src_index_bytes", np.int32),
-        ("dst_index_bytes", np.int32),
-        ("lane_shift", np.int32),
+        *((name, np.int32) for name in ("src_index_bytes", "dst_index_bytes", "lane_shift")),
     ],
     align=True,
-)
+)  # fmt: skip
 
 _COPIED = ("src_k", "src_v", "dst_k", "dst_v")
 _CONVERTED = ("src_k", "src_v", "src_k_scale", "src_v_scale",
               "dst_k", "dst_v", "dst_k_scale", "dst_v_scale")  # fmt: skip
-_LISTS = ("src_pages", "dst_pages", "faults")
 
-_COPY_PARAMS = np.dtype(
-    [
-        *((name, np.uint64) for name in (*_COPIED, *_LISTS)),
-        *((f"{name}_strides", STRIDES) for name in _COPIED),
-        ("rows", ROWS),
-        ("k_words", np.int64),
-        ("v_words", np.int64),
-        ("piece_words", np.int32),
-    ],
-    align=True,
-)
 
-_CONVERT_PARAMS = np.dtype(
-    [
-        *((name, np.uint64) for name in (*_CONVERTED, *_LISTS)),
-        *((f"{name}_strides", STRIDES) for name in _CONVERTED),
-        ("rows", ROWS),
-        ("k_width", np.int32),
-        ("v_width", np.int32),
-    ],
-    align=True,
+def _params(arrays: tuple[str, ...], *sizes: tuple[str, type]) -> np.dtype[Any]:
+    return np.dtype(
+        [
+            *((name, np.uint64) for name in (*arrays, "src_pages", "dst_pages", "faults")),
+            *((f"{name}_strides", STRIDES) for name in arrays),
+            ("rows", ROWS),
+            *sizes,
+        ],
+        align=True,
+    )
+
+
+_COPY_PARAMS = _params(
+    _COPIED, ("k_words", np.int64), ("v_words", np.int64), ("piece_words", np.int32)
 )
+_CONVERT_PARAMS = _params(_CONVERTED, ("k_width", np.int32), ("v_width", np.int32))
 
 COPY = Kernel("transfer.cu", "transfer_copy", _COPY_PARAMS, "TransferCopyParams")
 
@@ -355,16 +337,10 @@ class PageLaunch(call.Launch):
     _COUNTS = struct.Struct("=I2i")  # num_pieces, src_index_bytes, dst_index_bytes
 
     def __init__(
-        self,
-        device: Device,
-        specialisation: Specialisation,
-        params: _Params,
-        arrays: dict[str, int],
-        threads: int,
-        pieces_per_page: int,
-        pieces_per_block: int,
+        self, device: Device, specialisation: Specialisation, params: _Params,
+        arrays: dict[str, int], threads: int, pieces_per_page: int, pieces_per_block: int,
         max_blocks: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         lists = ("src_pages", "dst_pages")
         super().__init__(
             device, specialisation, (max_blocks, 1, 1), (threads, 1, 1), 0, params,
@@ -412,13 +388,9 @@ def launches(
 
 
 def _copy(
-    device: Device,
-    sources: Sequence[ArrayView],
-    targets: Sequence[ArrayView],
-    num_pages: tuple[int, int],
-    max_blocks: int,
-    reports: bool,
-) -> PageLaunch:
+    device: Device, sources: Sequence[ArrayView], targets: Sequence[ArrayView],
+    num_pages: tuple[int, int], max_blocks: int, reports: bool,
+) -> PageLaunch:  # fmt: skip
     rows = _addressed(longest_rows(sources, targets), device, (*sources, *targets))
     word = rows.word_bytes
     words = [n // word for n in rows.row_bytes]
@@ -472,17 +444,15 @@ def _convert(
     }
     arrays = {}
     for side, pages, _, first in sides:
-        for part, i in (("k", 0), ("v", num_parts - 1)):
-            name = f"{side}_{part}"
-            arrays[name] = rows.addresses[first + i]
-            params |= _nested(f"{name}_strides", STRIDES, rows.strides(first + i))
-        if not pages.scales:
-            continue
-        scales = _addressed(head_rows(pages.scales, ()), device, pages.scales)
-        for part, i in (("k", 0), ("v", num_parts - 1)):
-            name = f"{side}_{part}_scale"
-            arrays[name] = scales.addresses[i]
-            params |= _nested(f"{name}_strides", STRIDES, scales.strides(i))
+        named = [("", rows, first)]
+        if pages.scales:
+            scales = _addressed(head_rows(pages.scales, ()), device, pages.scales)
+            named.append(("_scale", scales, 0))
+        for suffix, own, k in named:
+            for part, i in (("k", k), ("v", k + num_parts - 1)):
+                name = f"{side}_{part}{suffix}"
+                arrays[name] = own.addresses[i]
+                params |= _nested(f"{name}_strides", STRIDES, own.strides(i))
     kernel = CONVERT[1 if device.warp_lanes == 1 else 32]
     return PageLaunch(
         device, kernel.specialise(source.ctype, target.ctype, elements), params, arrays,
