@@ -172,12 +172,7 @@ class _Probed:
 
 
 class LayerArrays(_Probed):
-    """K and V of one layer of a cache, with their scales: probed once for all steps.
-
-    Parameters
-    ----------
-    k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache : as in `paged_attention`
-    """
+    """K and V of a layer, with their scales, as in `paged_attention`: probed once for all steps."""
 
     def __init__(
         self, k_cache: Any, v_cache: Any, k_scale: Any = None, v_scale: Any = None,
@@ -229,21 +224,10 @@ class StepAttention(_Probed):
         self, layer: LayerArrays, query: Any, out: Any, options: AttentionOptions, *,
         lse_out: Any = None, sinks: Any = None, stream: Any = None,
     ) -> Any:  # fmt: skip
-        """Attend in one layer.
+        """Attend in one layer, as `paged_attention` does.
 
-        Parameters
-        ----------
-        query, out, lse_out, stream : as in `paged_attention`
-        options : from `check_options`
-        sinks : learned logits, or None; an int belongs to the options
-
-        Returns
-        -------
-        (T, Hq, Dv) : `out`, or an array of the query's library
-
-        Raises
-        ------
-        As `paged_attention`; nothing was written
+        `options` come from `check_options`, with `sinks` that are an int; here `sinks` are learned
+        logits, or None.
         """
         arrays: tuple[Any, ...] = query, out, lse_out, sinks, *layer.arrays, *self.arrays
         try:
@@ -408,25 +392,21 @@ def _check_cache(arguments: dict[str, Any], names: KVNames, layout: str) -> KVOp
 
 def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]:
     """Check block table and lengths; return the number of sequences, and of pages per row."""
-    table, seq_lens = arguments["block_table"], arguments["seq_lens"]
+    table = arguments["block_table"]
     if table.format not in ("int32", "int64"):
         raise TypeError(f"block_table: expected int32 or int64, got {describe(table)}")
     if table.ndim != 2:
         raise ValueError(f"block_table: expected (sequences, max_pages), got {describe(table)}")
     num_sequences, max_pages = table.shape
-    if checks.length_of(seq_lens, "seq_lens") != num_sequences:
-        raise ValueError(
-            f"seq_lens: expected {num_sequences} like block_table, got {describe(seq_lens)}"
-        )
-    query_lens = arguments.get("query_lens")
-    if query_lens is None:
-        if num_tokens != num_sequences:
+    for name in ("seq_lens", "query_lens"):
+        lens = arguments.get(name)
+        if lens is not None and checks.length_of(lens, name) != num_sequences:
             raise ValueError(
-                f"query: expected {num_sequences} tokens, one per sequence, got {num_tokens}"
+                f"{name}: expected {num_sequences} like block_table, got {describe(lens)}"
             )
-    elif checks.length_of(query_lens, "query_lens") != num_sequences:
+    if "query_lens" not in arguments and num_tokens != num_sequences:
         raise ValueError(
-            f"query_lens: expected {num_sequences} like block_table, got {describe(query_lens)}"
+            f"query: expected {num_sequences} tokens, one per sequence, got {num_tokens}"
         )
     return num_sequences, max_pages
 

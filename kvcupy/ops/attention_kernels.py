@@ -364,9 +364,7 @@ class Tiling:
 def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
     """Choose the kernel of a call: prefill on tensor cores where it can take the call.
 
-    Parameters
-    ----------
-    alignment : of the addresses of query, caches, output and rope table, as a plan gets it
+    `alignment` is that of query, caches, output and rope table, as a plan gets it.
     """
     if call.is_ragged and suits_prefill(device, call, alignment):
         chosen = _prefill_specialisation_of(call)
@@ -377,8 +375,6 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
 def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
     """Return whether the prefill kernel can take a ragged call.
 
-    Notes
-    -----
     It can where threads run in warps, query and caches are all fp16 or all bf16 and unscaled, rows
     are whole words at aligned addresses, and sequences have rows enough on average, as far as
     shapes tell. Turing has little shared memory and no bf16 in its tensor cores: there, bf16 and
@@ -469,9 +465,7 @@ def num_tiles(call: AttentionCall, rows: int) -> int:
 def choose_num_splits(device: Device, call: AttentionCall, num_blocks: int) -> int:
     """Return how many splits of the keys fill the device, from shapes alone, never from lengths.
 
-    Parameters
-    ----------
-    num_blocks : without splits
+    Without splits there are `num_blocks` blocks.
     """
     most_keys = call.max_keys
     if call.options.window:

@@ -137,9 +137,7 @@ class Rows:
 def head_rows(sources: Sequence[ArrayView], targets: Sequence[ArrayView]) -> Rows:
     """Return a row for every (layer, offset, head).
 
-    Parameters
-    ----------
-    sources, targets : K and V, or one part, of either pool, of equal shapes but for the pages
+    Of either pool come K and V, or one part, of equal shapes but for the pages.
     """
     arrays = (*sources, *targets)
     shape = arrays[0].shape
@@ -370,13 +368,8 @@ def launches(
 ) -> list[PageLaunch]:
     """Return the launches that move pages from one pool to another, which kernels reach.
 
-    Parameters
-    ----------
-    reports : whether the first of them records pages past the end
-
-    Raises
-    ------
-    CompileError : a kernel cannot be compiled
+    If it `reports`, the first of them records pages past the end. CompileError if a kernel cannot
+    be compiled.
     """
     if src.format != dst.format:
         return [_convert(device, src, dst, max_blocks, reports)]
@@ -506,13 +499,9 @@ def _offset(dtype: np.dtype[Any], field: str) -> int:
 
 
 def note_fault(device: Device, fault: tuple[int, int, int, int], stream: Stream) -> None:
-    """Record on a stream a fault that the host has found in a page list.
+    """Record on a stream a fault (`faults.RECORD_FIELDS`) that the host has found in a page list.
 
     The host neither reads the fault record nor waits for it; a replay records the fault again.
-
-    Parameters
-    ----------
-    fault : the fields of the record (`faults.RECORD_FIELDS`)
     """
     params = np.array((device.fault_pointer, *fault), _NOTE_PARAMS)
     device.launch(device.load(NOTE), (1, 1, 1), (1, 1, 1), 0, params.tobytes(), stream)
