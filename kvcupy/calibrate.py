@@ -41,9 +41,7 @@ _NEARLY = 0.95  # of the best bandwidth is as good
 def main(device_name: str | None, *, quick: bool = False, lines: bool = False) -> int:
     """Measure, print the thresholds, and store them; return an exit status.
 
-    Raises
-    ------
-    KeyboardInterrupt : Ctrl-C was pressed; that nothing is kept is printed first
+    KeyboardInterrupt at Ctrl-C; that nothing is kept is printed first.
     """
     try:
         device = devices.get(device_name)
@@ -89,11 +87,10 @@ def measure(
         for j, (n, size) in enumerate(cases):
             progress((i + j / len(cases)) / 2, f"{direction}: {n} pieces of {size} bytes")
             times.append(_time_pieces(device, direction, n, size, stream))
-        blocks = _fewest_blocks(device, direction, stream)
         calibration[direction] = {
             "copy_from_bytes": crossovers(times),
             "staged": _staging_wins(device, direction, stream),
-            "blocks": blocks,
+            "blocks": _fewest_blocks(device, direction, stream),
         }
         calibration["measured"][direction] = times
     progress(1.0, "done")
@@ -136,12 +133,7 @@ def describe(calibration: dict[str, Any]) -> str:
 
 
 def save(model: str, calibration: dict[str, Any]) -> Path:
-    """Store a calibration, in place of an earlier one; return its file.
-
-    Raises
-    ------
-    OSError : the folder cannot be written
-    """
+    """Store a calibration, in place of an earlier one; return its file, or raise OSError."""
     file = transfer.calibration_file(model)
     file.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".calibration-")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -50,7 +50,7 @@ _OLDEST = 75  # the kernels use instructions that came with it
 _KERNELS_PER_PROGRAM = 8  # more gain nothing
 _LARGE = ("attention_decode", "attention_prefill")  # which compile ten times as long as they parse
 
-_ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")
+_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _FUNCTION = re.compile(r"Function properties for (\S+)")
@@ -58,7 +58,6 @@ _SASS_SECTION = re.compile(r"^\s*\.section\s+\.text\.([^\s,]+)", re.MULTILINE)
 _WARNING = re.compile(r"\bwarning\b(?!-number)")
 _WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.E(?:\.\w+)*\.(?:128|256)\b")
 _WIDE_STORE = re.compile(r"\bSTG\.E(?:\.\w+)*\.(?:128|256)\b")
-
 
 Program = tuple[Specialisation, ...]
 """Kernels of one source file, which NVRTC compiles together."""
@@ -114,9 +113,8 @@ class Report:
         """Show one line a kernel and architecture: instantiations, and their most registers."""
         groups: dict[tuple[str, str], list[Entry]] = {}
         for entry in self.entries:
-            groups.setdefault((entry.specialisation.partition("<")[0], entry.arch), []).append(
-                entry
-            )
+            group = entry.specialisation.partition("<")[0], entry.arch
+            groups.setdefault(group, []).append(entry)
         lines = [f"{'kernel':36} {'arch':8} {'count':>5} {'registers':>9} {'problems':>8}"]
         for (kernel, arch), entries in groups.items():
             most = max((e.usage.registers for e in entries if e.usage), default=0)
@@ -124,24 +122,19 @@ class Report:
             lines.append(f"{kernel:36} {arch:8} {len(entries):5} {most:9} {wrong:8}")
         lines += self.problems
         if self.nvdisasm is None:
-            lines.append(
-                "access widths not checked: no nvdisasm (pip install nvidia-cuda-nvdisasm)"
-            )
+            hint = "pip install nvidia-cuda-nvdisasm"
+            lines.append(f"access widths not checked: no nvdisasm ({hint})")
         lines.append(f"{len(self.entries)} compiled in {self.seconds:.1f} s")
         return "\n".join(lines)
 
 
 def check(
-    specialisations: Iterable[Specialisation] | None = None,
-    archs: Sequence[str] = ARCHS,
-    *,
+    specialisations: Iterable[Specialisation] | None = None, archs: Sequence[str] = ARCHS, *,
     promises_128_bits: Callable[[Specialisation], bool] = lambda _: False,
-    budgets: Mapping[str, int] = REGISTER_BUDGET,
-    jobs: int | None = None,
-    kernels_dir: Path | None = None,
-    options: Sequence[str] = (),
+    budgets: Mapping[str, int] = REGISTER_BUDGET, jobs: int | None = None,
+    kernels_dir: Path | None = None, options: Sequence[str] = (),
     notify: Callable[[int], object] = lambda done: None,
-) -> Report:
+) -> Report:  # fmt: skip
     """Compile and check. Compiled kernels go to the disk cache on the way.
 
     Parameters
@@ -163,14 +156,11 @@ def check(
         from .ops import specialisations as all_specialisations
 
         specialisations = all_specialisations()
-    started = time.perf_counter()
-    nvdisasm = find_nvdisasm()
-
+    started, nvdisasm = time.perf_counter(), find_nvdisasm()
     specialisations = list(specialisations)
     tasks = [
-        _Task(program, arch, tuple(map(promises_128_bits, program)),
-              tuple(budgets.get(one.kernel.name) for one in program), nvdisasm, kernels_dir,
-              tuple(options))
+        _Task(tuple((one, promises_128_bits(one), budgets.get(one.kernel.name)) for one in program),
+              arch, nvdisasm, kernels_dir, tuple(options))
         for program in into_programs(specialisations, promises_128_bits) for arch in archs
     ]  # fmt: skip
     results = []
@@ -200,70 +190,57 @@ def into_programs(
     for one in specialisations:
         is_large = one.kernel.name in _LARGE
         files.setdefault((one.kernel.source, is_large), []).append(one)
-    large: list[Program] = []
-    small: list[Program] = []
-    for (_, is_large), kernels in files.items():
+    programs: list[Program] = []
+    for (_, is_large), kernels in sorted(files.items(), key=lambda file: not file[0][1]):
         kernels.sort(key=promises_128_bits, reverse=True)
         size = 1 if is_large else _KERNELS_PER_PROGRAM
-        cut = [tuple(kernels[i : i + size]) for i in range(0, len(kernels), size)]
-        (large if is_large else small).extend(cut)
-    return large + small
+        programs += [tuple(kernels[i : i + size]) for i in range(0, len(kernels), size)]
+    return programs
 
 
 @dataclass(frozen=True)
 class _Task:
     """Kernels of one source to be checked on one architecture, in whichever process.
 
-    `promises_128_bits` and `budgets` are of each kernel.
+    `kernels` are specialisations, whether each promises 16-byte accesses, and its budget.
     """
 
-    specialisations: tuple[Specialisation, ...]
+    kernels: tuple[tuple[Specialisation, bool, int | None], ...]
     arch: str
-    promises_128_bits: tuple[bool, ...]
-    budgets: tuple[int | None, ...]
     nvdisasm: Path | None
     kernels_dir: Path | None
     options: tuple[str, ...]
 
     def __len__(self) -> int:
-        return len(self.specialisations)
-
-    def each(self) -> Iterator[_Task]:
-        """Yield a task for each of the kernels."""
-        for one, promises, budget in zip(
-            self.specialisations, self.promises_128_bits, self.budgets, strict=True
-        ):
-            yield replace(
-                self, specialisations=(one,), promises_128_bits=(promises,), budgets=(budget,)
-            )
+        return len(self.kernels)
 
 
 def _check_program(task: _Task) -> list[Entry]:
     """Check kernels together; one by one where a complaint could be about any of them."""
+    program = tuple(one for one, _, _ in task.kernels)
     try:
         compiled = nvrtc.compile_program(
-            task.specialisations, task.arch, kernels_dir=task.kernels_dir, options=task.options,
-            verbose=True,
-        )  # fmt: skip
+            program, task.arch, kernels_dir=task.kernels_dir, options=task.options, verbose=True
+        )
         logs = {compiled[0].lowered_name: compiled[0].log}
         if len(task) > 1:
             logs = logs_of_entries(compiled[0].log)
     except CompileError as error:
         if len(task) > 1:
-            return [entry for one in task.each() for entry in _check_program(one)]
-        return [Entry(str(task.specialisations[0]), task.arch, None, (str(error),))]
+            tasks = [replace(task, kernels=(one,)) for one in task.kernels]
+            return [entry for one in tasks for entry in _check_program(one)]
+        return [Entry(str(program[0]), task.arch, None, (str(error),))]
     if not compiled[0].target.startswith("sm_"):
         problem = f"compiled to PTX only: this NVRTC is older than {task.arch}"
-        return [Entry(str(one), task.arch, None, (problem,)) for one in task.specialisations]
+        return [Entry(str(one), task.arch, None, (problem,)) for one in program]
     sass = {}
-    if task.nvdisasm is not None and any(task.promises_128_bits):
-        sass = functions_of_sass(disassemble(task.nvdisasm, compiled[0].image))
+    if task.nvdisasm is not None and any(promises for _, promises, _ in task.kernels):
+        sass = _divide(disassemble(task.nvdisasm, compiled[0].image), _SASS_SECTION)
     entries = []
-    for one, result in zip(task.each(), compiled, strict=True):
-        (specialisation,), (budget,) = one.specialisations, one.budgets
+    for (specialisation, promises, budget), result in zip(task.kernels, compiled, strict=True):
         usage = read_log(logs[result.lowered_name], result.lowered_name)
         problems = _judge(usage, specialisation.kernel.name, budget)
-        if sass and one.promises_128_bits == (True,):
+        if sass and promises:
             problems += missing_wide_accesses(sass[result.lowered_name])
         entries.append(Entry(str(specialisation), task.arch, usage, tuple(problems)))
     return entries
@@ -272,13 +249,9 @@ def _check_program(task: _Task) -> list[Entry]:
 def logs_of_entries(log: str) -> dict[str, str]:
     """Divide a log of `--ptxas-options=-v` by the kernels that it speaks of.
 
-    Raises
-    ------
-    CompileError : it holds what could belong to any of them, a warning or a function they call
+    CompileError if it holds what could belong to any of them, a warning or a function they call.
     """
-    heads = list(_ENTRY.finditer(log))
-    ends = [head.start() for head in heads[1:]] + [len(log)]
-    logs = {head["name"]: log[head.start() : end] for head, end in zip(heads, ends, strict=True)}
+    logs = _divide(log, _ENTRY)
     if _WARNING.search(log) or any(
         name not in logs or name not in _FUNCTION.findall(logs[name])
         for name in _FUNCTION.findall(log)
@@ -290,11 +263,9 @@ def logs_of_entries(log: str) -> dict[str, str]:
 def read_log(log: str, lowered_name: str) -> Usage:
     """Return what a log of `--ptxas-options=-v` says of a kernel and all functions it calls.
 
-    Raises
-    ------
-    CompileError : the log says nothing of the kernel
+    CompileError if it says nothing of the kernel.
     """
-    if not any(match["name"] == lowered_name for match in _ENTRY.finditer(log)):
+    if lowered_name not in _ENTRY.findall(log):
         raise CompileError(f"the log does not speak of {lowered_name}", log)
     registers = max((int(n) for n in _REGISTERS.findall(log)), default=0)
     frames = [tuple(map(int, numbers)) for numbers in _STACK.findall(log)]
@@ -329,12 +300,7 @@ def find_nvdisasm() -> Path | None:
 
 
 def disassemble(nvdisasm: Path, cubin: bytes) -> str:
-    """Return the SASS of a cubin.
-
-    Raises
-    ------
-    CompileError : nvdisasm refuses it
-    """
+    """Return the SASS of a cubin; CompileError if nvdisasm refuses it."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
@@ -346,11 +312,11 @@ def disassemble(nvdisasm: Path, cubin: bytes) -> str:
     return done.stdout
 
 
-def functions_of_sass(sass: str) -> dict[str, str]:
-    """Divide the SASS of a cubin by its functions."""
-    heads = list(_SASS_SECTION.finditer(sass))
-    ends = [head.start() for head in heads[1:]] + [len(sass)]
-    return {head[1]: sass[head.start() : end] for head, end in zip(heads, ends, strict=True)}
+def _divide(text: str, head: re.Pattern[str]) -> dict[str, str]:
+    """Return what stands from each head to the next, by the name in the head."""
+    heads = list(head.finditer(text))
+    ends = [found.start() for found in heads[1:]] + [len(text)]
+    return {found[1]: text[found.start() : end] for found, end in zip(heads, ends, strict=True)}
 
 
 def missing_wide_accesses(sass: str) -> list[str]:
@@ -359,41 +325,28 @@ def missing_wide_accesses(sass: str) -> list[str]:
     >>> missing_wide_accesses("LDG.E.128 R4, [R2.64] ; STG.E.64 [R6.64], R4 ;")
     ['no 16-byte store (STG.E.128) in its SASS']
     """
-    problems = []
-    if not _WIDE_LOAD.search(sass):
-        problems.append("no 16-byte load (LDG.E.128) in its SASS")
-    if not _WIDE_STORE.search(sass):
-        problems.append("no 16-byte store (STG.E.128) in its SASS")
-    return problems
+    expected = (_WIDE_LOAD, "load (LDG.E.128)"), (_WIDE_STORE, "store (STG.E.128)")
+    return [f"no 16-byte {name} in its SASS" for wide, name in expected if not wide.search(sass)]
 
 
 # --- The command ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """Compile one program after another, in whichever process; return what went wrong in it."""
-
-    compile: Compile
-
-    def __call__(self, program: Program) -> list[str]:
-        try:
-            self.compile(program)
-        except CompileError as error:
-            if len(program) > 1:
-                return [text for one in program for text in self((one,))]
-            return [str(error).splitlines()[0]]
-        return []
+def _attempt(compile_one: Compile, program: Program) -> list[str]:
+    """Compile a program, in whichever process; return what went wrong in it."""
+    try:
+        compile_one(program)
+    except CompileError as error:
+        if len(program) > 1:
+            return [text for one in program for text in _attempt(compile_one, (one,))]
+        return [str(error).splitlines()[0]]
+    return []
 
 
 def main(
-    archs: Sequence[str] | None,
-    *,
-    every_arch: bool,
-    with_check: bool,
-    jobs: int | None,
+    archs: Sequence[str] | None, *, every_arch: bool, with_check: bool, jobs: int | None,
     lines: bool,
-) -> int:
+) -> int:  # fmt: skip
     """Compile, say how it went, and return the exit status.
 
     Parameters
@@ -439,12 +392,9 @@ def main(
 
 
 def require_archs(archs: Sequence[str]) -> None:
-    """Refuse what is no architecture that NVRTC can compile these kernels for.
+    """Raise ValueError for what is no architecture that NVRTC can compile these kernels for.
 
-    Raises
-    ------
-    ValueError : with what it could be
-    CompileError : there is no NVRTC, and how to get one
+    CompileError if there is no NVRTC, with how to get one.
     """
     nvrtc.nvrtc_version()
     known = [n for n in nvrtc.supported_archs() if n >= _OLDEST]
@@ -490,15 +440,14 @@ def _compile(
     start, total = time.perf_counter(), sum(map(len, programs))
     with Progress(f"compile {target}", total, "kernels", lines=lines) as progress:
         try:
-            outcomes = run(_Attempt(compile_one), programs, num_jobs, progress.to, len)
+            outcomes = run(partial(_attempt, compile_one), programs, num_jobs, progress.to, len)
         except KeyboardInterrupt:
             _say_stopped(progress)
             raise
     failures = [text for texts in outcomes for text in texts]
     seconds = time.perf_counter() - start
-    print(
-        f"{target:8}{total - len(failures)} kernels ready, {len(failures)} failed, {seconds:.1f} s"
-    )
+    ready = total - len(failures)
+    print(f"{target:8}{ready} kernels ready, {len(failures)} failed, {seconds:.1f} s")
     for text in dict.fromkeys(failures):
         print(f"{'':8}{text}")
     return 1 if failures else 0

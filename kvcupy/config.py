@@ -17,14 +17,9 @@ logger = logging.getLogger("kvcupy")
 # Bytes of shared memory per block, by architecture; the other limits of a launch are the same for
 # all of them (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
 SHARED_BYTES = {
-    "sm_75": 64 << 10,
-    "sm_80": 163 << 10,
-    "sm_86": 99 << 10,
-    "sm_89": 99 << 10,
-    "sm_90": 227 << 10,
-    "sm_100": 227 << 10,
-    "sm_120": 99 << 10,
-}
+    "sm_75": 64 << 10, "sm_80": 163 << 10, "sm_86": 99 << 10, "sm_89": 99 << 10,
+    "sm_90": 227 << 10, "sm_100": 227 << 10, "sm_120": 99 << 10,
+}  # fmt: skip
 
 
 class Config:

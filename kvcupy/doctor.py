@@ -180,9 +180,8 @@ def headers() -> list[Row]:
     used = sources.cuda_include_dirs()
     rows = []
     for place in sources.header_places():
-        if place.major is None:
-            state = "none"
-        else:
+        state = "none"
+        if place.major is not None:
             state = f"CUDA {place.major}" + (", used by default" if place.path in used else "")
         rows.append(Row(place.origin, f"{place.path}: {state}"))
     if not used:
@@ -199,12 +198,11 @@ def cache() -> list[Row]:
         return [Row("none", text, "export KVCUPY_CACHE_DIR=/a/folder")]
     sizes = [f.stat().st_size for f in folder.glob("*") if f.is_file()]
     existing = next((p for p in (folder, *folder.parents) if p.exists()), folder)
-    writable = os.access(existing, os.W_OK | os.X_OK)
-    text = f"{folder}: {sum(sizes) / 1e6:.1f} MB in {len(sizes)} files, "
-    if writable:
-        return [Row("folder", text + "writable"), *_calibrations()]
-    remedy = f"chmod u+rwx {shlex.quote(str(existing))}"
-    return [Row("folder", text + "not writable", remedy), *_calibrations()]
+    state, remedy = "writable", None
+    if not os.access(existing, os.W_OK | os.X_OK):
+        state, remedy = "not writable", f"chmod u+rwx {shlex.quote(str(existing))}"
+    text = f"{folder}: {sum(sizes) / 1e6:.1f} MB in {len(sizes)} files, {state}"
+    return [Row("folder", text, remedy), *_calibrations()]
 
 
 def _calibrations() -> list[Row]:
@@ -272,9 +270,8 @@ def _store(name: str) -> None:
     import kvcupy as kv
 
     device = kv.device(name)
-    rows = np.arange(1, 33, dtype=np.float16).reshape(2, 2, 8)
+    rows, slots = np.arange(1, 33, dtype=np.float16).reshape(2, 2, 8), np.array([3, 1])
     expected = np.zeros((4, 2, 8), np.float16)
-    slots = np.array([3, 1])
     expected[slots] = rows
     k_cache, v_cache = device.zeros((4, 2, 8), "fp16"), device.zeros((4, 2, 8), "fp16")
     kv.store_kv(
@@ -297,13 +294,9 @@ def probe_apart(name: str) -> Probe:
     """Run `probe` in a separate process and return its outcome, even if that crashes or hangs."""
     try:
         process = subprocess.run(
-            [sys.executable, "-m", "kvcupy.doctor", name],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_PROBE_TIMEOUT_S,
-        )
+            [sys.executable, "-m", "kvcupy.doctor", name], env=environment(),
+            capture_output=True, text=True, errors="replace", timeout=_PROBE_TIMEOUT_S,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return Probe("failed", f"no answer within {_PROBE_TIMEOUT_S} s")
     except OSError as error:

@@ -15,9 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing.process import BaseProcess
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -73,12 +72,10 @@ def available_cpus() -> int:
 
 
 def run(
-    function: Callable[[Task], Result],
-    tasks: Sequence[Task],
-    jobs: int,
+    function: Callable[[Task], Result], tasks: Sequence[Task], jobs: int,
     notify: Callable[[int], object] = lambda done: None,
     steps: Callable[[Task], int] = lambda task: 1,
-) -> list[Result]:
+) -> list[Result]:  # fmt: skip
     """Apply a function to tasks, `jobs` at a time, and return the results in their order.
 
     Parameters
@@ -109,7 +106,11 @@ def run(
                     notify(done)
             return [future.result() for future in futures]
         except BaseException:
-            _kill(child for child in multiprocessing.active_children() if child not in others)
+            for child in multiprocessing.active_children():
+                if child not in others:
+                    if child.pid is not None:
+                        _kill_group(child.pid)
+                    child.kill()
             raise
         finally:
             pool.shutdown(cancel_futures=True)
@@ -131,13 +132,6 @@ def _end_with_parent() -> None:
         parent.join()
         _kill_group(os.getpid())
         os._exit(1)
-
-
-def _kill(children: Iterable[BaseProcess]) -> None:
-    for child in children:
-        if child.pid is not None:
-            _kill_group(child.pid)
-        child.kill()
 
 
 def _kill_group(leader: int) -> None:

@@ -120,17 +120,11 @@ class Timeline:
             describe("thread_name", processes[device], tid, name=lane)
             describe("thread_sort_index", processes[device], tid, sort_index=tid)
         for span in spans:
-            events.append(
-                {
-                    "ph": "X",
-                    "cat": "kvcupy",
-                    "name": span.name,
-                    "ts": span.start_us,
-                    "dur": span.duration_us,
-                    "pid": processes[span.device],
-                    "tid": threads[span.device, span.lane],
-                }
-            )
+            events.append({
+                "ph": "X", "cat": "kvcupy", "name": span.name, "ts": span.start_us,
+                "dur": span.duration_us, "pid": processes[span.device],
+                "tid": threads[span.device, span.lane],
+            })  # fmt: skip
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def plot(self, path: str | Path, *, title: str | None = None) -> None:
@@ -165,8 +159,7 @@ class Timeline:
         labels = []
         for span in spans:
             row, left = lanes.index((span.device, span.lane)), (span.start_us - origin) / scale
-            width = span.duration_us / scale
-            fill = colours[span.name]
+            width, fill = span.duration_us / scale, colours[span.name]
             axes.barh(row, width, 0.62, left, color=fill, edgecolor="white", linewidth=0.6)
             labels.append(axes.text(left + width / 2, row, span.name, ha="center", va="center"))
             labels[-1].set(fontsize=10, color=_ink(fill), clip_on=True)

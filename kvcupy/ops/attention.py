@@ -38,31 +38,19 @@ from .merge import merge_launch
 
 # What differs from call to call, what belongs to a layer of a cache, and what to a step.
 _PER_CALL = (
-    Argument("query", words=True),
-    Argument("out", output=True, words=True, allocated=True),
-    Argument("lse_out", output=True),
-    Argument("sinks"),
-)
+    Argument("query", words=True), Argument("out", output=True, words=True, allocated=True),
+    Argument("lse_out", output=True), Argument("sinks"),
+)  # fmt: skip
 _PER_LAYER = (
-    Argument("k_cache", words=True),
-    Argument("v_cache", words=True),
-    Argument("k_scale", number=True),
-    Argument("v_scale", number=True),
-    Argument("k_scale_cache"),
-    Argument("v_scale_cache"),
-)
+    Argument("k_cache", words=True), Argument("v_cache", words=True),
+    Argument("k_scale", number=True), Argument("v_scale", number=True),
+    Argument("k_scale_cache"), Argument("v_scale_cache"),
+)  # fmt: skip
 _PER_STEP = (
-    Argument("block_table"),
-    Argument("seq_lens"),
-    Argument("query_lens"),
-    Argument("tree_mask"),
-    Argument("evicted_starts"),
-    Argument("evicted_lens"),
-    Argument("key_starts"),
-    Argument("tree_lens"),
-    Argument("tree_positions"),
-    Argument("rope_table", words=True),
-)
+    Argument("block_table"), Argument("seq_lens"), Argument("query_lens"), Argument("tree_mask"),
+    Argument("evicted_starts"), Argument("evicted_lens"), Argument("key_starts"),
+    Argument("tree_lens"), Argument("tree_positions"), Argument("rope_table", words=True),
+)  # fmt: skip
 _ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP)
 
 # Arguments that `paged_attention` lacks.
@@ -162,54 +150,6 @@ def paged_attention(
     return out
 
 
-def attend(
-    query: Any,
-    k_cache: Any,
-    v_cache: Any,
-    block_table: Any,
-    seq_lens: Any,
-    *,
-    query_lens: Any = None,
-    layout: str = "NHD",
-    sm_scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    sinks: Any = None,
-    logits_soft_cap: float | None = None,
-    tree_mask: Any = None,
-    k_scale: Any = None,
-    v_scale: Any = None,
-    k_scale_cache: Any = None,
-    v_scale_cache: Any = None,
-    evicted_starts: Any = None,
-    evicted_lens: Any = None,
-    key_starts: Any = None,
-    tree_lens: Any = None,
-    rope_table: Any = None,
-    interleaved: bool = False,
-    rotary_start: int = 0,
-    tree_positions: Any = None,
-    out: Any = None,
-    lse_out: Any = None,
-    stream: Any = None,
-) -> Any:
-    """Attend as `paged_attention` does, with the further arguments of `StepAttention`."""
-    options = check_options(
-        layout, sm_scale, causal, window, sinks, logits_soft_cap, interleaved, rotary_start
-    )
-    arguments = {
-        "query": query, "out": out, "lse_out": lse_out,
-        "sinks": sinks if checks.is_array(sinks) else None, "k_cache": k_cache, "v_cache": v_cache,
-        "k_scale": k_scale, "v_scale": v_scale, "k_scale_cache": k_scale_cache,
-        "v_scale_cache": v_scale_cache, "block_table": block_table, "seq_lens": seq_lens,
-        "query_lens": query_lens, "tree_mask": tree_mask, "evicted_starts": evicted_starts,
-        "evicted_lens": evicted_lens, "key_starts": key_starts, "tree_lens": tree_lens,
-        "tree_positions": tree_positions, "rope_table": rope_table,
-    }  # fmt: skip
-    (out,) = _ATTENTION.run(arguments, (options,), AttentionPlan, stream)
-    return out
-
-
 # --- Layer by layer -------------------------------------------------------------------------------
 
 
@@ -232,22 +172,12 @@ class _Probed:
 
 
 class LayerArrays(_Probed):
-    """K and V of one layer of a cache, with their scales: probed once for all steps.
-
-    Parameters
-    ----------
-    k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache : as in `paged_attention`
-    """
+    """K and V of a layer, with their scales, as in `paged_attention`: probed once for all steps."""
 
     def __init__(
-        self,
-        k_cache: Any,
-        v_cache: Any,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        k_scale_cache: Any = None,
-        v_scale_cache: Any = None,
-    ) -> None:
+        self, k_cache: Any, v_cache: Any, k_scale: Any = None, v_scale: Any = None,
+        k_scale_cache: Any = None, v_scale_cache: Any = None,
+    ) -> None:  # fmt: skip
         arrays = k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache
         super().__init__(_PER_LAYER, arrays)
 
@@ -280,19 +210,10 @@ class StepAttention(_Probed):
     """
 
     def __init__(
-        self,
-        *,
-        block_table: Any,
-        seq_lens: Any,
-        query_lens: Any = None,
-        tree_mask: Any = None,
-        evicted_starts: Any = None,
-        evicted_lens: Any = None,
-        key_starts: Any = None,
-        tree_lens: Any = None,
-        tree_positions: Any = None,
-        rope_table: Any = None,
-    ) -> None:
+        self, *, block_table: Any, seq_lens: Any, query_lens: Any = None, tree_mask: Any = None,
+        evicted_starts: Any = None, evicted_lens: Any = None, key_starts: Any = None,
+        tree_lens: Any = None, tree_positions: Any = None, rope_table: Any = None,
+    ) -> None:  # fmt: skip
         arrays = (
             block_table, seq_lens, query_lens, tree_mask, evicted_starts, evicted_lens, key_starts,
             tree_lens, tree_positions, rope_table,
@@ -300,31 +221,13 @@ class StepAttention(_Probed):
         super().__init__(_PER_STEP, arrays)
 
     def run(
-        self,
-        layer: LayerArrays,
-        query: Any,
-        out: Any,
-        options: AttentionOptions,
-        *,
-        lse_out: Any = None,
-        sinks: Any = None,
-        stream: Any = None,
-    ) -> Any:
-        """Attend in one layer.
+        self, layer: LayerArrays, query: Any, out: Any, options: AttentionOptions, *,
+        lse_out: Any = None, sinks: Any = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
+        """Attend in one layer, as `paged_attention` does.
 
-        Parameters
-        ----------
-        query, out, lse_out, stream : as in `paged_attention`
-        options : from `check_options`
-        sinks : learned logits, or None; an int belongs to the options
-
-        Returns
-        -------
-        (T, Hq, Dv) : `out`, or an array of the query's library
-
-        Raises
-        ------
-        As `paged_attention`; nothing was written
+        `options` come from `check_options`, with `sinks` that are an int; here `sinks` are learned
+        logits, or None.
         """
         arrays: tuple[Any, ...] = query, out, lse_out, sinks, *layer.arrays, *self.arrays
         try:
@@ -357,15 +260,9 @@ def _prepare(arrays: tuple[Any, ...], options: AttentionOptions) -> AttentionPla
 
 
 def check_options(
-    layout: Any,
-    sm_scale: Any,
-    causal: Any,
-    window: Any,
-    sinks: Any,
-    logits_soft_cap: Any,
-    interleaved: Any = False,
-    rotary_start: Any = 0,
-) -> AttentionOptions:
+    layout: Any, sm_scale: Any, causal: Any, window: Any, sinks: Any, logits_soft_cap: Any,
+    interleaved: Any = False, rotary_start: Any = 0,
+) -> AttentionOptions:  # fmt: skip
     """Check the options of a call; learned `sinks`, an array, are left to the plan."""
     if sinks is not None and checks.is_array(sinks):
         sinks = None
@@ -453,9 +350,7 @@ def check_call(arguments: dict[str, Any], options: AttentionOptions) -> Attentio
         out = to_allocate(query, (num_tokens, num_heads, v.cache.width), query.format)
         arguments = {**arguments, "out": out}
     _check_outputs(arguments, num_tokens, num_heads, v.cache.width)
-    _check_sinks(arguments, num_heads)
-    _check_tree_mask(arguments, num_tokens)
-    _check_counts(arguments, num_sequences)
+    _check_masks(arguments, num_tokens, num_heads, num_sequences)
     _check_rope(arguments, options.rotary_start, width, num_sequences)
     return AttentionCall(arguments, options, k, v, num_tokens, num_heads, num_sequences, max_pages)
 
@@ -497,32 +392,28 @@ def _check_cache(arguments: dict[str, Any], names: KVNames, layout: str) -> KVOp
 
 def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]:
     """Check block table and lengths; return the number of sequences, and of pages per row."""
-    table, seq_lens = arguments["block_table"], arguments["seq_lens"]
+    table = arguments["block_table"]
     if table.format not in ("int32", "int64"):
         raise TypeError(f"block_table: expected int32 or int64, got {describe(table)}")
     if table.ndim != 2:
         raise ValueError(f"block_table: expected (sequences, max_pages), got {describe(table)}")
     num_sequences, max_pages = table.shape
-    if checks.length_of(seq_lens, "seq_lens") != num_sequences:
-        raise ValueError(
-            f"seq_lens: expected {num_sequences} like block_table, got {describe(seq_lens)}"
-        )
-    query_lens = arguments.get("query_lens")
-    if query_lens is None:
-        if num_tokens != num_sequences:
+    for name in ("seq_lens", "query_lens"):
+        lens = arguments.get(name)
+        if lens is not None and checks.length_of(lens, name) != num_sequences:
             raise ValueError(
-                f"query: expected {num_sequences} tokens, one per sequence, got {num_tokens}"
+                f"{name}: expected {num_sequences} like block_table, got {describe(lens)}"
             )
-    elif checks.length_of(query_lens, "query_lens") != num_sequences:
+    if "query_lens" not in arguments and num_tokens != num_sequences:
         raise ValueError(
-            f"query_lens: expected {num_sequences} like block_table, got {describe(query_lens)}"
+            f"query: expected {num_sequences} tokens, one per sequence, got {num_tokens}"
         )
     return num_sequences, max_pages
 
 
 def _check_outputs(arguments: dict[str, Any], num_tokens: int, num_heads: int, width: int) -> None:
     query, out, lse = arguments["query"], arguments["out"], arguments.get("lse_out")
-    shape = (num_tokens, num_heads, width)
+    shape = num_tokens, num_heads, width
     if out.format not in (query.format, "fp32"):
         raise TypeError(f"out: expected {query.format} like query, or fp32, got {describe(out)}")
     if out.shape != shape:
@@ -538,33 +429,26 @@ def _check_outputs(arguments: dict[str, Any], num_tokens: int, num_heads: int, w
     checks.require_output(lse, "lse_out")
 
 
-def _check_sinks(arguments: dict[str, Any], num_heads: int) -> None:
-    sinks = arguments.get("sinks")
-    if sinks is None:
-        return
-    if sinks.format != "fp32":
-        raise TypeError(f"sinks: expected an int, or float32 logits, got {describe(sinks)}")
-    if sinks.shape != (num_heads,):
-        raise ValueError(f"sinks: expected ({num_heads},) like the query, got {describe(sinks)}")
-
-
-def _check_tree_mask(arguments: dict[str, Any], num_tokens: int) -> None:
-    mask = arguments.get("tree_mask")
-    if mask is None:
-        return
-    if mask.format != "bool":
-        raise TypeError(f"tree_mask: expected bool, got {describe(mask)}")
-    if mask.ndim != 2 or mask.shape[0] != num_tokens:
-        raise ValueError(
-            f"tree_mask: expected ({num_tokens}, max(query_lens)), got {describe(mask)}"
-        )
-
-
-def _check_counts(arguments: dict[str, Any], num_sequences: int) -> None:
-    """Check the arrays of `StepAttention` with one int32 per sequence."""
+def _check_masks(
+    arguments: dict[str, Any], num_tokens: int, num_heads: int, num_sequences: int
+) -> None:
+    """Check learned sinks, the tree mask, and the arrays of one int32 per sequence."""
+    if (sinks := arguments.get("sinks")) is not None:
+        if sinks.format != "fp32":
+            raise TypeError(f"sinks: expected an int, or float32 logits, got {describe(sinks)}")
+        if sinks.shape != (num_heads,):
+            raise ValueError(
+                f"sinks: expected ({num_heads},) like the query, got {describe(sinks)}"
+            )
+    if (mask := arguments.get("tree_mask")) is not None:
+        if mask.format != "bool":
+            raise TypeError(f"tree_mask: expected bool, got {describe(mask)}")
+        if mask.ndim != 2 or mask.shape[0] != num_tokens:
+            raise ValueError(
+                f"tree_mask: expected ({num_tokens}, max(query_lens)), got {describe(mask)}"
+            )
     for name in ("evicted_starts", "evicted_lens", "key_starts", "tree_lens"):
-        counts = arguments.get(name)
-        if counts is None:
+        if (counts := arguments.get(name)) is None:
             continue
         if counts.format != "int32":
             raise TypeError(f"{name}: expected int32, got {describe(counts)}")
@@ -636,8 +520,34 @@ class AttentionPlan(Plan):
             self.cause = cause
 
     def fallback(self, views: Views) -> None:
-        """Attend with array code, one sequence after another."""
-        _attend_sequences(self.device, self.call, views)
+        """Attend with array code, one sequence after another.
+
+        The host reads the lengths, so this cannot be captured.
+        """
+        device, call = self.device, self.call
+        tables = {
+            name: device.to_numpy(views[name]).astype("int64")
+            for name in ("block_table", *_COUNTS)
+            if name in views
+        }
+        query_lens = tables.get("query_lens")
+        start = 0
+        for b in range(call.num_sequences):
+            query_len = 1 if query_lens is None else int(max(query_lens[b], 0))
+            stop = min(start + query_len, call.num_tokens)
+            if query_lens is not None and (query_lens[b] < 0 or stop - start < query_len):
+                _note_fault(device, "query_lens", b, query_lens[b])
+            if stop > start:
+                counts = {n: int(max(tables[n][b], 0)) for n in _COUNTS[2:] if n in tables}
+                seq_len, nodes = int(tables["seq_lens"][b]), counts.get("tree_lens", query_len)
+                tree_start = max(seq_len, -1) - nodes if nodes and "tree_mask" in views else None
+                sequence = _Sequence(
+                    b, tables["block_table"][b], seq_len, query_len, slice(start, stop), tree_start,
+                    counts.get("evicted_starts", 0), counts.get("evicted_lens", 0),
+                    counts.get("key_starts", 0),
+                )  # fmt: skip
+                _attend_sequence(device, call, views, sequence)
+            start = stop
 
     def enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
         """Launch the kernels, with a workspace if they need one."""
@@ -685,34 +595,24 @@ class AttentionPlan(Plan):
         if num_splits > 1:
             merged |= {"out_a": pointers["partial_out"], "lse_a": pointers["partial_lse"]}
             merged |= {n: pointers[n] for n in ("out", "lse", "sinks") if n in pointers}
-            self.launches.append(self._merge_launch(num_splits, alignment, merged, names))
+            out, lse, sinks = (call.views.get(name) for name in ("out", "lse_out", "sinks"))
+            assert out is not None
+            self.launches.append(
+                merge_launch(
+                    device, num_states=num_splits, num_tokens=call.num_tokens,
+                    num_heads=call.num_heads, width=call.v.cache.width, out_format=out.format,
+                    out_strides=(out.strides[0], out.strides[1]),
+                    lse_strides=(0, 0) if lse is None else (lse.strides[0], lse.strides[1]),
+                    sink_bytes=4 if sinks is None else sinks.strides[0], alignment=alignment,
+                    pointers=merged, names=names,
+                )
+            )  # fmt: skip
 
     def _reserve(self, num_bytes: int) -> tuple[str, int]:
         """Return where the next part of the workspace lies."""
         start = self._workspace_bytes
         self._workspace_bytes += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
         return "workspace", start
-
-    def _merge_launch(
-        self, num_splits: int, alignment: int, pointers: dict[str, Pointer], names: tuple[str, ...]
-    ) -> Launch:
-        call = self.call
-        out, lse, sinks = (call.views.get(name) for name in ("out", "lse_out", "sinks"))
-        assert out is not None
-        return merge_launch(
-            self.device,
-            num_states=num_splits,
-            num_tokens=call.num_tokens,
-            num_heads=call.num_heads,
-            width=call.v.cache.width,
-            out_format=out.format,
-            out_strides=(out.strides[0], out.strides[1]),
-            lse_strides=(0, 0) if lse is None else (lse.strides[0], lse.strides[1]),
-            sink_bytes=4 if sinks is None else sinks.strides[0],
-            alignment=alignment,
-            pointers=pointers,
-            names=names,
-        )
 
 
 # --- Fallback -------------------------------------------------------------------------------------
@@ -746,61 +646,21 @@ class _Sequence:
     def num_rows(self) -> int:
         return int(self.rows.stop - self.rows.start)
 
-    @property
-    def first_position(self) -> int:
-        """The position of the first query."""
-        return max(self.seq_len, -1) - self.query_len
-
-    def num_keys(self, num_slots: int) -> int:
-        """Return how many keys fit into the first slots of the pages."""
-        return max(min(self.evicted_start, num_slots), num_slots - self.evicted_len)
-
-
-def _attend_sequences(device: Device, call: AttentionCall, views: Views) -> None:
-    """Attend with array code, one sequence after another.
-
-    The host reads the lengths, so this cannot be captured.
-    """
-    tables = {
-        name: device.to_numpy(views[name]).astype("int64")
-        for name in ("block_table", *_COUNTS)
-        if name in views
-    }
-    query_lens = tables.get("query_lens")
-    start = 0
-    for b in range(call.num_sequences):
-        query_len = 1 if query_lens is None else int(max(query_lens[b], 0))
-        stop = min(start + query_len, call.num_tokens)
-        if query_lens is not None and (query_lens[b] < 0 or stop - start < query_len):
-            _note_fault(device, "query_lens", b, query_lens[b])
-        if stop > start:
-            counts = {n: int(max(tables[n][b], 0)) for n in _COUNTS[2:] if n in tables}
-            seq_len, nodes = int(tables["seq_lens"][b]), counts.get("tree_lens", query_len)
-            tree_start = max(seq_len, -1) - nodes if nodes and "tree_mask" in views else None
-            sequence = _Sequence(
-                b, tables["block_table"][b], seq_len, query_len, slice(start, stop), tree_start,
-                counts.get("evicted_starts", 0), counts.get("evicted_lens", 0),
-                counts.get("key_starts", 0),
-            )  # fmt: skip
-            _attend_sequence(device, call, views, sequence)
-        start = stop
-
 
 def _attend_sequence(
     device: Device, call: AttentionCall, views: Views, sequence: _Sequence
 ) -> None:
     cache, options, num_rows = call.k.cache, call.options, sequence.num_rows
-    num_keys = max(0, sequence.seq_len)
-    if num_keys > sequence.num_keys(call.max_keys):
+    num_slots, num_keys = call.max_keys, max(0, sequence.seq_len)
+    most_keys = max(min(sequence.evicted_start, num_slots), num_slots - sequence.evicted_len)
+    if num_keys > most_keys:
         _note_fault(device, "seq_lens", sequence.index, sequence.seq_len)
-        num_keys = sequence.num_keys(call.max_keys)
+        num_keys = most_keys
     query = device.carrier(views["query"])[sequence.rows]
     xp = fallback.module_of(query)
     query = fallback.decode(query, views["query"].format)
     keys = xp.arange(num_keys)
-    slots = xp.where(
-        keys < sequence.evicted_start, keys, keys + sequence.evicted_len
-    )  # of the sequence
+    slots = xp.where(keys < sequence.evicted_start, keys, keys + sequence.evicted_len)
     entries, offsets = slots // cache.page_size, slots % cache.page_size
     visible = _visible(device, call, views, keys, sequence)
     pages = xp.where(visible.any(axis=0), xp.asarray(sequence.pages)[entries], -1)
@@ -821,9 +681,9 @@ def _attend_sequence(
         scores = cap * xp.tanh(scores / cap)
     mask = visible[None, :, None, :]
     scores = xp.where(mask, scores, -xp.inf)
-    sinks = None
-    if "sinks" in views:
-        sinks = device.carrier(views["sinks"]).reshape(cache.num_heads, 1, call.group, 1)
+    sinks = views.get("sinks")
+    if sinks is not None:
+        sinks = device.carrier(sinks).reshape(cache.num_heads, 1, call.group, 1)
     out, lse = _softmax(xp, scores, mask, v, sinks)
     out = out.transpose(1, 0, 2, 3).reshape(num_rows, call.num_heads, -1).astype(xp.float32)
     device.carrier(views["out"])[sequence.rows] = fallback.encode(out, views["out"].format)
@@ -900,12 +760,12 @@ def _visible(
 ) -> Any:
     """Return which keys each query sees, (rows, keys)."""
     xp, options = fallback.module_of(keys), call.options
-    position = sequence.first_position + xp.arange(sequence.num_rows)[:, None]
+    first_position = max(sequence.seq_len, -1) - sequence.query_len
+    position = first_position + xp.arange(sequence.num_rows)[:, None]
     key = keys[None]
     visible = xp.repeat(key >= sequence.key_start, sequence.num_rows, axis=0)
     if options.window:
-        in_window = (key > position - options.window) | (key < options.sink_keys)
-        visible = visible & in_window
+        visible = visible & ((key > position - options.window) | (key < options.sink_keys))
     if options.causal:
         visible = visible & (key <= position)
     if sequence.tree_start is not None:

@@ -110,61 +110,30 @@ ARRAYS = (
     "partial_lse",
 )  # fmt: skip
 
+_INT64 = (
+    "query_token_bytes", "query_head_bytes", "out_token_bytes", "out_head_bytes",
+    "lse_token_bytes", "lse_head_bytes", "table_row_bytes", "table_entry_bytes", "seq_len_bytes",
+    "sink_bytes", "mask_row_bytes", "mask_column_bytes", "tree_len_bytes", "evicted_start_bytes",
+    "evicted_len_bytes", "key_start_bytes", "rope_row_bytes", "tree_position_row_bytes",
+    "tree_position_column_bytes", "max_positions", "num_pages", "max_pages", "window", "sink_keys",
+    "table_operation", "length_operation",
+)  # fmt: skip
+_INT32 = (
+    "num_tokens", "num_sequences", "num_splits", "num_heads", "group", "page_size", "page_shift",
+    "table_index_bytes", "length_index_bytes", "mask_columns", "tree_position_columns",
+    "rotary_start", "rotary_dim", "interleaved", "causal", "query_format", "k_format", "v_format",
+    "out_format", "lane_shift",
+)  # fmt: skip
+
 # AttentionParams of kernels_src/attention.cuh
 PARAMS = np.dtype(
     [
         *((name, np.uint64) for name in (*ARRAYS, "faults")),
         ("k", OPERAND_PARAMS),
         ("v", OPERAND_PARAMS),
-        ("query_token_bytes", np.int64),
-        ("query_head_bytes", np.int64),
-        ("out_token_bytes", np.int64),
-        ("out_head_bytes", np.int64),
-        ("lse_token_bytes", np.int64),
-        ("lse_head_bytes", np.int64),
-        ("table_row_bytes", np.int64),
-        ("table_entry_bytes", np.int64),
-        ("seq_len_bytes", np.int64),
-        ("sink_bytes", np.int64),
-        ("mask_row_bytes", np.int64),
-        ("mask_column_bytes", np.int64),
-        ("tree_len_bytes", np.int64),
-        ("evicted_start_bytes", np.int64),
-        ("evicted_len_bytes", np.int64),
-        ("key_start_bytes", np.int64),
-        ("rope_row_bytes", np.int64),
-        ("tree_position_row_bytes", np.int64),
-        ("tree_position_column_bytes", np.int64),
-        ("max_positions", np.int64),
-        ("num_pages", np.int64),
-        ("max_pages", np.int64),
-        ("window", np.int64),
-        ("sink_keys", np.int64),
-        ("table_operation", np.int64),
-        ("length_operation", np.int64),
-        ("score_scale", np.float32),
-        ("soft_cap", np.float32),
-        ("cap_scale", np.float32),
-        ("num_tokens", np.int32),
-        ("num_sequences", np.int32),
-        ("num_splits", np.int32),
-        ("num_heads", np.int32),
-        ("group", np.int32),
-        ("page_size", np.int32),
-        ("page_shift", np.int32),
-        ("table_index_bytes", np.int32),
-        ("length_index_bytes", np.int32),
-        ("mask_columns", np.int32),
-        ("tree_position_columns", np.int32),
-        ("rotary_start", np.int32),
-        ("rotary_dim", np.int32),
-        ("interleaved", np.int32),
-        ("causal", np.int32),
-        ("query_format", np.int32),
-        ("k_format", np.int32),
-        ("v_format", np.int32),
-        ("out_format", np.int32),
-        ("lane_shift", np.int32),
+        *((name, np.int64) for name in _INT64),
+        *((name, np.float32) for name in ("score_scale", "soft_cap", "cap_scale")),
+        *((name, np.int32) for name in _INT32),
     ],
     align=True,
 )
@@ -172,14 +141,9 @@ PARAMS = np.dtype(
 # AttentionStartsParams of kernels_src/attention.cu
 STARTS_PARAMS = np.dtype(
     [
-        ("query_lens", np.uint64),
-        ("starts", np.uint64),
-        ("faults", np.uint64),
-        ("length_bytes", np.int64),
-        ("operation", np.int64),
-        ("num_sequences", np.int32),
-        ("num_tokens", np.int32),
-        ("index_bytes", np.int32),
+        *((name, np.uint64) for name in ("query_lens", "starts", "faults")),
+        *((name, np.int64) for name in ("length_bytes", "operation")),
+        *((name, np.int32) for name in ("num_sequences", "num_tokens", "index_bytes")),
     ],
     align=True,
 )
@@ -190,15 +154,11 @@ FORMAT_NUMBERS = {
 
 _LOG2_E = math.log2(math.e)
 
-
 # Arrays of one dimension, and the fields that take their strides.
 _STRIDE_FIELDS = {
-    "sinks": "sink_bytes",
-    "tree_lens": "tree_len_bytes",
-    "evicted_starts": "evicted_start_bytes",
-    "evicted_lens": "evicted_len_bytes",
-    "key_starts": "key_start_bytes",
-}
+    "sinks": "sink_bytes", "tree_lens": "tree_len_bytes", "key_starts": "key_start_bytes",
+    "evicted_starts": "evicted_start_bytes", "evicted_lens": "evicted_len_bytes",
+}  # fmt: skip
 
 
 def attention_params(call: AttentionCall, num_splits: int, lanes: int) -> dict[str, Any]:
@@ -207,40 +167,27 @@ def attention_params(call: AttentionCall, num_splits: int, lanes: int) -> dict[s
     query, out = views["query"], views["out"]
     table, seq_lens = views["block_table"], views["seq_lens"]
     params = {
-        **call.k.params("k", call.k.cache.width),
-        **call.v.params("v", call.v.cache.width),
+        **call.k.params("k", call.k.cache.width), **call.v.params("v", call.v.cache.width),
         "k_format": FORMAT_NUMBERS[call.k.cache_format.name],
         "v_format": FORMAT_NUMBERS[call.v.cache_format.name],
         "query_format": FORMAT_NUMBERS[query.format],
-        "query_token_bytes": query.strides[0],
-        "query_head_bytes": query.strides[1],
+        "query_token_bytes": query.strides[0], "query_head_bytes": query.strides[1],
         "out_format": FORMAT_NUMBERS[out.format],
-        "out_token_bytes": out.strides[0],
-        "out_head_bytes": out.strides[1],
-        "table_row_bytes": table.strides[0],
-        "table_entry_bytes": table.strides[1],
+        "out_token_bytes": out.strides[0], "out_head_bytes": out.strides[1],
+        "table_row_bytes": table.strides[0], "table_entry_bytes": table.strides[1],
         "table_index_bytes": table.itemsize,
         "table_operation": faults.operation_id("paged_attention", "block_table"),
-        "seq_len_bytes": seq_lens.strides[0],
-        "length_index_bytes": seq_lens.itemsize,
+        "seq_len_bytes": seq_lens.strides[0], "length_index_bytes": seq_lens.itemsize,
         "length_operation": faults.operation_id("paged_attention", "seq_lens"),
-        "num_pages": cache.num_slots // cache.page_size,
-        "page_size": cache.page_size,
-        "page_shift": cache.page_shift,
-        "max_pages": call.max_pages,
-        "num_sequences": call.num_sequences,
-        "num_tokens": call.num_tokens,
-        "num_heads": call.num_heads,
-        "group": call.group,
-        "num_splits": num_splits,
-        "window": options.window,
-        "sink_keys": options.sink_keys,
-        "causal": int(options.causal),
-        "soft_cap": options.soft_cap,
-        "cap_scale": _float32(options.soft_cap * _LOG2_E),
+        "num_pages": cache.num_slots // cache.page_size, "max_pages": call.max_pages,
+        "page_size": cache.page_size, "page_shift": cache.page_shift,
+        "num_sequences": call.num_sequences, "num_tokens": call.num_tokens,
+        "num_heads": call.num_heads, "group": call.group, "num_splits": num_splits,
+        "window": options.window, "sink_keys": options.sink_keys, "causal": int(options.causal),
+        "soft_cap": options.soft_cap, "cap_scale": _float32(options.soft_cap * _LOG2_E),
         "score_scale": _float32(call.sm_scale * (1.0 if options.soft_cap else _LOG2_E)),
         "lane_shift": lanes.bit_length() - 1,
-    }
+    }  # fmt: skip
     for name, field in _STRIDE_FIELDS.items():
         if name in views:
             params[field] = views[name].strides[0]
@@ -284,10 +231,8 @@ def starts_params(call: AttentionCall) -> dict[str, Any]:
 
 # By the threads that run in lockstep: a warp, or one.
 STARTS = {
-    lanes: Kernel(
-        "attention.cu", "attention_starts", STARTS_PARAMS, "AttentionStartsParams",
-        barriers=lanes > 1,
-    )
+    lanes: Kernel("attention.cu", "attention_starts", STARTS_PARAMS, "AttentionStartsParams",
+                  barriers=lanes > 1)
     for lanes in (32, 1)
 }  # fmt: skip
 DECODE = {
@@ -419,9 +364,7 @@ class Tiling:
 def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
     """Choose the kernel of a call: prefill on tensor cores where it can take the call.
 
-    Parameters
-    ----------
-    alignment : of the addresses of query, caches, output and rope table, as a plan gets it
+    `alignment` is that of query, caches, output and rope table, as a plan gets it.
     """
     if call.is_ragged and suits_prefill(device, call, alignment):
         chosen = _prefill_specialisation_of(call)
@@ -432,8 +375,6 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
 def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
     """Return whether the prefill kernel can take a ragged call.
 
-    Notes
-    -----
     It can where threads run in warps, query and caches are all fp16 or all bf16 and unscaled, rows
     are whole words at aligned addresses, and sequences have rows enough on average, as far as
     shapes tell. Turing has little shared memory and no bf16 in its tensor cores: there, bf16 and
@@ -451,12 +392,8 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
     scales = ("k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
     if any(name in call.arguments for name in scales):
         return False
-    strides = [n for operand in (call.k, call.v) for n in operand.cache_strides]
-    strides += [*query.strides[:2], *out.strides[:2]]
-    whole = call.k.cache.width % _PACK == 0 and call.v.cache.width % _PACK == 0
-    if not whole or widest((alignment, *map(abs, strides))) < _WORD_BYTES:
-        return False
-    if not _rotates_whole_packs(call, alignment):
+    strides = (*query.strides[:2], *out.strides[:2])
+    if widest(map(abs, strides)) < _WORD_BYTES or not _has_whole_packs(call, alignment):
         return False
     if device.arch == "sm_75":
         smem_bytes = prefill_smem_bytes(_prefill_specialisation_of(call))
@@ -473,16 +410,15 @@ def _prefill_specialisation_of(call: AttentionCall) -> Specialisation:
 
 def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
     name = call.k.cache_format.ctype
-    if call.k.cache_format is not call.v.cache_format or not (
-        _has_whole_packs(call, alignment) and _rotates_whole_packs(call, alignment)
-    ):
+    if call.k.cache_format is not call.v.cache_format or not _has_whole_packs(call, alignment):
         name = _ANY_FORMAT
     row_counts: tuple[int, ...]
     packs = -(-max(call.k.cache.width, call.v.cache.width) // _PACK)
     if device.warp_lanes == 1:
-        lanes, row_counts = 1, _HOST_ROWS
+        kernel, threads, lanes, row_counts = DECODE[1], 1, 1, _HOST_ROWS
         packs_per_lane = next(n for n in _HOST_PACKS if n >= packs)
     else:
+        kernel, threads = DECODE[32], _DECODE_THREADS
         if call.rotates_keys and name == _NEVER_ROTATED:
             name = _ANY_FORMAT
         packs_per_lane = next(n for n in DECODE_ROWS if packs <= 32 * n)
@@ -491,10 +427,8 @@ def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tilin
     # Rows of a sequence that can share what is loaded, as far as shapes tell.
     sharing = call.group * -(-call.num_tokens // call.num_sequences)
     rows = next((n for n in row_counts if n >= sharing), row_counts[-1])
-    threads = 1 if device.warp_lanes == 1 else _DECODE_THREADS
     groups = threads // lanes
     smem_floats = groups * rows * (2 + lanes * _PACK * packs_per_lane)
-    kernel = DECODE[1 if device.warp_lanes == 1 else 32]
     return Tiling(
         kernel.specialise(name, rows, packs_per_lane, _bool(call.rotates_keys)), rows, lanes,
         threads, 0 if groups == 1 else 4 * smem_floats,
@@ -502,15 +436,15 @@ def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tilin
 
 
 def _has_whole_packs(call: AttentionCall, alignment: int) -> bool:
-    """Return whether rows of both caches are whole packs at aligned addresses."""
+    """Return whether rows of both caches are whole packs at aligned addresses.
+
+    With keys that are rotated, their rotated elements and the angles too.
+    """
     strides = [n for operand in (call.k, call.v) for n in operand.cache_strides]
     word_bytes = min(_WORD_BYTES, _PACK * call.k.cache_format.itemsize)
     whole = all(operand.cache.width % _PACK == 0 for operand in (call.k, call.v))
-    return whole and widest((alignment, *map(abs, strides))) >= word_bytes
-
-
-def _rotates_whole_packs(call: AttentionCall, alignment: int) -> bool:
-    """Return whether rotated elements of K are whole packs, and angles lie at aligned addresses."""
+    if not whole or widest((alignment, *map(abs, strides))) < word_bytes:
+        return False
     if not call.rotates_keys:
         return True
     table = call.views["rope_table"]
@@ -531,13 +465,10 @@ def num_tiles(call: AttentionCall, rows: int) -> int:
 def choose_num_splits(device: Device, call: AttentionCall, num_blocks: int) -> int:
     """Return how many splits of the keys fill the device, from shapes alone, never from lengths.
 
-    Parameters
-    ----------
-    num_blocks : without splits
+    Without splits there are `num_blocks` blocks.
     """
-    window = call.options.window
     most_keys = call.max_keys
-    if window:
-        most_keys = min(most_keys, window + call.options.sink_keys)
+    if call.options.window:
+        most_keys = min(most_keys, call.options.window + call.options.sink_keys)
     splits = _BLOCKS_PER_SM * device.sm_count // max(1, num_blocks)
     return max(1, min(splits, most_keys // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS))

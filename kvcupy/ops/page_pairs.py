@@ -189,7 +189,13 @@ def upload(lists: Sequence[_Numbers], device: Device, stream: Stream) -> ArrayVi
 def _page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
     """Check a page list; return a view of it, and an int64 host array, None for GPU memory."""
     if isinstance(pages, (list, tuple, range)):
-        array = _int64(pages, name)
+        if not {int}.issuperset(map(type, pages)):  # isinstance of an ABC is slow
+            for page in pages:
+                checks.require_int(page, name)
+        try:
+            array = np.array(pages, np.int64)
+        except OverflowError:
+            raise ValueError(f"{name}: expected 64-bit ints, got {pages!r}") from None
         return _view_of(array), array
     v = view(pages, name)
     checks.indices(v, name)
@@ -197,16 +203,6 @@ def _page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
         return v, None
     array = array_at(v.owner, v.pointer, v.shape, np.dtype(v.format), v.strides)
     return v, array.astype(np.int64)
-
-
-def _int64(pages: Sequence[Any], name: str) -> _Numbers:
-    if not {int}.issuperset(map(type, pages)):  # isinstance of an ABC is slow
-        for page in pages:
-            checks.require_int(page, name)
-    try:
-        return np.array(pages, np.int64)
-    except OverflowError:
-        raise ValueError(f"{name}: expected 64-bit ints, got {pages!r}") from None
 
 
 def _view_of(array: _Numbers) -> ArrayView:

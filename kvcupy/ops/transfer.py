@@ -109,25 +109,12 @@ def transfer_pages(
 
 
 def prepare(
-    src_pool: Any,
-    dst_pool: Any,
-    *,
-    layers: Any = None,
-    method: str = "auto",
-    max_blocks: int | None = None,
-    convert: bool = False,
-    names: tuple[str, str] = _POOLS,
-) -> PreparedTransfer:
+    src_pool: Any, dst_pool: Any, *, layers: Any = None, method: str = "auto",
+    max_blocks: int | None = None, convert: bool = False, names: tuple[str, str] = _POOLS,
+) -> PreparedTransfer:  # fmt: skip
     """Check everything but the pages, for calls that differ in nothing else.
 
-    Parameters
-    ----------
-    src_pool, dst_pool, layers, method, max_blocks, convert : as for `transfer_pages`
-    names : argument names of the two pools, for errors
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit
+    Arguments and errors are those of `transfer_pages`, in which the pools go by `names`.
     """
     options = Options.checked(layers, method, max_blocks, convert)
     _require_pool(src_pool, names[0])
@@ -201,7 +188,9 @@ class TransferPlan:
         self._source, self._target = source, target
         self._src, self._dst = source.any_group, target.any_group
         self._converts = self._src.format != self._dst.format
-        direction = _direction(self._src, self._dst)
+        direction = "to_host"
+        if self._dst.on_device:
+            direction = "within" if self._src.on_device else "to_device"
         self._thresholds = thresholds(device, direction)
         self._split(options)
         self.page_bytes = sum(transfer.src.page_bytes for transfer in self.transfers)
@@ -226,9 +215,8 @@ class TransferPlan:
         max_blocks = options.max_blocks
         if max_blocks is None and not (self._src.on_device and self._dst.on_device):
             max_blocks = self._thresholds.blocks
-        far, near = source, target
-        if _repacks_first(self._src, self._dst):
-            far, near = target, source
+        repacks_first = _repacks_first(self._src, self._dst)
+        far, near = (target, source) if repacks_first else (source, target)
         self.transfers: list[LayerTransfer] = []
         self._staged: list[StagedTransfer] = []
         for chosen in options.slices(source.num_layers):
@@ -279,14 +267,7 @@ class TransferPlan:
     def bind(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:
         """Choose the method, do all that can fail, and return what enqueues the transfer.
 
-        Parameters
-        ----------
-        keep : what must live until the transfer is done
-
-        Raises
-        ------
-        ValueError : the method cannot take these pages
-        CompileError : the kernel cannot be compiled and `config.fallback` is "error"
+        `keep` must live until the transfer is done. Raises as `PreparedTransfer.issue` does.
         """
         method = self._method or self.method_for(pairs)
         try:
@@ -397,10 +378,8 @@ class TransferPlan:
             device.load(transfer_kernels.NOTE)
         except CompileError:
             device.check_fallback("transfer_pages", stream)
-            return [
-                partial(device.run, partial(fallback.note_fault, device, *fault), stream)
-                for fault in records
-            ]
+            notes = [partial(fallback.note_fault, device, *fault) for fault in records]
+            return [partial(device.run, note, stream) for note in notes]
         return [partial(transfer_kernels.note_fault, device, fault, stream) for fault in records]
 
     def _faults(self, src: Any, dst: Any) -> Iterator[tuple[int, int, Any, Any]]:
@@ -421,12 +400,6 @@ def _owned_by(pool: Any, view: ArrayView) -> ArrayView:
         view.pointer, view.shape, view.strides, view.format, view.device,
         library=view.library, owner=pool,
     )  # fmt: skip
-
-
-def _direction(src: LayerPages, dst: LayerPages) -> str:
-    if src.on_device:
-        return "within" if dst.on_device else "to_host"
-    return "to_device" if dst.on_device else "to_host"
 
 
 def _repacks_first(src: LayerPages, dst: LayerPages) -> bool:
@@ -473,14 +446,9 @@ class LayerTransfer:
     """
 
     def __init__(
-        self,
-        device: Device,
-        src: LayerPages,
-        dst: LayerPages,
-        max_blocks: int | None,
-        *,
+        self, device: Device, src: LayerPages, dst: LayerPages, max_blocks: int | None, *,
         reports: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.src, self.dst = src, dst
         self.rows = [longest_rows(src.parts, dst.parts)]
         if src.scales and dst.scales:
@@ -529,14 +497,9 @@ class StagedTransfer:
     """
 
     def __init__(
-        self,
-        device: Device,
-        src: PoolPages,
-        dst: PoolPages,
-        layers: slice,
-        near_layers: Sequence[slice],
-        max_blocks: int | None,
-    ) -> None:
+        self, device: Device, src: PoolPages, dst: PoolPages, layers: slice,
+        near_layers: Sequence[slice], max_blocks: int | None,
+    ) -> None:  # fmt: skip
         self._device = device
         self._max_blocks = max_blocks
         self._repacks_first = _repacks_first(src.any_group, dst.any_group)
@@ -552,9 +515,7 @@ class StagedTransfer:
     def bind(self, pairs: Existing, stream: Stream, keep: Sequence[object]) -> _Enqueue:
         """Borrow a buffer and prepare its kernels; return what enqueues the transfer.
 
-        Raises
-        ------
-        CompileError, DeviceError : there is no kernel, or no memory for the buffer
+        CompileError or DeviceError if there is no kernel, or no memory for the buffer.
         """
         most_pages = max(1, min(pairs.count, STAGING_BYTES // self._page_bytes))
         num_bytes = most_pages * self._page_bytes + len(self._far.arrays) * _ALIGNMENT
@@ -712,19 +673,14 @@ class PoolPages:
     @classmethod
     def of(cls, pool: Any) -> PoolPages:
         """Describe a pool, and keep nothing of it alive."""
-        return cls(
-            tuple(
-                (
-                    group.layers,
-                    LayerPages(
-                        tuple(v.without_owner() for v in group.parts),
-                        tuple(v.without_owner() for v in group.scale_parts),
-                        pool.placement == "device",
-                    ),
-                )
-                for group in pool.groups
+        groups = []
+        for group in pool.groups:
+            parts, scales = (
+                tuple(v.without_owner() for v in views)
+                for views in (group.parts, group.scale_parts)
             )
-        )
+            groups.append((group.layers, LayerPages(parts, scales, pool.placement == "device")))
+        return cls(tuple(groups))
 
     @property
     def num_layers(self) -> int:
@@ -760,26 +716,21 @@ def _require_pool(pool: Any, name: str) -> None:
 
 
 def _require_geometry(
-    source: PoolPages,
-    target: PoolPages,
-    devices: tuple[Device, Device],
-    options: Options,
+    source: PoolPages, target: PoolPages, devices: tuple[Device, Device], options: Options,
     names: tuple[str, str],
-) -> None:
+) -> None:  # fmt: skip
     """Raise unless the pools match, have the layers of the options, and share no bytes."""
     src_name, dst_name = names
     src, dst = source.any_group, target.any_group
+
+    def mismatch(expected: str, got: str) -> ValueError:
+        return ValueError(f"{dst_name}: expected {expected} like {src_name}, got {got}")
+
     if devices[0] is not devices[1]:
-        raise ValueError(
-            f"{dst_name}: expected one of {devices[0].name} like {src_name}, "
-            f"got one of {devices[1].name}"
-        )
+        raise mismatch(f"one of {devices[0].name}", f"one of {devices[1].name}")
     if len(src.parts) != len(dst.parts):
         kinds = {1: "an MLA pool", 2: "a pool of K and V"}
-        raise ValueError(
-            f"{dst_name}: expected {kinds[len(src.parts)]} like {src_name}, "
-            f"got {kinds[len(dst.parts)]}"
-        )
+        raise mismatch(kinds[len(src.parts)], kinds[len(dst.parts)])
     for part, a, b in zip("KV", src.parts, dst.parts, strict=False):
         # (layers, page_size, heads, width)
         of_src, of_dst = (source.num_layers, *a.shape[2:]), (target.num_layers, *b.shape[2:])
@@ -790,18 +741,14 @@ def _require_geometry(
             )
     if src.format != dst.format:
         if not options.convert:
-            raise ValueError(
-                f"{dst_name}: expected {src.format} like {src_name}, got {dst.format}; "
-                "convert=True converts in transit"
-            )
+            raise mismatch(src.format, f"{dst.format}; convert=True converts in transit")
         if options.method == "copy":
             raise ValueError(
                 'method: expected "kernel", "staged" or "auto" between pools of different '
                 'formats, got "copy"'
             )
     elif bool(src.scales) != bool(dst.scales):
-        expected, got = ("scales", "none") if src.scales else ("no scales", "some")
-        raise ValueError(f"{dst_name}: expected {expected} like {src_name}, got {got}")
+        raise mismatch("scales", "none") if src.scales else mismatch("no scales", "some")
     for layer in options.layers or ():
         if not 0 <= layer < source.num_layers:
             raise ValueError(f"layers: expected 0 to {source.num_layers - 1}, got {layer}")
@@ -846,11 +793,8 @@ class Thresholds:
 
     def crossover(self, pieces: int) -> int:
         """Return the piece size, in bytes, from which copies are faster for so many pieces."""
-        crossover_bytes = self.copy_from_bytes[0][1]
-        for at_least, num_bytes in self.copy_from_bytes:
-            if pieces >= at_least:
-                crossover_bytes = num_bytes
-        return crossover_bytes
+        reached = [size for at_least, size in self.copy_from_bytes if pieces >= at_least]
+        return reached[-1] if reached else self.copy_from_bytes[0][1]
 
     @property
     def prefers_kernels(self) -> bool:
@@ -870,8 +814,7 @@ DEFAULTS = {
     "within": _KERNELS,
 }
 
-_thresholds: weakref.WeakKeyDictionary[Device, dict[str, Thresholds]]
-_thresholds = weakref.WeakKeyDictionary()
+_thresholds: weakref.WeakKeyDictionary[Device, dict[str, Thresholds]] = weakref.WeakKeyDictionary()
 
 
 def thresholds(device: Device, direction: str) -> Thresholds:

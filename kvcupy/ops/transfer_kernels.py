@@ -64,11 +64,8 @@ class LayerPages:
 
     def layers(self, layers: slice) -> LayerPages:
         """Return some of these layers."""
-        return LayerPages(
-            tuple(v[:, layers] for v in self.parts),
-            tuple(v[:, layers] for v in self.scales),
-            self.on_device,
-        )
+        parts, scales = (tuple(v[:, layers] for v in own) for own in (self.parts, self.scales))
+        return LayerPages(parts, scales, self.on_device)
 
 
 @dataclass(frozen=True)
@@ -140,9 +137,7 @@ class Rows:
 def head_rows(sources: Sequence[ArrayView], targets: Sequence[ArrayView]) -> Rows:
     """Return a row for every (layer, offset, head).
 
-    Parameters
-    ----------
-    sources, targets : K and V, or one part, of either pool, of equal shapes but for the pages
+    Of either pool come K and V, or one part, of equal shapes but for the pages.
     """
     arrays = (*sources, *targets)
     shape = arrays[0].shape
@@ -215,58 +210,43 @@ DIVISOR = np.dtype(
 )
 
 STRIDES = np.dtype(
-    [(f"{name}_bytes{axis}", np.int64) for name, axis in
-     (("page", ""), ("axis", "_0"), ("axis", "_1"), ("axis", "_2"))],
+    [(name, np.int64) for name in ("page_bytes", "axis_bytes_0", "axis_bytes_1", "axis_bytes_2")],
     align=True,
-)  # fmt: skip
+)
 
 ROWS = np.dtype(
     [
-        ("src_stride_bytes", np.int64),
-        ("dst_stride_bytes", np.int64),
-        ("src_num_pages", np.int64),
-        ("dst_num_pages", np.int64),
-        ("src_operation", np.int64),
-        ("dst_operation", np.int64),
-        ("pieces_per_page", DIVISOR),
-        ("pieces_per_row", DIVISOR),
-        ("rows_per_step", DIVISOR),
-        ("rows_2", DIVISOR),
+        *((f"{side}_{name}", np.int64) for name in ("stride_bytes", "num_pages", "operation")
+          for side in ("src", "dst")),
+        *((name, DIVISOR) for name in
+          ("pieces_per_page", "pieces_per_row", "rows_per_step", "rows_2")),
         ("num_pieces", np.uint32),
-        ("src_index_bytes", np.int32),
-        ("dst_index_bytes", np.int32),
-        ("lane_shift", np.int32),
+        *((name, np.int32) for name in ("src_index_bytes", "dst_index_bytes", "lane_shift")),
     ],
     align=True,
-)
+)  # fmt: skip
 
 _COPIED = ("src_k", "src_v", "dst_k", "dst_v")
 _CONVERTED = ("src_k", "src_v", "src_k_scale", "src_v_scale",
               "dst_k", "dst_v", "dst_k_scale", "dst_v_scale")  # fmt: skip
-_LISTS = ("src_pages", "dst_pages", "faults")
 
-_COPY_PARAMS = np.dtype(
-    [
-        *((name, np.uint64) for name in (*_COPIED, *_LISTS)),
-        *((f"{name}_strides", STRIDES) for name in _COPIED),
-        ("rows", ROWS),
-        ("k_words", np.int64),
-        ("v_words", np.int64),
-        ("piece_words", np.int32),
-    ],
-    align=True,
-)
 
-_CONVERT_PARAMS = np.dtype(
-    [
-        *((name, np.uint64) for name in (*_CONVERTED, *_LISTS)),
-        *((f"{name}_strides", STRIDES) for name in _CONVERTED),
-        ("rows", ROWS),
-        ("k_width", np.int32),
-        ("v_width", np.int32),
-    ],
-    align=True,
+def _params(arrays: tuple[str, ...], *sizes: tuple[str, type]) -> np.dtype[Any]:
+    return np.dtype(
+        [
+            *((name, np.uint64) for name in (*arrays, "src_pages", "dst_pages", "faults")),
+            *((f"{name}_strides", STRIDES) for name in arrays),
+            ("rows", ROWS),
+            *sizes,
+        ],
+        align=True,
+    )
+
+
+_COPY_PARAMS = _params(
+    _COPIED, ("k_words", np.int64), ("v_words", np.int64), ("piece_words", np.int32)
 )
+_CONVERT_PARAMS = _params(_CONVERTED, ("k_width", np.int32), ("v_width", np.int32))
 
 COPY = Kernel("transfer.cu", "transfer_copy", _COPY_PARAMS, "TransferCopyParams")
 
@@ -355,16 +335,10 @@ class PageLaunch(call.Launch):
     _COUNTS = struct.Struct("=I2i")  # num_pieces, src_index_bytes, dst_index_bytes
 
     def __init__(
-        self,
-        device: Device,
-        specialisation: Specialisation,
-        params: _Params,
-        arrays: dict[str, int],
-        threads: int,
-        pieces_per_page: int,
-        pieces_per_block: int,
+        self, device: Device, specialisation: Specialisation, params: _Params,
+        arrays: dict[str, int], threads: int, pieces_per_page: int, pieces_per_block: int,
         max_blocks: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         lists = ("src_pages", "dst_pages")
         super().__init__(
             device, specialisation, (max_blocks, 1, 1), (threads, 1, 1), 0, params,
@@ -394,13 +368,8 @@ def launches(
 ) -> list[PageLaunch]:
     """Return the launches that move pages from one pool to another, which kernels reach.
 
-    Parameters
-    ----------
-    reports : whether the first of them records pages past the end
-
-    Raises
-    ------
-    CompileError : a kernel cannot be compiled
+    If it `reports`, the first of them records pages past the end. CompileError if a kernel cannot
+    be compiled.
     """
     if src.format != dst.format:
         return [_convert(device, src, dst, max_blocks, reports)]
@@ -412,13 +381,9 @@ def launches(
 
 
 def _copy(
-    device: Device,
-    sources: Sequence[ArrayView],
-    targets: Sequence[ArrayView],
-    num_pages: tuple[int, int],
-    max_blocks: int,
-    reports: bool,
-) -> PageLaunch:
+    device: Device, sources: Sequence[ArrayView], targets: Sequence[ArrayView],
+    num_pages: tuple[int, int], max_blocks: int, reports: bool,
+) -> PageLaunch:  # fmt: skip
     rows = _addressed(longest_rows(sources, targets), device, (*sources, *targets))
     word = rows.word_bytes
     words = [n // word for n in rows.row_bytes]
@@ -472,17 +437,15 @@ def _convert(
     }
     arrays = {}
     for side, pages, _, first in sides:
-        for part, i in (("k", 0), ("v", num_parts - 1)):
-            name = f"{side}_{part}"
-            arrays[name] = rows.addresses[first + i]
-            params |= _nested(f"{name}_strides", STRIDES, rows.strides(first + i))
-        if not pages.scales:
-            continue
-        scales = _addressed(head_rows(pages.scales, ()), device, pages.scales)
-        for part, i in (("k", 0), ("v", num_parts - 1)):
-            name = f"{side}_{part}_scale"
-            arrays[name] = scales.addresses[i]
-            params |= _nested(f"{name}_strides", STRIDES, scales.strides(i))
+        named = [("", rows, first)]
+        if pages.scales:
+            scales = _addressed(head_rows(pages.scales, ()), device, pages.scales)
+            named.append(("_scale", scales, 0))
+        for suffix, own, k in named:
+            for part, i in (("k", k), ("v", k + num_parts - 1)):
+                name = f"{side}_{part}{suffix}"
+                arrays[name] = own.addresses[i]
+                params |= _nested(f"{name}_strides", STRIDES, own.strides(i))
     kernel = CONVERT[1 if device.warp_lanes == 1 else 32]
     return PageLaunch(
         device, kernel.specialise(source.ctype, target.ctype, elements), params, arrays,
@@ -536,13 +499,9 @@ def _offset(dtype: np.dtype[Any], field: str) -> int:
 
 
 def note_fault(device: Device, fault: tuple[int, int, int, int], stream: Stream) -> None:
-    """Record on a stream a fault that the host has found in a page list.
+    """Record on a stream a fault (`faults.RECORD_FIELDS`) that the host has found in a page list.
 
     The host neither reads the fault record nor waits for it; a replay records the fault again.
-
-    Parameters
-    ----------
-    fault : the fields of the record (`faults.RECORD_FIELDS`)
     """
     params = np.array((device.fault_pointer, *fault), _NOTE_PARAMS)
     device.launch(device.load(NOTE), (1, 1, 1), (1, 1, 1), 0, params.tobytes(), stream)
