@@ -235,13 +235,9 @@ class Transfer(ProcessLocal):
     """
 
     def __init__(
-        self,
-        engine: TransferEngine,
-        queue: TransferQueue,
-        number: int,
-        num_pages: int,
+        self, engine: TransferEngine, queue: TransferQueue, number: int, num_pages: int,
         batch: Batch | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.kind = queue.kind
         self.number = number
         self.num_pages = num_pages
@@ -251,13 +247,11 @@ class Transfer(ProcessLocal):
 
     def __repr__(self) -> str:
         batch, state = self._batch, "in flight"
-        if batch is None:
-            state = "done"
-        elif not batch.issued:
+        if batch is not None and not batch.issued:
             state = "queued"
-        elif batch.cause is not None:
+        elif batch is not None and batch.cause is not None:
             state = "failed"
-        elif batch.done():
+        elif batch is None or batch.done():
             state = "done"
         plural = "" if self.num_pages == 1 else "s"
         return f"<{self.kind} {self.number}: {self.num_pages} page{plural}, {state}>"
@@ -292,8 +286,7 @@ class Transfer(ProcessLocal):
         batch = self._sent()
         if batch is None:
             return True
-        over = batch.done()
-        if over:
+        if over := batch.done():
             batch.join()
         batch.raise_failure(self.number)
         return over
@@ -476,13 +469,9 @@ class TransferQueue:
     """One direction: its stream, the batch that calls queue up in, and the batches in flight."""
 
     def __init__(
-        self,
-        engine: TransferEngine,
-        kind: str,
-        stream: Any,
-        prepared: Sequence[transfer.PreparedTransfer],
-        sizes: Sequence[int],
-    ) -> None:
+        self, engine: TransferEngine, kind: str, stream: Any,
+        prepared: Sequence[transfer.PreparedTransfer], sizes: Sequence[int],
+    ) -> None:  # fmt: skip
         device = self._device = engine.device
         self.kind = kind
         self._own = stream is None

@@ -82,19 +82,10 @@ class Pool(ProcessLocal, abc.ABC):
     _instead = "make one in each process, and move pages with transfer_pages or as arrays"
 
     def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        widths: tuple[int, ...],
-        *,
-        dtype: Any,
-        layout: str,
-        placement: str,
-        device: Any,
+        self, num_pages: int, page_size: int, num_layers: int, num_kv_heads: int,
+        widths: tuple[int, ...], *, dtype: Any, layout: str, placement: str, device: Any,
         scales: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.num_pages = positive_int(num_pages, "num_pages")
         self.page_size = positive_int(page_size, "page_size")
         self.num_layers = positive_int(num_layers, "num_layers")
@@ -665,11 +656,8 @@ def _layer_by_page(v: ArrayView, name: str, page_size: int | None, has_heads: bo
             raise ValueError(
                 f"page_size: expected a divisor of the {num_slots} slots of {name}, got {page_size}"
             )
-        pages = reshaped(
-            pages,
-            (num_slots // page_size, page_size, *pages.shape[1:]),
-            (page_size * step, step, *pages.strides[1:]),
-        )
+        by_page = (num_slots // page_size, page_size, *pages.shape[1:])
+        pages = reshaped(pages, by_page, (page_size * step, step, *pages.strides[1:]))
     if pages.ndim != 4:
         raise ValueError(f"{name}: expected {shape}, got {describe(v)}")
     if not has_heads and pages.shape[2] != 1:
@@ -691,30 +679,23 @@ def _require_alike(parts: Sequence[Sequence[_Named]], names: Sequence[str]) -> N
         for name, v in part:
             if not v.size:
                 raise ValueError(f"{name}: expected at least one element, got {describe(v)}")
-            if v.format != first.format:
-                hint = "; tag it with kv.view_as" if v.format not in formats.FORMATS else ""
-                raise ValueError(
-                    f"{name}: expected {first.format} like {first_name}, got {v.format}{hint}"
-                )
-            if v.device != first.device:
-                raise ValueError(
-                    f"{name}: expected {first.device} like {first_name}, got {v.device}"
-                )
+            hint = "; tag it with kv.view_as" if v.format not in formats.FORMATS else ""
             of_part = part[0][1].shape
             shape = of_part if part is parts[0] else (*first.shape[:3], of_part[3])
-            if v.shape != shape:
-                raise ValueError(
-                    f"{name}: expected pages of {shape} like {first_name}, got {v.shape}"
-                )
+            for expected, got, is_alike in (
+                (first.format, f"{v.format}{hint}", v.format == first.format),
+                (first.device, v.device, v.device == first.device),
+                (f"pages of {shape}", v.shape, v.shape == shape),
+            ):
+                if not is_alike:
+                    raise ValueError(f"{name}: expected {expected} like {first_name}, got {got}")
             checks.require_contiguous(v, name)
             checks.require_output(v, name)
             checks.require_aligned([(name, v)])
             if overlaps_itself(v):
                 raise ValueError(f"{name}: expected distinct elements, got overlapping strides")
-    layers = [named for part in parts for named in part]
-    shared = first_overlap([v for _, v in layers])
+    names_of_all = [name for part in parts for name, _ in part]
+    shared = first_overlap([v for part in parts for _, v in part])
     if shared is not None:
-        raise ValueError(
-            f"{layers[shared[1]][0]}: expected memory of its own, got some of "
-            f"{layers[shared[0]][0]}'s"
-        )
+        owner, other = (names_of_all[i] for i in shared)
+        raise ValueError(f"{other}: expected memory of its own, got some of {owner}'s")

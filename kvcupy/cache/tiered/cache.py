@@ -331,7 +331,13 @@ class TieredCache(ProcessLocal):
             if not self._shared.closed:  # else another thread was first
                 raise
         finally:
-            self._shared.close()
+            with self._shared.locked() as tiers:
+                if not self._shared.closed:
+                    self._shared.closed = True
+                    for tier in (tiers.device, tiers.host):
+                        tier.clear(policies.make("fifo"))
+                    if tiers.disk is not None:
+                        tiers.disk.close()
 
     @property
     def closed(self) -> bool:

@@ -22,7 +22,6 @@ from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ..completion import StreamCompletion
 from ..engine import Transfer, TransferEngine
 from ..pages import Pages
-from . import policies
 from .disk import DiskBlocks
 from .policies import Policy
 
@@ -168,12 +167,9 @@ class BlockCompletion:
     """
 
     def __init__(
-        self,
-        kind: str,
-        completion: Transfer | StreamCompletion,
-        copies: Sequence[Copy],
+        self, kind: str, completion: Transfer | StreamCompletion, copies: Sequence[Copy],
         sources: Iterable[BlockCompletion | None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.kind = kind  # "load", "save" or "insert"
         self.copies = copies  # what it fills; none once it is done
         self.over = False  # known to be done or to have failed
@@ -454,28 +450,19 @@ class Tiers:
     # --- Evicting from the host tier ---
 
     def plan_host_eviction(
-        self,
-        count: int,
-        *,
-        required: int = 0,
-        keep: Collection[int] = _NOTHING,
-        leaving: Collection[int] = _NOTHING,
-        wait: bool = True,
-    ) -> HostEviction:
+        self, count: int, *, required: int = 0, keep: Collection[int] = _NOTHING,
+        leaving: Collection[int] = _NOTHING, wait: bool = True,
+    ) -> HostEviction:  # fmt: skip
         """Choose what to evict for `count` host pages; the plan may have fewer.
 
         Parameters
         ----------
-        required : pages that the plan must have. They come first, and no transfer touches them
+        required : pages that the plan must have, or CacheFull. They come first, and no transfer
+            touches them
         keep : hashes that stay in the host tier and on disk
         leaving : hashes that are about to leave the device. They are evicted from the host tier
             last, and only to the disk or for required pages
-        wait : wait for transfers rather than plan fewer pages
-
-        Raises
-        ------
-        CacheFull : fewer pages than required can be freed
-        Blocked : to wait for a transfer
+        wait : for transfers, by raising Blocked, rather than plan fewer pages
         """
         num_free = min(count, self.host.num_free)
         stay = {*keep, *leaving} if leaving else keep
@@ -625,14 +612,3 @@ class SharedTiers:
             wait()
         self.engine.send()
         return result
-
-    def close(self) -> None:
-        """Free all pages but those of leases, and close the file. Repeated calls do nothing."""
-        with self._lock:
-            if self.closed:
-                return
-            self.closed = True
-            for tier in (self._tiers.device, self._tiers.host):
-                tier.clear(policies.make("fifo"))
-            if self._tiers.disk is not None:
-                self._tiers.disk.close()
