@@ -247,11 +247,13 @@ class Transfer(ProcessLocal):
 
     def __repr__(self) -> str:
         batch, state = self._batch, "in flight"
-        if batch is not None and not batch.issued:
+        if batch is None:
+            state = "done"
+        elif not batch.issued:
             state = "queued"
-        elif batch is not None and batch.cause is not None:
+        elif batch.cause is not None:
             state = "failed"
-        elif batch is None or batch.done():
+        elif batch.done():
             state = "done"
         plural = "" if self.num_pages == 1 else "s"
         return f"<{self.kind} {self.number}: {self.num_pages} page{plural}, {state}>"

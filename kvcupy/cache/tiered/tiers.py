@@ -84,6 +84,7 @@ class PageTier:
 
     @property
     def num_free(self) -> int:
+        """Pages of the pool that can be allocated without waiting."""
         return self.pool.allocator.num_free
 
     def choose(self, count: int, keep: Container[int] = (), *, settled: bool = False) -> list[Copy]:
