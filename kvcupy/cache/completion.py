@@ -96,15 +96,7 @@ class StreamCompletion:
 def waiting_stream(device: Device, stream: Any, awaited: str) -> Stream:
     """Return a stream argument as the Stream that is to wait for work outside of every capture.
 
-    Parameters
-    ----------
-    stream : Stream, or a CuPy or torch stream; None: the current one
-    awaited : what it waits for, for errors
-
-    Raises
-    ------
-    TypeError, ValueError : `stream` is not a stream of the device
-    CaptureError : it is being captured
+    CaptureError, which names what is `awaited`, if it is being captured.
     """
     waiting = device.as_stream(stream)
     if waiting.capturing:

@@ -180,9 +180,7 @@ class TransferEngine(ProcessLocal):
             if self._load.stream.capturing or self._save.stream.capturing:
                 self._raise_capturing()
             for queued in (self._load, self._save):
-                if queued.pending is not None and queued.conflicts(
-                    queue.kind, device_list, host_list
-                ):
+                if queued.pending and queued.conflicts(queue.kind, device_list, host_list):
                     self._send_pending()
             if len(device_list):
                 batch = queue.add(self._calls + 1, device_list, host_list, compute.record())
@@ -207,10 +205,8 @@ class TransferEngine(ProcessLocal):
             moved = (device >= 0) & (host >= 0)
             device, host = device[moved], host[moved]
         if len(device):
-            for name, pages, pool in (
-                ("device_pages", device, self.device_pool),
-                ("host_pages", host, self.host_pool),
-            ):
+            pools = (self.device_pool, self.host_pool)
+            for name, pages, pool in zip(_LISTS, (device, host), pools, strict=True):
                 if (last := np.maximum.reduce(pages)) >= pool.num_pages:
                     raise ValueError(f"{name}: expected pages below {pool.num_pages}, got {last}")
         return device, host
@@ -239,13 +235,9 @@ class Transfer(ProcessLocal):
     """
 
     def __init__(
-        self,
-        engine: TransferEngine,
-        queue: TransferQueue,
-        number: int,
-        num_pages: int,
+        self, engine: TransferEngine, queue: TransferQueue, number: int, num_pages: int,
         batch: Batch | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.kind = queue.kind
         self.number = number
         self.num_pages = num_pages
@@ -296,8 +288,7 @@ class Transfer(ProcessLocal):
         batch = self._sent()
         if batch is None:
             return True
-        over = batch.done()
-        if over:
+        if over := batch.done():
             batch.join()
         batch.raise_failure(self.number)
         return over
@@ -344,31 +335,21 @@ class Batch:
     It is the `Completion` that allocators get: a failed batch may still touch pages for a while.
     It does not keep the engine, for queued calls that are never sent touch nothing. While a stream
     of the engine is captured, queued calls cannot go out, and it raises `CaptureError`.
-
-    Attributes
-    ----------
-    calls : number and page count of each call
-    device_pages, host_pages : a list for each call, until the batch is done
-    after_events : of the compute streams, to wait for before any page is touched
-    start, end : events around all of it
-    layer_events : of loads, behind each layer
-    issued : whether all of it is on the stream, or as much as could be
-    cause, layer : why the batch has failed, and in which layer, where that is known
     """
 
     def __init__(self, engine: weakref.ref[TransferEngine], kind: str, stream: Stream) -> None:
         self.kind = kind
         self.stream = stream
-        self.calls: list[tuple[int, int]] = []
-        self.device_pages: list[Pages] = []
+        self.calls: list[tuple[int, int]] = []  # number and page count of each
+        self.device_pages: list[Pages] = []  # a list for each call, until the batch is done
         self.host_pages: list[Pages] = []
-        self.after_events: list[Event] = []
+        self.after_events: list[Event] = []  # to wait for before any page is touched
         self.start: Event | None = None
-        self.layer_events: list[Event] = []
+        self.layer_events: list[Event] = []  # of loads, behind each layer
         self.end: Event | None = None
-        self.issued = False
-        self.cause: BaseException | None = None
-        self.layer: int | None = None
+        self.issued = False  # all of it is on the stream, or as much as could be
+        self.cause: BaseException | None = None  # why it has failed
+        self.layer: int | None = None  # where, if that is known
         self._engine = engine
         self._joined = False
 
@@ -472,7 +453,7 @@ class Batch:
         return f"{names}: {pages} page{'' if pages == 1 else 's'}"
 
     def failure_of(self, number: int | None) -> DeviceError | None:
-        """Return the failure of the batch, if it has failed, naming one call, or all."""
+        """Return why the batch has failed, if it has, naming one call, or all."""
         if self.cause is None:
             return None
         where = "" if self.layer is None else f", layer {self.layer}"
@@ -482,42 +463,29 @@ class Batch:
         return failure
 
     def raise_failure(self, number: int | None = None) -> None:
-        """Raise the failure of the batch, if it has failed."""
         if (failure := self.failure_of(number)) is not None:
             raise failure from failure.__cause__
 
 
 class TransferQueue:
-    """One direction: its stream, the batch that calls queue up in, and the batches in flight.
-
-    Attributes
-    ----------
-    kind : "load" or "save"
-    stream : where its batches go out, in order
-    pending : the batch that has not gone out, if calls are queued
-    page_bytes : of a page of all layers, as the source stores them
-    """
+    """One direction: its stream, the batch that calls queue up in, and the batches in flight."""
 
     def __init__(
-        self,
-        engine: TransferEngine,
-        kind: str,
-        stream: Any,
-        prepared: Sequence[transfer.PreparedTransfer],
-        sizes: Sequence[int],
-    ) -> None:
-        device: Device = engine.device
+        self, engine: TransferEngine, kind: str, stream: Any,
+        prepared: Sequence[transfer.PreparedTransfer], sizes: Sequence[int],
+    ) -> None:  # fmt: skip
+        device = self._device = engine.device
         self.kind = kind
-        self.stream = (
-            device.stream() if stream is None else device.as_stream(stream, name=f"{kind}_stream")
-        )
-        if stream is None:
-            self.stream.name = kind
-        self.pending: Batch | None = None
-        self.page_bytes: int = sum(part.page_bytes for part in prepared)
-        self._device = device
-        self._engine = weakref.ref(engine)
         self._own = stream is None
+        if self._own:
+            self.stream = device.stream()
+            self.stream.name = kind
+        else:
+            self.stream = device.as_stream(stream, name=f"{kind}_stream")
+        self.pending: Batch | None = None  # that has not gone out
+        # Of a page of all layers, as the source stores them.
+        self.page_bytes: int = sum(part.page_bytes for part in prepared)
+        self._engine = weakref.ref(engine)
         # A load is issued layer by layer, a save at once.
         names = ["save"] if kind == "save" else [f"load {layer}" for layer in range(len(prepared))]
         self._parts = list(zip(prepared, names, strict=True))
@@ -526,7 +494,6 @@ class TransferQueue:
         self._marks = [np.zeros(size, np.bool_) for size in sizes]
 
     def add(self, number: int, device_pages: Pages, host_pages: Pages, after: Event) -> Batch:
-        """Queue a call in the pending batch."""
         batch = self.pending
         if batch is None:
             batch = self.pending = Batch(self._engine, self.kind, self.stream)
@@ -546,12 +513,8 @@ class TransferQueue:
         )
 
     def send(self, other: TransferQueue) -> Batch:
-        """Put the pending batch on the stream and return it; failures are noted in it.
-
-        Parameters
-        ----------
-        other : the other direction, whose batches in flight on the same pages are waited for
-        """
+        """Put the pending batch on the stream, behind batches of the other direction that touch
+        its pages, and return it; failures are noted in it."""
         for queue in (self, other):
             if queue._in_flight:
                 queue._reap()
@@ -604,17 +567,13 @@ class TransferQueue:
         self._in_flight.append(batch)
 
     def _reap(self) -> None:
-        """Drop the batches that are over.
-
-        On a stream of the engine's own a failure surfaces here at the latest.
-        """
+        """Drop the batches that are over. On an own stream failures surface here at the latest."""
         for batch in list(self._in_flight):
-            if not batch.done():
-                continue
-            if self._own:
-                batch.join()
-            batch.device_pages, batch.host_pages = [], []
-            self._in_flight.remove(batch)
+            if batch.done():
+                if self._own:
+                    batch.join()
+                batch.device_pages, batch.host_pages = [], []
+                self._in_flight.remove(batch)
 
     def _touches(self, earlier: Batch) -> bool:
         """Return whether a batch in flight shares a page with the one that is being issued."""

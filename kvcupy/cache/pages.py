@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 Pages = np.ndarray[Any, Any]
 
-# States of a page.
-_FREE, _ALLOCATED, _DEFERRED = 0, 1, 2  # deferred: freed while a transfer touches it
-
+# States of a page; deferred: freed while a transfer touches it.
+_FREE, _ALLOCATED, _DEFERRED = 0, 1, 2
 _MIN_TRANSFERS = 64  # remembered before `busy` looks for finished ones by itself
 
 
@@ -315,20 +314,19 @@ def _report(transfer: Completion, error: Exception) -> None:
 def page_array(pages: Any) -> Pages:
     """Return a list or array of pages as an array (n,) of an integer type.
 
-    Raises
-    ------
-    TypeError : `pages` is neither a list nor an array that NumPy reads
-    ValueError : it does not hold integers, or has several dimensions
+    TypeError if `pages` is neither a list nor an array that NumPy reads; ValueError if it does not
+    hold integers, or has several dimensions.
 
-    Examples
-    --------
     >>> page_array([3, 1])
     array([3, 1])
     """
     if isinstance(pages, np.ndarray):
         array: Pages = pages
     elif hasattr(pages, "__array__"):
-        array = _exported(pages)
+        try:
+            array = np.asarray(pages)
+        except TypeError as error:  # it is on a GPU
+            raise TypeError(f"pages: expected an array of the host, {error}") from None
     else:
         array = _listed(pages)
     if array.ndim != 1:
@@ -340,13 +338,6 @@ def page_array(pages: Any) -> Pages:
     if array.dtype.kind not in "iuO":
         raise ValueError(f"pages: expected integers, got {array[0]!r}")
     return array
-
-
-def _exported(pages: Any) -> Pages:
-    try:
-        return np.asarray(pages)
-    except TypeError as error:  # it is on a GPU
-        raise TypeError(f"pages: expected an array of the host, {error}") from None
 
 
 def _listed(pages: Iterable[Any]) -> Pages:

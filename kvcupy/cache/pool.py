@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +34,9 @@ _Named = tuple[str, ArrayView]
 
 # Axes as they are stored: Layers, Pages, Slots of a page, Heads, Dimensions of a head.
 _ORDERS = {
-    "layer_first": "LPSHD",
-    "page_first": "PSLHD",
-    "page_first_direct": "PLSHD",
-    "page_head": "PHSLD",
-}
+    "layer_first": "LPSHD", "page_first": "PSLHD",
+    "page_first_direct": "PLSHD", "page_head": "PHSLD",
+}  # fmt: skip
 _PLACEMENTS = ("device", "pinned", "pageable")
 
 
@@ -83,19 +82,10 @@ class Pool(ProcessLocal, abc.ABC):
     _instead = "make one in each process, and move pages with transfer_pages or as arrays"
 
     def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        widths: tuple[int, ...],
-        *,
-        dtype: Any,
-        layout: str,
-        placement: str,
-        device: Any,
+        self, num_pages: int, page_size: int, num_layers: int, num_kv_heads: int,
+        widths: tuple[int, ...], *, dtype: Any, layout: str, placement: str, device: Any,
         scales: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.num_pages = positive_int(num_pages, "num_pages")
         self.page_size = positive_int(page_size, "page_size")
         self.num_layers = positive_int(num_layers, "num_layers")
@@ -200,12 +190,7 @@ class Pool(ProcessLocal, abc.ABC):
         return pool
 
     def _adopt(self, layers: Sequence[tuple[ArrayView, ...]], layout: str, device: Any) -> None:
-        """Use the memory of arrays that `_layers_of` has checked.
-
-        Parameters
-        ----------
-        layers : K and V, or the latent, of each layer, (num_pages, page_size, heads, width)
-        """
+        """Use the memory of arrays that `_layers_of` has checked."""
         first, self.is_wrapped = layers[0], True
         self.num_pages, self.page_size, self.num_kv_heads, self.head_dim = first[0].shape
         self.v_head_dim = first[-1].shape[-1]
@@ -219,10 +204,9 @@ class Pool(ProcessLocal, abc.ABC):
             LayerGroup(run, tuple(_stacked([layers[i][n] for i in run]) for n in range(len(first))))
             for run in _evenly_spaced(layers)
         ])  # fmt: skip
-        parts = tuple(zip(*layers, strict=True))
         self._layers = tuple(
             tuple(self._as_shown(exporting(_array_of(self.device, v))) for v in part)
-            for part in parts
+            for part in zip(*layers, strict=True)
         )
         self._scales: tuple[tuple[Any, ...], ...] = ()
         self._views = tuple(layers)
@@ -252,7 +236,9 @@ class Pool(ProcessLocal, abc.ABC):
         specs = [(self._shape(order, width), self.dtype) for width in widths]
         if scales:
             specs += [(self._shape(scale_order, 1), "fp32") for _ in widths]
-        self.num_bytes = sum(_num_bytes(shape, format) for shape, format in specs)
+        self.num_bytes = sum(
+            math.prod(shape) * formats.FORMATS[format].itemsize for shape, format in specs
+        )
         self.page_bytes = self.num_bytes // self.num_pages
         if self.num_bytes >= 2**63:
             raise ValueError(f"num_pages: expected less than 2**63 bytes, got {self.num_bytes}")
@@ -263,21 +249,17 @@ class Pool(ProcessLocal, abc.ABC):
         layers = range(self.num_layers)
         scale_parts = tuple(view(_by_page(a, scale_order)) for a in scale_data)
         self._group([LayerGroup(layers, tuple(map(view, by_page)), scale_parts)])
-        self._layers = tuple(tuple(self._of_layer(a, i) for i in layers) for a in by_page)
+        self._layers = tuple(
+            tuple(self._as_shown(exporting(a[:, i])) for i in layers) for a in by_page
+        )
         self._views = tuple(tuple(part[:, i] for part in self.groups[0].parts) for i in layers)
         self._tensors = {}
         self._torch_views = {}
         self._scales = tuple(tuple(self._scale_of_layer(a, i) for i in layers) for a in scale_data)
 
     def _shape(self, order: str, width: int) -> tuple[int, ...]:
-        sizes = {
-            "L": self.num_layers,
-            "P": self.num_pages,
-            "S": self.page_size,
-            "H": self.num_kv_heads,
-            "D": width,
-        }
-        return tuple(sizes[axis] for axis in order)
+        sizes = (self.num_layers, self.num_pages, self.page_size, self.num_kv_heads, width)
+        return tuple(sizes["LPSHD".index(axis)] for axis in order)
 
     def _allocate(self, specs: list[tuple[tuple[int, ...], str]]) -> list[Any]:
         arrays: list[Any] = []
@@ -293,9 +275,6 @@ class Pool(ProcessLocal, abc.ABC):
                 ) from error
             raise
         return arrays
-
-    def _of_layer(self, by_page: Any, layer: int) -> Any:
-        return self._as_shown(exporting(by_page[:, layer]))
 
     def _scale_of_layer(self, stored: Any, layer: int) -> Any:
         slots = self.num_pages * self.page_size
@@ -527,18 +506,10 @@ def positive_int(value: Any, name: str) -> int:
 
 
 def _choice(value: Any, name: str, choices: tuple[str, ...]) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
-    return value
-
-
-def _num_bytes(shape: tuple[int, ...], format: str) -> int:
-    product = formats.FORMATS[format].itemsize
-    for n in shape:
-        product *= n
-    return product
+    if isinstance(value, str) and value in choices:
+        return value
+    error = ValueError if isinstance(value, str) else TypeError
+    raise error(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
 
 
 def _zeros(device: Device, placement: str, shape: tuple[int, ...], format: str) -> Any:
@@ -624,13 +595,8 @@ def _layers_of(
     Parameters
     ----------
     arguments : K and V, or the latent, by name: one array, or a list of one array per layer
-    order : axes of one array: Layers, Pages, Slots of a page, Heads, Dimensions of a head
     page_size : of arrays by slots; None: they are by pages
     has_heads : whether there must be an axis of heads; else it has one head, and may be left out
-
-    Raises
-    ------
-    TypeError, ValueError : an array does not fit, or shares bytes with another
     """
     parts = []
     for name, arrays in arguments.items():
@@ -675,12 +641,11 @@ def _layer_by_page(v: ArrayView, name: str, page_size: int | None, has_heads: bo
     """View a layer as (pages, page_size, heads, width)."""
     pages = v
     shape = "(pages, page_size, heads, width)" if has_heads else "(pages, page_size, width)"
-    if not has_heads:
+    if not has_heads and v.ndim in (2, 3):
         slots = page_size is not None and v.ndim == 3 and v.shape[1] == 1 != page_size
-        if v.ndim in (2, 3) and not slots:  # no axis of one head
-            pages = reshaped(
-                v, (*v.shape[:-1], 1, v.shape[-1]), (*v.strides[:-1], 0, v.strides[-1])
-            )
+        if not slots:  # no axis of one head
+            strides = (*v.strides[:-1], 0, v.strides[-1])
+            pages = reshaped(v, (*v.shape[:-1], 1, v.shape[-1]), strides)
     if pages.ndim == 3:
         if page_size is None:
             raise ValueError(
@@ -691,11 +656,8 @@ def _layer_by_page(v: ArrayView, name: str, page_size: int | None, has_heads: bo
             raise ValueError(
                 f"page_size: expected a divisor of the {num_slots} slots of {name}, got {page_size}"
             )
-        pages = reshaped(
-            pages,
-            (num_slots // page_size, page_size, *pages.shape[1:]),
-            (page_size * step, step, *pages.strides[1:]),
-        )
+        by_page = (num_slots // page_size, page_size, *pages.shape[1:])
+        pages = reshaped(pages, by_page, (page_size * step, step, *pages.strides[1:]))
     if pages.ndim != 4:
         raise ValueError(f"{name}: expected {shape}, got {describe(v)}")
     if not has_heads and pages.shape[2] != 1:
@@ -717,30 +679,23 @@ def _require_alike(parts: Sequence[Sequence[_Named]], names: Sequence[str]) -> N
         for name, v in part:
             if not v.size:
                 raise ValueError(f"{name}: expected at least one element, got {describe(v)}")
-            if v.format != first.format:
-                hint = "; tag it with kv.view_as" if v.format not in formats.FORMATS else ""
-                raise ValueError(
-                    f"{name}: expected {first.format} like {first_name}, got {v.format}{hint}"
-                )
-            if v.device != first.device:
-                raise ValueError(
-                    f"{name}: expected {first.device} like {first_name}, got {v.device}"
-                )
+            hint = "; tag it with kv.view_as" if v.format not in formats.FORMATS else ""
             of_part = part[0][1].shape
             shape = of_part if part is parts[0] else (*first.shape[:3], of_part[3])
-            if v.shape != shape:
-                raise ValueError(
-                    f"{name}: expected pages of {shape} like {first_name}, got {v.shape}"
-                )
+            for expected, got, is_alike in (
+                (first.format, f"{v.format}{hint}", v.format == first.format),
+                (first.device, v.device, v.device == first.device),
+                (f"pages of {shape}", v.shape, v.shape == shape),
+            ):
+                if not is_alike:
+                    raise ValueError(f"{name}: expected {expected} like {first_name}, got {got}")
             checks.require_contiguous(v, name)
             checks.require_output(v, name)
             checks.require_aligned([(name, v)])
             if overlaps_itself(v):
                 raise ValueError(f"{name}: expected distinct elements, got overlapping strides")
-    layers = [named for part in parts for named in part]
-    shared = first_overlap([v for _, v in layers])
+    names_of_all = [name for part in parts for name, _ in part]
+    shared = first_overlap([v for part in parts for _, v in part])
     if shared is not None:
-        raise ValueError(
-            f"{layers[shared[1]][0]}: expected memory of its own, got some of "
-            f"{layers[shared[0]][0]}'s"
-        )
+        owner, other = (names_of_all[i] for i in shared)
+        raise ValueError(f"{other}: expected memory of its own, got some of {owner}'s")

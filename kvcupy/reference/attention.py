@@ -9,7 +9,7 @@ import numpy as np
 
 from .formats import Array, Float64, decode, format_of
 from .rope import rotate_values
-from .store import Faults, Scale, num_slots, scale_per_head
+from .store import Faults, Scale, num_slots, scale_per_head, scaled
 
 
 def _rows_of_slots(
@@ -17,11 +17,9 @@ def _rows_of_slots(
 ) -> tuple[Float64, int]:
     """Return the values of a paged cache, (num_slots, H, D), and the page size."""
     pages = cache if layout == "NHD" else cache.swapaxes(1, 2)
-    stored = decode(pages, format_of(pages)).reshape(num_slots(cache, layout), *pages.shape[2:])
+    rows = pages.reshape(num_slots(cache, layout), *pages.shape[2:])
     scales = scale_per_head(scale, pages.shape[2]) if scale_cache is None else scale_cache
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = stored.astype(np.float32) * scales[..., None]
-    return values.astype(np.float64), int(pages.shape[1])
+    return scaled(rows, scales).astype(np.float64), int(pages.shape[1])
 
 
 def rotate_keys(
@@ -87,11 +85,9 @@ def _attend(
 ) -> tuple[Float64, np.float64]:
     """Return `values` (n, Dv) averaged by the softmax of `scores` (n,), and the log-sum-exp."""
     logits = scores if sink is None else np.append(scores, sink)
-    if not logits.size:
+    if (logits == -np.inf).all():  # every weight is zero, if there are any
         return np.zeros(values.shape[1]), np.float64(-np.inf)
     largest = logits.max()
-    if largest == -np.inf:  # every weight is zero
-        return np.zeros(values.shape[1]), np.float64(-np.inf)
     total = np.exp(logits - largest).sum()
     weights = np.exp(scores - largest) / total
     return weights @ values, np.float64(largest + np.log(total))

@@ -120,9 +120,8 @@ def encode(values: Array, fmt: str) -> Array:
 
     # `units` includes the hidden bit, so that the sum has the right exponent also where rounding
     # reached the next power of two.
-    bits = (
-        ((exponent + float_format.bias - 1).astype(np.int64)) << float_format.mantissa_bits
-    ) + units
+    field = (exponent + float_format.bias - 1).astype(np.int64)
+    bits = (field << float_format.mantissa_bits) + units
     bits = np.where((bits > float_format.largest) | np.isinf(x), float_format.overflow, bits)
     bits = np.where(np.isnan(x), float_format.nan, bits)
     bits = bits | np.where(np.signbit(x), float_format.sign, 0)

@@ -191,35 +191,20 @@ def rope_store_kv(
         The faults; tokens of the first list were neither rotated nor stored.
     """
     new_query, new_key = apply_rope(
-        query,
-        key,
-        rope_table,
-        positions,
-        interleaved=interleaved,
-        sections=sections,
-        sections_interleaved=sections_interleaved,
-        query_norm=query_norm,
-        key_norm=key_norm,
-        eps=eps,
-    )
+        query, key, rope_table, positions, interleaved=interleaved,
+        sections=sections, sections_interleaved=sections_interleaved,
+        query_norm=query_norm, key_norm=key_norm, eps=eps,
+    )  # fmt: skip
     tokens = _tokens_inside(positions, len(rope_table))
     slots = _slots_to_store(slot_mapping, tokens)
     _write_rotated(new_query, query if query_out is None else query_out, tokens)
     if write_key:
         _write_rotated(new_key, key, tokens)
-    return position_faults(positions, len(rope_table)), store_kv(
-        new_key,
-        value,
-        k_cache,
-        v_cache,
-        slots,
-        layout=layout,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        k_scale_cache=k_scale_cache,
-        v_scale_cache=v_scale_cache,
-        skip_slot=skip_slot,
-    )
+    faults = store_kv(
+        new_key, value, k_cache, v_cache, slots, layout=layout, k_scale=k_scale, v_scale=v_scale,
+        k_scale_cache=k_scale_cache, v_scale_cache=v_scale_cache, skip_slot=skip_slot,
+    )  # fmt: skip
+    return position_faults(positions, len(rope_table)), faults
 
 
 def rope_store_mla(

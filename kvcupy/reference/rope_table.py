@@ -88,10 +88,7 @@ SCALINGS: dict[str, tuple[Callable[[Float64, Scaling, float, int], Frequencies],
     "default": (lambda plain, scaling, base, context: (plain, 1.0), ""),
     "linear": (_linear, "factor"),
     "dynamic": (_dynamic, "factor original_max_position_embeddings"),
-    "llama3": (
-        _llama3,
-        "factor low_freq_factor high_freq_factor original_max_position_embeddings",
-    ),
+    "llama3": (_llama3, "factor low_freq_factor high_freq_factor original_max_position_embeddings"),
     "yarn": (_yarn, "factor original_max_position_embeddings"),
     "longrope": (_longrope, "short_factor long_factor original_max_position_embeddings"),
 }
@@ -129,11 +126,7 @@ def rope_rows(positions: Array, frequencies: Float64, attention: float) -> Float
 
 
 def rope_table(
-    max_positions: int,
-    rotary_dim: int,
-    *,
-    base: float = 10000.0,
-    scaling: Scaling | None = None,
+    max_positions: int, rotary_dim: int, *, base: float = 10000.0, scaling: Scaling | None = None
 ) -> Float32:
     """Return ``[cos | sin]`` of every position, float32 ``(max_positions, rotary_dim)``.
 

@@ -38,6 +38,27 @@ def divide(rows: Float32, scales: Float32) -> Float32:
         return np.asarray(rows / scales[:, None], np.float32)
 
 
+def scaled(rows: Array, scales: Array | None) -> Float32:
+    """Multiply stored rows by their scales, None for 1: one float32 multiplication per element."""
+    stored = decode(rows, format_of(rows)).astype(np.float32)  # exact: float32 holds every format
+    if scales is None:
+        return stored
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        return np.asarray(stored * scales[..., None], np.float32)
+
+
+def write_rounded(values: Array, target: Array) -> None:
+    """Write values to `target`, rounded to its format."""
+    fmt = format_of(target)
+    bits_of(target, fmt)[...] = bits_of(encode(values, fmt), fmt)
+
+
+def copy_bits(source: Array, target: Array) -> None:
+    """Copy elements between arrays of one format."""
+    fmt = format_of(source)
+    bits_of(target, fmt)[...] = bits_of(source, fmt)
+
+
 def scale_per_head(scale: Scale, num_heads: int) -> Float32:
     """Broadcast None, a float, or an array of one or `num_heads` elements over the heads."""
     values = np.asarray(1.0 if scale is None else scale, np.float32).reshape(-1)
@@ -49,18 +70,16 @@ def _store_row(row: Array, target: Array, scales: Float32, scale_row: Array | No
 
     With `scale_row` (H,), the scales come from the row itself and are recorded there.
     """
-    source, destination = format_of(row), format_of(target)
-    if source == destination:  # the bits are copied, unscaled
-        bits_of(target, destination)[...] = bits_of(row, source)
+    if format_of(row) == format_of(target):  # the bits are copied, unscaled
+        copy_bits(row, target)
         if scale_row is not None:
             scale_row[...] = np.float32(1)
         return
-    x = decode(row, source).astype(np.float32)  # exact: float32 holds every format here
+    x = scaled(row, None)
     if scale_row is not None:
-        scales = dynamic_scales(x, destination)
+        scales = dynamic_scales(x, format_of(target))
         scale_row[...] = scales
-    stored = encode(divide(x, scales), destination)
-    bits_of(target, destination)[...] = bits_of(stored, destination)
+    write_rounded(divide(x, scales), target)
 
 
 def num_slots(cache: Array, layout: str = "NHD") -> int:
@@ -90,6 +109,27 @@ def split_slots(
             continue
         (faults if slot >= num_slots else writes).append((position, slot))
     return writes, faults
+
+
+def split_pages(
+    src_pages: Array, dst_pages: Array, ends: tuple[int, int]
+) -> tuple[list[tuple[int, int]], tuple[Faults, Faults]]:
+    """Split pairs of pages into those to copy and, by position, pages past the end of each pool.
+
+    Pairs with a negative page are dropped.
+    """
+    pairs: list[tuple[int, int]] = []
+    faults: tuple[Faults, Faults] = ([], [])  # of src_pages, of dst_pages
+    for position, pair in enumerate(zip(src_pages.tolist(), dst_pages.tolist(), strict=True)):
+        if min(pair) < 0:
+            continue
+        past = [page >= end for page, end in zip(pair, ends, strict=True)]
+        for some, page, is_past in zip(faults, pair, past, strict=True):
+            if is_past:
+                some.append((position, page))
+        if not any(past):
+            pairs.append(pair)
+    return pairs, faults
 
 
 def store_kv(
@@ -163,18 +203,6 @@ def store_mla(
     return faults
 
 
-def _gather_row(row: Array, target: Array, scales: Float32) -> None:
-    """Write one token, `row` (H, D) of a cache, to `target`, multiplied by its scales."""
-    source, destination = format_of(row), format_of(target)
-    if source == destination:  # the bits are copied, unscaled
-        bits_of(target, destination)[...] = bits_of(row, source)
-        return
-    stored = decode(row, source).astype(np.float32)  # exact: float32 holds every format here
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        values = np.asarray(stored * scales[:, None], np.float32)
-    bits_of(target, destination)[...] = bits_of(encode(values, destination), destination)
-
-
 def gather_kv(
     k_cache: Array,
     v_cache: Array,
@@ -206,7 +234,11 @@ def gather_kv(
         scales = scale_per_head(scale, out.shape[1] if out.ndim == 3 else 1)
         for token, slot in reads:
             row, target = slot_row(cache, slot, layout), np.atleast_2d(out[token])
-            _gather_row(row, target, scales if scale_cache is None else scale_cache[slot])
+            if format_of(row) == format_of(target):
+                copy_bits(row, target)
+            else:
+                factors = scales if scale_cache is None else scale_cache[slot]
+                write_rounded(scaled(row, factors), target)
     return faults
 
 
@@ -225,15 +257,8 @@ def copy_pages(
         The pages past the end, of `src_pages` and of `dst_pages`.
     """
     arrays = cache if isinstance(cache, tuple) else (cache,)
-    num_pages = arrays[0].shape[0]
-    faults: tuple[Faults, Faults] = ([], [])  # of src_pages, of dst_pages
-    for position, pages in enumerate(zip(src_pages.tolist(), dst_pages.tolist(), strict=True)):
-        if min(pages) < 0:
-            continue
-        for some, page in zip(faults, pages, strict=True):
-            if page >= num_pages:
-                some.append((position, page))
-        if max(pages) < num_pages:
-            for array in arrays:
-                array[pages[1]] = array[pages[0]]
+    pairs, faults = split_pages(src_pages, dst_pages, (len(arrays[0]), len(arrays[0])))
+    for src, dst in pairs:
+        for array in arrays:
+            array[dst] = array[src]
     return faults

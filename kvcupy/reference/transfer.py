@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .formats import Array, bits_of, decode, encode, format_of
-from .store import Faults, divide, dynamic_scales
+from .formats import Array, format_of
+from .store import Faults, copy_bits, divide, dynamic_scales, scaled, split_pages, write_rounded
 
 
 def _convert_row(
@@ -18,37 +18,29 @@ def _convert_row(
     `scales` (H,) are what the elements of `row` are multiplied by, None for 1; `target_scales`
     (H,) receive those of `target`, None for 1.
     """
-    destination = format_of(target)
-    x = decode(row, format_of(row)).astype(np.float32)  # exact: float32 holds every format here
-    if scales is not None:
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            x = np.asarray(x * scales[:, None], np.float32)
+    x = scaled(row, scales)
     divisors = np.ones(len(x), np.float32)
     if target_scales is not None:
-        divisors = dynamic_scales(x, destination)
+        divisors = dynamic_scales(x, format_of(target))
         target_scales[...] = divisors
-    bits_of(target, destination)[...] = bits_of(
-        encode(divide(x, divisors), destination), destination
-    )
+    write_rounded(divide(x, divisors), target)
 
 
 def _transfer_page(
     src: Array, dst: Array, scales: Array | None, target_scales: Array | None
 ) -> None:
     """Transfer one page of one layer, ``(page_size, H, D)``, with scales ``(page_size, H)``."""
-    fmt = format_of(src)
-    if fmt == format_of(dst):  # the bits are copied, those of the scales too
-        bits_of(dst, fmt)[...] = bits_of(src, fmt)
+    if format_of(src) == format_of(dst):  # the bits are copied, those of the scales too
+        copy_bits(src, dst)
         if scales is not None and target_scales is not None:
-            bits_of(target_scales, "fp32")[...] = bits_of(scales, "fp32")
+            copy_bits(scales, target_scales)
         return
     for offset in range(src.shape[0]):
         _convert_row(
-            src[offset],
-            dst[offset],
+            src[offset], dst[offset],
             None if scales is None else scales[offset],
             None if target_scales is None else target_scales[offset],
-        )
+        )  # fmt: skip
 
 
 def transfer_pages(
@@ -82,19 +74,10 @@ def transfer_pages(
     list of (position, page), list of (position, page)
         The pages past the end, of `src_pages` and of `dst_pages`.
     """
-    faults: tuple[Faults, Faults] = ([], [])
-    ends = (src[0].shape[1], dst[0].shape[1])
     chosen = range(src[0].shape[0]) if layers is None else np.atleast_1d(layers).tolist()
-    for position, pair in enumerate(zip(src_pages.tolist(), dst_pages.tolist(), strict=True)):
-        if min(pair) < 0:
-            continue
-        past = [page >= end for page, end in zip(pair, ends, strict=True)]
-        for some, page, is_past in zip(faults, pair, past, strict=True):
-            if is_past:
-                some.append((position, page))
-        if any(past):
-            continue
-        src_page, dst_page = pair
+    ends = (src[0].shape[1], dst[0].shape[1])
+    pairs, faults = split_pages(src_pages, dst_pages, ends)
+    for src_page, dst_page in pairs:
         for layer in chosen:
             for part in range(len(src)):
                 _transfer_page(

@@ -31,7 +31,7 @@ def main(path, times, mode):
     if mode != "whole":
         disk_format.checksum = lambda *_: bytes(16)
     if mode == "control":
-        disk.SlotFile._invalidate = lambda *_, **__: None
+        disk.DiskTier._invalidate = lambda *_, **__: None
     rng = random.Random(mode)
     counts = {"kills": 0, "served": 0, "missed": 0, "wrong": 0, "lost": 0, "unfinished": 0}
     known = {}  # by slot, the hashes that it may have, and whether it must have one

@@ -199,12 +199,9 @@ class TieredCache(ProcessLocal):
         if len(keys) != len(page_list):
             raise ValueError(f"pages: expected {len(keys)} like hashes, got {len(page_list)}")
         stream = self._stream(after)
-
-        def change(tiers: Tiers) -> list[int]:
-            _require_ownable(tiers.device, page_list)
-            return _insert(tiers, keys, page_list, stream, through=self._through)
-
-        return self._shared.attempt(change)
+        return self._shared.attempt(
+            lambda tiers: _insert(tiers, keys, page_list, stream, through=self._through)
+        )
 
     def evict(self, num_blocks: int) -> None:
         """Evict blocks from the device, and free their pages.
@@ -257,9 +254,7 @@ class TieredCache(ProcessLocal):
             raise ValueError(f"n: expected a number of pages, got {n}")
         try:
             return self._shared.attempt(
-                lambda tiers: tiers.evict_from_host(
-                    tiers.plan_host_eviction(int(n), required=int(n))
-                )
+                lambda t: t.evict_from_host(t.plan_host_eviction(int(n), required=int(n)))
             )
         except CacheFull:
             raise CacheFull(f"n: expected room for {n} pages in host memory, got less") from None
@@ -272,7 +267,13 @@ class TieredCache(ProcessLocal):
         KvcupyError : a block is leased; nothing has changed
         """
         orders = [policies.make(self._policy) for _ in range(3)]
-        self._shared.clear(orders)
+        with self._shared.opened() as tiers:
+            if tiers.num_leased:
+                raise KvcupyError(f"{tiers.num_leased} blocks are leased: release them first")
+            tiers.device.clear(orders[0])
+            tiers.host.clear(orders[1])
+            if tiers.disk is not None:
+                tiers.disk.clear(orders[2])
 
     # --- The file, and statistics ---
 
@@ -287,7 +288,31 @@ class TieredCache(ProcessLocal):
         ------
         OSError : the disk failed; blocks that could not be written stay in host memory
         """
-        _flush(self._shared, through=self._through)
+        shared = self._shared
+        with shared.opened() as tiers:
+            saves = tiers.in_flight.saves()
+        self.engine.send()
+        for completion in saves:
+            completion.synchronize()
+        with shared.opened() as tiers:
+            disk = tiers.disk
+            if disk is None:
+                return
+            order = tiers.host.order
+            hashes = list(order.victims())[-disk.num_slots :] if self._through else []
+        keep = frozenset(hashes)
+        size = max(1, _PIECE_BYTES // disk.page_bytes)
+        failed: dict[int, OSError] = {}
+        for start in range(0, len(hashes), size):
+            piece = hashes[start : start + size]
+
+            def change(tiers: Tiers, piece: Sequence[int] = piece) -> dict[int, OSError]:
+                return _write(tiers, disk, piece, keep)
+
+            failed |= shared.attempt(change)
+        disk.flush()
+        for error in failed.values():
+            raise error
 
     def close(self) -> None:
         """Flush, close the file, and free the pages; those of leases when they are released.
@@ -306,7 +331,13 @@ class TieredCache(ProcessLocal):
             if not self._shared.closed:  # else another thread was first
                 raise
         finally:
-            self._shared.close()
+            with self._shared.locked() as tiers:
+                if not self._shared.closed:
+                    self._shared.closed = True
+                    for tier in (tiers.device, tiers.host):
+                        tier.clear(policies.make("fifo"))
+                    if tiers.disk is not None:
+                        tiers.disk.close()
 
     @property
     def closed(self) -> bool:
@@ -326,7 +357,10 @@ class TieredCache(ProcessLocal):
         `disk_read_bytes`, `disk_read_s`, `disk_write_bytes`, `disk_write_s`: bytes and seconds of
         completed work. `disk_errors`: blocks that could not be written, or were damaged
         """
-        return self._shared.stats()
+        with self._shared.locked() as tiers:
+            if not self._shared.closed:
+                tiers.settle()
+            return tiers.stats()
 
     def _stream(self, after: Any) -> Stream:
         """Return the argument `after` as a stream that is not being captured."""
@@ -336,49 +370,38 @@ class TieredCache(ProcessLocal):
         return stream
 
 
-# --- Inserting ---
-
-
-def _require_ownable(tier: PageTier, pages: Pages) -> None:
-    """Raise unless pages are allocated, listed once each, and not the cache's already."""
-    ordered = tier.pool.allocator.require_allocated(pages)
-    if len(owned := ordered[tier.owned[ordered]]):
-        raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
-
-
 def _insert(
     tiers: Tiers, hashes: list[int], pages: Pages, stream: Stream, *, through: bool
 ) -> list[int]:
     """Add blocks to the device tier; return the pages of those that it has already.
 
-    Parameters
-    ----------
-    stream : that has written the pages
-    through : copy them to the host tier too, or as many of the first as it can take
+    With `through` they are copied to the host tier too, or as many of the first as it can take.
+    ValueError unless pages are allocated, listed once each, and not the cache's already.
     """
-    fresh: dict[int, int] = {}
+    device = tiers.device
+    ordered = device.pool.allocator.require_allocated(pages)
+    if len(owned := ordered[device.owned[ordered]]):
+        raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
+    inserted: dict[int, Copy] = {}
     unneeded = []
     for hash, page in zip(hashes, pages.tolist(), strict=True):
-        if hash in fresh or hash in tiers.device.copies:
+        if hash in inserted or hash in device.copies:
             unneeded.append(page)
         else:
-            fresh[hash] = page
-    inserted = {hash: Copy(hash, page) for hash, page in fresh.items()}
-    saved = _save_through(tiers, inserted, stream) if through else {}
+            inserted[hash] = Copy(hash, page)
+    saved = {}
+    if through:
+        saves = [copy for copy in inserted.values() if copy.hash not in tiers.host.copies]
+        plan = tiers.plan_host_eviction(len(saves), keep=inserted, wait=False)
+        host_pages = tiers.evict_from_host(plan)
+        saved = tiers.save_or_free(saves[: len(host_pages)], host_pages, stream)
     _hold(tiers, list(inserted.values()), stream)
-    tiers.device.use(hashes, inserted)
+    device.use(hashes, inserted)
     tiers.host.use(hashes, saved)
     if tiers.disk is not None:
         tiers.disk.use(hashes)
     tiers.counts.inserted += len(inserted)
     return unneeded
-
-
-def _save_through(tiers: Tiers, inserted: dict[int, Copy], stream: Stream) -> dict[int, Copy]:
-    saves = [copy for copy in inserted.values() if copy.hash not in tiers.host.copies]
-    plan = tiers.plan_host_eviction(len(saves), keep=inserted, wait=False)
-    pages = tiers.evict_from_host(plan)
-    return tiers.save_or_free(saves[: len(pages)], pages, stream)
 
 
 def _hold(tiers: Tiers, inserted: list[Copy], stream: Stream) -> None:
@@ -390,43 +413,6 @@ def _hold(tiers: Tiers, inserted: list[Copy], stream: Stream) -> None:
     for copy in inserted:
         copy.filled_by = completion
     tiers.device.pool.allocator.busy([copy.page for copy in inserted], written)
-
-
-# --- Flushing to disk, so that blocks outlive the process ---
-
-
-def _flush(shared: SharedTiers, *, through: bool) -> None:
-    """Wait for saves; if `through`, write the host tier's blocks to disk; wait for the disk.
-
-    If the disk cannot take them all, it gets those that are evicted from the host tier last.
-
-    Raises
-    ------
-    OSError : the disk failed
-    """
-    with shared.opened() as tiers:
-        saves = tiers.in_flight.saves()
-    shared.engine.send()
-    for completion in saves:
-        completion.synchronize()
-    with shared.opened() as tiers:
-        disk = tiers.disk
-        if disk is None:
-            return
-        hashes = list(tiers.host.order.victims())[-disk.num_slots :] if through else []
-    keep = frozenset(hashes)
-    size = max(1, _PIECE_BYTES // disk.page_bytes)
-    failed: dict[int, OSError] = {}
-    for start in range(0, len(hashes), size):
-        piece = hashes[start : start + size]
-
-        def change(tiers: Tiers, piece: Sequence[int] = piece) -> dict[int, OSError]:
-            return _write(tiers, disk, piece, keep)
-
-        failed |= shared.attempt(change)
-    disk.flush()
-    for error in failed.values():
-        raise error
 
 
 def _write(

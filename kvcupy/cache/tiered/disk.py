@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -43,11 +42,8 @@ _MOST_PARTS = 1024  # memory areas that one call to the system takes
 class DiskBlocks:
     """The disk tier of a cache: which slot of a file has which block, and in which order they go.
 
-    Parameters
-    ----------
-    path, num_bytes : of the file, as for `DiskTier`
-    pool : of host memory, whose pages are stored as they are
-    order : of eviction
+    The caller holds a lock. Pages are accessed by the processor: no transfer may write those that
+    are written to disk, or touch those that are read from it.
 
     Attributes
     ----------
@@ -55,15 +51,6 @@ class DiskBlocks:
     num_slots, page_bytes : as of `DiskTier`
     read_bytes, read_s, written_bytes, write_s : moved so far, and how long that took
     errors : writes that failed, and blocks that were damaged
-
-    Raises
-    ------
-    TypeError, ValueError, OSError : as `DiskTier`; the pool is not in memory of the host
-
-    Notes
-    -----
-    The caller holds a lock. Pages are accessed by the processor: no transfer may write those that
-    are written to disk, or touch those that are read from it.
     """
 
     def __init__(self, path: Any, num_bytes: int, pool: Pool, order: Policy) -> None:
@@ -111,15 +98,9 @@ class DiskBlocks:
                 touch(hash)
 
     def write(self, pages: Mapping[int, int]) -> dict[int, OSError]:
-        """Write host pages to free slots, of which there must be enough.
+        """Write host pages, by hash, to free slots, of which there must be enough.
 
-        Parameters
-        ----------
-        pages : by the hash of their block
-
-        Returns
-        -------
-        the errors of blocks that could not be written, by hash
+        Returns the errors of blocks that could not be written, by hash.
         """
         started = time.perf_counter()
         slots = [self._free.pop() for _ in pages]
@@ -151,9 +132,7 @@ class DiskBlocks:
     def read(self, hashes: Sequence[int], pages: Sequence[int]) -> int:
         """Read blocks into host pages, and forget those that are damaged.
 
-        Returns
-        -------
-        how many leading blocks have been read; the pages of the others are undefined
+        Returns how many leading blocks have been read; the pages of the others are undefined.
         """
         started = time.perf_counter()
         items = [
@@ -183,11 +162,9 @@ class DiskBlocks:
         self.order = order
 
     def flush(self) -> None:
-        """Wait until everything written is on the disk itself."""
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _forget(self, hashes: Iterable[int]) -> list[int]:
@@ -250,6 +227,9 @@ def _identity(pool: Pool) -> dict[str, str]:
 class DiskTier(ProcessLocal):
     """Keeps blocks in the slots of one file, each under its hash.
 
+    The table never has the record of a payload that is not whole: it is emptied first, and written
+    last.
+
     Parameters
     ----------
     path : of the file, which is created unless it exists and is not empty
@@ -310,49 +290,54 @@ class DiskTier(ProcessLocal):
             checks.require_int(value, name)
         if num_threads < 1:
             raise ValueError(f"num_threads: expected at least 1, got {num_threads}")
-        layout = Layout.fit(int(num_bytes), int(page_bytes))
-        self.num_slots, self.page_bytes = layout.num_slots, layout.page_bytes
+        self._layout = Layout.fit(int(num_bytes), int(page_bytes))
+        self.num_slots, self.page_bytes = self._layout.num_slots, self._layout.page_bytes
         self.path = Path(path)
-        self._slots = SlotFile(self.path, layout, identity)
+        self._records: dict[int, Record] = {}  # by slot, those that are valid
+        self._changed = threading.Condition()  # guards the records and the two below
+        self._num_users = 0  # calls that use the file now
+        self._closed = False
+        header = disk_format.encode_header(self._layout, identity)
+        self._file = _open_locked(self.path)
+        try:
+            with self._naming_file():
+                if self._file.seek(0, os.SEEK_END):
+                    self._load(identity)
+                else:
+                    self._make(header)
+        except BaseException:
+            self._file.close()
+            raise
+        newest = max((record.generation for record in self._records.values()), default=0)
+        self._generations = itertools.count(newest + 1)
         self._num_threads = int(num_threads)
         self._threads = ThreadPoolExecutor(max(1, self._num_threads - 1), "kvcupy disk")
 
     def __repr__(self) -> str:
-        used = self._slots.num_used
+        used = len(self._records)
         return f"<DiskTier {self.path}, {used} of {self.num_slots} slots of {self.page_bytes} B>"
 
     def __enter__(self) -> DiskTier:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def entries(self) -> list[tuple[int, int]]:
         """Return hash and slot of every block, in the order in which they were written.
 
-        Notes
-        -----
         After opening, that is the table of the file; whether a payload is whole shows when it is
         read. A hash that was written to two slots is listed twice.
         """
-        with self._slots.using():
-            return self._slots.entries()
+        with self._using(), self._changed:
+            records = list(self._records.values())
+        records.sort(key=lambda record: record.generation)
+        return [(record.hash, record.slot) for record in records]
 
     # --- One block ---
 
     def write(self, slot: int, hash: int, data: Buffer) -> None:
-        """Write a block, replacing what the slot had.
-
-        Parameters
-        ----------
-        slot : 0 to `num_slots` - 1
-        hash : an int of 64 bits, with or without sign
-        data : a page of `page_bytes`
+        """Write a block of a page, replacing what the slot had.
 
         Raises
         ------
@@ -360,16 +345,11 @@ class DiskTier(ProcessLocal):
         OSError : the write failed. The slot is empty, and others are as before
         """
         job = self._job(slot, hash, data, "data")
-        with self._slots.using():
-            self._slots.write(*job, next(self._slots.generations))
+        with self._using():
+            self._write(*job, next(self._generations))
 
     def read(self, slot: int, hash: int, into: Buffer) -> bool:
-        """Read a block, if the slot has it whole.
-
-        Parameters
-        ----------
-        slot, hash : as written
-        into : writable memory of `page_bytes`
+        """Read a block into writable memory of a page, if the slot has it whole.
 
         Returns
         -------
@@ -381,8 +361,8 @@ class DiskTier(ProcessLocal):
         TypeError, ValueError : an argument does not fit
         """
         job = self._job(slot, hash, into, "into")
-        with self._slots.using():
-            return self._slots.read(*job)
+        with self._using():
+            return self._read(*job)
 
     def drop(self, slot: int) -> None:
         """Empty a slot, if it is not empty already.
@@ -393,17 +373,13 @@ class DiskTier(ProcessLocal):
         OSError : the file could not be written, and may have the block when it is opened again
         """
         slot = self._slot(slot)
-        with self._slots.using():
-            self._slots.drop(slot)
+        with self._using(), self._naming_file():
+            self._invalidate(slot)
 
     # --- Many blocks ---
 
     def write_many(self, items: Iterable[Item]) -> list[OSError | None]:
         """Write blocks as `write` does, several at a time; later ones count as written later.
-
-        Parameters
-        ----------
-        items : slot, hash and data of each, no slot twice
 
         Returns
         -------
@@ -411,7 +387,7 @@ class DiskTier(ProcessLocal):
 
         Raises
         ------
-        TypeError, ValueError : an item does not fit; nothing has changed
+        TypeError, ValueError : an item does not fit, or two have one slot; nothing has changed
         """
         jobs = [self._job(slot, hash, data, "data") for slot, hash, data in items]
         slots = [slot for slot, _, _ in jobs]
@@ -420,52 +396,19 @@ class DiskTier(ProcessLocal):
 
         def write(*job: Any) -> OSError | None:
             try:
-                self._slots.write(*job)
+                self._write(*job)
             except OSError as error:
                 return error
             return None
 
-        with self._slots.using():
-            return self._share(write, [(*job, next(self._slots.generations)) for job in jobs])
+        with self._using():
+            return self._share(write, [(*job, next(self._generations)) for job in jobs])
 
     def read_many(self, items: Iterable[Item]) -> list[bool]:
-        """Read blocks as `read` does, several at a time.
-
-        Parameters
-        ----------
-        items : slot, hash and memory to read into of each
-
-        Returns
-        -------
-        for each, whether it was there and whole
-
-        Raises
-        ------
-        TypeError, ValueError : an item does not fit; nothing was read
-        """
+        """Read blocks as `read` does, several at a time; return for each whether it was whole."""
         jobs = [self._job(slot, hash, into, "into") for slot, hash, into in items]
-        with self._slots.using():
-            return self._share(self._slots.read, jobs)
-
-    # --- The file ---
-
-    def flush(self) -> None:
-        """Wait until everything written is on the disk itself.
-
-        Raises
-        ------
-        OSError : the disk failed; what was written since the last `flush` may be lost
-        """
-        with self._slots.using():
-            self._slots.flush()
-
-    def close(self) -> None:
-        """Close the file after the calls of other threads. Repeated calls do nothing.
-
-        What was written outlives the process without `flush`, but not a failure of the system.
-        """
-        self._slots.close()
-        self._threads.shutdown()
+        with self._using():
+            return self._share(self._read, jobs)
 
     def _share(self, work: Callable[..., _Result], jobs: Sequence[_Job]) -> list[_Result]:
         """Do jobs in several threads, including this one; return when all of them are done."""
@@ -488,6 +431,52 @@ class DiskTier(ProcessLocal):
         done.update((first, other.result()) for first, other in enumerate(others, 1))
         return [done[i % num_threads][i // num_threads] for i in range(len(jobs))]
 
+    # --- The file ---
+
+    def flush(self) -> None:
+        """Wait until everything written is on the disk itself.
+
+        Raises
+        ------
+        OSError : the disk failed; what was written since the last `flush` may be lost
+        """
+        with self._using(), self._naming_file() as descriptor:
+            os.fsync(descriptor)
+
+    def close(self) -> None:
+        """Close the file after the calls of other threads. Repeated calls do nothing.
+
+        What was written outlives the process without `flush`, but not a failure of the system.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._num_users)
+        self._file.close()
+        self._threads.shutdown()
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Keep the file from being closed; ValueError if it is."""
+        with self._changed:
+            if self._closed:
+                raise ValueError(f"disk: expected an open tier, got {self.path} after close()")
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_users -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def _naming_file(self) -> Iterator[int]:
+        """Give the descriptor of the file; errors of the system name the file."""
+        try:
+            yield self._file.fileno()
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
+
     # --- Arguments ---
 
     def _job(self, slot: int, hash: int, memory: Buffer, name: str) -> tuple[int, int, Parts]:
@@ -504,9 +493,8 @@ class DiskTier(ProcessLocal):
 
     def _parts(self, memory: Buffer, name: str) -> Parts:
         """Return memory as bytes, in parts none of which is empty."""
-        memoryviews = [memory] if isinstance(memory, memoryview) else memory
         parts = []
-        for view in memoryviews:
+        for view in [memory] if isinstance(memory, memoryview) else memory:
             if not isinstance(view, memoryview):
                 raise TypeError(f"{name}: expected memoryviews, got {type(view).__name__}")
             if not view.c_contiguous:
@@ -520,70 +508,12 @@ class DiskTier(ProcessLocal):
             raise ValueError(f"{name}: expected {self.page_bytes} bytes, got {num_bytes}")
         return parts
 
+    # --- Slots, while the file is in use and arguments are checked ---
 
-class SlotFile:
-    """An open file of a disk tier, with the table of its records in memory.
-
-    The table never has the record of a payload that is not whole: it is emptied first, and written
-    last.
-
-    Parameters
-    ----------
-    path, identity : as of `DiskTier`
-    layout : where things lie
-
-    Attributes
-    ----------
-    path
-    num_used : slots that are not empty
-    generations : iterator of numbers higher than those of all records before
-
-    Raises
-    ------
-    TypeError, ValueError, OSError : as `DiskTier`
-
-    Notes
-    -----
-    Arguments are not checked. Threads may share it, as they may a `DiskTier`. Callers of a method
-    keep the file from being closed with `using`.
-    """
-
-    def __init__(self, path: Path, layout: Layout, identity: Mapping[str, str]) -> None:
-        self.path = path
-        self._records: dict[int, Record] = {}  # by slot, those that are valid
-        self._layout = layout
-        self._changed = threading.Condition()  # guards the records and the two below
-        self._num_users = 0  # calls that use the file now
-        self._closed = False
-        header = disk_format.encode_header(layout, identity)
-        self._file = _open_locked(path)
-        try:
-            with self._naming_file():
-                if self._file.seek(0, os.SEEK_END):
-                    self._load(identity)
-                else:
-                    self._make(header)
-        except BaseException:
-            self._file.close()
-            raise
-        newest = max((record.generation for record in self._records.values()), default=0)
-        self.generations = itertools.count(newest + 1)
-
-    @property
-    def num_used(self) -> int:
-        return len(self._records)
-
-    def entries(self) -> list[tuple[int, int]]:
-        """Return hash and slot of every block, in the order in which they were written."""
-        with self._changed:
-            records = list(self._records.values())
-        records.sort(key=lambda record: record.generation)
-        return [(record.hash, record.slot) for record in records]
-
-    def write(self, slot: int, hash: int, parts: Parts, generation: int) -> None:
+    def _write(self, slot: int, hash: int, parts: Parts, generation: int) -> None:
         """Write a block; OSError leaves the slot empty."""
-        num_bytes, checksum = self._layout.page_bytes, disk_format.checksum(hash, parts)
-        record = Record(hash, generation, slot, num_bytes, checksum)
+        checksum = disk_format.checksum(hash, parts)
+        record = Record(hash, generation, slot, self.page_bytes, checksum)
         encoded = memoryview(disk_format.encode_record(record))
         with self._naming_file() as descriptor:
             self._invalidate(slot)
@@ -592,7 +522,7 @@ class SlotFile:
                 _write_all(descriptor, [encoded], self._layout.record_at(slot))
                 self._records[slot] = record
 
-    def read(self, slot: int, hash: int, parts: Parts) -> bool:
+    def _read(self, slot: int, hash: int, parts: Parts) -> bool:
         """Read a block; empty the slot where that is not what was written."""
         record = self._records.get(slot)
         if record is None or record.hash != hash:
@@ -610,37 +540,6 @@ class SlotFile:
             logger.warning("slot %d of %s cannot be emptied: %s", slot, self.path, error)
         return False
 
-    def drop(self, slot: int) -> None:
-        """Empty a slot."""
-        with self._naming_file():
-            self._invalidate(slot)
-
-    def flush(self) -> None:
-        """Wait until everything is on the disk."""
-        with self._naming_file() as descriptor:
-            os.fsync(descriptor)
-
-    def close(self) -> None:
-        """Close the file after the calls that use it."""
-        with self._changed:
-            self._closed = True
-            self._changed.wait_for(lambda: not self._num_users)
-        self._file.close()
-
-    @contextmanager
-    def using(self) -> Iterator[None]:
-        """Keep the file from being closed; ValueError if it is."""
-        with self._changed:
-            if self._closed:
-                raise ValueError(f"disk: expected an open tier, got {self.path} after close()")
-            self._num_users += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_users -= 1
-                self._changed.notify_all()
-
     def _invalidate(self, slot: int, only: Record | None = None) -> None:
         """Empty a slot, or do so only if `only` is still its record."""
         with self._changed:
@@ -649,15 +548,6 @@ class SlotFile:
             self._records.pop(slot, None)
             empty = memoryview(disk_format.NO_RECORD)
             _write_all(self._file.fileno(), [empty], self._layout.record_at(slot))
-
-    @contextmanager
-    def _naming_file(self) -> Iterator[int]:
-        """Give the descriptor of the file; errors of the system name the file."""
-        try:
-            yield self._file.fileno()
-        except OSError as error:
-            error.filename = str(self.path)
-            raise
 
     def _make(self, header: bytes) -> None:
         """Initialise an empty file."""
@@ -730,12 +620,7 @@ def _open_locked(path: Path) -> io.FileIO:
 
 
 def _allocate(descriptor: int, num_bytes: int) -> None:
-    """Extend a file to a length, with its blocks allocated if the file system can do that.
-
-    Raises
-    ------
-    OSError : the disk is full
-    """
+    """Extend a file to a length, with its blocks allocated if the file system can do that."""
     if os.fstat(descriptor).st_size >= num_bytes:
         return
     if hasattr(os, "posix_fallocate"):
@@ -749,12 +634,7 @@ def _allocate(descriptor: int, num_bytes: int) -> None:
 
 
 def _write_all(descriptor: int, parts: list[memoryview], offset: int) -> None:
-    """Write parts one after the other, from an offset of a file on.
-
-    Raises
-    ------
-    OSError : not all could be written
-    """
+    """Write parts from an offset of a file on; OSError unless all could be written."""
     while parts:
         done = os.pwritev(descriptor, parts[:_MOST_PARTS], offset)
         if not done:

@@ -48,12 +48,6 @@ class Layout:
     def fit(cls, num_bytes: int, page_bytes: int, name: str = "num_bytes") -> Layout:
         """Return the layout of as many slots as fit into a file; errors call its size by `name`.
 
-        Raises
-        ------
-        ValueError : `page_bytes` is not 1 to 2**32 - 1, or not even one slot fits
-
-        Examples
-        --------
         >>> Layout.fit(2**20, 10_000)
         Layout(num_slots=84, page_bytes=10000)
         """
@@ -95,16 +89,11 @@ class Record(NamedTuple):
     checksum: bytes
 
 
-# --- Header ---------------------------------------------------------------------------------------
+# --- Header ---
 
 
 def encode_header(layout: Layout, identity: Mapping[str, str]) -> bytes:
-    """Return the first 4096 bytes of a file.
-
-    Raises
-    ------
-    TypeError, ValueError : `identity` is not a mapping of str to str, or too long for the header
-    """
+    """Return the first 4096 bytes of a file; `identity` must be a mapping of str to str."""
     if not isinstance(identity, Mapping) or not all(
         isinstance(text, str) for item in identity.items() for text in item
     ):
@@ -119,17 +108,9 @@ def encode_header(layout: Layout, identity: Mapping[str, str]) -> bytes:
 
 
 def check_header(header: bytes, layout: Layout, identity: Mapping[str, str], path: object) -> None:
-    """Raise unless a file was made for the same pages.
+    """Raise ValueError unless a file was made for the same pages.
 
-    Parameters
-    ----------
-    header : the first 4096 bytes of the file, or fewer if it is shorter
-    layout, identity : as expected
-    path : of the file, for messages
-
-    Raises
-    ------
-    ValueError : names `disk`, what was expected, and what the file has
+    `header` is the first 4096 bytes of the file, or fewer if it is shorter.
     """
     if not header.startswith(_MAGIC):
         start = header[: len(_MAGIC)]
@@ -196,20 +177,13 @@ def require_hash(hash: int) -> int:
 def checksum(hash: int, parts: Sequence[memoryview]) -> bytes:
     """Return 16 bytes that verify that a payload is the one written for a hash.
 
-    Parameters
-    ----------
-    hash : of the block
-    parts : the payload, as bytes; the division makes no difference
+    How the payload is divided into parts, as bytes, makes no difference.
 
-    Notes
-    -----
     BLAKE2b over the hash and a summary of the payload, because BLAKE2b over all of it is slower
     than disks are. The summary has the CRC-32 of the whole, which detects every burst of up to 32
     bits and every two wrong bits in 512 MiB; and for each 4096 bytes, the unit of torn writes, the
     sum of its words times the weights modulo 2**64, which mistakes unrelated contents for the right
-    ones once in 2**64. Bytes past the last 4096 are included as they are.
-
-    Bytes: the payload, read twice.
+    ones once in 2**64. Bytes past the last 4096 are included as they are. Reads the payload twice.
     """
     if any(len(part) % BLOCK_BYTES for part in parts[:-1]):
         parts = [memoryview(b"".join(parts))]

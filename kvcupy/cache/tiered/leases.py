@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -64,12 +63,7 @@ class Lease(ProcessLocal):
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
     def wait_layer(self, layer: int, stream: Any = None) -> None:
@@ -137,8 +131,7 @@ class LeaseCompletion:
         self._wait(lambda blocks: blocks.wait_layer(layer, stream))
 
     def release(self) -> None:
-        """Forget the transfers: the pages may be others' from now on."""
-        self._arriving = ()
+        self._arriving = ()  # the pages may be others' from now on
 
     def _wait(self, wait: Callable[[BlockCompletion], None]) -> None:
         for blocks in self._arriving:
@@ -156,35 +149,21 @@ class LeaseCompletion:
 
 @dataclass
 class AcquirePlan:
-    """What an acquire will do.
+    """What an acquire will do."""
 
-    Attributes
-    ----------
-    known : leading hashes that some tier has
-    loads : those of them that are not on the device, each once
-    reads : those of the loads that are on disk alone
-    num_free : device pages that are free for the loads
-    victims : device copies that are evicted for the others
-    saves : victims that no other tier has. As many are saved as there are host pages for
-    host : the host pages, for the reads and, behind them, for the saves
-    """
-
-    known: list[int]
-    loads: list[int]
-    reads: list[int]
-    num_free: int
-    victims: list[Copy]
-    saves: list[Copy]
-    host: HostEviction
+    known: list[int]  # leading hashes that some tier has
+    loads: list[int]  # those of them that are not on the device, each once
+    reads: list[int]  # those of the loads that are on disk alone
+    num_free: int  # device pages that are free for the loads
+    victims: list[Copy]  # device copies that are evicted for the others
+    saves: list[Copy]  # victims that no other tier has; as many are saved as host pages permit
+    host: HostEviction  # host pages, for the reads and, behind them, for the saves
 
 
 def plan_acquire(tiers: Tiers, hashes: list[int]) -> AcquirePlan:
     """Find the leading blocks that are known, and pages for them; nothing changes.
 
-    Raises
-    ------
-    CacheFull : there are too few pages for them
-    Blocked : to wait for a transfer
+    CacheFull if there are too few pages for them, Blocked to wait for a transfer.
     """
     device, host = tiers.device, tiers.host
     known = hashes
@@ -223,10 +202,7 @@ def evict_some_first(tiers: Tiers, plan: AcquirePlan) -> bool:
     """Evict some victims ahead of the others, if the host pages do not suffice to save them all.
 
     They pass through the host tier to the disk, as long as that evicts nothing that is acquired.
-
-    Returns
-    -------
-    whether some were evicted, so that another plan is needed
+    Returns whether some were evicted, so that another plan is needed.
     """
     disk, to_spare = tiers.disk, plan.host.num_pages - len(plan.reads)
     if disk is None or to_spare >= len(plan.saves):
@@ -254,7 +230,11 @@ def carry_out(tiers: Tiers, plan: AcquirePlan, hashes: list[int], after: Any) ->
             read = _read(tiers, plan, pages.tolist())
             num_saves = min(len(plan.saves), len(pages) - len(plan.reads))
             saves = plan.saves[len(plan.saves) - num_saves :] if num_saves > 0 else []
-            num_loads = _truncate(plan, len(read))
+            if len(read) < len(plan.reads):  # end before the block that could not be read
+                damaged = plan.reads[len(read)]
+                plan.known = plan.known[: plan.known.index(damaged)]
+                plan.loads = plan.loads[: plan.loads.index(damaged)]
+            num_loads = len(plan.loads)
             victims = plan.victims[: max(0, num_loads - len(free))]
             leaving = set(map(id, victims))
             saves = [copy for copy in saves if id(copy) in leaving]
@@ -291,15 +271,6 @@ def _read(tiers: Tiers, plan: AcquirePlan, pages: list[int]) -> dict[int, Copy]:
         return {}
     whole = tiers.disk.read(plan.reads, pages[: len(plan.reads)])
     return {hash: Copy(hash, page) for hash, page in zip(plan.reads[:whole], pages, strict=False)}
-
-
-def _truncate(plan: AcquirePlan, num_read: int) -> int:
-    """End the plan before a block that could not be read; return how many are to be loaded."""
-    if num_read < len(plan.reads):
-        damaged = plan.reads[num_read]
-        plan.known = plan.known[: plan.known.index(damaged)]
-        plan.loads = plan.loads[: plan.loads.index(damaged)]
-    return len(plan.loads)
 
 
 def _load(tiers: Tiers, hashes: list[int], targets: Any, after: Any) -> dict[int, Copy]:

@@ -166,18 +166,8 @@ _METHODS = ("add", "touch", "remove", "victims")
 
 
 def make(policy: Any) -> Policy:
-    """Return a new order of eviction.
+    """Return a new order of eviction, by name, or from a class or function without arguments.
 
-    Parameters
-    ----------
-    policy : "lru", "fifo", "lfu", "2q", or a class or function that makes one, without arguments
-
-    Raises
-    ------
-    TypeError, ValueError : it is neither, or what it makes lacks a method of `Policy`
-
-    Examples
-    --------
     >>> order = make("lru")
     >>> for key in (1, 2, 3):
     ...     order.add(key)

@@ -58,17 +58,10 @@ def block_hashes(token_ids: Any, block_tokens: int, *, parent: int = 0) -> list[
 
 
 def hash_list(hashes: Any) -> list[int]:
-    """Return hashes as ints from 0 to 2**64 - 1; a negative one has the same 64 bits.
-
-    Raises
-    ------
-    TypeError, ValueError : `hashes` is not a list of such numbers
-    """
+    """Return hashes as ints from 0 to 2**64 - 1; a negative one has the same 64 bits."""
     if isinstance(hashes, np.ndarray):
         if hashes.ndim != 1 or (hashes.size and hashes.dtype.kind not in "iu"):
-            raise ValueError(
-                f"hashes: expected integers (n,), got {hashes.dtype} {tuple(hashes.shape)}"
-            )
+            raise ValueError(f"hashes: expected integers (n,), got {hashes.dtype} {hashes.shape}")
         hashes = hashes.tolist()
     try:
         numbers = list(hashes)

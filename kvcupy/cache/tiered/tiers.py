@@ -22,7 +22,6 @@ from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ..completion import StreamCompletion
 from ..engine import Transfer, TransferEngine
 from ..pages import Pages
-from . import policies
 from .disk import DiskBlocks
 from .policies import Policy
 
@@ -38,7 +37,6 @@ class Copy:
 
     Attributes
     ----------
-    hash, page : which block, and where
     pins : leases on it
     filled_by : what brings the block into the page, if that was in flight when the copy was made
     used_by : in the host tier, the last transfer that touches the page, if there was one; when it
@@ -92,10 +90,7 @@ class PageTier:
     def choose(self, count: int, keep: Container[int] = (), *, settled: bool = False) -> list[Copy]:
         """Choose up to `count` copies to evict, in order; nothing changes.
 
-        Parameters
-        ----------
-        keep : hashes that stay, as leased ones do
-        settled : skip pages that transfers may still touch
+        Hashes to `keep` stay, as leased ones do; `settled` skips pages that transfers may touch.
         """
         if count <= 0:
             return []
@@ -135,7 +130,7 @@ class PageTier:
             self.order.remove(copy.hash)
 
     def clear(self, order: Policy) -> None:
-        """Forget all blocks, free pages that are not leased, and start with a new order."""
+        """Forget all blocks, and free the pages that are not leased."""
         pages = [copy.page for copy in self.copies.values() if not copy.pins]
         self.copies, self.order = {}, order
         self.give_back(pages)
@@ -158,14 +153,9 @@ class PageTier:
 
 
 class Blocked(Exception):
-    """Raised before a call has changed anything: it has to wait, without the lock, and try again.
+    """Raised before a call has changed anything: it has to `wait` unlocked, and try again."""
 
-    Attributes
-    ----------
-    wait : what to call first; None: there is nothing to wait for any more
-    """
-
-    def __init__(self, wait: Callable[[], None] | None) -> None:
+    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
         super().__init__("waits for a transfer")
         self.wait = wait
 
@@ -175,29 +165,17 @@ class BlockCompletion:
 
     It has failed if that has, or if whatever fills the pages that the transfer reads has. All but
     `synchronize`, `wait` and `wait_layer` is called under the lock of the cache.
-
-    Attributes
-    ----------
-    kind : "load", "save" or "insert"
-    copies : what it fills; none once it is done
-    over : whether it is known to be done or to have failed
-    failure : why it has failed, once that has been noted
-    num_bytes, seconds : that were moved, and that it took, once it is done
     """
 
     def __init__(
-        self,
-        kind: str,
-        completion: Transfer | StreamCompletion,
-        copies: Sequence[Copy],
+        self, kind: str, completion: Transfer | StreamCompletion, copies: Sequence[Copy],
         sources: Iterable[BlockCompletion | None],
-    ) -> None:
-        self.kind = kind
-        self.copies = copies
-        self.over = False
-        self.failure: BaseException | None = None
-        self.num_bytes = 0
-        self.seconds = 0.0
+    ) -> None:  # fmt: skip
+        self.kind = kind  # "load", "save" or "insert"
+        self.copies = copies  # what it fills; none once it is done
+        self.over = False  # known to be done or to have failed
+        self.failure: BaseException | None = None  # once it has been noted
+        self.num_bytes, self.seconds = 0, 0.0  # moved, and taken for that, once it is done
         # Dropped when it is over, because it holds events.
         self._completion: Transfer | StreamCompletion | None = completion
         # Those that fill the pages which this one reads.
@@ -279,9 +257,8 @@ class CompletionQueue:
     """The completions that are not known to be over, oldest first for each kind."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, deque[BlockCompletion]] = {
-            kind: deque() for kind in ("insert", "load", "save")
-        }
+        kinds = ("insert", "load", "save")
+        self._queues: dict[str, deque[BlockCompletion]] = {kind: deque() for kind in kinds}
         self._failed: deque[BlockCompletion] = deque(maxlen=16)  # that may still touch pages
 
     def add(self, completion: BlockCompletion) -> BlockCompletion:
@@ -302,20 +279,15 @@ class CompletionQueue:
         return over
 
     def oldest(self) -> BlockCompletion | None:
-        """Return one to wait for, preferably a transfer rather than a compute stream.
-
-        A failed one may touch pages a little longer; it is returned once.
-        """
+        """Return one to wait for, preferably a transfer; one that has failed is returned once."""
         if self._failed:
             return self._failed.popleft()
         return next((queue[0] for queue in reversed(self._queues.values()) if queue), None)
 
     def add_failed(self, completion: BlockCompletion) -> None:
-        """Remember one that has failed, but may still touch pages."""
         self._failed.append(completion)
 
     def saves(self) -> list[BlockCompletion]:
-        """Return those that fill host pages."""
         return list(self._queues["save"])
 
 
@@ -342,20 +314,12 @@ class Counts:
 
 @dataclass
 class HostEviction:
-    """A plan for host pages: which are free, and which copies are evicted for the others.
+    """A plan for host pages: which are free, and which copies are evicted for the others."""
 
-    Attributes
-    ----------
-    num_free : pages that are free
-    victims : host copies to evict, for a page each
-    writes : those of them that are written to disk
-    slots : hashes that are evicted from the disk for that
-    """
-
-    num_free: int = 0
-    victims: list[Copy] = field(default_factory=list)
-    writes: list[Copy] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
+    num_free: int = 0  # pages
+    victims: list[Copy] = field(default_factory=list)  # host copies to evict, for a page each
+    writes: list[Copy] = field(default_factory=list)  # those of them that are written to disk
+    slots: list[int] = field(default_factory=list)  # hashes evicted from the disk for that
 
     @property
     def num_pages(self) -> int:
@@ -365,13 +329,6 @@ class HostEviction:
 class Tiers:
     """The tiers, what is in flight between them, and eviction.
 
-    Attributes
-    ----------
-    engine, device, host, disk, in_flight, counts
-    num_leased : leased blocks, each counted once for every lease
-
-    Notes
-    -----
     The caller holds the lock of the cache. Methods called `plan` change nothing.
     """
 
@@ -384,14 +341,12 @@ class Tiers:
         self.disk = disk
         self.in_flight = CompletionQueue()
         self.counts = Counts()
-        self.num_leased = 0
+        self.num_leased = 0  # each block once for every lease
 
     def __contains__(self, hash: int) -> bool:
-        """Whether a block is in any tier."""
         return hash in self.device.copies or hash in self.host.copies or self.on_disk(hash)
 
     def on_disk(self, hash: int) -> bool:
-        """Return whether a block is on disk."""
         return self.disk is not None and hash in self.disk.slots
 
     def only_on_device(self, copies: Iterable[Copy]) -> list[Copy]:
@@ -400,7 +355,6 @@ class Tiers:
         return [c for c in copies if c.hash not in host and not self.on_disk(c.hash)]
 
     def pin(self, copies: Iterable[Copy]) -> None:
-        """Pin device copies for a lease."""
         for copy in copies:
             copy.pins += 1
             self.num_leased += 1
@@ -452,8 +406,7 @@ class Tiers:
     def drop(self, completion: BlockCompletion) -> None:
         """Forget the copies that were to be filled by what has failed.
 
-        Leases keep their pages. The allocator holds the others back while the transfer may still
-        write them.
+        Leases keep their pages; the allocator holds others back while a transfer may write them.
         """
         is_save = completion.kind == "save"
         tier = self.host if is_save else self.device
@@ -472,7 +425,7 @@ class Tiers:
         allocator = tier.pool.allocator
         if allocator.num_pages - allocator.num_allocated > num_free:
             if allocator.num_free > num_free:
-                raise Blocked(None)
+                raise Blocked
             oldest = self.in_flight.oldest()
             raise Blocked(allocator.wait_for_freed if oldest is None else oldest.synchronize)
 
@@ -498,28 +451,19 @@ class Tiers:
     # --- Evicting from the host tier ---
 
     def plan_host_eviction(
-        self,
-        count: int,
-        *,
-        required: int = 0,
-        keep: Collection[int] = _NOTHING,
-        leaving: Collection[int] = _NOTHING,
-        wait: bool = True,
-    ) -> HostEviction:
+        self, count: int, *, required: int = 0, keep: Collection[int] = _NOTHING,
+        leaving: Collection[int] = _NOTHING, wait: bool = True,
+    ) -> HostEviction:  # fmt: skip
         """Choose what to evict for `count` host pages; the plan may have fewer.
 
         Parameters
         ----------
-        required : pages that the plan must have. They come first, and no transfer touches them
+        required : pages that the plan must have, or CacheFull. They come first, and no transfer
+            touches them
         keep : hashes that stay in the host tier and on disk
         leaving : hashes that are about to leave the device. They are evicted from the host tier
             last, and only to the disk or for required pages
-        wait : wait for transfers rather than plan fewer pages
-
-        Raises
-        ------
-        CacheFull : fewer pages than required can be freed
-        Blocked : to wait for a transfer
+        wait : for transfers, by raising Blocked, rather than plan fewer pages
         """
         num_free = min(count, self.host.num_free)
         stay = {*keep, *leaving} if leaving else keep
@@ -545,17 +489,16 @@ class Tiers:
     def _plan_writes(
         self, plan: HostEviction, disk: DiskBlocks, keep: Collection[int], leaving: Collection[int]
     ) -> None:
-        for copy in plan.victims:
-            if copy.hash in disk.slots:
-                continue
-            if copy.hash in self.device.copies and copy.hash not in leaving:
-                continue
-            plan.writes.append(copy)
+        plan.writes = [
+            copy
+            for copy in plan.victims
+            if copy.hash not in disk.slots
+            and (copy.hash not in self.device.copies or copy.hash in leaving)
+        ]
         self.require_arrived(plan.writes)
         plan.slots = disk.choose(len(plan.writes) - disk.num_free, keep)
         excess = len(plan.writes) - disk.num_free - len(plan.slots)
-        if excess > 0:
-            del plan.writes[:excess]  # the first to be evicted are lost
+        del plan.writes[: max(0, excess)]  # the first to be evicted are lost
 
     def evict_from_host(self, plan: HostEviction) -> Pages:
         """Carry out a plan; return its pages, which have no block any more."""
@@ -581,14 +524,9 @@ class Tiers:
     def evict_from_device(self, victims: Sequence[Copy], keep: Collection[int] = _NOTHING) -> int:
         """Evict blocks from the device; those that no other tier has are saved first.
 
-        Parameters
-        ----------
-        keep : hashes that stay in the host tier and on disk
-
-        Returns
-        -------
-        how many were evicted: fewer than asked for if the host tier cannot take all at once, but
-            can pass some on to the disk. The next call waits for that
+        Hashes to `keep` stay in the host tier and on disk. Returns how many were evicted: fewer
+        than asked for if the host tier cannot take all at once, but can pass some on to the disk.
+        The next call waits for that.
         """
         saves = self.only_on_device(victims)
         if saves:
@@ -604,12 +542,7 @@ class Tiers:
         return len(victims)
 
     def save(self, copies: Sequence[Copy], pages: Pages, after: Any) -> dict[int, Copy]:
-        """Queue a save of device copies into host pages.
-
-        Returns
-        -------
-        the new host copies by hash, which the tier does not have yet
-        """
+        """Queue a save of device copies; return the new host copies, which the tier lacks yet."""
         if not copies:
             return {}
         transfer = self.engine.save(_pages(copies), pages, after=self.stream_behind(copies, after))
@@ -677,35 +610,6 @@ class SharedTiers:
                 break
             except Blocked as blocked:
                 wait = blocked.wait
-            if wait is not None:
-                wait()
+            wait()
         self.engine.send()
         return result
-
-    def clear(self, orders: Sequence[Policy]) -> None:
-        """Forget all blocks, and start with new orders; KvcupyError if some are leased."""
-        with self.opened() as tiers:
-            if tiers.num_leased:
-                raise KvcupyError(f"{tiers.num_leased} blocks are leased: release them first")
-            tiers.device.clear(orders[0])
-            tiers.host.clear(orders[1])
-            if tiers.disk is not None:
-                tiers.disk.clear(orders[2])
-
-    def close(self) -> None:
-        """Free all pages but those of leases, and close the file. Repeated calls do nothing."""
-        with self._lock:
-            if self.closed:
-                return
-            self.closed = True
-            for tier in (self._tiers.device, self._tiers.host):
-                tier.clear(policies.make("fifo"))
-            if self._tiers.disk is not None:
-                self._tiers.disk.close()
-
-    def stats(self) -> dict[str, float]:
-        """Return what `TieredCache.stats` does."""
-        with self._lock:
-            if not self.closed:
-                self._tiers.settle()
-            return self._tiers.stats()
