@@ -50,9 +50,7 @@ class Cache(NamedTuple):
         """Return the same cache with pages of one slot, where slots are evenly spaced anyway."""
         if self.page_bytes != self.page_size * self.offset_bytes:
             return self
-        return Cache(
-            self.num_slots, 1, self.num_heads, self.width, self.offset_bytes, 0, self.head_bytes
-        )
+        return self._replace(page_size=1, page_bytes=self.offset_bytes, offset_bytes=0)
 
 
 def number_format(v: ArrayView, name: str) -> Format:
@@ -152,19 +150,11 @@ ROPE_KEY = KVNames("rope_key", "cache", "scale")
 _CACHE = np.dtype([(f"{n}_bytes", np.int64) for n in ("page", "offset", "head")], align=True)
 
 # KVOperand of kernels_src/kv_operand.cuh
-OPERAND_PARAMS = np.dtype(
-    [
-        ("token_bytes", np.int64),
-        ("head_bytes", np.int64),
-        ("cache", _CACHE),
-        ("scale_head_bytes", np.int64),
-        ("scale_cache_slot_bytes", np.int64),
-        ("scale_cache_head_bytes", np.int64),
-        ("scale", np.float32),
-        ("width", np.int32),
-    ],
-    align=True,
-)
+OPERAND_PARAMS = np.dtype([
+    ("token_bytes", np.int64), ("head_bytes", np.int64), ("cache", _CACHE),
+    ("scale_head_bytes", np.int64), ("scale_cache_slot_bytes", np.int64),
+    ("scale_cache_head_bytes", np.int64), ("scale", np.float32), ("width", np.int32),
+], align=True)  # fmt: skip
 
 
 class KVOperand(NamedTuple):
@@ -200,17 +190,12 @@ class KVOperand(NamedTuple):
 
     @property
     def row_strides(self) -> list[int]:
-        rows = self.rows
-        return [rows.token_bytes, rows.head_bytes if rows.num_heads > 1 else 0]
+        return [self.rows.token_bytes, self.rows.head_bytes if self.rows.num_heads > 1 else 0]
 
     @property
     def cache_strides(self) -> list[int]:
-        cache = self.cache
-        return [
-            cache.page_bytes,
-            cache.offset_bytes,
-            cache.head_bytes if cache.num_heads > 1 else 0,
-        ]
+        head_bytes = self.cache.head_bytes if self.cache.num_heads > 1 else 0
+        return [self.cache.page_bytes, self.cache.offset_bytes, head_bytes]
 
     def rows_view(self, views: Mapping[str, ArrayView], num_tokens: int) -> ArrayView:
         """Return the first rows, (num_tokens, heads, width)."""
@@ -235,26 +220,19 @@ class KVOperand(NamedTuple):
         """Return the fields of the operand's Params, which is nested as `field`."""
         rows, cache, scales = self.rows, self.cache, self.scale_cache
         fields = {
-            f"{field}.token_bytes": rows.token_bytes,
-            f"{field}.head_bytes": rows.head_bytes,
-            f"{field}.cache.page_bytes": cache.page_bytes,
-            f"{field}.cache.offset_bytes": cache.offset_bytes,
-            f"{field}.cache.head_bytes": cache.head_bytes,
-            f"{field}.scale": self.scale.value,
-            f"{field}.scale_head_bytes": self.scale.head_bytes,
-            f"{field}.width": width,
-        }
+            "token_bytes": rows.token_bytes, "head_bytes": rows.head_bytes,
+            "cache.page_bytes": cache.page_bytes, "cache.offset_bytes": cache.offset_bytes,
+            "cache.head_bytes": cache.head_bytes, "width": width,
+            "scale": self.scale.value, "scale_head_bytes": self.scale.head_bytes,
+        }  # fmt: skip
         if scales is not None:
-            fields[f"{field}.scale_cache_slot_bytes"] = scales.strides[0]
-            fields[f"{field}.scale_cache_head_bytes"] = scales.strides[1]
-        return fields
+            fields["scale_cache_slot_bytes"], fields["scale_cache_head_bytes"] = scales.strides
+        return {f"{field}.{name}": value for name, value in fields.items()}
 
-    def pointers(self, field: str) -> dict[str, str | tuple[str, int] | int]:
+    def pointers(self, field: str) -> dict[str, Any]:
         """Return what the pointer fields of cache and scales take, `k_cache` for "k" and so on."""
         names, offset = self.names, self.cache_offset_bytes
-        bound: dict[str, str | tuple[str, int] | int] = {
-            f"{field}_cache": (names.cache, offset) if offset else names.cache
-        }
+        bound: dict[str, Any] = {f"{field}_cache": (names.cache, offset) if offset else names.cache}
         if self.scale.array is not None:
             bound[f"{field}_scale"] = names.scale
         if self.scale_cache is not None:
@@ -320,10 +298,10 @@ def _kv_operand(
             f"{names.rows}, got {describe(cache_view)} ({layout})"
         )
     own_scale = scale(static, names.scale, own_rows.num_heads, cache_format)
+    beside = names.scale, static
     own_scales = scale_cache(
-        dynamic, names.scale_cache, (names.scale, static), own_cache, cache_format,
-        written=into_cache,
-    )  # fmt: skip
+        dynamic, names.scale_cache, beside, own_cache, cache_format, written=into_cache
+    )
     return KVOperand(own_rows, own_cache, rows_format, cache_format, own_scale, own_scales, names)
 
 
@@ -342,35 +320,28 @@ def mla_operands(arguments: Mapping[str, Any]) -> tuple[KVOperand, KVOperand]:
     own_rows = [rows(arguments[names.rows], names.rows) for names in all_names]
     formats = [number_format(arguments[names.rows], names.rows) for names in all_names]
     whole = arguments["cache"]
-    cache_format = number_format(whole, "cache")
-    both = mla_cache(whole, "cache")
-    widths = [own.width for own in own_rows]
-    if both.width != sum(widths):
-        raise ValueError(
-            f"cache: expected rows of {widths[0]} + {widths[1]}, got {describe(whole)}"
-        )
+    cache_format, both = number_format(whole, "cache"), mla_cache(whole, "cache")
+    first, second = [own.width for own in own_rows]
+    if both.width != first + second:
+        raise ValueError(f"cache: expected rows of {first} + {second}, got {describe(whole)}")
     static = scale(arguments.get("scale"), "scale", 1, cache_format)
-    offsets = (0, widths[0] * cache_format.itemsize)
+    caches = [both._replace(width=own.width).flattened() for own in own_rows]
+    offsets = 0, first * cache_format.itemsize
     latent, rope_key = (
-        KVOperand(
-            own, both._replace(width=own.width).flattened(), own_format, cache_format, static,
-            None, names, offset,
+        KVOperand(own, cache, format, cache_format, static, None, names, offset)
+        for own, cache, format, names, offset in zip(
+            own_rows, caches, formats, all_names, offsets, strict=True
         )
-        for own, own_format, names, offset in zip(
-            own_rows, formats, all_names, offsets, strict=True
-        )
-    )  # fmt: skip
+    )
     return latent, rope_key
 
 
 def require_rows(operand: KVOperand, num_slots: int) -> None:
     """Raise ValueError for fewer rows than slots."""
-    num_rows = operand.rows.num_tokens
+    name, num_rows = operand.names.rows, operand.rows.num_tokens
     if num_rows < num_slots:
-        raise ValueError(
-            f"{operand.names.rows}: expected at least {num_slots} rows, one per slot, "
-            f"got {num_rows}"
-        )
+        least = f"at least {num_slots} rows, one per slot"
+        raise ValueError(f"{name}: expected {least}, got {num_rows}")
 
 
 # --- Scales ---------------------------------------------------------------------------------------
@@ -470,9 +441,7 @@ def length_of(v: ArrayView, name: str) -> int:
 
 
 def slot_number(value: Any, name: str) -> int:
-    """Check an optional slot number; None becomes -1, which is never a slot to write."""
-    if value is None:
-        return -1
+    """Check a slot number."""
     require_int(value, name)
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name}: expected a 64-bit int, got {value!r}")
@@ -503,14 +472,11 @@ def require_arrays(views: Mapping[str, ArrayView], names: Iterable[str]) -> None
 
 def require_same_device(arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for arrays of several devices in one call; numbers are passed over."""
-    first_name, first = "", None
-    for name, array in arguments.items():
-        if not isinstance(array, ArrayView):
-            continue
-        if first is None:
-            first_name, first = name, array.device
-        elif array.device != first:
-            raise ValueError(f"{name}: expected {first} like {first_name}, got {array.device}")
+    devices = [(name, v.device) for name, v in arguments.items() if isinstance(v, ArrayView)]
+    for name, device in devices:
+        first_name, first = devices[0]
+        if device != first:
+            raise ValueError(f"{name}: expected {first} like {first_name}, got {device}")
 
 
 def require_output(v: ArrayView, name: str) -> None:
@@ -520,9 +486,8 @@ def require_output(v: ArrayView, name: str) -> None:
             f"{name}: expected a writable array, got a read-only one; pass a .copy() of it, or one "
             "of NumPy, CuPy or torch where it is immutable, as JAX's are"
         )
-    if 0 not in v.strides or not v.size:
-        return
-    if any(n > 1 and stride == 0 for n, stride in zip(v.shape, v.strides, strict=True)):
+    repeats = 0 in v.strides and v.size
+    if repeats and any(n > 1 and s == 0 for n, s in zip(v.shape, v.strides, strict=True)):
         raise ValueError(f"{name}: expected distinct elements, got a broadcast array")
 
 
@@ -531,9 +496,9 @@ def require_contiguous(v: ArrayView, name: str) -> None:
     shape, strides = v.shape, v.strides
     if shape and shape[-1] > 1 and strides[-1] != v.itemsize and v.size:
         raise ValueError(
-            f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), "
-            f"got strides of {strides} bytes; .contiguous() or np.ascontiguousarray makes a copy "
-            "that has one"
+            f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), got "
+            f"strides of {strides} bytes; .contiguous() or np.ascontiguousarray makes a copy that "
+            "has one"
         )
 
 

@@ -286,11 +286,7 @@ def _launch(
     num_rows = num_tokens * num_heads
     require_countable(num_rows, "out_a")
     geometry = spread(
-        num_rows,
-        width // count,
-        device.sm_count,
-        warp_lanes=device.warp_lanes,
-        max_lanes=32,
+        num_rows, width // count, device.sm_count, warp_lanes=device.warp_lanes, max_lanes=32
     )
     params |= {
         "num_rows": num_rows,

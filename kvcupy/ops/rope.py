@@ -10,11 +10,10 @@ import numpy as np
 from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
 from ..devices.protocol import Device
-from ..errors import CompileError
 from ..formats import FORMATS, Format
 from ..kernels import Kernel, Specialisation
-from . import checks, fallback
-from .call import Argument, Launch, Operation, Plan, Views, require_countable, spread, widest
+from . import call, checks, fallback
+from .call import Argument, Launch, Operation, Plan, Views, fields_of
 from .checks import KVOperand, Rows
 from .store import CACHES, SCALE_CACHES, SCALES, report_slots, store_rows
 
@@ -34,51 +33,45 @@ _ROPE_STORE_KV = Operation(
     Argument("positions"), Argument("slot_mapping"), *SCALES, *SCALE_CACHES,
 )  # fmt: skip
 _ROPE_STORE_MLA = Operation(
-    "rope_store_mla",
-    *_QUERY,
-    Argument("rope_key", words=True),
+    "rope_store_mla", *_QUERY, Argument("rope_key", words=True),
     Argument("rope_key_out", output=True, words=True, replaces=("rope_key",)),
-    Argument("latent", words=True),
-    Argument("cache", output=True, words=True),
-    _TABLE,
-    Argument("positions"),
-    Argument("slot_mapping"),
-    Argument("scale", number=True),
-)
+    Argument("latent", words=True), Argument("cache", output=True, words=True), _TABLE,
+    Argument("positions"), Argument("slot_mapping"), Argument("scale", number=True),
+)  # fmt: skip
 
 _POINTERS = (
-    "query", "query_out", "key", "key_out", "value", "k_cache", "v_cache", "table", "query_norm",
-    "key_norm", "positions", "slots", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache",
-)  # fmt: skip
-
+    "query query_out key key_out value k_cache v_cache table query_norm key_norm positions slots "
+    "k_scale v_scale k_scale_cache v_scale_cache faults"
+)
 _LONG = (
-    "query_token_bytes", "query_head_bytes", "query_out_token_bytes", "query_out_head_bytes",
-    "key_out_token_bytes", "key_out_head_bytes", "table_row_bytes", "max_positions",
-    "position_bytes", "axis_bytes", "slot_stride_bytes", "num_slots", "skip_slot",
-    "position_operation", "slot_operation",
-)  # fmt: skip
-
+    "query_token_bytes query_head_bytes query_out_token_bytes query_out_head_bytes "
+    "key_out_token_bytes key_out_head_bytes table_row_bytes max_positions position_bytes "
+    "axis_bytes slot_stride_bytes num_slots skip_slot position_operation slot_operation"
+)
 _SHORT = (
-    "num_rows", "num_stored", "num_q_heads", "num_k_heads", "num_v_heads", "reports", "head_dim",
-    "rotary_dim", "interleaved", "sections", "section_end_0", "section_end_1", "page_size",
-    "page_shift", "slot_bytes", "position_index", "lane_shift", "norm_is_float",
-)  # fmt: skip
+    "num_rows num_stored num_q_heads num_k_heads num_v_heads reports head_dim rotary_dim "
+    "interleaved sections section_end_0 section_end_1 page_size page_shift slot_bytes "
+    "position_index lane_shift norm_is_float"
+)
 
 # RopeParams of kernels_src/rope.cu
 PARAMS = np.dtype(
     [
-        *((name, np.uint64) for name in (*_POINTERS, "faults")),
+        *fields_of(np.uint64, _POINTERS),
         ("k", checks.OPERAND_PARAMS),
         ("v", checks.OPERAND_PARAMS),
-        *((name, np.int64) for name in _LONG),
-        *((name, np.int32) for name in _SHORT),
+        *fields_of(np.int64, _LONG),
+        *fields_of(np.int32, _SHORT),
         ("epsilon", np.float32),
     ],
     align=True,
 )
 
-PLAIN = Kernel("rope.cu", "rope_store", PARAMS, "RopeParams")
-REDUCING = Kernel("rope.cu", "rope_store", PARAMS, "RopeParams", barriers=True)
+# By whether whole rows must be known first, for RMSNorm or dynamic scales.
+_KERNELS = {
+    reduces: Kernel("rope.cu", "rope_store", PARAMS, "RopeParams", barriers=reduces)
+    for reduces in (False, True)
+}
 
 ROTATED = ("fp32", "fp16", "bf16")
 REPORT_POSITIONS, REPORT_SLOTS = 1, 2  # as in kernels_src/rope.cu
@@ -98,8 +91,8 @@ def specialisations() -> list[Specialisation]:
 
 
 def _specialise(rows: Format, cache: Format, count: int, reduces: bool) -> Specialisation:
-    kernel = REDUCING if reduces else PLAIN
-    return kernel.specialise(rows.ctype, cache.ctype, count, "true" if reduces else "false")
+    flag = "true" if reduces else "false"
+    return _KERNELS[reduces].specialise(rows.ctype, cache.ctype, count, flag)
 
 
 def apply_rope(
@@ -167,8 +160,8 @@ def apply_rope(
         "rope_table": rope_table, "query_norm": query_norm, "key_norm": key_norm,
         "positions": positions,
     }  # fmt: skip
-    if sections is not None:
-        sections = _hashable(sections)
+    if isinstance(sections, list):
+        sections = tuple(sections)  # options are hashed
     options = ((interleaved, sections, sections_interleaved, eps),)
     _APPLY_ROPE.run(arguments, options, _plan_rotation, stream)
 
@@ -263,8 +256,7 @@ def rope_store_kv(
     >>> bool((k_cache[5] == k[0]).all()), float(v_cache[5, 0, 0])
     (True, 1.0)
     """
-    if skip_slot is not None:
-        skip_slot = checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
     arguments = {
         "query": query, "query_out": query if query_out is None else query_out,
         "key": key, "key_out": key if write_key else None, "value": value,
@@ -273,15 +265,14 @@ def rope_store_kv(
         "slot_mapping": slot_mapping, "k_scale": k_scale, "v_scale": v_scale,
         "k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache,
     }  # fmt: skip
-    if sections is not None:
-        sections = _hashable(sections)
+    if isinstance(sections, list):
+        sections = tuple(sections)  # options are hashed
     options = ((interleaved, sections, sections_interleaved, eps), layout, skip_slot)
     if alt_stream is None:
         _ROPE_STORE_KV.run(arguments, options, _plan_store, stream)
     else:
-        three, pointers, arrays = _ROPE_STORE_KV.prepare(
-            arguments, (*options, "alternate"), _plan_store_on_two_streams
-        )
+        options = (*options, True)
+        three, pointers, arrays = _ROPE_STORE_KV.prepare(arguments, options, _plan_store)
         three.run(pointers, arrays, stream, alt_stream)
 
 
@@ -333,8 +324,7 @@ def rope_store_mla(
     >>> float(cache[3].sum())
     576.0
     """
-    if skip_slot is not None:
-        skip_slot = checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
     arguments = {
         "query": query, "query_out": query if query_out is None else query_out,
         "rope_key": rope_key, "rope_key_out": rope_key if write_key else None,
@@ -343,11 +333,6 @@ def rope_store_mla(
     }  # fmt: skip
     options = ((interleaved, None, False, 0.0), skip_slot)
     _ROPE_STORE_MLA.run(arguments, options, _plan_store_mla, stream)
-
-
-def _hashable(sections: Any) -> Any:
-    """Return a list of sections as a tuple, which can be part of a signature."""
-    return tuple(sections) if isinstance(sections, list) else sections
 
 
 # --- Checks ---------------------------------------------------------------------------------------
@@ -393,8 +378,15 @@ class Rotated(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """What all rows of a call have in common."""
+    """What all rows of a call have in common.
 
+    Attributes
+    ----------
+    library : whose current stream None stands for
+    """
+
+    operation: Operation
+    library: str
     table: ArrayView
     positions: ArrayView
     interleaved: bool
@@ -413,19 +405,17 @@ class Rotation(NamedTuple):
 
     def params(self) -> dict[str, Any]:
         """Return the fields of Params for the table, the positions and the sections."""
+        table, positions = self.table, self.positions
         fields = {
-            "table_row_bytes": self.table.strides[0],
-            "max_positions": self.table.shape[0],
-            "position_bytes": self.positions.strides[-1],
-            "position_index": self.positions.itemsize,
-            "position_operation": self.fault_id,
-            "interleaved": self.interleaved,
+            "table_row_bytes": table.strides[0], "max_positions": table.shape[0],
+            "position_bytes": positions.strides[-1], "position_index": positions.itemsize,
+            "position_operation": self.fault_id, "interleaved": self.interleaved,
             "epsilon": self.epsilon,
-        }
+        }  # fmt: skip
         if self.sections is not None:
             first, second, third = self.sections
             ends = (3 * second, 3 * third) if self.sections_interleaved else (first, first + second)
-            fields["axis_bytes"] = self.positions.strides[0]
+            fields["axis_bytes"] = positions.strides[0]
             fields["sections"] = 2 if self.sections_interleaved else 1
             fields["section_end_0"], fields["section_end_1"] = ends
         return fields
@@ -444,94 +434,65 @@ RotaryOptions = tuple[Any, Any, Any, Any]
 
 
 def _plan_rotation(arguments: dict[str, Any], alignment: int, rotary: RotaryOptions) -> RopePlan:
-    checks.require_same_device(arguments)
     rotation = _rotation(_APPLY_ROPE, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _KEY_NAMES, rotation)
-    parts = _parts(query, key, None, None)
-    return RopePlan(_APPLY_ROPE, _library(arguments), rotation, parts, None, alignment)
+    return RopePlan(rotation, _parts(query, key, None, None), None, alignment)
 
 
-def _check_store(
-    arguments: dict[str, Any], rotary: RotaryOptions, layout: Any, skip_slot: int | None
-) -> tuple[Rotation, Rotated | None, Rotated | None, KVOperand, KVOperand, Slots]:
+def _plan_store(
+    arguments: dict[str, Any],
+    alignment: int,
+    rotary: RotaryOptions,
+    layout: Any,
+    skip_slot: int,
+    two_streams: bool = False,
+) -> RopePlan | TwoStreamPlan:
     checks.require_arrays(arguments, ("key", "value", "k_cache", "v_cache", "slot_mapping"))
-    checks.require_same_device(arguments)
     rotation = _rotation(_ROPE_STORE_KV, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _KEY_NAMES, rotation)
     k, v = checks.kv_operands(arguments, layout)
-    slots = _slots(_ROPE_STORE_KV, arguments, v, rotation, skip_slot)
-    return rotation, query, key, k, v, slots
-
-
-def _plan_store(arguments: dict[str, Any], alignment: int, *options: Any) -> RopePlan:
-    rotation, query, key, k, v, slots = _check_store(arguments, *options)
-    parts = _parts(query, key, k, v)
-    return RopePlan(_ROPE_STORE_KV, _library(arguments), rotation, parts, slots, alignment)
-
-
-def _plan_store_on_two_streams(
-    arguments: dict[str, Any], alignment: int, *options: Any
-) -> TwoStreamPlan:
-    rotation, query, key, k, v, slots = _check_store(arguments, *options[:-1])
+    slots = _slots(arguments, v, rotation, skip_slot)
+    whole = RopePlan(rotation, _parts(query, key, k, v), slots, alignment, loads=not two_streams)
+    if not two_streams:
+        return whole
     assert key is not None
     written = key.out is not None
     rotate = _parts(query, key if written else None, None, None)
     reports = 0 if rotate else REPORT_POSITIONS
     store_k = Part(key=key, k=k, rotates=not written, reports=reports)
     store_v = Part(v=v, reports=REPORT_SLOTS)
-    library = _library(arguments)
-
-    def plan(parts: list[Part], *, loads: bool = True) -> RopePlan:
-        return RopePlan(_ROPE_STORE_KV, library, rotation, parts, slots, alignment, loads=loads)
-
-    whole = plan(_parts(query, key, k, v), loads=False)
-    return TwoStreamPlan(whole, plan(rotate), plan([store_k]), plan([store_v]))
+    launched = [rotate, [store_k], [store_v]]
+    return TwoStreamPlan(whole, *(RopePlan(rotation, p, slots, alignment) for p in launched))
 
 
 def _plan_store_mla(
-    arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, skip_slot: int | None
+    arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, skip_slot: int
 ) -> RopePlan:
     checks.require_arrays(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
-    checks.require_same_device(arguments)
     rotation = _rotation(_ROPE_STORE_MLA, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _ROPE_KEY_NAMES, rotation)
     latent, rope_key = checks.mla_operands(arguments)
-    slots = _slots(_ROPE_STORE_MLA, arguments, latent, rotation, skip_slot)
-    parts = _parts(query, key, rope_key, latent)
+    slots = _slots(arguments, latent, rotation, skip_slot)
     alignment |= rope_key.cache_offset_bytes & 15
-    return RopePlan(_ROPE_STORE_MLA, _library(arguments), rotation, parts, slots, alignment)
-
-
-def _library(arguments: dict[str, Any]) -> str:
-    """Return whose current stream None stands for."""
-    names = ("query", "key", "rope_key", "positions")
-    library: str = next(arguments[name].library for name in names if name in arguments)
-    return library
+    return RopePlan(rotation, _parts(query, key, rope_key, latent), slots, alignment)
 
 
 def _slots(
-    operation: Operation,
-    arguments: dict[str, Any],
-    v: KVOperand,
-    rotation: Rotation,
-    skip_slot: int | None,
+    arguments: dict[str, Any], v: KVOperand, rotation: Rotation, skip_slot: int
 ) -> Slots:
     """Check the slots, and the rows that are not rotated."""
     slots, name = arguments["slot_mapping"], v.names.rows
-    checks.indices(slots, "slot_mapping")
-    if slots.shape[0] > rotation.num_tokens:
-        raise ValueError(
-            f"slot_mapping: expected at most {rotation.num_tokens} slots, one per position, "
-            f"got {slots.shape[0]}"
-        )
-    checks.require_rows(v, slots.shape[0])
+    num_slots = checks.length_of(slots, "slot_mapping")
+    if num_slots > rotation.num_tokens:
+        most = f"at most {rotation.num_tokens} slots, one per position"
+        raise ValueError(f"slot_mapping: expected {most}, got {num_slots}")
+    checks.require_rows(v, num_slots)
     if v.rows_format.name not in ROTATED:
         raise TypeError(f"{name}: expected {', '.join(ROTATED)}, got {describe(arguments[name])}")
-    fault_id = faults.operation_id(operation.name, "slot_mapping")
-    return Slots(slots, -1 if skip_slot is None else skip_slot, fault_id)
+    return Slots(slots, skip_slot, faults.operation_id(rotation.operation.name, "slot_mapping"))
 
 
 def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation) -> Rotated | None:
@@ -577,6 +538,7 @@ def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation)
 def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOptions) -> Rotation:
     """Check the table, the positions and how pairs use them."""
     interleaved, sections, sections_interleaved, eps = rotary
+    checks.require_same_device(arguments)
     checks.require_arrays(arguments, ("rope_table", "positions"))
     table, positions = arguments["rope_table"], arguments["positions"]
     if table.format != "fp32":
@@ -599,9 +561,11 @@ def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOpt
     if not eps >= 0:
         raise ValueError(f"eps: expected at least 0, got {eps!r}")
     epsilon = float(eps) if eps <= np.finfo(np.float32).max else math.inf
+    names = ("query", "key", "rope_key", "positions")
+    library = next(arguments[name].library for name in names if name in arguments)
     return Rotation(
-        table, positions, bool(interleaved), sections, bool(sections_interleaved), epsilon,
-        faults.operation_id(operation.name, "positions"),
+        operation, library, table, positions, bool(interleaved), sections,
+        bool(sections_interleaved), epsilon, faults.operation_id(operation.name, "positions"),
     )  # fmt: skip
 
 
@@ -635,15 +599,19 @@ class Part(NamedTuple):
     reports: int = REPORT_POSITIONS | REPORT_SLOTS
 
     @property
+    def rotated(self) -> list[Rotated]:
+        return [rotated for rotated in (self.query, self.key) if rotated is not None]
+
+    @property
+    def stored(self) -> list[KVOperand]:
+        return [stored for stored in (self.k, self.v) if stored is not None]
+
+    @property
     def reduces(self) -> bool:
         """Whether whole rows must be known first: for RMSNorm, or for dynamic scales."""
-        for stored in (self.k, self.v):
-            if stored is not None and stored.scale_cache is not None:
-                return True
-        for rotated in (self.query, self.key):
-            if rotated is not None and rotated.norm is not None and self.rotates:
-                return True
-        return False
+        if any(stored.scale_cache is not None for stored in self.stored):
+            return True
+        return self.rotates and any(rotated.norm is not None for rotated in self.rotated)
 
     @property
     def formats(self) -> tuple[Format, Format]:
@@ -654,9 +622,11 @@ class Part(NamedTuple):
             return stored.rows_format, stored.cache_format
         return rotated.format, stored.cache_format if stored else rotated.format
 
-    def pointers(self) -> dict[str, Any]:
-        """Return the argument whose address each pointer field takes; the slots come with these."""
+    def pointers(self, *, stores: bool) -> dict[str, Any]:
+        """Return the argument whose address each pointer field takes, in a call that stores."""
         bound: dict[str, Any] = {"table": "rope_table", "positions": "positions"}
+        if stores:
+            bound["slots"] = "slot_mapping"
         if self.query is not None:
             bound |= self.query.pointers("query")
         if self.key is not None:
@@ -703,8 +673,6 @@ class RopePlan(Plan):
 
     def __init__(
         self,
-        operation: Operation,
-        library: str,
         rotation: Rotation,
         parts: list[Part],
         slots: Slots | None,
@@ -712,30 +680,21 @@ class RopePlan(Plan):
         *,
         loads: bool = True,
     ) -> None:
-        super().__init__(operation, devices.get(rotation.positions.device), library)
+        device = devices.get(rotation.positions.device)
+        super().__init__(rotation.operation, device, rotation.library)
         self.rotation, self.parts, self.slots = rotation, parts, slots
-        if rotation.num_tokens == 0 or not loads:
-            return
-        try:
-            for part in parts:
-                self.launches.append(self._launch(part, alignment))
-        except CompileError as cause:
-            self.cause = cause
+        if loads and rotation.num_tokens:
+            self.load(self._launch(part, alignment) for part in parts)
 
     def touched(self, views: Views) -> Views:
         """Return what the parts touch: the rows of the tokens there are, caches by pages."""
         tokens = self.rotation.num_tokens
         touched: Views = {}
         for part in self.parts:
-            pointers = part.pointers()
-            if self.slots is not None:
-                pointers["slots"] = "slot_mapping"
-            for source in pointers.values():
+            for source in part.pointers(stores=self.slots is not None).values():
                 name = source if isinstance(source, str) else source[0]
                 touched.setdefault(name, views[name])
-            for rotated in (part.query, part.key):
-                if rotated is None:
-                    continue
+            for rotated in part.rotated:
                 names, rows, out = rotated.names, rotated.rows, rotated.out
                 if not part.rotates and out is not None:  # read from where they were written
                     touched.pop(names.out, None)
@@ -744,72 +703,72 @@ class RopePlan(Plan):
                 touched[names.rows] = _rows_view(rows, tokens, views[names.rows])
                 if out is not None:
                     touched[names.out] = _rows_view(out, tokens, views[names.out])
-            for operand in (part.k, part.v):
-                if operand is not None and operand.names.cache != "cache":  # not shared by both
+            for operand in part.stored:
+                if operand.names.cache != "cache":  # not shared by both
                     touched[operand.names.cache] = operand.cache_view(views)
             if part.v is not None and self.slots is not None:
-                stored = self.slots.view.shape[0]
-                touched[part.v.names.rows] = part.v.rows_view(views, stored)
+                rows_view = part.v.rows_view(views, self.slots.view.shape[0])
+                touched[part.v.names.rows] = rows_view
         return {name: touched[name] for name in self.operation.names if name in touched}
 
     def label(self, output: str, accessed: Views) -> str:
         """Name an output as the caller does: what is written in place is query or key itself."""
         for part in self.parts:
-            for rotated in (part.query, part.key):
-                if rotated is not None and output == rotated.names.out:
+            for rotated in part.rotated:
+                if output == rotated.names.out:
                     return output if rotated.names.rows in accessed else rotated.names.rows
         return output
 
     def written_slots(self, output: str, views: Views) -> ArrayView | None:
         """Return the slots, for caches and their scales."""
         for part in self.parts:
-            for operand in (part.k, part.v):
-                if operand and output in (operand.names.cache, operand.names.scale_cache):
+            for operand in part.stored:
+                if output in (operand.names.cache, operand.names.scale_cache):
                     return views["slot_mapping"]
         return None
 
     def fallback(self, views: Views) -> None:
         """Rotate and store with array code."""
         device, rotation = self.device, self.rotation
-        table, positions = views["rope_table"], views["positions"]
-        valid = _valid_tokens(device, rotation, positions)
+        positions = device.carrier(views["positions"])
+        positions = positions if positions.ndim == 2 else positions[None]  # by axis and token
+        outside = (positions < 0) | (positions >= rotation.table.shape[0])
         if any(part.reports & REPORT_POSITIONS for part in self.parts):
-            _report_positions(device, rotation, positions)
+            bad = outside.any(axis=0).nonzero()[0]
+            if len(bad):
+                token = bad[0]
+                axis = outside[:, token].argmax()  # one fault per token: its first such position
+                value = positions[axis, token]
+                fallback.note_fault(device, len(bad), rotation.fault_id, token, value)
+        valid = ~outside.any(axis=0)
+        angles = _angles(rotation, device.carrier(views["rope_table"]), positions[:, valid])
         for part in self.parts:
-            rotated_key = None
-            for rotated in (part.query, part.key):
-                if rotated is None:
-                    continue
-                names, rows = rotated.names, views[rotated.names.rows]
-                bits = device.carrier(rows).copy()
+            bits: Any = None
+            for rotated in part.rotated:  # the key last
+                names = rotated.names
+                bits = device.carrier(views[names.rows]).copy()
                 if part.rotates:
-                    norm = views[names.norm] if rotated.norm is not None else None
-                    bits[valid] = _rotated_rows(
-                        device, rotation, rows, norm, table, positions, valid
-                    )
+                    norm = device.carrier(views[names.norm]) if rotated.norm is not None else None
+                    bits[valid] = _rotated_rows(rotation, rotated, bits[valid], norm, *angles)
                     if rotated.out is not None:
                         device.carrier(views[names.out])[valid] = bits[valid]
-                if rotated is part.key:
-                    rotated_key = bits
             if self.slots is not None:
-                self._store(part, views, rotated_key, valid)
+                self._store(part, views, bits, valid)
 
     def _store(self, part: Part, views: Views, key: Any, valid: Any) -> None:
         """Store the rotated key and the value, with array code."""
         assert self.slots is not None
         device, slots = self.device, views["slot_mapping"]
         count, skip_slot = slots.shape[0], self.slots.skip_slot
-        operand = part.k or part.v
-        if operand is not None and part.reports & REPORT_SLOTS:
-            report_slots(
-                device, slots, operand.cache.num_slots, skip_slot, self.slots.fault_id,
-                valid[:count],
-            )  # fmt: skip
+        valid = valid[:count]
+        if part.stored and part.reports & REPORT_SLOTS:
+            num_slots = part.stored[0].cache.num_slots
+            report_slots(device, slots, num_slots, skip_slot, self.slots.fault_id, valid)
         if part.k is not None:
-            store_rows(device, part.k, key[:count], views, slots, skip_slot, valid[:count])
+            store_rows(device, part.k, key[:count], views, slots, skip_slot, valid)
         if part.v is not None:
             rows = device.carrier(views[part.v.names.rows])
-            store_rows(device, part.v, rows, views, slots, skip_slot, valid[:count])
+            store_rows(device, part.v, rows, views, slots, skip_slot, valid)
 
     def _launch(self, part: Part, alignment: int) -> Launch:
         """Load and lay out the launch of one part."""
