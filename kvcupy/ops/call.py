@@ -115,12 +115,9 @@ class Operation:
         return self.name
 
     def run(
-        self,
-        arguments: Mapping[str, Any],
-        options: tuple[Any, ...],
-        make: Callable[..., Plan],
+        self, arguments: Mapping[str, Any], options: tuple[Any, ...], make: Callable[..., Any],
         stream: Any,
-    ) -> list[Any]:
+    ) -> list[Any]:  # fmt: skip
         """Prepare a call, run it, and return the outputs that it may allocate."""
         plan, pointers, arrays = self.prepare(arguments, options, make)
         if plan.allocated:
@@ -271,10 +268,10 @@ class Plan(abc.ABC):
         self._allowed: tuple[int, ...] | None = None  # the addresses of the last call
         self._writes_tensors: bool | None = None
 
-    def load(self, launches: Iterable[Launch]) -> None:
-        """Keep the launches as they are made, or why one of their kernels cannot be compiled."""
+    def load(self, make: Callable[[], list[Launch]]) -> None:
+        """Take the launches, or note why one of their kernels cannot be compiled."""
         try:
-            self.launches.extend(launches)
+            self.launches = make()
         except CompileError as cause:
             self.cause = cause
 
@@ -439,16 +436,11 @@ class Launch:
     """
 
     def __init__(
-        self,
-        device: Device,
-        specialisation: Specialisation,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        smem_bytes: int,
+        self, device: Device, specialisation: Specialisation,
+        grid: tuple[int, int, int], block: tuple[int, int, int], smem_bytes: int,
         params: Mapping[str, Any] | np.ndarray[Any, Any],
-        pointers: Mapping[str, Pointer],
-        names: tuple[str, ...],
-    ) -> None:
+        pointers: Mapping[str, Pointer], names: tuple[str, ...],
+    ) -> None:  # fmt: skip
         self.device = device
         self.grid, self.block, self.smem_bytes = grid, block, smem_bytes
         kernel = specialisation.kernel
@@ -459,13 +451,9 @@ class Launch:
         self.function = device.load(specialisation)
 
     def enqueue(
-        self,
-        addresses: tuple[int, ...],
-        stream: Stream,
-        keep: Sequence[object],
-        grid: tuple[int, int, int] | None = None,
-        constants: bytes | None = None,
-    ) -> None:
+        self, addresses: tuple[int, ...], stream: Stream, keep: Sequence[object],
+        grid: tuple[int, int, int] | None = None, constants: bytes | None = None,
+    ) -> None:  # fmt: skip
         """Launch on a stream; `keep` lives until the kernel has run.
 
         Parameters
@@ -485,11 +473,9 @@ class Launch:
 
 @lru_cache(maxsize=1024)
 def _bind(
-    dtype: np.dtype[Any],
-    num_pointers: int,
-    pointers: tuple[tuple[str, Pointer], ...],
+    dtype: np.dtype[Any], num_pointers: int, pointers: tuple[tuple[str, Pointer], ...],
     names: tuple[str, ...],
-) -> tuple[struct.Struct, Callable[[Any], tuple[int, ...]], tuple[int, ...], Any]:
+) -> tuple[struct.Struct, Callable[[Any], tuple[int, ...]], tuple[int, ...], Any]:  # fmt: skip
     """Resolve the names of addresses to positions.
 
     Returns

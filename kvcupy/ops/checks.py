@@ -28,6 +28,14 @@ class Rows(NamedTuple):
     token_bytes: int
     head_bytes: int
 
+    def of(self, whole: ArrayView, num_tokens: int) -> ArrayView:
+        """Return the first rows of an argument, (num_tokens, heads, width)."""
+        shape = (num_tokens, self.num_heads, self.width)
+        strides = (self.token_bytes, self.head_bytes, whole.itemsize)
+        return ArrayView(
+            whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner
+        )
+
 
 class Cache(NamedTuple):
     """A cache by byte strides. A slot is `page * page_size + offset`."""
@@ -197,15 +205,6 @@ class KVOperand(NamedTuple):
         head_bytes = self.cache.head_bytes if self.cache.num_heads > 1 else 0
         return [self.cache.page_bytes, self.cache.offset_bytes, head_bytes]
 
-    def rows_view(self, views: Mapping[str, ArrayView], num_tokens: int) -> ArrayView:
-        """Return the first rows, (num_tokens, heads, width)."""
-        whole, rows = views[self.names.rows], self.rows
-        shape = (num_tokens, rows.num_heads, rows.width)
-        strides = (rows.token_bytes, rows.head_bytes, self.rows_format.itemsize)
-        return ArrayView(
-            whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner
-        )
-
     def cache_view(self, views: Mapping[str, ArrayView]) -> ArrayView:
         """Return the cache by pages, (num_pages, page_size, heads, width)."""
         whole, cache = views[self.names.cache], self.cache
@@ -241,12 +240,9 @@ class KVOperand(NamedTuple):
 
 
 def kv_operands(
-    arguments: Mapping[str, Any],
-    layout: Any,
-    names: tuple[KVNames, KVNames] = (K, V),
-    *,
+    arguments: Mapping[str, Any], layout: Any, names: tuple[KVNames, KVNames] = (K, V), *,
     into_cache: bool = True,
-) -> tuple[KVOperand, KVOperand]:
+) -> tuple[KVOperand, KVOperand]:  # fmt: skip
     """Check K and V rows, their caches and scales, and that they fit together.
 
     Parameters
@@ -298,10 +294,10 @@ def _kv_operand(
             f"{names.rows}, got {describe(cache_view)} ({layout})"
         )
     own_scale = scale(static, names.scale, own_rows.num_heads, cache_format)
-    beside = names.scale, static
     own_scales = scale_cache(
-        dynamic, names.scale_cache, beside, own_cache, cache_format, written=into_cache
-    )
+        dynamic, names.scale_cache, (names.scale, static), own_cache, cache_format,
+        written=into_cache,
+    )  # fmt: skip
     return KVOperand(own_rows, own_cache, rows_format, cache_format, own_scale, own_scales, names)
 
 
@@ -389,14 +385,9 @@ def scale(argument: Any, name: str, num_heads: int, target: Format) -> Scale:
 
 
 def scale_cache(
-    argument: Any,
-    name: str,
-    static: tuple[str, Any],
-    target: Cache,
-    format: Format,
-    *,
+    argument: Any, name: str, static: tuple[str, Any], target: Cache, format: Format, *,
     written: bool = True,
-) -> ArrayView | None:
+) -> ArrayView | None:  # fmt: skip
     """Check the cache of dynamic scales, float32 (num_slots, num_heads).
 
     Parameters

@@ -9,7 +9,6 @@ import numpy as np
 
 from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
-from ..devices.protocol import Device
 from ..formats import FORMATS, Format
 from ..kernels import Kernel, Specialisation
 from . import call, checks, fallback
@@ -160,8 +159,8 @@ def apply_rope(
         "rope_table": rope_table, "query_norm": query_norm, "key_norm": key_norm,
         "positions": positions,
     }  # fmt: skip
-    if isinstance(sections, list):
-        sections = tuple(sections)  # options are hashed
+    if sections is not None:
+        sections = _hashable(sections)
     options = ((interleaved, sections, sections_interleaved, eps),)
     _APPLY_ROPE.run(arguments, options, _plan_rotation, stream)
 
@@ -265,14 +264,13 @@ def rope_store_kv(
         "slot_mapping": slot_mapping, "k_scale": k_scale, "v_scale": v_scale,
         "k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache,
     }  # fmt: skip
-    if isinstance(sections, list):
-        sections = tuple(sections)  # options are hashed
+    if sections is not None:
+        sections = _hashable(sections)
     options = ((interleaved, sections, sections_interleaved, eps), layout, skip_slot)
     if alt_stream is None:
         _ROPE_STORE_KV.run(arguments, options, _plan_store, stream)
     else:
-        options = (*options, True)
-        three, pointers, arrays = _ROPE_STORE_KV.prepare(arguments, options, _plan_store)
+        three, pointers, arrays = _ROPE_STORE_KV.prepare(arguments, (*options, True), _plan_store)
         three.run(pointers, arrays, stream, alt_stream)
 
 
@@ -335,6 +333,11 @@ def rope_store_mla(
     _ROPE_STORE_MLA.run(arguments, options, _plan_store_mla, stream)
 
 
+def _hashable(sections: Any) -> Any:
+    """Return a list of sections as a tuple, which can be part of a signature."""
+    return tuple(sections) if isinstance(sections, list) else sections
+
+
 # --- Checks ---------------------------------------------------------------------------------------
 
 
@@ -359,13 +362,6 @@ class Rotated(NamedTuple):
     out: Rows | None
     format: Format
     norm: ArrayView | None
-
-    @property
-    def strides(self) -> list[int]:
-        strides = [self.rows.token_bytes, self.rows.head_bytes]
-        if self.out is not None:
-            strides += [self.out.token_bytes, self.out.head_bytes]
-        return strides
 
     def pointers(self, field: str) -> dict[str, str]:
         """Return what the pointer fields `query`, `query_out` and `query_norm` take, or key's."""
@@ -441,13 +437,9 @@ def _plan_rotation(arguments: dict[str, Any], alignment: int, rotary: RotaryOpti
 
 
 def _plan_store(
-    arguments: dict[str, Any],
-    alignment: int,
-    rotary: RotaryOptions,
-    layout: Any,
-    skip_slot: int,
+    arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, layout: Any, skip_slot: int,
     two_streams: bool = False,
-) -> RopePlan | TwoStreamPlan:
+) -> RopePlan | TwoStreamPlan:  # fmt: skip
     checks.require_arrays(arguments, ("key", "value", "k_cache", "v_cache", "slot_mapping"))
     rotation = _rotation(_ROPE_STORE_KV, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
@@ -480,9 +472,7 @@ def _plan_store_mla(
     return RopePlan(rotation, _parts(query, key, rope_key, latent), slots, alignment)
 
 
-def _slots(
-    arguments: dict[str, Any], v: KVOperand, rotation: Rotation, skip_slot: int
-) -> Slots:
+def _slots(arguments: dict[str, Any], v: KVOperand, rotation: Rotation, skip_slot: int) -> Slots:
     """Check the slots, and the rows that are not rotated."""
     slots, name = arguments["slot_mapping"], v.names.rows
     num_slots = checks.length_of(slots, "slot_mapping")
@@ -672,19 +662,14 @@ class RopePlan(Plan):
     """
 
     def __init__(
-        self,
-        rotation: Rotation,
-        parts: list[Part],
-        slots: Slots | None,
-        alignment: int,
-        *,
+        self, rotation: Rotation, parts: list[Part], slots: Slots | None, alignment: int, *,
         loads: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         device = devices.get(rotation.positions.device)
         super().__init__(rotation.operation, device, rotation.library)
         self.rotation, self.parts, self.slots = rotation, parts, slots
         if loads and rotation.num_tokens:
-            self.load(self._launch(part, alignment) for part in parts)
+            self.load(lambda: [self._launch(part, alignment) for part in parts])
 
     def touched(self, views: Views) -> Views:
         """Return what the parts touch: the rows of the tokens there are, caches by pages."""
@@ -698,17 +683,17 @@ class RopePlan(Plan):
                 names, rows, out = rotated.names, rotated.rows, rotated.out
                 if not part.rotates and out is not None:  # read from where they were written
                     touched.pop(names.out, None)
-                    touched[names.rows] = _rows_view(out, tokens, views[names.out])
+                    touched[names.rows] = out.of(views[names.out], tokens)
                     continue
-                touched[names.rows] = _rows_view(rows, tokens, views[names.rows])
+                touched[names.rows] = rows.of(views[names.rows], tokens)
                 if out is not None:
-                    touched[names.out] = _rows_view(out, tokens, views[names.out])
+                    touched[names.out] = out.of(views[names.out], tokens)
             for operand in part.stored:
                 if operand.names.cache != "cache":  # not shared by both
                     touched[operand.names.cache] = operand.cache_view(views)
             if part.v is not None and self.slots is not None:
-                rows_view = part.v.rows_view(views, self.slots.view.shape[0])
-                touched[part.v.names.rows] = rows_view
+                name = part.v.names.rows
+                touched[name] = part.v.rows.of(views[name], self.slots.view.shape[0])
         return {name: touched[name] for name in self.operation.names if name in touched}
 
     def label(self, output: str, accessed: Views) -> str:
@@ -728,7 +713,6 @@ class RopePlan(Plan):
         return None
 
     def fallback(self, views: Views) -> None:
-        """Rotate and store with array code."""
         device, rotation = self.device, self.rotation
         positions = device.carrier(views["positions"])
         positions = positions if positions.ndim == 2 else positions[None]  # by axis and token
@@ -756,7 +740,6 @@ class RopePlan(Plan):
                 self._store(part, views, bits, valid)
 
     def _store(self, part: Part, views: Views, key: Any, valid: Any) -> None:
-        """Store the rotated key and the value, with array code."""
         assert self.slots is not None
         device, slots = self.device, views["slot_mapping"]
         count, skip_slot = slots.shape[0], self.slots.skip_slot
@@ -771,23 +754,11 @@ class RopePlan(Plan):
             store_rows(device, part.v, rows, views, slots, skip_slot, valid)
 
     def _launch(self, part: Part, alignment: int) -> Launch:
-        """Load and lay out the launch of one part."""
         device, rotation = self.device, self.rotation
         params = rotation.params()
         params["reports"] = part.reports
-        pointers = part.pointers()
         strides = [rotation.table.strides[0]]
         num_heads, head_dim, v_width = 0, 0, 0
-        if part.query is not None:
-            rows, out = part.query.rows, part.query.out
-            assert out is not None
-            params["query_token_bytes"], params["query_head_bytes"] = rows[3:]
-            params["query_out_token_bytes"], params["query_out_head_bytes"] = out[3:]
-            params["num_q_heads"], head_dim = rows.num_heads, rows.width
-            num_heads += rows.num_heads
-            strides += part.query.strides
-        if self.slots is not None:
-            pointers["slots"] = "slot_mapping"
         for field, stored in (("k", part.k), ("v", part.v)):
             if stored is None or self.slots is None:
                 continue
@@ -799,22 +770,28 @@ class RopePlan(Plan):
             half_words = stored.cache_format.itemsize == 1 and not pairs_together
             strides += stored.row_strides
             strides += [(2 if half_words else 1) * stride for stride in stored.cache_strides]
-            params["num_stored"] = slots.shape[0]
-            params["slot_stride_bytes"], params["slot_bytes"] = slots.strides[0], slots.itemsize
-            params["num_slots"], params["skip_slot"] = cache.num_slots, self.slots.skip_slot
-            params["page_size"], params["page_shift"] = cache.page_size, cache.page_shift
-            params["slot_operation"] = self.slots.fault_id
-        if part.key is not None:
-            rows, out = part.key.rows, part.key.out
+            params |= {
+                "num_stored": slots.shape[0], "slot_stride_bytes": slots.strides[0],
+                "slot_bytes": slots.itemsize, "num_slots": cache.num_slots,
+                "skip_slot": self.slots.skip_slot, "slot_operation": self.slots.fault_id,
+                "page_size": cache.page_size, "page_shift": cache.page_shift,
+            }  # fmt: skip
+        for name, field, count, rotated in (
+            ("query", "query_", "num_q_heads", part.query), ("key", "k.", "num_k_heads", part.key),
+        ):  # fmt: skip
+            if rotated is None:
+                continue
+            rows, out = rotated.rows, rotated.out
             source = rows if part.rotates or out is None else out
-            params["k.token_bytes"] = source.token_bytes
-            params["k.head_bytes"] = source.head_bytes
+            params[f"{field}token_bytes"], params[f"{field}head_bytes"] = source[3:]
             if out is not None:
-                params["key_out_token_bytes"] = out.token_bytes
-                params["key_out_head_bytes"] = out.head_bytes
-            params["num_k_heads"], head_dim = rows.num_heads, rows.width
+                params[f"{name}_out_token_bytes"], params[f"{name}_out_head_bytes"] = out[3:]
+                strides += out[3:]
+            params[count], head_dim = rows.num_heads, rows.width
             num_heads += rows.num_heads
-            strides += part.key.strides
+            strides += rows[3:]
+            if rotated.norm is not None and rotated.norm.format == "fp32":
+                params["norm_is_float"] = True
         if part.v is not None:
             v_width = part.v.rows.width
             params["num_v_heads"] = part.v.rows.num_heads
@@ -823,37 +800,22 @@ class RopePlan(Plan):
         pairs = rotation.dim // 2 if part.rotates and head_dim else 0
         unrotated = head_dim - 2 * pairs
         params["head_dim"], params["rotary_dim"] = head_dim, 2 * pairs
-        for rotated in (part.query, part.key):
-            if rotated is not None and rotated.norm is not None and rotated.norm.format == "fp32":
-                params["norm_is_float"] = True
-
         whole = pairs % _PACK == 0 and unrotated % _PACK == 0 and v_width % _PACK == 0
-        count = _PACK if whole and widest((alignment, *map(abs, strides))) == 16 else 1
+        pack = _PACK if whole and call.widest((alignment, *map(abs, strides))) == 16 else 1
         num_rows = rotation.num_tokens * num_heads
-        require_countable(num_rows, "positions")
-        units = max(pairs, unrotated, (v_width + 1) // 2) // count
-        geometry = spread(
-            num_rows,
-            max(1, units),
-            device.sm_count,
-            warp_lanes=device.warp_lanes,
-            whole_warps=True,
-            max_lanes=32,
-        )
+        call.require_countable(num_rows, "positions")
+        units = max(pairs, unrotated, (v_width + 1) // 2) // pack
+        geometry = call.spread(
+            num_rows, max(1, units), device.sm_count,
+            warp_lanes=device.warp_lanes, whole_warps=True, max_lanes=32,
+        )  # fmt: skip
         params["num_rows"], params["lane_shift"] = num_rows, geometry.lane_shift
-        specialisation = _specialise(*part.formats, count, part.reduces)
+        specialisation = _specialise(*part.formats, pack, part.reduces)
+        pointers = part.pointers(stores=self.slots is not None)
         return Launch(
             device, specialisation, geometry.grid, geometry.block, 0, params, pointers,
             self.operation.names,
         )  # fmt: skip
-
-
-def _rows_view(rows: Rows, num_tokens: int, whole: ArrayView) -> ArrayView:
-    shape = (num_tokens, rows.num_heads, rows.width)
-    if whole.shape == shape:
-        return whole
-    strides = (rows.token_bytes, rows.head_bytes, whole.itemsize)
-    return ArrayView(whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner)
 
 
 class TwoStreamPlan:
@@ -862,17 +824,16 @@ class TwoStreamPlan:
     Parameters
     ----------
     whole : all three together, for the checks of addresses
+    parts : of the rotation, the K copy and the V copy
     """
 
-    def __init__(
-        self, whole: RopePlan, rotate: RopePlan, store_k: RopePlan, store_v: RopePlan
-    ) -> None:
-        self.whole, self.rotate, self.store_k, self.store_v = whole, rotate, store_k, store_v
+    def __init__(self, whole: RopePlan, *parts: RopePlan) -> None:
+        self.whole, self.parts = whole, parts
         self.used_at = 0
 
     def settle(self, views: Views) -> None:
         """Prepare the checks, and let go of the call for which this was made."""
-        for plan in (self.whole, self.rotate, self.store_k, self.store_v):
+        for plan in (self.whole, *self.parts):
             plan.settle(views)
 
     def run(
@@ -880,63 +841,37 @@ class TwoStreamPlan:
     ) -> None:
         """Issue the three launches and the events between them."""
         device, library = self.whole.device, self.whole.library
+        rotate, store_k, store_v = self.parts
         main = device.as_stream(stream, library)
         other = device.as_stream(alt_stream, library, "alt_stream")
         self.whole.check(pointers, arrays)
-        if any(plan.cause is not None for plan in (self.rotate, self.store_k, self.store_v)):
+        if any(plan.cause is not None for plan in self.parts):
             for each in (main, other):
-                device.check_fallback(self.rotate.operation.name, each)
-        self.rotate.issue(pointers, arrays, main)
+                device.check_fallback(self.whole.operation.name, each)
+        rotate.issue(pointers, arrays, main)
         streams.fork(main, other)
-        self.store_k.issue(pointers, arrays, main)
-        self.store_v.issue(pointers, arrays, other)
+        store_k.issue(pointers, arrays, main)
+        store_v.issue(pointers, arrays, other)
         streams.join(main, other)
 
 
 # --- The fallback of a rotation -------------------------------------------------------------------
 
 
-def _valid_tokens(device: Device, rotation: Rotation, positions: ArrayView) -> Any:
-    """Return which tokens have all their positions inside the table."""
-    numbers = device.carrier(positions)
-    inside = (numbers >= 0) & (numbers < rotation.table.shape[0])
-    return inside.all(axis=0) if inside.ndim == 2 else inside
-
-
-def _report_positions(device: Device, rotation: Rotation, positions: ArrayView) -> None:
-    """Note the positions outside the table in the device's fault record."""
-    numbers = device.carrier(positions)
-    numbers = numbers if numbers.ndim == 2 else numbers[None]
-    outside = (numbers < 0) | (numbers >= rotation.table.shape[0])
-    bad = outside.any(axis=0).nonzero()[0]
-    if len(bad):
-        token = bad[0]
-        axis = outside[:, token].argmax()  # one fault per token: its first such position
-        fallback.note_fault(device, len(bad), rotation.fault_id, token, numbers[axis, token])
-
-
 @fallback.QUIET
 def _rotated_rows(
-    device: Device,
-    rotation: Rotation,
-    rows: ArrayView,
-    norm: ArrayView | None,
-    table: ArrayView,
-    positions: ArrayView,
-    valid: Any,
+    rotation: Rotation, rotated: Rotated, bits: Any, norm: Any, cos: Any, sin: Any
 ) -> Any:
-    """Return the rows of the valid tokens rotated, as bits of their own format.
+    """Return rows rotated, as bits of their own format.
 
     In float64, where the products are exact, so that nothing cancels that a kernel keeps.
     """
-    bits = device.carrier(rows)[valid]
-    values = fallback.decode(bits, rows.format)
+    values = fallback.decode(bits, rotated.format.name)
     xp = fallback.module_of(values)
-    if norm is not None:
+    if rotated.norm is not None:
         mean = (values * values).mean(axis=-1, keepdims=True, dtype=xp.float32)
-        weight = fallback.decode(device.carrier(norm), norm.format)
+        weight = fallback.decode(norm, rotated.norm.format)
         values = values / xp.sqrt(mean + xp.float32(rotation.epsilon)) * weight
-    cos, sin = _angles(device, rotation, table, positions, valid)
     half = rotation.dim // 2
     if rotation.interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
@@ -946,22 +881,17 @@ def _rotated_rows(
     values[..., first] = x * cos - y * sin
     values[..., second] = y * cos + x * sin
     changed = slice(None) if norm is not None else slice(0, 2 * half)
-    bits[..., changed] = fallback.encode(values[..., changed], rows.format)
+    bits[..., changed] = fallback.encode(values[..., changed], rotated.format.name)
     return bits
 
 
-def _angles(
-    device: Device, rotation: Rotation, table: ArrayView, positions: ArrayView, valid: Any
-) -> tuple[Any, Any]:
-    """Return cos and sin, (tokens, 1, pairs)."""
-    rows = device.carrier(table)
-    numbers = device.carrier(positions)
+def _angles(rotation: Rotation, table: Any, positions: Any) -> tuple[Any, Any]:
+    """Return cos and sin, (tokens, 1, pairs), of positions by axis and token."""
     half = rotation.dim // 2
+    by_axis = table[positions]  # (axes, tokens, rotary_dim)
     if rotation.sections is None:
-        chosen = rows[numbers[valid]]
-        return chosen[:, None, :half], chosen[:, None, half:]
-    xp = fallback.module_of(rows)
-    by_axis = rows[numbers[:, valid]]  # (3, tokens, rotary_dim)
+        return by_axis[0, :, None, :half], by_axis[0, :, None, half:]
+    xp = fallback.module_of(table)
     axis = xp.asarray(pair_axes(half, rotation.sections, rotation.sections_interleaved))
     pairs = xp.arange(half)
     cos, sin = by_axis[axis, :, pairs].T, by_axis[axis, :, half + pairs].T

@@ -348,22 +348,16 @@ class _CacheRowsPlan(Plan):
     """
 
     def __init__(
-        self,
-        operation: Operation,
-        library: str,
-        k: KVOperand,
-        v: KVOperand,
-        slots: tuple[str, ArrayView],
-        skip_slot: int,
-        alignment: int,
-    ) -> None:
+        self, operation: Operation, library: str, k: KVOperand, v: KVOperand,
+        slots: tuple[str, ArrayView], skip_slot: int, alignment: int,
+    ) -> None:  # fmt: skip
         self.slots_name, view = slots
         super().__init__(operation, devices.get(view.device), library)
         self.k, self.v, self.skip_slot = k, v, skip_slot
         self.fault_id = faults.operation_id(operation.name, self.slots_name)
         self.num_tokens = view.shape[0]
         if self.num_tokens:
-            self.load(self._launch(operands, view, alignment) for operands in self._groups())
+            self.load(lambda: [self._launch(each, view, alignment) for each in self._groups()])
 
     @abc.abstractmethod
     def kernel_of(self, operand: KVOperand) -> Kernel:
@@ -377,7 +371,8 @@ class _CacheRowsPlan(Plan):
         """Return rows by tokens and caches by pages."""
         touched = dict(views)
         for operand in (self.k, self.v):
-            touched[operand.names.rows] = operand.rows_view(views, self.num_tokens)
+            name = operand.names.rows
+            touched[name] = operand.rows.of(views[name], self.num_tokens)
             if self.k.names.cache != self.v.names.cache:  # else both together touch all of it
                 touched[operand.names.cache] = operand.cache_view(views)
         return touched
@@ -391,7 +386,6 @@ class _CacheRowsPlan(Plan):
         return [{"k": k}, {"v": v}]
 
     def _launch(self, operands: dict[str, KVOperand], slots: ArrayView, alignment: int) -> Launch:
-        """Load and lay out the launch of "k", "v" or both."""
         device = self.device
         first = next(iter(operands.values()))
         kernel, cache = self.kernel_of(first), first.cache
