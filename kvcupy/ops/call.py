@@ -593,14 +593,9 @@ def widest(numbers: Iterable[int]) -> int:
 
 
 def spread(
-    num_rows: int,
-    words: int,
-    sm_count: int,
-    *,
-    warp_lanes: int = 32,
-    whole_warps: bool = False,
-    max_lanes: int = _MAX_LANES,
-) -> Geometry:
+    num_rows: int, words: int, sm_count: int, *,
+    warp_lanes: int = 32, whole_warps: bool = False, max_lanes: int = _MAX_LANES,
+) -> Geometry:  # fmt: skip
     """Lay threads over `num_rows` rows of `words` words.
 
     Where threads do not run in lockstep (`warp_lanes` 1) each takes a row. Else a row gets one lane
@@ -630,9 +625,8 @@ def require_countable(num_rows: int, name: str) -> None:
     """Raise ValueError for more rows than a kernel counts in an int, with a block to spare."""
     most = 2**31 - 1024
     if num_rows > most:
-        raise ValueError(
-            f"{name}: expected at most {most} rows (tokens times heads), got {num_rows}"
-        )
+        expected = f"at most {most} rows (tokens times heads)"
+        raise ValueError(f"{name}: expected {expected}, got {num_rows}")
 
 
 # --- Aliasing -------------------------------------------------------------------------------------
@@ -711,10 +705,7 @@ def same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
     """Return whether two views have each element at the same distance from their addresses."""
     if a is None or b is None or a.shape != b.shape:
         return False
-    if a.strides == b.strides:
-        return True
-    strides = zip(a.shape, a.strides, b.strides, strict=True)
-    return all(n == 1 or s == t for n, s, t in strides)
+    return all(n == 1 or s == t for n, s, t in zip(a.shape, a.strides, b.strides, strict=True))
 
 
 # --- Outputs that a call allocates ----------------------------------------------------------------
@@ -766,12 +757,9 @@ def _allocator(
     if library != "torch":
         return partial(device.zeros, shape, format)
     torch = sys.modules["torch"]
-    return partial(
-        torch.zeros,
-        shape,
-        dtype=getattr(torch, formats.numpy_dtype(format).name),
-        device="cpu" if device.kind == "host" else device.name,
-    )
+    dtype = getattr(torch, formats.numpy_dtype(format).name)
+    on = "cpu" if device.kind == "host" else device.name
+    return partial(torch.zeros, shape, dtype=dtype, device=on)
 
 
 def in_library(array: Any, like: ArrayView) -> Any:

@@ -77,9 +77,8 @@ def rows(v: ArrayView, name: str) -> Rows:
     """Read an argument as (tokens, heads, width) or (tokens, width)."""
     shape, strides = v.shape, v.strides
     if len(shape) not in (2, 3):
-        raise ValueError(
-            f"{name}: expected (tokens, heads, width) or (tokens, width), got {describe(v)}"
-        )
+        expected = "(tokens, heads, width) or (tokens, width)"
+        raise ValueError(f"{name}: expected {expected}, got {describe(v)}")
     _require_rows_contiguous(v, name)
     if len(shape) == 2:
         return Rows(shape[0], 1, shape[1], strides[0], 0)
@@ -105,10 +104,8 @@ def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool
             strides[0], strides[offset], strides[head],
         )  # fmt: skip
     paged = "page_size, heads" if layout == "NHD" else "heads, page_size"
-    raise ValueError(
-        f"{name}: expected (num_slots, heads, width) or (num_pages, {paged}, width), "
-        f"got {describe(v)}"
-    )
+    expected = f"(num_slots, heads, width) or (num_pages, {paged}, width)"
+    raise ValueError(f"{name}: expected {expected}, got {describe(v)}")
 
 
 def mla_cache(v: ArrayView, name: str) -> Cache:
@@ -120,9 +117,8 @@ def mla_cache(v: ArrayView, name: str) -> Cache:
     if v.ndim == 3:
         pages, page_size, width = v.shape
         return Cache(pages * page_size, max(1, page_size), 1, width, v.strides[0], v.strides[1], 0)
-    raise ValueError(
-        f"{name}: expected (num_slots, width) or (num_pages, page_size, width), got {describe(v)}"
-    )
+    expected = "(num_slots, width) or (num_pages, page_size, width)"
+    raise ValueError(f"{name}: expected {expected}, got {describe(v)}")
 
 
 def layout_name(layout: object) -> str:
@@ -255,21 +251,17 @@ def kv_operands(
     k_names, v_names = names
     k_rows, v_rows = arguments[k_names.rows], arguments[v_names.rows]
     if v_rows.ndim != k_rows.ndim and k_rows.ndim in (2, 3):
-        raise ValueError(
-            f"{v_names.rows}: expected {k_rows.ndim} dimensions as in {k_names.rows} "
-            f"{describe(k_rows)}, got {describe(v_rows)}"
-        )
+        expected = f"{k_rows.ndim} dimensions as in {k_names.rows} {describe(k_rows)}"
+        raise ValueError(f"{v_names.rows}: expected {expected}, got {describe(v_rows)}")
     k = _kv_operand(arguments, layout, k_names, into_cache=into_cache)
     v = _kv_operand(arguments, layout, v_names, into_cache=into_cache)
     if v_rows.ndim != k_rows.ndim or v.rows.num_heads != k.rows.num_heads:
-        raise ValueError(
-            f"{v_names.rows}: expected heads as in {k_names.rows} {describe(k_rows)}, "
-            f"got {describe(v_rows)}"
-        )
+        expected = f"heads as in {k_names.rows} {describe(k_rows)}"
+        raise ValueError(f"{v_names.rows}: expected {expected}, got {describe(v_rows)}")
     if (v.cache.num_slots, v.cache.page_size) != (k.cache.num_slots, k.cache.page_size):
+        expected, got = (describe(arguments[each.cache]) for each in names)
         raise ValueError(
-            f"{v_names.cache}: expected pages as in {k_names.cache} "
-            f"{describe(arguments[k_names.cache])}, got {describe(arguments[v_names.cache])}"
+            f"{v_names.cache}: expected pages as in {k_names.cache} {expected}, got {got}"
         )
     k_flat, v_flat = k.cache.flattened(), v.cache.flattened()
     if k_flat.page_size == v_flat.page_size == 1:
@@ -289,9 +281,9 @@ def _kv_operand(
     if not into_cache:
         require_output(rows_view, names.rows)
     if (own_cache.num_heads, own_cache.width) != (own_rows.num_heads, own_rows.width):
+        expected = f"{own_rows.num_heads} heads of {own_rows.width} like {names.rows}"
         raise ValueError(
-            f"{names.cache}: expected {own_rows.num_heads} heads of {own_rows.width} like "
-            f"{names.rows}, got {describe(cache_view)} ({layout})"
+            f"{names.cache}: expected {expected}, got {describe(cache_view)} ({layout})"
         )
     own_scale = scale(static, names.scale, own_rows.num_heads, cache_format)
     own_scales = scale_cache(

@@ -176,8 +176,7 @@ class MergePlan(Plan):
     def __init__(self, views: Views, allocated: Views, lse_base: str, alignment: int) -> None:
         out_a = views["out_a"]
         super().__init__(_MERGE_STATES, devices.get(out_a.device), out_a.library)
-        self.allocated = allocated
-        self.lse_base = lse_base
+        self.allocated, self.lse_base = allocated, lse_base
         if views["lse_out"].size:
             self.load(lambda: [self._launch(views, alignment)])
 

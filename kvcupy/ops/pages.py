@@ -172,11 +172,10 @@ def _arrays_of(cache: Any) -> Sequence[Any]:
 
 def _require_layers(views: list[ArrayView]) -> None:
     """Raise ValueError for layers of different page counts, or that share bytes."""
-    for v in views[1:]:
-        if v.shape[0] != views[0].shape[0]:
-            raise ValueError(
-                f"cache: expected {views[0].shape[0]} pages in each, got {describe(v)}"
-            )
+    num_pages = views[0].shape[0]
+    for v in views:
+        if v.shape[0] != num_pages:
+            raise ValueError(f"cache: expected {num_pages} pages in each, got {describe(v)}")
     if first_overlap(views) is not None:
         raise ValueError("cache: expected memory of its own, got some of cache's")
 

@@ -166,14 +166,9 @@ def apply_rope(
 
 
 def rotate_query(
-    query: Any,
-    rope_table: Any,
-    positions: Any,
-    *,
-    interleaved: bool = False,
-    query_out: Any = None,
-    stream: Any = None,
-) -> None:
+    query: Any, rope_table: Any, positions: Any, *, interleaved: bool = False,
+    query_out: Any = None, stream: Any = None,
+) -> None:  # fmt: skip
     """Rotate query heads as `apply_rope` does, where the key is cached as it is."""
     arguments = {
         "query": query, "query_out": query if query_out is None else query_out,
@@ -517,8 +512,7 @@ def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation)
     norm = arguments.get(names.norm)
     if norm is not None:
         if norm.format not in ("fp32", v.format):
-            formats = f"fp32 or {v.format}"
-            raise TypeError(f"{names.norm}: expected {formats}, got {describe(norm)}")
+            raise TypeError(f"{names.norm}: expected fp32 or {v.format}, got {describe(norm)}")
         if norm.shape != (rows.width,) or (rows.width > 1 and norm.strides[0] != norm.itemsize):
             shape = f"contiguous ({rows.width},)"
             raise ValueError(f"{names.norm}: expected {shape}, got {describe(norm)}")
@@ -534,9 +528,8 @@ def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOpt
     if table.format != "fp32":
         raise TypeError(f"rope_table: expected float32, got {describe(table)}")
     if table.ndim != 2 or table.shape[1] % 2 or table.shape[1] < 2:
-        raise ValueError(
-            f"rope_table: expected (max_positions, even rotary_dim), got {describe(table)}"
-        )
+        expected = "(max_positions, even rotary_dim)"
+        raise ValueError(f"rope_table: expected {expected}, got {describe(table)}")
     checks.require_contiguous(table, "rope_table")
     if positions.format not in ("int32", "int64"):
         raise TypeError(f"positions: expected int32 or int64, got {describe(positions)}")

@@ -305,10 +305,8 @@ def _plan_gather_kv(
     for operand in (k, v):
         checks.require_rows(operand, slots.shape[0])
         if dtype is not None and operand.rows_format.name != dtype:
-            name = operand.names.rows
-            raise ValueError(
-                f"{name}: expected {dtype} as dtype says, got {describe(arguments[name])}"
-            )
+            name, got = operand.names.rows, describe(arguments[operand.names.rows])
+            raise ValueError(f"{name}: expected {dtype} as dtype says, got {got}")
     library = arguments["k_cache"].library
     plan = GatherPlan(_GATHER_KV, library, k, v, ("slots", slots), -1, alignment)
     plan.allocated = allocated
@@ -325,8 +323,8 @@ def _outputs_to_allocate(arguments: dict[str, Any], layout: Any, dtype: str | No
             continue
         cache = arguments[names.cache]
         format = checks.number_format(cache, names.cache)
-        unquantised = "bf16" if format.quantised else format.name
-        target = dtype or (arguments[other].format if other in arguments else unquantised)
+        default = "bf16" if format.quantised else format.name
+        target = dtype or (arguments[other].format if other in arguments else default)
         if cache.ndim == 2:
             shape = cache.shape[1:]
         else:
