@@ -39,7 +39,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -104,34 +104,26 @@ class Operation:
         self.arguments = arguments
         self.names = tuple([a.name for a in arguments])
         self.outputs = tuple([i for i, a in enumerate(arguments) if a.output])
-        self.in_place = tuple([
-            (i, self.names.index(source))
-            for i, a in enumerate(arguments)
-            for source in a.replaces
-        ])  # fmt: skip
+        self.in_place = tuple(
+            [(i, self.names.index(name)) for i, a in enumerate(arguments) for name in a.replaces]
+        )
         self._words = tuple([i for i, a in enumerate(arguments) if a.words])
-        self._in_order = operator.itemgetter(*self.names)
         self._returned = tuple([i for i, a in enumerate(arguments) if a.allocated])
+        self._in_order = operator.itemgetter(*self.names)
 
     def __str__(self) -> str:
         return self.name
 
     def run(
-        self,
-        arguments: Mapping[str, Any],
-        options: tuple[Any, ...],
-        make: Callable[..., Plan],
+        self, arguments: Mapping[str, Any], options: tuple[Any, ...], make: Callable[..., Any],
         stream: Any,
-    ) -> list[Any]:
+    ) -> list[Any]:  # fmt: skip
         """Prepare a call, run it, and return the outputs that it may allocate."""
         plan, pointers, arrays = self.prepare(arguments, options, make)
         if plan.allocated:
             pointers, arrays = plan.allocate(pointers, arrays, stream)
         plan.run(pointers, arrays, stream)
-        returned = []
-        for i in self._returned:
-            returned.append(arrays[i])
-        return returned
+        return list(map(arrays.__getitem__, self._returned))
 
     def prepare(
         self, arguments: Mapping[str, Any], options: tuple[Any, ...], make: Callable[..., Any]
@@ -145,7 +137,7 @@ class Operation:
         make : called for the first call of a signature, as `make(arguments, alignment, *options)`.
             It gets views that keep nothing alive, and numbers, without arguments that are None; and
             `alignment`, which a word divides that divides each address. It checks everything, and
-            returns a Plan or anything else that is `Remembered`
+            returns a Plan, or several that are run together, with `settle` and `used_at` likewise
 
         Raises
         ------
@@ -206,20 +198,6 @@ class Operation:
 _MAX_PLANS = 4096
 
 
-class Remembered(Protocol):
-    """What is kept by signature: a plan, or several that are run together.
-
-    Attributes
-    ----------
-    used_at : how many plans had been made when this one was last used
-    """
-
-    used_at: int
-
-    def settle(self, views: Views) -> None:
-        """Prepare the checks of addresses, and let go of the call for which this was made."""
-
-
 _P = TypeVar("_P", bound=Any)
 
 _plans: dict[Any, Any] = {}  # the least recently used first
@@ -234,14 +212,13 @@ def planned(signature: Any, make: Callable[[], _P]) -> _P:
     begins with something that no other kind of plan has; the plan needs an attribute `used_at`, and
     is let go like any other.
     """
-    plan = _plans.get(signature)
+    plan: _P | None = _plans.get(signature)
     if plan is None:
         plan = make()
         _remember(signature, plan, is_new=True)
     elif plan.used_at != _made:
         _remember(signature, plan)
-    known: _P = plan
-    return known
+    return plan
 
 
 def _remember(signature: Any, plan: Any, *, is_new: bool = False) -> None:
@@ -277,6 +254,7 @@ class Plan(abc.ABC):
     launches : in the order of issue; empty if there is nothing to do
     cause : why the kernel cannot be used, where the fallback must serve
     allocated : outputs that each call allocates, by name
+    used_at : how many plans had been made when this one was last used
     """
 
     def __init__(self, operation: Operation, device: Device, library: str) -> None:
@@ -289,6 +267,13 @@ class Plan(abc.ABC):
         self.used_at = 0
         self._allowed: tuple[int, ...] | None = None  # the addresses of the last call
         self._writes_tensors: bool | None = None
+
+    def load(self, make: Callable[[], list[Launch]]) -> None:
+        """Take the launches, or note why one of their kernels cannot be compiled."""
+        try:
+            self.launches = make()
+        except CompileError as cause:
+            self.cause = cause
 
     # What a family's plan says of itself.
 
@@ -451,16 +436,11 @@ class Launch:
     """
 
     def __init__(
-        self,
-        device: Device,
-        specialisation: Specialisation,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        smem_bytes: int,
+        self, device: Device, specialisation: Specialisation,
+        grid: tuple[int, int, int], block: tuple[int, int, int], smem_bytes: int,
         params: Mapping[str, Any] | np.ndarray[Any, Any],
-        pointers: Mapping[str, Pointer],
-        names: tuple[str, ...],
-    ) -> None:
+        pointers: Mapping[str, Pointer], names: tuple[str, ...],
+    ) -> None:  # fmt: skip
         self.device = device
         self.grid, self.block, self.smem_bytes = grid, block, smem_bytes
         kernel = specialisation.kernel
@@ -471,13 +451,9 @@ class Launch:
         self.function = device.load(specialisation)
 
     def enqueue(
-        self,
-        addresses: tuple[int, ...],
-        stream: Stream,
-        keep: Sequence[object],
-        grid: tuple[int, int, int] | None = None,
-        constants: bytes | None = None,
-    ) -> None:
+        self, addresses: tuple[int, ...], stream: Stream, keep: Sequence[object],
+        grid: tuple[int, int, int] | None = None, constants: bytes | None = None,
+    ) -> None:  # fmt: skip
         """Launch on a stream; `keep` lives until the kernel has run.
 
         Parameters
@@ -497,11 +473,9 @@ class Launch:
 
 @lru_cache(maxsize=1024)
 def _bind(
-    dtype: np.dtype[Any],
-    num_pointers: int,
-    pointers: tuple[tuple[str, Pointer], ...],
+    dtype: np.dtype[Any], num_pointers: int, pointers: tuple[tuple[str, Pointer], ...],
     names: tuple[str, ...],
-) -> tuple[struct.Struct, Callable[[Any], tuple[int, ...]], tuple[int, ...], Any]:
+) -> tuple[struct.Struct, Callable[[Any], tuple[int, ...]], tuple[int, ...], Any]:  # fmt: skip
     """Resolve the names of addresses to positions.
 
     Returns
@@ -530,6 +504,11 @@ def _bind(
         tuple(fixed),
         tuple(offsets) if any(offsets) else None,
     )
+
+
+def fields_of(type: Any, names: str) -> list[tuple[str, Any]]:
+    """Return the fields of a Params dtype that are of one type."""
+    return [(name, type) for name in names.split()]
 
 
 def pack(dtype: np.dtype[Any], values: Mapping[str, Any]) -> bytes:
@@ -614,14 +593,9 @@ def widest(numbers: Iterable[int]) -> int:
 
 
 def spread(
-    num_rows: int,
-    words: int,
-    sm_count: int,
-    *,
-    warp_lanes: int = 32,
-    whole_warps: bool = False,
-    max_lanes: int = _MAX_LANES,
-) -> Geometry:
+    num_rows: int, words: int, sm_count: int, *,
+    warp_lanes: int = 32, whole_warps: bool = False, max_lanes: int = _MAX_LANES,
+) -> Geometry:  # fmt: skip
     """Lay threads over `num_rows` rows of `words` words.
 
     Where threads do not run in lockstep (`warp_lanes` 1) each takes a row. Else a row gets one lane
@@ -631,7 +605,7 @@ def spread(
     multiprocessors; where threads do not run in lockstep, in blocks of a few rows, so that several
     workers can share what is left of work that turns out to be long.
     """
-    lanes = min(_power_of_two(words), warp_lanes)
+    lanes = min(1 << max(0, words - 1).bit_length(), warp_lanes)
     max_lanes = 1 if warp_lanes == 1 else max_lanes
     while lanes < max_lanes and lanes * _UNROLL < words:
         lanes *= 2
@@ -651,13 +625,8 @@ def require_countable(num_rows: int, name: str) -> None:
     """Raise ValueError for more rows than a kernel counts in an int, with a block to spare."""
     most = 2**31 - 1024
     if num_rows > most:
-        raise ValueError(
-            f"{name}: expected at most {most} rows (tokens times heads), got {num_rows}"
-        )
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
+        expected = f"at most {most} rows (tokens times heads)"
+        raise ValueError(f"{name}: expected {expected}, got {num_rows}")
 
 
 # --- Aliasing -------------------------------------------------------------------------------------
@@ -688,28 +657,22 @@ class Aliasing:
         outputs: Collection[int],
         in_place: Collection[tuple[int, int]] = (),
     ) -> None:
-        self._views = views
         self._in_place = frozenset(in_place)
         self._strides_fit = True
+        self._layouts: dict[int, _Layout] = {}
         self._itemsizes: list[tuple[int, int]] = []
         reach: dict[int, tuple[int, int]] = {}  # in bytes from the address; empty arrays have none
         for i, v in enumerate(views):
             if v is None:
                 continue
-            shape, itemsize = v.shape, v.itemsize
-            low, high, together = 0, itemsize, 0
-            for n, stride in zip(shape, v.strides, strict=True):
-                if stride < 0:
-                    low += (n - 1) * stride
-                else:
-                    high += (n - 1) * stride
-                together |= stride
-            if itemsize > 1:
-                self._itemsizes.append((i, itemsize))
-                if together & (itemsize - 1):  # sizes are powers of two
+            self._layouts[i] = v.shape, v.strides, v.format
+            if v.itemsize > 1:
+                self._itemsizes.append((i, v.itemsize))
+                if any(stride % v.itemsize for stride in v.strides):
                     self._strides_fit = False
-            if 0 not in shape:
-                reach[i] = low, high
+            low, high = v.byte_range()
+            if low < high:
+                reach[i] = low - v.pointer, high - v.pointer
         # Two arrays, and the distances between which their byte ranges intersect.
         self._pairs: list[tuple[int, int, int, int]] = []
         for i in outputs:
@@ -724,20 +687,11 @@ class Aliasing:
                 return False
         for i, j, nearest, farthest in self._pairs:
             distance = addresses[j] - addresses[i]
-            if nearest < distance < farthest and self._share(i, j, distance):
+            if not nearest < distance < farthest or (distance == 0 and (i, j) in self._in_place):
+                continue
+            if _share_bytes(self._layouts[i], self._layouts[j], distance):
                 return False
         return self._strides_fit
-
-    def _share(self, i: int, j: int, distance: int) -> bool:
-        if distance == 0 and (i, j) in self._in_place:
-            return False
-        first, second = self._views[i], self._views[j]
-        assert first is not None and second is not None
-        return _share_bytes(
-            (first.shape, first.strides, first.format),
-            (second.shape, second.strides, second.format),
-            distance,
-        )
 
 
 @lru_cache(maxsize=4096)  # interleaved arrays, K and V of one pool say, keep their distance
@@ -751,10 +705,7 @@ def same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
     """Return whether two views have each element at the same distance from their addresses."""
     if a is None or b is None or a.shape != b.shape:
         return False
-    if a.strides == b.strides:
-        return True
-    strides = zip(a.shape, a.strides, b.strides, strict=True)
-    return all(n == 1 or s == t for n, s, t in strides)
+    return all(n == 1 or s == t for n, s, t in zip(a.shape, a.strides, b.strides, strict=True))
 
 
 # --- Outputs that a call allocates ----------------------------------------------------------------
@@ -767,20 +718,17 @@ def format_name(dtype: Any) -> str:
     ------
     TypeError, ValueError : it is not a dtype, or not a number format
     """
-    name = dtype if isinstance(dtype, str) and dtype in formats.FORMATS else None
-    if name is None:
-        text = str(dtype).removeprefix("torch.")
-        try:
-            name = formats.tag(
-                text if str(dtype).startswith("torch.") else formats.numpy_dtype(dtype)
-            )
-        except TypeError:
-            known = ", ".join(formats.FORMATS)
-            raise TypeError(
-                f"dtype: expected a number format ({known}), or a dtype that is one, got {dtype!r}"
-            ) from None
+    if isinstance(dtype, str) and dtype in formats.FORMATS:
+        return dtype
+    known, text = ", ".join(formats.FORMATS), str(dtype)
+    try:
+        name = formats.tag(text[6:] if text.startswith("torch.") else formats.numpy_dtype(dtype))
+    except TypeError:
+        raise TypeError(
+            f"dtype: expected a number format ({known}), or a dtype that is one, got {dtype!r}"
+        ) from None
     if name not in formats.FORMATS:
-        raise ValueError(f"dtype: expected one of {', '.join(formats.FORMATS)}, got {dtype!r}")
+        raise ValueError(f"dtype: expected one of {known}, got {dtype!r}")
     return name
 
 
@@ -809,12 +757,9 @@ def _allocator(
     if library != "torch":
         return partial(device.zeros, shape, format)
     torch = sys.modules["torch"]
-    return partial(
-        torch.zeros,
-        shape,
-        dtype=getattr(torch, formats.numpy_dtype(format).name),
-        device="cpu" if device.kind == "host" else device.name,
-    )
+    dtype = getattr(torch, formats.numpy_dtype(format).name)
+    on = "cpu" if device.kind == "host" else device.name
+    return partial(torch.zeros, shape, dtype=dtype, device=on)
 
 
 def in_library(array: Any, like: ArrayView) -> Any:

@@ -28,6 +28,14 @@ class Rows(NamedTuple):
     token_bytes: int
     head_bytes: int
 
+    def of(self, whole: ArrayView, num_tokens: int) -> ArrayView:
+        """Return the first rows of an argument, (num_tokens, heads, width)."""
+        shape = (num_tokens, self.num_heads, self.width)
+        strides = (self.token_bytes, self.head_bytes, whole.itemsize)
+        return ArrayView(
+            whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner
+        )
+
 
 class Cache(NamedTuple):
     """A cache by byte strides. A slot is `page * page_size + offset`."""
@@ -50,9 +58,7 @@ class Cache(NamedTuple):
         """Return the same cache with pages of one slot, where slots are evenly spaced anyway."""
         if self.page_bytes != self.page_size * self.offset_bytes:
             return self
-        return Cache(
-            self.num_slots, 1, self.num_heads, self.width, self.offset_bytes, 0, self.head_bytes
-        )
+        return self._replace(page_size=1, page_bytes=self.offset_bytes, offset_bytes=0)
 
 
 def number_format(v: ArrayView, name: str) -> Format:
@@ -71,9 +77,8 @@ def rows(v: ArrayView, name: str) -> Rows:
     """Read an argument as (tokens, heads, width) or (tokens, width)."""
     shape, strides = v.shape, v.strides
     if len(shape) not in (2, 3):
-        raise ValueError(
-            f"{name}: expected (tokens, heads, width) or (tokens, width), got {describe(v)}"
-        )
+        expected = "(tokens, heads, width) or (tokens, width)"
+        raise ValueError(f"{name}: expected {expected}, got {describe(v)}")
     _require_rows_contiguous(v, name)
     if len(shape) == 2:
         return Rows(shape[0], 1, shape[1], strides[0], 0)
@@ -99,10 +104,8 @@ def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool
             strides[0], strides[offset], strides[head],
         )  # fmt: skip
     paged = "page_size, heads" if layout == "NHD" else "heads, page_size"
-    raise ValueError(
-        f"{name}: expected (num_slots, heads, width) or (num_pages, {paged}, width), "
-        f"got {describe(v)}"
-    )
+    expected = f"(num_slots, heads, width) or (num_pages, {paged}, width)"
+    raise ValueError(f"{name}: expected {expected}, got {describe(v)}")
 
 
 def mla_cache(v: ArrayView, name: str) -> Cache:
@@ -114,9 +117,8 @@ def mla_cache(v: ArrayView, name: str) -> Cache:
     if v.ndim == 3:
         pages, page_size, width = v.shape
         return Cache(pages * page_size, max(1, page_size), 1, width, v.strides[0], v.strides[1], 0)
-    raise ValueError(
-        f"{name}: expected (num_slots, width) or (num_pages, page_size, width), got {describe(v)}"
-    )
+    expected = "(num_slots, width) or (num_pages, page_size, width)"
+    raise ValueError(f"{name}: expected {expected}, got {describe(v)}")
 
 
 def layout_name(layout: object) -> str:
@@ -152,19 +154,11 @@ ROPE_KEY = KVNames("rope_key", "cache", "scale")
 _CACHE = np.dtype([(f"{n}_bytes", np.int64) for n in ("page", "offset", "head")], align=True)
 
 # KVOperand of kernels_src/kv_operand.cuh
-OPERAND_PARAMS = np.dtype(
-    [
-        ("token_bytes", np.int64),
-        ("head_bytes", np.int64),
-        ("cache", _CACHE),
-        ("scale_head_bytes", np.int64),
-        ("scale_cache_slot_bytes", np.int64),
-        ("scale_cache_head_bytes", np.int64),
-        ("scale", np.float32),
-        ("width", np.int32),
-    ],
-    align=True,
-)
+OPERAND_PARAMS = np.dtype([
+    ("token_bytes", np.int64), ("head_bytes", np.int64), ("cache", _CACHE),
+    ("scale_head_bytes", np.int64), ("scale_cache_slot_bytes", np.int64),
+    ("scale_cache_head_bytes", np.int64), ("scale", np.float32), ("width", np.int32),
+], align=True)  # fmt: skip
 
 
 class KVOperand(NamedTuple):
@@ -200,26 +194,12 @@ class KVOperand(NamedTuple):
 
     @property
     def row_strides(self) -> list[int]:
-        rows = self.rows
-        return [rows.token_bytes, rows.head_bytes if rows.num_heads > 1 else 0]
+        return [self.rows.token_bytes, self.rows.head_bytes if self.rows.num_heads > 1 else 0]
 
     @property
     def cache_strides(self) -> list[int]:
-        cache = self.cache
-        return [
-            cache.page_bytes,
-            cache.offset_bytes,
-            cache.head_bytes if cache.num_heads > 1 else 0,
-        ]
-
-    def rows_view(self, views: Mapping[str, ArrayView], num_tokens: int) -> ArrayView:
-        """Return the first rows, (num_tokens, heads, width)."""
-        whole, rows = views[self.names.rows], self.rows
-        shape = (num_tokens, rows.num_heads, rows.width)
-        strides = (rows.token_bytes, rows.head_bytes, self.rows_format.itemsize)
-        return ArrayView(
-            whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner
-        )
+        head_bytes = self.cache.head_bytes if self.cache.num_heads > 1 else 0
+        return [self.cache.page_bytes, self.cache.offset_bytes, head_bytes]
 
     def cache_view(self, views: Mapping[str, ArrayView]) -> ArrayView:
         """Return the cache by pages, (num_pages, page_size, heads, width)."""
@@ -235,26 +215,19 @@ class KVOperand(NamedTuple):
         """Return the fields of the operand's Params, which is nested as `field`."""
         rows, cache, scales = self.rows, self.cache, self.scale_cache
         fields = {
-            f"{field}.token_bytes": rows.token_bytes,
-            f"{field}.head_bytes": rows.head_bytes,
-            f"{field}.cache.page_bytes": cache.page_bytes,
-            f"{field}.cache.offset_bytes": cache.offset_bytes,
-            f"{field}.cache.head_bytes": cache.head_bytes,
-            f"{field}.scale": self.scale.value,
-            f"{field}.scale_head_bytes": self.scale.head_bytes,
-            f"{field}.width": width,
-        }
+            "token_bytes": rows.token_bytes, "head_bytes": rows.head_bytes,
+            "cache.page_bytes": cache.page_bytes, "cache.offset_bytes": cache.offset_bytes,
+            "cache.head_bytes": cache.head_bytes, "width": width,
+            "scale": self.scale.value, "scale_head_bytes": self.scale.head_bytes,
+        }  # fmt: skip
         if scales is not None:
-            fields[f"{field}.scale_cache_slot_bytes"] = scales.strides[0]
-            fields[f"{field}.scale_cache_head_bytes"] = scales.strides[1]
-        return fields
+            fields["scale_cache_slot_bytes"], fields["scale_cache_head_bytes"] = scales.strides
+        return {f"{field}.{name}": value for name, value in fields.items()}
 
-    def pointers(self, field: str) -> dict[str, str | tuple[str, int] | int]:
+    def pointers(self, field: str) -> dict[str, Any]:
         """Return what the pointer fields of cache and scales take, `k_cache` for "k" and so on."""
         names, offset = self.names, self.cache_offset_bytes
-        bound: dict[str, str | tuple[str, int] | int] = {
-            f"{field}_cache": (names.cache, offset) if offset else names.cache
-        }
+        bound: dict[str, Any] = {f"{field}_cache": (names.cache, offset) if offset else names.cache}
         if self.scale.array is not None:
             bound[f"{field}_scale"] = names.scale
         if self.scale_cache is not None:
@@ -263,12 +236,9 @@ class KVOperand(NamedTuple):
 
 
 def kv_operands(
-    arguments: Mapping[str, Any],
-    layout: Any,
-    names: tuple[KVNames, KVNames] = (K, V),
-    *,
+    arguments: Mapping[str, Any], layout: Any, names: tuple[KVNames, KVNames] = (K, V), *,
     into_cache: bool = True,
-) -> tuple[KVOperand, KVOperand]:
+) -> tuple[KVOperand, KVOperand]:  # fmt: skip
     """Check K and V rows, their caches and scales, and that they fit together.
 
     Parameters
@@ -281,21 +251,17 @@ def kv_operands(
     k_names, v_names = names
     k_rows, v_rows = arguments[k_names.rows], arguments[v_names.rows]
     if v_rows.ndim != k_rows.ndim and k_rows.ndim in (2, 3):
-        raise ValueError(
-            f"{v_names.rows}: expected {k_rows.ndim} dimensions as in {k_names.rows} "
-            f"{describe(k_rows)}, got {describe(v_rows)}"
-        )
+        expected = f"{k_rows.ndim} dimensions as in {k_names.rows} {describe(k_rows)}"
+        raise ValueError(f"{v_names.rows}: expected {expected}, got {describe(v_rows)}")
     k = _kv_operand(arguments, layout, k_names, into_cache=into_cache)
     v = _kv_operand(arguments, layout, v_names, into_cache=into_cache)
     if v_rows.ndim != k_rows.ndim or v.rows.num_heads != k.rows.num_heads:
-        raise ValueError(
-            f"{v_names.rows}: expected heads as in {k_names.rows} {describe(k_rows)}, "
-            f"got {describe(v_rows)}"
-        )
+        expected = f"heads as in {k_names.rows} {describe(k_rows)}"
+        raise ValueError(f"{v_names.rows}: expected {expected}, got {describe(v_rows)}")
     if (v.cache.num_slots, v.cache.page_size) != (k.cache.num_slots, k.cache.page_size):
+        expected, got = (describe(arguments[each.cache]) for each in names)
         raise ValueError(
-            f"{v_names.cache}: expected pages as in {k_names.cache} "
-            f"{describe(arguments[k_names.cache])}, got {describe(arguments[v_names.cache])}"
+            f"{v_names.cache}: expected pages as in {k_names.cache} {expected}, got {got}"
         )
     k_flat, v_flat = k.cache.flattened(), v.cache.flattened()
     if k_flat.page_size == v_flat.page_size == 1:
@@ -315,9 +281,9 @@ def _kv_operand(
     if not into_cache:
         require_output(rows_view, names.rows)
     if (own_cache.num_heads, own_cache.width) != (own_rows.num_heads, own_rows.width):
+        expected = f"{own_rows.num_heads} heads of {own_rows.width} like {names.rows}"
         raise ValueError(
-            f"{names.cache}: expected {own_rows.num_heads} heads of {own_rows.width} like "
-            f"{names.rows}, got {describe(cache_view)} ({layout})"
+            f"{names.cache}: expected {expected}, got {describe(cache_view)} ({layout})"
         )
     own_scale = scale(static, names.scale, own_rows.num_heads, cache_format)
     own_scales = scale_cache(
@@ -342,35 +308,28 @@ def mla_operands(arguments: Mapping[str, Any]) -> tuple[KVOperand, KVOperand]:
     own_rows = [rows(arguments[names.rows], names.rows) for names in all_names]
     formats = [number_format(arguments[names.rows], names.rows) for names in all_names]
     whole = arguments["cache"]
-    cache_format = number_format(whole, "cache")
-    both = mla_cache(whole, "cache")
-    widths = [own.width for own in own_rows]
-    if both.width != sum(widths):
-        raise ValueError(
-            f"cache: expected rows of {widths[0]} + {widths[1]}, got {describe(whole)}"
-        )
+    cache_format, both = number_format(whole, "cache"), mla_cache(whole, "cache")
+    first, second = [own.width for own in own_rows]
+    if both.width != first + second:
+        raise ValueError(f"cache: expected rows of {first} + {second}, got {describe(whole)}")
     static = scale(arguments.get("scale"), "scale", 1, cache_format)
-    offsets = (0, widths[0] * cache_format.itemsize)
+    caches = [both._replace(width=own.width).flattened() for own in own_rows]
+    offsets = 0, first * cache_format.itemsize
     latent, rope_key = (
-        KVOperand(
-            own, both._replace(width=own.width).flattened(), own_format, cache_format, static,
-            None, names, offset,
+        KVOperand(own, cache, format, cache_format, static, None, names, offset)
+        for own, cache, format, names, offset in zip(
+            own_rows, caches, formats, all_names, offsets, strict=True
         )
-        for own, own_format, names, offset in zip(
-            own_rows, formats, all_names, offsets, strict=True
-        )
-    )  # fmt: skip
+    )
     return latent, rope_key
 
 
 def require_rows(operand: KVOperand, num_slots: int) -> None:
     """Raise ValueError for fewer rows than slots."""
-    num_rows = operand.rows.num_tokens
+    name, num_rows = operand.names.rows, operand.rows.num_tokens
     if num_rows < num_slots:
-        raise ValueError(
-            f"{operand.names.rows}: expected at least {num_slots} rows, one per slot, "
-            f"got {num_rows}"
-        )
+        least = f"at least {num_slots} rows, one per slot"
+        raise ValueError(f"{name}: expected {least}, got {num_rows}")
 
 
 # --- Scales ---------------------------------------------------------------------------------------
@@ -418,14 +377,9 @@ def scale(argument: Any, name: str, num_heads: int, target: Format) -> Scale:
 
 
 def scale_cache(
-    argument: Any,
-    name: str,
-    static: tuple[str, Any],
-    target: Cache,
-    format: Format,
-    *,
+    argument: Any, name: str, static: tuple[str, Any], target: Cache, format: Format, *,
     written: bool = True,
-) -> ArrayView | None:
+) -> ArrayView | None:  # fmt: skip
     """Check the cache of dynamic scales, float32 (num_slots, num_heads).
 
     Parameters
@@ -470,9 +424,7 @@ def length_of(v: ArrayView, name: str) -> int:
 
 
 def slot_number(value: Any, name: str) -> int:
-    """Check an optional slot number; None becomes -1, which is never a slot to write."""
-    if value is None:
-        return -1
+    """Check a slot number."""
     require_int(value, name)
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name}: expected a 64-bit int, got {value!r}")
@@ -503,14 +455,11 @@ def require_arrays(views: Mapping[str, ArrayView], names: Iterable[str]) -> None
 
 def require_same_device(arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for arrays of several devices in one call; numbers are passed over."""
-    first_name, first = "", None
-    for name, array in arguments.items():
-        if not isinstance(array, ArrayView):
-            continue
-        if first is None:
-            first_name, first = name, array.device
-        elif array.device != first:
-            raise ValueError(f"{name}: expected {first} like {first_name}, got {array.device}")
+    devices = [(name, v.device) for name, v in arguments.items() if isinstance(v, ArrayView)]
+    for name, device in devices:
+        first_name, first = devices[0]
+        if device != first:
+            raise ValueError(f"{name}: expected {first} like {first_name}, got {device}")
 
 
 def require_output(v: ArrayView, name: str) -> None:
@@ -520,9 +469,8 @@ def require_output(v: ArrayView, name: str) -> None:
             f"{name}: expected a writable array, got a read-only one; pass a .copy() of it, or one "
             "of NumPy, CuPy or torch where it is immutable, as JAX's are"
         )
-    if 0 not in v.strides or not v.size:
-        return
-    if any(n > 1 and stride == 0 for n, stride in zip(v.shape, v.strides, strict=True)):
+    repeats = 0 in v.strides and v.size
+    if repeats and any(n > 1 and s == 0 for n, s in zip(v.shape, v.strides, strict=True)):
         raise ValueError(f"{name}: expected distinct elements, got a broadcast array")
 
 
@@ -531,9 +479,9 @@ def require_contiguous(v: ArrayView, name: str) -> None:
     shape, strides = v.shape, v.strides
     if shape and shape[-1] > 1 and strides[-1] != v.itemsize and v.size:
         raise ValueError(
-            f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), "
-            f"got strides of {strides} bytes; .contiguous() or np.ascontiguousarray makes a copy "
-            "that has one"
+            f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), got "
+            f"strides of {strides} bytes; .contiguous() or np.ascontiguousarray makes a copy that "
+            "has one"
         )
 
 

@@ -9,35 +9,23 @@ import numpy as np
 from .. import devices, faults
 from ..arrays import ArrayView, describe, view
 from ..devices.protocol import Device
-from ..errors import CompileError
 from ..kernels import Kernel, Specialisation
 from . import call, checks, fallback
 from .call import Argument, Launch, Operation, Plan, Views
 
 _SLOT_MAPPING = Operation(
-    "slot_mapping",
-    Argument("block_table"),
-    Argument("seq_lens"),
-    Argument("append_lens"),
+    "slot_mapping", Argument("block_table"), Argument("seq_lens"), Argument("append_lens"),
     Argument("out", output=True),
-)
+)  # fmt: skip
 
 _PARAMS = np.dtype(
     [
-        *((name, np.uint64) for name in (*_SLOT_MAPPING.names, "faults")),
-        ("table_row_bytes", np.int64),
-        ("table_entry_bytes", np.int64),
-        ("seq_len_bytes", np.int64),
-        ("append_len_bytes", np.int64),
-        ("num_out", np.int64),
-        ("max_pages", np.int64),
-        ("seq_len_operation", np.int64),
-        ("append_len_operation", np.int64),
-        ("num_sequences", np.int32),
-        ("page_size", np.int32),
-        ("table_index_bytes", np.int32),
-        ("seq_len_index_bytes", np.int32),
-        ("append_len_index_bytes", np.int32),
+        *call.fields_of(np.uint64, "block_table seq_lens append_lens out faults"),
+        *call.fields_of(np.int64, "table_row_bytes table_entry_bytes seq_len_bytes"),
+        *call.fields_of(np.int64, "append_len_bytes num_out max_pages"),
+        *call.fields_of(np.int64, "seq_len_operation append_len_operation"),
+        *call.fields_of(np.int32, "num_sequences page_size table_index_bytes"),
+        *call.fields_of(np.int32, "seq_len_index_bytes append_len_index_bytes"),
     ],
     align=True,
 )
@@ -215,23 +203,16 @@ class SlotMappingPlan(Plan):
         table, out = views["block_table"], views["out"]
         super().__init__(_SLOT_MAPPING, devices.get(table.device), table.library)
         self.page_size = page_size
-        if table.shape[0] == 0 or out.shape[0] == 0:
-            return
-        try:
-            self.launches.append(_launch(self.device, views, page_size))
-        except CompileError as cause:
-            self.cause = cause
+        if table.shape[0] and out.shape[0]:
+            self.load(lambda: [_launch(self.device, views, page_size)])
 
     def fallback(self, views: Views) -> None:
         """Compute the slots on the host."""
         device = self.device
-        names = ("block_table", "seq_lens", "append_lens")
-        table, seq_lens, append_lens = (device.to_numpy(views[name]) for name in names)
+        table, *lens = (device.to_numpy(views[name]) for name in _SLOT_MAPPING.names[:3])
         slots = np.full(views["out"].shape, -1, np.int64)
         first = 0
-        for b, (length, count) in enumerate(
-            zip(seq_lens.tolist(), append_lens.tolist(), strict=True)
-        ):
+        for b, (length, count) in enumerate(zip(*(a.tolist() for a in lens), strict=True)):
             own_slots = slots[first : first + max(count, 0)]
             start = max(length, -1) - max(count, 0)  # an int of Python, which never overflows
             if len(own_slots) != count:
@@ -242,8 +223,7 @@ class SlotMappingPlan(Plan):
                     fallback.note_fault(device, 1, _fault_id("seq_lens"), b, length)
                     continue
                 page = int(table[b, entry])
-                slot = page * self.page_size + offset
-                own_slots[i] = -1 if page < 0 else min(slot, 2**63 - 1)
+                own_slots[i] = -1 if page < 0 else min(page * self.page_size + offset, 2**63 - 1)
             first += len(own_slots)
         device.carrier(views["out"])[...] = device.asarray(slots)
 
@@ -251,26 +231,17 @@ class SlotMappingPlan(Plan):
 def _launch(device: Device, views: Views, page_size: int) -> Launch:
     table, seq_lens, append_lens, out = (views[name] for name in _SLOT_MAPPING.names)
     params = {
-        "table_row_bytes": table.strides[0],
-        "table_entry_bytes": table.strides[1],
-        "table_index_bytes": table.itemsize,
-        "seq_len_bytes": seq_lens.strides[0],
-        "seq_len_index_bytes": seq_lens.itemsize,
-        "seq_len_operation": _fault_id("seq_lens"),
-        "append_len_bytes": append_lens.strides[0],
-        "append_len_index_bytes": append_lens.itemsize,
-        "append_len_operation": _fault_id("append_lens"),
-        "num_out": out.shape[0],
-        "max_pages": table.shape[1],
-        "num_sequences": table.shape[0],
-        "page_size": page_size,
-    }
-    lanes = device.warp_lanes
-    grid, block = (table.shape[0], 1, 1), (lanes, 1, 1)
-    pointers = {name: name for name in _SLOT_MAPPING.names}
+        "table_row_bytes": table.strides[0], "table_entry_bytes": table.strides[1],
+        "table_index_bytes": table.itemsize, "num_out": out.shape[0],
+        "num_sequences": table.shape[0], "max_pages": table.shape[1], "page_size": page_size,
+    }  # fmt: skip
+    for field, v in (("seq_len", seq_lens), ("append_len", append_lens)):
+        params[f"{field}_bytes"], params[f"{field}_index_bytes"] = v.strides[0], v.itemsize
+        params[f"{field}_operation"] = _fault_id(f"{field}s")
+    lanes, names = device.warp_lanes, _SLOT_MAPPING.names
     return Launch(
-        device, _KERNELS[lanes].specialise(lanes), grid, block, 0, params, pointers,
-        _SLOT_MAPPING.names,
+        device, _KERNELS[lanes].specialise(lanes), (table.shape[0], 1, 1), (lanes, 1, 1), 0,
+        params, dict(zip(names, names, strict=True)), names,
     )  # fmt: skip
 
 

@@ -10,34 +10,19 @@ import numpy as np
 from .. import devices
 from ..arrays import ArrayView, contiguous_strides, describe
 from ..devices.protocol import Device
-from ..errors import CompileError
 from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
-from . import checks, fallback
-from .call import (
-    Argument,
-    Launch,
-    Operation,
-    Plan,
-    Pointer,
-    Views,
-    require_countable,
-    spread,
-    to_allocate,
-    widest,
-)
+from . import call, checks, fallback
+from .call import Argument, Launch, Operation, Plan, Pointer, Views
 
 _MERGE_STATES = Operation(
     "merge_states",
-    Argument("out_a", words=True),
-    Argument("out_b", words=True),
+    Argument("out_a", words=True), Argument("out_b", words=True),
     Argument("out", output=True, words=True, replaces=("out_a", "out_b"), allocated=True),
-    Argument("lse_a"),
-    Argument("lse_b"),
+    Argument("lse_a"), Argument("lse_b"),
     Argument("lse_out", output=True, replaces=("lse_a", "lse_b"), allocated=True),
-)
+)  # fmt: skip
 
-_POINTERS = ("out_a", "lse_a", "out_b", "lse_b", "sinks", "num_valid", "out", "lse")
 _ROWS = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")
 
 _STRIDES = np.dtype([("token_bytes", np.int64), ("head_bytes", np.int64)], align=True)
@@ -45,17 +30,10 @@ _STRIDES = np.dtype([("token_bytes", np.int64), ("head_bytes", np.int64)], align
 # MergeParams of kernels_src/merge.cu
 PARAMS = np.dtype(
     [
-        *((name, np.uint64) for name in (*_POINTERS, "faults")),
+        *call.fields_of(np.uint64, "out_a lse_a out_b lse_b sinks num_valid out lse faults"),
         *((f"{name}_rows", _STRIDES) for name in _ROWS),
-        ("out_state_bytes", np.int64),
-        ("lse_state_bytes", np.int64),
-        ("sink_bytes", np.int64),
-        ("num_states", np.int32),
-        ("num_rows", np.int32),
-        ("num_heads", np.int32),
-        ("width", np.int32),
-        ("base_two", np.int32),
-        ("lane_shift", np.int32),
+        *call.fields_of(np.int64, "out_state_bytes lse_state_bytes sink_bytes"),
+        *call.fields_of(np.int32, "num_states num_rows num_heads width base_two lane_shift"),
     ],
     align=True,
 )
@@ -147,18 +125,11 @@ def merge_states(
 def merge_launch(
     device: Device,
     *,
-    num_states: int,
-    num_tokens: int,
-    num_heads: int,
-    width: int,
-    out_format: str,
-    out_strides: tuple[int, int],
-    lse_strides: tuple[int, int] = (0, 0),
-    sink_bytes: int = 4,
-    alignment: int,
-    pointers: Mapping[str, Pointer],
-    names: tuple[str, ...],
-) -> Launch:
+    num_states: int, num_tokens: int, num_heads: int, width: int,
+    out_format: str, out_strides: tuple[int, int], lse_strides: tuple[int, int] = (0, 0),
+    sink_bytes: int = 4, alignment: int,
+    pointers: Mapping[str, Pointer], names: tuple[str, ...],
+) -> Launch:  # fmt: skip
     """Load and lay out the merge of float32 partial results, for another operation's plan.
 
     Parameters
@@ -190,15 +161,11 @@ def merge_launch(
     out_steps = contiguous_strides((num_states, num_tokens, num_heads, width), 4)
     lse_steps = contiguous_strides((num_states, num_tokens, num_heads), 4)
     params = {
-        "num_states": num_states,
-        "sink_bytes": sink_bytes,
-        "out_state_bytes": out_steps[0],
-        "lse_state_bytes": lse_steps[0],
-        **_strides("out_a", out_steps[1:3]),
-        **_strides("lse_a", lse_steps[1:]),
-        **_strides("out", out_strides),
-        **_strides("lse", lse_strides),
-    }
+        "num_states": num_states, "sink_bytes": sink_bytes,
+        "out_state_bytes": out_steps[0], "lse_state_bytes": lse_steps[0],
+        **_strides("out_a", out_steps[1:3]), **_strides("lse_a", lse_steps[1:]),
+        **_strides("out", out_strides), **_strides("lse", lse_strides),
+    }  # fmt: skip
     shape = (num_tokens, num_heads, width)
     return _launch(device, params, "fp32", out_format, shape, alignment, pointers, names)
 
@@ -209,17 +176,11 @@ class MergePlan(Plan):
     def __init__(self, views: Views, allocated: Views, lse_base: str, alignment: int) -> None:
         out_a = views["out_a"]
         super().__init__(_MERGE_STATES, devices.get(out_a.device), out_a.library)
-        self.allocated = allocated
-        self.lse_base = lse_base
-        if views["lse_out"].size == 0:
-            return
-        try:
-            self.launches.append(self._launch(views, alignment))
-        except CompileError as cause:
-            self.cause = cause
+        self.allocated, self.lse_base = allocated, lse_base
+        if views["lse_out"].size:
+            self.load(lambda: [self._launch(views, alignment)])
 
     def fallback(self, views: Views) -> None:
-        """Merge with array code."""
         carriers = {name: self.device.carrier(v) for name, v in views.items()}
         lse = carriers["lse_a"]
         if "out_b" in views:
@@ -228,28 +189,25 @@ class MergePlan(Plan):
         else:
             outs = list(carriers["out_a"])
         formats = views["out_a"].format, views["out"].format
-        merged, merged_lse = _merged(outs, lse, formats, self.lse_base)
-        carriers["out"][...], carriers["lse_out"][...] = merged, merged_lse
+        carriers["out"][...], carriers["lse_out"][...] = _merged(outs, lse, formats, self.lse_base)
 
     def _launch(self, views: Views, alignment: int) -> Launch:
         out_a, lse_a, out = views["out_a"], views["lse_a"], views["out"]
         params: dict[str, Any] = {
-            "num_states": 2,
-            "base_two": self.lse_base == "2",
+            "num_states": 2, "base_two": self.lse_base == "2",
             **_strides("out_a", out_a.strides[-3:-1]),
             **_strides("lse_a", lse_a.strides[-2:]),
             **_strides("out", out.strides[:2]),
             **_strides("lse", views["lse_out"].strides),
-        }
+        }  # fmt: skip
         pointers = {"out_a": "out_a", "lse_a": "lse_a", "out": "out", "lse": "lse_out"}
         if "out_b" in views:
             params |= _strides("out_b", views["out_b"].strides[:2])
             params |= _strides("lse_b", views["lse_b"].strides)
             pointers |= {"out_b": "out_b", "lse_b": "lse_b"}
         else:
-            params["num_states"] = out_a.shape[0]
-            params["out_state_bytes"] = out_a.strides[0]
-            params["lse_state_bytes"] = lse_a.strides[0]
+            states = out_a.shape[0], out_a.strides[0], lse_a.strides[0]
+            params |= zip(("num_states", "out_state_bytes", "lse_state_bytes"), states, strict=True)
         return _launch(
             self.device, params, out_a.format, out.format, out.shape, alignment, pointers,
             self.operation.names,
@@ -257,21 +215,14 @@ class MergePlan(Plan):
 
 
 def _strides(field: str, strides: tuple[int, ...]) -> dict[str, int]:
-    """Return the Params of the strides of tokens and heads."""
     token_bytes, head_bytes = strides
     return {f"{field}_rows.token_bytes": token_bytes, f"{field}_rows.head_bytes": head_bytes}
 
 
 def _launch(
-    device: Device,
-    params: dict[str, Any],
-    source: str,
-    target: str,
-    shape: tuple[int, ...],
-    alignment: int,
-    pointers: Mapping[str, Pointer],
-    names: tuple[str, ...],
-) -> Launch:
+    device: Device, params: dict[str, Any], source: str, target: str, shape: tuple[int, ...],
+    alignment: int, pointers: Mapping[str, Pointer], names: tuple[str, ...],
+) -> Launch:  # fmt: skip
     """Load and lay out a launch whose strides and states are in `params`."""
     num_tokens, num_heads, width = shape
     # A pack of out is smaller than a word where it is rounded to fewer bytes.
@@ -281,26 +232,17 @@ def _launch(
         for axis in ("token_bytes", "head_bytes"):
             steps.append(factor * params.get(f"{field}_rows.{axis}", 0))
     pack = _pack(source)
-    packs = width % pack == 0 and widest(map(abs, steps)) == 16
-    count = pack if packs else 1
+    count = pack if width % pack == 0 and call.widest(map(abs, steps)) == 16 else 1
     num_rows = num_tokens * num_heads
-    require_countable(num_rows, "out_a")
-    geometry = spread(
-        num_rows,
-        width // count,
-        device.sm_count,
-        warp_lanes=device.warp_lanes,
-        max_lanes=32,
+    call.require_countable(num_rows, "out_a")
+    geometry = call.spread(
+        num_rows, width // count, device.sm_count, warp_lanes=device.warp_lanes, max_lanes=32
     )
-    params |= {
-        "num_rows": num_rows,
-        "num_heads": num_heads,
-        "width": width,
-        "lane_shift": geometry.lane_shift,
-    }
+    params |= {"num_rows": num_rows, "num_heads": num_heads, "width": width}
+    params["lane_shift"] = geometry.lane_shift
     states = 2 if params["num_states"] <= 2 else STATES
-    kernel = MERGE[geometry.lanes > 1]
-    specialisation = kernel.specialise(FORMATS[source].ctype, FORMATS[target].ctype, count, states)
+    ctypes = FORMATS[source].ctype, FORMATS[target].ctype
+    specialisation = MERGE[geometry.lanes > 1].specialise(*ctypes, count, states)
     return Launch(device, specialisation, geometry.grid, geometry.block, 0, params, pointers, names)
 
 
@@ -318,9 +260,9 @@ def _plan(arguments: Views, alignment: int, lse_base: Any) -> MergePlan:
     shape = _shape_of_result(first, several=several)
     allocated = {}
     if "out" not in arguments:
-        allocated["out"] = to_allocate(first, shape, first.format)
+        allocated["out"] = call.to_allocate(first, shape, first.format)
     if "lse_out" not in arguments:
-        allocated["lse_out"] = to_allocate(first, shape[:2], "fp32")
+        allocated["lse_out"] = call.to_allocate(first, shape[:2], "fp32")
     views = {**arguments, **allocated}
     checks.require_same_device(views)
     if lse_base not in ("e", "2"):

@@ -10,39 +10,24 @@ import numpy as np
 from .. import devices, faults
 from ..arrays import ArrayView, describe, first_overlap, view
 from ..devices.protocol import Device
-from ..errors import CompileError
 from ..kernels import Kernel, Specialisation
-from . import checks, fallback
-from .call import Argument, Launch, Operation, Plan, Views, require_countable, spread, widest
+from . import call, checks, fallback
+from .call import Argument, Launch, Operation, Plan, Views, fields_of
 from .store import copies
 
 _COPY_PAGES = Operation(
-    "copy_pages",
-    Argument("cache", output=True, words=True),
-    Argument("src_pages"),
+    "copy_pages", Argument("cache", output=True, words=True), Argument("src_pages"),
     Argument("dst_pages"),
-)
+)  # fmt: skip
 
 _PARAMS = np.dtype(
     [
-        *((name, np.uint64) for name in (*_COPY_PAGES.names, "faults")),
-        ("page_bytes", np.int64),
-        ("row_bytes_0", np.int64),
-        ("row_bytes_1", np.int64),
-        ("row_bytes_2", np.int64),
-        ("num_pages", np.int64),
-        ("src_stride_bytes", np.int64),
-        ("dst_stride_bytes", np.int64),
-        ("src_operation", np.int64),
-        ("dst_operation", np.int64),
-        ("num_rows", np.int64),
-        ("row_bytes", np.int64),
-        ("rows_1", np.int32),
-        ("rows_2", np.int32),
-        ("rows_per_page", np.int32),
-        ("src_index_bytes", np.int32),
-        ("dst_index_bytes", np.int32),
-        ("lane_shift", np.int32),
+        *fields_of(np.uint64, "cache src_pages dst_pages faults"),
+        *fields_of(np.int64, "page_bytes row_bytes_0 row_bytes_1 row_bytes_2 num_pages"),
+        *fields_of(np.int64, "src_stride_bytes dst_stride_bytes src_operation dst_operation"),
+        *fields_of(np.int64, "num_rows row_bytes"),
+        *fields_of(np.int32, "rows_1 rows_2 rows_per_page src_index_bytes dst_index_bytes"),
+        *fields_of(np.int32, "lane_shift"),
     ],
     align=True,
 )
@@ -109,19 +94,14 @@ class PagesPlan(Plan):
         cache, src = views["cache"], views["src_pages"]
         super().__init__(_COPY_PAGES, devices.get(cache.device), cache.library)
         self.num_pairs = src.shape[0]
-        if self.num_pairs == 0 or cache.size == 0:
-            return
-        try:
-            self.launches.append(_launch(self.device, views, alignment))
-        except CompileError as cause:
-            self.cause = cause
+        if self.num_pairs and cache.size:
+            self.load(lambda: [_launch(self.device, views, alignment)])
 
     def written_slots(self, output: str, views: Views) -> ArrayView | None:
         """Return the pages that are written."""
         return views["dst_pages"]
 
     def fallback(self, views: Views) -> None:
-        """Copy with array code."""
         device, num_pages = self.device, views["cache"].shape[0]
         cache, src, dst = (device.carrier(views[name]) for name in _COPY_PAGES.names)
         valid = (src >= 0) & (dst >= 0)
@@ -158,33 +138,26 @@ def _launch(device: Device, views: Views, alignment: int) -> Launch:
     row_bytes, outer = _rows_of_page(cache)
     (n0, s0), (n1, s1), (n2, s2) = [(1, 0)] * (3 - len(outer)) + outer
     page_bytes = cache.strides[0]
-    word = widest((row_bytes, abs(page_bytes), abs(s0), abs(s1), abs(s2), alignment))
+    word = call.widest((row_bytes, abs(page_bytes), abs(s0), abs(s1), abs(s2), alignment))
     num_rows = src.shape[0] * n0 * n1 * n2
-    require_countable(num_rows, "src_pages")
-    geometry = spread(num_rows, row_bytes // word, device.sm_count, warp_lanes=device.warp_lanes)
+    call.require_countable(num_rows, "src_pages")
+    geometry = call.spread(
+        num_rows, row_bytes // word, device.sm_count, warp_lanes=device.warp_lanes
+    )
     params = {
-        "page_bytes": page_bytes,
-        "row_bytes_0": s0,
-        "row_bytes_1": s1,
-        "row_bytes_2": s2,
-        "num_pages": cache.shape[0],
-        "src_stride_bytes": src.strides[0],
-        "dst_stride_bytes": dst.strides[0],
-        "src_operation": faults.operation_id("copy_pages", "src_pages"),
-        "dst_operation": faults.operation_id("copy_pages", "dst_pages"),
-        "num_rows": num_rows,
-        "row_bytes": row_bytes,
-        "rows_1": n1,
-        "rows_2": n2,
-        "rows_per_page": n0 * n1 * n2,
-        "src_index_bytes": src.itemsize,
-        "dst_index_bytes": dst.itemsize,
-        "lane_shift": geometry.lane_shift,
-    }
-    pointers = {name: name for name in _COPY_PAGES.names}
+        "page_bytes": page_bytes, "num_pages": cache.shape[0],
+        "row_bytes_0": s0, "row_bytes_1": s1, "row_bytes_2": s2,
+        "rows_1": n1, "rows_2": n2, "rows_per_page": n0 * n1 * n2,
+        "num_rows": num_rows, "row_bytes": row_bytes, "lane_shift": geometry.lane_shift,
+    }  # fmt: skip
+    for side, pages in (("src", src), ("dst", dst)):
+        params[f"{side}_stride_bytes"] = pages.strides[0]
+        params[f"{side}_index_bytes"] = pages.itemsize
+        params[f"{side}_operation"] = faults.operation_id("copy_pages", f"{side}_pages")
+    names = _COPY_PAGES.names
     return Launch(
-        device, COPY.specialise(word), geometry.grid, geometry.block, 0, params, pointers,
-        _COPY_PAGES.names,
+        device, COPY.specialise(word), geometry.grid, geometry.block, 0, params,
+        dict(zip(names, names, strict=True)), names,
     )  # fmt: skip
 
 
@@ -199,11 +172,10 @@ def _arrays_of(cache: Any) -> Sequence[Any]:
 
 def _require_layers(views: list[ArrayView]) -> None:
     """Raise ValueError for layers of different page counts, or that share bytes."""
-    for v in views[1:]:
-        if v.shape[0] != views[0].shape[0]:
-            raise ValueError(
-                f"cache: expected {views[0].shape[0]} pages in each, got {describe(v)}"
-            )
+    num_pages = views[0].shape[0]
+    for v in views:
+        if v.shape[0] != num_pages:
+            raise ValueError(f"cache: expected {num_pages} pages in each, got {describe(v)}")
     if first_overlap(views) is not None:
         raise ValueError("cache: expected memory of its own, got some of cache's")
 

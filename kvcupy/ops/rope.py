@@ -9,12 +9,10 @@ import numpy as np
 
 from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
-from ..devices.protocol import Device
-from ..errors import CompileError
 from ..formats import FORMATS, Format
 from ..kernels import Kernel, Specialisation
-from . import checks, fallback
-from .call import Argument, Launch, Operation, Plan, Views, require_countable, spread, widest
+from . import call, checks, fallback
+from .call import Argument, Launch, Operation, Plan, Views, fields_of
 from .checks import KVOperand, Rows
 from .store import CACHES, SCALE_CACHES, SCALES, report_slots, store_rows
 
@@ -34,51 +32,45 @@ _ROPE_STORE_KV = Operation(
     Argument("positions"), Argument("slot_mapping"), *SCALES, *SCALE_CACHES,
 )  # fmt: skip
 _ROPE_STORE_MLA = Operation(
-    "rope_store_mla",
-    *_QUERY,
-    Argument("rope_key", words=True),
+    "rope_store_mla", *_QUERY, Argument("rope_key", words=True),
     Argument("rope_key_out", output=True, words=True, replaces=("rope_key",)),
-    Argument("latent", words=True),
-    Argument("cache", output=True, words=True),
-    _TABLE,
-    Argument("positions"),
-    Argument("slot_mapping"),
-    Argument("scale", number=True),
-)
+    Argument("latent", words=True), Argument("cache", output=True, words=True), _TABLE,
+    Argument("positions"), Argument("slot_mapping"), Argument("scale", number=True),
+)  # fmt: skip
 
 _POINTERS = (
-    "query", "query_out", "key", "key_out", "value", "k_cache", "v_cache", "table", "query_norm",
-    "key_norm", "positions", "slots", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache",
-)  # fmt: skip
-
+    "query query_out key key_out value k_cache v_cache table query_norm key_norm positions slots "
+    "k_scale v_scale k_scale_cache v_scale_cache faults"
+)
 _LONG = (
-    "query_token_bytes", "query_head_bytes", "query_out_token_bytes", "query_out_head_bytes",
-    "key_out_token_bytes", "key_out_head_bytes", "table_row_bytes", "max_positions",
-    "position_bytes", "axis_bytes", "slot_stride_bytes", "num_slots", "skip_slot",
-    "position_operation", "slot_operation",
-)  # fmt: skip
-
+    "query_token_bytes query_head_bytes query_out_token_bytes query_out_head_bytes "
+    "key_out_token_bytes key_out_head_bytes table_row_bytes max_positions position_bytes "
+    "axis_bytes slot_stride_bytes num_slots skip_slot position_operation slot_operation"
+)
 _SHORT = (
-    "num_rows", "num_stored", "num_q_heads", "num_k_heads", "num_v_heads", "reports", "head_dim",
-    "rotary_dim", "interleaved", "sections", "section_end_0", "section_end_1", "page_size",
-    "page_shift", "slot_bytes", "position_index", "lane_shift", "norm_is_float",
-)  # fmt: skip
+    "num_rows num_stored num_q_heads num_k_heads num_v_heads reports head_dim rotary_dim "
+    "interleaved sections section_end_0 section_end_1 page_size page_shift slot_bytes "
+    "position_index lane_shift norm_is_float"
+)
 
 # RopeParams of kernels_src/rope.cu
 PARAMS = np.dtype(
     [
-        *((name, np.uint64) for name in (*_POINTERS, "faults")),
+        *fields_of(np.uint64, _POINTERS),
         ("k", checks.OPERAND_PARAMS),
         ("v", checks.OPERAND_PARAMS),
-        *((name, np.int64) for name in _LONG),
-        *((name, np.int32) for name in _SHORT),
+        *fields_of(np.int64, _LONG),
+        *fields_of(np.int32, _SHORT),
         ("epsilon", np.float32),
     ],
     align=True,
 )
 
-PLAIN = Kernel("rope.cu", "rope_store", PARAMS, "RopeParams")
-REDUCING = Kernel("rope.cu", "rope_store", PARAMS, "RopeParams", barriers=True)
+# By whether whole rows must be known first, for RMSNorm or dynamic scales.
+_KERNELS = {
+    reduces: Kernel("rope.cu", "rope_store", PARAMS, "RopeParams", barriers=reduces)
+    for reduces in (False, True)
+}
 
 ROTATED = ("fp32", "fp16", "bf16")
 REPORT_POSITIONS, REPORT_SLOTS = 1, 2  # as in kernels_src/rope.cu
@@ -98,8 +90,8 @@ def specialisations() -> list[Specialisation]:
 
 
 def _specialise(rows: Format, cache: Format, count: int, reduces: bool) -> Specialisation:
-    kernel = REDUCING if reduces else PLAIN
-    return kernel.specialise(rows.ctype, cache.ctype, count, "true" if reduces else "false")
+    flag = "true" if reduces else "false"
+    return _KERNELS[reduces].specialise(rows.ctype, cache.ctype, count, flag)
 
 
 def apply_rope(
@@ -174,14 +166,9 @@ def apply_rope(
 
 
 def rotate_query(
-    query: Any,
-    rope_table: Any,
-    positions: Any,
-    *,
-    interleaved: bool = False,
-    query_out: Any = None,
-    stream: Any = None,
-) -> None:
+    query: Any, rope_table: Any, positions: Any, *, interleaved: bool = False,
+    query_out: Any = None, stream: Any = None,
+) -> None:  # fmt: skip
     """Rotate query heads as `apply_rope` does, where the key is cached as it is."""
     arguments = {
         "query": query, "query_out": query if query_out is None else query_out,
@@ -263,8 +250,7 @@ def rope_store_kv(
     >>> bool((k_cache[5] == k[0]).all()), float(v_cache[5, 0, 0])
     (True, 1.0)
     """
-    if skip_slot is not None:
-        skip_slot = checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
     arguments = {
         "query": query, "query_out": query if query_out is None else query_out,
         "key": key, "key_out": key if write_key else None, "value": value,
@@ -279,9 +265,7 @@ def rope_store_kv(
     if alt_stream is None:
         _ROPE_STORE_KV.run(arguments, options, _plan_store, stream)
     else:
-        three, pointers, arrays = _ROPE_STORE_KV.prepare(
-            arguments, (*options, "alternate"), _plan_store_on_two_streams
-        )
+        three, pointers, arrays = _ROPE_STORE_KV.prepare(arguments, (*options, True), _plan_store)
         three.run(pointers, arrays, stream, alt_stream)
 
 
@@ -333,8 +317,7 @@ def rope_store_mla(
     >>> float(cache[3].sum())
     576.0
     """
-    if skip_slot is not None:
-        skip_slot = checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
     arguments = {
         "query": query, "query_out": query if query_out is None else query_out,
         "rope_key": rope_key, "rope_key_out": rope_key if write_key else None,
@@ -375,13 +358,6 @@ class Rotated(NamedTuple):
     format: Format
     norm: ArrayView | None
 
-    @property
-    def strides(self) -> list[int]:
-        strides = [self.rows.token_bytes, self.rows.head_bytes]
-        if self.out is not None:
-            strides += [self.out.token_bytes, self.out.head_bytes]
-        return strides
-
     def pointers(self, field: str) -> dict[str, str]:
         """Return what the pointer fields `query`, `query_out` and `query_norm` take, or key's."""
         bound = {field: self.names.rows}
@@ -393,8 +369,15 @@ class Rotated(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """What all rows of a call have in common."""
+    """What all rows of a call have in common.
 
+    Attributes
+    ----------
+    library : whose current stream None stands for
+    """
+
+    operation: Operation
+    library: str
     table: ArrayView
     positions: ArrayView
     interleaved: bool
@@ -413,19 +396,17 @@ class Rotation(NamedTuple):
 
     def params(self) -> dict[str, Any]:
         """Return the fields of Params for the table, the positions and the sections."""
+        table, positions = self.table, self.positions
         fields = {
-            "table_row_bytes": self.table.strides[0],
-            "max_positions": self.table.shape[0],
-            "position_bytes": self.positions.strides[-1],
-            "position_index": self.positions.itemsize,
-            "position_operation": self.fault_id,
-            "interleaved": self.interleaved,
+            "table_row_bytes": table.strides[0], "max_positions": table.shape[0],
+            "position_bytes": positions.strides[-1], "position_index": positions.itemsize,
+            "position_operation": self.fault_id, "interleaved": self.interleaved,
             "epsilon": self.epsilon,
-        }
+        }  # fmt: skip
         if self.sections is not None:
             first, second, third = self.sections
             ends = (3 * second, 3 * third) if self.sections_interleaved else (first, first + second)
-            fields["axis_bytes"] = self.positions.strides[0]
+            fields["axis_bytes"] = positions.strides[0]
             fields["sections"] = 2 if self.sections_interleaved else 1
             fields["section_end_0"], fields["section_end_1"] = ends
         return fields
@@ -444,94 +425,59 @@ RotaryOptions = tuple[Any, Any, Any, Any]
 
 
 def _plan_rotation(arguments: dict[str, Any], alignment: int, rotary: RotaryOptions) -> RopePlan:
-    checks.require_same_device(arguments)
     rotation = _rotation(_APPLY_ROPE, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _KEY_NAMES, rotation)
-    parts = _parts(query, key, None, None)
-    return RopePlan(_APPLY_ROPE, _library(arguments), rotation, parts, None, alignment)
+    return RopePlan(rotation, _parts(query, key, None, None), None, alignment)
 
 
-def _check_store(
-    arguments: dict[str, Any], rotary: RotaryOptions, layout: Any, skip_slot: int | None
-) -> tuple[Rotation, Rotated | None, Rotated | None, KVOperand, KVOperand, Slots]:
+def _plan_store(
+    arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, layout: Any, skip_slot: int,
+    two_streams: bool = False,
+) -> RopePlan | TwoStreamPlan:  # fmt: skip
     checks.require_arrays(arguments, ("key", "value", "k_cache", "v_cache", "slot_mapping"))
-    checks.require_same_device(arguments)
     rotation = _rotation(_ROPE_STORE_KV, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _KEY_NAMES, rotation)
     k, v = checks.kv_operands(arguments, layout)
-    slots = _slots(_ROPE_STORE_KV, arguments, v, rotation, skip_slot)
-    return rotation, query, key, k, v, slots
-
-
-def _plan_store(arguments: dict[str, Any], alignment: int, *options: Any) -> RopePlan:
-    rotation, query, key, k, v, slots = _check_store(arguments, *options)
-    parts = _parts(query, key, k, v)
-    return RopePlan(_ROPE_STORE_KV, _library(arguments), rotation, parts, slots, alignment)
-
-
-def _plan_store_on_two_streams(
-    arguments: dict[str, Any], alignment: int, *options: Any
-) -> TwoStreamPlan:
-    rotation, query, key, k, v, slots = _check_store(arguments, *options[:-1])
+    slots = _slots(arguments, v, rotation, skip_slot)
+    whole = RopePlan(rotation, _parts(query, key, k, v), slots, alignment, loads=not two_streams)
+    if not two_streams:
+        return whole
     assert key is not None
     written = key.out is not None
     rotate = _parts(query, key if written else None, None, None)
     reports = 0 if rotate else REPORT_POSITIONS
     store_k = Part(key=key, k=k, rotates=not written, reports=reports)
     store_v = Part(v=v, reports=REPORT_SLOTS)
-    library = _library(arguments)
-
-    def plan(parts: list[Part], *, loads: bool = True) -> RopePlan:
-        return RopePlan(_ROPE_STORE_KV, library, rotation, parts, slots, alignment, loads=loads)
-
-    whole = plan(_parts(query, key, k, v), loads=False)
-    return TwoStreamPlan(whole, plan(rotate), plan([store_k]), plan([store_v]))
+    launched = [rotate, [store_k], [store_v]]
+    return TwoStreamPlan(whole, *(RopePlan(rotation, p, slots, alignment) for p in launched))
 
 
 def _plan_store_mla(
-    arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, skip_slot: int | None
+    arguments: dict[str, Any], alignment: int, rotary: RotaryOptions, skip_slot: int
 ) -> RopePlan:
     checks.require_arrays(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
-    checks.require_same_device(arguments)
     rotation = _rotation(_ROPE_STORE_MLA, arguments, rotary)
     query = _rotated(arguments, _QUERY_NAMES, rotation)
     key = _rotated(arguments, _ROPE_KEY_NAMES, rotation)
     latent, rope_key = checks.mla_operands(arguments)
-    slots = _slots(_ROPE_STORE_MLA, arguments, latent, rotation, skip_slot)
-    parts = _parts(query, key, rope_key, latent)
+    slots = _slots(arguments, latent, rotation, skip_slot)
     alignment |= rope_key.cache_offset_bytes & 15
-    return RopePlan(_ROPE_STORE_MLA, _library(arguments), rotation, parts, slots, alignment)
+    return RopePlan(rotation, _parts(query, key, rope_key, latent), slots, alignment)
 
 
-def _library(arguments: dict[str, Any]) -> str:
-    """Return whose current stream None stands for."""
-    names = ("query", "key", "rope_key", "positions")
-    library: str = next(arguments[name].library for name in names if name in arguments)
-    return library
-
-
-def _slots(
-    operation: Operation,
-    arguments: dict[str, Any],
-    v: KVOperand,
-    rotation: Rotation,
-    skip_slot: int | None,
-) -> Slots:
+def _slots(arguments: dict[str, Any], v: KVOperand, rotation: Rotation, skip_slot: int) -> Slots:
     """Check the slots, and the rows that are not rotated."""
     slots, name = arguments["slot_mapping"], v.names.rows
-    checks.indices(slots, "slot_mapping")
-    if slots.shape[0] > rotation.num_tokens:
-        raise ValueError(
-            f"slot_mapping: expected at most {rotation.num_tokens} slots, one per position, "
-            f"got {slots.shape[0]}"
-        )
-    checks.require_rows(v, slots.shape[0])
+    num_slots = checks.length_of(slots, "slot_mapping")
+    if num_slots > rotation.num_tokens:
+        most = f"at most {rotation.num_tokens} slots, one per position"
+        raise ValueError(f"slot_mapping: expected {most}, got {num_slots}")
+    checks.require_rows(v, num_slots)
     if v.rows_format.name not in ROTATED:
         raise TypeError(f"{name}: expected {', '.join(ROTATED)}, got {describe(arguments[name])}")
-    fault_id = faults.operation_id(operation.name, "slot_mapping")
-    return Slots(slots, -1 if skip_slot is None else skip_slot, fault_id)
+    return Slots(slots, skip_slot, faults.operation_id(rotation.operation.name, "slot_mapping"))
 
 
 def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation) -> Rotated | None:
@@ -566,8 +512,7 @@ def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation)
     norm = arguments.get(names.norm)
     if norm is not None:
         if norm.format not in ("fp32", v.format):
-            formats = f"fp32 or {v.format}"
-            raise TypeError(f"{names.norm}: expected {formats}, got {describe(norm)}")
+            raise TypeError(f"{names.norm}: expected fp32 or {v.format}, got {describe(norm)}")
         if norm.shape != (rows.width,) or (rows.width > 1 and norm.strides[0] != norm.itemsize):
             shape = f"contiguous ({rows.width},)"
             raise ValueError(f"{names.norm}: expected {shape}, got {describe(norm)}")
@@ -577,14 +522,14 @@ def _rotated(arguments: dict[str, Any], names: RotatedNames, rotation: Rotation)
 def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOptions) -> Rotation:
     """Check the table, the positions and how pairs use them."""
     interleaved, sections, sections_interleaved, eps = rotary
+    checks.require_same_device(arguments)
     checks.require_arrays(arguments, ("rope_table", "positions"))
     table, positions = arguments["rope_table"], arguments["positions"]
     if table.format != "fp32":
         raise TypeError(f"rope_table: expected float32, got {describe(table)}")
     if table.ndim != 2 or table.shape[1] % 2 or table.shape[1] < 2:
-        raise ValueError(
-            f"rope_table: expected (max_positions, even rotary_dim), got {describe(table)}"
-        )
+        expected = "(max_positions, even rotary_dim)"
+        raise ValueError(f"rope_table: expected {expected}, got {describe(table)}")
     checks.require_contiguous(table, "rope_table")
     if positions.format not in ("int32", "int64"):
         raise TypeError(f"positions: expected int32 or int64, got {describe(positions)}")
@@ -599,9 +544,11 @@ def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOpt
     if not eps >= 0:
         raise ValueError(f"eps: expected at least 0, got {eps!r}")
     epsilon = float(eps) if eps <= np.finfo(np.float32).max else math.inf
+    names = ("query", "key", "rope_key", "positions")
+    library = next(arguments[name].library for name in names if name in arguments)
     return Rotation(
-        table, positions, bool(interleaved), sections, bool(sections_interleaved), epsilon,
-        faults.operation_id(operation.name, "positions"),
+        operation, library, table, positions, bool(interleaved), sections,
+        bool(sections_interleaved), epsilon, faults.operation_id(operation.name, "positions"),
     )  # fmt: skip
 
 
@@ -635,15 +582,19 @@ class Part(NamedTuple):
     reports: int = REPORT_POSITIONS | REPORT_SLOTS
 
     @property
+    def rotated(self) -> list[Rotated]:
+        return [rotated for rotated in (self.query, self.key) if rotated is not None]
+
+    @property
+    def stored(self) -> list[KVOperand]:
+        return [stored for stored in (self.k, self.v) if stored is not None]
+
+    @property
     def reduces(self) -> bool:
         """Whether whole rows must be known first: for RMSNorm, or for dynamic scales."""
-        for stored in (self.k, self.v):
-            if stored is not None and stored.scale_cache is not None:
-                return True
-        for rotated in (self.query, self.key):
-            if rotated is not None and rotated.norm is not None and self.rotates:
-                return True
-        return False
+        if any(stored.scale_cache is not None for stored in self.stored):
+            return True
+        return self.rotates and any(rotated.norm is not None for rotated in self.rotated)
 
     @property
     def formats(self) -> tuple[Format, Format]:
@@ -654,9 +605,11 @@ class Part(NamedTuple):
             return stored.rows_format, stored.cache_format
         return rotated.format, stored.cache_format if stored else rotated.format
 
-    def pointers(self) -> dict[str, Any]:
-        """Return the argument whose address each pointer field takes; the slots come with these."""
+    def pointers(self, *, stores: bool) -> dict[str, Any]:
+        """Return the argument whose address each pointer field takes, in a call that stores."""
         bound: dict[str, Any] = {"table": "rope_table", "positions": "positions"}
+        if stores:
+            bound["slots"] = "slot_mapping"
         if self.query is not None:
             bound |= self.query.pointers("query")
         if self.key is not None:
@@ -702,133 +655,103 @@ class RopePlan(Plan):
     """
 
     def __init__(
-        self,
-        operation: Operation,
-        library: str,
-        rotation: Rotation,
-        parts: list[Part],
-        slots: Slots | None,
-        alignment: int,
-        *,
+        self, rotation: Rotation, parts: list[Part], slots: Slots | None, alignment: int, *,
         loads: bool = True,
-    ) -> None:
-        super().__init__(operation, devices.get(rotation.positions.device), library)
+    ) -> None:  # fmt: skip
+        device = devices.get(rotation.positions.device)
+        super().__init__(rotation.operation, device, rotation.library)
         self.rotation, self.parts, self.slots = rotation, parts, slots
-        if rotation.num_tokens == 0 or not loads:
-            return
-        try:
-            for part in parts:
-                self.launches.append(self._launch(part, alignment))
-        except CompileError as cause:
-            self.cause = cause
+        if loads and rotation.num_tokens:
+            self.load(lambda: [self._launch(part, alignment) for part in parts])
 
     def touched(self, views: Views) -> Views:
         """Return what the parts touch: the rows of the tokens there are, caches by pages."""
         tokens = self.rotation.num_tokens
         touched: Views = {}
         for part in self.parts:
-            pointers = part.pointers()
-            if self.slots is not None:
-                pointers["slots"] = "slot_mapping"
-            for source in pointers.values():
+            for source in part.pointers(stores=self.slots is not None).values():
                 name = source if isinstance(source, str) else source[0]
                 touched.setdefault(name, views[name])
-            for rotated in (part.query, part.key):
-                if rotated is None:
-                    continue
+            for rotated in part.rotated:
                 names, rows, out = rotated.names, rotated.rows, rotated.out
                 if not part.rotates and out is not None:  # read from where they were written
                     touched.pop(names.out, None)
-                    touched[names.rows] = _rows_view(out, tokens, views[names.out])
+                    touched[names.rows] = out.of(views[names.out], tokens)
                     continue
-                touched[names.rows] = _rows_view(rows, tokens, views[names.rows])
+                touched[names.rows] = rows.of(views[names.rows], tokens)
                 if out is not None:
-                    touched[names.out] = _rows_view(out, tokens, views[names.out])
-            for operand in (part.k, part.v):
-                if operand is not None and operand.names.cache != "cache":  # not shared by both
+                    touched[names.out] = out.of(views[names.out], tokens)
+            for operand in part.stored:
+                if operand.names.cache != "cache":  # not shared by both
                     touched[operand.names.cache] = operand.cache_view(views)
             if part.v is not None and self.slots is not None:
-                stored = self.slots.view.shape[0]
-                touched[part.v.names.rows] = part.v.rows_view(views, stored)
+                name = part.v.names.rows
+                touched[name] = part.v.rows.of(views[name], self.slots.view.shape[0])
         return {name: touched[name] for name in self.operation.names if name in touched}
 
     def label(self, output: str, accessed: Views) -> str:
         """Name an output as the caller does: what is written in place is query or key itself."""
         for part in self.parts:
-            for rotated in (part.query, part.key):
-                if rotated is not None and output == rotated.names.out:
+            for rotated in part.rotated:
+                if output == rotated.names.out:
                     return output if rotated.names.rows in accessed else rotated.names.rows
         return output
 
     def written_slots(self, output: str, views: Views) -> ArrayView | None:
         """Return the slots, for caches and their scales."""
         for part in self.parts:
-            for operand in (part.k, part.v):
-                if operand and output in (operand.names.cache, operand.names.scale_cache):
+            for operand in part.stored:
+                if output in (operand.names.cache, operand.names.scale_cache):
                     return views["slot_mapping"]
         return None
 
     def fallback(self, views: Views) -> None:
-        """Rotate and store with array code."""
         device, rotation = self.device, self.rotation
-        table, positions = views["rope_table"], views["positions"]
-        valid = _valid_tokens(device, rotation, positions)
+        positions = device.carrier(views["positions"])
+        positions = positions if positions.ndim == 2 else positions[None]  # by axis and token
+        outside = (positions < 0) | (positions >= rotation.table.shape[0])
         if any(part.reports & REPORT_POSITIONS for part in self.parts):
-            _report_positions(device, rotation, positions)
+            bad = outside.any(axis=0).nonzero()[0]
+            if len(bad):
+                token = bad[0]
+                axis = outside[:, token].argmax()  # one fault per token: its first such position
+                value = positions[axis, token]
+                fallback.note_fault(device, len(bad), rotation.fault_id, token, value)
+        valid = ~outside.any(axis=0)
+        angles = _angles(rotation, device.carrier(views["rope_table"]), positions[:, valid])
         for part in self.parts:
-            rotated_key = None
-            for rotated in (part.query, part.key):
-                if rotated is None:
-                    continue
-                names, rows = rotated.names, views[rotated.names.rows]
-                bits = device.carrier(rows).copy()
+            bits: Any = None
+            for rotated in part.rotated:  # the key last
+                names = rotated.names
+                bits = device.carrier(views[names.rows]).copy()
                 if part.rotates:
-                    norm = views[names.norm] if rotated.norm is not None else None
-                    bits[valid] = _rotated_rows(
-                        device, rotation, rows, norm, table, positions, valid
-                    )
+                    norm = device.carrier(views[names.norm]) if rotated.norm is not None else None
+                    bits[valid] = _rotated_rows(rotation, rotated, bits[valid], norm, *angles)
                     if rotated.out is not None:
                         device.carrier(views[names.out])[valid] = bits[valid]
-                if rotated is part.key:
-                    rotated_key = bits
             if self.slots is not None:
-                self._store(part, views, rotated_key, valid)
+                self._store(part, views, bits, valid)
 
     def _store(self, part: Part, views: Views, key: Any, valid: Any) -> None:
-        """Store the rotated key and the value, with array code."""
         assert self.slots is not None
         device, slots = self.device, views["slot_mapping"]
         count, skip_slot = slots.shape[0], self.slots.skip_slot
-        operand = part.k or part.v
-        if operand is not None and part.reports & REPORT_SLOTS:
-            report_slots(
-                device, slots, operand.cache.num_slots, skip_slot, self.slots.fault_id,
-                valid[:count],
-            )  # fmt: skip
+        valid = valid[:count]
+        if part.stored and part.reports & REPORT_SLOTS:
+            num_slots = part.stored[0].cache.num_slots
+            report_slots(device, slots, num_slots, skip_slot, self.slots.fault_id, valid)
         if part.k is not None:
-            store_rows(device, part.k, key[:count], views, slots, skip_slot, valid[:count])
+            store_rows(device, part.k, key[:count], views, slots, skip_slot, valid)
         if part.v is not None:
             rows = device.carrier(views[part.v.names.rows])
-            store_rows(device, part.v, rows, views, slots, skip_slot, valid[:count])
+            store_rows(device, part.v, rows, views, slots, skip_slot, valid)
 
     def _launch(self, part: Part, alignment: int) -> Launch:
-        """Load and lay out the launch of one part."""
         device, rotation = self.device, self.rotation
         params = rotation.params()
         params["reports"] = part.reports
-        pointers = part.pointers()
         strides = [rotation.table.strides[0]]
         num_heads, head_dim, v_width = 0, 0, 0
-        if part.query is not None:
-            rows, out = part.query.rows, part.query.out
-            assert out is not None
-            params["query_token_bytes"], params["query_head_bytes"] = rows[3:]
-            params["query_out_token_bytes"], params["query_out_head_bytes"] = out[3:]
-            params["num_q_heads"], head_dim = rows.num_heads, rows.width
-            num_heads += rows.num_heads
-            strides += part.query.strides
-        if self.slots is not None:
-            pointers["slots"] = "slot_mapping"
         for field, stored in (("k", part.k), ("v", part.v)):
             if stored is None or self.slots is None:
                 continue
@@ -840,22 +763,28 @@ class RopePlan(Plan):
             half_words = stored.cache_format.itemsize == 1 and not pairs_together
             strides += stored.row_strides
             strides += [(2 if half_words else 1) * stride for stride in stored.cache_strides]
-            params["num_stored"] = slots.shape[0]
-            params["slot_stride_bytes"], params["slot_bytes"] = slots.strides[0], slots.itemsize
-            params["num_slots"], params["skip_slot"] = cache.num_slots, self.slots.skip_slot
-            params["page_size"], params["page_shift"] = cache.page_size, cache.page_shift
-            params["slot_operation"] = self.slots.fault_id
-        if part.key is not None:
-            rows, out = part.key.rows, part.key.out
+            params |= {
+                "num_stored": slots.shape[0], "slot_stride_bytes": slots.strides[0],
+                "slot_bytes": slots.itemsize, "num_slots": cache.num_slots,
+                "skip_slot": self.slots.skip_slot, "slot_operation": self.slots.fault_id,
+                "page_size": cache.page_size, "page_shift": cache.page_shift,
+            }  # fmt: skip
+        for name, field, count, rotated in (
+            ("query", "query_", "num_q_heads", part.query), ("key", "k.", "num_k_heads", part.key),
+        ):  # fmt: skip
+            if rotated is None:
+                continue
+            rows, out = rotated.rows, rotated.out
             source = rows if part.rotates or out is None else out
-            params["k.token_bytes"] = source.token_bytes
-            params["k.head_bytes"] = source.head_bytes
+            params[f"{field}token_bytes"], params[f"{field}head_bytes"] = source[3:]
             if out is not None:
-                params["key_out_token_bytes"] = out.token_bytes
-                params["key_out_head_bytes"] = out.head_bytes
-            params["num_k_heads"], head_dim = rows.num_heads, rows.width
+                params[f"{name}_out_token_bytes"], params[f"{name}_out_head_bytes"] = out[3:]
+                strides += out[3:]
+            params[count], head_dim = rows.num_heads, rows.width
             num_heads += rows.num_heads
-            strides += part.key.strides
+            strides += rows[3:]
+            if rotated.norm is not None and rotated.norm.format == "fp32":
+                params["norm_is_float"] = True
         if part.v is not None:
             v_width = part.v.rows.width
             params["num_v_heads"] = part.v.rows.num_heads
@@ -864,37 +793,22 @@ class RopePlan(Plan):
         pairs = rotation.dim // 2 if part.rotates and head_dim else 0
         unrotated = head_dim - 2 * pairs
         params["head_dim"], params["rotary_dim"] = head_dim, 2 * pairs
-        for rotated in (part.query, part.key):
-            if rotated is not None and rotated.norm is not None and rotated.norm.format == "fp32":
-                params["norm_is_float"] = True
-
         whole = pairs % _PACK == 0 and unrotated % _PACK == 0 and v_width % _PACK == 0
-        count = _PACK if whole and widest((alignment, *map(abs, strides))) == 16 else 1
+        pack = _PACK if whole and call.widest((alignment, *map(abs, strides))) == 16 else 1
         num_rows = rotation.num_tokens * num_heads
-        require_countable(num_rows, "positions")
-        units = max(pairs, unrotated, (v_width + 1) // 2) // count
-        geometry = spread(
-            num_rows,
-            max(1, units),
-            device.sm_count,
-            warp_lanes=device.warp_lanes,
-            whole_warps=True,
-            max_lanes=32,
-        )
+        call.require_countable(num_rows, "positions")
+        units = max(pairs, unrotated, (v_width + 1) // 2) // pack
+        geometry = call.spread(
+            num_rows, max(1, units), device.sm_count,
+            warp_lanes=device.warp_lanes, whole_warps=True, max_lanes=32,
+        )  # fmt: skip
         params["num_rows"], params["lane_shift"] = num_rows, geometry.lane_shift
-        specialisation = _specialise(*part.formats, count, part.reduces)
+        specialisation = _specialise(*part.formats, pack, part.reduces)
+        pointers = part.pointers(stores=self.slots is not None)
         return Launch(
             device, specialisation, geometry.grid, geometry.block, 0, params, pointers,
             self.operation.names,
         )  # fmt: skip
-
-
-def _rows_view(rows: Rows, num_tokens: int, whole: ArrayView) -> ArrayView:
-    shape = (num_tokens, rows.num_heads, rows.width)
-    if whole.shape == shape:
-        return whole
-    strides = (rows.token_bytes, rows.head_bytes, whole.itemsize)
-    return ArrayView(whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner)
 
 
 class TwoStreamPlan:
@@ -903,17 +817,16 @@ class TwoStreamPlan:
     Parameters
     ----------
     whole : all three together, for the checks of addresses
+    parts : of the rotation, the K copy and the V copy
     """
 
-    def __init__(
-        self, whole: RopePlan, rotate: RopePlan, store_k: RopePlan, store_v: RopePlan
-    ) -> None:
-        self.whole, self.rotate, self.store_k, self.store_v = whole, rotate, store_k, store_v
+    def __init__(self, whole: RopePlan, *parts: RopePlan) -> None:
+        self.whole, self.parts = whole, parts
         self.used_at = 0
 
     def settle(self, views: Views) -> None:
         """Prepare the checks, and let go of the call for which this was made."""
-        for plan in (self.whole, self.rotate, self.store_k, self.store_v):
+        for plan in (self.whole, *self.parts):
             plan.settle(views)
 
     def run(
@@ -921,63 +834,37 @@ class TwoStreamPlan:
     ) -> None:
         """Issue the three launches and the events between them."""
         device, library = self.whole.device, self.whole.library
+        rotate, store_k, store_v = self.parts
         main = device.as_stream(stream, library)
         other = device.as_stream(alt_stream, library, "alt_stream")
         self.whole.check(pointers, arrays)
-        if any(plan.cause is not None for plan in (self.rotate, self.store_k, self.store_v)):
+        if any(plan.cause is not None for plan in self.parts):
             for each in (main, other):
-                device.check_fallback(self.rotate.operation.name, each)
-        self.rotate.issue(pointers, arrays, main)
+                device.check_fallback(self.whole.operation.name, each)
+        rotate.issue(pointers, arrays, main)
         streams.fork(main, other)
-        self.store_k.issue(pointers, arrays, main)
-        self.store_v.issue(pointers, arrays, other)
+        store_k.issue(pointers, arrays, main)
+        store_v.issue(pointers, arrays, other)
         streams.join(main, other)
 
 
 # --- The fallback of a rotation -------------------------------------------------------------------
 
 
-def _valid_tokens(device: Device, rotation: Rotation, positions: ArrayView) -> Any:
-    """Return which tokens have all their positions inside the table."""
-    numbers = device.carrier(positions)
-    inside = (numbers >= 0) & (numbers < rotation.table.shape[0])
-    return inside.all(axis=0) if inside.ndim == 2 else inside
-
-
-def _report_positions(device: Device, rotation: Rotation, positions: ArrayView) -> None:
-    """Note the positions outside the table in the device's fault record."""
-    numbers = device.carrier(positions)
-    numbers = numbers if numbers.ndim == 2 else numbers[None]
-    outside = (numbers < 0) | (numbers >= rotation.table.shape[0])
-    bad = outside.any(axis=0).nonzero()[0]
-    if len(bad):
-        token = bad[0]
-        axis = outside[:, token].argmax()  # one fault per token: its first such position
-        fallback.note_fault(device, len(bad), rotation.fault_id, token, numbers[axis, token])
-
-
 @fallback.QUIET
 def _rotated_rows(
-    device: Device,
-    rotation: Rotation,
-    rows: ArrayView,
-    norm: ArrayView | None,
-    table: ArrayView,
-    positions: ArrayView,
-    valid: Any,
+    rotation: Rotation, rotated: Rotated, bits: Any, norm: Any, cos: Any, sin: Any
 ) -> Any:
-    """Return the rows of the valid tokens rotated, as bits of their own format.
+    """Return rows rotated, as bits of their own format.
 
     In float64, where the products are exact, so that nothing cancels that a kernel keeps.
     """
-    bits = device.carrier(rows)[valid]
-    values = fallback.decode(bits, rows.format)
+    values = fallback.decode(bits, rotated.format.name)
     xp = fallback.module_of(values)
-    if norm is not None:
+    if rotated.norm is not None:
         mean = (values * values).mean(axis=-1, keepdims=True, dtype=xp.float32)
-        weight = fallback.decode(device.carrier(norm), norm.format)
+        weight = fallback.decode(norm, rotated.norm.format)
         values = values / xp.sqrt(mean + xp.float32(rotation.epsilon)) * weight
-    cos, sin = _angles(device, rotation, table, positions, valid)
     half = rotation.dim // 2
     if rotation.interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
@@ -987,22 +874,17 @@ def _rotated_rows(
     values[..., first] = x * cos - y * sin
     values[..., second] = y * cos + x * sin
     changed = slice(None) if norm is not None else slice(0, 2 * half)
-    bits[..., changed] = fallback.encode(values[..., changed], rows.format)
+    bits[..., changed] = fallback.encode(values[..., changed], rotated.format.name)
     return bits
 
 
-def _angles(
-    device: Device, rotation: Rotation, table: ArrayView, positions: ArrayView, valid: Any
-) -> tuple[Any, Any]:
-    """Return cos and sin, (tokens, 1, pairs)."""
-    rows = device.carrier(table)
-    numbers = device.carrier(positions)
+def _angles(rotation: Rotation, table: Any, positions: Any) -> tuple[Any, Any]:
+    """Return cos and sin, (tokens, 1, pairs), of positions by axis and token."""
     half = rotation.dim // 2
+    by_axis = table[positions]  # (axes, tokens, rotary_dim)
     if rotation.sections is None:
-        chosen = rows[numbers[valid]]
-        return chosen[:, None, :half], chosen[:, None, half:]
-    xp = fallback.module_of(rows)
-    by_axis = rows[numbers[:, valid]]  # (3, tokens, rotary_dim)
+        return by_axis[0, :, None, :half], by_axis[0, :, None, half:]
+    xp = fallback.module_of(table)
     axis = xp.asarray(pair_axes(half, rotation.sections, rotation.sections_interleaved))
     pairs = xp.arange(half)
     cos, sin = by_axis[axis, :, pairs].T, by_axis[axis, :, half + pairs].T

@@ -119,17 +119,12 @@ def _frequencies(context: int, dim: int, base: float, scaling: Config) -> tuple[
     known = {*_COMMON_KEYS, *_KEYS[kind].split()}
     ignored = [key for key, value in scaling.items() if key not in known and value is not None]
     if ignored:
-        logger.warning(
-            "rope_table ignores %s of scaling, which rope_type %r does not have",
-            ", ".join(map(repr, ignored)),
-            kind,
-        )
+        names = ", ".join(map(repr, ignored))
+        message = "rope_table ignores %s of scaling, which rope_type %r does not have"
+        logger.warning(message, names, kind)
     if scaling.get("partial_rotary_factor") not in (None, 1):
-        logger.info(
-            "rope_table takes rotary_dim %d for partial_rotary_factor %s of the head already",
-            dim,
-            scaling["partial_rotary_factor"],
-        )
+        message = "rope_table takes rotary_dim %d for partial_rotary_factor %s of the head already"
+        logger.info(message, dim, scaling["partial_rotary_factor"])
     return _KINDS[kind](context, dim, base, scaling)
 
 
@@ -139,17 +134,13 @@ def _powers(dim: int, base: float) -> Frequencies:
 
 
 def _number(scaling: Config, key: str, default: float | None = None) -> float:
-    value = scaling.get(key, default)
-    if value is None:
-        value = default
+    value = default if scaling.get(key) is None else scaling[key]
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        expected = f"a number for {key!r}"
         hint = ""
         if key == "original_max_position_embeddings" and value is None:
             hint = "; without one it is config.max_position_embeddings: add that"
-        raise ValueError(
-            f"scaling: expected {expected}, got {scaling.get(key)!r} in {dict(scaling)}{hint}"
-        )
+        got = f"{scaling.get(key)!r} in {dict(scaling)}{hint}"
+        raise ValueError(f"scaling: expected a number for {key!r}, got {got}")
     return float(value)
 
 
@@ -220,14 +211,11 @@ def _yarn_attention(factor: float, scaling: Config) -> float:
 def _longrope(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
     """Divide each pair's frequency by its own factor, of the short or of the long list."""
     trained = _number(scaling, "original_max_position_embeddings")
-    factors = {
-        key: _pair_factors(scaling, key, dim // 2) for key in ("short_factor", "long_factor")
-    }
+    short, long = (_pair_factors(scaling, f"{kind}_factor", dim // 2) for kind in ("short", "long"))
     factor = _number(scaling, "factor", context / trained)
     attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
     attention = _number(scaling, "attention_factor", attention)
-    chosen = factors["long_factor" if context > trained else "short_factor"]
-    return _powers(dim, base) / chosen, attention
+    return _powers(dim, base) / (long if context > trained else short), attention
 
 
 def _pair_factors(scaling: Config, key: str, pairs: int) -> Frequencies:
@@ -241,10 +229,6 @@ def _pair_factors(scaling: Config, key: str, pairs: int) -> Frequencies:
 
 
 _KINDS: dict[str, Callable[[int, int, float, Config], tuple[Frequencies, float]]] = {
-    "default": _default,
-    "linear": _linear,
-    "dynamic": _dynamic,
-    "llama3": _llama3,
-    "yarn": _yarn,
+    "default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn,
     "longrope": _longrope,
-}
+}  # fmt: skip

@@ -11,22 +11,10 @@ import numpy as np
 from .. import devices, faults
 from ..arrays import ArrayView, describe
 from ..devices.protocol import Device
-from ..errors import CompileError
 from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
-from . import checks, fallback
-from .call import (
-    Argument,
-    Launch,
-    Operation,
-    Plan,
-    Views,
-    format_name,
-    require_countable,
-    spread,
-    to_allocate,
-    widest,
-)
+from . import call, checks, fallback
+from .call import Argument, Launch, Operation, Plan, Views
 from .checks import K, KVOperand, V
 
 CACHES = (
@@ -41,51 +29,32 @@ _STORE_KV = Operation(
     Argument("slot_mapping"), *SCALES, *SCALE_CACHES,
 )  # fmt: skip
 _STORE_MLA = Operation(
-    "store_mla",
-    Argument("latent", words=True),
-    Argument("rope_key", words=True),
-    Argument("cache", output=True, words=True),
-    Argument("slot_mapping"),
+    "store_mla", Argument("latent", words=True), Argument("rope_key", words=True),
+    Argument("cache", output=True, words=True), Argument("slot_mapping"),
     Argument("scale", number=True),
-)
+)  # fmt: skip
 _GATHER_KV = Operation(
     "gather_kv",
     Argument("k_out", output=True, words=True, allocated=True),
     Argument("v_out", output=True, words=True, allocated=True),
-    Argument("k_cache", words=True),
-    Argument("v_cache", words=True),
-    Argument("slots"),
-    *SCALES,
-    Argument("k_scale_cache"),
-    Argument("v_scale_cache"),
-)
+    Argument("k_cache", words=True), Argument("v_cache", words=True), Argument("slots"), *SCALES,
+    Argument("k_scale_cache"), Argument("v_scale_cache"),
+)  # fmt: skip
 _K_OUT, _V_OUT = K._replace(rows="k_out"), V._replace(rows="v_out")
 
 # CacheRowsParams of kernels_src/cache_rows.cuh
+_POINTERS = "key value k_cache v_cache slots k_scale v_scale k_scale_cache v_scale_cache faults"
 PARAMS = np.dtype(
     [
-        *(
-            (name, np.uint64)
-            for name in (
-                "key", "value", "k_cache", "v_cache", "slots", "k_scale", "v_scale",
-                "k_scale_cache", "v_scale_cache", "faults",
-            )
-        ),
+        *call.fields_of(np.uint64, _POINTERS),
         ("k", checks.OPERAND_PARAMS),
         ("v", checks.OPERAND_PARAMS),
-        ("slot_stride_bytes", np.int64),
-        ("num_slots", np.int64),
-        ("skip_slot", np.int64),
-        ("operation", np.int64),
-        ("num_rows", np.int32),
-        ("num_heads", np.int32),
-        ("page_size", np.int32),
-        ("page_shift", np.int32),
-        ("index_bytes", np.int32),
-        ("lane_shift", np.int32),
+        *call.fields_of(np.int64, "slot_stride_bytes num_slots skip_slot operation"),
+        *call.fields_of(np.int32, "num_rows num_heads page_size page_shift"),
+        *call.fields_of(np.int32, "index_bytes lane_shift"),
     ],
     align=True,
-)  # fmt: skip
+)
 
 COPY = Kernel("store.cu", "store_copy", PARAMS, "CacheRowsParams")
 CONVERT = Kernel("store.cu", "store_convert", PARAMS, "CacheRowsParams")
@@ -171,8 +140,7 @@ def store_kv(
     >>> float(k_cache[7, 0, 0]), float(v_cache[3, 0, 0]), float(k_cache[4, 0, 0])
     (1.0, 2.0, 0.0)
     """
-    if skip_slot is not None:
-        skip_slot = checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
     arguments = {
         "key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache,
         "slot_mapping": slot_mapping, "k_scale": k_scale, "v_scale": v_scale,
@@ -221,8 +189,7 @@ def store_mla(
     >>> float(cache[5, 511]), float(cache[5, 512])
     (1.0, 2.0)
     """
-    if skip_slot is not None:
-        skip_slot = checks.slot_number(skip_slot, "skip_slot")
+    skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
     arguments = {
         "latent": latent, "rope_key": rope_key, "cache": cache, "slot_mapping": slot_mapping,
         "scale": scale,
@@ -283,7 +250,7 @@ def gather_kv(
     >>> k[:, 0, 0].tolist(), v[:, 0, 0].tolist()
     ([8.0, 0.0], [24.0, 0.0])
     """
-    dtype_name = None if dtype is None else format_name(dtype)
+    dtype_name = None if dtype is None else call.format_name(dtype)
     arguments = {
         "k_out": k_out, "v_out": v_out, "k_cache": k_cache, "v_cache": v_cache, "slots": slots,
         "k_scale": k_scale, "v_scale": v_scale, "k_scale_cache": k_scale_cache,
@@ -297,16 +264,15 @@ def gather_kv(
 
 
 def _plan_store_kv(
-    arguments: dict[str, Any], alignment: int, layout: Any, skip_slot: int | None
+    arguments: dict[str, Any], alignment: int, layout: Any, skip_slot: int
 ) -> StorePlan:
-    names = ("key", "value", "k_cache", "v_cache", "slot_mapping")
-    checks.require_arrays(arguments, names)
+    checks.require_arrays(arguments, ("key", "value", "k_cache", "v_cache", "slot_mapping"))
     checks.require_same_device(arguments)
     k, v = checks.kv_operands(arguments, layout)
     return _store_plan(_STORE_KV, arguments, k, v, skip_slot, alignment)
 
 
-def _plan_store_mla(arguments: dict[str, Any], alignment: int, skip_slot: int | None) -> StorePlan:
+def _plan_store_mla(arguments: dict[str, Any], alignment: int, skip_slot: int) -> StorePlan:
     checks.require_arrays(arguments, ("latent", "rope_key", "cache", "slot_mapping"))
     checks.require_same_device(arguments)
     latent, rope_key = checks.mla_operands(arguments)
@@ -315,19 +281,14 @@ def _plan_store_mla(arguments: dict[str, Any], alignment: int, skip_slot: int | 
 
 
 def _store_plan(
-    operation: Operation,
-    arguments: dict[str, Any],
-    k: KVOperand,
-    v: KVOperand,
-    skip_slot: int | None,
+    operation: Operation, arguments: dict[str, Any], k: KVOperand, v: KVOperand, skip_slot: int,
     alignment: int,
-) -> StorePlan:
+) -> StorePlan:  # fmt: skip
     slots = arguments["slot_mapping"]
-    checks.indices(slots, "slot_mapping")
+    num_slots = checks.length_of(slots, "slot_mapping")
     for operand in (k, v):
-        checks.require_rows(operand, slots.shape[0])
+        checks.require_rows(operand, num_slots)
     library = arguments[k.names.rows].library
-    skip_slot = -1 if skip_slot is None else skip_slot
     return StorePlan(operation, library, k, v, ("slot_mapping", slots), skip_slot, alignment)
 
 
@@ -344,10 +305,8 @@ def _plan_gather_kv(
     for operand in (k, v):
         checks.require_rows(operand, slots.shape[0])
         if dtype is not None and operand.rows_format.name != dtype:
-            name = operand.names.rows
-            raise ValueError(
-                f"{name}: expected {dtype} as dtype says, got {describe(arguments[name])}"
-            )
+            name, got = operand.names.rows, describe(arguments[operand.names.rows])
+            raise ValueError(f"{name}: expected {dtype} as dtype says, got {got}")
     library = arguments["k_cache"].library
     plan = GatherPlan(_GATHER_KV, library, k, v, ("slots", slots), -1, alignment)
     plan.allocated = allocated
@@ -363,19 +322,15 @@ def _outputs_to_allocate(arguments: dict[str, Any], layout: Any, dtype: str | No
         if names.rows in arguments:
             continue
         cache = arguments[names.cache]
-        cache_format = checks.number_format(cache, names.cache)
-        if dtype is not None:
-            format = dtype
-        elif other in arguments:
-            format = arguments[other].format
-        else:
-            format = "bf16" if cache_format.quantised else cache_format.name
+        format = checks.number_format(cache, names.cache)
+        default = "bf16" if format.quantised else format.name
+        target = dtype or (arguments[other].format if other in arguments else default)
         if cache.ndim == 2:
             shape = cache.shape[1:]
         else:
             own = checks.cache(cache, names.cache, layout, 3, written=False)
             shape = (own.num_heads, own.width)
-        allocated[names.rows] = to_allocate(cache, (num_tokens, *shape), format)
+        allocated[names.rows] = call.to_allocate(cache, (num_tokens, *shape), target)
     return allocated
 
 
@@ -391,27 +346,16 @@ class _CacheRowsPlan(Plan):
     """
 
     def __init__(
-        self,
-        operation: Operation,
-        library: str,
-        k: KVOperand,
-        v: KVOperand,
-        slots: tuple[str, ArrayView],
-        skip_slot: int,
-        alignment: int,
-    ) -> None:
+        self, operation: Operation, library: str, k: KVOperand, v: KVOperand,
+        slots: tuple[str, ArrayView], skip_slot: int, alignment: int,
+    ) -> None:  # fmt: skip
         self.slots_name, view = slots
         super().__init__(operation, devices.get(view.device), library)
         self.k, self.v, self.skip_slot = k, v, skip_slot
         self.fault_id = faults.operation_id(operation.name, self.slots_name)
         self.num_tokens = view.shape[0]
-        if self.num_tokens == 0:
-            return
-        try:
-            for operands in self._groups():
-                self.launches.append(self._launch(operands, view, alignment))
-        except CompileError as cause:
-            self.cause = cause
+        if self.num_tokens:
+            self.load(lambda: [self._launch(each, view, alignment) for each in self._groups()])
 
     @abc.abstractmethod
     def kernel_of(self, operand: KVOperand) -> Kernel:
@@ -425,7 +369,8 @@ class _CacheRowsPlan(Plan):
         """Return rows by tokens and caches by pages."""
         touched = dict(views)
         for operand in (self.k, self.v):
-            touched[operand.names.rows] = operand.rows_view(views, self.num_tokens)
+            name = operand.names.rows
+            touched[name] = operand.rows.of(views[name], self.num_tokens)
             if self.k.names.cache != self.v.names.cache:  # else both together touch all of it
                 touched[operand.names.cache] = operand.cache_view(views)
         return touched
@@ -439,7 +384,6 @@ class _CacheRowsPlan(Plan):
         return [{"k": k}, {"v": v}]
 
     def _launch(self, operands: dict[str, KVOperand], slots: ArrayView, alignment: int) -> Launch:
-        """Load and lay out the launch of "k", "v" or both."""
         device = self.device
         first = next(iter(operands.values()))
         kernel, cache = self.kernel_of(first), first.cache
@@ -454,36 +398,28 @@ class _CacheRowsPlan(Plan):
             steps += map(abs, operand.row_strides + operand.cache_strides)
         if first.copies:
             widths = {f: n * operands[f].rows_format.itemsize for f, n in widths.items()}
-            step = widest((*widths.values(), *steps))
+            step = call.widest((*widths.values(), *steps))
             specialisation = kernel.specialise(step)
         else:
             word = min(16, PACK * max(first.rows_format.itemsize, first.cache_format.itemsize))
             whole = all([n % PACK == 0 for n in widths.values()])
-            step = PACK if whole and widest(steps) >= word else 1
+            step = PACK if whole and call.widest(steps) >= word else 1
             specialisation = kernel.specialise(*self.formats_of(first), step)
 
         num_rows = self.num_tokens * num_heads
-        require_countable(num_rows, self.slots_name)
-        geometry = spread(
-            num_rows,
-            max(widths.values()) // step,
-            device.sm_count,
-            warp_lanes=device.warp_lanes,
-            whole_warps=kernel.barriers,
-        )
+        call.require_countable(num_rows, self.slots_name)
+        geometry = call.spread(
+            num_rows, max(widths.values()) // step, device.sm_count,
+            warp_lanes=device.warp_lanes, whole_warps=kernel.barriers,
+        )  # fmt: skip
         params: dict[str, Any] = {
-            "slot_stride_bytes": slots.strides[0],
-            "num_slots": cache.num_slots,
-            "skip_slot": self.skip_slot,
             # A launch of V alone leaves reporting to that of K.
-            "operation": self.fault_id if "k" in operands else -1,
-            "num_rows": num_rows,
-            "num_heads": num_heads,
-            "page_size": cache.page_size,
-            "page_shift": cache.page_shift,
-            "index_bytes": slots.itemsize,
+            "operation": self.fault_id if "k" in operands else -1, "skip_slot": self.skip_slot,
+            "slot_stride_bytes": slots.strides[0], "index_bytes": slots.itemsize,
+            "num_slots": cache.num_slots, "num_rows": num_rows, "num_heads": num_heads,
+            "page_size": cache.page_size, "page_shift": cache.page_shift,
             "lane_shift": geometry.lane_shift,
-        }
+        }  # fmt: skip
         pointers: dict[str, Any] = {"slots": self.slots_name}
         for field, rows_field in (("k", "key"), ("v", "value")):
             if field in operands:
@@ -501,13 +437,11 @@ class StorePlan(_CacheRowsPlan):
     """A store of K and V, or of the two parts of MLA."""
 
     def kernel_of(self, operand: KVOperand) -> Kernel:
-        """Return the kernel for an operand."""
         if operand.copies:
             return COPY
         return CONVERT if operand.scale_cache is None else DYNAMIC
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
-        """Return the formats of the rows and of the cache."""
         return operand.rows_format.ctype, operand.cache_format.ctype
 
     def written_slots(self, output: str, views: Views) -> ArrayView | None:
@@ -515,7 +449,6 @@ class StorePlan(_CacheRowsPlan):
         return views[self.slots_name]
 
     def fallback(self, views: Views) -> None:
-        """Store with array code."""
         device, slots = self.device, views[self.slots_name]
         report_slots(device, slots, self.k.cache.num_slots, self.skip_slot, self.fault_id)
         for operand in (self.k, self.v):
@@ -527,15 +460,12 @@ class GatherPlan(_CacheRowsPlan):
     """A gather of K and V."""
 
     def kernel_of(self, operand: KVOperand) -> Kernel:
-        """Return the kernel for an operand."""
         return GATHER_COPY if operand.copies else GATHER_CONVERT
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
-        """Return the formats of the cache and of the rows."""
         return operand.cache_format.ctype, operand.rows_format.ctype
 
     def fallback(self, views: Views) -> None:
-        """Gather with array code."""
         device, slots = self.device, views[self.slots_name]
         report_slots(device, slots, self.k.cache.num_slots, self.skip_slot, self.fault_id)
         numbers = device.carrier(slots)
@@ -560,14 +490,9 @@ class GatherPlan(_CacheRowsPlan):
 
 
 def store_rows(
-    device: Device,
-    operand: KVOperand,
-    rows: Any,
-    views: Mapping[str, ArrayView],
-    slots: ArrayView,
-    skip_slot: int,
-    allowed: Any = True,
-) -> None:
+    device: Device, operand: KVOperand, rows: Any, views: Mapping[str, ArrayView],
+    slots: ArrayView, skip_slot: int, allowed: Any = True,
+) -> None:  # fmt: skip
     """Write the rows of one operand into its cache.
 
     Parameters
@@ -614,13 +539,9 @@ def static_scale(
 
 
 def report_slots(
-    device: Device,
-    slots: ArrayView,
-    num_slots: int,
-    skip_slot: int,
-    operation: int,
+    device: Device, slots: ArrayView, num_slots: int, skip_slot: int, operation: int,
     allowed: Any = True,
-) -> None:
+) -> None:  # fmt: skip
     """Note the slots past the end in the device's fault record, as a kernel would."""
     numbers = device.carrier(slots)
     bad = ((numbers >= num_slots) & (numbers != skip_slot) & allowed).nonzero()[0]
