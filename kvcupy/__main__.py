@@ -38,12 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from . import compile_check
 
         return compile_check.main(
-            options.arch,
-            every_arch=options.all,
-            with_check=options.check,
-            jobs=options.jobs,
+            options.arch, every_arch=options.all, with_check=options.check, jobs=options.jobs,
             lines=options.progress,
-        )
+        )  # fmt: skip
     except KeyboardInterrupt:
         return _INTERRUPTED
 
@@ -62,14 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     compiling.add_argument("--all", action="store_true", help="with NVRTC for all architectures")
     compiling.add_argument("--arch", nargs="+", metavar="sm_90", help="with NVRTC for these")
-    compiling.add_argument(
-        "--check",
-        action="store_true",
-        help="with NVRTC, and fail on warnings, spills and too many registers",
-    )
-    compiling.add_argument(
-        "--jobs", type=_count, metavar="N", help="processes; default: the number of CPUs"
-    )
+    check = "with NVRTC, and fail on warnings, spills and too many registers"
+    compiling.add_argument("--check", action="store_true", help=check)
+    jobs = "processes; default: the number of CPUs"
+    compiling.add_argument("--jobs", type=_count, metavar="N", help=jobs)
     calibrating = commands.add_parser(
         "calibrate",
         help="measure which transfer method is fastest on this machine",
@@ -77,12 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrating.add_argument("--device", help="such as cuda:1; default: the first GPU, or host")
     calibrating.add_argument("--quick", action="store_true", help="a coarse grid, in seconds")
+    progress = "print progress lines where stderr is not a terminal"
     for command in (compiling, calibrating):
-        command.add_argument(
-            "--progress",
-            action="store_true",
-            help="print progress lines where stderr is not a terminal",
-        )
+        command.add_argument("--progress", action="store_true", help=progress)
     for name, (_, purpose) in _SCRIPTS.items():
         if _script(name).is_file():
             commands.add_parser(name, help=purpose, add_help=False)
@@ -90,7 +80,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    """Read a count of at least one."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
     return int(text)

@@ -97,14 +97,9 @@ class ArrayView(ProcessLocal):
     def without_owner(self) -> ArrayView:
         """Return the same description without its owner, to be cached: it keeps nothing alive."""
         return ArrayView(
-            self.pointer,
-            self.shape,
-            self.strides,
-            self.format,
-            self.device,
-            library=self.library,
-            readonly=self.readonly,
-        )
+            self.pointer, self.shape, self.strides, self.format, self.device,
+            library=self.library, readonly=self.readonly,
+        )  # fmt: skip
 
     def __getitem__(self, index: Any) -> ArrayView:
         """Return part of the array, by integers, slices, `...` and None, as NumPy reads them."""
@@ -114,16 +109,11 @@ class ArrayView(ProcessLocal):
         if ... not in steps:
             steps = (*steps, ...)  # else NumPy would read a single element
         part = _untyped(self)[steps]
+        pointer = part.__array_interface__["data"][0]
         return ArrayView(
-            part.__array_interface__["data"][0],
-            part.shape,
-            part.strides,
-            self.format,
-            self.device,
-            library=self.library,
-            readonly=self.readonly,
-            owner=self.owner,
-        )
+            pointer, part.shape, part.strides, self.format, self.device,
+            library=self.library, readonly=self.readonly, owner=self.owner,
+        )  # fmt: skip
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return type and number of the device in DLPack's numbering."""
@@ -156,9 +146,7 @@ def overlap(a: ArrayView, b: ArrayView) -> bool:
     """Return whether two views share a byte; interleaved views do not."""
     a_low, a_high = a.byte_range()
     b_low, b_high = b.byte_range()
-    if a_high <= b_low or b_high <= a_low:
-        return False
-    if a.device != b.device:
+    if a_high <= b_low or b_high <= a_low or a.device != b.device:
         return False
     return bool(np.shares_memory(_untyped(a), _untyped(b)))
 
@@ -171,15 +159,9 @@ def transposed(v: ArrayView, axes: Sequence[int]) -> ArrayView:
 def reshaped(v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> ArrayView:
     """Return the same memory with other axes."""
     return ArrayView(
-        v.pointer,
-        shape,
-        strides,
-        v.format,
-        v.device,
-        library=v.library,
-        readonly=v.readonly,
-        owner=v.owner,
-    )
+        v.pointer, shape, strides, v.format, v.device,
+        library=v.library, readonly=v.readonly, owner=v.owner,
+    )  # fmt: skip
 
 
 def first_overlap(views: Sequence[ArrayView]) -> tuple[int, int] | None:
@@ -242,23 +224,14 @@ class Memory(ProcessLocal):
     __slots__ = ("__array_interface__", "owner")
 
     def __init__(
-        self,
-        owner: object,
-        pointer: int,
-        shape: tuple[int, ...],
-        itemsize: int,
-        strides: tuple[int, ...] | None,
-        *,
-        readonly: bool,
-    ) -> None:
+        self, owner: object, pointer: int, shape: tuple[int, ...], itemsize: int,
+        strides: tuple[int, ...] | None, *, readonly: bool,
+    ) -> None:  # fmt: skip
         self.owner = owner
         self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "data": (pointer, readonly),
-            "shape": shape,
-            "strides": strides,
+            "version": 3, "data": (pointer, readonly), "shape": shape, "strides": strides,
             "typestr": f"|V{itemsize}",
-        }
+        }  # fmt: skip
 
 
 def array_at(
@@ -287,24 +260,18 @@ def _bits(v: ArrayView) -> Any:
     kind, _, index = v.device.partition(":")
     if kind == "host":
         return array_at(v.owner, v.pointer, v.shape, dtype, v.strides, readonly=v.readonly)
-    api = cuda_api.CudaApi()
-    return cupy_array_at(api.cupy, v.owner, v.pointer, v.shape, dtype, v.strides, int(index))
+    cupy = cuda_api.CudaApi().cupy
+    return cupy_array_at(cupy, v.owner, v.pointer, v.shape, dtype, v.strides, int(index))
 
 
 def cupy_array_at(
-    cupy: Any,
-    owner: object,
-    pointer: int,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    strides: tuple[int, ...],
-    device_index: int,
-) -> Any:
+    cupy: Any, owner: object, pointer: int, shape: tuple[int, ...], dtype: np.dtype[Any],
+    strides: tuple[int, ...], device_index: int,
+) -> Any:  # fmt: skip
     """Return the CuPy array at an address that a GPU can reach, in memory that `owner` keeps."""
     reach = sum(abs((n - 1) * s) for n, s in zip(shape, strides, strict=True)) + dtype.itemsize
     memory = cupy.cuda.UnownedMemory(pointer, reach, owner, device_index)
-    start = cupy.cuda.MemoryPointer(memory, 0)
-    return cupy.ndarray(shape, dtype, memptr=start, strides=strides)
+    return cupy.ndarray(shape, dtype, memptr=cupy.cuda.MemoryPointer(memory, 0), strides=strides)
 
 
 class PinnedMemory(Memory):
@@ -395,7 +362,6 @@ def _probe_exporter(x: Any) -> tuple[int, Signature]:
     return _probe_view(_view_exporter(x))
 
 
-_NOTHING = (0, None)  # what None probes to
 _TORCH_TYPES: set[type] = set()  # torch.Tensor and the subclasses of it that have been seen
 _STREAMED_TYPES: set[type] = set()  # whose arrays have named the stream that still writes them
 _PROBES: dict[type, Probe] = {ArrayView: _probe_view, np.ndarray: _probe_numpy}
@@ -415,7 +381,7 @@ def probe(x: Any) -> tuple[int, Signature]:
 def probe_argument(x: Any) -> tuple[int, Signature | float | None]:
     """Probe an argument that may also be None or a number, which have no address."""
     if x is None:
-        return _NOTHING
+        return 0, None
     known = _PROBES.get(type(x))
     if known is not None:
         return known(x)
@@ -447,20 +413,19 @@ def probe_arguments(
 
 
 def _probe_for(x: Any) -> Probe:
-    kind = type(x)
     if isinstance(x, np.ndarray):
         _require_unmasked(x)
         prober: Probe = _probe_numpy
     elif _is(x, "torch", "Tensor"):
         _require_real(x)
         prober = _probe_torch
-        _TORCH_TYPES.add(kind)
+        _TORCH_TYPES.add(type(x))
     elif _is(x, "cupy", "ndarray"):
         prober = _probe_cupy
     else:
         _view_exporter(x)  # raises TypeError for what exports nothing
         prober = _probe_exporter
-    _PROBES[kind] = prober
+    _PROBES[type(x)] = prober
     return prober
 
 
@@ -532,8 +497,7 @@ def _require_unmasked(x: np.ndarray[Any, Any]) -> None:
 
 def _require_real(x: Any) -> None:
     """Raise for torch's fake tensors, told by their class: reading their address would warn."""
-    for module in ("fake_tensor", "functional_tensor"):
-        name = "FakeTensor" if module == "fake_tensor" else "FunctionalTensor"
+    for module, name in (("fake_tensor", "FakeTensor"), ("functional_tensor", "FunctionalTensor")):
         if _is(x, f"torch._subclasses.{module}", name):
             raise TypeError(
                 f"got a torch {name}, which has no memory; call this outside of FakeTensorMode, "
@@ -582,15 +546,8 @@ def _view_torch(x: Any) -> ArrayView:
     if x.is_quantized or x.is_conj() or x.is_neg():
         raise TypeError(f"got a torch tensor of {x.dtype} whose bits are not its values")
     itemsize = x.element_size()
-    return ArrayView(
-        pointer,
-        tuple(x.shape),
-        tuple([s * itemsize for s in x.stride()]),
-        format,
-        device,
-        library="torch",
-        owner=x,
-    )
+    strides = tuple([s * itemsize for s in x.stride()])
+    return ArrayView(pointer, tuple(x.shape), strides, format, device, library="torch", owner=x)
 
 
 @lru_cache(maxsize=256)
@@ -601,15 +558,8 @@ def _torch_names(dtype: Any, device: Any) -> tuple[str, str | None]:
 
 
 def _view_cupy(x: Any) -> ArrayView:
-    return ArrayView(
-        x.data.ptr,
-        x.shape,
-        x.strides,
-        formats.tag(x.dtype),
-        f"cuda:{x.data.device_id}",
-        library="cupy",
-        owner=x,
-    )
+    format, device = formats.tag(x.dtype), f"cuda:{x.data.device_id}"
+    return ArrayView(x.data.ptr, x.shape, x.strides, format, device, library="cupy", owner=x)
 
 
 def _view_exporter(x: Any) -> ArrayView:
@@ -625,16 +575,11 @@ def _view_exporter(x: Any) -> ArrayView:
 
 def _view_dlpack(x: Any) -> ArrayView:
     export = dlpack.read(x)
+    strides = export.strides or contiguous_strides(export.shape, formats.itemsize(export.format))
     v = ArrayView(
-        export.pointer,
-        export.shape,
-        export.strides or contiguous_strides(export.shape, formats.itemsize(export.format)),
-        export.format,
-        export.device,
-        library="dlpack",
-        readonly=export.readonly,
-        owner=export.owner,
-    )
+        export.pointer, export.shape, strides, export.format, export.device,
+        library="dlpack", readonly=export.readonly, owner=export.owner,
+    )  # fmt: skip
     v.readonly = v.readonly or _is_immutable(x, v)
     return v
 
@@ -665,16 +610,11 @@ def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
     pointer, readonly = interface["data"]
     if interface.get("stream") is not None:
         _STREAMED_TYPES.add(type(x))
+    device = f"cuda:{cuda_api.device_of_pointer(pointer)}"
     return ArrayView(
-        pointer or 0,
-        shape,
-        tuple(strides),
-        formats.tag(dtype),
-        f"cuda:{cuda_api.device_of_pointer(pointer)}",
-        library="cupy",
-        readonly=readonly or _is(x, "jax", "Array"),
-        owner=x,
-    )
+        pointer or 0, shape, tuple(strides), formats.tag(dtype), device,
+        library="cupy", readonly=readonly or _is(x, "jax", "Array"), owner=x,
+    )  # fmt: skip
 
 
 def view_as(array: Any, format: str) -> ArrayView:
@@ -709,15 +649,9 @@ def view_as(array: Any, format: str) -> ArrayView:
             bits = 8 * formats.FORMATS[format].itemsize
             raise ValueError(f"array: expected {bits}-bit integers for {format}, got {v.format}")
     return ArrayView(
-        v.pointer,
-        v.shape,
-        v.strides,
-        format,
-        v.device,
-        library=v.library,
-        readonly=v.readonly,
-        owner=v.owner,
-    )
+        v.pointer, v.shape, v.strides, format, v.device,
+        library=v.library, readonly=v.readonly, owner=v.owner,
+    )  # fmt: skip
 
 
 # --- What other libraries must know, or wait for --------------------------------------------------
@@ -753,23 +687,9 @@ def _increment_version() -> Callable[[list[Any]], Any]:
     try:
         direct([])
     except TypeError:  # older versions take one tensor
-        return _increment_one_by_one
+        increment = torch.autograd.graph.increment_version
+        return lambda tensors: [increment(tensor) for tensor in tensors]
     return direct
-
-
-def _increment_one_by_one(tensors: list[Any]) -> None:
-    for tensor in tensors:
-        sys.modules["torch"].autograd.graph.increment_version(tensor)
-
-
-class _Producer:
-    """A stream known by its address, from `__cuda_array_interface__`."""
-
-    def __init__(self, pointer: int) -> None:
-        self._pointer = pointer
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._pointer
 
 
 def wait_for_producers(arrays: Iterable[Any], stream: Any) -> None:
@@ -785,14 +705,11 @@ def wait_for_producers(arrays: Iterable[Any], stream: Any) -> None:
     if not _STREAMED_TYPES:
         return
     owners: list[Any] = [a.owner if type(a) is ArrayView else a for a in arrays]
-    producers = [
-        owner.__cuda_array_interface__.get("stream")
-        for owner in owners
-        if type(owner) in _STREAMED_TYPES
-    ]
+    streamed = (owner for owner in owners if type(owner) in _STREAMED_TYPES)
+    producers = [owner.__cuda_array_interface__.get("stream") for owner in streamed]
     for pointer in dict.fromkeys(producers):
         if pointer is not None and not stream.capturing:
-            stream.wait(_Producer(int(pointer)))
+            stream.wait(cuda_api.StreamAddress(int(pointer)))
 
 
 def tensor_of(v: ArrayView) -> Any:

@@ -28,12 +28,22 @@ ATTRIBUTE_REGISTERED_HOST_POINTERS = 91  # ...CanUseHostPointerForRegisteredMem
 FUNCTION_STATIC_SMEM, FUNCTION_MAX_DYNAMIC_SMEM = 1, 8
 DEFAULT_SMEM_BYTES = 48 * 1024
 MEMCPY_DEFAULT = 4  # the driver tells host from device by the address
-HOST_ALLOC_PORTABLE = HOST_REGISTER_PORTABLE = 1
-HOST_ALLOC_MAPPED = HOST_REGISTER_MAPPED = 2
+PINNED_FLAGS = 1 | 2  # cudaHostAlloc... and cudaHostRegister...: Portable and Mapped
 UNREGISTERED_MEMORY = 0
 CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 CAPTURE_STATUS_ACTIVE = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 DEFAULT_STREAMS = (0, 1, 2)  # of the device, or of the device and the thread, that are current
+
+
+class StreamAddress:
+    """A CUDA stream known by its address, which CuPy takes too; keeps `source` alive."""
+
+    def __init__(self, pointer: int, source: object = None) -> None:
+        self.pointer = pointer
+        self.source = source
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.pointer)
 
 
 class RelaxedCapture:
@@ -82,10 +92,8 @@ class CudaApi:
         self.runtime: Any = runtime
         self.driver: Any = driver
         self.errors: tuple[type[Exception], ...] = (
-            runtime.CUDARuntimeError,
-            driver.CUDADriverError,
-            cupy.cuda.memory.OutOfMemoryError,
-        )
+            runtime.CUDARuntimeError, driver.CUDADriverError, cupy.cuda.memory.OutOfMemoryError,
+        )  # fmt: skip
         self.can_launch_packed = hasattr(driver, "launchKernel")
         self.pci_devices = Path("/sys/bus/pci/devices")
 
@@ -123,8 +131,7 @@ class CudaApi:
         CuPy's binding holds the GIL. Where the queue of the stream is full, the call waits for the
         stream, which may wait for a host function, which waits for the GIL.
         """
-        record = getattr(self.library, "cuEventRecord", None)
-        status = NO_CONTEXT
+        record, status = getattr(self.library, "cuEventRecord", None), NO_CONTEXT
         if record is not None:
             status = record(ctypes.c_void_p(event), ctypes.c_void_p(stream))
         if status == NO_CONTEXT:  # the runtime gives the thread one
@@ -137,26 +144,27 @@ class CudaApi:
         status = getattr(error, "status", None)
         if status in CAPTURE_ERRORS:
             return CaptureError(f"{what}: {error}")
+        memory = ""
         if isinstance(error, MemoryError):
-            return DeviceError(f"{what}: {error}{self._free_memory()}")
-        return DeviceError(f"{what}: {error}")
+            with suppress(*self.errors):
+                free, total = self.runtime.memGetInfo()
+                memory = f" {free:,} of {total:,} bytes are free"
+        return DeviceError(f"{what}: {error}{memory}")
 
-    def _free_memory(self) -> str:
-        with suppress(*self.errors):
-            free, total = self.runtime.memGetInfo()
-            return f" {free:,} of {total:,} bytes are free"
-        return ""
+    @contextmanager
+    def errors_as(self, what: str) -> Iterator[None]:
+        """Raise CUDA errors met in a with block, while doing `what`, as kvcupy's."""
+        try:
+            yield
+        except self.errors as error:
+            raise self.failure(what, error) from error
 
     def query(self, what: str, status: int) -> bool:
         """Return whether a queried point has passed; raise if the query met a fault."""
-        if status == SUCCESS:
-            return True
-        if status == NOT_READY:
-            return False
-        try:
+        if status in (SUCCESS, NOT_READY):
+            return status == SUCCESS
+        with self.errors_as(what):
             self.runtime.check_status(status)
-        except self.errors as error:
-            raise self.failure(what, error) from error
         raise DeviceError(f"{what}: CUDA status {status}")
 
     def is_capturing(self, pointer: int) -> bool:
@@ -176,10 +184,8 @@ def device_of_pointer(pointer: int) -> int:
     if not pointer:
         return 0
     api = CudaApi()
-    try:
+    with api.errors_as(f"address {pointer:#x}"):
         return int(api.runtime.pointerGetAttributes(pointer).device)
-    except api.errors as error:
-        raise api.failure(f"address {pointer:#x}", error) from error
 
 
 @contextmanager
@@ -206,7 +212,7 @@ NO_COPY = ctypes.c_size_t(-1).value  # a failure that concerns no copy in partic
 
 _BATCH_NAME = b"cuMemcpyBatchAsync"
 _LEGACY_STREAM = 1  # CU_GET_PROC_ADDRESS_LEGACY_STREAM: stream 0 is not the calling thread's
-_IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 
 # CUresult (CUdeviceptr* dsts, CUdeviceptr* srcs, size_t* sizes, size_t count,
 #           CUmemcpyAttributes* attrs, size_t* attrsIdxs, size_t numAttrs, size_t* failIdx,
@@ -214,8 +220,7 @@ _IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 BATCH_TYPE = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t,
-    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p,
-    ctypes.c_void_p,
+    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p,
 )  # fmt: skip
 
 
@@ -229,16 +234,9 @@ class CopyAttributes(ctypes.Structure):
     """CUmemcpyAttributes: how the copies of a batch are to be made."""
 
     _fields_ = (
-        ("src_access_order", ctypes.c_int),
-        ("src_location_hint", Location),
-        ("dst_location_hint", Location),
-        ("flags", ctypes.c_uint),
-    )
-
-
-def in_stream_order() -> CopyAttributes:
-    """Return the attributes of copies that read their source in stream order."""
-    return CopyAttributes(src_access_order=_IN_STREAM_ORDER)
+        ("src_access_order", ctypes.c_int), ("src_location_hint", Location),
+        ("dst_location_hint", Location), ("flags", ctypes.c_uint),
+    )  # fmt: skip
 
 
 def load_driver() -> Any:
@@ -261,18 +259,13 @@ def find_batch(version: int, library: Any = None) -> Callable[..., int] | None:
     library = load_driver() if library is None else library
     if library is None:
         return None
-    address = _batch_address(library)
-    return BATCH_TYPE(address) if address else None
-
-
-def _batch_address(library: Any) -> int | None:
-    """Look the function up, by the entry point of CUDA 12.0 or else the older one."""
+    # By the entry point of CUDA 12.0, or else the older one.
     address, status = ctypes.c_void_p(), ctypes.c_int(0)
     query = (_BATCH_NAME, ctypes.byref(address), BATCH_VERSION, ctypes.c_uint64(_LEGACY_STREAM))
     newer = getattr(library, "cuGetProcAddress_v2", None)
-    if newer is not None and newer(*query, ctypes.byref(status)) == 0 and status.value == 0:
-        return address.value
     older = getattr(library, "cuGetProcAddress", None)
-    if newer is None and older is not None and older(*query) == 0:
-        return address.value
-    return None
+    if newer is not None:
+        is_found = newer(*query, ctypes.byref(status)) == 0 and status.value == 0
+    else:
+        is_found = older is not None and older(*query) == 0
+    return BATCH_TYPE(address.value) if is_found and address.value else None

@@ -34,35 +34,26 @@ _FORMATS = {
 class _Tensor(ctypes.Structure):
     _fields_: ClassVar = [
         ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
+        ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
         ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
-    ]
+    ]  # fmt: skip
 
 
 class _Managed(ctypes.Structure):
     _fields_: ClassVar = [
-        ("tensor", _Tensor),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    ]
+        ("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
+    ]  # fmt: skip
 
 
 class _Versioned(ctypes.Structure):
     _fields_: ClassVar = [
-        ("major", ctypes.c_uint32),
-        ("minor", ctypes.c_uint32),
-        ("context", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-        ("flags", ctypes.c_uint64),
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p), ("flags", ctypes.c_uint64),
         ("tensor", _Tensor),
-    ]
+    ]  # fmt: skip
 
 
 _api = ctypes.pythonapi
@@ -72,7 +63,6 @@ _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_cha
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_IsValid", _api)
 )
-
 
 _CODES = {format: code for (code, _), format in _FORMATS.items()}
 
@@ -155,15 +145,14 @@ class Capsule:
     `pinned` is whether it is page-locked host memory, which DLPack says by the device type.
     """
 
-    def __init__(self, exporter: object, capsule: object, pinned: bool) -> None:
+    def __init__(self, exporter: Any, capsule: object, pinned: bool) -> None:
         self.exporter = exporter
         self.capsule = capsule
         self.pinned = pinned
 
     def __getitem__(self, index: Any) -> Any:
         """Index the exporter."""
-        exporter: Any = self.exporter
-        return exporter[index]
+        return self.exporter[index]
 
 
 class Export(NamedTuple):
@@ -191,9 +180,9 @@ def read(exporter: Any) -> Export:
     try:
         if device_type in (_CUDA, _CUDA_MANAGED):
             with cuda_api.dlpack_stream(index) as stream:
-                capsule = _export(exporter, {"stream": stream})
+                capsule = _export(exporter, stream=stream)
         else:
-            capsule = _export(exporter, {})
+            capsule = _export(exporter)
     except BufferError as error:
         raise TypeError(f"got {type(exporter).__name__}: {error}") from error
 
@@ -217,18 +206,12 @@ def read(exporter: Any) -> Export:
     shape = tuple(tensor.shape[: tensor.ndim])
     itemsize = tensor.bits // 8
     strides = tensor.strides and tuple(s * itemsize for s in tensor.strides[: tensor.ndim])
-    return Export(
-        (tensor.data or 0) + tensor.byte_offset,
-        shape,
-        strides or None,
-        format,
-        device,
-        readonly,
-        Capsule(exporter, capsule, tensor.device_type == _CUDA_HOST),
-    )
+    owner = Capsule(exporter, capsule, tensor.device_type == _CUDA_HOST)
+    pointer = (tensor.data or 0) + tensor.byte_offset
+    return Export(pointer, shape, strides or None, format, device, readonly, owner)
 
 
-def _export(exporter: Any, arguments: dict[str, Any]) -> object:
+def _export(exporter: Any, **arguments: int) -> object:
     """Return a capsule of version 1, or an unversioned one from exporters before DLPack 1.0."""
     try:
         return exporter.__dlpack__(max_version=(1, 0), **arguments)

@@ -35,20 +35,15 @@ class Format:
         return self.numpy == self.carrier
 
 
-def _format(name: str, dtype: Any, carrier: Any, limit: float | None, ctype: str) -> Format:
-    dtype = np.dtype(dtype)
-    return Format(name, dtype.itemsize, dtype, np.dtype(carrier), limit, ctype)
-
-
 FORMATS: dict[str, Format] = {
-    f.name: f
-    for f in (
-        _format("fp32", np.float32, np.float32, None, "float"),
-        _format("fp16", np.float16, np.float16, None, "half"),
-        _format("bf16", ml_dtypes.bfloat16, np.uint16, None, "bfloat16"),
-        _format("fp8_e4m3", ml_dtypes.float8_e4m3fn, np.uint8, 448.0, "fp8_e4m3"),
-        _format("fp8_e5m2", ml_dtypes.float8_e5m2, np.uint8, 57344.0, "fp8_e5m2"),
-        _format("int8", np.int8, np.int8, 127.0, "int8"),
+    name: Format(name, np.dtype(dtype).itemsize, np.dtype(dtype), np.dtype(carrier), limit, ctype)
+    for name, dtype, carrier, limit, ctype in (
+        ("fp32", np.float32, np.float32, None, "float"),
+        ("fp16", np.float16, np.float16, None, "half"),
+        ("bf16", ml_dtypes.bfloat16, np.uint16, None, "bfloat16"),
+        ("fp8_e4m3", ml_dtypes.float8_e4m3fn, np.uint8, 448.0, "fp8_e4m3"),
+        ("fp8_e5m2", ml_dtypes.float8_e5m2, np.uint8, 57344.0, "fp8_e5m2"),
+        ("int8", np.int8, np.int8, 127.0, "int8"),
     )
 }
 
@@ -77,9 +72,8 @@ def numpy_dtype(name: Any) -> np.dtype[Any]:
     try:
         dtype: np.dtype[Any] = np.dtype(name)
     except TypeError:
-        raise TypeError(
-            f"dtype: expected one of {', '.join(FORMATS)}, or a NumPy dtype, got {name!r}"
-        ) from None
+        known = ", ".join(FORMATS)
+        raise TypeError(f"dtype: expected one of {known}, or a NumPy dtype, got {name!r}") from None
     return dtype
 
 

@@ -68,12 +68,8 @@ def zeroed(dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
 
 def pointer_fields(dtype: np.dtype[Any]) -> int:
     """Return the number of leading fields of a Params dtype that are addresses (uint64)."""
-    count = 0
-    for name in dtype.names or ():
-        if dtype.fields is None or dtype.fields[name][0] != np.dtype(np.uint64):
-            break
-        count += 1
-    return count
+    is_address = [dtype[name] == np.uint64 for name in dtype.names or ()]
+    return [*is_address, False].index(False)
 
 
 _LAYOUT_NAMES = """\
@@ -112,24 +108,19 @@ def _assert_struct(
     lines: list[str], dtype: np.dtype[Any], struct: str, path: str, start: int
 ) -> None:
     of = f"decltype({struct}::{path})" if path else struct
-    lines.append(f'static_assert(sizeof({of}) == {dtype.itemsize}, "bytes of {path or struct}");')
-    lines.append(
-        f'static_assert(alignof({of}) == {dtype.alignment}, "alignment of {path or struct}");'
-    )
+    what = path or struct
+    lines.append(f'static_assert(sizeof({of}) == {dtype.itemsize}, "bytes of {what}");')
+    lines.append(f'static_assert(alignof({of}) == {dtype.alignment}, "alignment of {what}");')
     for name, (field, offset, *_) in (dtype.fields or {}).items():
         inner = f"{path}.{name}" if path else name
-        place = start + offset
-        lines.append(
-            f'static_assert(OFFSET_OF({struct}, {inner}) == {place}, "offset of {inner}");'
-        )
+        at, kind = start + offset, field.base.kind
+        lines.append(f'static_assert(OFFSET_OF({struct}, {inner}) == {at}, "offset of {inner}");')
         if field.names:
-            _assert_struct(lines, field, struct, inner, place)
+            _assert_struct(lines, field, struct, inner, at)
             continue
         of = f"decltype({struct}::{inner})"
         lines.append(f'static_assert(sizeof({of}) == {field.itemsize}, "bytes of {inner}");')
-        lines.append(
-            f"static_assert(kFieldKind<{of}> == '{field.base.kind}', \"kind of {inner}\");"
-        )
+        lines.append(f"static_assert(kFieldKind<{of}> == '{kind}', \"kind of {inner}\");")
 
 
 def _count_fields(lines: list[str], dtype: np.dtype[Any], value: str) -> None:

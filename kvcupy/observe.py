@@ -54,10 +54,7 @@ class Observer(Protocol):
 _observers: tuple[Observer, ...] = ()
 
 
-def issue(
-    describe: Callable[[], Operation],
-    enqueue: Callable[[], None],
-) -> None:
+def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> None:
     """Run `enqueue`, which puts one operation on its stream, and announce it to observers."""
     if not _observers:
         enqueue()

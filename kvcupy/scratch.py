@@ -57,14 +57,11 @@ class _Captured:
     def __init__(self, store: _Idle) -> None:
         self.idle: _Idle = defaultdict(list)
         self._store = store
-        self._all: list[tuple[_Key, Any]] = []
+        self.all: list[tuple[_Key, Any]] = []
 
     def __del__(self) -> None:
-        for key, array in self._all:
+        for key, array in self.all:
             _give_back(array, self._store[key])
-
-    def add(self, key: _Key, array: Any) -> None:
-        self._all.append((key, array))
 
 
 _streams: WeakValueDictionary[tuple[Device, int, Stream], _Captured] = WeakValueDictionary()
@@ -115,11 +112,9 @@ def _lend_to_capture(
     where = device, capture, stream
     with _lock:
         buffers = _streams.get(where)
+        is_new = buffers is None
         if buffers is None:
             _streams[where] = buffers = _Captured(store)
-            is_new = True
-        else:
-            is_new = False
     if is_new:
         if stream.retains_owners:
             device.run(_no_work, stream, (buffers,))
@@ -131,7 +126,7 @@ def _lend_to_capture(
         array = _take(store[key])
         if array is None:
             array = _make_beside(device, key, side)
-        buffers.add(key, array)
+        buffers.all.append((key, array))
     # Each replay reads what the host wrote into a pinned buffer: no later call may reuse it.
     return _Loan(array, [] if key[0] else buffers.idle[key], buffers)
 

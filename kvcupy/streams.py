@@ -21,9 +21,9 @@ def fork(main: Any, *others: Any) -> None:
     -----
     Capture: legal; the others join the capture, and must be joined to it again with `join`.
     """
-    streams = _as_streams((main, *others))
-    event = streams[0].record()
-    for other in streams[1:]:
+    first, *rest = _as_streams((main, *others))
+    event = first.record()
+    for other in rest:
         other.wait(event)
 
 
@@ -35,9 +35,9 @@ def join(main: Any, *others: Any) -> None:
     main : Stream, or a CuPy or torch stream, or anything with `__cuda_stream__`
     others : streams of the same device
     """
-    streams = _as_streams((main, *others))
-    for other in streams[1:]:
-        streams[0].wait(other.record())
+    first, *rest = _as_streams((main, *others))
+    for other in rest:
+        first.wait(other.record())
 
 
 def keep_alive(arrays: Any, stream: Any) -> None:

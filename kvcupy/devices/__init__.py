@@ -88,8 +88,7 @@ def check_faults(device: Any = None) -> None:
     target = get(device)
     target.synchronize()
     fault = faults.recorded(target.to_numpy(target.fault_array()))
-    if fault is None:
-        return
-    target.fault_array().fill(0)
-    target.synchronize()
-    raise fault
+    if fault is not None:
+        target.fault_array().fill(0)
+        target.synchronize()
+        raise fault

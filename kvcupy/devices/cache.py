@@ -131,10 +131,8 @@ def locked(key: str) -> Iterator[None]:
     """Hold the lock of `key` against other threads and, where files can be locked, processes."""
     with _locks_guard:
         mine = _locks.setdefault(key, threading.Lock())
-    with mine, contextlib.ExitStack() as stack:
-        file = _lock_file(key)
+    with mine, _lock_file(key) as file:
         if file is not None:
-            stack.enter_context(file)
             _flock(file)
         yield
 
@@ -206,13 +204,13 @@ def _trailer(content: bytes) -> bytes:
     return hashlib.sha256(content).digest() + _MAGIC
 
 
-def _lock_file(key: str) -> IO[bytes] | None:
+def _lock_file(key: str) -> contextlib.AbstractContextManager[IO[bytes] | None]:
     folder = directory() / "locks"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return (folder / key).open("ab")
     except OSError:
-        return None
+        return contextlib.nullcontext()
 
 
 def _flock(file: IO[bytes]) -> None:

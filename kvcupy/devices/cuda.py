@@ -19,12 +19,13 @@ from ..arrays import ArrayView
 from ..cuda_api import ATTRIBUTE_SM_COUNT, NO_COPY, CudaApi
 from ..errors import CaptureError, DeviceError, KvcupyError
 from ..kernels import Specialisation
+from ..observe import Access, Operation
 from . import cuda_memory, cuda_streams
 from .cuda_context import CudaContext
 from .cuda_launch import CudaFunction, Launcher
 from .cuda_memory import CopyPlan, RunCopies
 from .cuda_streams import Event, Stream
-from .protocol import require_runs
+from .protocol import Dim3, copy_views, require_runs
 
 
 class CudaDevice:
@@ -94,12 +95,8 @@ class CudaDevice:
         source = np.asarray(array)
         format = formats.tag(source.dtype)
         stream = self._uncaptured_stream("cupy", "asarray")
-        context = self.context
-        try:
-            with context.current(), context.api.relaxed():
-                bits = context.api.cupy.array(source.view(formats.carrier_dtype(format)))
-        except context.api.errors as error:
-            raise context.api.failure(f"asarray on {self.name}", error) from error
+        with self.context.relaxed(f"asarray on {self.name}"):
+            bits = self.context.api.cupy.array(source.view(formats.carrier_dtype(format)))
         stream.synchronize()
         return _tagged(bits, format)
 
@@ -117,12 +114,8 @@ class CudaDevice:
         stream = self._uncaptured_stream(view.library, "to_numpy")
         arrays.wait_for_producers((view,), stream)
         bits = self.carrier(view)
-        context = self.context
-        try:
-            with context.current(), context.api.relaxed(), stream.cupy:
-                host: np.ndarray[Any, Any] = bits.get()
-        except context.api.errors as error:
-            raise context.api.failure(f"to_numpy on {self.name}", error) from error
+        with self.context.relaxed(f"to_numpy on {self.name}"), stream.cupy:
+            host: np.ndarray[Any, Any] = bits.get()
         return host.view(dtype)
 
     def copy(self, dst: Any, src: Any, *, stream: Any = None) -> None:
@@ -137,32 +130,22 @@ class CudaDevice:
         Stream: asynchronous between GPU and pinned memory; with pageable memory on either side the
         call may block. Both arrays are kept alive until it is done. Capture: legal.
         """
-        to, of = arrays.view(dst, "dst"), arrays.view(src, "src")
-        if to.shape != of.shape or to.format != of.format:
-            raise ValueError(f"dst: expected {arrays.describe(of)}, got {arrays.describe(to)}")
-        if to.readonly:
-            raise ValueError("dst: expected a writable array, got a read-only one")
+        to, of = copy_views(dst, src)
         library = next((v.library for v in (to, of) if v.device == self.name), "cupy")
         queue = self.as_stream(stream, library)
         if of.size == 0:
             return
         arrays.wait_for_producers((to, of), queue)
         observe.issue(
-            lambda: observe.Operation(
-                "copy", queue, reads=(observe.Access(of),), writes=(observe.Access(to),)
-            ),
+            lambda: Operation("copy", queue, (Access(of),), (Access(to),)),
             lambda: self._enqueue_copy(to, of, queue),
         )
         arrays.note_written([to])
 
     def copy_runs(
-        self,
-        dst: np.ndarray[Any, Any],
-        src: np.ndarray[Any, Any],
-        sizes: np.ndarray[Any, Any],
-        stream: Any,
-        keep: Sequence[object] = (),
-    ) -> None:
+        self, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any],
+        stream: Any, keep: Sequence[object] = (),
+    ) -> None:  # fmt: skip
         """Copy contiguous runs in the order of `stream`; owners in `keep` live until it is done.
 
         Raises
@@ -188,7 +171,7 @@ class CudaDevice:
             index = None
             if failed.value < len(runs[0]):
                 index = int(np.flatnonzero(nonempty)[failed.value])
-            what = cuda_memory.describe_runs(dst, src, sizes, index, stream)
+            what = cuda_memory.describe_runs((dst, src, sizes), index, stream)
             raise context.api.failure(what, error) from error
         if keep:
             context.retain(stream, keep)
@@ -246,9 +229,8 @@ class CudaDevice:
                 if dst is not None and src is not None:
                     self._copy_by_kernel(plan, dst, src, owners, stream)
                 else:
-                    cuda_memory.enqueue_copy(
-                        context.api.runtime, plan, to.pointer, of.pointer, stream.pointer
-                    )
+                    where = to.pointer, of.pointer, stream.pointer
+                    cuda_memory.enqueue_copy(context.api.runtime, plan, *where)
         except context.api.errors as error:
             with suppress(KvcupyError):  # part may be in flight; a lost device retains nothing
                 context.retain(stream, owners)
@@ -314,11 +296,8 @@ class CudaDevice:
         context = self.context
         if context.captures or cuda_streams.is_current_captured(context):
             raise CaptureError("synchronising the device is illegal while a stream is captured")
-        try:
-            with context.current():
-                context.api.runtime.deviceSynchronize()
-        except context.api.errors as error:
-            raise context.api.failure(f"synchronize, {self.name}", error) from error
+        with context.api.errors_as(f"synchronize, {self.name}"), context.current():
+            context.api.runtime.deviceSynchronize()
         context.retired.reap()
         context.calls.raise_failures()
 
@@ -339,15 +318,9 @@ class CudaDevice:
             return self._launcher.load(specialisation)
 
     def launch(
-        self,
-        function: CudaFunction,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        smem_bytes: int,
-        params: bytes,
-        stream: Any,
-        keep: Sequence[object] = (),
-    ) -> None:
+        self, function: CudaFunction, grid: Dim3, block: Dim3, smem_bytes: int, params: bytes,
+        stream: Any, keep: Sequence[object] = (),
+    ) -> None:  # fmt: skip
         """Launch a grid on `stream`; owners in `keep` live until it is done.
 
         Raises
@@ -357,17 +330,15 @@ class CudaDevice:
         if len(params) != function.params_bytes:
             raise ValueError(f"params: expected {function.params_bytes} bytes, got {len(params)}")
         context, launcher = self.context, self._launcher
-        api = context.api
+        api, launch = context.api, (function, grid, block, smem_bytes, params, stream)
         try:
             if api.runtime.getDevice() == context.index:
-                launcher.launch(function, grid, block, smem_bytes, params, stream)
+                launcher.launch(*launch)
             else:
                 with api.cupy.cuda.Device(context.index):
-                    launcher.launch(function, grid, block, smem_bytes, params, stream)
+                    launcher.launch(*launch)
         except api.errors as error:
-            raise launcher.failure(
-                error, function, grid, block, smem_bytes, params, stream
-            ) from error
+            raise launcher.failure(error, *launch) from error
         if keep:
             context.retain(stream, keep)
 
@@ -414,16 +385,13 @@ class CudaDevice:
         """Return four int64 zeros, outside the pool, cleared on a stream that no capture owns."""
         context, dtype = self.context, np.dtype(np.int64)
         cuda, runtime = context.api.cupy.cuda, context.api.runtime
-        try:
-            with context.current(), context.api.relaxed():
-                memory = cuda.Memory(4 * dtype.itemsize)
-                stream = cuda.Stream(non_blocking=True)
-                runtime.memsetAsync(memory.ptr, 0, 4 * dtype.itemsize, stream.ptr)
-                runtime.streamSynchronize(stream.ptr)
-                start = cuda.MemoryPointer(memory, 0)
-                return context.api.cupy.ndarray((4,), dtype, memptr=start)
-        except context.api.errors as error:
-            raise context.api.failure(f"fault record of {self.name}", error) from error
+        with context.relaxed(f"fault record of {self.name}"):
+            memory = cuda.Memory(4 * dtype.itemsize)
+            stream = cuda.Stream(non_blocking=True)
+            runtime.memsetAsync(memory.ptr, 0, 4 * dtype.itemsize, stream.ptr)
+            runtime.streamSynchronize(stream.ptr)
+            start = cuda.MemoryPointer(memory, 0)
+            return context.api.cupy.ndarray((4,), dtype, memptr=start)
 
 
 def _tagged(array: Any, format: str) -> Any:
@@ -434,13 +402,9 @@ def _tagged(array: Any, format: str) -> Any:
 
 
 def _array_at(
-    context: CudaContext,
-    owner: object,
-    pointer: int,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    strides: tuple[int, ...],
-) -> Any:
+    context: CudaContext, owner: object, pointer: int, shape: tuple[int, ...],
+    dtype: np.dtype[Any], strides: tuple[int, ...],
+) -> Any:  # fmt: skip
     cupy, index = context.api.cupy, context.index
     return arrays.cupy_array_at(cupy, owner, pointer, shape, dtype, strides, index)
 
@@ -477,13 +441,11 @@ def properties(api: CudaApi, index: int) -> tuple[int, str, str]:
     DeviceError : there is no such GPU, or it cannot be used
     """
     name = f"cuda:{index}"
-    try:
+    with api.errors_as(name):
         count = api.runtime.getDeviceCount()
         if index >= count:
             raise DeviceError(f"{name}: there are {count} GPUs")
         sm_count = int(api.runtime.deviceGetAttribute(ATTRIBUTE_SM_COUNT, index))
         arch = f"sm_{api.cupy.cuda.Device(index).compute_capability}"
         model = api.runtime.getDeviceProperties(index)["name"]
-    except api.errors as error:
-        raise api.failure(name, error) from error
     return sm_count, arch, model.decode() if isinstance(model, bytes) else str(model)

@@ -12,22 +12,15 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from .. import arrays
-from ..cuda_api import (
-    DEFAULT_STREAMS,
-    DISABLE_TIMING,
-    HOST_ALLOC_MAPPED,
-    HOST_ALLOC_PORTABLE,
-    SUCCESS,
-    CudaApi,
-)
+from ..cuda_api import DEFAULT_STREAMS, DISABLE_TIMING, PINNED_FLAGS, SUCCESS, CudaApi
 from ..errors import CaptureError, DeviceError
 from . import host_memory
 from .protocol import Device, LaunchHooks
@@ -39,13 +32,6 @@ _WORDS = 1024  # per block of pinned memory
 _WAIT_FOR_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
-class StreamHandle(Protocol):
-    """A stream as the context needs it: `cuda_streams.Stream`."""
-
-    pointer: int
-    library: str
-
-
 class _Thread(threading.local):
     ready = False  # whether this thread has the device's CUDA context
 
@@ -53,16 +39,8 @@ class _Thread(threading.local):
 class CudaContext:
     """One GPU as its parts see it.
 
-    Attributes
-    ----------
-    device : the device made of the parts, which `Stream.device` returns to users
-    index, name : 1, "cuda:1"
-    api : CuPy and the driver
-    captures : the kvcupy capture that each stream takes part in, by the stream's address
-    events : idle event handles
-    retired : owners in flight
-    calls : host functions
-    thread : of the calling thread: whether driver calls have a CUDA context
+    `captures` holds the kvcupy capture that each stream takes part in, by the stream's address;
+    `device` is made of the parts, and is what `Stream.device` returns to users.
     """
 
     def __init__(self, device: Device, index: int, api: CudaApi) -> None:
@@ -72,12 +50,7 @@ class CudaContext:
         self.api = api
         self.captures: dict[int, Capture] = {}
         self.events = EventPool(self._create_event)
-        self.retired = RetireList(
-            self.events,
-            api.record,
-            lambda event: api.runtime.eventQuery(event) == SUCCESS,
-            api.relaxed,
-        )
+        self.retired = RetireList(self.events, api)
         self.calls = HostCalls(self)
         self.thread = _Thread()
 
@@ -87,6 +60,12 @@ class CudaContext:
             return _AS_IS
         device: AbstractContextManager[Any] = self.api.cupy.cuda.Device(self.index)
         return device
+
+    @contextmanager
+    def relaxed(self, what: str) -> Iterator[None]:
+        """Let a with block do `what` on this device, on which no captured work depends."""
+        with self.api.errors_as(what), self.current(), self.api.relaxed():
+            yield
 
     def prepare_thread(self) -> None:
         """Give this thread a CUDA context: without one, calls of the driver fail.
@@ -114,7 +93,7 @@ class CudaContext:
                 return capture
         return FOREIGN
 
-    def retain(self, stream: StreamHandle, keep: Sequence[object]) -> None:
+    def retain(self, stream: Any, keep: Sequence[object]) -> None:
         """Keep owners alive until `stream` has passed this point, or the captured graph is gone.
 
         Torch tensors on torch's current stream need no help: their allocator reuses memory in the
@@ -137,7 +116,7 @@ class CudaContext:
         except self.api.errors as error:
             raise self.api.failure(f"record in {stream!r}", error) from error
 
-    def _is_ordered(self, owner: Any, stream: StreamHandle) -> bool:
+    def _is_ordered(self, owner: Any, stream: Any) -> bool:
         """Return whether the allocator of `owner` reuses its memory in the order of `stream`.
 
         Torch's does for its current stream, as far as torch's own operations go. CuPy's pool gives
@@ -147,17 +126,13 @@ class CudaContext:
         if library != "torch":
             return owner is None
         if stream.library:
-            return stream.library == library
+            return bool(stream.library == library)
         current = sys.modules["torch"].cuda.current_stream(self.index)
         return bool(current.cuda_stream == stream.pointer)
 
     def _create_event(self, timing: bool) -> int:
-        """Return a new CUDA event."""
-        try:
-            with self.current(), self.api.relaxed():
-                return int(self.api.runtime.eventCreateWithFlags(0 if timing else DISABLE_TIMING))
-        except self.api.errors as error:
-            raise self.api.failure(f"event on {self.name}", error) from error
+        with self.relaxed(f"event on {self.name}"):
+            return int(self.api.runtime.eventCreateWithFlags(0 if timing else DISABLE_TIMING))
 
 
 @lru_cache(maxsize=256)
@@ -175,25 +150,15 @@ def library_of(kind: type[Any]) -> str:
 
 
 class Capture:
-    """A capture in progress, and what its graph keeps alive afterwards.
-
-    Attributes
-    ----------
-    open : whether the capture has not ended
-    id : CUDA's number of the capture
-    hooks : what is called around each launch of the graph
-    kept : what the captured work needs: arrays, host functions, graphs within the graph
-    streams : those that take part, the captured one first
-    last_stream : where the graph was last launched; failures of its host functions surface there
-    """
+    """A capture in progress, and what its graph keeps alive afterwards."""
 
     def __init__(self) -> None:
-        self.open = True
-        self.id: int | None = None
+        self.open = True  # until the capture has ended
+        self.id: int | None = None  # CUDA's number
         self.hooks = LaunchHooks()
-        self.kept: list[object] = []
-        self.streams: list[Any] = []
-        self.last_stream = 0
+        self.kept: list[object] = []  # arrays, host functions, graphs within the graph
+        self.streams: list[Any] = []  # those that take part, the captured one first
+        self.last_stream = 0  # of the last launch, where failures of host functions surface
 
     def join(self, stream: Any) -> None:
         """Note that `stream` takes part, because it waited for a captured one."""
@@ -201,17 +166,16 @@ class Capture:
         stream.context.captures[stream.pointer] = self
 
     def keep(self, owners: Sequence[object]) -> None:
-        """Keep owners for as long as the graph may be launched."""
-        self.kept.append(tuple(o for o in owners if not _is_kept_by_capture(o)))
+        """Keep owners for as long as the graph may be launched.
+
+        It keeps the buffers that `scratch` lends to a capture anyway.
+        """
+        loans = ((owner, getattr(owner, "owner", None)) for owner in owners)
+        self.kept.append(tuple(o for o, x in loans if not getattr(x, "kept_by_capture", False)))
 
 
 FOREIGN = Capture()
 """Stands for a capture that another library began, which keeps its arrays alive itself."""
-
-
-def _is_kept_by_capture(owner: object) -> bool:
-    """Return whether an array is a buffer that the capture keeps anyway (`scratch`)."""
-    return bool(getattr(getattr(owner, "owner", None), "kept_by_capture", False))
 
 
 # --- Memory in flight -----------------------------------------------------------------------------
@@ -240,32 +204,16 @@ class EventPool:
             return self._create(timing)
 
     def give(self, handle: int, timing: bool = False) -> None:
-        """Take a handle back."""
         self._free[timing].append(handle)
 
 
 class RetireList:
-    """Owners in flight, first in, first out per stream.
+    """Owners in flight, first in, first out per stream."""
 
-    Parameters
-    ----------
-    pool : of timing-free events
-    record : `record(event, stream)`, given two handles
-    passed : returns whether an event has passed
-    reaping : returns the context manager in which events are queried and owners released
-    """
-
-    def __init__(
-        self,
-        pool: EventPool,
-        record: Callable[[int, int], object],
-        passed: Callable[[int], bool],
-        reaping: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
+    def __init__(self, pool: EventPool, api: CudaApi) -> None:
         self._pool = pool
-        self._record = record
-        self._passed = passed
-        self._reaping = reaping
+        self._api = api
+        self._record = api.record
         self._queues: dict[int, deque[tuple[int, object]]] = {}
         self._lock = threading.Lock()
 
@@ -288,14 +236,15 @@ class RetireList:
         """Release what has passed, on some streams or on all. Never waits."""
         if not self._queues:
             return
-        with self._reaping():
+        passed = self._api.runtime.eventQuery
+        with self._api.relaxed():
             released: list[object] = []  # after the lock: destructors may run any code
             if not self._lock.acquire(blocking=False):
                 return  # another thread is reaping
             try:
                 for stream in list(self._queues) if streams is None else streams:
                     queue = self._queues.get(stream)
-                    while queue and self._passed(queue[0][0]):
+                    while queue and passed(queue[0][0]) == SUCCESS:
                         event, owners = queue.popleft()
                         self._pool.give(event)
                         released.append(owners)
@@ -370,29 +319,25 @@ class HostCalls:
         """Whether this is the thread that calls functions, for which streams may be waiting."""
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
-    def enqueue(self, stream: StreamHandle, function: Callable[[], object]) -> None:
+    def enqueue(self, stream: Any, function: Callable[[], object]) -> None:
         """Put a function on a stream, or into the graph that the stream is captured into."""
         context = self._context
         capture = context.capture_of(stream.pointer)
         if capture is FOREIGN:
             raise CaptureError("a host function can only be captured by Stream.capture")
         call = Call(function, stream.pointer, capture)
-        try:
-            with context.current():
-                semaphore, address = self._start(), self._take_word()
-                self._calls[address] = call
-                give_back = weakref.finalize(call, self._free.append, address)
-                give_back.atexit = False
-                try:
-                    self._put(stream.pointer, address, semaphore)
-                except BaseException:
-                    give_back.detach()  # the stream may still use the word
-                    del self._calls[address]
-                    raise
-        except context.api.errors as error:
-            raise context.api.failure(
-                f"call in {stream!r}, by stream memory operations", error
-            ) from error
+        what = f"call in {stream!r}, by stream memory operations"
+        with context.api.errors_as(what), context.current():
+            semaphore, address = self._start(), self._take_word()
+            self._calls[address] = call
+            give_back = weakref.finalize(call, self._free.append, address)
+            give_back.atexit = False
+            try:
+                self._put(stream.pointer, address, semaphore)
+            except BaseException:
+                give_back.detach()  # the stream may still use the word
+                del self._calls[address]
+                raise
         context.retain(stream, (call,))
 
     def raise_failures(self, pointer: int | None = None) -> None:
@@ -404,12 +349,10 @@ class HostCalls:
             self._failures = [f for f in self._failures if f not in raised]
         if raised:
             _, name, error = raised[0]
-            raise DeviceError(
-                f"host function {name} on {self._context.name} failed: {error!r}"
-            ) from error
+            where = self._context.name
+            raise DeviceError(f"host function {name} on {where} failed: {error!r}") from error
 
     def _put(self, stream: int, address: int, semaphore: Semaphore) -> None:
-        """Put the four operations that call a function on a stream."""
         api = self._context.api
         if not self._context.thread.ready:
             self._context.prepare_thread()
@@ -444,12 +387,11 @@ class HostCalls:
             return self._semaphore
 
     def _take_word(self) -> int:
-        """Return the address of an idle word."""
         with suppress(IndexError):
             return self._free.pop()
         api = self._context.api
         with api.relaxed():
-            memory = api.cupy.cuda.PinnedMemory(4 * _WORDS, HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED)
+            memory = api.cupy.cuda.PinnedMemory(4 * _WORDS, PINNED_FLAGS)
         words = arrays.array_at(memory, memory.ptr, (_WORDS,), np.dtype(np.uint32))
         words[:] = IDLE
         self._blocks.append((memory, words))
@@ -479,11 +421,6 @@ class Semaphore:
     """A semaphore of the C library's, which the driver can post.
 
     It is never freed: the driver may post it for as long as the process lives.
-
-    Attributes
-    ----------
-    address : of the `sem_t`
-    post_function : the address of `sem_post`
     """
 
     def __init__(self) -> None:
@@ -493,7 +430,6 @@ class Semaphore:
         self._libc.sem_init(self.address, 0, 0)
 
     def post(self) -> None:
-        """Let one wait return."""
         self._libc.sem_post(self.address)
 
     def wait(self) -> None:

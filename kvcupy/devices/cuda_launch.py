@@ -20,12 +20,13 @@ from ..cuda_api import (
     FUNCTION_MAX_DYNAMIC_SMEM,
     FUNCTION_STATIC_SMEM,
     CudaApi,
-)
+)  # fmt: skip
 from ..errors import CompileError, KvcupyError
 from ..kernels import Specialisation, pointer_fields
 from . import nvrtc
 from .cuda_context import CudaContext
 from .cuda_streams import Stream
+from .protocol import Dim3
 
 _BUFFER_BYTES = 4096  # the most that all architectures take as parameters
 
@@ -59,19 +60,13 @@ class CudaFunction:
 
 
 class ParamsBuffer(threading.local):
-    """Where the calling thread puts the struct of a launch.
-
-    Attributes
-    ----------
-    view : writable bytes
-    arguments : address of the `void*[1]` that points to them
-    """
+    """Where the calling thread puts the struct of a launch."""
 
     def __init__(self) -> None:
         self._bytes = (ctypes.c_uint64 * (_BUFFER_BYTES // 8))()
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._bytes))
         self.view = memoryview(self._bytes).cast("B")
-        self.arguments = ctypes.addressof(self._pointers)
+        self.arguments = ctypes.addressof(self._pointers)  # of the `void*[1]` that points there
 
 
 class Launcher:
@@ -89,16 +84,10 @@ class Launcher:
         self._lock = threading.Lock()
 
     def known(self, specialisation: Specialisation) -> CudaFunction | None:
-        """Return a specialisation if it is loaded already."""
         return self._functions.get(specialisation)
 
     def load(self, specialisation: Specialisation) -> CudaFunction:
-        """Compile, or find compiled, and load; one thread does, the others wait for it.
-
-        Raises
-        ------
-        CompileError : with the compiler's or the driver's complaint; another call repeats it
-        """
+        """Compile, or find compiled, and load; one thread does, the others wait for it."""
         with self._lock:
             loading = self._loading.setdefault(specialisation, threading.Lock())
         with loading:
@@ -134,14 +123,9 @@ class Launcher:
         return CudaFunction(specialisation, function, static_smem)
 
     def launch(
-        self,
-        function: CudaFunction,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        smem_bytes: int,
-        params: bytes,
+        self, function: CudaFunction, grid: Dim3, block: Dim3, smem_bytes: int, params: bytes,
         stream: Stream,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Launch; CuPy's exceptions pass."""
         api, buffer = self._api, self._buffer
         if not self._thread.ready:
@@ -158,15 +142,9 @@ class Launcher:
             function.function(grid, block, (struct,), shared_mem=smem_bytes, stream=stream.cupy)
 
     def failure(
-        self,
-        error: Exception,
-        function: CudaFunction,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        smem_bytes: int,
-        params: bytes,
-        stream: Stream,
-    ) -> KvcupyError:
+        self, error: Exception, function: CudaFunction, grid: Dim3, block: Dim3, smem_bytes: int,
+        params: bytes, stream: Stream,
+    ) -> KvcupyError:  # fmt: skip
         """Return the error of a failed launch, with its configuration and arguments."""
         what = (
             f"{function.specialisation} failed on {self._context.name}: grid {grid}, "

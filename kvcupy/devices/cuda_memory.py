@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,22 +17,16 @@ import numpy as np
 from ..arrays import ArrayView
 from ..cuda_api import (
     ATTRIBUTE_REGISTERED_HOST_POINTERS,
-    HOST_ALLOC_MAPPED,
-    HOST_ALLOC_PORTABLE,
-    HOST_REGISTER_MAPPED,
-    HOST_REGISTER_PORTABLE,
+    IN_STREAM_ORDER,
     MEMCPY_DEFAULT,
     NOT_SUPPORTED,
+    PINNED_FLAGS,
     UNREGISTERED_MEMORY,
-    in_stream_order,
-)
+    CopyAttributes,
+)  # fmt: skip
 from . import host_memory
 from .cuda_context import CudaContext
 from .cuda_streams import Stream
-
-# Usable by every GPU, and by its kernels. Unified addressing maps it anyway.
-_ALLOC_FLAGS = HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED
-_REGISTER_FLAGS = HOST_REGISTER_PORTABLE | HOST_REGISTER_MAPPED
 
 _MAX_PITCH_BYTES = 2**31 - 1  # of one two-dimensional copy
 _MAX_RECTANGLES = 16  # beyond that, or with rows shorter than this, a kernel moves them faster
@@ -58,13 +53,7 @@ def device_address(context: CudaContext, view: ArrayView) -> int | None:
 
 
 class RegisteredPages:
-    """Pages that CUDA has locked; they are unlocked and unmapped when this object is deleted.
-
-    Attributes
-    ----------
-    ptr : their address
-    num_bytes : of whole pages
-    """
+    """Pages that CUDA has locked; they are unlocked and unmapped when this object is deleted."""
 
     __slots__ = ("__weakref__", "num_bytes", "ptr")
 
@@ -75,12 +64,7 @@ class RegisteredPages:
 
 
 class AllocatedMemory:
-    """Memory that CUDA has allocated, as CuPy's object, which is deleted with this one.
-
-    Attributes
-    ----------
-    ptr : its address
-    """
+    """Memory that CUDA has allocated, as CuPy's object, which is deleted with this one."""
 
     __slots__ = ("__weakref__", "ptr")
 
@@ -98,11 +82,9 @@ def pinned_memory(context: CudaContext, num_bytes: int) -> RegisteredPages | All
         memory = _near_the_gpu(context, num_bytes)
         if memory is not None:
             return memory
-        try:
-            with context.current():
-                allocated = context.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), _ALLOC_FLAGS)
-        except context.api.errors as error:
-            raise context.api.failure(f"{num_bytes} bytes of pinned memory", error) from error
+        what = f"{num_bytes} bytes of pinned memory"
+        with context.api.errors_as(what), context.current():
+            allocated = context.api.cupy.cuda.PinnedMemory(max(num_bytes, 1), PINNED_FLAGS)
         return AllocatedMemory(context, allocated)
 
 
@@ -134,7 +116,7 @@ def _near_the_gpu(context: CudaContext, num_bytes: int) -> RegisteredPages | Non
     host_memory.keep_from_children(pointer, mapped_bytes)  # before CUDA learns where they are
     try:
         with context.current():
-            context.api.runtime.hostRegister(pointer, mapped_bytes, _REGISTER_FLAGS)
+            context.api.runtime.hostRegister(pointer, mapped_bytes, PINNED_FLAGS)
     except context.api.errors:  # e.g. RLIMIT_MEMLOCK, which does not bind the driver's allocation
         host_memory.unmap(pointer, mapped_bytes)
         return None
@@ -178,18 +160,6 @@ def _release(context: CudaContext, pointer: int, num_bytes: int) -> None:
 
 
 @dataclass(frozen=True)
-class Rectangle:
-    """One copy: offsets and pitches in bytes."""
-
-    dst: int
-    src: int
-    dst_pitch: int
-    src_pitch: int
-    width: int
-    height: int
-
-
-@dataclass(frozen=True)
 class CopyPlan:
     """How to copy one strided array to another of the same shape.
 
@@ -205,40 +175,35 @@ class CopyPlan:
     width: int
 
     @property
-    def count(self) -> int:
-        """How many rectangles there are."""
-        total = 1
-        for length, _, _ in self.outer:
-            total *= length
-        return total
-
-    @property
     def suits_engine(self) -> bool:
         """Whether the copy engine is the better choice where a kernel could do it too."""
         rows_are_long = self.width >= _MIN_WIDTH_BYTES or self.row_axis[0] == 1
-        return self.count <= _MAX_RECTANGLES and rows_are_long
+        return math.prod(n for n, _, _ in self.outer) <= _MAX_RECTANGLES and rows_are_long
 
-    def rectangles(self) -> Iterator[Rectangle]:
-        """Yield every rectangle."""
-        height, dst_pitch, src_pitch = self.row_axis
+    def offsets(self) -> Iterator[tuple[int, int]]:
+        """Yield where every rectangle begins in dst and in src, in bytes."""
         for index in itertools.product(*(range(n) for n, _, _ in self.outer)):
             dst = sum(i * d for i, (_, d, _) in zip(index, self.outer, strict=True))
             src = sum(i * s for i, (_, _, s) in zip(index, self.outer, strict=True))
-            yield Rectangle(dst, src, dst_pitch, src_pitch, self.width, height)
+            yield dst, src
 
 
 def plan_copy(
-    shape: tuple[int, ...],
-    dst_strides: tuple[int, ...],
-    src_strides: tuple[int, ...],
+    shape: tuple[int, ...], dst_strides: tuple[int, ...], src_strides: tuple[int, ...],
     itemsize: int,
-) -> CopyPlan:
+) -> CopyPlan:  # fmt: skip
     """Return the plan for a copy of at least one element. Strides are in bytes.
 
     >>> plan_copy((4, 8), (16, 2), (64, 2), 2)
     CopyPlan(outer=(), row_axis=(4, 16, 64), width=16)
     """
-    axes = _join(shape, dst_strides, src_strides)
+    # The axes, widest stride of `dst` first; neighbours without a gap are joined.
+    split = [a for a in zip(shape, dst_strides, src_strides, strict=True) if a[0] != 1]
+    axes: list[tuple[int, int, int]] = []
+    for length, dst, src in sorted(split, key=lambda axis: (-abs(axis[1]), -abs(axis[2]))):
+        if axes and axes[-1][1:] == (dst * length, src * length):
+            length *= axes.pop()[0]
+        axes.append((length, dst, src))
     width = itemsize
     if axes and axes[-1][1:] == (width, width):
         width *= axes.pop()[0]
@@ -248,35 +213,15 @@ def plan_copy(
     return CopyPlan(tuple(axes), row_axis, width)
 
 
-def _join(
-    shape: tuple[int, ...], dst_strides: tuple[int, ...], src_strides: tuple[int, ...]
-) -> list[tuple[int, int, int]]:
-    """Sort the axes, widest stride of `dst` first, and join neighbours without a gap."""
-    axes = [a for a in zip(shape, dst_strides, src_strides, strict=True) if a[0] != 1]
-    axes.sort(key=lambda axis: (-abs(axis[1]), -abs(axis[2])))
-    joined: list[tuple[int, int, int]] = []
-    for length, dst, src in axes:
-        if joined and joined[-1][1:] == (dst * length, src * length):
-            length *= joined.pop()[0]
-        joined.append((length, dst, src))
-    return joined
-
-
 def enqueue_copy(runtime: Any, copy: CopyPlan, dst: int, src: int, stream: int) -> None:
     """Put the rectangles of a copy between two addresses on a stream, for the copy engine."""
-    for r in copy.rectangles():
-        if r.height == 1:
-            runtime.memcpyAsync(dst + r.dst, src + r.src, r.width, MEMCPY_DEFAULT, stream)
+    width, (height, dst_pitch, src_pitch) = copy.width, copy.row_axis
+    for to, of in copy.offsets():
+        if height == 1:
+            runtime.memcpyAsync(dst + to, src + of, width, MEMCPY_DEFAULT, stream)
         else:
             runtime.memcpy2DAsync(
-                dst + r.dst,
-                r.dst_pitch,
-                src + r.src,
-                r.src_pitch,
-                r.width,
-                r.height,
-                MEMCPY_DEFAULT,
-                stream,
+                dst + to, dst_pitch, src + of, src_pitch, width, height, MEMCPY_DEFAULT, stream
             )
 
 
@@ -309,7 +254,7 @@ class RunCopies:
 
     def __init__(self, context: CudaContext) -> None:
         self._context = context
-        self._attributes = in_stream_order()
+        self._attributes = CopyAttributes(src_access_order=IN_STREAM_ORDER)
         self._first_copy = ctypes.c_size_t(0)  # the attributes hold from this copy on
         self._unsupported = False
 
@@ -326,7 +271,14 @@ class RunCopies:
             if self._as_batch(batch, runs, stream, failed):
                 return
             self._unsupported = True  # the function exists, and reports that it cannot be used here
-        self._one_by_one(runs, stream, failed)
+        dst, src, sizes = (array.tolist() for array in runs)
+        copy = self._context.api.runtime.memcpyAsync
+        for index, (to, of, size) in enumerate(zip(dst, src, sizes, strict=True)):
+            try:
+                copy(to, of, size, MEMCPY_DEFAULT, stream.pointer)
+            except self._context.api.errors:
+                failed.value = index
+                raise
 
     def _batch_for(self, count: int, stream: Stream) -> Callable[..., int] | None:
         """Return the driver's batched copy, or None where one by one is right."""
@@ -357,35 +309,16 @@ class RunCopies:
             ctypes.addressof(self._attributes), ctypes.addressof(self._first_copy), 1,
             ctypes.addressof(failed), stream.pointer,
         )  # fmt: skip
-        if status == NOT_SUPPORTED:
-            return False
-        api.driver.check_status(status)
-        return True
-
-    def _one_by_one(self, runs: Runs, stream: Stream, failed: ctypes.c_size_t) -> None:
-        copy, pointer = self._context.api.runtime.memcpyAsync, stream.pointer
-        dst, src, sizes = runs
-        listed = zip(dst.tolist(), src.tolist(), sizes.tolist(), strict=True)
-        for index, (to, of, size) in enumerate(listed):
-            try:
-                copy(to, of, size, MEMCPY_DEFAULT, pointer)
-            except self._context.api.errors:
-                failed.value = index
-                raise
+        if status != NOT_SUPPORTED:
+            api.driver.check_status(status)
+        return bool(status != NOT_SUPPORTED)
 
 
-def describe_runs(
-    dst: np.ndarray[Any, Any],
-    src: np.ndarray[Any, Any],
-    sizes: np.ndarray[Any, Any],
-    index: int | None,
-    stream: Stream,
-) -> str:
+def describe_runs(runs: Runs, index: int | None, stream: Stream) -> str:
     """Return what a failed copy of runs was, for its error; `index` of the run, if known."""
+    dst, src, sizes = runs
     what = f"copy of {len(sizes)} runs on {stream!r}"
     if index is None:
         return f"{what}, {int(sizes.sum())} bytes"
-    return (
-        f"{what}, run {index}: {int(sizes[index])} bytes "
-        f"from {int(src[index]):#x} to {int(dst[index]):#x}"
-    )
+    to, of, size = int(dst[index]), int(src[index]), int(sizes[index])
+    return f"{what}, run {index}: {size} bytes from {of:#x} to {to:#x}"

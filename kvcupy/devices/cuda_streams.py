@@ -16,24 +16,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from .. import observe
-from ..cuda_api import UNJOINED
+from ..cuda_api import UNJOINED, StreamAddress
 from ..errors import CaptureError, DeviceError, ProcessLocal
 from .cuda_context import FOREIGN, Capture, CudaContext
 from .protocol import Device, Hook
 
 _DEFAULT_STREAM_NAMES = {0: "default stream", 1: "default stream", 2: "per-thread default stream"}
 _LEGACY_STREAMS = (0, 1)  # two handles of one stream
-
-
-class _Handle:
-    """Another library's stream in the form in which CuPy takes it; keeps the object alive."""
-
-    def __init__(self, pointer: int, source: object) -> None:
-        self.pointer = pointer
-        self.source = source
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return (0, self.pointer)
 
 
 class Stream(ProcessLocal):
@@ -55,16 +44,9 @@ class Stream(ProcessLocal):
                  "name", "pointer")  # fmt: skip
 
     def __init__(
-        self,
-        context: CudaContext,
-        pointer: int,
-        source: object = None,
-        *,
-        cupy_stream: Any = None,
-        library: str = "",
-        name: str = "",
-        priority: int | None = None,
-    ) -> None:
+        self, context: CudaContext, pointer: int, source: object = None, *,
+        cupy_stream: Any = None, library: str = "", name: str = "", priority: int | None = None,
+    ) -> None:  # fmt: skip
         self.context = context
         self.device: Device = context.device
         self.pointer = pointer
@@ -77,11 +59,8 @@ class Stream(ProcessLocal):
     @classmethod
     def create(cls, context: CudaContext, priority: int) -> Stream:
         """Return a new stream that does not synchronise with the default stream."""
-        try:
-            with context.current(), context.api.relaxed():
-                cupys = context.api.cupy.cuda.Stream(non_blocking=True, priority=priority)
-        except context.api.errors as error:
-            raise context.api.failure(f"stream on {context.name}", error) from error
+        with context.relaxed(f"stream on {context.name}"):
+            cupys = context.api.cupy.cuda.Stream(non_blocking=True, priority=priority)
         name = f"stream {next(cls._numbers)}"
         return cls(context, cupys.ptr, cupy_stream=cupys, name=name, priority=priority)
 
@@ -112,7 +91,7 @@ class Stream(ProcessLocal):
     def cupy(self) -> Any:
         """The same stream as a CuPy stream."""
         if self._cupy is None:
-            handle = _Handle(self.pointer, self._source)
+            handle = StreamAddress(self.pointer, self._source)
             self._cupy = self.context.api.cupy.cuda.Stream.from_external(handle)
         return self._cupy
 
@@ -178,10 +157,10 @@ class Stream(ProcessLocal):
                 self.context.api.record(event.pointer, self.pointer)
         except self.context.api.errors as error:
             raise self.context.api.failure(f"record in {self!r}", error) from error
-        event.mark_recorded(self, ForeignPoint(self) if capture is FOREIGN else capture)
+        event._stream = self.pointer
+        event.capture = ForeignPoint(self) if capture is FOREIGN else capture
         observe.recorded(event, self)
-        result: Event = event
-        return result
+        return event  # type: ignore[no-any-return]
 
     def synchronize(self) -> None:
         """Wait for all work on the stream.
@@ -242,7 +221,7 @@ class Stream(ProcessLocal):
         The mode is relaxed: an allocation inside the block may grow the memory pool. What CuPy
         allocates inside the block and the graph uses must outlive the graph.
         """
-        if self.pointer in (0, 1):
+        if self.pointer in _LEGACY_STREAMS:
             raise CaptureError("the default stream cannot be captured; use device.stream()")
         self._refuse_captured("a second capture")
         graph = Graph(self.context)
@@ -376,15 +355,8 @@ class Event(ProcessLocal):
                 raise ValueError(f"{name}: expected a recorded event made with timing=True")
             event.synchronize()
         api = self.context.api
-        try:
+        with api.errors_as("time between two events"):
             return float(api.runtime.eventElapsedTime(since._handle, self._handle)) * 1000
-        except api.errors as error:
-            raise api.failure("time between two events", error) from error
-
-    def mark_recorded(self, stream: Stream, capture: Capture | ForeignPoint | None) -> None:
-        """Remember the stream and the capture of the last record."""
-        self._stream = stream.pointer
-        self.capture = capture
 
     def _refuse_captured(self) -> None:
         if self.capture is not None and self.capture.open:
@@ -403,19 +375,14 @@ class Graph(Capture, ProcessLocal):
         self._graph: Any = None
 
     def begin(self, stream: Stream) -> None:
-        """Start capturing `stream`."""
         context = self.context
-        try:
-            with context.current():
-                stream.cupy.begin_capture(context.api.runtime.streamCaptureModeRelaxed)
-                self.id = context.api.capture_id(stream.pointer)
-        except context.api.errors as error:
-            raise context.api.failure(f"capture of {stream!r}", error) from error
+        with context.api.errors_as(f"capture of {stream!r}"), context.current():
+            stream.cupy.begin_capture(context.api.runtime.streamCaptureModeRelaxed)
+            self.id = context.api.capture_id(stream.pointer)
         self.last_stream = stream.pointer
         self.join(stream)
 
     def finish(self) -> None:
-        """End the capture and make the graph ready for launches."""
         context = self.context
         try:
             with context.current(), context.api.relaxed():  # instantiation allocates memory
@@ -433,9 +400,9 @@ class Graph(Capture, ProcessLocal):
 
     def abort(self) -> None:
         """End the capture and drop what it holds; the streams are usable again."""
+        context = self.context
         try:
             # If it is invalidated, or a fork is not joined, CUDA raises and ends it all the same.
-            context = self.context
             with context.current(), context.api.relaxed(), suppress(RuntimeError):
                 self._origin.cupy.end_capture()
         finally:
@@ -461,10 +428,7 @@ class Graph(Capture, ProcessLocal):
                 "capture its work there instead"
             )
         with self.hooks.around(target):
-            observe.issue(
-                lambda: observe.Operation("graph", target),
-                lambda: self._launch(target),
-            )
+            observe.issue(lambda: observe.Operation("graph", target), lambda: self._launch(target))
 
     def _launch(self, target: Stream) -> None:
         context = self.context
@@ -492,12 +456,7 @@ class Graph(Capture, ProcessLocal):
 
 
 class ForeignPoint:
-    """A point in another library's capture, where an event was recorded.
-
-    Attributes
-    ----------
-    id : CUDA's number of the capture
-    """
+    """A point in another library's capture, where an event was recorded; `id` is CUDA's number."""
 
     __slots__ = ("_stream", "id")
 
@@ -517,13 +476,7 @@ class ForeignPoint:
 def current_stream(context: CudaContext, library: str, name: str = "stream") -> Stream:
     """Return the current stream of torch, or CuPy's for the arrays of any other library.
 
-    Parameters
-    ----------
-    library : empty where no array decides; then the two must not disagree
-
-    Raises
-    ------
-    ValueError : no library was named, and CuPy and torch have made different streams current
+    Where `library` is empty, as no array decides, the two must not disagree, or it is a ValueError.
     """
     if not library:
         return _agreed_stream(context, name)
@@ -538,12 +491,10 @@ def _agreed_stream(context: CudaContext, name: str) -> Stream:
     """Return the stream that was made current in torch, in CuPy or in both, else CuPy's default.
 
     Inside `torch.cuda.stream(s)` or `torch.cuda.graph`, torch's stream is meant, though the memory
-    may have come from CuPy. A torch that has not used a GPU yet is not asked: that would initialise
-    all of them.
+    may have come from CuPy.
     """
     from_cupy = current_stream(context, "cupy")
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda is None or not cuda.is_initialized():
+    if not _torch_uses_gpus():
         return from_cupy
     from_torch = current_stream(context, "torch")
     if from_torch == from_cupy or from_torch.pointer in _LEGACY_STREAMS:
@@ -556,23 +507,20 @@ def _agreed_stream(context: CudaContext, name: str) -> Stream:
     )
 
 
+def _torch_uses_gpus() -> bool:
+    """Return whether torch has used a GPU: else to ask it anything would initialise all of them."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda is not None and bool(cuda.is_initialized())
+
+
 def is_current_captured(context: CudaContext) -> bool:
     """Return whether CuPy's or torch's current stream is being captured, as in torch.cuda.graph."""
-    libraries = ["cupy"]
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda is not None and cuda.is_initialized():  # else asking would initialise all GPUs
-        libraries.append("torch")
+    libraries = ("cupy", "torch") if _torch_uses_gpus() else ("cupy",)
     return any(current_stream(context, library).capturing for library in libraries)
 
 
 def adopt(context: CudaContext, stream: Any, name: str = "stream") -> Stream:
-    """Return another library's stream as a stream of this GPU.
-
-    Raises
-    ------
-    TypeError : it is no stream
-    ValueError : it belongs to another device
-    """
+    """Return another library's stream as a stream of this GPU; raise as `CudaDevice.as_stream`."""
     cuda = context.api.cupy.cuda
     if isinstance(stream, (cuda.Stream, getattr(cuda, "ExternalStream", cuda.Stream))):
         _require_index(context, name, stream, stream.device_id)
@@ -596,8 +544,7 @@ def _protocol_pointer(stream: Any, name: str) -> int:
             f"{name}: expected None, a kvcupy, CuPy or torch stream, or an object with "
             f"__cuda_stream__, got {type(stream).__name__}"
         )
-    answer = protocol() if callable(protocol) else protocol
-    match answer:
+    match answer := protocol() if callable(protocol) else protocol:
         case (0, int(pointer)):
             return pointer
     raise TypeError(f"{name}: expected __cuda_stream__() == (0, address), got {answer!r}")

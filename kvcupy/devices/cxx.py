@@ -102,10 +102,8 @@ def _started(command: list[str]) -> Compiler:
 def _processor() -> str:
     """Identify the instruction set: objects are built for the processor that they are built on."""
     cpuinfo = Path("/proc/cpuinfo")
-    flags = ""
-    if cpuinfo.is_file():
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-        flags = next((s for s in lines if s.lower().startswith(("flags", "features"))), "")
+    lines = cpuinfo.read_text(errors="replace").splitlines() if cpuinfo.is_file() else []
+    flags = next((s for s in lines if s.lower().startswith(("flags", "features"))), "")
     return f"{platform.machine()} {hashlib.sha256(flags.encode()).hexdigest()[:16]}"
 
 
@@ -131,24 +129,21 @@ def build(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> 
 
 def build_strict(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> Path:
     """Return the shared library of a strict build of a specialisation; raise as `build` does."""
-    flags = (*_STRICT_FLAGS, *_INSTRUMENTED)
-    program = _strict_program(specialisation)
-    what = f"{specialisation} (strict)"
-    return _build(what, program, extra_flags, flags, (_build_strict_runner,))
-
-
-def _build_strict_runner() -> Path:
-    return _build_object('#include "host/strict.cpp"\n', (*_STRICT_FLAGS, "-O2"))
-
-
-def _strict_program(specialisation: Specialisation) -> str:
     kernel = specialisation.kernel
-    return (
+    program = (
         '#include "host/strict_kernel.h"\n'
         f'#include "{kernel.source}"\n'
         f"KVCUPY_HOST_KERNEL({int(kernel.barriers)}, ({_launch_bounds(kernel)}), "
         f"{kernel.struct}, {specialisation.expression})\n"
     )
+    flags = (*_STRICT_FLAGS, *_INSTRUMENTED)
+    return _build(
+        f"{specialisation} (strict)", program, extra_flags, flags, (_build_strict_runner,)
+    )
+
+
+def _build_strict_runner() -> Path:
+    return _build_object('#include "host/strict.cpp"\n', (*_STRICT_FLAGS, "-O2"))
 
 
 def _launch_bounds(kernel: Kernel) -> str:
@@ -171,18 +166,12 @@ def build_pool() -> Path:
 
 
 def _build(
-    what: object,
-    program: str,
-    extra_flags: tuple[str, ...],
-    base_flags: tuple[str, ...] = _FLAGS,
-    linked: tuple[Callable[[], Path], ...] = (),
-) -> Path:
+    what: object, program: str, extra_flags: tuple[str, ...],
+    base_flags: tuple[str, ...] = _FLAGS, linked: tuple[Callable[[], Path], ...] = (),
+) -> Path:  # fmt: skip
     compiler = _require_compiler()
     flags = (*base_flags, _native(), *extra_flags)
-    key = cache.key(
-        "host", sources.digest(), program, *flags, compiler.version, *compiler.command,
-        _processor(),
-    )  # fmt: skip
+    key = _key(compiler, flags, "host", sources.digest(), program)
 
     def make(target: Path) -> None:
         with cache.announced(what, "host"):
@@ -195,11 +184,12 @@ def _build_object(program: str, flags: tuple[str, ...]) -> Path:
     """Return the object file of a program that includes files of `kernels_src/host` alone."""
     compiler = _require_compiler()
     flags = (*flags, _native())
-    key = cache.key(
-        "object", sources.digest("host"), program, *flags, compiler.version, *compiler.command,
-        _processor(),
-    )  # fmt: skip
+    key = _key(compiler, flags, "object", sources.digest("host"), program)
     return cache.file(key, ".o", lambda target: _compile_object(compiler, program, flags, target))
+
+
+def _key(compiler: Compiler, flags: tuple[str, ...], *parts: str) -> str:
+    return cache.key(*parts, *flags, compiler.version, *compiler.command, _processor())
 
 
 def _native() -> str:
@@ -217,8 +207,8 @@ def check(program: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "check.cpp"
         source.write_text(f'#include "host/cuda_names.h"\n{program}')
-        search = _search_paths()
-        _run([*compiler.command, *_FLAGS, *search, "-fsyntax-only", str(source)], program)
+        options = [*_FLAGS, *_search_paths(), "-fsyntax-only", str(source)]
+        _run([*compiler.command, *options], program)
 
 
 def _require_compiler() -> Compiler:
@@ -234,20 +224,15 @@ def _search_paths() -> list[str]:
 
 
 def _compile(
-    compiler: Compiler,
-    program: str,
-    flags: tuple[str, ...],
-    target: Path,
+    compiler: Compiler, program: str, flags: tuple[str, ...], target: Path,
     linked: tuple[Callable[[], Path], ...] = (),
-) -> None:
+) -> None:  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder) / "kernel.o"
         _compile_object(compiler, program, flags, built)
         # zig c++ would first build a C++ library, which the kernels do not need.
         linker = (*compiler.command[:-1], "cc") if compiler.is_zig else compiler.command
-        sanitizers = [
-            flag for flag in flags if flag.startswith("-fsanitize") and flag not in _INSTRUMENTED
-        ]
+        sanitizers = [f for f in flags if f.startswith("-fsanitize") and f not in _INSTRUMENTED]
         objects = [str(built), *(str(build()) for build in linked)]
         _run([*linker, *sanitizers, "-shared", "-pthread", *objects, "-o", str(target)], program)
 
@@ -273,10 +258,7 @@ def _precompiled(compiler: Compiler, flags: tuple[str, ...]) -> Path | None:
     """
     if compiler.is_zig or "clang" in compiler.version:
         return None
-    key = cache.key(
-        "headers", sources.digest("host"), *flags, compiler.version, *compiler.command,
-        _processor(),
-    )  # fmt: skip
+    key = _key(compiler, flags, "headers", sources.digest("host"))
 
     def make(target: Path) -> None:
         source = sources.kernels_dir() / _HEADERS

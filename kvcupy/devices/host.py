@@ -11,21 +11,22 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from .. import arrays, formats, observe
-from ..arrays import note_written
-from ..arrays import view as as_view
 from ..config import SHARED_BYTES, config
 from ..errors import CaptureError, CompileError, DeviceError, IndexFault
 from ..kernels import Specialisation
+from ..observe import Access, Operation
 from . import cxx, host_memory
 from .host_streams import HostContext, HostEvent, HostStream, InlineStream
+from .protocol import Dim3, copy_views
 
 # Config of kernels_src/host/runner.h: grid, block, smem_bytes, max_workers, seed, run_together.
 _CONFIG = struct.Struct("@3I3IIIQP")
@@ -42,7 +43,7 @@ _REFUSED = 5  # the status of a strict launch that says why itself
 _MAX_SMEM_BYTES = 227 * 1024
 _ALIGNMENT = 256  # of allocations, as on a GPU
 
-Geometry = tuple[tuple[int, int, int], tuple[int, int, int], int]
+Geometry = tuple[Dim3, Dim3, int]
 """Grid, block and bytes of shared memory of a launch."""
 
 
@@ -76,16 +77,12 @@ class HostFunction:
     def strict(self) -> StrictBuild:
         """The strict build."""
         library = self._library(cxx.build_strict)
-        return StrictBuild(
-            self._function(
-                library, "kvcupy_launch_strict", ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p
-            ),
-            ctypes.c_int.in_dll(library, "kvcupy_most_threads").value,
-            library._name,
-        )
+        types = ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p
+        entry = self._function(library, "kvcupy_launch_strict", *types)
+        max_threads = ctypes.c_int.in_dll(library, "kvcupy_most_threads").value
+        return StrictBuild(entry, max_threads, library._name)
 
     def build(self, strict: bool) -> None:
-        """Make the strict or the plain build, unless it exists."""
         _ = self.strict if strict else self.entry
 
     def _library(self, build: Callable[..., Path]) -> ctypes.CDLL:
@@ -178,7 +175,7 @@ class HostDevice:
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """Return a copy of an array of this device as NumPy array (bf16, fp8: ml_dtypes)."""
-        view = as_view(array)
+        view = arrays.view(array)
         return self.carrier(view).view(formats.numpy_dtype(view.format)).copy()
 
     def carrier(self, view: arrays.ArrayView) -> np.ndarray[Any, Any]:
@@ -195,29 +192,20 @@ class HostDevice:
         ------
         ValueError : shapes or formats differ, or `dst` cannot be written
         """
-        to, of = as_view(dst, "dst"), as_view(src, "src")
-        if to.shape != of.shape or to.format != of.format:
-            raise ValueError(f"dst: expected {arrays.describe(of)}, got {arrays.describe(to)}")
-        if to.readonly:
-            raise ValueError("dst: expected a writable array, got a read-only one")
+        to, of = copy_views(dst, src)
         target, source = self.carrier(to), self.carrier(of)
         queue = self.as_stream(stream)
+        copy = partial(host_memory.copy_array, target, source)
         observe.issue(
-            lambda: observe.Operation(
-                "copy", queue, reads=(observe.Access(of),), writes=(observe.Access(to),)
-            ),
-            lambda: queue.enqueue(lambda: host_memory.copy_array(target, source)),
+            lambda: Operation("copy", queue, (Access(of),), (Access(to),)),
+            lambda: queue.enqueue(copy),
         )
-        note_written([to])
+        arrays.note_written([to])
 
     def copy_runs(
-        self,
-        dst: np.ndarray[Any, Any],
-        src: np.ndarray[Any, Any],
-        sizes: np.ndarray[Any, Any],
-        stream: Any,
-        keep: Sequence[object] = (),
-    ) -> None:
+        self, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any],
+        stream: Any, keep: Sequence[object] = (),
+    ) -> None:  # fmt: skip
         """Copy contiguous runs one by one in the order of `stream`; `keep` lives until done."""
         self.run(host_memory.copy_of_runs(dst, src, sizes), stream, keep)
 
@@ -256,14 +244,14 @@ class HostDevice:
         for stream in streams:
             if stream.capturing:
                 raise CaptureError(f"{stream.name} is being captured: synchronising is illegal")
-        failure: DeviceError | IndexFault | None = None
+        failures: list[DeviceError | IndexFault] = []
         for stream in streams:
             try:
                 stream.synchronize()
             except (DeviceError, IndexFault) as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     # --- Kernels ---
 
@@ -278,15 +266,9 @@ class HostDevice:
         return function
 
     def launch(
-        self,
-        function: HostFunction,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        smem_bytes: int,
-        params: bytes,
-        stream: Any,
-        keep: Sequence[object] = (),
-    ) -> None:
+        self, function: HostFunction, grid: Dim3, block: Dim3, smem_bytes: int, params: bytes,
+        stream: Any, keep: Sequence[object] = (),
+    ) -> None:  # fmt: skip
         """Run a grid in the order of `stream`; `keep` lives until it is done."""
         geometry = (grid, block, smem_bytes)
         if config.strict:
@@ -297,26 +279,20 @@ class HostDevice:
         except ValueError as error:
             raise DeviceError(f"{function.specialisation} cannot be launched: {error}") from None
         if stream is self._inline:
-            status = function.entry(params, packed)
-            if status:
+            if status := function.entry(params, packed):
                 raise _failure(function, geometry, status)
             return
 
         def run(_keep: Sequence[object] = keep) -> None:
-            status = function.entry(params, packed)
-            if status:
+            if status := function.entry(params, packed):
                 raise _failure(function, geometry, status)
 
         stream.enqueue(run)
 
     def _launch_strictly(
-        self,
-        function: HostFunction,
-        geometry: Geometry,
-        params: bytes,
-        stream: Any,
+        self, function: HostFunction, geometry: Geometry, params: bytes, stream: Any,
         keep: Sequence[object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         build = function.strict
         try:
             _require_strict_limits(geometry, build.max_threads)
@@ -346,12 +322,12 @@ class HostDevice:
 
     def _enqueue(self, function: Callable[[], None], stream: Any) -> None:
         """Enqueue work; in strict mode raise the faults that it records on the calling thread."""
-        context = self.context
-        num_faults = int(context.faults[0])
+        faults = self.context.faults
+        num_faults = int(faults[0])
         stream.enqueue(function)
         raises = stream is self._inline and config.raises_index_faults
-        if raises and int(context.faults[0]) != num_faults:
-            context.raise_fault()
+        if raises and int(faults[0]) != num_faults:
+            self.context.raise_fault()
 
     def fault_array(self) -> np.ndarray[Any, Any]:
         """Return the fault record."""
@@ -359,20 +335,12 @@ class HostDevice:
 
 
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the model name of the processor, or else its architecture.
-
-    Parameters
-    ----------
-    cpuinfo : where Linux describes each core, `model name : ...` among other lines
-    """
-    try:
-        lines = cpuinfo.read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name" and value.strip():
-            return value.strip()
+    """Return the model name of the processor, or else its architecture."""
+    with suppress(OSError):
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name" and value.strip():
+                return value.strip()
     return platform.processor() or platform.machine()
 
 
@@ -395,13 +363,7 @@ def _run_together() -> int:
     return ctypes.cast(pool.kvcupy_run_together, ctypes.c_void_p).value or 0
 
 
-def _pack_config(
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    smem_bytes: int,
-    num_workers: int,
-    seed: int,
-) -> bytes:
+def _pack_config(grid: Dim3, block: Dim3, smem_bytes: int, num_workers: int, seed: int) -> bytes:
     """Pack a launch configuration; ValueError for one that exceeds the limits of a GPU."""
     limits = (("grid", grid, (2**31 - 1, 65535, 65535)), ("block", block, (1024, 1024, 64)))
     for name, sizes, most in limits:
@@ -438,7 +400,6 @@ def _require_strict_limits(geometry: Geometry, max_threads: int) -> None:
 
 
 def _refusal(function: HostFunction, geometry: Geometry, report: Report, seed: int) -> DeviceError:
-    """Return the error of a launch that a strict build refused."""
     grid, block, smem_bytes = geometry
     text = report.text.decode(errors="replace")
     place = source_line(function.strict.path, report.code) if report.code else ""

@@ -25,20 +25,10 @@ _LONG_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def map_pages(num_bytes: int) -> tuple[int, int]:
-    """Map private pages; return their address and their size in bytes.
+    """Map private pages; return their address and their size in bytes, rounded up to whole pages.
 
-    Parameters
-    ----------
-    num_bytes : at least one; rounded up to whole pages
-
-    Raises
-    ------
-    OSError : the system has no room for them
-
-    Notes
-    -----
     They stay until `unmap`. A Python mmap would be unmapped when the interpreter exits, while a
-    thread or a GPU may still use it.
+    thread or a GPU may still use it. OSError if the system has no room for them.
     """
     rounded = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -78,13 +68,7 @@ def keep_from_children(address: int, num_bytes: int) -> bool:
 
 
 def node_of_pci_device(bus_id: str, pci_devices: Path) -> int | None:
-    """Return the NUMA node that a PCI device is attached to; None if the system does not say.
-
-    Parameters
-    ----------
-    bus_id : such as "0000:3B:00.0"
-    pci_devices : the system's folder of PCI devices
-    """
+    """Return the NUMA node of a PCI device ("0000:3B:00.0"); None if the system does not say."""
     try:
         node = int((pci_devices / bus_id.lower() / "numa_node").read_text())
     except (OSError, ValueError):
@@ -115,18 +99,9 @@ def copy_array(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> No
 
 def copy_of_runs(
     dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any]
-) -> Callable[[], None]:
-    """Return a function that copies runs one by one; it may be called again.
-
-    Parameters
-    ----------
-    dst, src, sizes : uint64, (runs,), addresses and bytes; read before this returns
-    """
+) -> Callable[[], object]:
+    """Return a function that copies runs one by one; it may be called again."""
     require_runs(dst, src, sizes)
-    arguments = dst.tolist(), src.tolist(), sizes.tolist()
-
-    def copy() -> None:
-        # The map is exhausted within C: there may be tens of thousands of short runs.
-        deque(map(ctypes.memmove, *arguments), maxlen=0)
-
-    return copy
+    arguments = dst.tolist(), src.tolist(), sizes.tolist()  # later changes do not count
+    # The map is exhausted within C: there may be tens of thousands of short runs.
+    return lambda: deque(map(ctypes.memmove, *arguments), maxlen=0)

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,13 +30,7 @@ Task = Callable[["State", int], "Marker | None"]
 
 
 class HostContext:
-    """What the parts of the host device share.
-
-    Attributes
-    ----------
-    device : the device made of the parts, which `stream.device` returns to users
-    faults : its fault record
-    """
+    """What the parts of the host device share: `device`, made of them, and its fault record."""
 
     name = "host"
 
@@ -296,13 +291,13 @@ def _as_event(other: Any) -> HostEvent:
 # --- Events, and the threads behind streams -------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Failure:
     """A failure in a stream. All work that was queued before it surfaced is skipped."""
 
-    def __init__(self, error: BaseException, state: State, epoch: int) -> None:
-        self.error = error
-        self.state = state
-        self.epoch = epoch
+    error: BaseException
+    state: State
+    epoch: int
 
     @property
     def surfaced(self) -> bool:
@@ -434,13 +429,13 @@ def work(state: State, priority: int) -> None:
 # --- Captures and graphs --------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Point:
     """An event recorded inside a capture: its node, and what happened before it."""
 
-    def __init__(self, capture: Capture, node: int, seen: dict[HostStream, int]) -> None:
-        self.capture = capture
-        self.node = node
-        self.seen = seen
+    capture: Capture
+    node: int
+    seen: dict[HostStream, int]
 
 
 class Capture:

@@ -35,20 +35,12 @@ _RENAMED = (101,)  # 110 since CUDA 13, so that newer drivers do not know the nu
 
 @dataclass(frozen=True)
 class Compiled:
-    """One compiled kernel.
+    """One compiled kernel."""
 
-    Parameters
-    ----------
-    image : a cubin, or PTX where NVRTC is older than the architecture; the driver loads either
-    lowered_name : the mangled name of the kernel in it
-    log : what the compiler said; empty when the image came from the disk cache
-    target : what NVRTC compiled for, `sm_90` or `compute_90`
-    """
-
-    image: bytes
-    lowered_name: str
-    log: str
-    target: str
+    image: bytes  # a cubin, or PTX where NVRTC is older than the architecture
+    lowered_name: str  # of the kernel in it
+    log: str  # what the compiler said; empty when the image came from the disk cache
+    target: str  # what NVRTC compiled for, `sm_90` or `compute_90`
 
     @property
     def cubin(self) -> bytes:
@@ -56,15 +48,10 @@ class Compiled:
 
 
 def compile_cubin(
-    specialisation: Specialisation,
-    arch: str,
-    *,
-    digest: str | None = None,
-    kernels_dir: Path | None = None,
-    include_dirs: Sequence[Path] | None = None,
-    options: Sequence[str] = (),
-    verbose: bool = False,
-) -> Compiled:
+    specialisation: Specialisation, arch: str, *,
+    digest: str | None = None, kernels_dir: Path | None = None,
+    include_dirs: Sequence[Path] | None = None, options: Sequence[str] = (), verbose: bool = False,
+) -> Compiled:  # fmt: skip
     """Compile `specialisation` for `arch`, or find it compiled.
 
     Parameters
@@ -99,13 +86,9 @@ def compile_cubin(
 
 
 def compile_program(
-    specialisations: Sequence[Specialisation],
-    arch: str,
-    *,
-    kernels_dir: Path | None = None,
-    options: Sequence[str] = (),
-    verbose: bool = False,
-) -> list[Compiled]:
+    specialisations: Sequence[Specialisation], arch: str, *,
+    kernels_dir: Path | None = None, options: Sequence[str] = (), verbose: bool = False,
+) -> list[Compiled]:  # fmt: skip
     """Compile kernels of one source file together, so that it is parsed once for all of them.
 
     Parameters and errors are those of `compile_cubin`; an error may be any of the kernels'.
@@ -139,12 +122,9 @@ class _Build:
 
     @staticmethod
     def of(
-        arch: str,
-        digest: str | None,
-        kernels_dir: Path | None,
-        include_dirs: Sequence[Path] | None,
-        options: Sequence[str],
-    ) -> _Build:
+        arch: str, digest: str | None, kernels_dir: Path | None,
+        include_dirs: Sequence[Path] | None, options: Sequence[str],
+    ) -> _Build:  # fmt: skip
         if digest is None and kernels_dir is None:
             digest = sources.digest()
         folder = sources.kernels_dir() if kernels_dir is None else kernels_dir
@@ -234,12 +214,9 @@ def _nvrtc() -> Any:
 
 
 def _compile(
-    specialisations: Sequence[Specialisation],
-    arch: str,
-    flags: tuple[str, ...],
-    folder: Path,
-    headers: Sequence[Path],
-) -> list[Compiled]:
+    specialisations: Sequence[Specialisation], arch: str, flags: tuple[str, ...],
+    folder: Path, headers: Sequence[Path],
+) -> list[Compiled]:  # fmt: skip
     nvrtc = _nvrtc()
     includes = tuple(f"-I{place}" for place in (folder, *headers))
     candidates = targets(arch, supported_archs())
@@ -259,7 +236,8 @@ def _compile(
                 status = getattr(error, "status", None)
                 if status == _INVALID_OPTION and target is not candidates[-1]:
                     continue
-                raise _failure(nvrtc, program, specialisations, arch, headers, error) from error
+                log = nvrtc.getProgramLog(program)
+                raise _failure(log, specialisations, arch, headers, error) from error
     raise CompileError(f"{specialisations[0]}: no target for {arch}")
 
 
@@ -283,14 +261,9 @@ def _program(nvrtc: Any, source: str) -> Iterator[int]:
 
 
 def _failure(
-    nvrtc: Any,
-    program: int,
-    specialisations: Sequence[Specialisation],
-    arch: str,
-    headers: Sequence[Path],
+    log: str, specialisations: Sequence[Specialisation], arch: str, headers: Sequence[Path],
     error: Exception,
-) -> CompileError:
-    log = nvrtc.getProgramLog(program)
+) -> CompileError:  # fmt: skip
     kernels = ", ".join(map(str, specialisations))
     message = f"{kernels} does not compile for {arch}: {error}"
     if not headers:

@@ -12,12 +12,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..arrays import ArrayView
+from ..arrays import ArrayView, describe, view
 from ..errors import CaptureError
 from ..kernels import Specialisation
 
 Hook = Callable[[Any], object]
 """Takes the stream that the graph is launched on."""
+
+
+Dim3 = tuple[int, int, int]
+"""Of a grid in blocks, or of a block in threads."""
 
 
 class Event(Protocol):
@@ -115,8 +119,8 @@ class Device(Protocol):
     def launch(
         self,
         function: Any,  # what load() returned
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
+        grid: Dim3,
+        block: Dim3,
         smem_bytes: int,
         params: bytes,  # the packed Params struct, copied before the call returns
         stream: Stream,
@@ -199,6 +203,16 @@ class LaunchHooks:
                 before(stream)
                 exits.callback(after, stream)
             yield
+
+
+def copy_views(dst: Any, src: Any) -> tuple[ArrayView, ArrayView]:
+    """Describe the arrays of `Device.copy`; ValueError unless one can be copied to the other."""
+    to, of = view(dst, "dst"), view(src, "src")
+    if to.shape != of.shape or to.format != of.format:
+        raise ValueError(f"dst: expected {describe(of)}, got {describe(to)}")
+    if to.readonly:
+        raise ValueError("dst: expected a writable array, got a read-only one")
+    return to, of
 
 
 def require_runs(dst: Any, src: Any, sizes: Any) -> None:
