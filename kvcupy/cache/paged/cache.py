@@ -151,7 +151,6 @@ class PagedKVCache(ProcessLocal):
             copy_stream=copy_stream,
             slots_in_flight=positive_int(slots_in_flight, "slots_in_flight"),
             max_batch_tokens=positive_int(max_batch_tokens, "max_batch_tokens"),
-            max_positions=rotation.max_positions,
             # One more than the tokens fill: there may be an evicted span behind the sinks.
             max_pages=min(pool.num_pages, -(-max_tokens // pool.page_size) + 1),
             cascade=cascade,
@@ -313,8 +312,7 @@ class PagedKVCache(ProcessLocal):
 
     def clear(self) -> None:
         """Drop all sequences, and the running step if there is one."""
-        if self._steps.running is not None:
-            self._steps.abort()
+        self._steps.abort()
         self._sequences.clear()
 
     # --- Steps ---
@@ -362,8 +360,7 @@ class PagedKVCache(ProcessLocal):
         try:
             yield
         except BaseException:
-            if self._steps.running is not None:
-                self._steps.abort()
+            self._steps.abort()
             raise
         self.end_forward()
 
@@ -690,11 +687,11 @@ class PagedKVCache(ProcessLocal):
         """
         self._sequences.require_new(seq, "seq")
         saved = self._contents.open(path)
-        sequence = CachedSequence()
-        reserved = self._sequences.reserve([sequence], [saved.length])
-        self._sequences.adopt(seq, sequence, reserved, saved.length)
-        sequence.window, sequence.sinks = saved.window, saved.sinks
+        sequence = self._sequences.add(seq)
         try:
+            reserved = self._sequences.reserve([sequence], [saved.length])
+            self._sequences.grow([sequence], [saved.length], reserved)
+            sequence.window, sequence.sinks = saved.window, saved.sinks
             self._contents.restore(sequence, saved)
         except BaseException:
             self._sequences.remove(seq)

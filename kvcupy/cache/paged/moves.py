@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ... import devices, scratch
-from ...arrays import ArrayView, contiguous_strides, describe, reshaped
-from ...devices.protocol import Stream
+from ... import devices
+from ...arrays import ArrayView, describe, reshaped
 from ...errors import CacheFull
 from ...ops.page_pairs import PagePairs, upload
 from ...ops.pages import copy_pages
@@ -18,6 +17,7 @@ from ..pool import Pool
 from ..tiered.cache import TieredCache
 from ..tiered.leases import Lease
 from .access import PageAccess
+from .layers import borrow
 from .sequences import CachedSequence, Ints, OffloadedPages, Sequences
 
 _NAMES = ("src", "dst")
@@ -117,12 +117,9 @@ class PageMover:
         self._copy(self._slots, self._uneven, _independent(*pairs), stream)
 
     def _copy(
-        self,
-        arrays: tuple[ArrayView, ...],
-        uneven: list[tuple[ArrayView, ArrayView]],
-        batches: list[tuple[Ints, Ints]],
-        stream: Any,
-    ) -> None:
+        self, arrays: tuple[ArrayView, ...], uneven: list[tuple[ArrayView, ArrayView]],
+        batches: list[tuple[Ints, Ints]], stream: Any,
+    ) -> None:  # fmt: skip
         """Copy rows of the first axis, and slots of uneven layers, batch by batch."""
         stream = self._device.as_stream(stream, self._library)
         sources, targets = (np.concatenate(side) for side in zip(*batches, strict=True))
@@ -135,36 +132,24 @@ class PageMover:
             if arrays:
                 copy_pages(arrays, uploaded[0, part], uploaded[1, part], stream=stream)
             for k, v in uneven:
-                rows = [self._borrow(cache, len(batch), stream) for cache in (k, v)]
-                gather_kv(k, v, uploaded[0, part], k_out=rows[0], v_out=rows[1], stream=stream)
-                store_kv(rows[0], rows[1], k, v, uploaded[1, part], stream=stream)
+                key, value = (
+                    borrow(self._device, (len(batch), *cache.shape[2:]), cache.format, stream)
+                    for cache in (k, v)
+                )
+                gather_kv(k, v, uploaded[0, part], k_out=key, v_out=value, stream=stream)
+                store_kv(key, value, k, v, uploaded[1, part], stream=stream)
             start = part.stop
         self._pool.note_written()
-
-    def _borrow(self, cache: ArrayView, count: int, stream: Stream) -> ArrayView:
-        """Return scratch memory for tokens of a cache (pages, slots, heads, width)."""
-        shape = (count, *cache.shape[2:])
-        strides = contiguous_strides(shape, cache.itemsize)
-        memory = scratch.borrow(self._device, count * strides[0], stream)
-        return ArrayView(
-            memory.pointer, shape, strides, cache.format, memory.device,
-            library=memory.library, owner=memory.owner,
-        )  # fmt: skip
 
 
 # --- Tiers ---
 
 
 class Tiers:
-    """Moves sequences and their blocks between the pages of a paged cache and a tiered cache.
-
-    Attributes
-    ----------
-    tiered : the tiered cache, once attached
-    """
+    """Moves sequences and their blocks between the pages of a paged cache and a tiered cache."""
 
     def __init__(self, pool: Pool, sequences: Sequences, access: PageAccess) -> None:
-        self.tiered: TieredCache | None = None
+        self.tiered: TieredCache | None = None  # once attached
         self._pool, self._sequences, self._access = pool, sequences, access
 
     def attach(self, tiers: Any) -> None:
@@ -226,12 +211,7 @@ class Tiers:
         host.free()
 
     def publish(self, sequence: CachedSequence) -> set[int]:
-        """Give the tiered cache the full pages that only this sequence has and that have hashes.
-
-        Returns
-        -------
-        The pages that the tiered cache owns from now on
-        """
+        """Give the tiered cache a sequence's own full pages with hashes; return those it took."""
         tiers = self.tiered
         if tiers is None or tiers.closed or sequence.loads or sequence.offloaded:
             return set()
