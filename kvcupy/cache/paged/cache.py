@@ -10,6 +10,7 @@ from typing import Any
 from ... import devices
 from ...arrays import describe, view
 from ...config import logger
+from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError, ProcessLocal
 from ...formats import FORMATS
 from ...ops import call, checks
@@ -97,30 +98,15 @@ class PagedKVCache(ProcessLocal):
     """
 
     def __init__(
-        self,
-        *,
-        num_q_heads: int,
-        num_layers: int | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        num_pages: int | None = None,
-        page_size: int = _PAGE_SIZE,
-        dtype: Any = _DTYPE,
-        rope: Any = None,
-        interleaved: bool = False,
-        rope_mode: str = "normal",
-        max_batch_tokens: int = 8192,
-        device: Any = None,
-        copy_stream: Any = None,
-        slots_in_flight: int = 2,
-        v_head_dim: int | None = None,
-        latent_dim: int | None = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        max_seq_len: int | None = None,
-        cascade: bool | None = None,
-        pool: Pool | None = None,
-    ) -> None:
+        self, *,
+        num_q_heads: int, num_layers: int | None = None, num_kv_heads: int | None = None,
+        head_dim: int | None = None, num_pages: int | None = None, page_size: int = _PAGE_SIZE,
+        dtype: Any = _DTYPE, rope: Any = None, interleaved: bool = False, rope_mode: str = "normal",
+        max_batch_tokens: int = 8192, device: Any = None, copy_stream: Any = None,
+        slots_in_flight: int = 2, v_head_dim: int | None = None, latent_dim: int | None = None,
+        k_scale: Any = None, v_scale: Any = None, max_seq_len: int | None = None,
+        cascade: bool | None = None, pool: Pool | None = None,
+    ) -> None:  # fmt: skip
         pool = _pool_of(
             pool, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
             num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
@@ -129,10 +115,8 @@ class PagedKVCache(ProcessLocal):
         )  # fmt: skip
         rotation = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
         if positive_int(num_q_heads, "num_q_heads") % pool.num_kv_heads:
-            raise ValueError(
-                f"num_q_heads: expected a multiple of {pool.num_kv_heads} KV heads, "
-                f"got {num_q_heads}"
-            )
+            heads = f"{pool.num_kv_heads} KV heads"
+            raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
         if cascade not in (None, True, False):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
         max_tokens = rotation.max_positions or pool.num_pages * pool.page_size
@@ -387,19 +371,10 @@ class PagedKVCache(ProcessLocal):
     # --- Attention ---
 
     def attention(
-        self,
-        layer: int,
-        query: Any,
-        key: Any,
-        value: Any,
-        *,
-        out: Any = None,
-        sm_scale: float | None = None,
-        window: int | None = None,
-        sinks: Any = None,
-        logits_soft_cap: float | None = None,
-        stream: Any = None,
-    ) -> Any:
+        self, layer: int, query: Any, key: Any, value: Any, *,
+        out: Any = None, sm_scale: float | None = None, window: int | None = None,
+        sinks: Any = None, logits_soft_cap: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
         """Write K and V of the step's tokens in one layer, and attend with their queries.
 
         Parameters
@@ -437,17 +412,10 @@ class PagedKVCache(ProcessLocal):
         )
 
     def attention_qkv(
-        self,
-        layer: int,
-        qkv: Any,
-        *,
-        out: Any = None,
-        sm_scale: float | None = None,
-        window: int | None = None,
-        sinks: Any = None,
-        logits_soft_cap: float | None = None,
-        stream: Any = None,
-    ) -> Any:
+        self, layer: int, qkv: Any, *,
+        out: Any = None, sm_scale: float | None = None, window: int | None = None,
+        sinks: Any = None, logits_soft_cap: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
         """Do as `attention` does, with query, key and value in one array.
 
         Parameters
@@ -474,19 +442,10 @@ class PagedKVCache(ProcessLocal):
         )  # fmt: skip
 
     def attention_mla(
-        self,
-        layer: int,
-        query: Any,
-        latent: Any,
-        rope_key: Any,
-        *,
-        sm_scale: float,
-        out: Any = None,
-        window: int | None = None,
-        sinks: Any = None,
-        logits_soft_cap: float | None = None,
-        stream: Any = None,
-    ) -> Any:
+        self, layer: int, query: Any, latent: Any, rope_key: Any, *,
+        sm_scale: float, out: Any = None, window: int | None = None, sinks: Any = None,
+        logits_soft_cap: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
         """Do as `attention` does, for multi-head latent attention.
 
         Parameters
@@ -506,18 +465,9 @@ class PagedKVCache(ProcessLocal):
         )
 
     def _attend(
-        self,
-        layer: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        out: Any,
-        sm_scale: Any,
-        window: Any,
-        sinks: Any,
-        logits_soft_cap: Any,
-        stream: Any,
-    ) -> Any:
+        self, layer: Any, query: Any, key: Any, value: Any, out: Any,
+        sm_scale: Any, window: Any, sinks: Any, logits_soft_cap: Any, stream: Any,
+    ) -> Any:  # fmt: skip
         step, tables = self._running()
         if type(layer) is not int or not 0 <= layer < self.pool.num_layers:
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
@@ -574,7 +524,7 @@ class PagedKVCache(ProcessLocal):
         last_page_len : int32 (B,), slots in use of each last page
         """
         self._running()
-        lists = self._steps.lists().on(self.device.as_stream(stream, self._library))
+        lists = self._steps.lists().on(self._stream(stream))
         indptr, indices, last_page_len = map(self.device.carrier, lists.values())
         return indptr, indices, last_page_len
 
@@ -670,8 +620,7 @@ class PagedKVCache(ProcessLocal):
         -----
         Stream: waits for all steps so far. Capture: illegal.
         """
-        sequence = self._settled(seq)
-        self._contents.save(sequence, path)
+        self._contents.save(self._settled(seq), path)
 
     def load_sequence(self, seq: Hashable, path: str | Path) -> None:
         """Add a sequence from a file of `save_sequence`.
@@ -753,10 +702,6 @@ class PagedKVCache(ProcessLocal):
 
     # --- Parts ---
 
-    @property
-    def _library(self) -> str:
-        return self.pool.parts[0].library
-
     def _on_device(self, seq: Hashable, name: str = "seq") -> CachedSequence:
         """Return a sequence; raise if it is offloaded."""
         sequence = self._sequences.find(seq, name)
@@ -778,24 +723,17 @@ class PagedKVCache(ProcessLocal):
         return steps.running, steps.tables
 
     def _tables(self, stream: Any) -> Tables:
-        _, tables = self._running()
-        return tables.on(self.device.as_stream(stream, self._library))
+        return self._running()[1].on(self._stream(stream))
+
+    def _stream(self, stream: Any) -> Stream:
+        return self.device.as_stream(stream, self.pool.parts[0].library)
 
 
 def _pool_of(
-    pool: Any,
-    *,
-    num_layers: int | None,
-    num_kv_heads: int | None,
-    head_dim: int | None,
-    num_pages: int | None,
-    page_size: int,
-    dtype: Any,
-    device: Any,
-    v_head_dim: int | None,
-    latent_dim: int | None,
+    pool: Any, *, num_layers: int | None, num_kv_heads: Any, head_dim: Any, num_pages: int | None,
+    page_size: int, dtype: Any, device: Any, v_head_dim: int | None, latent_dim: int | None,
     has_static_scales: bool,
-) -> Pool:
+) -> Pool:  # fmt: skip
     """Return `pool`, whose geometry must agree with the other arguments, or a new pool."""
     if latent_dim is not None:
         positive_int(latent_dim, "latent_dim")
@@ -816,28 +754,23 @@ def _pool_of(
         "num_pages": num_pages, "page_size": page_size, "num_layers": num_layers,
         "dtype": dtype, "device": device,
     }  # fmt: skip
-    heads: Any = num_kv_heads  # the pool raises for None, by the argument's name
-    width: Any = head_dim
     if latent_dim is None:
         dynamic = FORMATS[format_name(dtype)].quantised and not has_static_scales
-        return KVPool(
-            **shared, num_kv_heads=heads, head_dim=width, v_head_dim=v_head_dim, scales=dynamic
-        )
+        return KVPool(  # raises for None, by the argument's name
+            **shared, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
+            scales=dynamic,
+        )  # fmt: skip
     if positive_int(num_kv_heads, "num_kv_heads") != 1:
         raise ValueError(f"num_kv_heads: expected 1 with latent_dim, got {num_kv_heads}")
     if latent_dim >= positive_int(head_dim, "head_dim"):
         raise ValueError(f"latent_dim: expected less than head_dim {head_dim}, got {latent_dim}")
-    return MLAPool(**shared, latent_dim=width)
+    return MLAPool(**shared, latent_dim=head_dim)
 
 
 def _require_pool(
-    pool: Any,
-    counts: dict[str, int | None],
-    dtype: Any,
-    device: Any,
-    latent_dim: int | None,
+    pool: Any, counts: dict[str, int | None], dtype: Any, device: Any, latent_dim: int | None,
     has_static_scales: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Raise if the other arguments contradict a pool, or attention cannot read its pages."""
     expected = KVPool if latent_dim is None else MLAPool
     if not isinstance(pool, expected):

@@ -68,8 +68,10 @@ class StepCalls:
     def __init__(self, tables: Tables, rope_table: ArrayView | None) -> None:
         self.tables = tables
         self.num_tokens = tables["slots"].shape[0]
-        shared: dict[str, Any] = {name: tables[name] for name in _TABLES if name in tables}
-        shared.update(block_table=block_table(tables), rope_table=rope_table)
+        shared: dict[str, Any] = {"block_table": block_table(tables), "rope_table": rope_table}
+        for name in _TABLES:
+            if name in tables:
+                shared[name] = tables[name]
         self.attention = StepAttention(**shared)
         self.prefix: StepAttention | None = None
         if "prefix_table" in tables:
@@ -138,10 +140,8 @@ class Layers:
 
         Returns
         -------
-        rows : a description of the query, which keeps nothing alive. Arrays of equal descriptions
-            are checked once
-        options : of attention
-        logits : `sinks` if they are an array, learned logits, else None
+        a description of the query, which keeps nothing alive (arrays of equal descriptions are
+        checked once); the options of attention; and `sinks` if they are learned logits, else None
         """
         signature = None
         with suppress(TypeError):  # perhaps not an array: the checks name it
@@ -209,12 +209,8 @@ class Layers:
     ) -> None:  # fmt: skip
         """Write the rows of the step's tokens, and attend with them.
 
-        Parameters
-        ----------
-        query, key, value, out : with a row for each token, or more. Of MLA, `key` is the latent and
-            `value` the rope key
-        rows : what `check` returned for query and out
-        options, sinks : from `check_options`; learned logits, or None
+        Of MLA, `key` is the latent and `value` the rope key; `rows`, `options` and `sinks` are what
+        `check` returned.
         """
         step = self._step
         if step is None or step.tables is not tables:

@@ -26,19 +26,13 @@ _NAMES = ("src", "dst")
 class PageMover:
     """Copies pages, and moves tokens, of every layer of a pool: K, V and their scales.
 
-    Parameters
-    ----------
-    pool : of layout "layer_first", or one in which slots are evenly spaced within each layer
-
-    Raises
-    ------
-    ValueError : the pool is neither
-
-    Notes
-    -----
     `src` and `dst` of both methods are int32 or int64 arrays of the host, or lists of ints, (N,);
     they are read during the call and may be reused at once. Stream: one copy that brings both to
     the device, then kernels, in order. Capture: legal; a graph repeats what was captured.
+
+    Parameters
+    ----------
+    pool : of layout "layer_first", or one in which slots are evenly spaced within each layer
 
     Examples
     --------
@@ -64,28 +58,16 @@ class PageMover:
         ]
         even = [g for g in pool.groups if not self._uneven or all(map(_is_even, g.parts))]
         self._slots = tuple(_slots_first(v) for g in even for v in (*g.parts, *g.scale_parts))
-        self._num_pages, self._page_size = pool.num_pages, pool.page_size
         self._device = devices.get(self._pages[0].device)
         self._library = self._pages[0].library
 
     def copy_pages(self, src: Any, dst: Any, stream: Any = None) -> None:
         """Copy pages onto other pages, in one launch per array.
 
-        Parameters
-        ----------
-        src, dst : page numbers (N,); no page is written twice, or both read and written
-        stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
-
-        Raises
-        ------
-        TypeError, ValueError : an argument does not fit; nothing was written
-        CompileError : the kernel cannot be compiled and `config.fallback` is "error"
-
-        Notes
-        -----
-        Bytes: each copied page is read once and written once.
+        No page may be written twice, or both read and written. Bytes: each copied page is read once
+        and written once.
         """
-        sources, targets = _pairs(src, dst, self._num_pages, "pages")
+        sources, targets = _pairs(src, dst, self._pool.num_pages, "pages")
         touched = set(sources.tolist())
         for page in targets.tolist():
             if page in touched:
@@ -96,24 +78,13 @@ class PageMover:
     def move_slots(self, src: Any, dst: Any, stream: Any = None) -> None:
         """Copy tokens to other slots, as if one after another in the order of the arguments.
 
-        Parameters
-        ----------
-        src, dst : slots (N,), `page * page_size + offset`. A slot may occur any number of times on
-            either side
-        stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
+        A slot, `page * page_size + offset`, may occur any number of times on either side.
 
-        Raises
-        ------
-        TypeError, ValueError : an argument does not fit; nothing was written
-        CompileError : the kernel cannot be compiled and `config.fallback` is "error"
-
-        Notes
-        -----
         Per array as many launches as the longest chain of moves that must wait for one another has;
         one if none of the slots written is read. Bytes: each token is read once and written once;
         twice where slots are spaced unevenly, by way of a buffer and with two launches per layer.
         """
-        pairs = _pairs(src, dst, self._num_pages * self._page_size, "slots")
+        pairs = _pairs(src, dst, self._pool.num_pages * self._pool.page_size, "slots")
         self._copy(self._slots, self._uneven, _independent(*pairs), stream)
 
     def _copy(

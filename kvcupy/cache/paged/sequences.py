@@ -100,12 +100,7 @@ class CachedSequence:
 
 @dataclass(frozen=True, eq=False)
 class OffloadedPages:
-    """Pages of the host pool that hold an offloaded sequence.
-
-    Attributes
-    ----------
-    pages, save : the pages, and the transfer that fills them
-    """
+    """Pages of the host pool that hold an offloaded sequence, and the transfer that fills them."""
 
     pages: Ints
     save: Completion
@@ -116,8 +111,14 @@ class OffloadedPages:
         self.allocator.free(self.pages)
 
 
-PageCopy = tuple[CachedSequence, int, int, int]
-"""A sequence, the index of a page, that page, and the one that replaces it."""
+@dataclass(frozen=True, eq=False)
+class PageCopy:
+    """A shared page of a sequence, by its index there, and the page that replaces it."""
+
+    sequence: CachedSequence
+    index: int
+    old: int
+    new: int
 
 
 @dataclass
@@ -214,12 +215,7 @@ class Sequences:
     # --- Growing and shrinking ---
 
     def reserve(self, sequences: Sequence[CachedSequence], counts: Sequence[int]) -> Reservation:
-        """Allocate the pages that sequences need for so many more tokens each.
-
-        Raises
-        ------
-        CacheFull : there are too few; none was allocated
-        """
+        """Allocate the pages that sequences need for so many more tokens each; all or none."""
         size = self._page_size
         dropped: dict[int, int] = {}  # references to a page that copies of this call replace
         shared: list[tuple[CachedSequence, int, int]] = []
@@ -233,7 +229,7 @@ class Sequences:
                     shared.append((sequence, last, page))
             num_new.append(-(-(end + count) // size) - last - 1)
         pages = self.allocate(len(shared) + sum(num_new))
-        copies = [(*place, int(page)) for place, page in zip(shared, pages, strict=False)]
+        copies = [PageCopy(*place, int(page)) for place, page in zip(shared, pages, strict=False)]
         return Reservation(pages, copies, num_new)
 
     def grow(
@@ -244,8 +240,8 @@ class Sequences:
         Pages that were replaced keep their references until `release_replaced` or `shrink`.
         """
         self._references[reserved.pages] = 1
-        for sequence, index, _, page in reserved.copies:
-            sequence.pages[index] = page
+        for copy in reserved.copies:
+            copy.sequence.pages[copy.index] = copy.new
         start = len(reserved.copies)
         for sequence, count, num_new in zip(sequences, counts, reserved.num_new, strict=True):
             if num_new:
@@ -256,8 +252,8 @@ class Sequences:
 
     def release_replaced(self, copies: Sequence[PageCopy]) -> None:
         """Release the shared pages that `grow` replaced."""
-        for _, _, page, _ in copies:  # one by one: several may have shared it
-            self._release(np.array([page]))
+        for copy in copies:  # one by one: several may have shared it
+            self._release(np.array([copy.old]))
 
     def shrink(
         self, sequences: Sequence[CachedSequence], counts: Sequence[int], copies: Sequence[PageCopy]
@@ -265,9 +261,9 @@ class Sequences:
         """Undo `grow`."""
         for sequence, count in zip(sequences, counts, strict=True):
             self.truncate(sequence, sequence.length - count)
-        for sequence, index, page, _ in copies:
-            self._release(sequence.pages[index : index + 1])
-            sequence.pages[index] = page
+        for copy in copies:
+            self._release(np.array([copy.new]))
+            copy.sequence.pages[copy.index] = copy.old
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Drop the tokens from position `length` on."""
@@ -304,13 +300,7 @@ class Sequences:
     def fork(self, parent: CachedSequence, child: Hashable, at: int) -> tuple[int, int] | None:
         """Add a sequence of the first `at` tokens of another, which shares its full pages.
 
-        Returns
-        -------
-        source, target : pages to be copied, because the last page is partial; None if it is full
-
-        Raises
-        ------
-        CacheFull : no page is free for the copy; nothing has changed
+        Returns the source and the target of a page to be copied, if the last one is partial.
         """
         evicted = parent.evicted_before(at)
         full, partial = divmod(at + evicted, self._page_size)
@@ -340,12 +330,7 @@ class Sequences:
         self._release(replaced)
 
     def allocate(self, count: int) -> Ints:
-        """Allocate pages; a tiered cache evicts blocks where too few are free.
-
-        Raises
-        ------
-        CacheFull : there are too few; none was allocated
-        """
+        """Allocate pages, all or none; a tiered cache evicts blocks where too few are free."""
         if count == 0:
             return np.empty(0, np.int64)
         if self.evict is not None and self._allocator.num_free < count:

@@ -28,7 +28,7 @@ from .sequences import (
     tree_depths,
     tree_mask,
     tree_path,
-)  # fmt: skip
+)
 from .tables import TRANSPOSED_TABLE, Shapes, StepTables, TableRing
 
 Nodes = list[int] | None
@@ -56,6 +56,11 @@ class Cascade:
     lengths: Ints
     counts: Ints
     pages: Ints
+
+    @property
+    def saved_keys(self) -> int:
+        """Keys that need not be read again."""
+        return int(((self.counts - 1).astype(np.int64) * self.lengths).sum())
 
 
 @dataclass
@@ -136,12 +141,7 @@ class Step:
         return tables
 
     def captured_shapes(self) -> Shapes:
-        """Return shape and format of the arrays that a captured step like this one reads.
-
-        Raises
-        ------
-        CaptureError : some sequence gets more than one token, or nodes of a tree
-        """
+        """Return shape and format of the arrays that a captured step like this one reads."""
         if not self.is_decode:
             raise CaptureError("append_lengths: expected one token a sequence in a captured step")
         count = len(self.counts)
@@ -152,12 +152,7 @@ class Step:
         }
 
     def captured_tables(self, shapes: Shapes) -> dict[str, Ints]:
-        """Return the tables for a captured step, which may have had more sequences.
-
-        Raises
-        ------
-        ValueError : this step does not fit; the message says why
-        """
+        """Return the tables for a captured step, which may have had more sequences."""
         max_pages, max_count = shapes[TRANSPOSED_TABLE][0]
         count = len(self.counts)
         if not self.is_decode or count > max_count:
@@ -232,21 +227,20 @@ class Step:
 
     def _add_cascade(self, tables: dict[str, Ints], cascade: Cascade) -> None:
         first_sequences = np.cumsum(cascade.counts) - cascade.counts
-        tables["prefix_lens"] = cascade.lengths
-        tables["prefix_table"] = cascade.pages
+        tables["prefix_lens"], tables["prefix_table"] = cascade.lengths, cascade.pages
         tables["prefix_queries"] = np.add.reduceat(np.array(self.counts, np.int32), first_sequences)
         tables["key_starts"] = np.repeat(cascade.lengths, cascade.counts)
 
 
+@dataclass
 class PageLists:
     """The pages of a step in CSR form, as a source of tables."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    step: Step
 
     def tables(self) -> dict[str, Ints]:
         """Return indptr int32 (B + 1,), indices int32 (pages,), last_page_len int32 (B,)."""
-        sequences, size = self._step.sequences, self._step.page_size
+        sequences, size = self.step.sequences, self.step.page_size
         indptr = np.zeros(len(sequences) + 1, np.int32)
         indptr[1:] = np.cumsum([s.num_pages for s in sequences])
         last = [s.end - (s.num_pages - 1) * size for s in sequences]
@@ -317,8 +311,8 @@ class Steps:
 
         reserved = self._sequences.reserve(sequences, counts)
         try:
-            src, dst = [copy[2] for copy in reserved.copies], [copy[3] for copy in reserved.copies]
-            self._copy_pages(src, dst, *(copy[0] for copy in reserved.copies))
+            src, dst = [copy.old for copy in reserved.copies], [c.new for c in reserved.copies]
+            self._copy_pages(src, dst, *(copy.sequence for copy in reserved.copies))
         except BaseException:
             self._pool.allocator.free(reserved.pages)
             raise
@@ -466,12 +460,9 @@ class Steps:
             )
 
     def _check_positions(
-        self,
-        names: list[Any],
-        sequences: list[CachedSequence],
-        counts: list[int],
+        self, names: list[Any], sequences: list[CachedSequence], counts: list[int],
         nodes: list[Nodes],
-    ) -> None:
+    ) -> None:  # fmt: skip
         max_positions = self._layers.rope.max_positions
         if max_positions is None:
             return
@@ -494,9 +485,8 @@ class Steps:
         cascade = find_cascade(sequences, shared, self._pool.page_size)
         if cascade is None or self._cascade:
             return cascade
-        saved_keys = int(((cascade.counts - 1).astype(np.int64) * cascade.lengths).sum())
         layers = self._layers
-        pays = cascade_pays(saved_keys, num_tokens, layers.key_bytes, layers.state_bytes)
+        pays = cascade_pays(cascade.saved_keys, num_tokens, layers.key_bytes, layers.state_bytes)
         return cascade if pays else None
 
 
@@ -556,9 +546,7 @@ def find_cascade(
 ) -> Cascade | None:
     """Group neighbours by the leading pages that they share; None if none share any.
 
-    Parameters
-    ----------
-    is_shared : for each, whether another sequence shares its first page
+    `is_shared` says of each whether another sequence shares its first page.
     """
     groups: list[tuple[Ints, int]] = []  # pages of the prefix, sequences
     for sequence, shared in zip(sequences, is_shared, strict=True):
@@ -592,7 +580,7 @@ def _num_common(a: Ints, b: Ints) -> int:
 
 
 def cascade_pays(saved_keys: int, num_tokens: int, key_bytes: int, state_bytes: int) -> bool:
-    """Return whether two passes and a merge move less than one pass, which reads keys again.
+    """Return whether two passes and a merge move less than reading `saved_keys` again does.
 
     >>> cascade_pays(31 * 2048, 32, 4096, 16384), cascade_pays(16, 2, 4096, 16384)
     (True, False)
