@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from ...devices.protocol import Event, Stream
 from ...errors import CaptureError
@@ -18,14 +19,12 @@ from .sequences import CachedSequence
 from .tables import TableRing
 
 
+@dataclass(eq=False, slots=True)
 class _Access:
     """The work of a stream on the bytes, up to an event; None: it could not be recorded yet."""
 
-    __slots__ = ("event", "stream")
-
-    def __init__(self, stream: Stream, event: Event | None) -> None:
-        self.stream = stream
-        self.event = event
+    stream: Stream
+    event: Event | None
 
 
 class AccessOrder:
@@ -62,13 +61,7 @@ class AccessOrder:
         return len(self._ended)
 
     def begin(self, stream: Stream) -> None:
-        """Make `stream` wait for the accesses of others, unless it has already.
-
-        Raises
-        ------
-        CaptureError : `stream` is being captured, or is to wait for one that is
-        DeviceError : the calling thread waited for work that has failed
-        """
+        """Make `stream` wait for the accesses of others, unless it has already."""
         if stream.capturing:
             raise CaptureError(
                 f"stream: {stream.name} is being captured and cannot wait for work outside"
@@ -91,10 +84,8 @@ class AccessOrder:
     def end(self, stream: Stream) -> None:
         """Record that `stream` may have work on the bytes up to here.
 
-        Notes
-        -----
-        Capture: legal, but nothing is recorded in a captured stream. The next stream to begin then
-        waits for all that this one holds by that time.
+        Nothing is recorded in a captured stream. The next stream to begin then waits for all that
+        this one holds by that time.
         """
         access = _Access(stream, self._record(stream))
         earlier = list(self._waited.get(stream, ()))
@@ -126,14 +117,7 @@ class AccessOrder:
 class PageAccess:
     """Work on the pages of a cache outside its attention: copies, reads, writes.
 
-    Parameters
-    ----------
-    order : of the streams that work on the pages, steps included
-    ring : tables of the steps
-
-    Attributes
-    ----------
-    order, copy_stream
+    The order is that of all streams that work on the pages, those of the ring's steps included.
     """
 
     def __init__(self, order: AccessOrder, ring: TableRing) -> None:

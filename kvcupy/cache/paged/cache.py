@@ -10,6 +10,7 @@ from typing import Any
 from ... import devices
 from ...arrays import describe, view
 from ...config import logger
+from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError, ProcessLocal
 from ...formats import FORMATS
 from ...ops import call, checks
@@ -97,30 +98,15 @@ class PagedKVCache(ProcessLocal):
     """
 
     def __init__(
-        self,
-        *,
-        num_q_heads: int,
-        num_layers: int | None = None,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        num_pages: int | None = None,
-        page_size: int = _PAGE_SIZE,
-        dtype: Any = _DTYPE,
-        rope: Any = None,
-        interleaved: bool = False,
-        rope_mode: str = "normal",
-        max_batch_tokens: int = 8192,
-        device: Any = None,
-        copy_stream: Any = None,
-        slots_in_flight: int = 2,
-        v_head_dim: int | None = None,
-        latent_dim: int | None = None,
-        k_scale: Any = None,
-        v_scale: Any = None,
-        max_seq_len: int | None = None,
-        cascade: bool | None = None,
-        pool: Pool | None = None,
-    ) -> None:
+        self, *,
+        num_q_heads: int, num_layers: int | None = None, num_kv_heads: int | None = None,
+        head_dim: int | None = None, num_pages: int | None = None, page_size: int = _PAGE_SIZE,
+        dtype: Any = _DTYPE, rope: Any = None, interleaved: bool = False, rope_mode: str = "normal",
+        max_batch_tokens: int = 8192, device: Any = None, copy_stream: Any = None,
+        slots_in_flight: int = 2, v_head_dim: int | None = None, latent_dim: int | None = None,
+        k_scale: Any = None, v_scale: Any = None, max_seq_len: int | None = None,
+        cascade: bool | None = None, pool: Pool | None = None,
+    ) -> None:  # fmt: skip
         pool = _pool_of(
             pool, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
             num_pages=num_pages, page_size=page_size, dtype=dtype, device=device,
@@ -129,10 +115,8 @@ class PagedKVCache(ProcessLocal):
         )  # fmt: skip
         rotation = rope_of(rope, rope_mode, interleaved, pool.device, pool.head_dim, latent_dim)
         if positive_int(num_q_heads, "num_q_heads") % pool.num_kv_heads:
-            raise ValueError(
-                f"num_q_heads: expected a multiple of {pool.num_kv_heads} KV heads, "
-                f"got {num_q_heads}"
-            )
+            heads = f"{pool.num_kv_heads} KV heads"
+            raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
         if cascade not in (None, True, False):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
         max_tokens = rotation.max_positions or pool.num_pages * pool.page_size
@@ -151,7 +135,6 @@ class PagedKVCache(ProcessLocal):
             copy_stream=copy_stream,
             slots_in_flight=positive_int(slots_in_flight, "slots_in_flight"),
             max_batch_tokens=positive_int(max_batch_tokens, "max_batch_tokens"),
-            max_positions=rotation.max_positions,
             # One more than the tokens fill: there may be an evicted span behind the sinks.
             max_pages=min(pool.num_pages, -(-max_tokens // pool.page_size) + 1),
             cascade=cascade,
@@ -313,8 +296,7 @@ class PagedKVCache(ProcessLocal):
 
     def clear(self) -> None:
         """Drop all sequences, and the running step if there is one."""
-        if self._steps.running is not None:
-            self._steps.abort()
+        self._steps.abort()
         self._sequences.clear()
 
     # --- Steps ---
@@ -362,8 +344,7 @@ class PagedKVCache(ProcessLocal):
         try:
             yield
         except BaseException:
-            if self._steps.running is not None:
-                self._steps.abort()
+            self._steps.abort()
             raise
         self.end_forward()
 
@@ -390,19 +371,10 @@ class PagedKVCache(ProcessLocal):
     # --- Attention ---
 
     def attention(
-        self,
-        layer: int,
-        query: Any,
-        key: Any,
-        value: Any,
-        *,
-        out: Any = None,
-        sm_scale: float | None = None,
-        window: int | None = None,
-        sinks: Any = None,
-        logits_soft_cap: float | None = None,
-        stream: Any = None,
-    ) -> Any:
+        self, layer: int, query: Any, key: Any, value: Any, *,
+        out: Any = None, sm_scale: float | None = None, window: int | None = None,
+        sinks: Any = None, logits_soft_cap: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
         """Write K and V of the step's tokens in one layer, and attend with their queries.
 
         Parameters
@@ -440,17 +412,10 @@ class PagedKVCache(ProcessLocal):
         )
 
     def attention_qkv(
-        self,
-        layer: int,
-        qkv: Any,
-        *,
-        out: Any = None,
-        sm_scale: float | None = None,
-        window: int | None = None,
-        sinks: Any = None,
-        logits_soft_cap: float | None = None,
-        stream: Any = None,
-    ) -> Any:
+        self, layer: int, qkv: Any, *,
+        out: Any = None, sm_scale: float | None = None, window: int | None = None,
+        sinks: Any = None, logits_soft_cap: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
         """Do as `attention` does, with query, key and value in one array.
 
         Parameters
@@ -477,19 +442,10 @@ class PagedKVCache(ProcessLocal):
         )  # fmt: skip
 
     def attention_mla(
-        self,
-        layer: int,
-        query: Any,
-        latent: Any,
-        rope_key: Any,
-        *,
-        sm_scale: float,
-        out: Any = None,
-        window: int | None = None,
-        sinks: Any = None,
-        logits_soft_cap: float | None = None,
-        stream: Any = None,
-    ) -> Any:
+        self, layer: int, query: Any, latent: Any, rope_key: Any, *,
+        sm_scale: float, out: Any = None, window: int | None = None, sinks: Any = None,
+        logits_soft_cap: float | None = None, stream: Any = None,
+    ) -> Any:  # fmt: skip
         """Do as `attention` does, for multi-head latent attention.
 
         Parameters
@@ -509,18 +465,9 @@ class PagedKVCache(ProcessLocal):
         )
 
     def _attend(
-        self,
-        layer: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        out: Any,
-        sm_scale: Any,
-        window: Any,
-        sinks: Any,
-        logits_soft_cap: Any,
-        stream: Any,
-    ) -> Any:
+        self, layer: Any, query: Any, key: Any, value: Any, out: Any,
+        sm_scale: Any, window: Any, sinks: Any, logits_soft_cap: Any, stream: Any,
+    ) -> Any:  # fmt: skip
         step, tables = self._running()
         if type(layer) is not int or not 0 <= layer < self.pool.num_layers:
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
@@ -577,7 +524,7 @@ class PagedKVCache(ProcessLocal):
         last_page_len : int32 (B,), slots in use of each last page
         """
         self._running()
-        lists = self._steps.lists().on(self.device.as_stream(stream, self._library))
+        lists = self._steps.lists().on(self._stream(stream))
         indptr, indices, last_page_len = map(self.device.carrier, lists.values())
         return indptr, indices, last_page_len
 
@@ -673,8 +620,7 @@ class PagedKVCache(ProcessLocal):
         -----
         Stream: waits for all steps so far. Capture: illegal.
         """
-        sequence = self._settled(seq)
-        self._contents.save(sequence, path)
+        self._contents.save(self._settled(seq), path)
 
     def load_sequence(self, seq: Hashable, path: str | Path) -> None:
         """Add a sequence from a file of `save_sequence`.
@@ -690,11 +636,11 @@ class PagedKVCache(ProcessLocal):
         """
         self._sequences.require_new(seq, "seq")
         saved = self._contents.open(path)
-        sequence = CachedSequence()
-        reserved = self._sequences.reserve([sequence], [saved.length])
-        self._sequences.adopt(seq, sequence, reserved, saved.length)
-        sequence.window, sequence.sinks = saved.window, saved.sinks
+        sequence = self._sequences.add(seq)
         try:
+            reserved = self._sequences.reserve([sequence], [saved.length])
+            self._sequences.grow([sequence], [saved.length], reserved)
+            sequence.window, sequence.sinks = saved.window, saved.sinks
             self._contents.restore(sequence, saved)
         except BaseException:
             self._sequences.remove(seq)
@@ -756,10 +702,6 @@ class PagedKVCache(ProcessLocal):
 
     # --- Parts ---
 
-    @property
-    def _library(self) -> str:
-        return self.pool.parts[0].library
-
     def _on_device(self, seq: Hashable, name: str = "seq") -> CachedSequence:
         """Return a sequence; raise if it is offloaded."""
         sequence = self._sequences.find(seq, name)
@@ -781,24 +723,17 @@ class PagedKVCache(ProcessLocal):
         return steps.running, steps.tables
 
     def _tables(self, stream: Any) -> Tables:
-        _, tables = self._running()
-        return tables.on(self.device.as_stream(stream, self._library))
+        return self._running()[1].on(self._stream(stream))
+
+    def _stream(self, stream: Any) -> Stream:
+        return self.device.as_stream(stream, self.pool.parts[0].library)
 
 
 def _pool_of(
-    pool: Any,
-    *,
-    num_layers: int | None,
-    num_kv_heads: int | None,
-    head_dim: int | None,
-    num_pages: int | None,
-    page_size: int,
-    dtype: Any,
-    device: Any,
-    v_head_dim: int | None,
-    latent_dim: int | None,
+    pool: Any, *, num_layers: int | None, num_kv_heads: Any, head_dim: Any, num_pages: int | None,
+    page_size: int, dtype: Any, device: Any, v_head_dim: int | None, latent_dim: int | None,
     has_static_scales: bool,
-) -> Pool:
+) -> Pool:  # fmt: skip
     """Return `pool`, whose geometry must agree with the other arguments, or a new pool."""
     if latent_dim is not None:
         positive_int(latent_dim, "latent_dim")
@@ -819,28 +754,23 @@ def _pool_of(
         "num_pages": num_pages, "page_size": page_size, "num_layers": num_layers,
         "dtype": dtype, "device": device,
     }  # fmt: skip
-    heads: Any = num_kv_heads  # the pool raises for None, by the argument's name
-    width: Any = head_dim
     if latent_dim is None:
         dynamic = FORMATS[format_name(dtype)].quantised and not has_static_scales
-        return KVPool(
-            **shared, num_kv_heads=heads, head_dim=width, v_head_dim=v_head_dim, scales=dynamic
-        )
+        return KVPool(  # raises for None, by the argument's name
+            **shared, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
+            scales=dynamic,
+        )  # fmt: skip
     if positive_int(num_kv_heads, "num_kv_heads") != 1:
         raise ValueError(f"num_kv_heads: expected 1 with latent_dim, got {num_kv_heads}")
     if latent_dim >= positive_int(head_dim, "head_dim"):
         raise ValueError(f"latent_dim: expected less than head_dim {head_dim}, got {latent_dim}")
-    return MLAPool(**shared, latent_dim=width)
+    return MLAPool(**shared, latent_dim=head_dim)
 
 
 def _require_pool(
-    pool: Any,
-    counts: dict[str, int | None],
-    dtype: Any,
-    device: Any,
-    latent_dim: int | None,
+    pool: Any, counts: dict[str, int | None], dtype: Any, device: Any, latent_dim: int | None,
     has_static_scales: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Raise if the other arguments contradict a pool, or attention cannot read its pages."""
     expected = KVPool if latent_dim is None else MLAPool
     if not isinstance(pool, expected):

@@ -24,7 +24,7 @@ from ...devices.protocol import Stream
 from ...formats import FORMATS, numpy_dtype
 from ...ops import call, checks
 from ...ops.page_pairs import upload
-from ...ops.store import gather_kv, store_kv, store_mla
+from ...ops.store import gather_kv, store_kv
 from ..pool import MLAPool, Pool
 from .access import PageAccess
 from .layers import Layers
@@ -37,13 +37,9 @@ KIND = {"kvcupy": "1", "kind": "sequence"}  # metadata of every file
 
 # The format's names of our formats, in files; calls of the package take NumPy's names.
 _TAGS = {
-    "F32": "fp32",
-    "F16": "fp16",
-    "BF16": "bf16",
-    "F8_E4M3": "fp8_e4m3",
-    "F8_E5M2": "fp8_e5m2",
+    "F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8_e4m3", "F8_E5M2": "fp8_e5m2",
     "I8": "int8",
-}
+}  # fmt: skip
 
 _OWN = ("length", "window", "sinks")  # metadata that may differ from sequence to sequence
 
@@ -67,11 +63,10 @@ class Contents:
     """
 
     def __init__(self, pool: Pool, layers: Layers, access: PageAccess) -> None:
-        self._pool, self._access = pool, access
+        self._pool, self._layers, self._access = pool, layers, access
         self._device = pool.device
-        self._rope_mode = layers.rope.mode
         self._is_latent = isinstance(pool, MLAPool)
-        # Of each layer: arguments of a store or gather that converts; K and V as they are.
+        # Of each layer: arguments of a gather that converts; K and V as they are.
         self._arguments: list[dict[str, Any]] = []
         self._bits: list[tuple[ArrayView, ArrayView]] = []
         for arguments in layers.caches:
@@ -81,7 +76,6 @@ class Contents:
                 k = k[..., : layers.v_width]
             self._bits.append((k, v))
             self._arguments.append({**arguments, "k_cache": k, "v_cache": v})
-        self._latents = layers.latents
 
     def read(
         self, sequence: CachedSequence, start: int, stop: int, dtype: Any, stream: Any
@@ -89,7 +83,9 @@ class Contents:
         """Return K and V of positions: (L, n, H, D), (L, n, H, Dv); of MLA (L, n, R), (L, n, P)."""
         own = self._device.as_stream(stream, self._pool.parts[0].library)
         with self._access.on(own, sequence):
-            format = self._format(dtype)
+            format = "bf16" if FORMATS[self._pool.dtype].quantised else self._pool.dtype
+            if dtype is not None:
+                format = call.format_name(dtype)
             k, v = (self._zeros(part, stop - start, format, own) for part in self._bits[0])
             slots = self._slots(sequence, start, stop, own)
             if start < stop:
@@ -121,16 +117,10 @@ class Contents:
         """Write K and V, shaped as `read` gives them, quantised if the cache is."""
         with self._access.on(stream, sequence):
             slots = self._slots(sequence, start, start + key.shape[1], stream)
-            for layer, arguments in enumerate(self._arguments):
-                if self._is_latent:
-                    store_mla(
-                        key[layer], value[layer], self._latents[layer], slots,
-                        scale=arguments.get("k_scale"), stream=stream,
-                    )  # fmt: skip
-                else:
-                    store_kv(
-                        key[layer], value[layer], slot_mapping=slots, stream=stream, **arguments
-                    )
+            for layer, cache in enumerate(self._layers.stores):
+                self._layers.store(
+                    key[layer], value[layer], slot_mapping=slots, stream=stream, **cache
+                )
 
     # --- Files ---
 
@@ -158,13 +148,7 @@ class Contents:
         write_file(path, tensors, {**self._fields(), **own})
 
     def open(self, path: str | Path) -> SavedSequence:
-        """Return what a file holds.
-
-        Raises
-        ------
-        ValueError : it is not a file of a sequence, or was written by another kind of cache
-        OSError : it cannot be read
-        """
+        """Return what a file holds; raise unless it is of a sequence of such a cache."""
         tensors, metadata = read_file(path)
         check_metadata(metadata, self._fields())
         try:
@@ -224,7 +208,7 @@ class Contents:
             "v_head_dim": str(self._bits[0][1].shape[3]),
             "dtype": pool.dtype,
             "static_scales": digest.hexdigest(),
-            "rope_mode": self._rope_mode,
+            "rope_mode": self._layers.rope.mode,
         }
 
     def _stored(self) -> list[tuple[tuple[str, str], list[tuple[ArrayView, ArrayView]]]]:
@@ -237,11 +221,6 @@ class Contents:
         return pairs
 
     # --- Arrays ---
-
-    def _format(self, dtype: Any) -> str:
-        if dtype is not None:
-            return call.format_name(dtype)
-        return "bf16" if FORMATS[self._pool.dtype].quantised else self._pool.dtype
 
     def _zeros(self, cache: ArrayView, count: int, format: str, stream: Any) -> Any:
         shape = (self._pool.num_layers, count, *_row(cache))
@@ -264,24 +243,8 @@ def _row(cache: ArrayView) -> tuple[int, ...]:
 def write_file(
     path: PathLike, tensors: Mapping[str, Tensor], metadata: Mapping[str, object]
 ) -> None:
-    """Write a file atomically: whole or not at all.
+    """Write a file, or replace one: as a whole, else what was there before stays.
 
-    Parameters
-    ----------
-    path : of the file; one that exists is replaced
-    tensors : by name, the format, the shape, and the bits: a NumPy array of any dtype, or other
-        memory of the host, of as many bytes
-    metadata : what `check_metadata` compares; values are written as `str` gives them
-
-    Raises
-    ------
-    ValueError : a format is unknown, the bytes are not as many as the shape says, or `path` is
-        something other than a file
-    OSError : the file cannot be written; what was there before stays
-    ImportError : safetensors is missing: `pip install 'safetensors>=0.8'`
-
-    Notes
-    -----
     Bytes: all are written once, to a file beside `path` that takes its name when all are on disk;
     what is contiguous is not copied before.
     """
@@ -320,19 +283,6 @@ def write_file(
 def read_file(path: PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a safetensors file.
 
-    Returns
-    -------
-    tensors : by name, the format, the shape, and a read-only NumPy array of that format and shape
-    metadata : as in the file; `check_metadata` says whether it fits
-
-    Raises
-    ------
-    ValueError : `path` is not a whole safetensors file, or has formats that kvcupy does not have
-    OSError : it cannot be read
-    ImportError : safetensors is missing: `pip install 'safetensors>=0.8'`
-
-    Notes
-    -----
     Bytes: those of the header. The arrays are the file itself, mapped, and are loaded where they
     are read. They keep the old contents if the file is replaced, as `write_file` does; if it is
     truncated meanwhile, reading them kills the process.
@@ -355,20 +305,8 @@ def read_file(path: PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def check_metadata(metadata: Mapping[str, str], expected: Mapping[str, object]) -> None:
-    """Raise if metadata are not those of a saved sequence, or differ in a field.
+    """Raise if metadata are not those of a saved sequence, or differ in an expected field.
 
-    Parameters
-    ----------
-    metadata : of a file, from `read_file`
-    expected : fields that there must be, with values as passed to `write_file`; others are ignored
-
-    Raises
-    ------
-    ValueError : names `path`, the first field that differs, and what it is on either side
-
-    Examples
-    --------
-    >>> check_metadata({"kvcupy": "1", "kind": "sequence", "num_layers": "32"}, {"num_layers": 32})
     >>> check_metadata({"kvcupy": "1", "kind": "sequence", "num_layers": "32"}, {"num_layers": 28})
     Traceback (most recent call last):
     ValueError: path: expected a saved sequence with num_layers 28, got 32

@@ -68,9 +68,7 @@ class StepCalls:
     def __init__(self, tables: Tables, rope_table: ArrayView | None) -> None:
         self.tables = tables
         self.num_tokens = tables["slots"].shape[0]
-        shared: dict[str, Any] = {
-            "block_table": block_table(tables), "rope_table": rope_table,
-        }  # fmt: skip
+        shared: dict[str, Any] = {"block_table": block_table(tables), "rope_table": rope_table}
         for name in _TABLES:
             if name in tables:
                 shared[name] = tables[name]
@@ -93,8 +91,9 @@ class Layers:
 
     Attributes
     ----------
-    caches : of each layer, the arguments of a store or a gather that name its arrays
-    latents : of each layer, the latent cache (num_pages, page_size, width)
+    caches : of each layer, the arguments of a gather that name its arrays
+    store : what writes K and V, or latents
+    stores : of each layer, the arguments of `store` that name its arrays
     key_bytes : of K and V of a token in a layer
     state_bytes : of the float32 result of the query heads of a token
     """
@@ -118,34 +117,31 @@ class Layers:
                 arguments["k_scale_cache"] = view(pool.k_scale(layer))
                 arguments["v_scale_cache"] = view(pool.v_scale(layer))
             self.caches.append(arguments)
+        self.stores = self.caches
+        if self._is_latent:
+            self.stores = [
+                {"cache": c["k_cache"][:, :, 0], "scale": c.get("k_scale")} for c in self.caches
+            ]
+        self.store: Any = store_mla if self._is_latent else store_kv
         self._arrays = [LayerArrays(**arguments) for arguments in self.caches]
         self._rotation = (rope.interleaved, rope.first) if rope.mode == "inline" else (False, 0)
         self._inline_table = rope.table if rope.mode == "inline" else None
         self._step: StepCalls | None = None  # the last one
         self._checked: dict[Any, ArrayView] = {}  # queries
-        self.latents = [arguments["k_cache"][:, :, 0] for arguments in self.caches]
         widths = self.width + (0 if self._is_latent else self.v_width)
         self.key_bytes = pool.num_kv_heads * widths * FORMATS[pool.dtype].itemsize
         self.state_bytes = 4 * num_q_heads * self.v_width
 
     def check(
-        self,
-        query: Any,
-        out: Any,
-        num_tokens: int,
-        sm_scale: Any,
-        window: Any,
-        sinks: Any,
-        logits_soft_cap: Any,
-    ) -> tuple[ArrayView, AttentionOptions, Any]:
+        self, query: Any, out: Any, num_tokens: int,
+        sm_scale: Any, window: Any, sinks: Any, logits_soft_cap: Any,
+    ) -> tuple[ArrayView, AttentionOptions, Any]:  # fmt: skip
         """Raise what attention would raise, before anything is written.
 
         Returns
         -------
-        rows : a description of the query, which keeps nothing alive. Arrays of equal descriptions
-            are checked once
-        options : of attention
-        logits : `sinks` if they are an array, learned logits, else None
+        a description of the query, which keeps nothing alive (arrays of equal descriptions are
+        checked once); the options of attention; and `sinks` if they are learned logits, else None
         """
         signature = None
         with suppress(TypeError):  # perhaps not an array: the checks name it
@@ -208,26 +204,13 @@ class Layers:
     # --- One layer ---
 
     def run(
-        self,
-        layer: int,
-        query: Any,
-        key: Any,
-        value: Any,
-        out: Any,
-        rows: ArrayView,
-        tables: Tables,
-        options: AttentionOptions,
-        sinks: Any,
-        stream: Stream,
-    ) -> None:
+        self, layer: int, query: Any, key: Any, value: Any, out: Any, rows: ArrayView,
+        tables: Tables, options: AttentionOptions, sinks: Any, stream: Stream,
+    ) -> None:  # fmt: skip
         """Write the rows of the step's tokens, and attend with them.
 
-        Parameters
-        ----------
-        query, key, value, out : with a row for each token, or more. Of MLA, `key` is the latent and
-            `value` the rope key
-        rows : what `check` returned for query and out
-        options, sinks : from `check_options`; learned logits, or None
+        Of MLA, `key` is the latent and `value` the rope key; `rows`, `options` and `sinks` are what
+        `check` returned.
         """
         step = self._step
         if step is None or step.tables is not tables:
@@ -235,8 +218,7 @@ class Layers:
         num_tokens = step.num_tokens
         if rows.shape[0] != num_tokens:
             query, out = view(query)[:num_tokens], view(out)[:num_tokens]
-        store = self._store_latent if self._is_latent else self._store
-        query = store(layer, query, key, value, rows.format, tables, stream)
+        query = self._store(layer, query, key, value, rows.format, tables, stream)
         arrays = self._arrays[layer]
         # A window depends on the position of each query, which a pass over a prefix does not know.
         if step.prefix is None or options.window:
@@ -244,86 +226,54 @@ class Layers:
             return
         # Attend over shared prefixes, then over the rest of each sequence, and merge the two.
         num_heads = self._num_q_heads
-        states = self._borrow((2, num_tokens, num_heads, self.v_width), "fp32", stream)
-        lse = self._borrow((3, num_tokens, num_heads), "fp32", stream)
+        states = borrow(self._device, (2, num_tokens, num_heads, self.v_width), "fp32", stream)
+        lse = borrow(self._device, (3, num_tokens, num_heads), "fp32", stream)
         unmasked = options._replace(causal=False, sink_keys=0)
         step.prefix.run(arrays, query, states[0], unmasked, lse_out=lse[0], stream=stream)
         step.rest.run(arrays, query, states[1], options, lse_out=lse[1], sinks=sinks, stream=stream)
         merge_states(states, lse[:2], None, None, out=out, lse_out=lse[2], stream=stream)
 
     def _store(
-        self,
-        layer: int,
-        query: Any,
-        key: Any,
-        value: Any,
-        format: str,
-        tables: Tables,
+        self, layer: int, query: Any, key: Any, value: Any, format: str, tables: Tables,
         stream: Stream,
-    ) -> Any:
-        """Write K and V; return the query, of `format`, as attention takes it."""
-        rope, slots = self.rope, tables["slots"]
+    ) -> Any:  # fmt: skip
+        """Write the tokens' rows; return the query, of `format`, as attention takes it."""
+        rope, slots, cache = self.rope, tables["slots"], self.stores[layer]
+        if rope.mode == "none":
+            self.store(key, value, slot_mapping=slots, stream=stream, **cache)
+            return query
         shape = slots.shape[0], self._num_q_heads, self.width
+        whole = part = borrow(self._device, shape, format, stream)
+        if self._is_latent:
+            query = view(query)
+            latent, query = query[..., : rope.first], query[..., rope.first :]
+            part = whole[..., rope.first :]
         if rope.mode == "normal":
-            rotated = self._borrow(shape, format, stream)
-            rope_store_kv(
+            rope_store: Any = rope_store_mla if self._is_latent else rope_store_kv
+            rope_store(
                 query, key, value, rope.table, tables["positions"], slot_mapping=slots,
-                interleaved=rope.interleaved, write_key=False, query_out=rotated, stream=stream,
-                **self.caches[layer],
-            )  # fmt: skip
-            return rotated
-        store_kv(key, value, slot_mapping=slots, stream=stream, **self.caches[layer])
-        if rope.mode == "none":
-            return query
-        rotated = self._borrow(shape, format, stream)
-        rotate_query(
-            query, rope.table, tables["positions"], interleaved=rope.interleaved,
-            query_out=rotated, stream=stream,
-        )  # fmt: skip
-        return rotated
-
-    def _store_latent(
-        self,
-        layer: int,
-        query: Any,
-        latent: ArrayView,
-        rope_key: ArrayView,
-        format: str,
-        tables: Tables,
-        stream: Stream,
-    ) -> Any:
-        """Write latent and rope key; return the query, of `format`, as attention takes it."""
-        rope, slots, cache = self.rope, tables["slots"], self.latents[layer]
-        scale = self.caches[layer].get("k_scale")
-        if rope.mode == "none":
-            store_mla(latent, rope_key, cache, slots, scale=scale, stream=stream)
-            return query
-        shape = slots.shape[0], self._num_q_heads, self.width
-        query, rotated = view(query), self._borrow(shape, format, stream)
-        rope_part, rotated_part = query[..., rope.first :], rotated[..., rope.first :]
-        if rope.mode == "normal":
-            rope_store_mla(
-                rope_part, latent, rope_key, rope.table, tables["positions"], cache, slots,
-                interleaved=rope.interleaved, write_key=False, query_out=rotated_part, scale=scale,
-                stream=stream,
+                interleaved=rope.interleaved, write_key=False, query_out=part, stream=stream,
+                **cache,
             )  # fmt: skip
         else:
-            store_mla(latent, rope_key, cache, slots, scale=scale, stream=stream)
+            self.store(key, value, slot_mapping=slots, stream=stream, **cache)
             rotate_query(
-                rope_part, rope.table, tables["positions"], interleaved=rope.interleaved,
-                query_out=rotated_part, stream=stream,
+                query, rope.table, tables["positions"], interleaved=rope.interleaved,
+                query_out=part, stream=stream,
             )  # fmt: skip
-        self._device.copy(rotated[..., : rope.first], query[..., : rope.first], stream=stream)
-        return rotated
+        if self._is_latent:
+            self._device.copy(whole[..., : rope.first], latent, stream=stream)
+        return whole
 
-    def _borrow(self, shape: tuple[int, ...], format: str, stream: Stream) -> ArrayView:
-        """Return scratch memory, which is this step's until work in flight has used it."""
-        strides = contiguous_strides(shape, FORMATS[format].itemsize)
-        memory = scratch.borrow(self._device, max(1, shape[0] * strides[0]), stream)
-        return ArrayView(
-            memory.pointer, shape, strides, format, memory.device,
-            library=memory.library, owner=memory.owner,
-        )  # fmt: skip
+
+def borrow(device: Device, shape: tuple[int, ...], format: str, stream: Stream) -> ArrayView:
+    """Return scratch memory, which is the caller's until work in flight has used it."""
+    strides = contiguous_strides(shape, FORMATS[format].itemsize)
+    memory = scratch.borrow(device, shape[0] * strides[0], stream)
+    return ArrayView(
+        memory.pointer, shape, strides, format, memory.device,
+        library=memory.library, owner=memory.owner,
+    )  # fmt: skip
 
 
 # --- Arguments of a cache ---

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ... import devices, scratch
-from ...arrays import ArrayView, contiguous_strides, describe, reshaped
-from ...devices.protocol import Stream
+from ... import devices
+from ...arrays import ArrayView, describe, reshaped
 from ...errors import CacheFull
 from ...ops.page_pairs import PagePairs, upload
 from ...ops.pages import copy_pages
@@ -18,6 +17,7 @@ from ..pool import Pool
 from ..tiered.cache import TieredCache
 from ..tiered.leases import Lease
 from .access import PageAccess
+from .layers import borrow
 from .sequences import CachedSequence, Ints, OffloadedPages, Sequences
 
 _NAMES = ("src", "dst")
@@ -26,19 +26,13 @@ _NAMES = ("src", "dst")
 class PageMover:
     """Copies pages, and moves tokens, of every layer of a pool: K, V and their scales.
 
-    Parameters
-    ----------
-    pool : of layout "layer_first", or one in which slots are evenly spaced within each layer
-
-    Raises
-    ------
-    ValueError : the pool is neither
-
-    Notes
-    -----
     `src` and `dst` of both methods are int32 or int64 arrays of the host, or lists of ints, (N,);
     they are read during the call and may be reused at once. Stream: one copy that brings both to
     the device, then kernels, in order. Capture: legal; a graph repeats what was captured.
+
+    Parameters
+    ----------
+    pool : of layout "layer_first", or one in which slots are evenly spaced within each layer
 
     Examples
     --------
@@ -64,28 +58,16 @@ class PageMover:
         ]
         even = [g for g in pool.groups if not self._uneven or all(map(_is_even, g.parts))]
         self._slots = tuple(_slots_first(v) for g in even for v in (*g.parts, *g.scale_parts))
-        self._num_pages, self._page_size = pool.num_pages, pool.page_size
         self._device = devices.get(self._pages[0].device)
         self._library = self._pages[0].library
 
     def copy_pages(self, src: Any, dst: Any, stream: Any = None) -> None:
         """Copy pages onto other pages, in one launch per array.
 
-        Parameters
-        ----------
-        src, dst : page numbers (N,); no page is written twice, or both read and written
-        stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
-
-        Raises
-        ------
-        TypeError, ValueError : an argument does not fit; nothing was written
-        CompileError : the kernel cannot be compiled and `config.fallback` is "error"
-
-        Notes
-        -----
-        Bytes: each copied page is read once and written once.
+        No page may be written twice, or both read and written. Bytes: each copied page is read once
+        and written once.
         """
-        sources, targets = _pairs(src, dst, self._num_pages, "pages")
+        sources, targets = _pairs(src, dst, self._pool.num_pages, "pages")
         touched = set(sources.tolist())
         for page in targets.tolist():
             if page in touched:
@@ -96,33 +78,19 @@ class PageMover:
     def move_slots(self, src: Any, dst: Any, stream: Any = None) -> None:
         """Copy tokens to other slots, as if one after another in the order of the arguments.
 
-        Parameters
-        ----------
-        src, dst : slots (N,), `page * page_size + offset`. A slot may occur any number of times on
-            either side
-        stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
+        A slot, `page * page_size + offset`, may occur any number of times on either side.
 
-        Raises
-        ------
-        TypeError, ValueError : an argument does not fit; nothing was written
-        CompileError : the kernel cannot be compiled and `config.fallback` is "error"
-
-        Notes
-        -----
         Per array as many launches as the longest chain of moves that must wait for one another has;
         one if none of the slots written is read. Bytes: each token is read once and written once;
         twice where slots are spaced unevenly, by way of a buffer and with two launches per layer.
         """
-        pairs = _pairs(src, dst, self._num_pages * self._page_size, "slots")
+        pairs = _pairs(src, dst, self._pool.num_pages * self._pool.page_size, "slots")
         self._copy(self._slots, self._uneven, _independent(*pairs), stream)
 
     def _copy(
-        self,
-        arrays: tuple[ArrayView, ...],
-        uneven: list[tuple[ArrayView, ArrayView]],
-        batches: list[tuple[Ints, Ints]],
-        stream: Any,
-    ) -> None:
+        self, arrays: tuple[ArrayView, ...], uneven: list[tuple[ArrayView, ArrayView]],
+        batches: list[tuple[Ints, Ints]], stream: Any,
+    ) -> None:  # fmt: skip
         """Copy rows of the first axis, and slots of uneven layers, batch by batch."""
         stream = self._device.as_stream(stream, self._library)
         sources, targets = (np.concatenate(side) for side in zip(*batches, strict=True))
@@ -135,36 +103,24 @@ class PageMover:
             if arrays:
                 copy_pages(arrays, uploaded[0, part], uploaded[1, part], stream=stream)
             for k, v in uneven:
-                rows = [self._borrow(cache, len(batch), stream) for cache in (k, v)]
-                gather_kv(k, v, uploaded[0, part], k_out=rows[0], v_out=rows[1], stream=stream)
-                store_kv(rows[0], rows[1], k, v, uploaded[1, part], stream=stream)
+                key, value = (
+                    borrow(self._device, (len(batch), *cache.shape[2:]), cache.format, stream)
+                    for cache in (k, v)
+                )
+                gather_kv(k, v, uploaded[0, part], k_out=key, v_out=value, stream=stream)
+                store_kv(key, value, k, v, uploaded[1, part], stream=stream)
             start = part.stop
         self._pool.note_written()
-
-    def _borrow(self, cache: ArrayView, count: int, stream: Stream) -> ArrayView:
-        """Return scratch memory for tokens of a cache (pages, slots, heads, width)."""
-        shape = (count, *cache.shape[2:])
-        strides = contiguous_strides(shape, cache.itemsize)
-        memory = scratch.borrow(self._device, count * strides[0], stream)
-        return ArrayView(
-            memory.pointer, shape, strides, cache.format, memory.device,
-            library=memory.library, owner=memory.owner,
-        )  # fmt: skip
 
 
 # --- Tiers ---
 
 
 class Tiers:
-    """Moves sequences and their blocks between the pages of a paged cache and a tiered cache.
-
-    Attributes
-    ----------
-    tiered : the tiered cache, once attached
-    """
+    """Moves sequences and their blocks between the pages of a paged cache and a tiered cache."""
 
     def __init__(self, pool: Pool, sequences: Sequences, access: PageAccess) -> None:
-        self.tiered: TieredCache | None = None
+        self.tiered: TieredCache | None = None  # once attached
         self._pool, self._sequences, self._access = pool, sequences, access
 
     def attach(self, tiers: Any) -> None:
@@ -226,12 +182,7 @@ class Tiers:
         host.free()
 
     def publish(self, sequence: CachedSequence) -> set[int]:
-        """Give the tiered cache the full pages that only this sequence has and that have hashes.
-
-        Returns
-        -------
-        The pages that the tiered cache owns from now on
-        """
+        """Give the tiered cache a sequence's own full pages with hashes; return those it took."""
         tiers = self.tiered
         if tiers is None or tiers.closed or sequence.loads or sequence.offloaded:
             return set()

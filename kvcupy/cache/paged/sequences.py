@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -100,12 +100,7 @@ class CachedSequence:
 
 @dataclass(frozen=True, eq=False)
 class OffloadedPages:
-    """Pages of the host pool that hold an offloaded sequence.
-
-    Attributes
-    ----------
-    pages, save : the pages, and the transfer that fills them
-    """
+    """Pages of the host pool that hold an offloaded sequence, and the transfer that fills them."""
 
     pages: Ints
     save: Completion
@@ -116,25 +111,30 @@ class OffloadedPages:
         self.allocator.free(self.pages)
 
 
+@dataclass(frozen=True, eq=False)
+class PageCopy:
+    """A shared page of a sequence, by its index there, and the page that replaces it."""
+
+    sequence: CachedSequence
+    index: int
+    old: int
+    new: int
+
+
 @dataclass
 class Reservation:
     """Pages for the tokens of a step, allocated but not yet part of any sequence.
 
     Attributes
     ----------
-    copies : sequence, index of its last page, and the page that replaces it, because the last one
-        is partial and shared
+    copies : of last pages that are partial and shared
     pages : all pages allocated
     num_new : pages that each sequence gets beside those copies
     """
 
     pages: Ints
-    copies: list[tuple[CachedSequence, int, int]] = field(default_factory=list)
-    num_new: list[int] = field(default_factory=list)
-
-    def page_copies(self) -> tuple[list[int], list[int]]:
-        """Return the pages to copy, and where to."""
-        return [int(s.pages[i]) for s, i, _ in self.copies], [page for _, _, page in self.copies]
+    copies: list[PageCopy]
+    num_new: list[int]
 
 
 class Sequences:
@@ -174,13 +174,6 @@ class Sequences:
         if _hashable(seq, name) in self._known:
             raise ValueError(f"{name}: expected a new sequence, got {seq!r}, which is cached")
 
-    def adopt(
-        self, seq: Hashable, sequence: CachedSequence, reserved: Reservation, count: int
-    ) -> None:
-        """Add a sequence with the pages that were reserved for its tokens."""
-        self._known[seq] = sequence
-        self.grow([sequence], [count], reserved)
-
     def share(self, seq: Hashable, lease: Lease) -> CachedSequence:
         """Add a sequence of the pages that a lease pins, for as long as it or a fork uses one."""
         sequence = self.add(seq)
@@ -201,12 +194,7 @@ class Sequences:
         return indices
 
     def remove(self, seq: Hashable, published: Collection[int] = ()) -> None:
-        """Drop a sequence; pages that no other shares become free.
-
-        Parameters
-        ----------
-        published : pages of this sequence alone that a tiered cache owns from now on
-        """
+        """Drop a sequence; free its pages, but for shared ones and for those it has `published`."""
         sequence = self.find(seq)
         if sequence.offloaded is not None:
             sequence.offloaded.free()
@@ -221,58 +209,39 @@ class Sequences:
 
     def clear(self) -> None:
         """Drop all sequences."""
-        for sequence in self._known.values():
-            if sequence.offloaded is not None:
-                sequence.offloaded.free()
-            self._release(sequence.pages)
-        self._known.clear()
-        self.total_length = 0
+        for seq in list(self._known):
+            self.remove(seq)
 
     # --- Growing and shrinking ---
 
     def reserve(self, sequences: Sequence[CachedSequence], counts: Sequence[int]) -> Reservation:
-        """Allocate the pages that sequences need for so many more tokens each.
-
-        Raises
-        ------
-        CacheFull : there are too few; none was allocated
-        """
+        """Allocate the pages that sequences need for so many more tokens each; all or none."""
         size = self._page_size
         dropped: dict[int, int] = {}  # references to a page that copies of this call replace
-        shared: list[tuple[CachedSequence, int]] = []
+        shared: list[tuple[CachedSequence, int, int]] = []
         num_new = []
         for sequence, count in zip(sequences, counts, strict=True):
-            end = sequence.end
-            last = sequence.num_pages - 1
+            end, last = sequence.end, sequence.num_pages - 1
             if end % size:
                 page = int(sequence.pages[last])
                 if self._references[page] - dropped.get(page, 0) > 1:
                     dropped[page] = dropped.get(page, 0) + 1
-                    shared.append((sequence, last))
+                    shared.append((sequence, last, page))
             num_new.append(-(-(end + count) // size) - last - 1)
         pages = self.allocate(len(shared) + sum(num_new))
-        copies = [(s, i, int(page)) for (s, i), page in zip(shared, pages, strict=False)]
+        copies = [PageCopy(*place, int(page)) for place, page in zip(shared, pages, strict=False)]
         return Reservation(pages, copies, num_new)
-
-    def cancel(self, reservation: Reservation) -> None:
-        """Free what was reserved and is not to be used."""
-        self._allocator.free(reservation.pages)
 
     def grow(
         self, sequences: Sequence[CachedSequence], counts: Sequence[int], reserved: Reservation
-    ) -> list[tuple[CachedSequence, int, int]]:
+    ) -> None:
         """Append so many tokens to each sequence, in the reserved pages.
 
-        Returns
-        -------
-        sequence, index, page : the shared pages that were replaced. They keep their references
-            until `release_replaced` or `shrink`
+        Pages that were replaced keep their references until `release_replaced` or `shrink`.
         """
         self._references[reserved.pages] = 1
-        replaced = []
-        for sequence, index, page in reserved.copies:
-            replaced.append((sequence, index, int(sequence.pages[index])))
-            sequence.pages[index] = page
+        for copy in reserved.copies:
+            copy.sequence.pages[copy.index] = copy.new
         start = len(reserved.copies)
         for sequence, count, num_new in zip(sequences, counts, reserved.num_new, strict=True):
             if num_new:
@@ -280,25 +249,21 @@ class Sequences:
                 start += num_new
             sequence.length += count
         self.total_length += sum(counts)
-        return replaced
 
-    def release_replaced(self, replaced: Sequence[tuple[CachedSequence, int, int]]) -> None:
+    def release_replaced(self, copies: Sequence[PageCopy]) -> None:
         """Release the shared pages that `grow` replaced."""
-        for _, _, page in replaced:  # one by one: several may have shared it
-            self._release(np.array([page]))
+        for copy in copies:  # one by one: several may have shared it
+            self._release(np.array([copy.old]))
 
     def shrink(
-        self,
-        sequences: Sequence[CachedSequence],
-        counts: Sequence[int],
-        replaced: Sequence[tuple[CachedSequence, int, int]],
+        self, sequences: Sequence[CachedSequence], counts: Sequence[int], copies: Sequence[PageCopy]
     ) -> None:
         """Undo `grow`."""
         for sequence, count in zip(sequences, counts, strict=True):
             self.truncate(sequence, sequence.length - count)
-        for sequence, index, page in replaced:
-            self._release(sequence.pages[index : index + 1])
-            sequence.pages[index] = page
+        for copy in copies:
+            self._release(np.array([copy.new]))
+            copy.sequence.pages[copy.index] = copy.old
 
     def truncate(self, sequence: CachedSequence, length: int) -> None:
         """Drop the tokens from position `length` on."""
@@ -335,13 +300,7 @@ class Sequences:
     def fork(self, parent: CachedSequence, child: Hashable, at: int) -> tuple[int, int] | None:
         """Add a sequence of the first `at` tokens of another, which shares its full pages.
 
-        Returns
-        -------
-        source, target : pages to be copied, because the last page is partial; None if it is full
-
-        Raises
-        ------
-        CacheFull : no page is free for the copy; nothing has changed
+        Returns the source and the target of a page to be copied, if the last one is partial.
         """
         evicted = parent.evicted_before(at)
         full, partial = divmod(at + evicted, self._page_size)
@@ -371,12 +330,7 @@ class Sequences:
         self._release(replaced)
 
     def allocate(self, count: int) -> Ints:
-        """Allocate pages; a tiered cache evicts blocks where too few are free.
-
-        Raises
-        ------
-        CacheFull : there are too few; none was allocated
-        """
+        """Allocate pages, all or none; a tiered cache evicts blocks where too few are free."""
         if count == 0:
             return np.empty(0, np.int64)
         if self.evict is not None and self._allocator.num_free < count:
@@ -415,8 +369,6 @@ class Sequences:
 class LeasedPages:
     """Leases of pages that a tiered cache owns, each held while a sequence uses one of its pages.
 
-    Notes
-    -----
     Each lease refers to its pages, as sequences do: so a page has more references than leases while
     it is in use, and no sequence writes to it, because it is shared.
     """
@@ -438,33 +390,25 @@ class LeasedPages:
         """Release the leases of some pages of which no page is in use any more."""
         leases = {id(lease): lease for page in pages for lease in self._of.get(page, ())}
         for lease in leases.values():
-            if all(self._references[p] == len(self._of[p]) for p in lease.pages.tolist()):
-                self._drop(lease)
-
-    def _drop(self, lease: Lease) -> None:
-        for page in lease.pages.tolist():
-            self._of[page].remove(lease)
-            if not self._of[page]:
-                del self._of[page]
-        self._references[lease.pages] -= 1
-        lease.release()
+            if any(self._references[p] != len(self._of[p]) for p in lease.pages.tolist()):
+                continue
+            for page in lease.pages.tolist():
+                self._of[page].remove(lease)
+                if not self._of[page]:
+                    del self._of[page]
+            self._references[lease.pages] -= 1
+            lease.release()
 
 
 # --- Token trees: drafts that branch, each node with its parent ---
 
 
-def check_tree_nodes(parents: Any, pending: int, count: int, name: str) -> list[int]:
-    """Return the parents of a step's nodes as a list of ints.
+def check_tree_nodes(parents: Any, pending: int, count: int) -> list[int]:
+    """Return the parents of the nodes `pending` to `pending + count` - 1 of a tree as ints.
 
-    Parameters
-    ----------
-    parents : of the nodes `pending` to `pending + count` - 1 of a tree
-    name : of the argument, for errors
-
-    Raises
-    ------
-    TypeError, ValueError : there are not `count`, or one is neither -1 nor an earlier node
+    Raises unless there are `count`, and each is -1 or an earlier node.
     """
+    name = "token_tree"
     try:
         values = parents.tolist() if isinstance(parents, np.ndarray) else list(parents)
     except TypeError:

@@ -22,6 +22,7 @@ from .moves import PageMover
 from .sequences import (
     CachedSequence,
     Ints,
+    PageCopy,
     Sequences,
     check_tree_nodes,
     tree_depths,
@@ -29,6 +30,9 @@ from .sequences import (
     tree_path,
 )
 from .tables import TRANSPOSED_TABLE, Shapes, StepTables, TableRing
+
+Nodes = list[int] | None
+"""The parents of a sequence's new nodes; None for plain tokens."""
 
 _PER_SEQUENCE = ("seq_lens", "evicted_starts", "evicted_lens")
 
@@ -71,7 +75,7 @@ class Step:
     num_layers : of the cache
     tree_positions : whether attention needs the positions of a tree's nodes, to rotate their keys
     cascade : prefixes to be attended first, or None
-    replaced : shared pages that were copied for it (`Sequences.grow`)
+    copies : of shared pages that were replaced for it
     loads : of transfers and leases that bring some pages of its sequences
     """
 
@@ -84,7 +88,7 @@ class Step:
     num_layers: int = 0
     tree_positions: bool = False
     cascade: Cascade | None = None
-    replaced: list[tuple[CachedSequence, int, int]] = field(default_factory=list)
+    copies: list[PageCopy] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_tokens = sum(self.counts)
@@ -137,27 +141,18 @@ class Step:
         return tables
 
     def captured_shapes(self) -> Shapes:
-        """Return shape and format of the arrays that a captured step like this one reads.
-
-        Raises
-        ------
-        CaptureError : some sequence gets more than one token, or nodes of a tree
-        """
+        """Return shape and format of the arrays that a captured step like this one reads."""
         if not self.is_decode:
             raise CaptureError("append_lengths: expected one token a sequence in a captured step")
         count = len(self.counts)
-        shapes: Shapes = {"slots": ((count,), "int64"), "positions": ((count,), "int32")}
-        shapes.update({name: ((count,), "int32") for name in _PER_SEQUENCE})
-        shapes[TRANSPOSED_TABLE] = ((self.max_pages, count), "int32")
-        return shapes
+        return {
+            "slots": ((count,), "int64"),
+            **{name: ((count,), "int32") for name in ("positions", *_PER_SEQUENCE)},
+            TRANSPOSED_TABLE: ((self.max_pages, count), "int32"),  # last: it may be shorter
+        }
 
     def captured_tables(self, shapes: Shapes) -> dict[str, Ints]:
-        """Return the tables for a captured step, which may have had more sequences.
-
-        Raises
-        ------
-        ValueError : this step does not fit; the message says why
-        """
+        """Return the tables for a captured step, which may have had more sequences."""
         max_pages, max_count = shapes[TRANSPOSED_TABLE][0]
         count = len(self.counts)
         if not self.is_decode or count > max_count:
@@ -232,28 +227,25 @@ class Step:
 
     def _add_cascade(self, tables: dict[str, Ints], cascade: Cascade) -> None:
         first_sequences = np.cumsum(cascade.counts) - cascade.counts
-        tables["prefix_lens"] = cascade.lengths
-        tables["prefix_table"] = cascade.pages
+        tables["prefix_lens"], tables["prefix_table"] = cascade.lengths, cascade.pages
         tables["prefix_queries"] = np.add.reduceat(np.array(self.counts, np.int32), first_sequences)
         tables["key_starts"] = np.repeat(cascade.lengths, cascade.counts)
 
 
+@dataclass
 class PageLists:
     """The pages of a step in CSR form, as a source of tables."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    step: Step
 
     def tables(self) -> dict[str, Ints]:
         """Return indptr int32 (B + 1,), indices int32 (pages,), last_page_len int32 (B,)."""
-        sequences, size = self._step.sequences, self._step.page_size
+        sequences, size = self.step.sequences, self.step.page_size
         indptr = np.zeros(len(sequences) + 1, np.int32)
         indptr[1:] = np.cumsum([s.num_pages for s in sequences])
         last = [s.end - (s.num_pages - 1) * size for s in sequences]
         indices = np.concatenate([s.pages for s in sequences])
-        return {
-            "indptr": indptr, "indices": indices, "last_page_len": np.array(last, np.int32)
-        }  # fmt: skip
+        return {"indptr": indptr, "indices": indices, "last_page_len": np.array(last, np.int32)}
 
     def captured_shapes(self) -> Shapes:
         """Raise: the lists cannot be captured."""
@@ -278,28 +270,19 @@ class Steps:
     """
 
     def __init__(
-        self,
-        pool: Pool,
-        layers: Layers,
-        sequences: Sequences,
-        *,
-        copy_stream: Any,
-        slots_in_flight: int,
-        max_batch_tokens: int,
-        max_positions: int | None,
-        max_pages: int,
+        self, pool: Pool, layers: Layers, sequences: Sequences, *,
+        copy_stream: Any, slots_in_flight: int, max_batch_tokens: int, max_pages: int,
         cascade: bool | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._pool, self._layers, self._sequences = pool, layers, sequences
         self._mover = PageMover(pool)
-        self._max_batch_tokens, self._max_positions = max_batch_tokens, max_positions
-        self._max_pages, self._cascade = max_pages, cascade
+        self._max_batch_tokens, self._max_pages = max_batch_tokens, max_pages
+        self._cascade = cascade
         self._order = AccessOrder()
-        self._ring = TableRing(pool.device, copy_stream, slots_in_flight, self._order.begin)
+        begin = self._order.begin
+        self._ring = TableRing(pool.device, copy_stream, slots_in_flight, begin)
         # By the same uploader: a failure on the copy stream surfaces once.
-        self._lists_ring = TableRing(
-            pool.device, self._ring.uploader, slots_in_flight, self._order.begin
-        )
+        self._lists_ring = TableRing(pool.device, self._ring.uploader, slots_in_flight, begin)
         self.access = PageAccess(self._order, self._ring)
         self._lists: StepTables | None = None
         self.running: Step | None = None
@@ -323,16 +306,17 @@ class Steps:
         for name, sequence in zip(names, sequences, strict=True):
             require_on_device(sequence, name, "seqs")
         self._check_counts(names, counts)
-        nodes = self._check_trees(names, sequences, counts, entries)
+        nodes = _check_trees(names, sequences, counts, entries)
         self._check_positions(names, sequences, counts, nodes)
 
         reserved = self._sequences.reserve(sequences, counts)
         try:
-            self._copy_pages(*reserved.page_copies(), *(s for s, _, _ in reserved.copies))
+            src, dst = [copy.old for copy in reserved.copies], [c.new for c in reserved.copies]
+            self._copy_pages(src, dst, *(copy.sequence for copy in reserved.copies))
         except BaseException:
-            self._sequences.cancel(reserved)
+            self._pool.allocator.free(reserved.pages)
             raise
-        replaced = self._sequences.grow(sequences, counts, reserved)
+        self._sequences.grow(sequences, counts, reserved)
         for sequence, new in zip(sequences, nodes, strict=True):
             sequence.parents.extend(new or ())
         self.running = Step(
@@ -340,17 +324,19 @@ class Steps:
             self._pool.page_size, self._max_pages,
             num_layers=self._pool.num_layers,
             tree_positions=self._layers.rope.mode == "inline",
-            cascade=self._find_cascade(sequences, sum(counts)), replaced=replaced,
+            cascade=self._find_cascade(sequences, sum(counts)), copies=reserved.copies,
         )  # fmt: skip
         self.tables = self._ring.open(self.running)
 
     def end(self) -> None:
         """Close the running step; windows slide."""
-        step = self._require_running()
+        step = self.running
+        if step is None:
+            raise KvcupyError("no step is running: call begin_forward before end_forward")
         try:
             self._close()
         finally:
-            self._sequences.release_replaced(step.replaced)
+            self._sequences.release_replaced(step.copies)
             for sequence in step.sequences:
                 if step.is_loaded:
                     sequence.loads.clear()
@@ -358,15 +344,17 @@ class Steps:
                     self._sequences.slide(sequence)
 
     def abort(self) -> None:
-        """Close the running step and take its tokens back."""
-        step = self._require_running()
+        """Close the running step, if there is one, and take its tokens back."""
+        step = self.running
+        if step is None:
+            return
         try:
             self._close()
         finally:
             for sequence, n, in_tree in zip(step.sequences, step.counts, step.in_tree, strict=True):
                 if in_tree:
                     del sequence.parents[-n:]
-            self._sequences.shrink(step.sequences, step.counts, step.replaced)
+            self._sequences.shrink(step.sequences, step.counts, step.copies)
 
     def lists(self) -> StepTables:
         """Return the page lists of the running step, which are uploaded only if asked for."""
@@ -374,11 +362,6 @@ class Steps:
             assert self.running is not None
             self._lists = self._lists_ring.open(PageLists(self.running))
         return self._lists
-
-    def _require_running(self) -> Step:
-        if self.running is None:
-            raise KvcupyError("no step is running: call begin_forward before end_forward")
-        return self.running
 
     def _close(self) -> None:
         open_tables = [tables for tables in (self.tables, self._lists) if tables is not None]
@@ -408,19 +391,17 @@ class Steps:
                 )
             paths.append(tree_path(sequence.parents, leaf))
 
-        src, dst = [], []
+        moves = []
         for sequence, path in zip(sequences, paths, strict=True):
             places = sequence.places(sequence.committed, sequence.length)
             slots = sequence.slots(places, self._pool.page_size)
-            src.append(slots[path])
-            dst.append(slots[: len(path)])
-        moved = np.concatenate(src) != np.concatenate(dst)
+            moves.append((slots[path], slots[: len(path)]))
+        src, dst = map(np.concatenate, zip(*moves, strict=True))
+        moved = src != dst
         if moved.any():
             stream = self.access.copy_stream
             with self.access.on(stream, *sequences):
-                self._mover.move_slots(
-                    np.concatenate(src)[moved], np.concatenate(dst)[moved], stream
-                )
+                self._mover.move_slots(src[moved], dst[moved], stream)
         for sequence, path in zip(sequences, paths, strict=True):
             length = sequence.committed + len(path)
             sequence.parents.clear()
@@ -478,43 +459,20 @@ class Steps:
                 f"(max_batch_tokens), got {sum(counts)}"
             )
 
-    def _check_trees(
-        self,
-        names: Sequence[Hashable],
-        sequences: Sequence[CachedSequence],
-        counts: Sequence[int],
-        entries: Sequence[Any] | None,
-    ) -> list[list[int] | None]:
-        """Return the parents of each sequence's new nodes; None for plain tokens."""
-        nodes: list[list[int] | None] = []
-        for i, (name, sequence, n) in enumerate(zip(names, sequences, counts, strict=True)):
-            entry = None if entries is None else entries[i]
-            if entry is not None:
-                nodes.append(check_tree_nodes(entry, len(sequence.parents), n, "token_tree"))
-                continue
-            if sequence.parents:
-                raise ValueError(
-                    f"token_tree: expected parents for {name!r}, whose tree is not committed"
-                )
-            nodes.append(None)
-        return nodes
-
     def _check_positions(
-        self,
-        names: Sequence[Hashable],
-        sequences: Sequence[CachedSequence],
-        counts: Sequence[int],
-        nodes: Sequence[list[int] | None],
-    ) -> None:
-        if self._max_positions is None:
+        self, names: list[Any], sequences: list[CachedSequence], counts: list[int],
+        nodes: list[Nodes],
+    ) -> None:  # fmt: skip
+        max_positions = self._layers.rope.max_positions
+        if max_positions is None:
             return
         for name, sequence, n, new in zip(names, sequences, counts, nodes, strict=True):
             end = sequence.length + n
             if new is not None:
                 end = sequence.committed + max(tree_depths([*sequence.parents, *new])) + 1
-            if end > self._max_positions:
+            if end > max_positions:
                 raise ValueError(
-                    f"append_lengths: expected {name!r} to stay within the {self._max_positions} "
+                    f"append_lengths: expected {name!r} to stay within the {max_positions} "
                     f"positions of rope, got {end}"
                 )
 
@@ -543,24 +501,32 @@ def require_on_device(sequence: CachedSequence, seq: Hashable, name: str) -> Non
 
 def _check_batch(
     seqs: Any, append_lengths: Any, token_tree: Any, name: str = "append_lengths"
-) -> tuple[list[Any], list[Any], Sequence[Any] | None]:
-    """Return the arguments of a step as lists of equal length; `name` is that of the second.
-
-    Raises
-    ------
-    TypeError, ValueError : an argument is not a list, is empty, or has another length
-    """
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the arguments of a step as lists of equal length; `name` is that of the second."""
     names, counts = _as_list(seqs, "seqs"), _as_list(append_lengths, name)
     if not names:
         raise ValueError("seqs: expected at least one sequence, got none")
     if len(counts) != len(names):
         raise ValueError(f"{name}: expected {len(names)} like seqs, got {len(counts)}")
     if token_tree is None:
-        return names, counts, None
+        return names, counts, [None] * len(names)
     trees = _as_list(token_tree, "token_tree")
     if len(trees) != len(names):
         raise ValueError(f"token_tree: expected {len(names)} lists like seqs, got {len(trees)}")
     return names, counts, trees
+
+
+def _check_trees(
+    names: list[Any], sequences: list[CachedSequence], counts: list[int], entries: list[Any]
+) -> list[Nodes]:
+    nodes: list[Nodes] = []
+    for name, sequence, n, entry in zip(names, sequences, counts, entries, strict=True):
+        if entry is None and sequence.parents:
+            raise ValueError(
+                f"token_tree: expected parents for {name!r}, whose tree is not committed"
+            )
+        nodes.append(None if entry is None else check_tree_nodes(entry, len(sequence.parents), n))
+    return nodes
 
 
 def _as_list(values: Any, name: str) -> list[Any]:
@@ -580,9 +546,7 @@ def find_cascade(
 ) -> Cascade | None:
     """Group neighbours by the leading pages that they share; None if none share any.
 
-    Parameters
-    ----------
-    is_shared : for each, whether another sequence shares its first page
+    `is_shared` says of each whether another sequence shares its first page.
     """
     groups: list[tuple[Ints, int]] = []  # pages of the prefix, sequences
     for sequence, shared in zip(sequences, is_shared, strict=True):
@@ -616,13 +580,7 @@ def _num_common(a: Ints, b: Ints) -> int:
 
 
 def cascade_pays(saved_keys: int, num_tokens: int, key_bytes: int, state_bytes: int) -> bool:
-    """Return whether two passes and a merge move less than one pass.
-
-    Parameters
-    ----------
-    saved_keys : keys that one pass would read again
-    key_bytes : of K and V of a token in a layer
-    state_bytes : of the float32 result of one query token, all heads
+    """Return whether two passes and a merge move less than reading `saved_keys` again does.
 
     >>> cascade_pays(31 * 2048, 32, 4096, 16384), cascade_pays(16, 2, 4096, 16384)
     (True, False)

@@ -28,7 +28,7 @@ from ... import formats
 from ...arrays import ArrayView, contiguous_strides, describe, view
 from ...devices.protocol import Device, Event, Stream
 from ...errors import CaptureError, DeviceError, KvcupyError
-from ...ops import checks
+from ..pool import positive_int
 
 Arrays = Mapping[str, "np.ndarray[Any, Any]"]
 Tables = Mapping[str, ArrayView]
@@ -81,11 +81,6 @@ class Layout:
             self._offsets[name] = self.num_bytes = -(-self.num_bytes // _ALIGNMENT) * _ALIGNMENT
             self.num_bytes += math.prod(shape) * formats.numpy_dtype(format).itemsize
 
-    @classmethod
-    def of(cls, arrays: Arrays) -> Layout:
-        """Return the layout of arrays as they are."""
-        return cls({name: (a.shape, formats.tag(a.dtype)) for name, a in arrays.items()})
-
     def views(self, whole: ArrayView) -> dict[str, ArrayView]:
         """Return the arrays in a buffer as views, which keep it alive."""
         return {
@@ -98,12 +93,7 @@ class Layout:
         }  # fmt: skip
 
     def check(self, arrays: Arrays) -> None:
-        """Raise if arrays do not fit; the last one may be shorter than its space on axis 0.
-
-        Raises
-        ------
-        ValueError : names the array, what was expected and what came
-        """
+        """Raise if arrays do not fit; the last one may be shorter than its space on axis 0."""
         for number, (name, (shape, format)) in enumerate(self.shapes.items(), start=1):
             array = arrays[name]
             shorter = number == len(self.shapes) and array.shape[:1] < shape[:1]
@@ -185,12 +175,7 @@ class DeviceBuffer:
             self._unrecorded.append(stream)
 
     def wait_for_readers(self, copy_stream: Stream) -> None:
-        """Make `copy_stream` wait until no stream reads the memory any more.
-
-        Raises
-        ------
-        CaptureError : a stream that used it is being captured, and cannot be waited for
-        """
+        """Make `copy_stream` wait until no stream reads the memory any more."""
         while self._readers:
             stream, event = next(iter(self._readers.items()))
             copy_stream.wait(event)
@@ -206,21 +191,13 @@ class DeviceBuffer:
             copy_stream.wait(self._unrecorded[-1])
             self._unrecorded.pop()
         if self._replaced:
-            self._device.run(_nothing, copy_stream, [old.owner for old in self._replaced])
+            # The stream keeps them alive until it gets here.
+            self._device.run(lambda: None, copy_stream, [old.owner for old in self._replaced])
             self._replaced.clear()
 
 
 class Uploader:
-    """Uploads arrays to the device on the copy stream, one copy at a time.
-
-    Parameters
-    ----------
-    stream : Stream, or a CuPy or torch stream; None: one of its own
-
-    Attributes
-    ----------
-    device, stream
-    """
+    """Uploads arrays to the device on the copy stream, its own if none is passed."""
 
     def __init__(self, device: Device, stream: Any = None) -> None:
         self.device = device
@@ -236,16 +213,9 @@ class Uploader:
     ) -> None:
         """Copy arrays that fit a layout to `target`, by way of `pinned`, and record its event.
 
-        Raises
-        ------
-        CaptureError : the copy stream, or a stream that used the memory, is being captured
-        DeviceError : the copy was refused; a failure of a copy stream that the user passed
-            surfaces here too
-
-        Notes
-        -----
-        Stream: the host waits for the last copy out of `pinned`, the copy stream for the readers of
-        `target`. After an error both may be used again.
+        The host waits for the last copy out of `pinned`, the copy stream for the readers of
+        `target`. After an error both may be used again. A failure of a copy stream that the user
+        passed surfaces here too.
         """
         self.recover()
         self._synchronize(pinned.copied)
@@ -253,7 +223,13 @@ class Uploader:
         whole = target.reserve(layout.num_bytes)
         num_bytes = layout.pack(arrays, pinned.bytes)
         target.wait_for_readers(self.stream)
-        source, copy = _heads(num_bytes, pinned.whole, whole)
+        source, copy = [  # the first bytes of both; slices would go through NumPy
+            ArrayView(
+                b.pointer, (num_bytes,), b.strides, b.format, b.device,
+                library=b.library, owner=b.owner,
+            )
+            for b in (pinned.whole, whole)
+        ]  # fmt: skip
         self.device.copy(copy, source, stream=self.stream)
         self.stream.record(pinned.copied)
         self._last = pinned.copied
@@ -261,10 +237,7 @@ class Uploader:
     def recover(self) -> None:
         """Make the stream fit for work: behind a failure that has not surfaced it would be skipped.
 
-        Raises
-        ------
-        CaptureError : the stream is being captured
-        DeviceError : the failure, if the user passed the stream
+        The failure is raised if the user passed the stream.
         """
         if self.stream.capturing:
             raise CaptureError(f"copy_stream: {self.stream.name} is being captured")
@@ -322,22 +295,17 @@ class TableBuffer:
 
     @property
     def shapes(self) -> Shapes:
-        """Shape and format of the tables, by name."""
         return self._layout.shapes
 
     def upload(self, arrays: Arrays) -> None:
-        """Upload arrays, behind the readers of those before them. See `Uploader.upload`.
-
-        Raises
-        ------
-        ValueError : the arrays do not fit the fixed shapes
-        """
+        """Upload arrays, behind the readers of those before them. See `Uploader.upload`."""
         if self._fixed:
             self._layout.check(arrays)
         else:
             signature = [(name, array.shape, array.dtype) for name, array in arrays.items()]
             if signature != self._signature:
-                self._layout, self._signature = Layout.of(arrays), signature
+                shapes = {name: (a.shape, formats.tag(a.dtype)) for name, a in arrays.items()}
+                self._layout, self._signature = Layout(shapes), signature
                 self._viewed = None
         pinned = self._pinned[self._uploads % len(self._pinned)]
         self._uploader.upload(arrays, self._layout, pinned, self.target)
@@ -359,16 +327,10 @@ class TableSource(Protocol):
         """Return the arrays that attention of this step reads."""
 
     def captured_shapes(self) -> Shapes:
-        """Return shape and format of the arrays that a captured step like this one reads.
-
-        Raises CaptureError or ValueError if it cannot be captured.
-        """
+        """Return what a captured step like this one reads; raise if it cannot be captured."""
 
     def captured_tables(self, shapes: Shapes) -> Arrays:
-        """Return arrays of these shapes; the last one may be shorter on axis 0.
-
-        Raises ValueError if the step does not fit.
-        """
+        """Return arrays of these shapes, the last perhaps shorter on axis 0; raise if none fit."""
 
     def before_launch(self, stream: Stream) -> None:
         """Let `stream` wait for what else the step needs, before a launch of a graph."""
@@ -388,16 +350,6 @@ class TableRing:
     ----------
     current : the step that is open, or None
     uploader, copy_stream : what uploads the tables, and on which stream
-
-    Raises
-    ------
-    TypeError, ValueError : `num_slots` is not an integer, or below 1
-
-    Notes
-    -----
-    Stream: the host waits for the last copy out of the pinned memory that it is about to write, and
-    for nothing else; the copy waits for the readers of the memory that it overwrites.
-    Bytes: those of the tables, once per step. Not for several threads at once.
     """
 
     def __init__(
@@ -407,10 +359,7 @@ class TableRing:
         num_slots: int,
         before_use: Callable[[Stream], object],
     ) -> None:
-        checks.require_int(num_slots, "num_slots")
-        if num_slots < 1:
-            raise ValueError(f"num_slots: expected at least 1, got {num_slots}")
-        self.device = device
+        positive_int(num_slots, "num_slots")
         shared = isinstance(copy_stream, Uploader)
         self.uploader: Uploader = copy_stream if shared else Uploader(device, copy_stream)
         self.before_use = before_use
@@ -423,12 +372,7 @@ class TableRing:
         return self.uploader.stream
 
     def open(self, source: TableSource) -> StepTables:
-        """Begin a step; nothing is put on any stream.
-
-        Raises
-        ------
-        KvcupyError : a step is open already
-        """
+        """Begin a step; nothing is put on any stream."""
         if self.current is not None:
             raise KvcupyError("a step is open already: close it first")
         self.current = StepTables(self, source)
@@ -464,22 +408,13 @@ class StepTables:
         """Return the tables, for work that is put on `stream` from now on.
 
         The first call of a step uploads them, the first for each further stream makes it wait.
+        After an error nothing is lost: the next call uploads the tables again.
 
         Returns
         -------
         Views of device memory, valid until the step is closed. While `stream` is captured: views of
         memory that stays where it is, to which every launch of the graph uploads the tables of the
         step that is open then
-
-        Raises
-        ------
-        KvcupyError : the step has been closed
-        ValueError, CaptureError : the source refuses; or a stream is captured by another library
-        DeviceError : the copy was refused or, where `stream` is the calling thread, has failed
-
-        Notes
-        -----
-        After an error nothing is lost: the next call uploads the tables again.
         """
         if self._closed:
             raise KvcupyError("the step is over: its tables are gone")
@@ -528,16 +463,7 @@ class StepTables:
 
 
 class CapturedTables:
-    """The tables that graphs captured in one step share.
-
-    Parameters
-    ----------
-    shapes : shape and format of each; those of a later step must fit
-
-    Attributes
-    ----------
-    buffer : where they stay
-    """
+    """The tables that graphs captured in one step share; those of a later step must fit."""
 
     def __init__(self, ring: TableRing, shapes: Shapes) -> None:
         self._ring = ring
@@ -546,13 +472,7 @@ class CapturedTables:
         self._step: Callable[[], StepTables | None] = lambda: None  # whose tables they are
 
     def before(self, stream: Stream) -> None:
-        """Upload the tables of the open step, once per step, before a launch on `stream`.
-
-        Raises
-        ------
-        KvcupyError : no step is open
-        ValueError : the step does not fit; nothing has been launched
-        """
+        """Upload the tables of the open step, once per step, before a launch on `stream`."""
         step = self._ring.current
         if step is None:
             raise KvcupyError("a graph that attends over the cache is launched outside of a step")
@@ -566,21 +486,6 @@ class CapturedTables:
     def after(self, stream: Stream) -> None:
         """Record that a launch on `stream` reads the tables."""
         self.buffer.target.read_by(stream)
-
-
-def _heads(num_bytes: int, *buffers: ArrayView) -> list[ArrayView]:
-    """Return the first bytes of each buffer, int8 (bytes,)."""
-    heads = []
-    for b in buffers:  # not by slices, which go through NumPy
-        head = ArrayView(
-            b.pointer, (num_bytes,), b.strides, b.format, b.device, library=b.library, owner=b.owner
-        )
-        heads.append(head)
-    return heads
-
-
-def _nothing() -> None:
-    """Do nothing: what matters is what the stream keeps alive until it gets here."""
 
 
 def _rounded(num_bytes: int) -> int:
