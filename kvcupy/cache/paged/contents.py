@@ -86,7 +86,8 @@ class Contents:
             format = "bf16" if FORMATS[self._pool.dtype].quantised else self._pool.dtype
             if dtype is not None:
                 format = call.format_name(dtype)
-            k, v = (self._zeros(part, stop - start, format, own) for part in self._bits[0])
+            user = None if stream is None else own
+            k, v = (self._zeros(part, stop - start, format, user) for part in self._bits[0])
             slots = self._slots(sequence, start, stop, own)
             if start < stop:
                 for layer, arguments in enumerate(self._arguments):
