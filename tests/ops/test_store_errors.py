@@ -57,20 +57,20 @@ BAD_SCALES = (
 )
 
 
-def rows_of_either(x, cache, width):
+def rows_of_either(rows, cache, width):
     """Yield the argument, what is wrong, its value, the error, and what the message names."""
-    yield x, "1-D", bf16(6), ValueError, x
-    yield x, "4-D", bf16(6, 2, 1, width), ValueError, x
-    yield x, "2-D", bf16(6, 2 * width), ValueError, f"{x}|{cache}"
-    yield x, "heads", bf16(6, 3, width), ValueError, f"{x}|{cache}"
-    yield x, "width", bf16(6, 2, width + 1), ValueError, f"{x}|{cache}"
-    yield x, "float64", array(np.float64, 6, 2, width), TypeError, x
-    yield x, "untagged", array(np.uint16, 6, 2, width), TypeError, x
-    yield x, "list", [[[1.0]]], TypeError, x
-    yield x, "None", None, TypeError, x
-    yield x, "few", bf16(5, 2, width), ValueError, f"{x}|slot_mapping"
-    yield x, "last dimension strided", bf16(6, 2, 2 * width, cut=stepped), ValueError, x
-    yield x, "last dimension reversed", bf16(6, 2, width, cut=backwards), ValueError, x
+    yield rows, "1-D", bf16(6), ValueError, rows
+    yield rows, "4-D", bf16(6, 2, 1, width), ValueError, rows
+    yield rows, "2-D", bf16(6, 2 * width), ValueError, f"{rows}|{cache}"
+    yield rows, "heads", bf16(6, 3, width), ValueError, f"{rows}|{cache}"
+    yield rows, "width", bf16(6, 2, width + 1), ValueError, f"{rows}|{cache}"
+    yield rows, "float64", array(np.float64, 6, 2, width), TypeError, rows
+    yield rows, "untagged", array(np.uint16, 6, 2, width), TypeError, rows
+    yield rows, "list", [[[1.0]]], TypeError, rows
+    yield rows, "None", None, TypeError, rows
+    yield rows, "few", bf16(5, 2, width), ValueError, f"{rows}|slot_mapping"
+    yield rows, "last dimension strided", bf16(6, 2, 2 * width, cut=stepped), ValueError, rows
+    yield rows, "last dimension reversed", bf16(6, 2, width, cut=backwards), ValueError, rows
     yield cache, "1-D", bf16(16), ValueError, cache
     yield cache, "5-D", bf16(2, 4, 1, 2, width), ValueError, cache
     yield cache, "heads", bf16(8, 3, width), ValueError, cache
@@ -162,7 +162,7 @@ def refused_calls():
             changes = others | {argument: value}
             yield "store_kv", f"{argument} {wrong}", changes, error, argument
     part = parts("fp32", 9, 2, **INT8, k_scale_cache=s_[:8], v_scale_cache=s_[1:])
-    for wrong, changes in (("one", one_scale_cache), ("overlap", part)):
+    for wrong, changes in (("are one", one_scale_cache), ("overlap", part)):
         yield "store_kv", f"scale caches {wrong}", changes, ValueError, "|".join(SCALE_CACHES)
     for spans in OVERLAPS:
         (x, a), (y, b) = spans.items()
@@ -182,19 +182,19 @@ def refused_calls():
 # fmt: on
 
 
-CALLS = {f"{operation}: {wrong}": (operation, *row) for operation, wrong, *row in refused_calls()}
-
-
-@pytest.mark.parametrize("wrong", CALLS)
-def test_wrong_arguments(device, wrong):
-    operation, changes, error, names = CALLS[wrong]
+@pytest.mark.parametrize(
+    ("operation", "changes", "error", "names"),
+    [pytest.param(op, *row, id=f"{op}: {wrong}") for op, wrong, *row in refused_calls()],
+)
+def test_wrong_arguments(device, operation, changes, error, names):
     case = Case(device, 34)
-    valid = {
-        "store_kv": lambda: zip(("key", "value", "k_cache", "v_cache"), small(case), strict=True),
-        "store_mla": lambda: zip(("latent", "rope_key", "cache"), mla(case), strict=True),
+    arguments, make = {
+        "store_kv": (("key", "value", "k_cache", "v_cache"), small),
+        "store_mla": (("latent", "rope_key", "cache"), mla),
     }[operation]
-    call = {name: arg.array for name, arg in valid()}
-    call = changed(case, call | {"slot_mapping": case.slots(range(6)).array}, changes)
+    call = dict(zip(arguments, (arg.array for arg in make(case)), strict=True))
+    call["slot_mapping"] = case.slots(range(6)).array
+    call = changed(case, call, changes)
     refused(case, lambda: getattr(kv, operation)(**call), error, names)
 
 

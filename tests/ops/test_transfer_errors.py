@@ -80,12 +80,12 @@ def refused_calls():
     latents = {"src_pool": pool(latent=8), "dst_pool": pool(latent=9)}
     yield "latents of unlike widths", latents, ValueError, "dst_pool"
     for scales, convert in ((a, b) for a in (False, True) for b in (False, True)):
-        one = {
+        scaled = {
             "src_pool": pool(fmt="int8", scales=scales),
             "dst_pool": pool("page_first", "int8", scales=not scales),
         }
         wrong = f"scales of one side {scales} {convert}"
-        yield wrong, one | {"convert": convert}, ValueError, "dst_pool"
+        yield wrong, scaled | {"convert": convert}, ValueError, "dst_pool"
     yield "unlike 8-bit formats", formats("fp8_e4m3", "fp8_e5m2"), ValueError, "dst_pool"
     for src, dst in (("bf16", "fp16"), ("bf16", "int8"), ("fp8_e4m3", "int8")):
         copied = formats(src, dst) | {"convert": True, "method": "copy"}
@@ -97,27 +97,24 @@ def refused_calls():
             yield f"{name} {np.dtype(dtype).name}", {name: array(dtype, 3)}, TypeError, name
         for shape in ((3, 1), (1, 3), (), (3, 0)):
             yield f"{name} of shape {shape}", {name: array(np.int64, *shape)}, ValueError, name
-        two = {name: lambda c: c.indices([0, 1]).array}
+        shorter = {name: lambda c: c.indices([0, 1]).array}
         for wrong, changes in (
-            ("longer", {name: [*pages, 6]}), ("empty", {name: []}), ("shorter array", two),
+            ("longer", {name: [*pages, 6]}), ("empty", {name: []}), ("shorter array", shorter),
         ):
             yield f"{name} {wrong}", changes, ValueError, "src_pages|dst_pages"
 
     # An error comes before a fault, and if there is nothing to do
     outside = {"src_pages": [0, 99], "dst_pages": [1, 2], "dst_pool": pool()}
-    none = {"src_pages": [], "dst_pages": []}
+    no_pages = {"src_pages": [], "dst_pages": []}
     for method in METHODS:
         for name, value in (("layers", [0, 7]), ("max_blocks", 0)):
             changes = outside | {"method": method, name: value}
             yield f"{name} by {method}, and a page outside", changes, ValueError, name
-    yield "other format, no pages", none | formats("bf16", "fp16"), ValueError, "dst_pool"
+    yield "other format, no pages", no_pages | formats("bf16", "fp16"), ValueError, "dst_pool"
     for name, value in (("method", "fast"), ("layers", 3)):
-        changes = none | {"dst_pool": the_source, name: value}
+        changes = no_pages | {"dst_pool": the_source, name: value}
         yield f"{name} of one pool, no pages", changes, ValueError, name
 # fmt: on
-
-
-CALLS = {name: row for name, *row in refused_calls()}
 
 
 def refused(case, call, error, name):
@@ -129,9 +126,10 @@ def refused(case, call, error, name):
     case.finish()
 
 
-@pytest.mark.parametrize("wrong", CALLS)
-def test_wrong_arguments(device, wrong):
-    changes, error, name = CALLS[wrong]
+@pytest.mark.parametrize(
+    ("changes", "error", "name"), [pytest.param(*row, id=wrong) for wrong, *row in refused_calls()]
+)
+def test_wrong_arguments(device, changes, error, name):
     case = TransferCase(device, 1)
     src, dst = case.pool(pages=9).pool, case.pool("page_first", pages=7).pool
     call = {"src_pool": src, "dst_pool": dst, "src_pages": SRC, "dst_pages": DST}
