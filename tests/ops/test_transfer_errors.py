@@ -6,159 +6,115 @@ import re
 
 import numpy as np
 import pytest
+from refused_calls import BOTH, array, changed
 from transfer_cases import METHODS, TransferCase
 
 import kvcupy as kv
 
-BOTH = (TypeError, ValueError)
 SRC, DST = [2, 5, 0], [4, 1, 3]
+POOLS, PAGES = ("src_pool", "dst_pool"), ("src_pages", "dst_pages")
 
 
-def giving(**changes):
-    return lambda c: changes
+def pool(layout="layer_first", fmt="bf16", **geometry):
+    return lambda c: c.pool(layout, fmt, **geometry).pool
 
 
-def other_pool(side, **geometry):
-    """Replace one of the pools."""
-    return lambda c: {side: c.pool(**{"pages": 7, **geometry}).pool}
+def formats(src, dst):
+    return {"src_pool": pool(fmt=src), "dst_pool": pool(fmt=dst)}
 
 
-def quantised(src_scales, dst_scales, **options):
-    return lambda c: {
-        "src_pool": c.pool(fmt="int8", scales=src_scales).pool,
-        "dst_pool": c.pool("page_first", "int8", scales=dst_scales).pool,
-        **options,
-    }
+def the_source(case):
+    """The source of the valid call, as its target too."""
+    return case.pools[0].pool
 
 
-def formats(src, dst, **options):
-    return lambda c: {"src_pool": c.pool(fmt=src).pool, "dst_pool": c.pool(fmt=dst).pool, **options}
+# fmt: off
+UNLIKE = {
+    "page_size": {"page_size": 5},
+    "layers": {"layers": 4},
+    "heads": {"heads": 3},
+    "width of K": {"widths": (7, 6)},
+    "width of V": {"widths": (8, 8)},
+    "widths exchanged": {"widths": (6, 8)},
+    "heads and widths of as many bytes": {"heads": 4, "widths": (4, 3)},
+    "format": {"fmt": "fp16"},
+    "quantised format": {"fmt": "int8"},
+    "format of as many bytes": {"fmt": "fp8_e4m3", "widths": (16, 12)},
+    "a latent of one head": {"latent": 8},
+    "a latent of as many bytes": {"latent": 16},
+}
+#: Values that are refused, by the error and the argument.
+VALUES = (
+    (TypeError, POOLS, (None, "pool", 3, np.zeros((2, 3, 4, 2, 8), np.float32))),
+    (ValueError, ("method",), ("fast", "", "KERNEL")),
+    (BOTH, ("method",), (None, 3, ["kernel"])),
+    (ValueError, ("layers",), (3, -1, 2**40, [0, 3], [-1], [1, 1], [0, 2, 0], np.int64(3))),
+    (TypeError, ("layers",), (True, False, 1.0, "0", [True], [0, False], [0.0, 1.0], [[0, 1]],
+                              [None], ["1"])),
+    (ValueError, ("max_blocks",), (0, -1, -(2**40))),
+    (TypeError, ("max_blocks",), (True, False, 2.0, "2", [2])),
+    (BOTH, PAGES, ([0.0, 1.0, 2.0], [True, 1, 2], ["0", "1", "2"], [None] * 3, [[0], [1], [2]],
+                   3, "012")),
+    (TypeError, PAGES, (None,)),
+    (TypeError, ("stream",), ("main", 7)),
+)
 
 
-def error_cases():
-    """Yield (id, error, the argument that the message names, changes to a valid call)."""
-    for side in ("src_pool", "dst_pool"):
-        for value in (None, "pool", 3, np.zeros((2, 3, 4, 2, 8), np.float32)):
-            yield f"{side} {type(value).__name__}", TypeError, side, giving(**{side: value})
-        yield (
-            f"{side} an array of a pool",
-            TypeError,
-            side,
-            lambda c, s=side: {s: c.pool().pool.k(0)},
-        )
+def refused_calls():
+    """Yield (id, changes to a valid call, error, the argument that the message names)."""
+    for error, arguments, values in VALUES:
+        for name, value in ((name, value) for name in arguments for value in values):
+            shown = type(value).__name__ if name in POOLS else repr(value)
+            yield f"{name} {shown}", {name: value}, error, name
 
-    unlike = {
-        "page_size": {"page_size": 5},
-        "layers": {"layers": 4},
-        "heads": {"heads": 3},
-        "width of K": {"widths": (7, 6)},
-        "width of V": {"widths": (8, 8)},
-        "widths exchanged": {"widths": (6, 8)},
-        "heads and widths of as many bytes": {"heads": 4, "widths": (4, 3)},
-        "format": {"fmt": "fp16"},
-        "quantised format": {"fmt": "int8"},
-        "format of as many bytes": {"fmt": "fp8_e4m3", "widths": (16, 12)},
-        "a latent of one head": {"latent": 8},
-        "a latent of as many bytes": {"latent": 16},
-    }
-    for name, geometry in unlike.items():
-        for convert in (False, True):
-            if convert and geometry.keys() == {"fmt"}:
-                continue  # that is what converting is for
-            for side in ("src_pool", "dst_pool"):
-                yield (
-                    f"{side} {name} {convert}",
-                    ValueError,
-                    "dst_pool",
-                    lambda c, s=side, g=geometry, v=convert: {
-                        **other_pool(s, **g)(c),
-                        "convert": v,
-                    },
-                )
-    yield (
-        "latents of unlike widths",
-        ValueError,
-        "dst_pool",
-        lambda c: {"src_pool": c.pool(latent=8).pool, "dst_pool": c.pool(latent=9).pool},
-    )
-    for src_scales, convert in ((a, b) for a in (False, True) for b in (False, True)):
-        yield (
-            f"scales of one side {src_scales} {convert}",
-            ValueError,
-            "dst_pool",
-            quantised(src_scales, not src_scales, convert=convert),
-        )
-    yield "unlike 8-bit formats", ValueError, "dst_pool", formats("fp8_e4m3", "fp8_e5m2")
+    # Pools
+    for name in POOLS:
+        part_of_pool = {name: lambda c: c.pool().pool.k(0)}
+        yield f"{name} an array of a pool", part_of_pool, TypeError, name
+        for unlike, geometry in UNLIKE.items():
+            for convert in (False, True):
+                if convert and geometry.keys() == {"fmt"}:
+                    continue  # that is what converting is for
+                changes = {name: pool(pages=7, **geometry), "convert": convert}
+                yield f"{name} {unlike} {convert}", changes, ValueError, "dst_pool"
+    latents = {"src_pool": pool(latent=8), "dst_pool": pool(latent=9)}
+    yield "latents of unlike widths", latents, ValueError, "dst_pool"
+    for scales, convert in ((a, b) for a in (False, True) for b in (False, True)):
+        scaled = {
+            "src_pool": pool(fmt="int8", scales=scales),
+            "dst_pool": pool("page_first", "int8", scales=not scales),
+        }
+        wrong = f"scales of one side {scales} {convert}"
+        yield wrong, scaled | {"convert": convert}, ValueError, "dst_pool"
+    yield "unlike 8-bit formats", formats("fp8_e4m3", "fp8_e5m2"), ValueError, "dst_pool"
     for src, dst in (("bf16", "fp16"), ("bf16", "int8"), ("fp8_e4m3", "int8")):
-        yield (
-            f"copy that converts {src} to {dst}",
-            ValueError,
-            "method",
-            formats(src, dst, convert=True, method="copy"),
-        )
+        copied = formats(src, dst) | {"convert": True, "method": "copy"}
+        yield f"copy that converts {src} to {dst}", copied, ValueError, "method"
 
-    for method in ("fast", "", "KERNEL"):
-        yield f"method {method!r}", ValueError, "method", giving(method=method)
-    for method in (None, 3, ["kernel"]):
-        yield f"method {method}", BOTH, "method", giving(method=method)
-    for layers in (3, -1, 2**40, [0, 3], [-1], [1, 1], [0, 2, 0], np.int64(3)):
-        yield f"layers {layers!r}", ValueError, "layers", giving(layers=layers)
-    for layers in (True, False, 1.0, "0", [True], [0, False], [0.0, 1.0], [[0, 1]], [None], ["1"]):
-        yield f"layers {layers!r}", TypeError, "layers", giving(layers=layers)
-    for max_blocks in (0, -1, -(2**40)):
-        yield (
-            f"max_blocks {max_blocks}",
-            ValueError,
-            "max_blocks",
-            giving(max_blocks=max_blocks),
-        )
-    for max_blocks in (True, False, 2.0, "2", [2]):
-        yield (
-            f"max_blocks {max_blocks}",
-            TypeError,
-            "max_blocks",
-            giving(max_blocks=max_blocks),
-        )
-
-    for side in ("src_pages", "dst_pages"):
-        pages = SRC if side == "src_pages" else DST
+    # Pages
+    for name, pages in zip(PAGES, (SRC, DST), strict=True):
         for dtype in (np.float32, np.float64, np.int16, np.uint8, np.uint64, np.bool_):
-            yield (
-                f"{side} {np.dtype(dtype).name}",
-                TypeError,
-                side,
-                lambda c, s=side, d=dtype: {s: c.device.zeros((3,), d)},
-            )
+            yield f"{name} {np.dtype(dtype).name}", {name: array(dtype, 3)}, TypeError, name
         for shape in ((3, 1), (1, 3), (), (3, 0)):
-            yield (
-                f"{side} of shape {shape}",
-                ValueError,
-                side,
-                lambda c, s=side, n=shape: {s: c.device.zeros(n, np.int64)},
-            )
-        for value in ([0.0, 1.0, 2.0], [True, 1, 2], ["0", "1", "2"], [None] * 3, [[0], [1], [2]]):
-            yield f"{side} {value}", BOTH, side, giving(**{side: value})
-        yield f"{side} a number", BOTH, side, giving(**{side: 3})
-        yield f"{side} None", TypeError, side, giving(**{side: None})
-        yield f"{side} a string", BOTH, side, giving(**{side: "012"})
-        yield (
-            f"{side} longer",
-            ValueError,
-            "src_pages|dst_pages",
-            giving(**{side: [*pages, 6]}),
-        )
-        yield f"{side} empty", ValueError, "src_pages|dst_pages", giving(**{side: []})
-        yield (
-            f"{side} shorter array",
-            ValueError,
-            "src_pages|dst_pages",
-            lambda c, s=side: {s: c.indices([0, 1]).array},
-        )
-    for stream in ("main", 7):
-        yield f"stream {stream}", TypeError, "stream", giving(stream=stream)
+            yield f"{name} of shape {shape}", {name: array(np.int64, *shape)}, ValueError, name
+        shorter = {name: lambda c: c.indices([0, 1]).array}
+        for wrong, changes in (
+            ("longer", {name: [*pages, 6]}), ("empty", {name: []}), ("shorter array", shorter),
+        ):
+            yield f"{name} {wrong}", changes, ValueError, "src_pages|dst_pages"
 
-
-CASES = {name: rest for name, *rest in error_cases()}
+    # An error comes before a fault, and if there is nothing to do
+    outside = {"src_pages": [0, 99], "dst_pages": [1, 2], "dst_pool": pool()}
+    no_pages = {"src_pages": [], "dst_pages": []}
+    for method in METHODS:
+        for name, value in (("layers", [0, 7]), ("max_blocks", 0)):
+            changes = outside | {"method": method, name: value}
+            yield f"{name} by {method}, and a page outside", changes, ValueError, name
+    yield "other format, no pages", no_pages | formats("bf16", "fp16"), ValueError, "dst_pool"
+    for name, value in (("method", "fast"), ("layers", 3)):
+        changes = no_pages | {"dst_pool": the_source, name: value}
+        yield f"{name} of one pool, no pages", changes, ValueError, name
+# fmt: on
 
 
 def refused(case, call, error, name):
@@ -170,39 +126,14 @@ def refused(case, call, error, name):
     case.finish()
 
 
-@pytest.mark.parametrize("wrong", CASES)
-def test_wrong_arguments(device, wrong):
-    error, name, change = CASES[wrong]
+@pytest.mark.parametrize(
+    ("changes", "error", "name"), [pytest.param(*row, id=wrong) for wrong, *row in refused_calls()]
+)
+def test_wrong_arguments(device, changes, error, name):
     case = TransferCase(device, 1)
-    call = {
-        "src_pool": case.pool(pages=9).pool,
-        "dst_pool": case.pool("page_first", pages=7).pool,
-        "src_pages": SRC,
-        "dst_pages": DST,
-        **change(case),
-    }
-    refused(case, call, error, name)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_an_error_comes_before_a_fault(device, method):
-    """With a wrong option, pages past the end are neither transferred nor recorded."""
-    case = TransferCase(device, 2)
-    src, dst = case.pool().pool, case.pool().pool
-    call = {"src_pool": src, "dst_pool": dst, "src_pages": [0, 99], "dst_pages": [1, 2]}
-    refused(case, {**call, "method": method, "layers": [0, 7]}, ValueError, "layers")
-    refused(case, {**call, "method": method, "max_blocks": 0}, ValueError, "max_blocks")
-
-
-def test_errors_of_nothing_to_do(device):
-    """Arguments are checked even if there is no page to move."""
-    case = TransferCase(device, 3)
-    src, dst = case.pool().pool, case.pool(fmt="fp16").pool
-    none = {"src_pages": [], "dst_pages": []}
-    refused(case, {"src_pool": src, "dst_pool": dst, **none}, ValueError, "dst_pool")
-    same = {"src_pool": src, "dst_pool": src, **none}
-    refused(case, {**same, "method": "fast"}, ValueError, "method")
-    refused(case, {**same, "layers": 3}, ValueError, "layers")
+    src, dst = case.pool(pages=9).pool, case.pool("page_first", pages=7).pool
+    call = {"src_pool": src, "dst_pool": dst, "src_pages": SRC, "dst_pages": DST}
+    refused(case, changed(case, call, changes), error, name)
 
 
 @pytest.mark.parametrize("name", ["src_pool", "dst_pool", "method", "layers", "max_blocks"])
