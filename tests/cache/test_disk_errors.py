@@ -204,20 +204,58 @@ def test_what_the_disk_cannot_read_is_a_miss(tier, monkeypatch, caplog):
 # --- Arguments ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"num_bytes": 12287}, ValueError, "num_bytes: expected at least 12288, .* got 12287"),
-        ({"num_bytes": 1e9}, TypeError, "num_bytes: expected an int"),
-        ({"page_bytes": 0}, ValueError, "page_bytes: expected 1 to 4294967295, got 0"),
-        ({"page_bytes": 2**32}, ValueError, "page_bytes: expected 1 to 4294967295"),
-        ({"page_bytes": True}, TypeError, "page_bytes: expected an int"),
-        ({"num_threads": 0}, ValueError, "num_threads: expected at least 1, got 0"),
-        ({"identity": {"heads": 8}}, TypeError, "identity: expected names and values that are str"),
-        ({"identity": "heads"}, TypeError, "identity: expected names"),
-        ({"identity": {"a": "b" * 4096}}, ValueError, "identity: expected at most 40.. bytes"),
-    ],
-)
+# fmt: off
+TIERS = [
+    ({"num_bytes": 12287}, ValueError, "num_bytes: expected at least 12288, .* got 12287"),
+    ({"num_bytes": 1e9}, TypeError, "num_bytes: expected an int"),
+    ({"page_bytes": 0}, ValueError, "page_bytes: expected 1 to 4294967295, got 0"),
+    ({"page_bytes": 2**32}, ValueError, "page_bytes: expected 1 to 4294967295"),
+    ({"page_bytes": True}, TypeError, "page_bytes: expected an int"),
+    ({"num_threads": 0}, ValueError, "num_threads: expected at least 1, got 0"),
+    ({"identity": {"heads": 8}}, TypeError, "identity: expected names and values that are str"),
+    ({"identity": "heads"}, TypeError, "identity: expected names"),
+    ({"identity": {"a": "b" * 4096}}, ValueError, "identity: expected at most 40.. bytes"),
+]
+
+PATHS = [
+    ("/dev/null", ValueError, "disk: expected the name of a file, got /dev/null"),
+    ("/", IsADirectoryError, "'/'"),
+    ("/nowhere/tier", FileNotFoundError, "/nowhere"),
+]
+
+PAGE = memoryview(bytearray(PAGE_BYTES))
+SHORT, GAPS = PAGE[1:], memoryview(bytearray(2 * PAGE_BYTES))[::2]
+GOOD = (1, 1, PAGE)
+
+ITEMS = [  # (slot, hash, memory)
+    ((6, 1, PAGE), ValueError, "slot: expected 0 to 5, got 6"),
+    ((-1, 1, PAGE), ValueError, "slot: expected 0 to 5, got -1"),
+    ((1.0, 1, PAGE), TypeError, "slot: expected an int"),
+    ((0, "1", PAGE), TypeError, "hash: expected an int"),
+    ((0, 2**127, PAGE), ValueError, "hash: expected an int of at most 128 bits"),
+    ((0, 1, SHORT), ValueError, "NAME: expected 5000 bytes, got 4999"),
+    ((0, 1, b"abc"), TypeError, "NAME: expected memoryviews, got int"),
+    ((0, 1, GAPS), ValueError, "NAME: expected contiguous"),
+]
+
+CALLS = [
+    *((call, error, message.replace("NAME", name))
+      for item, error, message in ITEMS for name, call in [
+        ("data", lambda tier, item=item: tier.write(*item)),
+        ("data", lambda tier, item=item: tier.write_many([GOOD, item])),
+        ("into", lambda tier, item=item: tier.read(*item)),
+        ("into", lambda tier, item=item: tier.read_many([GOOD, item])),
+    ]),
+    (lambda tier: tier.read(0, 1, memoryview(bytes(PAGE_BYTES))), ValueError,
+     "into: expected writable memory"),
+    (lambda tier: tier.write_many([(1, 5, contents(5)), (2, 6, contents(6)), (1, 7, contents(7))]),
+     ValueError, "items: expected no slot twice"),
+    (lambda tier: tier.drop(6), ValueError, "slot: expected 0 to 5, got 6"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), TIERS)
 def test_arguments_of_a_tier(path, changes, error, message):
     arguments = {"num_bytes": 10**6, "page_bytes": 4096, "identity": {}, **changes}
     with pytest.raises(error, match=message):
@@ -225,58 +263,19 @@ def test_arguments_of_a_tier(path, changes, error, message):
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    ("path", "error", "message"),
-    [
-        ("/dev/null", ValueError, "disk: expected the name of a file, got /dev/null"),
-        ("/", IsADirectoryError, "'/'"),
-        ("/nowhere/tier", FileNotFoundError, "/nowhere"),
-    ],
-)
+@pytest.mark.parametrize(("path", "error", "message"), PATHS)
 def test_paths_that_are_no_files(path, error, message):
     with pytest.raises(error, match=message):
         open_tier(path)
 
 
-@pytest.mark.parametrize(
-    ("slot", "block_hash", "memory", "error", "message"),
-    [
-        (6, 1, PAGE_BYTES, ValueError, "slot: expected 0 to 5, got 6"),
-        (-1, 1, PAGE_BYTES, ValueError, "slot: expected 0 to 5, got -1"),
-        (1.0, 1, PAGE_BYTES, TypeError, "slot: expected an int"),
-        (0, "1", PAGE_BYTES, TypeError, "hash: expected an int"),
-        (0, 2**127, PAGE_BYTES, ValueError, "hash: expected an int of at most 128 bits"),
-        (0, 1, PAGE_BYTES - 1, ValueError, "NAME: expected 5000 bytes, got 4999"),
-        (0, 1, b"abc", TypeError, "NAME: expected memoryviews, got int"),
-        (0, 1, memoryview(bytearray(2 * PAGE_BYTES))[::2], ValueError, "NAME: expected contiguous"),
-    ],
-)
-def test_arguments_of_reads_and_writes(tier, slot, block_hash, memory, error, message):
+@pytest.mark.parametrize(("call", "error", "message"), CALLS)
+def test_arguments_of_reads_and_writes(tier, call, error, message):
     write(tier, 0, 1)
-    if isinstance(memory, int):
-        memory = memoryview(bytearray(memory))
-    good = (1, 1, memoryview(bytearray(PAGE_BYTES)))
-    item = (slot, block_hash, memory)
-    for name, call in (
-        ("data", lambda: tier.write(*item)),
-        ("data", lambda: tier.write_many([good, item])),
-        ("into", lambda: tier.read(*item)),
-        ("into", lambda: tier.read_many([good, item])),
-    ):
-        with pytest.raises(error, match=message.replace("NAME", name)):
-            call()
+    with pytest.raises(error, match=message):
+        call(tier)
     assert tier.entries() == [(1, 0)]
     assert reads(tier, 0, 1)
-
-
-def test_memory_to_read_into_is_writable_and_slots_of_a_batch_differ(tier):
-    with pytest.raises(ValueError, match="into: expected writable memory"):
-        tier.read(0, 1, memoryview(bytes(PAGE_BYTES)))
-    with pytest.raises(ValueError, match="items: expected no slot twice"):
-        tier.write_many([(1, 5, contents(5)), (2, 6, contents(6)), (1, 7, contents(7))])
-    assert tier.entries() == []
-    with pytest.raises(ValueError, match="slot: expected 0 to 5, got 6"):
-        tier.drop(6)
 
 
 # --- Helpers --------------------------------------------------------------------------------------

@@ -62,83 +62,84 @@ def capture(names, lens, **options):
     return call
 
 
-def capture_outside(world, decoder):
-    with world.streams["compute"].capture():
-        attend(world, 1)
-
-
-def capture_without_out(world, decoder):
-    with world.cache.forward("a", [1]), world.streams["compute"].capture():
-        attend(world, 1, out=False)
-
-
-def capture_page_lists(world, decoder):
-    with world.cache.forward("a", [1]), world.streams["compute"].capture():
-        world.cache.page_table_csr(stream=world.streams["compute"])
-
-
-def capture_get(world, decoder):
-    with world.streams["compute"].capture():
-        world.cache.get_kv("a", 0, 3, stream=world.streams["compute"])
-
-
-def capture_set(world, decoder):
-    _, key, value, _ = world.rows(2)
-    with world.streams["compute"].capture():
-        world.cache.set_kv("b", 0, key, value, stream=world.streams["compute"])
-
-
-def step(world, decoder):
-    with world.cache.forward("a", [1]):
-        attend(world, 1)
-
-
-def captured_copies(call):
-    """Something that puts a copy on the copy stream, while that is captured."""
+def captured(call, on="compute"):
+    """Call while a stream is captured."""
 
     def calls(world, decoder):
-        with world.streams["copy"].capture():
+        with world.streams[on].capture():
             call(world, decoder)
 
     return calls
 
 
-ERRORS = {
-    "launch, no step": (launch, kv.KvcupyError, "outside of a step"),
-    "launch, many": (launch_in_a_step("abc", [1] * 3), ValueError, "append_lengths.*at most 2"),
-    "launch, prefill": (launch_in_a_step("a", [2]), ValueError, "append_lengths.*got 2 for 1"),
-    "launch, tree": (
-        launch_in_a_step("a", [1], token_tree=[[-1]]), ValueError, "append_lengths.*one token",
-    ),
-    "launch, long": (launch_in_a_step("al", [1, 1]), ValueError, "seqs.*max_seq_len.*got 5"),
-    "launch, captured": (launch_in_another_capture, kv.CaptureError, "part of another"),
-    "launch, failed": (launch_a_capture_that_failed, kv.CaptureError, "did not end well"),
-    "capture, prefill": (capture("ab", [1, 2]), kv.CaptureError, "one token a sequence"),
-    "capture, tree": (capture("a", [1], token_tree=[[-1]]), kv.CaptureError, "one token a seq"),
-    "capture, no step": (capture_outside, kv.KvcupyError, "no step is running"),
-    "capture, no out": (capture_without_out, kv.CaptureError, "outside the capture"),
-    "capture, page lists": (capture_page_lists, kv.CaptureError, "page_table_csr"),
-    "capture, get_kv": (capture_get, kv.CaptureError, "is being captured"),
-    "capture, set_kv": (capture_set, kv.CaptureError, "is being captured"),
-    "copies captured, step": (
-        captured_copies(step), kv.CaptureError, "copy_stream",
-    ),
-    "copies captured, launch": (
-        captured_copies(launch_in_a_step("a", [1])), kv.CaptureError, "copy_stream",
-    ),
-    "copies captured, fork": (
-        captured_copies(lambda world, _: world.cache.fork_sequence("a", "f", 7)),
-        kv.CaptureError, "is being captured",
-    ),
-    "copies captured, begin": (
-        captured_copies(lambda world, _: world.cache.begin_forward("s", [1])),
-        kv.CaptureError, "is being captured",
-    ),
-    "copies captured, commit": (
-        captured_copies(lambda world, _: world.cache.commit_token_tree("t", [2])),
-        kv.CaptureError, "is being captured",
-    ),
-}  # fmt: skip
+def captured_in_a_step(call):
+    """Call in the capture of a step of one token."""
+
+    def calls(world, decoder):
+        with world.cache.forward("a", [1]), world.streams["compute"].capture():
+            call(world)
+
+    return calls
+
+
+def get(world, _):
+    world.cache.get_kv("a", 0, 3, stream=world.streams["compute"])
+
+
+def set_rows(world, _):
+    _, key, value, _ = world.rows(2)
+    world.cache.set_kv("b", 0, key, value, stream=world.streams["compute"])
+
+
+def page_lists(world):
+    world.cache.page_table_csr(stream=world.streams["compute"])
+
+
+def step(world, _):
+    with world.cache.forward("a", [1]):
+        attend(world, 1)
+
+
+def fork(world, _):
+    world.cache.fork_sequence("a", "f", 7)
+
+
+def begin(world, _):
+    world.cache.begin_forward("s", [1])
+
+
+def commit(world, _):
+    world.cache.commit_token_tree("t", [2])
+
+
+# What is refused, the call, the error, what the message says.
+
+# fmt: off
+ERRORS = [
+    ("launch, no step", launch, kv.KvcupyError, "outside of a step"),
+    ("launch, many", launch_in_a_step("abc", [1] * 3), ValueError, "append_lengths.*at most 2"),
+    ("launch, prefill", launch_in_a_step("a", [2]), ValueError, "append_lengths.*got 2 for 1"),
+    ("launch, tree", launch_in_a_step("a", [1], token_tree=[[-1]]), ValueError,
+     "append_lengths.*one token"),
+    ("launch, long", launch_in_a_step("al", [1, 1]), ValueError, "seqs.*max_seq_len.*got 5"),
+    ("launch, captured", launch_in_another_capture, kv.CaptureError, "part of another"),
+    ("launch, failed", launch_a_capture_that_failed, kv.CaptureError, "did not end well"),
+    ("capture, prefill", capture("ab", [1, 2]), kv.CaptureError, "one token a sequence"),
+    ("capture, tree", capture("a", [1], token_tree=[[-1]]), kv.CaptureError, "one token a seq"),
+    ("capture, no step", captured(lambda w, _: attend(w, 1)), kv.KvcupyError, "no step is running"),
+    ("capture, no out", captured_in_a_step(lambda w: attend(w, 1, out=False)), kv.CaptureError,
+     "outside the capture"),
+    ("capture, page lists", captured_in_a_step(page_lists), kv.CaptureError, "page_table_csr"),
+    ("capture, get_kv", captured(get), kv.CaptureError, "is being captured"),
+    ("capture, set_kv", captured(set_rows), kv.CaptureError, "is being captured"),
+    ("copies captured, step", captured(step, "copy"), kv.CaptureError, "copy_stream"),
+    ("copies captured, launch", captured(launch_in_a_step("a", [1]), "copy"), kv.CaptureError,
+     "copy_stream"),
+    ("copies captured, fork", captured(fork, "copy"), kv.CaptureError, "is being captured"),
+    ("copies captured, begin", captured(begin, "copy"), kv.CaptureError, "is being captured"),
+    ("copies captured, commit", captured(commit, "copy"), kv.CaptureError, "is being captured"),
+]
+# fmt: on
 
 
 def state(cache):
@@ -178,10 +179,12 @@ def around_an_error(world, call, kind, message):
     return world.results("abcstf")
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_all_goes_on(device, name):
+@pytest.mark.parametrize(
+    ("call", "error", "message"), [pytest.param(*row, id=what) for what, *row in ERRORS]
+)
+def test_all_goes_on(device, call, error, message):
     options = {"copy": "given", "max_seq_len": 12, "tokens": 40, "steps": 30}
-    check(device, lambda world: around_an_error(world, *ERRORS[name]), **options)
+    check(device, lambda world: around_an_error(world, call, error, message), **options)
 
 
 def test_a_refused_launch_puts_nothing_on_a_stream(device):
