@@ -24,7 +24,7 @@ def test_named_functions_exist():
     assert named and not missing
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
 def test_named_files_exist(name):
     text = (ROOT / name).read_text()
     paths = re.findall(r"(?:scripts|kernels_src|kvcupy|tests)/[\w/.]+\.\w+", text)
