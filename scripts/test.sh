@@ -18,5 +18,4 @@ done
 choose_python "${task[@]}"
 provide "${task[@]}"
 cd "$root"
-export PYTEST_ADDOPTS="-n auto --dist worksteal ${PYTEST_ADDOPTS:-}"
-exec "$python" -m pytest ${arguments[@]+"${arguments[@]}"}
+exec "$python" -m pytest -n auto --dist worksteal ${arguments[@]+"${arguments[@]}"}

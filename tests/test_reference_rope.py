@@ -7,6 +7,8 @@ position 131,071. With `torch.float` replaced by float64 its own code becomes a 
 from __future__ import annotations
 
 import cmath
+from contextlib import suppress
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -109,6 +111,10 @@ SCALINGS = {
 def torch64(monkeypatch):
     """torch, with float64 wherever it says float32."""
     torch = pytest.importorskip("torch")
+    # Tables by dtype that modules make when they are imported must have float32 for later tests.
+    for module in ("safetensors.torch", "transformers.models.llama.modeling_llama"):
+        with suppress(ImportError):
+            import_module(module)
     before = torch.get_default_dtype()
     monkeypatch.setattr(torch, "float", torch.float64)
     monkeypatch.setattr(torch, "float32", torch.float64)

@@ -132,7 +132,7 @@ def test_tests_get_the_remaining_arguments(sandbox):
     sandbox.run("test.sh", "-x", "--torch", "-k", "store", VIRTUAL_ENV=active)
     assert sandbox.calls == [
         "active scripts/common/needs.py test --torch",
-        "active -m pytest -x -k store",
+        "active -m pytest -n auto --dist worksteal -x -k store",
     ]
 
 
@@ -169,7 +169,10 @@ def test_own_environment_is_used_when_none_is_active(sandbox):
     sandbox.python(sandbox.checkout / ".venv")
     sandbox.path.append(sandbox.python("system", "python3") / "bin")
     sandbox.run("test.sh")
-    assert sandbox.calls == [".venv scripts/common/needs.py test", ".venv -m pytest"]
+    assert sandbox.calls == [
+        ".venv scripts/common/needs.py test",
+        ".venv -m pytest -n auto --dist worksteal",
+    ]
 
 
 def test_python_that_has_everything_is_used_as_it_is(sandbox):
