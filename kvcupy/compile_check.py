@@ -19,6 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from .compile_record import Comparison, Name, Program, Record, Target, Usage, digests_of
 from .devices import cache, cxx, nvrtc
 from .errors import CompileError
 from .kernels import Specialisation
@@ -59,19 +60,7 @@ _WARNING = re.compile(r"\bwarning\b(?!-number)")
 _WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.E(?:\.\w+)*\.(?:128|256)\b")
 _WIDE_STORE = re.compile(r"\bSTG\.E(?:\.\w+)*\.(?:128|256)\b")
 
-Program = tuple[Specialisation, ...]
-"""Kernels of one source file, which NVRTC compiles together."""
 Compile = Callable[[Program], object]
-
-
-@dataclass(frozen=True)
-class Usage:
-    """What ptxas says of one compiled kernel. Stack and spills are summed over its functions."""
-
-    registers: int
-    stack_bytes: int
-    spill_bytes: int
-    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -91,11 +80,13 @@ class Report:
     Attributes
     ----------
     entries : one for each specialisation and architecture, in that order
+    compiled : how many of them were compiled; the others are as recorded
     nvdisasm : the disassembler, or None: then the width of accesses was not looked at
     seconds : how long it took
     """
 
     entries: list[Entry] = field(default_factory=list)
+    compiled: int = 0
     nvdisasm: Path | None = None
     seconds: float = 0.0
 
@@ -108,6 +99,19 @@ class Report:
     def problems(self) -> list[str]:
         """All problems, each with what it is about."""
         return [f"{e.specialisation} {e.arch}: {p}" for e in self.entries for p in e.problems]
+
+    def add_recorded(self, usages: Mapping[Name, Usage], budgets: Mapping[str, int]) -> None:
+        """Add kernels that were not compiled; what is recorded of them is judged like the rest."""
+        for (specialisation, arch), usage in usages.items():
+            kernel = specialisation.partition(":")[2].partition("<")[0]
+            problems = tuple(_judge(usage, kernel, budgets.get(kernel)))
+            self.entries.append(Entry(specialisation, arch, usage, problems))
+
+    def sort(self, specialisations: Iterable[Specialisation], archs: Iterable[str]) -> None:
+        """Put the entries in the order of specialisations, then of architectures."""
+        pairs = product(map(str, specialisations), archs)
+        order = {pair: n for n, pair in enumerate(pairs)}
+        self.entries.sort(key=lambda entry: order[entry.specialisation, entry.arch])
 
     def __str__(self) -> str:
         """Show one line a kernel and architecture: instantiations, and their most registers."""
@@ -124,7 +128,9 @@ class Report:
         if self.nvdisasm is None:
             hint = "pip install nvidia-cuda-nvdisasm"
             lines.append(f"access widths not checked: no nvdisasm ({hint})")
-        lines.append(f"{len(self.entries)} compiled in {self.seconds:.1f} s")
+        recorded = len(self.entries) - self.compiled
+        rest = f", {recorded} as recorded" if recorded else ""
+        lines.append(f"{self.compiled} compiled in {self.seconds:.1f} s{rest}")
         return "\n".join(lines)
 
 
@@ -156,14 +162,43 @@ def check(
         from .ops import specialisations as all_specialisations
 
         specialisations = all_specialisations()
-    started, nvdisasm = time.perf_counter(), find_nvdisasm()
     specialisations = list(specialisations)
+    report = _check_targets(
+        targets_of(specialisations, archs, promises_128_bits), promises_128_bits, budgets, jobs,
+        notify, kernels_dir, tuple(options),
+    )  # fmt: skip
+    report.sort(specialisations, archs)
+    return report
+
+
+def targets_of(
+    specialisations: Sequence[Specialisation], archs: Sequence[str],
+    promises_128_bits: Callable[[Specialisation], bool] = lambda _: False,
+    is_reachable: Callable[[Specialisation, str], bool] = lambda *_: True,
+) -> list[Target]:  # fmt: skip
+    """Return the programs for each architecture, the longest first.
+
+    `is_reachable` tells which kernels there are on an architecture.
+    """
+    targets = []
+    for arch in archs:
+        reachable = [one for one in specialisations if is_reachable(one, arch)]
+        targets += [(program, arch) for program in into_programs(reachable, promises_128_bits)]
+    return sorted(targets, key=lambda target: target[0][0].kernel.name not in _LARGE)
+
+
+def _check_targets(
+    targets: Iterable[Target], promises_128_bits: Callable[[Specialisation], bool],
+    budgets: Mapping[str, int], jobs: int | None, notify: Callable[[int], object],
+    kernels_dir: Path | None = None, options: tuple[str, ...] = (),
+) -> Report:  # fmt: skip
+    started, nvdisasm = time.perf_counter(), find_nvdisasm()
     tasks = [
         _Task(tuple((one, promises_128_bits(one), budgets.get(one.kernel.name)) for one in program),
-              arch, nvdisasm, kernels_dir, tuple(options))
-        for program in into_programs(specialisations, promises_128_bits) for arch in archs
+              arch, nvdisasm, kernels_dir, options)
+        for program, arch in targets
     ]  # fmt: skip
-    results = []
+    results: list[Entry] = []
     if jobs is None:
         for task in tasks:
             for entry in _check_program(task):
@@ -172,9 +207,7 @@ def check(
     else:
         for entries in run(_check_program, tasks, jobs, notify, _Task.__len__):
             results += entries
-    order = {(str(one), arch): n for n, (one, arch) in enumerate(product(specialisations, archs))}
-    results.sort(key=lambda entry: order[entry.specialisation, entry.arch])
-    return Report(results, nvdisasm, time.perf_counter() - started)
+    return Report(results, len(results), nvdisasm, time.perf_counter() - started)
 
 
 def into_programs(
@@ -239,9 +272,10 @@ def _check_program(task: _Task) -> list[Entry]:
     entries = []
     for (specialisation, promises, budget), result in zip(task.kernels, compiled, strict=True):
         usage = read_log(logs[result.lowered_name], result.lowered_name)
-        problems = _judge(usage, specialisation.kernel.name, budget)
         if sass and promises:
-            problems += missing_wide_accesses(sass[result.lowered_name])
+            missing = missing_wide_accesses(sass[result.lowered_name])
+            usage = replace(usage, missing=tuple(missing))
+        problems = _judge(usage, specialisation.kernel.name, budget)
         entries.append(Entry(str(specialisation), task.arch, usage, tuple(problems)))
     return entries
 
@@ -287,7 +321,7 @@ def _judge(usage: Usage, kernel: str, budget: int | None) -> list[str]:
         problems.append(f"{kernel} has no entry in REGISTER_BUDGET")
     elif usage.registers > budget:
         problems.append(f"{usage.registers} registers, over the budget of {budget}")
-    return problems
+    return [*problems, *usage.missing]
 
 
 def find_nvdisasm() -> Path | None:
@@ -345,7 +379,7 @@ def _attempt(compile_one: Compile, program: Program) -> list[str]:
 
 def main(
     archs: Sequence[str] | None, *, every_arch: bool, with_check: bool, jobs: int | None,
-    lines: bool,
+    lines: bool, record: Path | None = None, update: bool = False,
 ) -> int:  # fmt: skip
     """Compile, say how it went, and return the exit status.
 
@@ -356,39 +390,108 @@ def main(
     with_check : look at what came out (`check`)
     jobs : how many processes; None: as many as there are CPUs for this one
     lines : say how far it is where stderr is no terminal
+    record : check against this file, and compile only what it does not speak for, and a sample
+    update : write what came out to it
 
     Raises
     ------
     KeyboardInterrupt : Ctrl-C was pressed; what is done is printed first
     """
     num_jobs = jobs or available_cpus()
-    from . import ops
-
-    specialisations = ops.specialisations()
-    programs = into_programs(specialisations)
-    if not (archs or every_arch or with_check):
-        targets = _of_this_machine(programs)
+    if not (archs or every_arch or with_check or record):
+        targets = _of_this_machine()
         return max([_compile(*one, num_jobs, lines) for one in targets])
     archs = archs or ARCHS
     try:
         require_archs(archs)
-    except (ValueError, CompileError) as error:
+        known = None if record is None else _load(record, archs, update=update)
+    except (ValueError, CompileError, OSError) as error:
         print(f"compile: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
-    if not with_check:
-        targets = [_gpu(arch, programs) for arch in archs]
-        return max([_compile(*one, num_jobs, lines) for one in targets])
-    with Progress("check", len(specialisations) * len(archs), "kernels", lines=lines) as progress:
+    if with_check or record:
+        return _check_all(archs, num_jobs, lines, record, known, update=update)
+    return max([_compile(*_gpu(arch), num_jobs, lines) for arch in archs])
+
+
+def _load(file: Path, archs: Sequence[str], *, update: bool) -> Record | None:
+    """Read the record; None if there is none yet and it is to be written."""
+    if not set(archs) <= set(ARCHS) or (update and set(archs) != set(ARCHS)):
+        expected = f"{'all' if update else 'some'} of {', '.join(ARCHS)}"
+        raise ValueError(f"--record: expected {expected}, got {', '.join(archs)}")
+    if file.exists():
+        return Record.load(file)
+    if not update or not file.parent.is_dir():
+        raise ValueError(f"--record: expected a file that --update has written, got {file}")
+    return None
+
+
+def _check_all(
+    archs: Sequence[str], num_jobs: int, lines: bool, file: Path | None, record: Record | None, *,
+    update: bool,
+) -> int:  # fmt: skip
+    """Check all kernels, against the record of `file` if there is one; return the exit status."""
+    from . import ops
+
+    specialisations, promises = ops.specialisations(), ops.promises_128_bits
+    digests = digests_of(into_programs(specialisations, promises), promises)
+    targets = targets_of(specialisations, archs, promises, ops.is_reachable)
+    if record is not None and record.compiler != nvrtc.compiler():
+        print(f"{file} is of {record.compiler}: not compared with {nvrtc.compiler()}")
+        record = None
+    comparison = None
+    if record is not None:
+        comparison = Comparison(record, digests, targets)
+        targets = comparison.targets
+    total = sum(len(program) for program, _ in targets)
+    with Progress("check", total, "kernels", lines=lines) as progress:
         try:
-            report = check(
-                specialisations, archs, jobs=num_jobs, notify=progress.to,
-                promises_128_bits=ops.promises_128_bits,
-            )  # fmt: skip
+            report = _check_targets(targets, promises, REGISTER_BUDGET, num_jobs, progress.to)
         except KeyboardInterrupt:
             _say_stopped(progress)
             raise
+    compiled = {(e.specialisation, e.arch): e.usage for e in report.entries}
+    if comparison is not None:
+        report.add_recorded(comparison.others(compiled), REGISTER_BUDGET)
+    report.sort(specialisations, archs)
     print(report)
-    return 0 if report.ok else 1
+    holds = True
+    if comparison is not None:
+        holds = _say_differences(comparison, compiled, f"{file}", update=update)
+    if file is not None and update and holds:
+        holds = _write(file, digests, report)
+    return 0 if report.ok and holds else 1
+
+
+def _say_differences(
+    comparison: Comparison, compiled: Mapping[Name, Usage | None], file: str, *, update: bool
+) -> bool:
+    """Say where kernels differ from the record; return whether it holds or can be updated."""
+    differences = comparison.differences(compiled)
+    for (specialisation, arch), text in sorted(differences.items()):
+        print(f"{specialisation} {arch}: {text}")
+    command = f"python -m kvcupy compile --record {file} --update"
+    if wrong := comparison.contradictions(differences):
+        # Others of these sources, which were not compiled, may differ too.
+        print(f"unchanged since they were recorded, and yet not as recorded: {', '.join(wrong)}")
+        command = f"rm {file}; {command}"
+    elif update or not differences:
+        if comparison.changed and not update:
+            changed = ", ".join(sorted(comparison.changed))
+            print(f"changed, but compiled as recorded: {changed}; to spare that, run `{command}`")
+        return True
+    print(f"record is out of date: run `{command}`")
+    return False
+
+
+def _write(file: Path, digests: Mapping[str, str], report: Report) -> bool:
+    """Write the record, and return True; False if something that belongs in it is not known."""
+    usages = {(e.specialisation, e.arch): e.usage for e in report.entries if e.usage is not None}
+    if report.nvdisasm is None or len(usages) < len(report.entries):
+        print(f"not written: {file} takes nvdisasm, and kernels that all compile")
+        return False
+    Record(nvrtc.compiler(), digests, usages).save(file)
+    print(f"written: {file}")
+    return True
 
 
 def require_archs(archs: Sequence[str]) -> None:
@@ -409,16 +512,17 @@ def require_archs(archs: Sequence[str]) -> None:
             raise ValueError(f"--arch: expected one of {names}, got {arch}")
 
 
-def _of_this_machine(programs: list[Program]) -> list[tuple[str, Compile, list[Program]]]:
+def _of_this_machine() -> list[tuple[str, Compile, list[Program]]]:
     """Return the devices of this machine, what compiles for each, and what there is to compile."""
-    from . import device
+    from . import device, ops
     from .devices.cuda import why_not
 
+    programs = into_programs(ops.specialisations())
     alone: list[Program] = [(one,) for program in programs for one in program]
     targets: list[tuple[str, Compile, list[Program]]] = [("host", _for_host, alone)]
     if not why_not():
         gpu: Any = device("cuda")
-        targets.append(_gpu(gpu.arch, programs))
+        targets.append(_gpu(gpu.arch))
     return targets
 
 
@@ -429,8 +533,11 @@ def _for_host(program: Program) -> None:
         cxx.build(specialisation)
 
 
-def _gpu(arch: str, programs: list[Program]) -> tuple[str, Compile, list[Program]]:
-    return arch, partial(nvrtc.compile_program, arch=arch), programs
+def _gpu(arch: str) -> tuple[str, Compile, list[Program]]:
+    from . import ops
+
+    reachable = [one for one in ops.specialisations() if ops.is_reachable(one, arch)]
+    return arch, partial(nvrtc.compile_program, arch=arch), into_programs(reachable)
 
 
 def _compile(
