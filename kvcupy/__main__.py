@@ -63,9 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     compiling.add_argument("--arch", nargs="+", metavar="sm_90", help="with NVRTC for these")
     check = "with NVRTC, and fail on warnings, spills and too many registers"
     compiling.add_argument("--check", action="store_true", help=check)
-    record = "check against this record: compile what has changed since, and a sample of the rest"
+    record = (
+        "--check against this record, and compile what has changed since and a sample of the rest"
+    )
     compiling.add_argument("--record", type=Path, metavar="FILE", help=record)
-    update = "write what the check finds to the record"
+    update = "write what came out to the record, which need not exist"
     compiling.add_argument("--update", action="store_true", help=update)
     jobs = "processes; default: the number of CPUs"
     compiling.add_argument("--jobs", type=_count, metavar="N", help=jobs)

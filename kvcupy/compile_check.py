@@ -2,10 +2,16 @@
 
 A specialisation passes if it compiles without a warning, keeps everything in registers, uses no
 more of them than its budget, and, where it promises 16-byte accesses, if they are in its SASS.
+
+What came out is kept in a record, a file under version control with a line for each kernel, whose
+diff shows what a change does to registers. A check against the record compiles the sources that
+have changed since, and a sample of the others, which must come out as recorded.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -13,13 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from .compile_record import Comparison, Name, Program, Record, Target, Usage, digests_of
+from . import sources
 from .devices import cache, cxx, nvrtc
 from .errors import CompileError
 from .kernels import Specialisation
@@ -49,6 +55,7 @@ REGISTER_BUDGET: dict[str, int] = {
 
 _OLDEST = 75  # the kernels use instructions that came with it
 _KERNELS_PER_PROGRAM = 8  # more gain nothing
+_SAMPLE = 20  # of so many programs that a record speaks for, one is compiled
 _LARGE = ("attention_decode", "attention_prefill")  # which compile ten times as long as they parse
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
@@ -60,7 +67,38 @@ _WARNING = re.compile(r"\bwarning\b(?!-number)")
 _WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.E(?:\.\w+)*\.(?:128|256)\b")
 _WIDE_STORE = re.compile(r"\bSTG\.E(?:\.\w+)*\.(?:128|256)\b")
 
+Program = tuple[Specialisation, ...]
+"""Kernels of one source file, which NVRTC compiles together."""
+Target = tuple[Program, str]
+"""A program, and the architecture that it is compiled for."""
+Name = tuple[str, str]
+"""A specialisation as text, and an architecture."""
 Compile = Callable[[Program], object]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What came out of one kernel.
+
+    Attributes
+    ----------
+    registers : per thread
+    stack_bytes, spill_bytes : summed over the functions of the kernel
+    warnings : lines of the compiler's log
+    missing : what its SASS lacks of the 16-byte accesses that it promises
+    """
+
+    registers: int
+    stack_bytes: int = 0
+    spill_bytes: int = 0
+    warnings: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Show registers, and what a good kernel does not have."""
+        rest = {name: value for name, value in asdict(self).items() if value}
+        registers = rest.pop("registers", 0)
+        return ", ".join([f"{registers} registers", *(f"{n} {v}" for n, v in rest.items())])
 
 
 @dataclass(frozen=True)
@@ -145,7 +183,8 @@ def check(
 
     Parameters
     ----------
-    specialisations : by default all that the operations can ask for
+    specialisations : by default all that the operations can ask for; those that they cannot ask for
+        on an architecture are left out there
     archs : names such as "sm_90"
     promises_128_bits : tells which must have 16-byte loads and stores in their SASS
     budgets : most registers, by kernel name
@@ -158,14 +197,12 @@ def check(
     ------
     KeyboardInterrupt : Ctrl-C was pressed; what was compiled is in the disk cache
     """
-    if specialisations is None:
-        from .ops import specialisations as all_specialisations
+    from . import ops
 
-        specialisations = all_specialisations()
-    specialisations = list(specialisations)
+    specialisations = list(ops.specialisations() if specialisations is None else specialisations)
     report = _check_targets(
-        targets_of(specialisations, archs, promises_128_bits), promises_128_bits, budgets, jobs,
-        notify, kernels_dir, tuple(options),
+        targets_of(specialisations, archs, promises_128_bits, ops.is_reachable), promises_128_bits,
+        budgets, jobs, notify, kernels_dir, tuple(options),
     )  # fmt: skip
     report.sort(specialisations, archs)
     return report
@@ -363,6 +400,158 @@ def missing_wide_accesses(sass: str) -> list[str]:
     return [f"no 16-byte {name} in its SASS" for wide, name in expected if not wide.search(sass)]
 
 
+# --- The record ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Record:
+    """What came out of every kernel, on every architecture.
+
+    Attributes
+    ----------
+    compiler : `nvrtc.compiler()`
+    digests : of what was compiled, by source (`digests_of`)
+    usages : what came out
+    """
+
+    compiler: str
+    digests: Mapping[str, str]
+    usages: Mapping[Name, Usage]
+
+    @staticmethod
+    def load(file: Path) -> Record:
+        """Read a record; OSError if that fails, ValueError if the file holds something else."""
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+            usages = {
+                (specialisation, arch): _from_json(value)
+                for specialisation, row in data["kernels"].items()
+                for arch, value in row.items()
+            }
+            return Record(str(data["compiler"]), dict(data["sources"]), usages)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}: expected a record, got {error!r}") from error
+
+    def save(self, file: Path) -> None:
+        """Write a record, with a line for each source, and for each kernel."""
+        rows: dict[str, dict[str, Any]] = {}
+        for (specialisation, arch), usage in self.usages.items():
+            rows.setdefault(specialisation, {})[arch] = _to_json(usage)
+        tables = f'"sources": {_lines(self.digests)},\n  "kernels": {_lines(rows)}'
+        text = f'{{\n  "compiler": {json.dumps(self.compiler)},\n  {tables}\n}}\n'
+        file.write_text(text, encoding="utf-8")
+
+
+def _lines(table: Mapping[str, Any]) -> str:
+    """Return JSON with a line for each key."""
+    lines = [f"\n    {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items()]
+    return f"{{{','.join(lines)}\n  }}"
+
+
+def _to_json(usage: Usage) -> Any:
+    """Return the number of registers, with a name only where there is more to say."""
+    fields = {name: value for name, value in asdict(usage).items() if value}
+    return usage.registers if fields.keys() <= {"registers"} else fields
+
+
+def _from_json(value: Any) -> Usage:
+    if not isinstance(value, dict):
+        return Usage(int(value))
+    fields: dict[str, Any] = {
+        name: tuple(item) if isinstance(item, list) else item for name, item in value.items()
+    }
+    return Usage(**fields)
+
+
+def digests_of(
+    programs: Iterable[Program],
+    promises_128_bits: Callable[[Specialisation], bool] = lambda _: False,
+    kernels_dir: Path | None = None,
+) -> dict[str, str]:
+    """Return, by source, a digest of all that decides what comes out of it, but for the compiler.
+
+    That is the code, the options, which kernels are compiled together and what they promise.
+    """
+    parts: dict[str, list[str]] = {}
+    for program in programs:
+        kernels = [(one.expression, promises_128_bits(one)) for one in program]
+        parts.setdefault(program[0].kernel.source, []).append(repr(kernels))
+    return {
+        source: _sha256(sources.program_digest(source, kernels_dir), *nvrtc.OPTIONS, *kernels)
+        for source, kernels in sorted(parts.items())
+    }
+
+
+def _sha256(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+class Comparison:
+    """A record beside the kernels that there are now.
+
+    Parameters
+    ----------
+    record : by the same compiler
+    digests : `digests_of` the present sources
+    targets : all that is to be checked, on some of the record's architectures
+
+    Attributes
+    ----------
+    unchanged, changed : sources that the record speaks for, and the others
+    targets : what is to be compiled: all of the changed sources, a sample of the others
+    """
+
+    def __init__(
+        self, record: Record, digests: Mapping[str, str], targets: Sequence[Target]
+    ) -> None:
+        archs = {arch for _, arch in targets}
+        self._recorded = {name: u for name, u in record.usages.items() if name[1] in archs}
+        self._kernels = {(str(one), arch) for program, arch in targets for one in program}
+        differing = {_source(name) for name in self._recorded.keys() ^ self._kernels}
+        same = {source for source in digests if digests[source] == record.digests.get(source)}
+        self.unchanged = same - differing
+        self.changed = digests.keys() - self.unchanged
+        sample = self._sample(targets, "".join(digests.values()))
+        self.targets = [
+            target for target in targets
+            if target[0][0].kernel.source in self.changed or target in sample
+        ]  # fmt: skip
+
+    def _sample(self, targets: Sequence[Target], seed: str) -> set[Target]:
+        """Draw some programs of each unchanged source; any edit of the sources draws others."""
+        sample: set[Target] = set()
+        for source in self.unchanged:
+            programs = [target for target in targets if target[0][0].kernel.source == source]
+            programs.sort(key=lambda target: _sha256(seed, target[1], *map(str, target[0])))
+            sample.update(programs[: -(-len(programs) // _SAMPLE)])
+        return sample
+
+    def others(self, compiled: Mapping[Name, Usage | None]) -> dict[Name, Usage]:
+        """Return what the record has of kernels that were not compiled."""
+        return {name: self._recorded[name] for name in self._kernels - compiled.keys()}
+
+    def differences(self, compiled: Mapping[Name, Usage | None]) -> dict[Name, str]:
+        """Return what came out otherwise than recorded, and what is recorded but is no more.
+
+        Kernels that do not compile (None) are not among them.
+        """
+        differences = {
+            name: f"recorded {self._recorded.get(name, 'nothing')}, got {usage}"
+            for name, usage in compiled.items()
+            if usage is not None and usage != self._recorded.get(name)
+        }
+        stale = self._recorded.keys() - self._kernels
+        return differences | {name: "recorded, but there is no such kernel" for name in stale}
+
+    def contradictions(self, differences: Iterable[Name]) -> list[str]:
+        """Return the unchanged sources among those of differences: the record is wrong of them."""
+        return sorted(self.unchanged & {_source(name) for name in differences})
+
+
+def _source(name: Name) -> str:
+    return name[0].partition(":")[0]
+
+
 # --- The command ---------------------------------------------------------------------------------
 
 
@@ -418,6 +607,8 @@ def _load(file: Path, archs: Sequence[str], *, update: bool) -> Record | None:
     if not set(archs) <= set(ARCHS) or (update and set(archs) != set(ARCHS)):
         expected = f"{'all' if update else 'some'} of {', '.join(ARCHS)}"
         raise ValueError(f"--record: expected {expected}, got {', '.join(archs)}")
+    if update and find_nvdisasm() is None:
+        raise ValueError("--update: expected nvdisasm (pip install nvidia-cuda-nvdisasm)")
     if file.exists():
         return Record.load(file)
     if not update or not file.parent.is_dir():
@@ -433,7 +624,7 @@ def _check_all(
     from . import ops
 
     specialisations, promises = ops.specialisations(), ops.promises_128_bits
-    digests = digests_of(into_programs(specialisations, promises), promises)
+    digests = _digests()
     targets = targets_of(specialisations, archs, promises, ops.is_reachable)
     if record is not None and record.compiler != nvrtc.compiler():
         print(f"{file} is of {record.compiler}: not compared with {nvrtc.compiler()}")
@@ -462,6 +653,14 @@ def _check_all(
     return 0 if report.ok and holds else 1
 
 
+def _digests() -> dict[str, str]:
+    """Return `digests_of` all that there is to compile."""
+    from . import ops
+
+    programs = into_programs(ops.specialisations(), ops.promises_128_bits)
+    return digests_of(programs, ops.promises_128_bits)
+
+
 def _say_differences(
     comparison: Comparison, compiled: Mapping[Name, Usage | None], file: str, *, update: bool
 ) -> bool:
@@ -486,8 +685,11 @@ def _say_differences(
 def _write(file: Path, digests: Mapping[str, str], report: Report) -> bool:
     """Write the record, and return True; False if something that belongs in it is not known."""
     usages = {(e.specialisation, e.arch): e.usage for e in report.entries if e.usage is not None}
-    if report.nvdisasm is None or len(usages) < len(report.entries):
-        print(f"not written: {file} takes nvdisasm, and kernels that all compile")
+    if len(usages) < len(report.entries):
+        print(f"not written: {file}, as not all kernels compile")
+        return False
+    if digests != _digests():
+        print(f"not written: {file}, as the sources have changed meanwhile")
         return False
     Record(nvrtc.compiler(), digests, usages).save(file)
     print(f"written: {file}")

@@ -13,8 +13,7 @@ pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
 from kvcupy import __main__ as command_line
 from kvcupy import compile_check, ops
-from kvcupy.compile_check import targets_of
-from kvcupy.compile_record import Comparison, Record, Usage, digests_of
+from kvcupy.compile_check import Comparison, Record, Usage, digests_of, targets_of
 from kvcupy.devices import nvrtc
 from kvcupy.kernels import Kernel
 from kvcupy.ops import attention_kernels, store
@@ -335,10 +334,26 @@ def test_a_kernel_that_does_not_compile_is_not_written(command, written, capsys)
     assert command.file.read_text() == written
 
 
-def test_without_a_disassembler_nothing_is_written(command, written, monkeypatch, capsys):
+def test_without_a_disassembler_nothing_is_written(command, monkeypatch, capsys):
     monkeypatch.setattr(compile_check, "find_nvdisasm", lambda: None)
+    assert command("--update") == 2
+    assert "nvidia-cuda-nvdisasm" in capsys.readouterr().err
+    assert command() == 0
+
+
+def test_sources_that_change_meanwhile_are_not_recorded(
+    command, written, kernel_sources, monkeypatch, capsys
+):
+    really = compile_check._check_targets
+
+    def edit_and_check(*arguments):
+        with (kernel_sources.folder / "gather.cu").open("a") as file:
+            file.write("constexpr int kUnused = 1;\n")
+        return really(*arguments)
+
+    monkeypatch.setattr(compile_check, "_check_targets", edit_and_check)
     assert command("--update") == 1
-    assert "takes nvdisasm" in capsys.readouterr().out
+    assert "changed meanwhile" in capsys.readouterr().out
     assert command.file.read_text() == written
 
 
