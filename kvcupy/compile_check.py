@@ -450,8 +450,8 @@ def _lines(table: Mapping[str, Any]) -> str:
 
 def _to_json(usage: Usage) -> Any:
     """Return the number of registers, with a name only where there is more to say."""
-    fields = {name: value for name, value in asdict(usage).items() if value}
-    return usage.registers if fields.keys() <= {"registers"} else fields
+    more = {name: value for name, value in asdict(usage).items() if value and name != "registers"}
+    return {"registers": usage.registers, **more} if more else usage.registers
 
 
 def _from_json(value: Any) -> Usage:

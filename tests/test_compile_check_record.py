@@ -30,6 +30,7 @@ USAGES = {
     ("store.cu:store_copy<16>", "sm_80"): Usage(64),
     ("store.cu:store_copy<16>", "sm_90"): Usage(70, 16, 8, ("a warning",), ("no wide load",)),
     ("store.cu:store_copy<1>", "sm_80"): Usage(0),
+    ("store.cu:store_copy<2>", "sm_80"): Usage(0, 16),
 }
 
 
@@ -44,7 +45,7 @@ def test_a_kernel_is_one_line_with_its_registers(tmp_path):
     lines = (tmp_path / "record.json").read_text().splitlines()
     (line,) = (line for line in lines if "store_copy<16>" in line)
     assert '"sm_80": 64,' in line and '"spill_bytes": 8' in line
-    assert '    "store.cu:store_copy<1>": {"sm_80": 0}' in lines
+    assert '    "store.cu:store_copy<1>": {"sm_80": 0},' in lines
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"compiler": "", "sources": {}, "kernels": 1}'])
