@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in _SCRIPTS:
         return _run_script(command, arguments[1:])
     options = parser.parse_args(arguments)
+    if options.command == "compile" and options.update and options.record is None:
+        parser.error("--update: expected --record FILE with it")
     try:
         if options.command == "doctor":
             from . import doctor
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return compile_check.main(
             options.arch, every_arch=options.all, with_check=options.check, jobs=options.jobs,
-            lines=options.progress,
+            lines=options.progress, record=options.record, update=options.update,
         )  # fmt: skip
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -54,13 +56,19 @@ def _parser() -> argparse.ArgumentParser:
         "compile",
         help="compile kernels ahead of their first use",
         description="Compile all kernels into the disk cache: for the devices of this machine, "
-        "or, with any of --all, --arch and --check, for GPUs that need not be present. "
+        "or, with any of --all, --arch, --check and --record, for GPUs that need not be present. "
         "Ctrl-C stops it; kernels compiled until then are kept.",
     )
     compiling.add_argument("--all", action="store_true", help="with NVRTC for all architectures")
     compiling.add_argument("--arch", nargs="+", metavar="sm_90", help="with NVRTC for these")
     check = "with NVRTC, and fail on warnings, spills and too many registers"
     compiling.add_argument("--check", action="store_true", help=check)
+    record = (
+        "--check against this record, and compile what has changed since and a sample of the rest"
+    )
+    compiling.add_argument("--record", type=Path, metavar="FILE", help=record)
+    update = "write what came out to the record, which need not exist"
+    compiling.add_argument("--update", action="store_true", help=update)
     jobs = "processes; default: the number of CPUs"
     compiling.add_argument("--jobs", type=_count, metavar="N", help=jobs)
     calibrating = commands.add_parser(

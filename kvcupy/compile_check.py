@@ -2,10 +2,16 @@
 
 A specialisation passes if it compiles without a warning, keeps everything in registers, uses no
 more of them than its budget, and, where it promises 16-byte accesses, if they are in its SASS.
+
+What came out is kept in a record, a file under version control with a line for each kernel, whose
+diff shows what a change does to registers. A check against the record compiles the sources that
+have changed since, and a sample of the others, which must come out as recorded.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 import subprocess
@@ -13,12 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from . import sources
 from .devices import cache, cxx, nvrtc
 from .errors import CompileError
 from .kernels import Specialisation
@@ -48,6 +55,7 @@ REGISTER_BUDGET: dict[str, int] = {
 
 _OLDEST = 75  # the kernels use instructions that came with it
 _KERNELS_PER_PROGRAM = 8  # more gain nothing
+_SAMPLE = 20  # of so many programs that a record speaks for, one is compiled
 _LARGE = ("attention_decode", "attention_prefill")  # which compile ten times as long as they parse
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
@@ -61,17 +69,36 @@ _WIDE_STORE = re.compile(r"\bSTG\.E(?:\.\w+)*\.(?:128|256)\b")
 
 Program = tuple[Specialisation, ...]
 """Kernels of one source file, which NVRTC compiles together."""
+Target = tuple[Program, str]
+"""A program, and the architecture that it is compiled for."""
+Name = tuple[str, str]
+"""A specialisation as text, and an architecture."""
 Compile = Callable[[Program], object]
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What ptxas says of one compiled kernel. Stack and spills are summed over its functions."""
+    """What came out of one kernel.
+
+    Attributes
+    ----------
+    registers : per thread
+    stack_bytes, spill_bytes : summed over the functions of the kernel
+    warnings : lines of the compiler's log
+    missing : what its SASS lacks of the 16-byte accesses that it promises
+    """
 
     registers: int
-    stack_bytes: int
-    spill_bytes: int
-    warnings: tuple[str, ...]
+    stack_bytes: int = 0
+    spill_bytes: int = 0
+    warnings: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Show registers, and what a good kernel does not have."""
+        rest = {name: value for name, value in asdict(self).items() if value}
+        registers = rest.pop("registers", 0)
+        return ", ".join([f"{registers} registers", *(f"{n} {v}" for n, v in rest.items())])
 
 
 @dataclass(frozen=True)
@@ -91,11 +118,13 @@ class Report:
     Attributes
     ----------
     entries : one for each specialisation and architecture, in that order
+    compiled : how many of them were compiled; the others are as recorded
     nvdisasm : the disassembler, or None: then the width of accesses was not looked at
     seconds : how long it took
     """
 
     entries: list[Entry] = field(default_factory=list)
+    compiled: int = 0
     nvdisasm: Path | None = None
     seconds: float = 0.0
 
@@ -108,6 +137,19 @@ class Report:
     def problems(self) -> list[str]:
         """All problems, each with what it is about."""
         return [f"{e.specialisation} {e.arch}: {p}" for e in self.entries for p in e.problems]
+
+    def add_recorded(self, usages: Mapping[Name, Usage], budgets: Mapping[str, int]) -> None:
+        """Add kernels that were not compiled; what is recorded of them is judged like the rest."""
+        for (specialisation, arch), usage in usages.items():
+            kernel = specialisation.partition(":")[2].partition("<")[0]
+            problems = tuple(_judge(usage, kernel, budgets.get(kernel)))
+            self.entries.append(Entry(specialisation, arch, usage, problems))
+
+    def sort(self, specialisations: Iterable[Specialisation], archs: Iterable[str]) -> None:
+        """Put the entries in the order of specialisations, then of architectures."""
+        pairs = product(map(str, specialisations), archs)
+        order = {pair: n for n, pair in enumerate(pairs)}
+        self.entries.sort(key=lambda entry: order[entry.specialisation, entry.arch])
 
     def __str__(self) -> str:
         """Show one line a kernel and architecture: instantiations, and their most registers."""
@@ -124,7 +166,9 @@ class Report:
         if self.nvdisasm is None:
             hint = "pip install nvidia-cuda-nvdisasm"
             lines.append(f"access widths not checked: no nvdisasm ({hint})")
-        lines.append(f"{len(self.entries)} compiled in {self.seconds:.1f} s")
+        recorded = len(self.entries) - self.compiled
+        rest = f", {recorded} as recorded" if recorded else ""
+        lines.append(f"{self.compiled} compiled in {self.seconds:.1f} s{rest}")
         return "\n".join(lines)
 
 
@@ -139,7 +183,8 @@ def check(
 
     Parameters
     ----------
-    specialisations : by default all that the operations can ask for
+    specialisations : by default all that the operations can ask for; those that they cannot ask for
+        on an architecture are left out there
     archs : names such as "sm_90"
     promises_128_bits : tells which must have 16-byte loads and stores in their SASS
     budgets : most registers, by kernel name
@@ -152,18 +197,45 @@ def check(
     ------
     KeyboardInterrupt : Ctrl-C was pressed; what was compiled is in the disk cache
     """
-    if specialisations is None:
-        from .ops import specialisations as all_specialisations
+    from . import ops
 
-        specialisations = all_specialisations()
+    specialisations = list(ops.specialisations() if specialisations is None else specialisations)
+    report = _check_targets(
+        targets_of(specialisations, archs, promises_128_bits, ops.is_reachable), promises_128_bits,
+        budgets, jobs, notify, kernels_dir, tuple(options),
+    )  # fmt: skip
+    report.sort(specialisations, archs)
+    return report
+
+
+def targets_of(
+    specialisations: Sequence[Specialisation], archs: Sequence[str],
+    promises_128_bits: Callable[[Specialisation], bool] = lambda _: False,
+    is_reachable: Callable[[Specialisation, str], bool] = lambda *_: True,
+) -> list[Target]:  # fmt: skip
+    """Return the programs for each architecture, the longest first.
+
+    `is_reachable` tells which kernels there are on an architecture.
+    """
+    targets = []
+    for arch in archs:
+        reachable = [one for one in specialisations if is_reachable(one, arch)]
+        targets += [(program, arch) for program in into_programs(reachable, promises_128_bits)]
+    return sorted(targets, key=lambda target: target[0][0].kernel.name not in _LARGE)
+
+
+def _check_targets(
+    targets: Iterable[Target], promises_128_bits: Callable[[Specialisation], bool],
+    budgets: Mapping[str, int], jobs: int | None, notify: Callable[[int], object],
+    kernels_dir: Path | None = None, options: tuple[str, ...] = (),
+) -> Report:  # fmt: skip
     started, nvdisasm = time.perf_counter(), find_nvdisasm()
-    specialisations = list(specialisations)
     tasks = [
         _Task(tuple((one, promises_128_bits(one), budgets.get(one.kernel.name)) for one in program),
-              arch, nvdisasm, kernels_dir, tuple(options))
-        for program in into_programs(specialisations, promises_128_bits) for arch in archs
+              arch, nvdisasm, kernels_dir, options)
+        for program, arch in targets
     ]  # fmt: skip
-    results = []
+    results: list[Entry] = []
     if jobs is None:
         for task in tasks:
             for entry in _check_program(task):
@@ -172,9 +244,7 @@ def check(
     else:
         for entries in run(_check_program, tasks, jobs, notify, _Task.__len__):
             results += entries
-    order = {(str(one), arch): n for n, (one, arch) in enumerate(product(specialisations, archs))}
-    results.sort(key=lambda entry: order[entry.specialisation, entry.arch])
-    return Report(results, nvdisasm, time.perf_counter() - started)
+    return Report(results, len(results), nvdisasm, time.perf_counter() - started)
 
 
 def into_programs(
@@ -239,9 +309,10 @@ def _check_program(task: _Task) -> list[Entry]:
     entries = []
     for (specialisation, promises, budget), result in zip(task.kernels, compiled, strict=True):
         usage = read_log(logs[result.lowered_name], result.lowered_name)
-        problems = _judge(usage, specialisation.kernel.name, budget)
         if sass and promises:
-            problems += missing_wide_accesses(sass[result.lowered_name])
+            missing = missing_wide_accesses(sass[result.lowered_name])
+            usage = replace(usage, missing=tuple(missing))
+        problems = _judge(usage, specialisation.kernel.name, budget)
         entries.append(Entry(str(specialisation), task.arch, usage, tuple(problems)))
     return entries
 
@@ -287,7 +358,7 @@ def _judge(usage: Usage, kernel: str, budget: int | None) -> list[str]:
         problems.append(f"{kernel} has no entry in REGISTER_BUDGET")
     elif usage.registers > budget:
         problems.append(f"{usage.registers} registers, over the budget of {budget}")
-    return problems
+    return [*problems, *usage.missing]
 
 
 def find_nvdisasm() -> Path | None:
@@ -329,6 +400,158 @@ def missing_wide_accesses(sass: str) -> list[str]:
     return [f"no 16-byte {name} in its SASS" for wide, name in expected if not wide.search(sass)]
 
 
+# --- The record ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Record:
+    """What came out of every kernel, on every architecture.
+
+    Attributes
+    ----------
+    compiler : `nvrtc.compiler()`
+    digests : of what was compiled, by source (`digests_of`)
+    usages : what came out
+    """
+
+    compiler: str
+    digests: Mapping[str, str]
+    usages: Mapping[Name, Usage]
+
+    @staticmethod
+    def load(file: Path) -> Record:
+        """Read a record; OSError if that fails, ValueError if the file holds something else."""
+        try:
+            data = json.loads(file.read_text(encoding="utf-8"))
+            usages = {
+                (specialisation, arch): _from_json(value)
+                for specialisation, row in data["kernels"].items()
+                for arch, value in row.items()
+            }
+            return Record(str(data["compiler"]), dict(data["sources"]), usages)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{file}: expected a record, got {error!r}") from error
+
+    def save(self, file: Path) -> None:
+        """Write a record, with a line for each source, and for each kernel."""
+        rows: dict[str, dict[str, Any]] = {}
+        for (specialisation, arch), usage in self.usages.items():
+            rows.setdefault(specialisation, {})[arch] = _to_json(usage)
+        tables = f'"sources": {_lines(self.digests)},\n  "kernels": {_lines(rows)}'
+        text = f'{{\n  "compiler": {json.dumps(self.compiler)},\n  {tables}\n}}\n'
+        file.write_text(text, encoding="utf-8")
+
+
+def _lines(table: Mapping[str, Any]) -> str:
+    """Return JSON with a line for each key."""
+    lines = [f"\n    {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items()]
+    return f"{{{','.join(lines)}\n  }}"
+
+
+def _to_json(usage: Usage) -> Any:
+    """Return the number of registers, with a name only where there is more to say."""
+    more = {name: value for name, value in asdict(usage).items() if value and name != "registers"}
+    return {"registers": usage.registers, **more} if more else usage.registers
+
+
+def _from_json(value: Any) -> Usage:
+    if not isinstance(value, dict):
+        return Usage(int(value))
+    fields: dict[str, Any] = {
+        name: tuple(item) if isinstance(item, list) else item for name, item in value.items()
+    }
+    return Usage(**fields)
+
+
+def digests_of(
+    programs: Iterable[Program],
+    promises_128_bits: Callable[[Specialisation], bool] = lambda _: False,
+    kernels_dir: Path | None = None,
+) -> dict[str, str]:
+    """Return, by source, a digest of all that decides what comes out of it, but for the compiler.
+
+    That is the code, the options, which kernels are compiled together and what they promise.
+    """
+    parts: dict[str, list[str]] = {}
+    for program in programs:
+        kernels = [(one.expression, promises_128_bits(one)) for one in program]
+        parts.setdefault(program[0].kernel.source, []).append(repr(kernels))
+    return {
+        source: _sha256(sources.program_digest(source, kernels_dir), *nvrtc.OPTIONS, *kernels)
+        for source, kernels in sorted(parts.items())
+    }
+
+
+def _sha256(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()
+
+
+class Comparison:
+    """A record beside the kernels that there are now.
+
+    Parameters
+    ----------
+    record : by the same compiler
+    digests : `digests_of` the present sources
+    targets : all that is to be checked, on some of the record's architectures
+
+    Attributes
+    ----------
+    unchanged, changed : sources that the record speaks for, and the others
+    targets : what is to be compiled: all of the changed sources, a sample of the others
+    """
+
+    def __init__(
+        self, record: Record, digests: Mapping[str, str], targets: Sequence[Target]
+    ) -> None:
+        archs = {arch for _, arch in targets}
+        self._recorded = {name: u for name, u in record.usages.items() if name[1] in archs}
+        self._kernels = {(str(one), arch) for program, arch in targets for one in program}
+        differing = {_source(name) for name in self._recorded.keys() ^ self._kernels}
+        same = {source for source in digests if digests[source] == record.digests.get(source)}
+        self.unchanged = same - differing
+        self.changed = digests.keys() - self.unchanged
+        sample = self._sample(targets, "".join(digests.values()))
+        self.targets = [
+            target for target in targets
+            if target[0][0].kernel.source in self.changed or target in sample
+        ]  # fmt: skip
+
+    def _sample(self, targets: Sequence[Target], seed: str) -> set[Target]:
+        """Draw some programs of each unchanged source; any edit of the sources draws others."""
+        sample: set[Target] = set()
+        for source in self.unchanged:
+            programs = [target for target in targets if target[0][0].kernel.source == source]
+            programs.sort(key=lambda target: _sha256(seed, target[1], *map(str, target[0])))
+            sample.update(programs[: -(-len(programs) // _SAMPLE)])
+        return sample
+
+    def others(self, compiled: Mapping[Name, Usage | None]) -> dict[Name, Usage]:
+        """Return what the record has of kernels that were not compiled."""
+        return {name: self._recorded[name] for name in self._kernels - compiled.keys()}
+
+    def differences(self, compiled: Mapping[Name, Usage | None]) -> dict[Name, str]:
+        """Return what came out otherwise than recorded, and what is recorded but is no more.
+
+        Kernels that do not compile (None) are not among them.
+        """
+        differences = {
+            name: f"recorded {self._recorded.get(name, 'nothing')}, got {usage}"
+            for name, usage in compiled.items()
+            if usage is not None and usage != self._recorded.get(name)
+        }
+        stale = self._recorded.keys() - self._kernels
+        return differences | {name: "recorded, but there is no such kernel" for name in stale}
+
+    def contradictions(self, differences: Iterable[Name]) -> list[str]:
+        """Return the unchanged sources among those of differences: the record is wrong of them."""
+        return sorted(self.unchanged & {_source(name) for name in differences})
+
+
+def _source(name: Name) -> str:
+    return name[0].partition(":")[0]
+
+
 # --- The command ---------------------------------------------------------------------------------
 
 
@@ -345,7 +568,7 @@ def _attempt(compile_one: Compile, program: Program) -> list[str]:
 
 def main(
     archs: Sequence[str] | None, *, every_arch: bool, with_check: bool, jobs: int | None,
-    lines: bool,
+    lines: bool, record: Path | None = None, update: bool = False,
 ) -> int:  # fmt: skip
     """Compile, say how it went, and return the exit status.
 
@@ -356,39 +579,121 @@ def main(
     with_check : look at what came out (`check`)
     jobs : how many processes; None: as many as there are CPUs for this one
     lines : say how far it is where stderr is no terminal
+    record : check against this file, and compile only what it does not speak for, and a sample
+    update : write what came out to it
 
     Raises
     ------
     KeyboardInterrupt : Ctrl-C was pressed; what is done is printed first
     """
     num_jobs = jobs or available_cpus()
-    from . import ops
-
-    specialisations = ops.specialisations()
-    programs = into_programs(specialisations)
-    if not (archs or every_arch or with_check):
-        targets = _of_this_machine(programs)
+    if not (archs or every_arch or with_check or record):
+        targets = _of_this_machine()
         return max([_compile(*one, num_jobs, lines) for one in targets])
     archs = archs or ARCHS
     try:
         require_archs(archs)
-    except (ValueError, CompileError) as error:
+        known = None if record is None else _load(record, archs, update=update)
+    except (ValueError, CompileError, OSError) as error:
         print(f"compile: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
-    if not with_check:
-        targets = [_gpu(arch, programs) for arch in archs]
-        return max([_compile(*one, num_jobs, lines) for one in targets])
-    with Progress("check", len(specialisations) * len(archs), "kernels", lines=lines) as progress:
+    if with_check or record:
+        return _check_all(archs, num_jobs, lines, record, known, update=update)
+    return max([_compile(*_gpu(arch), num_jobs, lines) for arch in archs])
+
+
+def _load(file: Path, archs: Sequence[str], *, update: bool) -> Record | None:
+    """Read the record; None if there is none yet and it is to be written."""
+    if not set(archs) <= set(ARCHS) or (update and set(archs) != set(ARCHS)):
+        expected = f"{'all' if update else 'some'} of {', '.join(ARCHS)}"
+        raise ValueError(f"--record: expected {expected}, got {', '.join(archs)}")
+    if update and find_nvdisasm() is None:
+        raise ValueError("--update: expected nvdisasm (pip install nvidia-cuda-nvdisasm)")
+    if file.exists():
+        return Record.load(file)
+    if not update or not file.parent.is_dir():
+        raise ValueError(f"--record: expected a file that --update has written, got {file}")
+    return None
+
+
+def _check_all(
+    archs: Sequence[str], num_jobs: int, lines: bool, file: Path | None, record: Record | None, *,
+    update: bool,
+) -> int:  # fmt: skip
+    """Check all kernels, against the record of `file` if there is one; return the exit status."""
+    from . import ops
+
+    specialisations, promises = ops.specialisations(), ops.promises_128_bits
+    digests = _digests()
+    targets = targets_of(specialisations, archs, promises, ops.is_reachable)
+    if record is not None and record.compiler != nvrtc.compiler():
+        print(f"{file} is of {record.compiler}: not compared with {nvrtc.compiler()}")
+        record = None
+    comparison = None
+    if record is not None:
+        comparison = Comparison(record, digests, targets)
+        targets = comparison.targets
+    total = sum(len(program) for program, _ in targets)
+    with Progress("check", total, "kernels", lines=lines) as progress:
         try:
-            report = check(
-                specialisations, archs, jobs=num_jobs, notify=progress.to,
-                promises_128_bits=ops.promises_128_bits,
-            )  # fmt: skip
+            report = _check_targets(targets, promises, REGISTER_BUDGET, num_jobs, progress.to)
         except KeyboardInterrupt:
             _say_stopped(progress)
             raise
+    compiled = {(e.specialisation, e.arch): e.usage for e in report.entries}
+    if comparison is not None:
+        report.add_recorded(comparison.others(compiled), REGISTER_BUDGET)
+    report.sort(specialisations, archs)
     print(report)
-    return 0 if report.ok else 1
+    holds = True
+    if comparison is not None:
+        holds = _say_differences(comparison, compiled, f"{file}", update=update)
+    if file is not None and update and holds:
+        holds = _write(file, digests, report)
+    return 0 if report.ok and holds else 1
+
+
+def _digests() -> dict[str, str]:
+    """Return `digests_of` all that there is to compile."""
+    from . import ops
+
+    programs = into_programs(ops.specialisations(), ops.promises_128_bits)
+    return digests_of(programs, ops.promises_128_bits)
+
+
+def _say_differences(
+    comparison: Comparison, compiled: Mapping[Name, Usage | None], file: str, *, update: bool
+) -> bool:
+    """Say where kernels differ from the record; return whether it holds or can be updated."""
+    differences = comparison.differences(compiled)
+    for (specialisation, arch), text in sorted(differences.items()):
+        print(f"{specialisation} {arch}: {text}")
+    command = f"python -m kvcupy compile --record {file} --update"
+    if wrong := comparison.contradictions(differences):
+        # Others of these sources, which were not compiled, may differ too.
+        print(f"unchanged since they were recorded, and yet not as recorded: {', '.join(wrong)}")
+        command = f"rm {file}; {command}"
+    elif update or not differences:
+        if comparison.changed and not update:
+            changed = ", ".join(sorted(comparison.changed))
+            print(f"changed, but compiled as recorded: {changed}; to spare that, run `{command}`")
+        return True
+    print(f"record is out of date: run `{command}`")
+    return False
+
+
+def _write(file: Path, digests: Mapping[str, str], report: Report) -> bool:
+    """Write the record, and return True; False if something that belongs in it is not known."""
+    usages = {(e.specialisation, e.arch): e.usage for e in report.entries if e.usage is not None}
+    if len(usages) < len(report.entries):
+        print(f"not written: {file}, as not all kernels compile")
+        return False
+    if digests != _digests():
+        print(f"not written: {file}, as the sources have changed meanwhile")
+        return False
+    Record(nvrtc.compiler(), digests, usages).save(file)
+    print(f"written: {file}")
+    return True
 
 
 def require_archs(archs: Sequence[str]) -> None:
@@ -409,16 +714,17 @@ def require_archs(archs: Sequence[str]) -> None:
             raise ValueError(f"--arch: expected one of {names}, got {arch}")
 
 
-def _of_this_machine(programs: list[Program]) -> list[tuple[str, Compile, list[Program]]]:
+def _of_this_machine() -> list[tuple[str, Compile, list[Program]]]:
     """Return the devices of this machine, what compiles for each, and what there is to compile."""
-    from . import device
+    from . import device, ops
     from .devices.cuda import why_not
 
+    programs = into_programs(ops.specialisations())
     alone: list[Program] = [(one,) for program in programs for one in program]
     targets: list[tuple[str, Compile, list[Program]]] = [("host", _for_host, alone)]
     if not why_not():
         gpu: Any = device("cuda")
-        targets.append(_gpu(gpu.arch, programs))
+        targets.append(_gpu(gpu.arch))
     return targets
 
 
@@ -429,8 +735,11 @@ def _for_host(program: Program) -> None:
         cxx.build(specialisation)
 
 
-def _gpu(arch: str, programs: list[Program]) -> tuple[str, Compile, list[Program]]:
-    return arch, partial(nvrtc.compile_program, arch=arch), programs
+def _gpu(arch: str) -> tuple[str, Compile, list[Program]]:
+    from . import ops
+
+    reachable = [one for one in ops.specialisations() if ops.is_reachable(one, arch)]
+    return arch, partial(nvrtc.compile_program, arch=arch), into_programs(reachable)
 
 
 def _compile(

@@ -165,6 +165,25 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 @lru_cache
+def compiler() -> str:
+    """Return what decides the machine code beside the source: NVRTC's build, and CUDA's headers.
+
+    CompileError if NVRTC is not installed.
+    """
+    major, minor = nvrtc_version()
+    nvrtc = _nvrtc()
+    program = nvrtc.createProgram("", "nothing", (), ())
+    try:
+        nvrtc.compileProgram(program, ())
+        build = re.search(rb"\bV(\d+\.\d+\.\d+)", nvrtc.getPTX(program))
+    finally:
+        nvrtc.destroyProgram(program)
+    version = build[1].decode() if build else f"{major}.{minor}"
+    headers = _headers_digest(tuple(sources.cuda_include_dirs(major)))
+    return f"NVRTC {version}, headers {headers[:12]}"
+
+
+@lru_cache
 def supported_archs() -> tuple[int, ...]:
     """Return the architectures that NVRTC knows, ascending; empty if CuPy cannot tell."""
     query = getattr(_nvrtc(), "getSupportedArchs", None)

@@ -31,6 +31,13 @@ def specialisations() -> list[Specialisation]:
     ]
 
 
+def is_reachable(specialisation: Specialisation, arch: str) -> bool:
+    """Return whether a call on an architecture such as "sm_90" can ask for a specialisation."""
+    from . import attention_kernels
+
+    return attention_kernels.is_reachable(specialisation, arch)
+
+
 def promises_128_bits(specialisation: Specialisation) -> bool:
     """Return whether a kernel must move 16 bytes per access, in and out.
 

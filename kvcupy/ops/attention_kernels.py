@@ -292,6 +292,18 @@ def specialisations() -> list[Specialisation]:
     return [*decodes, *prefills, *starts]
 
 
+def is_reachable(specialisation: Specialisation, arch: str) -> bool:
+    """Return whether a call on an architecture can take a specialisation.
+
+    Turing has little shared memory and no bf16 in its tensor cores: there, bf16 and the widest rows
+    take the decode kernel.
+    """
+    if specialisation.kernel is not PREFILL or arch != "sm_75":
+        return True
+    is_bf16 = specialisation.arguments[0] == PREFILL_FORMATS["bf16"]
+    return not is_bf16 and prefill_smem_bytes(specialisation) <= _TURING_SMEM_BYTES
+
+
 def prefill_specialisation(
     format_name: str, k_width: int, v_width: int, *, rotates: bool = False
 ) -> Specialisation:
@@ -376,9 +388,8 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
     """Return whether the prefill kernel can take a ragged call.
 
     It can where threads run in warps, query and caches are all fp16 or all bf16 and unscaled, rows
-    are whole words at aligned addresses, and sequences have rows enough on average, as far as
-    shapes tell. Turing has little shared memory and no bf16 in its tensor cores: there, bf16 and
-    the widest rows take the decode kernel.
+    are whole words at aligned addresses, the kernel `is_reachable` on the architecture, and
+    sequences have rows enough on average, as far as shapes tell.
     """
     query, out = call.views["query"], call.views["out"]
     formats = {query.format, call.k.cache_format.name, call.v.cache_format.name}
@@ -395,10 +406,8 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
     strides = (*query.strides[:2], *out.strides[:2])
     if widest(map(abs, strides)) < _WORD_BYTES or not _has_whole_packs(call, alignment):
         return False
-    if device.arch == "sm_75":
-        smem_bytes = prefill_smem_bytes(_prefill_specialisation_of(call))
-        if query.format == "bf16" or smem_bytes > _TURING_SMEM_BYTES:
-            return False
+    if not is_reachable(_prefill_specialisation_of(call), device.arch):
+        return False
     rows = call.num_tokens * call.group
     return rows >= _MIN_ROWS_PER_SEQUENCE * max(1, call.num_sequences)
 

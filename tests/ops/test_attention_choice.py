@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from attention_cases import attend
+from helpers import DTYPE
 
 import kvcupy as kv
-from kvcupy import devices
+from kvcupy import devices, ops
+from kvcupy.arrays import view
 from kvcupy.devices.host import HostDevice
+from kvcupy.ops import attention_kernels
 from kvcupy.ops import call as op_call
+from kvcupy.ops.attention import check_call, check_options
 
 
 class Watched(HostDevice):
@@ -130,3 +136,51 @@ def test_all_else_takes_the_plain_path(watch, call):
 
 def test_where_threads_do_not_run_in_lockstep_there_are_no_tensor_cores(watch):
     assert "attention_decode" in names(launched(watch(warp_lanes=1), new=16, max_pages=2))
+
+
+class GPU:
+    """A GPU, as far as the choice of a kernel asks."""
+
+    warp_lanes = 32
+
+    def __init__(self, arch):
+        self.arch = arch
+
+
+def chosen(device, formats, widths, heads, *, ragged, rotates, alignment):
+    """Return the kernel of a call of as many tokens as heads, in one sequence."""
+    arrays = {
+        "query": np.zeros((heads, heads, widths[0]), DTYPE[formats[0]]),
+        "out": np.zeros((heads, heads, widths[1]), DTYPE[formats[0]]),
+        "k_cache": np.zeros((2, 4, 1, widths[0]), DTYPE[formats[1]]),
+        "v_cache": np.zeros((2, 4, 1, widths[1]), DTYPE[formats[1]]),
+        "block_table": np.zeros((1 if ragged else heads, 2), np.int32),
+        "seq_lens": np.zeros(1 if ragged else heads, np.int32),
+    }
+    if ragged:
+        arrays["query_lens"] = np.full(1, heads, np.int32)
+    if rotates:
+        arrays["rope_table"] = np.zeros((8, widths[0]), np.float32)
+    views = {name: view(array, name) for name, array in arrays.items()}
+    call = check_call(views, check_options("NHD", None, True, None, None, None))
+    return attention_kernels.choose_tiling(device, call, alignment).specialisation
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
+def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
+    """What no call takes need not be compiled; what a call takes must have been checked."""
+    plain, quantised = ("fp32", "fp16", "bf16"), ("fp8_e4m3", "fp8_e5m2", "int8")
+    taken = {
+        chosen(GPU(arch), formats, widths, heads, ragged=ragged, rotates=rotates, alignment=aligned)
+        for formats in [(name, name) for name in plain] + [("fp16", name) for name in quantised]
+        for widths in [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)]
+        for heads, ragged in [(1, False), (2, False), (4, False), (8, False), (8, True)]
+        for rotates, aligned in itertools.product((False, True), (256, 1))
+    }
+    kernels = (attention_kernels.DECODE[32], attention_kernels.PREFILL)
+    reachable = {
+        one
+        for one in ops.specialisations()
+        if one.kernel in kernels and ops.is_reachable(one, arch)
+    }
+    assert taken == reachable
