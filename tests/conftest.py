@@ -22,6 +22,10 @@ import helpers
 import pytest
 
 
+NUM_TESTS = pytest.StashKey[int]()
+"""How many tests this process has run."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="host", help="the kvcupy device that the tests run on")
     parser.addoption("--full", action="store_true", help="run every case of every test")
@@ -76,8 +80,12 @@ def lenient_host(strict_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_host(strict_host: None, request: pytest.FixtureRequest) -> None:
-    """Let a long test of whole programs be strict with ``--full`` only."""
-    if not request.config.option.full:
+    """Let a long test of whole programs be strict in its first case only.
+
+    Its kernels are looked at by the tests of the operations, all of which are strict.
+    """
+    call = getattr(request.node, "callspec", None)
+    if call is not None and any(call.indices.values()):
         request.getfixturevalue("lenient_host")
 
 
@@ -96,13 +104,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no usable GPU"))
 
 
-def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what the suite itself consists of.
+def forget_what_is_alive() -> None:
+    """Let the garbage collector pass over all that is alive now.
 
-    Tests that look for what is kept collect often, and walked through every test each time.
+    Tests that look for what is kept collect often, and walked through every test and every library
+    each time.
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    forget_what_is_alive()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Pass over the libraries and results of the tests so far, too."""
+    item.session.stash[NUM_TESTS] = count = item.session.stash.get(NUM_TESTS, 0) + 1
+    if count % 100 == 0:
+        forget_what_is_alive()
 
 
 def identity(value: object) -> object:

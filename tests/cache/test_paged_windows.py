@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from paged_cases import BINARY, Twin, rope_of
 
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 LEARNED = np.float32([1.5, -2.0, 0.0, 3.0])
 
 
