@@ -22,7 +22,6 @@ from pathlib import Path
 import helpers
 import pytest
 
-
 NUM_TESTS = pytest.StashKey[int]()
 """How many tests this process has run."""
 

@@ -52,8 +52,9 @@ def barrier(comment: str, call: Callable[[Any], Any] = prefill) -> Missing:
 
 
 def wait(comment: str) -> Missing:
+    """A copy that a later wait ends is a write after the barrier, to a thread that comes later."""
     barrier = f"__syncthreads();  // {comment}"
-    return Missing(PREFILL, f"wait_for_copies(); {barrier}", barrier, prefill, NOT_WAITED)
+    return Missing(PREFILL, f"wait_for_copies(); {barrier}", barrier, prefill, RACE)
 
 
 REDUCE = "    for (int i = 0; i < warps; ++i) value = fmaxf(value, scratch[first_warp + i]);\n"
