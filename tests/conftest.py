@@ -4,13 +4,14 @@ The host device is strict (`kv.config.strict`) unless ``--no-strict`` is given: 
 punish fails a test. Orders of threads and blocks are drawn from ``--strict-seed`` and the name of
 the test; the header shows the seed of a run.
 
-What is exhaustive rather than telling runs with ``--full``: all cases of a test that is marked
+What is exhaustive rather than telling runs with ``--full``: more cases of a test that is marked
 ``covering``, those of `helpers.full_only`, and as many examples as `helpers.examples` is asked for.
 """
 
 from __future__ import annotations
 
 import gc
+import re
 import secrets
 import shutil
 import zlib
@@ -20,6 +21,9 @@ from pathlib import Path
 
 import helpers
 import pytest
+
+NUM_TESTS = pytest.StashKey[int]()
+"""How many tests this process has run."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,8 +39,11 @@ def pytest_configure(config: pytest.Config) -> None:
     helpers.full = config.option.full
     config.addinivalue_line(
         "markers",
-        "covering(count): without --full, run few of its cases, in which each combination of values"
-        " of `count` parameters (1 unless told) still occurs",
+        "covering(count): run few of its cases, in which each combination of values of `count`"
+        " parameters (1 unless told) still occurs; with --full, of one parameter more",
+    )
+    config.addinivalue_line(
+        "markers", "again: a module of other modules' tests, all of which count as covering(1)"
     )
     config.addinivalue_line("markers", "full: runs with --full only")
     config.addinivalue_line("markers", "gpu: needs a real GPU; skipped where there is none")
@@ -76,16 +83,19 @@ def lenient_host(strict_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_host(strict_host: None, request: pytest.FixtureRequest) -> None:
-    """Let a long test of whole programs be strict with ``--full`` only."""
-    if not request.config.option.full:
+    """Let a long test of whole programs be strict in its first case only.
+
+    Its kernels are looked at by the tests of the operations, all of which are strict.
+    """
+    call = getattr(request.node, "callspec", None)
+    if call is not None and any(call.indices.values()):
         request.getfixturevalue("lenient_host")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.option.full:
-        left_out = set(exhaustive(items))
-        config.hook.pytest_deselected(items=list(left_out))
-        items[:] = [item for item in items if item not in left_out]
+    left_out = set(exhaustive(items, config.option.full))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not for_gpu:
         return
@@ -96,13 +106,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no usable GPU"))
 
 
-def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what the suite itself consists of.
+def forget_what_is_alive() -> None:
+    """Let the garbage collector pass over all that is alive now.
 
-    Tests that look for what is kept collect often, and walked through every test each time.
+    Tests that look for what is kept collect often, and walked through every test and every library
+    each time.
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    forget_what_is_alive()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Pass over the libraries and results of the tests so far, too."""
+    item.session.stash[NUM_TESTS] = count = item.session.stash.get(NUM_TESTS, 0) + 1
+    if count % 100 == 0:
+        forget_what_is_alive()
 
 
 def identity(value: object) -> object:
@@ -114,22 +136,31 @@ def identity(value: object) -> object:
     return type(value), value
 
 
-def exhaustive(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases that only ``--full`` runs.
+def parameters(item: pytest.Item, values: dict[str, object]) -> list[object]:
+    """Return the parameters of a case, of which a row of a table is one."""
+    rows = [marker.args[0] for marker in item.iter_markers("parametrize")]
+    rows = [re.findall(r"\w+", row) if isinstance(row, str) else list(row) for row in rows]
+    rows += [[name] for name in values if not any(name in row for row in rows)]
+    return [tuple((name, identity(values[name])) for name in row) for row in rows]
+
+
+def exhaustive(items: list[pytest.Item], full: bool) -> list[pytest.Item]:
+    """Return the cases that do not run, or only with ``--full``.
 
     A case of a test marked ``covering`` that was asked for by its own name is not among them, for
     it is then the only one.
     """
     cases: dict[str, list[tuple[pytest.Item, set[object]]]] = {}
     for item in items:
-        marker, call = item.get_closest_marker("covering"), getattr(item, "callspec", None)
-        if marker is None or call is None:
+        call = getattr(item, "callspec", None)
+        again, marker = (item.get_closest_marker(name) for name in ("again", "covering"))
+        if call is None or not (again or marker):
             continue
-        count = marker.args[0] if marker.args else 1
-        values = [(name, identity(value)) for name, value in call.params.items()]
-        combined = set(combinations(values, min(count, len(values))))
+        count = 1 if again or not marker.args else marker.args[0]
+        values = parameters(item, call.params)
+        combined = set(combinations(values, min(count + full, len(values))))
         cases.setdefault(item.nodeid.partition("[")[0], []).append((item, combined))
-    left_out = [item for item in items if item.get_closest_marker("full")]
+    left_out = [item for item in items if item.get_closest_marker("full") and not full]
     for remaining in cases.values():
         uncovered = set().union(*(combined for _, combined in remaining))
         while uncovered:

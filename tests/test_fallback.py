@@ -162,6 +162,7 @@ ROWS = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("cache", CACHES)
@@ -196,6 +197,7 @@ def test_key_and_value_of_different_kinds(no_compiler):
     case.store_kv(key, value, k_cache, v_cache, [3, 8, 9, 1, 0], k_scale=0.1)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize(("source", "target"), EVERY_PAIR)
 def test_mla(no_compiler, source, target, paged):

@@ -27,6 +27,8 @@ import kvcupy as kv
 
 __all__ = ["device", "fresh", "warnings_are_errors"]  # fixtures
 
+pytestmark = pytest.mark.again
+
 globals().update(
     again(test_attention)
     | again(test_attention_masks)

@@ -32,6 +32,8 @@ from kvcupy.devices import cxx
 from kvcupy.devices.host import HostDevice
 from kvcupy.ops import call as op_call
 
+pytestmark = pytest.mark.again
+
 find_compiler = cxx.find_compiler
 
 

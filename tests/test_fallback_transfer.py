@@ -33,6 +33,8 @@ from kvcupy.devices import cxx
 from kvcupy.devices.host import HostDevice
 from kvcupy.ops import call as op_call
 
+pytestmark = pytest.mark.again
+
 globals().update(
     again(test_transfer)
     | again(test_transfer_convert)

@@ -19,7 +19,7 @@ def bench(device_name, *arguments):
     return bench.main(["attention", *small, *map(str, arguments)])
 
 
-@pytest.mark.usefixtures("quick_host")
+@pytest.mark.usefixtures("lenient_host")
 def test_it_reports_every_case(device_name, tmp_path, capsys):
     assert bench(device_name, "--json", tmp_path / "result.json") == 0
     report = json.loads((tmp_path / "result.json").read_text())
@@ -50,7 +50,7 @@ def test_it_notices_a_wrong_result(device, device_name, monkeypatch):
         bench(device_name)
 
 
-@pytest.mark.usefixtures("quick_host")
+@pytest.mark.usefixtures("lenient_host")
 def test_caches_of_more_values_than_are_drawn(device_name, monkeypatch):
     """The values repeat, and the results are right all the same."""
     from benchmarks import attention

@@ -57,7 +57,7 @@ WAYS = ["load all, then compute", "a copy per page", "engine, kernel", "engine, 
         "engine, copy", "engine, auto"]  # fmt: skip
 
 
-@pytest.mark.usefixtures("quick_host")
+@pytest.mark.usefixtures("lenient_host")
 def test_demo_reports_every_way(device_name, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     out, report = tmp_path / "out", tmp_path / "new" / "report.json"

@@ -9,6 +9,8 @@ from paged_cases import BINARY, Twin, rope_of
 from kvcupy.cache.paged.sequences import CachedSequence
 from kvcupy.cache.paged.step import find_cascade
 
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 LEARNED = np.float32([1.5, -2.0, 0.0, 3.0])
 CASCADES = [True, False, None]
 

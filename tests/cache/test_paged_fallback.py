@@ -35,6 +35,8 @@ def again(module, *only):
     return {name: one for name, one in found.items() if not name.endswith("_on_a_gpu")}
 
 
+pytestmark = pytest.mark.again
+
 globals().update(
     again(test_paged)
     | again(test_paged_forks)

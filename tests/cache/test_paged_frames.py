@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from paged_cases import rope_of
 
 import kvcupy as kv
 
-PACKAGE = str(Path(kv.__file__).parent)
 NUM_LAYERS = 3
 
 
-def frames(call):
-    """Return how many Python frames of the package a call enters."""
-    count = 0
-
-    def enter(frame, event, argument):
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
-
-    sys.setprofile(enter)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
+@pytest.mark.usefixtures("scripts_on_path", "lenient_host")
 @pytest.mark.parametrize(
     ("rope", "first", "later"), [(None, 120, 56), (rope_of(64), 136, 76)], ids=["plain", "rotated"]
 )
-def test_a_warm_layer_takes_few_python_frames(device, lenient_host, rope, first, later):
+def test_a_warm_layer_takes_few_python_frames(device, rope, first, later):
     """The first layer of a step uploads the tables; the others find them."""
     if device.kind != "host":
         pytest.skip("frames are counted on the host device")
+    from benchmarks.frames import frames_of, own
+
     cache = kv.PagedKVCache(
         num_layers=NUM_LAYERS, num_q_heads=4, num_kv_heads=2, head_dim=64, num_pages=16,
         dtype="fp16", rope=rope, device=device,
@@ -47,8 +30,10 @@ def test_a_warm_layer_takes_few_python_frames(device, lenient_host, rope, first,
         cache.add_sequence(name)
     for _ in range(3):
         with cache.forward(["a", "b"], [1, 1]):
-            counts = [
-                frames(lambda layer=layer: cache.attention(layer, *rows[:3], out=rows[3]))
+            called = [
+                own(frames_of(lambda layer=layer: cache.attention(layer, *rows[:3], out=rows[3])))
                 for layer in range(NUM_LAYERS)
             ]
-    assert counts[0] <= first and max(counts[1:]) <= later, counts
+    assert 0 < len(called[0]) <= first, "\n".join(called[0])
+    for names in called[1:]:
+        assert 0 < len(names) <= later, "\n".join(names)

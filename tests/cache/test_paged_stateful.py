@@ -28,7 +28,7 @@ from paged_snapshot import snapshot
 import kvcupy as kv
 
 # What is looked at is the host's part, not the kernels.
-pytestmark = pytest.mark.usefixtures("quick_host")
+pytestmark = pytest.mark.usefixtures("lenient_host")
 
 SETTINGS = settings(
     max_examples=examples(120), stateful_step_count=25, deadline=None, database=None,

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from paged_cases import BINARY, CHAIN, FOREST, Twin, random_tree, rope_of
 
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 TREES = {
     "one": [-1], "chain": CHAIN, "binary": BINARY, "forest": FOREST, "roots": [-1] * 6,
     "star": [-1, *[0] * 6], "comb": [-1, 0, 0, 2, 2, 4, 4],

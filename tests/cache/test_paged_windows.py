@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from paged_cases import BINARY, Twin, rope_of
 
+pytestmark = pytest.mark.usefixtures("quick_host")
+
 LEARNED = np.float32([1.5, -2.0, 0.0, 3.0])
 
 
@@ -77,6 +79,7 @@ def test_trees_with_learned_sinks_and_a_cap(device):
 # --- Windows of sequences ---
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
 @pytest.mark.parametrize(("window", "sinks"), [(8, 0), (8, 3), (1, 0), (9, 8), (5, 4), (17, 2)])
 def test_decode_through_a_window(device, window, sinks, page_size):

@@ -74,6 +74,7 @@ def bits(array):
 # --- Memory ---
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -305,6 +306,7 @@ def test_store_mla(device, layout):
     assert not bits(got).any()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("fmt", QUANTISED)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -38,12 +38,14 @@ def test_alone(device, what, fmt, shape):
     case.attend(args)
 
 
-@pytest.mark.covering
+@pytest.mark.covering(2)
 @shapes
-@pytest.mark.parametrize("options", list(itertools.product((False, True), repeat=4)), ids=str)
-def test_together(device, options, shape):
+@pytest.mark.parametrize("evicted", [False, True], ids=["whole", "evicted"])
+@pytest.mark.parametrize("starts", [False, True], ids=["all keys", "key starts"])
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+@pytest.mark.parametrize("rope", [False, True], ids=["as cached", "rotated"])
+def test_together(device, evicted, starts, trees, rope, shape):
     """Each with each, under windows that keep first keys, caps and learned sinks."""
-    evicted, starts, trees, rope = options
     for fmt in ("fp32", "bf16"):
         case, args = call_of(
             device, 2, shape, fmt, evicted=evicted, starts=starts, trees=trees,

@@ -269,6 +269,7 @@ def check_pool(pool, contents):
         assert np.array_equal(got, want), f"{part}: first at {np.argwhere(got != want)[0]}"
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("placement", ["device", "pinned", "pageable"])
 @pytest.mark.parametrize(("fmt", "scales"), [("bf16", False), ("fp8_e4m3", False), ("int8", True)])
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])

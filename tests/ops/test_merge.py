@@ -145,6 +145,7 @@ def test_little_to_do(device, shape):
 # Many ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @bases
 @formats
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 33])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 
 import numpy as np
@@ -300,21 +299,19 @@ def test_forget_drops_all(device, made):
 # Time -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("scripts_on_path")
 def test_a_warm_call_is_short(monkeypatch):
     """In Python frames: a model makes dozens of calls a step, each at addresses seen before."""
+    from benchmarks.frames import frames_of
+
     monkeypatch.setattr(kv.config, "strict", False)
     device = kv.device("host")
     call = {name: value for name, value in store_kv(device).items() if "scale" not in name}
     call["k_cache"], call["v_cache"] = (device.zeros((8, 2, w), np.float32) for w in (8, 6))
     for _ in range(2):
         kv.store_kv(**call)
-    frames = []
-    sys.setprofile(lambda frame, event, _: frames.append(frame) if event == "call" else None)
-    try:
-        kv.store_kv(**call)
-    finally:
-        sys.setprofile(None)
-    assert len(frames) <= 20, [frame.f_code.co_qualname for frame in frames]
+    called = frames_of(lambda: kv.store_kv(**call))
+    assert 0 < len(called) <= 20, "\n".join(called)
 
 
 # Addresses ------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ HEAD_DIMS = (2, 4, 6, 64, 80, 96, 100, 112, 128, 192, 256)
 # Rotation ------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("fmt", FLOATS)
 @pytest.mark.parametrize("width", HEAD_DIMS)
@@ -337,6 +338,7 @@ def test_table_without_rows(device):
 # Norm and sections ---------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("weights", ["fp32", "own"])
 @pytest.mark.parametrize("fmt", FLOATS)
 @pytest.mark.parametrize("width", [2, 20, 64, 128, 192, 256])

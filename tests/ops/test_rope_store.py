@@ -343,6 +343,7 @@ def test_offsets_past_two_gigabytes(device):
 # rope_store_mla ------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("cache_fmt", FORMATS)
 @pytest.mark.parametrize("fmt", FLOATS)

@@ -53,6 +53,7 @@ MLA_VIEWS = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("cache_view", ["slots", "pages", "layer", "wider"])
 @pytest.mark.parametrize("view", MLA_VIEWS)
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_e4m3"])

@@ -162,6 +162,7 @@ def test_page_lists(device, name, method):
         case.transfer(*pools, src_pages, dst_pages, method=method)
 
 
+@pytest.mark.covering(2)
 @every_method
 @pytest.mark.parametrize(("src_step", "dst_step"), [(1, 1), (2, -1), (-1, 3), (-2, 2)])
 @pytest.mark.parametrize(
@@ -200,6 +201,7 @@ def test_index_arrays_of_torch_and_read_only_ones(device, method):
     case.transfer(*pools, fixed[::-2], torch.tensor(SRC, dtype=torch.int32)[:3], method=method)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("listed", [False, True], ids=["array", "list"])
 @every_method
 @pytest.mark.parametrize("negative", [-1, -7, -9, -(2**31), -(2**32) + 3, -(2**63)])
@@ -212,6 +214,7 @@ def test_negative_pages_are_skipped(device, negative, method, listed):
     case.transfer(*pools, [negative], [1], method=method)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("listed", [False, True], ids=["array", "list"])
 @every_method
 @pytest.mark.parametrize("page", [9, 10, 7777, 2**31 - 1, 2**31, 2**32 + 3, 2**63 - 1])
@@ -255,6 +258,7 @@ LAYERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("layers", LAYERS, ids=str)
 @every_method
 @some_pairs
@@ -274,6 +278,7 @@ def test_no_layers(device, method):
     case.transfer(*pools, SRC, DST, method=method, layers=[])
 
 
+@pytest.mark.covering(2)
 @some_pairs
 @pytest.mark.parametrize("max_blocks", [None, 1, 2, 7, np.int64(3), 10**6])
 @every_method

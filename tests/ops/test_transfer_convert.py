@@ -150,6 +150,7 @@ def test_scaling_is_two_float32_divisions(device, fmt, method):
     case.transfer(*made, [0, 1], [1, 0], method=method, convert=True)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("fmt", QUANTISED)
 @pytest.mark.parametrize("source", ["fp32", "fp16", "bf16"])
 @every_method
