@@ -38,16 +38,16 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any, TypeVar
 
 import numpy as np
 
 from .. import devices, formats, observe
 from ..arrays import (
+    STREAMED_TYPES,
     ArrayView,
     contiguous_strides,
-    is_tensor,
     note_written,
     overlap,
     probe,
@@ -78,7 +78,7 @@ class Argument:
     words : it is read or written in whole words, so its alignment is part of the signature
     number : it may be a number instead of an array
     replaces : inputs whose memory an output may be, element for element: it is written in place
-    allocated : an output that the plan allocates where None is passed; `Operation.run` returns it
+    returned : an output that `Operation.run` returns; where None is passed, the plan allocates it
     """
 
     name: str
@@ -86,7 +86,7 @@ class Argument:
     words: bool = False
     number: bool = False
     replaces: tuple[str, ...] = ()
-    allocated: bool = False
+    returned: bool = False
 
 
 class Operation:
@@ -96,6 +96,7 @@ class Operation:
     ----------
     names : of the arguments, in the order of addresses and arrays wherever these are tuples
     outputs : positions of those that are written
+    words : positions of those whose alignment is part of the signature
     in_place : positions of outputs, and of inputs whose memory they may be
     """
 
@@ -107,32 +108,40 @@ class Operation:
         self.in_place = tuple(
             [(i, self.names.index(name)) for i, a in enumerate(arguments) for name in a.replaces]
         )
-        self._words = tuple([i for i, a in enumerate(arguments) if a.words])
-        self._returned = tuple([i for i, a in enumerate(arguments) if a.allocated])
-        self._in_order = operator.itemgetter(*self.names)
+        self.words = tuple([i for i, a in enumerate(arguments) if a.words])
+        returned = [i for i, a in enumerate(arguments) if a.returned]
+        self._returned = operator.itemgetter(*returned) if returned else None
+        # Plans, signatures, options, alignment and plan of the last call; most are like it.
+        self._last: tuple[Any, ...] = None, None, None, None, None
 
     def __str__(self) -> str:
         return self.name
 
     def run(
-        self, arguments: Mapping[str, Any], options: tuple[Any, ...], make: Callable[..., Any],
-        stream: Any,
-    ) -> list[Any]:  # fmt: skip
-        """Prepare a call, run it, and return the outputs that it may allocate."""
-        plan, pointers, arrays = self.prepare(arguments, options, make)
-        if plan.allocated:
-            pointers, arrays = plan.allocate(pointers, arrays, stream)
-        plan.run(pointers, arrays, stream)
-        return list(map(arrays.__getitem__, self._returned))
-
-    def prepare(
-        self, arguments: Mapping[str, Any], options: tuple[Any, ...], make: Callable[..., Any]
-    ) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
-        """Return the plan of a call, the addresses of its arrays, and the arrays.
+        self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any],
+        *streams: Any,
+    ) -> Any:  # fmt: skip
+        """Prepare a call, run it, and return the outputs that are `returned`: one, a tuple or None.
 
         Parameters
         ----------
-        arguments : arrays by name, numbers where they are allowed, or None
+        arrays, options, make : as `prepare` takes them
+        streams : as the caller passed them, for `Plan.run`
+        """
+        plan, pointers = self.prepare(arrays, options, make)
+        if plan.allocated:
+            pointers, arrays = plan.allocate(pointers, arrays, streams[0])
+        plan.run(pointers, arrays, *streams)
+        return self._returned(arrays) if self._returned is not None else None
+
+    def prepare(
+        self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any]
+    ) -> tuple[Any, tuple[int, ...]]:
+        """Return the plan of a call, and the addresses of its arrays.
+
+        Parameters
+        ----------
+        arrays : in the order of `names`; numbers where they are allowed, or None
         options : whatever else decides the plan. Values that are equal must mean the same
         make : called for the first call of a signature, as `make(arguments, alignment, *options)`.
             It gets views that keep nothing alive, and numbers, without arguments that are None; and
@@ -143,25 +152,37 @@ class Operation:
         ------
         TypeError : an argument is no array, or whatever `make` raises
         """
-        arrays = self._in_order(arguments)
         signature = None
         try:
             pointers, signatures = probe_arguments(arrays)
+            plans, last_signatures, last_options, last_alignment, plan = self._last
+            is_last = (
+                plans is _plans and plan.used_at == _made
+                and signatures == last_signatures and options == last_options
+            )  # fmt: skip
+            if is_last:
+                allowed = plan.allowed
+                if pointers == allowed:
+                    return plan, allowed
             alignment = 0
-            for i in self._words:
+            for i in self.words:
                 alignment |= pointers[i]
-            signature = (self, options, alignment & 15, signatures)
+            alignment &= 15
+            if is_last and alignment == last_alignment:
+                return plan, pointers
+            signature = (self, options, alignment, signatures)
             plan = _plans.get(signature)
             if plan is not None:
                 if plan.used_at != _made:
                     _remember(signature, plan)
-                return plan, pointers, arrays
-        except TypeError:  # no array, or an option that cannot be hashed: the checks say which
+                self._last = _plans, signatures, options, alignment, plan
+                return plan, pointers
+        except (TypeError, ValueError):  # no array, or an option that is one: the checks say which
             signature = None
         pointers, plan = self._make(arrays, options, make)
         if signature is not None:
             _remember(signature, plan, is_new=True)
-        return plan, pointers, arrays
+        return plan, pointers
 
     def _make(
         self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any]
@@ -239,8 +260,9 @@ def _remember(signature: Any, plan: Any, *, is_new: bool = False) -> None:
 
 def forget() -> None:
     """Drop all plans, for a change of devices or kernels."""
+    global _plans
     with _lock:
-        _plans.clear()
+        _plans = {}
 
 
 # --- Plans ----------------------------------------------------------------------------------------
@@ -255,6 +277,7 @@ class Plan(abc.ABC):
     cause : why the kernel cannot be used, where the fallback must serve
     allocated : outputs that each call allocates, by name
     used_at : how many plans had been made when this one was last used
+    allowed : the addresses of the last call, which have been checked
     """
 
     def __init__(self, operation: Operation, device: Device, library: str) -> None:
@@ -265,8 +288,8 @@ class Plan(abc.ABC):
         self.cause: CompileError | None = None
         self.allocated: Views = {}
         self.used_at = 0
-        self._allowed: tuple[int, ...] | None = None  # the addresses of the last call
-        self._writes_tensors: bool | None = None
+        self.allowed: tuple[int, ...] | None = None
+        self._tensors: list[int] = []
 
     def load(self, make: Callable[[], list[Launch]]) -> None:
         """Take the launches, or note why one of their kernels cannot be compiled."""
@@ -305,6 +328,10 @@ class Plan(abc.ABC):
                 for name, v in self.allocated.items()
             ]
         self._arrays = [(i, name) for i, name in enumerate(names) if name in views]
+        self._tensors = [
+            i for i in self.operation.outputs
+            if names[i] in views and views[names[i]].library == "torch"
+        ]  # fmt: skip
         touched = self.touched(views)
         self._in_place = [
             (output, source)
@@ -313,8 +340,9 @@ class Plan(abc.ABC):
             and same_layout(views.get(names[output]), views.get(names[source]))
         ]
         self._aliasing = Aliasing(
-            list(map(touched.get, names)), self.operation.outputs, self._in_place
-        )
+            list(map(touched.get, names)), self.operation.outputs, self._in_place,
+            self.operation.words,
+        )  # fmt: skip
         if self.cause is not None:
             self.cause = copy(self.cause)  # without a traceback, whose frames hold arrays
 
@@ -322,13 +350,13 @@ class Plan(abc.ABC):
         """Check the addresses and issue the operation on `stream`, of any library."""
         own_stream = self.device.as_stream(stream, self.library)
         if self.launches or self.cause is not None:
-            if pointers != self._allowed:
+            if pointers is not self.allowed:
                 self.check(pointers, arrays)
             self.issue(pointers, arrays, own_stream)
 
     def check(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
         """Raise ValueError for misaligned elements, and for outputs that share bytes."""
-        if pointers == self._allowed:
+        if pointers == self.allowed:
             return
         if not self._aliasing.allows(pointers):
             accessed = self.accessed(pointers, arrays)
@@ -337,7 +365,7 @@ class Plan(abc.ABC):
             inputs = [(n, v) for n, v in accessed.items() if n not in written]
             checks.require_aligned([*inputs, *outputs])
             checks.require_disjoint(outputs, inputs)
-        self._allowed = pointers
+        self.allowed = pointers
 
     def issue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
         """Put the operation on a stream, its arguments checked."""
@@ -346,20 +374,17 @@ class Plan(abc.ABC):
         if self.cause is not None:
             self.device.check_fallback(self.operation.name, stream)
             config.fall_back(self.operation.name, self.cause)
-        wait_for_producers(arrays, stream)
-        if observe.watching():
+        if STREAMED_TYPES:
+            wait_for_producers(arrays, stream)
+        if observe.observers:
             observe.issue(
                 lambda: self._announced(pointers, arrays, stream),
                 lambda: self.enqueue(pointers, arrays, stream),
             )
         else:
             self.enqueue(pointers, arrays, stream)
-        if self._writes_tensors is not False:  # equal signatures are of arrays of one library
-            written = [arrays[i] for i in self.operation.outputs]
-            if self._writes_tensors is None:
-                self._writes_tensors = any(map(is_tensor, written))
-            if self._writes_tensors:
-                note_written(written)
+        if self._tensors:
+            note_written([arrays[i] for i in self._tensors])
 
     def enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
         """Launch the kernels, or run the fallback. A plan with a workspace borrows it here."""
@@ -449,26 +474,25 @@ class Launch:
         packed = params.tobytes() if isinstance(params, np.ndarray) else pack(kernel.params, params)
         self.constants = packed[self._pack.size :]
         self.function = device.load(specialisation)
+        self._fault_pointer = device.fault_pointer
+        self._last: tuple[object, bytes] = None, b""  # addresses, and the Params with them
 
-    def enqueue(
-        self, addresses: tuple[int, ...], stream: Stream, keep: Sequence[object],
-        grid: tuple[int, int, int] | None = None, constants: bytes | None = None,
-    ) -> None:  # fmt: skip
-        """Launch on a stream; `keep` lives until the kernel has run.
+    def enqueue(self, addresses: tuple[int, ...], stream: Stream, keep: Sequence[object]) -> None:
+        """Launch on a stream; `keep` lives until the kernel has run."""
+        last, params = self._last
+        if last is not addresses:
+            params = self.pack_pointers(addresses) + self.constants
+            self._last = addresses, params
+        self.device.launch(
+            self.function, self.grid, self.block, self.smem_bytes, params, stream, keep
+        )
 
-        Parameters
-        ----------
-        grid, constants : in place of the launch's own, where the amount of work comes with the call
-        """
-        device = self.device
+    def pack_pointers(self, addresses: tuple[int, ...]) -> bytes:
+        """Return the pointer fields of the Params, for the addresses of a call."""
         chosen = self._choose(addresses + self._fixed)
         if self._offsets is not None:
             chosen = tuple(map(operator.add, chosen, self._offsets))
-        pointers = self._pack.pack(*chosen, device.fault_pointer)
-        device.launch(
-            self.function, grid or self.grid, self.block, self.smem_bytes,
-            pointers + (constants or self.constants), stream, keep,
-        )  # fmt: skip
+        return self._pack.pack(*chosen, self._fault_pointer)
 
 
 @lru_cache(maxsize=1024)
@@ -487,19 +511,23 @@ def _bind(
     fields = dtype.names[: num_pointers - 1]
     by_field = dict(pointers)
     assert by_field.keys() <= set(fields), f"not pointer fields: {by_field.keys() - set(fields)}"
-    fixed = [0, *(pointer for pointer in by_field.values() if isinstance(pointer, int))]
-    positions, offsets = [], []
+    fixed = [pointer for pointer in by_field.values() if isinstance(pointer, int)]
+    positions, offsets, form = [], [], ""
     for field in fields:
-        pointer = by_field.get(field, 0)
+        if field not in by_field:
+            form += "8x"
+            continue
+        pointer = by_field[field]
         name, offset = pointer if isinstance(pointer, tuple) else (pointer, 0)
         if isinstance(name, str):
             positions.append(names.index(name))
         else:  # from the end: a call may come with more addresses than this launch takes
             positions.append(fixed.index(name) - len(fixed))
         offsets.append(offset)
+        form += "Q"
     choose = operator.itemgetter(*positions)
     return (
-        struct.Struct(f"={num_pointers}Q"),
+        struct.Struct(f"={form}Q"),
         choose if len(positions) > 1 else lambda addresses: (choose(addresses),),
         tuple(fixed),
         tuple(offsets) if any(offsets) else None,
@@ -649,6 +677,7 @@ class Aliasing:
     outputs : which of them are written. They share no byte with one another or with an input
     in_place : (output, input) that may nevertheless have one address: each element is written where
         it was read
+    words : whose common alignment is that of `views` in every call
     """
 
     def __init__(
@@ -656,8 +685,10 @@ class Aliasing:
         views: Sequence[ArrayView | None],
         outputs: Collection[int],
         in_place: Collection[tuple[int, int]] = (),
+        words: Collection[int] = (),
     ) -> None:
         self._in_place = frozenset(in_place)
+        alignment = reduce(operator.or_, [v.pointer for i in words if (v := views[i]) is not None], 0)
         self._strides_fit = True
         self._layouts: dict[int, _Layout] = {}
         self._itemsizes: list[tuple[int, int]] = []
@@ -667,7 +698,8 @@ class Aliasing:
                 continue
             self._layouts[i] = v.shape, v.strides, v.format
             if v.itemsize > 1:
-                self._itemsizes.append((i, v.itemsize))
+                if i not in words or alignment % v.itemsize:
+                    self._itemsizes.append((i, v.itemsize))
                 if any(stride % v.itemsize for stride in v.strides):
                     self._strides_fit = False
             low, high = v.byte_range()
