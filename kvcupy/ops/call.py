@@ -89,6 +89,19 @@ class Argument:
     returned: bool = False
 
 
+class Recorder(BaseException):
+    """Passed as the stream of a call, takes what the call would run; `Operation.run` raises it.
+
+    Attributes
+    ----------
+    call : the operation, and the arguments of its `prepare`
+    num_streams : how many streams the call takes
+    """
+
+    call: tuple[Operation, tuple[Any, ...], tuple[Any, ...], Callable[..., Any]]
+    num_streams: int
+
+
 class Operation:
     """The name of an operation and its array arguments.
 
@@ -97,6 +110,7 @@ class Operation:
     names : of the arguments, in the order of addresses and arrays wherever these are tuples
     outputs : positions of those that are written
     words : positions of those whose alignment is part of the signature
+    returned : takes the arrays, and returns what the public function does: one, several, or None
     in_place : positions of outputs, and of inputs whose memory they may be
     """
 
@@ -110,7 +124,9 @@ class Operation:
         )
         self.words = tuple([i for i, a in enumerate(arguments) if a.words])
         returned = [i for i, a in enumerate(arguments) if a.returned]
-        self._returned = operator.itemgetter(*returned) if returned else None
+        self.returned: Callable[[tuple[Any, ...]], Any] = (
+            operator.itemgetter(*returned) if returned else _nothing
+        )
         # Plans, signatures, options, alignment and plan of the last call; most are like it.
         self._last: tuple[Any, ...] = None, None, None, None, None
 
@@ -128,11 +144,15 @@ class Operation:
         arrays, options, make : as `prepare` takes them
         streams : as the caller passed them, for `Plan.run`
         """
+        if type(streams[0]) is Recorder:
+            recorder = streams[0]
+            recorder.call, recorder.num_streams = (self, arrays, options, make), len(streams)
+            raise recorder
         plan, pointers = self.prepare(arrays, options, make)
         if plan.allocated:
             pointers, arrays = plan.allocate(pointers, arrays, streams[0])
         plan.run(pointers, arrays, *streams)
-        return self._returned(arrays) if self._returned is not None else None
+        return self.returned(arrays)
 
     def prepare(
         self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any]
@@ -179,14 +199,15 @@ class Operation:
                 return plan, pointers
         except (TypeError, ValueError):  # no array, or an option that is one: the checks say which
             signature = None
-        pointers, plan = self._make(arrays, options, make)
+        pointers, plan = self.plan(arrays, options, make)
         if signature is not None:
             _remember(signature, plan, is_new=True)
         return plan, pointers
 
-    def _make(
+    def plan(
         self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any]
     ) -> tuple[tuple[int, ...], Any]:
+        """Return the addresses of a call and a new plan, which is not kept."""
         described: dict[str, Any] = {}
         views: Views = {}
         known: dict[int, ArrayView] = {}  # an array that is written in place comes twice
@@ -212,6 +233,10 @@ class Operation:
         plan.settle(views)
         logger.debug("%s: planned a call of new shapes, strides, formats or options", self.name)
         return tuple(pointers), plan
+
+
+def _nothing(arrays: tuple[Any, ...]) -> None:
+    """Return None: an operation returns nothing."""
 
 
 # --- The plans that are kept ----------------------------------------------------------------------
@@ -289,7 +314,7 @@ class Plan(abc.ABC):
         self.allocated: Views = {}
         self.used_at = 0
         self.allowed: tuple[int, ...] | None = None
-        self._tensors: list[int] = []
+        self._tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
 
     def load(self, make: Callable[[], list[Launch]]) -> None:
         """Take the launches, or note why one of their kernels cannot be compiled."""
@@ -328,10 +353,11 @@ class Plan(abc.ABC):
                 for name, v in self.allocated.items()
             ]
         self._arrays = [(i, name) for i, name in enumerate(names) if name in views]
-        self._tensors = [
+        tensors = [
             i for i in self.operation.outputs
             if names[i] in views and views[names[i]].library == "torch"
         ]  # fmt: skip
+        self._tensors = taking(tensors) if tensors else None
         touched = self.touched(views)
         self._in_place = [
             (output, source)
@@ -367,6 +393,14 @@ class Plan(abc.ABC):
             checks.require_disjoint(outputs, inputs)
         self.allowed = pointers
 
+    def fix(
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], varying: Collection[int]
+    ) -> None:
+        """Check addresses of which only some will vary; from now on the others are not checked."""
+        if self.launches or self.cause is not None:
+            self.check(pointers, arrays)
+        self._aliasing.fix(varying)
+
     def issue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
         """Put the operation on a stream, its arguments checked."""
         if not self.launches and self.cause is None:
@@ -383,8 +417,8 @@ class Plan(abc.ABC):
             )
         else:
             self.enqueue(pointers, arrays, stream)
-        if self._tensors:
-            note_written([arrays[i] for i in self._tensors])
+        if self._tensors is not None:
+            note_written(self._tensors(arrays))
 
     def enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
         """Launch the kernels, or run the fallback. A plan with a workspace borrows it here."""
@@ -489,7 +523,7 @@ class Launch:
 
     def pack_pointers(self, addresses: tuple[int, ...]) -> bytes:
         """Return the pointer fields of the Params, for the addresses of a call."""
-        chosen = self._choose(addresses + self._fixed)
+        chosen = self._choose(addresses + self._fixed if self._fixed else addresses)
         if self._offsets is not None:
             chosen = tuple(map(operator.add, chosen, self._offsets))
         return self._pack.pack(*chosen, self._fault_pointer)
@@ -525,13 +559,19 @@ def _bind(
             positions.append(fixed.index(name) - len(fixed))
         offsets.append(offset)
         form += "Q"
-    choose = operator.itemgetter(*positions)
     return (
         struct.Struct(f"={form}Q"),
-        choose if len(positions) > 1 else lambda addresses: (choose(addresses),),
+        taking(positions),
         tuple(fixed),
         tuple(offsets) if any(offsets) else None,
     )
+
+
+def taking(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what takes some items of a tuple or a mapping, as a tuple even of one."""
+    if len(keys) > 1:
+        return operator.itemgetter(*keys)
+    return lambda items: tuple([items[key] for key in keys])
 
 
 def fields_of(type: Any, names: str) -> list[tuple[str, Any]]:
@@ -688,7 +728,9 @@ class Aliasing:
         words: Collection[int] = (),
     ) -> None:
         self._in_place = frozenset(in_place)
-        alignment = reduce(operator.or_, [v.pointer for i in words if (v := views[i]) is not None], 0)
+        alignment = reduce(
+            operator.or_, [v.pointer for i in words if (v := views[i]) is not None], 0
+        )
         self._strides_fit = True
         self._layouts: dict[int, _Layout] = {}
         self._itemsizes: list[tuple[int, int]] = []
@@ -711,6 +753,11 @@ class Aliasing:
             if i in reach:
                 low, high = reach.pop(i)
                 self._pairs += [(i, j, low - to, high - start) for j, (start, to) in reach.items()]
+
+    def fix(self, varying: Collection[int]) -> None:
+        """Look only at addresses that vary from now on: the others are those of a call before."""
+        self._itemsizes = [(i, n) for i, n in self._itemsizes if i in varying]
+        self._pairs = [pair for pair in self._pairs if pair[0] in varying or pair[1] in varying]
 
     def allows(self, addresses: Sequence[int]) -> bool:
         """Return whether elements lie at multiples of their size, and outputs by themselves."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -825,6 +826,13 @@ class TwoStreamPlan:
         """Prepare the checks, and let go of the call for which this was made."""
         for plan in (self.whole, *self.parts):
             plan.settle(views)
+
+    def fix(
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], varying: Collection[int]
+    ) -> None:
+        """Check addresses of which only some will vary; from now on the others are not checked."""
+        self.whole.check(pointers, arrays)
+        self.whole.fix(pointers, arrays, varying)
 
     def run(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any, alt_stream: Any

@@ -249,9 +249,7 @@ def gather_kv(
     arrays = (
         k_out, v_out, k_cache, v_cache, slots, k_scale, v_scale, k_scale_cache, v_scale_cache
     )  # fmt: skip
-    outputs: tuple[Any, Any] = _GATHER_KV.run(
-        arrays, (layout, dtype_name), _plan_gather_kv, stream
-    )
+    outputs: tuple[Any, Any] = _GATHER_KV.run(arrays, (layout, dtype_name), _plan_gather_kv, stream)
     return outputs
 
 
