@@ -250,7 +250,8 @@ class _PlannedCall(BoundCall):
         if plan.allocated:
             pointers, arrays = plan.allocate(pointers, arrays, streams[0])
         plan.run(pointers, arrays, *streams)
-        return self._family.returned(arrays)
+        returned = self._family.returned
+        return None if returned is None else returned(arrays)
 
 
 def _alignment(pointers: tuple[int, ...], positions: Iterable[int]) -> int:

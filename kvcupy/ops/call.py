@@ -47,10 +47,10 @@ from .. import devices, formats, observe
 from ..arrays import (
     STREAMED_TYPES,
     ArrayView,
+    address_of,
     contiguous_strides,
     note_written,
     overlap,
-    probe,
     probe_arguments,
     view,
     wait_for_producers,
@@ -110,7 +110,7 @@ class Operation:
     names : of the arguments, in the order of addresses and arrays wherever these are tuples
     outputs : positions of those that are written
     words : positions of those whose alignment is part of the signature
-    returned : takes the arrays, and returns what the public function does: one, several, or None
+    returned : takes the arrays, and returns what the public function does; None: it returns None
     in_place : positions of outputs, and of inputs whose memory they may be
     """
 
@@ -124,9 +124,9 @@ class Operation:
         )
         self.words = tuple([i for i, a in enumerate(arguments) if a.words])
         returned = [i for i, a in enumerate(arguments) if a.returned]
-        self.returned: Callable[[tuple[Any, ...]], Any] = (
-            operator.itemgetter(*returned) if returned else _nothing
-        )
+        self.returned: Callable[[tuple[Any, ...]], Any] | None = None
+        if returned:
+            self.returned = operator.itemgetter(*returned)
         # Plans, signatures, options, alignment and plan of the last call; most are like it.
         self._last: tuple[Any, ...] = None, None, None, None, None
 
@@ -135,24 +135,23 @@ class Operation:
 
     def run(
         self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any],
-        *streams: Any,
+        stream: Any, *others: Any,
     ) -> Any:  # fmt: skip
         """Prepare a call, run it, and return the outputs that are `returned`: one, a tuple or None.
 
         Parameters
         ----------
         arrays, options, make : as `prepare` takes them
-        streams : as the caller passed them, for `Plan.run`
+        stream, others : as the caller passed them, for `Plan.run`
         """
-        if type(streams[0]) is Recorder:
-            recorder = streams[0]
-            recorder.call, recorder.num_streams = (self, arrays, options, make), len(streams)
-            raise recorder
+        if stream is not None and type(stream) is Recorder:
+            stream.call, stream.num_streams = (self, arrays, options, make), 1 + len(others)
+            raise stream
         plan, pointers = self.prepare(arrays, options, make)
         if plan.allocated:
-            pointers, arrays = plan.allocate(pointers, arrays, streams[0])
-        plan.run(pointers, arrays, *streams)
-        return self.returned(arrays)
+            pointers, arrays = plan.allocate(pointers, arrays, stream)
+        plan.run(pointers, arrays, stream, *others)
+        return None if self.returned is None else self.returned(arrays)
 
     def prepare(
         self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any]
@@ -233,10 +232,6 @@ class Operation:
         plan.settle(views)
         logger.debug("%s: planned a call of new shapes, strides, formats or options", self.name)
         return tuple(pointers), plan
-
-
-def _nothing(arrays: tuple[Any, ...]) -> None:
-    """Return None: an operation returns nothing."""
 
 
 # --- The plans that are kept ----------------------------------------------------------------------
@@ -434,8 +429,8 @@ class Plan(abc.ABC):
         """Return addresses and arrays with the outputs that each call allocates, all zeros."""
         addresses, owners = list(pointers), list(arrays)
         for i, allocator in self._allocators:
-            owners[i] = allocator()
-            addresses[i], _ = probe(owners[i])
+            owners[i] = array = allocator()
+            addresses[i] = address_of(array)
         if stream is not None:
             own_stream = self.device.as_stream(stream)
             for library in {v.library for v in self.allocated.values()}:
@@ -837,8 +832,7 @@ def _allocator(
         return partial(device.zeros, shape, format)
     torch = sys.modules["torch"]
     dtype = getattr(torch, formats.numpy_dtype(format).name)
-    on = "cpu" if device.kind == "host" else device.name
-    return partial(torch.zeros, shape, dtype=dtype, device=on)
+    return partial(torch.zeros, shape, dtype=dtype, device=torch.device(device.torch_name))
 
 
 def in_library(array: Any, like: ArrayView) -> Any:
