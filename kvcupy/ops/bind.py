@@ -192,11 +192,11 @@ class _PlannedCall(BoundCall):
         with suppress(Recorder):
             operation(**{**parameters, **placeholders, "stream": recorder})
         self._family, arrays, self._options, self._make = recorder.call
-        self._streams = [
-            None if name in examples else parameters.get(name)
+        self._streams = {
+            name: None if name in examples else parameters.get(name)
             for name in _STREAMS[: recorder.num_streams]
-        ]
-        self._varying_streams = [(i, name) for i, name in enumerate(_STREAMS) if name in examples]
+        }
+        self._streams_vary = len(examples) > len(views)
 
         # The arrays of a call are the fixed ones followed by those that vary, put in order.
         sources = list(range(len(arrays)))
@@ -227,13 +227,12 @@ class _PlannedCall(BoundCall):
     def __call__(self, **varying: Any) -> Any:
         plan, pointers, arrays, streams = self._plan, self._pointers, self._arrays, self._streams
         if varying or self._names:
-            if varying.keys() != self._names:
-                raise self._wrong_names(varying)
-            values = self._values(varying)
-            if self._varying_streams:
-                streams = streams.copy()
-                for i, name in self._varying_streams:
-                    streams[i] = varying[name]
+            try:
+                values = self._values(varying)
+            except KeyError:
+                raise self._wrong_names(varying) from None
+            if self._streams_vary or len(varying) != len(values):
+                streams = self._streams_of(varying)
             arrays = self._in_order(arrays + values)
             try:
                 addresses, signatures = probe_arguments(values)
@@ -245,13 +244,23 @@ class _PlannedCall(BoundCall):
                 alignment |= addresses[i]
             if signatures != self._signatures or alignment & 15 != self._alignment:
                 self._require_alike(varying)
-                return self._family.run(arrays, self._options, self._make, *streams)
+                return self._family.run(arrays, self._options, self._make, *streams.values())
             pointers = self._in_order(pointers + addresses)
+        stream = streams["stream"]
         if plan.allocated:
-            pointers, arrays = plan.allocate(pointers, arrays, streams[0])
-        plan.run(pointers, arrays, *streams)
+            pointers, arrays = plan.allocate(pointers, arrays, stream)
+        if len(streams) == 1:
+            plan.run(pointers, arrays, stream)
+        else:
+            plan.run(pointers, arrays, *streams.values())
         returned = self._family.returned
         return None if returned is None else returned(arrays)
+
+    def _streams_of(self, varying: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the streams of a call, whose names are checked with them."""
+        if varying.keys() != self._names:
+            raise self._wrong_names(varying)
+        return {name: varying.get(name, stream) for name, stream in self._streams.items()}
 
 
 def _alignment(pointers: tuple[int, ...], positions: Iterable[int]) -> int:

@@ -501,16 +501,18 @@ class Launch:
         bound = _bind(kernel.params, kernel.num_pointers, tuple(pointers.items()), names)
         self._pack, self._choose, self._fixed, self._offsets = bound
         packed = params.tobytes() if isinstance(params, np.ndarray) else pack(kernel.params, params)
-        self.constants = packed[self._pack.size :]
+        self.constants = packed[8 * kernel.num_pointers :]
         self.function = device.load(specialisation)
-        self._fault_pointer = device.fault_pointer
+        nulls = 8 * (kernel.num_pointers - 1) - self._pack.size
+        self._tail = bytes(nulls) + device.fault_pointer.to_bytes(8, sys.byteorder)
+        self._constants = self._tail + self.constants
         self._last: tuple[object, bytes] = None, b""  # addresses, and the Params with them
 
     def enqueue(self, addresses: tuple[int, ...], stream: Stream, keep: Sequence[object]) -> None:
         """Launch on a stream; `keep` lives until the kernel has run."""
         last, params = self._last
         if last is not addresses:
-            params = self.pack_pointers(addresses) + self.constants
+            params = self._pack_addresses(addresses) + self._constants
             self._last = addresses, params
         self.device.launch(
             self.function, self.grid, self.block, self.smem_bytes, params, stream, keep
@@ -518,10 +520,14 @@ class Launch:
 
     def pack_pointers(self, addresses: tuple[int, ...]) -> bytes:
         """Return the pointer fields of the Params, for the addresses of a call."""
+        return self._pack_addresses(addresses) + self._tail
+
+    def _pack_addresses(self, addresses: tuple[int, ...]) -> bytes:
+        """Return the pointer fields up to the last that is not null."""
         chosen = self._choose(addresses + self._fixed if self._fixed else addresses)
         if self._offsets is not None:
             chosen = tuple(map(operator.add, chosen, self._offsets))
-        return self._pack.pack(*chosen, self._fault_pointer)
+        return self._pack.pack(*chosen)
 
 
 @lru_cache(maxsize=1024)
@@ -533,8 +539,9 @@ def _bind(
 
     Returns
     -------
-    struct of the pointer fields, what chooses their values from the addresses of a call followed by
-    those that no call changes, the latter, and the bytes to add to each or None
+    struct of the pointer fields up to the last that is not null, what chooses their values from the
+    addresses of a call followed by those that no call changes, the latter, and the bytes to add to
+    each or None
     """
     assert dtype.names is not None
     fields = dtype.names[: num_pointers - 1]
@@ -555,7 +562,7 @@ def _bind(
         offsets.append(offset)
         form += "Q"
     return (
-        struct.Struct(f"={form}Q"),
+        struct.Struct("=" + form[: form.rindex("Q") + 1]),
         taking(positions),
         tuple(fixed),
         tuple(offsets) if any(offsets) else None,

@@ -340,6 +340,14 @@ def test_names_are_exact(device):
             TypeError, match=f"^store_kv, bound: expected key, slot_mapping, .*{text}"
         ):
             prepared(**passed)
+    for examples, passed in (
+        ({"stream": kv.vary(None)}, {}),
+        ({"stream": kv.vary(None), "key": kv.vary(call["key"])}, {"key": call["key"]}),
+        ({"stream": kv.vary(None), "key": kv.vary(call["key"])}, {"stream": None}),
+        ({"key": kv.vary(call["key"])}, {"key": call["key"], "stream": None}),
+    ):
+        with pytest.raises(TypeError, match=r"got (missing stream|missing key|stream is fixed)$"):
+            kv.bind(kv.store_kv, **{**call, **examples})(**passed)
     with pytest.raises(TypeError, match="expected no arguments, got key is fixed"):
         kv.bind(kv.store_kv, **call)(key=call["key"])
     assert "key (3, 2, 8) fp32, slot_mapping (3,) int64 varies" in repr(prepared)
