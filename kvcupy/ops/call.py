@@ -370,10 +370,9 @@ class Plan(abc.ABC):
     def run(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any) -> None:
         """Check the addresses and issue the operation on `stream`, of any library."""
         own_stream = self.device.as_stream(stream, self.library)
-        if self.launches or self.cause is not None:
-            if pointers is not self.allowed:
-                self.check(pointers, arrays)
-            self.issue(pointers, arrays, own_stream)
+        if pointers is not self.allowed and (self.launches or self.cause is not None):
+            self.check(pointers, arrays)
+        self.issue(pointers, arrays, own_stream)
 
     def check(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
         """Raise ValueError for misaligned elements, and for outputs that share bytes."""
@@ -487,6 +486,7 @@ class Launch:
     Attributes
     ----------
     constants : the packed Params behind the pointer fields
+    tail : the packed pointer fields behind those that a call decides: nulls, and the fault record
     """
 
     def __init__(
@@ -499,35 +499,31 @@ class Launch:
         self.grid, self.block, self.smem_bytes = grid, block, smem_bytes
         kernel = specialisation.kernel
         bound = _bind(kernel.params, kernel.num_pointers, tuple(pointers.items()), names)
-        self._pack, self._choose, self._fixed, self._offsets = bound
+        self._struct, self._choose, self._fixed, self._offsets = bound
         packed = params.tobytes() if isinstance(params, np.ndarray) else pack(kernel.params, params)
         self.constants = packed[8 * kernel.num_pointers :]
         self.function = device.load(specialisation)
-        nulls = 8 * (kernel.num_pointers - 1) - self._pack.size
-        self._tail = bytes(nulls) + device.fault_pointer.to_bytes(8, sys.byteorder)
-        self._constants = self._tail + self.constants
+        nulls = 8 * (kernel.num_pointers - 1) - self._struct.size
+        self.tail = bytes(nulls) + device.fault_pointer.to_bytes(8, sys.byteorder)
+        self._behind = self.tail + self.constants
         self._last: tuple[object, bytes] = None, b""  # addresses, and the Params with them
 
     def enqueue(self, addresses: tuple[int, ...], stream: Stream, keep: Sequence[object]) -> None:
         """Launch on a stream; `keep` lives until the kernel has run."""
         last, params = self._last
         if last is not addresses:
-            params = self._pack_addresses(addresses) + self._constants
+            params = self.pack(addresses) + self._behind
             self._last = addresses, params
         self.device.launch(
             self.function, self.grid, self.block, self.smem_bytes, params, stream, keep
         )
 
-    def pack_pointers(self, addresses: tuple[int, ...]) -> bytes:
-        """Return the pointer fields of the Params, for the addresses of a call."""
-        return self._pack_addresses(addresses) + self._tail
-
-    def _pack_addresses(self, addresses: tuple[int, ...]) -> bytes:
-        """Return the pointer fields up to the last that is not null."""
+    def pack(self, addresses: tuple[int, ...]) -> bytes:
+        """Return the pointer fields of the Params but for `tail`, for the addresses of a call."""
         chosen = self._choose(addresses + self._fixed if self._fixed else addresses)
         if self._offsets is not None:
             chosen = tuple(map(operator.add, chosen, self._offsets))
-        return self._pack.pack(*chosen)
+        return self._struct.pack(*chosen)
 
 
 @lru_cache(maxsize=1024)

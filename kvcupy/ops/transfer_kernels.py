@@ -362,7 +362,7 @@ class PageLaunch(call.Launch):
         blocks = min(self._max_blocks, -(-num_pieces // self._pieces_per_block))
         self.device.launch(
             self.function, (blocks, 1, 1), self.block, self.smem_bytes,
-            self.pack_pointers((src, dst)) + constants, stream, keep,
+            self.pack((src, dst)) + self.tail + constants, stream, keep,
         )  # fmt: skip
 
 

@@ -492,7 +492,7 @@ def test_tensors():
 # Time ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("names", "most"), [((), 9), (("key", "value"), 18)])
+@pytest.mark.parametrize(("names", "most"), [((), 8), (("key", "value"), 13)])
 def test_a_bound_call_is_short(lenient_host, names, most):
     """In Python frames; that of another bound call of the operation in between costs nothing."""
     device = kv.device("host")
