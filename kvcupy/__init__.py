@@ -22,6 +22,7 @@ from .errors import (
     UnknownSequence,
 )
 from .ops.attention import paged_attention
+from .ops.bind import bind, vary
 from .ops.indexing import find_duplicate_slots, page_table_csr, slot_mapping
 from .ops.merge import merge_states
 from .ops.pages import copy_pages
@@ -50,6 +51,7 @@ __all__ = [
     "TransferEngine",
     "UnknownSequence",
     "apply_rope",
+    "bind",
     "block_hashes",
     "check_faults",
     "config",
@@ -72,5 +74,6 @@ __all__ = [
     "store_mla",
     "timeline",
     "transfer_pages",
+    "vary",
     "view_as",
 ]

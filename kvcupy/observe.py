@@ -2,7 +2,7 @@
 
 Devices announce what is put on their streams, so this module stands below them: here a stream is
 a `devices.protocol.Stream` and an event a `devices.protocol.Event`, but their types are not named.
-Without observers `issue` costs one truth test.
+Without observers an operation costs one truth test.
 """
 
 from __future__ import annotations
@@ -51,45 +51,41 @@ class Observer(Protocol):
     def waited(self, stream: Any, event: Any) -> None: ...
 
 
-_observers: tuple[Observer, ...] = ()
+observers: tuple[Observer, ...] = ()
+"""Who is notified. Operations look here before they describe themselves."""
 
 
 def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> None:
     """Run `enqueue`, which puts one operation on its stream, and announce it to observers."""
-    if not _observers:
+    if not observers:
         enqueue()
         return
     operation = describe()
-    for observer in _observers:
+    for observer in observers:
         observer.before(operation)
     enqueue()
-    for observer in reversed(_observers):
+    for observer in reversed(observers):
         observer.after(operation)
 
 
 def recorded(event: Any, stream: Any) -> None:
     """Announce that `event` was recorded in `stream`."""
-    for observer in _observers:
+    for observer in observers:
         observer.recorded(event, stream)
 
 
 def waited(stream: Any, event: Any) -> None:
     """Announce that `stream` waits for `event`."""
-    for observer in _observers:
+    for observer in observers:
         observer.waited(stream, event)
-
-
-def watching() -> bool:
-    """Return whether there are observers."""
-    return bool(_observers)
 
 
 @contextmanager
 def attached(observer: Any) -> Iterator[Any]:
     """Notify `observer` for the length of a with block."""
-    global _observers
-    _observers = (*_observers, observer)
+    global observers
+    observers = (*observers, observer)
     try:
         yield observer
     finally:
-        _observers = tuple(o for o in _observers if o is not observer)
+        observers = tuple(o for o in observers if o is not observer)

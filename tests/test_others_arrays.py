@@ -310,6 +310,7 @@ def test_operations_wait_for_the_producers_of_arrays(monkeypatch):
     from kvcupy.ops import call as op_call
 
     asked = []
+    monkeypatch.setattr(op_call, "STREAMED_TYPES", {object})
     monkeypatch.setattr(
         op_call, "wait_for_producers", lambda arrays, on: asked.append((arrays, on))
     )

@@ -105,28 +105,29 @@ class CudaContext:
             if capture is not FOREIGN:
                 capture.keep(keep)
             return
-        owners = tuple(owner for owner in keep if not self._is_ordered(owner, stream))
+        owners: list[Any] = [owner for owner in keep if owner is not None]
+        if self._orders_tensors(stream, owners):
+            owners = [owner for owner in owners if library_of(owner.__class__) != "torch"]
         if not owners:
             return
         try:
             with self.current():
                 if self.api.is_capturing(stream.pointer):
                     return  # another library's capture, which keeps the arrays alive itself
-                self.retired.hold(stream.pointer, owners)
+                self.retired.hold(stream.pointer, tuple(owners))
         except self.api.errors as error:
             raise self.api.failure(f"record in {stream!r}", error) from error
 
-    def _is_ordered(self, owner: Any, stream: Any) -> bool:
-        """Return whether the allocator of `owner` reuses its memory in the order of `stream`.
+    def _orders_tensors(self, stream: Any, owners: Sequence[Any]) -> bool:
+        """Return whether torch's allocator reuses memory in the order of `stream`.
 
-        Torch's does for its current stream, as far as torch's own operations go. CuPy's pool gives
-        a block back to the stream that was current when it was allocated, and does not say which.
+        It does for torch's current stream, as far as torch's own operations go. CuPy's pool gives a
+        block back to the stream that was current when it was allocated, and does not say which.
         """
-        library = library_of(owner.__class__)
-        if library != "torch":
-            return owner is None
         if stream.library:
-            return bool(stream.library == library)
+            return bool(stream.library == "torch")
+        if not any([library_of(owner.__class__) == "torch" for owner in owners]):
+            return False
         current = sys.modules["torch"].cuda.current_stream(self.index)
         return bool(current.cuda_stream == stream.pointer)
 

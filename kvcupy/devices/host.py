@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 import shutil
@@ -347,9 +348,9 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 def _allocate(make: Callable[..., Any], shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
     element = formats.numpy_dtype(dtype)
     shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * element.itemsize
+    num_bytes = math.prod(map(int, shape)) * element.itemsize
     raw: np.ndarray[Any, Any] = make(num_bytes + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
+    start = -arrays.address_of(raw) % _ALIGNMENT
     return raw[start : start + num_bytes].view(element).reshape(shape)
 
 

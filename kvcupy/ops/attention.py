@@ -38,7 +38,7 @@ from .merge import merge_launch
 
 # What differs from call to call, what belongs to a layer of a cache, and what to a step.
 _PER_CALL = (
-    Argument("query", words=True), Argument("out", output=True, words=True, allocated=True),
+    Argument("query", words=True), Argument("out", output=True, words=True, returned=True),
     Argument("lse_out", output=True), Argument("sinks"),
 )  # fmt: skip
 _PER_LAYER = (
@@ -52,11 +52,6 @@ _PER_STEP = (
     Argument("tree_lens"), Argument("tree_positions"), Argument("rope_table", words=True),
 )  # fmt: skip
 _ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP)
-
-# Arguments that `paged_attention` lacks.
-_ABSENT = dict.fromkeys(
-    ("evicted_starts", "evicted_lens", "key_starts", "tree_lens", "tree_positions", "rope_table")
-)
 
 _MAX_WIDTH = 768  # elements of a row that a warp, or a thread of the host device, has registers for
 
@@ -139,15 +134,12 @@ def paged_attention(
     24.0
     """
     options = check_options(layout, sm_scale, causal, window, sinks, logits_soft_cap)
-    arguments = {
-        "query": query, "out": out, "lse_out": lse_out,
-        "sinks": sinks if checks.is_array(sinks) else None, "k_cache": k_cache, "v_cache": v_cache,
-        "k_scale": k_scale, "v_scale": v_scale, "k_scale_cache": k_scale_cache,
-        "v_scale_cache": v_scale_cache, "block_table": block_table, "seq_lens": seq_lens,
-        "query_lens": query_lens, "tree_mask": tree_mask, **_ABSENT,
-    }  # fmt: skip
-    (out,) = _ATTENTION.run(arguments, (options,), AttentionPlan, stream)
-    return out
+    arrays = (
+        query, out, lse_out, sinks if checks.is_array(sinks) else None,
+        k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache,
+        block_table, seq_lens, query_lens, tree_mask, None, None, None, None, None, None,
+    )  # fmt: skip
+    return _ATTENTION.run(arrays, (options,), AttentionPlan, stream)
 
 
 # --- Layer by layer -------------------------------------------------------------------------------
@@ -251,8 +243,7 @@ class StepAttention(_Probed):
 
 
 def _prepare(arrays: tuple[Any, ...], options: AttentionOptions) -> AttentionPlan:
-    arguments = dict(zip(_ATTENTION.names, arrays, strict=True))
-    plan: AttentionPlan = _ATTENTION.prepare(arguments, (options,), AttentionPlan)[0]
+    plan: AttentionPlan = _ATTENTION.prepare(arrays, (options,), AttentionPlan)[0]
     return plan
 
 

@@ -38,19 +38,19 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any, TypeVar
 
 import numpy as np
 
 from .. import devices, formats, observe
 from ..arrays import (
+    STREAMED_TYPES,
     ArrayView,
+    address_of,
     contiguous_strides,
-    is_tensor,
     note_written,
     overlap,
-    probe,
     probe_arguments,
     view,
     wait_for_producers,
@@ -78,7 +78,7 @@ class Argument:
     words : it is read or written in whole words, so its alignment is part of the signature
     number : it may be a number instead of an array
     replaces : inputs whose memory an output may be, element for element: it is written in place
-    allocated : an output that the plan allocates where None is passed; `Operation.run` returns it
+    returned : an output that `Operation.run` returns; where None is passed, the plan allocates it
     """
 
     name: str
@@ -86,7 +86,20 @@ class Argument:
     words: bool = False
     number: bool = False
     replaces: tuple[str, ...] = ()
-    allocated: bool = False
+    returned: bool = False
+
+
+class Recorder(BaseException):
+    """Passed as the stream of a call, takes what the call would run; `Operation.run` raises it.
+
+    Attributes
+    ----------
+    call : the operation, and the arguments of its `prepare`
+    num_streams : how many streams the call takes
+    """
+
+    call: tuple[Operation, tuple[Any, ...], tuple[Any, ...], Callable[..., Any]]
+    num_streams: int
 
 
 class Operation:
@@ -96,6 +109,8 @@ class Operation:
     ----------
     names : of the arguments, in the order of addresses and arrays wherever these are tuples
     outputs : positions of those that are written
+    words : positions of those whose alignment is part of the signature
+    returned : takes the arrays, and returns what the public function does; None: it returns None
     in_place : positions of outputs, and of inputs whose memory they may be
     """
 
@@ -107,32 +122,45 @@ class Operation:
         self.in_place = tuple(
             [(i, self.names.index(name)) for i, a in enumerate(arguments) for name in a.replaces]
         )
-        self._words = tuple([i for i, a in enumerate(arguments) if a.words])
-        self._returned = tuple([i for i, a in enumerate(arguments) if a.allocated])
-        self._in_order = operator.itemgetter(*self.names)
+        self.words = tuple([i for i, a in enumerate(arguments) if a.words])
+        returned = [i for i, a in enumerate(arguments) if a.returned]
+        self.returned: Callable[[tuple[Any, ...]], Any] | None = None
+        if returned:
+            self.returned = operator.itemgetter(*returned)
+        # Plans, signatures, options, alignment and plan of the last call; most are like it.
+        self._last: tuple[Any, ...] = None, None, None, None, None
 
     def __str__(self) -> str:
         return self.name
 
     def run(
-        self, arguments: Mapping[str, Any], options: tuple[Any, ...], make: Callable[..., Any],
-        stream: Any,
-    ) -> list[Any]:  # fmt: skip
-        """Prepare a call, run it, and return the outputs that it may allocate."""
-        plan, pointers, arrays = self.prepare(arguments, options, make)
-        if plan.allocated:
-            pointers, arrays = plan.allocate(pointers, arrays, stream)
-        plan.run(pointers, arrays, stream)
-        return list(map(arrays.__getitem__, self._returned))
-
-    def prepare(
-        self, arguments: Mapping[str, Any], options: tuple[Any, ...], make: Callable[..., Any]
-    ) -> tuple[Any, tuple[int, ...], tuple[Any, ...]]:
-        """Return the plan of a call, the addresses of its arrays, and the arrays.
+        self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any],
+        stream: Any, *others: Any,
+    ) -> Any:  # fmt: skip
+        """Prepare a call, run it, and return the outputs that are `returned`: one, a tuple or None.
 
         Parameters
         ----------
-        arguments : arrays by name, numbers where they are allowed, or None
+        arrays, options, make : as `prepare` takes them
+        stream, others : as the caller passed them, for `Plan.run`
+        """
+        if stream is not None and type(stream) is Recorder:
+            stream.call, stream.num_streams = (self, arrays, options, make), 1 + len(others)
+            raise stream
+        plan, pointers = self.prepare(arrays, options, make)
+        if plan.allocated:
+            pointers, arrays = plan.allocate(pointers, arrays, stream)
+        plan.run(pointers, arrays, stream, *others)
+        return None if self.returned is None else self.returned(arrays)
+
+    def prepare(
+        self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any]
+    ) -> tuple[Any, tuple[int, ...]]:
+        """Return the plan of a call, and the addresses of its arrays.
+
+        Parameters
+        ----------
+        arrays : in the order of `names`; numbers where they are allowed, or None
         options : whatever else decides the plan. Values that are equal must mean the same
         make : called for the first call of a signature, as `make(arguments, alignment, *options)`.
             It gets views that keep nothing alive, and numbers, without arguments that are None; and
@@ -143,29 +171,42 @@ class Operation:
         ------
         TypeError : an argument is no array, or whatever `make` raises
         """
-        arrays = self._in_order(arguments)
         signature = None
         try:
             pointers, signatures = probe_arguments(arrays)
+            plans, last_signatures, last_options, last_alignment, plan = self._last
+            is_last = (
+                plans is _plans and plan.used_at == _made
+                and signatures == last_signatures and options == last_options
+            )  # fmt: skip
+            if is_last:
+                allowed = plan.allowed
+                if pointers == allowed:
+                    return plan, allowed
             alignment = 0
-            for i in self._words:
+            for i in self.words:
                 alignment |= pointers[i]
-            signature = (self, options, alignment & 15, signatures)
+            alignment &= 15
+            if is_last and alignment == last_alignment:
+                return plan, pointers
+            signature = (self, options, alignment, signatures)
             plan = _plans.get(signature)
             if plan is not None:
                 if plan.used_at != _made:
                     _remember(signature, plan)
-                return plan, pointers, arrays
-        except TypeError:  # no array, or an option that cannot be hashed: the checks say which
+                self._last = _plans, signatures, options, alignment, plan
+                return plan, pointers
+        except (TypeError, ValueError):  # no array, or an option that is one: the checks say which
             signature = None
-        pointers, plan = self._make(arrays, options, make)
+        pointers, plan = self.plan(arrays, options, make)
         if signature is not None:
             _remember(signature, plan, is_new=True)
-        return plan, pointers, arrays
+        return plan, pointers
 
-    def _make(
+    def plan(
         self, arrays: tuple[Any, ...], options: tuple[Any, ...], make: Callable[..., Any]
     ) -> tuple[tuple[int, ...], Any]:
+        """Return the addresses of a call and a new plan, which is not kept."""
         described: dict[str, Any] = {}
         views: Views = {}
         known: dict[int, ArrayView] = {}  # an array that is written in place comes twice
@@ -239,8 +280,9 @@ def _remember(signature: Any, plan: Any, *, is_new: bool = False) -> None:
 
 def forget() -> None:
     """Drop all plans, for a change of devices or kernels."""
+    global _plans
     with _lock:
-        _plans.clear()
+        _plans = {}
 
 
 # --- Plans ----------------------------------------------------------------------------------------
@@ -255,6 +297,7 @@ class Plan(abc.ABC):
     cause : why the kernel cannot be used, where the fallback must serve
     allocated : outputs that each call allocates, by name
     used_at : how many plans had been made when this one was last used
+    allowed : the addresses of the last call, which have been checked
     """
 
     def __init__(self, operation: Operation, device: Device, library: str) -> None:
@@ -265,8 +308,8 @@ class Plan(abc.ABC):
         self.cause: CompileError | None = None
         self.allocated: Views = {}
         self.used_at = 0
-        self._allowed: tuple[int, ...] | None = None  # the addresses of the last call
-        self._writes_tensors: bool | None = None
+        self.allowed: tuple[int, ...] | None = None
+        self._tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
 
     def load(self, make: Callable[[], list[Launch]]) -> None:
         """Take the launches, or note why one of their kernels cannot be compiled."""
@@ -305,6 +348,11 @@ class Plan(abc.ABC):
                 for name, v in self.allocated.items()
             ]
         self._arrays = [(i, name) for i, name in enumerate(names) if name in views]
+        tensors = [
+            i for i in self.operation.outputs
+            if names[i] in views and views[names[i]].library == "torch"
+        ]  # fmt: skip
+        self._tensors = taking(tensors) if tensors else None
         touched = self.touched(views)
         self._in_place = [
             (output, source)
@@ -313,22 +361,22 @@ class Plan(abc.ABC):
             and same_layout(views.get(names[output]), views.get(names[source]))
         ]
         self._aliasing = Aliasing(
-            list(map(touched.get, names)), self.operation.outputs, self._in_place
-        )
+            list(map(touched.get, names)), self.operation.outputs, self._in_place,
+            self.operation.words,
+        )  # fmt: skip
         if self.cause is not None:
             self.cause = copy(self.cause)  # without a traceback, whose frames hold arrays
 
     def run(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any) -> None:
         """Check the addresses and issue the operation on `stream`, of any library."""
         own_stream = self.device.as_stream(stream, self.library)
-        if self.launches or self.cause is not None:
-            if pointers != self._allowed:
-                self.check(pointers, arrays)
-            self.issue(pointers, arrays, own_stream)
+        if pointers is not self.allowed and (self.launches or self.cause is not None):
+            self.check(pointers, arrays)
+        self.issue(pointers, arrays, own_stream)
 
     def check(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
         """Raise ValueError for misaligned elements, and for outputs that share bytes."""
-        if pointers == self._allowed:
+        if pointers == self.allowed:
             return
         if not self._aliasing.allows(pointers):
             accessed = self.accessed(pointers, arrays)
@@ -337,7 +385,15 @@ class Plan(abc.ABC):
             inputs = [(n, v) for n, v in accessed.items() if n not in written]
             checks.require_aligned([*inputs, *outputs])
             checks.require_disjoint(outputs, inputs)
-        self._allowed = pointers
+        self.allowed = pointers
+
+    def fix(
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], varying: Collection[int]
+    ) -> None:
+        """Check addresses of which only some will vary; from now on the others are not checked."""
+        if self.launches or self.cause is not None:
+            self.check(pointers, arrays)
+        self._aliasing.fix(varying)
 
     def issue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
         """Put the operation on a stream, its arguments checked."""
@@ -346,20 +402,17 @@ class Plan(abc.ABC):
         if self.cause is not None:
             self.device.check_fallback(self.operation.name, stream)
             config.fall_back(self.operation.name, self.cause)
-        wait_for_producers(arrays, stream)
-        if observe.watching():
+        if STREAMED_TYPES:
+            wait_for_producers(arrays, stream)
+        if observe.observers:
             observe.issue(
                 lambda: self._announced(pointers, arrays, stream),
                 lambda: self.enqueue(pointers, arrays, stream),
             )
         else:
             self.enqueue(pointers, arrays, stream)
-        if self._writes_tensors is not False:  # equal signatures are of arrays of one library
-            written = [arrays[i] for i in self.operation.outputs]
-            if self._writes_tensors is None:
-                self._writes_tensors = any(map(is_tensor, written))
-            if self._writes_tensors:
-                note_written(written)
+        if self._tensors is not None:
+            note_written(self._tensors(arrays))
 
     def enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
         """Launch the kernels, or run the fallback. A plan with a workspace borrows it here."""
@@ -375,8 +428,8 @@ class Plan(abc.ABC):
         """Return addresses and arrays with the outputs that each call allocates, all zeros."""
         addresses, owners = list(pointers), list(arrays)
         for i, allocator in self._allocators:
-            owners[i] = allocator()
-            addresses[i], _ = probe(owners[i])
+            owners[i] = array = allocator()
+            addresses[i] = address_of(array)
         if stream is not None:
             own_stream = self.device.as_stream(stream)
             for library in {v.library for v in self.allocated.values()}:
@@ -433,6 +486,7 @@ class Launch:
     Attributes
     ----------
     constants : the packed Params behind the pointer fields
+    tail : the packed pointer fields behind those that a call decides: nulls, and the fault record
     """
 
     def __init__(
@@ -445,30 +499,31 @@ class Launch:
         self.grid, self.block, self.smem_bytes = grid, block, smem_bytes
         kernel = specialisation.kernel
         bound = _bind(kernel.params, kernel.num_pointers, tuple(pointers.items()), names)
-        self._pack, self._choose, self._fixed, self._offsets = bound
+        self._struct, self._choose, self._fixed, self._offsets = bound
         packed = params.tobytes() if isinstance(params, np.ndarray) else pack(kernel.params, params)
-        self.constants = packed[self._pack.size :]
+        self.constants = packed[8 * kernel.num_pointers :]
         self.function = device.load(specialisation)
+        nulls = 8 * (kernel.num_pointers - 1) - self._struct.size
+        self.tail = bytes(nulls) + device.fault_pointer.to_bytes(8, sys.byteorder)
+        self._behind = self.tail + self.constants
+        self._last: tuple[object, bytes] = None, b""  # addresses, and the Params with them
 
-    def enqueue(
-        self, addresses: tuple[int, ...], stream: Stream, keep: Sequence[object],
-        grid: tuple[int, int, int] | None = None, constants: bytes | None = None,
-    ) -> None:  # fmt: skip
-        """Launch on a stream; `keep` lives until the kernel has run.
+    def enqueue(self, addresses: tuple[int, ...], stream: Stream, keep: Sequence[object]) -> None:
+        """Launch on a stream; `keep` lives until the kernel has run."""
+        last, params = self._last
+        if last is not addresses:
+            params = self.pack(addresses) + self._behind
+            self._last = addresses, params
+        self.device.launch(
+            self.function, self.grid, self.block, self.smem_bytes, params, stream, keep
+        )
 
-        Parameters
-        ----------
-        grid, constants : in place of the launch's own, where the amount of work comes with the call
-        """
-        device = self.device
-        chosen = self._choose(addresses + self._fixed)
+    def pack(self, addresses: tuple[int, ...]) -> bytes:
+        """Return the pointer fields of the Params but for `tail`, for the addresses of a call."""
+        chosen = self._choose(addresses + self._fixed if self._fixed else addresses)
         if self._offsets is not None:
             chosen = tuple(map(operator.add, chosen, self._offsets))
-        pointers = self._pack.pack(*chosen, device.fault_pointer)
-        device.launch(
-            self.function, grid or self.grid, self.block, self.smem_bytes,
-            pointers + (constants or self.constants), stream, keep,
-        )  # fmt: skip
+        return self._struct.pack(*chosen)
 
 
 @lru_cache(maxsize=1024)
@@ -480,30 +535,41 @@ def _bind(
 
     Returns
     -------
-    struct of the pointer fields, what chooses their values from the addresses of a call followed by
-    those that no call changes, the latter, and the bytes to add to each or None
+    struct of the pointer fields up to the last that is not null, what chooses their values from the
+    addresses of a call followed by those that no call changes, the latter, and the bytes to add to
+    each or None
     """
     assert dtype.names is not None
     fields = dtype.names[: num_pointers - 1]
     by_field = dict(pointers)
     assert by_field.keys() <= set(fields), f"not pointer fields: {by_field.keys() - set(fields)}"
-    fixed = [0, *(pointer for pointer in by_field.values() if isinstance(pointer, int))]
-    positions, offsets = [], []
+    fixed = [pointer for pointer in by_field.values() if isinstance(pointer, int)]
+    positions, offsets, form = [], [], ""
     for field in fields:
-        pointer = by_field.get(field, 0)
+        if field not in by_field:
+            form += "8x"
+            continue
+        pointer = by_field[field]
         name, offset = pointer if isinstance(pointer, tuple) else (pointer, 0)
         if isinstance(name, str):
             positions.append(names.index(name))
         else:  # from the end: a call may come with more addresses than this launch takes
             positions.append(fixed.index(name) - len(fixed))
         offsets.append(offset)
-    choose = operator.itemgetter(*positions)
+        form += "Q"
     return (
-        struct.Struct(f"={num_pointers}Q"),
-        choose if len(positions) > 1 else lambda addresses: (choose(addresses),),
+        struct.Struct("=" + form[: form.rindex("Q") + 1]),
+        taking(positions),
         tuple(fixed),
         tuple(offsets) if any(offsets) else None,
     )
+
+
+def taking(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what takes some items of a tuple or a mapping, as a tuple even of one."""
+    if len(keys) > 1:
+        return operator.itemgetter(*keys)
+    return lambda items: tuple([items[key] for key in keys])
 
 
 def fields_of(type: Any, names: str) -> list[tuple[str, Any]]:
@@ -649,6 +715,7 @@ class Aliasing:
     outputs : which of them are written. They share no byte with one another or with an input
     in_place : (output, input) that may nevertheless have one address: each element is written where
         it was read
+    words : whose common alignment is that of `views` in every call
     """
 
     def __init__(
@@ -656,8 +723,12 @@ class Aliasing:
         views: Sequence[ArrayView | None],
         outputs: Collection[int],
         in_place: Collection[tuple[int, int]] = (),
+        words: Collection[int] = (),
     ) -> None:
         self._in_place = frozenset(in_place)
+        alignment = reduce(
+            operator.or_, [v.pointer for i in words if (v := views[i]) is not None], 0
+        )
         self._strides_fit = True
         self._layouts: dict[int, _Layout] = {}
         self._itemsizes: list[tuple[int, int]] = []
@@ -667,7 +738,8 @@ class Aliasing:
                 continue
             self._layouts[i] = v.shape, v.strides, v.format
             if v.itemsize > 1:
-                self._itemsizes.append((i, v.itemsize))
+                if i not in words or alignment % v.itemsize:
+                    self._itemsizes.append((i, v.itemsize))
                 if any(stride % v.itemsize for stride in v.strides):
                     self._strides_fit = False
             low, high = v.byte_range()
@@ -679,6 +751,11 @@ class Aliasing:
             if i in reach:
                 low, high = reach.pop(i)
                 self._pairs += [(i, j, low - to, high - start) for j, (start, to) in reach.items()]
+
+    def fix(self, varying: Collection[int]) -> None:
+        """Look only at addresses that vary from now on: the others are those of a call before."""
+        self._itemsizes = [(i, n) for i, n in self._itemsizes if i in varying]
+        self._pairs = [pair for pair in self._pairs if pair[0] in varying or pair[1] in varying]
 
     def allows(self, addresses: Sequence[int]) -> bool:
         """Return whether elements lie at multiples of their size, and outputs by themselves."""
@@ -758,8 +835,7 @@ def _allocator(
         return partial(device.zeros, shape, format)
     torch = sys.modules["torch"]
     dtype = getattr(torch, formats.numpy_dtype(format).name)
-    on = "cpu" if device.kind == "host" else device.name
-    return partial(torch.zeros, shape, dtype=dtype, device=on)
+    return partial(torch.zeros, shape, dtype=dtype, device=torch.device(device.torch_name))
 
 
 def in_library(array: Any, like: ArrayView) -> Any:

@@ -15,7 +15,7 @@ from .call import Argument, Launch, Operation, Plan, Views
 
 _SLOT_MAPPING = Operation(
     "slot_mapping", Argument("block_table"), Argument("seq_lens"), Argument("append_lens"),
-    Argument("out", output=True),
+    Argument("out", output=True, returned=True),
 )  # fmt: skip
 
 _PARAMS = np.dtype(
@@ -96,11 +96,8 @@ def slot_mapping(
         table = view(block_table, "block_table")
         own = None if stream is None else devices.get(table.device).as_stream(stream)
         out = call.zeros(table, (int(numbers.sum()),), "int64", own)
-    arguments = {
-        "block_table": block_table, "seq_lens": seq_lens, "append_lens": append_lens, "out": out,
-    }  # fmt: skip
-    _SLOT_MAPPING.run(arguments, (int(page_size),), _plan, stream)
-    return out
+    arrays = (block_table, seq_lens, append_lens, out)
+    return _SLOT_MAPPING.run(arrays, (int(page_size),), _plan, stream)
 
 
 def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any, Any, Any]:

@@ -18,9 +18,9 @@ from .call import Argument, Launch, Operation, Plan, Pointer, Views
 _MERGE_STATES = Operation(
     "merge_states",
     Argument("out_a", words=True), Argument("out_b", words=True),
-    Argument("out", output=True, words=True, replaces=("out_a", "out_b"), allocated=True),
+    Argument("out", output=True, words=True, replaces=("out_a", "out_b"), returned=True),
     Argument("lse_a"), Argument("lse_b"),
-    Argument("lse_out", output=True, replaces=("lse_a", "lse_b"), allocated=True),
+    Argument("lse_out", output=True, replaces=("lse_a", "lse_b"), returned=True),
 )  # fmt: skip
 
 _ROWS = ("out_a", "lse_a", "out_b", "lse_b", "out", "lse")
@@ -114,12 +114,9 @@ def merge_states(
     >>> out.round(4).tolist(), np.exp(lse).round(4).tolist()
     ([[[4.0, 4.0]]], [[4.0]])
     """
-    arguments = {
-        "out_a": out_a, "out_b": out_b, "out": out,
-        "lse_a": lse_a, "lse_b": lse_b, "lse_out": lse_out,
-    }  # fmt: skip
-    out, lse_out = _MERGE_STATES.run(arguments, (lse_base,), _plan, stream)
-    return out, lse_out
+    arrays = (out_a, out_b, out, lse_a, lse_b, lse_out)
+    outputs: tuple[Any, Any] = _MERGE_STATES.run(arrays, (lse_base,), _plan, stream)
+    return outputs
 
 
 def merge_launch(

@@ -73,10 +73,13 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
     layers = _arrays_of(cache)
     if len(layers) == 0:
         raise ValueError("cache: expected at least one array, got none")
+    if len(layers) == 1 and layers[0] is cache:
+        _COPY_PAGES.run((cache, src_pages, dst_pages), (), _plan, stream)
+        return
     calls = []
     for layer in layers:
-        arguments = {"cache": layer, "src_pages": src_pages, "dst_pages": dst_pages}
-        plan, pointers, arrays = _COPY_PAGES.prepare(arguments, (), _plan)
+        arrays = (layer, src_pages, dst_pages)
+        plan, pointers = _COPY_PAGES.prepare(arrays, (), _plan)
         plan.check(pointers, arrays)
         calls.append((plan, pointers, arrays))
     if len(calls) > 1:

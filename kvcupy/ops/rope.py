@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,16 +154,14 @@ def apply_rope(
     """
     if key is None:
         raise TypeError("key: expected an array, got None")
-    arguments = {
-        "query": query, "query_out": query if query_out is None else query_out,
-        "key": key, "key_out": key if key_out is None else key_out,
-        "rope_table": rope_table, "query_norm": query_norm, "key_norm": key_norm,
-        "positions": positions,
-    }  # fmt: skip
+    arrays = (
+        query, query if query_out is None else query_out, key, key if key_out is None else key_out,
+        rope_table, query_norm, key_norm, positions,
+    )  # fmt: skip
     if sections is not None:
         sections = _hashable(sections)
     options = ((interleaved, sections, sections_interleaved, eps),)
-    _APPLY_ROPE.run(arguments, options, _plan_rotation, stream)
+    _APPLY_ROPE.run(arrays, options, _plan_rotation, stream)
 
 
 def rotate_query(
@@ -170,13 +169,12 @@ def rotate_query(
     query_out: Any = None, stream: Any = None,
 ) -> None:  # fmt: skip
     """Rotate query heads as `apply_rope` does, where the key is cached as it is."""
-    arguments = {
-        "query": query, "query_out": query if query_out is None else query_out,
-        "key": None, "key_out": None, "rope_table": rope_table, "query_norm": None,
-        "key_norm": None, "positions": positions,
-    }  # fmt: skip
+    arrays = (
+        query, query if query_out is None else query_out, None, None, rope_table, None, None,
+        positions,
+    )  # fmt: skip
     options = ((interleaved, None, False, 0.0),)
-    _APPLY_ROPE.run(arguments, options, _plan_rotation, stream)
+    _APPLY_ROPE.run(arrays, options, _plan_rotation, stream)
 
 
 def rope_store_kv(
@@ -251,22 +249,18 @@ def rope_store_kv(
     (True, 1.0)
     """
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
-    arguments = {
-        "query": query, "query_out": query if query_out is None else query_out,
-        "key": key, "key_out": key if write_key else None, "value": value,
-        "k_cache": k_cache, "v_cache": v_cache, "rope_table": rope_table,
-        "query_norm": query_norm, "key_norm": key_norm, "positions": positions,
-        "slot_mapping": slot_mapping, "k_scale": k_scale, "v_scale": v_scale,
-        "k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache,
-    }  # fmt: skip
+    arrays = (
+        query, query if query_out is None else query_out, key, key if write_key else None, value,
+        k_cache, v_cache, rope_table, query_norm, key_norm, positions, slot_mapping,
+        k_scale, v_scale, k_scale_cache, v_scale_cache,
+    )  # fmt: skip
     if sections is not None:
         sections = _hashable(sections)
     options = ((interleaved, sections, sections_interleaved, eps), layout, skip_slot)
     if alt_stream is None:
-        _ROPE_STORE_KV.run(arguments, options, _plan_store, stream)
+        _ROPE_STORE_KV.run(arrays, options, _plan_store, stream)
     else:
-        three, pointers, arrays = _ROPE_STORE_KV.prepare(arguments, (*options, True), _plan_store)
-        three.run(pointers, arrays, stream, alt_stream)
+        _ROPE_STORE_KV.run(arrays, (*options, True), _plan_store, stream, alt_stream)
 
 
 def rope_store_mla(
@@ -318,14 +312,12 @@ def rope_store_mla(
     576.0
     """
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
-    arguments = {
-        "query": query, "query_out": query if query_out is None else query_out,
-        "rope_key": rope_key, "rope_key_out": rope_key if write_key else None,
-        "latent": latent, "cache": cache, "rope_table": rope_table, "positions": positions,
-        "slot_mapping": slot_mapping, "scale": scale,
-    }  # fmt: skip
+    arrays = (
+        query, query if query_out is None else query_out, rope_key, rope_key if write_key else None,
+        latent, cache, rope_table, positions, slot_mapping, scale,
+    )  # fmt: skip
     options = ((interleaved, None, False, 0.0), skip_slot)
-    _ROPE_STORE_MLA.run(arguments, options, _plan_store_mla, stream)
+    _ROPE_STORE_MLA.run(arrays, options, _plan_store_mla, stream)
 
 
 def _hashable(sections: Any) -> Any:
@@ -822,12 +814,25 @@ class TwoStreamPlan:
 
     def __init__(self, whole: RopePlan, *parts: RopePlan) -> None:
         self.whole, self.parts = whole, parts
+        self.allocated: Views = {}
         self.used_at = 0
+
+    @property
+    def allowed(self) -> tuple[int, ...] | None:
+        """The addresses of the last call, which have been checked."""
+        return self.whole.allowed
 
     def settle(self, views: Views) -> None:
         """Prepare the checks, and let go of the call for which this was made."""
         for plan in (self.whole, *self.parts):
             plan.settle(views)
+
+    def fix(
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], varying: Collection[int]
+    ) -> None:
+        """Check addresses of which only some will vary; from now on the others are not checked."""
+        self.whole.check(pointers, arrays)
+        self.whole.fix(pointers, arrays, varying)
 
     def run(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any, alt_stream: Any

@@ -35,8 +35,8 @@ _STORE_MLA = Operation(
 )  # fmt: skip
 _GATHER_KV = Operation(
     "gather_kv",
-    Argument("k_out", output=True, words=True, allocated=True),
-    Argument("v_out", output=True, words=True, allocated=True),
+    Argument("k_out", output=True, words=True, returned=True),
+    Argument("v_out", output=True, words=True, returned=True),
     Argument("k_cache", words=True), Argument("v_cache", words=True), Argument("slots"), *SCALES,
     Argument("k_scale_cache"), Argument("v_scale_cache"),
 )  # fmt: skip
@@ -141,12 +141,10 @@ def store_kv(
     (1.0, 2.0, 0.0)
     """
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
-    arguments = {
-        "key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache,
-        "slot_mapping": slot_mapping, "k_scale": k_scale, "v_scale": v_scale,
-        "k_scale_cache": k_scale_cache, "v_scale_cache": v_scale_cache,
-    }  # fmt: skip
-    _STORE_KV.run(arguments, (layout, skip_slot), _plan_store_kv, stream)
+    arrays = (
+        key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_scale_cache, v_scale_cache
+    )  # fmt: skip
+    _STORE_KV.run(arrays, (layout, skip_slot), _plan_store_kv, stream)
 
 
 def store_mla(
@@ -190,11 +188,8 @@ def store_mla(
     (1.0, 2.0)
     """
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
-    arguments = {
-        "latent": latent, "rope_key": rope_key, "cache": cache, "slot_mapping": slot_mapping,
-        "scale": scale,
-    }  # fmt: skip
-    _STORE_MLA.run(arguments, (skip_slot,), _plan_store_mla, stream)
+    arrays = (latent, rope_key, cache, slot_mapping, scale)
+    _STORE_MLA.run(arrays, (skip_slot,), _plan_store_mla, stream)
 
 
 def gather_kv(
@@ -251,13 +246,11 @@ def gather_kv(
     ([8.0, 0.0], [24.0, 0.0])
     """
     dtype_name = None if dtype is None else call.format_name(dtype)
-    arguments = {
-        "k_out": k_out, "v_out": v_out, "k_cache": k_cache, "v_cache": v_cache, "slots": slots,
-        "k_scale": k_scale, "v_scale": v_scale, "k_scale_cache": k_scale_cache,
-        "v_scale_cache": v_scale_cache,
-    }  # fmt: skip
-    k_out, v_out = _GATHER_KV.run(arguments, (layout, dtype_name), _plan_gather_kv, stream)
-    return k_out, v_out
+    arrays = (
+        k_out, v_out, k_cache, v_cache, slots, k_scale, v_scale, k_scale_cache, v_scale_cache
+    )  # fmt: skip
+    outputs: tuple[Any, Any] = _GATHER_KV.run(arrays, (layout, dtype_name), _plan_gather_kv, stream)
+    return outputs
 
 
 # --- Checks ---------------------------------------------------------------------------------------

@@ -360,7 +360,10 @@ class PageLaunch(call.Launch):
         self._STRIDES.pack_into(constants, self._strides, src_stride, dst_stride)
         self._COUNTS.pack_into(constants, self._counts, num_pieces, src_bytes, dst_bytes)
         blocks = min(self._max_blocks, -(-num_pieces // self._pieces_per_block))
-        self.enqueue((src, dst), stream, keep, (blocks, 1, 1), bytes(constants))
+        self.device.launch(
+            self.function, (blocks, 1, 1), self.block, self.smem_bytes,
+            self.pack((src, dst)) + self.tail + constants, stream, keep,
+        )  # fmt: skip
 
 
 def launches(

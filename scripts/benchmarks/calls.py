@@ -1,14 +1,18 @@
-"""Measure what a call costs in Python: warm, with arrays at new addresses, and of a new shape.
+"""Measure what a call costs in Python: plain and bound, warm, at new addresses, and of a new shape.
 
 There is one token, so that kernels take a few us and the overhead of the call dominates.
 
-same    the same arrays again and again
-fresh   arrays of the same shapes at new addresses, as a model's activations are
-shape   arrays with a new number of rows, or of columns of the page table, most of them spare, so
-        that the work is the same; all kernels are loaded
+same         the same arrays again and again
+fresh        arrays of the same shapes at new addresses, as a model's activations are
+shape        arrays with a new number of rows, or of columns of the page table, most of them spare,
+             so that the work is the same; all kernels are loaded
+bound        `kv.bind` with all arguments fixed
+bound fresh  `kv.bind` with two arguments that vary, at new addresses
+torch        what a user of torch writes instead, for operations where that is one line or two
 
-Least times of single calls, in us, which other programs disturb least; medians are in the JSON.
-Arrays are torch tensors where torch is installed, else those of the device's own library.
+Where the kernels can be left out, on the host device, "Python" is the time of the same calls
+without them. Least times of a call, in us, which other programs disturb least; medians are in the
+JSON. Arrays are torch tensors where torch is installed, and those of the device's own library.
 
     python scripts/bench.py calls --json build/bench_calls.json
 """
@@ -17,31 +21,37 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from common.measure import format_table
 
 import kvcupy as kv
+from kvcupy.devices.host import HostFunction
 
 from .timers import TorchArrays, own_arrays
 
 HEADS, WIDTH, PAGES, PAGE_SIZE, MAX_POSITIONS = 8, 64, 64, 16, 512
-KINDS = ("same", "fresh", "shape")
+KINDS = ("same", "fresh", "shape", "bound", "bound_fresh", "torch")
+WARM = ("same", "fresh", "bound", "bound_fresh")
+SETS = 20  # of arguments at addresses of their own
 
 Arguments = dict[str, Any]
 Make = Callable[[int], Arguments]
+Calls = Sequence[Callable[[], Any]]
 
 
 class Cases:
     """Arguments of each operation on one device, with some spare rows or columns."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, torch: TorchArrays | None) -> None:
         self.device = device
-        torch = TorchArrays(device)
-        self._wrap = own_arrays if torch.torch is None else torch.wrap
+        self._wrap = own_arrays if torch is None else torch.wrap
         self.k_cache, self.v_cache = (self.zeros(PAGES, PAGE_SIZE, HEADS, WIDTH) for _ in "kv")
         self.table = self.zeros(MAX_POSITIONS, WIDTH, dtype="fp32")
 
@@ -117,6 +127,38 @@ OPERATIONS = (
 )  # fmt: skip
 
 
+# The two arguments of a bound call that vary.
+VARYING = {
+    "store_kv": ("key", "value"), "rope_store_kv": ("query", "key"),
+    "gather_kv": ("k_out", "v_out"), "copy_pages": ("src_pages", "dst_pages"),
+    "slot_mapping": ("seq_lens", "append_lens"), "paged_attention": ("query", "out"),
+    "merge_states": ("out_a", "out_b"),
+}  # fmt: skip
+
+
+def torch_call(torch: Any, name: str, arguments: Arguments) -> Callable[[], Any] | None:
+    """Return what a user of torch writes instead of an operation."""
+    if name == "store_kv":
+        caches = [arguments[n].view(-1, HEADS, WIDTH) for n in ("k_cache", "v_cache")]
+        key, value, slots = arguments["key"], arguments["value"], arguments["slot_mapping"]
+
+        def store() -> None:
+            caches[0][slots] = key
+            caches[1][slots] = value
+
+        return store
+    if name == "gather_kv":
+        caches = [arguments[n].view(-1, HEADS, WIDTH) for n in ("k_cache", "v_cache")]
+        slots, k_out, v_out = (arguments[n] for n in ("slots", "k_out", "v_out"))
+
+        def gather() -> None:
+            torch.index_select(caches[0], 0, slots, out=k_out)
+            torch.index_select(caches[1], 0, slots, out=v_out)
+
+        return gather
+    return None
+
+
 def time_calls(operation: Callable[..., Any], calls: Iterable[Arguments]) -> list[float]:
     """Time calls one by one, in us. All arguments live to the end: no address comes twice."""
     times, kept = [], []
@@ -128,22 +170,59 @@ def time_calls(operation: Callable[..., Any], calls: Iterable[Arguments]) -> lis
     return times
 
 
-def measure(device: Any, name: str, make: Make, rounds: int) -> dict[str, Any]:
+def time_warm(calls: Calls, rounds: int) -> list[float]:
+    """Time calls that have been made before, one behind the other; us of one, by round."""
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter_ns()
+        for call in calls:
+            call()
+        times.append((time.perf_counter_ns() - start) / 1e3 / len(calls))
+    return times
+
+
+@contextmanager
+def without_kernels(device: Any) -> Iterator[bool]:
+    """Let launches on the host device return at once; say whether they do."""
+    if device.kind != "host":
+        yield False
+        return
+    with mock.patch.object(HostFunction, "entry", property(lambda self: lambda *arguments: 0)):
+        yield True
+
+
+def measure(device: Any, torch: Any, name: str, make: Make, rounds: int) -> dict[str, Any]:
     """Return the least and the median time of each kind of call of one operation."""
     operation = getattr(kv, name)
     first = [make(spare) for spare in (0, 1, 2)]
     time_calls(operation, first * 5)  # loads the kernels that these shapes take
-    times = {
-        "same": time_calls(operation, [first[0]] * rounds),
-        "fresh": time_calls(operation, (make(0) for _ in range(rounds))),
-        "shape": time_calls(operation, (make(3 + i) for i in range(rounds))),
+    sets = [make(0) for _ in range(SETS)]
+    prepared = kv.bind(operation, **first[0])
+    varying = VARYING[name]
+    partly = kv.bind(operation, **{
+        n: kv.vary(x) if n in varying else x for n, x in first[0].items()
+    })  # fmt: skip
+    warm: dict[str, Calls] = {
+        "same": [partial(operation, **first[0])] * SETS,
+        "fresh": [partial(operation, **arguments) for arguments in sets],
+        "bound": [prepared] * SETS,
+        "bound_fresh": [partial(partly, **{n: a[n] for n in varying}) for a in sets],
     }
+    times = {kind: time_warm(calls, rounds) for kind, calls in warm.items()}
+    times["shape"] = time_calls(operation, (make(3 + i) for i in range(rounds)))
+    theirs = None if torch is None else torch_call(torch, name, first[0])
+    if theirs is not None:
+        times["torch"] = time_warm([theirs] * SETS, rounds)
+    with without_kernels(device) as is_python_alone:
+        if is_python_alone:
+            for kind, calls in warm.items():
+                times[f"python_{kind}"] = time_warm(calls, rounds)
     device.synchronize()
     return {
-        "operation": name,
-        **{f"least_{kind}_us": min(times[kind]) for kind in KINDS},
-        **{f"median_{kind}_us": median(times[kind]) for kind in KINDS},
-    }
+        "operation": name, "arrays": device.kind if torch is None else "torch",
+        **{f"least_{kind}_us": min(times[kind]) for kind in times},
+        **{f"median_{kind}_us": median(times[kind]) for kind in times},
+    }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,13 +230,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
-    cases, rounds = Cases(device), 20 if options.quick else 200
-    return {"rows": [measure(device, n, getattr(cases, n), rounds) for n in options.only]}
+    rounds, torch = 20 if options.quick else 200, TorchArrays(device)
+    rows = []
+    for arrays in [torch] * (torch.torch is not None) + [None]:
+        cases, module = Cases(device, arrays), None if arrays is None else arrays.torch
+        rows += [measure(device, module, n, getattr(cases, n), rounds) for n in options.only]
+    return {"rows": rows}
 
 
 def render(report: dict[str, Any]) -> str:
-    columns = ("operation", *(f"{kind} us" for kind in KINDS))
-    rows = [
-        (row["operation"], *(row[f"least_{kind}_us"] for kind in KINDS)) for row in report["rows"]
-    ]
-    return format_table(columns, rows)
+    kinds = (*KINDS, *(f"python_{kind}" for kind in WARM))
+    titles = [f"{kind.replace('python_', 'Python ').replace('_', ' ')} us" for kind in kinds]
+    rows = []
+    for row in report["rows"]:
+        times = [row.get(f"least_{kind}_us") for kind in kinds]
+        torch = row.get("least_torch_us")
+        ratio = f"{torch / row['least_same_us']:.2f}x" if torch else None
+        rows.append((row["operation"], row["arrays"], *times, ratio))
+    return format_table(("operation", "arrays", *titles, "to torch"), rows)

@@ -797,8 +797,12 @@ def produced_types(monkeypatch):
     from kvcupy import cuda_api
 
     monkeypatch.setattr(arrays, "_PROBES", dict(arrays._PROBES))
-    monkeypatch.setattr(arrays, "_STREAMED_TYPES", set())
     monkeypatch.setattr(cuda_api, "device_of_pointer", lambda pointer: 0)
+    known = set(arrays.STREAMED_TYPES)
+    arrays.STREAMED_TYPES.clear()
+    yield
+    arrays.STREAMED_TYPES.clear()
+    arrays.STREAMED_TYPES.update(known)
 
 
 def test_a_copy_waits_for_the_producer_by_an_event(api, device, produced_types):

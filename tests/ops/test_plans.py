@@ -311,7 +311,7 @@ def test_a_warm_call_is_short(monkeypatch):
     for _ in range(2):
         kv.store_kv(**call)
     called = frames_of(lambda: kv.store_kv(**call))
-    assert 0 < len(called) <= 20, "\n".join(called)
+    assert 0 < len(called) <= 17, "\n".join(called)
 
 
 # Addresses ------------------------------------------------------------------------------------

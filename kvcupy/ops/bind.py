@@ -1,0 +1,267 @@
+"""Prepared calls: an operation with fixed arguments, but for a few arrays that each call passes.
+
+`bind` learns what a call runs from the operation itself: it calls it with a `Recorder` as stream,
+and with placeholders where arrays vary. The plan that is then made is the bound call's own. Its
+addresses that never change have been checked, so each call checks those that vary, and launches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import reduce
+from operator import or_
+from typing import Any
+
+from ..arrays import ArrayView, describe, probe_arguments, view
+from . import checks
+from .attention import paged_attention
+from .call import Recorder, same_layout, taking
+from .indexing import find_duplicate_slots, page_table_csr, slot_mapping
+from .merge import merge_states
+from .pages import copy_pages
+from .rope import apply_rope, rope_store_kv, rope_store_mla, rotate_query
+from .store import gather_kv, store_kv, store_mla
+from .transfer import transfer_pages
+
+_PLANNED = (
+    store_kv, store_mla, gather_kv, apply_rope, rotate_query, rope_store_kv, rope_store_mla,
+    paged_attention, merge_states, copy_pages, slot_mapping,
+)  # fmt: skip
+_UNPLANNED = (page_table_csr, find_duplicate_slots, transfer_pages)
+_STREAMS = ("stream", "alt_stream")
+
+
+class Vary:
+    """An argument that each call of a bound operation passes; `vary` makes it."""
+
+    def __init__(self, example: Any) -> None:
+        self.example = example
+
+    def __repr__(self) -> str:
+        return f"kv.vary({type(self.example).__name__})"
+
+
+def vary(example: Any) -> Vary:
+    """Mark an argument of `bind` as one that each call passes.
+
+    Parameters
+    ----------
+    example : an array, whose shape, format, strides and device those of the calls have. Its memory
+        is not kept. For `stream` and `alt_stream` a stream, or None
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> vary(np.zeros(3))
+    kv.vary(ndarray)
+    """
+    return Vary(example)
+
+
+def bind(operation: Callable[..., Any], /, *arguments: Any, **options: Any) -> BoundCall:
+    """Prepare calls of an operation that differ in a few arrays at most.
+
+    Parameters
+    ----------
+    operation : `store_kv`, `gather_kv`, `rope_store_kv`, `paged_attention` or any other operation
+        on arrays or pools. Those of which the host reads an argument (`slot_mapping` without `out`,
+        `page_table_csr`, `find_duplicate_slots`), `copy_pages` of several arrays and
+        `transfer_pages` are called as ever; binding them only fixes their arguments
+    arguments, options : as the operation takes them. Arrays wrapped as `vary(example)` are passed
+        at each call, by name. So may `stream` and `alt_stream` be; a `stream` that is None is the
+        current one at each call. Whatever is no array or stream is fixed
+
+    Returns
+    -------
+    callable : it takes the varying arguments by name, and does and returns what the operation does.
+        Fixed arrays are kept alive, and stay where they are: their memory must not be resized or
+        replaced. It may be called from several threads
+
+    Raises
+    ------
+    TypeError : the operation cannot be bound, a varying argument is no array
+    TypeError, ValueError : an argument does not fit, as the operation itself raises it
+
+    Notes
+    -----
+    A call checks what varies alone: names, format, shape, strides and device are those of the
+    example, addresses are aligned as the kernel needs, and outputs share no memory. Arrays of
+    another library, or at addresses aligned otherwise, take the way of an ordinary call. Stream,
+    Capture, Bytes: as the operation.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import kvcupy as kv
+    >>> k_cache, v_cache = np.zeros((2, 16, 8, 64), np.float16)
+    >>> key, value, slots = np.ones((1, 8, 64), np.float16), np.ones((1, 8, 64), np.float16), [3]
+    >>> store = kv.bind(kv.store_kv, kv.vary(key), kv.vary(value), k_cache, v_cache,
+    ...                 slot_mapping=np.array(slots))
+    >>> store(key=2 * key, value=3 * value)
+    >>> float(k_cache[3, 0, 0]), float(v_cache[3, 0, 0])
+    (2.0, 3.0)
+    """
+    if not any(operation is known for known in (*_PLANNED, *_UNPLANNED)):
+        name = getattr(operation, "__qualname__", repr(operation))
+        raise TypeError(f"operation: expected one of kvcupy's on arrays or pools, got {name}")
+    parameters = inspect.signature(operation).bind(*arguments, **options).arguments
+    examples = {n: value.example for n, value in parameters.items() if isinstance(value, Vary)}
+    for name, example in examples.items():
+        if name not in _STREAMS and not checks.is_array(example):
+            raise TypeError(f"{name}: expected an array to vary, got {example!r}, which is fixed")
+    if examples.get("alt_stream", 0) is None:
+        raise TypeError("alt_stream: expected a stream to vary, got None")
+    views = {n: view(x, n) for n, x in examples.items() if n not in _STREAMS}
+    kind = _PlannedCall if _has_plan(operation, parameters) else BoundCall
+    return kind(operation, parameters, examples, views)
+
+
+def _has_plan(operation: Callable[..., Any], parameters: Mapping[str, Any]) -> bool:
+    """Return whether one plan serves a call: the host reads no argument, and there is one array."""
+    if operation is slot_mapping:
+        return parameters.get("out") is not None
+    if operation is copy_pages:
+        cache = parameters["cache"]
+        return not isinstance(cache, (list, tuple)) and not hasattr(cache, "parts")
+    return operation not in _UNPLANNED
+
+
+class BoundCall:
+    """An operation with fixed arguments; `bind` makes it. Called with those that vary, by name."""
+
+    def __init__(
+        self, operation: Callable[..., Any], parameters: dict[str, Any],
+        examples: dict[str, Any], views: dict[str, ArrayView],
+    ) -> None:  # fmt: skip
+        self._operation = operation
+        self._names = frozenset(examples)
+        self._views = {name: v.without_owner() for name, v in views.items()}
+        self._fixed = {n: value for n, value in parameters.items() if n not in examples}
+
+    def __repr__(self) -> str:
+        varying = [f"{name} {describe(v)}" for name, v in self._views.items()]
+        varying += sorted(self._names - self._views.keys())
+        fixed = ", ".join(self._fixed) or "nothing"
+        return (
+            f"<{self._operation.__name__}, bound: {fixed} fixed; "
+            f"{', '.join(varying) or 'nothing'} varies>"
+        )
+
+    def __call__(self, **varying: Any) -> Any:
+        """Call the operation."""
+        if varying.keys() != self._names:
+            raise self._wrong_names(varying)
+        self._require_alike(varying)
+        return self._operation(**self._fixed, **varying)
+
+    def _wrong_names(self, varying: Mapping[str, Any]) -> TypeError:
+        problems = [f"missing {name}" for name in sorted(self._names - varying.keys())]
+        for name in sorted(varying.keys() - self._names):
+            is_fixed = name in inspect.signature(self._operation).parameters
+            problems.append(f"{name} is fixed" if is_fixed else f"no argument {name}")
+        names = ", ".join(sorted(self._names)) or "no arguments"
+        return TypeError(
+            f"{self._operation.__name__}, bound: expected {names}, got {'; '.join(problems)}"
+        )
+
+    def _require_alike(self, varying: Mapping[str, Any]) -> None:
+        """Raise unless arrays are like the examples, but for their addresses and libraries."""
+        for name, example in self._views.items():
+            v = view(varying[name], name)
+            if v.format != example.format:
+                raise TypeError(f"{name}: expected {describe(example)}, got {describe(v)}")
+            if v.device != example.device:
+                raise ValueError(f"{name}: expected one on {example.device}, got one on {v.device}")
+            if not same_layout(v, example):
+                expected, got = (f"{describe(u)} of strides {u.strides}" for u in (example, v))
+                raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+class _PlannedCall(BoundCall):
+    """A bound call with a plan of its own."""
+
+    def __init__(
+        self, operation: Callable[..., Any], parameters: dict[str, Any],
+        examples: dict[str, Any], views: dict[str, ArrayView],
+    ) -> None:  # fmt: skip
+        super().__init__(operation, parameters, examples, views)
+        placeholders = {name: Vary(example) for name, example in examples.items()}
+        recorder = Recorder()
+        with suppress(Recorder):
+            operation(**{**parameters, **placeholders, "stream": recorder})
+        self._family, arrays, self._options, self._make = recorder.call
+        self._streams = {
+            name: None if name in examples else parameters.get(name)
+            for name in _STREAMS[: recorder.num_streams]
+        }
+        self._streams_vary = len(examples) > len(views)
+
+        # The arrays of a call are the fixed ones followed by those that vary, put in order.
+        sources = list(range(len(arrays)))
+        for number, name in enumerate(views):
+            positions = [i for i, array in enumerate(arrays) if array is placeholders[name]]
+            if not positions:
+                raise TypeError(f"{name}: expected a fixed argument, got {placeholders[name]!r}")
+            for i in positions:
+                sources[i] = len(arrays) + number
+        varying = [i for i, source in enumerate(sources) if source != i]
+        self._values, self._in_order = taking(list(views)), taking(sources)
+        arrays_at_first = tuple([a.example if isinstance(a, Vary) else a for a in arrays])
+        pointers, self._plan = self._family.plan(arrays_at_first, self._options, self._make)
+        checked = pointers, arrays_at_first
+        if self._plan.allocated:
+            checked = self._plan.allocate(*checked, None)
+        self._plan.fix(*checked, varying)
+        self._pointers, self._arrays = pointers, tuple([
+            None if i in varying else array for i, array in enumerate(arrays)
+        ])  # fmt: skip
+        self._signatures = probe_arguments(tuple([examples[name] for name in views]))[1]
+
+        words = self._family.words
+        self._alignment = _alignment(pointers, words)
+        self._fixed_alignment = _alignment(pointers, [i for i in words if i not in varying])
+        self._words = sorted({sources[i] - len(arrays) for i in words if i in varying})
+
+    def __call__(self, **varying: Any) -> Any:
+        plan, pointers, arrays, streams = self._plan, self._pointers, self._arrays, self._streams
+        if varying or self._names:
+            try:
+                values = self._values(varying)
+            except KeyError:
+                raise self._wrong_names(varying) from None
+            if self._streams_vary or len(varying) != len(values):
+                streams = self._streams_of(varying)
+            arrays = self._in_order(arrays + values)
+            try:
+                addresses, signatures = probe_arguments(values)
+            except TypeError:
+                self._require_alike(varying)
+                raise
+            alignment = self._fixed_alignment
+            for i in self._words:
+                alignment |= addresses[i]
+            if signatures != self._signatures or alignment & 15 != self._alignment:
+                self._require_alike(varying)
+                return self._family.run(arrays, self._options, self._make, *streams.values())
+            pointers = self._in_order(pointers + addresses)
+        stream = streams["stream"]
+        if plan.allocated:
+            pointers, arrays = plan.allocate(pointers, arrays, stream)
+        if len(streams) == 1:
+            plan.run(pointers, arrays, stream)
+        else:
+            plan.run(pointers, arrays, *streams.values())
+        returned = self._family.returned
+        return None if returned is None else returned(arrays)
+
+    def _streams_of(self, varying: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the streams of a call, whose names are checked with them."""
+        if varying.keys() != self._names:
+            raise self._wrong_names(varying)
+        return {name: varying.get(name, stream) for name, stream in self._streams.items()}
+
+
+def _alignment(pointers: tuple[int, ...], positions: Iterable[int]) -> int:
+    return reduce(or_, [pointers[i] for i in positions], 0) & 15
