@@ -1,4 +1,4 @@
-"""scripts/bench.py scale: what it reports; and that calls do no work on what has no part in them."""
+"""scripts/bench.py scale: what it reports; and calls do no work on what has no part in them."""
 
 from __future__ import annotations
 
