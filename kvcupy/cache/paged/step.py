@@ -16,9 +16,8 @@ from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError
 from ...ops import checks
 from ..pool import Pool
-from .access import AccessOrder, PageAccess
 from .layers import Layers
-from .moves import PageMover
+from .moves import AccessOrder, PageAccess, PageMover
 from .sequences import (
     CachedSequence,
     Ints,
