@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import CaptureError, DeviceError, ProcessLocal
 from ..ops import transfer
-from .completion import waiting_stream
+from .pages import waiting_stream
 
 if TYPE_CHECKING:
     from ..devices.protocol import Device, Event, Stream

@@ -17,8 +17,7 @@ import numpy as np
 
 from ...errors import CacheFull, UnknownSequence
 from ...ops import checks
-from ..completion import Completion
-from ..pages import PageAllocator
+from ..pages import Completion, PageAllocator
 from ..tiered.leases import Lease
 
 Ints = np.ndarray[Any, Any]

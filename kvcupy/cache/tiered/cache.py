@@ -10,9 +10,8 @@ import numpy as np
 
 from ...errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
 from ...ops import checks
-from ..completion import StreamCompletion
 from ..engine import TransferEngine
-from ..pages import Pages, page_array
+from ..pages import Pages, StreamCompletion, page_array
 from . import policies
 from .disk import DiskBlocks
 from .leases import Lease, Match, carry_out, evict_some_first, plan_acquire

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
-from ..completion import StreamCompletion
 from ..engine import Transfer, TransferEngine
-from ..pages import Pages
+from ..pages import Pages, StreamCompletion
 from .disk import DiskBlocks
 from .policies import Policy
 
