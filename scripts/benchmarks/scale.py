@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -149,7 +150,10 @@ class ElementsState:
             self.cache.add_sequence(name)
         with self.cache.forward(names, [1] * batch):
             self.cache.slot_mapping(stream=self.stream)  # uploads the tables
+            issued = threading.Event()  # until then the kernels, which are no host work, wait
+            self.stream.call(issued.wait)
             us = timed(lambda: self.cache.attention(0, *rows[:3], out=rows[3], stream=self.stream))
+            issued.set()
             self.stream.synchronize()
         self.cache.clear()
         return us

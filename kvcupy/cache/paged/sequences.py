@@ -376,8 +376,10 @@ class Sequences:
         """Drop one reference to each of some pages; those without any are freed."""
         if len(pages) == 0:
             return
-        self._references[pages] -= 1
-        self._allocator.free(pages[self._references[pages] == 0])
+        left = self._references[pages] - 1
+        self._references[pages] = left
+        if not left.all():
+            self._allocator.free(pages[left == 0])
         if len(self._leased):
             self._leased.release_unused(pages.tolist())
 
