@@ -345,12 +345,9 @@ class TableRing:
     """
 
     def __init__(
-        self,
-        device: Device,
-        copy_stream: Any,
-        num_slots: int,
+        self, device: Device, copy_stream: Any, num_slots: int,
         before_use: Callable[[Stream], object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         positive_int(num_slots, "num_slots")
         shared = isinstance(copy_stream, Uploader)
         self.uploader: Uploader = copy_stream if shared else Uploader(device, copy_stream)

@@ -82,15 +82,9 @@ class TieredCache(ProcessLocal):
     """
 
     def __init__(
-        self,
-        device_pool: Any,
-        host_pool: Any,
-        *,
-        disk: Any = None,
-        disk_bytes: int = 0,
-        policy: Any = "lru",
-        write: str = "through",
-    ) -> None:
+        self, device_pool: Any, host_pool: Any, *,
+        disk: Any = None, disk_bytes: int = 0, policy: Any = "lru", write: str = "through",
+    ) -> None:  # fmt: skip
         if write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
         checks.require_int(disk_bytes, "disk_bytes")
