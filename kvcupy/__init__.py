@@ -8,8 +8,7 @@ from .cache.engine import TransferEngine
 from .cache.paged.cache import PagedKVCache
 from .cache.pages import PageAllocator
 from .cache.pool import KVPool, MLAPool
-from .cache.tiered.cache import TieredCache
-from .cache.tiered.prefix import block_hashes
+from .cache.tiered.cache import TieredCache, block_hashes
 from .config import config
 from .devices import check_faults, default_device, device
 from .errors import (

@@ -20,6 +20,7 @@ from benchmarks import (
     ops,
     pages,
     rope,
+    scale,
     steps,
     store,
     transfer,
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "attention": attention,
     "transfer": transfer,
     "steps": steps,
+    "scale": scale,
     "calls": calls,
     "frames": frames,
 }

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import CaptureError, DeviceError, ProcessLocal
 from ..ops import transfer
-from .completion import waiting_stream
+from .pages import waiting_stream
 
 if TYPE_CHECKING:
     from ..devices.protocol import Device, Event, Stream
@@ -73,16 +73,10 @@ class TransferEngine(ProcessLocal):
     """
 
     def __init__(
-        self,
-        device_pool: Pool,
-        host_pool: Pool,
-        *,
-        load_stream: Any = None,
-        save_stream: Any = None,
-        method: str = "auto",
-        max_blocks: int | None = None,
-        convert: bool = False,
-    ) -> None:
+        self, device_pool: Pool, host_pool: Pool, *,
+        load_stream: Any = None, save_stream: Any = None, method: str = "auto",
+        max_blocks: int | None = None, convert: bool = False,
+    ) -> None:  # fmt: skip
         if device_pool is host_pool:
             raise ValueError("host_pool: expected another pool than device_pool")
         options: Any = {"method": method, "max_blocks": max_blocks, "convert": convert}

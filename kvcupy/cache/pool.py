@@ -330,20 +330,10 @@ class KVPool(Pool):
     """
 
     def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        *,
-        v_head_dim: int | None = None,
-        dtype: Any = "bf16",
-        layout: str = "layer_first",
-        placement: str = "device",
-        device: Any = None,
-        scales: bool = False,
-    ) -> None:
+        self, num_pages: int, page_size: int, num_layers: int, num_kv_heads: int, head_dim: int, *,
+        v_head_dim: int | None = None, dtype: Any = "bf16", layout: str = "layer_first",
+        placement: str = "device", device: Any = None, scales: bool = False,
+    ) -> None:  # fmt: skip
         k_width = positive_int(head_dim, "head_dim")
         v_width = k_width if v_head_dim is None else positive_int(v_head_dim, "v_head_dim")
         super().__init__(
@@ -353,14 +343,9 @@ class KVPool(Pool):
 
     @classmethod
     def wrap(
-        cls,
-        k: Any,
-        v: Any,
-        *,
-        layout: str = "layer_first",
-        page_size: int | None = None,
-        device: Any = None,
-    ) -> KVPool:
+        cls, k: Any, v: Any, *,
+        layout: str = "layer_first", page_size: int | None = None, device: Any = None,
+    ) -> KVPool:  # fmt: skip
         """Return a pool over existing memory: nothing is copied.
 
         Parameters
@@ -435,18 +420,10 @@ class MLAPool(Pool):
     """
 
     def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_layers: int,
-        latent_dim: int,
-        *,
-        dtype: Any = "bf16",
-        layout: str = "layer_first",
-        placement: str = "device",
-        device: Any = None,
-        scales: bool = False,
-    ) -> None:
+        self, num_pages: int, page_size: int, num_layers: int, latent_dim: int, *,
+        dtype: Any = "bf16", layout: str = "layer_first", placement: str = "device",
+        device: Any = None, scales: bool = False,
+    ) -> None:  # fmt: skip
         self.latent_dim = positive_int(latent_dim, "latent_dim")
         super().__init__(
             num_pages, page_size, num_layers, 1, (self.latent_dim,),
@@ -455,13 +432,9 @@ class MLAPool(Pool):
 
     @classmethod
     def wrap(
-        cls,
-        latent: Any,
-        *,
-        layout: str = "layer_first",
-        page_size: int | None = None,
-        device: Any = None,
-    ) -> MLAPool:
+        cls, latent: Any, *,
+        layout: str = "layer_first", page_size: int | None = None, device: Any = None,
+    ) -> MLAPool:  # fmt: skip
         """Return a pool over existing memory, as `KVPool.wrap` does.
 
         Parameters

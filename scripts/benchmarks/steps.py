@@ -48,8 +48,10 @@ class SteppedCache:
         others = list(range(live))
         for first in range(0, live, BLOCK):
             self._fill(others[first : first + BLOCK], page_size)
-        for name in self.batch:
-            self._fill([name], context)
+        most = max(1, BLOCK * page_size // context)
+        for start in range(0, batch, most):
+            names = self.batch[start : start + most]
+            self._fill(names, context)
 
     def _fill(self, names: Sequence[Any], tokens: int) -> None:
         for name in names:
@@ -57,17 +59,21 @@ class SteppedCache:
         with self.cache.forward(names, [tokens] * len(names)):
             pass
 
-    def step_us(self) -> tuple[float, ...]:
-        """Append a token to each of the batch, pop it again, and return the time of each part."""
-        cache, ones = self.cache, [1] * len(self.batch)
+    def step_us(self, count: int | None = None) -> tuple[float, ...]:
+        """Append a token to the first `count` of the batch, or all, and return each part's time.
+
+        The tokens are popped again.
+        """
+        cache, names = self.cache, self.batch[:count]
+        ones = [1] * len(names)
         marks = [time.perf_counter()]
-        cache.begin_forward(self.batch, ones)
+        cache.begin_forward(names, ones)
         marks.append(time.perf_counter())
         cache.slot_mapping(stream=self.stream)
         marks.append(time.perf_counter())
         cache.end_forward()
         marks.append(time.perf_counter())
-        for name in self.batch:
+        for name in names:
             cache.pop_tokens(name, 1)
         self.device.synchronize()  # the upload of the tables is not host work
         return tuple(float(us) for us in np.diff(marks) * 1e6)

@@ -16,7 +16,7 @@ from table_cases import HOLD_S
 
 import kvcupy as kv
 from kvcupy import observe
-from kvcupy.cache.paged.access import AccessOrder
+from kvcupy.cache.paged.moves import AccessOrder
 from kvcupy.devices import cuda
 from kvcupy.devices.host import HostDevice
 

@@ -7,7 +7,7 @@ from paged_cases import rope_of
 from paged_program import MOST_TOKENS, Program
 from paged_world import check
 
-from kvcupy.cache.paged.access import AccessOrder
+from kvcupy.cache.paged.moves import AccessOrder
 
 ROOM = {"steps": 150, "tokens": MOST_TOKENS, "num_pages": 16}
 CASES = {

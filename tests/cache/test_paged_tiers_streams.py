@@ -13,7 +13,7 @@ from stream_cases import Gate, Log
 from table_cases import background
 
 from kvcupy import observe
-from kvcupy.cache.paged.access import AccessOrder, PageAccess
+from kvcupy.cache.paged.moves import AccessOrder, PageAccess
 from kvcupy.cache.paged.sequences import CachedSequence
 from kvcupy.cache.paged.step import Step
 from kvcupy.cache.pages import PageAllocator

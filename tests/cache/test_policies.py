@@ -152,6 +152,62 @@ def test_a_victim_costs_the_same_among_many(name):
     assert min(time_of(200_000) for _ in range(3)) < 20 * min(time_of(2000) for _ in range(3))
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", NAMES)
+def test_keys_that_are_set_aside_come_back_to_their_places(name, seed):
+    """Victims are those of an order in which every eviction passes all leased keys instead."""
+    rng = random.Random(seed)
+    order, passing = policies.make(name), policies.make(name)
+    present, leased, aside, num_aside = [], [], {}, 0
+
+    def use(key):
+        if key in aside:
+            order.put_back(key, aside.pop(key))
+        order.touch(key)
+        passing.touch(key)
+
+    def evict():
+        nonlocal num_aside
+        passed, victim = [], None
+        for key in order.victims():
+            if key not in leased:
+                victim = key
+                break
+            passed.append(key)
+        for key in passed:
+            aside[key] = order.set_aside(key)
+            num_aside += 1
+        assert victim == next((key for key in passing.victims() if key not in leased), None)
+        if victim is not None:
+            order.remove(victim)
+            passing.remove(victim)
+            present.remove(victim)
+
+    for step in range(3000):
+        chance = rng.random()
+        if chance < 0.4:
+            key = rng.choice([step, rng.randrange(step + 1)])  # perhaps one that has gone before
+            if key not in present:
+                order.add(key)
+                passing.add(key)
+                present.append(key)
+        elif chance < 0.45 and present:
+            use(rng.choice(present))
+        elif chance < 0.65 and present:
+            leased.append(rng.choice(present))
+            use(leased[-1])
+        elif chance < 0.7 and len(leased) > 20:
+            for _ in range(rng.randrange(1, 8)):
+                key = leased.pop(rng.randrange(len(leased)))
+                if key not in leased:
+                    use(key)
+        else:
+            evict()
+    assert num_aside
+    while len(present) > len(set(leased)):
+        evict()
+
+
 def test_names_and_classes():
     assert isinstance(policies.make("lru"), policies.Lru)
     assert isinstance(policies.make(policies.Fifo), policies.Fifo)

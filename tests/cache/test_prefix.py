@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 
-from kvcupy.cache.tiered.prefix import block_hashes, hash_list
+from kvcupy.cache.tiered.cache import block_hashes, hash_list
 
 
 def by_hand(tokens, size, parent=0):

@@ -312,7 +312,8 @@ class Machine(RuleBasedStateMachine):
         for tier in (tiers.device, tiers.host):
             pages = [copy.page for copy in tier.copies.values()]
             assert len(set(pages)) == len(pages)
-            assert sorted(tier.order.victims()) == sorted(tier.copies)
+            assert sorted([*tier.order.victims(), *tier.aside]) == sorted(tier.copies)
+            assert all(tier.copies[hash].pins for hash in tier.aside)
             owned = set(np.flatnonzero(tier.owned).tolist())
             assert set(pages) <= owned
             out = set(tier.pool.allocator.allocated().tolist())

@@ -114,7 +114,7 @@ def snapshot(blocks):
         allocator = tier.pool.allocator
         seen[tier.name] = (
             {hash: (id(c), c.page, c.pins) for hash, c in tier.copies.items()},
-            list(tier.order.victims()),
+            [hash for hash in tier.order.victims() if not tier.copies[hash].pins],
             tier.owned.tolist(),
             allocator._state.tolist(),
             allocator._stack[: allocator.num_free].tolist(),

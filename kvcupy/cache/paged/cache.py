@@ -17,8 +17,7 @@ from ...ops import call, checks
 from ...ops.attention import check_query
 from ...ops.call import format_name
 from ..pool import KVPool, MLAPool, Pool, positive_int
-from ..tiered.cache import TieredCache
-from ..tiered.prefix import hash_list
+from ..tiered.cache import TieredCache, hash_list
 from .contents import Contents
 from .layers import Layers, rope_of, scales_of
 from .moves import Tiers
@@ -27,6 +26,7 @@ from .step import Step, Steps, require_on_device
 from .tables import StepTables, Tables, block_table
 
 _PAGE_SIZE, _DTYPE = 16, "bf16"  # defaults
+_NO_STEP = "no step is running: call begin_forward first"
 
 
 class PagedKVCache(ProcessLocal):
@@ -468,7 +468,9 @@ class PagedKVCache(ProcessLocal):
         self, layer: Any, query: Any, key: Any, value: Any, out: Any,
         sm_scale: Any, window: Any, sinks: Any, logits_soft_cap: Any, stream: Any,
     ) -> Any:  # fmt: skip
-        step, tables = self._running()
+        step, tables = self._steps.running, self._steps.tables
+        if step is None or tables is None:
+            raise KvcupyError(_NO_STEP)
         if type(layer) is not int or not 0 <= layer < self.pool.num_layers:
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
         layers = self._layers
@@ -719,7 +721,7 @@ class PagedKVCache(ProcessLocal):
     def _running(self) -> tuple[Step, StepTables]:
         steps = self._steps
         if steps.running is None or steps.tables is None:
-            raise KvcupyError("no step is running: call begin_forward first")
+            raise KvcupyError(_NO_STEP)
         return steps.running, steps.tables
 
     def _tables(self, stream: Any) -> Tables:

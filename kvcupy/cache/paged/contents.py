@@ -26,8 +26,8 @@ from ...ops import call, checks
 from ...ops.page_pairs import upload
 from ...ops.store import gather_kv, store_kv
 from ..pool import MLAPool, Pool
-from .access import PageAccess
 from .layers import Layers
+from .moves import PageAccess
 from .sequences import CachedSequence
 
 Tensor = tuple[str, tuple[int, ...], Any]  # format, shape, and bits: an array or other memory

@@ -19,7 +19,7 @@ from ...ops.merge import merge_states
 from ...ops.rope import rope_store_kv, rope_store_mla, rotate_query
 from ...ops.store import store_kv, store_mla
 from ..pool import MLAPool, Pool
-from .tables import Tables, block_table
+from .tables import TRANSPOSED_TABLE, Tables, block_table
 
 _MAX_CHECKED = 256  # pairs of query and out that are remembered
 
@@ -63,10 +63,15 @@ class StepCalls:
     tables : of the step
     attention : over all keys
     prefix, rest : of a cascade, attention over the shared prefixes and over what follows them
+    scratch : memory that all layers use, one after another in the order of a stream: by stream, and
+        by the format of rotated queries, or None for the states of a cascade
+    is_captured : whether a graph reads the tables: it outlives the step, and so has its own scratch
     """
 
     def __init__(self, tables: Tables, rope_table: ArrayView | None) -> None:
         self.tables = tables
+        self.scratch: dict[tuple[Stream, str | None], tuple[ArrayView, ...]] = {}
+        self.is_captured = TRANSPOSED_TABLE in tables
         self.num_tokens = tables["slots"].shape[0]
         shared: dict[str, Any] = {"block_table": block_table(tables), "rope_table": rope_table}
         for name in _TABLES:
@@ -218,52 +223,73 @@ class Layers:
         num_tokens = step.num_tokens
         if rows.shape[0] != num_tokens:
             query, out = view(query)[:num_tokens], view(out)[:num_tokens]
-        query = self._store(layer, query, key, value, rows.format, tables, stream)
+        query = self._store(layer, query, key, value, rows.format, step, stream)
         arrays = self._arrays[layer]
         # A window depends on the position of each query, which a pass over a prefix does not know.
         if step.prefix is None or options.window:
             step.attention.run(arrays, query, out, options, sinks=sinks, stream=stream)
             return
         # Attend over shared prefixes, then over the rest of each sequence, and merge the two.
-        num_heads = self._num_q_heads
-        states = borrow(self._device, (2, num_tokens, num_heads, self.v_width), "fp32", stream)
-        lse = borrow(self._device, (3, num_tokens, num_heads), "fp32", stream)
+        scratch = step.scratch.get((stream, None)) or self._borrow_states(step, stream)
+        states, first, second, lse, first_lse, second_lse, merged_lse = scratch
         unmasked = options._replace(causal=False, sink_keys=0)
-        step.prefix.run(arrays, query, states[0], unmasked, lse_out=lse[0], stream=stream)
-        step.rest.run(arrays, query, states[1], options, lse_out=lse[1], sinks=sinks, stream=stream)
-        merge_states(states, lse[:2], None, None, out=out, lse_out=lse[2], stream=stream)
+        step.prefix.run(arrays, query, first, unmasked, lse_out=first_lse, stream=stream)
+        step.rest.run(
+            arrays, query, second, options, lse_out=second_lse, sinks=sinks, stream=stream
+        )
+        merge_states(states, lse, None, None, out=out, lse_out=merged_lse, stream=stream)
 
     def _store(
-        self, layer: int, query: Any, key: Any, value: Any, format: str, tables: Tables,
+        self, layer: int, query: Any, key: Any, value: Any, format: str, step: StepCalls,
         stream: Stream,
     ) -> Any:  # fmt: skip
         """Write the tokens' rows; return the query, of `format`, as attention takes it."""
-        rope, slots, cache = self.rope, tables["slots"], self.stores[layer]
+        rope, tables, cache = self.rope, step.tables, self.stores[layer]
+        slots = tables["slots"]
         if rope.mode == "none":
             self.store(key, value, slot_mapping=slots, stream=stream, **cache)
             return query
-        shape = slots.shape[0], self._num_q_heads, self.width
-        whole = part = borrow(self._device, shape, format, stream)
+        scratch = step.scratch.get((stream, format)) or self._borrow_query(step, stream, format)
+        whole, copied, rotated = scratch
         if self._is_latent:
             query = view(query)
             latent, query = query[..., : rope.first], query[..., rope.first :]
-            part = whole[..., rope.first :]
         if rope.mode == "normal":
             rope_store: Any = rope_store_mla if self._is_latent else rope_store_kv
             rope_store(
                 query, key, value, rope.table, tables["positions"], slot_mapping=slots,
-                interleaved=rope.interleaved, write_key=False, query_out=part, stream=stream,
+                interleaved=rope.interleaved, write_key=False, query_out=rotated, stream=stream,
                 **cache,
             )  # fmt: skip
         else:
             self.store(key, value, slot_mapping=slots, stream=stream, **cache)
             rotate_query(
                 query, rope.table, tables["positions"], interleaved=rope.interleaved,
-                query_out=part, stream=stream,
+                query_out=rotated, stream=stream,
             )  # fmt: skip
         if self._is_latent:
-            self._device.copy(whole[..., : rope.first], latent, stream=stream)
+            self._device.copy(copied, latent, stream=stream)
         return whole
+
+    def _borrow_query(self, step: StepCalls, stream: Stream, format: str) -> tuple[ArrayView, ...]:
+        """Borrow memory for rotated queries: all of it, what MLA does not rotate, and the rest."""
+        shape = step.num_tokens, self._num_q_heads, self.width
+        whole = copied = rotated = borrow(self._device, shape, format, stream)
+        if self._is_latent:
+            copied, rotated = whole[..., : self.rope.first], whole[..., self.rope.first :]
+        if not step.is_captured:
+            step.scratch[stream, format] = whole, copied, rotated
+        return whole, copied, rotated
+
+    def _borrow_states(self, step: StepCalls, stream: Stream) -> tuple[ArrayView, ...]:
+        """Borrow memory for two states: their outputs, all and each, and LSE, all, each, merged."""
+        rows = step.num_tokens, self._num_q_heads
+        states = borrow(self._device, (2, *rows, self.v_width), "fp32", stream)
+        lse = borrow(self._device, (3, *rows), "fp32", stream)
+        parts = states, states[0], states[1], lse[:2], lse[0], lse[1], lse[2]
+        if not step.is_captured:
+            step.scratch[stream, None] = parts
+        return parts
 
 
 def borrow(device: Device, shape: tuple[int, ...], format: str, stream: Stream) -> ArrayView:

@@ -17,8 +17,7 @@ import numpy as np
 
 from ...errors import CacheFull, UnknownSequence
 from ...ops import checks
-from ..completion import Completion
-from ..pages import PageAllocator
+from ..pages import Completion, PageAllocator
 from ..tiered.leases import Lease
 
 Ints = np.ndarray[Any, Any]
@@ -57,6 +56,10 @@ class CachedSequence:
     def pages(self) -> Ints:
         """Its pages in order, int32, a view."""
         return self._pages[: self.num_pages]
+
+    def page(self, index: int) -> int:
+        """Return one of its pages."""
+        return self._pages.item(index)
 
     @property
     def end(self) -> int:
@@ -163,6 +166,17 @@ class Sequences:
             raise UnknownSequence(f"{name}: expected a sequence of this cache, got {seq!r}")
         return sequence
 
+    def find_all(self, seqs: Sequence[Hashable], name: str) -> list[CachedSequence]:
+        """Return several sequences by their names; raise if one comes twice."""
+        try:
+            sequences = list(map(self._known.__getitem__, seqs))
+        except (KeyError, TypeError):
+            sequences = [self.find(seq, name) for seq in seqs]  # raises, saying which
+        if len(set(seqs)) < len(seqs):
+            twice = next(seq for i, seq in enumerate(seqs) if seq in seqs[:i])
+            raise ValueError(f"{name}: expected each sequence once, got {twice!r} twice")
+        return sequences
+
     def add(self, seq: Hashable) -> CachedSequence:
         """Add an empty sequence."""
         self.require_new(seq, "seq")
@@ -220,14 +234,15 @@ class Sequences:
         dropped: dict[int, int] = {}  # references to a page that copies of this call replace
         shared: list[tuple[CachedSequence, int, int]] = []
         num_new = []
+        references = self._references.item  # a scalar of NumPy takes several times as long
         for sequence, count in zip(sequences, counts, strict=True):
-            end, last = sequence.end, sequence.num_pages - 1
+            end, num_pages = sequence.length + sequence.evicted, sequence.num_pages
             if end % size:
-                page = int(sequence.pages[last])
-                if self._references[page] - dropped.get(page, 0) > 1:
+                page = sequence.page(num_pages - 1)
+                if references(page) - dropped.get(page, 0) > 1:
                     dropped[page] = dropped.get(page, 0) + 1
-                    shared.append((sequence, last, page))
-            num_new.append(-(-(end + count) // size) - last - 1)
+                    shared.append((sequence, num_pages - 1, page))
+            num_new.append(-(-(end + count) // size) - num_pages)
         pages = self.allocate(len(shared) + sum(num_new))
         copies = [PageCopy(*place, int(page)) for place, page in zip(shared, pages, strict=False)]
         return Reservation(pages, copies, num_new)
@@ -352,16 +367,19 @@ class Sequences:
         sequence.offloaded = None
         sequence.loads.append(load)
 
-    def is_shared(self, page: int) -> bool:
-        """Return whether several sequences refer to a page."""
-        return bool(self._references[page] > 1)
+    def share_first_page(self, sequences: Sequence[CachedSequence]) -> list[bool]:
+        """Return of each sequence, which has pages, whether another refers to the first of them."""
+        references = self._references.item
+        return [references(sequence.page(0)) > 1 for sequence in sequences]
 
     def _release(self, pages: Ints) -> None:
         """Drop one reference to each of some pages; those without any are freed."""
         if len(pages) == 0:
             return
-        self._references[pages] -= 1
-        self._allocator.free(pages[self._references[pages] == 0])
+        left = self._references[pages] - 1
+        self._references[pages] = left
+        if not left.all():
+            self._allocator.free(pages[left == 0])
         if len(self._leased):
             self._leased.release_unused(pages.tolist())
 

@@ -16,9 +16,8 @@ from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError
 from ...ops import checks
 from ..pool import Pool
-from .access import AccessOrder, PageAccess
 from .layers import Layers
-from .moves import PageMover
+from .moves import AccessOrder, PageAccess, PageMover
 from .sequences import (
     CachedSequence,
     Ints,
@@ -92,9 +91,9 @@ class Step:
 
     def __post_init__(self) -> None:
         self.num_tokens = sum(self.counts)
-        self.has_trees = any(self.in_tree)
+        self.has_trees = True in self.in_tree
         self.is_decode = self.num_tokens == len(self.counts) and not self.has_trees
-        self.num_pages = max(s.num_pages for s in self.sequences)  # of the longest
+        self.num_pages = max([s.num_pages for s in self.sequences])  # of the longest
         self.loads = list({id(load): load for s in self.sequences for load in s.loads}.values())
         self._layers_waited = 0
 
@@ -130,8 +129,6 @@ class Step:
         table = np.zeros((len(self.sequences), self.num_pages), np.int32)
         tables = self._plain(table)
         tables["block_table"] = table
-        if not tables["evicted_lens"].any():
-            del tables["evicted_starts"], tables["evicted_lens"]
         if not self.is_decode:
             tables["query_lens"] = np.array(self.counts, np.int32)
         if self.has_trees:
@@ -166,45 +163,52 @@ class Step:
                 f"for (max_seq_len), got {self.num_pages}"
             )
         table = np.zeros((self.num_pages, max_count), np.int32)
-        tables = self._plain(table.T)
-        padded: dict[str, Ints] = {n: np.zeros(max_count, a.dtype) for n, a in tables.items()}
-        padded["slots"].fill(-1)
-        for name, array in tables.items():
+        padded: dict[str, Ints] = {
+            name: np.full(max_count, -1 if name == "slots" else 0, format)
+            for name, (_, format) in shapes.items()
+            if name != TRANSPOSED_TABLE
+        }
+        for name, array in self._plain(table.T).items():
             padded[name][:count] = array
-        padded[TRANSPOSED_TABLE] = table
-        return {name: padded[name] for name in shapes}
+        return {**padded, TRANSPOSED_TABLE: table}
 
     # --- Parts of the tables ---
 
     def _plain(self, table: Ints) -> dict[str, Ints]:
         """Write the pages of each sequence into its row; return what every step has beside it.
 
-        Methods of arrays rather than functions of NumPy, which go through several Python frames.
+        Evicted spans only where there are any. Methods of arrays rather than functions of NumPy,
+        which go through several Python frames.
         """
-        lengths, sinks, evicted = [], [], []
-        for row, sequence in zip(table, self.sequences, strict=False):
+        sequences, num_tokens = self.sequences, self.num_tokens
+        lengths, evicted = [], []
+        for row, sequence in zip(table, sequences, strict=False):
             row[: sequence.num_pages] = sequence.pages
             lengths.append(sequence.length)
-            sinks.append(sequence.sinks)
             evicted.append(sequence.evicted)
-        tables = {
-            "seq_lens": np.array(lengths, np.int32), "evicted_starts": np.array(sinks, np.int32),
-            "evicted_lens": np.array(evicted, np.int32),
-        }  # fmt: skip
-        counts = np.array(self.counts)
-        rows = np.arange(len(counts)).repeat(counts)
-        first_rows = counts.cumsum() - counts
-        starts = tables["seq_lens"] - counts - first_rows
-        positions = starts[rows] + np.arange(self.num_tokens)
-        page, offset = np.divmod(positions + tables["evicted_lens"][rows], self.page_size)
-        tables["slots"] = table[rows, page].astype(np.int64) * self.page_size + offset
-        for i, in_tree in enumerate(self.in_tree):
-            if in_tree:
-                sequence, first, count = self.sequences[i], first_rows[i], self.counts[i]
-                depths = tree_depths(sequence.parents)[-count:]
-                positions[first : first + count] = sequence.committed + np.array(depths)
-        tables["positions"] = positions.astype(np.int32)
-        return tables
+        tables = {"seq_lens": np.array(lengths, np.int32)}
+        rows = first_rows = np.arange(len(sequences))
+        positions = tables["seq_lens"] - 1
+        if num_tokens > len(sequences):
+            counts = np.array(self.counts)
+            rows = rows.repeat(counts)
+            first_rows = counts.cumsum() - counts
+            positions = np.arange(num_tokens) + (tables["seq_lens"] - counts - first_rows)[rows]
+        places = positions
+        if any(evicted):
+            tables["evicted_starts"] = np.array([s.sinks for s in sequences], np.int32)
+            tables["evicted_lens"] = np.array(evicted, np.int32)
+            places = positions + tables["evicted_lens"][rows]
+        slots = table[rows, places // self.page_size].astype(np.int64)
+        slots *= self.page_size
+        slots += places % self.page_size
+        if self.has_trees:
+            for i, in_tree in enumerate(self.in_tree):
+                if in_tree:
+                    sequence, first, count = sequences[i], first_rows[i], self.counts[i]
+                    depths = tree_depths(sequence.parents)[-count:]
+                    positions[first : first + count] = sequence.committed + np.array(depths)
+        return {"positions": positions.astype(np.int32), "slots": slots, **tables}
 
     def _add_trees(self, tables: dict[str, Ints]) -> None:
         sequences = self.sequences
@@ -302,23 +306,26 @@ class Steps:
         if self.running is not None:
             raise KvcupyError("a step is running: call end_forward before begin_forward")
         names, counts, entries = _check_batch(seqs, append_lengths, token_tree)
-        sequences = self._find(names)
+        sequences = self._sequences.find_all(names, "seqs")
         for name, sequence in zip(names, sequences, strict=True):
-            require_on_device(sequence, name, "seqs")
+            if sequence.offloaded is not None:
+                require_on_device(sequence, name, "seqs")
         self._check_counts(names, counts)
         nodes = _check_trees(names, sequences, counts, entries)
         self._check_positions(names, sequences, counts, nodes)
 
         reserved = self._sequences.reserve(sequences, counts)
         try:
-            src, dst = [copy.old for copy in reserved.copies], [c.new for c in reserved.copies]
-            self._copy_pages(src, dst, *(copy.sequence for copy in reserved.copies))
+            if copies := reserved.copies:
+                src, dst = [copy.old for copy in copies], [copy.new for copy in copies]
+                self._copy_pages(src, dst, *(copy.sequence for copy in copies))
         except BaseException:
             self._pool.allocator.free(reserved.pages)
             raise
         self._sequences.grow(sequences, counts, reserved)
         for sequence, new in zip(sequences, nodes, strict=True):
-            sequence.parents.extend(new or ())
+            if new is not None:
+                sequence.parents.extend(new)
         self.running = Step(
             names, sequences, counts, [new is not None for new in nodes],
             self._pool.page_size, self._max_pages,
@@ -337,10 +344,11 @@ class Steps:
             self._close()
         finally:
             self._sequences.release_replaced(step.copies)
+            is_loaded = step.is_loaded
             for sequence in step.sequences:
-                if step.is_loaded:
+                if is_loaded and sequence.loads:
                     sequence.loads.clear()
-                if not sequence.parents:
+                if sequence.window and not sequence.parents:
                     self._sequences.slide(sequence)
 
     def abort(self) -> None:
@@ -378,7 +386,7 @@ class Steps:
     def commit(self, seqs: Any, leaves: Any) -> None:
         """Keep one path of each tree; all or nothing."""
         names, chosen, _ = _check_batch(seqs, leaves, None, "leaves")
-        sequences = self._find(names)
+        sequences = self._sequences.find_all(names, "seqs")
         paths = []
         for name, sequence, leaf in zip(names, sequences, chosen, strict=True):
             self.require_outside(name, "seqs")
@@ -440,19 +448,13 @@ class Steps:
 
     # --- Checks ---
 
-    def _find(self, names: Sequence[Hashable]) -> list[CachedSequence]:
-        sequences = [self._sequences.find(name, "seqs") for name in names]
-        if len(set(names)) < len(names):
-            twice = next(name for i, name in enumerate(names) if name in names[:i])
-            raise ValueError(f"seqs: expected each sequence once, got {twice!r} twice")
-        return sequences
-
     def _check_counts(self, names: Sequence[Hashable], counts: list[Any]) -> None:
-        for i, (name, n) in enumerate(zip(names, counts, strict=True)):
-            checks.require_int(n, "append_lengths")
-            if n < 1:
-                raise ValueError(f"append_lengths: expected at least 1 for {name!r}, got {n}")
-            counts[i] = int(n)
+        if set(map(type, counts)) != {int} or min(counts) < 1:
+            for i, (name, n) in enumerate(zip(names, counts, strict=True)):
+                checks.require_int(n, "append_lengths")
+                if n < 1:
+                    raise ValueError(f"append_lengths: expected at least 1 for {name!r}, got {n}")
+                counts[i] = int(n)
         if sum(counts) > self._max_batch_tokens:
             raise ValueError(
                 f"append_lengths: expected at most {self._max_batch_tokens} tokens a step "
@@ -479,7 +481,7 @@ class Steps:
     def _find_cascade(self, sequences: Sequence[CachedSequence], num_tokens: int) -> Cascade | None:
         if self._cascade is False or len(sequences) < 2:
             return None
-        shared = [s.num_pages > 0 and self._sequences.is_shared(s.pages[0]) for s in sequences]
+        shared = self._sequences.share_first_page(sequences)
         if sum(shared) < 2:
             return None
         cascade = find_cascade(sequences, shared, self._pool.page_size)

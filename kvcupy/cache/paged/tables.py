@@ -25,7 +25,7 @@ from weakref import ref
 import numpy as np
 
 from ... import formats
-from ...arrays import ArrayView, contiguous_strides, describe, view
+from ...arrays import ArrayView, contiguous_strides, describe, reshaped, transposed, view
 from ...devices.protocol import Device, Event, Stream
 from ...errors import CaptureError, DeviceError, KvcupyError
 from ..pool import positive_int
@@ -48,11 +48,7 @@ def block_table(tables: Tables) -> ArrayView:
     table = tables.get("block_table")
     if table is not None:
         return table
-    table = tables[TRANSPOSED_TABLE]
-    return ArrayView(
-        table.pointer, table.shape[::-1], table.strides[::-1], table.format, table.device,
-        library=table.library, owner=table.owner,
-    )  # fmt: skip
+    return transposed(tables[TRANSPOSED_TABLE], (1, 0))
 
 
 # --- Memory ---
@@ -223,13 +219,9 @@ class Uploader:
         whole = target.reserve(layout.num_bytes)
         num_bytes = layout.pack(arrays, pinned.bytes)
         target.wait_for_readers(self.stream)
-        source, copy = [  # the first bytes of both; slices would go through NumPy
-            ArrayView(
-                b.pointer, (num_bytes,), b.strides, b.format, b.device,
-                library=b.library, owner=b.owner,
-            )
-            for b in (pinned.whole, whole)
-        ]  # fmt: skip
+        # The first bytes of both.
+        source = reshaped(pinned.whole, (num_bytes,), pinned.whole.strides)
+        copy = reshaped(whole, (num_bytes,), whole.strides)
         self.device.copy(copy, source, stream=self.stream)
         self.stream.record(pinned.copied)
         self._last = pinned.copied
@@ -353,12 +345,9 @@ class TableRing:
     """
 
     def __init__(
-        self,
-        device: Device,
-        copy_stream: Any,
-        num_slots: int,
+        self, device: Device, copy_stream: Any, num_slots: int,
         before_use: Callable[[Stream], object],
-    ) -> None:
+    ) -> None:  # fmt: skip
         positive_int(num_slots, "num_slots")
         shared = isinstance(copy_stream, Uploader)
         self.uploader: Uploader = copy_stream if shared else Uploader(device, copy_stream)

@@ -277,14 +277,10 @@ class DiskTier(ProcessLocal):
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        num_bytes: int,
-        page_bytes: int,
-        identity: Mapping[str, str],
-        *,
+        self, path: str | os.PathLike[str], num_bytes: int, page_bytes: int,
+        identity: Mapping[str, str], *,
         num_threads: int = 4,
-    ) -> None:
+    ) -> None:  # fmt: skip
         named = {"num_bytes": num_bytes, "page_bytes": page_bytes, "num_threads": num_threads}
         for name, value in named.items():
             checks.require_int(value, name)

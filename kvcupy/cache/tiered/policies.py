@@ -14,6 +14,10 @@ class Policy(Protocol):
     `victims` yields all keys in that order, each once, and changes nothing; the caller skips those
     that it may not evict, and may `remove` keys that were yielded while it iterates. It calls no
     other method meanwhile.
+
+    A policy may also have `set_aside(key)`, which takes a leased key out of the order, and returns
+    its place for `put_back(key, place)`. Without them each eviction passes all leased keys that
+    come before its victims.
     """
 
     def add(self, key: int) -> None: ...  # a key that it does not have
@@ -27,19 +31,43 @@ class Fifo:
 
     def __init__(self) -> None:
         # An OrderedDict: each iteration of a dict passes all that was removed from its front.
-        self._order: OrderedDict[int, None] = OrderedDict()
+        self._order: OrderedDict[int, int] = OrderedDict()  # by key, its number
+        self._num_added = 0
+        self._returned: list[tuple[int, int]] = []  # number and key of what was put back
 
     def add(self, key: int) -> None:
-        self._order[key] = None
+        self._num_added += 1
+        self._order[key] = self._num_added
 
     def touch(self, key: int) -> None:
         pass
 
     def remove(self, key: int) -> None:
+        self._merge()
         del self._order[key]
 
+    def set_aside(self, key: int) -> int:
+        return self._order.pop(key)
+
+    def put_back(self, key: int, place: int) -> None:
+        self._returned.append((place, key))
+
     def victims(self) -> Iterator[int]:
+        self._merge()
         return _from_the_front(self._order)
+
+    def _merge(self) -> None:
+        """Sort what was put back into the order, at whose front it was."""
+        if not self._returned:
+            return
+        order, front, (last, _) = self._order, self._returned, max(self._returned)
+        while order and next(iter(order.values())) < last:
+            key, number = order.popitem(last=False)
+            front.append((number, key))
+        for number, key in sorted(front, reverse=True):
+            order[key] = number
+            order.move_to_end(key, last=False)
+        self._returned = []
 
 
 class Lru(Fifo):
@@ -47,6 +75,9 @@ class Lru(Fifo):
 
     def touch(self, key: int) -> None:
         self._order.move_to_end(key)
+
+    def put_back(self, key: int, place: int) -> None:
+        self._order[key] = place  # behind all others: its release is its last use
 
 
 class _Bucket:
@@ -94,6 +125,17 @@ class Lfu:
         if not bucket.keys:
             bucket.leave()
 
+    def set_aside(self, key: int) -> int:
+        count = self._bucket_of[key].count
+        self.remove(key)
+        return count
+
+    def put_back(self, key: int, place: int) -> None:
+        before = self._ring
+        while before.after is not self._ring and before.after.count < place:
+            before = before.after
+        self._put(key, before, place)
+
     def victims(self) -> Iterator[int]:
         bucket = self._ring.after
         while bucket is not self._ring:
@@ -126,6 +168,7 @@ class TwoQueues:
         self._once: OrderedDict[int, None] = OrderedDict()
         self._again: OrderedDict[int, None] = OrderedDict()
         self._ghosts: OrderedDict[int, None] = OrderedDict()
+        self._num_aside = 0
 
     def add(self, key: int) -> None:
         if key in self._ghosts:
@@ -142,7 +185,7 @@ class TwoQueues:
             self._again.move_to_end(key)
 
     def remove(self, key: int) -> None:
-        num_blocks = len(self._once) + len(self._again)
+        num_blocks = self._num_blocks
         if key in self._again:
             del self._again[key]
         else:
@@ -151,8 +194,22 @@ class TwoQueues:
         while len(self._ghosts) > num_blocks:
             self._ghosts.popitem(last=False)
 
+    def set_aside(self, key: int) -> OrderedDict[int, None]:
+        queue = self._once if key in self._once else self._again
+        del queue[key]
+        self._num_aside += 1
+        return queue
+
+    def put_back(self, key: int, place: OrderedDict[int, None]) -> None:
+        place[key] = None
+        self._num_aside -= 1
+
+    @property
+    def _num_blocks(self) -> int:
+        return len(self._once) + len(self._again) + self._num_aside
+
     def victims(self) -> Iterator[int]:
-        share = max(1, (len(self._once) + len(self._again)) // 4)
+        share = max(1, self._num_blocks // 4)
         once = _from_the_front(self._once)
         yield from islice(once, max(0, len(self._once) - share))
         yield from _from_the_front(self._again)
@@ -187,7 +244,7 @@ def make(policy: Any) -> Policy:
     return order
 
 
-def _from_the_front(order: OrderedDict[int, None]) -> Iterator[int]:
+def _from_the_front(order: OrderedDict[int, Any]) -> Iterator[int]:
     """Yield keys in order, while keys that were yielded may be removed.
 
     They are read in growing pieces: a few cost little, and all of them cost a constant each.

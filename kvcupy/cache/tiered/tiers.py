@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
-from ..completion import StreamCompletion
 from ..engine import Transfer, TransferEngine
-from ..pages import Pages
+from ..pages import Pages, StreamCompletion
 from .disk import DiskBlocks
 from .policies import Policy
 
@@ -70,7 +69,9 @@ class PageTier:
     ----------
     name : "device" or "host"
     copies : by hash
-    order : of eviction, of the same hashes
+    order : of eviction, of the same hashes but those that are aside
+    aside : of leased blocks that an eviction has met, so that no other has to pass them: their
+        places in the order, by hash
     owned : bool (num_pages,), which pages of the pool belong to the cache, including those of
         blocks that are forgotten but leased
     """
@@ -80,6 +81,7 @@ class PageTier:
         self.pool = pool
         self.order = order
         self.copies: dict[int, Copy] = {}
+        self.aside: dict[int, Any] = {}
         self.owned = np.zeros(pool.num_pages, np.bool_)
 
     @property
@@ -88,19 +90,26 @@ class PageTier:
         return self.pool.allocator.num_free
 
     def choose(self, count: int, keep: Container[int] = (), *, settled: bool = False) -> list[Copy]:
-        """Choose up to `count` copies to evict, in order; nothing changes.
+        """Choose up to `count` copies to evict, in order; they stay until they are forgotten.
 
         Hashes to `keep` stay, as leased ones do; `settled` skips pages that transfers may touch.
         """
-        if count <= 0:
-            return []
-        copies = self.copies
-        evictable = (
-            copy
-            for copy in map(copies.__getitem__, self.order.victims())
-            if not copy.pins and copy.hash not in keep and not (settled and copy.touched)
-        )
-        return list(islice(evictable, count))
+        leased: list[int] = []
+        evictable = self._evictable(leased, keep, settled)
+        chosen = list(islice(evictable, max(0, count)))
+        if leased and (set_aside := getattr(self.order, "set_aside", None)) is not None:
+            for hash in leased:
+                self.aside[hash] = set_aside(hash)
+        return chosen
+
+    def _evictable(self, leased: list[int], keep: Container[int], settled: bool) -> Iterator[Copy]:
+        """Yield copies that may be evicted, in order; append the hashes of leased ones passed."""
+        for hash in self.order.victims():
+            copy = self.copies[hash]
+            if copy.pins:
+                leased.append(hash)
+            elif hash not in keep and not (settled and copy.touched):
+                yield copy
 
     def add(self, copies: Iterable[Copy]) -> None:
         """Add blocks, the first to be evicted in front."""
@@ -117,6 +126,7 @@ class PageTier:
         copies, add, touch = self.copies, self.order.add, self.order.touch
         for hash in reversed(hashes):
             if hash in copies:
+                self._put_back(hash)
                 touch(hash)
             elif hash in new:
                 copies[hash] = copy = new[hash]
@@ -127,12 +137,17 @@ class PageTier:
         """Remove blocks from index and order. The cache keeps their pages."""
         for copy in copies:
             del self.copies[copy.hash]
+            self._put_back(copy.hash)
             self.order.remove(copy.hash)
+
+    def _put_back(self, hash: int) -> None:
+        if hash in self.aside:
+            self.order.put_back(hash, self.aside.pop(hash))  # type: ignore[attr-defined]
 
     def clear(self, order: Policy) -> None:
         """Forget all blocks, and free the pages that are not leased."""
         pages = [copy.page for copy in self.copies.values() if not copy.pins]
-        self.copies, self.order = {}, order
+        self.copies, self.aside, self.order = {}, {}, order
         self.give_back(pages)
 
     def has(self, copy: Copy) -> bool:
