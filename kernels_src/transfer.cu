@@ -141,6 +141,7 @@ __device__ __forceinline__ void convert_row(const char* from, const char* from_s
       if (lane == 0 && width) *reinterpret_cast<float*>(to_scale) = scale;
     }
   }
+  const ScaleDivisor divisor(scale);
   for (int i = lane * kCount; i < width; i += lanes * kCount) {
     Pack<TIn, kCount> in;
     // Load
@@ -149,7 +150,7 @@ __device__ __forceinline__ void convert_row(const char* from, const char* from_s
     const Pack<float, kCount> values = products(to_floats(in), factor);
     char* target = to + i * static_cast<int>(sizeof(TOut));
     if constexpr (kQuantised<TOut>) {
-      quantise<TOut>(values, scale).store(target);
+      quantise<TOut>(values, divisor).store(target);
     } else {
       from_floats<TOut>(values).store(target);
     }
