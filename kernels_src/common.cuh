@@ -81,6 +81,17 @@ __device__ __forceinline__ void store_streaming(T* target, const T& value) {
 #endif
 }
 
+// 1 / x to within an ulp, for an x that is not subnormal; an infinity for a zero, and the reverse.
+__device__ __forceinline__ float approximate_reciprocal(float x) {
+#ifdef __CUDACC__
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return 1.0f / x;
+#endif
+}
+
 // `kCount` values of T that are loaded and stored in the widest words.
 template <typename T, int kCount>
 struct Pack {

@@ -31,7 +31,8 @@ __device__ __forceinline__ float* scale_address(char* scale_cache, const KVOpera
 }
 
 template <typename TIn, typename TOut, int kCount>
-__device__ __forceinline__ Pack<TOut, kCount> convert(const Pack<TIn, kCount>& in, float scale) {
+__device__ __forceinline__ Pack<TOut, kCount> convert(const Pack<TIn, kCount>& in,
+                                                      const ScaleDivisor& scale) {
   if constexpr (kQuantised<TOut>) return quantise<TOut>(to_floats(in), scale);
   return from_floats<TOut>(to_floats(in));
 }

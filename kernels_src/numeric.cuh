@@ -20,14 +20,17 @@ __device__ __forceinline__ float from_float<float>(float x) {
 }
 template <>
 __device__ __forceinline__ int8 from_float<int8>(float x) {
-  // fminf and fmaxf drop a NaN, so it is decided first.
-  return x != x ? int8{0} : static_cast<int8>(rintf(fminf(fmaxf(x, -127.0f), 127.0f)));
+  constexpr float kAligner = 12582912.0f;  // 1.5 * 2**23: its last bit is worth 1
+  const u32 code = __float_as_uint(__fadd_rn(fminf(fmaxf(x, -127.0f), 127.0f), kAligner));
+  return x == x ? static_cast<int8>(code) : int8{0};
 }
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
+
+#include "fp8.cuh"
 
 using bfloat16 = __nv_bfloat16;
 using fp8_e4m3 = __nv_fp8_e4m3;
@@ -36,10 +39,14 @@ using fp8_e5m2 = __nv_fp8_e5m2;
 __device__ __forceinline__ float to_float(half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ float to_float(fp8_e4m3 x) {
+#if __CUDA_ARCH__ >= 890
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, __NV_E4M3)));
+#else
+  return __half2float(__ushort_as_half(decode_e4m3_pair(u32{x.__x} << 8)));
+#endif
 }
-__device__ __forceinline__ float to_float(fp8_e5m2 x) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.__x, __NV_E5M2)));
+__device__ __forceinline__ float to_float(fp8_e5m2 x) {  // the upper half of an fp16
+  return __half2float(__ushort_as_half(x.__x << 8));
 }
 
 template <>
@@ -53,13 +60,21 @@ __device__ __forceinline__ bfloat16 from_float<bfloat16>(float x) {
 template <>
 __device__ __forceinline__ fp8_e4m3 from_float<fp8_e4m3>(float x) {
   fp8_e4m3 result;
+#if __CUDA_ARCH__ >= 890
   result.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+#else
+  result.__x = encode_fp8<3, 7>(x, 448.0f);
+#endif
   return result;
 }
 template <>
 __device__ __forceinline__ fp8_e5m2 from_float<fp8_e5m2>(float x) {
   fp8_e5m2 result;
+#if __CUDA_ARCH__ >= 890
   result.__x = __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E5M2);
+#else
+  result.__x = encode_fp8<2, 15>(x, 57344.0f);
+#endif
   return result;
 }
 #else
@@ -87,11 +102,58 @@ constexpr bool kSameType<A, A> = true;
 constexpr float kFloatMax = 3.402823466e+38f;
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 
-// The scale of a row whose largest magnitude is `absmax`, for a quantised T.
+// --- Division ------------------------------------------------------------------------------------
+//
+// An IEEE division is a dozen instructions, and a call where exponents are extreme. Where many
+// numbers are divided by one, a product with its reciprocal is corrected by what remains, which is
+// exact.
+
+// The scale of a row whose largest magnitude is `absmax`, for a quantised T: absmax / kLimit<T>,
+// rounded once.
 template <typename T>
 __device__ __forceinline__ float dynamic_scale(float absmax) {
-  return __fdiv_rn(fmaxf(fminf(absmax, kFloatMax), 1e-6f), kLimit<T>);
+  constexpr float kReciprocal = 1.0f / kLimit<T>;
+  const float largest = fmaxf(fminf(absmax, kFloatMax), 1e-6f);
+  const float quotient = __fmul_rn(largest, kReciprocal);
+  const float remainder = __fmaf_rn(-quotient, kLimit<T>, largest);
+  return __fmaf_rn(remainder, kReciprocal, quotient);
 }
+
+// 1 / x rounded once, from an approximation to an ulp or better; that itself for a zero, an
+// infinity or a NaN. A step of Newton's falls short of it, but by less than a unit.
+__device__ __forceinline__ float refine_reciprocal(float x, float approximation) {
+  const float error = __fmaf_rn(-x, approximation, 1.0f);
+  const float refined = __fmaf_rn(error, approximation, approximation);
+  const float next = __uint_as_float(__float_as_uint(refined) + 1);
+  if (fabsf(__fmaf_rn(-x, next, 1.0f)) < fabsf(__fmaf_rn(-x, refined, 1.0f))) return next;
+  return refined == refined ? refined : approximation;
+}
+
+// What numbers are divided by to be quantised. Both sides of the division are multiplied by a power
+// of two that leaves between 2**-23 and 4 of the scale, or zero, an infinity or NaN. Then quotients
+// between 2**-20 and 2**20 are x / scale rounded once, and where that is smaller, larger or NaN, so
+// are they.
+struct ScaleDivisor {
+  float power;
+  float divisor;     // scale * power
+  float reciprocal;  // of the divisor
+
+  __device__ __forceinline__ explicit ScaleDivisor(float scale) {
+    const u32 exponent = __float_as_uint(scale) >> 23 & 0xff;
+    power = __uint_as_float((exponent < 252 ? 253 - exponent : 1) << 23);
+    divisor = __fmul_rn(scale, power);
+    reciprocal = refine_reciprocal(divisor, approximate_reciprocal(divisor));
+  }
+
+  __device__ __forceinline__ float quotient(float x) const {
+    const float dividend = __fmul_rn(x, power);
+    const float rough = __fmul_rn(dividend, reciprocal);
+    const float remainder = __fmaf_rn(-rough, divisor, dividend);
+    const float exact = __fmaf_rn(remainder, reciprocal, rough);
+    // A sum with a zero may have the wrong sign, and one with an infinity is NaN.
+    return fabsf(exact) > 0.0f ? exact : rough;
+  }
+};
 
 // a * b + c * d to within an ulp and a half of float32, where plain arithmetic would cancel
 // (Kahan). Where it overflows on the way, the plain result.
@@ -104,19 +166,84 @@ __device__ __forceinline__ float sum_of_products(float a, float b, float c, floa
 
 // --- Packs ---------------------------------------------------------------------------------------
 
+#ifdef __CUDACC__
+// Bytes are converted four at a time: their codes make a word, and instructions take two or more.
+__device__ __forceinline__ float2 floats_of_halves(u32 pair) {
+  return __half22float2(halves_of(pair));
+}
+
+__device__ __forceinline__ float4 decode_four(u32 codes, fp8_e4m3) {
+#if __CUDA_ARCH__ >= 890
+  const float2 a = __half22float2(__nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3));
+  const float2 b = __half22float2(__nv_cvt_fp8x2_to_halfraw2(codes >> 16, __NV_E4M3));
+#else
+  const float2 a = floats_of_halves(decode_e4m3_pair(lower_pair(codes)));
+  const float2 b = floats_of_halves(decode_e4m3_pair(upper_pair(codes)));
+#endif
+  return {a.x, a.y, b.x, b.y};
+}
+__device__ __forceinline__ float4 decode_four(u32 codes, fp8_e5m2) {
+  const float2 a = floats_of_halves(lower_pair(codes));
+  const float2 b = floats_of_halves(upper_pair(codes));
+  return {a.x, a.y, b.x, b.y};
+}
+__device__ __forceinline__ float4 decode_four(u32 codes, int8) { return decode_four_int8(codes); }
+
+#if __CUDA_ARCH__ >= 890
+__device__ __forceinline__ u32 encode_four(float4 x, __nv_fp8_interpretation_t format) {
+  const u32 lower = __nv_cvt_float2_to_fp8x2({x.x, x.y}, __NV_SATFINITE, format);
+  return lower | u32{__nv_cvt_float2_to_fp8x2({x.z, x.w}, __NV_SATFINITE, format)} << 16;
+}
+__device__ __forceinline__ u32 encode_four(float4 x, fp8_e4m3) { return encode_four(x, __NV_E4M3); }
+__device__ __forceinline__ u32 encode_four(float4 x, fp8_e5m2) { return encode_four(x, __NV_E5M2); }
+#endif
+#endif
+
+#ifdef __CUDACC__
+template <typename T, int kCount>
+constexpr bool kDecodesFours = sizeof(T) == 1 && kCount % 4 == 0;
+#else
+template <typename T, int kCount>
+constexpr bool kDecodesFours = false;
+#endif
+#if __CUDA_ARCH__ >= 890
+template <typename T, int kCount>
+constexpr bool kEncodesFours =
+    (kSameType<T, fp8_e4m3> || kSameType<T, fp8_e5m2>) && kCount % 4 == 0;
+#else
+template <typename T, int kCount>
+constexpr bool kEncodesFours = false;
+#endif
+
 template <typename T, int kCount>
 __device__ __forceinline__ Pack<float, kCount> to_floats(const Pack<T, kCount>& in) {
   Pack<float, kCount> out;
+  if constexpr (kDecodesFours<T, kCount>) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) out.values[i] = to_float(in.values[i]);
+    for (int i = 0; i < kCount; i += 4) {
+      const u32 codes = *reinterpret_cast<const u32*>(in.values + i);
+      *reinterpret_cast<float4*>(out.values + i) = decode_four(codes, T{});
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out.values[i] = to_float(in.values[i]);
+  }
   return out;
 }
 
 template <typename T, int kCount>
 __device__ __forceinline__ Pack<T, kCount> from_floats(const Pack<float, kCount>& in) {
   Pack<T, kCount> out;
+  if constexpr (kEncodesFours<T, kCount>) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) out.values[i] = from_float<T>(in.values[i]);
+    for (int i = 0; i < kCount; i += 4) {
+      const auto& four = *reinterpret_cast<const float4*>(in.values + i);
+      *reinterpret_cast<u32*>(out.values + i) = encode_four(four, T{});
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) out.values[i] = from_float<T>(in.values[i]);
+  }
   return out;
 }
 
@@ -129,19 +256,20 @@ __device__ __forceinline__ Pack<float, kCount> products(const Pack<float, kCount
   return out;
 }
 
-// a / scale, element by element.
+// a / scale, element by element, as far as a quantised format can tell.
 template <int kCount>
 __device__ __forceinline__ Pack<float, kCount> quotients(const Pack<float, kCount>& a,
-                                                         float scale) {
+                                                         const ScaleDivisor& scale) {
   Pack<float, kCount> out;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) out.values[i] = __fdiv_rn(a.values[i], scale);
+  for (int i = 0; i < kCount; ++i) out.values[i] = scale.quotient(a.values[i]);
   return out;
 }
 
-// x / scale, rounded to T. A true division: multiplying by the reciprocal rounds twice.
+// x / scale, rounded to float32 and then to T, as a division is.
 template <typename T, int kCount>
-__device__ __forceinline__ Pack<T, kCount> quantise(const Pack<float, kCount>& x, float scale) {
+__device__ __forceinline__ Pack<T, kCount> quantise(const Pack<float, kCount>& x,
+                                                    const ScaleDivisor& scale) {
   return from_floats<T>(quotients(x, scale));
 }
 

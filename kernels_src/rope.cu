@@ -236,7 +236,8 @@ struct RotaryRow {
 
 // To the cache's format; the same format is the same bits.
 template <typename TIn, typename TOut, int kCount>
-__device__ __forceinline__ Pack<TOut, kCount> to_cache(const Pack<TIn, kCount>& in, float scale) {
+__device__ __forceinline__ Pack<TOut, kCount> to_cache(const Pack<TIn, kCount>& in,
+                                                       const ScaleDivisor& scale) {
   if constexpr (kSameType<TIn, TOut>) {
     return in;
   } else {
@@ -333,11 +334,12 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
     }
   }
 
+  const ScaleDivisor divisor(scale);
   if (is_value) {
     for (int i = lane * kCount; i < width; i += lanes * kCount) {
       Pack<T, kCount> x;
       x.load(in + i * static_cast<int>(sizeof(T)));
-      to_cache<T, TCache>(x, scale).store(cached + i * static_cast<int>(sizeof(TCache)));
+      to_cache<T, TCache>(x, divisor).store(cached + i * static_cast<int>(sizeof(TCache)));
     }
     return;
   }
@@ -347,13 +349,15 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
     rotary.rotate_pairs(i, x, y);
     if (live) rotary.store_pairs(live, i, x, y);
     if (cached) {
-      rotary.store_pairs(cached, i, to_cache<T, TCache>(x, scale), to_cache<T, TCache>(y, scale));
+      rotary.store_pairs(cached, i, to_cache<T, TCache>(x, divisor),
+                         to_cache<T, TCache>(y, divisor));
     }
   }
   const bool copies = live && (live != in || norm);
   for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
     const Pack<T, kCount> x = rotary.pass(i);
     if (copies) x.store(live + i * static_cast<int>(sizeof(T)));
-    if (cached) to_cache<T, TCache>(x, scale).store(cached + i * static_cast<int>(sizeof(TCache)));
+    if (cached)
+      to_cache<T, TCache>(x, divisor).store(cached + i * static_cast<int>(sizeof(TCache)));
   }
 }

@@ -34,8 +34,8 @@ __global__ void store_convert(const __grid_constant__ CacheRowsParams p) {
   const char* v_in = outside_row(p.value, p.v, row);
   char* k_out = cache_row(p.k_cache, p.k, row, p);
   char* v_out = cache_row(p.v_cache, p.v, row, p);
-  const float k_scale = static_scale(p.k_scale, p.k, row.head);
-  const float v_scale = static_scale(p.v_scale, p.v, row.head);
+  const ScaleDivisor k_scale(static_scale(p.k_scale, p.k, row.head));
+  const ScaleDivisor v_scale(static_scale(p.v_scale, p.v, row.head));
   constexpr int kInBytes = sizeof(TIn);
   constexpr int kOutBytes = sizeof(TOut);
 
@@ -90,6 +90,8 @@ __global__ void store_dynamic(const __grid_constant__ CacheRowsParams p) {
   const float v_scale = dynamic_scale<TOut>(v_absmax);
 
   // Convert, Store
+  const ScaleDivisor k_divisor(k_scale);
+  const ScaleDivisor v_divisor(v_scale);
   char* k_out = cache_row(p.k_cache, p.k, row, p);
   char* v_out = cache_row(p.v_cache, p.v, row, p);
   for (int i = lane * kCount; i < k_width || i < v_width; i += lanes * kCount) {
@@ -97,8 +99,8 @@ __global__ void store_dynamic(const __grid_constant__ CacheRowsParams p) {
     Pack<TIn, kCount> v;
     if (i < k_width) k.load(k_in + i * kInBytes);
     if (i < v_width) v.load(v_in + i * kInBytes);
-    if (i < k_width) convert<TIn, TOut>(k, k_scale).store(k_out + i * kOutBytes);
-    if (i < v_width) convert<TIn, TOut>(v, v_scale).store(v_out + i * kOutBytes);
+    if (i < k_width) convert<TIn, TOut>(k, k_divisor).store(k_out + i * kOutBytes);
+    if (i < v_width) convert<TIn, TOut>(v, v_divisor).store(v_out + i * kOutBytes);
   }
   if (lane == 0 && p.k_scale_cache)
     *scale_address(p.k_scale_cache, p.k, row.slot, row.head) = k_scale;

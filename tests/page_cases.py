@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from helpers import INDEX_DTYPE, POISON_SLOT, Arg, Case, names_number
@@ -35,9 +37,9 @@ class PagesCase(Case):
             stream.synchronize()
         views = tuple(bytes_of(a.view) for a in (cache if several else (cache,)))
         faults = reference.copy_pages(views, src.view, dst.view)
-        self.finish(faults)
+        self.finish(faults, len(views))
 
-    def finish(self, faults):
+    def finish(self, faults, num_arrays=1):
         named = [
             (name, *fault)
             for name, side in zip(("src_pages", "dst_pages"), faults, strict=True)
@@ -48,6 +50,9 @@ class PagesCase(Case):
                 kv.check_faults(self.device)
             text = str(caught.value)
             assert "copy_pages" in text
+            more = re.search(r"(\d+) more", text)
+            pairs = {place for _, place, _ in named}
+            assert 1 + int(more[1] if more else 0) <= len(pairs) * num_arrays, text
             assert any(
                 name in text and names_number(text, place) and names_number(text, page)
                 for name, place, page in named

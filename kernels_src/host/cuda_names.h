@@ -234,6 +234,15 @@ inline float __uint_as_float(unsigned bits) {
   memcpy(&x, &bits, sizeof x);
   return x;
 }
+// Four of the eight bytes of x and y, by the lower three bits of the selector's four-bit digits.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const unsigned long long bytes = x | static_cast<unsigned long long>(y) << 32;
+  unsigned chosen = 0;
+  for (int i = 0; i < 4; ++i) {
+    chosen |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  }
+  return chosen;
+}
 template <typename T>
 inline T __ldg(const T* address) {
   return *address;

@@ -197,9 +197,9 @@ inline Pack<float, 8> products<8>(const Pack<float, 8>& a, float scale, const Pa
 }
 
 template <>
-inline Pack<float, 8> quotients<8>(const Pack<float, 8>& a, float scale) {
+inline Pack<float, 8> quotients<8>(const Pack<float, 8>& a, const ScaleDivisor& scale) {
   using namespace kvcupy_host;
-  return bits_as<Pack<float, 8>>(bits_as<Floats>(a) / scale);
+  return bits_as<Pack<float, 8>>(bits_as<Floats>(a) * scale.power / scale.divisor);
 }
 
 template <>

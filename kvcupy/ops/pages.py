@@ -25,14 +25,17 @@ _PARAMS = np.dtype(
         *fields_of(np.uint64, "cache src_pages dst_pages faults"),
         *fields_of(np.int64, "page_bytes row_bytes_0 row_bytes_1 row_bytes_2 num_pages"),
         *fields_of(np.int64, "src_stride_bytes dst_stride_bytes src_operation dst_operation"),
-        *fields_of(np.int64, "num_rows row_bytes"),
-        *fields_of(np.int32, "rows_1 rows_2 rows_per_page src_index_bytes dst_index_bytes"),
-        *fields_of(np.int32, "lane_shift"),
+        *fields_of(np.int64, "row_bytes"),
+        *fields_of(np.uint32, "num_pieces pieces_per_row rows_per_page rows_1 rows_2"),
+        *fields_of(np.int32, "piece_words src_index_bytes dst_index_bytes lane_shift"),
     ],
     align=True,
 )
 
 COPY = Kernel("pages.cu", "copy_pages", _PARAMS, "CopyPagesParams")
+
+_PIECE_WORDS = 512  # of a small block, four words a thread
+_PIECE_BYTES_ALONE = 64 * 1024  # where a single thread copies a piece
 
 
 def specialisations() -> list[Specialisation]:
@@ -142,16 +145,18 @@ def _launch(device: Device, views: Views, alignment: int) -> Launch:
     (n0, s0), (n1, s1), (n2, s2) = [(1, 0)] * (3 - len(outer)) + outer
     page_bytes = cache.strides[0]
     word = call.widest((row_bytes, abs(page_bytes), abs(s0), abs(s1), abs(s2), alignment))
-    num_rows = src.shape[0] * n0 * n1 * n2
-    call.require_countable(num_rows, "src_pages")
-    geometry = call.spread(
-        num_rows, row_bytes // word, device.sm_count, warp_lanes=device.warp_lanes
-    )
+    longest = _PIECE_BYTES_ALONE // word if device.warp_lanes == 1 else _PIECE_WORDS
+    piece_words = min(row_bytes // word, longest)
+    pieces_per_row = -(-row_bytes // (word * piece_words))
+    num_pieces = src.shape[0] * n0 * n1 * n2 * pieces_per_row
+    call.require_countable(num_pieces, "src_pages")
+    geometry = call.spread(num_pieces, piece_words, device.sm_count, warp_lanes=device.warp_lanes)
     params = {
         "page_bytes": page_bytes, "num_pages": cache.shape[0],
         "row_bytes_0": s0, "row_bytes_1": s1, "row_bytes_2": s2,
         "rows_1": n1, "rows_2": n2, "rows_per_page": n0 * n1 * n2,
-        "num_rows": num_rows, "row_bytes": row_bytes, "lane_shift": geometry.lane_shift,
+        "num_pieces": num_pieces, "pieces_per_row": pieces_per_row, "piece_words": piece_words,
+        "row_bytes": row_bytes, "lane_shift": geometry.lane_shift,
     }  # fmt: skip
     for side, pages in (("src", src), ("dst", dst)):
         params[f"{side}_stride_bytes"] = pages.strides[0]

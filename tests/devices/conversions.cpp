@@ -1,5 +1,6 @@
-// The conversions of numeric.cuh as functions on arrays, one by one and by packs of eight, for
-// test_host_numbers.py and test_cross_targets.py. With KVCUPY_NVIDIA the same by NVIDIA's headers.
+// The conversions of numeric.cuh as functions on arrays, one by one and by packs of eight, and by
+// fours those of fp8.cuh, for test_host_numbers.py and test_cross_targets.py. With KVCUPY_NVIDIA
+// the same by NVIDIA's headers.
 #ifdef KVCUPY_NVIDIA
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -18,9 +19,9 @@ void encode_one_by_one(const float* numbers, T* codes, long count) {
   for (long i = 0; i < count; ++i) codes[i] = T(numbers[i]);
 }
 #else
-#include "numeric.cuh"
-
+#include "fp8.cuh"
 #include "host/copy.h"
+#include "numeric.cuh"
 
 template <typename T>
 void decode_one_by_one(const T* codes, float* numbers, long count) {
@@ -47,8 +48,40 @@ void encode_packs(const float* numbers, T* codes, long count) {
   }
 }
 
+// As GPUs before sm_89 have it.
+void decode_four(u32 codes, fp8_e4m3, float* numbers) {
+  const u32 pairs[] = {decode_e4m3_pair(lower_pair(codes)), decode_e4m3_pair(upper_pair(codes))};
+  for (int i = 0; i < 4; ++i) numbers[i] = half_of(pairs[i / 2], i % 2);
+}
+void decode_four(u32 codes, fp8_e5m2, float* numbers) {
+  const u32 pairs[] = {lower_pair(codes), upper_pair(codes)};
+  for (int i = 0; i < 4; ++i) numbers[i] = half_of(pairs[i / 2], i % 2);
+}
+void decode_four(u32 codes, int8, float* numbers) {
+  const float4 four = decode_four_int8(codes);
+  memcpy(numbers, &four, sizeof four);
+}
+template <typename T>
+void decode_fours(const T* codes, float* numbers, long count) {
+  for (long i = 0; i < count; i += 4) {
+    u32 four;
+    memcpy(&four, codes + i, sizeof four);
+    decode_four(four, T{}, numbers + i);
+  }
+}
+u32 code_of(float x, fp8_e4m3) { return encode_fp8<3, 7>(x, 448.0f); }
+u32 code_of(float x, fp8_e5m2) { return encode_fp8<2, 15>(x, 57344.0f); }
+u32 code_of(float x, int8) { return static_cast<unsigned char>(from_float<int8>(x)); }
+template <typename T>
+void encode_fours(const float* numbers, T* codes, long count) {
+  for (long i = 0; i < count; ++i) {
+    const auto code = static_cast<unsigned char>(code_of(numbers[i], T{}));
+    memcpy(codes + i, &code, 1);
+  }
+}
+
 extern "C" __attribute__((visibility("default"))) void copy_row(char* to, const char* from,
-                                                               long bytes, int streamed) {
+                                                                long bytes, int streamed) {
   kvcupy_host::copy_row(to, from, bytes, streamed);
 }
 
@@ -69,7 +102,48 @@ extern "C" __attribute__((visibility("default"))) void quantise_packs(const floa
   for (long i = 0; i < count; i += 8) {
     Pack<float, 8> pack;
     pack.load(reinterpret_cast<const char*>(numbers + i));
-    quantise<fp8_e4m3>(pack, scale).store(static_cast<char*>(codes) + i);
+    quantise<fp8_e4m3>(pack, ScaleDivisor(scale)).store(static_cast<char*>(codes) + i);
+  }
+}
+
+// x * (1 + ulps * 2**-23), or so: what hardware may return for it.
+static float nudged(float x, int ulps) {
+  u32 bits;
+  memcpy(&bits, &x, sizeof bits);
+  bits += ulps;
+  memcpy(&x, &bits, sizeof bits);
+  return x;
+}
+
+extern "C" __attribute__((visibility("default"))) void divide(const float* numbers,
+                                                              const float* scales, float* quotients,
+                                                              long count, int ulps) {
+  for (long i = 0; i < count; ++i) {
+    ScaleDivisor scale(scales[i]);
+    const float approximation = approximate_reciprocal(scale.divisor);
+    const bool is_number = approximation - approximation == 0.0f && approximation != 0.0f;
+    scale.reciprocal =
+        refine_reciprocal(scale.divisor, is_number ? nudged(approximation, ulps) : approximation);
+    quotients[i] = scale.quotient(numbers[i]);
+  }
+}
+
+extern "C" __attribute__((visibility("default"))) void refine(const float* numbers,
+                                                              float* reciprocals, long count,
+                                                              int ulps) {
+  for (long i = 0; i < count; ++i) {
+    reciprocals[i] =
+        refine_reciprocal(numbers[i], nudged(approximate_reciprocal(numbers[i]), ulps));
+  }
+}
+
+extern "C" __attribute__((visibility("default"))) void dynamic_scales(const float* absmax,
+                                                                      float* scales, long count,
+                                                                      int format) {
+  for (long i = 0; i < count; ++i) {
+    scales[i] = format == 0   ? dynamic_scale<fp8_e4m3>(absmax[i])
+                : format == 1 ? dynamic_scale<fp8_e5m2>(absmax[i])
+                              : dynamic_scale<int8>(absmax[i]);
   }
 }
 #endif
@@ -101,6 +175,13 @@ EXPORT(eight_bf16, bfloat16)
 EXPORT(eight_fp8_e4m3, fp8_e4m3)
 EXPORT(eight_fp8_e5m2, fp8_e5m2)
 EXPORT(eight_int8, int8)
+#undef DECODE
+#undef ENCODE
+#define DECODE decode_fours
+#define ENCODE encode_fours
+EXPORT(four_fp8_e4m3, fp8_e4m3)
+EXPORT(four_fp8_e5m2, fp8_e5m2)
+EXPORT(four_int8, int8)
 #endif
 
 #ifdef KVCUPY_MAIN
@@ -116,10 +197,11 @@ static const struct {
   const char* name;
   Function function;
 } functions[] = {
-    BOTH_WAYS(one_fp16),       BOTH_WAYS(eight_fp16),     BOTH_WAYS(one_bf16),
-    BOTH_WAYS(eight_bf16),     BOTH_WAYS(one_fp8_e4m3),   BOTH_WAYS(eight_fp8_e4m3),
-    BOTH_WAYS(one_fp8_e5m2),   BOTH_WAYS(eight_fp8_e5m2), BOTH_WAYS(one_int8),
-    BOTH_WAYS(eight_int8),
+    BOTH_WAYS(one_fp16),     BOTH_WAYS(eight_fp16),     BOTH_WAYS(one_bf16),
+    BOTH_WAYS(eight_bf16),   BOTH_WAYS(one_fp8_e4m3),   BOTH_WAYS(eight_fp8_e4m3),
+    BOTH_WAYS(one_fp8_e5m2), BOTH_WAYS(eight_fp8_e5m2), BOTH_WAYS(one_int8),
+    BOTH_WAYS(eight_int8),   BOTH_WAYS(four_fp8_e4m3),  BOTH_WAYS(four_fp8_e5m2),
+    BOTH_WAYS(four_int8),
 };
 
 int main(int, char** arguments) {

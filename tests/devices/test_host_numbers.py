@@ -23,6 +23,11 @@ FORMATS = {
     "fp8_e5m2": (ml_dtypes.float8_e5m2, 57344.0, 0x7F),
 }
 PATHS = ("one", "eight")
+BYTES = ("fp8_e4m3", "fp8_e5m2", "int8")
+# "four" is what GPUs without instructions for fp8 run.
+CONVERSIONS = [(fmt, path) for fmt in (*FORMATS, "int8") for path in PATHS] + [
+    (fmt, "four") for fmt in BYTES
+]
 # Without the conversion instructions of newer processors, and without their wider vectors.
 PROCESSORS = {"native": None, "x86-64": None, "x86-64-v3": "avx2"}
 
@@ -117,8 +122,18 @@ def random_bits(count=3_000_000):
     return np.random.default_rng(12).integers(0, 2**32, count, np.uint32).view(np.float32)
 
 
+def narrow_numbers():
+    """All numbers of 16 bits."""
+    codes = np.arange(1 << 16, dtype=np.uint16)
+    with np.errstate(invalid="ignore"):  # signalling NaN among them
+        return np.concatenate(
+            [codes.view(np.float16).astype(np.float32), codes.astype(np.uint32) << 16],
+            dtype=np.float32, casting="unsafe",
+        )  # fmt: skip
+
+
 def numbers_for(fmt):
-    found = [float_classes(), random_bits()]
+    found = [float_classes(), random_bits(), narrow_numbers()]
     if fmt in FORMATS:
         found.append(midpoints(fmt))
     else:  # int8: all halves
@@ -151,8 +166,7 @@ def require_same_codes(fmt, numbers, got, want):
         )
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("fmt", [*FORMATS, "int8"])
+@pytest.mark.parametrize(("fmt", "path"), CONVERSIONS)
 def test_every_code_means_what_ml_dtypes_says(library, fmt, path):
     codes = all_codes(fmt)
     got = call(library, f"{path}_{fmt}_decode", codes, aligned(np.zeros(codes.size, np.float32)))
@@ -163,8 +177,7 @@ def test_every_code_means_what_ml_dtypes_says(library, fmt, path):
     np.testing.assert_array_equal(got[known].view(np.uint32), want[known].view(np.uint32))
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("fmt", [*FORMATS, "int8"])
+@pytest.mark.parametrize(("fmt", "path"), CONVERSIONS)
 def test_every_kind_of_rounding_is_that_of_ml_dtypes(library, fmt, path):
     numbers = numbers_for(fmt)
     codes = aligned(np.zeros(numbers.size, codes_type(fmt)))
@@ -211,6 +224,171 @@ def test_quotients_are_true_divisions(library):
         inverse = np.float32(1) / scale
         controls += np.count_nonzero(codes != rounded(numbers * inverse, "fp8_e4m3"))
     assert controls > 0
+
+
+def pointer(array):
+    return array.ctypes.data_as(ctypes.c_void_p)
+
+
+def mantissas(exponent):
+    """All numbers of one exponent, as float32 has it."""
+    return (np.arange(1 << 23, dtype=np.uint32) | np.uint32(exponent << 23)).view(np.float32)
+
+
+@pytest.mark.parametrize("ulps", (-1, 0, 1))
+def test_a_refined_reciprocal_is_rounded_once(library, ulps):
+    """From an approximation that is off by an ulp, for every mantissa."""
+    numbers = mantissas(127)
+    got = np.empty_like(numbers)
+    library.refine(pointer(numbers), pointer(got), ctypes.c_long(numbers.size), ulps)
+    np.testing.assert_array_equal(got, np.float32(1) / numbers)
+
+
+def require_same_quotients(library, numbers, scales, ulps):
+    """Quotients are float32's, and those that are no number of some format become its codes."""
+    got = np.empty_like(numbers)
+    library.divide(
+        pointer(numbers), pointer(scales), pointer(got), ctypes.c_long(numbers.size), ulps
+    )
+    with np.errstate(all="ignore"):
+        want = numbers / scales
+        same = got.view(np.uint32) == want.view(np.uint32)
+        extreme = ~((abs(want) >= 2.0**-20) & (abs(want) <= 2.0**20))
+        same |= extreme & (np.isnan(want) == np.isnan(got))
+        wrong = np.flatnonzero(~same)
+        assert wrong.size == 0, [
+            (float(x[wrong[0]]).hex(), wrong.size) for x in (numbers, scales, want, got)
+        ]
+        for fmt in BYTES:
+            require_same_codes(
+                fmt, numbers, rounded(got[extreme], fmt), rounded(want[extreme], fmt)
+            )
+
+
+def hardest_quotients(scales):
+    """Numbers whose quotients by odd scales are as near the middle of two numbers as can be.
+
+    Of number * 2**bits = scale * middle +- 1, in integers, where the middle has a bit more than a
+    float32.
+    """
+    odd = scales.view(np.uint32).astype(np.int64) & 0x7FFFFF | 0x800001
+    inverse = odd.copy()
+    for _ in range(4):  # doubles the bits that are right, at first three
+        inverse = inverse * (2 - odd * inverse % (1 << 25)) % (1 << 25)
+    numbers, divisors = [], []
+    for bits in (24, 25):
+        for sign in (1, -1):
+            middle = sign * inverse % (1 << bits) | (1 << 24 if bits == 24 else 0)
+            number = (odd * middle - sign) >> bits
+            fits = (number >= 1 << 23) & (number < 1 << 24) & (middle >= 1 << 24)
+            numbers.append(number[fits].astype(np.float32))
+            divisors.append(odd[fits].astype(np.float32))
+    return np.concatenate(numbers), np.concatenate(divisors)
+
+
+def powers(count, low, high):
+    return np.exp2(np.random.default_rng(3).integers(low, high, count)).astype(np.float32)
+
+
+@pytest.mark.parametrize("ulps", (-1, 0, 1))
+def test_quotients_are_those_of_a_division(library, ulps):
+    random = random_bits(1 << 20)
+    numbers, scales = hardest_quotients(random)
+    ones = np.float32(1 - 2.0**-24)  # whose reciprocal is nearest to the middle of two
+    require_same_quotients(library, mantissas(127), np.full(1 << 23, ones), ulps)
+    assert numbers.size > 1 << 19
+    exponents = powers(numbers.size, -100, 100)
+    near_one = powers(numbers.size, -20, 20)
+    with np.errstate(over="ignore"):
+        require_same_quotients(library, numbers * exponents * near_one, scales * exponents, ulps)
+    require_same_quotients(library, random_bits(1 << 20), random[::-1].copy(), ulps)
+    classes = float_classes()
+    extremes = np.array(
+        [0.0, np.inf, np.nan, 1e-45, 1.1754942e-38, 1.1754944e-38, 3.4028235e38, 2.0**127, 2.0**126,
+         2.0**125, 1.0, 0.1, 1.0000001, 0.99999994, 1.9999999], np.float32,
+    )  # fmt: skip
+    for scale in np.concatenate([extremes, -extremes]):
+        require_same_quotients(library, classes, np.full_like(classes, scale), ulps)
+    for number in np.concatenate([extremes, -extremes]):
+        require_same_quotients(library, np.full_like(classes, number), classes, ulps)
+    for fmt in ("fp8_e4m3", "fp8_e5m2"):
+        ties = midpoints(fmt)
+        for scale in (0.1, 3.0, 0.7, 1e-3, 2.0**-140, 3e38):
+            with np.errstate(all="ignore"):
+                products = (ties * np.float32(scale)).astype(np.float32)
+            require_same_quotients(library, products, np.full_like(ties, scale), ulps)
+
+
+@pytest.mark.parametrize(("number", "fmt", "limit"), [(0, *FORMATS["fp8_e4m3"][:2]),
+                                                      (1, *FORMATS["fp8_e5m2"][:2]),
+                                                      (2, np.int8, 127.0)])  # fmt: skip
+def test_a_dynamic_scale_is_the_quotient_of_the_limit(library, number, fmt, limit):
+    absmax = np.concatenate(
+        [mantissas(exponent) for exponent in (107, 127, 254)]
+        + [np.array([0, 1e-45, 1e-6, 3.4028235e38, np.inf], np.float32)]
+    )
+    got = np.empty_like(absmax)
+    library.dynamic_scales(pointer(absmax), pointer(got), ctypes.c_long(absmax.size), number)
+    bounded = np.clip(absmax, np.float32(1e-6), np.finfo(np.float32).max)
+    np.testing.assert_array_equal(got, bounded / np.float32(limit))
+
+
+# What is broken in fp8.cuh or numeric.cuh, and the test above that must notice.
+MUTATIONS = {
+    "subnormal e4m3 decoded as if normal": (
+        "fp8.cuh", "0x5c005c00", "0x58005800", lambda x: decodes(x, "fp8_e4m3")),
+    "NaN of e4m3 decoded as 480": (
+        "fp8.cuh", "(values & ~nan) | (kNan & nan)", "values", lambda x: decodes(x, "fp8_e4m3")),
+    "448 decoded as NaN": (
+        "fp8.cuh", "0x3f003f00", "0x3e803e80", lambda x: decodes(x, "fp8_e4m3")),
+    "the upper pair for the lower one": (
+        "fp8.cuh", "0x1404", "0x3424", lambda x: decodes(x, "fp8_e5m2")),
+    "int8 without its sign": (
+        "fp8.cuh", "codes ^ 0x80808080", "codes", lambda x: decodes(x, "int8")),
+    "subnormal codes in units of their own": (
+        "fp8.cuh", "fmaxf(magnitude, kSmallestNormal)", "magnitude",
+        lambda x: encodes(x, "fp8_e4m3")),
+    "no saturation": (
+        "fp8.cuh", "fminf(fabsf(x), largest)", "fabsf(x)", lambda x: encodes(x, "fp8_e5m2")),
+    "NaN as the largest": (
+        "fp8.cuh", "x == x ? code : 0x7f", "code", lambda x: encodes(x, "fp8_e4m3")),
+    "ties towards zero": (
+        "fp8.cuh", "__fmaf_rn(__uint_as_float(power), kAligner, magnitude)",
+        "__fmaf_rn(__uint_as_float(power), kAligner, magnitude * 0.99999994f)",
+        lambda x: encodes(x, "fp8_e5m2")),
+    "the exponent with another bias": (
+        "fp8.cuh", "(1 << kDropped) + kBias", "(1 << kDropped) + kBias - 1",
+        lambda x: encodes(x, "fp8_e5m2")),
+    "a reciprocal that falls short": (
+        "numeric.cuh", "return next;", "return refined;",
+        lambda x: test_a_refined_reciprocal_is_rounded_once(x, -1)),
+    "a quotient without its remainder": (
+        "numeric.cuh", "fabsf(exact) > 0.0f ? exact : rough", "rough",
+        lambda x: test_quotients_are_those_of_a_division(x, 0)),
+    "subnormal scales as they are": (
+        "numeric.cuh", "(exponent < 252 ? 253 - exponent : 1) << 23", "0x3f800000",
+        lambda x: test_quotients_are_those_of_a_division(x, 0)),
+    "a scale with one rounding more": (
+        "numeric.cuh", "__fmaf_rn(remainder, kReciprocal, quotient)", "quotient",
+        lambda x: test_a_dynamic_scale_is_the_quotient_of_the_limit(x, 2, np.int8, 127.0)),
+}  # fmt: skip
+
+
+def decodes(library, fmt):
+    test_every_code_means_what_ml_dtypes_says(library, fmt, "four")
+
+
+def encodes(library, fmt):
+    test_every_kind_of_rounding_is_that_of_ml_dtypes(library, fmt, "four")
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_conversion_is_noticed(kernel_sources, tmp_path, name):
+    file, old, new, check = MUTATIONS[name]
+    kernel_sources.replace(file, old, new)
+    library = build(tmp_path / "broken.so", "-O1", cxx._native())
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check(library)
 
 
 @pytest.mark.parametrize("streamed", (False, True))

@@ -36,9 +36,16 @@ MUTATIONS = {
     "the last word of a page dropped": Mutation(
         "p.row_bytes / kWordBytes", "p.row_bytes / kWordBytes - 1", checks.check_pages,
         "pages.cu"),
-    "words in flight twice": Mutation(
-        "first += lanes * kUnroll", "first += lanes * (kUnroll + 1)", checks.check_pages,
-        "pages.cu"),
+    "every piece from where its row begins": Mutation(
+        "+ skipped * kWordBytes", "", checks.check_pages, "pages.cu"),
+    "only whole pieces of a page": Mutation(
+        "left < p.piece_words ? static_cast<int>(left)", "left < p.piece_words ? 0",
+        checks.check_pages, "pages.cu"),
+    "pages past the end reported by every piece": Mutation(
+        "&& piece == 0", "", checks.check_pages, "pages.cu"),
+    "the last word of a piece dropped": Mutation(
+        "if (first + i * lanes < words) out", "if (first + i * lanes + 1 < words) out",
+        checks.check_pages, "pages.cu"),
     "pages onto negative ones": Mutation(
         "if (src < 0 || dst < 0) return;", "if (src < 0) return;", checks.check_pages, "pages.cu"),
     "the page past the end copied": Mutation(

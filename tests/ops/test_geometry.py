@@ -11,6 +11,7 @@ import pytest
 from helpers import Case, examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from page_cases import PagesCase
 
 import kvcupy as kv
 from kvcupy import devices
@@ -180,6 +181,20 @@ def test_the_claim_decides_the_geometry(host, monkeypatch):
 
 ADDS_UP = (checks.check_norm, checks.check_partial_norm)
 """Sums of squares, which another number of threads adds up in another order."""
+
+
+@pytest.mark.parametrize("odd", [0, 16, 24])
+def test_a_few_long_pages_are_spread_over_the_device(host, monkeypatch, odd):
+    """As many blocks as there are multiprocessors, or as there is work for."""
+    grids, launch = [], host.launch
+    monkeypatch.setattr(
+        host, "launch", lambda f, grid, *rest: (grids.append(grid[0]), launch(f, grid, *rest))
+    )
+    case = PagesCase(host, 15)
+    case.copy(case.pages((4, 2**20 + odd)), [0, 3], [2, 1])
+    blocks_of_work = 2 * 2**20 // (8 * 2**10 if host.warp_lanes == 32 else 8 * 64 * 2**10)
+    assert len(grids) == 1
+    assert grids[0] >= min(host.sm_count, blocks_of_work)
 
 
 def memory_of(case):

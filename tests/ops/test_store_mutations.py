@@ -12,7 +12,8 @@ FAULT = "if (slot >= p.num_slots) {"
 SKIP = "if (slot == p.skip_slot) slot = -1;"
 K_ROW, V_ROW = "cache_row(p.k_cache, p.k, row, p)", "cache_row(p.v_cache, p.v, row, p)"
 DIVIDE = "from_floats<T>(quotients(x, scale))"
-NAN = "x != x ? int8{0} : "
+NAN = "x == x ? static_cast<int8>(code) : int8{0}"
+EXACT = "fabsf(exact) > 0.0f ? exact : rough"
 TAIL = "first < k_words || first < v_words"
 
 MUTATIONS = {
@@ -40,11 +41,20 @@ MUTATIONS = {
         "slot >> (page_shift >= 0 ? page_shift : 1)", checks.check_copy_of_odd_pages,
         "common.cuh"),
     "multiply by the reciprocal": Mutation(
-        DIVIDE, "from_floats<T>(products(x, __fdiv_rn(1.0f, scale)))", checks.check_convert,
-        "numeric.cuh"),
+        DIVIDE, "from_floats<T>(products(products(x, scale.power), scale.reciprocal))",
+        checks.check_convert, "numeric.cuh"),
+    "no remainder of a division": Mutation(
+        EXACT, "rough", checks.check_convert, "numeric.cuh"),
+    "the sign of a zero lost in its division": Mutation(
+        EXACT, "exact == exact ? exact : rough", checks.check_convert_to_fp8, "numeric.cuh"),
+    "infinities lost in their division": Mutation(
+        EXACT, "exact == 0.0f ? rough : exact", checks.check_convert_to_fp8, "numeric.cuh"),
     "round towards zero": Mutation(
-        "rintf(", "truncf(", checks.check_convert, "numeric.cuh"),
-    "int8 of NaN undecided": Mutation(NAN, "", checks.check_convert, "numeric.cuh"),
+        "__fadd_rn(fminf(fmaxf(x, -127.0f), 127.0f), kAligner)",
+        "__fadd_rn(truncf(fminf(fmaxf(x, -127.0f), 127.0f)), kAligner)", checks.check_convert,
+        "numeric.cuh"),
+    "int8 of NaN undecided": Mutation(
+        NAN, "static_cast<int8>(code)", checks.check_convert, "numeric.cuh"),
     "no saturation in fp8": Mutation(
         "magnitude < kLimit ? magnitude : I{} + kLimit", "magnitude",
         checks.check_convert_to_fp8, "host/numbers.h"),
