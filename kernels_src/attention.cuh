@@ -67,6 +67,7 @@ struct AttentionParams {
   float score_scale;  // sm_scale, times log2(e) where there is no soft cap
   float soft_cap;     // 0: none
   float cap_scale;    // soft_cap * log2(e)
+  float inverse_cap;  // 1 / soft_cap
   int num_tokens;
   int num_sequences;
   int num_splits;
@@ -322,5 +323,5 @@ __device__ __forceinline__ float scale_of_row(const char* scale, const char* sca
 // A score (q . k, times the scale of k) as a power of two.
 __device__ __forceinline__ float logit_of(const AttentionParams& p, float dot) {
   const float score = dot * p.score_scale;
-  return p.soft_cap > 0.0f ? p.cap_scale * tanhf(score / p.soft_cap) : score;
+  return p.soft_cap > 0.0f ? p.cap_scale * tanhf(score * p.inverse_cap) : score;
 }

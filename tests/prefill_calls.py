@@ -173,6 +173,7 @@ class Call:
         params["table_operation"], params["length_operation"] = 77, 78
         params["score_scale"] = self.scale * (1 if self.soft_cap else LOG2_E)
         params["soft_cap"], params["cap_scale"] = self.soft_cap, self.soft_cap * LOG2_E
+        params["inverse_cap"] = 1 / self.soft_cap if self.soft_cap else 0
         params["num_tokens"], params["num_sequences"] = rows, len(self.seq_lens)
         params["num_splits"], params["num_heads"] = self.splits, num_heads
         params["query_format"] = params["out_format"] = FORMAT_NUMBERS[self.fmt]

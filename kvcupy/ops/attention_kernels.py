@@ -132,7 +132,7 @@ PARAMS = np.dtype(
         ("k", OPERAND_PARAMS),
         ("v", OPERAND_PARAMS),
         *((name, np.int64) for name in _INT64),
-        *((name, np.float32) for name in ("score_scale", "soft_cap", "cap_scale")),
+        *((name, np.float32) for name in ("score_scale", "soft_cap", "cap_scale", "inverse_cap")),
         *((name, np.int32) for name in _INT32),
     ],
     align=True,
@@ -185,6 +185,7 @@ def attention_params(call: AttentionCall, num_splits: int, lanes: int) -> dict[s
         "num_heads": call.num_heads, "group": call.group, "num_splits": num_splits,
         "window": options.window, "sink_keys": options.sink_keys, "causal": int(options.causal),
         "soft_cap": options.soft_cap, "cap_scale": _float32(options.soft_cap * _LOG2_E),
+        "inverse_cap": _float32(1 / options.soft_cap) if options.soft_cap else 0.0,
         "score_scale": _float32(call.sm_scale * (1.0 if options.soft_cap else _LOG2_E)),
         "lane_shift": lanes.bit_length() - 1,
     }  # fmt: skip

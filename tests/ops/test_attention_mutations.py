@@ -11,7 +11,7 @@ LONG_DECODE = attention_checks.check_attention_long_decode
 MASKS = attention_checks.check_attention_append_masks
 CAUSAL = "p.causal && key > position"
 WINDOW = "!p.window || key > position - p.window || key < p.sink_keys"
-SHARED, ROPE = "attention.cuh", "attention_rope.cuh"
+SHARED, ROPE, TILES = "attention.cuh", "attention_rope.cuh", "attention_tiles.cuh"
 SPANS, TREES = (
     attention_checks.check_attention_evicted_spans,
     attention_checks.check_attention_trees,
@@ -44,7 +44,7 @@ MUTATIONS = {
     "new tokens of a tree outside of the window": Mutation(
         "if (first > first_tree) first = first_tree;", "", MASKS, SHARED),
     "the cap after the logarithm": Mutation(
-        "p.cap_scale * tanhf(score / p.soft_cap)", "p.soft_cap * tanhf(score / p.soft_cap)", MASKS,
+        "p.cap_scale * tanhf(", "p.soft_cap * tanhf(", MASKS,
         SHARED),
     "learned sinks bring nothing": Mutation(
         "if (sink != -kInfinity) {", "if (false) {", MASKS, "attention_end.cuh"),
@@ -139,14 +139,13 @@ MUTATIONS = {
         "__syncthreads();  // all keys are rotated", "",
         attention_checks.check_attention_append_rotated_keys_in_any_order, "attention_prefill.cu"),
     "keys of a tile left as they are": Mutation(
-        "rotate_keys<T, kWidth>(p, keys, table);", "", ROTATED_TILES, "attention_prefill.cu"),
+        "rotate_keys<T, kWidth, kKeys, kPrefillThreads>(p, keys, table.k, table.angles, threadIdx.x);", "", ROTATED_TILES, "attention_prefill.cu"),
     "the next chunk for the other half": Mutation(
-        "first + half / 8 + pack", "first + 1 + pack", ROTATED_TILES, "attention_prefill.cuh"),
+        "first + half / 8 + pack", "first + 1 + pack", ROTATED_TILES, TILES),
     "angles of the first chunk for all": Mutation(
-        "angles + half + pack * 8", "angles + half", ROTATED_TILES, "attention_prefill.cuh"),
+        ", sines + pack * 8", ", sines", ROTATED_TILES, TILES),
     "angles of the first neighbours for all": Mutation(
-        "angles + half + pack * 4", "angles + half",
-        attention_checks.check_attention_append_interleaved, "attention_prefill.cuh"),
+        ", sines + pack * 4", ", sines", attention_checks.check_attention_append_interleaved, TILES),
     "float32 written as if it had 16 bits": Mutation(
         "p.partial_out || p.out_format == 0", "p.partial_out", ROTATED_TILES,
         "attention_prefill.cu"),
