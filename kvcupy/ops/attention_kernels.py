@@ -240,6 +240,9 @@ DECODE = {
     lanes: Kernel("attention.cu", "attention_decode", PARAMS, "AttentionParams", barriers=lanes > 1)
     for lanes in (32, 1)
 }
+DECODE_MMA = Kernel(
+    "attention_decode_mma.cu", "attention_decode_mma", PARAMS, "AttentionParams", barriers=True
+)
 PREFILL = Kernel(
     "attention_prefill.cu", "attention_prefill", PARAMS, "AttentionParams", barriers=True
 )
@@ -257,19 +260,29 @@ _ANY_FORMAT = "AnyFormat"  # formats read at run time, rows of any alignment
 _NEVER_ROTATED = "float"  # keys of this format are rotated by `_ANY_FORMAT`: few caches have it
 _DECODE_THREADS = 128
 
+# kDecodeRows and kDecodeThreads of the kernel.
+DECODE_MMA_ROWS = 16
+DECODE_MMA_THREADS = 128
+_DECODE_WARPS = 4
+_TILE_KEYS = 16
+
 # kPrefillRows and kPrefillThreads of the kernel.
 PREFILL_ROWS = 64
 PREFILL_THREADS = 128
 
 PREFILL_WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
-"""Widths of K and V that prefill kernels exist for; others are padded to the first that fits."""
+"""Widths of K and V that kernels on tensor cores exist for; others are padded to the first that fits.
+"""
 
 PREFILL_FORMATS = {"fp16": "half", "bf16": "bfloat16"}
+DECODE_MMA_FORMATS = (*PREFILL_FORMATS, "fp8_e4m3", "fp8_e5m2", "int8")
 
 _WORD_BYTES = 16  # rows are copied to shared memory in words of this size
-_MIN_ROWS_PER_SEQUENCE = 16  # with fewer, most of a tensor core's product is thrown away
+_MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be empty
+_MIN_SHARED_ROWS = 4  # of decode on tensor cores, with 16-bit caches: one row alone is float32's work
 _TURING_SMEM_BYTES = 64 * 1024
 _TILE_BYTES = 144  # a PrefillTile
+_DECODE_TILE_BYTES = 928  # a DecodeTile
 
 
 def specialisations() -> list[Specialisation]:
@@ -289,6 +302,11 @@ def specialisations() -> list[Specialisation]:
         for name in PREFILL_FORMATS
         for widths in PREFILL_WIDTHS
     ]
+    decodes += [
+        decode_mma_specialisation(name, *widths)
+        for name in DECODE_MMA_FORMATS
+        for widths in PREFILL_WIDTHS
+    ]
     starts = [kernel.specialise(lanes) for lanes, kernel in STARTS.items()]
     return [*decodes, *prefills, *starts]
 
@@ -301,6 +319,30 @@ def prefill_specialisation(
     if widths is None:
         raise ValueError(f"widths {k_width}, {v_width}: expected at most {PREFILL_WIDTHS[-1]}")
     return PREFILL.specialise(PREFILL_FORMATS[format_name], *widths, _bool(rotates))
+
+
+def decode_mma_specialisation(format_name: str, k_width: int, v_width: int) -> Specialisation:
+    """Return the decode kernel of a cache's format whose padded widths fit rows of K and V."""
+    widths = padded_widths(k_width, v_width)
+    if widths is None:
+        raise ValueError(f"widths {k_width}, {v_width}: expected at most {PREFILL_WIDTHS[-1]}")
+    return DECODE_MMA.specialise(FORMATS[format_name].ctype, *widths)
+
+
+def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int:
+    """Return the dynamic shared memory of a block, `DecodeShape::kBytes` of the kernel."""
+    ctype, *widths = specialisation.arguments
+    k_width, v_width = map(int, widths)
+    itemsize = next(f.itemsize for f in FORMATS.values() if f.ctype == ctype)
+    tile_bytes = _TILE_KEYS * itemsize * (k_width + v_width)
+    stages = 4 if tile_bytes <= 2048 else 2 if tile_bytes <= 10240 else 1
+    if arch == "sm_75":
+        stages = 1
+    merge_bytes = DECODE_MMA_ROWS * (v_width + 8) * 4
+    per_key = 8 * (2 * stages + (stages if itemsize == 2 else 1)) + 8 * stages
+    table_bytes = -(-(_TILE_KEYS * per_key + 4 * stages) // 8) * 8
+    per_warp = max(stages * tile_bytes, merge_bytes) + table_bytes
+    return _DECODE_WARPS * per_warp + DECODE_MMA_ROWS * k_width * 2 + _DECODE_TILE_BYTES
 
 
 def padded_widths(k_width: int, v_width: int) -> tuple[int, int] | None:
@@ -370,7 +412,60 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
     if call.is_ragged and suits_prefill(device, call, alignment):
         chosen = _prefill_specialisation_of(call)
         return Tiling(chosen, PREFILL_ROWS, 1, PREFILL_THREADS, prefill_smem_bytes(chosen))
+    if suits_decode_mma(device, call, alignment):
+        chosen = decode_mma_specialisation(call.k.cache_format.name, *_widths(call))
+        smem_bytes = decode_mma_smem_bytes(chosen, device.arch)
+        return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
     return _decode_tiling(device, call, alignment)
+
+
+def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> bool:
+    """Return whether the decode kernel on tensor cores takes a call.
+
+    It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
+    one of 8 bits, and rows are whole 16-byte words at aligned addresses. With caches of 16 bits,
+    rows must share keys; with those of 8, one row alone gains by the faster conversion. Keys of 8
+    bits are not rotated. Turing's tensor cores have no bf16.
+    """
+    query, out = call.views["query"], call.views["out"]
+    cache_format = call.k.cache_format
+    if (
+        device.warp_lanes != 32
+        or query.format not in PREFILL_FORMATS
+        or cache_format is not call.v.cache_format
+        or cache_format.name not in DECODE_MMA_FORMATS
+        or padded_widths(*_widths(call)) is None
+    ):
+        return False
+    strides = (*query.strides[:2], *out.strides[:2], *call.k.cache_strides, *call.v.cache_strides)
+    row_bytes = [operand.cache.width * cache_format.itemsize for operand in (call.k, call.v)]
+    if widest((alignment, *map(abs, strides), *row_bytes)) < _WORD_BYTES:
+        return False
+    if cache_format.itemsize == 1:
+        return not call.rotates_keys and _fits_turing_decode(device, call)
+    return (
+        query.format == cache_format.name
+        and shared_rows(call) >= _MIN_SHARED_ROWS
+        and _has_whole_packs(call, alignment)
+        and not (device.arch == "sm_75" and query.format == "bf16")
+        and _fits_turing_decode(device, call)
+    )
+
+
+def _fits_turing_decode(device: Device, call: AttentionCall) -> bool:
+    chosen = decode_mma_specialisation(call.k.cache_format.name, *_widths(call))
+    return (
+        device.arch != "sm_75" or decode_mma_smem_bytes(chosen, "sm_75") <= _TURING_SMEM_BYTES
+    )
+
+
+def shared_rows(call: AttentionCall) -> int:
+    """Return how many packed rows of a sequence share what is loaded, as far as shapes tell."""
+    return call.group * -(-call.num_tokens // call.num_sequences)
+
+
+def _widths(call: AttentionCall) -> tuple[int, int]:
+    return call.k.cache.width, call.v.cache.width
 
 
 def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
@@ -387,7 +482,7 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
         device.warp_lanes != 32
         or len(formats) != 1
         or query.format not in PREFILL_FORMATS
-        or padded_widths(call.k.cache.width, call.v.cache.width) is None
+        or padded_widths(*_widths(call)) is None
     ):
         return False
     scales = ("k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
@@ -405,8 +500,9 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
 
 
 def _prefill_specialisation_of(call: AttentionCall) -> Specialisation:
-    widths = call.k.cache.width, call.v.cache.width
-    return prefill_specialisation(call.views["query"].format, *widths, rotates=call.rotates_keys)
+    return prefill_specialisation(
+        call.views["query"].format, *_widths(call), rotates=call.rotates_keys
+    )
 
 
 def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
@@ -425,8 +521,7 @@ def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tilin
         packs_per_lane = next(n for n in DECODE_ROWS if packs <= 32 * n)
         lanes = min(32, 1 << (-(-packs // packs_per_lane) - 1).bit_length())
         row_counts = _decode_rows(name, call.rotates_keys)[packs_per_lane]
-    # Rows of a sequence that can share what is loaded, as far as shapes tell.
-    sharing = call.group * -(-call.num_tokens // call.num_sequences)
+    sharing = shared_rows(call)
     rows = next((n for n in row_counts if n >= sharing), row_counts[-1])
     groups = threads // lanes
     smem_floats = groups * rows * (2 + lanes * _PACK * packs_per_lane)

@@ -158,6 +158,22 @@ def test_a_page_past_the_end_is_reported(device, splits):
         device.fault_array()[...] = 0
 
 
+def test_the_geometry_of_decode_is_the_kernels():
+    program = [
+        '#include "attention_decode_mma.cu"',
+        f'static_assert(kDecodeRows == {kernels.DECODE_MMA_ROWS}, "rows");',
+        f'static_assert(kDecodeThreads == {kernels.DECODE_MMA_THREADS}, "threads");',
+    ]
+    for fmt, widths in itertools.product(kernels.DECODE_MMA_FORMATS, kernels.PREFILL_WIDTHS):
+        specialisation = kernels.decode_mma_specialisation(fmt, *widths)
+        named = ", ".join(specialisation.arguments)
+        size = kernels.decode_mma_smem_bytes(specialisation)
+        assert size <= 99 * 1024, "the limit of a block on every architecture from sm_80 on"
+        assert kernels.decode_mma_smem_bytes(specialisation, "sm_75") <= size
+        program.append(f'static_assert(DecodeShape<{named}>::kBytes == {size}, "bytes");')
+    cxx.check("\n".join(program))
+
+
 def test_the_geometry_of_a_launch_is_the_kernels():
     program = [
         '#include "attention_prefill.cu"',
