@@ -39,7 +39,7 @@ struct DecodeTable {
   u32 present[kStages];  // a bit per key: whether it is visible
 };
 
-// Which keys a row sees below the first of a tree: those before `end`, from `start` on or kept.
+// Which keys a row sees where there is no tree: those before `end`, from `start` on or kept.
 struct RowLimits {
   i64 start;
   i64 end;
@@ -274,34 +274,50 @@ __device__ __forceinline__ void set_limits(DecodeTile& shared, const AttentionPa
   }
 }
 
+// Which of a lane's scores count where a tree is visible: bit 4n + i of element i of product n.
+__device__ __forceinline__ u32 visible_in_tree(const AttentionParams& p, const AttentionTile& t,
+                                               i64 first) {
+  const int lane = threadIdx.x % 32;
+  u32 visible = 0;
+#pragma unroll 1
+  for (int j = 0; j < 8; ++j) {
+    const int column = j / 4 * 8 + lane % 4 * 2 + j % 2;
+    const int row = lane / 4 + j / 2 % 2 * 8;
+    if (row < t.num_rows && sees(p, t, row, key_of(p, t, first + column))) visible |= 1u << j;
+  }
+  return visible;
+}
+
 // Take the scores of keys that a row does not see for minus infinity. The tile's first key has
 // number `first`.
 __device__ __forceinline__ void hide_keys(float (&s)[2][4], const DecodeTile& shared,
                                           const AttentionParams& p, const AttentionTile& t,
                                           i64 first, u32 present) {
   const i64 first_key = key_of(p, t, first);
-  const bool in_order = first >= t.sinks;
-  if (in_order && present == (1u << kTileKeys) - 1 && first_key >= shared.seen_by_all.start &&
-      first_key + kTileKeys <= shared.seen_by_all.end) {
+  if (present == (1u << kTileKeys) - 1 && first >= t.sinks &&
+      first_key >= shared.seen_by_all.start && first_key + kTileKeys <= shared.seen_by_all.end) {
     return;
   }
-  const i64 first_tree = first_tree_key(p, t);
   const int lane = threadIdx.x % 32;
+  const bool has_tree = p.tree_mask != nullptr;
+  const u32 in_tree = has_tree ? visible_in_tree(p, t, first) : 0;
+  RowLimits limits[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) limits[h] = shared.limits[lane / 4 + h * 8];
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int column = n * 8 + lane % 4 * 2 + i % 2;
-      const int row = lane / 4 + i / 2 * 8;
+    for (int i = 0; i < 2; ++i) {
+      const int column = n * 8 + lane % 4 * 2 + i;
       const i64 key = key_of(p, t, first + column);
-      const RowLimits limits = shared.limits[row];
-      bool seen = present >> column & 1u;
-      if (key >= first_tree) {
-        seen = seen && row < t.num_rows && sees(p, t, row, key);
-      } else {
-        seen = seen && key < limits.end && (key >= limits.start || key < p.sink_keys);
+      const bool exists = present >> column & 1u;
+      const bool kept = key < p.sink_keys;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const bool in_range = key < limits[h].end && (key >= limits[h].start || kept);
+        const bool seen = has_tree ? in_tree >> (n * 4 + h * 2 + i) & 1u : in_range;
+        if (!exists || !seen) s[n][h * 2 + i] = -kInfinity;
       }
-      if (!seen) s[n][i] = -kInfinity;
     }
   }
 }

@@ -49,7 +49,11 @@ REGISTER_BUDGET: dict[str, int] = {
 
 _OLDEST = 75  # the kernels use instructions that came with it
 _KERNELS_PER_PROGRAM = 8  # more gain nothing
-_LARGE = ("attention_decode", "attention_decode_mma", "attention_prefill")  # which compile ten times as long as they parse
+_LARGE = (
+    "attention_decode",
+    "attention_decode_mma",
+    "attention_prefill",
+)  # which compile ten times as long as they parse
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")

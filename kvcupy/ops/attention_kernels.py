@@ -1,8 +1,9 @@
 """The attention kernels: which of them a call takes, how it is tiled, and their Params.
 
 `attention_prefill` works on tiles of 64 packed rows with tensor cores, where query and cache are
-fp16, or bf16. `attention_decode` takes every other call: a few packed rows per tile, keys split
-over blocks. `attention_starts` runs before either where sequences have several new tokens.
+fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 bits. `attention_decode`
+takes every other call: a few packed rows per tile. All split keys over blocks. `attention_starts`
+runs before them where sequences have several new tokens.
 
 A packed row is one query head of one token. The heads that share a KV head, of one token after
 another, are the rows of a tile, so that K and V are loaded once for all of them.
@@ -247,17 +248,26 @@ PREFILL = Kernel(
     "attention_prefill.cu", "attention_prefill", PARAMS, "AttentionParams", barriers=True
 )
 
-# Packed rows per tile of the decode kernel, by the packs of a row that a lane holds where a warp
-# shares it.
-DECODE_ROWS = {1: (1, 4, 8), 3: (1, 2)}
-# Rotating keys takes registers, so there are fewer kernels, and fewer still for `_ANY_FORMAT`.
-_ROTATING_ROWS = {1: (1, 4, 8), 3: (2,)}
-_ROTATING_ANY_ROWS = {1: (1, 4, 8), 3: (1,)}
+# Packed rows per tile of the plain kernel, by the packs of a row that a lane holds where a warp
+# shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is wide rows, and
+# bf16 on Turing.
+_PACKS_PER_LANE = (1, 3)
+_WIDE_ROWS: dict[int, tuple[int, ...]] = {3: (1, 2)}
+_Rows = dict[str, dict[int, tuple[int, ...]]]
+_DECODE_ROWS: _Rows = {
+    "float": {1: (1, 4), **_WIDE_ROWS}, "half": {1: (1,), **_WIDE_ROWS},
+    "bfloat16": {1: (1, 4), **_WIDE_ROWS}, "fp8_e4m3": _WIDE_ROWS, "fp8_e5m2": _WIDE_ROWS,
+    "int8": _WIDE_ROWS, "AnyFormat": {1: (1, 4, 8), **_WIDE_ROWS},
+}  # fmt: skip
+# Keys of 16 bits are rotated on tensor cores; those of float32 are few.
+_ROTATING_ROWS: _Rows = {
+    "fp8_e4m3": {1: (1, 4)}, "fp8_e5m2": {1: (1, 4)}, "int8": {1: (1, 4)},
+    "AnyFormat": {1: (1, 4, 8), 3: (1,)},
+}  # fmt: skip
 _HOST_ROWS = (1, 4, 8)
 _HOST_PACKS = (1, 2, 4, 8, 12, 16, 24, 32, 72, 96)  # where one thread holds all of a row
 _PACK = 8  # elements of a row that a lane loads at a time; 16 bytes where they have 16 bits
 _ANY_FORMAT = "AnyFormat"  # formats read at run time, rows of any alignment
-_NEVER_ROTATED = "float"  # keys of this format are rotated by `_ANY_FORMAT`: few caches have it
 _DECODE_THREADS = 128
 
 # kDecodeRows and kDecodeThreads of the kernel.
@@ -271,15 +281,13 @@ PREFILL_ROWS = 64
 PREFILL_THREADS = 128
 
 PREFILL_WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
-"""Widths of K and V that kernels on tensor cores exist for; others are padded to the first that fits.
-"""
+"""Widths of K and V on tensor cores; others are padded to the first that fits."""
 
 PREFILL_FORMATS = {"fp16": "half", "bf16": "bfloat16"}
 DECODE_MMA_FORMATS = (*PREFILL_FORMATS, "fp8_e4m3", "fp8_e5m2", "int8")
 
 _WORD_BYTES = 16  # rows are copied to shared memory in words of this size
 _MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be empty
-_MIN_SHARED_ROWS = 4  # of decode on tensor cores, with 16-bit caches: one row alone is float32's work
 _TURING_SMEM_BYTES = 64 * 1024
 _TILE_BYTES = 144  # a PrefillTile
 _DECODE_TILE_BYTES = 928  # a DecodeTile
@@ -287,13 +295,11 @@ _DECODE_TILE_BYTES = 928  # a DecodeTile
 
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that a call on a GPU can take."""
-    formats = [*(f.ctype for f in FORMATS.values()), _ANY_FORMAT]
     decodes = [
         DECODE[32].specialise(name, rows, packs, _bool(rotates))
-        for rotates in (False, True)
-        for name in formats
-        if not rotates or name != _NEVER_ROTATED
-        for packs, row_counts in _decode_rows(name, rotates).items()
+        for rotates, formats in ((False, _DECODE_ROWS), (True, _ROTATING_ROWS))
+        for name, row_counts_by_packs in formats.items()
+        for packs, row_counts in row_counts_by_packs.items()
         for rows in row_counts
     ]
     prefills = [
@@ -366,13 +372,6 @@ def prefill_smem_bytes(specialisation: Specialisation) -> int:
     return k_bytes + values + 2 * table_bytes + _TILE_BYTES
 
 
-def _decode_rows(name: str, rotates: bool) -> dict[int, tuple[int, ...]]:
-    """Return the packed rows per tile that a format has kernels for, by packs per lane."""
-    if not rotates:
-        return DECODE_ROWS
-    return _ROTATING_ANY_ROWS if name == _ANY_FORMAT else _ROTATING_ROWS
-
-
 def _bool(value: bool) -> str:
     """Return a template argument."""
     return "true" if value else "false"
@@ -423,9 +422,9 @@ def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> boo
     """Return whether the decode kernel on tensor cores takes a call.
 
     It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
-    one of 8 bits, and rows are whole 16-byte words at aligned addresses. With caches of 16 bits,
-    rows must share keys; with those of 8, one row alone gains by the faster conversion. Keys of 8
-    bits are not rotated. Turing's tensor cores have no bf16.
+    one of 8 bits, and rows are whole 16-byte words at aligned addresses. One row alone wastes most
+    of each product, which still takes less time than float32 arithmetic. Keys of 8 bits are not
+    rotated. Turing's tensor cores have no bf16.
     """
     query, out = call.views["query"], call.views["out"]
     cache_format = call.k.cache_format
@@ -445,7 +444,6 @@ def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> boo
         return not call.rotates_keys and _fits_turing_decode(device, call)
     return (
         query.format == cache_format.name
-        and shared_rows(call) >= _MIN_SHARED_ROWS
         and _has_whole_packs(call, alignment)
         and not (device.arch == "sm_75" and query.format == "bf16")
         and _fits_turing_decode(device, call)
@@ -454,14 +452,7 @@ def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> boo
 
 def _fits_turing_decode(device: Device, call: AttentionCall) -> bool:
     chosen = decode_mma_specialisation(call.k.cache_format.name, *_widths(call))
-    return (
-        device.arch != "sm_75" or decode_mma_smem_bytes(chosen, "sm_75") <= _TURING_SMEM_BYTES
-    )
-
-
-def shared_rows(call: AttentionCall) -> int:
-    """Return how many packed rows of a sequence share what is loaded, as far as shapes tell."""
-    return call.group * -(-call.num_tokens // call.num_sequences)
+    return device.arch != "sm_75" or decode_mma_smem_bytes(chosen, "sm_75") <= _TURING_SMEM_BYTES
 
 
 def _widths(call: AttentionCall) -> tuple[int, int]:
@@ -516,12 +507,13 @@ def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tilin
         packs_per_lane = next(n for n in _HOST_PACKS if n >= packs)
     else:
         kernel, threads = DECODE[32], _DECODE_THREADS
-        if call.rotates_keys and name == _NEVER_ROTATED:
-            name = _ANY_FORMAT
-        packs_per_lane = next(n for n in DECODE_ROWS if packs <= 32 * n)
+        packs_per_lane = next(n for n in _PACKS_PER_LANE if packs <= 32 * n)
         lanes = min(32, 1 << (-(-packs // packs_per_lane) - 1).bit_length())
-        row_counts = _decode_rows(name, call.rotates_keys)[packs_per_lane]
-    sharing = shared_rows(call)
+        formats = _ROTATING_ROWS if call.rotates_keys else _DECODE_ROWS
+        if packs_per_lane not in formats.get(name, {}):
+            name = _ANY_FORMAT
+        row_counts = formats[name][packs_per_lane]
+    sharing = call.group * -(-call.num_tokens // call.num_sequences)
     rows = next((n for n in row_counts if n >= sharing), row_counts[-1])
     groups = threads // lanes
     smem_floats = groups * rows * (2 + lanes * _PACK * packs_per_lane)
