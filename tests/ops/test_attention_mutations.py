@@ -233,6 +233,14 @@ MUTATIONS = {
         "attention_prefill.cu"),
     "states merged as if alike": Mutation(
         "power(lse[i] - origin, p.base_two)", "1.0f", attention_checks.check_merge_two, "merge.cu"),
+    "the largest state of each lane alone": Mutation(
+        "largest = fmaxf(largest, __shfl_xor_sync(row_lanes, largest, distance));", "",
+        attention_checks.check_merge_many, "merge.cu"),
+    "the sum of weights of each lane alone": Mutation(
+        "total += __shfl_xor_sync(row_lanes, total, distance);", "",
+        attention_checks.check_merge_many, "merge.cu"),
+    "the last state that counts left out": Mutation(
+        "used = state + 1;", "used = state;", attention_checks.check_merge_many, "merge.cu"),
     "natural logarithms taken for binary": Mutation(
         "return base_two ? exp2f(exponent) : expf(exponent);", "return exp2f(exponent);",
         attention_checks.check_merge_two, "merge.cu"),
