@@ -52,7 +52,7 @@ def slot_values(args, side):
 
 
 MORE = ("evicted_starts", "evicted_lens", "key_starts", "tree_lens", "rope_table", "interleaved",
-        "rotary_start", "tree_positions")  # fmt: skip
+        "rotary_start", "tree_positions", "cu_query_lens")  # fmt: skip
 """What a step of a cache has beside the arguments of `paged_attention`."""
 
 PER_LAYER = ("k_cache", "v_cache", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
@@ -377,6 +377,7 @@ class AttentionCase(Case):
     def settle(self, args, got, out, lse):
         """Check what a call left: results, faults, and that nothing else was written."""
         args = {name: a.view if isinstance(a, Arg) else a for name, a in args.items()}
+        args.pop("cu_query_lens", None)  # the sums of query_lens
         fmt = reference.format_of(args["query"]) if out is None else out.fmt
         want, want_lse, faults = reference.paged_attention(**args)
         of_out, of_lse = attention_errors(args, want, want_lse, fmt)

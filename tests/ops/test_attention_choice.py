@@ -86,6 +86,12 @@ def table_of(dim, *, start=0):
     return {"rope_table": np.ones((8, dim), np.float32), "rotary_start": start}
 
 
+def test_sums_of_query_lens_that_are_there_already_are_not_launched_for(watch):
+    sums = np.array([0, 2, 4], np.int32)
+    launches = launched(watch(), sequences=2, new=2, max_pages=2, cu_query_lens=sums)
+    assert names(launches) == ["attention_decode_mma"]
+
+
 COUNTS = np.zeros(2, np.int32)
 INTERLEAVED = {"interleaved": True}
 
