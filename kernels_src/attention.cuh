@@ -67,6 +67,7 @@ struct AttentionParams {
   float score_scale;  // sm_scale, times log2(e) where there is no soft cap
   float soft_cap;     // 0: none
   float cap_scale;    // soft_cap * log2(e)
+  float inverse_cap;  // 1 / soft_cap
   int num_tokens;
   int num_sequences;
   int num_splits;
@@ -260,6 +261,28 @@ __device__ __forceinline__ AttentionTile find_tile(const AttentionParams& p, int
   return t;
 }
 
+// The visible keys of a split, by number: from `begin` to before `end`.
+struct KeyRange {
+  i64 begin;
+  i64 end;
+};
+
+constexpr int kMinKeysPerSplit = 256;
+
+// Splits are as many as fill the GPU when a table is full; only as many take keys as get enough of
+// them, in whole steps of `step`. The others have none.
+__device__ __forceinline__ KeyRange keys_of_split(const AttentionParams& p, const AttentionTile& t,
+                                                  int split, int step) {
+  const i64 most = (t.num_visible + kMinKeysPerSplit - 1) / kMinKeysPerSplit;
+  const i64 splits = max(i64{1}, min(most, i64{p.num_splits}));
+  const i64 steps = (t.num_visible + step - 1) / step;
+  const i64 per_split = (steps + splits - 1) / splits * step;
+  KeyRange range;
+  range.begin = min(split * per_split, t.num_visible);
+  range.end = min(range.begin + per_split, t.num_visible);
+  return range;
+}
+
 __device__ __forceinline__ i64 key_of(const AttentionParams& p, const AttentionTile& t, i64 i) {
   return i < t.sinks ? i + key_start(p, t) : i - t.sinks + t.first_key;
 }
@@ -285,21 +308,34 @@ __device__ __forceinline__ bool sees(const AttentionParams& p, const AttentionTi
   return !p.window || key > position - p.window || key < p.sink_keys;
 }
 
-// The page of a place, or -1 for an unused table entry. The thread that `reports` reports one past
-// the end.
-__device__ __forceinline__ i64 page_of(const AttentionParams& p, const AttentionTile& t, i64 place,
-                                       bool reports) {
-  const i64 entry = p.page_shift >= 0 ? place >> p.page_shift : place / p.page_size;
-  const i64 page =
-      load_index(p.block_table + t.sequence * p.table_row_bytes + entry * p.table_entry_bytes,
-                 p.table_index_bytes);
+__device__ __forceinline__ i64 entry_of(const AttentionParams& p, i64 place) {
+  return p.page_shift >= 0 ? place >> p.page_shift : place / p.page_size;
+}
+
+// The page of a place as the block table has it.
+__device__ __forceinline__ i64 load_page(const AttentionParams& p, const AttentionTile& t,
+                                         i64 place) {
+  const char* row = p.block_table + t.sequence * p.table_row_bytes;
+  return load_index(row + entry_of(p, place) * p.table_entry_bytes, p.table_index_bytes);
+}
+
+// A page from the block table, or -1 for an unused entry. The thread that `reports` reports one
+// past the end.
+__device__ __forceinline__ i64 check_page(const AttentionParams& p, const AttentionTile& t,
+                                          i64 place, i64 page, bool reports) {
   if (page >= p.num_pages) {
     if (reports) {
-      report_fault(p.faults, p.table_operation, t.sequence * p.max_pages + entry, page);
+      report_fault(p.faults, p.table_operation, t.sequence * p.max_pages + entry_of(p, place),
+                   page);
     }
     return -1;
   }
   return page < 0 ? -1 : page;
+}
+
+__device__ __forceinline__ i64 page_of(const AttentionParams& p, const AttentionTile& t, i64 place,
+                                       bool reports) {
+  return check_page(p, t, place, load_page(p, t, place), reports);
 }
 
 __device__ __forceinline__ i64 offset_in_page(const AttentionParams& p, i64 place) {
@@ -322,5 +358,5 @@ __device__ __forceinline__ float scale_of_row(const char* scale, const char* sca
 // A score (q . k, times the scale of k) as a power of two.
 __device__ __forceinline__ float logit_of(const AttentionParams& p, float dot) {
   const float score = dot * p.score_scale;
-  return p.soft_cap > 0.0f ? p.cap_scale * tanhf(score / p.soft_cap) : score;
+  return p.soft_cap > 0.0f ? p.cap_scale * tanhf(score * p.inverse_cap) : score;
 }

@@ -49,54 +49,6 @@ __device__ __forceinline__ void write_row(const AttentionParams& p, char* out, b
   }
 }
 
-template <int kScores>
-__device__ __forceinline__ void to_logits(const AttentionParams& p, float (&s)[kScores][4]) {
-  if (p.soft_cap > 0.0f) {
-#pragma unroll
-    for (int n = 0; n < kScores; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] = logit_of(p, s[n][i]);
-    }
-  } else {
-#pragma unroll
-    for (int n = 0; n < kScores; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] *= p.score_scale;
-    }
-  }
-}
-
-// Turn a lane's scores into weights relative to the running maximum of rows g and g + 8, and
-// rescale the sums of weights and of weighted values when it rises.
-template <int kScores, int kValues>
-__device__ __forceinline__ void weigh(float (&s)[kScores][4], float (&largest)[2], float (&sum)[2],
-                                      float (&o)[kValues][4]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float top = largest[h];
-#pragma unroll
-    for (int n = 0; n < kScores; ++n) top = fmaxf(top, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
-    top = max_within_warp(top, 4);
-    const float base = top == -kInfinity ? 0.0f : top;  // nothing seen: all weights are 0
-    const float rescale = power_of_two(largest[h] - base);
-    largest[h] = top;
-    sum[h] *= rescale;
-#pragma unroll
-    for (int n = 0; n < kScores; ++n) {
-#pragma unroll
-      for (int i = 2 * h; i < 2 * h + 2; ++i) {
-        s[n][i] = power_of_two(s[n][i] - base);
-        sum[h] += s[n][i];
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kValues; ++n) {
-      o[n][2 * h] *= rescale;
-      o[n][2 * h + 1] *= rescale;
-    }
-  }
-}
-
 // T: format of queries, cache and, unless that is float32, output.
 // kRotateKeys: keys are cached raw and rotated on read, by `rope_table`.
 // grid: (tiles, H, num_splits), block: 128, smem: PrefillShape::kBytes
@@ -141,9 +93,12 @@ __global__ void __launch_bounds__(kPrefillThreads,
     shared.highest[warp] = position_of(p, t, first_row + 15);
   }
 
-  // Where this lane's row of four matrices begins, and which of two chunks it is of.
+  // Where this lane's row of four matrices begins, and which of two chunks it is of: of queries and
+  // values, and of keys.
   const int matrix_row = lane % 8 + lane / 8 % 2 * 8;
   const int matrix_chunk = lane / 16;
+  const int key_row = lane % 8 + lane / 16 * 8;
+  const int key_chunk = lane / 8 % 2;
 
   u32 query[Shape::kQueryInRegisters ? kSteps : 1][4];
   if (num_key_tiles > 0) {
@@ -173,7 +128,7 @@ __global__ void __launch_bounds__(kPrefillThreads,
     __syncthreads();  // keys have arrived, and the values of the last tile are no longer needed
     fetch_rows<kWidthV, kKeys>(values, p.v.width, p.v_cache, [&](int row) { return table.v[row]; });
     if constexpr (kRotateKeys) {
-      rotate_keys<T, kWidth>(p, keys, table);
+      rotate_keys<T, kWidth, kKeys, kPrefillThreads>(p, keys, table.k, table.angles, threadIdx.x);
       __syncthreads();  // all keys are rotated
     }
 
@@ -192,11 +147,11 @@ __global__ void __launch_bounds__(kPrefillThreads,
 #pragma unroll
         for (int n = 0; n < kKeys / 16; ++n) {
           u32 b[4];
-          // Matrices: keys 0 to 7, then 8 to 15, of either the first chunk; then of the second.
-          load_matrices<false>(
-              b, keys + chunk_offset<kWidth>(n * 16 + matrix_row, k * 2 + matrix_chunk));
-          mma_m16n8k16<T>(s[2 * n], a, b[0], b[2]);
-          mma_m16n8k16<T>(s[2 * n + 1], a, b[1], b[3]);
+          // Matrices: keys 0 to 7 of either chunk, then keys 8 to 15: what a product takes lies in
+          // neighbouring registers.
+          load_matrices<false>(b, keys + chunk_offset<kWidth>(n * 16 + key_row, k * 2 + key_chunk));
+          mma_m16n8k16<T>(s[2 * n], a, b[0], b[1]);
+          mma_m16n8k16<T>(s[2 * n + 1], a, b[2], b[3]);
         }
       }
     }

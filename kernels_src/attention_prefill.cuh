@@ -1,13 +1,10 @@
 // Shared memory of attention_prefill.cu: tiles of rows, which keys they hold, and which rows of the
 // query see them.
 //
-// A row of a tile has the 16-byte chunks of each 128 bytes permuted by its number, so that eight
-// rows meet all banks. Widths are padded with zeros up to kWidth and kWidthV.
+// Widths are padded with zeros up to kWidth and kWidthV.
 #pragma once
 
-#include "attention_end.cuh"
-#include "attention_rope.cuh"
-#include "mma.cuh"
+#include "attention_tiles.cuh"
 
 constexpr int kPrefillRows = 64;
 constexpr int kPrefillThreads = 128;
@@ -50,12 +47,6 @@ struct PrefillShape {
   static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(PrefillTile));
 };
 
-// Where chunk `chunk` of row `row` of a tile begins.
-template <int kWidth>
-__device__ __forceinline__ int chunk_offset(int row, int chunk) {
-  return row * kWidth * 2 + (chunk ^ (row & 7)) * 16;
-}
-
 // Start copying rows; `find(row)` is where one lies, or null. Eight threads share a row.
 template <int kWidth, int kCount, typename Find>
 __device__ __forceinline__ void fetch_rows(char* tile, int width, const char* anywhere, Find find) {
@@ -73,24 +64,6 @@ __device__ __forceinline__ void fetch_rows(char* tile, int width, const char* an
                  exist);
     }
   }
-}
-
-__device__ __forceinline__ const char* query_row(const AttentionParams& p, const AttentionTile& t,
-                                                 int row, int kv_head) {
-  const int packed = t.first_row + row;
-  const i64 token = t.first_token + packed / p.group;
-  const i64 head = i64{kv_head} * p.group + packed % p.group;
-  return p.query + token * p.query_token_bytes + head * p.query_head_bytes;
-}
-
-// Whether any row of the tile sees a key: with a tree mask, a key of the tile may be no row's.
-__device__ __forceinline__ bool seen_by_any(const AttentionParams& p, const AttentionTile& t,
-                                            i64 key) {
-  if (key < first_tree_key(p, t)) return true;
-  for (int row = 0; row < t.num_rows - 1; row += p.group) {
-    if (sees(p, t, row, key)) return true;
-  }
-  return sees(p, t, t.num_rows - 1, key);
 }
 
 // Find the rows of kCount visible keys from the one numbered `first` on, of those before `end`.
@@ -116,29 +89,6 @@ __device__ __forceinline__ void look_up(KeyTable<kCount, kRotateKeys>& table,
   table.v[i] = page < 0 ? nullptr : row_of(p.v_cache, p.v, page, offset, kv_head);
   const int missing = __any_sync(kAllLanes, page < 0);
   if (i % 32 == 0) table.missing[i / 32] = missing;
-}
-
-// Rotate the keys of a tile and round them to T, as if they had been cached rotated. Every thread
-// must call it; others see the result after a barrier.
-template <typename T, int kWidth, int kCount>
-__device__ __forceinline__ void rotate_keys(const AttentionParams& p, char* tile,
-                                            const KeyTable<kCount, true>& table) {
-  const int half = p.rotary_dim / 2;
-  const int packs = half / (p.interleaved ? 4 : 8);  // of a row; one has pairs for a thread
-  const int first = p.rotary_start / 8;
-  for (int i = threadIdx.x; i < kCount * packs; i += kPrefillThreads) {
-    const int row = i / packs;
-    const int pack = i - row * packs;
-    if (!table.k[row]) continue;
-    const float* angles = table.angles[row];
-    char* near = tile + chunk_offset<kWidth>(row, first + pack);
-    if (p.interleaved) {
-      rotate_interleaved<T>(near, angles + pack * 4, angles + half + pack * 4);
-    } else {
-      char* far = tile + chunk_offset<kWidth>(row, first + half / 8 + pack);
-      rotate_halves<T>(near, far, angles + pack * 8, angles + half + pack * 8);
-    }
-  }
 }
 
 // Whether rows at positions from `lowest` to `highest` see all kCount keys from the one numbered

@@ -2,10 +2,11 @@
 //
 // A row is one (token, head) of all states. A group of `lanes` neighbouring threads (a power of
 // two, up to a warp) takes one: lane i sums the packs i, i + lanes, ... of it over the states, so
-// that nothing is exchanged, and an output may be written where a state was read. The lse of a row
-// are passed over twice, for their largest and for the weights against it; every lane does that,
-// and finds them in L1. The rows of kStates states are loaded before the first is used. A state
-// that saw no key (lse minus infinity) is not read: its row may hold anything.
+// that an output may be written where a state was read. The lse of a row are shared out to its
+// lanes for their largest and for the sum of weights against it; each lane finds the weights again
+// in L1. The rows of kStates states are loaded before the first is used. A state that saw no key
+// (lse minus infinity) is not read: its row may hold anything. States past the last that saw one,
+// such as the splits that a short sequence leaves without keys, cost no more than their lse.
 //
 // Bytes: each row of a state that saw a key is read once, each row of out is written once, plus one
 // lse per row and state.
@@ -122,32 +123,40 @@ __global__ void merge_states(const __grid_constant__ MergeParams p) {
   // Load: the largest lse
   const float sink =
       p.sinks ? *reinterpret_cast<const float*>(p.sinks + head * p.sink_bytes) : -kInfinity;
+  const u32 row_lanes = (kAllLanes >> (32 - lanes)) << (threadIdx.x % 32 & ~(lanes - 1));
   float largest = sink;
-  for (int first = 0; first < p.num_states; first += kStates) {
-    float lse[kStates];
-    load_lse(in_lse, first, p.num_states, lse);
-#pragma unroll
-    for (int i = 0; i < kStates; ++i) largest = fmaxf(largest, lse[i]);
+  int used = 0;  // states up to the last that saw a key
+  for (int state = lane; state < p.num_states; state += lanes) {
+    const float lse = *reinterpret_cast<const float*>(in_lse.at(state));
+    largest = fmaxf(largest, lse);
+    if (lse != -kInfinity) used = state + 1;
+  }
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    largest = fmaxf(largest, __shfl_xor_sync(row_lanes, largest, distance));
+    used = max(used, __shfl_xor_sync(row_lanes, used, distance));
   }
 
   // Convert: lse to weights. Where nobody saw a key, any origin will do but minus infinity.
   const float origin = largest == -kInfinity ? 0.0f : largest;
-  float total = power(sink - origin, p.base_two);
-  Weights<kStates> weights;
-  for (int first = 0; first < p.num_states; first += kStates) {
-    weights = weigh<kStates>(in_lse, first, p, origin);
-#pragma unroll
-    for (int i = 0; i < kStates; ++i) total += weights.factors[i];
+  float total = 0.0f;
+  for (int state = lane; state < used; state += lanes) {
+    const float lse = *reinterpret_cast<const float*>(in_lse.at(state));
+    if (lse != -kInfinity) total += power(lse - origin, p.base_two);
   }
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    total += __shfl_xor_sync(row_lanes, total, distance);
+  }
+  total += power(sink - origin, p.base_two);
   const float scale = total == 0.0f ? 0.0f : __fdiv_rn(1.0f, total);
 
+  Weights<kStates> weights = weigh<kStates>(in_lse, 0, p, origin);
   char* out = p.out + row_offset(p.out_rows, token, head);
   for (int i = lane * kCount; i < p.width; i += lanes * kCount) {
     Pack<float, kCount> sum;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) sum.values[j] = 0.0f;
-    for (int first = 0; first < p.num_states; first += kStates) {
-      if (p.num_states > kStates) weights = weigh<kStates>(in_lse, first, p, origin);
+    for (int first = 0; first < used; first += kStates) {
+      if (used > kStates) weights = weigh<kStates>(in_lse, first, p, origin);
       Pack<TIn, kCount> packs[kStates];
       // Load
 #pragma unroll
@@ -172,7 +181,7 @@ __global__ void merge_states(const __grid_constant__ MergeParams p) {
 
   // The lse may lie where that of a state was: all lanes have read it by now.
   // Other rows of the warp may have no lanes left: only those of this row are waited for.
-  if (lanes > 1) __syncwarp((kAllLanes >> (32 - lanes)) << (threadIdx.x % 32 & ~(lanes - 1)));
+  if (lanes > 1) __syncwarp(row_lanes);
   if (lane == 0 && p.lse) {
     *reinterpret_cast<float*>(p.lse + row_offset(p.lse_rows, token, head)) =
         origin + (p.base_two ? log2f(total) : logf(total));

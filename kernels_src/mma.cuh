@@ -45,6 +45,47 @@ __device__ __forceinline__ float upper_of(u32 pair) {
   return to_float(reinterpret_cast<const T*>(&pair)[1]);
 }
 
+// Four quantised elements in float16, exactly: elements 0 and 2 in `even`, 1 and 3 in `odd`.
+template <typename T>
+__device__ __forceinline__ void to_half_pairs(u32 four, u32& even, u32& odd) {
+#ifndef __CUDACC__
+  const T* elements = reinterpret_cast<const T*>(&four);
+  even = pack_pair<half>(to_float(elements[0]), to_float(elements[2]));
+  odd = pack_pair<half>(to_float(elements[1]), to_float(elements[3]));
+#else
+  const auto as_half2 = [](u32 pair) { return *reinterpret_cast<const half2*>(&pair); };
+  const auto as_bits = [](half2 pair) { return *reinterpret_cast<const u32*>(&pair); };
+  if constexpr (kSameType<T, int8>) {
+    // x + 128 as the lowest bits of 1024 is 1152 + x.
+    const u32 shifted = four ^ 0x80808080u;
+    const half2 origin = as_half2(0x64806480u);
+    even = as_bits(__hsub2(as_half2(__byte_perm(shifted, 0x64646464u, 0x4240)), origin));
+    odd = as_bits(__hsub2(as_half2(__byte_perm(shifted, 0x64646464u, 0x4341)), origin));
+  } else if constexpr (kSameType<T, fp8_e5m2>) {  // the upper byte of a half
+    even = __byte_perm(four, 0, 0x2404);
+    odd = four & 0xff00ff00u;
+  } else {
+    static_assert(kSameType<T, fp8_e4m3>, "formats of 8 bits");
+#if __CUDA_ARCH__ >= 890
+    const u32 sorted = __byte_perm(four, 0, 0x3120);
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(even) : "h"(static_cast<unsigned short>(sorted)));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(odd) : "h"(static_cast<unsigned short>(sorted >> 16)));
+#else
+    // With its exponent moved into place an element is 256 times too small. A NaN, all ones, must
+    // become one: one more carries into the highest bit of the exponent.
+    const half2 unit = as_half2(0x5c005c00u);
+    const auto widen = [&](u32 upper_bytes) {
+      const u32 magnitude = upper_bytes >> 1 & 0x3f803f80u;
+      const u32 nan = (magnitude + 0x00800080u) & 0x40004000u;
+      return as_bits(__hmul2(as_half2((upper_bytes & 0x80008000u) | magnitude | nan), unit));
+    };
+    even = widen(four << 8);
+    odd = widen(four);
+#endif
+  }
+#endif
+}
+
 // --- Products ------------------------------------------------------------------------------------
 
 // C += A B without tensor cores: every lane fetches the pairs that it needs. Products are exact,
@@ -152,6 +193,36 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, boo
   uint4 word = {0, 0, 0, 0};
   if (exist) word = __ldg(reinterpret_cast<const uint4*>(global));
   *reinterpret_cast<uint4*>(shared) = word;
+#endif
+}
+
+// Likewise one float.
+__device__ __forceinline__ void copy_float_async(float* shared, const float* global, bool exist) {
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
+               "l"(__cvta_generic_to_global(global)), "r"(exist ? 4 : 0)
+               : "memory");
+#else
+  *shared = exist ? *global : 0.0f;
+#endif
+}
+
+// Close a group of copies: those that this thread has started since it closed the last.
+__device__ __forceinline__ void end_copy_group() {
+#ifndef __CUDACC__
+  kvcupy_host::commit_copies();
+#elif __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Wait for the copies of this thread but those of the kLeft groups that were closed last.
+template <int kLeft>
+__device__ __forceinline__ void wait_for_copy_groups() {
+#ifndef __CUDACC__
+  kvcupy_host::wait_for_groups(kLeft);
+#elif __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 #endif
 }
 

@@ -33,7 +33,8 @@ FLOATS = ("fp32", "fp16", "bf16")
 FEW = 8
 """Roundings of a value outside of sums: products with scales, exponential, division."""
 WEIGHT_ROUNDING = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Relative error of a softmax weight that is rounded for a tensor core: half a unit."""
+"""Relative error of what is rounded for a tensor core, half a unit: softmax weights of many new
+tokens, and rotated keys."""
 TRUNCATION = {"fp32": 0.0, "fp16": 0.25, "bf16": 0.25}
 """Units that a score loses per element where tensor cores, which truncate, sum its products."""
 
@@ -51,7 +52,7 @@ def slot_values(args, side):
 
 
 MORE = ("evicted_starts", "evicted_lens", "key_starts", "tree_lens", "rope_table", "interleaved",
-        "rotary_start", "tree_positions")  # fmt: skip
+        "rotary_start", "tree_positions", "cu_query_lens")  # fmt: skip
 """What a step of a cache has beside the arguments of `paged_attention`."""
 
 PER_LAYER = ("k_cache", "v_cache", "k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
@@ -98,7 +99,8 @@ def attention_errors(args, out, lse, out_fmt=None):
     of_score = ROUNDING * (size * units + FEW * cap)
     rounded = WEIGHT_ROUNDING[fmt] if args.get("query_lens") is not None else 0.0
     if args.get("rope_table") is not None:
-        of_score = of_score + size * rounded * min(1.0, 4 / np.sqrt(args["rope_table"].shape[1]))
+        share = min(1.0, 4 / np.sqrt(args["rope_table"].shape[1]))
+        of_score = of_score + size * WEIGHT_ROUNDING[fmt] * share
     most_keys = max(int(args["seq_lens"].max(initial=1)), 1)
     of_sums = ROUNDING * (2 * FEW + 2 * np.sqrt(most_keys))
     of_weights = (2 * of_score + of_sums + rounded)[..., None] * np.repeat(largest, group, axis=0)
@@ -375,6 +377,7 @@ class AttentionCase(Case):
     def settle(self, args, got, out, lse):
         """Check what a call left: results, faults, and that nothing else was written."""
         args = {name: a.view if isinstance(a, Arg) else a for name, a in args.items()}
+        args.pop("cu_query_lens", None)  # the sums of query_lens
         fmt = reference.format_of(args["query"]) if out is None else out.fmt
         want, want_lse, faults = reference.paged_attention(**args)
         of_out, of_lse = attention_errors(args, want, want_lse, fmt)

@@ -39,14 +39,48 @@ def check_attention_long_decode(device):
     return case
 
 
-def check_attention_decode_int8(device):
+def check_attention_long_decode_fp16(device):
+    """Likewise on tensor cores, whose warps take many tiles of keys."""
+    case = AttentionCase(device, 42)
+    case.attend(case.arguments([1300, 0, 5, 700], fmt="fp16", heads=(8, 1), page_size=16))
+    return case
+
+
+def check_attention_long_decode_fp8(device):
+    case = AttentionCase(device, 42)
+    scales = ("per head", "float")
+    case.attend(
+        case.arguments([700, 0, 31], fmt="bf16", cache_fmt="fp8_e4m3", heads=(8, 2),
+                       widths=(32, 64), page_size=16, scales=scales)
+    )  # fmt: skip
+    return case
+
+
+def check_attention_decode_int8(device, fmt="bf16"):
     """A scale per slot for K, one per head for V."""
     case = AttentionCase(device, 43)
     case.attend(
         case.arguments(
-            LENS, fmt="bf16", cache_fmt="int8", heads=(6, 3), scales=("dynamic", "per head")
+            LENS, fmt=fmt, cache_fmt="int8", heads=(6, 3), scales=("dynamic", "per head")
         )
     )
+    return case
+
+
+def check_attention_decode_int8_plain(device):
+    return check_attention_decode_int8(device, "fp32")
+
+
+def check_attention_decode_rising_scales(device):
+    """A scale per slot for V, of very different sizes."""
+    case = AttentionCase(device, 60)
+    args = case.arguments(
+        [290, 7], fmt="fp16", cache_fmt="int8", heads=(4, 1), scales=("float", "dynamic")
+    )
+    scales = args["v_scale_cache"].view
+    sizes = 2.0 ** case.rng.integers(-9, 9, scales.shape)
+    args["v_scale_cache"] = case.place((scales * sizes).astype(np.float32), "fp32", name="scales")
+    case.attend(args)
     return case
 
 
@@ -60,12 +94,28 @@ def check_attention_decode_fp8(device):
     return case
 
 
-def check_attention_decode_masks(device):
+def check_attention_decode_masks(device, fmt="fp32"):
     """A window with first keys; a window with learned sinks and a cap."""
     case = AttentionCase(device, 45)
-    args = case.arguments(LENS)
+    args = case.arguments(LENS, fmt=fmt)
     case.attend(args, window=5, sinks=3)
     case.attend(args, window=7, sinks=case.sinks(4), logits_soft_cap=6.0)
+    return case
+
+
+def check_attention_decode_masks_fp16(device):
+    case = check_attention_decode_masks(device, "fp16")
+    args = case.arguments([100, 40], fmt="fp16", heads=(8, 2), page_size=16)
+    case.attend(args, window=37, sinks=20)
+    return case
+
+
+def check_attention_append_whole_tiles(device):
+    """Few new tokens, of which the last alone sees all of the last keys."""
+    case = AttentionCase(device, 61)
+    args = case.arguments([64, 33], [12, 5], fmt="bf16", heads=(1, 1), page_size=16)
+    case.attend(args)
+    case.attend(args, window=31)
     return case
 
 
@@ -136,6 +186,10 @@ def check_attention_evicted_spans(device, fmt="fp32", new=None):
     return case
 
 
+def check_attention_evicted_spans_fp16(device):
+    return check_attention_evicted_spans(device, "fp16")
+
+
 def check_attention_append_places(device):
     return check_attention_evicted_spans(device, "fp16", MORE_NEW)
 
@@ -175,6 +229,16 @@ def check_attention_trees(device, fmt="fp32"):
     return case
 
 
+def check_attention_small_trees_bf16(device):
+    """Few nodes, some of which no query of a tile sees."""
+    case = AttentionCase(device, 62)
+    args = case.arguments([40, 21, 16], [3, 5, 2], fmt="bf16", widths=(32, 24)) | case.rope(32)
+    args |= case.nodes([12, 5, 4], [3, 5, 2]) | case.tail([12, 5, 4])
+    case.attend(args)
+    case.attend(args, window=20, sinks=2)
+    return case
+
+
 def check_attention_trees_fp16(device):
     return check_attention_trees(device, "fp16")
 
@@ -187,16 +251,24 @@ def check_attention_rotated_keys(device, cache_fmt="fp32", interleaved=False):
     return case
 
 
+def check_attention_rotated_keys_fp16(device):
+    """Likewise on tensor cores."""
+    case = AttentionCase(device, 57)
+    args = case.arguments(MORE_LENS, fmt="fp16", widths=(40, 24))
+    case.attend(args | case.rope(32, start=8, positions=25))
+    return case
+
+
 def check_attention_interleaved(device):
     return check_attention_rotated_keys(device, interleaved=True)
 
 
 def check_attention_rotated_packs(device):
-    return check_attention_rotated_keys(device, "fp16")
+    return check_attention_rotated_keys(device, "int8")
 
 
 def check_attention_interleaved_packs(device):
-    return check_attention_rotated_keys(device, "fp16", interleaved=True)
+    return check_attention_rotated_keys(device, "int8", interleaved=True)
 
 
 def check_attention_append_rotated_keys(device, interleaved=False):
@@ -226,15 +298,19 @@ def faulty_table(case, args, page):
     return {**args, "block_table": case.table(table, "int64")}
 
 
-def check_attention_faults(device, new=None):
+def check_attention_faults(device, new=None, fmt="fp32"):
     """Negative pages, the page past the end, one far past it, and a length past the table."""
     case = AttentionCase(device, 50)
-    args = case.arguments(LENS, new)
+    args = case.arguments(LENS, new, fmt=fmt)
     for page in (len(args["k_cache"].view), 2**32 + 1):
         case.attend(faulty_table(case, args, page))
     args["block_table"] = args["block_table"].sub(lambda a: a[:, :5])
     case.attend(args)
     return case
+
+
+def check_attention_faults_fp16(device):
+    return check_attention_faults(device, fmt="fp16")
 
 
 def check_attention_append_faults(device):
@@ -279,25 +355,35 @@ CHECKS = (
     check_attention_decode_bf16,
     check_attention_decode_heads_first,
     check_attention_long_decode,
+    check_attention_long_decode_fp16,
+    check_attention_long_decode_fp8,
     check_attention_decode_int8,
+    check_attention_decode_int8_plain,
+    check_attention_decode_rising_scales,
     check_attention_decode_fp8,
     check_attention_decode_masks,
+    check_attention_decode_masks_fp16,
     check_attention_append,
     check_attention_append_bf16,
     check_attention_append_long,
+    check_attention_append_whole_tiles,
     check_attention_append_quantised,
     check_attention_append_masks,
     check_attention_append_masks_bf16,
     check_attention_faults,
+    check_attention_faults_fp16,
     check_attention_append_faults,
     check_attention_evicted_spans,
+    check_attention_evicted_spans_fp16,
     check_attention_append_places,
     check_attention_evicted_span_at_the_end,
     check_attention_shared_keys,
     check_attention_shared_keys_fp16,
     check_attention_trees,
     check_attention_trees_fp16,
+    check_attention_small_trees_bf16,
     check_attention_rotated_keys,
+    check_attention_rotated_keys_fp16,
     check_attention_interleaved,
     check_attention_rotated_packs,
     check_attention_interleaved_packs,

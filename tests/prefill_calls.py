@@ -1,4 +1,4 @@
-"""Launches of the attention kernel on tensor cores, its Params filled by hand, and float64 sums."""
+"""Launches of the attention kernels on tensor cores, Params filled by hand, and float64 sums."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class Call:
     missing: tuple[tuple[int, int], ...] = ()  # (sequence, entry) of the table: `wrong_page`
     wrong_page: int = -1
     index: str = "int32"
+    kernel: str = "prefill"  # or "decode", the one on tensor cores
     seed: int = 0
 
     def __post_init__(self):
@@ -136,7 +137,14 @@ class Call:
         """Launch, and return (out, lse), merged if there are several splits."""
         num_heads, num_kv_heads = self.heads
         rows = len(self.query)
-        chosen = kernels.prefill_specialisation(self.fmt, *self.widths)
+        if self.kernel == "decode":
+            chosen = kernels.decode_mma_specialisation(self.fmt, *self.widths)
+            tile_rows, threads = kernels.DECODE_MMA_ROWS, kernels.DECODE_MMA_THREADS
+            smem_bytes = kernels.decode_mma_smem_bytes(chosen)
+        else:
+            chosen = kernels.prefill_specialisation(self.fmt, *self.widths)
+            tile_rows, threads = kernels.PREFILL_ROWS, kernels.PREFILL_THREADS
+            smem_bytes = kernels.prefill_smem_bytes(chosen)
         arrays = {
             "query": self.query, "k_cache": self.k_cache, "v_cache": self.v_cache,
             "block_table": self.table, "seq_lens": np.array(self.seq_lens, self.index),
@@ -173,6 +181,7 @@ class Call:
         params["table_operation"], params["length_operation"] = 77, 78
         params["score_scale"] = self.scale * (1 if self.soft_cap else LOG2_E)
         params["soft_cap"], params["cap_scale"] = self.soft_cap, self.soft_cap * LOG2_E
+        params["inverse_cap"] = 1 / self.soft_cap if self.soft_cap else 0
         params["num_tokens"], params["num_sequences"] = rows, len(self.seq_lens)
         params["num_splits"], params["num_heads"] = self.splits, num_heads
         params["query_format"] = params["out_format"] = FORMAT_NUMBERS[self.fmt]
@@ -181,11 +190,10 @@ class Call:
         shift = self.page_size.bit_length() - 1
         params["page_size"] = self.page_size
         params["page_shift"] = shift if 1 << shift == self.page_size else -1
-        grid = (rows * group // 64 + len(self.seq_lens), num_kv_heads, self.splits)
+        grid = (rows * group // tile_rows + len(self.seq_lens), num_kv_heads, self.splits)
         device.launch(
-            device.load(chosen), grid, (kernels.PREFILL_THREADS, 1, 1),
-            kernels.prefill_smem_bytes(chosen), params.tobytes(), device.as_stream(None),
-            tuple(placed.values()),
+            device.load(chosen), grid, (threads, 1, 1), smem_bytes, params.tobytes(),
+            device.as_stream(None), tuple(placed.values()),
         )  # fmt: skip
         device.synchronize()
         after = {

@@ -50,6 +50,7 @@ _PER_STEP = (
     Argument("block_table"), Argument("seq_lens"), Argument("query_lens"), Argument("tree_mask"),
     Argument("evicted_starts"), Argument("evicted_lens"), Argument("key_starts"),
     Argument("tree_lens"), Argument("tree_positions"), Argument("rope_table", words=True),
+    Argument("cu_query_lens"),
 )  # fmt: skip
 _ATTENTION = Operation("paged_attention", *_PER_CALL, *_PER_LAYER, *_PER_STEP)
 
@@ -195,6 +196,8 @@ class StepAttention(_Probed):
         `rotary_start`, the first of the rotary_dim elements of a key that are rotated
     tree_positions : int32 (B, max(tree_lens)), the positions by which the keys that `tree_mask`
         decides about are rotated, instead of their own
+    cu_query_lens : int32 (B + 1,), 0 and the sums of `query_lens`, contiguous; None: each call sums
+        them up by a launch of its own
 
     Notes
     -----
@@ -205,10 +208,11 @@ class StepAttention(_Probed):
         self, *, block_table: Any, seq_lens: Any, query_lens: Any = None, tree_mask: Any = None,
         evicted_starts: Any = None, evicted_lens: Any = None, key_starts: Any = None,
         tree_lens: Any = None, tree_positions: Any = None, rope_table: Any = None,
+        cu_query_lens: Any = None,
     ) -> None:  # fmt: skip
         arrays = (
             block_table, seq_lens, query_lens, tree_mask, evicted_starts, evicted_lens, key_starts,
-            tree_lens, tree_positions, rope_table,
+            tree_lens, tree_positions, rope_table, cu_query_lens,
         )  # fmt: skip
         super().__init__(_PER_STEP, arrays)
 
@@ -395,6 +399,17 @@ def _check_tables(arguments: dict[str, Any], num_tokens: int) -> tuple[int, int]
             raise ValueError(
                 f"{name}: expected {num_sequences} like block_table, got {describe(lens)}"
             )
+    if (starts := arguments.get("cu_query_lens")) is not None:
+        if "query_lens" not in arguments:
+            raise ValueError("cu_query_lens: expected None without query_lens, got an array")
+        if starts.format != "int32":
+            raise TypeError(f"cu_query_lens: expected int32, got {describe(starts)}")
+        if starts.shape != (num_sequences + 1,):
+            raise ValueError(
+                f"cu_query_lens: expected ({num_sequences + 1},), one more than block_table has "
+                f"rows, got {describe(starts)}"
+            )
+        checks.require_contiguous(starts, "cu_query_lens")
     if "query_lens" not in arguments and num_tokens != num_sequences:
         raise ValueError(
             f"query: expected {num_sequences} tokens, one per sequence, got {num_tokens}"
@@ -559,7 +574,9 @@ class AttentionPlan(Plan):
         if "lse_out" in call.views:
             pointers["lse"] = "lse_out"
         merged: dict[str, Pointer] = {}
-        if call.is_ragged:
+        if "cu_query_lens" in call.views:
+            merged["num_valid"] = "cu_query_lens", 4 * call.num_sequences
+        elif call.is_ragged:
             name, offset = self._reserve(4 * (call.num_sequences + 1))
             pointers["cu_query_lens"] = name, offset
             # The last of the query starts: rows from there on belong to no sequence.

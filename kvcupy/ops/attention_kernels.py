@@ -1,8 +1,9 @@
 """The attention kernels: which of them a call takes, how it is tiled, and their Params.
 
 `attention_prefill` works on tiles of 64 packed rows with tensor cores, where query and cache are
-fp16, or bf16. `attention_decode` takes every other call: a few packed rows per tile, keys split
-over blocks. `attention_starts` runs before either where sequences have several new tokens.
+fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 bits. `attention_decode`
+takes every other call: a few packed rows per tile. All split keys over blocks. `attention_starts`
+runs before them where sequences have several new tokens.
 
 A packed row is one query head of one token. The heads that share a KV head, of one token after
 another, are the rows of a tile, so that K and V are loaded once for all of them.
@@ -132,7 +133,7 @@ PARAMS = np.dtype(
         ("k", OPERAND_PARAMS),
         ("v", OPERAND_PARAMS),
         *((name, np.int64) for name in _INT64),
-        *((name, np.float32) for name in ("score_scale", "soft_cap", "cap_scale")),
+        *((name, np.float32) for name in ("score_scale", "soft_cap", "cap_scale", "inverse_cap")),
         *((name, np.int32) for name in _INT32),
     ],
     align=True,
@@ -185,6 +186,7 @@ def attention_params(call: AttentionCall, num_splits: int, lanes: int) -> dict[s
         "num_heads": call.num_heads, "group": call.group, "num_splits": num_splits,
         "window": options.window, "sink_keys": options.sink_keys, "causal": int(options.causal),
         "soft_cap": options.soft_cap, "cap_scale": _float32(options.soft_cap * _LOG2_E),
+        "inverse_cap": _float32(1 / options.soft_cap) if options.soft_cap else 0.0,
         "score_scale": _float32(call.sm_scale * (1.0 if options.soft_cap else _LOG2_E)),
         "lane_shift": lanes.bit_length() - 1,
     }  # fmt: skip
@@ -239,53 +241,76 @@ DECODE = {
     lanes: Kernel("attention.cu", "attention_decode", PARAMS, "AttentionParams", barriers=lanes > 1)
     for lanes in (32, 1)
 }
+DECODE_MMA = Kernel(
+    "attention_decode_mma.cu", "attention_decode_mma", PARAMS, "AttentionParams", barriers=True
+)
 PREFILL = Kernel(
     "attention_prefill.cu", "attention_prefill", PARAMS, "AttentionParams", barriers=True
 )
 
-# Packed rows per tile of the decode kernel, by the packs of a row that a lane holds where a warp
-# shares it.
-DECODE_ROWS = {1: (1, 4, 8), 3: (1, 2)}
-# Rotating keys takes registers, so there are fewer kernels, and fewer still for `_ANY_FORMAT`.
-_ROTATING_ROWS = {1: (1, 4, 8), 3: (2,)}
-_ROTATING_ANY_ROWS = {1: (1, 4, 8), 3: (1,)}
+# Packed rows per tile of the plain kernel, by the packs of a row that a lane holds where a warp
+# shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is wide rows, and
+# bf16 on Turing.
+_PACKS_PER_LANE = (1, 3)
+_WIDE_ROWS: dict[int, tuple[int, ...]] = {3: (1, 2)}
+_Rows = dict[str, dict[int, tuple[int, ...]]]
+_DECODE_ROWS: _Rows = {
+    "float": {1: (1, 4), **_WIDE_ROWS}, "half": {1: (1,), **_WIDE_ROWS},
+    "bfloat16": {1: (1, 4), **_WIDE_ROWS}, "fp8_e4m3": _WIDE_ROWS, "fp8_e5m2": _WIDE_ROWS,
+    "int8": _WIDE_ROWS, "AnyFormat": {1: (1, 4, 8), **_WIDE_ROWS},
+}  # fmt: skip
+# Keys of 16 bits are rotated on tensor cores; those of float32 are few.
+_ROTATING_ROWS: _Rows = {
+    "fp8_e4m3": {1: (1, 4)}, "fp8_e5m2": {1: (1, 4)}, "int8": {1: (1, 4)},
+    "AnyFormat": {1: (1, 4, 8), 3: (1,)},
+}  # fmt: skip
 _HOST_ROWS = (1, 4, 8)
 _HOST_PACKS = (1, 2, 4, 8, 12, 16, 24, 32, 72, 96)  # where one thread holds all of a row
 _PACK = 8  # elements of a row that a lane loads at a time; 16 bytes where they have 16 bits
 _ANY_FORMAT = "AnyFormat"  # formats read at run time, rows of any alignment
-_NEVER_ROTATED = "float"  # keys of this format are rotated by `_ANY_FORMAT`: few caches have it
 _DECODE_THREADS = 128
+
+# kDecodeRows and kDecodeThreads of the kernel.
+DECODE_MMA_ROWS = 16
+DECODE_MMA_THREADS = 128
+_DECODE_WARPS = 4
+_TILE_KEYS = 16
 
 # kPrefillRows and kPrefillThreads of the kernel.
 PREFILL_ROWS = 64
 PREFILL_THREADS = 128
 
 PREFILL_WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
-"""Widths of K and V that prefill kernels exist for; others are padded to the first that fits."""
+"""Widths of K and V on tensor cores; others are padded to the first that fits."""
 
 PREFILL_FORMATS = {"fp16": "half", "bf16": "bfloat16"}
+DECODE_MMA_FORMATS = (*PREFILL_FORMATS, "fp8_e4m3", "fp8_e5m2", "int8")
 
 _WORD_BYTES = 16  # rows are copied to shared memory in words of this size
-_MIN_ROWS_PER_SEQUENCE = 16  # with fewer, most of a tensor core's product is thrown away
+_MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be empty
 _TURING_SMEM_BYTES = 64 * 1024
 _TILE_BYTES = 144  # a PrefillTile
+_DECODE_TILE_BYTES = 928  # a DecodeTile
 
 
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that a call on a GPU can take."""
-    formats = [*(f.ctype for f in FORMATS.values()), _ANY_FORMAT]
     decodes = [
         DECODE[32].specialise(name, rows, packs, _bool(rotates))
-        for rotates in (False, True)
-        for name in formats
-        if not rotates or name != _NEVER_ROTATED
-        for packs, row_counts in _decode_rows(name, rotates).items()
+        for rotates, formats in ((False, _DECODE_ROWS), (True, _ROTATING_ROWS))
+        for name, row_counts_by_packs in formats.items()
+        for packs, row_counts in row_counts_by_packs.items()
         for rows in row_counts
     ]
     prefills = [
         prefill_specialisation(name, *widths, rotates=rotates)
         for rotates in (False, True)
         for name in PREFILL_FORMATS
+        for widths in PREFILL_WIDTHS
+    ]
+    decodes += [
+        decode_mma_specialisation(name, *widths)
+        for name in DECODE_MMA_FORMATS
         for widths in PREFILL_WIDTHS
     ]
     starts = [kernel.specialise(lanes) for lanes, kernel in STARTS.items()]
@@ -314,6 +339,30 @@ def prefill_specialisation(
     return PREFILL.specialise(PREFILL_FORMATS[format_name], *widths, _bool(rotates))
 
 
+def decode_mma_specialisation(format_name: str, k_width: int, v_width: int) -> Specialisation:
+    """Return the decode kernel of a cache's format whose padded widths fit rows of K and V."""
+    widths = padded_widths(k_width, v_width)
+    if widths is None:
+        raise ValueError(f"widths {k_width}, {v_width}: expected at most {PREFILL_WIDTHS[-1]}")
+    return DECODE_MMA.specialise(FORMATS[format_name].ctype, *widths)
+
+
+def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int:
+    """Return the dynamic shared memory of a block, `DecodeShape::kBytes` of the kernel."""
+    ctype, *widths = specialisation.arguments
+    k_width, v_width = map(int, widths)
+    itemsize = next(f.itemsize for f in FORMATS.values() if f.ctype == ctype)
+    tile_bytes = _TILE_KEYS * itemsize * (k_width + v_width)
+    stages = 4 if tile_bytes <= 2048 else 2 if tile_bytes <= 10240 else 1
+    if arch == "sm_75":
+        stages = 1
+    merge_bytes = DECODE_MMA_ROWS * (v_width + 8) * 4
+    per_key = 8 * (2 * stages + (stages if itemsize == 2 else 1)) + 8 * stages
+    table_bytes = -(-(_TILE_KEYS * per_key + 4 * stages) // 8) * 8
+    per_warp = max(stages * tile_bytes, merge_bytes) + table_bytes
+    return _DECODE_WARPS * per_warp + DECODE_MMA_ROWS * k_width * 2 + _DECODE_TILE_BYTES
+
+
 def padded_widths(k_width: int, v_width: int) -> tuple[int, int] | None:
     """Return the smallest widths of a prefill kernel that fit rows of K and V, or None.
 
@@ -333,13 +382,6 @@ def prefill_smem_bytes(specialisation: Specialisation) -> int:
     angles = keys if specialisation.arguments[3] == _bool(True) else 1
     table_bytes = -(-(16 * keys + 8 * angles + 4 * (keys // 32)) // 8) * 8
     return k_bytes + values + 2 * table_bytes + _TILE_BYTES
-
-
-def _decode_rows(name: str, rotates: bool) -> dict[int, tuple[int, ...]]:
-    """Return the packed rows per tile that a format has kernels for, by packs per lane."""
-    if not rotates:
-        return DECODE_ROWS
-    return _ROTATING_ANY_ROWS if name == _ANY_FORMAT else _ROTATING_ROWS
 
 
 def _bool(value: bool) -> str:
@@ -381,7 +423,52 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
     if call.is_ragged and suits_prefill(device, call, alignment):
         chosen = _prefill_specialisation_of(call)
         return Tiling(chosen, PREFILL_ROWS, 1, PREFILL_THREADS, prefill_smem_bytes(chosen))
+    if suits_decode_mma(device, call, alignment):
+        chosen = decode_mma_specialisation(call.k.cache_format.name, *_widths(call))
+        smem_bytes = decode_mma_smem_bytes(chosen, device.arch)
+        return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
     return _decode_tiling(device, call, alignment)
+
+
+def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> bool:
+    """Return whether the decode kernel on tensor cores takes a call.
+
+    It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
+    one of 8 bits, and rows are whole 16-byte words at aligned addresses. One row alone wastes most
+    of each product, which still takes less time than float32 arithmetic. Keys of 8 bits are not
+    rotated. Turing's tensor cores have no bf16.
+    """
+    query, out = call.views["query"], call.views["out"]
+    cache_format = call.k.cache_format
+    if (
+        device.warp_lanes != 32
+        or query.format not in PREFILL_FORMATS
+        or cache_format is not call.v.cache_format
+        or cache_format.name not in DECODE_MMA_FORMATS
+        or padded_widths(*_widths(call)) is None
+    ):
+        return False
+    strides = (*query.strides[:2], *out.strides[:2], *call.k.cache_strides, *call.v.cache_strides)
+    row_bytes = [operand.cache.width * cache_format.itemsize for operand in (call.k, call.v)]
+    if widest((alignment, *map(abs, strides), *row_bytes)) < _WORD_BYTES:
+        return False
+    if cache_format.itemsize == 1:
+        return not call.rotates_keys and _fits_turing_decode(device, call)
+    return (
+        query.format == cache_format.name
+        and _has_whole_packs(call, alignment)
+        and not (device.arch == "sm_75" and query.format == "bf16")
+        and _fits_turing_decode(device, call)
+    )
+
+
+def _fits_turing_decode(device: Device, call: AttentionCall) -> bool:
+    chosen = decode_mma_specialisation(call.k.cache_format.name, *_widths(call))
+    return device.arch != "sm_75" or decode_mma_smem_bytes(chosen, "sm_75") <= _TURING_SMEM_BYTES
+
+
+def _widths(call: AttentionCall) -> tuple[int, int]:
+    return call.k.cache.width, call.v.cache.width
 
 
 def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
@@ -397,7 +484,7 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
         device.warp_lanes != 32
         or len(formats) != 1
         or query.format not in PREFILL_FORMATS
-        or padded_widths(call.k.cache.width, call.v.cache.width) is None
+        or padded_widths(*_widths(call)) is None
     ):
         return False
     scales = ("k_scale", "v_scale", "k_scale_cache", "v_scale_cache")
@@ -413,8 +500,9 @@ def suits_prefill(device: Device, call: AttentionCall, alignment: int) -> bool:
 
 
 def _prefill_specialisation_of(call: AttentionCall) -> Specialisation:
-    widths = call.k.cache.width, call.v.cache.width
-    return prefill_specialisation(call.views["query"].format, *widths, rotates=call.rotates_keys)
+    return prefill_specialisation(
+        call.views["query"].format, *_widths(call), rotates=call.rotates_keys
+    )
 
 
 def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
@@ -428,12 +516,12 @@ def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tilin
         packs_per_lane = next(n for n in _HOST_PACKS if n >= packs)
     else:
         kernel, threads = DECODE[32], _DECODE_THREADS
-        if call.rotates_keys and name == _NEVER_ROTATED:
-            name = _ANY_FORMAT
-        packs_per_lane = next(n for n in DECODE_ROWS if packs <= 32 * n)
+        packs_per_lane = next(n for n in _PACKS_PER_LANE if packs <= 32 * n)
         lanes = min(32, 1 << (-(-packs // packs_per_lane) - 1).bit_length())
-        row_counts = _decode_rows(name, call.rotates_keys)[packs_per_lane]
-    # Rows of a sequence that can share what is loaded, as far as shapes tell.
+        formats = _ROTATING_ROWS if call.rotates_keys else _DECODE_ROWS
+        if packs_per_lane not in formats.get(name, {}):
+            name = _ANY_FORMAT
+        row_counts = formats[name][packs_per_lane]
     sharing = call.group * -(-call.num_tokens // call.num_sequences)
     rows = next((n for n in row_counts if n >= sharing), row_counts[-1])
     groups = threads // lanes

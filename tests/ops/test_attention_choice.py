@@ -63,7 +63,7 @@ def names(launches):
 
 def test_a_single_sequence_is_split_and_merged(watch):
     launches = launched(watch())
-    assert names(launches) == ["attention_decode", "merge_states"]
+    assert names(launches) == ["attention_decode_mma", "merge_states"]
     assert launches[0][1][2] == 64 * 16 // 256  # no split of less than 256 keys
 
 
@@ -73,7 +73,7 @@ def test_many_sequences_are_not_split(watch):
 
 
 def test_a_window_leaves_nothing_to_split(watch):
-    assert names(launched(watch(), window=100, sinks=4)) == ["attention_decode"]
+    assert names(launched(watch(), window=100, sinks=4)) == ["attention_decode_mma"]
 
 
 def test_splits_follow_the_number_of_sms(watch):
@@ -90,6 +90,12 @@ def test_ragged_queries_go_to_the_tensor_cores(watch, width):
 def table_of(dim, *, start=0):
     """Return the arguments that rotate `dim` elements of each key."""
     return {"rope_table": np.ones((8, dim), np.float32), "rotary_start": start}
+
+
+def test_sums_of_query_lens_that_are_there_already_are_not_launched_for(watch):
+    sums = np.array([0, 2, 4], np.int32)
+    launches = launched(watch(), sequences=2, new=2, max_pages=2, cu_query_lens=sums)
+    assert names(launches) == ["attention_decode_mma"]
 
 
 COUNTS = np.zeros(2, np.int32)
@@ -122,16 +128,38 @@ def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
 @pytest.mark.parametrize(
     "call",
     [
-        {"new": None, "heads": (16, 1)},  # decode, whatever the group size
-        {"new": 2},  # too few rows
-        {"new": 16, "width": 60},  # rows that are not whole words
-        {"new": 16, "dtype": np.float32},
-        {"new": 16, "cache_dtype": np.int8},
-        {"new": 16, "width": 512},
+        {},
+        {"heads": (2, 2)},  # one row alone
+        {"heads": (40, 1)},  # three tiles
+        {"new": 2},  # too few rows for prefill
+        {"cache_dtype": np.int8},
+        {"cache_dtype": np.int8, "new": 16},  # which prefill has not
+        {"cache_dtype": np.int8, "k_scale": 0.5},
+        {"width": 200},
+        {"width": 64} | table_of(64),
     ],
+    ids=str,
+)
+def test_few_rows_and_caches_of_8_bits_go_to_the_tensor_cores(watch, call):
+    assert "attention_decode_mma" in names(launched(watch(), max_pages=2, **call))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"width": 60},  # rows that are not whole words
+        {"width": 72, "cache_dtype": np.int8},
+        {"dtype": np.float32},
+        {"dtype": np.float32, "cache_dtype": np.int8},
+        {"cache_dtype": np.float32},
+        {"width": 512},
+        {"cache_dtype": np.int8} | table_of(64),
+    ],
+    ids=str,
 )
 def test_all_else_takes_the_plain_path(watch, call):
     assert "attention_decode" in names(launched(watch(), max_pages=2, **call))
+    assert "attention_decode" in names(launched(watch(), max_pages=2, new=16, **call))
 
 
 def test_where_threads_do_not_run_in_lockstep_there_are_no_tensor_cores(watch):

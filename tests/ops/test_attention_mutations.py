@@ -5,20 +5,34 @@ from __future__ import annotations
 import attention_checks
 import pytest
 from mutation_cases import Mutation
+from prefill_calls import Call
 
 DECODE, APPEND = attention_checks.check_attention_decode, attention_checks.check_attention_append
 LONG_DECODE = attention_checks.check_attention_long_decode
 MASKS = attention_checks.check_attention_append_masks
 CAUSAL = "p.causal && key > position"
 WINDOW = "!p.window || key > position - p.window || key < p.sink_keys"
-SHARED, ROPE = "attention.cuh", "attention_rope.cuh"
+SHARED, ROPE, TILES = "attention.cuh", "attention_rope.cuh", "attention_tiles.cuh"
 SPANS, TREES = (
     attention_checks.check_attention_evicted_spans,
     attention_checks.check_attention_trees,
 )
 ROTATED_TILES = attention_checks.check_attention_append_rotated_keys
+MMA, MMA_SHARED = "attention_decode_mma.cu", "attention_decode_mma.cuh"
+MMA_LONG = attention_checks.check_attention_long_decode_fp16
+MMA_BYTES = attention_checks.check_attention_long_decode_fp8
+MMA_MASKS = attention_checks.check_attention_decode_masks_fp16
+RISING = attention_checks.check_attention_decode_rising_scales
+WHOLE_TILES = attention_checks.check_attention_append_whole_tiles
+SMALL_TREES = attention_checks.check_attention_small_trees_bf16
 WEIGHT = "logits[r][n] == -kInfinity ? 0.0f : exp2f("
 SLOT = "const i64 slot = page * p.page_size + offset;"
+
+
+def decode_tree(device):
+    """Nodes that no query sees, which are NaN in the cache."""
+    Call(kernel="decode", tree=True, seq_lens=(40, 21), query_lens=(5, 6)).check(device)
+
 
 MUTATIONS = {
     "the head of a neighbouring group": Mutation(
@@ -44,7 +58,7 @@ MUTATIONS = {
     "new tokens of a tree outside of the window": Mutation(
         "if (first > first_tree) first = first_tree;", "", MASKS, SHARED),
     "the cap after the logarithm": Mutation(
-        "p.cap_scale * tanhf(score / p.soft_cap)", "p.soft_cap * tanhf(score / p.soft_cap)", MASKS,
+        "p.cap_scale * tanhf(", "p.soft_cap * tanhf(", MASKS,
         SHARED),
     "learned sinks bring nothing": Mutation(
         "if (sink != -kInfinity) {", "if (false) {", MASKS, "attention_end.cuh"),
@@ -66,10 +80,76 @@ MUTATIONS = {
         WEIGHT, "logits[r][n] < -3e38f ? 1.0f : exp2f(", APPEND, "attention.cu"),
     "dynamic scales by the offset in the page": Mutation(
         SLOT, SLOT.replace("page * p.page_size + ", ""),
-        attention_checks.check_attention_decode_int8, "attention.cu"),
+        attention_checks.check_attention_decode_int8_plain, "attention.cu"),
     "the scale of K for V in attention": Mutation(
         "weights[r] *= v_scales[n];", "weights[r] *= k_scales[n];",
-        attention_checks.check_attention_decode_int8, "attention.cu"),
+        attention_checks.check_attention_decode_int8_plain, "attention.cu"),
+    "tiles of the first warp for all": Mutation(
+        "i64{number} * kDecodeWarps + warp", "i64{number} * kDecodeWarps", MMA_LONG, MMA),
+    "the keys of the tile before": Mutation(
+        "first_of(number + kStages + 1)", "first_of(number + kStages)", MMA_LONG, MMA),
+    "queries of bytes in their own order": Mutation(
+        "(four[0] * inverse, four[2] * inverse)", "(four[0] * inverse, four[1] * inverse)",
+        MMA_BYTES, MMA_SHARED),
+    "odd elements of keys before even ones": Mutation(
+        "(s[n], a, even, odd)", "(s[n], a, odd, even)", MMA_BYTES, MMA),
+    "columns of values side by side": Mutation(
+        "first[0], second[0], first[1], second[1]", "first[0], first[1], second[0], second[1]",
+        MMA_BYTES, MMA),
+    "the scale of a query forgotten": Mutation(
+        "shared.query_scales[lane / 4 + h * 8] * (", "(", MMA_BYTES, MMA),
+    "the scale of keys forgotten": Mutation(
+        "p.k_scale_cache ? 1.0f : static_scale(p.k_scale, p.k, kv_head)", "1.0f", MMA_BYTES, MMA),
+    "the scale of values forgotten": Mutation(
+        "kSmallestScale : static_scale(p.v_scale, p.v, kv_head)", "kSmallestScale : 1.0f",
+        MMA_BYTES, MMA),
+    "scales of keys by the wrong column": Mutation(
+        "table.k_scales[stage][n * 8 + lane % 4 * 2 + i % 2]",
+        "table.k_scales[stage][n * 8 + lane % 4 * 2]", attention_checks.check_attention_decode_int8,
+        MMA),
+    "scales of values by the wrong column": Mutation(
+        "table.v_scales[stage][n * 8 + lane % 4 * 2 + i]", "table.v_scales[stage][n * 8 + i]",
+        RISING, MMA),
+    "values not rescaled when a scale rises": Mutation(
+        "o[n][i] *= rescale;", "o[n][i] *= 1.0f;", RISING, MMA),
+    "weights rounded to 16 bits": Mutation(
+        "mma_m16n8k16<T>(o[2 * n + i], rest, b[2 * i], b[2 * i + 1]);", "",
+        attention_checks.check_attention_decode_bf16, MMA),
+    "sums of warps merged without their tops": Mutation(
+        "sum += own * weights[w];", "sum += own;", MMA_LONG, MMA),
+    "values of warps merged without their tops": Mutation(
+        "own.values[i] * weights[w];", "own.values[i];", MMA_LONG, MMA),
+    "a window one too narrow on tensor cores": Mutation(
+        "highest - p.window + 1", "highest - p.window + 2", MMA_MASKS, MMA_SHARED),
+    "kept keys forgotten on tensor cores": Mutation(
+        "const bool kept = key < p.sink_keys;", "const bool kept = false;", MMA_MASKS, MMA_SHARED),
+    "what the last row sees seen by all": Mutation(
+        "limits_of(position_of(p, t, 0), position_of(p, t, t.num_rows - 1))",
+        "limits_of(position_of(p, t, t.num_rows - 1), position_of(p, t, 0))", WHOLE_TILES,
+        MMA_SHARED),
+    "what the last row sees seen by each": Mutation(
+        "const i64 position = position_of(p, t, row);",
+        "const i64 position = position_of(p, t, t.num_rows - 1);", WHOLE_TILES, MMA_SHARED),
+    "missing keys weigh in": Mutation(
+        "if (!exists || !seen)", "if (!seen)", attention_checks.check_attention_faults_fp16,
+        MMA_SHARED),
+    "trees ignored on tensor cores": Mutation(
+        "has_tree ? in_tree >> (n * 4 + h * 2 + i) & 1u : in_range", "in_range", SMALL_TREES,
+        MMA_SHARED),
+    "nodes that no query sees are read": Mutation(
+        "if (!seen_by_any(p, t, found.key)) return found;", "", decode_tree, MMA_SHARED),
+    "no holes on tensor cores, few rows": Mutation(
+        "found.place = place_of(p, t, found.key);", "found.place = found.key;",
+        attention_checks.check_attention_evicted_spans_fp16, MMA_SHARED),
+    "keys of few rows left as they are": Mutation(
+        "rotate_keys<TCache, kWidth, kTileKeys, 32>(p, keys, table.k[stage], table.angles[stage], "
+        "lane);", "", attention_checks.check_attention_rotated_keys_fp16, MMA),
+    "a split that repeats the one before": Mutation(
+        "range.begin = min(split * per_split, t.num_visible);",
+        "range.begin = min((split / 2 * 2) * per_split, t.num_visible);", MMA_LONG, SHARED),
+    "splits without keys leave no LSE": Mutation(
+        "*end_of_row(p, t, threadIdx.x, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;", "",
+        MMA_LONG, MMA),
     "rows of the sequence before": Mutation(
         "const i64 start = before + end - length;", "const i64 start = before + end;", APPEND,
         "attention.cu"),
@@ -139,19 +219,28 @@ MUTATIONS = {
         "__syncthreads();  // all keys are rotated", "",
         attention_checks.check_attention_append_rotated_keys_in_any_order, "attention_prefill.cu"),
     "keys of a tile left as they are": Mutation(
-        "rotate_keys<T, kWidth>(p, keys, table);", "", ROTATED_TILES, "attention_prefill.cu"),
+        "rotate_keys<T, kWidth, kKeys, kPrefillThreads>(p, keys, table.k, table.angles, "
+        "threadIdx.x);", "", ROTATED_TILES, "attention_prefill.cu"),
     "the next chunk for the other half": Mutation(
-        "first + half / 8 + pack", "first + 1 + pack", ROTATED_TILES, "attention_prefill.cuh"),
+        "first + half / 8 + pack", "first + 1 + pack", ROTATED_TILES, TILES),
     "angles of the first chunk for all": Mutation(
-        "angles + half + pack * 8", "angles + half", ROTATED_TILES, "attention_prefill.cuh"),
+        ", sines + pack * 8", ", sines", ROTATED_TILES, TILES),
     "angles of the first neighbours for all": Mutation(
-        "angles + half + pack * 4", "angles + half",
-        attention_checks.check_attention_append_interleaved, "attention_prefill.cuh"),
+        ", sines + pack * 4", ", sines", attention_checks.check_attention_append_interleaved,
+        TILES),
     "float32 written as if it had 16 bits": Mutation(
         "p.partial_out || p.out_format == 0", "p.partial_out", ROTATED_TILES,
         "attention_prefill.cu"),
     "states merged as if alike": Mutation(
         "power(lse[i] - origin, p.base_two)", "1.0f", attention_checks.check_merge_two, "merge.cu"),
+    "the largest state of each lane alone": Mutation(
+        "largest = fmaxf(largest, __shfl_xor_sync(row_lanes, largest, distance));", "",
+        attention_checks.check_merge_many, "merge.cu"),
+    "the sum of weights of each lane alone": Mutation(
+        "total += __shfl_xor_sync(row_lanes, total, distance);", "",
+        attention_checks.check_merge_many, "merge.cu"),
+    "the last state that counts left out": Mutation(
+        "used = state + 1;", "used = state;", attention_checks.check_merge_many, "merge.cu"),
     "natural logarithms taken for binary": Mutation(
         "return base_two ? exp2f(exponent) : expf(exponent);", "return exp2f(exponent);",
         attention_checks.check_merge_two, "merge.cu"),

@@ -38,6 +38,20 @@ def test_alone(device, what, fmt, shape):
     case.attend(args)
 
 
+@shapes
+def test_sums_of_query_lens_that_are_there_already(device, shape):
+    """Rows of no sequence are left alone, also where splits are merged."""
+    case, args = call_of(device, 4, shape, "bf16")
+    if "query_lens" not in args:
+        args["query_lens"] = case.slots(np.ones(len(args["seq_lens"].view), np.int64), "int32")
+    sums = np.append(0, np.cumsum(args["query_lens"].view)).astype(np.int32)
+    args["cu_query_lens"] = case.place(sums, "int32", name="cu_query_lens")
+    case.attend(args)
+    args = case.arguments([1300], [3], fmt="bf16", heads=(2, 1), padding=4)
+    args["cu_query_lens"] = case.slots([0, 3], "int32")
+    case.attend(args)
+
+
 @pytest.mark.covering(2)
 @shapes
 @pytest.mark.parametrize("evicted", [False, True], ids=["whole", "evicted"])

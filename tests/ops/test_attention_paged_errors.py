@@ -98,7 +98,17 @@ AS_PAGED_ATTENTION = [
     ("sinks", "of KV heads", zeros(np.float32, 2), ValueError, "sinks"),
 ]
 
-REFUSED = SPANS + ROTATION + TREES + AS_PAGED_ATTENTION
+SUMS = [
+    ("cu_query_lens", *row, "cu_query_lens") for row in [
+        ("int64", zeros(np.int64, 3), TypeError),
+        ("of two", zeros(np.int32, 2), ValueError),
+        ("column", zeros(np.int32, 3, 1), ValueError),
+        ("strided", zeros(np.int32, 6, cut=lambda a: a[::2]), ValueError),
+        ("list", [0, 4, 6], TypeError),
+    ]
+]
+
+REFUSED = SUMS + SPANS + ROTATION + TREES + AS_PAGED_ATTENTION
 # fmt: on
 
 
@@ -111,6 +121,13 @@ def test_refused(device, argument, value, error, name):
     args = arguments_of(case, valid(case))
     args[argument] = value(case) if callable(value) else value
     refused(case, lambda: attend(**args), error, name)
+
+
+def test_sums_of_no_lengths(device):
+    case = AttentionCase(device, 6)
+    args = arguments_of(case, case.arguments([9, 6]))
+    args["cu_query_lens"] = device.zeros((3,), np.int32)
+    refused(case, lambda: attend(**args), ValueError, "cu_query_lens")
 
 
 def test_the_valid_call_is_valid(device):

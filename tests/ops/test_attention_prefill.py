@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -87,6 +88,7 @@ def shuffled(device):
     device.thread_order_seed = 0
 
 
+KERNELS = ("prefill", "decode")
 CALLS = {
     "ragged": Call(),
     "bf16": Call(fmt="bf16"),
@@ -114,8 +116,8 @@ CALLS = {
     "more new, not causal": Call(seq_lens=(5, 40), query_lens=(70, 12), causal=False),
     "more new in a whole tile": Call(seq_lens=(70,), query_lens=(100,), causal=False),
     "past a tile by one": Call(seq_lens=(100,), query_lens=(38,)),
-    "splits": Call(splits=3, seq_lens=(300, 5), query_lens=(20, 5), padding=3),
-    "splits, learned sinks aside": Call(splits=2, seq_lens=(150,), query_lens=(33,), window=90),
+    "splits": Call(splits=3, seq_lens=(600, 5), query_lens=(20, 5), padding=3),
+    "splits, learned sinks aside": Call(splits=2, seq_lens=(450,), query_lens=(33,), window=390),
     "pages of five": Call(page_size=5),
     "one slot per page": Call(page_size=1, index="int64"),
     "large pages": Call(page_size=256, index="int64"),
@@ -133,29 +135,49 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", CALLS)
-def test_the_kernel(device, name):
-    CALLS[name].check(device)
+def test_the_kernel(device, name, kernel):
+    replace(CALLS[name], kernel=kernel).check(device)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["ragged", "kept keys", "tree", "splits", "width 80"])
-def test_in_any_order_of_threads(shuffled, name):
+def test_in_any_order_of_threads(shuffled, name, kernel):
     for seed in (1, 2, 3, 4):
         shuffled.thread_order_seed = seed
-        CALLS[name].check(shuffled)
+        replace(CALLS[name], kernel=kernel).check(shuffled)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("splits", [1, 2])
-def test_a_page_past_the_end_is_reported(device, splits):
-    """It is visible to the second tile of rows only."""
+def test_a_page_past_the_end_is_reported(device, splits, kernel):
+    """It is visible to the last tile of rows only."""
     device.fault_array()[...] = 0
-    call = Call(seq_lens=(90,), query_lens=(90,), missing=((0, 5),), wrong_page=1000, splits=splits)
+    call = Call(seq_lens=(90,), query_lens=(90,), missing=((0, 5),), wrong_page=1000, splits=splits,
+                kernel=kernel)  # fmt: skip
     try:
         call.check(device)
         count, operation, position, value = np.asarray(device.to_numpy(device.fault_array()))
         assert count >= 1 and (operation, position, value) == (77, 5, 1000)
     finally:
         device.fault_array()[...] = 0
+
+
+def test_the_geometry_of_decode_is_the_kernels():
+    program = [
+        '#include "attention_decode_mma.cu"',
+        f'static_assert(kDecodeRows == {kernels.DECODE_MMA_ROWS}, "rows");',
+        f'static_assert(kDecodeThreads == {kernels.DECODE_MMA_THREADS}, "threads");',
+    ]
+    for fmt, widths in itertools.product(kernels.DECODE_MMA_FORMATS, kernels.PREFILL_WIDTHS):
+        specialisation = kernels.decode_mma_specialisation(fmt, *widths)
+        named = ", ".join(specialisation.arguments)
+        size = kernels.decode_mma_smem_bytes(specialisation)
+        assert size <= 99 * 1024, "the limit of a block on every architecture from sm_80 on"
+        assert kernels.decode_mma_smem_bytes(specialisation, "sm_75") <= size
+        program.append(f'static_assert(DecodeShape<{named}>::kBytes == {size}, "bytes");')
+    cxx.check("\n".join(program))
 
 
 def test_the_geometry_of_a_launch_is_the_kernels():
@@ -176,9 +198,9 @@ def test_the_geometry_of_a_launch_is_the_kernels():
 # Which calls take it ---------------------------------------------------------------------
 
 
-def suits(device, *, tokens=32, sequences=2, heads=(2, 1), fmt="fp16", widths=(64, 64), shift=0,
-          alignment=256, cache_fmt=None, **more):  # fmt: skip
-    """Return whether a call takes it; `shift` unused elements follow each row of the caches."""
+def described(*, tokens=32, sequences=2, heads=(2, 1), fmt="fp16", widths=(64, 64), shift=0,
+              cache_fmt=None, **more):  # fmt: skip
+    """Describe a call; `shift` unused elements follow each row of the caches."""
     arrays = {
         "query": np.zeros((tokens, heads[0], widths[0]), DTYPE[fmt]),
         "out": np.zeros((tokens, heads[0], widths[1]), DTYPE[fmt]),
@@ -190,8 +212,17 @@ def suits(device, *, tokens=32, sequences=2, heads=(2, 1), fmt="fp16", widths=(6
         whole = np.zeros((3, 16, heads[1], width + shift), DTYPE[cache_fmt or fmt])
         arrays[name] = whole[..., :width]
     arguments = {name: view(array, name) for name, array in arrays.items()}
-    call = check_call(arguments | more, check_options("NHD", None, True, None, None, None))
-    return kernels.suits_prefill(device, call, alignment)
+    return check_call(arguments | more, check_options("NHD", None, True, None, None, None))
+
+
+def suits(device, *, alignment=256, **call):
+    """Return whether the prefill kernel suits a call."""
+    return kernels.suits_prefill(device, described(**call), alignment)
+
+
+def suits_decode(device, *, alignment=256, **call):
+    """Return whether the decode kernel on tensor cores suits a call."""
+    return kernels.suits_decode_mma(device, described(**call), alignment)
 
 
 class Turing:
@@ -245,3 +276,37 @@ def test_devices_that_it_does_not_suit():
     assert not suits(Host)
     assert not suits(Turing, fmt="bf16")
     assert not suits(Turing, widths=(256, 256))
+
+
+def test_what_decode_suits():
+    assert suits_decode(Ampere, fmt="bf16", tokens=2, heads=(1, 1))
+    assert suits_decode(Ampere, fmt="bf16", cache_fmt="int8", widths=(192, 128))
+    for fmt in ("fp8_e4m3", "fp8_e5m2", "int8"):
+        assert suits_decode(Turing, fmt="bf16", cache_fmt=fmt, widths=(192, 128))
+    assert suits_decode(Turing, widths=(192, 128))
+    assert suits_decode(Ampere, out=view(np.zeros((32, 2, 64), np.float32)))
+
+
+@pytest.mark.parametrize(
+    "why",
+    [
+        {"fmt": "fp32"},
+        {"fmt": "fp32", "cache_fmt": "int8"},
+        {"cache_fmt": "bf16"},
+        {"widths": (264, 64)},
+        {"widths": (68, 64)},
+        {"shift": 4},
+        {"alignment": 8},
+        {"cache_fmt": "int8", "widths": (72, 64)},
+        {"cache_fmt": "int8", "shift": 8},
+    ],
+    ids=str,
+)
+def test_what_decode_does_not_suit(why):
+    assert not suits_decode(Ampere, **why)
+
+
+def test_devices_that_decode_does_not_suit():
+    assert not suits_decode(Host)
+    assert not suits_decode(Turing, fmt="bf16")
+    assert not suits_decode(Turing, widths=(256, 256))

@@ -6,7 +6,7 @@ A result that happens to be right does not hide it: each is refused in the first
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import attention_checks
@@ -20,7 +20,7 @@ from kvcupy.ops import attention_kernels
 
 NOT_WAITED = "has not been waited for"
 RACE = f"no barrier lies between|nobody has written|{NOT_WAITED}"
-PREFILL = "attention_prefill.cu"
+PREFILL, DECODE = "attention_prefill.cu", "attention_decode_mma.cu"
 
 
 def rotate_at_any_element(device: Any) -> None:
@@ -33,6 +33,11 @@ def rotate_at_any_element(device: Any) -> None:
 def prefill(device: Any) -> None:
     """Several tiles of queries and of keys."""
     Call(seq_lens=(150,), query_lens=(70,), widths=(128, 128)).check(device)
+
+
+def decode(device: Any) -> None:
+    """Several tiles of keys for each warp, on tensor cores."""
+    Call(kernel="decode", seq_lens=(350,), query_lens=(9,), widths=(128, 128)).check(device)
 
 
 @dataclass
@@ -57,6 +62,17 @@ def wait(comment: str) -> Missing:
     return Missing(PREFILL, f"wait_for_copies(); {barrier}", barrier, prefill, RACE)
 
 
+def warp_barrier(comment: str, call: Callable[[Any], Any] = decode) -> Missing:
+    file = f"{DECODE}h" if comment == "the table is written" else DECODE
+    return Missing(file, f"__syncwarp();  // {comment}", "", call, RACE)
+
+
+def wait_for_group(comment: str) -> Missing:
+    barrier = f"__syncwarp();  // {comment}"
+    waiting = f"wait_for_copy_groups<kPending>(); {barrier}"
+    return Missing(DECODE, waiting, barrier, decode, NOT_WAITED)
+
+
 REDUCE = "    for (int i = 0; i < warps; ++i) value = fmaxf(value, scratch[first_warp + i]);\n"
 BLOCK_BARRIER = "    __syncthreads();\n"
 
@@ -77,6 +93,23 @@ MISSING = {
         "values and the next table have arrived, and the keys are no longer needed"),
     "all waits": Missing(
         PREFILL, "wait_for_copies(); __syncthreads();", "__syncthreads();", prefill, NOT_WAITED, 3),
+    "the barrier after the tile of a decode": replace(
+        barrier("the tile is known", decode), file=DECODE),
+    "the barrier after the queries of a decode": replace(
+        barrier("queries and limits are there", decode), file=DECODE),
+    "the barrier before warps are merged": replace(
+        barrier("the results of all warps are there", decode), file=DECODE),
+    "the barrier after the table of a warp": warp_barrier("the table is written"),
+    "the barrier after the keys of a warp": warp_barrier("keys have arrived"),
+    "the barrier after the keys of a warp are rotated": warp_barrier(
+        "all keys are rotated", attention_checks.check_attention_rotated_keys_fp16),
+    "the barrier after the use of keys": warp_barrier("keys and their scales are no longer needed"),
+    "the barrier after the values of a warp": warp_barrier("values have arrived"),
+    "the barrier after the use of values": warp_barrier("values are no longer needed"),
+    "the wait for the keys of a warp": wait_for_group("keys have arrived"),
+    "the wait for the values of a warp": wait_for_group("values have arrived"),
+    "a group that is not closed": Missing(
+        DECODE, "end_copy_group();\n    stage = ", "stage = ", decode, NOT_WAITED),
     "the barrier before groups of lanes are merged": Missing(
         "attention.cu", "  __syncthreads();\n  for (int r = 0;", "  for (int r = 0;",
         attention_checks.check_attention_decode, RACE),
@@ -88,8 +121,8 @@ MISSING = {
         "rope.cu", "kCount > 1 && p.interleaved", "p.interleaved",
         rotate_at_any_element, "misaligned address", 2),
     "the lanes that are left": Missing(
-        "merge.cu", "__syncwarp((kAllLanes >> (32 - lanes)) << (threadIdx.x % 32 & ~(lanes - 1)))",
-        "__syncwarp()", attention_checks.check_merge_two, "has exited"),
+        "merge.cu", "__syncwarp(row_lanes)", "__syncwarp()", attention_checks.check_merge_two,
+        "has exited"),
     "a lane of a mask": Missing(
         "common.cuh", "constexpr u32 kAllLanes = 0xffffffffu;",
         "constexpr u32 kAllLanes = 0xfffffffeu;", attention_checks.check_attention_decode,

@@ -27,8 +27,8 @@ ROPE_MODES = ("none", "normal", "inline")
 
 # Tables of a step that attention takes as arguments of the same name, where the step has them.
 _TABLES = (
-    "seq_lens", "query_lens", "tree_mask", "evicted_starts", "evicted_lens", "tree_lens",
-    "tree_positions",
+    "seq_lens", "query_lens", "cu_query_lens", "tree_mask", "evicted_starts", "evicted_lens",
+    "tree_lens", "tree_positions",
 )  # fmt: skip
 
 
@@ -82,7 +82,8 @@ class StepCalls:
         if "prefix_table" in tables:
             self.prefix = StepAttention(
                 block_table=tables["prefix_table"], seq_lens=tables["prefix_lens"],
-                query_lens=tables["prefix_queries"], rope_table=rope_table,
+                query_lens=tables["prefix_queries"], cu_query_lens=tables["cu_prefix_queries"],
+                rope_table=rope_table,
             )  # fmt: skip
             self.rest = StepAttention(key_starts=tables["key_starts"], **shared)
 

@@ -122,15 +122,17 @@ class Step:
         -------
         positions int32 (T,), slots int64 (T,), block_table int32 (B, pages of the longest),
         seq_lens int32 (B,); and where they matter query_lens, evicted_starts, evicted_lens,
-        tree_lens int32 (B,), tree_mask bool (T, nodes), tree_positions int32 (B, nodes), and of
-        a cascade prefix_table int32 (groups, pages), prefix_lens, prefix_queries int32
-        (groups,), key_starts int32 (B,)
+        tree_lens int32 (B,), cu_query_lens int32 (B + 1,), tree_mask bool (T, nodes),
+        tree_positions int32 (B, nodes), and of a cascade prefix_table int32 (groups, pages),
+        prefix_lens, prefix_queries int32 (groups,), cu_prefix_queries int32 (groups + 1,),
+        key_starts int32 (B,)
         """
         table = np.zeros((len(self.sequences), self.num_pages), np.int32)
         tables = self._plain(table)
         tables["block_table"] = table
         if not self.is_decode:
             tables["query_lens"] = np.array(self.counts, np.int32)
+            tables["cu_query_lens"] = _starts(tables["query_lens"])
         if self.has_trees:
             self._add_trees(tables)
         if self.cascade is not None:
@@ -233,7 +235,15 @@ class Step:
         first_sequences = np.cumsum(cascade.counts) - cascade.counts
         tables["prefix_lens"], tables["prefix_table"] = cascade.lengths, cascade.pages
         tables["prefix_queries"] = np.add.reduceat(np.array(self.counts, np.int32), first_sequences)
+        tables["cu_prefix_queries"] = _starts(tables["prefix_queries"])
         tables["key_starts"] = np.repeat(cascade.lengths, cascade.counts)
+
+
+def _starts(counts: Ints) -> Ints:
+    """Return where the rows of each sequence begin, and where the last ends."""
+    starts = np.zeros(len(counts) + 1, np.int32)
+    counts.cumsum(out=starts[1:])
+    return starts
 
 
 @dataclass

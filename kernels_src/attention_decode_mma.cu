@@ -1,0 +1,394 @@
+// Paged attention of few packed rows on tensor cores: decode with grouped heads, and caches of 8
+// bits.
+//
+// A block takes 16 packed rows of one sequence, KV head and split, which its four warps share. The
+// keys are dealt to the warps in tiles of 16, each with shared memory of its own, so that they meet
+// at the end only. A warp looks up a page one tile ahead of its use, and rows come in 16-byte
+// copies, kStages tiles ahead:
+//
+//   keys(n) arrive | Q K^T -> scores | values(n) arrive | weights, O += P V | keys(n + 1) ...
+//                    look up, fetch keys(n + kStages)     fetch values(n + kStages)
+//
+// Elements of 8 bits become float16 in registers, exactly, after `ldmatrix` has brought four
+// neighbours to a lane: those of a key are depth 4t to 4t + 3 of 16, so the query is permuted
+// alike; those of a value are columns of two products that interleave. Such a query is scaled to
+// [1, 2) row by row, by a power of two, which scores take back. A static scale of V is applied to
+// the output, one per key to its weight, relative to the largest so far.
+//
+// Keys that no row sees are zero in shared memory, as in attention_prefill.cu.
+//
+// Bytes: visible K and V once per 16 rows; Q and the output once.
+#include "attention_decode_mma.cuh"
+
+// Scores of the 16 keys of a tile: of keys 0 to 7, then 8 to 15. `query` has the fragments of the
+// queries, where they fit into registers.
+template <typename TCache, int kWidth>
+__device__ __forceinline__ void multiply_keys(float (&s)[2][4], const char* keys,
+                                              const char* queries, const u32 (*query)[4]) {
+  using T = MmaFormat<TCache>;
+  using Shape = DecodeShape<TCache, kWidth, kWidth>;
+  constexpr int kRowBytes = Shape::kKeyRowBytes;
+  const int lane = threadIdx.x % 32;
+  const auto step = [&](int k, u32(&a)[4]) {
+    if constexpr (Shape::kQueryInRegisters) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = query[k][i];
+    } else {
+      load_matrices<false>(a, queries + chunk_offset<kWidth>(lane % 16, k * 2 + lane / 16));
+    }
+  };
+  if constexpr (sizeof(TCache) == 2) {
+#pragma unroll
+    for (int k = 0; k < kWidth / 16; ++k) {
+      u32 a[4];
+      step(k, a);
+      u32 b[4];  // both chunks of keys 0 to 7, then of keys 8 to 15
+      load_matrices<false>(
+          b, keys + chunk_at<kRowBytes>(lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
+      mma_m16n8k16<T>(s[0], a, b[0], b[1]);
+      mma_m16n8k16<T>(s[1], a, b[2], b[3]);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kWidth / 16; k += 2) {
+      u32 b[4];  // of either chunk, keys 0 to 7 and 8 to 15
+      load_matrices<false>(b, keys + chunk_at<kRowBytes>(lane % 16, k + lane / 16));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        u32 a[4];
+        step(k + i, a);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          u32 even;
+          u32 odd;
+          to_half_pairs<TCache>(b[2 * i + n], even, odd);
+          mma_m16n8k16<T>(s[n], a, even, odd);
+        }
+      }
+    }
+  }
+}
+
+// Half of an A fragment, and what its rounding lost as another.
+template <typename T>
+__device__ __forceinline__ void split_pair(float x, float y, u32& pair, u32& rest) {
+  pair = pack_pair<T>(x, y);
+  rest = pack_pair<T>(x - lower_of<T>(pair), y - upper_of<T>(pair));
+}
+
+// o += weights * values of the 16 keys of a tile. Weights keep twice the bits of T: memory bounds
+// this kernel, and tensor cores have the time.
+template <typename TCache, int kWidthV>
+__device__ __forceinline__ void multiply_values(float (&o)[kWidthV / 8][4], const float (&s)[2][4],
+                                                const char* values) {
+  using T = MmaFormat<TCache>;
+  constexpr int kRowBytes = kWidthV * static_cast<int>(sizeof(TCache));
+  const int lane = threadIdx.x % 32;
+  u32 a[4];
+  u32 rest[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    split_pair<T>(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1], a[i], rest[i]);
+  }
+#pragma unroll
+  for (int n = 0; n < kRowBytes / 32; ++n) {
+    u32 b[4];  // of either chunk, keys 0 to 7 and 8 to 15
+    load_matrices<true>(b, values + chunk_at<kRowBytes>(lane % 16, n * 2 + lane / 16));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (sizeof(TCache) == 2) {
+        mma_m16n8k16<T>(o[2 * n + i], a, b[2 * i], b[2 * i + 1]);
+        mma_m16n8k16<T>(o[2 * n + i], rest, b[2 * i], b[2 * i + 1]);
+      } else {
+        u32 even[2];
+        u32 odd[2];
+        to_half_pairs<TCache>(b[2 * i], even[0], odd[0]);
+        to_half_pairs<TCache>(b[2 * i + 1], even[1], odd[1]);
+        mma_m16n8k16<T>(o[4 * n + 2 * i], a, even[0], even[1]);
+        mma_m16n8k16<T>(o[4 * n + 2 * i], rest, even[0], even[1]);
+        mma_m16n8k16<T>(o[4 * n + 2 * i + 1], a, odd[0], odd[1]);
+        mma_m16n8k16<T>(o[4 * n + 2 * i + 1], rest, odd[0], odd[1]);
+      }
+    }
+  }
+}
+
+// The weights that meet values are relative to the largest scale of V so far, a power of two:
+// raise that, and return the inverse.
+template <int kValues>
+__device__ __forceinline__ float raise_value_scale(const float (&scales)[2][2], float& largest,
+                                                   float (&o)[kValues][4]) {
+  float top = fmaxf(fmaxf(fabsf(scales[0][0]), fabsf(scales[0][1])),
+                    fmaxf(fabsf(scales[1][0]), fabsf(scales[1][1])));
+  top = power_of_two_below(max_within_warp(top, 4));
+  if (top > largest) {  // for all lanes alike
+    const float rescale = largest * inverse_of_power(top);
+    largest = top;
+#pragma unroll
+    for (int n = 0; n < kValues; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[n][i] *= rescale;
+    }
+  }
+  return inverse_of_power(largest);
+}
+
+// Write what a warp has of the weighted values to its part of shared memory.
+template <typename TCache, int kWidthV>
+__device__ __forceinline__ void leave_values(float* values, const float (&o)[kWidthV / 8][4],
+                                             float scale) {
+  constexpr int kStride = kWidthV + kValuePadding;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float* row = values + (lane / 4 + h * 8) * kStride;
+#pragma unroll
+    for (int n = 0; n < kWidthV / 8; n += 2) {
+      const float first[2] = {o[n][2 * h] * scale, o[n][2 * h + 1] * scale};
+      const float second[2] = {o[n + 1][2 * h] * scale, o[n + 1][2 * h + 1] * scale};
+      if constexpr (sizeof(TCache) == 2) {
+        float2* to = reinterpret_cast<float2*>(row + n * 8 + lane % 4 * 2);
+        to[0] = make_float2(first[0], first[1]);
+        to[4] = make_float2(second[0], second[1]);
+      } else {
+        Pack<float, 4> both = {{first[0], second[0], first[1], second[1]}};
+        both.store(reinterpret_cast<char*>(row + n * 8 + lane % 4 * 4));
+      }
+    }
+  }
+}
+
+// Merge what the warps left of a row, and write it. Every lane of a warp must call it.
+template <int kWidthV>
+__device__ __forceinline__ void finish_row(const AttentionParams& p, const AttentionTile& t,
+                                           const DecodeMerge& merge, const char* values_of_warps,
+                                           int bytes_per_warp, int row, int kv_head, int split) {
+  float largest = -kInfinity;
+#pragma unroll
+  for (int w = 0; w < kDecodeWarps; ++w) largest = fmaxf(largest, merge.tops[w][row]);
+  float weights[kDecodeWarps];
+  float sum = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kDecodeWarps; ++w) {
+    // Of a warp that saw nothing, nothing: its sum is 0. That of one that saw a NaN is not.
+    const float own = merge.sums[w][row];
+    weights[w] = own != 0.0f ? exp2f(merge.tops[w][row] - largest) : 0.0f;
+    if (own != 0.0f) sum += own * weights[w];
+  }
+  const RowEnd end = end_of_row(p, t, row, kv_head, split, largest, sum);
+  const float inverse = end.divisor != 0.0f ? __fdiv_rn(1.0f, end.divisor) : 0.0f;
+  const int lane = threadIdx.x % 32;
+  for (int column = lane * 4; column < p.v.width; column += 128) {
+    Pack<float, 4> total = {};
+#pragma unroll
+    for (int w = 0; w < kDecodeWarps; ++w) {
+      Pack<float, 4> own;
+      own.load(values_of_warps + w * bytes_per_warp +
+               (row * (kWidthV + kValuePadding) + column) * 4);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (weights[w] != 0.0f) total.values[i] += own.values[i] * weights[w];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      total.values[i] = end.divisor != 0.0f ? total.values[i] * inverse : 0.0f;
+    }
+    if (end.format == 0) {
+      total.store(end.out + column * 4);
+    } else {
+      Pack<u32, 2> pairs;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float x = total.values[2 * i];
+        const float y = total.values[2 * i + 1];
+        pairs.values[i] = end.format == 1 ? pack_pair<half>(x, y) : pack_pair<bfloat16>(x, y);
+      }
+      pairs.store(end.out + column * 2);
+    }
+  }
+  if (lane == 0 && end.lse) *end.lse = end.lse_value;
+}
+
+// TCache: format of the cache, and, if it has 16 bits, of queries and, unless that is float32,
+// output; else those are of 16 bits.
+// grid: (tiles, H, num_splits), block: 128, smem: DecodeShape::kBytes
+template <typename TCache, int kWidth, int kWidthV>
+__global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kWidthV>::kBlocks)
+    attention_decode_mma(const __grid_constant__ AttentionParams p) {
+  using Shape = DecodeShape<TCache, kWidth, kWidthV>;
+  constexpr int kStages = Shape::kStages;
+  constexpr int kSteps = kWidth / 16;
+  constexpr int kPending = 2 * kStages - 1;  // copy groups that may be on their way
+  const int kv_head = blockIdx.y;
+  const int split = blockIdx.z;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  char* shared_bytes = dynamic_shared<char>();
+  char* ring = shared_bytes + warp * Shape::kRingBytes;
+  char* queries = shared_bytes + Shape::kQueryAt;
+  auto& table =
+      reinterpret_cast<DecodeTable<TCache, kStages>*>(shared_bytes + Shape::kTablesAt)[warp];
+  auto& shared = *reinterpret_cast<DecodeTile*>(shared_bytes + Shape::kTileAt);
+  AttentionTile& t = shared.tile;
+  if (threadIdx.x == 0) {
+    t = find_tile(p, blockIdx.x, kDecodeRows, kv_head == 0 && split == 0);
+    shared.range = keys_of_split(p, t, split, kTileKeys);
+  }
+  __syncthreads();  // the tile is known
+  if (t.num_rows == 0) return;
+  const i64 begin = shared.range.begin;
+  const i64 end = shared.range.end;
+  if (p.partial_out && begin == end) {  // a split without keys: only its LSE is read
+    if (threadIdx.x < t.num_rows) {
+      *end_of_row(p, t, threadIdx.x, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
+    }
+    return;
+  }
+  const int num_key_tiles = static_cast<int>((end - begin + kTileKeys - 1) / kTileKeys);
+  const int own_tiles = (num_key_tiles - warp + kDecodeWarps - 1) / kDecodeWarps;
+  const auto first_of = [&](int number) {
+    return begin + (i64{number} * kDecodeWarps + warp) * kTileKeys;
+  };
+
+  // The first tiles are on their way while queries are loaded.
+  KeyPlace places[kStages];
+#pragma unroll
+  for (int stage = 0; stage < kStages; ++stage) {
+    places[stage] = look_up(p, t, first_of(stage) + lane, end);
+  }
+#pragma unroll
+  for (int stage = 0; stage < kStages; ++stage) {
+    if (stage < own_tiles) {
+      set_rows(table, stage, p, t, places[stage]);
+      fetch_keys<TCache, kWidth>(ring + stage * Shape::kTileBytes, p, table, stage);
+    }
+    end_copy_group();
+    if (stage < own_tiles) {
+      fetch_values<TCache, kWidthV>(ring + stage * Shape::kTileBytes + Shape::kValuesAt, p, table,
+                                    stage);
+    }
+    end_copy_group();
+  }
+  KeyPlace next = {};
+  if (kStages < own_tiles) next = look_up(p, t, first_of(kStages) + lane, end);
+  load_queries<TCache, kWidth>(queries, shared, p, t, kv_head);
+  set_limits(shared, p, t);
+  __syncthreads();  // queries and limits are there
+
+  u32 query[Shape::kQueryInRegisters ? kSteps : 1][4];
+  if constexpr (Shape::kQueryInRegisters) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      load_matrices<false>(query[k], queries + chunk_offset<kWidth>(lane % 16, k * 2 + lane / 16));
+    }
+  }
+  const float k_scale = p.k_scale_cache ? 1.0f : static_scale(p.k_scale, p.k, kv_head);
+  float factors[2];  // of the scores of rows g and g + 8
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    factors[h] = shared.query_scales[lane / 4 + h * 8] * (p.score_scale * k_scale);
+  }
+
+  float largest[2] = {-kInfinity, -kInfinity};  // of rows g and g + 8: logit, base 2
+  float sum[2] = {};                            // of this lane's weights, against the largest
+  float o[kWidthV / 8][4] = {};
+  float value_scale = p.v_scale_cache ? kSmallestScale : static_scale(p.v_scale, p.v, kv_head);
+
+  int stage = 0;
+  for (int number = 0; number < own_tiles; ++number) {
+    char* keys = ring + stage * Shape::kTileBytes;
+    char* values = keys + Shape::kValuesAt;
+    const bool more = number + kStages < own_tiles;
+    wait_for_copy_groups<kPending>();
+    __syncwarp();  // keys have arrived
+    if constexpr (sizeof(TCache) == 2) {
+      if (p.rope_table) {
+        rotate_keys<TCache, kWidth, kTileKeys, 32>(p, keys, table.k[stage], table.angles[stage],
+                                                   lane);
+        __syncwarp();  // all keys are rotated
+      }
+    }
+
+    // Scores
+    float s[2][4] = {};
+    multiply_keys<TCache, kWidth>(s, keys, queries, query);
+    const u32 present = table.present[stage];
+    float v_scales[2][2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] *= factors[i / 2];
+    }
+    if (p.k_scale_cache) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[n][i] *= table.k_scales[stage][n * 8 + lane % 4 * 2 + i % 2];
+        }
+      }
+    }
+    if (p.v_scale_cache) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          v_scales[n][i] = table.v_scales[stage][n * 8 + lane % 4 * 2 + i];
+        }
+      }
+    }
+    __syncwarp();  // keys and their scales are no longer needed
+    if (more) {
+      set_rows(table, stage, p, t, next);
+      fetch_keys<TCache, kWidth>(keys, p, table, stage);
+      if (number + kStages + 1 < own_tiles) {
+        next = look_up(p, t, first_of(number + kStages + 1) + lane, end);
+      }
+    }
+    end_copy_group();
+
+    // Weights
+    if (p.soft_cap > 0.0f) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] = p.cap_scale * tanhf(s[n][i] * p.inverse_cap);
+      }
+    }
+    hide_keys(s, shared, p, t, first_of(number), present);
+    weigh(s, largest, sum, o);
+    if (p.v_scale_cache) {
+      const float inverse = raise_value_scale(v_scales, value_scale, o);
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] *= v_scales[n][i % 2] * inverse;
+      }
+    }
+
+    // Values
+    wait_for_copy_groups<kPending>();
+    __syncwarp();  // values have arrived
+    multiply_values<TCache, kWidthV>(o, s, values);
+    __syncwarp();  // values are no longer needed
+    if (more) fetch_values<TCache, kWidthV>(values, p, table, stage);
+    end_copy_group();
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  }
+
+  // Store
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float total = sum_within_warp(sum[h], 4);
+    if (lane % 4 == 0) {
+      shared.merge.tops[warp][lane / 4 + h * 8] = largest[h];
+      shared.merge.sums[warp][lane / 4 + h * 8] = total;
+    }
+  }
+  leave_values<TCache, kWidthV>(reinterpret_cast<float*>(ring), o, value_scale);
+  __syncthreads();  // the results of all warps are there
+  for (int row = warp; row < t.num_rows; row += kDecodeWarps) {
+    finish_row<kWidthV>(p, t, shared.merge, shared_bytes, Shape::kRingBytes, row, kv_head, split);
+  }
+}

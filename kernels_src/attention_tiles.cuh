@@ -1,0 +1,119 @@
+// Tiles of queries and keys in shared memory, and scores in registers: what the kernels on tensor
+// cores share.
+//
+// The 16-byte chunks of a row are permuted by its number, so that the same chunk of eight rows lies
+// in all banks.
+#pragma once
+
+#include "attention_end.cuh"
+#include "attention_rope.cuh"
+#include "mma.cuh"
+
+// Where chunk `chunk` of row `row` begins, in a tile of rows of kRowBytes.
+template <int kRowBytes>
+__device__ __forceinline__ int chunk_at(int row, int chunk) {
+  static_assert(kRowBytes % 64 == 0, "two rows are whole groups of 128 bytes");
+  const int permuted = kRowBytes % 128 == 0 ? chunk ^ (row & 7) : chunk ^ (row / 2 & 3);
+  return row * kRowBytes + permuted * 16;
+}
+
+// Likewise of kWidth elements of 16 bits.
+template <int kWidth>
+__device__ __forceinline__ int chunk_offset(int row, int chunk) {
+  return chunk_at<kWidth * 2>(row, chunk);
+}
+
+__device__ __forceinline__ const char* query_row(const AttentionParams& p, const AttentionTile& t,
+                                                 int row, int kv_head) {
+  const int packed = t.first_row + row;
+  const i64 token = t.first_token + packed / p.group;
+  const i64 head = i64{kv_head} * p.group + packed % p.group;
+  return p.query + token * p.query_token_bytes + head * p.query_head_bytes;
+}
+
+// Whether any row of the tile sees a key: with a tree mask, a key of the tile may be no row's.
+__device__ __forceinline__ bool seen_by_any(const AttentionParams& p, const AttentionTile& t,
+                                            i64 key) {
+  if (key < first_tree_key(p, t)) return true;
+  for (int row = 0; row < t.num_rows - 1; row += p.group) {
+    if (sees(p, t, row, key)) return true;
+  }
+  return sees(p, t, t.num_rows - 1, key);
+}
+
+// Rotate the keys of a tile and round them to T, as if they had been cached rotated: `thread` of
+// kThreads, which must all call it. `rows` are null, and `angles` nothing, where a key is missing.
+// Other threads see the result after a barrier.
+template <typename T, int kWidth, int kCount, int kThreads>
+__device__ __forceinline__ void rotate_keys(const AttentionParams& p, char* tile,
+                                            const char* const (&rows)[kCount],
+                                            const float* const (&angles)[kCount], int thread) {
+  const int half = p.rotary_dim / 2;
+  const int packs = half / (p.interleaved ? 4 : 8);  // of a row; one has pairs for a thread
+  const int first = p.rotary_start / 8;
+  for (int i = thread; i < kCount * packs; i += kThreads) {
+    const int row = i / packs;
+    const int pack = i - row * packs;
+    if (!rows[row]) continue;
+    const float* cosines = angles[row];
+    const float* sines = cosines + half;
+    char* near = tile + chunk_offset<kWidth>(row, first + pack);
+    if (p.interleaved) {
+      rotate_interleaved<T>(near, cosines + pack * 4, sines + pack * 4);
+    } else {
+      char* far = tile + chunk_offset<kWidth>(row, first + half / 8 + pack);
+      rotate_halves<T>(near, far, cosines + pack * 8, sines + pack * 8);
+    }
+  }
+}
+
+template <int kScores>
+__device__ __forceinline__ void to_logits(const AttentionParams& p, float (&s)[kScores][4]) {
+  if (p.soft_cap > 0.0f) {
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] = logit_of(p, s[n][i]);
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] *= p.score_scale;
+    }
+  }
+}
+
+// Turn a lane's scores into weights relative to the running maximum of rows g and g + 8, and
+// rescale the sums of weights and of weighted values where one of the warp rises. Every lane must
+// call it.
+template <int kScores, int kValues>
+__device__ __forceinline__ void weigh(float (&s)[kScores][4], float (&largest)[2], float (&sum)[2],
+                                      float (&o)[kValues][4]) {
+  float rescale[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float top = largest[h];
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) top = fmaxf(top, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
+    top = max_within_warp(top, 4);
+    const float base = top == -kInfinity ? 0.0f : top;  // nothing seen: all weights are 0
+    rescale[h] = power_of_two(largest[h] - base);
+    largest[h] = top;
+    sum[h] *= rescale[h];
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+      for (int i = 2 * h; i < 2 * h + 2; ++i) {
+        s[n][i] = power_of_two(s[n][i] - base);
+        sum[h] += s[n][i];
+      }
+    }
+  }
+  if (!__any_sync(kAllLanes, rescale[0] != 1.0f || rescale[1] != 1.0f)) return;
+#pragma unroll
+  for (int n = 0; n < kValues; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) o[n][i] *= rescale[i / 2];
+  }
+}
