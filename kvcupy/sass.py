@@ -1,0 +1,873 @@
+"""Read the machine code of a kernel: basic blocks, loops, and what a warp issues on a pass.
+
+nvdisasm prints one instruction a line. Everything here follows from that text and from the kernel's
+Params: a branch that the Params of the launch decide is followed one way only (`Code.resolve`), so
+that a call without a window, say, is not charged for one. What is left of the branches depends on
+data; of the paths through them, `Code.path` takes the one that does all of the work most cheaply.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from .errors import CompileError
+
+# --- Instructions ---------------------------------------------------------------------------------
+
+_LINE = re.compile(
+    r"^\s+/\*(?P<address>[0-9a-f]{4,})\*/\s+(?:@(?P<guard>!?U?P\w+)\s+)?"
+    r"(?P<opcode>[A-Z][\w.]*)\s*(?P<operands>[^;]*);"
+)
+_LABEL = re.compile(r"^(\S+):\s*$")
+_TARGET = re.compile(r"`\(([^)]+)\)")
+_TARGETS = re.compile(r'BRANCH_TARGETS ([^"]*)"')
+_REGISTER = re.compile(r"\b(U?R)(\d+|Z)\b")
+_PREDICATE = re.compile(r"^!?U?P(?:\d+|T)$")
+_CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
+_WIDTH = re.compile(r"\.(?:U|S)?(8|16|32|64|128|256)(?=\.|$)")
+
+_LOADS = ("LDG", "LD", "LDGSTS", "UBLKCP")
+_STORES = ("STG", "ST", "RED", "REDG")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of a listing.
+
+    Attributes
+    ----------
+    opcode : with its modifiers, `LDG.E.128`
+    guard : the predicate that it is executed under, `!P0`; empty: none
+    operands : as printed, without those that nvdisasm adds in comments
+    targets : labels that it names
+    """
+
+    address: int
+    opcode: str
+    guard: str
+    operands: tuple[str, ...]
+    targets: tuple[str, ...] = ()
+
+    @cached_property
+    def name(self) -> str:
+        """The opcode without modifiers."""
+        return self.opcode.partition(".")[0]
+
+    @cached_property
+    def modifiers(self) -> frozenset[str]:
+        return frozenset(self.opcode.split(".")[1:])
+
+    @cached_property
+    def access_bytes(self) -> int:
+        """Bytes that a lane accesses, where this is an access to memory."""
+        if self.name == "LDSM":
+            return 4 * max([int(m) for m in self.modifiers if m in ("2", "4")], default=1)
+        width = _WIDTH.search(self.opcode)
+        return int(width[1]) // 8 if width else 4
+
+    @property
+    def loads_global(self) -> bool:
+        return self.name in _LOADS
+
+    @property
+    def stores_global(self) -> bool:
+        return self.name in _STORES
+
+    @cached_property
+    def writes(self) -> frozenset[str]:
+        """The registers and predicates that it writes."""
+        return frozenset(_writes(self))
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """The registers that it reads. Predicates are left out, but for the guard."""
+        registers = set(_reads(self))
+        if self.guard:
+            registers.add(self.guard.lstrip("!"))
+        return frozenset(registers)
+
+
+def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
+    """Return the instructions of a listing, and which of them each label stands before.
+
+    Examples
+    --------
+    >>> code, labels = parse(".L_x_1:\\n  /*0010*/  @!P0 LDG.E.128 R4, [R2.64] ;")
+    >>> code[0].opcode, code[0].guard, code[0].access_bytes, labels
+    ('LDG.E.128', '!P0', 16, {'.L_x_1': 0})
+    """
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    for line in listing.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(code)
+        elif found := _LINE.match(line):
+            text = found["operands"]
+            listed = _TARGETS.search(text)
+            targets = [t.strip() for t in listed[1].split(",")] if listed else []
+            targets += _TARGET.findall(text)
+            operands = tuple([o.strip() for o in text.partition("(*")[0].split(",") if o.strip()])
+            code.append(Instruction(
+                int(found["address"], 16), found["opcode"], found["guard"] or "", operands,
+                tuple(targets),
+            ))  # fmt: skip
+    return code, labels
+
+
+def _span(register: str, count: int) -> Iterator[str]:
+    """Yield `count` neighbouring registers."""
+    kind, number = _REGISTER.match(register).groups()  # type: ignore[union-attr]
+    if number != "Z":
+        yield from (f"{kind}{int(number) + i}" for i in range(count))
+
+
+def _result_registers(one: Instruction) -> int:
+    """Return how many registers a result takes."""
+    if one.name in ("HMMA", "IMMA", "QMMA", "OMMA"):
+        return 2 if one.name == "HMMA" and "F16" in one.modifiers else 4
+    if one.name in ("LDG", "LD", "LDS", "LDC", "LDCU", "ULDC", "LDL", "ATOM", "ATOMG", "LDSM"):
+        return max(1, one.access_bytes // 4)
+    if one.name in ("DADD", "DMUL", "DFMA", "FFMA2", "FADD2", "FMUL2", "CS2R"):
+        return 1 if one.name == "CS2R" and "32" in one.modifiers else 2
+    return 2 if one.modifiers & {"WIDE", "64", "F64"} else 1
+
+
+_NO_RESULT = frozenset((*_STORES, "LDGSTS", "STS", "STSM", "STL", "UBLKCP", "BRA", "BRX", "EXIT",
+                        "BAR", "BSSY", "BSYNC", "DEPBAR", "LDGDEPBAR", "NOP", "RET", "MEMBAR"))  # fmt: skip
+
+
+def _writes(one: Instruction) -> Iterator[str]:
+    if one.name in _NO_RESULT:
+        return
+    for operand in one.operands:
+        if _PREDICATE.match(operand):
+            yield operand.lstrip("!")
+            continue
+        if _REGISTER.fullmatch(operand):
+            yield from _span(operand, _result_registers(one))
+            rest = one.operands[one.operands.index(operand) + 1 :]
+            if one.name in ("IADD3", "UIADD3", "IMAD", "LEA", "VIADD"):  # carries out
+                for other in rest:
+                    if not _PREDICATE.match(other):
+                        break
+                    yield other.lstrip("!")
+        return
+
+
+def _reads(one: Instruction) -> Iterator[str]:
+    sources: Sequence[str] = one.operands
+    if one.name not in _NO_RESULT:
+        first = next((i for i, o in enumerate(sources) if not _PREDICATE.match(o)), len(sources))
+        is_register = first < len(sources) and _REGISTER.fullmatch(sources[first])
+        sources = sources[first + bool(is_register) :]
+    for i, operand in enumerate(sources):
+        for register in _REGISTER.finditer(operand):
+            yield from _span(register[0], _source_registers(one, operand, i))
+
+
+def _source_registers(one: Instruction, operand: str, position: int) -> int:
+    if "[" in operand:
+        return 2 if ".64" in operand or "desc" in operand or "R" in operand else 1
+    if one.name in ("HMMA", "IMMA", "QMMA"):
+        return (4, 2, 4)[min(position, 2)]
+    if one.stores_global or one.name in ("STS", "STL"):
+        return max(1, one.access_bytes // 4)
+    return 2 if one.modifiers & {"WIDE", "64", "F64"} else 1
+
+
+# --- Pipes ----------------------------------------------------------------------------------------
+
+PIPES: dict[str, tuple[str, ...]] = {
+    "fma": ("FFMA", "FMUL", "FADD", "FFMA32I", "FMUL32I", "FADD32I", "FSWZADD"),
+    "fma2": ("FFMA2", "FMUL2", "FADD2"),
+    "imad": ("IMAD", "IMUL", "IDP", "XMAD"),
+    "half": ("HFMA2", "HADD2", "HMUL2", "HSET2", "HSETP2", "HMNMX2", "HADD2_32I", "HFMA2_32I"),
+    "add": ("IADD3", "IADD", "VIADD", "IMNMX", "VIMNMX", "VIADDMNMX", "IADD32I", "VIMNMX3"),
+    "alu": ("LOP3", "LOP", "SHF", "SHL", "SHR", "ISETP", "SEL", "LEA", "PRMT", "FMNMX", "FMNMX3",
+            "FSETP", "FSEL", "FSET", "FCHK", "MOV", "PLOP3", "IABS", "ISCADD", "BMSK", "SGXT",
+            "F2FP", "I2FP", "I2IP", "CS2R", "P2R", "R2P", "MOV32I", "BFE", "BFI", "LOP32I", "PSETP",
+            "VOTE", "VABSDIFF", "FCMP", "ICMP"),
+    "xu": ("MUFU", "F2F", "F2I", "I2F", "I2I", "FRND", "POPC", "FLO", "BREV"),
+    "fp64": ("DADD", "DMUL", "DFMA", "DSETP", "DMNMX"),
+    "tensor": ("HMMA", "IMMA", "QMMA", "OMMA", "BMMA", "DMMA"),
+    "global": (*_LOADS, *_STORES, "ATOM", "ATOMG"),
+    "shared": ("LDS", "STS", "LDSM", "STSM", "ATOMS", "LDL", "STL"),
+    "shuffle": ("SHFL", "MOVM"),
+    "uniform": (),
+    "control": (),
+}  # fmt: skip
+"""Opcodes by the unit that executes them. Uniform ones start with U, or are known by a prefix, and
+what stands nowhere is control, which takes an issue slot and nothing else."""
+
+_PIPE_OF = {name: pipe for pipe, names in PIPES.items() for name in names}
+
+PRODUCTS = re.compile(r"\.(16|8)(8|16)(4|8|16|32|64|128)(?=\.|$)")
+"""Shape of a tensor core's product in its opcode: `HMMA.16816.F32` is m16n8k16."""
+
+
+def pipe_of(one: Instruction) -> str:
+    """Return the pipe that executes an instruction.
+
+    >>> [pipe_of(parse(f"  /*0000*/ {text} ;")[0][0]) for text in ("FFMA R1, R2, R3, R4", "BRA 0")]
+    ['fma', 'control']
+    """
+    pipe = _PIPE_OF.get(one.name)
+    if pipe is not None:
+        return pipe
+    return "uniform" if one.name.startswith("U") or one.name in ("R2UR", "S2UR") else "control"
+
+
+def products_of(one: Instruction) -> int:
+    """Return the multiply-adds of a tensor core's instruction."""
+    shape = PRODUCTS.search(one.opcode)
+    if pipe_of(one) != "tensor" or shape is None:
+        return 0
+    m, n, k = map(int, shape.groups())
+    return m * n * k
+
+
+# --- Constants that the launch fixes --------------------------------------------------------------
+
+_MASK = 0xFFFFFFFF
+Values = dict[str, int]  # registers and predicates whose value is known
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value & 0x80000000 else value
+
+
+def _float(value: int) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", value & _MASK))[0])
+
+
+class _Machine:
+    """Executes what is known: moves, integer arithmetic, comparisons.
+
+    Parameters
+    ----------
+    constants : of bank 0, by byte offset
+    """
+
+    def __init__(self, constants: bytes, start: int) -> None:
+        self._constants, self._start = constants, start
+
+    def run(self, block: Iterable[Instruction], values: Values) -> Values:
+        values = dict(values)
+        for one in block:
+            guard = self.truth(one.guard, values) if one.guard else True
+            if guard is False:
+                continue
+            before = {name: values.get(name) for name in one.writes}
+            for name in one.writes:
+                values.pop(name, None)
+            results = self._results(one, {**values, **{n: v for n, v in before.items() if v is not None}})
+            for name, value in results.items():
+                if name in one.writes and (guard or before.get(name) == value):
+                    values[name] = value
+        return values
+
+    def truth(self, predicate: str, values: Values) -> bool | None:
+        """Return what a predicate is, None if that is not known."""
+        negated, name = predicate.startswith("!"), predicate.lstrip("!")
+        value = 1 if name in ("PT", "UPT") else values.get(name)
+        return None if value is None else bool(value) != negated
+
+    def _word(self, operand: str, values: Values) -> int | None:
+        text = operand.replace(".reuse", "")
+        negative, inverted = text.startswith("-"), text.startswith("~")
+        text = text.lstrip("-~")
+        value: int | None = None
+        if constant := _CONSTANT.fullmatch(text):
+            value = self._constant(int(constant[1], 16))
+        elif register := _REGISTER.fullmatch(text):
+            value = 0 if register[2] == "Z" else values.get(text)
+        elif re.fullmatch(r"0x[0-9a-f]+", text):
+            value = int(text, 16)
+        elif re.fullmatch(r"\d+", text):
+            value = int(text)
+        if value is None:
+            return None
+        return (-value if negative else ~value if inverted else value) & _MASK
+
+    def _constant(self, offset: int) -> int | None:
+        at = offset - self._start
+        if at < 0 or at + 4 > len(self._constants):
+            return None
+        return int.from_bytes(self._constants[at : at + 4], "little")
+
+    def _results(self, one: Instruction, values: Values) -> Values:
+        """Return what an instruction writes, as far as that is known."""
+        operands = one.operands
+        destinations = [o for o in operands if _REGISTER.fullmatch(o)]
+        if one.name in ("ISETP", "UISETP", "FSETP"):
+            return self._compare(one, values)
+        if one.name in ("PLOP3", "UPLOP3"):
+            return self._combine(one, values)
+        if not destinations:
+            return {}
+        target = destinations[0]
+        at = operands.index(target)
+        sources = operands[at + 1 :]
+        if one.name in ("LDC", "LDCU", "ULDC"):
+            found = _CONSTANT.fullmatch(sources[0]) if sources else None
+            if found is None or one.modifiers & {"U8", "S8", "U16", "S16"}:
+                return {}
+            loaded = {}
+            for i, register in enumerate(_span(target, _result_registers(one))):
+                word = self._constant(int(found[1], 16) + 4 * i)
+                if word is not None:
+                    loaded[register] = word
+            return loaded
+        if one.name == "CS2R":
+            zero = sources == ("SRZ",)
+            return dict.fromkeys(_span(target, _result_registers(one)), 0) if zero else {}
+        if one.name == "HFMA2" and sources[-2:] == ("0", "0") and "RZ" in sources[1]:
+            return {target: 0}
+        plain = [o for o in sources if not _PREDICATE.match(o)]
+        carries = len(plain) != len(sources) or "X" in one.modifiers
+        words = [self._word(o, values) for o in plain]
+        value = self._value(one, words, [o for o in sources if _PREDICATE.match(o)], carries, values)
+        return {} if value is None else {target: value & _MASK}
+
+    def _value(
+        self, one: Instruction, words: list[int | None], predicates: list[str], carries: bool,
+        values: Values,
+    ) -> int | None:  # fmt: skip
+        name = one.name.removeprefix("U") if one.name.startswith("U") else one.name
+        if name == "SEL" and len(words) == 2 and predicates:
+            truth = self.truth(predicates[-1], values)
+            return None if truth is None else words[0 if truth else 1]
+        if any(word is None for word in words):
+            return None
+        known = [word for word in words if word is not None]
+        if name in ("MOV", "R2UR", "MOV32I"):
+            return known[0] if known else None
+        if name in ("IADD3", "VIADD", "IADD") and "X" not in one.modifiers:
+            return sum(known)
+        if name == "IMAD" and len(known) == 3 and not carries:
+            if one.modifiers & {"WIDE", "HI", "X"}:
+                return None
+            return known[0] * known[1] + known[2]
+        if name == "SHF" and len(known) == 3 and not one.modifiers & {"U64", "S64", "W"}:
+            low, shift, high = known
+            if "L" in one.modifiers and "HI" not in one.modifiers and high == 0:
+                return low << min(shift, 32)
+            if {"R", "HI"} <= one.modifiers and low == 0:
+                number = _signed(high) if "S32" in one.modifiers else high
+                return number >> min(shift, 32)
+            return None
+        if name == "LOP3" and len(known) == 4:
+            a, b, c, table = known
+            return _lookup(a, b, c, table)
+        if name == "IABS" and known:
+            return abs(_signed(known[0]))
+        return None
+
+    def _compare(self, one: Instruction, values: Values) -> Values:
+        operands = one.operands
+        if len(operands) < 5:
+            return {}
+        first, second, a, b, other = operands[:5]
+        truth = self._compared(one, a, b, operands[5] if len(operands) > 5 else "PT", values)
+        with_other = self.truth(other, values)
+        results: Values = {}
+        for target, outcome in ((first, truth), (second, None if truth is None else not truth)):
+            if target in ("PT", "UPT"):
+                continue
+            joined = _join(outcome, with_other, "OR" in one.modifiers)
+            if joined is not None and not "XOR" in one.modifiers:
+                results[target] = int(joined)
+        return results
+
+    def _compared(
+        self, one: Instruction, a: str, b: str, low: str, values: Values
+    ) -> bool | None:
+        comparison = next((m for m in ("EQ", "NE", "LT", "LE", "GT", "GE") if m in one.modifiers), "")
+        x, y = self._word(a, values), self._word(b, values)
+        if one.name == "FSETP" and "|" in a + b:
+            return None
+        if x is None or y is None or not comparison:
+            return None
+        if one.name == "FSETP":
+            return _ordered(comparison, _float(x), _float(y))
+        if "U32" not in one.modifiers:
+            x, y = _signed(x), _signed(y)
+        if "EX" in one.modifiers and x == y:
+            return self.truth(low, values)
+        return _ordered(comparison, x, y)
+
+    def _combine(self, one: Instruction, values: Values) -> Values:
+        operands = one.operands
+        if len(operands) < 7:
+            return {}
+        inputs = [self.truth(o, values) for o in operands[2:5]]
+        results: Values = {}
+        for target, table in ((operands[0], operands[5]), (operands[1], operands[6])):
+            if target in ("PT", "UPT") or not re.fullmatch(r"0x[0-9a-f]+", table):
+                continue
+            cases = [[x] if x is not None else [False, True] for x in inputs]
+            outcomes = {
+                int(table, 16) >> (4 * a + 2 * b + c) & 1
+                for a in cases[0] for b in cases[1] for c in cases[2]
+            }  # fmt: skip
+            if len(outcomes) == 1:
+                results[target] = outcomes.pop()
+        return results
+
+
+def _lookup(a: int, b: int, c: int, table: int) -> int:
+    """Return LOP3: bit by bit, what stands in the table at (a, b, c)."""
+    result = 0
+    for i in range(8):
+        if table >> i & 1:
+            part = a if i & 4 else ~a
+            part &= b if i & 2 else ~b
+            result |= part & (c if i & 1 else ~c)
+    return result & _MASK
+
+
+def _ordered(comparison: str, x: float, y: float) -> bool:
+    return {
+        "EQ": x == y, "NE": x != y, "LT": x < y, "LE": x <= y, "GT": x > y, "GE": x >= y,
+    }[comparison]  # fmt: skip
+
+
+def _join(a: bool | None, b: bool | None, either: bool) -> bool | None:
+    if either:
+        return True if a or b else None if a is None or b is None else False
+    return False if a is False or b is False else None if a is None or b is None else True
+
+
+def _common(a: Values, b: Values) -> Values:
+    return {name: value for name, value in a.items() if b.get(name) == value}
+
+
+# --- Control flow ---------------------------------------------------------------------------------
+
+_MAX_TRIPS = 64
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A natural loop.
+
+    Attributes
+    ----------
+    header : the block that every pass begins with
+    latches : blocks that go back to it
+    blocks : all of them
+    trips : passes that the Params decide, None where they do not
+    """
+
+    header: int
+    latches: frozenset[int]
+    blocks: frozenset[int]
+    trips: int | None = None
+
+
+@dataclass(frozen=True)
+class Path:
+    """What a warp issues on one way through a loop or a kernel.
+
+    Attributes
+    ----------
+    code : instructions in order; an inner loop's as often as it is passed
+    inactive : addresses of those whose guard is known to be false: they are issued, and no more
+    uncounted : inner loops whose number of passes is not known, counted once
+    """
+
+    code: tuple[Instruction, ...]
+    inactive: frozenset[int] = frozenset()
+    uncounted: int = 0
+
+    def active(self) -> Iterator[Instruction]:
+        return (one for one in self.code if one.address not in self.inactive)
+
+    def bytes_loaded(self, word_bytes: int) -> int:
+        """Bytes that a lane loads from global memory in words of at least `word_bytes`."""
+        return sum([i.access_bytes for i in self.active()
+                    if i.loads_global and i.access_bytes >= word_bytes])  # fmt: skip
+
+    def bytes_stored(self, word_bytes: int) -> int:
+        """Bytes that a lane stores to global memory in words of at least `word_bytes`."""
+        return sum([i.access_bytes for i in self.active()
+                    if i.stores_global and i.access_bytes >= word_bytes])  # fmt: skip
+
+
+_Value = tuple[tuple[int, ...], tuple[int, ...], Path]
+
+
+@dataclass
+class Code:
+    """The control flow of one kernel.
+
+    Attributes
+    ----------
+    code, labels : as `parse` returns them
+    starts : the first instruction of each block, in order
+    edges : successors by block, those that the Params exclude left out
+    """
+
+    code: list[Instruction]
+    labels: dict[str, int]
+    starts: list[int] = field(default_factory=list)
+    edges: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    _callees: dict[int, str] = field(default_factory=dict)
+    _inactive: set[int] = field(default_factory=set)
+    _trips: dict[int, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(listing: str, params: bytes = b"", params_start: int = 0) -> Code:
+        """Read a listing of one kernel.
+
+        Parameters
+        ----------
+        params, params_start : the kernel's argument, and where it lies in constant bank 0. Without
+            them no branch is decided
+        """
+        result = Code(*parse(listing))
+        if not result.code:
+            raise CompileError("no instructions in the listing", listing[:1000])
+        result._divide()
+        result._resolve(_Machine(params, params_start))
+        return result
+
+    def block(self, number: int) -> list[Instruction]:
+        ends = [*self.starts[1:], len(self.code)]
+        return self.code[self.starts[number] : ends[number]]
+
+    def _divide(self) -> None:
+        starts = {0, *(i for i in self.labels.values() if i < len(self.code))}
+        for i, one in enumerate(self.code):
+            if one.name in _ENDS and i + 1 < len(self.code):
+                starts.add(i + 1)
+        self.starts = sorted(starts)
+        self._block_at = {start: number for number, start in enumerate(self.starts)}
+
+    def _successors(self, number: int, values: Values, machine: _Machine) -> tuple[int, ...]:
+        last = self.block(number)[-1]
+        following = (number + 1,) if number + 1 < len(self.starts) else ()
+        if last.name not in _ENDS or last.name == "CALL":
+            return following
+        taken = machine.truth(last.guard, values) if last.guard else True
+        for operand in last.operands:
+            if _PREDICATE.match(operand):
+                taken = _join(taken, machine.truth(operand, values), either=False)
+        if "DIV" in last.modifiers:  # warps are taken to be converged
+            taken = False
+        away = () if last.name != "BRA" and last.name != "BRX" and last.name != "JMP" else tuple(
+            [self._block_at[self.labels[t]] for t in last.targets if t in self.labels]
+        )
+        if taken is None:
+            return tuple(dict.fromkeys((*away, *following)))
+        return away if taken else following
+
+    def _resolve(self, machine: _Machine) -> None:
+        """Find the blocks that can be reached, with what is known at their beginning."""
+        known: dict[int, Values] = {0: {}}
+        leaving: dict[tuple[int, int], Values] = {}
+        waiting = [0]
+        while waiting:
+            number = waiting.pop()
+            values = machine.run(self.block(number), known[number])
+            self.edges[number] = self._successors(number, values, machine)
+            for target in self.edges[number]:
+                leaving[number, target] = values
+                merged = values if target not in known else _common(known[target], values)
+                if target not in known or merged != known[target]:
+                    known[target] = merged
+                    waiting.append(target)
+        for number in self.edges:
+            values = known[number]
+            for one in self.block(number):
+                if one.guard and machine.truth(one.guard, values) is False:
+                    self._inactive.add(one.address)
+                values = machine.run([one], values)
+        for loop in self.loops():
+            entering = [v for (a, b), v in leaving.items() if b == loop.header and a not in loop.blocks]
+            if entering:
+                values = entering[0]
+                for more in entering[1:]:
+                    values = _common(values, more)
+                trips = self._count_trips(loop, values, machine)
+                if trips is not None:
+                    self._trips[loop.header] = trips
+
+    def _count_trips(self, loop: Loop, values: Values, machine: _Machine) -> int | None:
+        """Return how often a loop is passed where its branches are decided, else None."""
+        trips, number = 0, loop.header
+        for _ in range(_MAX_TRIPS * len(loop.blocks)):
+            values = machine.run(self.block(number), values)
+            targets = self._successors(number, values, machine)
+            if len(targets) != 1:
+                return None
+            number = targets[0]
+            trips += number == loop.header
+            if number not in loop.blocks:
+                return trips + 1
+        return None
+
+    # Loops
+
+    @cached_property
+    def predecessors(self) -> dict[int, set[int]]:
+        before: dict[int, set[int]] = {number: set() for number in self.edges}
+        for number, targets in self.edges.items():
+            for target in targets:
+                before[target].add(number)
+        return before
+
+    @cached_property
+    def order(self) -> list[int]:
+        """The reachable blocks, each before those that follow it but for back edges."""
+        order: list[int] = []
+        seen = {0}
+        stack = [(0, iter(self.edges[0]))]
+        while stack:
+            number, targets = stack[-1]
+            target = next((t for t in targets if t not in seen), None)
+            if target is None:
+                order.append(number)
+                stack.pop()
+            else:
+                seen.add(target)
+                stack.append((target, iter(self.edges[target])))
+        return order[::-1]
+
+    @cached_property
+    def dominators(self) -> dict[int, set[int]]:
+        """By block, those that every way to it passes, itself included."""
+        every = set(self.order)
+        dominators = {number: set(every) for number in self.order}
+        dominators[0] = {0}
+        changed = True
+        while changed:
+            changed = False
+            for number in self.order[1:]:
+                sets = [dominators[p] for p in self.predecessors[number] if p in every]
+                now = set.intersection(*sets) | {number} if sets else {number}
+                if now != dominators[number]:
+                    dominators[number], changed = now, True
+        return dominators
+
+    def loops(self) -> list[Loop]:
+        """Return the natural loops, inner ones before those around them."""
+        latches: dict[int, set[int]] = {}
+        for number in self.order:
+            for target in self.edges[number]:
+                if target in self.dominators[number]:
+                    latches.setdefault(target, set()).add(number)
+        loops = []
+        for header, sources in latches.items():
+            blocks, waiting = {header}, list(sources)
+            while waiting:
+                number = waiting.pop()
+                if number not in blocks:
+                    blocks.add(number)
+                    waiting += self.predecessors[number]
+            loops.append(Loop(header, frozenset(sources), frozenset(blocks),
+                              self._trips.get(header)))  # fmt: skip
+        return sorted(loops, key=lambda loop: len(loop.blocks))
+
+    # Paths
+
+    def path(
+        self, loop: Loop | None, word_bytes: int, *, dearest: bool = False
+    ) -> Path | None:
+        """Return the way through a loop, or the whole kernel for None, that does all of the work.
+
+        Of all ways, those count that move most bytes in words of at least `word_bytes`; of those,
+        the ones with most products and multiply-adds; and of those, the one with the fewest
+        instructions, or the most for `dearest`. An inner loop is passed as often as the Params say,
+        once where they do not.
+        """
+        inside = frozenset(self.order) if loop is None else loop.blocks
+        inner = [one for one in self.loops() if loop is None or one.blocks < loop.blocks]
+        whole: dict[int, Loop] = {}  # by block, the largest inner loop around it
+        for one in inner:
+            whole.update(dict.fromkeys(one.blocks, one))
+        best: dict[int, _Value] = {}
+        header = 0 if loop is None else loop.header
+        result: _Value | None = None
+        for number in self.order:
+            if number not in inside:
+                continue
+            around = whole.get(number)
+            if around is not None and number != around.header:
+                continue
+            own = self._own(number, around, word_bytes, dearest)
+            if own is None:
+                continue
+            sources = [
+                p for p in self.predecessors[number]
+                if p in inside and (around is None or p not in around.blocks)
+            ]  # fmt: skip
+            if number == header:
+                value: _Value | None = own
+            else:
+                ways = [best[whole[p].header if p in whole else p] for p in sources
+                        if (whole[p].header if p in whole else p) in best]  # fmt: skip
+                before = max(ways, key=lambda v: v[:2], default=None)
+                value = None if before is None else _followed(before, own)
+            if value is None:
+                continue
+            best[number] = value
+            ends = (
+                self.block(number)[-1].name == "EXIT" and not around
+                if loop is None
+                else bool(loop.latches & (around.blocks if around else {number}))
+            )
+            if ends and (result is None or value[:2] > result[:2]):
+                result = value
+        return None if result is None else result[2]
+
+    def _own(
+        self, number: int, around: Loop | None, word_bytes: int, dearest: bool
+    ) -> _Value | None:
+        if around is None:
+            path = Path(tuple(self._with_callee(number)), frozenset(self._inactive))
+        else:
+            once = self.path(around, word_bytes, dearest=dearest)
+            if once is None:
+                return None
+            trips = around.trips or 1
+            uncounted = once.uncounted + (around.trips is None)
+            path = replace(once, code=once.code * trips, uncounted=uncounted)
+        multiply_adds = sum(one.name in ("FFMA", "FFMA2", "HFMA2") for one in path.active())
+        work = (
+            path.bytes_loaded(word_bytes) + path.bytes_stored(word_bytes),
+            sum(products_of(one) for one in path.active()), multiply_adds,
+        )  # fmt: skip
+        length = len(path.code)
+        return ((work[0],) if dearest else work), ((length if dearest else -length),), path
+
+    def _with_callee(self, number: int) -> Iterator[Instruction]:
+        """Yield a block's instructions, and the fewest of a function that it calls."""
+        block = self.block(number)
+        yield from block
+        if block[-1].name == "CALL" and block[-1].targets and block[-1].targets[0] in self.labels:
+            yield from self._shortest_call(self._block_at[self.labels[block[-1].targets[0]]])
+
+    def _shortest_call(self, entry: int) -> list[Instruction]:
+        """Return the fewest instructions from a function's entry to its return."""
+        free = _Machine(b"", 0)
+        best: dict[int, list[Instruction]] = {entry: self.block(entry)}
+        waiting = [entry]
+        returned: list[Instruction] = []
+        while waiting:
+            number = waiting.pop()
+            way = best[number]
+            if self.block(number)[-1].name == "RET":
+                if not returned or len(way) < len(returned):
+                    returned = way
+                continue
+            for target in self._successors(number, {}, free):
+                longer = way + self.block(target)
+                if target not in best or len(longer) < len(best[target]):
+                    best[target] = longer
+                    waiting.append(target)
+        return returned
+
+
+_ENDS = frozenset(("BRA", "BRX", "JMP", "JMX", "EXIT", "RET", "CALL", "KILL"))
+
+
+def _followed(before: _Value, own: _Value) -> _Value:
+    work = tuple([a + b for a, b in zip(before[0], own[0], strict=True)])
+    cost = (before[1][0] + own[1][0],)
+    path = replace(
+        before[2], code=before[2].code + own[2].code,
+        uncounted=before[2].uncounted + own[2].uncounted,
+    )  # fmt: skip
+    return work, cost, path
+
+
+# --- What the cubin says beside its code ----------------------------------------------------------
+
+_PARAM_CBANK, _REGISTER_COUNT = 0x0A, 0x2F  # attributes of .nv.info sections
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a kernel takes of a multiprocessor.
+
+    Attributes
+    ----------
+    registers : per thread
+    static_bytes : of shared memory per block, that the launch does not ask for
+    params_start : where its argument lies in constant bank 0
+    """
+
+    registers: int
+    static_bytes: int
+    params_start: int
+
+
+def resources(cubin: bytes, name: str) -> Resources:
+    """Return what the cubin says of a kernel; CompileError if it does not have it."""
+    sections = dict(_sections(cubin))
+    names = _symbols(sections)
+    registers, params_start = 0, 0
+    if f".text.{name}" not in sections:
+        raise CompileError(f"the cubin has no kernel {name}", "")
+    for code, payload in _attributes(sections.get(".nv.info", b"")):
+        if code == _REGISTER_COUNT:
+            symbol, count = struct.unpack_from("<II", payload)
+            if names.get(symbol) == name:
+                registers = count
+    for code, payload in _attributes(sections.get(f".nv.info.{name}", b"")):
+        if code == _PARAM_CBANK:
+            params_start = struct.unpack_from("<IHH", payload)[1]
+    static = _section_sizes(cubin).get(f".nv.shared.{name}", 0)
+    return Resources(registers, static, params_start)
+
+
+def _headers(cubin: bytes) -> Iterator[tuple[str, int, int, int]]:
+    """Yield name, type, offset and size of the sections of a 64-bit little-endian ELF file."""
+    if cubin[:6] != b"\x7fELF\x02\x01":
+        raise CompileError("not a cubin", repr(cubin[:16]))
+    (start,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names_at = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, start + i * size) for i in range(count)]
+    names = headers[names_at][4]
+    for name, kind, _, _, offset, length in headers:
+        end = cubin.index(b"\0", names + name)
+        yield cubin[names + name : end].decode(), kind, offset, length
+
+
+def _sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
+    nothing = 8  # SHT_NOBITS
+    for name, kind, offset, length in _headers(cubin):
+        yield name, b"" if kind == nothing else cubin[offset : offset + length]
+
+
+def _section_sizes(cubin: bytes) -> dict[str, int]:
+    return {name: length for name, _, _, length in _headers(cubin)}
+
+
+def _symbols(sections: Mapping[str, bytes]) -> dict[int, str]:
+    table, strings = sections.get(".symtab", b""), sections.get(".strtab", b"")
+    names = {}
+    for i in range(len(table) // 24):
+        (at,) = struct.unpack_from("<I", table, i * 24)
+        names[i] = strings[at : strings.index(b"\0", at)].decode()
+    return names
+
+
+def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield code and payload of the attributes in a .nv.info section."""
+    has_payload = 4
+    at = 0
+    while at + 4 <= len(info):
+        form, code, size = struct.unpack_from("<BBH", info, at)
+        at += 4
+        if form == has_payload:
+            yield code, info[at : at + size]
+            at += size
+
+
+Weigh = Callable[[Instruction], float]
