@@ -8,6 +8,7 @@ data; of the paths through them, `Code.path` takes the one that does all of the 
 
 from __future__ import annotations
 
+import operator
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ _TARGET = re.compile(r"`\(([^)]+)\)")
 _TARGETS = re.compile(r'BRANCH_TARGETS ([^"]*)"')
 _REGISTER = re.compile(r"\b(U?R)(\d+|Z)\b")
 _PREDICATE = re.compile(r"^!?U?P(?:\d+|T)$")
+_FLOAT = re.compile(r"INF|\d+(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
 _CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
 _WIDTH = re.compile(r"\.(?:U|S)?(8|16|32|64|128|256)(?=\.|$)")
 
@@ -81,6 +83,12 @@ class Instruction:
     def writes(self) -> frozenset[str]:
         """The registers and predicates that it writes."""
         return frozenset(_writes(self))
+
+    @cached_property
+    def mentions(self) -> frozenset[str]:
+        """All registers and predicates that stand in it, the guard included."""
+        names = {m[0] for o in self.operands for m in re.finditer(r"\bU?[RP]\d+\b", o)}
+        return frozenset(names | ({self.guard.lstrip("!")} if self.guard else set()))
 
     @cached_property
     def reads(self) -> frozenset[str]:
@@ -276,21 +284,23 @@ class _Machine:
         value = 1 if name in ("PT", "UPT") else values.get(name)
         return None if value is None else bool(value) != negated
 
-    def _word(self, operand: str, values: Values) -> int | None:
+    def _word(self, operand: str, values: Values, *, is_float: bool = False) -> int | None:
         text = operand.replace(".reuse", "")
         negative, inverted = text.startswith("-"), text.startswith("~")
-        text = text.lstrip("-~")
+        text = text.lstrip("-+~")
         value: int | None = None
         if constant := _CONSTANT.fullmatch(text):
             value = self._constant(int(constant[1], 16))
         elif register := _REGISTER.fullmatch(text):
             value = 0 if register[2] == "Z" else values.get(text)
-        elif re.fullmatch(r"0x[0-9a-f]+", text):
-            value = int(text, 16)
-        elif re.fullmatch(r"\d+", text):
-            value = int(text)
+        elif is_float and _FLOAT.fullmatch(text):
+            value = int.from_bytes(struct.pack("<f", float(text.lower())), "little")
+        elif re.fullmatch(r"0x[0-9a-f]+|\d+", text):
+            value = int(text, 0)
         if value is None:
             return None
+        if is_float:
+            return value ^ (1 << 31 if negative else 0)
         return (-value if negative else ~value if inverted else value) & _MASK
 
     def _constant(self, offset: int) -> int | None:
@@ -329,7 +339,7 @@ class _Machine:
             return {target: 0}
         plain = [o for o in sources if not _PREDICATE.match(o)]
         carries = len(plain) != len(sources) or "X" in one.modifiers
-        words = [self._word(o, values) for o in plain]
+        words = [self._word(o, values, is_float=one.name == "FSEL") for o in plain]
         value = self._value(one, words, [o for o in sources if _PREDICATE.match(o)], carries, values)
         return {} if value is None else {target: value & _MASK}
 
@@ -338,7 +348,7 @@ class _Machine:
         values: Values,
     ) -> int | None:  # fmt: skip
         name = one.name.removeprefix("U") if one.name.startswith("U") else one.name
-        if name == "SEL" and len(words) == 2 and predicates:
+        if name in ("SEL", "FSEL") and len(words) == 2 and predicates:
             truth = self.truth(predicates[-1], values)
             return None if truth is None else words[0 if truth else 1]
         if any(word is None for word in words):
@@ -386,19 +396,21 @@ class _Machine:
     def _compared(
         self, one: Instruction, a: str, b: str, low: str, values: Values
     ) -> bool | None:
-        comparison = next((m for m in ("EQ", "NE", "LT", "LE", "GT", "GE") if m in one.modifiers), "")
-        x, y = self._word(a, values), self._word(b, values)
-        if one.name == "FSETP" and "|" in a + b:
+        is_float = one.name == "FSETP"
+        comparison = next((m for m in one.opcode.split(".") if m[:2] in _COMPARISONS), "")
+        x, y = (self._word(o, values, is_float=is_float) for o in (a, b))
+        if x is None or y is None or not comparison or "|" in a + b:
             return None
-        if x is None or y is None or not comparison:
-            return None
-        if one.name == "FSETP":
-            return _ordered(comparison, _float(x), _float(y))
+        if is_float:
+            u, v = _float(x), _float(y)
+            if u != u or v != v:
+                return comparison in ("NE", "NEU") or comparison.endswith("U")
+            return _COMPARISONS[comparison[:2]](u, v)
         if "U32" not in one.modifiers:
             x, y = _signed(x), _signed(y)
         if "EX" in one.modifiers and x == y:
             return self.truth(low, values)
-        return _ordered(comparison, x, y)
+        return _COMPARISONS[comparison](x, y)
 
     def _combine(self, one: Instruction, values: Values) -> Values:
         operands = one.operands
@@ -430,10 +442,10 @@ def _lookup(a: int, b: int, c: int, table: int) -> int:
     return result & _MASK
 
 
-def _ordered(comparison: str, x: float, y: float) -> bool:
-    return {
-        "EQ": x == y, "NE": x != y, "LT": x < y, "LE": x <= y, "GT": x > y, "GE": x >= y,
-    }[comparison]  # fmt: skip
+_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    "EQ": operator.eq, "NE": operator.ne, "LT": operator.lt, "LE": operator.le, "GT": operator.gt,
+    "GE": operator.ge,
+}  # fmt: skip
 
 
 def _join(a: bool | None, b: bool | None, either: bool) -> bool | None:
@@ -498,7 +510,30 @@ class Path:
                     if i.stores_global and i.access_bytes >= word_bytes])  # fmt: skip
 
 
-_Value = tuple[tuple[int, ...], tuple[int, ...], Path]
+_Work = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A block of a region, or an inner loop of it as one node.
+
+    Attributes
+    ----------
+    header : its number
+    inner : the loop, None for a block
+    path : what is issued on a visit
+    work : of a visit, to be maximal; `cost` among equal ways, to be minimal
+    before : nodes that it may follow
+    ends : whether a pass may end behind it
+    """
+
+    header: int
+    inner: Loop | None
+    path: Path
+    work: _Work
+    cost: int
+    before: tuple[int, ...]
+    ends: bool
 
 
 @dataclass
@@ -516,7 +551,7 @@ class Code:
     labels: dict[str, int]
     starts: list[int] = field(default_factory=list)
     edges: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _callees: dict[int, str] = field(default_factory=dict)
+    _known: dict[int, Values] = field(default_factory=dict)
     _inactive: set[int] = field(default_factory=set)
     _trips: dict[int, int] = field(default_factory=dict)
 
@@ -533,7 +568,8 @@ class Code:
         if not result.code:
             raise CompileError("no instructions in the listing", listing[:1000])
         result._divide()
-        result._resolve(_Machine(params, params_start))
+        result._machine = _Machine(params, params_start)
+        result._resolve(result._machine)
         return result
 
     def block(self, number: int) -> list[Instruction]:
@@ -568,7 +604,8 @@ class Code:
 
     def _resolve(self, machine: _Machine) -> None:
         """Find the blocks that can be reached, with what is known at their beginning."""
-        known: dict[int, Values] = {0: {}}
+        known = self._known
+        known[0] = {}
         leaving: dict[tuple[int, int], Values] = {}
         waiting = [0]
         while waiting:
@@ -675,75 +712,136 @@ class Code:
 
     # Paths
 
-    def path(
-        self, loop: Loop | None, word_bytes: int, *, dearest: bool = False
-    ) -> Path | None:
+    def path(self, loop: Loop | None, word_bytes: int, *, dearest: bool = False) -> Path | None:
         """Return the way through a loop, or the whole kernel for None, that does all of the work.
 
         Of all ways, those count that move most bytes in words of at least `word_bytes`; of those,
         the ones with most products and multiply-adds; and of those, the one with the fewest
-        instructions, or the most for `dearest`. An inner loop is passed as often as the Params say,
-        once where they do not.
-        """
-        inside = frozenset(self.order) if loop is None else loop.blocks
-        inner = [one for one in self.loops() if loop is None or one.blocks < loop.blocks]
-        whole: dict[int, Loop] = {}  # by block, the largest inner loop around it
-        for one in inner:
-            whole.update(dict.fromkeys(one.blocks, one))
-        best: dict[int, _Value] = {}
-        header = 0 if loop is None else loop.header
-        result: _Value | None = None
-        for number in self.order:
-            if number not in inside:
-                continue
-            around = whole.get(number)
-            if around is not None and number != around.header:
-                continue
-            own = self._own(number, around, word_bytes, dearest)
-            if own is None:
-                continue
-            sources = [
-                p for p in self.predecessors[number]
-                if p in inside and (around is None or p not in around.blocks)
-            ]  # fmt: skip
-            if number == header:
-                value: _Value | None = own
-            else:
-                ways = [best[whole[p].header if p in whole else p] for p in sources
-                        if (whole[p].header if p in whole else p) in best]  # fmt: skip
-                before = max(ways, key=lambda v: v[:2], default=None)
-                value = None if before is None else _followed(before, own)
-            if value is None:
-                continue
-            best[number] = value
-            ends = (
-                self.block(number)[-1].name == "EXIT" and not around
-                if loop is None
-                else bool(loop.latches & (around.blocks if around else {number}))
-            )
-            if ends and (result is None or value[:2] > result[:2]):
-                result = value
-        return None if result is None else result[2]
+        instructions. For `dearest`, the one with the most that moves as much, and neither calls a
+        function nor updates memory atomically (as reports of faults do). An inner loop is passed as
+        often as the Params say, once where they do not.
 
-    def _own(
-        self, number: int, around: Loop | None, word_bytes: int, dearest: bool
-    ) -> _Value | None:
-        if around is None:
-            path = Path(tuple(self._with_callee(number)), frozenset(self._inactive))
-        else:
-            once = self.path(around, word_bytes, dearest=dearest)
-            if once is None:
-                return None
-            trips = around.trips or 1
-            uncounted = once.uncounted + (around.trips is None)
-            path = replace(once, code=once.code * trips, uncounted=uncounted)
-        multiply_adds = sum(one.name in ("FFMA", "FFMA2", "HFMA2") for one in path.active())
-        work = (
-            path.bytes_loaded(word_bytes) + path.bytes_stored(word_bytes),
-            sum(products_of(one) for one in path.active()), multiply_adds,
+        Ways that cannot be taken, or whose work is predicated off, are left out where constants
+        show it: one that sets a score to minus infinity because its key is masked, say.
+        """
+        region = _Region(self._nodes(loop, word_bytes, dearest))
+        if dearest:
+            region.exclude([n for n, node in region.nodes.items() if any(map(_is_rare, node.path.code))])
+        way = region.best_way()
+        if way is None:
+            return None
+        while (other := self._possible_way(region, way)) is not None:
+            way = other
+        paths = [region.nodes[n].path for n in way]
+        return Path(
+            tuple([one for path in paths for one in path.code]), frozenset(self._inactive),
+            sum(path.uncounted for path in paths),
         )  # fmt: skip
-        length = len(path.code)
-        return ((work[0],) if dearest else work), ((length if dearest else -length),), path
+
+    def _possible_way(self, region: _Region, way: list[int]) -> list[int] | None:
+        """Return a way without the first thing that makes one impossible; None: nothing does.
+
+        That thing is a value. The way passes a block which writes another one instead, or leaves
+        out the block that the value comes from, unless less work would be done then.
+        """
+        for name, source in self._contradiction([region.nodes[n] for n in way]):
+            writers = [
+                n for n in region.after(source) if n in region.nodes
+                and region.nodes[n].inner is None and name in self._unknown_results(n)
+            ]  # fmt: skip
+            for change in (*[(n, True) for n in writers], (source, False)):
+                other = region.changed_way(*change, as_good_as=way)
+                if other is not None:
+                    return other
+        return None
+
+    def _unknown_results(self, number: int) -> set[str]:
+        """Return what a block writes that is not known behind it."""
+        values = self._machine.run(self.block(number), self._known[number])
+        return {name for one in self.block(number) for name in one.writes if name not in values}
+
+    def _nodes(self, loop: Loop | None, word_bytes: int, dearest: bool) -> dict[int, _Node]:
+        """Return the blocks of a loop or of the kernel, inner loops as one node, in order."""
+        inside = frozenset(self.order) if loop is None else loop.blocks
+        whole: dict[int, Loop] = {}  # by block, the largest inner loop around it
+        for one in self.loops():
+            if loop is None or one.blocks < loop.blocks:
+                whole.update(dict.fromkeys(one.blocks, one))
+        nodes: dict[int, _Node] = {}
+        for number in self.order:
+            inner = whole.get(number)
+            if number not in inside or (inner is not None and number != inner.header):
+                continue
+            before = {
+                whole[p].header if p in whole else p
+                for p in self.predecessors[number]
+                if p in inside and (inner is None or p not in inner.blocks)
+            }  # fmt: skip
+            if inner is None:
+                path: Path | None = Path(tuple(self._with_callee(number)), frozenset(self._inactive))
+                ends = self.block(number)[-1].name == "EXIT"
+            else:
+                path, ends = self._passes(inner, word_bytes, dearest), False
+            if path is None:
+                continue
+            if loop is not None:
+                ends = bool(loop.latches & (inner.blocks if inner else {number}))
+                before = set() if number == loop.header else before
+            work: _Work = (path.bytes_loaded(word_bytes) + path.bytes_stored(word_bytes),)
+            if not dearest:
+                active = list(path.active())
+                multiply_adds = sum(one.name in _MULTIPLY_ADDS for one in active)
+                work += (sum(map(products_of, active)), multiply_adds)
+            cost = -len(path.code) if dearest else len(path.code)
+            nodes[number] = _Node(number, inner, path, work, cost, tuple(before), ends)
+        return nodes
+
+    def _passes(self, loop: Loop, word_bytes: int, dearest: bool) -> Path | None:
+        """Return what is issued in all passes of an inner loop."""
+        once = self.path(loop, word_bytes, dearest=dearest)
+        if once is None:
+            return None
+        unknown = once.uncounted + (loop.trips is None)
+        return replace(once, code=once.code * (loop.trips or 1), uncounted=unknown)
+
+    def _contradiction(self, way: Sequence[_Node]) -> list[tuple[str, int]]:
+        """Return the values that make a way impossible, by name and block, the last first.
+
+        Parameters
+        ----------
+        way : of a pass, from the beginning of a loop or of the kernel
+        """
+        values: Values = {}
+        origin: dict[str, frozenset[tuple[str, int]]] = {}
+        positions = {node.header: i for i, node in enumerate(way)}
+
+        def blamed(names: Iterable[str]) -> list[tuple[str, int]]:
+            pairs = {pair for name in names for pair in origin.get(name, ())}
+            return sorted(pairs, key=lambda pair: (positions[pair[1]], pair[0]), reverse=True)
+
+        for node, following in zip(way, [*way[1:], None], strict=True):
+            known = self._known[node.header]
+            values = {**values, **known}
+            origin.update(dict.fromkeys(known, frozenset()))
+            if node.inner is not None:
+                written = {n for b in node.inner.blocks for one in self.block(b) for n in one.writes}
+                values = {n: v for n, v in values.items() if n not in written}
+                continue
+            for one in self.block(node.header):
+                if (
+                    one.guard and one.address not in self._inactive and _is_work(one)
+                    and self._machine.truth(one.guard, values) is False
+                ):  # fmt: skip
+                    return blamed({one.guard.lstrip("!")})
+                sources = frozenset(p for n in one.mentions if n in values for p in origin.get(n, ()))
+                values = self._machine.run([one], values)
+                for name in one.writes:
+                    origin[name] = sources | {(name, node.header)}
+            if following is not None:
+                targets = self._successors(node.header, values, self._machine)
+                if following.header not in targets:
+                    return blamed(self.block(node.header)[-1].mentions)
+        return []
 
     def _with_callee(self, number: int) -> Iterator[Instruction]:
         """Yield a block's instructions, and the fewest of a function that it calls."""
@@ -776,14 +874,110 @@ class Code:
 _ENDS = frozenset(("BRA", "BRX", "JMP", "JMX", "EXIT", "RET", "CALL", "KILL"))
 
 
-def _followed(before: _Value, own: _Value) -> _Value:
-    work = tuple([a + b for a, b in zip(before[0], own[0], strict=True)])
-    cost = (before[1][0] + own[1][0],)
-    path = replace(
-        before[2], code=before[2].code + own[2].code,
-        uncounted=before[2].uncounted + own[2].uncounted,
-    )  # fmt: skip
-    return work, cost, path
+_MULTIPLY_ADDS = ("FFMA", "FFMA2", "HFMA2")
+
+
+def _is_work(one: Instruction) -> bool:
+    return one.name in _MULTIPLY_ADDS or pipe_of(one) in ("tensor", "global")
+
+
+def _is_rare(one: Instruction) -> bool:
+    return one.name in ("CALL", "ATOM", "ATOMG", "RED", "REDG")
+
+
+class _Region:
+    """The ways through a loop, or through a kernel.
+
+    Parameters
+    ----------
+    nodes : in an order in which each follows all that it may come after
+    """
+
+    def __init__(self, nodes: dict[int, _Node]) -> None:
+        self.nodes = nodes
+        self._excluded: frozenset[int] = frozenset()
+        self._required: frozenset[int] = frozenset()
+        self._rejected: set[tuple[int, bool]] = set()
+        following: dict[int, set[int]] = {n: set() for n in nodes}
+        for number, node in nodes.items():
+            for before in node.before:
+                if before in following:
+                    following[before].add(number)
+        self._after: dict[int, frozenset[int]] = {}
+        for number in reversed(nodes):
+            reached = [self._after[n] | {n} for n in following[number] if n in self._after]
+            self._after[number] = frozenset[int]().union(*reached)
+
+    def after(self, number: int) -> frozenset[int]:
+        """Return the nodes that can be reached from one."""
+        return self._after[number]
+
+    def exclude(self, numbers: Iterable[int]) -> None:
+        """Leave nodes out of all ways, if there are ways without them."""
+        excluded = self._excluded.union(numbers)
+        if self._best(excluded, self._required) is not None:
+            self._excluded = excluded
+
+    def best_way(self) -> list[int] | None:
+        """Return the way with most work, and least cost among those; None: there is none."""
+        return self._best(self._excluded, self._required)
+
+    def changed_way(
+        self, number: int, required: bool, *, as_good_as: Iterable[int]
+    ) -> list[int] | None:
+        """Require a node, or leave it out, if as much work is done then. Returns the best way."""
+        change = number, required
+        if change in self._rejected or number in (self._required if required else self._excluded):
+            return None
+        sets = (
+            (self._excluded, self._required | {number})
+            if required
+            else (self._excluded | {number}, self._required)
+        )
+        way = self._best(*sets)
+        if way is None or self._work(way) < self._work(as_good_as):
+            self._rejected.add(change)
+            return None
+        self._excluded, self._required = sets
+        return way
+
+    def _work(self, way: Iterable[int]) -> _Work:
+        return tuple(map(sum, zip(*[self.nodes[n].work for n in way], strict=True)))
+
+    def _best(self, excluded: frozenset[int], required: frozenset[int]) -> list[int] | None:
+        best: dict[int, tuple[_Work, int, int | None]] = {}
+        passed: dict[int, int] = {}  # by node, how many required ones lie on its way
+        end: int | None = None
+        for number, node in self.nodes.items():
+            if number in excluded:
+                continue
+            work, cost, previous = node.work, -node.cost, None
+            # Any way here that has passed all required nodes which it can have passed.
+            due = sum(number in self._after[r] for r in required)
+            if node.before:
+                ways = [(best[p][:2], p) for p in node.before if p in best and passed[p] == due]
+                if not ways:
+                    continue
+                (before, gone), previous = max(ways)
+                work = tuple([a + b for a, b in zip(before, work, strict=True)])
+                cost += gone
+            elif due:
+                continue
+            best[number] = work, cost, previous
+            passed[number] = due + (number in required)
+            if (
+                node.ends and passed[number] == len(required)
+                and (end is None or best[number][:2] > best[end][:2])
+            ):  # fmt: skip
+                end = number
+        if end is None:
+            return None
+        way = []
+        step: int | None = end
+        while step is not None:
+            way.append(step)
+            step = best[step][2]
+        return way[::-1]
 
 
 # --- What the cubin says beside its code ----------------------------------------------------------
@@ -868,6 +1062,3 @@ def _attributes(info: bytes) -> Iterator[tuple[int, bytes]]:
         if form == has_payload:
             yield code, info[at : at + size]
             at += size
-
-
-Weigh = Callable[[Instruction], float]
