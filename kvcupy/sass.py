@@ -148,8 +148,18 @@ _NO_RESULT = frozenset((*_STORES, "LDGSTS", "STS", "STSM", "STL", "UBLKCP", "BRA
                         "BAR", "BSSY", "BSYNC", "DEPBAR", "LDGDEPBAR", "NOP", "RET", "MEMBAR"))  # fmt: skip
 
 
+_ONLY_PREDICATES = frozenset(("ISETP", "UISETP", "FSETP", "DSETP", "HSETP2", "PSETP", "UPSETP",
+                              "PLOP3", "UPLOP3", "FCHK", "R2P"))  # fmt: skip
+
+
 def _writes(one: Instruction) -> Iterator[str]:
     if one.name in _NO_RESULT:
+        return
+    if one.name == "R2P":
+        yield from (f"P{i}" for i in range(7))
+        return
+    if one.name in _ONLY_PREDICATES:
+        yield from (o for o in one.operands[:2] if _PREDICATE.match(o))
         return
     for operand in one.operands:
         if _PREDICATE.match(operand):
@@ -168,7 +178,7 @@ def _writes(one: Instruction) -> Iterator[str]:
 
 def _reads(one: Instruction) -> Iterator[str]:
     sources: Sequence[str] = one.operands
-    if one.name not in _NO_RESULT:
+    if one.name not in _NO_RESULT and one.name not in _ONLY_PREDICATES:
         first = next((i for i, o in enumerate(sources) if not _PREDICATE.match(o)), len(sources))
         is_register = first < len(sources) and _REGISTER.fullmatch(sources[first])
         sources = sources[first + bool(is_register) :]
@@ -338,44 +348,48 @@ class _Machine:
         if one.name == "HFMA2" and sources[-2:] == ("0", "0") and "RZ" in sources[1]:
             return {target: 0}
         plain = [o for o in sources if not _PREDICATE.match(o)]
-        carries = len(plain) != len(sources) or "X" in one.modifiers
         words = [self._word(o, values, is_float=one.name == "FSEL") for o in plain]
-        value = self._value(one, words, [o for o in sources if _PREDICATE.match(o)], carries, values)
+        truths = [self.truth(o, values) for o in sources if _PREDICATE.match(o)]
+        name = one.name.removeprefix("U")
+        if name in ("SEL", "FSEL") and len(words) == 2 and truths:
+            chosen = None if truths[-1] is None else words[0 if truths[-1] else 1]
+            return {} if chosen is None else {target: chosen}
+        if name == "IMAD" and len(words) >= 3:
+            return self._multiply_add(one, target, plain, words, values)
+        if None in words:
+            return {}
+        known = [word for word in words if word is not None]
+        if name in ("IADD3", "VIADD", "IADD"):
+            return _add(one, target, known, sources, truths)
+        value = _value(name, one.modifiers, known)
         return {} if value is None else {target: value & _MASK}
 
-    def _value(
-        self, one: Instruction, words: list[int | None], predicates: list[str], carries: bool,
+    def _multiply_add(
+        self, one: Instruction, target: str, plain: Sequence[str], words: list[int | None],
         values: Values,
-    ) -> int | None:  # fmt: skip
-        name = one.name.removeprefix("U") if one.name.startswith("U") else one.name
-        if name in ("SEL", "FSEL") and len(words) == 2 and predicates:
-            truth = self.truth(predicates[-1], values)
-            return None if truth is None else words[0 if truth else 1]
-        if any(word is None for word in words):
-            return None
-        known = [word for word in words if word is not None]
-        if name in ("MOV", "R2UR", "MOV32I"):
-            return known[0] if known else None
-        if name in ("IADD3", "VIADD", "IADD") and "X" not in one.modifiers:
-            return sum(known)
-        if name == "IMAD" and len(known) == 3 and not carries:
-            if one.modifiers & {"WIDE", "HI", "X"}:
-                return None
-            return known[0] * known[1] + known[2]
-        if name == "SHF" and len(known) == 3 and not one.modifiers & {"U64", "S64", "W"}:
-            low, shift, high = known
-            if "L" in one.modifiers and "HI" not in one.modifiers and high == 0:
-                return low << min(shift, 32)
-            if {"R", "HI"} <= one.modifiers and low == 0:
-                number = _signed(high) if "S32" in one.modifiers else high
-                return number >> min(shift, 32)
-            return None
-        if name == "LOP3" and len(known) == 4:
-            a, b, c, table = known
-            return _lookup(a, b, c, table)
-        if name == "IABS" and known:
-            return abs(_signed(known[0]))
-        return None
+    ) -> Values:  # fmt: skip
+        a, b, c = words[:3]
+        if one.modifiers & {"HI", "X"} or c is None:
+            return {}
+        if a == 0 or b == 0:
+            product = 0
+        elif a is None or b is None:
+            return {}
+        else:
+            product = a * b if "U32" in one.modifiers else _signed(a) * _signed(b)
+        if "WIDE" not in one.modifiers:
+            return {target: (product + c) & _MASK}
+        high: int | None = 0
+        addend = plain[2].removesuffix(".reuse")
+        if constant := _CONSTANT.fullmatch(addend):
+            high = self._constant(int(constant[1], 16) + 4)
+        elif addend not in ("RZ", "URZ"):
+            pair = list(_span(addend, 2)) if _REGISTER.fullmatch(addend) else []
+            high = values.get(pair[1]) if pair else None
+        if high is None:
+            return {}
+        total = product + c + (high << 32)
+        return dict(zip(_span(target, 2), (total & _MASK, total >> 32 & _MASK), strict=True))
 
     def _compare(self, one: Instruction, values: Values) -> Values:
         operands = one.operands
@@ -440,6 +454,48 @@ def _lookup(a: int, b: int, c: int, table: int) -> int:
             part &= b if i & 2 else ~b
             result |= part & (c if i & 1 else ~c)
     return result & _MASK
+
+
+def _add(
+    one: Instruction, target: str, words: Iterable[int], sources: Sequence[str],
+    truths: Sequence[bool | None],
+) -> Values:  # fmt: skip
+    """Return sum and carries of an addition; carries that are not surely none are unknown."""
+    total = sum(words)
+    if "X" in one.modifiers:
+        if None in truths:
+            return {}
+        return {target: (total + sum(map(bool, truths))) & _MASK}
+    results = {target: total & _MASK}
+    if total <= _MASK:
+        for operand in sources:
+            if not _PREDICATE.match(operand):
+                break
+            results[operand] = 0
+    return results
+
+
+def _value(name: str, modifiers: frozenset[str], words: list[int]) -> int | None:
+    """Return the 32-bit result of an instruction whose operands are known; None: not modelled."""
+    if name in ("MOV", "R2UR", "MOV32I"):
+        return words[0] if words else None
+    if name == "SHF" and len(words) == 3 and not modifiers & {"U64", "S64", "W"}:
+        low, shift, high = words
+        if "L" in modifiers and "HI" not in modifiers and high == 0:
+            return low << min(shift, 32)
+        if {"R", "HI"} <= modifiers and low == 0:
+            return (_signed(high) if "S32" in modifiers else high) >> min(shift, 32)
+    if name == "LEA" and not modifiers & {"X", "SX32"}:
+        if "HI" in modifiers and len(words) == 4:
+            low, addend, high, shift = words
+            return ((high << 32 | low) << shift >> 32) + addend
+        if "HI" not in modifiers and len(words) == 3:
+            return (words[0] << words[2]) + words[1]
+    if name == "LOP3" and len(words) == 4:
+        return _lookup(*words)
+    if name == "IABS" and words:
+        return abs(_signed(words[0]))
+    return None
 
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -717,16 +773,17 @@ class Code:
 
         Of all ways, those count that move most bytes in words of at least `word_bytes`; of those,
         the ones with most products and multiply-adds; and of those, the one with the fewest
-        instructions. For `dearest`, the one with the most that moves as much, and neither calls a
-        function nor updates memory atomically (as reports of faults do). An inner loop is passed as
-        often as the Params say, once where they do not.
+        instructions, or for `dearest` the most. Ways that call a function (for the slow cases of a
+        division) or update memory atomically (to report a fault) count only where there are no
+        others. An inner loop is passed as often as the Params say, once where they do not.
 
         Ways that cannot be taken, or whose work is predicated off, are left out where constants
         show it: one that sets a score to minus infinity because its key is masked, say.
         """
         region = _Region(self._nodes(loop, word_bytes, dearest))
-        if dearest:
-            region.exclude([n for n, node in region.nodes.items() if any(map(_is_rare, node.path.code))])
+        for number, node in region.nodes.items():
+            if any(map(_is_rare, node.path.code)):
+                region.exclude(number)
         way = region.best_way()
         if way is None:
             return None
@@ -782,7 +839,7 @@ class Code:
                 ends = self.block(number)[-1].name == "EXIT"
             else:
                 path, ends = self._passes(inner, word_bytes, dearest), False
-            if path is None:
+            if path is None or self._reads_null(number):
                 continue
             if loop is not None:
                 ends = bool(loop.latches & (inner.blocks if inner else {number}))
@@ -795,6 +852,20 @@ class Code:
             cost = -len(path.code) if dearest else len(path.code)
             nodes[number] = _Node(number, inner, path, work, cost, tuple(before), ends)
         return nodes
+
+    def _reads_null(self, number: int) -> bool:
+        """Return whether a block reads an array that the launch does not have."""
+        values = self._known[number]
+        for one in self.block(number):
+            if one.name in ("LDG", "LD"):
+                address = one.operands[-1].rpartition("[")[2]
+                register = _REGISTER.match(address)
+                if register and not one.guard and register[2] != "Z":
+                    words = [values.get(r) for r in _span(register[0], 2)]
+                    if None not in words and words[1] == 0:
+                        return True
+            values = self._machine.run([one], values)
+        return False
 
     def _passes(self, loop: Loop, word_bytes: int, dearest: bool) -> Path | None:
         """Return what is issued in all passes of an inner loop."""
@@ -912,9 +983,9 @@ class _Region:
         """Return the nodes that can be reached from one."""
         return self._after[number]
 
-    def exclude(self, numbers: Iterable[int]) -> None:
-        """Leave nodes out of all ways, if there are ways without them."""
-        excluded = self._excluded.union(numbers)
+    def exclude(self, number: int) -> None:
+        """Leave a node out of all ways, if there are ways without it."""
+        excluded = self._excluded | {number}
         if self._best(excluded, self._required) is not None:
             self._excluded = excluded
 
