@@ -11,9 +11,11 @@ from __future__ import annotations
 import operator
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from heapq import heappop, heappush
+from functools import cached_property, lru_cache
 
 from .errors import CompileError
 
@@ -85,6 +87,22 @@ class Instruction:
         return frozenset(_writes(self))
 
     @cached_property
+    def parts(self) -> tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """The register that it writes first, all that follows, and of that values and predicates."""
+        at = next((i for i, o in enumerate(self.operands) if _REGISTER.fullmatch(o)), None)
+        if at is None:
+            return "", (), (), ()
+        sources = self.operands[at + 1 :]
+        predicates = tuple([o for o in sources if _PREDICATE.match(o)])
+        plain = tuple([o for o in sources if o not in predicates])
+        return self.operands[at], sources, plain, predicates
+
+    @cached_property
+    def is_modelled(self) -> bool:
+        """Whether its result may be known where its operands are."""
+        return self.name in _MODELLED or self.name.removeprefix("U") in _MODELLED
+
+    @cached_property
     def mentions(self) -> frozenset[str]:
         """All registers and predicates that stand in it, the guard included."""
         names = {m[0] for o in self.operands for m in re.finditer(r"\bU?[RP]\d+\b", o)}
@@ -144,6 +162,9 @@ def _result_registers(one: Instruction) -> int:
     return 2 if one.modifiers & {"WIDE", "64", "F64"} else 1
 
 
+_MODELLED = frozenset(("MOV", "R2UR", "MOV32I", "SHF", "LEA", "LOP3", "IABS", "SEL", "FSEL",
+                       "IMAD", "IADD3", "VIADD", "IADD", "ISETP", "FSETP", "PLOP3", "LDC", "LDCU",
+                       "CS2R", "HFMA2"))  # fmt: skip
 _NO_RESULT = frozenset((*_STORES, "LDGSTS", "STS", "STSM", "STL", "UBLKCP", "BRA", "BRX", "EXIT",
                         "BAR", "BSSY", "BSYNC", "DEPBAR", "LDGDEPBAR", "NOP", "RET", "MEMBAR"))  # fmt: skip
 
@@ -262,6 +283,25 @@ def _float(value: int) -> float:
     return float(struct.unpack("<f", struct.pack("<I", value & _MASK))[0])
 
 
+@lru_cache(maxsize=1 << 14)
+def _read_operand(operand: str, is_float: bool) -> tuple[str, str, int, bool, bool]:
+    """Return kind, register, number, and whether it is negated or inverted."""
+    text = operand.replace(".reuse", "")
+    negative, inverted = text.startswith("-"), text.startswith("~")
+    text = text.lstrip("-+~")
+    if constant := _CONSTANT.fullmatch(text):
+        return "constant", "", int(constant[1], 16), negative, inverted
+    if register := _REGISTER.fullmatch(text):
+        kind = "number" if register[2] == "Z" else "register"
+        return kind, text, 0, negative, inverted
+    if is_float and _FLOAT.fullmatch(text):
+        bits = int.from_bytes(struct.pack("<f", float(text.lower())), "little")
+        return "number", "", bits, negative, inverted
+    if re.fullmatch(r"0x[0-9a-f]+|\d+", text):
+        return "number", "", int(text, 0), negative, inverted
+    return "", "", 0, negative, inverted
+
+
 class _Machine:
     """Executes what is known: moves, integer arithmetic, comparisons.
 
@@ -274,19 +314,26 @@ class _Machine:
         self._constants, self._start = constants, start
 
     def run(self, block: Iterable[Instruction], values: Values) -> Values:
+        """Return what is known behind a block, given what is known before it."""
         values = dict(values)
         for one in block:
-            guard = self.truth(one.guard, values) if one.guard else True
-            if guard is False:
-                continue
-            before = {name: values.get(name) for name in one.writes}
-            for name in one.writes:
-                values.pop(name, None)
-            results = self._results(one, {**values, **{n: v for n, v in before.items() if v is not None}})
-            for name, value in results.items():
-                if name in one.writes and (guard or before.get(name) == value):
-                    values[name] = value
+            self.step(one, values)
         return values
+
+    def step(self, one: Instruction, values: Values) -> None:
+        """Execute an instruction, as far as its operands are known."""
+        if not one.writes:
+            return
+        guard = self.truth(one.guard, values) if one.guard else True
+        if guard is False:
+            return
+        results = self._results(one, values) if one.is_modelled else {}
+        for name in one.writes:
+            value = results.get(name)
+            if value is None or not (guard or values.get(name) == value):
+                values.pop(name, None)
+            else:
+                values[name] = value
 
     def truth(self, predicate: str, values: Values) -> bool | None:
         """Return what a predicate is, None if that is not known."""
@@ -295,18 +342,13 @@ class _Machine:
         return None if value is None else bool(value) != negated
 
     def _word(self, operand: str, values: Values, *, is_float: bool = False) -> int | None:
-        text = operand.replace(".reuse", "")
-        negative, inverted = text.startswith("-"), text.startswith("~")
-        text = text.lstrip("-+~")
-        value: int | None = None
-        if constant := _CONSTANT.fullmatch(text):
-            value = self._constant(int(constant[1], 16))
-        elif register := _REGISTER.fullmatch(text):
-            value = 0 if register[2] == "Z" else values.get(text)
-        elif is_float and _FLOAT.fullmatch(text):
-            value = int.from_bytes(struct.pack("<f", float(text.lower())), "little")
-        elif re.fullmatch(r"0x[0-9a-f]+|\d+", text):
-            value = int(text, 0)
+        kind, name, number, negative, inverted = _read_operand(operand, is_float)
+        if kind == "register":
+            value = values.get(name)
+        elif kind == "constant":
+            value = self._constant(number)
+        else:
+            value = number if kind else None
         if value is None:
             return None
         if is_float:
@@ -321,17 +363,13 @@ class _Machine:
 
     def _results(self, one: Instruction, values: Values) -> Values:
         """Return what an instruction writes, as far as that is known."""
-        operands = one.operands
-        destinations = [o for o in operands if _REGISTER.fullmatch(o)]
         if one.name in ("ISETP", "UISETP", "FSETP"):
             return self._compare(one, values)
         if one.name in ("PLOP3", "UPLOP3"):
             return self._combine(one, values)
-        if not destinations:
+        target, sources, plain, predicates = one.parts
+        if not target:
             return {}
-        target = destinations[0]
-        at = operands.index(target)
-        sources = operands[at + 1 :]
         if one.name in ("LDC", "LDCU", "ULDC"):
             found = _CONSTANT.fullmatch(sources[0]) if sources else None
             if found is None or one.modifiers & {"U8", "S8", "U16", "S16"}:
@@ -347,9 +385,8 @@ class _Machine:
             return dict.fromkeys(_span(target, _result_registers(one)), 0) if zero else {}
         if one.name == "HFMA2" and sources[-2:] == ("0", "0") and "RZ" in sources[1]:
             return {target: 0}
-        plain = [o for o in sources if not _PREDICATE.match(o)]
         words = [self._word(o, values, is_float=one.name == "FSEL") for o in plain]
-        truths = [self.truth(o, values) for o in sources if _PREDICATE.match(o)]
+        truths = [self.truth(o, values) for o in predicates]
         name = one.name.removeprefix("U")
         if name in ("SEL", "FSEL") and len(words) == 2 and truths:
             chosen = None if truths[-1] is None else words[0 if truths[-1] else 1]
@@ -608,6 +645,7 @@ class Code:
     starts: list[int] = field(default_factory=list)
     edges: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _known: dict[int, Values] = field(default_factory=dict)
+    _unknown: dict[int, set[str]] = field(default_factory=dict)
     _inactive: set[int] = field(default_factory=set)
     _trips: dict[int, int] = field(default_factory=dict)
 
@@ -629,8 +667,7 @@ class Code:
         return result
 
     def block(self, number: int) -> list[Instruction]:
-        ends = [*self.starts[1:], len(self.code)]
-        return self.code[self.starts[number] : ends[number]]
+        return self._blocks[number]
 
     def _divide(self) -> None:
         starts = {0, *(i for i in self.labels.values() if i < len(self.code))}
@@ -639,6 +676,8 @@ class Code:
                 starts.add(i + 1)
         self.starts = sorted(starts)
         self._block_at = {start: number for number, start in enumerate(self.starts)}
+        ends = [*self.starts[1:], len(self.code)]
+        self._blocks = [self.code[a:b] for a, b in zip(self.starts, ends, strict=True)]
 
     def _successors(self, number: int, values: Values, machine: _Machine) -> tuple[int, ...]:
         last = self.block(number)[-1]
@@ -665,7 +704,7 @@ class Code:
         leaving: dict[tuple[int, int], Values] = {}
         waiting = [0]
         while waiting:
-            number = waiting.pop()
+            number = heappop(waiting)  # roughly in the order of the code
             values = machine.run(self.block(number), known[number])
             self.edges[number] = self._successors(number, values, machine)
             for target in self.edges[number]:
@@ -673,13 +712,14 @@ class Code:
                 merged = values if target not in known else _common(known[target], values)
                 if target not in known or merged != known[target]:
                     known[target] = merged
-                    waiting.append(target)
+                    if target not in waiting:
+                        heappush(waiting, target)
         for number in self.edges:
-            values = known[number]
+            values = dict(known[number])
             for one in self.block(number):
                 if one.guard and machine.truth(one.guard, values) is False:
                     self._inactive.add(one.address)
-                values = machine.run([one], values)
+                machine.step(one, values)
         for loop in self.loops():
             entering = [v for (a, b), v in leaving.items() if b == loop.header and a not in loop.blocks]
             if entering:
@@ -814,8 +854,12 @@ class Code:
 
     def _unknown_results(self, number: int) -> set[str]:
         """Return what a block writes that is not known behind it."""
+        if number in self._unknown:
+            return self._unknown[number]
         values = self._machine.run(self.block(number), self._known[number])
-        return {name for one in self.block(number) for name in one.writes if name not in values}
+        unknown = {name for one in self.block(number) for name in one.writes if name not in values}
+        self._unknown[number] = unknown
+        return unknown
 
     def _nodes(self, loop: Loop | None, word_bytes: int, dearest: bool) -> dict[int, _Node]:
         """Return the blocks of a loop or of the kernel, inner loops as one node, in order."""
@@ -855,7 +899,7 @@ class Code:
 
     def _reads_null(self, number: int) -> bool:
         """Return whether a block reads an array that the launch does not have."""
-        values = self._known[number]
+        values = dict(self._known[number])
         for one in self.block(number):
             if one.name in ("LDG", "LD"):
                 address = one.operands[-1].rpartition("[")[2]
@@ -864,7 +908,7 @@ class Code:
                     words = [values.get(r) for r in _span(register[0], 2)]
                     if None not in words and words[1] == 0:
                         return True
-            values = self._machine.run([one], values)
+            self._machine.step(one, values)
         return False
 
     def _passes(self, loop: Loop, word_bytes: int, dearest: bool) -> Path | None:
@@ -892,7 +936,7 @@ class Code:
 
         for node, following in zip(way, [*way[1:], None], strict=True):
             known = self._known[node.header]
-            values = {**values, **known}
+            values.update(known)
             origin.update(dict.fromkeys(known, frozenset()))
             if node.inner is not None:
                 written = {n for b in node.inner.blocks for one in self.block(b) for n in one.writes}
@@ -904,8 +948,10 @@ class Code:
                     and self._machine.truth(one.guard, values) is False
                 ):  # fmt: skip
                     return blamed({one.guard.lstrip("!")})
-                sources = frozenset(p for n in one.mentions if n in values for p in origin.get(n, ()))
-                values = self._machine.run([one], values)
+                sources: frozenset[tuple[str, int]] = frozenset()
+                if one.is_modelled:
+                    sources = sources.union(*[origin[n] for n in one.mentions if n in values and n in origin])
+                self._machine.step(one, values)
                 for name in one.writes:
                     origin[name] = sources | {(name, node.header)}
             if following is not None:
@@ -1019,12 +1065,13 @@ class _Region:
         best: dict[int, tuple[_Work, int, int | None]] = {}
         passed: dict[int, int] = {}  # by node, how many required ones lie on its way
         end: int | None = None
+        to_pass = Counter(n for r in required for n in self._after[r])
         for number, node in self.nodes.items():
             if number in excluded:
                 continue
             work, cost, previous = node.work, -node.cost, None
             # Any way here that has passed all required nodes which it can have passed.
-            due = sum(number in self._after[r] for r in required)
+            due = to_pass[number]
             if node.before:
                 ways = [(best[p][:2], p) for p in node.before if p in best and passed[p] == due]
                 if not ways:
