@@ -5,8 +5,9 @@ GPU of the architecture, its kernel is compiled, and `sass` reads what a warp is
 through the loop, or the kernel, that does the work. Counted against the published rates of a chip,
 that gives a ceiling for each of its resources; the lowest binds.
 
-What is counted: on branches that the Params of the launch decide, the side taken; of the ways that
-data decides, the cheapest that does all of the work. The dearest is beside it: the truth lies
+What is counted: on branches that the Params of the launch decide (and, on a pass through a whole
+kernel, the number of the first thread of a block), the side taken; of the ways that data decides,
+the cheapest that does all of the work. The dearest is beside it: the truth lies
 between the two. What is not: bank conflicts, caches that miss, barriers, the beginning and end of
 blocks around the loop, the last wave of blocks, clocks that fall under load. So a GPU stays below
 these figures, and a kernel that they let pass may still be slow.
@@ -669,7 +670,12 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
     chip = CHIPS[arch]
     image, name = _compiled(launch.specialisation, arch)
     resources = sass.resources(image, name)
-    code = sass.Code.of(_listing(image, name), launch.params, resources.params_start)
+    constants = sass.constant_bank(
+        launch.params, resources.params_start, launch.block, launch.grid
+    )
+    code = sass.Code.of(
+        _listing(image, name), constants, first_thread=row.num_units is not None
+    )  # fmt: skip
     loop = _busiest_loop(code, row.word_bytes) if row.num_units is None else None
     ways = [code.path(loop, row.word_bytes, dearest=dearest) for dearest in (False, True)]
     fast, slow = ways

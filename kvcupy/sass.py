@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from functools import cached_property, lru_cache
 
+from typing import cast
+
 from .errors import CompileError
 
 # --- Instructions ---------------------------------------------------------------------------------
@@ -31,7 +33,7 @@ _TARGETS = re.compile(r'BRANCH_TARGETS ([^"]*)"')
 _REGISTER = re.compile(r"\b(U?R)(\d+|Z)\b")
 _PREDICATE = re.compile(r"^!?U?P(?:\d+|T)$")
 _FLOAT = re.compile(r"INF|\d+(?:\.\d+)?(?:e[+-]?\d+)?", re.IGNORECASE)
-_CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]")
+_CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+|RZ)\]")
 _WIDTH = re.compile(r"\.(?:U|S)?(8|16|32|64|128|256)(?=\.|$)")
 
 _LOADS = ("LDG", "LD", "LDGSTS", "UBLKCP")
@@ -164,7 +166,7 @@ def _result_registers(one: Instruction) -> int:
 
 _MODELLED = frozenset(("MOV", "R2UR", "MOV32I", "SHF", "LEA", "LOP3", "IABS", "SEL", "FSEL",
                        "IMAD", "IADD3", "VIADD", "IADD", "ISETP", "FSETP", "PLOP3", "LDC", "LDCU",
-                       "CS2R", "HFMA2"))  # fmt: skip
+                       "CS2R", "S2R", "HFMA2", "I2F", "MUFU", "F2I"))  # fmt: skip
 _NO_RESULT = frozenset((*_STORES, "LDGSTS", "STS", "STSM", "STL", "UBLKCP", "BRA", "BRX", "EXIT",
                         "BAR", "BSSY", "BSYNC", "DEPBAR", "LDGDEPBAR", "NOP", "RET", "MEMBAR"))  # fmt: skip
 
@@ -275,8 +277,37 @@ _MASK = 0xFFFFFFFF
 Values = dict[str, int]  # registers and predicates whose value is known
 
 
+def _offset(text: str) -> int:
+    return 0 if text == "RZ" else int(text, 16)
+
+
+def constant_bank(
+    params: bytes, start: int, block: Sequence[int], grid: Sequence[int]
+) -> dict[int, int]:
+    """Return the words of constant bank 0 that a launch decides, by offset.
+
+    Parameters
+    ----------
+    params, start : the kernel's argument, and where the cubin says that it lies
+    block, grid : of the launch; their place in the bank is nowhere documented, but read in SASS
+    """
+    words = {start + i: int.from_bytes(params[i : i + 4], "little")
+             for i in range(0, len(params) - 3, 4)}  # fmt: skip
+    block_at, grid_at = (0x360, 0x370) if start >= 0x380 else (0x0, 0xC)
+    for i in range(3):
+        words[block_at + 4 * i], words[grid_at + 4 * i] = block[i], grid[i]
+    return words
+
+
 def _signed(value: int) -> int:
     return value - (1 << 32) if value & 0x80000000 else value
+
+
+def _half(text: str) -> int | None:
+    """Return the bits of an fp16 immediate."""
+    if not _FLOAT.fullmatch(text.lstrip("-+")):
+        return None
+    return int.from_bytes(struct.pack("<e", float(text.lower())), "little")
 
 
 def _float(value: int) -> float:
@@ -290,7 +321,7 @@ def _read_operand(operand: str, is_float: bool) -> tuple[str, str, int, bool, bo
     negative, inverted = text.startswith("-"), text.startswith("~")
     text = text.lstrip("-+~")
     if constant := _CONSTANT.fullmatch(text):
-        return "constant", "", int(constant[1], 16), negative, inverted
+        return "constant", "", _offset(constant[1]), negative, inverted
     if register := _REGISTER.fullmatch(text):
         kind = "number" if register[2] == "Z" else "register"
         return kind, text, 0, negative, inverted
@@ -307,11 +338,12 @@ class _Machine:
 
     Parameters
     ----------
-    constants : of bank 0, by byte offset
+    constants : words of bank 0, by offset
+    first_thread : whether it is the first of its block, else any
     """
 
-    def __init__(self, constants: bytes, start: int) -> None:
-        self._constants, self._start = constants, start
+    def __init__(self, constants: Mapping[int, int], *, first_thread: bool = False) -> None:
+        self._constants, self._first_thread = constants, first_thread
 
     def run(self, block: Iterable[Instruction], values: Values) -> Values:
         """Return what is known behind a block, given what is known before it."""
@@ -346,7 +378,7 @@ class _Machine:
         if kind == "register":
             value = values.get(name)
         elif kind == "constant":
-            value = self._constant(number)
+            value = self._constants.get(number)
         else:
             value = number if kind else None
         if value is None:
@@ -354,12 +386,6 @@ class _Machine:
         if is_float:
             return value ^ (1 << 31 if negative else 0)
         return (-value if negative else ~value if inverted else value) & _MASK
-
-    def _constant(self, offset: int) -> int | None:
-        at = offset - self._start
-        if at < 0 or at + 4 > len(self._constants):
-            return None
-        return int.from_bytes(self._constants[at : at + 4], "little")
 
     def _results(self, one: Instruction, values: Values) -> Values:
         """Return what an instruction writes, as far as that is known."""
@@ -376,15 +402,20 @@ class _Machine:
                 return {}
             loaded = {}
             for i, register in enumerate(_span(target, _result_registers(one))):
-                word = self._constant(int(found[1], 16) + 4 * i)
+                word = self._constants.get(_offset(found[1]) + 4 * i)
                 if word is not None:
                     loaded[register] = word
             return loaded
+        if one.name in ("S2R", "S2UR"):
+            first = self._first_thread and sources and sources[0].startswith("SR_TID")
+            return {target: 0} if first else {}
         if one.name == "CS2R":
             zero = sources == ("SRZ",)
             return dict.fromkeys(_span(target, _result_registers(one)), 0) if zero else {}
-        if one.name == "HFMA2" and sources[-2:] == ("0", "0") and "RZ" in sources[1]:
-            return {target: 0}
+        if one.name == "HFMA2" and len(sources) == 4 and sources[1] == "RZ":
+            # Two halves that are added to nothing: how a constant is loaded by this pipe.
+            halves = [_half(text) for text in sources[2:]]
+            return {} if None in halves else {target: cast(int, halves[0]) << 16 | cast(int, halves[1])}
         words = [self._word(o, values, is_float=one.name == "FSEL") for o in plain]
         truths = [self.truth(o, values) for o in predicates]
         name = one.name.removeprefix("U")
@@ -392,21 +423,26 @@ class _Machine:
             chosen = None if truths[-1] is None else words[0 if truths[-1] else 1]
             return {} if chosen is None else {target: chosen}
         if name == "IMAD" and len(words) >= 3:
-            return self._multiply_add(one, target, plain, words, values)
+            return self._multiply_add(one, target, plain, words, truths, values)
         if None in words:
             return {}
         known = [word for word in words if word is not None]
-        if name in ("IADD3", "VIADD", "IADD"):
-            return _add(one, target, known, sources, truths)
-        value = _value(name, one.modifiers, known)
-        return {} if value is None else {target: value & _MASK}
+        total = _value(name, one.modifiers, known)
+        if total is None:
+            return {}
+        if "X" in one.modifiers:
+            return {} if None in truths else {target: (total + sum(map(bool, truths))) & _MASK}
+        results = {target: total & _MASK}
+        if name in ("IADD3", "LEA") and 0 <= total <= _MASK:
+            results.update(dict.fromkeys(_carries(sources), 0))
+        return results
 
     def _multiply_add(
         self, one: Instruction, target: str, plain: Sequence[str], words: list[int | None],
-        values: Values,
+        truths: Sequence[bool | None], values: Values,
     ) -> Values:  # fmt: skip
         a, b, c = words[:3]
-        if one.modifiers & {"HI", "X"} or c is None:
+        if c is None or None in truths:
             return {}
         if a == 0 or b == 0:
             product = 0
@@ -414,18 +450,21 @@ class _Machine:
             return {}
         else:
             product = a * b if "U32" in one.modifiers else _signed(a) * _signed(b)
-        if "WIDE" not in one.modifiers:
-            return {target: (product + c) & _MASK}
+        carry = sum(map(bool, truths)) if "X" in one.modifiers else 0
+        if not one.modifiers & {"WIDE", "HI"}:
+            return {target: (product + c + carry) & _MASK}
         high: int | None = 0
         addend = plain[2].removesuffix(".reuse")
         if constant := _CONSTANT.fullmatch(addend):
-            high = self._constant(int(constant[1], 16) + 4)
+            high = self._constants.get(_offset(constant[1]) + 4)
         elif addend not in ("RZ", "URZ"):
             pair = list(_span(addend, 2)) if _REGISTER.fullmatch(addend) else []
             high = values.get(pair[1]) if pair else None
         if high is None:
             return {}
         total = product + c + (high << 32)
+        if "HI" in one.modifiers:
+            return {target: total >> 32 & _MASK}
         return dict(zip(_span(target, 2), (total & _MASK, total >> 32 & _MASK), strict=True))
 
     def _compare(self, one: Instruction, values: Values) -> Values:
@@ -493,46 +532,62 @@ def _lookup(a: int, b: int, c: int, table: int) -> int:
     return result & _MASK
 
 
-def _add(
-    one: Instruction, target: str, words: Iterable[int], sources: Sequence[str],
-    truths: Sequence[bool | None],
-) -> Values:  # fmt: skip
-    """Return sum and carries of an addition; carries that are not surely none are unknown."""
-    total = sum(words)
-    if "X" in one.modifiers:
-        if None in truths:
-            return {}
-        return {target: (total + sum(map(bool, truths))) & _MASK}
-    results = {target: total & _MASK}
-    if total <= _MASK:
-        for operand in sources:
-            if not _PREDICATE.match(operand):
-                break
-            results[operand] = 0
-    return results
+def _carries(sources: Sequence[str]) -> Iterator[str]:
+    """Yield the predicates that take the carries of an addition: those before its operands."""
+    for operand in sources:
+        if not _PREDICATE.match(operand):
+            return
+        yield operand
 
 
 def _value(name: str, modifiers: frozenset[str], words: list[int]) -> int | None:
-    """Return the 32-bit result of an instruction whose operands are known; None: not modelled."""
+    """Return the result of an instruction whose operands are known; None: not modelled.
+
+    Carries are above the lower 32 bits. What divisions estimate is rounded as NumPy does, not as the
+    hardware does: they correct it.
+    """
     if name in ("MOV", "R2UR", "MOV32I"):
         return words[0] if words else None
-    if name == "SHF" and len(words) == 3 and not modifiers & {"U64", "S64", "W"}:
-        low, shift, high = words
-        if "L" in modifiers and "HI" not in modifiers and high == 0:
-            return low << min(shift, 32)
-        if {"R", "HI"} <= modifiers and low == 0:
-            return (_signed(high) if "S32" in modifiers else high) >> min(shift, 32)
-    if name == "LEA" and not modifiers & {"X", "SX32"}:
+    if name in ("IADD3", "VIADD", "IADD"):
+        return sum(words)
+    if name == "SHF" and len(words) == 3 and "W" not in modifiers:
+        return _shifted(modifiers, *words)
+    if name == "LEA" and "SX32" not in modifiers:
         if "HI" in modifiers and len(words) == 4:
             low, addend, high, shift = words
-            return ((high << 32 | low) << shift >> 32) + addend
+            return ((high << 32 | low) << shift >> 32 & _MASK) + addend
         if "HI" not in modifiers and len(words) == 3:
-            return (words[0] << words[2]) + words[1]
+            return (words[0] << words[2] & _MASK) + words[1]
     if name == "LOP3" and len(words) == 4:
         return _lookup(*words)
     if name == "IABS" and words:
         return abs(_signed(words[0]))
+    if name == "I2F" and words and not modifiers & {"F64", "F16"}:
+        return _bits(float(words[0] if "U32" in modifiers else _signed(words[0])))
+    if name == "MUFU" and "RCP" in modifiers and _float(words[0]):
+        return _bits(1.0 / _float(words[0]))
+    if name == "F2I" and "TRUNC" in modifiers and not modifiers & {"F64", "F16"}:
+        number = _float(words[0])
+        return int(number) if abs(number) < 1 << 32 else None
     return None
+
+
+def _shifted(modifiers: frozenset[str], low: int, shift: int, high: int) -> int | None:
+    """Return what a funnel shift takes of `high:low`."""
+    whole = high << 32 | low
+    if "L" in modifiers:
+        if shift >= 32 and modifiers & {"U32", "S32"}:
+            return 0 if high == 0 and "HI" not in modifiers else None
+        return whole << shift >> 32 if "HI" in modifiers else low << shift
+    if modifiers & {"U64", "S64"}:
+        return whole >> shift
+    if "HI" in modifiers and low == 0:
+        return (_signed(high) if "S32" in modifiers else high) >> min(shift, 32)
+    return None
+
+
+def _bits(number: float) -> int:
+    return int.from_bytes(struct.pack("<f", number), "little")
 
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -650,19 +705,23 @@ class Code:
     _trips: dict[int, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(listing: str, params: bytes = b"", params_start: int = 0) -> Code:
+    def of(
+        listing: str, constants: Mapping[int, int] | None = None, *, first_thread: bool = False
+    ) -> Code:  # fmt: skip
         """Read a listing of one kernel.
 
         Parameters
         ----------
-        params, params_start : the kernel's argument, and where it lies in constant bank 0. Without
-            them no branch is decided
+        constants : words of constant bank 0, as `constant_bank` returns them; without them no
+            branch is decided
+        first_thread : follow the first thread of a block, else any: that one's loops over the
+            elements of a row begin where the Params say
         """
         result = Code(*parse(listing))
         if not result.code:
             raise CompileError("no instructions in the listing", listing[:1000])
         result._divide()
-        result._machine = _Machine(params, params_start)
+        result._machine = _Machine(constants or {}, first_thread=first_thread)
         result._resolve(result._machine)
         return result
 
@@ -731,17 +790,29 @@ class Code:
                     self._trips[loop.header] = trips
 
     def _count_trips(self, loop: Loop, values: Values, machine: _Machine) -> int | None:
-        """Return how often a loop is passed where its branches are decided, else None."""
-        trips, number = 0, loop.header
-        for _ in range(_MAX_TRIPS * len(loop.blocks)):
-            values = machine.run(self.block(number), values)
-            targets = self._successors(number, values, machine)
-            if len(targets) != 1:
-                return None
-            number = targets[0]
-            trips += number == loop.header
-            if number not in loop.blocks:
-                return trips + 1
+        """Return how often a loop is passed where that is decided, else None."""
+        order = [number for number in self.order if number in loop.blocks]
+        for trips in range(1, _MAX_TRIPS + 1):
+            entering = {loop.header: values}
+            again: list[Values] = []
+            leaves = False
+            for number in order:
+                if number not in entering:
+                    continue
+                behind = machine.run(self.block(number), entering[number])
+                for target in self._successors(number, behind, machine):
+                    if target == loop.header:
+                        again.append(behind)
+                    elif target not in loop.blocks:
+                        leaves = True
+                    else:
+                        before = entering.get(target)
+                        entering[target] = behind if before is None else _common(before, behind)
+            if leaves:
+                return None if again else trips
+            values = again[0]
+            for other in again[1:]:
+                values = _common(values, other)
         return None
 
     # Loops
@@ -969,7 +1040,7 @@ class Code:
 
     def _shortest_call(self, entry: int) -> list[Instruction]:
         """Return the fewest instructions from a function's entry to its return."""
-        free = _Machine(b"", 0)
+        free = _Machine({})
         best: dict[int, list[Instruction]] = {entry: self.block(entry)}
         waiting = [entry]
         returned: list[Instruction] = []
