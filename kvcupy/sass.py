@@ -161,12 +161,15 @@ def _result_registers(one: Instruction) -> int:
         return max(1, one.access_bytes // 4)
     if one.name in ("DADD", "DMUL", "DFMA", "FFMA2", "FADD2", "FMUL2", "CS2R"):
         return 1 if one.name == "CS2R" and "32" in one.modifiers else 2
+    if one.name in ("IMNMX", "VIMNMX") and one.modifiers & {"S64", "U64"}:
+        return 2
     return 2 if one.modifiers & {"WIDE", "64", "F64"} else 1
 
 
 _MODELLED = frozenset(("MOV", "R2UR", "MOV32I", "SHF", "LEA", "LOP3", "IABS", "SEL", "FSEL",
                        "IMAD", "IADD3", "VIADD", "IADD", "ISETP", "FSETP", "PLOP3", "LDC", "LDCU",
-                       "CS2R", "S2R", "HFMA2", "I2F", "MUFU", "F2I"))  # fmt: skip
+                       "CS2R", "S2R", "HFMA2", "I2F", "MUFU", "F2I", "IMNMX",
+                       "VIMNMX"))  # fmt: skip
 _NO_RESULT = frozenset((*_STORES, "LDGSTS", "STS", "STSM", "STL", "UBLKCP", "BRA", "BRX", "EXIT",
                         "BAR", "BSSY", "BSYNC", "DEPBAR", "LDGDEPBAR", "NOP", "RET", "MEMBAR"))  # fmt: skip
 
@@ -195,7 +198,8 @@ def _writes(one: Instruction) -> Iterator[str]:
                 for other in rest:
                     if not _PREDICATE.match(other):
                         break
-                    yield other.lstrip("!")
+                    if other not in ("PT", "UPT"):
+                        yield other
         return
 
 
@@ -273,7 +277,7 @@ def products_of(one: Instruction) -> int:
 
 # --- Constants that the launch fixes --------------------------------------------------------------
 
-_MASK = 0xFFFFFFFF
+_MASK, _WIDE_MASK = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 Values = dict[str, int]  # registers and predicates whose value is known
 
 
@@ -416,9 +420,15 @@ class _Machine:
             # Two halves that are added to nothing: how a constant is loaded by this pipe.
             halves = [_half(text) for text in sources[2:]]
             return {} if None in halves else {target: cast(int, halves[0]) << 16 | cast(int, halves[1])}
-        words = [self._word(o, values, is_float=one.name == "FSEL") for o in plain]
         truths = [self.truth(o, values) for o in predicates]
         name = one.name.removeprefix("U")
+        is_minimum = name in ("IMNMX", "VIMNMX")
+        if "64" in one.modifiers or (is_minimum and one.modifiers & {"S64", "U64"}):
+            return self._pair_results(name, target, [self._pair(o, values) for o in plain], truths)
+        words = [self._word(o, values, is_float=one.name == "FSEL") for o in plain]
+        if is_minimum:
+            value = _extreme(words, truths, None if "U32" in one.modifiers else 31)
+            return {} if value is None else {target: value}
         if name in ("SEL", "FSEL") and len(words) == 2 and truths:
             chosen = None if truths[-1] is None else words[0 if truths[-1] else 1]
             return {} if chosen is None else {target: chosen}
@@ -436,6 +446,37 @@ class _Machine:
         if name in ("IADD3", "LEA") and 0 <= total <= _MASK:
             results.update(dict.fromkeys(_carries(sources), 0))
         return results
+
+    def _pair(self, operand: str, values: Values) -> int | None:
+        """Return the 64 bits of an operand: of neighbouring registers or constants."""
+        kind, name, number, negative, inverted = _read_operand(operand, False)
+        if kind == "register":
+            low, high = (values.get(register) for register in _span(name, 2))
+        elif kind == "constant":
+            low, high = (self._constants.get(number + i) for i in (0, 4))
+        elif kind:
+            low, high = number & _MASK, number >> 32
+        else:
+            return None
+        if low is None or high is None:
+            return None
+        value = high << 32 | low
+        return (-value if negative else ~value if inverted else value) & _WIDE_MASK
+
+    def _pair_results(
+        self, name: str, target: str, words: list[int | None], truths: Sequence[bool | None]
+    ) -> Values:
+        """Return what an instruction of 64 bits writes: a move, a choice or a sum."""
+        value: int | None = None
+        if name == "SEL" and len(words) == 2 and truths:
+            value = None if truths[-1] is None else words[0 if truths[-1] else 1]
+        elif name in ("IMNMX", "VIMNMX"):
+            value = _extreme(words, truths, 63)
+        elif name in ("MOV", "IADD", "IADD3"):
+            value = None if None in words else sum(cast(list[int], words))
+        if value is None:
+            return {}
+        return dict(zip(_span(target, 2), (value & _MASK, value >> 32 & _MASK), strict=True))
 
     def _multiply_add(
         self, one: Instruction, target: str, plain: Sequence[str], words: list[int | None],
@@ -488,7 +529,11 @@ class _Machine:
     ) -> bool | None:
         is_float = one.name == "FSETP"
         comparison = next((m for m in one.opcode.split(".") if m[:2] in _COMPARISONS), "")
-        x, y = (self._word(o, values, is_float=is_float) for o in (a, b))
+        is_wide = bool(one.modifiers & {"S64", "U64"})
+        if is_wide:
+            x, y = self._pair(a, values), self._pair(b, values)
+        else:
+            x, y = (self._word(o, values, is_float=is_float) for o in (a, b))
         if x is None or y is None or not comparison or "|" in a + b:
             return None
         if is_float:
@@ -496,8 +541,9 @@ class _Machine:
             if u != u or v != v:
                 return comparison in ("NE", "NEU") or comparison.endswith("U")
             return _COMPARISONS[comparison[:2]](u, v)
-        if "U32" not in one.modifiers:
-            x, y = _signed(x), _signed(y)
+        if not one.modifiers & {"U32", "U64"}:
+            sign = 1 << 63 if is_wide else 1 << 31
+            x, y = (x ^ sign) - sign, (y ^ sign) - sign
         if "EX" in one.modifiers and x == y:
             return self.truth(low, values)
         return _COMPARISONS[comparison](x, y)
@@ -530,6 +576,21 @@ def _lookup(a: int, b: int, c: int, table: int) -> int:
             part &= b if i & 2 else ~b
             result |= part & (c if i & 1 else ~c)
     return result & _MASK
+
+
+def _extreme(
+    words: Sequence[int | None], truths: Sequence[bool | None], sign: int | None
+) -> int | None:
+    """Return the smaller of two numbers, the larger if the last predicate is false.
+
+    Parameters
+    ----------
+    sign : the number of the sign bit, None for numbers without one
+    """
+    if len(words) != 2 or words[0] is None or words[1] is None or not truths or truths[-1] is None:
+        return None
+    flip = 0 if sign is None else 1 << sign
+    return (min if truths[-1] else max)(words[0] ^ flip, words[1] ^ flip) ^ flip
 
 
 def _carries(sources: Sequence[str]) -> Iterator[str]:
@@ -953,7 +1014,8 @@ class Code:
                 path: Path | None = Path(tuple(self._with_callee(number)), frozenset(self._inactive))
                 ends = self.block(number)[-1].name == "EXIT"
             else:
-                path, ends = self._passes(inner, word_bytes, dearest), False
+                path = self._passes(inner, word_bytes, dearest)
+                ends = any(self.block(b)[-1].name == "EXIT" for b in inner.blocks)
             if path is None or self._reads_null(number):
                 continue
             if loop is not None:
