@@ -76,6 +76,11 @@ class Instruction:
         return int(width[1]) // 8 if width else 4
 
     @property
+    def calls(self) -> bool:
+        """Whether it calls a function. A call to a label of the kernel itself is a far branch."""
+        return self.name == "CALL" and bool(self.targets) and not self.targets[0].startswith(".")
+
+    @property
     def loads_global(self) -> bool:
         return self.name in _LOADS
 
@@ -802,7 +807,7 @@ class Code:
     def _successors(self, number: int, values: Values, machine: _Machine) -> tuple[int, ...]:
         last = self.block(number)[-1]
         following = (number + 1,) if number + 1 < len(self.starts) else ()
-        if last.name not in _ENDS or last.name == "CALL":
+        if last.name not in _ENDS or last.calls:
             return following
         taken = machine.truth(last.guard, values) if last.guard else True
         for operand in last.operands:
@@ -810,9 +815,9 @@ class Code:
                 taken = _join(taken, machine.truth(operand, values), either=False)
         if "DIV" in last.modifiers:  # warps are taken to be converged
             taken = False
-        away = () if last.name != "BRA" and last.name != "BRX" and last.name != "JMP" else tuple(
-            [self._block_at[self.labels[t]] for t in last.targets if t in self.labels]
-        )
+        away: tuple[int, ...] = ()
+        if last.name in ("BRA", "BRX", "JMP", "CALL"):
+            away = tuple([self._block_at[self.labels[t]] for t in last.targets if t in self.labels])
         if taken is None:
             return tuple(dict.fromkeys((*away, *following)))
         return away if taken else following
@@ -869,7 +874,7 @@ class Code:
                     else:
                         before = entering.get(target)
                         entering[target] = behind if before is None else _common(before, behind)
-            if leaves:
+            if leaves or not again:
                 return None if again else trips
             values = again[0]
             for other in again[1:]:
@@ -1097,7 +1102,7 @@ class Code:
         """Yield a block's instructions, and the fewest of a function that it calls."""
         block = self.block(number)
         yield from block
-        if block[-1].name == "CALL" and block[-1].targets and block[-1].targets[0] in self.labels:
+        if block[-1].calls and block[-1].targets[0] in self.labels:
             yield from self._shortest_call(self._block_at[self.labels[block[-1].targets[0]]])
 
     def _shortest_call(self, entry: int) -> list[Instruction]:
@@ -1132,7 +1137,7 @@ def _is_work(one: Instruction) -> bool:
 
 
 def _is_rare(one: Instruction) -> bool:
-    return one.name in ("CALL", "ATOM", "ATOMG", "RED", "REDG")
+    return one.calls or one.name in ("ATOM", "ATOMG", "RED", "REDG")
 
 
 class _Region:
