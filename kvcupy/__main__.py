@@ -1,4 +1,4 @@
-"""The command line: `python -m kvcupy doctor | compile | calibrate | bench | demo`."""
+"""The command line: `python -m kvcupy doctor | compile | calibrate | roofline | bench | demo`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from . import calibrate
 
             return calibrate.main(options.device, quick=options.quick, lines=options.progress)
+        if options.command == "roofline":
+            from . import roofline
+
+            return roofline.main(
+                options.arch, texts=options.op, json_file=options.json, plot_file=options.plot,
+                against=options.against, jobs=options.jobs, verbose=options.verbose,
+                lines=options.progress,
+            )  # fmt: skip
         from . import compile_check
 
         return compile_check.main(
@@ -78,8 +86,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrating.add_argument("--device", help="such as cuda:1; default: the first GPU, or host")
     calibrating.add_argument("--quick", action="store_true", help="a coarse grid, in seconds")
+    bounding = commands.add_parser(
+        "roofline",
+        help="what the machine code of the kernels allows on GPUs that need not be present",
+        description="Compile the hot kernels, read their machine code, and print the share of a "
+        "GPU's memory bandwidth that each of its resources allows them. A bound, not a measurement.",
+    )
+    bounding.add_argument("--arch", nargs="+", metavar="sm_90", help="default: four of them")
+    bounding.add_argument("--op", nargs="+", metavar="TEXT", help="rows whose name contains it")
+    bounding.add_argument("--json", type=Path, metavar="FILE", help="write all that was counted")
+    bounding.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as PNG or SVG")
+    against = "fail where a row is worse than in a file that --json has written"
+    bounding.add_argument("--against", type=Path, metavar="FILE", help=against)
+    bounding.add_argument("--jobs", type=_count, metavar="N", help=jobs)
+    bounding.add_argument("--verbose", action="store_true", help="print instructions by pipe")
     progress = "print progress lines where stderr is not a terminal"
-    for command in (compiling, calibrating):
+    for command in (compiling, calibrating, bounding):
         command.add_argument("--progress", action="store_true", help=progress)
     for name, (_, purpose) in _SCRIPTS.items():
         if _script(name).is_file():

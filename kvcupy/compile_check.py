@@ -307,7 +307,7 @@ def _check_program(task: _Task) -> list[Entry]:
         return [Entry(str(one), task.arch, None, (problem,)) for one in program]
     sass = {}
     if task.nvdisasm is not None and any(promises for _, promises, _ in task.kernels):
-        sass = _divide(disassemble(task.nvdisasm, compiled[0].image), _SASS_SECTION)
+        sass = sections_of(disassemble(task.nvdisasm, compiled[0].image))
     entries = []
     for (specialisation, promises, budget), result in zip(task.kernels, compiled, strict=True):
         usage = read_log(logs[result.lowered_name], result.lowered_name)
@@ -383,6 +383,11 @@ def disassemble(nvdisasm: Path, cubin: bytes) -> str:
     if done.returncode != 0:
         raise CompileError("nvdisasm failed", done.stderr)
     return done.stdout
+
+
+def sections_of(sass: str) -> dict[str, str]:
+    """Return the SASS of each kernel of a listing, by name."""
+    return _divide(sass, _SASS_SECTION)
 
 
 def _divide(text: str, head: re.Pattern[str]) -> dict[str, str]:

@@ -1,0 +1,971 @@
+"""`python -m kvcupy roofline`: what the machine code of the hot kernels allows, on chips not here.
+
+A bound from the code, not a measurement. Each row is a call of an operation: it is planned as for a
+GPU of the architecture, its kernel is compiled, and `sass` reads what a warp issues on one pass
+through the loop, or the kernel, that does the work. Counted against the published rates of a chip,
+that gives a ceiling for each of its resources; the lowest binds.
+
+What is counted: on branches that the Params of the launch decide (and, on a pass through a whole
+kernel, the number of the first thread of a block), the side taken; of the ways that data decides,
+the cheapest that does all of the work. The dearest is beside it: the truth lies
+between the two. What is not: bank conflicts, caches that miss, barriers, the beginning and end of
+blocks around the loop, the last wave of blocks, clocks that fall under load. So a GPU stays below
+these figures, and a kernel that they let pass may still be slow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from functools import lru_cache, partial
+from math import ceil, prod
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from . import compile_check, formats, sass, sources
+from .arrays import ArrayView, contiguous_strides
+from .devices import nvrtc
+from .errors import CompileError
+from .extras import install
+from .kernels import Specialisation
+from .ops.attention import paged_attention
+from .ops.merge import merge_states
+from .ops.pages import copy_pages
+from .ops.rope import rope_store_kv
+from .ops.store import gather_kv, store_kv
+from .ops.transfer_kernels import LayerPages, launches, link_blocks
+from .progress import Progress, available_cpus, run
+
+# --- Chips ----------------------------------------------------------------------------------------
+
+GUIDE = (
+    "CUDA C++ Programming Guide 12.6, table of native arithmetic instructions; from 12.0 on CUDA "
+    "C++ Best Practices Guide 13.4, 12.1.1"
+)
+OCCUPANCY = "CUDA C++ Programming Guide, technical specifications per compute capability"
+LATENCY = "Luo et al., arXiv:2402.13499 and 2501.12084: pointer chase, A100, RTX 4090, H100 PCIe"
+NSIGHT = "Nsight Compute documentation, pipelines"
+LINK = "PCI Express base specifications 3.0, 4.0, 5.0: 16 lanes, one direction, less encoding"
+RATES = {
+    "issue": "four schedulers per SM, one instruction each per clock: Programming Guide, "
+    "compute capabilities 7.x to 12.x",
+    "fma, half, alu, add, xu, fp64": GUIDE,
+    "imad": f"{GUIDE}; it shares the FMA pipe: {NSIGHT}",
+    "shuffle": f"{GUIDE}: 32 results",
+    "F2FP as alu": f"{NSIGHT}: fast conversions are on the ALU from 8.x on; assumed for 7.5",
+    "local memory": "128 bytes per clock and SM from L1 and shared memory: NVIDIA Volta and Ampere "
+    "whitepapers; assumed for 10.0 and 12.0, of which none is published",
+    "uniform, control": "assumed to take an issue slot only: no rate is published",
+}
+"""Where the rates per clock come from."""
+
+LINK_LATENCY_NS = 1300.0
+"""Round trip of a load from pinned memory: SGLang pull request 40278 measured about 1.3 us."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What is published of a GPU.
+
+    Attributes
+    ----------
+    clock_mhz : boost clock
+    memory_gb_s, link_gb_s : peak of its memory, and of PCIe in one direction
+    tensor_tflops : fp16 products, dense, float32 sums
+    products_per_clock : multiply-adds of fp16 per clock and SM that `mma.sync` reaches
+    warps, blocks, shared_bytes : at most, per SM
+    reserved_bytes : of shared memory that the system takes from each block
+    lanes_per_clock : results per clock and SM, by pipe
+    memory_clocks, cache_clocks : latency of a load that misses all caches, or hits L2
+    sources : of these numbers, by attribute
+    """
+
+    name: str
+    sm_count: int
+    clock_mhz: float
+    memory_gb_s: float
+    link_gb_s: float
+    tensor_tflops: float
+    products_per_clock: float
+    warps: int
+    blocks: int
+    shared_bytes: int
+    reserved_bytes: int
+    lanes_per_clock: Mapping[str, float]
+    memory_clocks: float
+    cache_clocks: float
+    sources: Mapping[str, str]
+
+
+def _chip(
+    name: str, board: str, *, sms: tuple[int, float], memory: float, link: float,
+    tensor: tuple[float, float], residency: tuple[int, int, int], fma: int, half: int,
+    latency: tuple[float, float], add: int = 64, fp64: int = 2,
+    products: str = "tensor_tflops / (2 x SMs x clock)", clocks: str = LATENCY,
+) -> Chip:  # fmt: skip
+    warps, blocks, shared_kib = residency
+    return Chip(
+        name, *sms, memory, link, *tensor, warps, blocks, shared_kib << 10,
+        0 if shared_kib == 64 else 1024,
+        {"fma": fma, "imad": 64, "half": half, "alu": 64, "add": add, "xu": 16, "fp64": fp64},
+        *latency,
+        {
+            "sm_count, clock_mhz, memory_gb_s, tensor_tflops": board, "link_gb_s": LINK,
+            "products_per_clock": products,
+            "warps, blocks, shared_bytes, reserved_bytes": OCCUPANCY, "lanes_per_clock": GUIDE,
+            "memory_clocks, cache_clocks": clocks,
+        },
+    )  # fmt: skip
+
+
+_LIKE_ADA = f"assumed as on the RTX 4090 of {LATENCY}"
+CHIPS: dict[str, Chip] = {
+    "sm_75": _chip(
+        "T4", "NVIDIA T4 datasheet and Turing whitepaper", sms=(40, 1590), memory=320, link=15.75,
+        tensor=(65, 512), residency=(32, 16, 64), fma=64, half=64, latency=(500, 188),
+        clocks="L2: Jia et al., arXiv:1903.07486; memory: assumed, of the order of newer chips",
+    ),
+    "sm_80": _chip(
+        "A100 SXM 80 GB", "NVIDIA A100 datasheet and whitepaper", sms=(108, 1410), memory=2039,
+        link=31.5, tensor=(312, 1024), residency=(64, 32, 164), fma=64, half=128, fp64=32,
+        latency=(466, 261),
+    ),
+    "sm_86": _chip(
+        "A10", "NVIDIA A10 datasheet, GA102 whitepaper", sms=(72, 1695), memory=600, link=31.5,
+        tensor=(125, 512), residency=(48, 16, 100), fma=128, half=64, latency=(541, 273),
+        clocks=_LIKE_ADA,
+    ),
+    "sm_89": _chip(
+        "L40S", "NVIDIA L40S datasheet, Ada whitepaper", sms=(142, 2520), memory=864, link=31.5,
+        tensor=(362, 512), residency=(48, 24, 100), fma=128, half=64, latency=(541, 273),
+        clocks=_LIKE_ADA,
+    ),
+    "sm_90": _chip(
+        "H100 SXM", "NVIDIA H100 datasheet and whitepaper; clock: the driver's maximum",
+        sms=(132, 1980), memory=3350, link=63, tensor=(989, 1290), residency=(64, 32, 228),
+        fma=128, half=128, fp64=64, latency=(479, 263),
+        products="2048 with wgmma; of those mma.sync reaches 63 %: Luo et al., arXiv:2402.13499",
+    ),
+    "sm_100": _chip(
+        "B200", "NVIDIA DGX B200 and Blackwell technical brief; 148 SMs and clock: TechPowerUp",
+        sms=(148, 1965), memory=8000, link=63, tensor=(2250, 1290), residency=(64, 32, 228),
+        fma=128, half=64, fp64=64, latency=(600, 300),
+        products="assumed as on sm_90: what is published is of tcgen05, not of mma.sync",
+        clocks="assumed: none is published for plain loads; larger than on sm_90, as there are two "
+        "dies",
+    ),
+    "sm_120": _chip(
+        "RTX PRO 6000", "NVIDIA RTX PRO 6000 Blackwell datasheet, RTX Blackwell whitepaper",
+        sms=(188, 2617), memory=1792, link=63, tensor=(504, 512), residency=(48, 24, 100), fma=128,
+        half=64, add=128, latency=(541, 273), clocks=_LIKE_ADA,
+    ),
+}  # fmt: skip
+"""A chip by architecture."""
+
+DEFAULT_ARCHS = ("sm_80", "sm_90", "sm_100", "sm_120")
+
+_REGISTERS_PER_SM, _REGISTERS_STEP = 65536, 256
+_SHARED_STEP_BYTES = 128
+_SCHEDULERS = 4
+_LOCAL_BYTES_PER_CLOCK = 128  # of L1 and shared memory, per SM
+
+# --- Calls, planned without a GPU -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A launch that an operation asked for."""
+
+    specialisation: Specialisation
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    smem_bytes: int
+    params: bytes
+
+    @property
+    def warps_per_block(self) -> int:
+        return -(-prod(self.block) // 32)
+
+
+class _Stream:
+    """The one stream of a `PlannedDevice`, which has nothing to wait for."""
+
+    name, priority, capturing, retains_owners, capture_id = "planned", 0, False, True, None
+
+    def __init__(self, device: PlannedDevice) -> None:
+        self.device = device
+
+    def wait(self, other: Any) -> None:
+        pass
+
+
+class PlannedDevice:
+    """A GPU as far as plans see it: arrays are addresses, and launches are written down.
+
+    Attributes
+    ----------
+    launches : in the order of issue
+    """
+
+    kind, warp_lanes, has_copy_engine, torch_name = "cuda", 32, True, "cuda:0"
+    fault_pointer = 1 << 32
+
+    def __init__(self, arch: str) -> None:
+        chip = CHIPS[arch]
+        self.name = self.model = chip.name
+        self.arch, self.sm_count = arch, chip.sm_count
+        self.launches: list[Planned] = []
+        self._next = 1 << 40
+        self._stream = _Stream(self)
+
+    def array(self, *shape: int, format: str) -> ArrayView:
+        """Return an array of this device, which no memory stands behind."""
+        strides = contiguous_strides(shape, formats.itemsize(format))
+        # Operations look a device up by what an array says: a name, or the device itself.
+        v = ArrayView(self._next, shape, strides, format, cast(str, self), library="cupy")
+        self._next += -(-prod(shape) * v.itemsize // 256) * 256
+        return v
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> ArrayView:
+        return self.array(*shape, format=formats.tag(np.dtype(dtype)))
+
+    empty = zeros
+
+    def as_stream(self, stream: Any, library: str = "", name: str = "stream") -> _Stream:
+        return self._stream
+
+    def address(self, view: ArrayView) -> int:
+        return view.pointer
+
+    def load(self, specialisation: Specialisation) -> Specialisation:
+        return specialisation
+
+    def launch(
+        self, function: Specialisation, grid: tuple[int, int, int], block: tuple[int, int, int],
+        smem_bytes: int, params: bytes, stream: Any, keep: Sequence[object] = (),
+    ) -> None:  # fmt: skip
+        self.launches.append(Planned(function, grid, block, smem_bytes, bytes(params)))
+
+
+# --- Rows -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call whose kernel is looked at.
+
+    Attributes
+    ----------
+    name : of the row, unique
+    call : issues the operation on a device
+    kernel : how the name of its kernel begins; other launches of the call are left out
+    unit : what `unit_bytes` are the bytes of
+    unit_bytes : that the memory, or the link, must move for a unit, however often a kernel asks
+    asked_bytes : that the lanes of a launch load and store for a unit: rows padded to whole warps,
+        second passes over a row, rope tables
+    num_units : of the call, where a pass is one through the whole kernel; None: a pass is one
+        through the loop that moves most
+    mixed : whether the kernel has rows of several kinds, so that the way through it may ask for
+        more than one of them does
+    sharing : blocks of a launch that work on the same units, so that they count once
+    word_bytes : narrower accesses are not of the work, but to indices, scales or masks
+    of_products : the ceiling is of products, as a share of the tensor cores' peak
+    over_link : the memory that is read or written lies behind PCIe
+    slack : by which share a row may get worse, as a fraction of what it was
+    """
+
+    name: str
+    call: Callable[[PlannedDevice], None]
+    kernel: str
+    unit: str
+    unit_bytes: float
+    asked_bytes: Callable[[Planned], float]
+    num_units: float | None = None
+    mixed: bool = False
+    sharing: Callable[[Planned], float] = lambda _: 1
+    word_bytes: int = 16
+    of_products: bool = False
+    over_link: bool = False
+    slack: float = 0.03
+
+
+_TOKENS, _HEADS, _QUERY_HEADS, _WIDTH = 16384, 8, 32, 128  # of the rows that store and gather
+_SEQUENCES, _KEYS, _PAGE = 256, 8192, 16
+
+
+def _caches(device: PlannedDevice, format: str, widths: tuple[int, int] = (_WIDTH, _WIDTH), *,
+            heads: int = _HEADS, slots: int = 1 << 20) -> list[ArrayView]:  # fmt: skip
+    return [device.array(slots // _PAGE, _PAGE, heads, n, format=format) for n in widths]
+
+
+def _rows(device: PlannedDevice, format: str, heads: int = _HEADS) -> ArrayView:
+    return device.array(_TOKENS, heads, _WIDTH, format=format)
+
+
+def _slots(device: PlannedDevice) -> ArrayView:
+    return device.array(_TOKENS, format="int32")
+
+
+def _store(device: PlannedDevice, kv_format: str, *, dynamic: bool = False) -> None:
+    caches = _caches(device, kv_format)
+    options: dict[str, Any] = {}
+    if dynamic:
+        shape = caches[0].shape[0] * _PAGE, _HEADS
+        options = {f"{n}_scale_cache": device.array(*shape, format="fp32") for n in "kv"}
+    elif kv_format != "bf16":
+        options = {"k_scale": 0.5, "v_scale": 0.5}
+    store_kv(_rows(device, "bf16"), _rows(device, "bf16"), *caches, _slots(device), **options)
+
+
+def _gather(device: PlannedDevice, kv_format: str) -> None:
+    scales = {} if kv_format == "bf16" else {"k_scale": 0.5, "v_scale": 0.5}
+    gather_kv(*_caches(device, kv_format), _slots(device), k_out=_rows(device, "bf16"),
+              v_out=_rows(device, "bf16"), **scales)  # fmt: skip
+
+
+def _rope_store(device: PlannedDevice, kv_format: str) -> None:
+    scales = {} if kv_format == "bf16" else {"k_scale": 0.5, "v_scale": 0.5}
+    rope_store_kv(
+        _rows(device, "bf16", _QUERY_HEADS), _rows(device, "bf16"), _rows(device, "bf16"),
+        device.array(1 << 17, _WIDTH, format="fp32"), device.array(_TOKENS, format="int32"),
+        *_caches(device, kv_format), _slots(device), **scales,
+    )  # fmt: skip
+
+
+def _copy_pages(device: PlannedDevice) -> None:
+    pages = [device.array(1024, format="int32") for _ in "sd"]
+    copy_pages(_caches(device, "bf16")[0], *pages)
+
+
+def _transfer(device: PlannedDevice, host_format: str) -> None:
+    """Load pages of a page-first pool in pinned memory into a layer-first one."""
+    shape = 1024, 32, _PAGE, _HEADS, _WIDTH
+    pinned = [device.array(*shape, format=host_format) for _ in "kv"]
+    own = [device.array(*shape, format="bf16") for _ in "kv"]
+    src, dst = LayerPages(tuple(pinned), (), False), LayerPages(tuple(own), (), True)
+    for launch in launches(device, src, dst, max_blocks=link_blocks(device), reports=True):
+        device.launches.append(Planned(
+            launch.function, launch.grid, launch.block, launch.smem_bytes,
+            _with_addresses(launch.function, launch.constants),
+        ))  # fmt: skip
+
+
+def _with_addresses(specialisation: Specialisation, constants: bytes) -> bytes:
+    """Return Params whose addresses are some, for a launch that gets them with the pages."""
+    missing = range(specialisation.kernel.params.itemsize // 8 - len(constants) // 8)
+    return b"".join((1 << 40 | i << 20).to_bytes(8, "little") for i in missing) + constants
+
+
+def _merge(device: PlannedDevice, states: int) -> None:
+    outs = device.array(states, _TOKENS, _QUERY_HEADS, _WIDTH, format="fp32")
+    lse = device.array(states, _TOKENS, _QUERY_HEADS, format="fp32")
+    merge_states(
+        outs, lse, None, None, out=_rows(device, "bf16", _QUERY_HEADS),
+        lse_out=device.array(_TOKENS, _QUERY_HEADS, format="fp32"),
+    )  # fmt: skip
+
+
+def _attend(
+    device: PlannedDevice, kv_format: str, *, query_format: str, heads: tuple[int, int],
+    widths: tuple[int, int], tokens: int = 1, sequences: int = _SEQUENCES,
+) -> None:  # fmt: skip
+    num_pages = _KEYS // _PAGE
+    k_cache, v_cache = _caches(device, kv_format, widths, heads=heads[1], slots=sequences * _KEYS)
+    if widths[0] > widths[1] and heads[1] == 1:  # MLA: values are part of the latent
+        v_cache = k_cache[..., : widths[1]]
+    options: dict[str, Any] = {}
+    if tokens > 1:
+        options["query_lens"] = device.array(sequences, format="int32")
+    if kv_format != query_format:
+        options |= {"k_scale": 0.5, "v_scale": 0.5}
+    paged_attention(
+        device.array(sequences * tokens, heads[0], widths[0], format=query_format), k_cache,
+        v_cache, device.array(sequences, num_pages, format="int32"),
+        device.array(sequences, format="int32"),
+        out=device.array(sequences * tokens, heads[0], widths[1], format=query_format), **options,
+    )  # fmt: skip
+
+
+def _asked_of_key(launch: Planned) -> float:
+    """Return the bytes of a key and its value that an attention kernel loads, padding included."""
+    kernel, arguments = launch.specialisation.kernel, launch.specialisation.arguments
+    itemsize = next((f.itemsize for f in formats.FORMATS.values() if f.ctype == arguments[0]), 2)
+    if kernel.name == "attention_decode":  # element type, rows, packs of 8 elements per lane
+        (record,) = np.frombuffer(launch.params, kernel.params)
+        return 2 * int(arguments[2]) * (8 << int(record["lane_shift"])) * itemsize
+    return (int(arguments[1]) + int(arguments[2])) * itemsize  # element type, widths of K and V
+
+
+def _bytes(each: float) -> Callable[[Planned], float]:
+    return lambda _: each
+
+
+def _stored(name: str, kv_format: str, asked: float, **options: Any) -> Row:
+    """Return a row of bf16 K and V that are stored."""
+    elements = 2 * _HEADS * _WIDTH
+    moved = elements * (2 + formats.itemsize(kv_format))
+    return Row(name, partial(_store, kv_format=kv_format, **options), "store_", "K and V of a token",
+               moved, _bytes(elements * asked), _TOKENS,
+               word_bytes=min(16, 8 * formats.itemsize(kv_format)))  # fmt: skip
+
+
+def _gathered(name: str, kv_format: str) -> Row:
+    moved = 2 * _HEADS * _WIDTH * (formats.itemsize(kv_format) + 2)
+    return Row(name, partial(_gather, kv_format=kv_format), "gather_", "K and V of a token", moved,
+               _bytes(moved), _TOKENS, word_bytes=min(16, 8 * formats.itemsize(kv_format)))  # fmt: skip
+
+
+def _rotated(kv_format: str) -> Row:
+    """Return a row about a key, which moves most: to the live key and the cache, with its angles."""
+    moved = _WIDTH * (2 + 2 + formats.itemsize(kv_format))
+    return Row(f"rope_store {kv_format}", partial(_rope_store, kv_format=kv_format), "rope_store",
+               "head of a key", moved, _bytes(moved + 4 * _WIDTH),
+               _TOKENS * (_QUERY_HEADS + 2 * _HEADS), mixed=True, word_bytes=8)  # fmt: skip
+
+
+def _transferred(name: str, kernel: str, host_format: str) -> Row:
+    width, itemsize = 2 * _WIDTH, formats.itemsize(host_format)
+    return Row(name, partial(_transfer, host_format=host_format), kernel, "head of K and V",
+               width * itemsize, _bytes(width * (itemsize + 2)), over_link=True,
+               word_bytes=min(16, 8 * itemsize))  # fmt: skip
+
+
+def _merged(states: int) -> Row:
+    moved = _WIDTH * (4 * states + 2)
+    return Row(f"merge_states of {states}", partial(_merge, states=states), "merge_states",
+               "head of a token", moved, _bytes(moved), _TOKENS * _QUERY_HEADS, word_bytes=8)  # fmt: skip
+
+
+def _decode(kv_format: str, group: int) -> Row:
+    itemsize = formats.itemsize(kv_format)
+    call = partial(
+        _attend, kv_format=kv_format, query_format=kv_format if itemsize == 2 else "bf16",
+        heads=(_HEADS * group, _HEADS), widths=(_WIDTH, _WIDTH),
+    )  # fmt: skip
+    return Row(f"decode {kv_format} group {group}", call, "attention_", "key of a KV head",
+               2 * _WIDTH * itemsize, _asked_of_key, sharing=_tiles_per_sequence,
+               word_bytes=min(16, 8 * itemsize))  # fmt: skip
+
+
+def _mla(heads: int) -> Row:
+    call = partial(_attend, kv_format="bf16", query_format="bf16", heads=(heads, 1),
+                   widths=(576, 512))  # fmt: skip
+    return Row(f"mla bf16 {heads} heads", call, "attention_", "latent of a token", 2 * 576,
+               _asked_of_key, sharing=_tiles_per_sequence)  # fmt: skip
+
+
+def _tiles_per_sequence(launch: Planned) -> float:
+    return launch.grid[0] / _SEQUENCES
+
+
+def _prefill(k_width: int, v_width: int) -> Row:
+    call = partial(_attend, kv_format="bf16", query_format="bf16", heads=(_QUERY_HEADS, _HEADS),
+                   widths=(k_width, v_width), tokens=1024, sequences=4)  # fmt: skip
+    return Row(f"prefill bf16 {k_width}x{v_width}", call, "attention_prefill", "key of a KV head",
+               2 * (k_width + v_width), _asked_of_key, of_products=True)  # fmt: skip
+
+
+ROWS: tuple[Row, ...] = (
+    _stored("store bf16", "bf16", 4), _stored("store bf16 to fp8_e4m3", "fp8_e4m3", 3),
+    # The second pass over a row hits L1.
+    _stored("store bf16 to fp8_e4m3, dynamic scales", "fp8_e4m3", 5, dynamic=True),
+    _rotated("bf16"), _rotated("fp8_e4m3"),
+    _gathered("gather bf16", "bf16"), _gathered("gather fp8_e4m3 to bf16", "fp8_e4m3"),
+    Row("copy_pages bf16", _copy_pages, "copy_pages", "page", 4 * _PAGE * _HEADS * _WIDTH,
+        _bytes(4 * _PAGE * _HEADS * _WIDTH), 1024),
+    _transferred("load bf16 pages from pinned memory", "transfer_copy", "bf16"),
+    _transferred("load fp8_e4m3 pages as bf16", "transfer_convert", "fp8_e4m3"),
+    _merged(2), _merged(8),
+    *[_decode(name, group) for name in ("fp16", "bf16", "fp8_e4m3", "int8") for group in (1, 4, 8)],
+    _mla(16), _mla(128),
+    *[_prefill(*widths) for widths in ((64, 64), (128, 128), (192, 128), (256, 256))],
+)  # fmt: skip
+"""What `roofline` looks at."""
+
+# --- The model ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row on one chip.
+
+    Attributes
+    ----------
+    registers : per thread
+    shared_bytes : per block
+    warps_per_sm : that an SM holds at once, of the launch
+    asked_bytes : that a warp loads and stores on a pass
+    counted_bytes : those of them that the memory must move; or multiply-adds times two, `of_products`
+    instructions, dearest : that a warp issues on a pass, on the cheapest and the dearest way
+    uncounted_loops : inner loops on the way that are counted once, as nothing says how often
+    pipes : instructions by pipe, on the cheapest way
+    bytes_in_flight : loaded by a warp at once, at most
+    ceilings : GB/s, or GFLOPS, that each resource allows; "memory" (or "link", "tensor peak") is
+        the published peak
+    binds : the lowest of them
+    share : of the peak, as the cheapest way allows; at most 1
+    dearest_share : as the dearest way allows
+    problems : what does not fit what the row declares
+    """
+
+    row: str
+    arch: str
+    chip: str
+    kernel: str
+    registers: int
+    shared_bytes: int
+    warps_per_sm: int
+    asked_bytes: float
+    counted_bytes: float
+    instructions: int
+    dearest: int
+    uncounted_loops: int
+    pipes: dict[str, int]
+    bytes_in_flight: int
+    ceilings: dict[str, float]
+    binds: str
+    share: float
+    dearest_share: float
+    slack: float
+    problems: list[str] = field(default_factory=list)
+
+
+def clocks_of(code: Iterable[sass.Instruction], chip: Chip) -> dict[str, float]:
+    """Return the clocks of an SM that a warp's instructions keep each of its resources busy.
+
+    Examples
+    --------
+    >>> code, _ = sass.parse("  /*0000*/ FFMA R1, R2, R3, R1 ;\\n  /*0010*/ IADD3 R4, R4, R5, RZ ;")
+    >>> clocks_of(code, CHIPS["sm_80"])
+    {'issue': 0.5, 'fma': 0.5, 'alu': 0.5}
+    """
+    lanes = chip.lanes_per_clock
+    clocks: dict[str, float] = {}
+
+    def add(resource: str, amount: float) -> None:
+        clocks[resource] = clocks.get(resource, 0.0) + amount
+
+    for one in code:
+        add("issue", 1 / _SCHEDULERS)
+        pipe = sass.pipe_of(one)
+        if pipe in ("fma", "fma2", "imad"):
+            add("fma", (64 if pipe == "fma2" else 32) / lanes["fma"])
+            if pipe == "imad":
+                add("imad", 32 / lanes["imad"])
+        elif pipe in ("alu", "add"):
+            add("alu", 32 / lanes[pipe])
+        elif pipe in ("half", "xu", "fp64"):
+            add(pipe, 32 / lanes[pipe])
+        elif pipe == "tensor":
+            add("tensor", sass.products_of(one) / chip.products_per_clock)
+        elif pipe in ("global", "shared"):
+            add("lsu", max(1.0, 32 * one.access_bytes / _LOCAL_BYTES_PER_CLOCK))
+        elif pipe == "shuffle":
+            add("lsu", 1.0)
+    return clocks
+
+
+def warps_per_sm(
+    resources: sass.Resources, warps_per_block: int, smem_bytes: int, chip: Chip
+) -> int:
+    """Return how many warps an SM holds at once, by registers, shared memory and its limits.
+
+    Examples
+    --------
+    >>> taken = sass.Resources(registers=128, static_bytes=0, params_start=0)
+    >>> warps_per_sm(taken, 4, 0, CHIPS["sm_90"]), warps_per_sm(taken, 4, 100 << 10, CHIPS["sm_90"])
+    (16, 8)
+    """
+    per_warp = _rounded(resources.registers * 32, _REGISTERS_STEP)
+    shared = _rounded(smem_bytes + max(resources.static_bytes, chip.reserved_bytes),
+                      _SHARED_STEP_BYTES)  # fmt: skip
+    # A register file per scheduler, and a warp stays at one of them.
+    by_registers = _REGISTERS_PER_SM // _SCHEDULERS // max(1, per_warp) * _SCHEDULERS
+    blocks = min(
+        chip.blocks, chip.warps // warps_per_block, by_registers // warps_per_block,
+        chip.shared_bytes // shared if shared else chip.blocks,
+    )  # fmt: skip
+    return blocks * warps_per_block
+
+
+def _rounded(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+_PASSES = 8  # until copies that earlier passes began are on their way
+
+
+def pass_clocks(
+    path: sass.Path, word_bytes: int, memory_clocks: float, cache_clocks: float
+) -> tuple[float, int]:
+    """Return the clocks that a warp alone takes for a pass, and its most bytes in flight per lane.
+
+    It issues an instruction a clock, in order, and stops where one needs what has not arrived:
+    registers of a load, or copies to shared memory that it waits for. Loads of the work take
+    `memory_clocks`, narrower ones `cache_clocks`; all else is immediate.
+    """
+    ready: dict[str, float] = {}
+    groups: list[list[float]] = [[]]  # of copies; the last one is open
+    flying: list[tuple[float, int]] = []
+    clock, start, most = 0.0, 0.0, 0
+    for _ in range(_PASSES):
+        start = clock
+        for one in path.code:
+            clock = max([clock + 1, *[ready[r] for r in one.reads if r in ready]])
+            if one.address in path.inactive:
+                continue
+            if one.name == "LDGDEPBAR":
+                groups.append([])
+            elif one.name == "DEPBAR":
+                allowed = int(one.operands[-1], 16) if one.operands[-1][:2] == "0x" else 0
+                done = groups[: max(0, len(groups) - 1 - allowed)]
+                clock = max([clock, *[arrival for group in done for arrival in group]])
+                groups = groups[len(done) :]
+            arrival = 0.0
+            if one.loads_global or one.name in ("ATOM", "ATOMG"):
+                of_work = one.access_bytes >= word_bytes
+                arrival = clock + (memory_clocks if of_work else cache_clocks)
+                if one.name == "LDGSTS":
+                    groups[-1].append(arrival)
+                if of_work:
+                    flying = [(at, size) for at, size in flying if at > clock]
+                    flying.append((arrival, one.access_bytes))
+                    most = max(most, sum(size for _, size in flying))
+            for register in one.writes:
+                ready.pop(register, None)
+                if arrival:
+                    ready[register] = arrival
+    return clock - start, most
+
+
+_SMALL = ("attention_starts",)
+
+
+def examine(row: Row, arch: str) -> Entry:
+    """Return a row's entry on an architecture.
+
+    Raises
+    ------
+    CompileError : NVRTC or nvdisasm is missing or fails
+    ValueError : the call does not launch one kernel of the row's
+    """
+    device = PlannedDevice(arch)
+    row.call(device)
+    names = [str(launch.specialisation) for launch in device.launches]
+    chosen = [
+        launch for launch in device.launches
+        if launch.specialisation.kernel.name.startswith(row.kernel)
+        and launch.specialisation.kernel.name not in _SMALL
+    ]  # fmt: skip
+    if len(chosen) != 1:
+        raise ValueError(f"{row.name} {arch}: expected one launch of {row.kernel}*, got {names}")
+    return _bound(row, chosen[0], arch)
+
+
+def _bound(row: Row, launch: Planned, arch: str) -> Entry:
+    chip = CHIPS[arch]
+    image, name = _compiled(launch.specialisation, arch)
+    resources = sass.resources(image, name)
+    constants = sass.constant_bank(
+        launch.params, resources.params_start, launch.block, launch.grid
+    )
+    code = sass.Code.of(
+        _listing(image, name), constants, first_thread=row.num_units is not None
+    )  # fmt: skip
+    loop = _busiest_loop(code, row.word_bytes) if row.num_units is None else None
+    ways = [code.path(loop, row.word_bytes, dearest=dearest) for dearest in (False, True)]
+    fast, slow = ways
+    if fast is None or slow is None or (loop is None and row.num_units is None):
+        raise CompileError(f"{launch.specialisation} {arch}: no way through its code moves data", "")
+
+    # What a pass does
+    asked = 32 * (fast.bytes_loaded(row.word_bytes) + fast.bytes_stored(row.word_bytes))
+    units = asked / row.asked_bytes(launch)
+    blocks, problems = prod(launch.grid), []
+    if row.num_units is None:
+        per_block = units * launch.warps_per_block
+        if per_block < 1 or per_block % 1:
+            problems.append(f"a block asks for {per_block:.3f} x {row.unit} on a pass")
+    else:
+        declared = row.num_units / (blocks * launch.warps_per_block)
+        if units < 0.99 * declared or (units > 1.01 * declared and not row.mixed):
+            problems.append(f"a warp asks for {units:.3f} x {row.unit}, {declared:.3f} declared")
+        units = declared
+    counted = units * row.unit_bytes / row.sharing(launch)
+    if row.of_products:
+        counted = 2.0 * sum(map(sass.products_of, fast.active()))
+
+    # What the chip does with it
+    sms = min(chip.sm_count, blocks)
+    warps = min(warps_per_sm(resources, launch.warps_per_block, launch.smem_bytes, chip),
+                ceil(blocks / sms) * launch.warps_per_block)  # fmt: skip
+    memory_clocks = LINK_LATENCY_NS * chip.clock_mhz * 1e-3 if row.over_link else chip.memory_clocks
+    alone, in_flight = pass_clocks(fast, row.word_bytes, memory_clocks, chip.cache_clocks)
+    gigaclocks = sms * chip.clock_mhz * 1e-3  # of all SMs that the launch uses, per second
+    name_of_peak, peak = _peak(row, chip)
+
+    def ceilings_of(path: sass.Path) -> dict[str, float]:
+        by_resource = {r: counted / c * gigaclocks for r, c in clocks_of(path.code, chip).items()}
+        return {**by_resource, name_of_peak: peak}
+
+    ceilings = {**ceilings_of(fast), "latency": counted * warps / alone * gigaclocks}
+    binds = min(ceilings, key=lambda resource: ceilings[resource])
+    return Entry(
+        row.name, arch, chip.name, launch.specialisation.expression, resources.registers,
+        launch.smem_bytes + resources.static_bytes, warps, asked, round(counted, 1),
+        len(fast.code), len(slow.code), fast.uncounted,
+        dict(Counter(map(sass.pipe_of, fast.code)).most_common()), 32 * in_flight,
+        {r: round(c, 1) for r, c in sorted(ceilings.items(), key=lambda item: item[1])},
+        binds, round(ceilings[binds] / peak, 4),
+        round(min(*ceilings_of(slow).values(), ceilings["latency"]) / peak, 4), row.slack, problems,
+    )  # fmt: skip
+
+
+def _peak(row: Row, chip: Chip) -> tuple[str, float]:
+    if row.of_products:
+        return "tensor peak", 1e3 * chip.tensor_tflops
+    return ("link", chip.link_gb_s) if row.over_link else ("memory", chip.memory_gb_s)
+
+
+def _busiest_loop(code: sass.Code, word_bytes: int) -> sass.Loop | None:
+    """Return the loop that moves most in a pass, the innermost of those that move as much."""
+    best, most = None, 0
+    for loop in code.loops():
+        path = code.path(loop, word_bytes)
+        moved = 0 if path is None else path.bytes_loaded(word_bytes) + path.bytes_stored(word_bytes)
+        if moved > most:
+            best, most = loop, moved
+    return best
+
+
+def _compiled(specialisation: Specialisation, arch: str) -> tuple[bytes, str]:
+    compiled = nvrtc.compile_cubin(specialisation, arch)
+    if not compiled.target.startswith("sm_"):
+        raise CompileError(f"{specialisation}: this NVRTC is older than {arch}", "")
+    return compiled.image, compiled.lowered_name
+
+
+@lru_cache(maxsize=16)
+def _listing(image: bytes, name: str) -> str:
+    return compile_check.sections_of(compile_check.disassemble(_nvdisasm(), image))[name]
+
+
+def _nvdisasm() -> Path:
+    found = compile_check.find_nvdisasm()
+    if found is None:
+        raise CompileError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm", "")
+    return found
+
+
+# --- The table ------------------------------------------------------------------------------------
+
+WHAT = (
+    "A bound from the machine code, not a measurement: the share of a chip's memory bandwidth (of "
+    "the link's, of the tensor cores' peak) that each of its resources allows a kernel."
+)
+
+
+def table(entries: Iterable[Entry]) -> dict[str, Any]:
+    """Return what `--json` writes."""
+    entries = list(entries)
+    return {
+        "what": WHAT,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "nvrtc": ".".join(map(str, nvrtc.nvrtc_version())),
+        "kernels": sources.digest(),
+        "rates": RATES,
+        "chips": {arch: asdict(CHIPS[arch]) for arch in dict.fromkeys(e.arch for e in entries)},
+        "rows": [asdict(entry) for entry in entries],
+    }
+
+
+def worse(entries: Iterable[Entry], recorded: Mapping[str, Any]) -> list[str]:
+    """Return a line for each entry that is worse than its recorded self by more than the slack.
+
+    A row that the record lacks is new, and not worse.
+    """
+    before = {(row["row"], row["arch"]): row for row in recorded["rows"]}
+    lines = []
+    for entry in entries:
+        row = before.get((entry.row, entry.arch))
+        if row is None:
+            continue
+        for name, now in (("share", entry.share), ("dearest_share", entry.dearest_share)):
+            if now < row[name] * (1 - row["slack"]):
+                lines.append(
+                    f"{entry.row}, {entry.arch}: {name} {now:.1%}, was {row[name]:.1%} (slack "
+                    f"{row['slack']:.0%}); {entry.binds} binds"
+                )
+        lines += [f"{entry.row}, {entry.arch}: {problem}" for problem in entry.problems]
+    return lines
+
+
+def lines_of(entries: Iterable[Entry], *, verbose: bool = False) -> list[str]:
+    """Return the table as text."""
+    lines = [
+        f"{'row':39} {'arch':7} {'regs':>4} {'warps':>5} {'instructions':>12} {'bytes':>6} "
+        f"{'in flight':>9}  {'share':>12}  ceilings"
+    ]
+    for e in entries:
+        peak = e.ceilings[_peak_of(e)]
+        others = ", ".join(f"{r} {c / peak:.0%}" for r, c in e.ceilings.items() if c != peak)
+        lines.append(
+            f"{e.row:39} {e.arch:7} {e.registers:4} {e.warps_per_sm:5} "
+            f"{e.instructions:5} ..{e.dearest:5} {e.asked_bytes:6.0f} {e.bytes_in_flight:9} "
+            f"{e.share:6.0%}..{e.dearest_share:4.0%}  {others}"
+        )
+        if verbose:
+            pipes = ", ".join(f"{pipe} {count}" for pipe, count in e.pipes.items())
+            lines.append(f"    {e.kernel}: {pipes}")
+        if e.uncounted_loops:
+            lines.append(f"    {e.uncounted_loops} inner loops are counted once")
+        lines += [f"    problem: {problem}" for problem in e.problems]
+    return lines
+
+
+def _peak_of(entry: Entry) -> str:
+    return next(name for name in ("memory", "link", "tensor peak") if name in entry.ceilings)
+
+
+_COLOURS = {
+    "issue": "tab:red", "alu": "tab:orange", "fma": "tab:brown", "imad": "tab:olive",
+    "half": "tab:pink", "xu": "tab:purple", "lsu": "tab:cyan", "tensor": "tab:green",
+    "latency": "black", "fp64": "tab:gray",
+}  # fmt: skip
+
+
+def plot(entries: Sequence[Entry], file: Path) -> None:
+    """Draw a panel for each chip: per row what binds it, and a mark for each resource's ceiling.
+
+    Raises
+    ------
+    ImportError : matplotlib is missing
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
+    except ImportError as error:
+        raise ImportError(f"--plot needs matplotlib: {install('plot')}") from error
+    archs = list(dict.fromkeys(entry.arch for entry in entries))
+    names = list(dict.fromkeys(entry.row for entry in entries))
+    figure = Figure(figsize=(4 + 3.2 * len(archs), 1.6 + 0.26 * len(names)), layout="constrained")
+    panels = figure.subplots(1, len(archs), sharey=True, squeeze=False)[0]
+    for panel, arch in zip(panels, archs, strict=True):
+        own = [entry for entry in entries if entry.arch == arch]
+        places = [names.index(entry.row) for entry in own]
+        panel.barh(places, [100 * entry.share for entry in own], color="lightsteelblue")
+        panel.barh(places, [100 * entry.dearest_share for entry in own], color="steelblue")
+        for place, entry in zip(places, own, strict=True):
+            peak = entry.ceilings[_peak_of(entry)]
+            for resource, ceiling in entry.ceilings.items():
+                if resource in _COLOURS and ceiling < 2 * peak:
+                    panel.plot(100 * ceiling / peak, place, "|", color=_COLOURS[resource],
+                               markersize=9, markeredgewidth=2)  # fmt: skip
+        panel.axvline(100, color="gray", linewidth=0.8)
+        panel.set(xlim=(0, 200), title=f"{own[0].chip} ({arch})", xlabel="% of the peak")
+        panel.set_yticks(range(len(names)), names, fontsize=8)
+    panels[0].invert_yaxis()
+    marks = [Line2D([], [], color=c, marker="|", linestyle="", markeredgewidth=2, label=r)
+             for r, c in _COLOURS.items()]  # fmt: skip
+    figure.legend(handles=marks, loc="outside lower center", ncols=len(marks), fontsize=8)
+    figure.suptitle(
+        "What the code allows, not a measurement: bars from the cheapest (light) and the dearest "
+        "way\nas a share of memory bandwidth (load: of PCIe; prefill: of the tensor cores' peak); "
+        "marks: ceilings of resources",
+        fontsize=10,
+    )
+    figure.savefig(file, dpi=110)
+
+
+# --- The command ----------------------------------------------------------------------------------
+
+
+def _task(task: tuple[str, str]) -> Entry:
+    """Examine a row by its name, in whichever process."""
+    name, arch = task
+    return examine(next(row for row in ROWS if row.name == name), arch)
+
+
+def main(
+    archs: Sequence[str] | None = None, *, texts: Sequence[str] | None = None,
+    json_file: Path | None = None, plot_file: Path | None = None, against: Path | None = None,
+    jobs: int | None = None, verbose: bool = False, lines: bool = False,
+) -> int:  # fmt: skip
+    """Examine rows, print them, and return the exit status: 1 if one is worse, 2 if none could be.
+
+    Parameters
+    ----------
+    archs : names such as "sm_90"; None: those that `against` holds, else `DEFAULT_ARCHS`
+    texts : rows whose name contains one of these; None: all
+    json_file, plot_file : written, the first with all that was counted and its sources
+    against : an earlier `json_file` to compare with. With another NVRTC than recorded, what is
+        worse is printed, and no failure: code generation is then not the project's
+    jobs : how many processes; None: as many as there are CPUs for this one
+    verbose : print instructions by pipe
+    lines : say how far it is where stderr is no terminal
+    """
+    try:
+        recorded = None if against is None else _read(against)
+        archs = _archs(archs, recorded)
+        rows = [row for row in ROWS if any(text in row.name for text in texts or ("",))]
+        if not rows:
+            names = ", ".join(row.name for row in ROWS)
+            raise ValueError(f"--op: expected part of one of {names}; got {', '.join(texts or ())}")
+        _nvdisasm()
+        tasks = [(row.name, arch) for row in rows for arch in archs]
+        with Progress("roofline", len(tasks), "rows", lines=lines) as progress:
+            entries = run(_task, tasks, jobs or available_cpus(), progress.to)
+        print("\n".join(lines_of(entries, verbose=verbose)))
+        if json_file is not None:
+            json_file.write_text(json.dumps(table(entries), indent=1) + "\n")
+        if plot_file is not None:
+            plot(entries, plot_file)
+    except (CompileError, ValueError, OSError, ImportError) as error:
+        print(f"roofline: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    return 0 if recorded is None else _compare(entries, recorded, against)
+
+
+def _archs(archs: Sequence[str] | None, recorded: Mapping[str, Any] | None) -> Sequence[str]:
+    if archs is None:
+        archs = DEFAULT_ARCHS if recorded is None else list(recorded["chips"])
+    compile_check.require_archs(archs)
+    for arch in archs:
+        if arch not in CHIPS:
+            raise ValueError(f"--arch: expected one of {', '.join(CHIPS)}, got {arch}")
+    return archs
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        recorded = json.loads(file.read_text())
+        complete = all(key in recorded for key in ("rows", "nvrtc", "chips"))
+    except (ValueError, TypeError):
+        complete = False
+    if not complete:
+        raise ValueError(f"--against: expected a file that --json has written, got {file}")
+    return cast(dict[str, Any], recorded)
+
+
+def _compare(entries: Sequence[Entry], recorded: Mapping[str, Any], file: Path | None) -> int:
+    """Print what is worse than recorded; return the exit status."""
+    lines = worse(entries, recorded)
+    for line in lines:
+        print(f"worse: {line}")
+    if not lines:
+        print(f"none of {len(entries)} rows is worse than in {file}")
+        return 0
+    version = ".".join(map(str, nvrtc.nvrtc_version()))
+    if version != recorded["nvrtc"]:
+        print(f"not a failure: NVRTC is {version}, and {recorded['nvrtc']} in {file}")
+        return 0
+    image = "" if file is None else f" --plot {file.with_suffix('.png')}"
+    print(f"to accept this: python -m kvcupy roofline --json {file}{image}")
+    return 1
