@@ -1,18 +1,34 @@
-"""Announces operations, event records and waits to observers: a timeline, an order checker.
+"""Announces operations, events and waits to observers: a timeline, the order checker.
 
 Devices announce what is put on their streams, so this module stands below them: here a stream is
 a `devices.protocol.Stream` and an event a `devices.protocol.Event`, but their types are not named.
-Without observers `issue` costs one truth test.
+Without observers an announcement costs one truth test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from .arrays import ArrayView
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Slots that follow from the contents of index arrays.
+
+    Attributes
+    ----------
+    arrays : the index arrays
+    choose : takes their contents, NumPy arrays, and returns the slots
+    """
+
+    arrays: tuple[ArrayView, ...]
+    choose: Callable[..., np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -20,23 +36,40 @@ class Access:
     """Bytes that an operation reads or writes: a view, or only the slots listed in `slots`.
 
     With `slots`, `view` is a cache whose first axis is slots, or pages and offsets (`page_size`
-    of them, on axis `offset_axis`).
+    of them, on axis `offset_axis`). Slots that are negative or past the end are not touched, nor is
+    `skip_slot`.
+
+    Attributes
+    ----------
+    name : of the argument, for people
+    axes : what is counted on each axis, for people; empty if that is not known
     """
 
     view: ArrayView
-    slots: ArrayView | None = None
+    slots: ArrayView | Slots | None = None
     page_size: int = 1
     offset_axis: int = 0
+    name: str = ""
+    axes: tuple[str, ...] = ()
+    skip_slot: int = -1
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One piece of work on one stream, with the bytes that it touches."""
+    """One piece of work on one stream, with the bytes that it touches.
+
+    Attributes
+    ----------
+    graph : what is launched, where that is a graph
+    keeps_arrays : whether the arrays stay alive until the stream has passed the operation
+    """
 
     name: str
     stream: Any
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
+    graph: Any = None
+    keeps_arrays: bool = True
 
 
 class Observer(Protocol):
@@ -51,7 +84,31 @@ class Observer(Protocol):
     def waited(self, stream: Any, event: Any) -> None: ...
 
 
+class OrderObserver:
+    """An observer that is also notified of what orders the host and the streams."""
+
+    def synchronized(self, point: Any) -> None:
+        """Note that the host is behind an event, a stream, or all streams of a device."""
+
+    def touched_by_host(self, name: str, reads: Iterable[Access], writes: Iterable[Access]) -> None:
+        """Note that the calling thread itself is about to read or write arrays; may raise."""
+
+    def calls(self, operation: Operation, function: Callable[[], object]) -> Callable[[], object]:
+        """Return what a stream is to call in place of a host function."""
+        return function
+
+    def capture_began(self, graph: Any, stream: Any) -> None:
+        """Note that work on `stream` goes into `graph` from now on."""
+
+    def capture_ended(self, graph: Any) -> None:
+        """Note that the capture of a graph is over, well or not."""
+
+    def kept(self, arrays: Iterable[ArrayView], stream: Any) -> None:
+        """Note that arrays stay alive until `stream` has passed this point."""
+
+
 _observers: tuple[Observer, ...] = ()
+_order_observers: tuple[OrderObserver, ...] = ()  # those of them that are such
 
 
 def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> None:
@@ -59,12 +116,33 @@ def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> Non
     if not _observers:
         enqueue()
         return
-    operation = describe()
-    for observer in _observers:
+    with announced(describe()):
+        enqueue()
+
+
+@contextmanager
+def announced(operation: Operation) -> Iterator[None]:
+    """Announce an operation to observers, which the block puts on its stream."""
+    observers = _observers
+    for observer in observers:
         observer.before(operation)
-    enqueue()
-    for observer in reversed(_observers):
+    yield
+    for observer in reversed(observers):
         observer.after(operation)
+
+
+def call(
+    stream: Any, function: Callable[[], object], enqueue: Callable[[Callable[[], object]], None]
+) -> None:
+    """Put a host function on a stream by `enqueue`, and announce it to observers."""
+    if not _observers:
+        enqueue(function)
+        return
+    operation = Operation("call", stream)
+    with announced(operation):
+        for observer in _order_observers:
+            function = observer.calls(operation, function)
+        enqueue(function)
 
 
 def recorded(event: Any, stream: Any) -> None:
@@ -79,17 +157,57 @@ def waited(stream: Any, event: Any) -> None:
         observer.waited(stream, event)
 
 
+def synchronized(point: Any) -> None:
+    """Announce that the host has waited for an event, a stream or a device, or found it done."""
+    for observer in _order_observers:
+        observer.synchronized(point)
+
+
+def touched_by_host(name: str, reads: Iterable[Access], writes: Iterable[Access] = ()) -> None:
+    """Announce that the calling thread is about to read or write arrays, outside all streams."""
+    for observer in _order_observers:
+        observer.touched_by_host(name, reads, writes)
+
+
+def capture_began(graph: Any, stream: Any) -> None:
+    """Announce that work on `stream` goes into `graph` from now on."""
+    for observer in _order_observers:
+        observer.capture_began(graph, stream)
+
+
+def capture_ended(graph: Any) -> None:
+    """Announce that the capture of a graph is over, well or not."""
+    for observer in _order_observers:
+        observer.capture_ended(graph)
+
+
+def kept(arrays: Iterable[ArrayView], stream: Any) -> None:
+    """Announce that arrays stay alive until `stream` has passed this point."""
+    for observer in _order_observers:
+        observer.kept(arrays, stream)
+
+
 def watching() -> bool:
     """Return whether there are observers."""
     return bool(_observers)
 
 
+def watching_order() -> bool:
+    """Return whether there are observers of the host and of lifetimes too."""
+    return bool(_order_observers)
+
+
 @contextmanager
 def attached(observer: Any) -> Iterator[Any]:
     """Notify `observer` for the length of a with block."""
-    global _observers
-    _observers = (*_observers, observer)
+    _set_observers((*_observers, observer))
     try:
         yield observer
     finally:
-        _observers = tuple(o for o in _observers if o is not observer)
+        _set_observers(tuple(o for o in _observers if o is not observer))
+
+
+def _set_observers(observers: tuple[Any, ...]) -> None:
+    global _observers, _order_observers
+    _observers = observers
+    _order_observers = tuple(o for o in observers if isinstance(o, OrderObserver))

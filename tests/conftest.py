@@ -15,6 +15,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 
@@ -26,6 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="host", help="the kvcupy device that the tests run on")
     parser.addoption("--full", action="store_true", help="run every case of every test")
     parser.addoption("--no-strict", action="store_true", help="let the host device be lenient")
+    parser.addoption(
+        "--check-order", action="store_true", help="run every test in kv.order_checker()"
+    )
     parser.addoption("--strict-seed", type=int, help="repeat the orders of threads of a run")
 
 
@@ -61,7 +65,8 @@ def strict_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kv.config, "_strict", not option.no_strict)
     monkeypatch.setattr(kv.config, "_strict_index_faults", "record")
     kv.config.strict_seed = zlib.crc32(request.node.nodeid.encode()) ^ option.strict_seed
-    yield
+    with kv.order_checker() if option.check_order else nullcontext():
+        yield
     host.synchronize()
     host.context.raise_fault()
 

@@ -110,9 +110,14 @@ class CudaDevice:
         view = arrays.view(array)
         dtype = formats.numpy_dtype(view.format)
         if view.device == "host":
+            if observe.watching_order():
+                observe.touched_by_host("to_numpy", (Access(view, name="array"),))
             return arrays.array_at(view.owner, view.pointer, view.shape, dtype, view.strides).copy()
         stream = self._uncaptured_stream(view.library, "to_numpy")
         arrays.wait_for_producers((view,), stream)
+        if observe.watching_order():
+            observe.synchronized(stream)  # as the copy does
+            observe.touched_by_host("to_numpy", (Access(view, name="array"),))
         bits = self.carrier(view)
         with self.context.relaxed(f"to_numpy on {self.name}"), stream.cupy:
             host: np.ndarray[Any, Any] = bits.get()
@@ -137,7 +142,7 @@ class CudaDevice:
             return
         arrays.wait_for_producers((to, of), queue)
         observe.issue(
-            lambda: Operation("copy", queue, (Access(of),), (Access(to),)),
+            lambda: Operation("copy", queue, (Access(of, name="src"),), (Access(to, name="dst"),)),
             lambda: self._enqueue_copy(to, of, queue),
         )
         arrays.note_written([to])
@@ -298,6 +303,7 @@ class CudaDevice:
             raise CaptureError("synchronising the device is illegal while a stream is captured")
         with context.api.errors_as(f"synchronize, {self.name}"), context.current():
             context.api.runtime.deviceSynchronize()
+        observe.synchronized(self)
         context.retired.reap()
         context.calls.raise_failures()
 

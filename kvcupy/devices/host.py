@@ -176,6 +176,8 @@ class HostDevice:
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """Return a copy of an array of this device as NumPy array (bf16, fp8: ml_dtypes)."""
         view = arrays.view(array)
+        if observe.watching_order():
+            observe.touched_by_host("to_numpy", (Access(view, name="array"),))
         return self.carrier(view).view(formats.numpy_dtype(view.format)).copy()
 
     def carrier(self, view: arrays.ArrayView) -> np.ndarray[Any, Any]:
@@ -197,7 +199,7 @@ class HostDevice:
         queue = self.as_stream(stream)
         copy = partial(host_memory.copy_array, target, source)
         observe.issue(
-            lambda: Operation("copy", queue, (Access(of),), (Access(to),)),
+            lambda: Operation("copy", queue, (Access(of, name="src"),), (Access(to, name="dst"),)),
             lambda: queue.enqueue(copy),
         )
         arrays.note_written([to])

@@ -24,7 +24,7 @@ from weakref import ref
 
 import numpy as np
 
-from ... import formats
+from ... import formats, observe
 from ...arrays import ArrayView, contiguous_strides, describe, view
 from ...devices.protocol import Device, Event, Stream
 from ...errors import CaptureError, DeviceError, KvcupyError
@@ -221,6 +221,9 @@ class Uploader:
         self._synchronize(pinned.copied)
         pinned.reserve(layout.num_bytes)
         whole = target.reserve(layout.num_bytes)
+        if observe.watching_order():
+            packed = observe.Access(pinned.whole, name="pinned tables")
+            observe.touched_by_host("pack", (), (packed,))
         num_bytes = layout.pack(arrays, pinned.bytes)
         target.wait_for_readers(self.stream)
         source, copy = [  # the first bytes of both; slices would go through NumPy
