@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run every case of every test")
     parser.addoption("--no-strict", action="store_true", help="let the host device be lenient")
     parser.addoption(
-        "--check-order", action="store_true", help="run every test in kv.order_checker()"
+        "--check-order", action="store_true", help="let kv.order_checker look at every test"
     )
     parser.addoption("--strict-seed", type=int, help="repeat the orders of threads of a run")
 
@@ -45,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: runs with --full only")
     config.addinivalue_line("markers", "gpu: needs a real GPU; skipped where there is none")
     config.addinivalue_line("markers", "slow: takes long, or much memory")
+    config.addinivalue_line(
+        "markers", "races: leaves a wait out on purpose, which --check-order must report"
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -65,10 +68,13 @@ def strict_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kv.config, "_strict", not option.no_strict)
     monkeypatch.setattr(kv.config, "_strict_index_faults", "record")
     kv.config.strict_seed = zlib.crc32(request.node.nodeid.encode()) ^ option.strict_seed
-    with kv.order_checker() if option.check_order else nullcontext():
+    with kv.order_checker("record") if option.check_order else nullcontext() as checker:
         yield
     host.synchronize()
     host.context.raise_fault()
+    if checker is not None:
+        races = request.node.get_closest_marker("races")
+        assert bool(checker.reports) == bool(races), "\n".join(map(str, checker.reports))
 
 
 @pytest.fixture
