@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .arrays import ArrayView
+from .arrays import ArrayView, view
 
 
 @dataclass(frozen=True)
@@ -185,6 +185,78 @@ def kept(arrays: Iterable[ArrayView], stream: Any) -> None:
     """Announce that arrays stay alive until `stream` has passed this point."""
     for observer in _order_observers:
         observer.kept(arrays, stream)
+
+
+class WatchedArray(np.ndarray[Any, Any]):
+    """Host memory whose elements the calling thread reads and writes by way of announcements.
+
+    What goes around NumPy's indexing and functions, the buffer protocol say, is not announced.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        part = _plain(self)[index]
+        if isinstance(part, np.ndarray) and part.base is not None:
+            return super().__getitem__(index)  # a view, of which nothing is read yet
+        touched_by_host("host read", self._accessed(index))
+        return super().__getitem__(index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        touched_by_host("host write", (), self._accessed(index))
+        super().__setitem__(index, value)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        targets = options.get("out", ())
+        if method == "at":
+            targets = inputs[:1]
+        touched_by_host("host read", _watched(inputs), _watched(targets))
+        if "out" in options:
+            options["out"] = tuple([_plain(x) for x in targets])
+        result = getattr(ufunc, method)(*[_plain(x) for x in inputs], **options)
+        return targets[0] if len(targets) == 1 and "out" in options else result
+
+    def __array_function__(self, function: Any, types: Any, arrays: Any, options: Any) -> Any:
+        targets = arrays[:1] if function is np.copyto else ()
+        out = options.get("out")
+        touched_by_host("host read", _watched(arrays), _watched((*targets, out)))
+        result = super().__array_function__(
+            function, [t for t in types if t is not WatchedArray] or [np.ndarray],
+            _each_plain(arrays), {name: _plain(x) for name, x in options.items()},
+        )  # fmt: skip
+        return out if out is not None else result
+
+    def fill(self, value: Any) -> None:
+        self[...] = value
+
+    def _accessed(self, index: Any) -> tuple[Access, ...]:
+        indices = index if isinstance(index, tuple) else (index,)
+        if ... not in [i for i in indices if i is ...]:
+            indices = (*indices, ...)  # else a single element would come as a copy
+        part = _plain(self)[indices]
+        return _watched((part if part.base is not None else self,), always=True)
+
+
+def _plain(x: Any) -> Any:
+    return x.view(np.ndarray) if isinstance(x, WatchedArray) else x
+
+
+def _each_plain(arrays: Any) -> Any:
+    if isinstance(arrays, (list, tuple)):
+        return type(arrays)([_each_plain(x) for x in arrays])
+    return _plain(arrays)
+
+
+def _watched(arrays: Iterable[Any], *, always: bool = False) -> tuple[Access, ...]:
+    """Return accesses to all of the arrays among these that are watched."""
+    flat = [x for each in arrays for x in (each if isinstance(each, (list, tuple)) else (each,))]
+    return tuple([
+        Access(view(_plain(x))) for x in flat
+        if isinstance(x, WatchedArray) or (always and isinstance(x, np.ndarray))
+    ])  # fmt: skip
+
+
+def watched(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return pinned memory so that the host's accesses are announced, if anybody listens."""
+    return array.view(WatchedArray) if _order_observers else array
 
 
 def watching() -> bool:

@@ -165,7 +165,8 @@ class HostDevice:
     def empty_pinned(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
         """Return uninitialised memory of exact size that `ArrayView.pinned` recognises."""
         array = self.empty(shape, dtype)
-        return arrays.pinned_at(array, array.ctypes.data, array.shape, array.dtype)
+        pinned = arrays.pinned_at(array, array.ctypes.data, array.shape, array.dtype)
+        return observe.watched(pinned)
 
     def asarray(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return a copy of a NumPy array on this device."""

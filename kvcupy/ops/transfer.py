@@ -256,10 +256,11 @@ class TransferPlan:
         self, name: str, pairs: PagePairs, stream: Stream, pools: tuple[Any, Any]
     ) -> observe.Operation:
         """Return the bytes that the transfer touches, for observers."""
+        layer = f", layer {self.layers[0]}" if self.layers and len(self.layers) == 1 else ""
         reads, writes = (
             tuple([
                 observe.Access(
-                    _owned_by(pool, view), pages, name=pool_name,
+                    _owned_by(pool, view), pages, name=f"{pool_name}{layer}",
                     axes=("page", "layer", "offset", "head"),
                 )
                 for transfer in self.transfers
