@@ -57,7 +57,7 @@ _KINDS = {(True, False): "RAW", (False, True): "WAR", (True, True): "WAW"}  # fi
 _MAX_SNAPSHOT_BYTES = 1 << 20
 _WAIT_S = 0.2  # for work that produces an index array
 _PACKAGE = str(Path(__file__).parents[1])
-_LIBRARY = (_PACKAGE, inspect.getfile(contextmanager))
+_LIBRARY = (_PACKAGE, inspect.getfile(contextmanager), str(Path(np.__file__).parent))
 
 # --- Reports --------------------------------------------------------------------------------------
 
@@ -102,6 +102,15 @@ class _Captured:
     )
     histories: Histories = field(default_factory=Histories)
     last_launch: Clock = field(default_factory=dict)  # launches of one graph run one by one
+
+
+@dataclass(frozen=True)
+class Running:
+    """A host function that runs: where, on which stream."""
+
+    point: Point
+    stream_name: str
+    stream: Callable[[], Any]
 
 
 # --- The checker ----------------------------------------------------------------------------------
@@ -194,7 +203,7 @@ class OrderChecker(observe.OrderObserver):
         if self._muted:
             return
         with self._lock:
-            work = self._work(name, "the host", None, self._next(HOST), keeps_arrays=False)
+            work = self._work(name, None, self._next(HOST), keeps_arrays=False)
             touches = self._touches(work, reads, writes)
             self._check(touches, self._histories)
             self._commit(touches)
@@ -206,14 +215,15 @@ class OrderChecker(observe.OrderObserver):
         with self._lock:
             captured = actor in self._capturing
             behind = dict(self._behind(actor, self._capturing.get(actor)))
-        point = Point(actor, behind.get(actor, 0), behind)
+        stream = operation.stream
+        running = Running(Point(actor, behind.get(actor, 0), behind), stream.name, ref(stream))
         me = ref(self)
 
         def called() -> object:
             checker = me()
             if checker is None:
                 return function()
-            with checker._running(None if captured else point):
+            with checker._running(None if captured else running):
                 return function()
 
         return called
@@ -257,15 +267,20 @@ class OrderChecker(observe.OrderObserver):
         return getattr(self._thread, "muted", False)
 
     @contextmanager
-    def _running(self, point: Point | None) -> Iterator[None]:
-        """Let this thread act at a point of a stream, in a host function; None: at no point."""
+    def _running(self, running: Running | None) -> Iterator[None]:
+        """Let this thread act for a stream, in a host function; None: for nobody."""
         thread = self._thread
-        before = getattr(thread, "muted", False), getattr(thread, "point", None)
-        thread.muted, thread.point = point is None, point
+        before = getattr(thread, "muted", False), getattr(thread, "running", None)
+        thread.muted, thread.running = running is None, running
         try:
             yield
         finally:
-            thread.muted, thread.point = before
+            thread.muted, thread.running = before
+
+    @property
+    def _host_function(self) -> Running | None:
+        """What this thread acts for; None: for the host."""
+        return getattr(self._thread, "running", None)
 
     # Clocks.
 
@@ -273,8 +288,8 @@ class OrderChecker(observe.OrderObserver):
         """Return what an actor is behind by now, to be read or added to."""
         if captured is not None:
             return captured.clocks.setdefault(actor, {})
-        running: Point | None = getattr(self._thread, "point", None)
-        host = self._clocks[HOST] if running is None else running.behind
+        running = self._host_function
+        host = self._clocks[HOST] if running is None else running.point.behind
         if actor is HOST:
             return host
         clock = self._clocks.setdefault(actor, {})
@@ -283,9 +298,9 @@ class OrderChecker(observe.OrderObserver):
 
     def _next(self, actor: Actor, captured: _Captured | None = None) -> Point:
         """Return the point of new work of an actor."""
-        running: Point | None = getattr(self._thread, "point", None)
+        running = self._host_function
         if actor is HOST and running is not None:
-            return running  # a host function acts for its stream
+            return running.point
         behind = self._behind(actor, captured)
         behind[actor] = number = behind.get(actor, 0) + 1
         return Point(actor, number, dict(behind))
@@ -303,8 +318,7 @@ class OrderChecker(observe.OrderObserver):
         if graph is not None and captured is None:
             join(self._behind(actor), graph.last_launch)
         point = self._next(actor, captured)
-        name = "the host" if actor is HOST else stream.name
-        work = self._work(operation.name, name, stream, point, operation.keeps_arrays)
+        work = self._work(operation.name, stream, point, operation.keeps_arrays)
         if captured is not None:
             self._capture(captured, work, operation, graph)
             return []
@@ -363,10 +377,13 @@ class OrderChecker(observe.OrderObserver):
             histories[touch.access.view.device].add(touch)
         return touches
 
-    def _work(
-        self, name: str, stream_name: str, stream: Any, point: Point, keeps_arrays: bool
-    ) -> Work:
-        weak = ref(stream) if stream is not None else _nothing
+    def _work(self, name: str, stream: Any, point: Point, keeps_arrays: bool) -> Work:
+        if stream is None or stream.identity is HOST:
+            running = self._host_function
+            stream_name = "the host" if running is None else running.stream_name
+            weak = _nothing if running is None else running.stream
+        else:
+            stream_name, weak = stream.name, ref(stream)
         site = _site(sys._getframe(1))
         return Work(name, stream_name, weak, site, point, keeps_arrays, threading.get_ident())
 
@@ -638,8 +655,11 @@ def _name_in(frame: FrameType, stream: Any) -> str:
     for name, value in (*frame.f_locals.items(), *frame.f_globals.items()):
         if _is_stream(value, stream):
             return str(name)
-    own = getattr(frame.f_locals.get("self"), "__dict__", {})
-    return next((f"self.{name}" for name, held in own.items() if _is_stream(held, stream)), "")
+    for name, value in frame.f_locals.items():
+        for attribute, held in list(getattr(value, "__dict__", {}).items()):
+            if _is_stream(held, stream):
+                return f"{name}.{attribute}"
+    return ""
 
 
 def _is_stream(value: Any, stream: Any) -> bool:
@@ -837,5 +857,7 @@ def _stream_of(accesses: tuple[Access, ...], stream: Any) -> Any:
         return devices.get(first.device).as_stream(None, first.library)
     if on_gpu:
         return devices.get(on_gpu[0].device).as_stream(stream)
+    if not any(hasattr(stream, name) for name in ("__cuda_stream__", "cuda_stream", "ptr")):
+        return devices.get("host").as_stream(stream)
     (own,) = streams.as_streams((stream,))
     return own
