@@ -108,7 +108,8 @@ class OrderObserver:
 
 
 _observers: tuple[Observer, ...] = ()
-_order_observers: tuple[OrderObserver, ...] = ()  # those of them that are such
+order_observers: tuple[OrderObserver, ...] = ()
+"""Those of the observers that are such: what is announced to them alone costs one test of this."""
 
 
 def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> None:
@@ -140,7 +141,7 @@ def call(
         return
     operation = Operation("call", stream)
     with announced(operation):
-        for observer in _order_observers:
+        for observer in order_observers:
             function = observer.calls(operation, function)
         enqueue(function)
 
@@ -159,31 +160,31 @@ def waited(stream: Any, event: Any) -> None:
 
 def synchronized(point: Any) -> None:
     """Announce that the host has waited for an event, a stream or a device, or found it done."""
-    for observer in _order_observers:
+    for observer in order_observers:
         observer.synchronized(point)
 
 
 def touched_by_host(name: str, reads: Iterable[Access], writes: Iterable[Access] = ()) -> None:
     """Announce that the calling thread is about to read or write arrays, outside all streams."""
-    for observer in _order_observers:
+    for observer in order_observers:
         observer.touched_by_host(name, reads, writes)
 
 
 def capture_began(graph: Any, stream: Any) -> None:
     """Announce that work on `stream` goes into `graph` from now on."""
-    for observer in _order_observers:
+    for observer in order_observers:
         observer.capture_began(graph, stream)
 
 
 def capture_ended(graph: Any) -> None:
     """Announce that the capture of a graph is over, well or not."""
-    for observer in _order_observers:
+    for observer in order_observers:
         observer.capture_ended(graph)
 
 
 def kept(arrays: Iterable[ArrayView], stream: Any) -> None:
     """Announce that arrays stay alive until `stream` has passed this point."""
-    for observer in _order_observers:
+    for observer in order_observers:
         observer.kept(arrays, stream)
 
 
@@ -256,17 +257,12 @@ def _watched(arrays: Iterable[Any], *, always: bool = False) -> tuple[Access, ..
 
 def watched(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return pinned memory so that the host's accesses are announced, if anybody listens."""
-    return array.view(WatchedArray) if _order_observers else array
+    return array.view(WatchedArray) if order_observers else array
 
 
 def watching() -> bool:
     """Return whether there are observers."""
     return bool(_observers)
-
-
-def watching_order() -> bool:
-    """Return whether there are observers of the host and of lifetimes too."""
-    return bool(_order_observers)
 
 
 @contextmanager
@@ -280,6 +276,6 @@ def attached(observer: Any) -> Iterator[Any]:
 
 
 def _set_observers(observers: tuple[Any, ...]) -> None:
-    global _observers, _order_observers
+    global _observers, order_observers
     _observers = observers
-    _order_observers = tuple(o for o in observers if isinstance(o, OrderObserver))
+    order_observers = tuple(o for o in observers if isinstance(o, OrderObserver))

@@ -58,7 +58,7 @@ def keep_alive(arrays: Any, stream: Any) -> None:
     """
     kept = tuple(arrays) if isinstance(arrays, (list, tuple)) else (arrays,)
     (queue,) = as_streams((stream,))
-    if observe.watching_order():
+    if observe.order_observers:
         observe.kept([view(array, "arrays") for array in kept], queue)
     queue.device.run(_no_work, queue, kept)
 

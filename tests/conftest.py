@@ -68,9 +68,8 @@ def strict_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kv.config, "_strict", not option.no_strict)
     monkeypatch.setattr(kv.config, "_strict_index_faults", "record")
     kv.config.strict_seed = zlib.crc32(request.node.nodeid.encode()) ^ option.strict_seed
-    watched = (
-        option.check_order and request.node.path.parent.name != "order"
-    )  # those have their own
+    # Tests of the checker have one of their own.
+    watched = option.check_order and request.node.path.parent.name != "order"
     with kv.order_checker("record") if watched else nullcontext() as checker:
         yield
     host.synchronize()

@@ -110,12 +110,12 @@ class CudaDevice:
         view = arrays.view(array)
         dtype = formats.numpy_dtype(view.format)
         if view.device == "host":
-            if observe.watching_order():
+            if observe.order_observers:
                 observe.touched_by_host("to_numpy", (Access(view, name="array"),))
             return arrays.array_at(view.owner, view.pointer, view.shape, dtype, view.strides).copy()
         stream = self._uncaptured_stream(view.library, "to_numpy")
         arrays.wait_for_producers((view,), stream)
-        if observe.watching_order():
+        if observe.order_observers:
             observe.synchronized(stream)  # as the copy does
             observe.touched_by_host("to_numpy", (Access(view, name="array"),))
         bits = self.carrier(view)
@@ -303,7 +303,8 @@ class CudaDevice:
             raise CaptureError("synchronising the device is illegal while a stream is captured")
         with context.api.errors_as(f"synchronize, {self.name}"), context.current():
             context.api.runtime.deviceSynchronize()
-        observe.synchronized(self)
+        if observe.order_observers:
+            observe.synchronized(self)
         context.retired.reap()
         context.calls.raise_failures()
 

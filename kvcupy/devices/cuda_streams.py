@@ -178,7 +178,8 @@ class Stream(ProcessLocal):
         """
         self._refuse_captured("synchronising it")
         self._call("synchronize", self.context.api.runtime.streamSynchronize)
-        observe.synchronized(self)
+        if observe.order_observers:
+            observe.synchronized(self)
         self.context.retired.reap((self.pointer,))
         self.context.calls.raise_failures(self.pointer)
 
@@ -189,7 +190,7 @@ class Stream(ProcessLocal):
         with self.context.current(), api.relaxed():
             status = api.runtime.streamQuery(self.pointer)
         done = api.query(repr(self), status)
-        if done:
+        if done and observe.order_observers:
             observe.synchronized(self)
         self.context.calls.raise_failures(self.pointer)
         return done
@@ -334,7 +335,8 @@ class Event(ProcessLocal):
         api = self.context.api
         with api.relaxed():
             status = api.runtime.eventQuery(self._handle)
-        if done := api.query("event", status):
+        done = api.query("event", status)
+        if done and observe.order_observers:
             observe.synchronized(self)
         return done
 
@@ -349,7 +351,8 @@ class Event(ProcessLocal):
                 api.runtime.eventSynchronize(self._handle)
         except api.errors as error:
             raise api.failure("waiting for an event", error) from error
-        observe.synchronized(self)
+        if observe.order_observers:
+            observe.synchronized(self)
         self.context.calls.raise_failures(self._stream)
 
     def error(self) -> BaseException | None:

@@ -177,7 +177,7 @@ class HostDevice:
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """Return a copy of an array of this device as NumPy array (bf16, fp8: ml_dtypes)."""
         view = arrays.view(array)
-        if observe.watching_order():
+        if observe.order_observers:
             observe.touched_by_host("to_numpy", (Access(view, name="array"),))
         return self.carrier(view).view(formats.numpy_dtype(view.format)).copy()
 

@@ -194,7 +194,8 @@ class HostStream(ProcessLocal):
             failure = state.failure_in(state.epoch)
             if state.finished == self._submitted:
                 state.failure = None  # no work is left to skip, and it may hold arrays
-        observe.synchronized(self)
+        if observe.order_observers:
+            observe.synchronized(self)
         if failure is not None:
             failure.surface()
         if config.raises_index_faults:
@@ -213,7 +214,7 @@ class HostStream(ProcessLocal):
             all_done = self._state.finished == self._submitted
         if failure is not None:
             raise stream_failure(failure.error)
-        if all_done:
+        if all_done and observe.order_observers:
             observe.synchronized(self)
         return all_done
 
@@ -347,7 +348,8 @@ class HostEvent(ProcessLocal):
         self._refuse_captured()
         if self._marker is None:
             return True
-        if passed := self._marker.passed.is_set():
+        passed = self._marker.passed.is_set()
+        if passed and observe.order_observers:
             observe.synchronized(self)
         return passed
 
@@ -356,7 +358,8 @@ class HostEvent(ProcessLocal):
         self._refuse_captured()
         if self._marker is not None:
             self._marker.passed.wait()
-            observe.synchronized(self)
+            if observe.order_observers:
+                observe.synchronized(self)
             if self._marker.failure is not None:
                 self._marker.failure.surface()
 

@@ -221,7 +221,7 @@ class Uploader:
         self._synchronize(pinned.copied)
         pinned.reserve(layout.num_bytes)
         whole = target.reserve(layout.num_bytes)
-        if observe.watching_order():
+        if observe.order_observers:
             packed = observe.Access(pinned.whole, name="pinned tables")
             observe.touched_by_host("pack", (), (packed,))
         num_bytes = layout.pack(arrays, pinned.bytes)
