@@ -18,6 +18,8 @@ from .errors import (
     DeviceError,
     IndexFault,
     KvcupyError,
+    OrderError,
+    OrderWarning,
     UnknownSequence,
 )
 from .ops.attention import paged_attention
@@ -29,6 +31,7 @@ from .ops.rope import apply_rope, rope_store_kv, rope_store_mla
 from .ops.rope_table import rope_table
 from .ops.store import gather_kv, store_kv, store_mla
 from .ops.transfer import transfer_pages
+from .order.checker import declare, order_checker
 from .streams import fork, join, keep_alive
 from .timeline import timeline
 
@@ -44,6 +47,8 @@ __all__ = [
     "KVPool",
     "KvcupyError",
     "MLAPool",
+    "OrderError",
+    "OrderWarning",
     "PageAllocator",
     "PagedKVCache",
     "TieredCache",
@@ -55,6 +60,7 @@ __all__ = [
     "check_faults",
     "config",
     "copy_pages",
+    "declare",
     "default_device",
     "device",
     "find_duplicate_slots",
@@ -63,6 +69,7 @@ __all__ = [
     "join",
     "keep_alive",
     "merge_states",
+    "order_checker",
     "page_table_csr",
     "paged_attention",
     "rope_store_kv",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 class KvcupyError(Exception):
@@ -31,6 +31,22 @@ class CaptureError(KvcupyError):
 
 class CacheFull(KvcupyError):
     """There are fewer free pages than requested."""
+
+
+class OrderError(KvcupyError):
+    """Work touches the same bytes as earlier work with nothing that orders it; see `report`."""
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(str(report))
+        self.report = report
+
+
+class OrderWarning(RuntimeWarning):
+    """What `kv.order_checker(action="warn")` warns of; see `report`."""
+
+    def __init__(self, report: Any) -> None:
+        super().__init__(str(report))
+        self.report = report
 
 
 class UnknownSequence(KvcupyError, KeyError):

@@ -1,18 +1,34 @@
-"""Announces operations, event records and waits to observers: a timeline, an order checker.
+"""Announces operations, events and waits to observers: a timeline, the order checker.
 
 Devices announce what is put on their streams, so this module stands below them: here a stream is
 a `devices.protocol.Stream` and an event a `devices.protocol.Event`, but their types are not named.
-Without observers an operation costs one truth test.
+Without observers an announcement costs one truth test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .arrays import ArrayView
+import numpy as np
+
+from .arrays import ArrayView, view
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Slots that follow from the contents of index arrays.
+
+    Attributes
+    ----------
+    arrays : the index arrays
+    choose : takes their contents, NumPy arrays, and returns the slots
+    """
+
+    arrays: tuple[ArrayView, ...]
+    choose: Callable[..., np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -20,23 +36,40 @@ class Access:
     """Bytes that an operation reads or writes: a view, or only the slots listed in `slots`.
 
     With `slots`, `view` is a cache whose first axis is slots, or pages and offsets (`page_size`
-    of them, on axis `offset_axis`).
+    of them, on axis `offset_axis`). Slots that are negative or past the end are not touched, nor is
+    `skip_slot`.
+
+    Attributes
+    ----------
+    name : of the argument, for people
+    axes : what is counted on each axis, for people; empty if that is not known
     """
 
     view: ArrayView
-    slots: ArrayView | None = None
+    slots: ArrayView | Slots | None = None
     page_size: int = 1
     offset_axis: int = 0
+    name: str = ""
+    axes: tuple[str, ...] = ()
+    skip_slot: int = -1
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One piece of work on one stream, with the bytes that it touches."""
+    """One piece of work on one stream, with the bytes that it touches.
+
+    Attributes
+    ----------
+    graph : what is launched, where that is a graph
+    keeps_arrays : whether the arrays stay alive until the stream has passed the operation
+    """
 
     name: str
     stream: Any
     reads: tuple[Access, ...] = ()
     writes: tuple[Access, ...] = ()
+    graph: Any = None
+    keeps_arrays: bool = True
 
 
 class Observer(Protocol):
@@ -51,8 +84,33 @@ class Observer(Protocol):
     def waited(self, stream: Any, event: Any) -> None: ...
 
 
+class OrderObserver:
+    """An observer that is also notified of what orders the host and the streams."""
+
+    def synchronized(self, point: Any) -> None:
+        """Note that the host is behind an event, a stream, or all streams of a device."""
+
+    def touched_by_host(self, name: str, reads: Iterable[Access], writes: Iterable[Access]) -> None:
+        """Note that the calling thread itself is about to read or write arrays; may raise."""
+
+    def calls(self, operation: Operation, function: Callable[[], object]) -> Callable[[], object]:
+        """Return what a stream is to call in place of a host function."""
+        return function
+
+    def capture_began(self, graph: Any, stream: Any) -> None:
+        """Note that work on `stream` goes into `graph` from now on."""
+
+    def capture_ended(self, graph: Any) -> None:
+        """Note that the capture of a graph is over, well or not."""
+
+    def kept(self, arrays: Iterable[ArrayView], stream: Any) -> None:
+        """Note that arrays stay alive until `stream` has passed this point."""
+
+
 observers: tuple[Observer, ...] = ()
 """Who is notified. Operations look here before they describe themselves."""
+order_observers: tuple[OrderObserver, ...] = ()
+"""Those of the observers that are such: what is announced to them alone costs one test of this."""
 
 
 def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> None:
@@ -60,12 +118,33 @@ def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> Non
     if not observers:
         enqueue()
         return
-    operation = describe()
-    for observer in observers:
+    with announced(describe()):
+        enqueue()
+
+
+@contextmanager
+def announced(operation: Operation) -> Iterator[None]:
+    """Announce an operation to observers, which the block puts on its stream."""
+    notified = observers
+    for observer in notified:
         observer.before(operation)
-    enqueue()
-    for observer in reversed(observers):
+    yield
+    for observer in reversed(notified):
         observer.after(operation)
+
+
+def call(
+    stream: Any, function: Callable[[], object], enqueue: Callable[[Callable[[], object]], None]
+) -> None:
+    """Put a host function on a stream by `enqueue`, and announce it to observers."""
+    if not observers:
+        enqueue(function)
+        return
+    operation = Operation("call", stream)
+    with announced(operation):
+        for observer in order_observers:
+            function = observer.calls(operation, function)
+        enqueue(function)
 
 
 def recorded(event: Any, stream: Any) -> None:
@@ -80,12 +159,120 @@ def waited(stream: Any, event: Any) -> None:
         observer.waited(stream, event)
 
 
+def synchronized(point: Any) -> None:
+    """Announce that the host has waited for an event, a stream or a device, or found it done."""
+    for observer in order_observers:
+        observer.synchronized(point)
+
+
+def touched_by_host(name: str, reads: Iterable[Access], writes: Iterable[Access] = ()) -> None:
+    """Announce that the calling thread is about to read or write arrays, outside all streams."""
+    for observer in order_observers:
+        observer.touched_by_host(name, reads, writes)
+
+
+def capture_began(graph: Any, stream: Any) -> None:
+    """Announce that work on `stream` goes into `graph` from now on."""
+    for observer in order_observers:
+        observer.capture_began(graph, stream)
+
+
+def capture_ended(graph: Any) -> None:
+    """Announce that the capture of a graph is over, well or not."""
+    for observer in order_observers:
+        observer.capture_ended(graph)
+
+
+def kept(arrays: Iterable[ArrayView], stream: Any) -> None:
+    """Announce that arrays stay alive until `stream` has passed this point."""
+    for observer in order_observers:
+        observer.kept(arrays, stream)
+
+
+class WatchedArray(np.ndarray[Any, Any]):
+    """Host memory whose elements the calling thread reads and writes by way of announcements.
+
+    What goes around NumPy's indexing and functions, the buffer protocol say, is not announced.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        part = _plain(self)[index]
+        if isinstance(part, np.ndarray) and part.base is not None:
+            return super().__getitem__(index)  # a view, of which nothing is read yet
+        touched_by_host("host read", self._accessed(index))
+        return super().__getitem__(index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        touched_by_host("host write", (), self._accessed(index))
+        super().__setitem__(index, value)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        targets = options.get("out", ())
+        if method == "at":
+            targets = inputs[:1]
+        touched_by_host("host read", _watched(inputs), _watched(targets))
+        if "out" in options:
+            options["out"] = tuple([_plain(x) for x in targets])
+        result = getattr(ufunc, method)(*[_plain(x) for x in inputs], **options)
+        return targets[0] if len(targets) == 1 and "out" in options else result
+
+    def __array_function__(self, function: Any, types: Any, arrays: Any, options: Any) -> Any:
+        targets = arrays[:1] if function is np.copyto else ()
+        out = options.get("out")
+        touched_by_host("host read", _watched(arrays), _watched((*targets, out)))
+        result = super().__array_function__(
+            function, [t for t in types if t is not WatchedArray] or [np.ndarray],
+            _each_plain(arrays), {name: _plain(x) for name, x in options.items()},
+        )  # fmt: skip
+        return out if out is not None else result
+
+    def fill(self, value: Any) -> None:
+        self[...] = value
+
+    def _accessed(self, index: Any) -> tuple[Access, ...]:
+        indices = index if isinstance(index, tuple) else (index,)
+        if ... not in [i for i in indices if i is ...]:
+            indices = (*indices, ...)  # else a single element would come as a copy
+        part = _plain(self)[indices]
+        return _watched((part if part.base is not None else self,), always=True)
+
+
+def _plain(x: Any) -> Any:
+    return x.view(np.ndarray) if isinstance(x, WatchedArray) else x
+
+
+def _each_plain(arrays: Any) -> Any:
+    if isinstance(arrays, (list, tuple)):
+        return type(arrays)([_each_plain(x) for x in arrays])
+    return _plain(arrays)
+
+
+def _watched(arrays: Iterable[Any], *, always: bool = False) -> tuple[Access, ...]:
+    """Return accesses to all of the arrays among these that are watched."""
+    flat = [x for each in arrays for x in (each if isinstance(each, (list, tuple)) else (each,))]
+    return tuple([
+        Access(view(_plain(x))) for x in flat
+        if isinstance(x, WatchedArray) or (always and isinstance(x, np.ndarray))
+    ])  # fmt: skip
+
+
+def watched(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return pinned memory so that the host's accesses are announced, if anybody listens."""
+    return array.view(WatchedArray) if order_observers else array
+
+
 @contextmanager
 def attached(observer: Any) -> Iterator[Any]:
     """Notify `observer` for the length of a with block."""
-    global observers
-    observers = (*observers, observer)
+    notify((*observers, observer))
     try:
         yield observer
     finally:
-        observers = tuple(o for o in observers if o is not observer)
+        notify(tuple(o for o in observers if o is not observer))
+
+
+def notify(those: tuple[Any, ...]) -> None:
+    """Set who is notified."""
+    global observers, order_observers
+    observers = those
+    order_observers = tuple(o for o in those if isinstance(o, OrderObserver))

@@ -35,7 +35,7 @@ _lock = threading.Lock()
 class _Loan:
     """Owns a buffer until nothing refers to it."""
 
-    __slots__ = ("_array", "_captured", "_idle")
+    __slots__ = ("__weakref__", "_array", "_captured", "_idle")
 
     def __init__(self, array: Any, idle: list[Any], captured: _Captured | None = None) -> None:
         self._array = array

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from . import devices
+from . import devices, observe
+from .arrays import view
 from .devices.protocol import Stream, is_device
 
 
@@ -21,7 +22,7 @@ def fork(main: Any, *others: Any) -> None:
     -----
     Capture: legal; the others join the capture, and must be joined to it again with `join`.
     """
-    first, *rest = _as_streams((main, *others))
+    first, *rest = as_streams((main, *others))
     event = first.record()
     for other in rest:
         other.wait(event)
@@ -35,7 +36,7 @@ def join(main: Any, *others: Any) -> None:
     main : Stream, or a CuPy or torch stream, or anything with `__cuda_stream__`
     others : streams of the same device
     """
-    first, *rest = _as_streams((main, *others))
+    first, *rest = as_streams((main, *others))
     for other in rest:
         first.wait(other.record())
 
@@ -56,7 +57,9 @@ def keep_alive(arrays: Any, stream: Any) -> None:
     Capture: legal; the graph keeps the arrays.
     """
     kept = tuple(arrays) if isinstance(arrays, (list, tuple)) else (arrays,)
-    (queue,) = _as_streams((stream,))
+    (queue,) = as_streams((stream,))
+    if observe.order_observers:
+        observe.kept([view(array, "arrays") for array in kept], queue)
     queue.device.run(_no_work, queue, kept)
 
 
@@ -64,7 +67,7 @@ def _no_work() -> None:
     """Do nothing: the stream keeps the arrays alive until it gets here."""
 
 
-def _as_streams(streams: Sequence[Any]) -> list[Stream]:
+def as_streams(streams: Sequence[Any]) -> list[Stream]:
     """Resolve streams on the device of the first kvcupy stream, else on the current GPU."""
     for stream in streams:
         device: Any = getattr(stream, "device", None)

@@ -16,6 +16,7 @@ import secrets
 import shutil
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
 
@@ -30,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="host", help="the kvcupy device that the tests run on")
     parser.addoption("--full", action="store_true", help="run every case of every test")
     parser.addoption("--no-strict", action="store_true", help="let the host device be lenient")
+    parser.addoption(
+        "--check-order", action="store_true", help="let kv.order_checker look at every test"
+    )
     parser.addoption("--strict-seed", type=int, help="repeat the orders of threads of a run")
 
 
@@ -48,6 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: runs with --full only")
     config.addinivalue_line("markers", "gpu: needs a real GPU; skipped where there is none")
     config.addinivalue_line("markers", "slow: takes long, or much memory")
+    config.addinivalue_line(
+        "markers", "races: leaves a wait out on purpose, which --check-order must report"
+    )
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -68,9 +75,15 @@ def strict_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kv.config, "_strict", not option.no_strict)
     monkeypatch.setattr(kv.config, "_strict_index_faults", "record")
     kv.config.strict_seed = zlib.crc32(request.node.nodeid.encode()) ^ option.strict_seed
-    yield
+    # Tests of the checker have one of their own.
+    watched = option.check_order and request.node.path.parent.name != "order"
+    with kv.order_checker("record") if watched else nullcontext() as checker:
+        yield
     host.synchronize()
     host.context.raise_fault()
+    if checker is not None:
+        races = request.node.get_closest_marker("races")
+        assert bool(checker.reports) == bool(races), "\n".join(map(str, checker.reports))
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ class CudaDevice:
         shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(int(n) for n in shape)
         num_bytes = int(np.prod(shape, dtype=np.int64)) * element.itemsize
         memory = cuda_memory.pinned_memory(self.context, num_bytes)
-        return arrays.pinned_at(memory, memory.ptr, shape, element)
+        return observe.watched(arrays.pinned_at(memory, memory.ptr, shape, element))
 
     def asarray(self, array: np.ndarray[Any, Any]) -> Any:
         """Return a copy of a NumPy array on this device, complete when the call returns."""
@@ -110,9 +110,14 @@ class CudaDevice:
         view = arrays.view(array)
         dtype = formats.numpy_dtype(view.format)
         if view.device == "host":
+            if observe.order_observers:
+                observe.touched_by_host("to_numpy", (Access(view, name="array"),))
             return arrays.array_at(view.owner, view.pointer, view.shape, dtype, view.strides).copy()
         stream = self._uncaptured_stream(view.library, "to_numpy")
         arrays.wait_for_producers((view,), stream)
+        if observe.order_observers:
+            observe.synchronized(stream)  # as the copy does
+            observe.touched_by_host("to_numpy", (Access(view, name="array"),))
         bits = self.carrier(view)
         with self.context.relaxed(f"to_numpy on {self.name}"), stream.cupy:
             host: np.ndarray[Any, Any] = bits.get()
@@ -137,7 +142,7 @@ class CudaDevice:
             return
         arrays.wait_for_producers((to, of), queue)
         observe.issue(
-            lambda: Operation("copy", queue, (Access(of),), (Access(to),)),
+            lambda: Operation("copy", queue, (Access(of, name="src"),), (Access(to, name="dst"),)),
             lambda: self._enqueue_copy(to, of, queue),
         )
         arrays.note_written([to])
@@ -298,6 +303,8 @@ class CudaDevice:
             raise CaptureError("synchronising the device is illegal while a stream is captured")
         with context.api.errors_as(f"synchronize, {self.name}"), context.current():
             context.api.runtime.deviceSynchronize()
+        if observe.order_observers:
+            observe.synchronized(self)
         context.retired.reap()
         context.calls.raise_failures()
 

@@ -96,6 +96,12 @@ class Stream(ProcessLocal):
         return self._cupy
 
     @property
+    def identity(self) -> tuple[str, int]:
+        """What is equal for all wrappers of one CUDA stream, and keeps none of them alive."""
+        pointer = 0 if self.pointer in _LEGACY_STREAMS else self.pointer
+        return self.context.name, pointer
+
+    @property
     def capturing(self) -> bool:
         """Whether the stream is part of a capture, kvcupy's or another library's."""
         return self.context.capture_of(self.pointer) is not None
@@ -172,6 +178,8 @@ class Stream(ProcessLocal):
         """
         self._refuse_captured("synchronising it")
         self._call("synchronize", self.context.api.runtime.streamSynchronize)
+        if observe.order_observers:
+            observe.synchronized(self)
         self.context.retired.reap((self.pointer,))
         self.context.calls.raise_failures(self.pointer)
 
@@ -182,6 +190,8 @@ class Stream(ProcessLocal):
         with self.context.current(), api.relaxed():
             status = api.runtime.streamQuery(self.pointer)
         done = api.query(repr(self), status)
+        if done and observe.order_observers:
+            observe.synchronized(self)
         self.context.calls.raise_failures(self.pointer)
         return done
 
@@ -203,10 +213,7 @@ class Stream(ProcessLocal):
         function. It is kept until the stream has passed. Capture: legal; each replay calls it
         again.
         """
-        observe.issue(
-            lambda: observe.Operation("call", self),
-            lambda: self.context.calls.enqueue(self, function),
-        )
+        observe.call(self, function, lambda called: self.context.calls.enqueue(self, called))
 
     @contextmanager
     def capture(self) -> Iterator[Graph]:
@@ -226,12 +233,16 @@ class Stream(ProcessLocal):
         self._refuse_captured("a second capture")
         graph = Graph(self.context)
         graph.begin(self)
+        observe.capture_began(graph, self)
         try:
             yield graph
         except BaseException:
             graph.abort()
             raise
-        graph.finish()
+        else:
+            graph.finish()
+        finally:
+            observe.capture_ended(graph)
 
     def on_launch(self, before: Hook, after: Hook) -> None:
         """Let the graph that this stream is captured into call functions around each launch.
@@ -324,7 +335,10 @@ class Event(ProcessLocal):
         api = self.context.api
         with api.relaxed():
             status = api.runtime.eventQuery(self._handle)
-        return api.query("event", status)
+        done = api.query("event", status)
+        if done and observe.order_observers:
+            observe.synchronized(self)
+        return done
 
     def synchronize(self) -> None:
         """Wait until the stream has passed the point; raise as `done` does."""
@@ -337,6 +351,8 @@ class Event(ProcessLocal):
                 api.runtime.eventSynchronize(self._handle)
         except api.errors as error:
             raise api.failure("waiting for an event", error) from error
+        if observe.order_observers:
+            observe.synchronized(self)
         self.context.calls.raise_failures(self._stream)
 
     def error(self) -> BaseException | None:
@@ -428,7 +444,10 @@ class Graph(Capture, ProcessLocal):
                 "capture its work there instead"
             )
         with self.hooks.around(target):
-            observe.issue(lambda: observe.Operation("graph", target), lambda: self._launch(target))
+            observe.issue(
+                lambda: observe.Operation("graph", target, graph=self),
+                lambda: self._launch(target),
+            )
 
     def _launch(self, target: Stream) -> None:
         context = self.context

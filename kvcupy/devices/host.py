@@ -166,7 +166,8 @@ class HostDevice:
     def empty_pinned(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
         """Return uninitialised memory of exact size that `ArrayView.pinned` recognises."""
         array = self.empty(shape, dtype)
-        return arrays.pinned_at(array, array.ctypes.data, array.shape, array.dtype)
+        pinned = arrays.pinned_at(array, array.ctypes.data, array.shape, array.dtype)
+        return observe.watched(pinned)
 
     def asarray(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return a copy of a NumPy array on this device."""
@@ -177,6 +178,8 @@ class HostDevice:
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """Return a copy of an array of this device as NumPy array (bf16, fp8: ml_dtypes)."""
         view = arrays.view(array)
+        if observe.order_observers:
+            observe.touched_by_host("to_numpy", (Access(view, name="array"),))
         return self.carrier(view).view(formats.numpy_dtype(view.format)).copy()
 
     def carrier(self, view: arrays.ArrayView) -> np.ndarray[Any, Any]:
@@ -198,7 +201,7 @@ class HostDevice:
         queue = self.as_stream(stream)
         copy = partial(host_memory.copy_array, target, source)
         observe.issue(
-            lambda: Operation("copy", queue, (Access(of),), (Access(to),)),
+            lambda: Operation("copy", queue, (Access(of, name="src"),), (Access(to, name="dst"),)),
             lambda: queue.enqueue(copy),
         )
         arrays.note_written([to])

@@ -56,6 +56,7 @@ class InlineStream(ProcessLocal):
     capturing = False
     retains_owners = True
     capture_id = None
+    identity = None
     name = "calling thread"
 
     def __init__(self, context: HostContext) -> None:
@@ -82,7 +83,7 @@ class InlineStream(ProcessLocal):
 
     def call(self, function: Callable[[], object]) -> None:
         """Call `function` now."""
-        observe.issue(lambda: observe.Operation("call", self), lambda: self.enqueue(function))
+        observe.call(self, function, self.enqueue)
 
     def synchronize(self) -> None:
         """Return at once: nothing is ever outstanding."""
@@ -110,7 +111,9 @@ class HostStream(ProcessLocal):
         self.context = context
         self.device = context.device
         self.priority = priority
-        self.name = f"stream {next(self._numbers)}"
+        number = next(self._numbers)
+        self.name = f"stream {number}"
+        self.identity = ("host", number)
         self._state = State()
         self._submitted = 0
         self._lock = threading.Lock()
@@ -144,7 +147,7 @@ class HostStream(ProcessLocal):
 
         An exception in it surfaces as DeviceError at the next synchronisation.
         """
-        observe.issue(lambda: observe.Operation("call", self), lambda: self.enqueue(function))
+        observe.call(self, function, self.enqueue)
 
     def wait(self, other: Any) -> None:
         """Let later work here wait for an event, or for all that a stream holds so far.
@@ -191,6 +194,8 @@ class HostStream(ProcessLocal):
             failure = state.failure_in(state.epoch)
             if state.finished == self._submitted:
                 state.failure = None  # no work is left to skip, and it may hold arrays
+        if observe.order_observers:
+            observe.synchronized(self)
         if failure is not None:
             failure.surface()
         if config.raises_index_faults:
@@ -209,6 +214,8 @@ class HostStream(ProcessLocal):
             all_done = self._state.finished == self._submitted
         if failure is not None:
             raise stream_failure(failure.error)
+        if all_done and observe.order_observers:
+            observe.synchronized(self)
         return all_done
 
     @contextmanager
@@ -222,11 +229,13 @@ class HostStream(ProcessLocal):
         self._refuse_captured("a second capture")
         capture = Capture(self)
         graph = HostGraph(self.context, capture)
+        observe.capture_began(graph, self)
         try:
             yield graph
             capture.require_joined()
         finally:
             capture.close()
+            observe.capture_ended(graph)
         graph.finished = True
 
     def on_launch(self, before: Hook, after: Hook) -> None:
@@ -337,13 +346,20 @@ class HostEvent(ProcessLocal):
     def done(self) -> bool:
         """Return whether the stream has passed the point (True if it was never recorded)."""
         self._refuse_captured()
-        return self._marker is None or self._marker.passed.is_set()
+        if self._marker is None:
+            return True
+        passed = self._marker.passed.is_set()
+        if passed and observe.order_observers:
+            observe.synchronized(self)
+        return passed
 
     def synchronize(self) -> None:
         """Wait until the stream has passed the point; DeviceError if its work failed before."""
         self._refuse_captured()
         if self._marker is not None:
             self._marker.passed.wait()
+            if observe.order_observers:
+                observe.synchronized(self)
             if self._marker.failure is not None:
                 self._marker.failure.surface()
 
@@ -520,7 +536,10 @@ class HostGraph(ProcessLocal):
                 raise CaptureError(
                     f"{target.name} is being captured: a graph cannot be launched into a capture"
                 )
-            observe.issue(lambda: observe.Operation("graph", target), lambda: self._launch(target))
+            observe.issue(
+                lambda: observe.Operation("graph", target, graph=self),
+                lambda: self._launch(target),
+            )
 
     def _launch(self, target: Any) -> None:
         if target.inline or target.capturing:

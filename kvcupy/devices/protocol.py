@@ -57,6 +57,11 @@ class Stream(Protocol):
     @property
     def retains_owners(self) -> bool: ...  # whether `keep` of a launch lives until it has run
     @property
+    def identity(self) -> tuple[str, int] | None:
+        """The device's name and a number: equal for what is one queue of work. None for the calling
+        thread."""
+
+    @property
     def capture_id(self) -> int | None:
         """The number of the capture that the stream is part of, where its graph does not hold the
         buffers of each operation by itself, so that later ones in this stream may reuse them."""

@@ -20,6 +20,7 @@ from .. import devices, faults, scratch
 from ..arrays import ArrayView, describe, probe_arguments, view
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
+from ..observe import Access, Slots
 from . import checks, fallback
 from .attention_kernels import (
     ARRAYS,
@@ -525,6 +526,40 @@ class AttentionPlan(Plan):
         except CompileError as cause:
             self.cause = cause
 
+    def access(self, name: str, views: Views) -> Access:
+        """Return the slots of the sequences in caches and their scales, and all of other arrays."""
+        call = self.call
+        for operand in (call.k, call.v):
+            names = operand.names
+            if name in (names.cache, names.scale_cache):
+                view = operand.cache_view(views) if name == names.cache else views[name]
+                access = operand.slots_of(name, view, self._visible_slots(views))
+                if access is not None:
+                    return access
+        return super().access(name, views)
+
+    def _visible_slots(self, views: Views) -> Slots:
+        """Return the slots of all keys of the sequences, which is where attention reads a cache."""
+        tables = [n for n in ("block_table", "seq_lens", *_EVICTED) if n in views]
+        page_size = self.call.k.cache.page_size
+
+        def choose(
+            table: np.ndarray[Any, Any], seq_lens: np.ndarray[Any, Any],
+            *evicted: np.ndarray[Any, Any],
+        ) -> np.ndarray[Any, Any]:  # fmt: skip
+            keys = np.arange(table.shape[1] * page_size)[None]
+            start, length = (e[:, None] for e in evicted) if evicted else (keys.size, 0)
+            last = seq_lens[:, None] + np.maximum(length, 0)
+            visible = (keys < np.minimum(start, seq_lens[:, None])) | (
+                (keys >= start + length) & (keys < last)
+            )
+            pages = np.repeat(table.astype(np.int64), page_size, axis=1)
+            slots = np.where(pages < 0, -1, pages * page_size + keys % page_size)
+            listed: np.ndarray[Any, Any] = slots[visible]
+            return listed
+
+        return Slots(tuple([views[n] for n in tables]), choose)
+
     def fallback(self, views: Views) -> None:
         """Attend with array code, one sequence after another.
 
@@ -625,7 +660,8 @@ class AttentionPlan(Plan):
 
 # --- Fallback -------------------------------------------------------------------------------------
 
-_COUNTS = ("seq_lens", "query_lens", "evicted_starts", "evicted_lens", "key_starts", "tree_lens")
+_EVICTED = ("evicted_starts", "evicted_lens")
+_COUNTS = ("seq_lens", "query_lens", *_EVICTED, "key_starts", "tree_lens")
 
 
 @dataclass(frozen=True)

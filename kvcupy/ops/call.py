@@ -328,9 +328,9 @@ class Plan(abc.ABC):
         """Return what is really read or written of each array, which may be less than all."""
         return views
 
-    def written_slots(self, output: str, views: Views) -> ArrayView | None:
-        """Return the index array that says which slots of an output are written, if there is."""
-        return None
+    def access(self, name: str, views: Views) -> observe.Access:
+        """Return which bytes are read or written of one of the arrays that `touched` returned."""
+        return observe.Access(views[name], name=name)
 
     def label(self, output: str, accessed: Views) -> str:
         """Return the name that errors give an output."""
@@ -456,11 +456,8 @@ class Plan(abc.ABC):
         views = self.accessed(pointers, arrays)
         names = self.operation.names
         outputs = {names[i] for i in self.operation.outputs}
-        reads = tuple([observe.Access(v) for n, v in views.items() if n not in outputs])
-        writes = tuple([
-            observe.Access(v, self.written_slots(n, views))
-            for n, v in views.items() if n in outputs
-        ])  # fmt: skip
+        reads = tuple([self.access(name, views) for name in views if name not in outputs])
+        writes = tuple([self.access(name, views) for name in views if name in outputs])
         return observe.Operation(self.operation.name, stream, reads, writes)
 
 

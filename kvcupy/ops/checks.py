@@ -15,6 +15,7 @@ import numpy as np
 from .. import formats
 from ..arrays import ArrayView, describe, overlap, view
 from ..formats import Format
+from ..observe import Access, Slots
 
 # --- Rows and caches ------------------------------------------------------------------------------
 
@@ -210,6 +211,29 @@ class KVOperand(NamedTuple):
         )  # fmt: skip
         pointer = whole.pointer + self.cache_offset_bytes
         return ArrayView(pointer, shape, strides, whole.format, whole.device, owner=whole.owner)
+
+    def slots_of(
+        self, name: str, view: ArrayView, slots: ArrayView | Slots, skip_slot: int = -1
+    ) -> Access | None:
+        """Return the access to some slots of the cache or its scales; None for another array.
+
+        Parameters
+        ----------
+        name, view : of the array; the cache by pages, as `cache_view` returns it, or whole
+        """
+        if name == self.names.scale_cache:
+            return Access(view, slots, name=name, axes=("slot", "head"), skip_slot=skip_slot)
+        if name != self.names.cache:
+            return None
+        cache = self.cache
+        if view.ndim != 4:  # whole: K and V of MLA lie side by side
+            view = ArrayView(
+                view.pointer, (cache.num_slots // cache.page_size, cache.page_size, view.shape[-1]),
+                (cache.page_bytes, cache.offset_bytes, view.itemsize), view.format, view.device,
+                owner=view.owner,
+            )  # fmt: skip
+        axes = ("slot", "", "head") if cache.page_size == 1 else ("page", "offset", "head")
+        return Access(view, slots, cache.page_size, 1, name, axes[: view.ndim - 1], skip_slot)
 
     def params(self, field: str, width: int) -> dict[str, Any]:
         """Return the fields of the operand's Params, which is nested as `field`."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import devices, faults
+from .. import devices, faults, observe
 from ..arrays import ArrayView, describe, first_overlap, view
-from ..devices.protocol import Device
+from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation
 from . import call, checks, fallback
 from .call import Argument, Launch, Operation, Plan, Views, fields_of
@@ -103,9 +103,17 @@ class PagesPlan(Plan):
         if self.num_pairs and cache.size:
             self.load(lambda: [_launch(self.device, views, alignment)])
 
-    def written_slots(self, output: str, views: Views) -> ArrayView | None:
-        """Return the pages that are written."""
-        return views["dst_pages"]
+    def _announced(
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream
+    ) -> observe.Operation:
+        """Announce that the cache is read in some pages and written in others."""
+        views = self.views(arrays)
+        lists = [observe.Access(views[name], name=name) for name in ("src_pages", "dst_pages")]
+        source, target = (
+            observe.Access(views["cache"], pages.view, name="cache", axes=("page",))
+            for pages in lists
+        )
+        return observe.Operation(self.operation.name, stream, (*lists, source), (target,))
 
     def fallback(self, views: Views) -> None:
         device, num_pages = self.device, views["cache"].shape[0]

@@ -12,6 +12,7 @@ from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
 from ..formats import FORMATS, Format
 from ..kernels import Kernel, Specialisation
+from ..observe import Access
 from . import call, checks, fallback
 from .call import Argument, Launch, Operation, Plan, Views, fields_of
 from .checks import KVOperand, Rows
@@ -689,13 +690,17 @@ class RopePlan(Plan):
                     return output if rotated.names.rows in accessed else rotated.names.rows
         return output
 
-    def written_slots(self, output: str, views: Views) -> ArrayView | None:
-        """Return the slots, for caches and their scales."""
+    def access(self, name: str, views: Views) -> Access:
+        """Return the slots of caches and their scales, and all of other arrays."""
         for part in self.parts:
             for operand in part.stored:
-                if output in (operand.names.cache, operand.names.scale_cache):
-                    return views["slot_mapping"]
-        return None
+                assert self.slots is not None
+                access = operand.slots_of(
+                    name, views[name], views["slot_mapping"], self.slots.skip_slot
+                )
+                if access is not None:
+                    return access
+        return super().access(name, views)
 
     def fallback(self, views: Views) -> None:
         device, rotation = self.device, self.rotation

@@ -13,6 +13,7 @@ from ..arrays import ArrayView, describe
 from ..devices.protocol import Device
 from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
+from ..observe import Access
 from . import call, checks, fallback
 from .call import Argument, Launch, Operation, Plan, Views
 from .checks import K, KVOperand, V
@@ -368,6 +369,14 @@ class _CacheRowsPlan(Plan):
                 touched[operand.names.cache] = operand.cache_view(views)
         return touched
 
+    def access(self, name: str, views: Views) -> Access:
+        """Return the slots of caches and their scales, and all of other arrays."""
+        for operand in (self.k, self.v):
+            access = operand.slots_of(name, views[name], views[self.slots_name], self.skip_slot)
+            if access is not None:
+                return access
+        return super().access(name, views)
+
     def _groups(self) -> list[dict[str, KVOperand]]:
         """Return the operands by launch: both in one if they take the same kernel."""
         k, v = self.k, self.v
@@ -436,10 +445,6 @@ class StorePlan(_CacheRowsPlan):
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
         return operand.rows_format.ctype, operand.cache_format.ctype
-
-    def written_slots(self, output: str, views: Views) -> ArrayView | None:
-        """Return the slots: caches and their scales are written nowhere else."""
-        return views[self.slots_name]
 
     def fallback(self, views: Views) -> None:
         device, slots = self.device, views[self.slots_name]

@@ -256,12 +256,20 @@ class TransferPlan:
         self, name: str, pairs: PagePairs, stream: Stream, pools: tuple[Any, Any]
     ) -> observe.Operation:
         """Return the bytes that the transfer touches, for observers."""
+        layer = f", layer {self.layers[0]}" if self.layers and len(self.layers) == 1 else ""
         reads, writes = (
-            tuple(observe.Access(_owned_by(pool, view), pages) for view in side.arrays)
-            for side, pool, pages in zip(
-                (self._source, self._target), pools, pairs.views, strict=True
+            tuple([
+                observe.Access(
+                    _owned_by(pool, view), pages, name=f"{pool_name}{layer}",
+                    axes=("page", "layer", "offset", "head"),
+                )
+                for transfer in self.transfers
+                for view in (transfer.src if is_source else transfer.dst).arrays
+            ])
+            for is_source, pool_name, pool, pages in zip(
+                (True, False), _POOLS, pools, pairs.views, strict=True
             )
-        )
+        )  # fmt: skip
         return observe.Operation(name, stream, reads, writes)
 
     def bind(self, pairs: PagePairs, stream: Stream, keep: Sequence[object]) -> _Enqueue:

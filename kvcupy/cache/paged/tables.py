@@ -24,7 +24,7 @@ from weakref import ref
 
 import numpy as np
 
-from ... import formats
+from ... import formats, observe
 from ...arrays import ArrayView, contiguous_strides, describe, reshaped, transposed, view
 from ...devices.protocol import Device, Event, Stream
 from ...errors import CaptureError, DeviceError, KvcupyError
@@ -217,6 +217,9 @@ class Uploader:
         self._synchronize(pinned.copied)
         pinned.reserve(layout.num_bytes)
         whole = target.reserve(layout.num_bytes)
+        if observe.order_observers:
+            packed = observe.Access(pinned.whole, name="pinned tables")
+            observe.touched_by_host("pack", (), (packed,))
         num_bytes = layout.pack(arrays, pinned.bytes)
         target.wait_for_readers(self.stream)
         # The first bytes of both.

@@ -1,0 +1,863 @@
+"""The order checker: reports work that touches the same bytes with nothing that orders it.
+
+    copy stream      store_kv writes page 3 |
+    compute stream                            gather_kv reads page 3     no wait in between: RAW
+
+Every stream, and the host, has a clock that counts what is put on it. What it is behind, a count
+for each of the others, grows with waits for events, with synchronisation by the host, and with each
+call, which is behind all that the host was behind. Work that is not behind earlier work on the same
+bytes, while one of the two writes, is reported before it is issued: whichever order the streams
+take this time, the program does not say which it must be.
+
+What is remembered is the work that the host is not behind yet, by the addresses that it touches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import numpy as np
+
+from .. import devices, observe, streams
+from ..arrays import ArrayView, Memory, array_at, contiguous_strides, view
+from ..errors import KvcupyError, OrderError, OrderWarning
+from ..formats import numpy_dtype
+from ..observe import Access, Operation, Slots
+from .byte_ranges import ByteRanges
+from .history import (
+    HOST,
+    Actor,
+    Clock,
+    Histories,
+    Lifetime,
+    Point,
+    Site,
+    Touch,
+    Work,
+    join,
+    last_write,
+)  # fmt: skip
+
+_ACTIONS = ("raise", "record", "warn")
+_KINDS = {(True, False): "RAW", (False, True): "WAR", (True, True): "WAW"}  # first, second writes
+_MAX_SNAPSHOT_BYTES = 1 << 20
+_WAIT_S = 0.2  # for work that produces an index array
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARY = (_PACKAGE, inspect.getfile(contextmanager), str(Path(np.__file__).parent))
+
+# --- Reports --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """Two accesses to the same bytes, at least one a write, that nothing orders.
+
+    Attributes
+    ----------
+    kind : "RAW" (the second reads what the first writes), "WAR", "WAW", or "use after free" (the
+        array of the first is gone, and its memory is used again)
+    first, second : in the order in which they were issued
+    what : the array, which part of it, and how many bytes
+    edge : the missing wait, as a line of code before the second (see `__str__`)
+    """
+
+    kind: str
+    first: Site
+    second: Site
+    what: str
+    edge: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind}: nothing orders {self.second.operation} behind {self.first.operation}\n"
+            f"  first:   {self.first}\n"
+            f"  second:  {self.second}\n"
+            f"  bytes:   {self.what}\n"
+            f"  missing: {self.edge}"
+        )
+
+
+@dataclass(eq=False)
+class _Captured:
+    """A capture: what has been put into the graph, and what each of its streams is behind."""
+
+    clocks: dict[Actor, Clock]
+    open: bool = True
+    items: list[tuple[Work, list[tuple[Access, bool, Lifetime | None]]]] = field(
+        default_factory=list
+    )
+    histories: Histories = field(default_factory=Histories)
+    last_launch: Clock = field(default_factory=dict)  # launches of one graph run one by one
+
+
+@dataclass(frozen=True)
+class Running:
+    """A host function that runs: where, on which stream."""
+
+    point: Point
+    stream_name: str
+    stream: Callable[[], Any]
+
+
+# --- The checker ----------------------------------------------------------------------------------
+
+
+class OrderChecker(observe.OrderObserver):
+    """Made by `kv.order_checker`.
+
+    Attributes
+    ----------
+    reports : what was reported so far
+    unresolved : accesses to slots that could not be known: they count for nothing, but against
+        accesses to all of the memory
+    """
+
+    def __init__(self, action: str) -> None:
+        if action not in _ACTIONS:
+            raise ValueError(f"action: expected one of {', '.join(_ACTIONS)}, got {action!r}")
+        self.action = action
+        self.reports: list[Report] = []
+        self.unresolved = 0
+        self._clocks: dict[Actor, Clock] = {HOST: {}}
+        self._histories = Histories()
+        self._events: WeakKeyDictionary[Any, tuple[_Captured | None, Clock]] = WeakKeyDictionary()
+        self._graphs: WeakKeyDictionary[Any, _Captured] = WeakKeyDictionary()
+        self._capturing: dict[Actor, _Captured] = {}
+        self._lifetimes: dict[int, tuple[Any, Lifetime]] = {}
+        self._reported: set[tuple[str, Site, Site]] = set()
+        self._late: set[Actor] = set()  # streams that were waited for in vain
+        self._lock = threading.RLock()
+        self._thread = threading.local()
+
+    # What is announced.
+
+    def before(self, operation: Operation) -> None:
+        if self._muted:
+            return
+        with self._lock:
+            touches = self._issued(operation)
+        self._pending.append((id(operation), touches))
+
+    def after(self, operation: Operation) -> None:
+        if self._muted:
+            return
+        pending = self._pending
+        while pending:
+            number, touches = pending.pop()
+            if number == id(operation):
+                with self._lock:
+                    self._commit(touches)
+                return
+
+    def recorded(self, event: Any, stream: Any) -> None:
+        if self._muted:
+            return
+        with self._lock:
+            captured = self._capturing.get(stream.identity)
+            self._events[event] = captured, dict(self._behind(stream.identity, captured))
+
+    def waited(self, stream: Any, event: Any) -> None:
+        if self._muted:
+            return
+        with self._lock:
+            captured, behind = self._events.get(event, (None, {}))
+            actor = stream.identity
+            if captured is not None:
+                if captured.open:
+                    self._capturing[actor] = captured
+                    join(captured.clocks.setdefault(actor, {}), behind)
+            elif actor not in self._capturing:
+                join(self._behind(actor), behind)
+
+    def synchronized(self, point: Any) -> None:
+        if self._muted:
+            return
+        with self._lock:
+            host = self._behind(HOST)
+            if point in self._events:
+                captured, behind = self._events[point]
+                if captured is None:
+                    join(host, behind)
+            elif hasattr(point, "identity"):
+                join(host, self._clocks.get(point.identity, {}))
+            else:  # a device: all of its streams
+                for actor, behind in list(self._clocks.items()):
+                    if actor is not None and actor[0] == getattr(point, "name", None):
+                        join(host, behind)
+
+    def touched_by_host(self, name: str, reads: Iterable[Access], writes: Iterable[Access]) -> None:
+        if self._muted:
+            return
+        with self._lock:
+            work = self._work(name, None, self._next(HOST), keeps_arrays=False)
+            touches = self._touches(work, reads, writes)
+            self._check(touches, self._histories)
+            self._commit(touches)
+
+    def calls(self, operation: Operation, function: Callable[[], object]) -> Callable[[], object]:
+        actor = operation.stream.identity
+        if self._muted or (actor is HOST):
+            return function
+        with self._lock:
+            captured = actor in self._capturing
+            behind = dict(self._behind(actor, self._capturing.get(actor)))
+        stream = operation.stream
+        running = Running(Point(actor, behind.get(actor, 0), behind), stream.name, ref(stream))
+        me = ref(self)
+
+        def called() -> object:
+            checker = me()
+            if checker is None:
+                return function()
+            with checker._running(None if captured else running):
+                return function()
+
+        return called
+
+    def capture_began(self, graph: Any, stream: Any) -> None:
+        with self._lock:
+            captured = _Captured({stream.identity: {}})
+            self._graphs[graph] = captured
+            self._capturing[stream.identity] = captured
+
+    def capture_ended(self, graph: Any) -> None:
+        with self._lock:
+            captured = self._graphs.get(graph)
+            if captured is not None:
+                captured.open = False
+                for actor in captured.clocks:
+                    self._capturing.pop(actor, None)
+
+    def kept(self, arrays: Iterable[ArrayView], stream: Any) -> None:
+        with self._lock:
+            actor = stream.identity
+            number = self._behind(actor, self._capturing.get(actor)).get(actor, 0)
+            for array in arrays:
+                lifetime = self._lifetime(array.owner)
+                if lifetime is not None:
+                    lifetime.kept[actor] = number
+
+    # Threads.
+
+    @property
+    def _pending(self) -> list[tuple[int, list[Touch]]]:
+        """Of this thread: operations announced and not yet issued, by id, with their accesses."""
+        pending: list[tuple[int, list[Touch]]] | None = getattr(self._thread, "pending", None)
+        if pending is None:
+            pending = self._thread.pending = []
+        return pending
+
+    @property
+    def _muted(self) -> bool:
+        """Whether what this thread does is the checker's own, or cannot be placed."""
+        return getattr(self._thread, "muted", False)
+
+    @contextmanager
+    def _running(self, running: Running | None) -> Iterator[None]:
+        """Let this thread act for a stream, in a host function; None: for nobody."""
+        thread = self._thread
+        before = getattr(thread, "muted", False), getattr(thread, "running", None)
+        thread.muted, thread.running = running is None, running
+        try:
+            yield
+        finally:
+            thread.muted, thread.running = before
+
+    @property
+    def _host_function(self) -> Running | None:
+        """What this thread acts for; None: for the host."""
+        return getattr(self._thread, "running", None)
+
+    # Clocks.
+
+    def _behind(self, actor: Actor, captured: _Captured | None = None) -> Clock:
+        """Return what an actor is behind by now, to be read or added to."""
+        if captured is not None:
+            return captured.clocks.setdefault(actor, {})
+        running = self._host_function
+        host = self._clocks[HOST] if running is None else running.point.behind
+        if actor is HOST:
+            return host
+        clock = self._clocks.setdefault(actor, {})
+        join(clock, host)
+        return clock
+
+    def _next(self, actor: Actor, captured: _Captured | None = None) -> Point:
+        """Return the point of new work of an actor."""
+        running = self._host_function
+        if actor is HOST and running is not None:
+            return running.point
+        behind = self._behind(actor, captured)
+        behind[actor] = number = behind.get(actor, 0) + 1
+        return Point(actor, number, dict(behind))
+
+    # Operations.
+
+    def _issued(self, operation: Operation) -> list[Touch]:
+        """Check an operation; return its accesses."""
+        stream = operation.stream
+        actor: Actor = stream.identity
+        captured = self._capturing.get(actor)
+        if captured is None and actor is not HOST and stream.capturing:
+            return []  # another library's capture, of which nothing is known
+        graph = self._graphs.get(operation.graph) if operation.graph is not None else None
+        if graph is not None and captured is None:
+            join(self._behind(actor), graph.last_launch)
+        point = self._next(actor, captured)
+        work = self._work(operation.name, stream, point, operation.keeps_arrays)
+        if captured is not None:
+            self._capture(captured, work, operation, graph)
+            return []
+        if graph is not None:
+            graph.last_launch = dict(point.behind)
+            return self._launched(graph, work)
+        touches = self._touches(work, operation.reads, operation.writes)
+        self._check(touches, self._histories)
+        if operation.name == "copy" and len(touches) == 2:
+            touches[1].snapshot = self._copied(touches[0], touches[1])
+        return touches
+
+    def _capture(
+        self, captured: _Captured, work: Work, operation: Operation, graph: _Captured | None
+    ) -> None:
+        """Add an operation to a graph, checked against the work that the graph has already."""
+        own = []
+        for accesses, writes in ((operation.reads, False), (operation.writes, True)):
+            for access in accesses:
+                lifetime = self._lifetime(access.view.owner)
+                own.append((_without_owners(access), writes, lifetime))
+        for _, others in () if graph is None else graph.items:
+            own += others
+        captured.items.append((work, own))
+        self._in_graph(captured.histories, work, own, resolves=False)
+
+    def _launched(self, graph: _Captured, launch: Work) -> list[Touch]:
+        """Check a graph, with the slots that it has this time, and what is around the launch."""
+        inside = Histories()
+        touches = []
+        for work, own in graph.items:
+            for touch in self._in_graph(inside, work, own, resolves=True):
+                outside = copy(touch)
+                outside.work = copy(work)
+                outside.work.name = f"{work.name} in a graph"
+                outside.work.stream_name = launch.stream_name
+                outside.work.site = f"{work.site}, launched at {launch.site}"
+                outside.work.point, outside.work.stream = launch.point, launch.stream
+                touches.append(outside)
+        self._check(touches, self._histories)
+        return touches
+
+    def _in_graph(
+        self, histories: Histories, work: Work, own: list[tuple[Access, bool, Lifetime | None]], *,
+        resolves: bool,
+    ) -> list[Touch]:  # fmt: skip
+        touches = [
+            self._touch(work, access, writes, lifetime, histories if resolves else None, resolves)
+            for access, writes, lifetime in own
+            if access.view.size
+        ]
+        self._check(touches, histories)
+        if resolves and work.name == "copy" and len(touches) == 2:
+            touches[1].snapshot = self._copied(touches[0], touches[1], histories)
+        for touch in touches:
+            histories[touch.access.view.device].add(touch)
+        return touches
+
+    def _work(self, name: str, stream: Any, point: Point, keeps_arrays: bool) -> Work:
+        if stream is None or stream.identity is HOST:
+            running = self._host_function
+            stream_name = "the host" if running is None else running.stream_name
+            weak = _nothing if running is None else running.stream
+        else:
+            stream_name, weak = stream.name, ref(stream)
+        site = _site(sys._getframe(1))
+        return Work(name, stream_name, weak, site, point, keeps_arrays, threading.get_ident())
+
+    def _touches(
+        self, work: Work, reads: Iterable[Access], writes: Iterable[Access]
+    ) -> list[Touch]:
+        return [
+            self._touch(work, access, is_write, self._lifetime(access.view.owner))
+            for accesses, is_write in ((reads, False), (writes, True))
+            for access in accesses
+            if access.view.size
+        ]
+
+    def _touch(
+        self, work: Work, access: Access, writes: bool, lifetime: Lifetime | None,
+        inside: Histories | None = None, resolves: bool = True,
+    ) -> Touch:  # fmt: skip
+        slots = None
+        if access.slots is not None and resolves:
+            slots = self._slots(access, inside)
+            self.unresolved += slots is None
+        unknown = access.slots is not None and slots is None
+        low, high = access.view.byte_range()
+        return Touch(work, _without_owners(access), writes, low, high, slots, unknown, lifetime)
+
+    def _commit(self, touches: list[Touch]) -> None:
+        host = self._clocks[HOST]
+        for touch in touches:
+            history = self._histories[touch.access.view.device]
+            history.forget(host, touch.low, touch.high)
+            history.add(touch)
+
+    # Conflicts.
+
+    def _check(self, touches: list[Touch], histories: Histories) -> None:
+        for touch in touches:
+            history = histories[touch.access.view.device]
+            for earlier in history.unordered(touch.work.point, touch.low, touch.high):
+                kind = _conflict(earlier, touch)
+                shared = None if kind is None else earlier.shared_with(touch)
+                if kind is not None and shared is not None:
+                    self._report(kind, earlier, touch, shared)
+
+    def _report(self, kind: str, first: Touch, second: Touch, shared: ByteRanges) -> None:
+        described = first.work.described, second.work.described
+        if self.action != "raise" and (kind, *described) in self._reported:
+            return
+        self._reported.add((kind, *described))
+        what = second.describe(shared)
+        if (other := first.describe(shared)) != what:
+            what = f"{what}; of the first: {other}"
+        plural = "" if shared.num_bytes == 1 else "s"
+        report = Report(
+            kind, *described, f"{what}: {shared.num_bytes:,} byte{plural}",
+            _edge(kind, first, second),
+        )  # fmt: skip
+        self.reports.append(report)
+        if self.action == "raise":
+            raise OrderError(report)
+        if self.action == "warn":
+            warnings.warn(OrderWarning(report), stacklevel=_depth(sys._getframe()))
+
+    # Lifetimes.
+
+    def _lifetime(self, owner: Any) -> Lifetime | None:
+        """Return the lifetime of an allocation; None if it cannot be known."""
+        root = _root(owner)
+        known = self._lifetimes.get(id(root))
+        if known is not None:
+            return known[1]
+        lifetime = Lifetime()
+        lifetimes, number = self._lifetimes, id(root)
+
+        def ended(_: object) -> None:
+            lifetime.alive, lifetime.ended_on = False, threading.get_ident()
+            lifetimes.pop(number, None)
+
+        try:
+            self._lifetimes[number] = ref(root, ended), lifetime
+        except TypeError:
+            return None
+        return lifetime
+
+    # Which slots.
+
+    def _slots(self, access: Access, inside: Histories | None) -> Any:
+        """Return the slots of an access; None if what lists them is not written yet."""
+        listed = access.slots
+        assert listed is not None
+        choose = None if isinstance(listed, ArrayView) else listed.choose
+        arrays = (listed,) if isinstance(listed, ArrayView) else listed.arrays
+        contents = [self._contents(array, inside) for array in arrays]
+        known = [c for c in contents if c is not None]
+        if len(known) < len(contents):
+            return None
+        slots = known[0] if choose is None else choose(*known)
+        return slots[slots != access.skip_slot] if access.skip_slot >= 0 else slots
+
+    def _contents(self, array: ArrayView, inside: Histories | None) -> Any:
+        """Return what an index array will hold, as far as it is known, without waiting for long.
+
+        The work of `inside`, if there is such, comes after all other.
+        """
+        low, high = array.byte_range()
+        dtype = numpy_dtype(array.format)
+        if low == high:
+            return np.empty(array.shape, dtype)
+        writer = None if inside is None else last_write(inside[array.device], low, high, {})
+        is_inside = writer is not None
+        if writer is None:
+            host = self._clocks[HOST]
+            writer = last_write(self._histories[array.device], low, high, host)
+        if writer is not None:
+            data = writer.snapshot
+            if data is not None and writer.low <= low and high <= writer.high:
+                start = array.pointer - writer.low
+                return np.ndarray(array.shape, dtype, data, start, array.strides)
+            if is_inside or not self._passed(writer):
+                return None
+        with self._running(None):
+            try:
+                if array.device == "host":
+                    return array_at(None, array.pointer, array.shape, dtype, array.strides).copy()
+                return devices.get(array.device).to_numpy(array)
+            except KvcupyError:  # its stream is being captured
+                return None
+
+    def _copied(self, source: Touch, target: Touch, inside: Histories | None = None) -> Any:
+        """Return the bytes that a copy of integers leaves in its target; None if that is unknown.
+
+        They may be tables, in which later work finds its slots.
+        """
+        of, to = source.access.view, target.access.view
+        num_bytes = source.high - source.low
+        if "int" not in of.format or num_bytes > _MAX_SNAPSHOT_BYTES:
+            return None
+        if of.device != "host" or num_bytes != target.high - target.low:
+            return None
+        for v in (of, to):
+            if v.strides != contiguous_strides(v.shape, v.itemsize):
+                return None
+        contents = self._contents(of, inside)
+        return None if contents is None else contents.tobytes()
+
+    def _passed(self, writer: Touch) -> bool:
+        """Wait for a while until the stream of a write is done; return whether it is."""
+        stream, actor = writer.work.stream(), writer.work.point.actor
+        if stream is None:
+            return True
+        deadline = time.monotonic() + (0 if actor in self._late else _WAIT_S)
+        with self._running(None):
+            while True:
+                try:
+                    if stream.done():
+                        self._late.discard(actor)
+                        return True
+                except KvcupyError:
+                    return False
+                if time.monotonic() >= deadline:
+                    self._late.add(actor)
+                    return False
+                time.sleep(1e-4)
+
+
+def _nothing() -> None:
+    """Stand in for a weak reference to no stream."""
+
+
+def _conflict(first: Touch, second: Touch) -> str | None:
+    """Return what two accesses that nothing orders would be, if they share bytes; None if fine."""
+    lifetime, work = first.lifetime, first.work
+    if lifetime is not None and not lifetime.alive and lifetime is not second.lifetime:
+        is_over = work.keeps_arrays or lifetime.kept.get(work.point.actor, 0) >= work.point.number
+        # Where another thread than the caller's was the last to hold it, that had finished with it.
+        return None if is_over or lifetime.ended_on != work.thread else "use after free"
+    return _KINDS.get((first.writes, second.writes))
+
+
+def _without_owners(access: Access) -> Access:
+    """Return an access whose views keep nothing alive."""
+    slots = access.slots
+    if isinstance(slots, ArrayView):
+        slots = slots.without_owner()
+    elif slots is not None:
+        slots = Slots(tuple([v.without_owner() for v in slots.arrays]), slots.choose)
+    return Access(
+        access.view.without_owner(), slots, access.page_size, access.offset_axis, access.name,
+        access.axes, access.skip_slot,
+    )  # fmt: skip
+
+
+def _root(owner: Any) -> Any:
+    """Return the object that lives as long as an allocation, from any array's owner."""
+    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+    while True:
+        if isinstance(owner, (ArrayView, Memory)):
+            inner = owner.owner
+        elif isinstance(owner, np.ndarray) or (
+            cupy is not None and isinstance(owner, cupy.ndarray)
+        ):
+            inner = owner.base
+        elif isinstance(owner, memoryview):
+            inner = owner.obj
+        elif torch is not None and isinstance(owner, torch.Tensor):
+            return owner.untyped_storage()
+        else:
+            return owner
+        if inner is None:
+            return owner
+        owner = inner
+
+
+# --- Where in the user's code ---------------------------------------------------------------------
+
+
+def _users_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frames of a call that are not kvcupy's, innermost first."""
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_LIBRARY):
+            yield frame
+        frame = frame.f_back
+
+
+def _site(frame: FrameType) -> str:
+    """Return file and line of the innermost call that is not kvcupy's own."""
+    user = next(_users_frames(frame), frame)
+    return f"{user.f_code.co_filename}:{user.f_lineno}"
+
+
+def _depth(frame: FrameType | None) -> int:
+    """Return the stack level of the user's innermost frame, for a warning issued in `frame`."""
+    depth = 1
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
+def _edge(kind: str, first: Touch, second: Touch) -> str:
+    """Return the line of code that would order two accesses, with the names of the caller."""
+    earlier_name, later_name = _names_of(first.work, second.work)
+    if kind == "use after free":
+        array = first.access.name or "array"
+        return f"kv.keep_alive({array}, {earlier_name})  # before {array} is dropped"
+    if second.work.point.actor is HOST:
+        return f"{earlier_name}.synchronize()"
+    if first.work.point.actor is HOST:
+        return f"{later_name}.synchronize()  # before {first.work.site}"
+    return f"{later_name}.wait({earlier_name})"
+
+
+def _names_of(*works: Work) -> list[str]:
+    """Return what the caller's code calls the streams: variables, attributes, else their names.
+
+    The innermost function that knows all of them decides.
+    """
+    names: list[list[str]] = []
+    asked = [stream for work in works if (stream := work.stream()) is not None]
+    for frame in _users_frames(sys._getframe()):
+        names.append([_name_in(frame, stream) for stream in asked])
+    best = max(names, key=lambda own: sum(map(bool, own)), default=[])
+    chosen = dict(zip(map(id, asked), best, strict=False))
+    return [
+        chosen.get(id(work.stream())) or re.sub(r"\W+", "_", work.stream_name) for work in works
+    ]
+
+
+def _name_in(frame: FrameType, stream: Any) -> str:
+    """Return what a function calls a stream; empty if it has no name for it."""
+    for name, value in (*frame.f_locals.items(), *frame.f_globals.items()):
+        if _is_stream(value, stream):
+            return str(name)
+    for name, value in frame.f_locals.items():
+        for attribute, held in list(getattr(value, "__dict__", {}).items()):
+            if _is_stream(held, stream):
+                return f"{name}.{attribute}"
+    return ""
+
+
+def _is_stream(value: Any, stream: Any) -> bool:
+    """Return whether a variable holds a stream, as kvcupy's or another library's object."""
+    if value is stream:
+        return True
+    try:
+        identity = getattr(type(value), "identity", None)
+        if identity is not None:
+            return bool(value.identity == stream.identity)
+        pointer = getattr(value, "cuda_stream", None) or getattr(value, "ptr", None)
+        return isinstance(pointer, int) and pointer == getattr(stream, "pointer", 0)
+    except Exception:  # whatever a variable of the user's does when it is asked
+        return False
+
+
+# --- What users call ------------------------------------------------------------------------------
+
+
+@contextmanager
+def order_checker(action: str = "raise") -> Iterator[OrderChecker]:
+    """Report work in the block that touches the same bytes with nothing that orders it.
+
+    Parameters
+    ----------
+    action : "raise" raises `OrderError` before the second of the two is issued, "warn" warns once
+        for each pair of places in the code, and "record" does no more than add to `.reports`
+
+    Returns
+    -------
+    OrderChecker : with `.reports`, each with `.kind` ("RAW", "WAR", "WAW" or "use after free"),
+        `.first`, `.second` (each with `.operation`, `.stream` and `.site`), `.what` (the bytes) and
+        `.edge` (the missing wait); `str(report)` says it all
+
+    Raises
+    ------
+    ValueError : `action` is none of these
+    OrderError : from the calls in the block, with `.report`
+
+    Notes
+    -----
+    Work is ordered by its stream; by events and waits for streams; by what the host has waited for
+    or found done; within a graph as it was captured. An operation counts with the bytes that it
+    touches: other pages, slots, heads, halves and layers do not conflict. What other libraries, or
+    host functions, do with arrays is announced with `kv.declare`. The host's own accesses are those
+    of `to_numpy`, of work on the calling thread, and what is declared there.
+    Slots and pages are read from the index arrays, or followed through the copies that write them.
+    Where a kernel that is still running computes them, the checker waits for it, up to 0.2 s, and
+    leaves out what it cannot know (`.unresolved`). All threads count as one host. CUDA's implicit
+    order between the legacy default stream and blocking streams is not counted as order.
+    Stream: nothing is put on any. Capture: legal; a graph is checked at each launch too. Without a
+    checker an announcement costs a test of one tuple.
+
+    Examples
+    --------
+    >>> import kvcupy as kv
+    >>> host = kv.device("host")
+    >>> main, copy = host.stream(), host.stream()
+    >>> cache, rows = host.zeros((8, 4), "fp32"), host.zeros((2, 4), "fp32")
+    >>> with order_checker("record") as checker:
+    ...     host.copy(cache[2:4], rows, stream=copy)
+    ...     host.copy(rows, cache[4:6], stream=main)
+    ...     main.wait(copy)
+    ...     host.copy(rows, cache[2:4], stream=main)
+    >>> report = checker.reports[0]
+    >>> report.kind, report.edge
+    ('WAR', 'main.wait(copy)')
+    """
+    checker = OrderChecker(action)
+    with observe.attached(checker):
+        yield checker
+
+
+class declare:
+    """Announce work that is not kvcupy's own, to the order checker and to timelines.
+
+    Parameters
+    ----------
+    reads, writes : an array or pool, or a tuple of them, that the work in the block reads or
+        writes; of any library. As a decorator, also names of parameters of the function
+    stream : the stream of that work: Stream, or a CuPy or torch stream; None: the current one of
+        the arrays' library, for NumPy arrays the calling thread. As a decorator, also the name of a
+        parameter
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit
+    OrderError : at the start of the block, where an order checker is on; see `kv.order_checker`
+
+    Notes
+    -----
+    The block must put all of the work on the one stream. Nothing is kept alive: `kv.keep_alive` is
+    for that. Stream: nothing is put on it. Capture: legal.
+
+    Examples
+    --------
+    >>> import kvcupy as kv
+    >>> host = kv.device("host")
+    >>> stream, x, y = host.stream(), host.zeros(4, "fp32"), host.zeros(4, "fp32")
+    >>> with kv.order_checker(), declare(reads=x, writes=y, stream=stream):
+    ...     stream.call(lambda: np.add(x, 1, out=y))
+    >>> @declare(reads=("x",), writes=("y",), stream="stream")
+    ... def add_one(x, y, stream):
+    ...     stream.call(lambda: np.add(x, 1, out=y))
+    >>> add_one(x, y, stream)
+    """
+
+    def __init__(self, *, reads: Any = (), writes: Any = (), stream: Any = None) -> None:
+        self._reads, self._writes, self._stream = _as_tuple(reads), _as_tuple(writes), stream
+        self._name = "declared work"
+        self._blocks: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        if observe.observers:
+            names = [x for x in (*self._reads, *self._writes) if isinstance(x, str)]
+            if names:
+                raise TypeError(
+                    f"reads: expected arrays, got {names[0]!r}; names are of parameters"
+                )
+            frame = next(_users_frames(sys._getframe(1)), None)
+            variables = {} if frame is None else frame.f_locals
+            reads, writes = (
+                tuple([a for x in own for a in _accesses(x, variables)])
+                for own in (self._reads, self._writes)
+            )
+            if reads or writes:
+                stream = _stream_of((*reads, *writes), self._stream)
+                stack.enter_context(
+                    observe.announced(
+                        Operation(self._name, stream, reads, writes, keeps_arrays=False)
+                    )
+                )
+        self._blocks.append(stack)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._blocks.pop().__exit__(kind, error, trace)
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function each of whose calls is announced."""
+        signature = inspect.signature(function)
+        for name in (*self._reads, *self._writes, self._stream):
+            if isinstance(name, str) and name not in signature.parameters:
+                raise ValueError(
+                    f"reads: expected a parameter of {function.__name__}, got {name!r}"
+                )
+
+        @wraps(function)
+        def declared(*arguments: Any, **options: Any) -> Any:
+            if not observe.observers:
+                return function(*arguments, **options)
+            bound = signature.bind(*arguments, **options)
+            bound.apply_defaults()
+            values = bound.arguments
+
+            def named(items: tuple[Any, ...]) -> tuple[Any, ...]:
+                chosen = [(values[x] if isinstance(x, str) else x) for x in items]
+                return tuple([x for each in chosen for x in _as_tuple(each) if x is not None])
+
+            stream = values[self._stream] if isinstance(self._stream, str) else self._stream
+            block = declare(reads=named(self._reads), writes=named(self._writes), stream=stream)
+            block._name = function.__name__
+            with block:
+                return function(*arguments, **options)
+
+        return declared
+
+
+def _as_tuple(arrays: Any) -> tuple[Any, ...]:
+    return tuple(arrays) if isinstance(arrays, (list, tuple)) else (arrays,)
+
+
+def _accesses(array: Any, variables: dict[str, Any]) -> list[Access]:
+    """Return the access to all of an array or a pool, named as a variable of the caller."""
+    name = next((n for n, value in variables.items() if value is array), "")
+    if hasattr(array, "parts") and hasattr(array, "placement"):
+        return [
+            Access(view(part), name=name)
+            for part in (*array.parts, *getattr(array, "scale_parts", ()))
+        ]
+    return [Access(view(array, name or "reads"), name=name)]
+
+
+def _stream_of(accesses: tuple[Access, ...], stream: Any) -> Any:
+    """Return the stream of declared work: as passed, or the current one of the arrays' library."""
+    if stream is not None and hasattr(stream, "identity"):
+        return stream
+    views = [access.view for access in accesses]
+    on_gpu = [v for v in views if v.device != "host"]
+    if stream is None:
+        first = (on_gpu or views)[0]
+        return devices.get(first.device).as_stream(None, first.library)
+    if on_gpu:
+        return devices.get(on_gpu[0].device).as_stream(stream)
+    if not any(hasattr(stream, name) for name in ("__cuda_stream__", "cuda_stream", "ptr")):
+        return devices.get("host").as_stream(stream)
+    (own,) = streams.as_streams((stream,))
+    return own

@@ -1,0 +1,260 @@
+"""Who has touched which bytes, and what each of them was behind at that time."""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..arrays import describe
+from ..observe import Access
+from .byte_ranges import ByteRanges, byte_ranges, locate
+
+Actor = tuple[str, int] | None
+"""The identity of a stream. None: the host."""
+Clock = dict[Actor, int]
+"""What somebody is behind: how much of the work of each actor."""
+
+HOST: Actor = None
+
+_MAX_TOUCHES = 4096  # of one actor on one region; beyond that the older half is forgotten
+_MAX_HOST_TOUCHES = 256
+
+
+@dataclass(frozen=True)
+class Site:
+    """Work that was issued: what it is, on which stream, and from where.
+
+    Attributes
+    ----------
+    operation : its name
+    stream : the name of its stream; "the host" outside of all streams
+    site : file and line of the call, outside of kvcupy
+    """
+
+    operation: str
+    stream: str
+    site: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} on {self.stream}, {self.site}"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where work stands: its actor, its number there, and what it is behind."""
+
+    actor: Actor
+    number: int
+    behind: Clock
+
+    def is_behind(self, other: Point) -> bool:
+        return self.behind.get(other.actor, 0) >= other.number
+
+
+@dataclass(eq=False, slots=True)
+class Lifetime:
+    """Whether an allocation is alive, and how far streams keep it alive."""
+
+    alive: bool = True
+    ended_on: int = 0  # the thread
+    kept: Clock = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """An operation as it was issued."""
+
+    name: str
+    stream_name: str
+    stream: Callable[[], Any]  # weak: the stream, or None
+    site: str
+    point: Point
+    keeps_arrays: bool
+    thread: int
+
+    @property
+    def described(self) -> Site:
+        return Site(self.name, self.stream_name, self.site)
+
+
+@dataclass(eq=False, slots=True)
+class Touch:
+    """An access of a piece of work; keeps no array alive.
+
+    Attributes
+    ----------
+    slots : those of the access; None: all of the view, unless they are `unknown`
+    snapshot : what the bytes hold afterwards, if that is known
+    """
+
+    work: Work
+    access: Access
+    writes: bool
+    low: int
+    high: int
+    slots: np.ndarray[Any, Any] | None
+    unknown: bool
+    lifetime: Lifetime | None
+    snapshot: bytes | None = None
+    _ranges: ByteRanges | None = None
+
+    @property
+    def number(self) -> int:
+        return self.work.point.number
+
+    def ranges(self) -> ByteRanges:
+        if self._ranges is None:
+            access = self.access
+            self._ranges = byte_ranges(
+                access.view, self.slots, access.page_size, access.offset_axis
+            )
+        return self._ranges
+
+    def shared_with(self, other: Touch) -> ByteRanges | None:
+        """Return the bytes that both touch; None if there are none, or that is not certain."""
+        if self.high <= other.low or other.high <= self.low:
+            return None
+        if self.unknown or other.unknown:
+            some, whole = (self, other) if self.unknown else (other, self)
+            covered = whole.ranges() if not whole.unknown and whole.slots is None else None
+            if covered is None or len(covered) != 1:
+                return None
+            return covered if whole.low <= some.low and some.high <= whole.high else None
+        shared = self.ranges() & other.ranges()
+        return shared if len(shared) else None
+
+    def describe(self, shared: ByteRanges) -> str:
+        access = self.access
+        name = f"{access.name} " if access.name else ""
+        where = "" if self.unknown else locate(access.view, shared, access.axes)
+        return f"{name}{describe(access.view)}{', ' if where else ''}{where}"
+
+
+class _Region:
+    """Addresses, and who has touched them, by actor in the order of their numbers."""
+
+    __slots__ = ("high", "low", "touches")
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high = low, high
+        self.touches: dict[Actor, list[Touch]] = {}
+
+    def add(self, touch: Touch) -> None:
+        actor = touch.work.point.actor
+        known = self.touches.setdefault(actor, [])
+        if known and known[-1].number > touch.number:
+            insort(known, touch, key=_number)
+        else:
+            known.append(touch)
+        most = _MAX_HOST_TOUCHES if actor is HOST else _MAX_TOUCHES
+        if len(known) > most:
+            del known[: most // 2]
+
+    def absorb(self, other: _Region) -> None:
+        self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+        for actor, touches in other.touches.items():
+            self.touches[actor] = sorted([*self.touches.get(actor, ()), *touches], key=_number)
+
+    def forget(self, behind: Clock) -> None:
+        """Drop the work of streams that the host is behind: whatever it issues now is too."""
+        for actor, touches in list(self.touches.items()):
+            if actor is not HOST:
+                del touches[: bisect_right(touches, behind.get(actor, 0), key=_number)]
+                if not touches:
+                    del self.touches[actor]
+
+
+class History:
+    """The accesses to the memory of one device, in disjoint regions by address."""
+
+    def __init__(self) -> None:
+        self._lows: list[int] = []
+        self._regions: list[_Region] = []
+
+    def at(self, low: int, high: int) -> list[_Region]:
+        """Return the regions that reach into a range of addresses."""
+        first = bisect_right(self._lows, low) - 1
+        if first < 0 or self._regions[first].high <= low:
+            first += 1
+        stop = first
+        while stop < len(self._regions) and self._regions[stop].low < high:
+            stop += 1
+        return self._regions[first:stop]
+
+    def add(self, touch: Touch) -> None:
+        regions = self.at(touch.low, touch.high)
+        if len(regions) == 1 and regions[0].low <= touch.low and touch.high <= regions[0].high:
+            regions[0].add(touch)
+            return
+        merged = _Region(touch.low, touch.high)
+        for region in regions:
+            merged.absorb(region)
+            self._remove(region)
+        merged.add(touch)
+        index = bisect_right(self._lows, merged.low)
+        self._lows.insert(index, merged.low)
+        self._regions.insert(index, merged)
+
+    def unordered(self, point: Point, low: int, high: int) -> Iterator[Touch]:
+        """Yield the accesses around a range that the work at a point is not behind."""
+        for region in self.at(low, high):
+            for actor, touches in region.touches.items():
+                if actor == point.actor:
+                    continue
+                known = point.behind.get(actor, 0)
+                if touches[-1].number <= known:
+                    continue
+                first = bisect_right(touches, known, key=_number)
+                for touch in touches[first:]:
+                    # What a host function does is noted when it runs, perhaps after later work.
+                    if touch.work.point.behind.get(point.actor, 0) < point.number:
+                        yield touch
+
+    def forget(self, behind: Clock, low: int, high: int) -> None:
+        """Drop what the host is behind in the regions of a range, and those that become empty."""
+        for region in self.at(low, high):
+            region.forget(behind)
+            if not region.touches:
+                self._remove(region)
+
+    def _remove(self, region: _Region) -> None:
+        index = self._regions.index(region, bisect_right(self._lows, region.low) - 1)
+        del self._regions[index], self._lows[index]
+
+
+class Histories(defaultdict[str, History]):
+    """The history of each device."""
+
+    def __init__(self) -> None:
+        super().__init__(History)
+
+
+def _number(touch: Touch) -> int:
+    return touch.work.point.number
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """Put an actor behind what another clock counts too."""
+    for actor, number in other.items():
+        if number > clock.get(actor, 0):
+            clock[actor] = number
+
+
+def last_write(history: History, low: int, high: int, host: Clock) -> Touch | None:
+    """Return the last write to some addresses that the host is not behind, if there is one."""
+    latest: Touch | None = None
+    for region in history.at(low, high):
+        for actor, touches in region.touches.items():
+            for touch in reversed(touches):
+                if touch.number <= host.get(actor, 0):
+                    break
+                if touch.writes and touch.low < high and low < touch.high:
+                    if latest is None or touch.work.point.is_behind(latest.work.point):
+                        latest = touch
+                    break
+    return latest
