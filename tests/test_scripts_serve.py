@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from helpers import full_only
 from llama_cases import (
     SAVED,
     VOCAB,
@@ -274,7 +275,7 @@ def test_trees_forks_and_preemption_together(models, expected):
     assert outcome.counts.preemptions and outcome.counts.accepted and outcome.counts.forks
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, 2, *map(full_only, range(3, 8))])
 def test_whatever_the_policy(models, expected, seed):
     rng = np.random.default_rng(100 + seed)
     lengths = [(int(rng.choice([0, 20, 45])), *rng.integers(1, 40, 2)) for _ in range(7)]
