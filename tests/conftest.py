@@ -11,6 +11,7 @@ What is exhaustive rather than telling runs with ``--full``: more cases of a tes
 from __future__ import annotations
 
 import gc
+import os
 import re
 import secrets
 import shutil
@@ -19,6 +20,11 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import combinations
 from pathlib import Path
+
+# Matrices are small here, and so are the gains of several threads for one: in as many processes as
+# there are CPUs they wait for one another most of the time. Read when NumPy and torch are imported.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import helpers
 import pytest

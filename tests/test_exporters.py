@@ -460,9 +460,9 @@ def test_an_exporter_without_a_device_is_none():
 def test_an_export_that_owns_its_memory_is_kept_by_the_view():
     class Temporary:
         def __dlpack__(self, **options):
-            self.made = np.arange(3, dtype=np.float32)
-            self.freed = weakref.ref(self.made)
-            return self.__dict__.pop("made").__dlpack__(**options)
+            self.held = np.arange(3, dtype=np.float32)
+            self.freed = weakref.ref(self.held)
+            return self.__dict__.pop("held").__dlpack__(**options)
 
         def __dlpack_device__(self):
             return 1, 0
@@ -644,9 +644,9 @@ INDICES = [1, slice(1, None, 2), (slice(None), -1), (Ellipsis, slice(None, None,
 @pytest.mark.parametrize("index", INDICES, ids=str)
 def test_slices_of_a_tagged_view(index):
     a = np.arange(24, dtype=np.uint16).reshape(4, 6)
-    part, wanted = kv.view_as(a, "bf16")[index], a[index]
-    assert described(part) == (wanted.shape, wanted.strides, "bf16", "host", False, "numpy")
-    assert part.pointer == wanted.ctypes.data
+    part, expected = kv.view_as(a, "bf16")[index], a[index]
+    assert described(part) == (expected.shape, expected.strides, "bf16", "host", False, "numpy")
+    assert part.pointer == expected.ctypes.data
 
 
 def test_slices_of_a_tagged_torch_tensor(torch):
@@ -699,7 +699,7 @@ CHOICES = {
 }
 
 
-def made(kind, fmt, shape, steps, readonly, gpu):
+def build(kind, fmt, shape, steps, readonly, gpu):
     """An array of these choices, or as many of them as its library has."""
     dtype = DTYPE[fmt]
     size = dtype.itemsize
@@ -726,7 +726,7 @@ def pairs_of_arrays(draw):
     first = {name: draw(st.sampled_from(values)) for name, values in CHOICES.items()}
     changed = draw(st.lists(st.sampled_from(list(CHOICES)), max_size=2))
     second = {**first, **{name: draw(st.sampled_from(CHOICES[name])) for name in changed}}
-    return made(**first), made(**second)
+    return build(**first), build(**second)
 
 
 @settings(max_examples=examples(600), deadline=None, database=None)

@@ -51,9 +51,9 @@ def reported(out, *parts, cwd=ROOT, grace_s=0.3):
     from gpu.report import Report
     from gpu.run import Interrupts
 
-    made = Report(parts, out, ABOUT, "--quick")
-    made.cwd, made.grace_s = cwd, grace_s
-    well = made.run(Interrupts())
+    report = Report(parts, out, ABOUT, "--quick")
+    report.cwd, report.grace_s = cwd, grace_s
+    well = report.run(Interrupts())
     written = json.loads((out / "report.json").read_text())
     assert written["state"] == "finished" and written["all_well"] == well
     states = {part["name"]: part["state"] for part in written["parts"]}
@@ -180,15 +180,15 @@ def pytest_part(folder, code, *, may_skip_all=False, **options):
 
     (folder / "suite").mkdir(parents=True)
     (folder / "suite" / "test_some.py").write_text("import os, signal, time, pytest\n" + code)
-    made = gpu_parts._pytest("suite", "suite", "some tests", "host", 1, "suite")
+    part = gpu_parts._pytest("suite", "suite", "some tests", "host", 1, "suite")
 
     def by_itself(command):  # not by this suite's settings
         at = command.index("--device")
         settings = ("--rootdir", str(folder), "-c", os.devnull)
         return (*command[:at], *settings, *command[at + 2 :])
 
-    options = {"command": by_itself(made.command), "alone": by_itself(made.alone), **options}
-    return replace(made, judge=of_tests(may_skip_all), **options)
+    options = {"command": by_itself(part.command), "alone": by_itself(part.alone), **options}
+    return replace(part, judge=of_tests(may_skip_all), **options)
 
 
 def test_failing_tests_are_named_with_their_last_lines(tmp_path):
@@ -297,11 +297,11 @@ def test_a_test_that_hangs_is_stopped_and_named(tmp_path, ignores):
         @count.setter
         def count(self, value): ...
 
-    made = Report([pytest_part(tmp_path, code)], tmp_path / "out", ABOUT)
-    made.cwd, made.grace_s = tmp_path, (0.3 if ignores else 30.0)
-    assert not made.run(OnceBegun())
+    report = Report([pytest_part(tmp_path, code)], tmp_path / "out", ABOUT)
+    report.cwd, report.grace_s = tmp_path, (0.3 if ignores else 30.0)
+    assert not report.run(OnceBegun())
     page = (tmp_path / "out" / "report.md").read_text()
-    assert made.results[0].state == "interrupted"
+    assert report.results[0].state == "interrupted"
     said = "interrupted after 1 tests" if ignores else "1 passed, 0 failed, 0 skipped; interrupted"
     assert re.search(rf"{said}, in \S*/test_some.py::test_hang \|", page)
     assert ("KeyboardInterrupt" in page) != ignores

@@ -80,11 +80,11 @@ FIELDS = [
 
 
 def mirror(fields) -> np.dtype:
-    made = [
+    mirrored = [
         (name, np.dtype(kind, align=True) if isinstance(kind, list) else kind, *shape)
         for name, kind, *shape in fields
     ]
-    return np.dtype(made, align=True)
+    return np.dtype(mirrored, align=True)
 
 
 def replaced(name, *field):

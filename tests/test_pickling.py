@@ -82,7 +82,7 @@ def test_arrays_over_memory_carry_their_bytes():
 
 def test_a_pickle_of_an_older_version_is_not_loaded():
     """It held the address as any other number."""
-    made = kv.ArrayView.__new__(kv.ArrayView)
+    empty = kv.ArrayView.__new__(kv.ArrayView)
     with pytest.raises(TypeError, match=r"^ArrayView: it cannot be pickled"):
-        made.__setstate__((None, {"pointer": 0x7F00}))
-    assert not hasattr(made, "pointer")
+        empty.__setstate__((None, {"pointer": 0x7F00}))
+    assert not hasattr(empty, "pointer")

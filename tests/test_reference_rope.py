@@ -179,9 +179,9 @@ def test_cosine_and_sine_are_those_of_the_rotary_class(torch64, name):
     scaling, context = SCALINGS[name]
     rotary = LlamaRotaryEmbedding(llama_config(scaling, context, 10000.0))
     positions = np.append(FAR[context > FAR], context - 1)
-    wanted = rotary(torch64.zeros(1), torch64.from_numpy(positions)[None])
+    expected = rotary(torch64.zeros(1), torch64.from_numpy(positions)[None])
     rows = reference.rope_rows(positions, *reference.rope_frequencies(context, 32, scaling=scaling))
-    for got, want in zip((rows[:, :16], rows[:, 16:]), wanted, strict=True):
+    for got, want in zip((rows[:, :16], rows[:, 16:]), expected, strict=True):
         np.testing.assert_allclose(np.tile(got, 2), want[0].numpy(), atol=1e-9)
 
 
@@ -368,11 +368,11 @@ def test_sections_are_those_of_qwen(torch64, model, sections):
         rope_parameters=parameters,
     )
     positions = np.random.default_rng(6).integers(0, 4000, (3, 5))
-    wanted = Rotary(config)(torch64.zeros(1), torch64.from_numpy(positions)[:, None])
+    expected = Rotary(config)(torch64.zeros(1), torch64.from_numpy(positions)[:, None])
     got = reference.cos_sin(
         reference.rope_table(4000, 16), positions, sections, model == "qwen3_vl"
     )
-    for values, want in zip(got, wanted, strict=True):
+    for values, want in zip(got, expected, strict=True):
         np.testing.assert_allclose(np.tile(values, 2), want[0].numpy(), atol=6e-8)
 
 

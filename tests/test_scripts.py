@@ -304,16 +304,16 @@ def test_bench_checks_every_operation(device, case):
     from benchmarks.timers import TorchArrays, own_arrays
 
     (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
-    made, torch = shape.build(device, 2), TorchArrays(device)
-    candidates = {"kvcupy": made.kvcupy(own_arrays)}
-    if (expressions := made.expressions()) is not None:
+    built, torch = shape.build(device, 2), TorchArrays(device)
+    candidates = {"kvcupy": built.kvcupy(own_arrays)}
+    if (expressions := built.expressions()) is not None:
         candidates["expression"] = expressions
     if torch.torch is not None:
-        candidates["kvcupy, torch tensors"] = made.kvcupy(torch.wrap)
-        candidates["torch"] = made.torch(torch.torch, torch.wrap)
+        candidates["kvcupy, torch tensors"] = built.kvcupy(torch.wrap)
+        candidates["torch"] = built.torch(torch.torch, torch.wrap)
     for name, calls in candidates.items():
         assert len(calls) == 2
-        check(made, name, calls)
+        check(built, name, calls)
 
 
 @pytest.mark.parametrize(
@@ -333,11 +333,11 @@ def test_bench_notices_what_was_not_done(device, case, message):
     from common.measure import WrongBytes
 
     (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
-    made = shape.build(device, 2)
-    calls = made.kvcupy(own_arrays)
-    check(made, "kvcupy", calls)
+    built = shape.build(device, 2)
+    calls = built.kvcupy(own_arrays)
+    check(built, "kvcupy", calls)
     with pytest.raises(WrongBytes, match=message):
-        check(made, "kvcupy", [calls[0], lambda stream: None])
+        check(built, "kvcupy", [calls[0], lambda stream: None])
 
 
 def test_bench_compiles_torch_only_where_that_works(device, tmp_path, monkeypatch):

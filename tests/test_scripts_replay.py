@@ -34,6 +34,7 @@ SIZES = [(60, 150, 0), (60, 150, 400), (80, 20, 0), (60, 60, 2000), (60, 2000, 5
 # The replay -------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("write", "running"), [("through", 1), ("back", 3)])
 @pytest.mark.parametrize("policy", ["lru", "fifo", "lfu", "2q"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from helpers import full_only
 from llama_cases import (
     SAVED,
     VOCAB,
@@ -43,9 +44,9 @@ def serve(model, prompts, *, pages=64, page_size=8, dtype="fp32", server=None, *
 
     settings = CacheSettings(pages, page_size, dtype)
     small = Policy(budget=24, max_running=4)
-    made = Server(model, settings, replace(small, **policy), **(server or {}))
-    outcome, _ = made.serve(prompts)
-    assert_nothing_is_held(made, prompts)
+    running = Server(model, settings, replace(small, **policy), **(server or {}))
+    outcome, _ = running.serve(prompts)
+    assert_nothing_is_held(running, prompts)
     return outcome
 
 
@@ -75,13 +76,13 @@ def expected():
 @pytest.fixture(scope="module")
 def models(device):
     """The small random model, made once."""
-    made: dict = {}
+    known: dict = {}
 
     def model(**changes):
         key = json.dumps(changes)
-        if key not in made:
-            made[key] = small_model(device, **changes)
-        return made[key]
+        if key not in known:
+            known[key] = small_model(device, **changes)
+        return known[key]
 
     return model
 
@@ -91,21 +92,21 @@ def models(device):
 
 @pytest.mark.parametrize("case", SAVED)
 def test_tokens_are_those_of_transformers(device, case, tmp_path):
-    theirs = save_model(tmp_path, case)
+    hf_model = save_model(tmp_path, case)
     ours = load(device, tmp_path)
     prompts = prompts_of((0, 70, 7), (0, 3, 9), (0, 41, 5))
-    want = [transformers_greedy(theirs, p.tokens, p.output_length) for p in prompts]
+    want = [transformers_greedy(hf_model, p.tokens, p.output_length) for p in prompts]
     assert [plain_greedy(ours, p.tokens, p.output_length) for p in prompts] == want
     assert serve(ours, prompts).tokens == want
 
 
 @pytest.mark.parametrize("case", ["GQA", "tied", "one KV head, biases"])
 def test_logits_of_bf16_files_in_shards(device, case, tmp_path):
-    theirs = save_model(tmp_path, case, dtype="bfloat16", max_shard_size="30KB")
+    hf_model = save_model(tmp_path, case, dtype="bfloat16", max_shard_size="30KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
     ours = load(device, tmp_path)
     tokens = np.random.default_rng(0).integers(0, VOCAB, 90)
-    want = transformers_logits(theirs, tokens)
+    want = transformers_logits(hf_model, tokens)
     got = device.to_numpy(ours.forward_plain(tokens))
     assert got.shape == want.shape and got.dtype == np.float32
     np.testing.assert_allclose(got, want, atol=2e-5)
@@ -121,11 +122,11 @@ def test_longrope_goes_by_the_context(device, tmp_path):
         "original_max_position_embeddings": 64, "factor": 4.0,
     }  # fmt: skip
     changes = {"rope_parameters": rope, "max_position_embeddings": 256}
-    theirs = save_model(tmp_path, "plain", changes=changes)
+    hf_model = save_model(tmp_path, "plain", changes=changes)
     assert read_config(tmp_path).rope_scaling["factor"] == 4.0
     tokens = np.random.default_rng(0).integers(0, VOCAB, 128)
     for context in (64, 128):
-        want = transformers_logits(theirs, tokens[:context])
+        want = transformers_logits(hf_model, tokens[:context])
         ours = load(device, tmp_path, context=context)
         got = device.to_numpy(ours.forward_plain(tokens[:context]))
         np.testing.assert_allclose(got, want, atol=5e-5)
@@ -274,7 +275,7 @@ def test_trees_forks_and_preemption_together(models, expected):
     assert outcome.counts.preemptions and outcome.counts.accepted and outcome.counts.forks
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, 2, *map(full_only, range(3, 8))])
 def test_whatever_the_policy(models, expected, seed):
     rng = np.random.default_rng(100 + seed)
     lengths = [(int(rng.choice([0, 20, 45])), *rng.integers(1, 40, 2)) for _ in range(7)]

@@ -33,7 +33,7 @@ def bench(device_name, *arguments):
 
 
 @pytest.fixture
-def flip_a_byte(monkeypatch):
+def flip_byte(monkeypatch):
     """Let every transfer be followed by one wrong bit in the last of its target pages."""
     from kvcupy.ops.transfer import PreparedTransfer
 
@@ -99,7 +99,7 @@ def lanes(path):
     return {e["args"]["name"] for e in events if e["name"] == "thread_name"}
 
 
-def test_demo_notices_one_wrong_byte(device, flip_a_byte):
+def test_demo_notices_one_wrong_byte(device, flip_byte):
     only_on_the_host(device)
     from common.measure import WrongBytes
 
@@ -221,7 +221,7 @@ def test_bench_reports_every_section(device_name, tmp_path, capsys):
     assert "scattered: rows of 1024, pages of 1, layer_first to page_first" in printed.err
 
 
-def test_bench_notices_one_wrong_byte(device, flip_a_byte):
+def test_bench_notices_one_wrong_byte(device, flip_byte):
     only_on_the_host(device)
     from common.measure import WrongBytes
 

@@ -253,8 +253,8 @@ def test_reads_and_writes_of_a_store_name_its_slots(device, dynamic):
         kv.store_kv(key, value, k_cache, v_cache, slots, **scales)
     (operation,) = log.operations
     # Rows past the slots are not read.
-    wanted = [key[:3], value[:3], slots]
-    assert ranges(operation.reads) == sorted(view(a).byte_range() for a in wanted)
+    expected = [key[:3], value[:3], slots]
+    assert ranges(operation.reads) == sorted(view(a).byte_range() for a in expected)
     written = [k_cache, v_cache, *scales.values()]
     assert ranges(operation.writes) == sorted(view(a).byte_range() for a in written)
     for write in operation.writes:

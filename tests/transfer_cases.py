@@ -176,15 +176,15 @@ class TransferCase(Case):
             "scales": scales,
         }  # fmt: skip
         if latent is None:
-            made = kv.KVPool(
+            pool = kv.KVPool(
                 pages, page_size, layers, heads, widths[0], v_head_dim=widths[1], **options
             )
         else:
-            made = kv.MLAPool(pages, page_size, layers, latent, **options)
+            pool = kv.MLAPool(pages, page_size, layers, latent, **options)
         name = f"pool {len(self.pools)} ({layout}, {placement})"
         self.pools.append(
             PoolArg(
-                self, name, made, layout, fmt, content or self.bits, multipliers or self.bits
+                self, name, pool, layout, fmt, content or self.bits, multipliers or self.bits
             )
         )  # fmt: skip
         return self.pools[-1]

@@ -87,9 +87,9 @@ class World:
     def read(self, page, stream=None, layers=None):
         """Let a stream copy a page of the device pool away; return a function for its bytes."""
         pool, copies = self.device_pool, []
-        wanted = range(pool.num_layers) if layers is None else layers
+        selected = range(pool.num_layers) if layers is None else layers
         for view in (pool.k, pool.v):
-            for layer in wanted:
+            for layer in selected:
                 part = view(layer)[page]
                 copies.append(self.device.zeros(part.shape, np.float16))
                 self.device.copy(copies[-1], part, stream=stream)

@@ -175,20 +175,20 @@ class PagedModel:
     def fork(self, parent, child, at=None) -> None:
         """Share full pages, copy the partial one."""
         before = self.snapshot()
-        made = self.sequences[parent].copy()
-        at = len(made.tokens) if at is None else at
-        made.tokens, made.places = made.tokens[:at], made.places[:at]
-        if made.places and made.places[-1][1] != self.page_size - 1:
-            self._move(made, made.places[-1][0])
-        self.sequences[child] = made
+        forked = self.sequences[parent].copy()
+        at = len(forked.tokens) if at is None else at
+        forked.tokens, forked.places = forked.tokens[:at], forked.places[:at]
+        if forked.places and forked.places[-1][1] != self.page_size - 1:
+            self._move(forked, forked.places[-1][0])
+        self.sequences[child] = forked
         self._refuse_if_full(before)
 
     def load(self, name, saved: Sequence) -> None:
         """Make a sequence of one that was saved; on pages of its own, end to end."""
         before = self.snapshot()
-        made = self.sequences[name] = replace(saved.copy(), tokens=[], places=[])
-        self._append(made, len(saved.tokens))
-        made.tokens = [*saved.tokens]
+        loaded = self.sequences[name] = replace(saved.copy(), tokens=[], places=[])
+        self._append(loaded, len(saved.tokens))
+        loaded.tokens = [*saved.tokens]
         self._refuse_if_full(before)
 
     def pop(self, name, count) -> None:
@@ -283,10 +283,10 @@ class PagedModel:
             if self._is_shared(page):
                 self._move(sequence, page)
         self._refuse_if_full(before)
-        made = [Token(t.k.copy(), t.v.copy()) for t in sequence.tokens[start : start + count]]
-        sequence.tokens[start : start + count] = made
+        written = [Token(t.k.copy(), t.v.copy()) for t in sequence.tokens[start : start + count]]
+        sequence.tokens[start : start + count] = written
         for layer in range(self.num_layers):
-            self.write(layer, made, key[layer], value[layer])
+            self.write(layer, written, key[layer], value[layer])
 
     # Attention
 

@@ -25,7 +25,7 @@ class Program:
     def __init__(self, world, seed, decoders=None):
         self.world, self.cache, self.decoders = world, world.cache, decoders or {}
         self.rng = np.random.default_rng(seed)
-        self.names, self.made = [], 0
+        self.names, self.num_added = [], 0
         self.pending = {}  # nodes of trees to be committed
         self.busy = []  # the sequences of the running step
 
@@ -63,8 +63,8 @@ class Program:
     # Calls
 
     def add(self):
-        name = f"s{self.made}"
-        self.made += 1
+        name = f"s{self.num_added}"
+        self.num_added += 1
         self.cache.add_sequence(name)
         self.names.append(name)
         self.world.step([name], [int(self.rng.integers(1, 12))], self.stream())
@@ -113,8 +113,8 @@ class Program:
     def fork(self):
         parent = self.one()
         if parent is not None:
-            child = f"s{self.made}"
-            self.made += 1
+            child = f"s{self.num_added}"
+            self.num_added += 1
             length = self.cache.sequence_length(parent)
             at = length if self.chance(0.5) else int(self.rng.integers(length + 1))
             self.cache.fork_sequence(parent, child, at)

@@ -69,8 +69,8 @@ class World:
         """Query, key, value and out of all layers, each (L, count, heads, D)."""
         rng = np.random.default_rng(seed)
         shapes = [(len(self.layers), count, heads, self._width) for heads in self._heads]
-        made = [self.device.asarray(np.float32(rng.standard_normal(s))) for s in shapes]
-        return *made, self.device.zeros(shapes[0], np.float32)
+        arrays = [self.device.asarray(np.float32(rng.standard_normal(s))) for s in shapes]
+        return *arrays, self.device.zeros(shapes[0], np.float32)
 
     def _warm(self, num_slots):
         """Let every slot of the ring have been used, by a decode step of one sequence."""

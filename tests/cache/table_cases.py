@@ -93,19 +93,19 @@ class World:
 
     def step(self, seed, *streams, **source):
         """A step that is read on streams, in order."""
-        made = Source(seed, **source)
-        tables = self.ring.open(made)
+        step_source = Source(seed, **source)
+        tables = self.ring.open(step_source)
         try:
             for stream in streams or (self.compute,):
-                self.read(made, tables.on(stream), stream)
+                self.read(step_source, tables.on(stream), stream)
         finally:
             tables.close()
         return tables
 
     def capture(self, seed, stream=None, **source):
         """A graph that copies its tables away; returns it and where to."""
-        made, on = Source(seed, **source), stream or self.compute
-        tables = self.ring.open(made)
+        step_source, on = Source(seed, **source), stream or self.compute
+        tables = self.ring.open(step_source)
         with on.capture() as graph:
             views = tables.on(on)
             outs = {name: self.private(view) for name, view in views.items()}
@@ -125,11 +125,11 @@ class World:
         self.reads.append((source, copies))
 
     def graph_step(self, seed, graph, outs, *streams, **source):
-        made = Source(seed, **source)
-        tables = self.ring.open(made)
+        step_source = Source(seed, **source)
+        tables = self.ring.open(step_source)
         try:
             for stream in streams or (self.compute,):
-                self.launch(graph, outs, made, stream)
+                self.launch(graph, outs, step_source, stream)
         finally:
             tables.close()
         return tables

@@ -495,11 +495,11 @@ def test_wrappers_of_one_stream_are_one_stream(api, gpu):
 
 
 def test_a_copy_stream_of_another_library(api, gpu):
-    theirs = api.cupy.cuda.Stream()
-    ring = TableRing(gpu, theirs, 1, lambda stream: None)
-    assert ring.copy_stream.pointer == theirs.ptr
+    foreign = api.cupy.cuda.Stream()
+    ring = TableRing(gpu, foreign, 1, lambda stream: None)
+    assert ring.copy_stream.pointer == foreign.ptr
     ring.open(Source(0)).on(gpu.stream())
-    assert ("copy", theirs.ptr) in order_of(api)
+    assert ("copy", foreign.ptr) in order_of(api)
 
 
 def test_tables_captured_on_the_current_stream(api, gpu, monkeypatch):
@@ -578,17 +578,17 @@ def test_memory_that_is_replaced_is_held_until_the_copy_stream_has_waited(api, g
 
 def test_another_librarys_capture(api, gpu):
     ring = TableRing(gpu, None, 1, lambda stream: None)
-    theirs = api.cupy.cuda.Stream()
-    stream = gpu.as_stream(theirs)
+    foreign = api.cupy.cuda.Stream()
+    stream = gpu.as_stream(foreign)
     tables = ring.open(Source(0))
-    theirs.begin_capture(0)
+    foreign.begin_capture(0)
     with pytest.raises(kv.CaptureError, match="another library"):
         tables.on(stream)
     assert order_of(api) == []
     assert tables.source.asked_shapes == 0, "memory taken here might spoil their capture"
-    theirs.end_capture()
+    foreign.end_capture()
     tables.on(stream)
-    theirs.begin_capture(0)
+    foreign.begin_capture(0)
     tables.close()
-    theirs.end_capture()
+    foreign.end_capture()
     ring.open(Source(1)).on(stream)

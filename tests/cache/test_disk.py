@@ -111,8 +111,8 @@ def test_many_blocks_with_a_result_for_each(path, num_threads, count):
     with open_tier(path, 40, num_threads=num_threads) as tier:
         assert tier.write_many([(s, 100 + s, contents(100 + s)) for s in order]) == [None] * count
         assert tier.entries() == [(100 + s, s) for s in order]
-        wanted = [(s, 100 + s + s % 2, memoryview(into[i])) for i, s in enumerate(order)]
-        assert tier.read_many(iter(wanted)) == [s % 2 == 0 for s in order]
+        requests = [(s, 100 + s + s % 2, memoryview(into[i])) for i, s in enumerate(order)]
+        assert tier.read_many(iter(requests)) == [s % 2 == 0 for s in order]
     for i, slot in enumerate(order):
         assert slot % 2 or into[i].tobytes() == contents(100 + slot).tobytes(), slot
 

@@ -32,10 +32,10 @@ def world(device):
 
 def assert_moved(pool, before, moved, source):
     """Exactly the target pages have changed, to what the source pages were."""
-    wanted = before.copy()
+    expected = before.copy()
     for src, dst in moved:
-        wanted[dst] = source[src]
-    wrong = np.flatnonzero((contents(pool) != wanted).any(axis=1))
+        expected[dst] = source[src]
+    wrong = np.flatnonzero((contents(pool) != expected).any(axis=1))
     assert len(wrong) == 0, f"pages {wrong} differ from what was moved: {moved}"
 
 
@@ -263,8 +263,8 @@ def test_time_and_bandwidth(world):
     assert first.elapsed_us == second.elapsed_us > 0
     assert first.num_bytes == 2 * second.num_bytes == 2 * world.device_pool.page_bytes
     for transfer in (first, second):
-        wanted = transfer.num_bytes / (transfer.elapsed_us * 1e-6) / 1e9
-        assert transfer.gb_per_s == pytest.approx(wanted)
+        expected = transfer.num_bytes / (transfer.elapsed_us * 1e-6) / 1e9
+        assert transfer.gb_per_s == pytest.approx(expected)
 
 
 def test_the_time_is_that_of_the_transfer_and_not_of_what_it_waits_for(world):
@@ -277,8 +277,8 @@ def test_the_time_is_that_of_the_transfer_and_not_of_what_it_waits_for(world):
 
 def test_numbers_and_kinds(world):
     engine = world.engine
-    made = [engine.save([1], [1]), engine.load([], []), engine.load([2], [2])]
-    assert [(t.kind, t.number) for t in made] == [("save", 1), ("load", 2), ("load", 3)]
+    transfers = [engine.save([1], [1]), engine.load([], []), engine.load([2], [2])]
+    assert [(t.kind, t.number) for t in transfers] == [("save", 1), ("load", 2), ("load", 3)]
 
 
 def test_the_timeline_shows_layers_on_the_load_stream(world):
@@ -379,8 +379,8 @@ def test_layers_before_one_that_is_late_can_be_computed_on(world, held):
     holder.gate.open()
     world.compute.synchronize()
     for layer, bits in enumerate(seen):
-        wanted = layer_bits(world.host_pool, world.before[1][4], layer)
-        assert np.array_equal(bits(), wanted), f"layer {layer}"
+        expected = layer_bits(world.host_pool, world.before[1][4], layer)
+        assert np.array_equal(bits(), expected), f"layer {layer}"
     transfer.synchronize()
 
 
@@ -494,11 +494,11 @@ def test_queued_calls_do_not_keep_an_engine_alive(device):
 
 def test_a_handle_alone_can_be_waited_for(device):
     world = World(device)
-    transfer, pool, wanted = world.engine.save([1], [1]), world.host_pool, world.before[0][1]
+    transfer, pool, expected = world.engine.save([1], [1]), world.host_pool, world.before[0][1]
     del world
     gc.collect()
     transfer.synchronize()
-    assert np.array_equal(contents(pool)[1], wanted)
+    assert np.array_equal(contents(pool)[1], expected)
 
 
 def test_finished_batches_let_go_of_their_pages(world):
@@ -523,7 +523,7 @@ def test_threads_share_an_engine(device):
     def work(thread):
         compute = device.stream()
         mine, other = 2 * thread, 2 * thread + 1
-        wanted = world.before[0][mine]
+        expected = world.before[0][mine]
         start.wait(PATIENCE_S)
         for turn in range(turns):
             saved = world.engine.save([mine], [mine], after=compute)
@@ -538,7 +538,7 @@ def test_threads_share_an_engine(device):
                 loaded.wait(compute)
             bits = world.read(other, compute)
             compute.synchronize()
-            if not np.array_equal(bits(), wanted):
+            if not np.array_equal(bits(), expected):
                 wrong.append((thread, turn))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(num_threads)]

@@ -271,19 +271,19 @@ def test_calls_that_touch_the_same_pages_keep_their_order(device, first, second,
         elif shared == "host":
             others[1] = [6]
         calls = [(first, lists), (second, others if second == "load" else others[::-1])]
-        made = []
+        transfers = []
         for kind, pages in calls:
-            made.append(getattr(world.engine, kind)(*pages))
+            transfers.append(getattr(world.engine, kind)(*pages))
             if kind == "load":
                 model[DEVICE][pages[1]] = model[HOST][pages[0]]
             else:
                 model[HOST][pages[1]] = model[DEVICE][pages[0]]
             if sent:
                 world.engine.flush()
-        made[1].done()
+        transfers[1].done()
         time.sleep(0.01)
         gate.open()
-        for transfer in made:
+        for transfer in transfers:
             transfer.synchronize()
         assert np.array_equal(contents(world.device_pool), model[DEVICE])
         assert np.array_equal(contents(world.host_pool), model[HOST])
@@ -395,8 +395,8 @@ class Program:
     def check(self):
         self.world.engine.flush()
         self.world.device.synchronize()
-        for number, seen, wanted in self.reads:
-            assert np.array_equal(seen(), wanted), f"the read of step {number}"
+        for number, seen, expected in self.reads:
+            assert np.array_equal(seen(), expected), f"the read of step {number}"
         assert np.array_equal(contents(self.world.device_pool), self.model[DEVICE])
         assert np.array_equal(contents(self.world.host_pool), self.model[HOST])
 

@@ -104,9 +104,9 @@ def test_who_shares_a_prefix():
     """A third sequence joins only if the others lose nothing of what they share."""
 
     def sequence(*pages):
-        made = CachedSequence()
-        made.extend(np.array(pages))
-        return made
+        cached = CachedSequence()
+        cached.extend(np.array(pages))
+        return cached
 
     batch = [sequence(1, 2, 3), sequence(1, 2, 4), sequence(1, 5), sequence(1, 6), sequence(7)]
     found = find_cascade(batch, [True] * 4 + [False], 8)

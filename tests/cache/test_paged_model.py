@@ -98,9 +98,9 @@ def test_tree_paths_and_commit():
     assert sequence.positions().tolist() == [0, 1, 2, 3, 3, 4, 4, 4, 4, 5, 6]
     seen = np.flatnonzero(sequence.sees(9, None, 0)).tolist()
     assert seen == [0, 1, 2, 3, 6, 9]
-    wanted = [sequence.tokens[i] for i in (0, 1, 2, 3, 6, 9)]
+    expected = [sequence.tokens[i] for i in (0, 1, 2, 3, 6, 9)]
     model.commit("a", [7])
-    assert sequence.tokens == wanted and len(sequence.places) == 6 and not sequence.parents
+    assert sequence.tokens == expected and len(sequence.places) == 6 and not sequence.parents
     assert model.available == 40 - 2
 
 

@@ -23,9 +23,9 @@ PROMPT = tokens_of(1, 14)
 
 @pytest.fixture
 def one(device):
-    made = Prefixed(device)
-    made.prefill("s", PROMPT)
-    return made
+    prefixed = Prefixed(device)
+    prefixed.prefill("s", PROMPT)
+    return prefixed
 
 
 @pytest.mark.parametrize("spoilt", [False, True], ids=["pages kept", "pages overwritten"])

@@ -101,10 +101,10 @@ AHEAD = {
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
 @pytest.mark.parametrize("name", AHEAD)
 def test_how_far_the_host_is_ahead(device, name, num_slots):
-    held, copy, fork, steps_a_slot = AHEAD[name]
+    held, copy, fork, steps_per_slot = AHEAD[name]
 
     def program(world):
-        return steps_ahead(world, steps_a_slot * num_slots, held, fork)
+        return steps_ahead(world, steps_per_slot * num_slots, held, fork)
 
     check(device, program, copy=copy, slots_in_flight=num_slots)
 

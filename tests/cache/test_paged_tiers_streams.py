@@ -39,11 +39,11 @@ class GateBefore(Log):
 
 @pytest.fixture
 def one(device):
-    made = Prefixed(device)
-    made.prefill("s", PROMPT)
-    made.compute = device.stream()
-    made.compute.name = "compute"
-    return made
+    prefixed = Prefixed(device)
+    prefixed.prefill("s", PROMPT)
+    prefixed.compute = device.stream()
+    prefixed.compute.name = "compute"
+    return prefixed
 
 
 @pytest.fixture

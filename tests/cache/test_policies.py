@@ -121,15 +121,15 @@ def test_what_was_given_may_be_removed_while_one_goes_on(name, late):
         order.add(key)
     for _ in range(300):
         order.touch(rng.randrange(200))
-    wanted, given = list(order.victims()), []
+    expected, given = list(order.victims()), []
     removed = set()
     for key in order.victims():
         given.append(key)
         if len(given) > late and len(given) % 3:
             removed.add(given[-1 - late])
             order.remove(given[-1 - late])
-    assert given == wanted
-    assert sorted(order.victims()) == sorted(set(wanted) - removed)
+    assert given == expected
+    assert sorted(order.victims()) == sorted(set(expected) - removed)
 
 
 @pytest.mark.parametrize("name", NAMES)

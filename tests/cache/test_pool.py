@@ -120,9 +120,9 @@ def test_placements(device, kind, placement):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_layers_are_arrays_of_the_devices_library(device, fmt, layout):
-    made = device.zeros((1,), fmt)
+    array = device.zeros((1,), fmt)
     for pool in (kv_pool(device, dtype=fmt, layout=layout), mla_pool(device, dtype=fmt)):
-        assert isinstance(pool.k(0), type(made)) and isinstance(pool.v(1), type(made))
+        assert isinstance(pool.k(0), type(array)) and isinstance(pool.v(1), type(array))
 
 
 def test_parts_and_layers_keep_the_memory(device):
@@ -165,7 +165,7 @@ class Device:
     fault_pointer = 0
 
     def __init__(self, allocations=99):
-        self.left, self.made, self.asked = allocations, [], []
+        self.left, self.allocated, self.asked = allocations, [], []
 
     def zeros(self, shape, dtype):
         self.left -= 1
@@ -175,7 +175,7 @@ class Device:
         memory = array
         while memory.base is not None:
             memory = memory.base
-        self.made.append(weakref.ref(memory))
+        self.allocated.append(weakref.ref(memory))
         self.asked.append((shape, dtype))
         return array
 
@@ -205,8 +205,8 @@ def test_nothing_stays_allocated_when_memory_runs_out(allocations, placement):
     try:
         kv_pool(device, dtype="fp8_e5m2", scales=True, placement=placement)
     except kv.DeviceError:
-        assert len(device.made) == allocations
-        assert [ref() for ref in device.made] == [None] * allocations
+        assert len(device.allocated) == allocations
+        assert [ref() for ref in device.allocated] == [None] * allocations
     else:
         pytest.fail("the pool was made")
 
@@ -234,13 +234,13 @@ def test_a_format_that_the_devices_library_does_not_have(make, layout):
             assert isinstance(getattr(pool, f"{side}_scale")(layer), np.ndarray)
     for tagged, known in zip(pool.parts, plain.parts, strict=True):
         assert np.array_equal(bits(numpy_of(tagged)), bits(numpy_of(known)))
-    made, kept = pool.device.made, [pool.k(0), *pool.parts]
+    allocated, kept = pool.device.allocated, [pool.k(0), *pool.parts]
     del pool, tagged
     gc.collect()
-    assert all(ref() is not None for ref in made[: len(kept) - 1])
+    assert all(ref() is not None for ref in allocated[: len(kept) - 1])
     del kept
     gc.collect()
-    assert all(ref() is None for ref in made)
+    assert all(ref() is None for ref in allocated)
 
 
 def test_fp8_on_a_gpu(monkeypatch):
@@ -398,11 +398,11 @@ def test_signatures():
     """Those of API.md, with scales at the end."""
     names = ["num_pages", "page_size", "num_layers"]
     rest = ["dtype", "layout", "placement", "device", "scales"]
-    wanted = {
+    expected = {
         kv.KVPool: [*names, "num_kv_heads", "head_dim", "v_head_dim", *rest],
         kv.MLAPool: [*names, "latent_dim", *rest],
     }
-    for pool, parameters in wanted.items():
+    for pool, parameters in expected.items():
         signature = inspect.signature(pool).parameters
         assert list(signature) == parameters
         first = 5 if pool is kv.KVPool else 4

@@ -147,8 +147,8 @@ def host_waits_for_the_graphs_copy(case):
 
 def pieces(world, count, seed=0):
     """Graphs captured in one step, each of which copies the tables away."""
-    made = Source(seed)
-    tables = world.ring.open(made)
+    source = Source(seed)
+    tables = world.ring.open(source)
     found = []
     for _ in range(count):
         with world.compute.capture() as graph:
@@ -163,10 +163,10 @@ def pieces(world, count, seed=0):
 
 def piecewise(world, seed, graphs, streams):
     """A step that launches one graph on each stream."""
-    made = Source(seed)
-    tables = world.ring.open(made)
+    source = Source(seed)
+    tables = world.ring.open(source)
     for (graph, outs), stream in zip(graphs, streams, strict=False):
-        world.launch(graph, outs, made, stream)
+        world.launch(graph, outs, source, stream)
     tables.close()
     return tables
 
@@ -399,18 +399,18 @@ def test_slots_grow_while_others_are_in_flight(device, num_slots):
 
 
 def test_slots_do_not_grow_a_little_each_step(device, monkeypatch):
-    world, made = World(device), []
+    world, shapes = World(device), []
     genuine = type(device).empty
 
     def empty(self, shape, dtype):
-        made.append(shape)
+        shapes.append(shape)
         return genuine(self, shape, dtype)
 
     monkeypatch.setattr(type(device), "empty", empty)
     for pages in range(1, 1000, 10):
         world.ring.open(Source(0, pages=pages)).on(world.compute)
         world.ring.current.close()
-    assert len(made) <= 4 * 2, "doubled from 4 KiB to 32 KiB, on the host device on either side"
+    assert len(shapes) <= 4 * 2, "doubled from 4 KiB to 32 KiB, on the host device on either side"
 
 
 def test_memory_that_is_replaced_lives_until_it_is_read(device):

@@ -162,8 +162,8 @@ def test_a_stream_waits_for_each_layer(blocks, wait):
         compute.synchronize()
     for i, (layer, copies) in enumerate(seen):
         found = [blocks.device.to_numpy(copy).reshape(-1).view(np.uint8) for copy in copies]
-        wanted = layer_bits(blocks.device_pool, blocks.bits((A, B)[i % 2]), layer)
-        assert np.array_equal(np.concatenate(found), wanted), f"layer {layer}, block {i % 2}"
+        expected = layer_bits(blocks.device_pool, blocks.bits((A, B)[i % 2]), layer)
+        assert np.array_equal(np.concatenate(found), expected), f"layer {layer}, block {i % 2}"
 
 
 def test_several_leases_share_one_load(blocks, monkeypatch):
@@ -443,16 +443,16 @@ def test_stats(blocks):
     blocks.settle()
     found = blocks.cache.stats()
     page = blocks.device_pool.page_bytes
-    wanted = {
+    expected = {
         "device_hits": 2, "host_hits": 1, "disk_hits": 0, "misses": 1, "inserted": 3,
         "device_evicted": 1, "host_evicted": 0, "disk_evicted": 0, "lost": 0,
         "failed_loads": 0, "failed_saves": 0, "save_bytes": 3 * page, "load_bytes": page,
         "device_blocks": 3, "host_blocks": 3, "disk_blocks": 0,
         "disk_read_bytes": 0, "disk_write_bytes": 0, "disk_errors": 0,
     }  # fmt: skip
-    assert {key: found[key] for key in wanted} == wanted
+    assert {key: found[key] for key in expected} == expected
     assert found["save_s"] > 0 and found["load_s"] > 0
-    assert set(found) == {*wanted, "load_s", "save_s", "disk_read_s", "disk_write_s"}
+    assert set(found) == {*expected, "load_s", "save_s", "disk_read_s", "disk_write_s"}
     assert all(type(value) in (int, float) for value in found.values())
 
 
@@ -606,11 +606,11 @@ def test_mla(device):
     cache = TieredCache(*pools)
     pages = pools[0].allocator.alloc(1)
     device.copy(pools[0].k(1)[0], device.asarray(np.full((2, 8), 3, np.float16)))
-    wanted = device.to_numpy(pools[0].k(1)).copy()[0]
+    expected = device.to_numpy(pools[0].k(1)).copy()[0]
     cache.insert([A], pages)
     cache.evict(1)
     cache.flush()
     device.copy(pools[0].k(1)[0], device.asarray(np.zeros((2, 8), np.float16)))
     with cache.acquire([A]) as lease:
         lease.wait()
-        assert np.array_equal(device.to_numpy(pools[0].k(1))[lease.pages[0]], wanted)
+        assert np.array_equal(device.to_numpy(pools[0].k(1))[lease.pages[0]], expected)

@@ -95,13 +95,13 @@ class Machine(RuleBasedStateMachine):
     @rule(hashes=HASHES)
     def match(self, hashes):
         device, host, disk = self.blocks.blocks()
-        wanted = [
+        expected = [
             len(list(itertools.takewhile(known.__contains__, hashes)))
             for known in (device, device | host, device | host | disk)
         ]
         self.blocks.settle_quietly()
         if not self.failures:
-            assert list(self.call(self.blocks.cache.match, hashes)) == wanted
+            assert list(self.call(self.blocks.cache.match, hashes)) == expected
 
     @rule(hashes=HASHES, keep=st.booleans(), still=st.booleans())
     def acquire(self, hashes, keep, still=True):

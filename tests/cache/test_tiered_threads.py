@@ -6,6 +6,7 @@ import random
 import threading
 import time
 
+import helpers
 import pytest
 from engine_cases import PATIENCE_S, bits_of, parts_of
 from stream_cases import Gate
@@ -13,7 +14,7 @@ from tiered_cases import Blocks, in_time
 
 import kvcupy as kv
 
-SECONDS = 1.5
+SECONDS = 1.0 if helpers.full else 0.4  # hundreds of requests
 
 
 @pytest.mark.parametrize("with_disk", [False, True], ids=["two tiers", "three tiers"])

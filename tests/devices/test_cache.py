@@ -92,8 +92,8 @@ def test_a_directory_that_cannot_be_made_is_no_error(nowhere):
     assert cache.store("k", b"content") is None
     assert cache.load("k") is None
     assert cache.get_or_make("k", lambda: b"content") == b"content"
-    made = cache.file("k", ".so", lambda path: path.write_bytes(b"library"))
-    assert made.read_bytes() == b"library"
+    entry = cache.file("k", ".so", lambda path: path.write_bytes(b"library"))
+    assert entry.read_bytes() == b"library"
 
 
 def test_it_lies_where_the_system_keeps_caches(monkeypatch, tmp_path):
@@ -124,27 +124,27 @@ def test_without_a_home_there_is_no_cache(monkeypatch):
 
 
 def test_a_file_is_made_once_and_made_again_when_damaged(folder):
-    made = []
+    paths = []
 
     def make(path):
-        made.append(path)
+        paths.append(path)
         path.write_bytes(b"library")
 
     for _ in range(2):
         place = cache.file("k", ".so", make)
         assert place == folder / "k.so"
         assert place.read_bytes().startswith(b"library")
-    assert len(made) == 1
+    assert len(paths) == 1
     place.write_bytes(b"libr")
     assert cache.file("k", ".so", make).read_bytes().startswith(b"library")
-    assert len(made) == 2
+    assert len(paths) == 2
 
 
 def test_threads_make_a_thing_once():
-    made = []
+    calls = []
 
     def make():
-        made.append(None)
+        calls.append(None)
         time.sleep(0.05)
         return b"content"
 
@@ -157,7 +157,7 @@ def test_threads_make_a_thing_once():
     for thread in threads:
         thread.join()
     assert got == [b"content"] * 8
-    assert len(made) == 1
+    assert len(calls) == 1
 
 
 def test_processes_make_a_thing_once(tmp_path):

@@ -122,11 +122,11 @@ def test_a_carrier_is_a_real_cupy_array_at_the_address_with_the_strides():
     context = SimpleNamespace(api=CudaApi(), index=0, name="cuda:0")
     device = SimpleNamespace(context=context)
     view = ArrayView(0x10000, (3, 4), (-64, 4), "bf16", "cuda:0", library="cupy", owner="owner")
-    made = cuda.CudaDevice.carrier(device, view)
-    assert isinstance(made, cupy.ndarray)
-    assert (made.data.ptr, made.shape, made.strides) == (0x10000, (3, 4), (-64, 4))
-    assert (made.dtype, made.data.device_id) == (np.uint16, 0)
-    assert made.data.mem._owner == "owner"
+    carried = cuda.CudaDevice.carrier(device, view)
+    assert isinstance(carried, cupy.ndarray)
+    assert (carried.data.ptr, carried.shape, carried.strides) == (0x10000, (3, 4), (-64, 4))
+    assert (carried.dtype, carried.data.device_id) == (np.uint16, 0)
+    assert carried.data.mem._owner == "owner"
 
 
 def test_a_real_cupy_stream_is_made_of_any_pointer(api):
@@ -248,8 +248,8 @@ def test_none_is_the_current_stream_at_the_time_of_the_call(api, device):
 
 
 def test_streams_of_other_libraries_are_taken(device, api):
-    theirs = api.cupy.cuda.Stream()
-    assert device.as_stream(theirs).pointer == theirs.ptr
+    foreign = api.cupy.cuda.Stream()
+    assert device.as_stream(foreign).pointer == foreign.ptr
     torchs = SimpleNamespace(cuda_stream=99, device=SimpleNamespace(index=0))
     assert device.as_stream(torchs).pointer == 99
     anyones = SimpleNamespace(__cuda_stream__=lambda: (0, 123))
@@ -567,8 +567,8 @@ def test_a_graph_launched_into_a_capture_is_refused_and_the_capture_whole(api, d
     ):
         inner.launch(outer_stream)
     outer.launch(outer_stream)
-    with captured_by_another(api) as theirs, pytest.raises(CaptureError, match="into a capture"):
-        inner.launch(theirs)
+    with captured_by_another(api) as foreign, pytest.raises(CaptureError, match="into a capture"):
+        inner.launch(foreign)
     assert api.graphs[0].launched == []
     usable(inner_stream, outer_stream)
 
@@ -625,9 +625,9 @@ def test_the_default_stream_cannot_be_captured(device):
 
 
 def test_another_librarys_capture_is_left_to_that_library(api, device):
-    theirs = api.cupy.cuda.Stream()
-    stream = device.as_stream(theirs)
-    theirs.begin_capture(0)
+    foreign = api.cupy.cuda.Stream()
+    stream = device.as_stream(foreign)
+    foreign.begin_capture(0)
     device.run(lambda: None, stream, (Owner(),))
     assert log(api, "record") == []
     assert FOREIGN.kept == []
@@ -636,7 +636,7 @@ def test_another_librarys_capture_is_left_to_that_library(api, device):
         stream.synchronize()
     with pytest.raises(CaptureError):
         stream.call(lambda: None)
-    theirs.end_capture()
+    foreign.end_capture()
     usable(stream)
 
 

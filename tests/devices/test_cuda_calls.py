@@ -203,11 +203,11 @@ def test_a_graph_keeps_its_functions_and_lets_go_of_them(device):
 
 
 def test_another_librarys_capture_is_refused_before_anything_is_put_there(api, device):
-    with captured_by_another(api) as theirs:
-        stream = device.as_stream(theirs)
+    with captured_by_another(api) as foreign:
+        stream = device.as_stream(foreign)
         with pytest.raises(CaptureError, match=r"only be captured by Stream\.capture"):
             stream.call(lambda: None)
-        assert api.machine.capturing[theirs.ptr].nodes == []
+        assert api.machine.capturing[foreign.ptr].nodes == []
 
 
 def test_a_first_call_while_another_library_captures_spoils_nothing(api, device, tmp_path):
@@ -323,8 +323,8 @@ def test_memory_that_the_collector_finds_meanwhile_is_released_elsewhere(
 
 
 def test_words_are_used_again(api, device, monkeypatch):
-    made, pinned = [], api.cupy.cuda.PinnedMemory
-    api.cupy.cuda.PinnedMemory = lambda *a: made.append(a) or pinned(*a)
+    allocations, pinned = [], api.cupy.cuda.PinnedMemory
+    api.cupy.cuda.PinnedMemory = lambda *a: allocations.append(a) or pinned(*a)
     stream, called = device.stream(), []
     for i in range(1500):
         stream.call(lambda i=i: called.append(i))
@@ -332,7 +332,7 @@ def test_words_are_used_again(api, device, monkeypatch):
             stream.synchronize()
     stream.synchronize()
     assert called == list(range(1500))
-    assert len(made) == 1
+    assert len(allocations) == 1
 
 
 def test_more_functions_may_be_in_flight_than_there_are_words_at_first(device):

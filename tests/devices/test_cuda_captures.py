@@ -76,9 +76,9 @@ def test_calls_in_one_captured_stream_share_a_workspace(api, device, lent, warm,
         attend(device.stream())
         device.context.api.runtime.deviceSynchronize()
         workspace = lent[False].pop()
-    with captured_by_another(api, mode=mode) as theirs:
+    with captured_by_another(api, mode=mode) as foreign:
         for _ in range(4):
-            attend(theirs)
+            attend(foreign)
     assert len(lent[False]) == 4
     assert len(set(lent[False])) == 1
     assert not warm or lent[False][0] == workspace, "the one of the call before, which has passed"
@@ -90,9 +90,9 @@ def test_page_lists_in_a_capture_of_others(api, device, lent):
     """What the host writes is read at each replay, so pinned lists are not shared."""
     near = kv.KVPool(4, 2, 2, 1, 8, device=device)
     far = kv.KVPool(4, 2, 2, 1, 8, placement="pinned", device=device)
-    with captured_by_another(api) as theirs:
+    with captured_by_another(api) as foreign:
         for _ in range(3):
-            kv.transfer_pages(near, far, [0, 2], [1, 3], method="kernel", stream=theirs)
+            kv.transfer_pages(near, far, [0, 2], [1, 3], method="kernel", stream=foreign)
     pinned = lent[True]
     assert len(set(pinned)) == len(pinned)
 
@@ -173,11 +173,11 @@ def test_calls_on_other_streams_leave_a_capture_whole(api, device, name, other_t
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 def test_the_device_is_not_synchronised_in_a_capture_of_others(api, device, monkeypatch, library):
     """CUDA would refuse that in any mode, and spoil the capture."""
-    with captured_by_another(api) as theirs:
+    with captured_by_another(api) as foreign:
         if library == "cupy":
-            api.currents[0] = theirs
+            api.currents[0] = foreign
         else:
-            stream = SimpleNamespace(cuda_stream=theirs.ptr)
+            stream = SimpleNamespace(cuda_stream=foreign.ptr)
             calls = {"is_initialized": lambda: True, "current_stream": lambda index: stream}
             monkeypatch.setitem(
                 sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(**calls))
@@ -217,13 +217,13 @@ def test_a_driver_that_is_not_found_changes_no_mode(api, device):
     with api.relaxed():
         assert api.machine.thread.mode == GLOBAL
     assert api.capture_id(0) is None
-    theirs = api.cupy.cuda.Stream(non_blocking=True)
+    foreign = api.cupy.cuda.Stream(non_blocking=True)
     with device.stream().capture():
-        theirs.begin_capture(RELAXED)
-        assert not device.as_stream(theirs).retains_owners, (
+        foreign.begin_capture(RELAXED)
+        assert not device.as_stream(foreign).retains_owners, (
             "what is not known to be ours is another's"
         )
-        theirs.end_capture()
+        foreign.end_capture()
 
 
 def test_a_mode_that_could_not_be_set_is_not_set_back(api, device):
@@ -313,10 +313,10 @@ def test_pinned_buffers_of_a_capture_are_used_once(device):
 
 
 def test_captures_of_others_share_no_buffers(api, device):
-    theirs, taken = api.cupy.cuda.Stream(non_blocking=True), []
+    foreign, taken = api.cupy.cuda.Stream(non_blocking=True), []
     for _ in range(3):
-        with captured_by_another(api, theirs):
-            taken.append(borrow(device, device.as_stream(theirs)))
+        with captured_by_another(api, foreign):
+            taken.append(borrow(device, device.as_stream(foreign)))
     gc.collect()
     assert len(set(taken)) == 3
     assert borrow(device, device.stream()) not in taken
@@ -327,37 +327,37 @@ def test_captures_of_others_share_no_buffers(api, device):
 
 def test_a_capture_of_others_beside_one_of_ours(api, device):
     ours = device.stream()
-    theirs = api.cupy.cuda.Stream(non_blocking=True)
+    foreign = api.cupy.cuda.Stream(non_blocking=True)
     with ours.capture() as graph:
-        theirs.begin_capture(RELAXED)
-        on = device.as_stream(theirs)
+        foreign.begin_capture(RELAXED)
+        on = device.as_stream(foreign)
         assert device.context.capture_of(on.pointer) is FOREIGN
         assert not on.retains_owners
         lent = borrow(device, on)
         with pytest.raises(CaptureError, match="captured by another library"):
             on.on_launch(print, print)
-        theirs.end_capture()
+        foreign.end_capture()
     del graph
     gc.collect()
     assert borrow(device, ours) != lent
 
 
 def test_a_stream_that_another_library_forks_into_our_capture(api, device):
-    ours, theirs = device.stream(), api.cupy.cuda.Stream(non_blocking=True)
+    ours, foreign = device.stream(), api.cupy.cuda.Stream(non_blocking=True)
     with ours.capture() as graph, device.stream().capture():
         event = ours.record()
-        api.runtime.streamWaitEvent(theirs.ptr, event.pointer)
-        assert device.context.capture_of(theirs.ptr) is graph
+        api.runtime.streamWaitEvent(foreign.ptr, event.pointer)
+        assert device.context.capture_of(foreign.ptr) is graph
         back = api.runtime.eventCreateWithFlags(2)
-        api.runtime.eventRecord(back, theirs.ptr)
+        api.runtime.eventRecord(back, foreign.ptr)
         api.runtime.streamWaitEvent(ours.pointer, back)
-    assert device.context.capture_of(theirs.ptr) is None
+    assert device.context.capture_of(foreign.ptr) is None
 
 
 @pytest.mark.parametrize("who", ["ours waits", "theirs waits", "both are theirs"])
 def test_two_captures_cannot_wait_for_one_another_and_stay_whole(api, device, who):
-    with captured_by_another(api, mode=RELAXED) as theirs:
-        on = device.as_stream(theirs)
+    with captured_by_another(api, mode=RELAXED) as foreign:
+        on = device.as_stream(foreign)
         if who == "both are theirs":
             with captured_by_another(api, mode=RELAXED) as third:
                 event = device.as_stream(third).record()
@@ -372,8 +372,8 @@ def test_two_captures_cannot_wait_for_one_another_and_stay_whole(api, device, wh
 
 
 def test_a_fork_in_a_capture_of_others(api, device):
-    with captured_by_another(api) as theirs:
-        main, fork = device.as_stream(theirs), device.stream()
+    with captured_by_another(api) as foreign:
+        main, fork = device.as_stream(foreign), device.stream()
         fork.wait(main)
         assert fork.capturing
         assert not fork.retains_owners
@@ -386,8 +386,8 @@ def test_a_fork_in_a_capture_of_others(api, device):
 
 
 def test_an_event_of_a_capture_of_others_is_usable_after_it(api, device):
-    with captured_by_another(api) as theirs:
-        on = device.as_stream(theirs)
+    with captured_by_another(api) as foreign:
+        on = device.as_stream(foreign)
         event = on.record()
         for ask in (event.done, event.synchronize):
             with pytest.raises(CaptureError, match="recorded in a capture"):
@@ -395,7 +395,7 @@ def test_an_event_of_a_capture_of_others_is_usable_after_it(api, device):
     assert event.done()
     event.synchronize()
     device.stream().wait(event)
-    with captured_by_another(api, theirs):
+    with captured_by_another(api, foreign):
         assert event.done(), "of a capture before this one"
         device.stream().wait(event)
     on.record(event)
@@ -405,14 +405,14 @@ def test_an_event_of_a_capture_of_others_is_usable_after_it(api, device):
 
 
 def test_an_event_of_a_spoilt_capture_is_usable_when_it_has_ended(api, device):
-    theirs = api.cupy.cuda.Stream(non_blocking=True)
-    theirs.begin_capture(GLOBAL)
-    event = device.as_stream(theirs).record()
-    api.runtime.streamQuery(theirs.ptr)
+    foreign = api.cupy.cuda.Stream(non_blocking=True)
+    foreign.begin_capture(GLOBAL)
+    event = device.as_stream(foreign).record()
+    api.runtime.streamQuery(foreign.ptr)
     with pytest.raises(CaptureError):
         event.done()
     with pytest.raises(RuntimeError, match="901"):
-        theirs.end_capture()
+        foreign.end_capture()
     assert event.done()
 
 
@@ -466,10 +466,10 @@ def test_array_expressions_are_refused_in_a_capture(api, device, no_kernels, wha
             call(stream)
     else:
         with (
-            captured_by_another(api) as theirs,
+            captured_by_another(api) as foreign,
             pytest.raises(CaptureError, match=f"{name}.* captured"),
         ):
-            call(theirs)
+            call(foreign)
     kinds = {entry[0] for entry in api.runtime.log[len(before) :]}
     assert api.driver.launches == []
     assert not kinds & {"copy", "memset", "record", "wait", "synchronize"}
@@ -477,8 +477,8 @@ def test_array_expressions_are_refused_in_a_capture(api, device, no_kernels, wha
 
 def test_page_tables_are_not_made_in_a_capture(api, device):
     table, lens = device.zeros((2, 4), "int32"), device.zeros(2, "int32")
-    with captured_by_another(api) as theirs:
-        api.currents[0] = theirs
+    with captured_by_another(api) as foreign:
+        api.currents[0] = foreign
         with pytest.raises(CaptureError, match=r"page_table_csr.* captured"):
             kv.page_table_csr(table, lens, 4)
 

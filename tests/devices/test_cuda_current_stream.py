@@ -70,7 +70,7 @@ def current_in_cupy(api, stream):
 # The stream that was made current: by torch, CuPy, neither, and which one is then meant.
 CASES = {
     "neither": (False, False, "default"),
-    "torch": (True, False, "theirs"),
+    "torch": (True, False, "foreign"),
     "cupy": (False, True, "ours"),
 }
 
@@ -79,12 +79,12 @@ CASES = {
 def meant(request, api, gpu, torch):
     """Make streams current; return the address of the one that is meant."""
     by_torch, by_cupy, which = CASES[request.param]
-    ours, theirs = gpu.stream(), gpu.stream()
-    gpu.alive = ours, theirs
-    torch.pointer = theirs.pointer if by_torch else DEFAULT
+    ours, foreign = gpu.stream(), gpu.stream()
+    gpu.alive = ours, foreign
+    torch.pointer = foreign.pointer if by_torch else DEFAULT
     if by_cupy:
         current_in_cupy(api, ours)
-    return {"default": DEFAULT, "ours": ours.pointer, "theirs": theirs.pointer}[which]
+    return {"default": DEFAULT, "ours": ours.pointer, "foreign": foreign.pointer}[which]
 
 
 @pytest.mark.parametrize("lists", [list, np.array])
@@ -148,11 +148,11 @@ def test_without_torch_or_with_half_of_it_it_is_cupys(api, gpu, monkeypatch):
 def test_two_different_streams_are_refused_and_nothing_is_moved(api, gpu, torch):
     src, dst = pools_of(gpu)
     engine = kv.TransferEngine(src, dst, method="copy")
-    ours, theirs = gpu.stream(), gpu.stream()
+    ours, foreign = gpu.stream(), gpu.stream()
     current_in_cupy(api, ours)
-    torch.pointer = theirs.pointer
+    torch.pointer = foreign.pointer
     api.runtime.log.clear()
-    message = f"expected one of cuda:0, got None while .* {ours.pointer:#x} .* {theirs.pointer:#x}"
+    message = f"expected one of cuda:0, got None while .* {ours.pointer:#x} .* {foreign.pointer:#x}"
     with pytest.raises(ValueError, match=f"^stream: {message}"):
         kv.transfer_pages(src, dst, [1], [2], method="copy")
     for call in (engine.save, engine.load):
@@ -166,8 +166,8 @@ def test_two_different_streams_are_refused_and_nothing_is_moved(api, gpu, torch)
 
 def test_memory_for_tables_is_behind_the_stream_whose_arena_it_came_from(api, gpu, torch):
     """CuPy's, whatever torch has made current."""
-    ours, theirs = gpu.stream(), gpu.stream()
-    torch.pointer = theirs.pointer
+    ours, foreign = gpu.stream(), gpu.stream()
+    torch.pointer = foreign.pointer
     for current in (None, ours):
         if current is not None:
             current_in_cupy(api, current)
@@ -183,9 +183,9 @@ def test_memory_for_tables_is_behind_the_stream_whose_arena_it_came_from(api, gp
 def test_page_lists_of_a_gpu_say_whose_stream_it_is(gpu, api, torch, library, monkeypatch):
     """Though both libraries have made a stream current."""
     src, dst = pools_of(gpu)
-    ours, theirs = gpu.stream(), gpu.stream()
+    ours, foreign = gpu.stream(), gpu.stream()
     current_in_cupy(api, ours)
-    torch.pointer = theirs.pointer
+    torch.pointer = foreign.pointer
     numbers = np.array([1, 2])
     pages = kv.ArrayView(
         numbers.ctypes.data, (2,), (8,), "int64", "cuda:0", library=library, owner=numbers
@@ -196,4 +196,4 @@ def test_page_lists_of_a_gpu_say_whose_stream_it_is(gpu, api, torch, library, mo
     )
     monkeypatch.setattr(type(gpu), "load", lambda self, specialisation: None)
     kv.transfer_pages(src, dst, pages, pages, method="kernel")
-    assert set(seen) == {theirs if library == "torch" else ours}
+    assert set(seen) == {foreign if library == "torch" else ours}

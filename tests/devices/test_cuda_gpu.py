@@ -307,9 +307,9 @@ def test_an_exception_in_the_block_propagates_and_streams_are_usable(device, loa
 
 
 def test_cupy_streams(device, cupy, load, delay):
-    theirs = cupy.cuda.Stream(non_blocking=True)
-    with theirs:
-        assert device.as_stream(None).pointer == theirs.ptr
+    foreign = cupy.cuda.Stream(non_blocking=True)
+    with foreign:
+        assert device.as_stream(None).pointer == foreign.ptr
         array = cupy.ones(128, cupy.float32)
         delay(device.as_stream(None))
         scale(device, load("scale"), array, array, 2.0, device.as_stream(None))
@@ -323,14 +323,14 @@ def test_torch_streams(device, load):
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("torch without CUDA")
-    theirs, function = torch.cuda.Stream(), load("scale")
-    with torch.cuda.stream(theirs):
+    foreign, function = torch.cuda.Stream(), load("scale")
+    with torch.cuda.stream(foreign):
         current = device.as_stream(None, "torch")
-        assert current.pointer == theirs.cuda_stream
+        assert current.pointer == foreign.cuda_stream
         tensor = torch.ones(128, device="cuda")
         scale(device, function, tensor, tensor, 3.0, current)
         assert float(tensor.sum()) == 384.0
-    assert device.as_stream(theirs).pointer == theirs.cuda_stream
+    assert device.as_stream(foreign).pointer == foreign.cuda_stream
     ours = device.stream()
     with torch.cuda.stream(torch.cuda.ExternalStream(ours.pointer)):
         assert device.as_stream(None, "torch") == ours
@@ -482,11 +482,11 @@ def test_torchs_capture_beside_one_of_ours(device, torch):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), ours.capture() as own:  # torch synchronises when it begins
         tensor += 1
-        theirs = device.as_stream(None, "torch")
-        assert theirs.capturing
-        assert not theirs.retains_owners
+        foreign = device.as_stream(None, "torch")
+        assert foreign.capturing
+        assert not foreign.retains_owners
         assert ours.retains_owners
-        for one, other in ((ours, theirs), (theirs, ours)):
+        for one, other in ((ours, foreign), (foreign, ours)):
             with pytest.raises(kv.CaptureError, match="two captures"):
                 one.wait(other)
     own.launch(ours)
@@ -725,11 +725,11 @@ class Runs:
     def _place(self, where, content):
         if where == "device":
             return self.device.asarray(content)
-        made = np.empty_like(content)
+        array = np.empty_like(content)
         if where == "pinned":
-            made = self.device.empty_pinned(content.shape, "uint8")
-        made[...] = content
-        return made
+            array = self.device.empty_pinned(content.shape, "uint8")
+        array[...] = content
+        return array
 
     @property
     def arrays(self):

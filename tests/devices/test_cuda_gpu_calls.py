@@ -341,18 +341,18 @@ def test_pages_past_the_end_are_noted_without_waiting_and_at_each_replay(device,
 def test_transfers_follow_torchs_current_stream(device, torch):
     src = kv.KVPool(8, **POOL, device=device)
     dst = kv.KVPool(8, **POOL, layout="page_first", placement="pinned", device=device)
-    engine, theirs = kv.TransferEngine(src, dst), torch.cuda.Stream()
+    engine, foreign = kv.TransferEngine(src, dst), torch.cuda.Stream()
     device.copy(src.k(0)[3], device.asarray(np.full(src.k(0).shape[1:], 2, np.float16)))
     device.synchronize()
-    with torch.cuda.stream(theirs):
-        assert device.as_stream(None).pointer == theirs.cuda_stream
+    with torch.cuda.stream(foreign):
+        assert device.as_stream(None).pointer == foreign.cuda_stream
         gate = threading.Event()
-        device.as_stream(theirs).call(lambda: gate.wait(PATIENCE_S))
+        device.as_stream(foreign).call(lambda: gate.wait(PATIENCE_S))
         kv.transfer_pages(src, dst, [3], [5], method="copy")
         save = engine.save([3], [6])
         assert not save.done()
         gate.set()
-        theirs.synchronize()
+        foreign.synchronize()
         assert (dst.k(0)[5] == 2).all()
         save.synchronize()
         assert (dst.k(0)[6] == 2).all()

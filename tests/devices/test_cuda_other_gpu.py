@@ -93,9 +93,9 @@ def test_what_is_made_is_there(api, second, monkeypatch):
     monkeypatch.setattr(api.runtime, "streamGetPriority", watched)
     second.stream().record()
     assert second.fault_array().data.device_id == 1
-    made = []
-    second.run(lambda: made.append(api.cupy.empty((8,), np.uint8)), second.stream())
-    assert made[0].data.device_id == 1
+    arrays = []
+    second.run(lambda: arrays.append(api.cupy.empty((8,), np.uint8)), second.stream())
+    assert arrays[0].data.device_id == 1
     assert Stream(second.context, LEGACY).priority == 0
     assert asked == [1]
 
@@ -110,9 +110,9 @@ def test_modules_are_loaded_there(api, second, monkeypatch):
 
 def test_that_device_is_synchronised(api, second):
     first = cuda.CudaDevice(0, api)
-    theirs, work = Copy(first, first.stream()), Copy(second, second.stream())
+    foreign, work = Copy(first, first.stream()), Copy(second, second.stream())
     second.synchronize()
-    assert (theirs.done, work.done) == (False, True)
+    assert (foreign.done, work.done) == (False, True)
 
 
 def test_its_own_free_memory_is_told(api, second):
@@ -169,11 +169,11 @@ def test_that_stream_waits_and_is_waited_for(api, second, default):
 
 def test_that_stream_is_synchronised_and_asked(api, second, default):
     first = Stream(cuda.CudaDevice(0, api).context, default.pointer)
-    theirs = Copy(first.device, first)
+    foreign = Copy(first.device, first)
     work = Copy(second, default)
     assert not default.done()
     first.synchronize()
-    assert (theirs.done, work.done) == (True, False)
+    assert (foreign.done, work.done) == (True, False)
     assert not default.done()
     default.synchronize()
     assert work.done

@@ -43,9 +43,9 @@ def device(api):
 @pytest.fixture
 def wishes(monkeypatch):
     """What the system is asked for; this machine may have no such node."""
-    made = []
-    monkeypatch.setattr(host_memory, "prefer_node", lambda *wish: made.append(wish))
-    return made
+    calls = []
+    monkeypatch.setattr(host_memory, "prefer_node", lambda *wish: calls.append(wish))
+    return calls
 
 
 @pytest.fixture

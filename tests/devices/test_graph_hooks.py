@@ -222,11 +222,11 @@ def test_the_default_stream_is_not_captured(api):
 
 def test_another_librarys_graph_calls_nothing(api):
     device = cuda.CudaDevice(0, api)
-    theirs = api.cupy.cuda.Stream()
-    theirs.begin_capture(0)
+    foreign = api.cupy.cuda.Stream()
+    foreign.begin_capture(0)
     with pytest.raises(CaptureError, match="another library"):
-        device.as_stream(theirs).on_launch(print, print)
-    theirs.end_capture()
+        device.as_stream(foreign).on_launch(print, print)
+    foreign.end_capture()
 
 
 def test_an_unfinished_graph_calls_nothing(device):

@@ -487,8 +487,8 @@ def test_atomics_return_what_was_there(device, ctype):
 
 def assert_names(error, specialisation, grid, block):
     text = str(error.value)
-    for wanted in (specialisation.expression, f"grid {grid}", f"block {block}"):
-        assert wanted in text, f"{wanted!r} is not in {text!r}"
+    for part in (specialisation.expression, f"grid {grid}", f"block {block}"):
+        assert part in text, f"{part!r} is not in {text!r}"
 
 
 def assert_works(device):

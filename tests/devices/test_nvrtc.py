@@ -41,10 +41,10 @@ def compile_in(folder, specialisation=SCALE, arch="sm_90", **options):
 @pytest.fixture
 def compilations(monkeypatch):
     """Count what NVRTC is really asked for."""
-    made = []
+    compiled = []
     really = nvrtc._compile
-    monkeypatch.setattr(nvrtc, "_compile", lambda *a: made.append(a[1]) or really(*a))
-    return made
+    monkeypatch.setattr(nvrtc, "_compile", lambda *a: compiled.append(a[1]) or really(*a))
+    return compiled
 
 
 @pytest.mark.parametrize("arch", ARCHS)

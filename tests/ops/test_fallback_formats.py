@@ -56,8 +56,8 @@ def test_decode_every_pattern(fmt):
     assert np.array_equal(got, want, equal_nan=True)
     assert np.array_equal(np.signbit(got), np.signbit(want))
     with np.errstate(invalid="ignore"):
-        theirs = bits.astype(np.float32)  # ml_dtypes' or NumPy's own
-    assert np.array_equal(got, theirs, equal_nan=True)
+        native = bits.astype(np.float32)  # ml_dtypes' or NumPy's own
+    assert np.array_equal(got, native, equal_nan=True)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

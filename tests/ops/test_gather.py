@@ -517,7 +517,7 @@ def test_torch_tensors(device):
     outs = [torch.ones((4, 2, 8), dtype=torch.bfloat16, device=place) for _ in range(2)]
     wants = [np.ones((4, 2, 8), DTYPE["bf16"]) for _ in range(2)]
     kv.gather_kv(cache[:, 0], cache[:, 1], on_device, k_scale=0.5, k_out=outs[0], v_out=outs[1])
-    made = kv.gather_kv(cache[:, 0], cache[:, 1], on_device, k_scale=0.5)
+    outputs = kv.gather_kv(cache[:, 0], cache[:, 1], on_device, k_scale=0.5)
     kv.check_faults(device)
     reference.gather_kv(
         mirror[:, 0], mirror[:, 1], slots, k_scale=0.5, k_out=wants[0], v_out=wants[1]
@@ -525,7 +525,7 @@ def test_torch_tensors(device):
     for out, want in zip(outs, wants, strict=True):
         got = out.cpu().view(torch.uint8).numpy().view(want.dtype)
         compare(got, want, "bf16", exact=False, name="output", seed=22)
-    for out, want in zip(made, wants, strict=True):
+    for out, want in zip(outputs, wants, strict=True):
         want[1] = 0
         assert isinstance(out, torch.Tensor) and out.dtype == torch.bfloat16
         got = out.cpu().view(torch.uint8).numpy().view(want.dtype)

@@ -290,9 +290,9 @@ def test_wrong_arguments(device, error, name, change):
     call = {n: a.array for n, a in args.items()}
     for argument, value in change.items():
         if isinstance(value, tuple):
-            kind, wanted = value
-            value = (case.input(kind, wanted).array if isinstance(kind, str)
-                     else device.zeros(wanted, kind))  # fmt: skip
+            kind, value_shape = value
+            value = (case.input(kind, value_shape).array if isinstance(kind, str)
+                     else device.zeros(value_shape, kind))  # fmt: skip
         call[argument] = value
     refused(case, lambda: kv.merge_states(**call), error, name)
 

@@ -244,12 +244,12 @@ def test_against_transformers(device):
         torch.from_numpy(np.tile(table[positions][:, part], 2))[None]
         for part in (slice(32), slice(32, 64))
     )
-    wanted = llama.apply_rotary_pos_emb(
+    expected = llama.apply_rotary_pos_emb(
         *(torch.from_numpy(rows).transpose(0, 1)[None] for rows in (query, key)), cos, sin
     )
     live = [device.asarray(rows.copy()) for rows in (query, key)]
     kv.apply_rope(*live, device.asarray(table), device.asarray(positions))
-    for got, want in zip(live, wanted, strict=True):
+    for got, want in zip(live, expected, strict=True):
         np.testing.assert_allclose(
             device.to_numpy(got), want[0].transpose(0, 1).numpy(), rtol=0, atol=2e-6
         )

@@ -59,8 +59,8 @@ def test_every_pair_of_formats(device, pair, method):
     for turn, scales in enumerate(scale_options(pair)):
         case = TransferCase(device, (start, turn))
         layouts = LAYOUT_PAIRS[(start + 7 * turn) % len(LAYOUT_PAIRS)]
-        made = pools(case, pair, scales, layouts, heads=3, widths=(16, 10))
-        case.transfer(*made, SRC, DST, method=method, convert=True)
+        both = pools(case, pair, scales, layouts, heads=3, widths=(16, 10))
+        case.transfer(*both, SRC, DST, method=method, convert=True)
 
 
 @pytest.mark.covering
@@ -73,8 +73,8 @@ def test_every_pair_of_layouts(device, layouts, method):
         (("fp8_e5m2", "int8"), (True, True)),
     ):
         case = TransferCase(device, 2)
-        made = pools(case, pair, scales, layouts, heads=3, widths=(8, 5))
-        case.transfer(*made, SRC, DST, method=method, convert=True)
+        both = pools(case, pair, scales, layouts, heads=3, widths=(8, 5))
+        case.transfer(*both, SRC, DST, method=method, convert=True)
 
 
 @pytest.mark.covering
@@ -143,11 +143,11 @@ def test_scaling_is_two_float32_divisions(device, fmt, method):
             rows.append(np.concatenate([[-absmax], np.resize(x if x.size else [0], 63)]))
     assert found >= 50, "the input tells nothing"
     case = TransferCase(device, 5)
-    made = pools(
+    both = pools(
         case, ("fp32", fmt), (False, True), pages=2, page_size=96, layers=1, heads=1,
         widths=(64, 64), content=repeated(np.float32(rows)),
     )  # fmt: skip
-    case.transfer(*made, [0, 1], [1, 0], method=method, convert=True)
+    case.transfer(*both, [0, 1], [1, 0], method=method, convert=True)
 
 
 @pytest.mark.covering(2)
@@ -171,11 +171,11 @@ def test_special_rows(device, fmt, source, method):
     ]
     case = TransferCase(device, 6)
     for scales in (True, False):
-        made = pools(
+        both = pools(
             case, (source, fmt), (False, scales), page_size=11, heads=1, widths=(5, 5),
             content=repeated(rows),
         )  # fmt: skip
-        case.transfer(*made, SRC, DST, method=method, convert=True)
+        case.transfer(*both, SRC, DST, method=method, convert=True)
 
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0xFF800001, 0x7FC00000, 0xFFFFFFFF])
@@ -208,11 +208,11 @@ def test_scales_see_every_element(device, source, fmt, width):
         rows[row, min(32 * row + 7 * row % 32, width - 1)] = (-1) ** row * (2 + row)
     for layouts in (("page_first", "layer_first"), ("layer_first", "page_head")):
         case = TransferCase(device, width)
-        made = pools(
+        both = pools(
             case, (source, fmt), (False, True), layouts, pages=2, page_size=count, layers=1,
             widths=(width, width), content=repeated(rows),
         )  # fmt: skip
-        case.transfer(*made, [0, 1], [1, 0], method="kernel", convert=True)
+        case.transfer(*both, [0, 1], [1, 0], method="kernel", convert=True)
 
 
 def test_scales_to_scales(device):
@@ -227,10 +227,10 @@ def test_scales_to_scales(device):
             "tiny": lambda _, count: np.resize(np.float32([1e-38, 2e-45, 1e-30]), count),
             "huge": lambda _, count: np.resize(np.float32([1e38, 3e38, 1e30]), count),
         }[by]
-        made = pools(
+        both = pools(
             case, ("fp8_e4m3", "int8"), (True, True), layouts, heads=3, multipliers=multipliers
         )
-        case.transfer(*made, SRC, DST, method=method, convert=True)
+        case.transfer(*both, SRC, DST, method=method, convert=True)
 
 
 # Everything else --------------------------------------------------------------------------------
@@ -276,8 +276,8 @@ def test_placements(device, placements, method):
 def test_layers(device, layers, method):
     """Scales of other layers stay too."""
     case = TransferCase(device, 9)
-    made = pools(case, ("bf16", "int8"), (False, True), layers=5)
-    case.transfer(*made, SRC, DST, method=method, convert=True, layers=layers)
+    both = pools(case, ("bf16", "int8"), (False, True), layers=5)
+    case.transfer(*both, SRC, DST, method=method, convert=True, layers=layers)
 
 
 @every_method
@@ -285,7 +285,7 @@ def test_pages_of_every_kind(device, method):
     """Past the end on either side, negative, none; arrays of any type and stride."""
     case = TransferCase(device, 10)
     for pair, scales in ((("bf16", "int8"), (False, True)), (("fp8_e5m2", "fp32"), (True, False))):
-        made = [
+        both = [
             case.pool(fmt=fmt, scales=has, pages=pages, content=case.values, multipliers=ones)
             for fmt, has, pages in zip(pair, scales, (5, 7), strict=True)
         ]
@@ -295,18 +295,18 @@ def test_pages_of_every_kind(device, method):
             ([], []),
             ([0, 0, 0], [5, 4, 0]),
         ):
-            case.transfer(*made, src, dst, method=method, convert=True)
+            case.transfer(*both, src, dst, method=method, convert=True)
             placed = case.indices(src, "int64", -2), case.indices(dst)
-            case.transfer(*made, *placed, method=method, convert=True)
+            case.transfer(*both, *placed, method=method, convert=True)
 
 
 @pytest.mark.parametrize("max_blocks", [1, 2, 7])
 @every_method
 def test_max_blocks(device, method, max_blocks):
     case = TransferCase(device, 11)
-    made = pools(case, ("fp16", "fp8_e4m3"), (False, True), pages=30, page_size=5)
+    both = pools(case, ("fp16", "fp8_e4m3"), (False, True), pages=30, page_size=5)
     src_pages, dst_pages = (case.rng.permutation(30)[:25] for _ in range(2))
-    case.transfer(*made, src_pages, dst_pages, method=method, convert=True, max_blocks=max_blocks)
+    case.transfer(*both, src_pages, dst_pages, method=method, convert=True, max_blocks=max_blocks)
 
 
 @pytest.mark.parametrize("method", ["kernel", "staged"])
@@ -320,14 +320,14 @@ def test_more_than_a_staging_buffer_holds(device, pair, scales, method):
     width = 16384 if "fp32" in pair else 32768
     case = TransferCase(device, 12)
     rng = case.rng
-    made = pools(
+    both = pools(
         case, pair, scales, ("page_first", "layer_first"), pages=12, page_size=16, heads=1,
         widths=(width, width), layers=2, multipliers=ones,
         content=lambda fmt, count: np.resize(
             from_values(rng.standard_normal(99_991), fmt), count
         ),
     )  # fmt: skip
-    case.transfer(*made, rng.permutation(12), rng.permutation(12), method=method, convert=True)
+    case.transfer(*both, rng.permutation(12), rng.permutation(12), method=method, convert=True)
 
 
 @st.composite
@@ -353,11 +353,11 @@ def conversions(draw):
 @given(call=conversions())
 def test_any_conversion(device, call):
     case = TransferCase(device, call["seed"])
-    made = pools(case, call["pair"], call["scales"], call["layouts"], **call["geometry"])
+    both = pools(case, call["pair"], call["scales"], call["layouts"], **call["geometry"])
     count = call["geometry"]["pages"]
     src_pages = case.rng.integers(-1, count + 1, count)
     layers = int(case.rng.integers(0, call["geometry"]["layers"]))
     case.transfer(
-        *made, src_pages, case.rng.permutation(count), method=call["method"], convert=True,
+        *both, src_pages, case.rng.permutation(count), method=call["method"], convert=True,
         layers=case.rng.choice([None, layers]),
     )  # fmt: skip

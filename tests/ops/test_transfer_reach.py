@@ -54,20 +54,20 @@ class Picky(HostDevice):
 @pytest.fixture
 def picky():
     kv.config.fallback = "error"
-    made = Picky()
-    made.warp_lanes = 32
-    return made
+    device = Picky()
+    device.warp_lanes = 32
+    return device
 
 
 def pool(device, placement, layout="layer_first", seed=0, **options):
     """A pool of random values."""
-    made = kv.KVPool(**POOL, dtype=options.pop("dtype", "fp16"), layout=layout,
+    built = kv.KVPool(**POOL, dtype=options.pop("dtype", "fp16"), layout=layout,
                      placement=placement, device=device, **options)  # fmt: skip
     rng = np.random.default_rng(seed)
-    for part in made.parts:
+    for part in built.parts:
         bits = device.carrier(part)
         bits[...] = rng.standard_normal(bits.shape).astype(bits.dtype)
-    return made
+    return built
 
 
 def moved(device, src, dst, pairs):

@@ -87,21 +87,21 @@ def guards(device, monkeypatch):
     kept, real_empty = [], HostDevice.empty
 
     def guarded(self, shape, dtype):
-        wanted = formats.numpy_dtype(dtype)
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * wanted.itemsize
+        element = formats.numpy_dtype(dtype)
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * element.itemsize
         raw = real_empty(self, num_bytes + 2 * GUARD_BYTES, np.uint8)
         raw[...] = CANARY
         kept.append(raw)
-        return raw[GUARD_BYTES : GUARD_BYTES + num_bytes].view(wanted).reshape(shape)
+        return raw[GUARD_BYTES : GUARD_BYTES + num_bytes].view(element).reshape(shape)
 
     def zeros(self, shape, dtype):
-        made = guarded(self, shape, dtype)
-        made.view(np.uint8)[...] = 0
-        return made
+        array = guarded(self, shape, dtype)
+        array.view(np.uint8)[...] = 0
+        return array
 
     def pinned(self, shape, dtype):
-        made = guarded(self, shape, dtype)
-        return pinned_at(made, made.ctypes.data, made.shape, made.dtype)
+        array = guarded(self, shape, dtype)
+        return pinned_at(array, array.ctypes.data, array.shape, array.dtype)
 
     for name, make in (("empty", guarded), ("zeros", zeros), ("empty_pinned", pinned)):
         monkeypatch.setattr(HostDevice, name, make)

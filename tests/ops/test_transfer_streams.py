@@ -270,9 +270,9 @@ def test_it_is_announced(device, method, layouts):
     case.finish(case.expect(src, dst, SRC, DST))
     operations = [op for op in log.operations if op.stream is stream]
     assert any("transfer_pages" in op.name for op in operations)
-    for wanted, side in ((src, "reads"), (dst, "writes")):
+    for pool, side in ((src, "reads"), (dst, "writes")):
         touched = [access.view for op in operations for access in getattr(op, side)]
-        for memory in wanted.memories:
+        for memory in pool.memories:
             assert any(overlap(view, memory.raw) for view in touched), f"{side} of {memory.name}"
     for op in operations:
         for access in op.writes:

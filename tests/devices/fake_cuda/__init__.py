@@ -82,9 +82,10 @@ class FakeApi(cuda_api.CudaApi):
 
             @classmethod
             def from_external(cls, source):
-                made = cls.__new__(cls)
-                made.ptr, made.device_id, made.source = source.__cuda_stream__()[1], -1, source
-                return made
+                wrapped = cls.__new__(cls)
+                wrapped.ptr, wrapped.device_id = source.__cuda_stream__()[1], -1
+                wrapped.source = source
+                return wrapped
 
             def __enter__(self):
                 if self.device_id not in (-1, runtime.current):
@@ -209,7 +210,7 @@ def busy(api, stream):
 def captured_by_another(api, stream=None, mode=GLOBAL):
     """Capture a stream, as torch captures: its own stream, in the global mode. Ends in an error if
     anything has invalidated the capture."""
-    theirs = api.cupy.cuda.Stream(non_blocking=True) if stream is None else stream
-    theirs.begin_capture(mode)
-    yield theirs
-    theirs.end_capture()
+    foreign = api.cupy.cuda.Stream(non_blocking=True) if stream is None else stream
+    foreign.begin_capture(mode)
+    yield foreign
+    foreign.end_capture()

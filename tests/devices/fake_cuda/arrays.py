@@ -120,11 +120,11 @@ def array_class(api):
         nbytes = property(lambda self: self._bytes.nbytes)
 
         def _as(self, part):
-            made = object.__new__(ndarray)
-            made._bytes = part
+            result = object.__new__(ndarray)
+            result._bytes = part
             offset = part.__array_interface__["data"][0] - self.data.mem.ptr
-            made.data = MemoryPointer(self.data.mem, offset)
-            return made
+            result.data = MemoryPointer(self.data.mem, offset)
+            return result
 
         def view(self, dtype):
             return self._as(self._bytes.view(dtype))
@@ -173,19 +173,19 @@ def functions(api, ndarray):
         return ndarray(shape, dtype)
 
     def zeros(shape, dtype):
-        made = ndarray(shape, dtype)
+        result = ndarray(shape, dtype)
         stream = api.cupy.cuda.get_current_stream()
-        api.runtime.memsetAsync(made.data.ptr, 0, made.nbytes, stream.ptr)
-        return made
+        api.runtime.memsetAsync(result.data.ptr, 0, result.nbytes, stream.ptr)
+        return result
 
     def array(source):
-        made, source = ndarray(source.shape, source.dtype), np.ascontiguousarray(source).copy()
+        result, source = ndarray(source.shape, source.dtype), np.ascontiguousarray(source).copy()
         stream = api.cupy.cuda.get_current_stream()
         if api.runtime.streamIsCapturing(stream.ptr):
             raise RuntimeError("the operation is not permitted while a stream is capturing")
         api.runtime._machine.require_safe()  # it takes pinned memory and asks for its events
         if source.size:
-            api.submit(lambda: ctypes.memmove(made.data.ptr, source.ctypes.data, source.nbytes))
-        return made
+            api.submit(lambda: ctypes.memmove(result.data.ptr, source.ctypes.data, source.nbytes))
+        return result
 
     return SimpleNamespace(empty=empty, zeros=zeros, array=array)

@@ -169,8 +169,8 @@ class Machine:
 
     def progress(self, handle=None):
         """Do the work of one stream, or of all, and what it waits for."""
-        wanted = list(self.queues) if handle is None else [self.stream(handle)]
-        for stream in wanted:
+        chosen = list(self.queues) if handle is None else [self.stream(handle)]
+        for stream in chosen:
             if stream in self.last:
                 self.run(self.last[stream])
 
