@@ -379,6 +379,8 @@ _PROBES: dict[type, Probe] = {ArrayView: _probe_view, np.ndarray: _probe_numpy}
 def probe(x: Any) -> tuple[int, Signature]:
     """Return address and signature of an array; equal signatures mean equal descriptions.
 
+    But strides along axes of one element, which mean nothing, may differ.
+
     Raises
     ------
     TypeError : `x` exports no array; the message is what was received, for callers to prefix
@@ -413,8 +415,6 @@ def probe_arguments(
                     if not pointer or x.requires_grad:  # the checks cost more than these two reads
                         _require_memory(x, pointer)
                         _require_no_gradient(x)
-                    # Strides of contiguous tensors are those of their shape, but on axes of one
-                    # element, where they mean nothing.
                     signature = x.dtype, x.shape, x.is_contiguous() or x.stride(), x.device
                 except RuntimeError as error:  # sparse or transformed: no memory, or no strides
                     raise TypeError(_without_memory(x)) from error

@@ -56,3 +56,29 @@ def test_the_script_reports_them(device, tmp_path, capsys):
     for row in report["rows"]:
         assert sum(row["names"].values()) == row["frames"] <= row["all_frames"]
     assert "frames of kvcupy" in capsys.readouterr().out
+
+
+# Ratios of least times within one run, which another machine, or a loaded one, hardly changes.
+RATIOS = [
+    ("bound", "same", 0.6), ("bound_fresh", "fresh", 1.0), ("fresh", "same", 1.8),
+    ("python_bound", "python_same", 0.5), ("same", "torch", 2.0), ("bound", "torch", 0.9),
+]  # fmt: skip
+
+
+def test_what_calls_cost_in_proportion(device):
+    """To one another, and to torch's own two assignments."""
+    pytest.importorskip("torch")
+    from benchmarks.calls import Cases, measure
+    from benchmarks.timers import TorchArrays
+
+    torch = TorchArrays(device)
+    make = Cases(device, torch).store_kv
+    rows = [measure(device, torch.torch, "store_kv", make, 60) for _ in range(3)]
+    least = {kind: min(row[f"least_{kind}_us"] for row in rows)
+             for pair in RATIOS for kind in pair[:2]}  # fmt: skip
+    ratios = {(kind, base): least[kind] / least[base] for kind, base, _ in RATIOS}
+    assert [(pair, ratio) for (*pair, most), ratio in zip(RATIOS, ratios.values(), strict=True)
+            if ratio > most] == [], ratios  # fmt: skip
+    own = min(measure(device, None, "store_kv", Cases(device, None).store_kv, 60)[
+        "least_python_same_us"] for _ in range(3))  # fmt: skip
+    assert own <= 1.3 * min(row["least_python_same_us"] for row in rows)

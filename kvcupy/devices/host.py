@@ -274,22 +274,21 @@ class HostDevice:
         stream: Any, keep: Sequence[object] = (),
     ) -> None:  # fmt: skip
         """Run a grid in the order of `stream`; `keep` lives until it is done."""
-        geometry = (grid, block, smem_bytes)
         if config.strict:
-            self._launch_strictly(function, geometry, params, stream, keep)
+            self._launch_strictly(function, (grid, block, smem_bytes), params, stream, keep)
             return
         try:
-            packed = _config(*geometry, self.num_workers, self.thread_order_seed)
+            packed = _config(grid, block, smem_bytes, self.num_workers, self.thread_order_seed)
         except ValueError as error:
             raise DeviceError(f"{function.specialisation} cannot be launched: {error}") from None
         if stream is self._inline:
             if status := function.entry(params, packed):
-                raise _failure(function, geometry, status)
+                raise _failure(function, (grid, block, smem_bytes), status)
             return
 
         def run(_keep: Sequence[object] = keep) -> None:
             if status := function.entry(params, packed):
-                raise _failure(function, geometry, status)
+                raise _failure(function, (grid, block, smem_bytes), status)
 
         stream.enqueue(run)
 

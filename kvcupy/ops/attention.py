@@ -592,11 +592,10 @@ class AttentionPlan(Plan):
 
     def enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
         """Launch the kernels, with a workspace if they need one."""
-        workspace = 0
         if self.cause is None and self._workspace_bytes:
             lent = scratch.borrow(self.device, self._workspace_bytes, stream)
-            workspace, arrays = lent.pointer, (*arrays, lent)
-        super().enqueue((*pointers, workspace), arrays, stream)
+            pointers, arrays = (*pointers, lent.pointer), (*arrays, lent)
+        super().enqueue(pointers, arrays, stream)
 
     def _load(self, alignment: int) -> None:
         """Load the kernels, and lay out their launches and the workspace."""

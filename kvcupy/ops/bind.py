@@ -81,8 +81,7 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, **options: Any) -> B
 
     Raises
     ------
-    TypeError : the operation cannot be bound, a varying argument is no array
-    TypeError, ValueError : an argument does not fit, as the operation itself raises it
+    TypeError, ValueError : the operation cannot be bound, or an argument does not fit
 
     Notes
     -----
@@ -96,10 +95,9 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, **options: Any) -> B
     >>> import numpy as np
     >>> import kvcupy as kv
     >>> k_cache, v_cache = np.zeros((2, 16, 8, 64), np.float16)
-    >>> key, value, slots = np.ones((1, 8, 64), np.float16), np.ones((1, 8, 64), np.float16), [3]
-    >>> store = kv.bind(kv.store_kv, kv.vary(key), kv.vary(value), k_cache, v_cache,
-    ...                 slot_mapping=np.array(slots))
-    >>> store(key=2 * key, value=3 * value)
+    >>> key, slots = np.ones((1, 8, 64), np.float16), np.array([3])
+    >>> store = kv.bind(kv.store_kv, kv.vary(key), kv.vary(key), k_cache, v_cache, slots)
+    >>> store(key=2 * key, value=3 * key)
     >>> float(k_cache[3, 0, 0]), float(v_cache[3, 0, 0])
     (2.0, 3.0)
     """
@@ -227,18 +225,19 @@ class _PlannedCall(BoundCall):
     def __call__(self, **varying: Any) -> Any:
         plan, pointers, arrays, streams = self._plan, self._pointers, self._arrays, self._streams
         if varying or self._names:
+            if self._streams_vary or len(varying) != len(self._views):
+                if varying.keys() != self._names:
+                    raise self._wrong_names(varying)
+                streams = {name: varying.get(name, stream) for name, stream in streams.items()}
             try:
                 values = self._values(varying)
+                addresses, signatures = probe_arguments(values)
             except KeyError:
                 raise self._wrong_names(varying) from None
-            if self._streams_vary or len(varying) != len(values):
-                streams = self._streams_of(varying)
-            arrays = self._in_order(arrays + values)
-            try:
-                addresses, signatures = probe_arguments(values)
             except TypeError:
-                self._require_alike(varying)
+                self._require_alike(varying)  # which names what is no array
                 raise
+            arrays = self._in_order(arrays + values)
             alignment = self._fixed_alignment
             for i in self._words:
                 alignment |= addresses[i]
@@ -253,14 +252,7 @@ class _PlannedCall(BoundCall):
             plan.run(pointers, arrays, stream)
         else:
             plan.run(pointers, arrays, *streams.values())
-        returned = self._family.returned
-        return None if returned is None else returned(arrays)
-
-    def _streams_of(self, varying: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the streams of a call, whose names are checked with them."""
-        if varying.keys() != self._names:
-            raise self._wrong_names(varying)
-        return {name: varying.get(name, stream) for name, stream in self._streams.items()}
+        return self._family.returned(arrays) if self._family.returned is not None else None
 
 
 def _alignment(pointers: tuple[int, ...], positions: Iterable[int]) -> int:

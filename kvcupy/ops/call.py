@@ -3,8 +3,8 @@
 The life of a call, `store_kv` say:
 
 1. The family's module declares its arguments once, in an `Operation`: the name of each, whether it
-   is written, whether its alignment counts, and so on. The public function passes its arguments by
-   name, with the options that are no arrays.
+   is written, whether its alignment counts, and so on. The public function passes them in that
+   order, with the options that are no arrays.
 2. `Operation.prepare` probes the arrays. What it finds (formats, shapes, strides, devices), the
    alignment and the options are the *signature*; addresses are not part of it.
 3. A signature that is new goes to the family's `make` function, which gets views of the arrays by
@@ -12,12 +12,15 @@ The life of a call, `store_kv` say:
    work (`spread`), and all of the kernels' Params but the addresses (`Launch`). Names become
    positions here, so that no later call of this signature looks one up. The plan is kept, without
    the arrays, until many others have been made.
-4. A signature that is known gives its plan at once. No argument is checked again.
+4. A signature that is known gives its plan at once, and that of the last call before any look-up.
+   No argument is checked again.
 5. `Plan.run` checks what the signature does not cover, the addresses: elements at multiples of
    their size, and no output that shares bytes with another argument (`Aliasing`). Addresses of the
    last call need no second check.
 6. `Plan.issue` puts the work on the stream: it waits for streams that still write an argument,
    announces the operation to timelines and checkers, and launches, or runs the fallback.
+
+Prepared calls: `bind` makes a plan of its own, and begins at 5 with the addresses that vary.
 
 Fallback: where a kernel cannot be compiled, making the plan catches the `CompileError` as
 `Plan.cause`; each call then warns or raises, as `config.fallback` says, and runs `Plan.fallback`,
@@ -90,15 +93,9 @@ class Argument:
 
 
 class Recorder(BaseException):
-    """Passed as the stream of a call, takes what the call would run; `Operation.run` raises it.
+    """Passed as the stream of a call, takes what the call would run; `Operation.run` raises it."""
 
-    Attributes
-    ----------
-    call : the operation, and the arguments of its `prepare`
-    num_streams : how many streams the call takes
-    """
-
-    call: tuple[Operation, tuple[Any, ...], tuple[Any, ...], Callable[..., Any]]
+    call: tuple[Operation, tuple[Any, ...], tuple[Any, ...], Callable[..., Any]]  # of `prepare`
     num_streams: int
 
 
@@ -124,9 +121,7 @@ class Operation:
         )
         self.words = tuple([i for i, a in enumerate(arguments) if a.words])
         returned = [i for i, a in enumerate(arguments) if a.returned]
-        self.returned: Callable[[tuple[Any, ...]], Any] | None = None
-        if returned:
-            self.returned = operator.itemgetter(*returned)
+        self.returned = operator.itemgetter(*returned) if returned else None
         # Plans, signatures, options, alignment and plan of the last call; most are like it.
         self._last: tuple[Any, ...] = None, None, None, None, None
 
@@ -360,10 +355,11 @@ class Plan(abc.ABC):
             if names[output] in touched
             and same_layout(views.get(names[output]), views.get(names[source]))
         ]
+        words = [i for i in self.operation.words if names[i] in views]
+        alignment = reduce(operator.or_, [views[names[i]].pointer for i in words], 0)
         self._aliasing = Aliasing(
-            list(map(touched.get, names)), self.operation.outputs, self._in_place,
-            self.operation.words,
-        )  # fmt: skip
+            list(map(touched.get, names)), self.operation.outputs, self._in_place, words, alignment
+        )
         if self.cause is not None:
             self.cause = copy(self.cause)  # without a traceback, whose frames hold arrays
 
@@ -712,7 +708,8 @@ class Aliasing:
     outputs : which of them are written. They share no byte with one another or with an input
     in_place : (output, input) that may nevertheless have one address: each element is written where
         it was read
-    words : whose common alignment is that of `views` in every call
+    words, alignment : arguments whose addresses, or'd together, end in the same four bits as
+        `alignment` in every call
     """
 
     def __init__(
@@ -721,11 +718,9 @@ class Aliasing:
         outputs: Collection[int],
         in_place: Collection[tuple[int, int]] = (),
         words: Collection[int] = (),
+        alignment: int = 1,
     ) -> None:
         self._in_place = frozenset(in_place)
-        alignment = reduce(
-            operator.or_, [v.pointer for i in words if (v := views[i]) is not None], 0
-        )
         self._strides_fit = True
         self._layouts: dict[int, _Layout] = {}
         self._itemsizes: list[tuple[int, int]] = []

@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 import kvcupy as kv
+from kvcupy.ops.store import store_kv
 
 PAGE_SIZE = 16
 DTYPES = {
@@ -107,6 +108,9 @@ class Operations:
         heads = self.size.kv_heads
         for fmt, options in (("bf16", {}), ("fp8_e4m3", {"k_scale": 0.5}), ("int8", self.scales())):
             kv.store_kv(*self.rows(heads, heads), *self.caches(fmt), self.slots, **options)
+        key, value = self.rows(heads, heads)
+        store = kv.bind(store_kv, kv.vary(key), value, *self.caches(), self.slots)
+        store(key=value)
         latent, rope_key = (self.values(self.size.tokens, n) for n in self.size.latent)
         cache = self.values(self.pages, PAGE_SIZE, sum(self.size.latent))
         kv.store_mla(latent, rope_key, cache, self.slots)

@@ -155,6 +155,24 @@ def test_streams_are_fixed_or_vary(device, name):
         assert outcome(device, call, result) == expected
 
 
+@pytest.mark.parametrize("varying", [("stream",), ("alt_stream",), ("stream", "alt_stream")])
+def test_both_streams_of_a_rotation_vary(device, varying):
+    expected = rope_store_kv(device)
+    device.synchronize()
+    expected = outcome(device, expected, kv.rope_store_kv(**expected))
+    fixed = {"stream": device.stream(), "alt_stream": device.stream()}
+    passed = {name: device.stream() for name in varying}
+    call = rope_store_kv(device)
+    device.synchronize()
+    streams = {n: kv.vary(s) if n in varying else s for n, s in fixed.items()}
+    prepared = kv.bind(kv.rope_store_kv, **call, **streams)
+    with observe.attached(Log()) as log:
+        prepared(**passed)
+    main, other = (fixed | passed).values()
+    assert [o.stream for o in log.operations] == [main, main, other]
+    assert outcome(device, call, None) == expected
+
+
 class Log:
     """The operations that were announced."""
 
