@@ -28,7 +28,7 @@ from .sequences import (
     tree_mask,
     tree_path,
 )
-from .tables import TRANSPOSED_TABLE, Shapes, StepTables, TableRing
+from .tables import TRANSPOSED_TABLE, Shapes, StepTables, TableRing, Tables
 
 Nodes = list[int] | None
 """The parents of a sequence's new nodes; None for plain tokens."""
@@ -137,6 +137,15 @@ class Step:
             self._add_cascade(tables, self.cascade)
         return tables
 
+    def page_lists(self) -> dict[str, Ints]:
+        """Return indptr int32 (B + 1,), indices int32 (pages,), last_page_len int32 (B,)."""
+        sequences, size = self.sequences, self.page_size
+        indptr = np.zeros(len(sequences) + 1, np.int32)
+        indptr[1:] = np.cumsum([s.num_pages for s in sequences])
+        last = [s.end - (s.num_pages - 1) * size for s in sequences]
+        indices = np.concatenate([s.pages for s in sequences])
+        return {"indptr": indptr, "indices": indices, "last_page_len": np.array(last, np.int32)}
+
     def captured_shapes(self) -> Shapes:
         """Return shape and format of the arrays that a captured step like this one reads."""
         if not self.is_decode:
@@ -234,33 +243,6 @@ class Step:
         tables["prefix_lens"], tables["prefix_table"] = cascade.lengths, cascade.pages
         tables["prefix_queries"] = np.add.reduceat(np.array(self.counts, np.int32), first_sequences)
         tables["key_starts"] = np.repeat(cascade.lengths, cascade.counts)
-
-
-@dataclass
-class PageLists:
-    """The pages of a step in CSR form, as a source of tables."""
-
-    step: Step
-
-    def tables(self) -> dict[str, Ints]:
-        """Return indptr int32 (B + 1,), indices int32 (pages,), last_page_len int32 (B,)."""
-        sequences, size = self.step.sequences, self.step.page_size
-        indptr = np.zeros(len(sequences) + 1, np.int32)
-        indptr[1:] = np.cumsum([s.num_pages for s in sequences])
-        last = [s.end - (s.num_pages - 1) * size for s in sequences]
-        indices = np.concatenate([s.pages for s in sequences])
-        return {"indptr": indptr, "indices": indices, "last_page_len": np.array(last, np.int32)}
-
-    def captured_shapes(self) -> Shapes:
-        """Raise: the lists cannot be captured."""
-        raise CaptureError("page_table_csr: its lengths differ from step to step; use block_table")
-
-    def captured_tables(self, shapes: Shapes) -> dict[str, Ints]:
-        """Raise: no captured step has the lists."""
-        raise CaptureError("page_table_csr: no captured step has it")
-
-    def before_launch(self, stream: Stream) -> None:
-        """Do nothing: no launch reads these lists."""
 
 
 class Steps:
@@ -364,12 +346,14 @@ class Steps:
                     del sequence.parents[-n:]
             self._sequences.shrink(step.sequences, step.counts, step.copies)
 
-    def lists(self) -> StepTables:
+    def lists(self, stream: Stream) -> Tables:
         """Return the page lists of the running step, which are uploaded only if asked for."""
+        if stream.capturing:
+            raise CaptureError("page_table_csr: its lengths differ each step; use block_table")
         if self._lists is None:
             assert self.running is not None
-            self._lists = self._lists_ring.open(PageLists(self.running))
-        return self._lists
+            self._lists = self._lists_ring.open(self.running, self.running.page_lists)
+        return self._lists.on(stream)
 
     def _close(self) -> None:
         open_tables = [tables for tables in (self.tables, self._lists) if tables is not None]

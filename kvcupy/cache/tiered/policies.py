@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Protocol
 
 
@@ -60,13 +60,12 @@ class Fifo:
         """Sort what was put back into the order, at whose front it was."""
         if not self._returned:
             return
-        order, front, (last, _) = self._order, self._returned, max(self._returned)
-        while order and next(iter(order.values())) < last:
-            key, number = order.popitem(last=False)
-            front.append((number, key))
+        last, _ = max(self._returned)
+        older = takewhile(lambda item: item[1] < last, self._order.items())
+        front = [*self._returned, *((number, key) for key, number in older)]
         for number, key in sorted(front, reverse=True):
-            order[key] = number
-            order.move_to_end(key, last=False)
+            self._order[key] = number
+            self._order.move_to_end(key, last=False)
         self._returned = []
 
 
