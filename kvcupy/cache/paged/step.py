@@ -33,8 +33,6 @@ from .tables import TRANSPOSED_TABLE, Shapes, StepTables, TableRing, Tables
 Nodes = list[int] | None
 """The parents of a sequence's new nodes; None for plain tokens."""
 
-_PER_SEQUENCE = ("seq_lens", "evicted_starts", "evicted_lens")
-
 # In a cascade, shared keys are read once instead of once per sequence; in return every token's
 # result is written, read and merged, twice in float32, by two more launches. Where the host device
 # breaks even; not tried on a GPU, whose L2 has some of what is read again.
@@ -151,9 +149,10 @@ class Step:
         if not self.is_decode:
             raise CaptureError("append_lengths: expected one token a sequence in a captured step")
         count = len(self.counts)
+        names = "positions", "seq_lens", "evicted_starts", "evicted_lens"
         return {
             "slots": ((count,), "int64"),
-            **{name: ((count,), "int32") for name in ("positions", *_PER_SEQUENCE)},
+            **{name: ((count,), "int32") for name in names},
             TRANSPOSED_TABLE: ((self.max_pages, count), "int32"),  # last: it may be shorter
         }
 
@@ -505,13 +504,14 @@ def _check_batch(
 def _check_trees(
     names: list[Any], sequences: list[CachedSequence], counts: list[int], entries: list[Any]
 ) -> list[Nodes]:
-    nodes: list[Nodes] = []
-    for name, sequence, n, entry in zip(names, sequences, counts, entries, strict=True):
-        if entry is None and sequence.parents:
+    nodes: list[Nodes] = list(entries)
+    for i, (sequence, entry) in enumerate(zip(sequences, entries, strict=True)):
+        if entry is not None:
+            nodes[i] = check_tree_nodes(entry, len(sequence.parents), counts[i])
+        elif sequence.parents:
             raise ValueError(
-                f"token_tree: expected parents for {name!r}, whose tree is not committed"
+                f"token_tree: expected parents for {names[i]!r}, whose tree is not committed"
             )
-        nodes.append(None if entry is None else check_tree_nodes(entry, len(sequence.parents), n))
     return nodes
 
 
