@@ -15,9 +15,9 @@ class Policy(Protocol):
     that it may not evict, and may `remove` keys that were yielded while it iterates. It calls no
     other method meanwhile.
 
-    A policy may also have `set_aside(key)`, which takes a leased key out of the order, and returns
-    its place for `put_back(key, place)`. Without them each eviction passes all leased keys that
-    come before its victims.
+    A policy may also have `set_aside(key)`, which takes a leased key that `victims` has yielded out
+    of the order, and returns its place for `put_back(key, place)`, or None if the key has to stay.
+    An eviction passes the leased keys that are in the order before its victims.
     """
 
     def add(self, key: int) -> None: ...  # a key that it does not have
@@ -193,14 +193,15 @@ class TwoQueues:
         while len(self._ghosts) > num_blocks:
             self._ghosts.popitem(last=False)
 
-    def set_aside(self, key: int) -> OrderedDict[int, None]:
-        queue = self._once if key in self._once else self._again
-        del queue[key]
+    def set_aside(self, key: int) -> int | None:
+        if key in self._once:  # the others would no longer be the same quarter
+            return None
+        del self._again[key]
         self._num_aside += 1
-        return queue
+        return 0
 
-    def put_back(self, key: int, place: OrderedDict[int, None]) -> None:
-        place[key] = None
+    def put_back(self, key: int, place: int) -> None:
+        self._again[key] = None
         self._num_aside -= 1
 
     @property

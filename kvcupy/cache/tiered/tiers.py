@@ -103,8 +103,10 @@ class PageTier:
                 chosen.append(copy)
                 if len(chosen) == count:
                     break
-        if leased and hasattr(self.order, "set_aside"):
-            self.aside.update((hash, self.order.set_aside(hash)) for hash in leased)
+        if leased and (set_aside := getattr(self.order, "set_aside", None)) is not None:
+            for hash in leased:
+                if (place := set_aside(hash)) is not None:
+                    self.aside[hash] = place
         return chosen
 
     def add(self, copies: Iterable[Copy]) -> None:
