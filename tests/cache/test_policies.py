@@ -166,22 +166,26 @@ def test_keys_that_are_set_aside_come_back_to_their_places(name, seed):
         order.touch(key)
         passing.touch(key)
 
-    def evict():
+    def evict(count, is_carried_out=True):
         nonlocal num_aside
-        passed, victim = [], None
+        passed, victims = [], []
         for key in order.victims():
-            if key not in leased:
-                victim = key
-                break
-            passed.append(key)
+            if key in leased:
+                passed.append(key)
+            else:
+                victims.append(key)
+                if len(victims) == count:
+                    break
         for key in passed:
-            aside[key] = order.set_aside(key)
-            num_aside += 1
-        assert victim == next((key for key in passing.victims() if key not in leased), None)
-        if victim is not None:
-            order.remove(victim)
-            passing.remove(victim)
-            present.remove(victim)
+            if (place := order.set_aside(key)) is not None:
+                aside[key] = place
+                num_aside += 1
+        unleased = (key for key in passing.victims() if key not in leased)
+        assert victims == list(islice(unleased, count))
+        for key in victims if is_carried_out else ():
+            order.remove(key)
+            passing.remove(key)
+            present.remove(key)
 
     for step in range(3000):
         chance = rng.random()
@@ -191,6 +195,8 @@ def test_keys_that_are_set_aside_come_back_to_their_places(name, seed):
                 order.add(key)
                 passing.add(key)
                 present.append(key)
+                if rng.random() < 0.2:  # it is loaded for a lease
+                    leased.append(key)
         elif chance < 0.45 and present:
             use(rng.choice(present))
         elif chance < 0.65 and present:
@@ -202,10 +208,8 @@ def test_keys_that_are_set_aside_come_back_to_their_places(name, seed):
                 if key not in leased:
                     use(key)
         else:
-            evict()
+            evict(rng.choice([1, 1, 3, 10, 300]), is_carried_out=rng.random() < 0.8)
     assert num_aside
-    while len(present) > len(set(leased)):
-        evict()
 
 
 def test_names_and_classes():

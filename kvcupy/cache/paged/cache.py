@@ -526,7 +526,7 @@ class PagedKVCache(ProcessLocal):
         last_page_len : int32 (B,), slots in use of each last page
         """
         self._running()
-        lists = self._steps.lists().on(self._stream(stream))
+        lists = self._steps.lists(self._stream(stream))
         indptr, indices, last_page_len = map(self.device.carrier, lists.values())
         return indptr, indices, last_page_len
 

@@ -57,10 +57,6 @@ class CachedSequence:
         """Its pages in order, int32, a view."""
         return self._pages[: self.num_pages]
 
-    def page(self, index: int) -> int:
-        """Return one of its pages."""
-        return self._pages.item(index)
-
     @property
     def end(self) -> int:
         """The place of its next token."""
@@ -237,10 +233,9 @@ class Sequences:
         references = self._references.item  # a scalar of NumPy takes several times as long
         for sequence, count in zip(sequences, counts, strict=True):
             end, num_pages = sequence.length + sequence.evicted, sequence.num_pages
-            if end % size:
-                page = sequence.page(num_pages - 1)
-                if references(page) - dropped.get(page, 0) > 1:
-                    dropped[page] = dropped.get(page, 0) + 1
+            if end % size and references(page := sequence._pages.item(num_pages - 1)) > 1:
+                dropped[page] = dropped.get(page, 0) + 1
+                if references(page) > dropped[page]:  # the last sequence may keep it
                     shared.append((sequence, num_pages - 1, page))
             num_new.append(-(-(end + count) // size) - num_pages)
         pages = self.allocate(len(shared) + sum(num_new))
@@ -370,7 +365,7 @@ class Sequences:
     def share_first_page(self, sequences: Sequence[CachedSequence]) -> list[bool]:
         """Return of each sequence, which has pages, whether another refers to the first of them."""
         references = self._references.item
-        return [references(sequence.page(0)) > 1 for sequence in sequences]
+        return [references(sequence._pages.item(0)) > 1 for sequence in sequences]
 
     def _release(self, pages: Ints) -> None:
         """Drop one reference to each of some pages; those without any are freed."""

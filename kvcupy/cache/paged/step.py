@@ -28,12 +28,10 @@ from .sequences import (
     tree_mask,
     tree_path,
 )
-from .tables import TRANSPOSED_TABLE, Shapes, StepTables, TableRing
+from .tables import TRANSPOSED_TABLE, Shapes, StepTables, TableRing, Tables
 
 Nodes = list[int] | None
 """The parents of a sequence's new nodes; None for plain tokens."""
-
-_PER_SEQUENCE = ("seq_lens", "evicted_starts", "evicted_lens")
 
 # In a cascade, shared keys are read once instead of once per sequence; in return every token's
 # result is written, read and merged, twice in float32, by two more launches. Where the host device
@@ -139,14 +137,24 @@ class Step:
             self._add_cascade(tables, self.cascade)
         return tables
 
+    def page_lists(self) -> dict[str, Ints]:
+        """Return indptr int32 (B + 1,), indices int32 (pages,), last_page_len int32 (B,)."""
+        sequences, size = self.sequences, self.page_size
+        indptr = np.zeros(len(sequences) + 1, np.int32)
+        indptr[1:] = np.cumsum([s.num_pages for s in sequences])
+        last = [s.end - (s.num_pages - 1) * size for s in sequences]
+        indices = np.concatenate([s.pages for s in sequences])
+        return {"indptr": indptr, "indices": indices, "last_page_len": np.array(last, np.int32)}
+
     def captured_shapes(self) -> Shapes:
         """Return shape and format of the arrays that a captured step like this one reads."""
         if not self.is_decode:
             raise CaptureError("append_lengths: expected one token a sequence in a captured step")
         count = len(self.counts)
+        names = "positions", "seq_lens", "evicted_starts", "evicted_lens"
         return {
             "slots": ((count,), "int64"),
-            **{name: ((count,), "int32") for name in ("positions", *_PER_SEQUENCE)},
+            **{name: ((count,), "int32") for name in names},
             TRANSPOSED_TABLE: ((self.max_pages, count), "int32"),  # last: it may be shorter
         }
 
@@ -244,33 +252,6 @@ def _starts(counts: Ints) -> Ints:
     starts = np.zeros(len(counts) + 1, np.int32)
     counts.cumsum(out=starts[1:])
     return starts
-
-
-@dataclass
-class PageLists:
-    """The pages of a step in CSR form, as a source of tables."""
-
-    step: Step
-
-    def tables(self) -> dict[str, Ints]:
-        """Return indptr int32 (B + 1,), indices int32 (pages,), last_page_len int32 (B,)."""
-        sequences, size = self.step.sequences, self.step.page_size
-        indptr = np.zeros(len(sequences) + 1, np.int32)
-        indptr[1:] = np.cumsum([s.num_pages for s in sequences])
-        last = [s.end - (s.num_pages - 1) * size for s in sequences]
-        indices = np.concatenate([s.pages for s in sequences])
-        return {"indptr": indptr, "indices": indices, "last_page_len": np.array(last, np.int32)}
-
-    def captured_shapes(self) -> Shapes:
-        """Raise: the lists cannot be captured."""
-        raise CaptureError("page_table_csr: its lengths differ from step to step; use block_table")
-
-    def captured_tables(self, shapes: Shapes) -> dict[str, Ints]:
-        """Raise: no captured step has the lists."""
-        raise CaptureError("page_table_csr: no captured step has it")
-
-    def before_launch(self, stream: Stream) -> None:
-        """Do nothing: no launch reads these lists."""
 
 
 class Steps:
@@ -374,12 +355,14 @@ class Steps:
                     del sequence.parents[-n:]
             self._sequences.shrink(step.sequences, step.counts, step.copies)
 
-    def lists(self) -> StepTables:
+    def lists(self, stream: Stream) -> Tables:
         """Return the page lists of the running step, which are uploaded only if asked for."""
+        if stream.capturing:
+            raise CaptureError("page_table_csr: its lengths differ each step; use block_table")
         if self._lists is None:
             assert self.running is not None
-            self._lists = self._lists_ring.open(PageLists(self.running))
-        return self._lists
+            self._lists = self._lists_ring.open(self.running, self.running.page_lists)
+        return self._lists.on(stream)
 
     def _close(self) -> None:
         open_tables = [tables for tables in (self.tables, self._lists) if tables is not None]
@@ -531,13 +514,14 @@ def _check_batch(
 def _check_trees(
     names: list[Any], sequences: list[CachedSequence], counts: list[int], entries: list[Any]
 ) -> list[Nodes]:
-    nodes: list[Nodes] = []
-    for name, sequence, n, entry in zip(names, sequences, counts, entries, strict=True):
-        if entry is None and sequence.parents:
+    nodes: list[Nodes] = list(entries)
+    for i, (sequence, entry) in enumerate(zip(sequences, entries, strict=True)):
+        if entry is not None:
+            nodes[i] = check_tree_nodes(entry, len(sequence.parents), counts[i])
+        elif sequence.parents:
             raise ValueError(
-                f"token_tree: expected parents for {name!r}, whose tree is not committed"
+                f"token_tree: expected parents for {names[i]!r}, whose tree is not committed"
             )
-        nodes.append(None if entry is None else check_tree_nodes(entry, len(sequence.parents), n))
     return nodes
 
 

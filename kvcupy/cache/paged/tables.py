@@ -363,11 +363,11 @@ class TableRing:
     def copy_stream(self) -> Stream:
         return self.uploader.stream
 
-    def open(self, source: TableSource) -> StepTables:
-        """Begin a step; nothing is put on any stream."""
+    def open(self, source: TableSource, tables: Callable[[], Arrays] | None = None) -> StepTables:
+        """Begin a step; nothing is put on any stream. `tables` stand in for those of the source."""
         if self.current is not None:
             raise KvcupyError("a step is open already: close it first")
-        self.current = StepTables(self, source)
+        self.current = StepTables(self, source, tables or source.tables)
         return self.current
 
     def upload(self, arrays: Arrays) -> TableBuffer:
@@ -387,8 +387,9 @@ class StepTables:
     streams : those that have used the tables, in order, launches of graphs included
     """
 
-    def __init__(self, ring: TableRing, source: TableSource) -> None:
+    def __init__(self, ring: TableRing, source: TableSource, tables: Callable[[], Arrays]) -> None:
         self.source = source
+        self._tables = tables
         self.streams: list[Stream] = []
         self._ring = ring
         self._slot: TableBuffer | None = None
@@ -417,7 +418,7 @@ class StepTables:
             return tables
         if self._slot is None or self._slot.copied.error() is not None:
             self._readers = {}  # of a copy that has failed, if there are any: all wait once more
-            self._slot = self._ring.upload(self.source.tables())
+            self._slot = self._ring.upload(self._tables())
         stream.wait(self._slot.copied)
         self.use_on(stream)
         self._readers[stream] = self._slot.views

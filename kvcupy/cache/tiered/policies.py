@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, Protocol
 
 
@@ -15,9 +15,9 @@ class Policy(Protocol):
     that it may not evict, and may `remove` keys that were yielded while it iterates. It calls no
     other method meanwhile.
 
-    A policy may also have `set_aside(key)`, which takes a leased key out of the order, and returns
-    its place for `put_back(key, place)`. Without them each eviction passes all leased keys that
-    come before its victims.
+    A policy may also have `set_aside(key)`, which takes a leased key that `victims` has yielded out
+    of the order, and returns its place for `put_back(key, place)`, or None if the key has to stay.
+    An eviction passes the leased keys that are in the order before its victims.
     """
 
     def add(self, key: int) -> None: ...  # a key that it does not have
@@ -60,13 +60,12 @@ class Fifo:
         """Sort what was put back into the order, at whose front it was."""
         if not self._returned:
             return
-        order, front, (last, _) = self._order, self._returned, max(self._returned)
-        while order and next(iter(order.values())) < last:
-            key, number = order.popitem(last=False)
-            front.append((number, key))
+        last, _ = max(self._returned)
+        older = takewhile(lambda item: item[1] < last, self._order.items())
+        front = [*self._returned, *((number, key) for key, number in older)]
         for number, key in sorted(front, reverse=True):
-            order[key] = number
-            order.move_to_end(key, last=False)
+            self._order[key] = number
+            self._order.move_to_end(key, last=False)
         self._returned = []
 
 
@@ -194,14 +193,15 @@ class TwoQueues:
         while len(self._ghosts) > num_blocks:
             self._ghosts.popitem(last=False)
 
-    def set_aside(self, key: int) -> OrderedDict[int, None]:
-        queue = self._once if key in self._once else self._again
-        del queue[key]
+    def set_aside(self, key: int) -> int | None:
+        if key in self._once:  # the others would no longer be the same quarter
+            return None
+        del self._again[key]
         self._num_aside += 1
-        return queue
+        return 0
 
-    def put_back(self, key: int, place: OrderedDict[int, None]) -> None:
-        place[key] = None
+    def put_back(self, key: int, place: int) -> None:
+        self._again[key] = None
         self._num_aside -= 1
 
     @property

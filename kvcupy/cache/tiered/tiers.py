@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -94,22 +93,21 @@ class PageTier:
 
         Hashes to `keep` stay, as leased ones do; `settled` skips pages that transfers may touch.
         """
+        chosen: list[Copy] = []
         leased: list[int] = []
-        evictable = self._evictable(leased, keep, settled)
-        chosen = list(islice(evictable, max(0, count)))
-        if leased and (set_aside := getattr(self.order, "set_aside", None)) is not None:
-            for hash in leased:
-                self.aside[hash] = set_aside(hash)
-        return chosen
-
-    def _evictable(self, leased: list[int], keep: Container[int], settled: bool) -> Iterator[Copy]:
-        """Yield copies that may be evicted, in order; append the hashes of leased ones passed."""
-        for hash in self.order.victims():
+        for hash in self.order.victims() if count > 0 else ():
             copy = self.copies[hash]
             if copy.pins:
                 leased.append(hash)
             elif hash not in keep and not (settled and copy.touched):
-                yield copy
+                chosen.append(copy)
+                if len(chosen) == count:
+                    break
+        if leased and (set_aside := getattr(self.order, "set_aside", None)) is not None:
+            for hash in leased:
+                if (place := set_aside(hash)) is not None:
+                    self.aside[hash] = place
+        return chosen
 
     def add(self, copies: Iterable[Copy]) -> None:
         """Add blocks, the first to be evicted in front."""
