@@ -39,12 +39,6 @@ struct DecodeTable {
   u32 present[kStages];  // a bit per key: whether it is visible
 };
 
-// Which keys a row sees where there is no tree: those before `end`, from `start` on or kept.
-struct RowLimits {
-  i64 start;
-  i64 end;
-};
-
 // What the warps have of each row: the largest logit, and the sum of weights against it.
 struct DecodeMerge {
   float tops[kDecodeWarps][kDecodeRows];
@@ -55,8 +49,8 @@ struct DecodeMerge {
 struct DecodeTile {
   AttentionTile tile;
   KeyRange range;
-  RowLimits limits[kDecodeRows];
-  RowLimits seen_by_all;  // keys that every row sees
+  RowLimits limits[kDecodeRows];  // but for kept keys and trees
+  RowLimits seen_by_all;
   DecodeMerge merge;
   float query_scales[kDecodeRows];
 };
@@ -255,22 +249,11 @@ __device__ __forceinline__ void load_queries(char* queries, DecodeTile& shared,
 __device__ __forceinline__ void set_limits(DecodeTile& shared, const AttentionParams& p,
                                            const AttentionTile& t) {
   const int row = threadIdx.x;
-  if (row > kDecodeRows) return;
-  const i64 first_tree = first_tree_key(p, t);
-  const auto limits_of = [&](i64 lowest, i64 highest) {
-    RowLimits limits = {0, t.num_keys};
-    if (p.window) limits.start = highest - p.window + 1;
-    if (p.causal && limits.end > lowest + 1) limits.end = lowest + 1;
-    if (lowest < 0 && position_counts(p, first_tree)) limits.end = -1;
-    return limits;
-  };
   if (row < kDecodeRows) {
     const i64 position = position_of(p, t, row);
-    shared.limits[row] = limits_of(position, position);
-  } else {
-    RowLimits all = limits_of(position_of(p, t, 0), position_of(p, t, t.num_rows - 1));
-    if (all.end > first_tree) all.end = first_tree;
-    shared.seen_by_all = all;
+    shared.limits[row] = limits_of(p, t, position, position);
+  } else if (row == kDecodeRows) {
+    shared.seen_by_all = seen_by_all(p, t);
   }
 }
 

@@ -255,7 +255,7 @@ _PACKS_PER_LANE = (1, 3)
 _WIDE_ROWS: dict[int, tuple[int, ...]] = {3: (1, 2)}
 _Rows = dict[str, dict[int, tuple[int, ...]]]
 _DECODE_ROWS: _Rows = {
-    "float": {1: (1, 4), **_WIDE_ROWS}, "half": {1: (1,), **_WIDE_ROWS},
+    "float": {1: (1, 4), 3: (1,)}, "half": {1: (1,), **_WIDE_ROWS},
     "bfloat16": {1: (1, 4), **_WIDE_ROWS}, "fp8_e4m3": _WIDE_ROWS, "fp8_e5m2": _WIDE_ROWS,
     "int8": _WIDE_ROWS, "AnyFormat": {1: (1, 4, 8), **_WIDE_ROWS},
 }  # fmt: skip

@@ -36,9 +36,9 @@ def decode_tree(device):
 
 MUTATIONS = {
     "the head of a neighbouring group": Mutation(
-        "const i64 head = i64{kv_head} * p.group + packed % p.group;\n    const char* row",
-        "const i64 head = i64{kv_head ^ 1} * p.group + packed % p.group;\n    const char* row",
-        DECODE, "attention.cu"),
+        "const i64 head = i64{kv_head} * p.group + packed % p.group;\n  return p.query",
+        "const i64 head = i64{kv_head ^ 1} * p.group + packed % p.group;\n  return p.query",
+        DECODE, SHARED),
     "one page for all keys": Mutation(
         "place >> p.page_shift : place / p.page_size;", "0 : 0;", DECODE, SHARED),
     "the first offset of every page": Mutation(
@@ -67,15 +67,15 @@ MUTATIONS = {
         "values[r][s].values[j] *= rescale;", "values[r][s].values[j] *= 1.0f;", LONG_DECODE,
         "attention.cu"),
     "groups merged without their tops": Mutation(
-        "if (top != -kInfinity) sum += sums[g * kRows + r] * exp2f(top - largest);",
-        "if (top != -kInfinity) sum += sums[g * kRows + r];", DECODE, "attention.cu"),
+        "sum += sums[g * kRows + r] * weight;", "sum += sums[g * kRows + r];", DECODE,
+        "attention.cu"),
     "no barrier before groups are merged": Mutation(
-        "  __syncthreads();\n  for (int r = 0; r < t.num_rows; ++r) {",
-        "  for (int r = 0; r < t.num_rows; ++r) {", DECODE, "attention.cu"),
+        "__syncthreads();  // the groups have written theirs", "", DECODE, "attention.cu"),
     "keys of a split left out": Mutation(
         "first += groups * kKeys", "first += groups * kKeys + 1", LONG_DECODE, "attention.cu"),
     "splits that begin alike": Mutation(
-        "const i64 begin = split * a_split;", "const i64 begin = 0;", LONG_DECODE, "attention.cu"),
+        "range.begin = min(split * per_split, t.num_visible);", "range.begin = 0;", LONG_DECODE,
+        SHARED),
     "what is not seen weighs in": Mutation(
         WEIGHT, "logits[r][n] < -3e38f ? 1.0f : exp2f(", APPEND, "attention.cu"),
     "dynamic scales by the offset in the page": Mutation(
@@ -120,13 +120,19 @@ MUTATIONS = {
     "values of warps merged without their tops": Mutation(
         "own.values[i] * weights[w];", "own.values[i];", MMA_LONG, MMA),
     "a window one too narrow on tensor cores": Mutation(
-        "highest - p.window + 1", "highest - p.window + 2", MMA_MASKS, MMA_SHARED),
+        "highest - p.window + 1", "highest - p.window + 2", MMA_MASKS, SHARED),
     "kept keys forgotten on tensor cores": Mutation(
         "const bool kept = key < p.sink_keys;", "const bool kept = false;", MMA_MASKS, MMA_SHARED),
     "what the last row sees seen by all": Mutation(
-        "limits_of(position_of(p, t, 0), position_of(p, t, t.num_rows - 1))",
-        "limits_of(position_of(p, t, t.num_rows - 1), position_of(p, t, 0))", WHOLE_TILES,
-        MMA_SHARED),
+        "limits_of(p, t, position_of(p, t, 0), position_of(p, t, t.num_rows - 1))",
+        "limits_of(p, t, position_of(p, t, t.num_rows - 1), position_of(p, t, 0))", WHOLE_TILES,
+        SHARED),
+    "what the last row sees seen by all, plainly": Mutation(
+        "limits_of(p, t, position_of(p, t, 0), position_of(p, t, t.num_rows - 1))",
+        "limits_of(p, t, position_of(p, t, t.num_rows - 1), position_of(p, t, 0))", APPEND,
+        SHARED),
+    "nodes of trees seen by all": Mutation(
+        "if (limits.end > first_tree) limits.end = first_tree;", "", MASKS, SHARED),
     "what the last row sees seen by each": Mutation(
         "const i64 position = position_of(p, t, row);",
         "const i64 position = position_of(p, t, t.num_rows - 1);", WHOLE_TILES, MMA_SHARED),
@@ -162,7 +168,8 @@ MUTATIONS = {
         SHARED),
     "queries of no position see nothing, whatever they look for": Mutation(
         "(position < 0 && position_counts(p, first_tree))", "position < 0",
-        attention_checks.check_attention_shared_keys, SHARED),
+        attention_checks.check_attention_shared_keys, SHARED,
+        (("attention.cuh", "lowest < 0 && position_counts(p, first_tree)", "lowest < 0"),)),
     "queries of no position see what a window leaves": Mutation(
         "return p.causal || p.window ||", "return p.causal ||",
         attention_checks.check_attention_shared_keys, SHARED),

@@ -110,7 +110,10 @@ MISSING = {
     "a group that is not closed": Missing(
         DECODE, "end_copy_group();\n    stage = ", "stage = ", decode, NOT_WAITED),
     "the barrier before groups of lanes are merged": Missing(
-        "attention.cu", "  __syncthreads();\n  for (int r = 0;", "  for (int r = 0;",
+        "attention.cu", "__syncthreads();  // the groups have written theirs", "",
+        attention_checks.check_attention_decode, RACE),
+    "the barrier before the weights of groups are read": Missing(
+        "attention.cu", "__syncthreads();  // the weights of groups are there", "",
         attention_checks.check_attention_decode, RACE),
     "the barrier before the maxima of warps are read": Missing(
         "common.cuh", BLOCK_BARRIER + REDUCE, REDUCE, operation_checks.check_dynamic, RACE),
