@@ -22,6 +22,8 @@ MMA, MMA_SHARED = "attention_decode_mma.cu", "attention_decode_mma.cuh"
 MMA_LONG = attention_checks.check_attention_long_decode_fp16
 MMA_BYTES = attention_checks.check_attention_long_decode_fp8
 MMA_MASKS = attention_checks.check_attention_decode_masks_fp16
+LATENT_FILE = "attention_decode_latent.cu"
+LATENT, WIDE = attention_checks.check_attention_latent, attention_checks.check_attention_wide_rows
 RISING = attention_checks.check_attention_decode_rising_scales
 WHOLE_TILES = attention_checks.check_attention_append_whole_tiles
 SMALL_TREES = attention_checks.check_attention_small_trees_bf16
@@ -156,6 +158,21 @@ MUTATIONS = {
     "splits without keys leave no LSE": Mutation(
         "*end_of_row(p, t, threadIdx.x, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;", "",
         MMA_LONG, MMA),
+    "latents of the first warp for all": Mutation(
+        "threadIdx.x / 32 * 8 + lane % 8", "lane % 8", LATENT, LATENT_FILE),
+    "columns of the first warp for all": Mutation(
+        "warp * kOwnColumns * kBytes / 16", "0", LATENT, LATENT_FILE),
+    "half of the depth of latents": Mutation(
+        "sums[0][i] + sums[1][i]", "sums[0][i]", LATENT, LATENT_FILE),
+    "the table of another tile of latents": Mutation(
+        "set_rows(table, (number + kLatentStages) % kLatentTables",
+        "set_rows(table, number % kLatentTables", LATENT, LATENT_FILE),
+    "keys taken for values that lie elsewhere": Mutation(
+        "if (!values_are_keys) {", "if (false) {", WIDE, LATENT_FILE),
+    "latents hidden by the numbers of the first warp": Mutation(
+        "first + warp * 8, table", "first, table", WIDE, LATENT_FILE),
+    "missing latents of the first warp hidden for all": Mutation(
+        "table.present[entry] >> warp * 8", "table.present[entry]", LATENT, LATENT_FILE),
     "rows of the sequence before": Mutation(
         "const i64 start = before + end - length;", "const i64 start = before + end;", APPEND,
         "attention.cu"),
