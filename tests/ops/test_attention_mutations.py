@@ -97,7 +97,7 @@ MUTATIONS = {
         "(s[n], a, even, odd)", "(s[n], a, odd, even)", MMA_BYTES, MMA),
     "columns of values side by side": Mutation(
         "first[0], second[0], first[1], second[1]", "first[0], first[1], second[0], second[1]",
-        MMA_BYTES, MMA),
+        MMA_BYTES, MMA_SHARED),
     "the scale of a query forgotten": Mutation(
         "shared.query_scales[lane / 4 + h * 8] * (", "(", MMA_BYTES, MMA),
     "the scale of keys forgotten": Mutation(
@@ -113,10 +113,10 @@ MUTATIONS = {
         "table.v_scales[stage][n * 8 + lane % 4 * 2 + i]", "table.v_scales[stage][n * 8 + i]",
         RISING, MMA),
     "values not rescaled when a scale rises": Mutation(
-        "o[n][i] *= rescale;", "o[n][i] *= 1.0f;", RISING, MMA),
+        "o[n][i] *= rescale;", "o[n][i] *= 1.0f;", RISING, MMA_SHARED),
     "weights rounded to 16 bits": Mutation(
         "mma_m16n8k16<T>(o[2 * n + i], rest, b[2 * i], b[2 * i + 1]);", "",
-        attention_checks.check_attention_decode_bf16, MMA),
+        attention_checks.check_attention_decode_bf16, MMA_SHARED),
     "sums of warps merged without their tops": Mutation(
         "sum += own * weights[w];", "sum += own;", MMA_LONG, MMA),
     "values of warps merged without their tops": Mutation(

@@ -59,7 +59,8 @@ def barrier(comment: str, call: Callable[[Any], Any] = prefill) -> Missing:
 
 def wait(comment: str) -> Missing:
     barrier = f"__syncthreads();  // {comment}"
-    return Missing(PREFILL, f"wait_for_copies(); {barrier}", barrier, prefill, NOT_WAITED)
+    # Where a warp runs ahead, its copies have landed by then, but no barrier orders them.
+    return Missing(PREFILL, f"wait_for_copies(); {barrier}", barrier, prefill, RACE)
 
 
 def warp_barrier(comment: str, call: Callable[[Any], Any] = decode) -> Missing:
@@ -70,7 +71,7 @@ def warp_barrier(comment: str, call: Callable[[Any], Any] = decode) -> Missing:
 def wait_for_group(comment: str) -> Missing:
     barrier = f"__syncwarp();  // {comment}"
     waiting = f"wait_for_copy_groups<kPending>(); {barrier}"
-    return Missing(DECODE, waiting, barrier, decode, NOT_WAITED)
+    return Missing(DECODE, waiting, barrier, decode, RACE)
 
 
 REDUCE = "    for (int i = 0; i < warps; ++i) value = fmaxf(value, scratch[first_warp + i]);\n"
@@ -109,7 +110,7 @@ MISSING = {
     "the wait for the keys of a warp": wait_for_group("keys have arrived"),
     "the wait for the values of a warp": wait_for_group("values have arrived"),
     "a group that is not closed": Missing(
-        DECODE, "end_copy_group();\n    stage = ", "stage = ", decode, NOT_WAITED),
+        DECODE, "end_copy_group();\n    stage = ", "stage = ", decode, RACE),
     **{
         f"the barrier: {comment}": replace(barrier(comment, call), file=LATENT)
         for comment, call in [
@@ -124,9 +125,9 @@ MISSING = {
     },
     "the wait for latents": Missing(
         LATENT, "wait_for_copy_groups<kLatentStages - 1>();", "",
-        attention_checks.check_attention_latent, NOT_WAITED),
+        attention_checks.check_attention_latent, RACE),
     "the wait for values of their own": Missing(
-        LATENT, "wait_for_copies();", "", attention_checks.check_attention_wide_rows, NOT_WAITED),
+        LATENT, "wait_for_copies();", "", attention_checks.check_attention_wide_rows, RACE),
     "the barrier before groups of lanes are merged": Missing(
         "attention.cu", "__syncthreads();  // the groups have written theirs", "",
         attention_checks.check_attention_decode, RACE),
