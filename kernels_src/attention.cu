@@ -135,25 +135,33 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
                                                      (s * lanes + lane) * kCount));
     }
   }
-  __syncthreads();
-  for (int r = 0; r < t.num_rows; ++r) {
+  __syncthreads();  // the groups have written theirs
+  if (threadIdx.x < t.num_rows) {
+    // The tops of a row become weights; its sum and its top take the places of two sums.
+    const int r = threadIdx.x;
     float largest = -kInfinity;
     for (int g = 0; g < groups; ++g) largest = fmaxf(largest, tops[g * kRows + r]);
     float sum = 0.0f;
     for (int g = 0; g < groups; ++g) {
       const float top = tops[g * kRows + r];
-      if (top != -kInfinity) sum += sums[g * kRows + r] * exp2f(top - largest);
+      const float weight = top == -kInfinity ? 0.0f : exp2f(top - largest);
+      if (weight != 0.0f) sum += sums[g * kRows + r] * weight;
+      tops[g * kRows + r] = weight;
     }
-    const RowEnd end = end_of_row(p, t, r, kv_head, split, largest, sum);
+    sums[r] = sum;
+    sums[kRows + r] = largest;
+  }
+  __syncthreads();  // the weights of groups are there
+  for (int r = 0; r < t.num_rows; ++r) {
+    const RowEnd end = end_of_row(p, t, r, kv_head, split, sums[kRows + r], sums[r]);
+    const float inverse = end.divisor != 0.0f ? 1.0f / end.divisor : 0.0f;
     for (int i = threadIdx.x; i < p.v.width; i += blockDim.x) {
       float value = 0.0f;
       for (int g = 0; g < groups; ++g) {
-        const float top = tops[g * kRows + r];
-        if (top != -kInfinity) {
-          value += values[i64{g * kRows + r} * width + i] * exp2f(top - largest);
-        }
+        const float weight = tops[g * kRows + r];
+        if (weight != 0.0f) value += values[i64{g * kRows + r} * width + i] * weight;
       }
-      store_any(end.out, i, end.format, end.divisor != 0.0f ? value / end.divisor : 0.0f);
+      store_any(end.out, i, end.format, value * inverse);
     }
     if (threadIdx.x == 0 && end.lse) *end.lse = end.lse_value;
   }
@@ -183,34 +191,38 @@ __global__ void __launch_bounds__(128, 2)
       find_tile(p, blockIdx.x, kRows, reports && threadIdx.x == 0 && split == 0);
   if (t.num_rows == 0) return;
 
-  // Load the queries, the scale of the scores on them.
+  const KeyRange range = keys_of_split(p, t, split, 1);
+  if (p.partial_out && range.begin == range.end) {  // a split without keys: only its LSE is read
+    for (int r = threadIdx.x; r < t.num_rows; r += blockDim.x) {
+      *end_of_row(p, t, r, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
+    }
+    return;
+  }
+
+  // Load the queries
   Pack<float, kCount> query[kRows][kSteps];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const int packed = t.first_row + r;
-    const i64 token = t.first_token + packed / p.group;
-    const i64 head = i64{kv_head} * p.group + packed % p.group;
-    const char* row = p.query + token * p.query_token_bytes + head * p.query_head_bytes;
+    const bool exists = r < t.num_rows;
+    const char* row = query_row(p, t, exists ? r : 0, kv_head);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
-      const int first = (s * lanes + lane) * kCount;
-      for (int j = 0; j < kCount; ++j) {
-        const bool there = r < t.num_rows && first + j < p.k.width;
-        query[r][s].values[j] = there ? load_any(row, first + j, p.query_format) : 0.0f;
-      }
+      Elements<AnyFormat, kCount> elements;
+      elements.load(row, (s * lanes + lane) * kCount, exists ? p.k.width : 0, p.query_format);
+      query[r][s] = elements.floats();
     }
   }
 
   Softmax<kRows, kSteps> own;
   own.clear();
-  const i64 a_split = (t.num_visible + p.num_splits - 1) / p.num_splits;
-  const i64 begin = split * a_split;
-  const i64 end = begin + a_split < t.num_visible ? begin + a_split : t.num_visible;
+  const i64 end = range.end;
+  const RowLimits all = seen_by_all(p, t);
   const int group = threadIdx.x / lanes;
   const int of_warp = lanes < 32 ? group & (32 / lanes - 1) : 0;
 
   // The loop is warp-uniform: lanes exchange values.
-  for (i64 first = begin + i64{group - of_warp} * kKeys; first < end; first += groups * kKeys) {
+  for (i64 first = range.begin + i64{group - of_warp} * kKeys; first < end;
+       first += groups * kKeys) {
     const i64 mine = first + of_warp * kKeys;
     Elements<TCache, kCount> k[kKeys][kSteps];
     Elements<TCache, kCount> v[kKeys][kSteps];
@@ -269,10 +281,11 @@ __global__ void __launch_bounds__(128, 2)
           multiply_add(query[r][s], floats, dots[r]);
         }
       }
+      const bool by_all = keys[n] >= all.start && keys[n] < all.end;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        const float dot = sum_within_warp(sum_of(dots[r]), lanes) * k_scales[n];
-        const bool seen = keys[n] >= 0 && r < t.num_rows && sees(p, t, r, keys[n]);
+        const float dot = sum_of_lanes(sum_of(dots[r]), lanes) * k_scales[n];
+        const bool seen = keys[n] >= 0 && r < t.num_rows && (by_all || sees(p, t, r, keys[n]));
         logits[r][n] = seen ? logit_of(p, dot) : -kInfinity;
       }
     }

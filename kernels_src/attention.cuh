@@ -163,6 +163,14 @@ __device__ __forceinline__ i64 position_of(const AttentionParams& p, const Atten
   return t.seq_len - t.num_new + (t.first_row + row) / p.group;
 }
 
+__device__ __forceinline__ const char* query_row(const AttentionParams& p, const AttentionTile& t,
+                                                 int row, int kv_head) {
+  const int packed = t.first_row + row;
+  const i64 token = t.first_token + packed / p.group;
+  const i64 head = i64{kv_head} * p.group + packed % p.group;
+  return p.query + token * p.query_token_bytes + head * p.query_head_bytes;
+}
+
 // Optional inputs of a sequence are loaded where they are needed: few calls have any of them, and
 // none should hold registers for them.
 
@@ -290,6 +298,29 @@ __device__ __forceinline__ i64 key_of(const AttentionParams& p, const AttentionT
 // Whether a query of negative position sees no key. Without a mask, all queries see all keys.
 __device__ __forceinline__ bool position_counts(const AttentionParams& p, i64 first_tree) {
   return p.causal || p.window || first_tree != kNoTree;
+}
+
+// Keys from `start` to before `end`.
+struct RowLimits {
+  i64 start;
+  i64 end;
+};
+
+// The keys that rows at positions from `lowest` to `highest` all see: no tree's, and none that is
+// kept past the window.
+__device__ __forceinline__ RowLimits limits_of(const AttentionParams& p, const AttentionTile& t,
+                                               i64 lowest, i64 highest) {
+  const i64 first_tree = first_tree_key(p, t);
+  RowLimits limits = {0, t.num_keys};
+  if (p.window) limits.start = highest - p.window + 1;
+  if (p.causal && limits.end > lowest + 1) limits.end = lowest + 1;
+  if (limits.end > first_tree) limits.end = first_tree;
+  if (lowest < 0 && position_counts(p, first_tree)) limits.end = -1;
+  return limits;
+}
+
+__device__ __forceinline__ RowLimits seen_by_all(const AttentionParams& p, const AttentionTile& t) {
+  return limits_of(p, t, position_of(p, t, 0), position_of(p, t, t.num_rows - 1));
 }
 
 // Whether the query of a packed row sees a key that the tile sees.

@@ -69,95 +69,6 @@ __device__ __forceinline__ void multiply_keys(float (&s)[2][4], const char* keys
   }
 }
 
-// Half of an A fragment, and what its rounding lost as another.
-template <typename T>
-__device__ __forceinline__ void split_pair(float x, float y, u32& pair, u32& rest) {
-  pair = pack_pair<T>(x, y);
-  rest = pack_pair<T>(x - lower_of<T>(pair), y - upper_of<T>(pair));
-}
-
-// o += weights * values of the 16 keys of a tile. Weights keep twice the bits of T: memory bounds
-// this kernel, and tensor cores have the time.
-template <typename TCache, int kWidthV>
-__device__ __forceinline__ void multiply_values(float (&o)[kWidthV / 8][4], const float (&s)[2][4],
-                                                const char* values) {
-  using T = MmaFormat<TCache>;
-  constexpr int kRowBytes = kWidthV * static_cast<int>(sizeof(TCache));
-  const int lane = threadIdx.x % 32;
-  u32 a[4];
-  u32 rest[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    split_pair<T>(s[i / 2][i % 2 * 2], s[i / 2][i % 2 * 2 + 1], a[i], rest[i]);
-  }
-#pragma unroll
-  for (int n = 0; n < kRowBytes / 32; ++n) {
-    u32 b[4];  // of either chunk, keys 0 to 7 and 8 to 15
-    load_matrices<true>(b, values + chunk_at<kRowBytes>(lane % 16, n * 2 + lane / 16));
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if constexpr (sizeof(TCache) == 2) {
-        mma_m16n8k16<T>(o[2 * n + i], a, b[2 * i], b[2 * i + 1]);
-        mma_m16n8k16<T>(o[2 * n + i], rest, b[2 * i], b[2 * i + 1]);
-      } else {
-        u32 even[2];
-        u32 odd[2];
-        to_half_pairs<TCache>(b[2 * i], even[0], odd[0]);
-        to_half_pairs<TCache>(b[2 * i + 1], even[1], odd[1]);
-        mma_m16n8k16<T>(o[4 * n + 2 * i], a, even[0], even[1]);
-        mma_m16n8k16<T>(o[4 * n + 2 * i], rest, even[0], even[1]);
-        mma_m16n8k16<T>(o[4 * n + 2 * i + 1], a, odd[0], odd[1]);
-        mma_m16n8k16<T>(o[4 * n + 2 * i + 1], rest, odd[0], odd[1]);
-      }
-    }
-  }
-}
-
-// The weights that meet values are relative to the largest scale of V so far, a power of two:
-// raise that, and return the inverse.
-template <int kValues>
-__device__ __forceinline__ float raise_value_scale(const float (&scales)[2][2], float& largest,
-                                                   float (&o)[kValues][4]) {
-  float top = fmaxf(fmaxf(fabsf(scales[0][0]), fabsf(scales[0][1])),
-                    fmaxf(fabsf(scales[1][0]), fabsf(scales[1][1])));
-  top = power_of_two_below(max_within_warp(top, 4));
-  if (top > largest) {  // for all lanes alike
-    const float rescale = largest * inverse_of_power(top);
-    largest = top;
-#pragma unroll
-    for (int n = 0; n < kValues; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) o[n][i] *= rescale;
-    }
-  }
-  return inverse_of_power(largest);
-}
-
-// Write what a warp has of the weighted values to its part of shared memory.
-template <typename TCache, int kWidthV>
-__device__ __forceinline__ void leave_values(float* values, const float (&o)[kWidthV / 8][4],
-                                             float scale) {
-  constexpr int kStride = kWidthV + kValuePadding;
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float* row = values + (lane / 4 + h * 8) * kStride;
-#pragma unroll
-    for (int n = 0; n < kWidthV / 8; n += 2) {
-      const float first[2] = {o[n][2 * h] * scale, o[n][2 * h + 1] * scale};
-      const float second[2] = {o[n + 1][2 * h] * scale, o[n + 1][2 * h + 1] * scale};
-      if constexpr (sizeof(TCache) == 2) {
-        float2* to = reinterpret_cast<float2*>(row + n * 8 + lane % 4 * 2);
-        to[0] = make_float2(first[0], first[1]);
-        to[4] = make_float2(second[0], second[1]);
-      } else {
-        Pack<float, 4> both = {{first[0], second[0], first[1], second[1]}};
-        both.store(reinterpret_cast<char*>(row + n * 8 + lane % 4 * 4));
-      }
-    }
-  }
-}
-
 // Merge what the warps left of a row, and write it. Every lane of a warp must call it.
 template <int kWidthV>
 __device__ __forceinline__ void finish_row(const AttentionParams& p, const AttentionTile& t,
@@ -176,7 +87,6 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
     if (own != 0.0f) sum += own * weights[w];
   }
   const RowEnd end = end_of_row(p, t, row, kv_head, split, largest, sum);
-  const float inverse = end.divisor != 0.0f ? __fdiv_rn(1.0f, end.divisor) : 0.0f;
   const int lane = threadIdx.x % 32;
   for (int column = lane * 4; column < p.v.width; column += 128) {
     Pack<float, 4> total = {};
@@ -190,22 +100,7 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
         if (weights[w] != 0.0f) total.values[i] += own.values[i] * weights[w];
       }
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      total.values[i] = end.divisor != 0.0f ? total.values[i] * inverse : 0.0f;
-    }
-    if (end.format == 0) {
-      total.store(end.out + column * 4);
-    } else {
-      Pack<u32, 2> pairs;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float x = total.values[2 * i];
-        const float y = total.values[2 * i + 1];
-        pairs.values[i] = end.format == 1 ? pack_pair<half>(x, y) : pack_pair<bfloat16>(x, y);
-      }
-      pairs.store(end.out + column * 2);
-    }
+    store_four(end, column, total);
   }
   if (lane == 0 && end.lse) *end.lse = end.lse_value;
 }
@@ -227,8 +122,8 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   char* shared_bytes = dynamic_shared<char>();
   char* ring = shared_bytes + warp * Shape::kRingBytes;
   char* queries = shared_bytes + Shape::kQueryAt;
-  auto& table =
-      reinterpret_cast<DecodeTable<TCache, kStages>*>(shared_bytes + Shape::kTablesAt)[warp];
+  auto& table = reinterpret_cast<DecodeTable<TCache, kStages, kTileKeys>*>(shared_bytes +
+                                                                           Shape::kTablesAt)[warp];
   auto& shared = *reinterpret_cast<DecodeTile*>(shared_bytes + Shape::kTileAt);
   AttentionTile& t = shared.tile;
   if (threadIdx.x == 0) {
@@ -255,7 +150,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   KeyPlace places[kStages];
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) {
-    places[stage] = look_up(p, t, first_of(stage) + lane, end);
+    places[stage] = look_up<kTileKeys>(p, t, first_of(stage) + lane, end);
   }
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) {
@@ -271,7 +166,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     end_copy_group();
   }
   KeyPlace next = {};
-  if (kStages < own_tiles) next = look_up(p, t, first_of(kStages) + lane, end);
+  if (kStages < own_tiles) next = look_up<kTileKeys>(p, t, first_of(kStages) + lane, end);
   load_queries<TCache, kWidth>(queries, shared, p, t, kv_head);
   set_limits(shared, p, t);
   __syncthreads();  // queries and limits are there
@@ -343,7 +238,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
       set_rows(table, stage, p, t, next);
       fetch_keys<TCache, kWidth>(keys, p, table, stage);
       if (number + kStages + 1 < own_tiles) {
-        next = look_up(p, t, first_of(number + kStages + 1) + lane, end);
+        next = look_up<kTileKeys>(p, t, first_of(number + kStages + 1) + lane, end);
       }
     }
     end_copy_group();
@@ -370,7 +265,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     // Values
     wait_for_copy_groups<kPending>();
     __syncwarp();  // values have arrived
-    multiply_values<TCache, kWidthV>(o, s, values);
+    multiply_values<TCache, Shape::kValueRowBytes>(o, s, values, 0);
     __syncwarp();  // values are no longer needed
     if (more) fetch_values<TCache, kWidthV>(values, p, table, stage);
     end_copy_group();

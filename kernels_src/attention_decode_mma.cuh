@@ -28,21 +28,15 @@ struct MmaFormatOf<bfloat16> {
 template <typename TCache>
 using MmaFormat = typename MmaFormatOf<TCache>::type;
 
-// Where the keys of the tiles of a warp lie, and their scales.
-template <typename TCache, int kStages>
+// Where the keys of a ring of tiles lie, and their scales.
+template <typename TCache, int kStages, int kKeys>
 struct DecodeTable {
-  const char* k[kStages][kTileKeys];  // rows in the cache; null: not visible
-  const char* v[kStages][kTileKeys];
-  const float* angles[sizeof(TCache) == 2 ? kStages : 1][kTileKeys];
-  float k_scales[kStages][kTileKeys];  // where each key has one
-  float v_scales[kStages][kTileKeys];
+  const char* k[kStages][kKeys];  // rows in the cache; null: not visible
+  const char* v[kStages][kKeys];
+  const float* angles[sizeof(TCache) == 2 ? kStages : 1][kKeys];
+  float k_scales[kStages][kKeys];  // where each key has one
+  float v_scales[kStages][kKeys];
   u32 present[kStages];  // a bit per key: whether it is visible
-};
-
-// Which keys a row sees where there is no tree: those before `end`, from `start` on or kept.
-struct RowLimits {
-  i64 start;
-  i64 end;
 };
 
 // What the warps have of each row: the largest logit, and the sum of weights against it.
@@ -55,8 +49,8 @@ struct DecodeMerge {
 struct DecodeTile {
   AttentionTile tile;
   KeyRange range;
-  RowLimits limits[kDecodeRows];
-  RowLimits seen_by_all;  // keys that every row sees
+  RowLimits limits[kDecodeRows];  // but for kept keys and trees
+  RowLimits seen_by_all;
   DecodeMerge merge;
   float query_scales[kDecodeRows];
 };
@@ -83,7 +77,7 @@ struct DecodeShape {
   static constexpr int kQueryAt = kDecodeWarps * kRingBytes;
   static constexpr int kTablesAt = kQueryAt + kDecodeRows * kWidth * 2;
   static constexpr int kTileAt =
-      kTablesAt + kDecodeWarps * static_cast<int>(sizeof(DecodeTable<TCache, kStages>));
+      kTablesAt + kDecodeWarps * static_cast<int>(sizeof(DecodeTable<TCache, kStages, kTileKeys>));
   static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(DecodeTile));
 };
 
@@ -97,10 +91,11 @@ struct KeyPlace {
 };
 
 // Where the key numbered `number` lies, if it is before `end`. Lanes past a tile find none.
+template <int kKeys>
 __device__ __forceinline__ KeyPlace look_up(const AttentionParams& p, const AttentionTile& t,
                                             i64 number, i64 end) {
   KeyPlace found = {0, 0, -1};
-  if (threadIdx.x % 32 >= kTileKeys || number >= end) return found;
+  if (threadIdx.x % 32 >= kKeys || number >= end) return found;
   found.key = key_of(p, t, number);
   if (!seen_by_any(p, t, found.key)) return found;
   found.place = place_of(p, t, found.key);
@@ -109,15 +104,15 @@ __device__ __forceinline__ KeyPlace look_up(const AttentionParams& p, const Atte
 }
 
 // Write the rows of a tile to its table, and start copying their scales. Every lane must call it.
-template <typename TCache, int kStages>
-__device__ __forceinline__ void set_rows(DecodeTable<TCache, kStages>& table, int stage,
+template <typename TCache, int kStages, int kKeys>
+__device__ __forceinline__ void set_rows(DecodeTable<TCache, kStages, kKeys>& table, int stage,
                                          const AttentionParams& p, const AttentionTile& t,
                                          const KeyPlace& found) {
   const int i = threadIdx.x % 32;
   const int kv_head = blockIdx.y;
   const i64 page = check_page(p, t, found.place, found.page, kv_head == 0);
   const bool exists = page >= 0;
-  if (i < kTileKeys) {
+  if (i < kKeys) {
     const i64 offset = offset_in_page(p, found.place);
     table.k[stage][i] = exists ? row_of(p.k_cache, p.k, page, offset, kv_head) : nullptr;
     table.v[stage][i] = exists ? row_of(p.v_cache, p.v, page, offset, kv_head) : nullptr;
@@ -141,20 +136,21 @@ __device__ __forceinline__ void set_rows(DecodeTable<TCache, kStages>& table, in
   __syncwarp();  // the table is written
 }
 
-// Start copying the 16 rows of a tile; lanes that share a row copy neighbouring chunks.
-template <int kRowBytes>
-__device__ __forceinline__ void fetch_tile(char* tile, const char* const (&rows)[kTileKeys],
-                                           int row_bytes, const char* anywhere) {
+// Start copying the rows of a tile: `thread` of kThreads, which must all call it. Threads that
+// share a row copy neighbouring chunks.
+template <int kRowBytes, int kThreads, int kKeys>
+__device__ __forceinline__ void fetch_tile(char* tile, const char* const (&rows)[kKeys],
+                                           int row_bytes, const char* anywhere, int thread) {
   constexpr int kChunks = kRowBytes / 16;
   constexpr int kLanes = kChunks % 16 == 0 ? 16 : kChunks % 8 == 0 ? 8 : 4;
-  const int lane = threadIdx.x % 32;
+  static_assert(kKeys * kLanes % kThreads == 0, "all threads copy alike");
 #pragma unroll
-  for (int i = 0; i < kTileKeys * kLanes / 32; ++i) {
-    const int row = lane / kLanes + i * (32 / kLanes);
+  for (int i = 0; i < kKeys * kLanes / kThreads; ++i) {
+    const int row = thread / kLanes + i * (kThreads / kLanes);
     const char* from = rows[row];
 #pragma unroll
     for (int j = 0; j < kChunks / kLanes; ++j) {
-      const int chunk = lane % kLanes + j * kLanes;
+      const int chunk = thread % kLanes + j * kLanes;
       const bool exist = from && chunk * 16 < row_bytes;
       copy_async(tile + chunk_at<kRowBytes>(row, chunk), exist ? from + chunk * 16 : anywhere,
                  exist);
@@ -162,18 +158,22 @@ __device__ __forceinline__ void fetch_tile(char* tile, const char* const (&rows)
   }
 }
 
-template <typename TCache, int kWidth, int kStages>
+template <typename TCache, int kWidth, int kStages, int kKeys>
 __device__ __forceinline__ void fetch_keys(char* tile, const AttentionParams& p,
-                                           const DecodeTable<TCache, kStages>& table, int stage) {
+                                           const DecodeTable<TCache, kStages, kKeys>& table,
+                                           int stage) {
   constexpr int kBytes = sizeof(TCache);
-  fetch_tile<kWidth * kBytes>(tile, table.k[stage], p.k.width * kBytes, p.k_cache);
+  fetch_tile<kWidth * kBytes, 32>(tile, table.k[stage], p.k.width * kBytes, p.k_cache,
+                                  threadIdx.x % 32);
 }
 
-template <typename TCache, int kWidthV, int kStages>
+template <typename TCache, int kWidthV, int kStages, int kKeys>
 __device__ __forceinline__ void fetch_values(char* tile, const AttentionParams& p,
-                                             const DecodeTable<TCache, kStages>& table, int stage) {
+                                             const DecodeTable<TCache, kStages, kKeys>& table,
+                                             int stage) {
   constexpr int kBytes = sizeof(TCache);
-  fetch_tile<kWidthV * kBytes>(tile, table.v[stage], p.v.width * kBytes, p.v_cache);
+  fetch_tile<kWidthV * kBytes, 32>(tile, table.v[stage], p.v.width * kBytes, p.v_cache,
+                                   threadIdx.x % 32);
 }
 
 // --- Queries -------------------------------------------------------------------------------------
@@ -255,32 +255,22 @@ __device__ __forceinline__ void load_queries(char* queries, DecodeTile& shared,
 __device__ __forceinline__ void set_limits(DecodeTile& shared, const AttentionParams& p,
                                            const AttentionTile& t) {
   const int row = threadIdx.x;
-  if (row > kDecodeRows) return;
-  const i64 first_tree = first_tree_key(p, t);
-  const auto limits_of = [&](i64 lowest, i64 highest) {
-    RowLimits limits = {0, t.num_keys};
-    if (p.window) limits.start = highest - p.window + 1;
-    if (p.causal && limits.end > lowest + 1) limits.end = lowest + 1;
-    if (lowest < 0 && position_counts(p, first_tree)) limits.end = -1;
-    return limits;
-  };
   if (row < kDecodeRows) {
     const i64 position = position_of(p, t, row);
-    shared.limits[row] = limits_of(position, position);
-  } else {
-    RowLimits all = limits_of(position_of(p, t, 0), position_of(p, t, t.num_rows - 1));
-    if (all.end > first_tree) all.end = first_tree;
-    shared.seen_by_all = all;
+    shared.limits[row] = limits_of(p, t, position, position);
+  } else if (row == kDecodeRows) {
+    shared.seen_by_all = seen_by_all(p, t);
   }
 }
 
 // Which of a lane's scores count where a tree is visible: bit 4n + i of element i of product n.
+template <int kScores>
 __device__ __forceinline__ u32 visible_in_tree(const AttentionParams& p, const AttentionTile& t,
                                                i64 first) {
   const int lane = threadIdx.x % 32;
   u32 visible = 0;
 #pragma unroll 1
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < kScores * 4; ++j) {
     const int column = j / 4 * 8 + lane % 4 * 2 + j % 2;
     const int row = lane / 4 + j / 2 % 2 * 8;
     if (row < t.num_rows && sees(p, t, row, key_of(p, t, first + column))) visible |= 1u << j;
@@ -288,24 +278,26 @@ __device__ __forceinline__ u32 visible_in_tree(const AttentionParams& p, const A
   return visible;
 }
 
-// Take the scores of keys that a row does not see for minus infinity. The tile's first key has
-// number `first`.
-__device__ __forceinline__ void hide_keys(float (&s)[2][4], const DecodeTile& shared,
+// Take the scores of keys that a row does not see for minus infinity. Their first key has number
+// `first`, and `present` a bit for each.
+template <int kScores>
+__device__ __forceinline__ void hide_keys(float (&s)[kScores][4], const DecodeTile& shared,
                                           const AttentionParams& p, const AttentionTile& t,
                                           i64 first, u32 present) {
+  constexpr int kKeys = kScores * 8;
   const i64 first_key = key_of(p, t, first);
-  if (present == (1u << kTileKeys) - 1 && first >= t.sinks &&
-      first_key >= shared.seen_by_all.start && first_key + kTileKeys <= shared.seen_by_all.end) {
+  if (present == (1u << kKeys) - 1 && first >= t.sinks && first_key >= shared.seen_by_all.start &&
+      first_key + kKeys <= shared.seen_by_all.end) {
     return;
   }
   const int lane = threadIdx.x % 32;
   const bool has_tree = p.tree_mask != nullptr;
-  const u32 in_tree = has_tree ? visible_in_tree(p, t, first) : 0;
+  const u32 in_tree = has_tree ? visible_in_tree<kScores>(p, t, first) : 0;
   RowLimits limits[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) limits[h] = shared.limits[lane / 4 + h * 8];
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
+  for (int n = 0; n < kScores; ++n) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int column = n * 8 + lane % 4 * 2 + i;
@@ -320,4 +312,127 @@ __device__ __forceinline__ void hide_keys(float (&s)[2][4], const DecodeTile& sh
       }
     }
   }
+}
+
+// --- Values
+// -----------------------------------------------------------------------------------------
+
+// Half of an A fragment, and what its rounding lost as another.
+template <typename T>
+__device__ __forceinline__ void split_pair(float x, float y, u32& pair, u32& rest) {
+  pair = pack_pair<T>(x, y);
+  rest = pack_pair<T>(x - lower_of<T>(pair), y - upper_of<T>(pair));
+}
+
+// o += weights * values of the keys of a tile, columns from chunk `first_chunk` on. Weights keep
+// twice the bits of T: memory bounds this, and tensor cores have the time.
+template <typename TCache, int kRowBytes, int kScores, int kValues>
+__device__ __forceinline__ void multiply_values(float (&o)[kValues][4],
+                                                const float (&s)[kScores][4], const char* values,
+                                                int first_chunk) {
+  using T = MmaFormat<TCache>;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < kScores / 2; ++k) {
+    u32 a[4];
+    u32 rest[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&pairs)[4] = s[2 * k + i / 2];
+      split_pair<T>(pairs[i % 2 * 2], pairs[i % 2 * 2 + 1], a[i], rest[i]);
+    }
+#pragma unroll
+    for (int n = 0; n < kValues * static_cast<int>(sizeof(TCache)) / 4; ++n) {
+      u32 b[4];  // of either chunk, keys 0 to 7 and 8 to 15
+      load_matrices<true>(
+          b, values + chunk_at<kRowBytes>(k * 16 + lane % 16, first_chunk + n * 2 + lane / 16));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (sizeof(TCache) == 2) {
+          mma_m16n8k16<T>(o[2 * n + i], a, b[2 * i], b[2 * i + 1]);
+          mma_m16n8k16<T>(o[2 * n + i], rest, b[2 * i], b[2 * i + 1]);
+        } else {
+          u32 even[2];
+          u32 odd[2];
+          to_half_pairs<TCache>(b[2 * i], even[0], odd[0]);
+          to_half_pairs<TCache>(b[2 * i + 1], even[1], odd[1]);
+          mma_m16n8k16<T>(o[4 * n + 2 * i], a, even[0], even[1]);
+          mma_m16n8k16<T>(o[4 * n + 2 * i], rest, even[0], even[1]);
+          mma_m16n8k16<T>(o[4 * n + 2 * i + 1], a, odd[0], odd[1]);
+          mma_m16n8k16<T>(o[4 * n + 2 * i + 1], rest, odd[0], odd[1]);
+        }
+      }
+    }
+  }
+}
+
+// The weights that meet values are relative to the largest scale of V so far, a power of two:
+// raise that, and return the inverse.
+template <int kScores, int kValues>
+__device__ __forceinline__ float raise_value_scale(const float (&scales)[kScores][2],
+                                                   float& largest, float (&o)[kValues][4]) {
+  float top = 0.0f;
+#pragma unroll
+  for (int n = 0; n < kScores; ++n) {
+    top = fmaxf(top, fmaxf(fabsf(scales[n][0]), fabsf(scales[n][1])));
+  }
+  top = power_of_two_below(max_within_warp(top, 4));
+  if (top > largest) {  // for all lanes alike
+    const float rescale = largest * inverse_of_power(top);
+    largest = top;
+#pragma unroll
+    for (int n = 0; n < kValues; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[n][i] *= rescale;
+    }
+  }
+  return inverse_of_power(largest);
+}
+
+// Write what a warp has of the weighted values to its part of shared memory.
+template <typename TCache, int kWidthV>
+__device__ __forceinline__ void leave_values(float* values, const float (&o)[kWidthV / 8][4],
+                                             float scale) {
+  constexpr int kStride = kWidthV + kValuePadding;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float* row = values + (lane / 4 + h * 8) * kStride;
+#pragma unroll
+    for (int n = 0; n < kWidthV / 8; n += 2) {
+      const float first[2] = {o[n][2 * h] * scale, o[n][2 * h + 1] * scale};
+      const float second[2] = {o[n + 1][2 * h] * scale, o[n + 1][2 * h + 1] * scale};
+      if constexpr (sizeof(TCache) == 2) {
+        float2* to = reinterpret_cast<float2*>(row + n * 8 + lane % 4 * 2);
+        to[0] = make_float2(first[0], first[1]);
+        to[4] = make_float2(second[0], second[1]);
+      } else {
+        Pack<float, 4> both = {{first[0], second[0], first[1], second[1]}};
+        both.store(reinterpret_cast<char*>(row + n * 8 + lane % 4 * 4));
+      }
+    }
+  }
+}
+
+// Write four neighbouring elements of a row, or zeros where no key was seen.
+__device__ __forceinline__ void store_four(const RowEnd& end, int column,
+                                           const Pack<float, 4>& values) {
+  const float inverse = end.divisor != 0.0f ? __fdiv_rn(1.0f, end.divisor) : 0.0f;
+  Pack<float, 4> results;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    results.values[i] = end.divisor != 0.0f ? values.values[i] * inverse : 0.0f;
+  }
+  if (end.format == 0) {
+    results.store(end.out + column * 4);
+    return;
+  }
+  Pack<u32, 2> pairs;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float x = results.values[2 * i];
+    const float y = results.values[2 * i + 1];
+    pairs.values[i] = end.format == 1 ? pack_pair<half>(x, y) : pack_pair<bfloat16>(x, y);
+  }
+  pairs.store(end.out + column * 2);
 }

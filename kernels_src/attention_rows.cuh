@@ -109,6 +109,16 @@ __device__ __forceinline__ void multiply_add(float a, const Pack<float, kCount>&
   for (int j = 0; j < kCount; ++j) sums.values[j] = fmaf(a, b.values[j], sums.values[j]);
 }
 
+// The sum of the values of `lanes` neighbouring threads, known to each of them. Every thread of the
+// warp must call it.
+__device__ __forceinline__ float sum_of_lanes(float value, int lanes) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    if (distance < lanes) value += __shfl_xor_sync(kAllLanes, value, distance);
+  }
+  return value;
+}
+
 template <int kCount>
 __device__ __forceinline__ float sum_of(const Pack<float, kCount>& pack) {
   float sum = pack.values[0];

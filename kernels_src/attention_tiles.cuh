@@ -23,14 +23,6 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
   return chunk_at<kWidth * 2>(row, chunk);
 }
 
-__device__ __forceinline__ const char* query_row(const AttentionParams& p, const AttentionTile& t,
-                                                 int row, int kv_head) {
-  const int packed = t.first_row + row;
-  const i64 token = t.first_token + packed / p.group;
-  const i64 head = i64{kv_head} * p.group + packed % p.group;
-  return p.query + token * p.query_token_bytes + head * p.query_head_bytes;
-}
-
 // Whether any row of the tile sees a key: with a tree mask, a key of the tile may be no row's.
 __device__ __forceinline__ bool seen_by_any(const AttentionParams& p, const AttentionTile& t,
                                             i64 key) {

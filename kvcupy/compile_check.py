@@ -50,6 +50,7 @@ REGISTER_BUDGET: dict[str, int] = {
     "attention_starts": 64,
     "attention_decode": 255,  # blocks of 128 threads: two a multiprocessor, whose loads fill it
     "attention_decode_mma": 255,  # two or three blocks of 128 threads an SM, as planned
+    "attention_decode_latent": 255,  # two blocks of 128 threads an SM, as planned
     "merge_states": 100,  # eight states in flight; two take 60
     "attention_prefill": 255,  # two or three blocks of 128 threads a multiprocessor, as planned
 }

@@ -119,6 +119,36 @@ def check_attention_append_whole_tiles(device):
     return case
 
 
+def check_attention_latent(device, cache_fmt=None, scale="none"):
+    """Values that are the first elements of keys; two tiles of heads, a page that is missing."""
+    case = AttentionCase(device, 63)
+    args = case.arguments([130, 0, 37], fmt="bf16", cache_fmt=cache_fmt, heads=(18, 1),
+                          widths=(576, 512), page_size=16, scales=(scale, "none"))  # fmt: skip
+    args["v_cache"] = args["k_cache"].sub(lambda a: a[..., :512])
+    if scale != "none":
+        args["v_scale"] = args["k_scale"]
+    table = args["block_table"].view.copy()
+    table[0, 3] = -1
+    case.attend(args | {"block_table": case.table(table)})
+    return case
+
+
+def check_attention_latent_fp8(device):
+    return check_attention_latent(device, "fp8_e4m3", "float")
+
+
+def check_attention_wide_rows(device):
+    """Values of their own; a scale per slot for either; few new tokens; windows and trees."""
+    case = AttentionCase(device, 64)
+    args = case.arguments(
+        [75, 40, 3], [3, 1, 2], fmt="fp16", cache_fmt="int8", heads=(6, 2), widths=(320, 272),
+        padding=2, scales=("dynamic", "dynamic"),
+    )  # fmt: skip
+    case.attend(args, window=30, sinks=5, logits_soft_cap=6.0)
+    case.attend(args, tree_mask=case.tree([3, 1, 2], 8))
+    return case
+
+
 def check_attention_append(device, fmt="fp32"):
     """Several tokens per sequence, spare rows, causal and not."""
     case = AttentionCase(device, 46)
@@ -363,6 +393,9 @@ CHECKS = (
     check_attention_decode_fp8,
     check_attention_decode_masks,
     check_attention_decode_masks_fp16,
+    check_attention_latent,
+    check_attention_latent_fp8,
+    check_attention_wide_rows,
     check_attention_append,
     check_attention_append_bf16,
     check_attention_append_long,

@@ -1,9 +1,10 @@
 """The attention kernels: which of them a call takes, how it is tiled, and their Params.
 
 `attention_prefill` works on tiles of 64 packed rows with tensor cores, where query and cache are
-fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 bits. `attention_decode`
-takes every other call: a few packed rows per tile. All split keys over blocks. `attention_starts`
-runs before them where sequences have several new tokens.
+fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 bits, and
+`attention_decode_latent` likewise where rows are wide. `attention_decode` takes every other call: a
+few packed rows per tile. All split keys over blocks. `attention_starts` runs before them where
+sequences have several new tokens.
 
 A packed row is one query head of one token. The heads that share a KV head, of one token after
 another, are the rows of a tile, so that K and V are loaded once for all of them.
@@ -244,20 +245,21 @@ DECODE = {
 DECODE_MMA = Kernel(
     "attention_decode_mma.cu", "attention_decode_mma", PARAMS, "AttentionParams", barriers=True
 )
+DECODE_LATENT = Kernel(
+    "attention_decode_latent.cu", "attention_decode_latent", PARAMS, "AttentionParams",
+    barriers=True,
+)  # fmt: skip
 PREFILL = Kernel(
     "attention_prefill.cu", "attention_prefill", PARAMS, "AttentionParams", barriers=True
 )
 
 # Packed rows per tile of the plain kernel, by the packs of a row that a lane holds where a warp
-# shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is wide rows, and
-# bf16 on Turing.
+# shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is bf16 on Turing.
 _PACKS_PER_LANE = (1, 3)
-_WIDE_ROWS: dict[int, tuple[int, ...]] = {3: (1, 2)}
 _Rows = dict[str, dict[int, tuple[int, ...]]]
 _DECODE_ROWS: _Rows = {
-    "float": {1: (1, 4), **_WIDE_ROWS}, "half": {1: (1,), **_WIDE_ROWS},
-    "bfloat16": {1: (1, 4), **_WIDE_ROWS}, "fp8_e4m3": _WIDE_ROWS, "fp8_e5m2": _WIDE_ROWS,
-    "int8": _WIDE_ROWS, "AnyFormat": {1: (1, 4, 8), **_WIDE_ROWS},
+    "float": {1: (1, 4), 3: (1,)}, "half": {1: (1,)}, "bfloat16": {1: (1, 4)},
+    "AnyFormat": {1: (1, 4, 8), 3: (1, 2)},
 }  # fmt: skip
 # Keys of 16 bits are rotated on tensor cores; those of float32 are few.
 _ROTATING_ROWS: _Rows = {
@@ -282,6 +284,9 @@ PREFILL_THREADS = 128
 
 PREFILL_WIDTHS = ((64, 64), (128, 128), (192, 128), (256, 256))
 """Widths of K and V on tensor cores; others are padded to the first that fits."""
+
+LATENT_WIDTHS = (576, 512)
+"""The most elements of a row of K and of V that the kernel for wide rows takes."""
 
 PREFILL_FORMATS = {"fp16": "half", "bf16": "bfloat16"}
 DECODE_MMA_FORMATS = (*PREFILL_FORMATS, "fp8_e4m3", "fp8_e5m2", "int8")
@@ -313,6 +318,7 @@ def specialisations() -> list[Specialisation]:
         for name in DECODE_MMA_FORMATS
         for widths in PREFILL_WIDTHS
     ]
+    decodes += [latent_specialisation(name) for name in DECODE_MMA_FORMATS]
     starts = [kernel.specialise(lanes) for lanes, kernel in STARTS.items()]
     return [*decodes, *prefills, *starts]
 
@@ -361,6 +367,22 @@ def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int
     table_bytes = -(-(_TILE_KEYS * per_key + 4 * stages) // 8) * 8
     per_warp = max(stages * tile_bytes, merge_bytes) + table_bytes
     return _DECODE_WARPS * per_warp + DECODE_MMA_ROWS * k_width * 2 + _DECODE_TILE_BYTES
+
+
+def latent_specialisation(format_name: str) -> Specialisation:
+    """Return the kernel of a cache's format for rows up to `LATENT_WIDTHS`."""
+    return DECODE_LATENT.specialise(FORMATS[format_name].ctype)
+
+
+def latent_smem_bytes(specialisation: Specialisation) -> int:
+    """Return the dynamic shared memory of a block, `LatentShape::kBytes` of the kernel."""
+    itemsize = next(f.itemsize for f in FORMATS.values() if (f.ctype,) == specialisation.arguments)
+    keys, stages, width = 32, 2, LATENT_WIDTHS[0]
+    angles = (stages + 1) * keys if itemsize == 2 else keys
+    table_bytes = (stages + 1) * (keys * (2 * 8 + 2 * 4) + 4) + 8 * angles
+    scores_bytes = DECODE_MMA_ROWS * (keys + 8) * 4
+    tiles_bytes = (stages * keys * itemsize + DECODE_MMA_ROWS * 2) * width
+    return tiles_bytes + scores_bytes + -(-table_bytes // 8) * 8 + _DECODE_TILE_BYTES
 
 
 def padded_widths(k_width: int, v_width: int) -> tuple[int, int] | None:
@@ -427,7 +449,25 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         chosen = decode_mma_specialisation(call.k.cache_format.name, *_widths(call))
         smem_bytes = decode_mma_smem_bytes(chosen, device.arch)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
+    if suits_latent(device, call, alignment):
+        chosen = latent_specialisation(call.k.cache_format.name)
+        smem_bytes = latent_smem_bytes(chosen)
+        return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
     return _decode_tiling(device, call, alignment)
+
+
+def suits_latent(device: Device, call: AttentionCall, alignment: int) -> bool:
+    """Return whether the kernel for wide rows takes a call, such as one over latents.
+
+    What `suits_decode_mma` asks of formats and alignment, it does too. It does not rotate keys, and
+    Turing lacks the shared memory.
+    """
+    return (
+        device.arch != "sm_75"
+        and not call.rotates_keys
+        and all(n <= most for n, most in zip(_widths(call), LATENT_WIDTHS, strict=True))
+        and _has_words_for_tensor_cores(device, call, alignment)
+    )
 
 
 def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> bool:
@@ -438,6 +478,21 @@ def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> boo
     of each product, which still takes less time than float32 arithmetic. Keys of 8 bits are not
     rotated. Turing's tensor cores have no bf16.
     """
+    if padded_widths(*_widths(call)) is None:
+        return False
+    if not _has_words_for_tensor_cores(device, call, alignment):
+        return False
+    if call.k.cache_format.itemsize == 1:
+        return not call.rotates_keys and _fits_turing_decode(device, call)
+    return (
+        _has_whole_packs(call, alignment)
+        and not (device.arch == "sm_75" and call.k.cache_format.name == "bf16")
+        and _fits_turing_decode(device, call)
+    )
+
+
+def _has_words_for_tensor_cores(device: Device, call: AttentionCall, alignment: int) -> bool:
+    """Return whether formats suit decode on tensor cores, and rows are whole aligned words."""
     query, out = call.views["query"], call.views["out"]
     cache_format = call.k.cache_format
     if (
@@ -445,21 +500,12 @@ def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> boo
         or query.format not in PREFILL_FORMATS
         or cache_format is not call.v.cache_format
         or cache_format.name not in DECODE_MMA_FORMATS
-        or padded_widths(*_widths(call)) is None
+        or (cache_format.itemsize == 2 and query.format != cache_format.name)
     ):
         return False
     strides = (*query.strides[:2], *out.strides[:2], *call.k.cache_strides, *call.v.cache_strides)
     row_bytes = [operand.cache.width * cache_format.itemsize for operand in (call.k, call.v)]
-    if widest((alignment, *map(abs, strides), *row_bytes)) < _WORD_BYTES:
-        return False
-    if cache_format.itemsize == 1:
-        return not call.rotates_keys and _fits_turing_decode(device, call)
-    return (
-        query.format == cache_format.name
-        and _has_whole_packs(call, alignment)
-        and not (device.arch == "sm_75" and query.format == "bf16")
-        and _fits_turing_decode(device, call)
-    )
+    return widest((alignment, *map(abs, strides), *row_bytes)) == _WORD_BYTES
 
 
 def _fits_turing_decode(device: Device, call: AttentionCall) -> bool:

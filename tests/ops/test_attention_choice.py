@@ -144,6 +144,11 @@ def test_few_rows_and_caches_of_8_bits_go_to_the_tensor_cores(watch, call):
     assert "attention_decode_mma" in names(launched(watch(), max_pages=2, **call))
 
 
+@pytest.mark.parametrize("more", [{}, {"cache_dtype": np.int8}, {"new": 16}], ids=str)
+def test_wide_rows_go_to_the_kernel_for_latents(watch, more):
+    assert "attention_decode_latent" in names(launched(watch(), width=512, max_pages=2, **more))
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -152,7 +157,7 @@ def test_few_rows_and_caches_of_8_bits_go_to_the_tensor_cores(watch, call):
         {"dtype": np.float32},
         {"dtype": np.float32, "cache_dtype": np.int8},
         {"cache_dtype": np.float32},
-        {"width": 512},
+        {"width": 520},
         {"cache_dtype": np.int8} | table_of(64),
     ],
     ids=str,

@@ -22,6 +22,8 @@ MMA, MMA_SHARED = "attention_decode_mma.cu", "attention_decode_mma.cuh"
 MMA_LONG = attention_checks.check_attention_long_decode_fp16
 MMA_BYTES = attention_checks.check_attention_long_decode_fp8
 MMA_MASKS = attention_checks.check_attention_decode_masks_fp16
+LATENT_FILE = "attention_decode_latent.cu"
+LATENT, WIDE = attention_checks.check_attention_latent, attention_checks.check_attention_wide_rows
 RISING = attention_checks.check_attention_decode_rising_scales
 WHOLE_TILES = attention_checks.check_attention_append_whole_tiles
 SMALL_TREES = attention_checks.check_attention_small_trees_bf16
@@ -36,9 +38,9 @@ def decode_tree(device):
 
 MUTATIONS = {
     "the head of a neighbouring group": Mutation(
-        "const i64 head = i64{kv_head} * p.group + packed % p.group;\n    const char* row",
-        "const i64 head = i64{kv_head ^ 1} * p.group + packed % p.group;\n    const char* row",
-        DECODE, "attention.cu"),
+        "const i64 head = i64{kv_head} * p.group + packed % p.group;\n  return p.query",
+        "const i64 head = i64{kv_head ^ 1} * p.group + packed % p.group;\n  return p.query",
+        DECODE, SHARED),
     "one page for all keys": Mutation(
         "place >> p.page_shift : place / p.page_size;", "0 : 0;", DECODE, SHARED),
     "the first offset of every page": Mutation(
@@ -67,15 +69,15 @@ MUTATIONS = {
         "values[r][s].values[j] *= rescale;", "values[r][s].values[j] *= 1.0f;", LONG_DECODE,
         "attention.cu"),
     "groups merged without their tops": Mutation(
-        "if (top != -kInfinity) sum += sums[g * kRows + r] * exp2f(top - largest);",
-        "if (top != -kInfinity) sum += sums[g * kRows + r];", DECODE, "attention.cu"),
+        "sum += sums[g * kRows + r] * weight;", "sum += sums[g * kRows + r];", DECODE,
+        "attention.cu"),
     "no barrier before groups are merged": Mutation(
-        "  __syncthreads();\n  for (int r = 0; r < t.num_rows; ++r) {",
-        "  for (int r = 0; r < t.num_rows; ++r) {", DECODE, "attention.cu"),
+        "__syncthreads();  // the groups have written theirs", "", DECODE, "attention.cu"),
     "keys of a split left out": Mutation(
         "first += groups * kKeys", "first += groups * kKeys + 1", LONG_DECODE, "attention.cu"),
     "splits that begin alike": Mutation(
-        "const i64 begin = split * a_split;", "const i64 begin = 0;", LONG_DECODE, "attention.cu"),
+        "range.begin = min(split * per_split, t.num_visible);", "range.begin = 0;", LONG_DECODE,
+        SHARED),
     "what is not seen weighs in": Mutation(
         WEIGHT, "logits[r][n] < -3e38f ? 1.0f : exp2f(", APPEND, "attention.cu"),
     "dynamic scales by the offset in the page": Mutation(
@@ -95,7 +97,7 @@ MUTATIONS = {
         "(s[n], a, even, odd)", "(s[n], a, odd, even)", MMA_BYTES, MMA),
     "columns of values side by side": Mutation(
         "first[0], second[0], first[1], second[1]", "first[0], first[1], second[0], second[1]",
-        MMA_BYTES, MMA),
+        MMA_BYTES, MMA_SHARED),
     "the scale of a query forgotten": Mutation(
         "shared.query_scales[lane / 4 + h * 8] * (", "(", MMA_BYTES, MMA),
     "the scale of keys forgotten": Mutation(
@@ -111,22 +113,28 @@ MUTATIONS = {
         "table.v_scales[stage][n * 8 + lane % 4 * 2 + i]", "table.v_scales[stage][n * 8 + i]",
         RISING, MMA),
     "values not rescaled when a scale rises": Mutation(
-        "o[n][i] *= rescale;", "o[n][i] *= 1.0f;", RISING, MMA),
+        "o[n][i] *= rescale;", "o[n][i] *= 1.0f;", RISING, MMA_SHARED),
     "weights rounded to 16 bits": Mutation(
         "mma_m16n8k16<T>(o[2 * n + i], rest, b[2 * i], b[2 * i + 1]);", "",
-        attention_checks.check_attention_decode_bf16, MMA),
+        attention_checks.check_attention_decode_bf16, MMA_SHARED),
     "sums of warps merged without their tops": Mutation(
         "sum += own * weights[w];", "sum += own;", MMA_LONG, MMA),
     "values of warps merged without their tops": Mutation(
         "own.values[i] * weights[w];", "own.values[i];", MMA_LONG, MMA),
     "a window one too narrow on tensor cores": Mutation(
-        "highest - p.window + 1", "highest - p.window + 2", MMA_MASKS, MMA_SHARED),
+        "highest - p.window + 1", "highest - p.window + 2", MMA_MASKS, SHARED),
     "kept keys forgotten on tensor cores": Mutation(
         "const bool kept = key < p.sink_keys;", "const bool kept = false;", MMA_MASKS, MMA_SHARED),
     "what the last row sees seen by all": Mutation(
-        "limits_of(position_of(p, t, 0), position_of(p, t, t.num_rows - 1))",
-        "limits_of(position_of(p, t, t.num_rows - 1), position_of(p, t, 0))", WHOLE_TILES,
-        MMA_SHARED),
+        "limits_of(p, t, position_of(p, t, 0), position_of(p, t, t.num_rows - 1))",
+        "limits_of(p, t, position_of(p, t, t.num_rows - 1), position_of(p, t, 0))", WHOLE_TILES,
+        SHARED),
+    "what the last row sees seen by all, plainly": Mutation(
+        "limits_of(p, t, position_of(p, t, 0), position_of(p, t, t.num_rows - 1))",
+        "limits_of(p, t, position_of(p, t, t.num_rows - 1), position_of(p, t, 0))", APPEND,
+        SHARED),
+    "nodes of trees seen by all": Mutation(
+        "if (limits.end > first_tree) limits.end = first_tree;", "", MASKS, SHARED),
     "what the last row sees seen by each": Mutation(
         "const i64 position = position_of(p, t, row);",
         "const i64 position = position_of(p, t, t.num_rows - 1);", WHOLE_TILES, MMA_SHARED),
@@ -150,6 +158,21 @@ MUTATIONS = {
     "splits without keys leave no LSE": Mutation(
         "*end_of_row(p, t, threadIdx.x, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;", "",
         MMA_LONG, MMA),
+    "latents of the first warp for all": Mutation(
+        "threadIdx.x / 32 * 8 + lane % 8", "lane % 8", LATENT, LATENT_FILE),
+    "columns of the first warp for all": Mutation(
+        "warp * kOwnColumns * kBytes / 16", "0", LATENT, LATENT_FILE),
+    "half of the depth of latents": Mutation(
+        "sums[0][i] + sums[1][i]", "sums[0][i]", LATENT, LATENT_FILE),
+    "the table of another tile of latents": Mutation(
+        "set_rows(table, (number + kLatentStages) % kLatentTables",
+        "set_rows(table, number % kLatentTables", LATENT, LATENT_FILE),
+    "keys taken for values that lie elsewhere": Mutation(
+        "if (!values_are_keys) {", "if (false) {", WIDE, LATENT_FILE),
+    "latents hidden by the numbers of the first warp": Mutation(
+        "first + warp * 8, table", "first, table", WIDE, LATENT_FILE),
+    "missing latents of the first warp hidden for all": Mutation(
+        "table.present[entry] >> warp * 8", "table.present[entry]", LATENT, LATENT_FILE),
     "rows of the sequence before": Mutation(
         "const i64 start = before + end - length;", "const i64 start = before + end;", APPEND,
         "attention.cu"),
@@ -162,7 +185,8 @@ MUTATIONS = {
         SHARED),
     "queries of no position see nothing, whatever they look for": Mutation(
         "(position < 0 && position_counts(p, first_tree))", "position < 0",
-        attention_checks.check_attention_shared_keys, SHARED),
+        attention_checks.check_attention_shared_keys, SHARED,
+        (("attention.cuh", "lowest < 0 && position_counts(p, first_tree)", "lowest < 0"),)),
     "queries of no position see what a window leaves": Mutation(
         "return p.causal || p.window ||", "return p.causal ||",
         attention_checks.check_attention_shared_keys, SHARED),

@@ -180,6 +180,19 @@ def test_the_geometry_of_decode_is_the_kernels():
     cxx.check("\n".join(program))
 
 
+def test_the_geometry_of_wide_rows_is_the_kernels():
+    program = ['#include "attention_decode_latent.cu"']
+    program.append(f'static_assert(kLatentWidth == {kernels.LATENT_WIDTHS[0]}, "width of K");')
+    program.append(f'static_assert(kLatentWidthV == {kernels.LATENT_WIDTHS[1]}, "width of V");')
+    for fmt in kernels.DECODE_MMA_FORMATS:
+        specialisation = kernels.latent_specialisation(fmt)
+        size = kernels.latent_smem_bytes(specialisation)
+        assert size <= 99 * 1024, "the limit of a block on every architecture from sm_80 on"
+        named = specialisation.arguments[0]
+        program.append(f'static_assert(LatentShape<{named}>::kBytes == {size}, "bytes");')
+    cxx.check("\n".join(program))
+
+
 def test_the_geometry_of_a_launch_is_the_kernels():
     program = [
         '#include "attention_prefill.cu"',
@@ -234,7 +247,7 @@ class Turing:
 class Host:
     """The host device, likewise."""
 
-    warp_lanes = 1
+    warp_lanes, arch = 1, "host"
 
 
 class Ampere:
@@ -304,6 +317,16 @@ def test_what_decode_suits():
 )
 def test_what_decode_does_not_suit(why):
     assert not suits_decode(Ampere, **why)
+
+
+def test_which_wide_rows_are_latents():
+    wide = {"widths": (576, 512)}
+    assert kernels.suits_latent(Ampere, described(**wide), 256)
+    assert kernels.suits_latent(Ampere, described(fmt="bf16", cache_fmt="int8", **wide), 256)
+    for call in ({"widths": (584, 512)}, {"widths": (576, 520)}, {"fmt": "fp32", **wide}):
+        assert not kernels.suits_latent(Ampere, described(**call), 256)
+    assert not kernels.suits_latent(Turing, described(**wide), 256)
+    assert not kernels.suits_latent(Host, described(**wide), 256)
 
 
 def test_devices_that_decode_does_not_suit():

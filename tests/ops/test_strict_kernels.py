@@ -21,6 +21,7 @@ from kvcupy.ops import attention_kernels
 NOT_WAITED = "has not been waited for"
 RACE = f"no barrier lies between|nobody has written|{NOT_WAITED}"
 PREFILL, DECODE = "attention_prefill.cu", "attention_decode_mma.cu"
+LATENT = "attention_decode_latent.cu"
 
 
 def rotate_at_any_element(device: Any) -> None:
@@ -70,7 +71,7 @@ def warp_barrier(comment: str, call: Callable[[Any], Any] = decode) -> Missing:
 def wait_for_group(comment: str) -> Missing:
     barrier = f"__syncwarp();  // {comment}"
     waiting = f"wait_for_copy_groups<kPending>(); {barrier}"
-    return Missing(DECODE, waiting, barrier, decode, NOT_WAITED)
+    return Missing(DECODE, waiting, barrier, decode, RACE)
 
 
 REDUCE = "    for (int i = 0; i < warps; ++i) value = fmaxf(value, scratch[first_warp + i]);\n"
@@ -109,9 +110,29 @@ MISSING = {
     "the wait for the keys of a warp": wait_for_group("keys have arrived"),
     "the wait for the values of a warp": wait_for_group("values have arrived"),
     "a group that is not closed": Missing(
-        DECODE, "end_copy_group();\n    stage = ", "stage = ", decode, NOT_WAITED),
+        DECODE, "end_copy_group();\n    stage = ", "stage = ", decode, RACE),
+    **{
+        f"the barrier: {comment}": replace(barrier(comment, call), file=LATENT)
+        for comment, call in [
+            ("the tile is known", attention_checks.check_attention_latent),
+            ("the first tables, queries and limits are there",
+             attention_checks.check_attention_latent),
+            ("the tile has arrived", attention_checks.check_attention_latent),
+            ("all scores are there, and the next table", attention_checks.check_attention_latent),
+            ("values have taken the place of keys", attention_checks.check_attention_wide_rows),
+            ("the tile is no longer needed", attention_checks.check_attention_latent),
+        ]
+    },
+    "the wait for latents": Missing(
+        LATENT, "wait_for_copy_groups<kLatentStages - 1>();", "",
+        attention_checks.check_attention_latent, RACE),
+    "the wait for values of their own": Missing(
+        LATENT, "wait_for_copies();", "", attention_checks.check_attention_wide_rows, RACE),
     "the barrier before groups of lanes are merged": Missing(
-        "attention.cu", "  __syncthreads();\n  for (int r = 0;", "  for (int r = 0;",
+        "attention.cu", "__syncthreads();  // the groups have written theirs", "",
+        attention_checks.check_attention_decode, RACE),
+    "the barrier before the weights of groups are read": Missing(
+        "attention.cu", "__syncthreads();  // the weights of groups are there", "",
         attention_checks.check_attention_decode, RACE),
     "the barrier before the maxima of warps are read": Missing(
         "common.cuh", BLOCK_BARRIER + REDUCE, REDUCE, operation_checks.check_dynamic, RACE),

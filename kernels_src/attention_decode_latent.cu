@@ -1,0 +1,240 @@
+// Paged attention of few packed rows over wide rows on tensor cores: decode with multi-head latent
+// attention, whose values are the first elements of its keys.
+//
+// A block takes 16 packed rows, and its four warps share each tile of 32 keys: a warp multiplies
+// the queries by 8 of the keys, scores meet in shared memory, and then it multiplies the weights of
+// all 32, which every warp computes, by 128 columns of the values. So a latent is fetched once and
+// serves as key and as value. Where values lie elsewhere they take the place of the keys once those
+// have been used, and nobody has fetched them early.
+//
+//   tile(n) arrives | Q K^T -> scores | all scores are there | weights, O += P V | fetch tile(n +
+//   2)
+//
+// Formats of 8 bits, scales and masks are as in attention_decode_mma.cu.
+//
+// Bytes: each visible latent once per 16 rows; Q and the output once.
+#include "attention_decode_mma.cuh"
+
+constexpr int kLatentKeys = 32;
+constexpr int kLatentStages = 2;
+constexpr int kLatentTables = kLatentStages + 1;  // the next is written while others are in use
+constexpr int kLatentWidth = 576;
+constexpr int kLatentWidthV = 512;
+constexpr int kOwnColumns = kLatentWidthV / kDecodeWarps;
+constexpr int kScoreStride = kLatentKeys + 8;  // floats, so that rows differ in their banks
+
+// The layout of dynamic shared memory. In the end weighted values take the place of the tiles.
+template <typename TCache>
+struct LatentShape {
+  using Table = DecodeTable<TCache, kLatentTables, kLatentKeys>;
+  static constexpr int kRowBytes = kLatentWidth * static_cast<int>(sizeof(TCache));
+  static constexpr int kTileBytes = kLatentKeys * kRowBytes;
+  static constexpr int kOwnBytes = kDecodeRows * (kOwnColumns + kValuePadding) * 4;
+  static_assert(kDecodeWarps * kOwnBytes <= kLatentStages * kTileBytes, "values fit into the ring");
+  static constexpr int kQueryAt = kLatentStages * kTileBytes;
+  static constexpr int kScoresAt = kQueryAt + kDecodeRows * kLatentWidth * 2;
+  static constexpr int kTableAt = kScoresAt + kDecodeRows * kScoreStride * 4;
+  static constexpr int kTileAt = kTableAt + static_cast<int>(sizeof(Table));
+  static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(DecodeTile));
+};
+
+// Scores of the 8 keys of this warp.
+template <typename TCache>
+__device__ __forceinline__ void multiply_latents(float (&s)[1][4], const char* keys,
+                                                 const char* queries) {
+  using T = MmaFormat<TCache>;
+  constexpr int kRowBytes = LatentShape<TCache>::kRowBytes;
+  constexpr int kSteps = sizeof(TCache) == 2 ? 2 : 4;  // of depth 16 that four matrices cover
+  const int lane = threadIdx.x % 32;
+  const int row = threadIdx.x / 32 * 8 + lane % 8;
+  float sums[2][4] = {};  // so that products do not all wait for one another
+#pragma unroll 3
+  for (int k = 0; k < kLatentWidth / 16; k += kSteps) {
+    u32 b[4];
+    load_matrices<false>(b, keys + chunk_at<kRowBytes>(row, k * 4 / kSteps + lane / 8));
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      u32 a[4];
+      load_matrices<false>(
+          a, queries + chunk_offset<kLatentWidth>(lane % 16, (k + i) * 2 + lane / 16));
+      if constexpr (sizeof(TCache) == 2) {
+        mma_m16n8k16<T>(sums[i % 2], a, b[2 * i], b[2 * i + 1]);
+      } else {
+        u32 even;
+        u32 odd;
+        to_half_pairs<TCache>(b[i], even, odd);
+        mma_m16n8k16<T>(sums[i % 2], a, even, odd);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) s[0][i] = sums[0][i] + sums[1][i];
+}
+
+// TCache: as of attention_decode_mma. K rows of at most 576 elements, V rows of at most 512.
+// grid: (tiles, H, num_splits), block: 128, smem: LatentShape::kBytes
+template <typename TCache>
+__global__ void __launch_bounds__(kDecodeThreads, 2)
+    attention_decode_latent(const __grid_constant__ AttentionParams p) {
+  using Shape = LatentShape<TCache>;
+  constexpr int kBytes = sizeof(TCache);
+  const int kv_head = blockIdx.y;
+  const int split = blockIdx.z;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  char* ring = dynamic_shared<char>();
+  char* queries = ring + Shape::kQueryAt;
+  float* scores = reinterpret_cast<float*>(ring + Shape::kScoresAt);
+  auto& table = *reinterpret_cast<typename Shape::Table*>(ring + Shape::kTableAt);
+  auto& shared = *reinterpret_cast<DecodeTile*>(ring + Shape::kTileAt);
+  AttentionTile& t = shared.tile;
+  if (threadIdx.x == 0) {
+    t = find_tile(p, blockIdx.x, kDecodeRows, kv_head == 0 && split == 0);
+    shared.range = keys_of_split(p, t, split, kLatentKeys);
+  }
+  __syncthreads();  // the tile is known
+  if (t.num_rows == 0) return;
+  const i64 begin = shared.range.begin;
+  const i64 end = shared.range.end;
+  if (p.partial_out && begin == end) {  // a split without keys: only its LSE is read
+    if (threadIdx.x < t.num_rows) {
+      *end_of_row(p, t, threadIdx.x, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
+    }
+    return;
+  }
+  const int num_tiles = static_cast<int>((end - begin + kLatentKeys - 1) / kLatentKeys);
+  const bool values_are_keys = p.v_cache == p.k_cache &&
+                               p.v.cache.page_bytes == p.k.cache.page_bytes &&
+                               p.v.cache.offset_bytes == p.k.cache.offset_bytes &&
+                               p.v.cache.head_bytes == p.k.cache.head_bytes;
+  const auto fetch = [&](int number) {
+    fetch_tile<Shape::kRowBytes, kDecodeThreads>(ring + number % kLatentStages * Shape::kTileBytes,
+                                                 table.k[number % kLatentTables],
+                                                 p.k.width * kBytes, p.k_cache, threadIdx.x);
+  };
+
+  KeyPlace next = {};
+  if (warp == 0) {
+    for (int number = 0; number < kLatentStages; ++number) {
+      set_rows(table, number, p, t,
+               look_up<kLatentKeys>(p, t, begin + number * kLatentKeys + lane, end));
+    }
+    next = look_up<kLatentKeys>(p, t, begin + kLatentStages * kLatentKeys + lane, end);
+  }
+  load_queries<TCache, kLatentWidth>(queries, shared, p, t, kv_head);
+  set_limits(shared, p, t);
+  __syncthreads();  // the first tables, queries and limits are there
+#pragma unroll
+  for (int number = 0; number < kLatentStages; ++number) {
+    if (number < num_tiles) fetch(number);
+    end_copy_group();
+  }
+
+  const float k_scale = p.k_scale_cache ? 1.0f : static_scale(p.k_scale, p.k, kv_head);
+  float factors[2];  // of the scores of rows g and g + 8
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    factors[h] = shared.query_scales[lane / 4 + h * 8] * (p.score_scale * k_scale);
+  }
+  float largest[2] = {-kInfinity, -kInfinity};  // of rows g and g + 8: logit, base 2
+  float sum[2] = {};                            // of this lane's weights, against the largest
+  float o[kOwnColumns / 8][4] = {};
+  float value_scale = p.v_scale_cache ? kSmallestScale : static_scale(p.v_scale, p.v, kv_head);
+
+  for (int number = 0; number < num_tiles; ++number) {
+    char* tile = ring + number % kLatentStages * Shape::kTileBytes;
+    const int entry = number % kLatentTables;
+    const i64 first = begin + i64{number} * kLatentKeys;
+    wait_for_copy_groups<kLatentStages - 1>();
+    __syncthreads();  // the tile has arrived
+
+    // Scores
+    float own[1][4];
+    multiply_latents<TCache>(own, tile, queries);
+    const int column = warp * 8 + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      own[0][i] *= factors[i / 2];
+      if (p.k_scale_cache) own[0][i] *= table.k_scales[entry][column + i % 2];
+      if (p.soft_cap > 0.0f) own[0][i] = p.cap_scale * tanhf(own[0][i] * p.inverse_cap);
+    }
+    hide_keys(own, shared, p, t, first + warp * 8, table.present[entry] >> warp * 8 & 0xffu);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      *reinterpret_cast<float2*>(scores + (lane / 4 + h * 8) * kScoreStride + column) =
+          make_float2(own[0][2 * h], own[0][2 * h + 1]);
+    }
+    if (warp == 0) {
+      set_rows(table, (number + kLatentStages) % kLatentTables, p, t, next);
+      next = look_up<kLatentKeys>(p, t, first + (kLatentStages + 1) * kLatentKeys + lane, end);
+    }
+    __syncthreads();  // all scores are there, and the next table
+    if (!values_are_keys) {
+      fetch_tile<Shape::kRowBytes, kDecodeThreads>(tile, table.v[entry], p.v.width * kBytes,
+                                                   p.v_cache, threadIdx.x);
+      wait_for_copies();
+      __syncthreads();  // values have taken the place of keys
+    }
+
+    // Weights
+    float s[kLatentKeys / 8][4];
+#pragma unroll
+    for (int n = 0; n < kLatentKeys / 8; ++n) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float2 pair = *reinterpret_cast<const float2*>(
+            scores + (lane / 4 + h * 8) * kScoreStride + n * 8 + lane % 4 * 2);
+        s[n][2 * h] = pair.x;
+        s[n][2 * h + 1] = pair.y;
+      }
+    }
+    weigh(s, largest, sum, o);
+    if (p.v_scale_cache) {
+      float scales[kLatentKeys / 8][2];
+#pragma unroll
+      for (int n = 0; n < kLatentKeys / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          scales[n][i] = table.v_scales[entry][n * 8 + lane % 4 * 2 + i];
+        }
+      }
+      const float inverse = raise_value_scale(scales, value_scale, o);
+#pragma unroll
+      for (int n = 0; n < kLatentKeys / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] *= scales[n][i % 2] * inverse;
+      }
+    }
+
+    // Values
+    multiply_values<TCache, Shape::kRowBytes>(o, s, tile, warp * kOwnColumns * kBytes / 16);
+    __syncthreads();  // the tile is no longer needed
+    if (number + kLatentStages < num_tiles) fetch(number + kLatentStages);
+    end_copy_group();
+  }
+
+  // Store
+  float* values = reinterpret_cast<float*>(ring + warp * Shape::kOwnBytes);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float total = sum_within_warp(sum[h], 4);
+    if (lane % 4 == 0) {
+      shared.merge.tops[warp][lane / 4 + h * 8] = largest[h];
+      shared.merge.sums[warp][lane / 4 + h * 8] = total;
+    }
+  }
+  leave_values<TCache, kOwnColumns>(values, o, value_scale);
+  __syncwarp();  // the results of the warp are there
+  const int column = warp * kOwnColumns + lane * 4;
+  for (int row = 0; row < t.num_rows; ++row) {
+    const RowEnd row_end = end_of_row(p, t, row, kv_head, split, shared.merge.tops[warp][row],
+                                      shared.merge.sums[warp][row]);
+    if (column < p.v.width) {
+      Pack<float, 4> four;
+      four.load(
+          reinterpret_cast<const char*>(values + row * (kOwnColumns + kValuePadding) + lane * 4));
+      store_four(row_end, column, four);
+    }
+    if (threadIdx.x == 0 && row_end.lse) *row_end.lse = row_end.lse_value;
+  }
+}
