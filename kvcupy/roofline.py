@@ -5,9 +5,9 @@ GPU of the architecture, its kernel is compiled, and `sass` reads what a warp is
 through the loop, or the kernel, that does the work. Counted against the published rates of a chip,
 that gives a ceiling for each of its resources; the lowest binds.
 
-What is counted: on branches that the Params of the launch decide (and, on a pass through a whole
-kernel, the number of the first thread of a block), the side taken; of the ways that data decides,
-the cheapest that does all of the work. The dearest is beside it: the truth lies
+What is counted: on branches that the Params of the launch decide (and on a pass through a whole
+kernel the number of a thread and indices that exist), the side taken; of the ways that data
+decides, the cheapest that does all of the work. The dearest is beside it: the truth lies
 between the two. What is not: bank conflicts, caches that miss, barriers, the beginning and end of
 blocks around the loop, the last wave of blocks, clocks that fall under load. So a GPU stays below
 these figures, and a kernel that they let pass may still be slow.
@@ -272,8 +272,7 @@ class Row:
         second passes over a row, rope tables
     num_units : of the call, where a pass is one through the whole kernel; None: a pass is one
         through the loop that moves most
-    mixed : whether the kernel has rows of several kinds, so that the way through it may ask for
-        more than one of them does
+    block : the block whose first thread is followed through the whole kernel
     sharing : blocks of a launch that work on the same units, so that they count once
     word_bytes : narrower accesses are not of the work, but to indices, scales or masks
     of_products : the ceiling is of products, as a share of the tensor cores' peak
@@ -288,7 +287,7 @@ class Row:
     unit_bytes: float
     asked_bytes: Callable[[Planned], float]
     num_units: float | None = None
-    mixed: bool = False
+    block: Callable[[Planned], int] = lambda _: 0
     sharing: Callable[[Planned], float] = lambda _: 1
     word_bytes: int = 16
     of_products: bool = False
@@ -427,7 +426,13 @@ def _rotated(kv_format: str) -> Row:
     moved = _WIDTH * (2 + 2 + formats.itemsize(kv_format))
     return Row(f"rope_store {kv_format}", partial(_rope_store, kv_format=kv_format), "rope_store",
                "head of a key", moved, _bytes(moved + 4 * _WIDTH),
-               _TOKENS * (_QUERY_HEADS + 2 * _HEADS), mixed=True, word_bytes=8)  # fmt: skip
+               _TOKENS * (_QUERY_HEADS + 2 * _HEADS), block=_first_key_block, word_bytes=8)  # fmt: skip
+
+
+def _first_key_block(launch: Planned) -> int:
+    """Return the block that begins with the first key of a token, behind its query heads."""
+    (record,) = np.frombuffer(launch.params, launch.specialisation.kernel.params)
+    return (_QUERY_HEADS << int(record["lane_shift"])) // launch.block[0]
 
 
 def _transferred(name: str, kernel: str, host_format: str) -> Row:
@@ -676,9 +681,10 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
     constants = sass.constant_bank(
         launch.params, resources.params_start, launch.block, launch.grid
     )
-    code = sass.Code.of(
-        _listing(image, name), constants, first_thread=row.num_units is not None
-    )  # fmt: skip
+    thread = None
+    if row.num_units is not None:
+        thread = sass.FirstThread(row.block(launch), row.word_bytes)
+    code = sass.Code.of(_listing(image, name), constants, thread)
     loop = _busiest_loop(code, row.word_bytes) if row.num_units is None else None
     ways = [code.path(loop, row.word_bytes, dearest=dearest) for dearest in (False, True)]
     fast, slow = ways
@@ -695,7 +701,7 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
             problems.append(f"a block asks for {per_block:.3f} x {row.unit} on a pass")
     else:
         declared = row.num_units / (blocks * launch.warps_per_block)
-        if units < 0.99 * declared or (units > 1.01 * declared and not row.mixed):
+        if abs(units - declared) > 0.01 * declared:
             problems.append(f"a warp asks for {units:.3f} x {row.unit}, {declared:.3f} declared")
         units = declared
     counted = units * row.unit_bytes / row.sharing(launch)

@@ -174,7 +174,7 @@ def _result_registers(one: Instruction) -> int:
 _MODELLED = frozenset(("MOV", "R2UR", "MOV32I", "SHF", "LEA", "LOP3", "IABS", "SEL", "FSEL",
                        "IMAD", "IADD3", "VIADD", "IADD", "ISETP", "FSETP", "PLOP3", "LDC", "LDCU",
                        "CS2R", "S2R", "HFMA2", "I2F", "MUFU", "F2I", "IMNMX",
-                       "VIMNMX"))  # fmt: skip
+                       "VIMNMX", "LDG", "LD"))  # fmt: skip
 _NO_RESULT = frozenset((*_STORES, "LDGSTS", "STS", "STSM", "STL", "UBLKCP", "BRA", "BRX", "EXIT",
                         "BAR", "BSSY", "BSYNC", "DEPBAR", "LDGDEPBAR", "NOP", "RET", "MEMBAR"))  # fmt: skip
 
@@ -323,6 +323,20 @@ def _float(value: int) -> float:
     return float(struct.unpack("<f", struct.pack("<I", value & _MASK))[0])
 
 
+@dataclass(frozen=True)
+class FirstThread:
+    """The first thread of a block, for which all indices that it loads are 0.
+
+    Attributes
+    ----------
+    block : its number on the first axis
+    word_bytes : narrower loads are of indices, and of scales, masks and logarithms, which are 0 too
+    """
+
+    block: int
+    word_bytes: int
+
+
 @lru_cache(maxsize=1 << 14)
 def _read_operand(operand: str, is_float: bool) -> tuple[str, str, int, bool, bool]:
     """Return kind, register, number, and whether it is negated or inverted."""
@@ -348,11 +362,15 @@ class _Machine:
     Parameters
     ----------
     constants : words of bank 0, by offset
-    first_thread : whether it is the first of its block, else any
+    thread : whose registers these are; None: any
     """
 
-    def __init__(self, constants: Mapping[int, int], *, first_thread: bool = False) -> None:
-        self._constants, self._first_thread = constants, first_thread
+    def __init__(self, constants: Mapping[int, int], thread: FirstThread | None = None) -> None:
+        self._constants, self._thread = constants, thread
+        self._specials: dict[str, int] = {}
+        if thread is not None:
+            self._specials = dict.fromkeys(("SR_TID.X", "SR_TID.Y", "SR_TID.Z", "SR_LANEID"), 0)
+            self._specials |= {"SR_CTAID.X": thread.block, "SR_CTAID.Y": 0, "SR_CTAID.Z": 0}
 
     def run(self, block: Iterable[Instruction], values: Values) -> Values:
         """Return what is known behind a block, given what is known before it."""
@@ -416,8 +434,11 @@ class _Machine:
                     loaded[register] = word
             return loaded
         if one.name in ("S2R", "S2UR"):
-            first = self._first_thread and sources and sources[0].startswith("SR_TID")
-            return {target: 0} if first else {}
+            special = self._specials.get(sources[0]) if sources else None
+            return {} if special is None else {target: special}
+        if one.name in ("LDG", "LD"):
+            is_index = self._thread is not None and one.access_bytes < self._thread.word_bytes
+            return dict.fromkeys(one.writes, 0) if is_index else {}
         if one.name == "CS2R":
             zero = sources == ("SRZ",)
             return dict.fromkeys(_span(target, _result_registers(one)), 0) if zero else {}
@@ -448,8 +469,14 @@ class _Machine:
         if "X" in one.modifiers:
             return {} if None in truths else {target: (total + sum(map(bool, truths))) & _MASK}
         results = {target: total & _MASK}
-        if name in ("IADD3", "LEA") and 0 <= total <= _MASK:
-            results.update(dict.fromkeys(_carries(sources), 0))
+        if name in ("IADD3", "LEA"):
+            # The negative of a number is its complement and one, so that of 0 carries.
+            above = total + sum(1 << 32 for o in plain if o[0] == "-" and self._word(o, values) == 0)
+            carries = list(_carries(sources))
+            if above <= _MASK:
+                results.update(dict.fromkeys(carries, 0))
+            elif len(carries) == 1 and above <= 2 * _MASK + 1:
+                results[carries[0]] = 1
         return results
 
     def _pair(self, operand: str, values: Values) -> int | None:
@@ -603,7 +630,8 @@ def _carries(sources: Sequence[str]) -> Iterator[str]:
     for operand in sources:
         if not _PREDICATE.match(operand):
             return
-        yield operand
+        if operand not in ("PT", "UPT"):
+            yield operand
 
 
 def _value(name: str, modifiers: frozenset[str], words: list[int]) -> int | None:
@@ -772,7 +800,8 @@ class Code:
 
     @staticmethod
     def of(
-        listing: str, constants: Mapping[int, int] | None = None, *, first_thread: bool = False
+        listing: str, constants: Mapping[int, int] | None = None,
+        thread: FirstThread | None = None,
     ) -> Code:  # fmt: skip
         """Read a listing of one kernel.
 
@@ -780,14 +809,13 @@ class Code:
         ----------
         constants : words of constant bank 0, as `constant_bank` returns them; without them no
             branch is decided
-        first_thread : follow the first thread of a block, else any: that one's loops over the
-            elements of a row begin where the Params say
+        thread : follow this one, else any thread of any block
         """
         result = Code(*parse(listing))
         if not result.code:
             raise CompileError("no instructions in the listing", listing[:1000])
         result._divide()
-        result._machine = _Machine(constants or {}, first_thread=first_thread)
+        result._machine = _Machine(constants or {}, thread)
         result._resolve(result._machine)
         return result
 
