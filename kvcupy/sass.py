@@ -173,7 +173,7 @@ def _result_registers(one: Instruction) -> int:
 
 _MODELLED = frozenset(("MOV", "R2UR", "MOV32I", "SHF", "LEA", "LOP3", "IABS", "SEL", "FSEL",
                        "IMAD", "IADD3", "VIADD", "IADD", "ISETP", "FSETP", "PLOP3", "LDC", "LDCU",
-                       "CS2R", "S2R", "HFMA2", "I2F", "MUFU", "F2I", "IMNMX",
+                       "CS2R", "S2R", "S2UR", "HFMA2", "I2F", "MUFU", "F2I", "IMNMX",
                        "VIMNMX", "LDG", "LD"))  # fmt: skip
 _NO_RESULT = frozenset((*_STORES, "LDGSTS", "STS", "STSM", "STL", "UBLKCP", "BRA", "BRX", "EXIT",
                         "BAR", "BSSY", "BSYNC", "DEPBAR", "LDGDEPBAR", "NOP", "RET", "MEMBAR"))  # fmt: skip
@@ -472,11 +472,9 @@ class _Machine:
         if name in ("IADD3", "LEA"):
             # The negative of a number is its complement and one, so that of 0 carries.
             above = total + sum(1 << 32 for o in plain if o[0] == "-" and self._word(o, values) == 0)
-            carries = list(_carries(sources))
-            if above <= _MASK:
-                results.update(dict.fromkeys(carries, 0))
-            elif len(carries) == 1 and above <= 2 * _MASK + 1:
-                results[carries[0]] = 1
+            # Two carries are only ever added up.
+            for i, predicate in enumerate(_carries(sources)):
+                results[predicate] = int(above >> 32 > i)
         return results
 
     def _pair(self, operand: str, values: Values) -> int | None:
