@@ -95,13 +95,15 @@ class Instruction:
 
     @cached_property
     def parts(self) -> tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """The register that it writes first, all that follows, and of that values and predicates."""
+        """The register that it writes first, all that follows, and of that the values that it reads
+        and the predicates; those that carries are written to stand before both."""
         at = next((i for i, o in enumerate(self.operands) if _REGISTER.fullmatch(o)), None)
         if at is None:
             return "", (), (), ()
         sources = self.operands[at + 1 :]
-        predicates = tuple([o for o in sources if _PREDICATE.match(o)])
-        plain = tuple([o for o in sources if o not in predicates])
+        plain = tuple([o for o in sources if not _PREDICATE.match(o)])
+        read = sources[sources.index(plain[0]) :] if plain else ()
+        predicates = tuple([o for o in read if _PREDICATE.match(o)])
         return self.operands[at], sources, plain, predicates
 
     @cached_property
