@@ -15,7 +15,6 @@ these figures, and a kernel that they let pass may still be slow.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -32,6 +31,7 @@ import numpy as np
 from . import compile_check, formats, sass, sources
 from .arrays import ArrayView, contiguous_strides
 from .devices import nvrtc
+from .devices.protocol import Device
 from .errors import CompileError
 from .extras import install
 from .kernels import Specialisation
@@ -313,29 +313,32 @@ def _slots(device: PlannedDevice) -> ArrayView:
 
 
 def _store(device: PlannedDevice, kv_format: str, *, dynamic: bool = False) -> None:
-    caches = _caches(device, kv_format)
-    options: dict[str, Any] = {}
+    k_cache, v_cache = _caches(device, kv_format)
+    scales: dict[str, Any] = _scales(kv_format)
     if dynamic:
-        shape = caches[0].shape[0] * _PAGE, _HEADS
-        options = {f"{n}_scale_cache": device.array(*shape, format="fp32") for n in "kv"}
-    elif kv_format != "bf16":
-        options = {"k_scale": 0.5, "v_scale": 0.5}
-    store_kv(_rows(device, "bf16"), _rows(device, "bf16"), *caches, _slots(device), **options)
+        shape = k_cache.shape[0] * _PAGE, _HEADS
+        scales = {f"{n}_scale_cache": device.array(*shape, format="fp32") for n in "kv"}
+    key, value = (_rows(device, "bf16") for _ in "kv")
+    store_kv(key, value, k_cache, v_cache, _slots(device), **scales)
+
+
+def _scales(kv_format: str) -> dict[str, Any]:
+    return {"k_scale": 0.5, "v_scale": 0.5} if formats.FORMATS[kv_format].quantised else {}
 
 
 def _gather(device: PlannedDevice, kv_format: str) -> None:
-    scales = {} if kv_format == "bf16" else {"k_scale": 0.5, "v_scale": 0.5}
-    gather_kv(*_caches(device, kv_format), _slots(device), k_out=_rows(device, "bf16"),
-              v_out=_rows(device, "bf16"), **scales)  # fmt: skip
+    k_cache, v_cache = _caches(device, kv_format)
+    k_out, v_out = (_rows(device, "bf16") for _ in "kv")
+    gather_kv(k_cache, v_cache, _slots(device), k_out=k_out, v_out=v_out, **_scales(kv_format))
 
 
 def _rope_store(device: PlannedDevice, kv_format: str) -> None:
-    scales = {} if kv_format == "bf16" else {"k_scale": 0.5, "v_scale": 0.5}
+    query, (key, value) = _rows(device, "bf16", _QUERY_HEADS), [_rows(device, "bf16") for _ in "kv"]
+    k_cache, v_cache = _caches(device, kv_format)
+    table, positions = device.array(1 << 17, _WIDTH, format="fp32"), _slots(device)
     rope_store_kv(
-        _rows(device, "bf16", _QUERY_HEADS), _rows(device, "bf16"), _rows(device, "bf16"),
-        device.array(1 << 17, _WIDTH, format="fp32"), device.array(_TOKENS, format="int32"),
-        *_caches(device, kv_format), _slots(device), **scales,
-    )  # fmt: skip
+        query, key, value, table, positions, k_cache, v_cache, _slots(device), **_scales(kv_format)
+    )
 
 
 def _copy_pages(device: PlannedDevice) -> None:
@@ -349,7 +352,8 @@ def _transfer(device: PlannedDevice, host_format: str) -> None:
     pinned = [device.array(*shape, format=host_format) for _ in "kv"]
     own = [device.array(*shape, format="bf16") for _ in "kv"]
     src, dst = LayerPages(tuple(pinned), (), False), LayerPages(tuple(own), (), True)
-    for launch in launches(device, src, dst, max_blocks=link_blocks(device), reports=True):
+    planned = cast(Device, device)
+    for launch in launches(planned, src, dst, max_blocks=link_blocks(planned), reports=True):
         device.launches.append(Planned(
             launch.function, launch.grid, launch.block, launch.smem_bytes,
             _with_addresses(launch.function, launch.constants),
@@ -382,8 +386,7 @@ def _attend(
     options: dict[str, Any] = {}
     if tokens > 1:
         options["query_lens"] = device.array(sequences, format="int32")
-    if kv_format != query_format:
-        options |= {"k_scale": 0.5, "v_scale": 0.5}
+    options |= _scales(kv_format)
     paged_attention(
         device.array(sequences * tokens, heads[0], widths[0], format=query_format), k_cache,
         v_cache, device.array(sequences, num_pages, format="int32"),
@@ -408,25 +411,31 @@ def _bytes(each: float) -> Callable[[Planned], float]:
 
 def _stored(name: str, kv_format: str, asked: float, **options: Any) -> Row:
     """Return a row of bf16 K and V that are stored."""
-    elements = 2 * _HEADS * _WIDTH
-    moved = elements * (2 + formats.itemsize(kv_format))
-    return Row(name, partial(_store, kv_format=kv_format, **options), "store_", "K and V of a token",
-               moved, _bytes(elements * asked), _TOKENS,
-               word_bytes=min(16, 8 * formats.itemsize(kv_format)))  # fmt: skip
+    elements, itemsize = 2 * _HEADS * _WIDTH, formats.itemsize(kv_format)
+    return Row(
+        name, partial(_store, kv_format=kv_format, **options), "store_", "K and V of a token",
+        elements * (2 + itemsize), _bytes(elements * asked), _TOKENS,
+        word_bytes=min(16, 8 * itemsize),
+    )  # fmt: skip
 
 
 def _gathered(name: str, kv_format: str) -> Row:
-    moved = 2 * _HEADS * _WIDTH * (formats.itemsize(kv_format) + 2)
-    return Row(name, partial(_gather, kv_format=kv_format), "gather_", "K and V of a token", moved,
-               _bytes(moved), _TOKENS, word_bytes=min(16, 8 * formats.itemsize(kv_format)))  # fmt: skip
+    itemsize = formats.itemsize(kv_format)
+    moved = 2 * _HEADS * _WIDTH * (itemsize + 2)
+    return Row(
+        name, partial(_gather, kv_format=kv_format), "gather_", "K and V of a token", moved,
+        _bytes(moved), _TOKENS, word_bytes=min(16, 8 * itemsize),
+    )  # fmt: skip
 
 
 def _rotated(kv_format: str) -> Row:
-    """Return a row about a key, which moves most: to the live key and the cache, with its angles."""
+    """Return a row about a key, which moves most: to the live key and the cache; and its angles."""
     moved = _WIDTH * (2 + 2 + formats.itemsize(kv_format))
-    return Row(f"rope_store {kv_format}", partial(_rope_store, kv_format=kv_format), "rope_store",
-               "head of a key", moved, _bytes(moved + 4 * _WIDTH),
-               _TOKENS * (_QUERY_HEADS + 2 * _HEADS), block=_first_key_block, word_bytes=8)  # fmt: skip
+    return Row(
+        f"rope_store {kv_format}", partial(_rope_store, kv_format=kv_format), "rope_store",
+        "head of a key", moved, _bytes(moved + 4 * _WIDTH), _TOKENS * (_QUERY_HEADS + 2 * _HEADS),
+        block=_first_key_block, word_bytes=8,
+    )  # fmt: skip
 
 
 def _first_key_block(launch: Planned) -> int:
@@ -444,8 +453,10 @@ def _transferred(name: str, kernel: str, host_format: str) -> Row:
 
 def _merged(states: int) -> Row:
     moved = _WIDTH * (4 * states + 2)
-    return Row(f"merge_states of {states}", partial(_merge, states=states), "merge_states",
-               "head of a token", moved, _bytes(moved), _TOKENS * _QUERY_HEADS, word_bytes=8)  # fmt: skip
+    return Row(
+        f"merge_states of {states}", partial(_merge, states=states), "merge_states",
+        "head of a token", moved, _bytes(moved), _TOKENS * _QUERY_HEADS, word_bytes=8,
+    )  # fmt: skip
 
 
 def _decode(kv_format: str, group: int) -> Row:
@@ -507,7 +518,7 @@ class Entry:
     shared_bytes : per block
     warps_per_sm : that an SM holds at once, of the launch
     asked_bytes : that a warp loads and stores on a pass
-    counted_bytes : those of them that the memory must move; or multiply-adds times two, `of_products`
+    counted : bytes of them that the memory must move; or, `of_products`, two per multiply-add
     instructions, dearest : that a warp issues on a pass, on the cheapest and the dearest way
     uncounted_loops : inner loops on the way that are counted once, as nothing says how often
     pipes : instructions by pipe, on the cheapest way
@@ -528,7 +539,7 @@ class Entry:
     shared_bytes: int
     warps_per_sm: int
     asked_bytes: float
-    counted_bytes: float
+    counted: float
     instructions: int
     dearest: int
     uncounted_loops: int
@@ -543,11 +554,11 @@ class Entry:
 
 
 def clocks_of(code: Iterable[sass.Instruction], chip: Chip) -> dict[str, float]:
-    """Return the clocks of an SM that a warp's instructions keep each of its resources busy.
+    r"""Return the clocks of an SM that a warp's instructions keep each of its resources busy.
 
     Examples
     --------
-    >>> code, _ = sass.parse("  /*0000*/ FFMA R1, R2, R3, R1 ;\\n  /*0010*/ IADD3 R4, R4, R5, RZ ;")
+    >>> code, _ = sass.parse("  /*0000*/ FFMA R1, R2, R3, R1 ;\n  /*0010*/ IADD3 R4, R4, R5, RZ ;")
     >>> clocks_of(code, CHIPS["sm_80"])
     {'issue': 0.5, 'fma': 0.5, 'alu': 0.5}
     """
@@ -678,18 +689,18 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
     chip = CHIPS[arch]
     image, name = _compiled(launch.specialisation, arch)
     resources = sass.resources(image, name)
-    constants = sass.constant_bank(
-        launch.params, resources.params_start, launch.block, launch.grid
-    )
+    constants = sass.constant_bank(launch.params, resources.params_start, launch.block, launch.grid)
     thread = None
     if row.num_units is not None:
         thread = sass.FirstThread(row.block(launch), row.word_bytes)
-    code = sass.Code.of(_listing(image, name), constants, thread)
+    code = sass.Code(_listing(image, name), constants, thread)
     loop = _busiest_loop(code, row.word_bytes) if row.num_units is None else None
     ways = [code.path(loop, row.word_bytes, dearest=dearest) for dearest in (False, True)]
     fast, slow = ways
     if fast is None or slow is None or (loop is None and row.num_units is None):
-        raise CompileError(f"{launch.specialisation} {arch}: no way through its code moves data", "")
+        raise CompileError(
+            f"{launch.specialisation} {arch}: no way through its code moves data", ""
+        )
 
     # What a pass does
     asked = 32 * (fast.bytes_loaded(row.word_bytes) + fast.bytes_stored(row.word_bytes))
