@@ -553,13 +553,15 @@ class Entry:
     problems: list[str] = field(default_factory=list)
 
 
-def clocks_of(code: Iterable[sass.Instruction], chip: Chip) -> dict[str, float]:
-    r"""Return the clocks of an SM that a warp's instructions keep each of its resources busy.
+def clocks_of(path: sass.Path, chip: Chip) -> dict[str, float]:
+    r"""Return the clocks of an SM that a warp keeps each of its resources busy on a pass.
+
+    An instruction that is predicated off takes its issue slot, and no more.
 
     Examples
     --------
     >>> code, _ = sass.parse("  /*0000*/ FFMA R1, R2, R3, R1 ;\n  /*0010*/ IADD3 R4, R4, R5, RZ ;")
-    >>> clocks_of(code, CHIPS["sm_80"])
+    >>> clocks_of(sass.Path(tuple(code)), CHIPS["sm_80"])
     {'issue': 0.5, 'fma': 0.5, 'alu': 0.5}
     """
     lanes = chip.lanes_per_clock
@@ -568,8 +570,10 @@ def clocks_of(code: Iterable[sass.Instruction], chip: Chip) -> dict[str, float]:
     def add(resource: str, amount: float) -> None:
         clocks[resource] = clocks.get(resource, 0.0) + amount
 
-    for one in code:
+    for one in path.code:
         add("issue", 1 / _SCHEDULERS)
+        if one.address in path.inactive:
+            continue
         pipe = sass.pipe_of(one)
         if pipe in ("fma", "fma2", "imad"):
             add("fma", (64 if pipe == "fma2" else 32) / lanes["fma"])
@@ -615,7 +619,7 @@ def _rounded(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-_PASSES = 8  # until copies that earlier passes began are on their way
+_PASSES = 16  # of which the second half counts: copies that earlier passes began are on their way
 
 
 def pass_clocks(
@@ -631,8 +635,9 @@ def pass_clocks(
     groups: list[list[float]] = [[]]  # of copies; the last one is open
     flying: list[tuple[float, int]] = []
     clock, start, most = 0.0, 0.0, 0
-    for _ in range(_PASSES):
-        start = clock
+    for number in range(_PASSES):
+        if number == _PASSES // 2:
+            start = clock
         for one in path.code:
             clock = max([clock + 1, *[ready[r] for r in one.reads if r in ready]])
             if one.address in path.inactive:
@@ -658,7 +663,7 @@ def pass_clocks(
                 ready.pop(register, None)
                 if arrival:
                     ready[register] = arrival
-    return clock - start, most
+    return (clock - start) / (_PASSES - _PASSES // 2), most
 
 
 _SMALL = ("attention_starts",)
@@ -729,7 +734,7 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
     name_of_peak, peak = _peak(row, chip)
 
     def ceilings_of(path: sass.Path) -> dict[str, float]:
-        by_resource = {r: counted / c * gigaclocks for r, c in clocks_of(path.code, chip).items()}
+        by_resource = {r: counted / c * gigaclocks for r, c in clocks_of(path, chip).items()}
         return {**by_resource, name_of_peak: peak}
 
     ceilings = {**ceilings_of(fast), "latency": counted * warps / alone * gigaclocks}

@@ -880,8 +880,14 @@ class Code:
 
     def _count_trips(self, loop: Loop, values: Values) -> int | None:
         """Return how often a loop is passed where that is decided, else None."""
-        machine = self._machine
-        order = [number for number in self.order if number in loop.blocks]
+        inner: dict[int, Loop] = {}  # by block, the largest loop around it within this one
+        for one in self.loops():
+            if one.blocks < loop.blocks:
+                inner.update(dict.fromkeys(one.blocks, one))
+        order = [
+            n for n in self.order
+            if n in loop.blocks and (n not in inner or inner[n].header == n)
+        ]  # fmt: skip
         for trips in range(1, _MAX_TRIPS + 1):
             entering = {loop.header: values}
             again: list[Values] = []
@@ -889,8 +895,9 @@ class Code:
             for number in order:
                 if number not in entering:
                     continue
-                behind = machine.run(self.block(number), entering[number])
-                for target in self._successors(number, behind, machine):
+                behind, targets = self._behind(number, inner.get(number), entering[number])
+                leaves = leaves or not targets
+                for target in targets:
                     if target == loop.header:
                         again.append(behind)
                     elif target not in loop.blocks:
@@ -898,10 +905,25 @@ class Code:
                     else:
                         before = entering.get(target)
                         entering[target] = behind if before is None else _common(before, behind)
-            if leaves or not again:
+            if leaves:
                 return None if again else trips
             values = reduce(_common, again)
         return None
+
+    def _behind(
+        self, number: int, inner: Loop | None, values: Values
+    ) -> tuple[Values, tuple[int, ...]]:
+        """Return what is known behind a block, or behind a loop that it begins, and what follows."""
+        if inner is None:
+            values = self._machine.run(self.block(number), values)
+            return values, self._successors(number, values, self._machine)
+        exits = {t for b in inner.blocks for t in self.edges[b] if t not in inner.blocks}
+        return self._without_results(inner, values), tuple(exits)
+
+    def _without_results(self, loop: Loop, values: Values) -> Values:
+        """Return what is known behind a loop of what was known before it."""
+        written = {name for b in loop.blocks for one in self.block(b) for name in one.writes}
+        return {name: value for name, value in values.items() if name not in written}
 
     # Loops
 
@@ -1105,10 +1127,7 @@ class Code:
             values.update(known)
             origin.update(dict.fromkeys(known, frozenset()))
             if node.inner is not None:
-                written = {
-                    n for b in node.inner.blocks for one in self.block(b) for n in one.writes
-                }
-                values = {n: v for n, v in values.items() if n not in written}
+                values = self._without_results(node.inner, values)
                 continue
             for one in self.block(node.header):
                 if (
