@@ -523,6 +523,8 @@ class Entry:
     uncounted_loops : inner loops on the way that are counted once, as nothing says how often
     pipes : instructions by pipe, on the cheapest way
     bytes_in_flight : loaded by a warp at once, at most
+    bytes_needed : in flight per SM, for the peak of the memory or the link: latency times bandwidth
+        (Little's law). `warps_per_sm` times `bytes_in_flight` should be more
     ceilings : GB/s, or GFLOPS, that each resource allows; "memory" (or "link", "tensor peak") is
         the published peak
     binds : the lowest of them
@@ -545,6 +547,7 @@ class Entry:
     uncounted_loops: int
     pipes: dict[str, int]
     bytes_in_flight: int
+    bytes_needed: int
     ceilings: dict[str, float]
     binds: str
     share: float
@@ -730,6 +733,8 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
                 ceil(blocks / sms) * launch.warps_per_block)  # fmt: skip
     memory_clocks = LINK_LATENCY_NS * chip.clock_mhz * 1e-3 if row.over_link else chip.memory_clocks
     alone, in_flight = pass_clocks(fast, row.word_bytes, memory_clocks, chip.cache_clocks)
+    moved_gb_s = chip.link_gb_s if row.over_link else chip.memory_gb_s
+    needed = memory_clocks / (chip.clock_mhz * 1e-3) * moved_gb_s / sms
     gigaclocks = sms * chip.clock_mhz * 1e-3  # of all SMs that the launch uses, per second
     name_of_peak, peak = _peak(row, chip)
 
@@ -743,7 +748,7 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
         row.name, arch, chip.name, launch.specialisation.expression, resources.registers,
         launch.smem_bytes + resources.static_bytes, warps, asked, round(counted, 1),
         len(fast.code), len(slow.code), fast.uncounted,
-        dict(Counter(map(sass.pipe_of, fast.code)).most_common()), 32 * in_flight,
+        dict(Counter(map(sass.pipe_of, fast.code)).most_common()), 32 * in_flight, round(needed),
         {r: round(c, 1) for r, c in sorted(ceilings.items(), key=lambda item: item[1])},
         binds, round(ceilings[binds] / peak, 4),
         round(min(*ceilings_of(slow).values(), ceilings["latency"]) / peak, 4), row.slack, problems,
@@ -833,19 +838,27 @@ def lines_of(entries: Iterable[Entry], *, verbose: bool = False) -> list[str]:
     """Return the table as text."""
     lines = [
         f"{'row':39} {'arch':7} {'regs':>4} {'warps':>5} {'instructions':>12} {'bytes':>6} "
-        f"{'in flight':>9}  {'share':>12}  ceilings"
+        f"{'share':>11}  ceilings"
     ]
     for e in entries:
-        peak = e.ceilings[_peak_of(e)]
-        others = ", ".join(f"{r} {c / peak:.0%}" for r, c in e.ceilings.items() if c != peak)
+        name = _peak_of(e)
+        peak = e.ceilings[name]
+        others = ", ".join(f"{r} {c / peak:.0%}" for r, c in e.ceilings.items() if r != name)
         lines.append(
             f"{e.row:39} {e.arch:7} {e.registers:4} {e.warps_per_sm:5} "
-            f"{e.instructions:5} ..{e.dearest:5} {e.asked_bytes:6.0f} {e.bytes_in_flight:9} "
-            f"{e.share:6.0%}..{e.dearest_share:4.0%}  {others}"
+            f"{e.instructions:5}..{e.dearest:5} {e.asked_bytes:6.0f} "
+            f"{e.share:5.0%}..{e.dearest_share:4.0%}  {others}"
         )
         if verbose:
             pipes = ", ".join(f"{pipe} {count}" for pipe, count in e.pipes.items())
             lines.append(f"    {e.kernel}: {pipes}")
+            lines.append(
+                f"    at most {e.warps_per_sm * e.bytes_in_flight} bytes in flight per SM, of "
+                f"{e.bytes_needed} that hide the latency"
+            )
+        if verbose and "tensor" in e.ceilings:
+            busy = e.ceilings[e.binds] / e.ceilings["tensor"]
+            lines.append(f"    tensor cores are busy for {busy:.0%} of the time at that bound")
         if e.uncounted_loops:
             lines.append(f"    {e.uncounted_loops} inner loops are counted once")
         lines += [f"    problem: {problem}" for problem in e.problems]

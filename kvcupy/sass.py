@@ -913,7 +913,7 @@ class Code:
     def _behind(
         self, number: int, inner: Loop | None, values: Values
     ) -> tuple[Values, tuple[int, ...]]:
-        """Return what is known behind a block, or behind a loop that it begins, and what follows."""
+        """Return what is known behind a block, or a loop that it begins, and what follows."""
         if inner is None:
             values = self._machine.run(self.block(number), values)
             return values, self._successors(number, values, self._machine)
