@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "roofline",
         help="what the machine code of the kernels allows on GPUs that need not be present",
         description="Compile the hot kernels, read their machine code, and print the share of a "
-        "GPU's memory bandwidth that each of its resources allows them. A bound, not a measurement.",
+        "GPU's memory bandwidth that each of its resources allows. A bound, not a measurement.",
     )
     bounding.add_argument("--arch", nargs="+", metavar="sm_90", help="default: four of them")
     bounding.add_argument("--op", nargs="+", metavar="TEXT", help="rows whose name contains it")

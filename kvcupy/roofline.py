@@ -5,9 +5,9 @@ GPU of the architecture, its kernel is compiled, and `sass` reads what a warp is
 through the loop, or the kernel, that does the work. Counted against the published rates of a chip,
 that gives a ceiling for each of its resources; the lowest binds.
 
-What is counted: on branches that the Params of the launch decide (and, on a pass through a whole
-kernel, the number of the first thread of a block), the side taken; of the ways that data decides,
-the cheapest that does all of the work. The dearest is beside it: the truth lies
+What is counted: on branches that the Params of the launch decide (and on a pass through a whole
+kernel the number of a thread and indices that exist), the side taken; of the ways that data
+decides, the cheapest that does all of the work. The dearest is beside it: the truth lies
 between the two. What is not: bank conflicts, caches that miss, barriers, the beginning and end of
 blocks around the loop, the last wave of blocks, clocks that fall under load. So a GPU stays below
 these figures, and a kernel that they let pass may still be slow.
@@ -15,7 +15,6 @@ these figures, and a kernel that they let pass may still be slow.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -32,6 +31,7 @@ import numpy as np
 from . import compile_check, formats, sass, sources
 from .arrays import ArrayView, contiguous_strides
 from .devices import nvrtc
+from .devices.protocol import Device
 from .errors import CompileError
 from .extras import install
 from .kernels import Specialisation
@@ -272,8 +272,7 @@ class Row:
         second passes over a row, rope tables
     num_units : of the call, where a pass is one through the whole kernel; None: a pass is one
         through the loop that moves most
-    mixed : whether the kernel has rows of several kinds, so that the way through it may ask for
-        more than one of them does
+    block : the block whose first thread is followed through the whole kernel
     sharing : blocks of a launch that work on the same units, so that they count once
     word_bytes : narrower accesses are not of the work, but to indices, scales or masks
     of_products : the ceiling is of products, as a share of the tensor cores' peak
@@ -288,7 +287,7 @@ class Row:
     unit_bytes: float
     asked_bytes: Callable[[Planned], float]
     num_units: float | None = None
-    mixed: bool = False
+    block: Callable[[Planned], int] = lambda _: 0
     sharing: Callable[[Planned], float] = lambda _: 1
     word_bytes: int = 16
     of_products: bool = False
@@ -314,29 +313,32 @@ def _slots(device: PlannedDevice) -> ArrayView:
 
 
 def _store(device: PlannedDevice, kv_format: str, *, dynamic: bool = False) -> None:
-    caches = _caches(device, kv_format)
-    options: dict[str, Any] = {}
+    k_cache, v_cache = _caches(device, kv_format)
+    scales: dict[str, Any] = _scales(kv_format)
     if dynamic:
-        shape = caches[0].shape[0] * _PAGE, _HEADS
-        options = {f"{n}_scale_cache": device.array(*shape, format="fp32") for n in "kv"}
-    elif kv_format != "bf16":
-        options = {"k_scale": 0.5, "v_scale": 0.5}
-    store_kv(_rows(device, "bf16"), _rows(device, "bf16"), *caches, _slots(device), **options)
+        shape = k_cache.shape[0] * _PAGE, _HEADS
+        scales = {f"{n}_scale_cache": device.array(*shape, format="fp32") for n in "kv"}
+    key, value = (_rows(device, "bf16") for _ in "kv")
+    store_kv(key, value, k_cache, v_cache, _slots(device), **scales)
+
+
+def _scales(kv_format: str) -> dict[str, Any]:
+    return {"k_scale": 0.5, "v_scale": 0.5} if formats.FORMATS[kv_format].quantised else {}
 
 
 def _gather(device: PlannedDevice, kv_format: str) -> None:
-    scales = {} if kv_format == "bf16" else {"k_scale": 0.5, "v_scale": 0.5}
-    gather_kv(*_caches(device, kv_format), _slots(device), k_out=_rows(device, "bf16"),
-              v_out=_rows(device, "bf16"), **scales)  # fmt: skip
+    k_cache, v_cache = _caches(device, kv_format)
+    k_out, v_out = (_rows(device, "bf16") for _ in "kv")
+    gather_kv(k_cache, v_cache, _slots(device), k_out=k_out, v_out=v_out, **_scales(kv_format))
 
 
 def _rope_store(device: PlannedDevice, kv_format: str) -> None:
-    scales = {} if kv_format == "bf16" else {"k_scale": 0.5, "v_scale": 0.5}
+    query, (key, value) = _rows(device, "bf16", _QUERY_HEADS), [_rows(device, "bf16") for _ in "kv"]
+    k_cache, v_cache = _caches(device, kv_format)
+    table, positions = device.array(1 << 17, _WIDTH, format="fp32"), _slots(device)
     rope_store_kv(
-        _rows(device, "bf16", _QUERY_HEADS), _rows(device, "bf16"), _rows(device, "bf16"),
-        device.array(1 << 17, _WIDTH, format="fp32"), device.array(_TOKENS, format="int32"),
-        *_caches(device, kv_format), _slots(device), **scales,
-    )  # fmt: skip
+        query, key, value, table, positions, k_cache, v_cache, _slots(device), **_scales(kv_format)
+    )
 
 
 def _copy_pages(device: PlannedDevice) -> None:
@@ -350,7 +352,8 @@ def _transfer(device: PlannedDevice, host_format: str) -> None:
     pinned = [device.array(*shape, format=host_format) for _ in "kv"]
     own = [device.array(*shape, format="bf16") for _ in "kv"]
     src, dst = LayerPages(tuple(pinned), (), False), LayerPages(tuple(own), (), True)
-    for launch in launches(device, src, dst, max_blocks=link_blocks(device), reports=True):
+    planned = cast(Device, device)
+    for launch in launches(planned, src, dst, max_blocks=link_blocks(planned), reports=True):
         device.launches.append(Planned(
             launch.function, launch.grid, launch.block, launch.smem_bytes,
             _with_addresses(launch.function, launch.constants),
@@ -383,8 +386,7 @@ def _attend(
     options: dict[str, Any] = {}
     if tokens > 1:
         options["query_lens"] = device.array(sequences, format="int32")
-    if kv_format != query_format:
-        options |= {"k_scale": 0.5, "v_scale": 0.5}
+    options |= _scales(kv_format)
     paged_attention(
         device.array(sequences * tokens, heads[0], widths[0], format=query_format), k_cache,
         v_cache, device.array(sequences, num_pages, format="int32"),
@@ -409,25 +411,37 @@ def _bytes(each: float) -> Callable[[Planned], float]:
 
 def _stored(name: str, kv_format: str, asked: float, **options: Any) -> Row:
     """Return a row of bf16 K and V that are stored."""
-    elements = 2 * _HEADS * _WIDTH
-    moved = elements * (2 + formats.itemsize(kv_format))
-    return Row(name, partial(_store, kv_format=kv_format, **options), "store_", "K and V of a token",
-               moved, _bytes(elements * asked), _TOKENS,
-               word_bytes=min(16, 8 * formats.itemsize(kv_format)))  # fmt: skip
+    elements, itemsize = 2 * _HEADS * _WIDTH, formats.itemsize(kv_format)
+    return Row(
+        name, partial(_store, kv_format=kv_format, **options), "store_", "K and V of a token",
+        elements * (2 + itemsize), _bytes(elements * asked), _TOKENS,
+        word_bytes=min(16, 8 * itemsize),
+    )  # fmt: skip
 
 
 def _gathered(name: str, kv_format: str) -> Row:
-    moved = 2 * _HEADS * _WIDTH * (formats.itemsize(kv_format) + 2)
-    return Row(name, partial(_gather, kv_format=kv_format), "gather_", "K and V of a token", moved,
-               _bytes(moved), _TOKENS, word_bytes=min(16, 8 * formats.itemsize(kv_format)))  # fmt: skip
+    itemsize = formats.itemsize(kv_format)
+    moved = 2 * _HEADS * _WIDTH * (itemsize + 2)
+    return Row(
+        name, partial(_gather, kv_format=kv_format), "gather_", "K and V of a token", moved,
+        _bytes(moved), _TOKENS, word_bytes=min(16, 8 * itemsize),
+    )  # fmt: skip
 
 
 def _rotated(kv_format: str) -> Row:
-    """Return a row about a key, which moves most: to the live key and the cache, with its angles."""
+    """Return a row about a key, which moves most: to the live key and the cache; and its angles."""
     moved = _WIDTH * (2 + 2 + formats.itemsize(kv_format))
-    return Row(f"rope_store {kv_format}", partial(_rope_store, kv_format=kv_format), "rope_store",
-               "head of a key", moved, _bytes(moved + 4 * _WIDTH),
-               _TOKENS * (_QUERY_HEADS + 2 * _HEADS), mixed=True, word_bytes=8)  # fmt: skip
+    return Row(
+        f"rope_store {kv_format}", partial(_rope_store, kv_format=kv_format), "rope_store",
+        "head of a key", moved, _bytes(moved + 4 * _WIDTH), _TOKENS * (_QUERY_HEADS + 2 * _HEADS),
+        block=_first_key_block, word_bytes=8,
+    )  # fmt: skip
+
+
+def _first_key_block(launch: Planned) -> int:
+    """Return the block that begins with the first key of a token, behind its query heads."""
+    (record,) = np.frombuffer(launch.params, launch.specialisation.kernel.params)
+    return (_QUERY_HEADS << int(record["lane_shift"])) // launch.block[0]
 
 
 def _transferred(name: str, kernel: str, host_format: str) -> Row:
@@ -439,8 +453,10 @@ def _transferred(name: str, kernel: str, host_format: str) -> Row:
 
 def _merged(states: int) -> Row:
     moved = _WIDTH * (4 * states + 2)
-    return Row(f"merge_states of {states}", partial(_merge, states=states), "merge_states",
-               "head of a token", moved, _bytes(moved), _TOKENS * _QUERY_HEADS, word_bytes=8)  # fmt: skip
+    return Row(
+        f"merge_states of {states}", partial(_merge, states=states), "merge_states",
+        "head of a token", moved, _bytes(moved), _TOKENS * _QUERY_HEADS, word_bytes=8,
+    )  # fmt: skip
 
 
 def _decode(kv_format: str, group: int) -> Row:
@@ -502,11 +518,13 @@ class Entry:
     shared_bytes : per block
     warps_per_sm : that an SM holds at once, of the launch
     asked_bytes : that a warp loads and stores on a pass
-    counted_bytes : those of them that the memory must move; or multiply-adds times two, `of_products`
+    counted : bytes of them that the memory must move; or, `of_products`, two per multiply-add
     instructions, dearest : that a warp issues on a pass, on the cheapest and the dearest way
     uncounted_loops : inner loops on the way that are counted once, as nothing says how often
     pipes : instructions by pipe, on the cheapest way
     bytes_in_flight : loaded by a warp at once, at most
+    bytes_needed : in flight per SM, for the peak of the memory or the link: latency times bandwidth
+        (Little's law). `warps_per_sm` times `bytes_in_flight` should be more
     ceilings : GB/s, or GFLOPS, that each resource allows; "memory" (or "link", "tensor peak") is
         the published peak
     binds : the lowest of them
@@ -523,12 +541,13 @@ class Entry:
     shared_bytes: int
     warps_per_sm: int
     asked_bytes: float
-    counted_bytes: float
+    counted: float
     instructions: int
     dearest: int
     uncounted_loops: int
     pipes: dict[str, int]
     bytes_in_flight: int
+    bytes_needed: int
     ceilings: dict[str, float]
     binds: str
     share: float
@@ -537,13 +556,15 @@ class Entry:
     problems: list[str] = field(default_factory=list)
 
 
-def clocks_of(code: Iterable[sass.Instruction], chip: Chip) -> dict[str, float]:
-    """Return the clocks of an SM that a warp's instructions keep each of its resources busy.
+def clocks_of(path: sass.Path, chip: Chip) -> dict[str, float]:
+    r"""Return the clocks of an SM that a warp keeps each of its resources busy on a pass.
+
+    An instruction that is predicated off takes its issue slot, and no more.
 
     Examples
     --------
-    >>> code, _ = sass.parse("  /*0000*/ FFMA R1, R2, R3, R1 ;\\n  /*0010*/ IADD3 R4, R4, R5, RZ ;")
-    >>> clocks_of(code, CHIPS["sm_80"])
+    >>> code, _ = sass.parse("  /*0000*/ FFMA R1, R2, R3, R1 ;\n  /*0010*/ IADD3 R4, R4, R5, RZ ;")
+    >>> clocks_of(sass.Path(tuple(code)), CHIPS["sm_80"])
     {'issue': 0.5, 'fma': 0.5, 'alu': 0.5}
     """
     lanes = chip.lanes_per_clock
@@ -552,8 +573,10 @@ def clocks_of(code: Iterable[sass.Instruction], chip: Chip) -> dict[str, float]:
     def add(resource: str, amount: float) -> None:
         clocks[resource] = clocks.get(resource, 0.0) + amount
 
-    for one in code:
+    for one in path.code:
         add("issue", 1 / _SCHEDULERS)
+        if one.address in path.inactive:
+            continue
         pipe = sass.pipe_of(one)
         if pipe in ("fma", "fma2", "imad"):
             add("fma", (64 if pipe == "fma2" else 32) / lanes["fma"])
@@ -599,7 +622,7 @@ def _rounded(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-_PASSES = 8  # until copies that earlier passes began are on their way
+_PASSES = 16  # of which the second half counts: copies that earlier passes began are on their way
 
 
 def pass_clocks(
@@ -615,8 +638,9 @@ def pass_clocks(
     groups: list[list[float]] = [[]]  # of copies; the last one is open
     flying: list[tuple[float, int]] = []
     clock, start, most = 0.0, 0.0, 0
-    for _ in range(_PASSES):
-        start = clock
+    for number in range(_PASSES):
+        if number == _PASSES // 2:
+            start = clock
         for one in path.code:
             clock = max([clock + 1, *[ready[r] for r in one.reads if r in ready]])
             if one.address in path.inactive:
@@ -642,7 +666,7 @@ def pass_clocks(
                 ready.pop(register, None)
                 if arrival:
                     ready[register] = arrival
-    return clock - start, most
+    return (clock - start) / (_PASSES - _PASSES // 2), most
 
 
 _SMALL = ("attention_starts",)
@@ -673,17 +697,18 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
     chip = CHIPS[arch]
     image, name = _compiled(launch.specialisation, arch)
     resources = sass.resources(image, name)
-    constants = sass.constant_bank(
-        launch.params, resources.params_start, launch.block, launch.grid
-    )
-    code = sass.Code.of(
-        _listing(image, name), constants, first_thread=row.num_units is not None
-    )  # fmt: skip
+    constants = sass.constant_bank(launch.params, resources.params_start, launch.block, launch.grid)
+    thread = None
+    if row.num_units is not None:
+        thread = sass.FirstThread(row.block(launch), row.word_bytes)
+    code = sass.Code(_listing(image, name), constants, thread)
     loop = _busiest_loop(code, row.word_bytes) if row.num_units is None else None
     ways = [code.path(loop, row.word_bytes, dearest=dearest) for dearest in (False, True)]
     fast, slow = ways
     if fast is None or slow is None or (loop is None and row.num_units is None):
-        raise CompileError(f"{launch.specialisation} {arch}: no way through its code moves data", "")
+        raise CompileError(
+            f"{launch.specialisation} {arch}: no way through its code moves data", ""
+        )
 
     # What a pass does
     asked = 32 * (fast.bytes_loaded(row.word_bytes) + fast.bytes_stored(row.word_bytes))
@@ -695,7 +720,7 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
             problems.append(f"a block asks for {per_block:.3f} x {row.unit} on a pass")
     else:
         declared = row.num_units / (blocks * launch.warps_per_block)
-        if units < 0.99 * declared or (units > 1.01 * declared and not row.mixed):
+        if abs(units - declared) > 0.01 * declared:
             problems.append(f"a warp asks for {units:.3f} x {row.unit}, {declared:.3f} declared")
         units = declared
     counted = units * row.unit_bytes / row.sharing(launch)
@@ -708,11 +733,13 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
                 ceil(blocks / sms) * launch.warps_per_block)  # fmt: skip
     memory_clocks = LINK_LATENCY_NS * chip.clock_mhz * 1e-3 if row.over_link else chip.memory_clocks
     alone, in_flight = pass_clocks(fast, row.word_bytes, memory_clocks, chip.cache_clocks)
+    moved_gb_s = chip.link_gb_s if row.over_link else chip.memory_gb_s
+    needed = memory_clocks / (chip.clock_mhz * 1e-3) * moved_gb_s / sms
     gigaclocks = sms * chip.clock_mhz * 1e-3  # of all SMs that the launch uses, per second
     name_of_peak, peak = _peak(row, chip)
 
     def ceilings_of(path: sass.Path) -> dict[str, float]:
-        by_resource = {r: counted / c * gigaclocks for r, c in clocks_of(path.code, chip).items()}
+        by_resource = {r: counted / c * gigaclocks for r, c in clocks_of(path, chip).items()}
         return {**by_resource, name_of_peak: peak}
 
     ceilings = {**ceilings_of(fast), "latency": counted * warps / alone * gigaclocks}
@@ -721,7 +748,7 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
         row.name, arch, chip.name, launch.specialisation.expression, resources.registers,
         launch.smem_bytes + resources.static_bytes, warps, asked, round(counted, 1),
         len(fast.code), len(slow.code), fast.uncounted,
-        dict(Counter(map(sass.pipe_of, fast.code)).most_common()), 32 * in_flight,
+        dict(Counter(map(sass.pipe_of, fast.code)).most_common()), 32 * in_flight, round(needed),
         {r: round(c, 1) for r, c in sorted(ceilings.items(), key=lambda item: item[1])},
         binds, round(ceilings[binds] / peak, 4),
         round(min(*ceilings_of(slow).values(), ceilings["latency"]) / peak, 4), row.slack, problems,
@@ -811,19 +838,27 @@ def lines_of(entries: Iterable[Entry], *, verbose: bool = False) -> list[str]:
     """Return the table as text."""
     lines = [
         f"{'row':39} {'arch':7} {'regs':>4} {'warps':>5} {'instructions':>12} {'bytes':>6} "
-        f"{'in flight':>9}  {'share':>12}  ceilings"
+        f"{'share':>11}  ceilings"
     ]
     for e in entries:
-        peak = e.ceilings[_peak_of(e)]
-        others = ", ".join(f"{r} {c / peak:.0%}" for r, c in e.ceilings.items() if c != peak)
+        name = _peak_of(e)
+        peak = e.ceilings[name]
+        others = ", ".join(f"{r} {c / peak:.0%}" for r, c in e.ceilings.items() if r != name)
         lines.append(
             f"{e.row:39} {e.arch:7} {e.registers:4} {e.warps_per_sm:5} "
-            f"{e.instructions:5} ..{e.dearest:5} {e.asked_bytes:6.0f} {e.bytes_in_flight:9} "
-            f"{e.share:6.0%}..{e.dearest_share:4.0%}  {others}"
+            f"{e.instructions:5}..{e.dearest:5} {e.asked_bytes:6.0f} "
+            f"{e.share:5.0%}..{e.dearest_share:4.0%}  {others}"
         )
         if verbose:
             pipes = ", ".join(f"{pipe} {count}" for pipe, count in e.pipes.items())
             lines.append(f"    {e.kernel}: {pipes}")
+            lines.append(
+                f"    at most {e.warps_per_sm * e.bytes_in_flight} bytes in flight per SM, of "
+                f"{e.bytes_needed} that hide the latency"
+            )
+        if verbose and "tensor" in e.ceilings:
+            busy = e.ceilings[e.binds] / e.ceilings["tensor"]
+            lines.append(f"    tensor cores are busy for {busy:.0%} of the time at that bound")
         if e.uncounted_loops:
             lines.append(f"    {e.uncounted_loops} inner loops are counted once")
         lines += [f"    problem: {problem}" for problem in e.problems]

@@ -13,10 +13,9 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, reduce
 from heapq import heappop, heappush
-from functools import cached_property, lru_cache
-
 from typing import cast
 
 from .errors import CompileError
@@ -95,13 +94,15 @@ class Instruction:
 
     @cached_property
     def parts(self) -> tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """The register that it writes first, all that follows, and of that values and predicates."""
+        """The register that it writes first, all that follows, and of that the values that it reads
+        and the predicates; those that carries are written to stand before both."""
         at = next((i for i, o in enumerate(self.operands) if _REGISTER.fullmatch(o)), None)
         if at is None:
             return "", (), (), ()
         sources = self.operands[at + 1 :]
-        predicates = tuple([o for o in sources if _PREDICATE.match(o)])
-        plain = tuple([o for o in sources if o not in predicates])
+        plain = tuple([o for o in sources if not _PREDICATE.match(o)])
+        read = sources[sources.index(plain[0]) :] if plain else ()
+        predicates = tuple([o for o in read if _PREDICATE.match(o)])
         return self.operands[at], sources, plain, predicates
 
     @cached_property
@@ -125,11 +126,11 @@ class Instruction:
 
 
 def parse(listing: str) -> tuple[list[Instruction], dict[str, int]]:
-    """Return the instructions of a listing, and which of them each label stands before.
+    r"""Return the instructions of a listing, and which of them each label stands before.
 
     Examples
     --------
-    >>> code, labels = parse(".L_x_1:\\n  /*0010*/  @!P0 LDG.E.128 R4, [R2.64] ;")
+    >>> code, labels = parse(".L_x_1:\n  /*0010*/  @!P0 LDG.E.128 R4, [R2.64] ;")
     >>> code[0].opcode, code[0].guard, code[0].access_bytes, labels
     ('LDG.E.128', '!P0', 16, {'.L_x_1': 0})
     """
@@ -173,10 +174,12 @@ def _result_registers(one: Instruction) -> int:
 
 _MODELLED = frozenset(("MOV", "R2UR", "MOV32I", "SHF", "LEA", "LOP3", "IABS", "SEL", "FSEL",
                        "IMAD", "IADD3", "VIADD", "IADD", "ISETP", "FSETP", "PLOP3", "LDC", "LDCU",
-                       "CS2R", "S2R", "HFMA2", "I2F", "MUFU", "F2I", "IMNMX",
-                       "VIMNMX"))  # fmt: skip
-_NO_RESULT = frozenset((*_STORES, "LDGSTS", "STS", "STSM", "STL", "UBLKCP", "BRA", "BRX", "EXIT",
-                        "BAR", "BSSY", "BSYNC", "DEPBAR", "LDGDEPBAR", "NOP", "RET", "MEMBAR"))  # fmt: skip
+                       "CS2R", "S2R", "S2UR", "HFMA2", "I2F", "MUFU", "F2I", "IMNMX",
+                       "VIMNMX", "LDG", "LD"))  # fmt: skip
+_NO_RESULT = frozenset((
+    *_STORES, "LDGSTS", "STS", "STSM", "STL", "UBLKCP", "BRA", "BRX", "EXIT", "BAR", "BSSY",
+    "BSYNC", "DEPBAR", "LDGDEPBAR", "NOP", "RET", "MEMBAR",
+))  # fmt: skip
 
 
 _ONLY_PREDICATES = frozenset(("ISETP", "UISETP", "FSETP", "DSETP", "HSETP2", "PSETP", "UPSETP",
@@ -323,6 +326,20 @@ def _float(value: int) -> float:
     return float(struct.unpack("<f", struct.pack("<I", value & _MASK))[0])
 
 
+@dataclass(frozen=True)
+class FirstThread:
+    """The first thread of a block, for which all indices that it loads are 0.
+
+    Attributes
+    ----------
+    block : its number on the first axis
+    word_bytes : narrower loads are of indices, and of scales, masks and logarithms, which are 0 too
+    """
+
+    block: int
+    word_bytes: int
+
+
 @lru_cache(maxsize=1 << 14)
 def _read_operand(operand: str, is_float: bool) -> tuple[str, str, int, bool, bool]:
     """Return kind, register, number, and whether it is negated or inverted."""
@@ -348,11 +365,15 @@ class _Machine:
     Parameters
     ----------
     constants : words of bank 0, by offset
-    first_thread : whether it is the first of its block, else any
+    thread : whose registers these are; None: any
     """
 
-    def __init__(self, constants: Mapping[int, int], *, first_thread: bool = False) -> None:
-        self._constants, self._first_thread = constants, first_thread
+    def __init__(self, constants: Mapping[int, int], thread: FirstThread | None = None) -> None:
+        self._constants, self._thread = constants, thread
+        self._specials: dict[str, int] = {}
+        if thread is not None:
+            self._specials = dict.fromkeys(("SR_TID.X", "SR_TID.Y", "SR_TID.Z", "SR_LANEID"), 0)
+            self._specials |= {"SR_CTAID.X": thread.block, "SR_CTAID.Y": 0, "SR_CTAID.Z": 0}
 
     def run(self, block: Iterable[Instruction], values: Values) -> Values:
         """Return what is known behind a block, given what is known before it."""
@@ -416,15 +437,22 @@ class _Machine:
                     loaded[register] = word
             return loaded
         if one.name in ("S2R", "S2UR"):
-            first = self._first_thread and sources and sources[0].startswith("SR_TID")
-            return {target: 0} if first else {}
+            special = self._specials.get(sources[0]) if sources else None
+            return {} if special is None else {target: special}
+        if one.name in ("LDG", "LD"):
+            is_index = self._thread is not None and one.access_bytes < self._thread.word_bytes
+            return dict.fromkeys(one.writes, 0) if is_index else {}
         if one.name == "CS2R":
             zero = sources == ("SRZ",)
             return dict.fromkeys(_span(target, _result_registers(one)), 0) if zero else {}
         if one.name == "HFMA2" and len(sources) == 4 and sources[1] == "RZ":
             # Two halves that are added to nothing: how a constant is loaded by this pipe.
             halves = [_half(text) for text in sources[2:]]
-            return {} if None in halves else {target: cast(int, halves[0]) << 16 | cast(int, halves[1])}
+            return (
+                {}
+                if None in halves
+                else {target: cast(int, halves[0]) << 16 | cast(int, halves[1])}
+            )
         truths = [self.truth(o, values) for o in predicates]
         name = one.name.removeprefix("U")
         is_minimum = name in ("IMNMX", "VIMNMX")
@@ -448,8 +476,14 @@ class _Machine:
         if "X" in one.modifiers:
             return {} if None in truths else {target: (total + sum(map(bool, truths))) & _MASK}
         results = {target: total & _MASK}
-        if name in ("IADD3", "LEA") and 0 <= total <= _MASK:
-            results.update(dict.fromkeys(_carries(sources), 0))
+        if name in ("IADD3", "LEA"):
+            # The negative of a number is its complement and one, so that of 0 carries.
+            above = total + sum(
+                1 << 32 for o in plain if o[0] == "-" and self._word(o, values) == 0
+            )
+            # Two carries are only ever added up.
+            for i, predicate in enumerate(_carries(sources)):
+                results[predicate] = int(above >> 32 > i)
         return results
 
     def _pair(self, operand: str, values: Values) -> int | None:
@@ -525,13 +559,11 @@ class _Machine:
             if target in ("PT", "UPT"):
                 continue
             joined = _join(outcome, with_other, "OR" in one.modifiers)
-            if joined is not None and not "XOR" in one.modifiers:
+            if joined is not None and "XOR" not in one.modifiers:
                 results[target] = int(joined)
         return results
 
-    def _compared(
-        self, one: Instruction, a: str, b: str, low: str, values: Values
-    ) -> bool | None:
+    def _compared(self, one: Instruction, a: str, b: str, low: str, values: Values) -> bool | None:
         is_float = one.name == "FSETP"
         comparison = next((m for m in one.opcode.split(".") if m[:2] in _COMPARISONS), "")
         is_wide = bool(one.modifiers & {"S64", "U64"})
@@ -603,13 +635,14 @@ def _carries(sources: Sequence[str]) -> Iterator[str]:
     for operand in sources:
         if not _PREDICATE.match(operand):
             return
-        yield operand
+        if operand not in ("PT", "UPT"):
+            yield operand
 
 
 def _value(name: str, modifiers: frozenset[str], words: list[int]) -> int | None:
     """Return the result of an instruction whose operands are known; None: not modelled.
 
-    Carries are above the lower 32 bits. What divisions estimate is rounded as NumPy does, not as the
+    Carries are above the lower 32 bits. What divisions estimate is rounded to nearest, not as the
     hardware does: they correct it.
     """
     if name in ("MOV", "R2UR", "MOV32I"):
@@ -750,59 +783,50 @@ class _Node:
     ends: bool
 
 
-@dataclass
 class Code:
     """The control flow of one kernel.
+
+    Parameters
+    ----------
+    listing : of nvdisasm, of this kernel alone
+    constants : words of constant bank 0, as `constant_bank` returns them; without them no branch
+        is decided
+    thread : follow this one, else any thread of any block
 
     Attributes
     ----------
     code, labels : as `parse` returns them
     starts : the first instruction of each block, in order
-    edges : successors by block, those that the Params exclude left out
+    edges : successors by block, those that the constants exclude left out
+
+    Raises
+    ------
+    CompileError : the listing has no instructions
     """
 
-    code: list[Instruction]
-    labels: dict[str, int]
-    starts: list[int] = field(default_factory=list)
-    edges: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    _known: dict[int, Values] = field(default_factory=dict)
-    _unknown: dict[int, set[str]] = field(default_factory=dict)
-    _inactive: set[int] = field(default_factory=set)
-    _trips: dict[int, int] = field(default_factory=dict)
-
-    @staticmethod
-    def of(
-        listing: str, constants: Mapping[int, int] | None = None, *, first_thread: bool = False
-    ) -> Code:  # fmt: skip
-        """Read a listing of one kernel.
-
-        Parameters
-        ----------
-        constants : words of constant bank 0, as `constant_bank` returns them; without them no
-            branch is decided
-        first_thread : follow the first thread of a block, else any: that one's loops over the
-            elements of a row begin where the Params say
-        """
-        result = Code(*parse(listing))
-        if not result.code:
+    def __init__(
+        self, listing: str, constants: Mapping[int, int] | None = None,
+        thread: FirstThread | None = None,
+    ) -> None:  # fmt: skip
+        self.code, self.labels = parse(listing)
+        if not self.code:
             raise CompileError("no instructions in the listing", listing[:1000])
-        result._divide()
-        result._machine = _Machine(constants or {}, first_thread=first_thread)
-        result._resolve(result._machine)
-        return result
-
-    def block(self, number: int) -> list[Instruction]:
-        return self._blocks[number]
-
-    def _divide(self) -> None:
         starts = {0, *(i for i in self.labels.values() if i < len(self.code))}
-        for i, one in enumerate(self.code):
-            if one.name in _ENDS and i + 1 < len(self.code):
-                starts.add(i + 1)
+        starts |= {i + 1 for i, one in enumerate(self.code[:-1]) if one.name in _ENDS}
         self.starts = sorted(starts)
         self._block_at = {start: number for number, start in enumerate(self.starts)}
         ends = [*self.starts[1:], len(self.code)]
-        self._blocks = [self.code[a:b] for a, b in zip(self.starts, ends, strict=True)]
+        self._blocks = [self.code[i:j] for i, j in zip(self.starts, ends, strict=True)]
+        self.edges: dict[int, tuple[int, ...]] = {}
+        self._machine = _Machine(constants or {}, thread)
+        self._known: dict[int, Values] = {0: {}}  # at the beginning of each block
+        self._unknown: dict[int, set[str]] = {}
+        self._inactive: set[int] = set()
+        self._trips: dict[int, int] = {}
+        self._resolve()
+
+    def block(self, number: int) -> list[Instruction]:
+        return self._blocks[number]
 
     def _successors(self, number: int, values: Values, machine: _Machine) -> tuple[int, ...]:
         last = self.block(number)[-1]
@@ -822,10 +846,9 @@ class Code:
             return tuple(dict.fromkeys((*away, *following)))
         return away if taken else following
 
-    def _resolve(self, machine: _Machine) -> None:
+    def _resolve(self) -> None:
         """Find the blocks that can be reached, with what is known at their beginning."""
-        known = self._known
-        known[0] = {}
+        machine, known = self._machine, self._known
         leaving: dict[tuple[int, int], Values] = {}
         waiting = [0]
         while waiting:
@@ -846,18 +869,25 @@ class Code:
                     self._inactive.add(one.address)
                 machine.step(one, values)
         for loop in self.loops():
-            entering = [v for (a, b), v in leaving.items() if b == loop.header and a not in loop.blocks]
-            if entering:
-                values = entering[0]
-                for more in entering[1:]:
-                    values = _common(values, more)
-                trips = self._count_trips(loop, values, machine)
-                if trips is not None:
-                    self._trips[loop.header] = trips
+            entering = [
+                values for (source, target), values in leaving.items()
+                if target == loop.header and source not in loop.blocks
+            ]  # fmt: skip
+            trips = self._count_trips(loop, reduce(_common, entering)) if entering else None
+            if trips is not None:
+                self._trips[loop.header] = trips
+        self.__dict__.pop("_loops", None)  # which did not have the trips
 
-    def _count_trips(self, loop: Loop, values: Values, machine: _Machine) -> int | None:
+    def _count_trips(self, loop: Loop, values: Values) -> int | None:
         """Return how often a loop is passed where that is decided, else None."""
-        order = [number for number in self.order if number in loop.blocks]
+        inner: dict[int, Loop] = {}  # by block, the largest loop around it within this one
+        for one in self.loops():
+            if one.blocks < loop.blocks:
+                inner.update(dict.fromkeys(one.blocks, one))
+        order = [
+            n for n in self.order
+            if n in loop.blocks and (n not in inner or inner[n].header == n)
+        ]  # fmt: skip
         for trips in range(1, _MAX_TRIPS + 1):
             entering = {loop.header: values}
             again: list[Values] = []
@@ -865,8 +895,9 @@ class Code:
             for number in order:
                 if number not in entering:
                     continue
-                behind = machine.run(self.block(number), entering[number])
-                for target in self._successors(number, behind, machine):
+                behind, targets = self._behind(number, inner.get(number), entering[number])
+                leaves = leaves or not targets
+                for target in targets:
                     if target == loop.header:
                         again.append(behind)
                     elif target not in loop.blocks:
@@ -874,12 +905,25 @@ class Code:
                     else:
                         before = entering.get(target)
                         entering[target] = behind if before is None else _common(before, behind)
-            if leaves or not again:
+            if leaves:
                 return None if again else trips
-            values = again[0]
-            for other in again[1:]:
-                values = _common(values, other)
+            values = reduce(_common, again)
         return None
+
+    def _behind(
+        self, number: int, inner: Loop | None, values: Values
+    ) -> tuple[Values, tuple[int, ...]]:
+        """Return what is known behind a block, or a loop that it begins, and what follows."""
+        if inner is None:
+            values = self._machine.run(self.block(number), values)
+            return values, self._successors(number, values, self._machine)
+        exits = {t for b in inner.blocks for t in self.edges[b] if t not in inner.blocks}
+        return self._without_results(inner, values), tuple(exits)
+
+    def _without_results(self, loop: Loop, values: Values) -> Values:
+        """Return what is known behind a loop of what was known before it."""
+        written = {name for b in loop.blocks for one in self.block(b) for name in one.writes}
+        return {name: value for name, value in values.items() if name not in written}
 
     # Loops
 
@@ -926,6 +970,10 @@ class Code:
 
     def loops(self) -> list[Loop]:
         """Return the natural loops, inner ones before those around them."""
+        return self._loops
+
+    @cached_property
+    def _loops(self) -> list[Loop]:
         latches: dict[int, set[int]] = {}
         for number in self.order:
             for target in self.edges[number]:
@@ -1016,7 +1064,9 @@ class Code:
                 if p in inside and (inner is None or p not in inner.blocks)
             }  # fmt: skip
             if inner is None:
-                path: Path | None = Path(tuple(self._with_callee(number)), frozenset(self._inactive))
+                path: Path | None = Path(
+                    tuple(self._with_callee(number)), frozenset(self._inactive)
+                )
                 ends = self.block(number)[-1].name == "EXIT"
             else:
                 path = self._passes(inner, word_bytes, dearest)
@@ -1077,8 +1127,7 @@ class Code:
             values.update(known)
             origin.update(dict.fromkeys(known, frozenset()))
             if node.inner is not None:
-                written = {n for b in node.inner.blocks for one in self.block(b) for n in one.writes}
-                values = {n: v for n, v in values.items() if n not in written}
+                values = self._without_results(node.inner, values)
                 continue
             for one in self.block(node.header):
                 if (
@@ -1088,7 +1137,9 @@ class Code:
                     return blamed({one.guard.lstrip("!")})
                 sources: frozenset[tuple[str, int]] = frozenset()
                 if one.is_modelled:
-                    sources = sources.union(*[origin[n] for n in one.mentions if n in values and n in origin])
+                    sources = sources.union(
+                        *[origin[n] for n in one.mentions if n in values and n in origin]
+                    )
                 self._machine.step(one, values)
                 for name in one.writes:
                     origin[name] = sources | {(name, node.header)}

@@ -1,0 +1,493 @@
+"""The roofline counts what stands in the machine code, and its arithmetic is that of the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
+
+from kvcupy import __main__ as command_line
+from kvcupy import compile_check, roofline, sass
+from kvcupy.devices import nvrtc
+from kvcupy.errors import CompileError
+from kvcupy.kernels import Kernel
+from kvcupy.roofline import CHIPS, ROWS, Entry, examine, worse
+
+TESTS = Path(__file__).parent
+RECORD = TESTS.parent / "scripts" / "results" / "roofline.json"
+
+# --- Listings -------------------------------------------------------------------------------------
+
+
+def listing(*lines: str) -> str:
+    """Number instructions as nvdisasm does; labels end with a colon."""
+    numbered, address = [], 0
+    for line in lines:
+        if line.endswith(":"):
+            numbered.append(line)
+        else:
+            numbered.append(f"        /*{address:04x}*/                   {line} ;")
+            address += 16
+    return "\n".join(numbered)
+
+
+PARAMS_AT = 0x160
+
+# Two nested loops. The inner one is passed as often as the first word of the Params says.
+NESTED = listing(
+    "MOV R0, RZ",
+    ".outer:",
+    "LDG.E.128 R4, [R2.64]",
+    "LDG.E R3, [R8.64]",
+    "MOV R1, c[0x0][0x160]",
+    ".inner:",
+    "SHFL.BFLY PT, R10, R4, R1, 0x1f",
+    "FADD R4, R4, R10",
+    "IADD3 R1, R1, -0x1, RZ",
+    "ISETP.GT.AND P0, PT, R1, RZ, PT",
+    "@P0 BRA `(.inner)",
+    "FFMA R12, R4, R5, R12",
+    "MUFU.EX2 R13, R12",
+    "HMMA.16816.F32 R16, R4, R8, R16",
+    "ISETP.NE.AND P1, PT, R3, RZ, PT",
+    "@P1 BRA `(.outer)",
+    "STG.E.128 [R2.64], R16",
+    "EXIT",
+)
+
+
+def read(text: str, *words: int, **options) -> sass.Code:
+    params = np.array(words, np.int32).tobytes()
+    return sass.Code(text, sass.constant_bank(params, PARAMS_AT, (128, 1, 1), (2, 1, 1)), **options)
+
+
+def names(path: sass.Path) -> list[str]:
+    return [one.opcode for one in path.code]
+
+
+def test_loops_are_found_inner_ones_first():
+    code = read(NESTED, 3)
+    inner, outer = code.loops()
+    assert inner.blocks < outer.blocks and inner.latches == {inner.header}
+    assert code.block(inner.header)[0].opcode == "SHFL.BFLY"
+    assert code.block(outer.header)[0].opcode == "LDG.E.128"
+
+
+def test_a_loop_that_is_passed_once_is_none():
+    (outer,) = read(NESTED, 1).loops()
+    assert names(read(NESTED, 1).path(outer, 16)).count("SHFL.BFLY") == 1
+
+
+@pytest.mark.parametrize("trips", [2, 3, 7])
+def test_an_inner_loop_counts_as_often_as_the_params_say(trips):
+    inner, outer = read(NESTED, trips).loops()
+    assert inner.trips == trips and outer.trips is None
+    path = read(NESTED, trips).path(outer, 16)
+    assert names(path).count("SHFL.BFLY") == trips
+    assert path.uncounted == 0 and len(path.code) == 8 + 5 * trips
+
+
+def test_an_inner_loop_that_nothing_decides_counts_once_and_is_reported():
+    code = sass.Code(NESTED)
+    path = code.path(code.loops()[1], 16)
+    assert names(path).count("SHFL.BFLY") == 1 and path.uncounted == 1
+
+
+def test_instructions_are_counted_by_pipe_and_loads_by_width():
+    code = read(NESTED, 1)
+    path = code.path(code.loops()[0], 16)
+    assert Counter(map(sass.pipe_of, path.code)) == {
+        "global": 2, "alu": 3, "shuffle": 1, "fma": 2, "add": 1, "xu": 1, "tensor": 1, "control": 2,
+    }  # fmt: skip
+    assert (path.bytes_loaded(16), path.bytes_loaded(4), path.bytes_stored(16)) == (16, 20, 0)
+    whole = code.path(None, 16)
+    assert whole.bytes_stored(16) == 16 and whole.code[-1].opcode == "EXIT"
+
+
+def test_products_of_tensor_cores():
+    opcodes = "HMMA.16816.F32", "HMMA.1688.F32", "QMMA.16832.F32.E4M3.E4M3", "FFMA"
+    codes, _ = sass.parse(listing(*[f"{opcode} R0, R4, R8, R0" for opcode in opcodes]))
+    assert list(map(sass.products_of, codes)) == [2048, 1024, 4096, 0]
+
+
+# A branch on a pointer of the Params: null or not.
+OPTIONAL = listing(
+    "ULDC.64 UR4, c[0x0][0x160]",
+    "ISETP.NE.U32.AND P0, PT, RZ, UR4, PT",
+    "ISETP.NE.AND.EX P0, PT, RZ, UR5, PT, P0",
+    "LDG.E.128 R4, [R2.64]",
+    "@!P0 BRA `(.without)",
+    "MUFU.RCP R0, R4",
+    "MUFU.RCP R0, R0",
+    ".without:",
+    "EXIT",
+)
+
+
+@pytest.mark.parametrize("address, expected", [((0, 0), 0), ((0x1000, 0), 2), ((0, 0x7F), 2)])
+def test_params_decide_branches(address, expected):
+    code = read(OPTIONAL, *address)
+    for dearest in (False, True):
+        assert names(code.path(None, 16, dearest=dearest)).count("MUFU.RCP") == expected
+
+
+def test_a_branch_on_data_gives_two_bounds():
+    code = sass.Code(OPTIONAL)
+    assert "MUFU.RCP" not in names(code.path(None, 16))
+    assert names(code.path(None, 16, dearest=True)).count("MUFU.RCP") == 2
+
+
+# As a masked score: minus infinity, unless the way past the first branch is taken; and products
+# under the predicate that it is finite.
+MASKED = listing(
+    "LDG.E.128 R4, [R2.64]",
+    "MOV R10, 0xff800000",
+    "ISETP.GE.AND P1, PT, R20, R21, PT",
+    "@P1 BRA `(.masked)",
+    "IMAD R22, R20, R21, R22",
+    "FMUL R10, R4, R5",
+    ".masked:",
+    "FSETP.NEU.AND P0, PT, R10, -INF, PT",
+    "@P0 FFMA R12, R4, R10, R12",
+    "EXIT",
+)
+
+
+def test_a_way_that_does_no_work_is_not_the_cheapest():
+    path = sass.Code(MASKED).path(None, 16)
+    assert "IMAD" in names(path) and len(path.code) == 9
+
+
+def test_a_way_that_saves_nothing_but_instructions_is_the_cheapest():
+    path = sass.Code(MASKED.replace("@P0 FFMA", "FFMA")).path(None, 16)
+    assert "IMAD" not in names(path)
+
+
+def test_an_array_that_is_not_there_is_not_read():
+    text = listing(
+        "MOV R2, c[0x0][0x160]", "MOV R3, c[0x0][0x164]", "LDG.E.128 R8, [R20.64]",
+        "ISETP.GE.AND P0, PT, R20, R21, PT", "@P0 BRA `(.other)", "LDG.E R4, [R2.64]",
+        "BRA `(.end)", ".other:", "MUFU.RCP R0, R8", "MUFU.RCP R0, R8", "MUFU.RCP R0, R8", ".end:",
+        "EXIT",
+    )  # fmt: skip
+    assert "LDG.E" in names(read(text, 0x1000, 0x7F).path(None, 16))
+    assert "LDG.E" not in names(read(text, 0, 0).path(None, 16))
+
+
+def test_functions_are_for_rare_cases_and_far_branches_are_not_functions():
+    text = listing(
+        "LDG.E.128 R4, [R2.64]", "@P0 CALL.REL.NOINC `($division)", "@P1 CALL.REL.NOINC `(.end)",
+        "MUFU.RCP R0, R4", ".end:", "EXIT", "$division:", "FFMA R0, R1, R2, R3",
+        "FFMA R0, R1, R2, R3", "RET.REL.NODEC R6 `(kernel)",
+    )  # fmt: skip
+    path = sass.Code(text).path(None, 16)
+    assert names(path)[-1] == "EXIT" and "MUFU.RCP" not in names(path)
+    assert names(path).count("FFMA") == 2  # there is no way around the call here
+
+
+@pytest.mark.parametrize("divisor, quotient", [(1, 1000), (3, 333), (7, 142), (1000, 1)])
+def test_divisions_by_params_are_known(divisor, quotient):
+    """As compilers write them: an estimate, and two corrections."""
+    text = listing(
+        "MOV R9, 0x3e8", "I2F.U32.RP R0, c[0x0][0x160]", "MUFU.RCP R0, R0",
+        "IADD3 R2, R0, 0xffffffe, RZ", "F2I.FTZ.U32.TRUNC.NTZ R3, R2", "MOV R2, RZ",
+        "IADD3 R5, RZ, -R3, RZ", "IMAD R5, R5, c[0x0][0x160], RZ", "IMAD.HI.U32 R2, R3, R5, R2",
+        "IMAD.HI.U32 R2, R2, R9, RZ", "IADD3 R5, -R2, RZ, RZ", "IMAD R0, R5, c[0x0][0x160], R9",
+        "ISETP.GE.U32.AND P0, PT, R0, c[0x0][0x160], PT", "@P0 IADD3 R0, R0, -c[0x0][0x160], RZ",
+        "@P0 IADD3 R2, R2, 0x1, RZ", "ISETP.GE.U32.AND P1, PT, R0, c[0x0][0x160], PT",
+        "@P1 IADD3 R2, R2, 0x1, RZ", f"ISETP.EQ.AND P2, PT, R2, {quotient:#x}, PT",
+        "LDG.E.128 R4, [R12.64]", "@P2 BRA `(.right)", "MUFU.SIN R0, R0", "BRA `(.end)", ".right:",
+        "MUFU.COS R0, R0", ".end:", "EXIT",
+    )  # fmt: skip
+    for dearest in (False, True):
+        path = read(text, divisor).path(None, 16, dearest=dearest)
+        assert "MUFU.COS" in names(path) and "MUFU.SIN" not in names(path)
+
+
+def test_an_empty_listing_is_refused():
+    with pytest.raises(CompileError, match="no instructions"):
+        sass.Code("// nothing")
+
+
+# --- A kernel that is compiled here ---------------------------------------------------------------
+
+LOOPS = Kernel(
+    "loops.cu", "loops",
+    np.dtype([("in", np.uint64), ("out", np.uint64), ("count", np.int32), ("bounded", np.int32)],
+             align=True),
+    "LoopsParams",
+)  # fmt: skip
+
+
+def compiled(num_fmas: int, arch: str, *, bounded: bool = False) -> sass.Code:
+    build = nvrtc.compile_cubin(LOOPS.specialise(num_fmas), arch, kernels_dir=TESTS / "kernels")
+    resources = sass.resources(build.image, build.lowered_name)
+    assert 8 < resources.registers < 64 and resources.static_bytes == 0
+    params = np.zeros((), LOOPS.params)
+    params["in"], params["out"], params["count"], params["bounded"] = 1 << 40, 2 << 40, 9, bounded
+    nvdisasm = compile_check.find_nvdisasm()
+    text = compile_check.sections_of(compile_check.disassemble(nvdisasm, build.image))
+    constants = sass.constant_bank(params.tobytes(), resources.params_start, (32, 1, 1), (1, 1, 1))
+    return sass.Code(text[build.lowered_name], constants)
+
+
+@pytest.mark.parametrize("arch", roofline.DEFAULT_ARCHS)
+@pytest.mark.parametrize("num_fmas", [16, 40])
+def test_a_compiled_loop_has_the_instructions_that_its_source_has(arch, num_fmas):
+    code = compiled(num_fmas, arch)
+    loop = roofline._busiest_loop(code, 16)
+    path = code.path(loop, 16)
+    # A compiler may move an addition behind the shuffles, and then multiplies and adds.
+    assert names(path).count("FFMA") + names(path).count("FMUL") == num_fmas
+    assert path.bytes_loaded(16) == 16 and path.uncounted == 0
+    assert sum(one.name == "SHFL" for one in path.code) == 3
+    assert loop.trips == 9
+    whole = code.path(None, 16)
+    assert (
+        names(whole).count("FFMA") == 9 * names(path).count("FFMA") and whole.bytes_stored(16) == 16
+    )
+
+
+def test_params_decide_branches_of_a_compiled_loop():
+    lengths = []
+    for bounded in (False, True):
+        code = compiled(16, "sm_90", bounded=bounded)
+        path = code.path(roofline._busiest_loop(code, 16), 16)
+        lengths.append(sum(one.opcode == "MUFU.SIN" for one in path.active()))
+    assert lengths == [0, 1]
+
+
+def test_a_kernel_that_is_not_in_the_cubin_is_refused():
+    build = nvrtc.compile_cubin(LOOPS.specialise(16), "sm_90", kernels_dir=TESTS / "kernels")
+    with pytest.raises(CompileError, match="no kernel nought"):
+        sass.resources(build.image, "nought")
+    with pytest.raises(CompileError, match="not a cubin"):
+        sass.resources(b"nothing at all", "loops")
+
+
+# --- The model ------------------------------------------------------------------------------------
+
+
+def test_clocks_of_a_pass_by_hand():
+    code, _ = sass.parse(listing(
+        "FFMA R0, R1, R2, R3", "FFMA R0, R1, R2, R3", "IMAD R0, R1, R2, R3", "LOP3.LUT R0, R1, R2",
+        "MUFU.EX2 R0, R1", "LDS.128 R4, [R0]", "LDS R4, [R0]", "SHFL.BFLY PT, R0, R1, R2, R3",
+        "HMMA.16816.F32 R0, R4, R8, R0", "BRA `(.x)",
+    ))  # fmt: skip
+    # A100: 64 results a clock of FMA and IMAD together, 64 of the ALU, 16 of XU, 1,024 products,
+    # 128 bytes of shared memory, four instructions.
+    path = sass.Path(tuple(code))
+    assert roofline.clocks_of(path, CHIPS["sm_80"]) == {
+        "issue": 2.5, "fma": 1.5, "imad": 0.5, "alu": 0.5, "xu": 2.0, "lsu": 4 + 1 + 1,
+        "tensor": 2.0,
+    }  # fmt: skip
+    # A10: 128 of FMA, of which IMAD has half.
+    ampere = roofline.clocks_of(path, CHIPS["sm_86"])
+    assert (ampere["fma"], ampere["imad"], ampere["tensor"]) == (0.75, 0.5, 4.0)
+    off = dataclasses.replace(path, inactive=frozenset(one.address for one in code))
+    assert roofline.clocks_of(off, CHIPS["sm_80"]) == {"issue": 2.5}
+
+
+@pytest.mark.parametrize("registers, static, dynamic, warps, expected", [
+    (32, 0, 0, 8, 64), (33, 0, 0, 4, 48), (128, 0, 0, 4, 16), (255, 0, 0, 4, 8),
+    (32, 0, 50 * 1024, 4, 12), (32, 1024, 50 * 1024, 4, 12), (32, 50 * 1024, 1, 4, 12),
+    (32, 0, 0, 1, 32),
+])  # fmt: skip
+def test_resident_warps_of_an_a100(registers, static, dynamic, warps, expected):
+    taken = sass.Resources(registers, static, PARAMS_AT)
+    assert roofline.warps_per_sm(taken, warps, dynamic, CHIPS["sm_80"]) == expected
+
+
+def alone(*lines: str) -> tuple[float, int]:
+    code, _ = sass.parse(listing(*lines))
+    return roofline.pass_clocks(sass.Path(tuple(code)), 16, memory_clocks=500, cache_clocks=200)
+
+
+def test_a_load_is_waited_for_where_it_is_used():
+    assert alone("LDG.E.128 R4, [R2.64]", "FADD R0, R4, R1") == (501, 16)
+    # Two at a time, one after the other, and one whose address is that of an index.
+    both = "LDG.E.128 R4, [R2.64]", "LDG.E.128 R8, [R2.64]"
+    assert alone(*both, "FADD R0, R8, R4") == (502, 32)
+    assert alone(both[0], "FADD R0, R4, R1", both[1], "FADD R0, R8, R1") == (1002, 16)
+    assert alone("LDG.E R2, [R12.64]", "LDG.E.128 R4, [R2.64]", "FADD R0, R4, R1") == (701, 16)
+
+
+@pytest.mark.parametrize("ahead, clocks", [(0, 500), (1, 250), (3, 125)])
+def test_copies_that_run_ahead_hide_each_other(ahead, clocks):
+    """A group of copies a pass, of which `ahead` may be on their way behind the wait."""
+    taken, most = alone("LDGSTS.E.BYPASS.128 [R1], [R2.64]", "LDGDEPBAR",
+                        f"DEPBAR.LE SB0, {ahead:#x}")  # fmt: skip
+    assert clocks <= taken <= clocks + 4 and most == 16 * (ahead + 1)
+
+
+def test_one_row_by_hand():
+    """`store bf16` on an A100: its copies of 16 bytes, and what the chip makes of them."""
+    entry = examine(ROWS[0], "sm_80")
+    chip = CHIPS["sm_80"]
+    assert entry.row == "store bf16" and entry.problems == []
+    # A token is 2 x 8 x 128 elements of 2 bytes, read and written, by one warp.
+    assert entry.asked_bytes == entry.counted == 2 * 2 * 8 * 128 * 2
+    per_second = chip.sm_count * chip.clock_mhz * 1e6 / (entry.instructions / 4)
+    assert entry.ceilings["issue"] == pytest.approx(8192 * per_second / 1e9, rel=1e-3)
+    # 16 words of 512 bytes per warp, 128 bytes a clock; and an index, in a clock.
+    assert entry.ceilings["lsu"] == pytest.approx(8192 / 65 * 108 * 1.41, rel=1e-3)
+    assert (entry.binds, entry.share) == ("memory", 1.0)
+
+
+def test_what_a_row_declares_is_checked():
+    row = next(row for row in ROWS if row.name == "copy_pages bf16")
+    assert examine(row, "sm_80").problems == []
+    (problem,) = examine(dataclasses.replace(row, num_units=2048), "sm_80").problems
+    assert "0.062 x page, 0.125 declared" in problem
+    prefill = next(row for row in ROWS if row.name == "prefill bf16 64x64")
+    assert examine(prefill, "sm_80").problems == []
+    wrong = dataclasses.replace(prefill, asked_bytes=lambda launch: 300.0)
+    (problem,) = examine(wrong, "sm_80").problems
+    assert "of a KV head on a pass" in problem
+
+
+def test_a_tile_of_prefill_is_64_keys():
+    row = next(row for row in ROWS if row.name == "prefill bf16 128x128")
+    entry = examine(row, "sm_90")
+    assert entry.asked_bytes * 4 == 64 * 2 * 128 * 2
+    # Four warps of 16 rows: two products of each, for all keys.
+    assert entry.counted == 2 * 2 * 16 * 64 * 128
+
+
+def test_a_call_that_launches_no_kernel_of_the_row_is_refused():
+    row = dataclasses.replace(ROWS[0], kernel="nought")
+    with pytest.raises(ValueError, match=r"expected one launch of nought\*, got .*store_copy"):
+        examine(row, "sm_80")
+
+
+# --- The record -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def record():
+    return json.loads(RECORD.read_text())
+
+
+def test_the_record_has_every_row_and_none_has_a_problem(record):
+    recorded = {(row["row"], row["arch"]) for row in record["rows"]}
+    assert recorded == {(row.name, arch) for row in ROWS for arch in roofline.DEFAULT_ARCHS}
+    assert [row for row in record["rows"] if row["problems"]] == []
+
+
+def test_the_record_holds_the_chips_that_were_meant(record):
+    for arch, chip in record["chips"].items():
+        assert chip == json.loads(json.dumps(dataclasses.asdict(CHIPS[arch])))
+    assert record["rates"] == roofline.RATES
+
+
+def test_every_number_of_a_chip_has_a_source():
+    numbers = {field.name for field in dataclasses.fields(roofline.Chip)} - {"name", "sources"}
+    for chip in CHIPS.values():
+        named = {name for names in chip.sources for name in names.split(", ")}
+        assert named == numbers and all(chip.sources.values())
+    assert set(CHIPS) == set(compile_check.ARCHS)
+
+
+def test_peaks_agree_with_clocks():
+    """Rates per clock, where they are not taken from the peak of the board."""
+    for arch in ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120"):
+        chip = CHIPS[arch]
+        peak = 2 * chip.products_per_clock * chip.sm_count * chip.clock_mhz * 1e-6
+        assert peak == pytest.approx(chip.tensor_tflops, rel=0.02), arch
+
+
+def entry_of(row: dict) -> Entry:
+    return Entry(**row)
+
+
+def test_a_row_that_got_worse_is_reported(record):
+    row = next(row for row in record["rows"] if 0.1 < row["share"] < 0.9)
+    entry = entry_of(row)
+    assert worse([entry], record) == []
+    slightly = dataclasses.replace(entry, share=entry.share * 0.98)
+    assert worse([slightly], record) == []
+    (line,) = worse([dataclasses.replace(entry, share=entry.share * 0.9)], record)
+    assert line.startswith(f"{row['row']}, {row['arch']}: share ") and "slack 3%" in line
+    (line,) = worse([dataclasses.replace(entry, dearest_share=0.0)], record)
+    assert "dearest_share 0.0%" in line
+    (line,) = worse([dataclasses.replace(entry, problems=["it is odd"])], record)
+    assert line.endswith("it is odd")
+    assert worse([dataclasses.replace(entry, row="new", share=0.0)], record) == []
+
+
+# --- The command ----------------------------------------------------------------------------------
+
+COMMAND = ["roofline", "--arch", "sm_80", "--op", "store bf16", "--jobs", "1"]
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("roofline")
+    return folder / "table.json", folder / "table.png"
+
+
+def test_a_table_is_printed_written_and_drawn(table, capsys):
+    pytest.importorskip("matplotlib")
+    file, image = table
+    code = command_line.main([*COMMAND, "--json", str(file), "--plot", str(image), "--verbose"])
+    said = capsys.readouterr().out
+    assert code == 0 and "store_copy<16>: " in said and "100%" in said
+    written = json.loads(file.read_text())
+    assert written["what"].startswith("A bound from the machine code, not a measurement")
+    assert [row["row"] for row in written["rows"]] == [
+        "store bf16", "store bf16 to fp8_e4m3", "store bf16 to fp8_e4m3, dynamic scales",
+        "rope_store bf16",
+    ]  # fmt: skip
+    assert image.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("change, status, line", [
+    (1.0, 0, "none of 4 rows is worse"), (2.0, 1, "to accept this: python -m kvcupy roofline"),
+])  # fmt: skip
+def test_against_a_table(table, tmp_path, capsys, change, status, line):
+    recorded = json.loads(table[0].read_text())
+    for row in recorded["rows"]:
+        row["dearest_share"] *= change
+    file = tmp_path / "recorded.json"
+    file.write_text(json.dumps(recorded))
+    assert command_line.main([*COMMAND, "--against", str(file)]) == status
+    assert line in capsys.readouterr().out
+
+
+def test_another_nvrtc_is_no_failure(table, tmp_path, capsys):
+    recorded = json.loads(table[0].read_text())
+    recorded["nvrtc"] = "11.0"
+    for row in recorded["rows"]:
+        row["share"] = 2.0
+    file = tmp_path / "recorded.json"
+    file.write_text(json.dumps(recorded))
+    assert command_line.main([*COMMAND, "--against", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "worse: store bf16" in said and "not a failure: NVRTC is " in said
+
+
+@pytest.mark.parametrize("arguments, line", [
+    (["--arch", "frob"], "roofline: --arch: expected names such as sm_90, got frob"),
+    (["--arch", "sm_103"], "roofline: --arch: expected one of "),
+    (["--op", "nought"], "roofline: --op: expected part of one of store bf16, "),
+    (["--against", "nought.json"], "roofline: [Errno 2] No such file"),
+    (["--against", __file__], "roofline: --against: expected a file that --json has written"),
+])  # fmt: skip
+def test_what_is_wrong_is_one_line(capsys, arguments, line):
+    assert command_line.main(["roofline", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith(line) and said.err.count("\n") == 1
+
+
+def test_without_a_disassembler_one_line_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(compile_check, "find_nvdisasm", lambda: None)
+    assert command_line.main(COMMAND) == 2
+    assert capsys.readouterr().err == (
+        "roofline: nvdisasm is missing: pip install nvidia-cuda-nvdisasm\n"
+    )
