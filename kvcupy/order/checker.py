@@ -342,8 +342,8 @@ class OrderChecker(observe.OrderObserver):
                 own.append((_without_owners(access), writes, lifetime))
         for _, others in () if graph is None else graph.items:
             own += others
-        captured.items.append((work, own))
         self._in_graph(captured.histories, work, own, resolves=False)
+        captured.items.append((work, own))
 
     def _launched(self, graph: _Captured, launch: Work) -> list[Touch]:
         """Check a graph, with the slots that it has this time, and what is around the launch."""
@@ -584,7 +584,7 @@ def _root(owner: Any) -> Any:
         elif isinstance(owner, np.ndarray) or (
             cupy is not None and isinstance(owner, cupy.ndarray)
         ):
-            inner = owner.base
+            inner = getattr(owner, "base", None)
         elif isinstance(owner, memoryview):
             inner = owner.obj
         elif torch is not None and isinstance(owner, torch.Tensor):
