@@ -18,6 +18,7 @@ from benchmarks import (
     frames,
     loading,
     ops,
+    order,
     pages,
     rope,
     steps,
@@ -38,6 +39,7 @@ BENCHMARKS = {
     "steps": steps,
     "calls": calls,
     "frames": frames,
+    "order": order,
 }
 
 
