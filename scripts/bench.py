@@ -18,6 +18,7 @@ from benchmarks import (
     frames,
     loading,
     ops,
+    order,
     pages,
     rope,
     scale,
@@ -40,6 +41,7 @@ BENCHMARKS = {
     "scale": scale,
     "calls": calls,
     "frames": frames,
+    "order": order,
 }
 
 

@@ -18,13 +18,26 @@ def test_examples_run(code):
     exec(compile(code, "README.md", "exec"), {})
 
 
+def test_the_race_is_found(capsys, tmp_path):
+    """As the guide says, but for the numbers of streams and lines."""
+    text = (ROOT / "docs/finding_a_race.md").read_text()
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(code, "race.py", "exec"), names)
+    (shown,) = re.findall(r"```\n(RAW.*?)```", text, re.DOTALL)
+    printed = re.sub(r"(stream) \d+|(race.py):\d+", r"\1\2", capsys.readouterr().out)
+    assert printed.strip() == re.sub(r"(stream) \d+|(race.py):\d+", r"\1\2", shown).strip()
+
+
 def test_named_functions_exist():
     named = set(re.findall(r"kv\.(\w+)", README)) | set(re.findall(r"^\| `(\w+)\(", README, re.M))
     missing = sorted(name for name in named if not hasattr(kv, name))
     assert named and not missing
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/finding_a_race.md"]
+)
 def test_named_files_exist(name):
     text = (ROOT / name).read_text()
     paths = re.findall(r"(?:scripts|kernels_src|kvcupy|tests)/[\w/.]+\.\w+", text)

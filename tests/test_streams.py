@@ -79,12 +79,14 @@ def test_fork_and_join_order_streams(device, protocol, order):
         assert all(right), f"repeat {repeat}: right were {right}"
 
 
+@pytest.mark.races
 @pytest.mark.parametrize(("protocol", "order"), PROTOCOLS)
 def test_without_fork_or_join_the_result_is_wrong(device, protocol, order):
     """The control of the test above."""
     assert not any(protocol(device, nothing))
 
 
+@pytest.mark.races
 def test_fork_and_join_are_for_what_was_there_before(device):
     """Neither waits for what comes later."""
     arrays, main, other = Arrays(device), device.stream(), device.stream()

@@ -41,7 +41,7 @@ class ManualDevice:
 
 
 class ManualStream:
-    capturing = False
+    capturing, identity = False, ("manual", 1)
 
     def __init__(self, device, name):
         self.device, self.name, self.now_us = device, name, 0.0

@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -55,6 +56,7 @@ from .history import (
 _ACTIONS = ("raise", "record", "warn")
 _KINDS = {(True, False): "RAW", (False, True): "WAR", (True, True): "WAW"}  # first, second writes
 _MAX_SNAPSHOT_BYTES = 1 << 20
+_MAX_NAMING_FRAMES = 8
 _WAIT_S = 0.2  # for work that produces an index array
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARY = (_PACKAGE, inspect.getfile(contextmanager), str(Path(np.__file__).parent))
@@ -171,7 +173,7 @@ class OrderChecker(observe.OrderObserver):
             self._events[event] = captured, dict(self._behind(stream.identity, captured))
 
     def waited(self, stream: Any, event: Any) -> None:
-        if self._muted:
+        if self._muted or stream.identity is HOST:  # the host synchronises, which is announced too
             return
         with self._lock:
             captured, behind = self._events.get(event, (None, {}))
@@ -342,8 +344,8 @@ class OrderChecker(observe.OrderObserver):
                 own.append((_without_owners(access), writes, lifetime))
         for _, others in () if graph is None else graph.items:
             own += others
-        captured.items.append((work, own))
         self._in_graph(captured.histories, work, own, resolves=False)
+        captured.items.append((work, own))
 
     def _launched(self, graph: _Captured, launch: Work) -> list[Touch]:
         """Check a graph, with the slots that it has this time, and what is around the launch."""
@@ -584,7 +586,7 @@ def _root(owner: Any) -> Any:
         elif isinstance(owner, np.ndarray) or (
             cupy is not None and isinstance(owner, cupy.ndarray)
         ):
-            inner = owner.base
+            inner = getattr(owner, "base", None)
         elif isinstance(owner, memoryview):
             inner = owner.obj
         elif torch is not None and isinstance(owner, torch.Tensor):
@@ -641,7 +643,7 @@ def _names_of(*works: Work) -> list[str]:
     """
     names: list[list[str]] = []
     asked = [stream for work in works if (stream := work.stream()) is not None]
-    for frame in _users_frames(sys._getframe()):
+    for frame in islice(_users_frames(sys._getframe()), _MAX_NAMING_FRAMES):
         names.append([_name_in(frame, stream) for stream in asked])
     best = max(names, key=lambda own: sum(map(bool, own)), default=[])
     chosen = dict(zip(map(id, asked), best, strict=False))
@@ -666,14 +668,13 @@ def _is_stream(value: Any, stream: Any) -> bool:
     """Return whether a variable holds a stream, as kvcupy's or another library's object."""
     if value is stream:
         return True
-    try:
-        identity = getattr(type(value), "identity", None)
-        if identity is not None:
-            return bool(value.identity == stream.identity)
-        pointer = getattr(value, "cuda_stream", None) or getattr(value, "ptr", None)
-        return isinstance(pointer, int) and pointer == getattr(stream, "pointer", 0)
-    except Exception:  # whatever a variable of the user's does when it is asked
-        return False
+    kind = type(value)
+    if hasattr(kind, "identity") and hasattr(kind, "record"):
+        return bool(value.identity == stream.identity)
+    for pointer in ("cuda_stream", "ptr"):  # of torch, of CuPy
+        if hasattr(kind, pointer) and hasattr(kind, "wait_event"):
+            return bool(getattr(value, pointer) == getattr(stream, "pointer", None))
+    return False
 
 
 # --- What users call ------------------------------------------------------------------------------

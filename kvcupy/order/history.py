@@ -107,6 +107,17 @@ class Touch:
     def number(self) -> int:
         return self.work.point.number
 
+    def covers(self, other: Touch) -> bool:
+        """Return whether this is the same access once more."""
+        mine, its = self.access.view, other.access.view
+        if self.writes != other.writes or self.lifetime is not other.lifetime:
+            return False
+        if (mine.pointer, mine.shape, mine.strides) != (its.pointer, its.shape, its.strides):
+            return False
+        if self.slots is None or other.slots is None:
+            return self.slots is other.slots and not self.unknown and not other.unknown
+        return np.array_equal(self.slots, other.slots)
+
     def ranges(self) -> ByteRanges:
         if self._ranges is None:
             access = self.access
@@ -136,37 +147,53 @@ class Touch:
 
 
 class _Region:
-    """Addresses, and who has touched them, by actor in the order of their numbers."""
+    """Addresses, and who has touched them, by actor in the order of their numbers.
 
-    __slots__ = ("high", "low", "touches")
+    Attributes
+    ----------
+    writes : those of the touches that write
+    """
+
+    __slots__ = ("high", "low", "touches", "writes")
 
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high = low, high
         self.touches: dict[Actor, list[Touch]] = {}
+        self.writes: dict[Actor, list[Touch]] = {}
 
     def add(self, touch: Touch) -> None:
-        actor = touch.work.point.actor
-        known = self.touches.setdefault(actor, [])
-        if known and known[-1].number > touch.number:
-            insort(known, touch, key=_number)
-        else:
-            known.append(touch)
-        most = _MAX_HOST_TOUCHES if actor is HOST else _MAX_TOUCHES
-        if len(known) > most:
-            del known[: most // 2]
+        _add(self.touches, touch)
+        if touch.writes:
+            _add(self.writes, touch)
 
     def absorb(self, other: _Region) -> None:
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-        for actor, touches in other.touches.items():
-            self.touches[actor] = sorted([*self.touches.get(actor, ()), *touches], key=_number)
+        for own, others in ((self.touches, other.touches), (self.writes, other.writes)):
+            for actor, touches in others.items():
+                own[actor] = sorted([*own.get(actor, ()), *touches], key=_number)
 
     def forget(self, behind: Clock) -> None:
         """Drop the work of streams that the host is behind: whatever it issues now is too."""
-        for actor, touches in list(self.touches.items()):
-            if actor is not HOST:
-                del touches[: bisect_right(touches, behind.get(actor, 0), key=_number)]
-                if not touches:
-                    del self.touches[actor]
+        for own in (self.touches, self.writes):
+            for actor, touches in list(own.items()):
+                if actor is not HOST:
+                    del touches[: bisect_right(touches, behind.get(actor, 0), key=_number)]
+                    if not touches:
+                        del own[actor]
+
+
+def _add(touches: dict[Actor, list[Touch]], touch: Touch) -> None:
+    actor = touch.work.point.actor
+    known = touches.setdefault(actor, [])
+    if known and known[-1].number > touch.number:
+        insort(known, touch, key=_number)
+    elif known and touch.covers(known[-1]):  # who is behind this one is behind that one
+        known[-1] = touch
+    else:
+        known.append(touch)
+    most = _MAX_HOST_TOUCHES if actor is HOST else _MAX_TOUCHES
+    if len(known) > most:
+        del known[: most // 2]
 
 
 class History:
@@ -249,11 +276,11 @@ def last_write(history: History, low: int, high: int, host: Clock) -> Touch | No
     """Return the last write to some addresses that the host is not behind, if there is one."""
     latest: Touch | None = None
     for region in history.at(low, high):
-        for actor, touches in region.touches.items():
+        for actor, touches in region.writes.items():
             for touch in reversed(touches):
                 if touch.number <= host.get(actor, 0):
                     break
-                if touch.writes and touch.low < high and low < touch.high:
+                if touch.low < high and low < touch.high:
                     if latest is None or touch.work.point.is_behind(latest.work.point):
                         latest = touch
                     break

@@ -146,6 +146,7 @@ def test_order(device, monkeypatch, case):
     world.check(*values)
 
 
+@pytest.mark.races
 @pytest.mark.parametrize("case", ORDER_CASES)
 def test_without_the_wait_it_goes_wrong(device, monkeypatch, case):
     world, values, _ = run(monkeypatch, device, case, control=True)

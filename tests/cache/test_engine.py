@@ -409,6 +409,7 @@ def test_waits_do_not_hold_up_the_host(world):
     world.compute.synchronize()
 
 
+@pytest.mark.races
 def test_the_calling_thread_waits_by_nature(device, world):
     if device.kind != "host":
         pytest.skip("a GPU has no calling thread")

@@ -194,6 +194,7 @@ def test_order(device, monkeypatch, name):
     assert len(seen) == index + 1, "the waits that the control below counts on"
 
 
+@pytest.mark.races
 @pytest.mark.parametrize("name", STORIES)
 def test_without_the_wait_it_goes_wrong(device, monkeypatch, name):
     """The control of the test above."""

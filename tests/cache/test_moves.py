@@ -247,6 +247,7 @@ def test_axes_of_one(device, shape, layout):
 # --- Streams and graphs ---
 
 
+@pytest.mark.races
 def test_in_the_order_of_a_stream_with_lists_that_are_reused(device):
     """Behind a gate nothing is copied; lists and arrays may change before it opens."""
     filled, stream = Filled(device, fmt="int8", scales=True), device.stream()

@@ -35,6 +35,7 @@ def test_late_streams_change_nothing(device, name, seed):
     check(device, lambda world: Program(world, seed).run(150), seed=seed, **options)
 
 
+@pytest.mark.races
 def test_without_access_order_it_goes_wrong(device, monkeypatch):
     """The control of the test above: tables keep their order, pages do not."""
 

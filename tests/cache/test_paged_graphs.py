@@ -25,6 +25,7 @@ def test_order(device, monkeypatch, name):
     assert waits == ORDER_CASES[name].waits, "the waits that the control below counts on"
 
 
+@pytest.mark.races
 @pytest.mark.parametrize("name", ORDER_CASES)
 def test_without_the_wait_it_goes_wrong(device, monkeypatch, name):
     """The control of the test above."""

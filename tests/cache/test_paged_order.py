@@ -33,12 +33,14 @@ def test_order(device, monkeypatch, name):
     assert waits == ORDER_CASES[name].waits, "the waits that the control below counts on"
 
 
+@pytest.mark.races
 @pytest.mark.parametrize("name", ORDER_CASES)
 def test_without_the_wait_it_goes_wrong(device, monkeypatch, name):
     """The control of the test above."""
     ORDER_CASES[name].check_control(device, monkeypatch)
 
 
+@pytest.mark.races("-0")
 @pytest.mark.parametrize("dropped", [0, 1])
 @pytest.mark.parametrize("name", TWO_WAITS)
 def test_either_of_two_waits_will_do(device, monkeypatch, name, dropped):

@@ -112,6 +112,7 @@ def test_copies_wait_for_what_they_read(device, case):
     case(prefilled(device), device.stream())
 
 
+@pytest.mark.races
 @pytest.mark.parametrize("case", ORDER_CASES)
 def test_without_waits_they_do_not(device, monkeypatch, case):
     """The control: where no stream waits for another, the same cases end wrongly."""

@@ -119,6 +119,7 @@ def first(bits, way):
     return [np.frombuffer(b, np.float32).reshape(NUM_LAYERS, count, -1)[:, :12] for b in bits]
 
 
+@pytest.mark.races
 @pytest.mark.parametrize("layer", range(NUM_LAYERS))
 @pytest.mark.parametrize("way", ["onboard", "reuse"])
 def test_without_its_wait_attention_is_wrong(one, want, monkeypatch, way, layer):
@@ -129,6 +130,7 @@ def test_without_its_wait_attention_is_wrong(one, want, monkeypatch, way, layer)
     assert early and wrong(outs, want[way][1])[-(NUM_LAYERS - layer) :] == held
 
 
+@pytest.mark.races("control")
 @pytest.mark.parametrize("dropped", [False, True], ids=["waits", "control"])
 def test_a_fork_and_other_streams_wait_too(one, want, monkeypatch, dropped):
     """The pages of the fork are being loaded too, and its readers wait for that."""
@@ -161,6 +163,7 @@ def capture(one):
     return graph, outs, rows
 
 
+@pytest.mark.races("control")
 @pytest.mark.parametrize("dropped", [False, True], ids=["waits", "control"])
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("way", ["onboard", "reuse"])
@@ -194,6 +197,7 @@ def unordered(self, stream, *sequences):
     yield
 
 
+@pytest.mark.races("control")
 @pytest.mark.parametrize("dropped", [False, True], ids=["waits", "control"])
 @pytest.mark.parametrize("way", ["offload", "remove"])
 def test_a_save_waits_for_the_step_that_wrote(device, one, monkeypatch, way, dropped):
@@ -228,6 +232,7 @@ def test_a_save_waits_for_the_step_that_wrote(device, one, monkeypatch, way, dro
     assert (one.bits("late") == plain.bits("late")) != dropped
 
 
+@pytest.mark.races("control")
 @pytest.mark.parametrize("dropped", [False, True], ids=["waits", "control"])
 def test_pages_of_an_offloaded_sequence_are_read_before_others_write(
     one, want, monkeypatch, dropped
@@ -255,6 +260,7 @@ def test_pages_of_an_offloaded_sequence_are_read_before_others_write(
     assert (one.bits("s") == want["onboard"][0]) != dropped
 
 
+@pytest.mark.races("control")
 @pytest.mark.parametrize("dropped", [False, True], ids=["waits", "control"])
 def test_a_page_that_was_shared_is_read_before_its_other_owner_writes(
     one, want, monkeypatch, dropped
@@ -279,6 +285,7 @@ def test_a_page_that_was_shared_is_read_before_its_other_owner_writes(
     assert (one.bits("s") == want["onboard"][0]) != dropped
 
 
+@pytest.mark.races("control")
 @pytest.mark.parametrize("dropped", [False, True], ids=["waits", "control"])
 @pytest.mark.parametrize("way", ["onboard", "reuse"])
 def test_a_load_waits_for_who_still_reads_its_pages(one, want, monkeypatch, way, dropped):

@@ -207,6 +207,7 @@ def test_order(device, monkeypatch, name):
     world.check()
 
 
+@pytest.mark.races
 @pytest.mark.parametrize("name", ORDER_CASES)
 def test_without_the_wait_it_goes_wrong(device, monkeypatch, name):
     """The control of the test above."""
@@ -484,6 +485,7 @@ def test_the_calling_thread_waits_for_the_copy():
     world.check()
 
 
+@pytest.mark.races("dropped")
 @pytest.mark.parametrize("wait", ["dropped", "kept"])
 def test_the_calling_thread_needs_its_wait(monkeypatch, wait):
     world = World(HostDevice())

@@ -166,6 +166,7 @@ def test_a_stream_waits_for_each_layer(blocks, wait):
         assert np.array_equal(np.concatenate(found), expected), f"layer {layer}, block {i % 2}"
 
 
+@pytest.mark.races
 def test_several_leases_share_one_load(blocks, monkeypatch):
     blocks.insert([A, B, C])
     blocks.evict_all()

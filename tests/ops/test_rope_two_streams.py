@@ -63,6 +63,7 @@ def test_no_stream_comes_too_early(device, late):
     assert differing(Step(device).run(late=late), want) == set()
 
 
+@pytest.mark.races
 @pytest.mark.parametrize(("left_out", "late"), [("fork", "main"), ("join", "other")])
 def test_without_one_of_the_waits_the_value_is_wrong(device, monkeypatch, left_out, late):
     """The control of the test above: V too early, or read too early. K needs no wait."""
@@ -71,6 +72,7 @@ def test_without_one_of_the_waits_the_value_is_wrong(device, monkeypatch, left_o
     assert differing(Step(device).run(late=(late,)), want) == {"v_cache", "v_scale_cache"}
 
 
+@pytest.mark.races
 def test_rows_may_be_overwritten_after_the_call(device, monkeypatch):
     """And without the join, V takes what was written later."""
     for joined in (True, False):

@@ -82,6 +82,7 @@ def test_pages_that_come_late(device, layouts):
     case.finish(case.expect(src, dst, *pages))
 
 
+@pytest.mark.races
 @every_method
 @some_layouts
 def test_without_the_stream_it_comes_too_early(device, method, layouts):
@@ -101,6 +102,7 @@ def test_without_the_stream_it_comes_too_early(device, method, layouts):
         case.finish()
 
 
+@pytest.mark.races
 @every_method
 def test_the_call_does_not_wait(device, method):
     """It returns while the stream is blocked, with nothing written or recorded yet."""

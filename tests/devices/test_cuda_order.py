@@ -1,0 +1,141 @@
+"""The order checker on a GPU, through the stand-in: the same reports from what the device says."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fake_cuda import RELAXED, captured_by_another
+
+import kvcupy as kv
+from kvcupy import devices
+from kvcupy.devices import cuda
+
+
+@pytest.fixture
+def device(api, monkeypatch):
+    device = cuda.CudaDevice(0, api)
+    monkeypatch.setitem(devices._devices, "cuda:0", device)
+    return device
+
+
+@pytest.fixture
+def streams(device):
+    return device.stream(), device.stream()
+
+
+@pytest.fixture
+def arrays(device):
+    return device.zeros((4, 2), np.float32), device.empty_pinned((4, 2), np.float32)
+
+
+def kinds(checker):
+    return [report.kind for report in checker.reports]
+
+
+EDGES = {
+    "wait": lambda device, main, other: other.wait(main),
+    "wrapper": lambda device, main, other: other.wait(cuda.Stream(main.context, main.pointer)),
+    "stream": lambda device, main, other: main.synchronize(),
+    "event": lambda device, main, other: main.record().synchronize(),
+    "device": lambda device, main, other: device.synchronize(),
+    "event done": lambda device, main, other: pass_and_ask(main, main.record()),
+    "stream done": lambda device, main, other: pass_and_ask(main, main),
+    "none": lambda device, main, other: None,
+    "the other way round": lambda device, main, other: main.wait(other),
+}
+
+
+def pass_and_ask(stream, point):
+    stream.context.api.machine.progress(stream.pointer)
+    assert point.done()
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_edges(device, streams, arrays, edge):
+    (main, other), (x, pinned) = streams, arrays
+    with kv.order_checker("record") as checker:
+        device.copy(x, pinned, stream=main)
+        EDGES[edge](device, main, other)
+        device.copy(pinned, x, stream=other)
+    missing = edge in ("none", "the other way round")
+    assert kinds(checker) == ["RAW", "WAR"] * missing
+    if missing:
+        assert checker.reports[0].edge == "other.wait(main)"
+
+
+def test_pinned_memory(device, streams):
+    (main, _) = streams
+    with kv.order_checker("record") as checker:
+        pinned, x = device.empty_pinned((4, 2), np.float32), device.zeros((4, 2), np.float32)
+        pinned[...] = 1
+        device.copy(x[:2], pinned[:2], stream=main)
+        pinned[2:] = 2
+        assert checker.reports == []
+        pinned[1:] = 3
+        main.synchronize()
+        pinned[1:] = 4
+    assert kinds(checker) == ["WAR"]
+    assert checker.reports[0].edge == "main.synchronize()"
+
+
+def test_reading_results_waits_for_one_stream_alone(device, streams, arrays):
+    (main, _), (x, pinned) = streams, arrays
+    with kv.order_checker("record") as checker:
+        device.copy(x, pinned, stream=main)
+        device.to_numpy(x)
+        device.as_stream(None).wait(main)
+        device.to_numpy(x)
+    assert kinds(checker) == ["RAW"]
+
+
+def test_streams_of_other_libraries_are_known_by_their_address(device, streams, arrays):
+    """Every call wraps such a stream anew."""
+    (main, other), (x, pinned) = streams, arrays
+
+    class Foreign:
+        def __cuda_stream__(self):
+            return (0, main.pointer)
+
+    with kv.order_checker() as checker:
+        device.copy(x, pinned, stream=Foreign())
+        device.copy(x, pinned, stream=main)
+        with kv.declare(writes=x, stream=Foreign()):
+            pass
+        other.wait(main)
+        device.copy(pinned, x, stream=other)
+    assert checker.reports == []
+
+
+def test_graphs(device, streams, arrays):
+    (main, other), (x, pinned) = streams, arrays
+    with kv.order_checker("record") as checker:
+        with main.capture() as graph:
+            device.copy(x, pinned, stream=main)
+        device.copy(pinned, x, stream=other)
+        assert checker.reports == [], "what is captured is not done"
+        main.wait(other)
+        graph.launch(main)
+        graph.launch(main)
+        assert checker.reports == []
+        device.copy(x, pinned, stream=other)
+    assert kinds(checker) == ["WAW"], "with the last of the launches"
+    assert checker.reports[0].first.operation == "copy in a graph"
+
+
+def test_another_librarys_capture_is_left_alone(api, device, streams, arrays):
+    (main, other), (x, pinned) = streams, arrays
+    with kv.order_checker() as checker:
+        with captured_by_another(api, main.cupy, RELAXED):
+            device.copy(x, pinned, stream=main)
+        device.copy(pinned, x, stream=other)
+    assert checker.reports == []
+
+
+def test_the_default_stream_has_two_handles(device, arrays):
+    x, pinned = arrays
+    legacy = [cuda.Stream(device.context, pointer) for pointer in (0, 1)]
+    assert legacy[0].identity == legacy[1].identity
+    with kv.order_checker() as checker:
+        for stream in legacy:
+            device.copy(x, pinned, stream=stream)
+    assert checker.reports == []
