@@ -50,25 +50,20 @@ MARKERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    """The cases that run and pass, by whether ``--full`` is given."""
-    folder = tmp_path_factory.mktemp("suite")
+def run(folder: Path, *options: str) -> str:
+    """Run these tests with the suite's own conftest; return what pytest prints."""
     shutil.copy(HERE / "conftest.py", folder)
     tests = [PRODUCT.format(marker=marker, name=name) for name, marker in MARKERS.items()]
     imports = ["import pytest", "from helpers import full_only", "import kvcupy as kv"]
     (folder / "test_cases.py").write_text("\n".join([*imports, *tests, OTHERS]))
     command = [sys.executable, "-m", "pytest", "-v", "-c", os.devnull, f"--rootdir={folder}"]
-    outputs = {}
-    for full in (False, True):
-        result = subprocess.run(
-            [*command, *["--full"] * full, str(folder / "test_cases.py")],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])},
-            cwd=folder, check=False, capture_output=True, text=True,
-        )  # fmt: skip
-        assert result.returncode == 0, result.stdout + result.stderr
-        outputs[full] = result.stdout
-    return outputs
+    result = subprocess.run(
+        [*command, *options, str(folder / "test_cases.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])},
+        cwd=folder, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def cases(output: str, test: str) -> list[tuple[str, ...]]:
@@ -76,28 +71,19 @@ def cases(output: str, test: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize(("name", "count"), [("once", 1), ("twice", 2), ("again", 1), ("all", 3)])
-def test_each_combination_of_so_many_values_runs(ran, name, count, full):
-    count = min(count + full, 3)
-    chosen = cases(ran[full], name)
-    for places in itertools.combinations(range(3), count):
-        seen = {tuple(case[i] for i in places) for case in chosen}
-        assert len(seen) == 4**count, f"values of parameters {places}"
-    assert len(chosen) <= 1.5 * 4**count  # not many more than it takes
+def test_which_cases_run(tmp_path, full):
+    output = run(tmp_path, *["--full"] * full)
 
+    for name, count in (("once", 1), ("twice", 2), ("again", 1), ("all", 3)):
+        count = min(count + full, 3)
+        chosen = cases(output, name)
+        for places in itertools.combinations(range(3), count):
+            seen = {tuple(case[i] for i in places) for case in chosen}
+            assert len(seen) == 4**count, f"{name}: values of parameters {places}"
+        assert len(chosen) <= 1.5 * 4**count, f"{name}: many more than it takes"
 
-@pytest.mark.parametrize("full", [False, True])
-def test_a_row_of_a_table_is_one_value(ran, full):
-    assert len(cases(ran[full], "table")) == 4
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_values_for_full_runs(ran, full):
-    assert cases(ran[full], "sizes") == [("1",), ("2",)][: 1 + full]
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_only_the_first_case_of_a_long_test_is_strict(ran, full):
-    """Each case asserts whether it is."""
-    assert len(cases(ran[full], "quick")) == 4
-    assert all(f"::test_{name} PASSED" in ran[full] for name in ("only", "lenient"))
+    assert len(cases(output, "table")) == 4, "a row of a table is one value"
+    assert cases(output, "sizes") == [("1",), ("2",)][: 1 + full]
+    # These assert whether they are strict.
+    assert len(cases(output, "quick")) == 4
+    assert all(f"::test_{name} PASSED" in output for name in ("only", "lenient"))
