@@ -52,8 +52,8 @@ def barrier(comment: str, call: Callable[[Any], Any] = prefill) -> Missing:
 
 
 def wait(comment: str) -> Missing:
-    """A copy that a later wait ends is a write after the barrier, to a thread that comes later."""
     barrier = f"__syncthreads();  // {comment}"
+    # Where a warp runs ahead, its copies have landed by then, but no barrier orders them.
     return Missing(PREFILL, f"wait_for_copies(); {barrier}", barrier, prefill, RACE)
 
 
