@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests, in as many processes as there are CPUs:
 #     scripts/test.sh [--torch] [--full] [-n 0] [arguments of pytest]
-# --torch: with torch, which some tests need, installed. --full: every case of every test, not just
-# a telling one of each kind. -n 0: in one process, as a debugger needs it. It works in the active
+# --torch: with torch, which some tests need, installed. --full: more cases of each test, not just
+# telling ones. -n 0: in one process, as a debugger needs it. It works in the active
 # virtual environment, else in .venv, and installs only what is missing.
 set -euo pipefail
 

@@ -35,7 +35,7 @@ NUM_TESTS = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="host", help="the kvcupy device that the tests run on")
-    parser.addoption("--full", action="store_true", help="run every case of every test")
+    parser.addoption("--full", action="store_true", help="run more cases of each test")
     parser.addoption("--no-strict", action="store_true", help="let the host device be lenient")
     parser.addoption(
         "--check-order", action="store_true", help="let kv.order_checker look at every test"

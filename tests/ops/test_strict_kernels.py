@@ -58,8 +58,8 @@ def barrier(comment: str, call: Callable[[Any], Any] = prefill) -> Missing:
 
 
 def wait(comment: str) -> Missing:
-    """A copy lands at the next wait instead: before a read of it, in some orders of threads."""
     barrier = f"__syncthreads();  // {comment}"
+    # Where a warp runs ahead, its copies have landed by then, but no barrier orders them.
     return Missing(PREFILL, f"wait_for_copies(); {barrier}", barrier, prefill, RACE)
 
 

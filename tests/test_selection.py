@@ -1,0 +1,89 @@
+"""Which cases run (`conftest.py`): markers, ``--full``, and what is strict."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+PRODUCT = """
+@pytest.mark.{marker}
+@pytest.mark.parametrize("a", range(4))
+@pytest.mark.parametrize("b", range(4))
+@pytest.mark.parametrize("c", range(4))
+def test_{name}(a, b, c): pass
+"""
+
+OTHERS = """
+@pytest.mark.covering
+@pytest.mark.parametrize(("name", "value"), [("n", 0), ("m", 0), ("n", 1), ("m", 1)])
+def test_table(name, value): pass
+
+@pytest.mark.parametrize("size", [1, full_only(2)])
+def test_sizes(size): pass
+
+@pytest.mark.parametrize("a", [3, 4])
+@pytest.mark.parametrize("b", [0, 1])
+def test_quick(quick_host, a, b):
+    assert kv.config.strict == ((a, b) == (3, 0))
+
+def test_only(quick_host):
+    assert kv.config.strict
+
+def test_lenient(lenient_host):
+    assert not kv.config.strict
+"""
+
+MARKERS = {
+    "once": "covering",
+    "twice": "covering(2)",
+    "again": "again",
+    "all": 'filterwarnings("default")',
+}
+
+
+def run(folder: Path, *options: str) -> str:
+    """Run these tests with the suite's own conftest; return what pytest prints."""
+    shutil.copy(HERE / "conftest.py", folder)
+    tests = [PRODUCT.format(marker=marker, name=name) for name, marker in MARKERS.items()]
+    imports = ["import pytest", "from helpers import full_only", "import kvcupy as kv"]
+    (folder / "test_cases.py").write_text("\n".join([*imports, *tests, OTHERS]))
+    command = [sys.executable, "-m", "pytest", "-v", "-c", os.devnull, f"--rootdir={folder}"]
+    result = subprocess.run(
+        [*command, *options, str(folder / "test_cases.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])},
+        cwd=folder, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def cases(output: str, test: str) -> list[tuple[str, ...]]:
+    return [tuple(case.split("-")) for case in re.findall(rf"::test_{test}\[(.*)\] PASSED", output)]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_which_cases_run(tmp_path, full):
+    output = run(tmp_path, *["--full"] * full)
+
+    for name, count in (("once", 1), ("twice", 2), ("again", 1), ("all", 3)):
+        count = min(count + full, 3)
+        chosen = cases(output, name)
+        for places in itertools.combinations(range(3), count):
+            seen = {tuple(case[i] for i in places) for case in chosen}
+            assert len(seen) == 4**count, f"{name}: values of parameters {places}"
+        assert len(chosen) <= 1.5 * 4**count, f"{name}: many more than it takes"
+
+    assert len(cases(output, "table")) == 4, "a row of a table is one value"
+    assert cases(output, "sizes") == [("1",), ("2",)][: 1 + full]
+    # These assert whether they are strict.
+    assert len(cases(output, "quick")) == 4
+    assert all(f"::test_{name} PASSED" in output for name in ("only", "lenient"))
