@@ -7,6 +7,7 @@ import pytest
 from paged_cases import rope_of
 
 import kvcupy as kv
+from kvcupy.cache.paged import layers
 
 NUM_LAYERS = 3
 
@@ -37,3 +38,29 @@ def test_a_warm_layer_takes_few_python_frames(device, rope, first, later):
     assert 0 < len(called[0]) <= first, "\n".join(called[0])
     for names in called[1:]:
         assert 0 < len(names) <= later, "\n".join(names)
+
+
+def test_layers_share_scratch_memory_but_for_those_of_a_graph(device, lenient_host, monkeypatch):
+    """A graph outlives the step whose other layers would use its memory."""
+    cache = kv.PagedKVCache(
+        num_layers=NUM_LAYERS, num_q_heads=4, num_kv_heads=2, head_dim=64, num_pages=16,
+        dtype="fp16", rope=device.asarray(np.asarray(rope_of(64))), device=device,
+    )  # fmt: skip
+    borrowed = []
+    borrow = layers.borrow
+    monkeypatch.setattr(layers, "borrow", lambda *a: borrowed.append(a) or borrow(*a))
+    rows = [device.zeros((1, heads, 64), "fp16") for heads in (4, 2, 2, 4)]
+    first, second = device.stream(), device.stream()
+    cache.add_sequence("a")
+
+    def attend(stream):
+        for layer in range(NUM_LAYERS):
+            cache.attention(layer, *rows[:3], out=rows[3], stream=stream)
+        return len(borrowed)
+
+    with cache.forward(["a"], [1]):
+        assert (attend(first), attend(first), attend(second)) == (1, 1, 2)
+        with first.capture():
+            assert attend(first) == 2 + NUM_LAYERS
+        assert attend(second) == 3 + NUM_LAYERS
+    device.synchronize()

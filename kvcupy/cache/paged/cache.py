@@ -732,9 +732,9 @@ class PagedKVCache(ProcessLocal):
 
 
 def _pool_of(
-    pool: Any, *, num_layers: int | None, num_kv_heads: Any, head_dim: Any, num_pages: int | None,
-    page_size: int, dtype: Any, device: Any, v_head_dim: int | None, latent_dim: int | None,
-    has_static_scales: bool,
+    pool: Pool | None, *, num_layers: int | None, num_kv_heads: Any, head_dim: Any,
+    num_pages: int | None, page_size: int, dtype: Any, device: Any, v_head_dim: int | None,
+    latent_dim: int | None, has_static_scales: bool,
 ) -> Pool:  # fmt: skip
     """Return `pool`, whose geometry must agree with the other arguments, or a new pool."""
     if latent_dim is not None:
@@ -750,8 +750,7 @@ def _pool_of(
         _require_pool(
             pool, counts, None if dtype is _DTYPE else dtype, device, latent_dim, has_static_scales
         )
-        checked: Pool = pool
-        return checked
+        return pool
     shared: dict[str, Any] = {
         "num_pages": num_pages, "page_size": page_size, "num_layers": num_layers,
         "dtype": dtype, "device": device,

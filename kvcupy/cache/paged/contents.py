@@ -203,14 +203,11 @@ class Contents:
                     numbers = self._device.to_numpy(scale) if checks.is_array(scale) else scale
                     digest.update(np.asarray(numbers, np.float32).tobytes())
         return {
-            "num_layers": str(pool.num_layers),
-            "num_kv_heads": str(pool.num_kv_heads),
-            "head_dim": str(pool.head_dim),
-            "v_head_dim": str(self._bits[0][1].shape[3]),
-            "dtype": pool.dtype,
-            "static_scales": digest.hexdigest(),
+            "num_layers": str(pool.num_layers), "num_kv_heads": str(pool.num_kv_heads),
+            "head_dim": str(pool.head_dim), "v_head_dim": str(self._bits[0][1].shape[3]),
+            "dtype": pool.dtype, "static_scales": digest.hexdigest(),
             "rope_mode": self._layers.rope.mode,
-        }
+        }  # fmt: skip
 
     def _stored(self) -> list[tuple[tuple[str, str], list[tuple[ArrayView, ArrayView]]]]:
         """Return what is stored, in pairs: two names, and both caches of each layer."""
@@ -256,13 +253,11 @@ def write_file(
     bits = {name: _bits(name, *tensor) for name, tensor in tensors.items()}
     specs = {
         name: package.TensorSpec(
-            dtype=formats.numpy_dtype(tensors[name][0]).name,
-            shape=tensors[name][1],
-            data_ptr=array.ctypes.data,
-            data_len=array.nbytes,
+            dtype=formats.numpy_dtype(tensors[name][0]).name, shape=tensors[name][1],
+            data_ptr=array.ctypes.data, data_len=array.nbytes,
         )
         for name, array in bits.items()
-    }
+    }  # fmt: skip
     described = {**{name: str(value) for name, value in metadata.items()}, **KIND}
     temporary = path.with_name(f".kvcupy-{secrets.token_hex(8)}")
     with temporary.open("xb"):  # also shows the permissions of new files here

@@ -298,13 +298,7 @@ class Steps:
             raise KvcupyError("a step is running: call end_forward before begin_forward")
         names, counts, entries = _check_batch(seqs, append_lengths, token_tree)
         sequences = self._sequences.find_all(names, "seqs")
-        for name, sequence in zip(names, sequences, strict=True):
-            if sequence.offloaded is not None:
-                require_on_device(sequence, name, "seqs")
-        self._check_counts(names, counts)
-        nodes = _check_trees(names, sequences, counts, entries)
-        self._check_positions(names, sequences, counts, nodes)
-
+        nodes = self._check(names, sequences, counts, entries)
         reserved = self._sequences.reserve(sequences, counts)
         try:
             if copies := reserved.copies:
@@ -441,7 +435,11 @@ class Steps:
 
     # --- Checks ---
 
-    def _check_counts(self, names: Sequence[Hashable], counts: list[Any]) -> None:
+    def _check(
+        self, names: list[Any], sequences: list[CachedSequence], counts: list[Any],
+        entries: list[Any],
+    ) -> list[Nodes]:  # fmt: skip
+        """Raise unless each sequence can get its tokens; return the parents of new nodes."""
         if set(map(type, counts)) != {int} or min(counts) < 1:
             for i, (name, n) in enumerate(zip(names, counts, strict=True)):
                 checks.require_int(n, "append_lengths")
@@ -453,23 +451,25 @@ class Steps:
                 f"append_lengths: expected at most {self._max_batch_tokens} tokens a step "
                 f"(max_batch_tokens), got {sum(counts)}"
             )
-
-    def _check_positions(
-        self, names: list[Any], sequences: list[CachedSequence], counts: list[int],
-        nodes: list[Nodes],
-    ) -> None:  # fmt: skip
         max_positions = self._layers.rope.max_positions
-        if max_positions is None:
-            return
-        for name, sequence, n, new in zip(names, sequences, counts, nodes, strict=True):
+        nodes: list[Nodes] = list(entries)
+        for i, (name, sequence, n) in enumerate(zip(names, sequences, counts, strict=True)):
+            if sequence.offloaded is not None:
+                require_on_device(sequence, name, "seqs")
             end = sequence.length + n
-            if new is not None:
+            if entries[i] is not None:
+                nodes[i] = new = check_tree_nodes(entries[i], len(sequence.parents), n)
                 end = sequence.committed + max(tree_depths([*sequence.parents, *new])) + 1
-            if end > max_positions:
+            elif sequence.parents:
+                raise ValueError(
+                    f"token_tree: expected parents for {name!r}, whose tree is not committed"
+                )
+            if max_positions is not None and end > max_positions:
                 raise ValueError(
                     f"append_lengths: expected {name!r} to stay within the {max_positions} "
                     f"positions of rope, got {end}"
                 )
+        return nodes
 
     def _find_cascade(self, sequences: Sequence[CachedSequence], num_tokens: int) -> Cascade | None:
         if self._cascade is False or len(sequences) < 2:
@@ -509,20 +509,6 @@ def _check_batch(
     if len(trees) != len(names):
         raise ValueError(f"token_tree: expected {len(names)} lists like seqs, got {len(trees)}")
     return names, counts, trees
-
-
-def _check_trees(
-    names: list[Any], sequences: list[CachedSequence], counts: list[int], entries: list[Any]
-) -> list[Nodes]:
-    nodes: list[Nodes] = list(entries)
-    for i, (sequence, entry) in enumerate(zip(sequences, entries, strict=True)):
-        if entry is not None:
-            nodes[i] = check_tree_nodes(entry, len(sequence.parents), counts[i])
-        elif sequence.parents:
-            raise ValueError(
-                f"token_tree: expected parents for {names[i]!r}, whose tree is not committed"
-            )
-    return nodes
 
 
 def _as_list(values: Any, name: str) -> list[Any]:
