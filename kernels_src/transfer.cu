@@ -12,7 +12,7 @@
 
 constexpr int kTransferThreads = 512;
 constexpr int kConvertThreads = 256;
-constexpr int kConvertBlocksPerSm = 4;
+constexpr int kConvertBlocksPerSm = 2;  // 128 registers: what counts is what a thread has in flight
 
 struct TransferCopyParams {
   const char* src_k;      // [src_num_pages, rows by strides, k_words]
@@ -122,8 +122,8 @@ struct TransferConvertParams {
   int v_width;  // elements per row; 0: there is no V
 };
 
-// Convert one row, K or V, by the lanes that share it (at most a warp). Every thread of the warp
-// must call it. The second pass over a row hits L1.
+// Convert one row, K or V, by the lanes that share it (at most a warp), of any width: a row that
+// needs a scale is read twice. Every thread of the warp must call it.
 template <typename TIn, typename TOut, int kCount>
 __device__ __forceinline__ void convert_row(const char* from, const char* from_scale, char* to,
                                             char* to_scale, int width, int lane, int lanes) {
@@ -157,37 +157,157 @@ __device__ __forceinline__ void convert_row(const char* from, const char* from_s
   }
 }
 
-// A row is one (layer, offset, head), with a scale of its own where a pool keeps scales.
-// Four blocks per SM: without the number ptxas aims for five and spills a register on sm_86.
+// Packs that a thread holds at a time, of K and of V: those of one row, or one each of as many
+// rows, or two each of half as many.
+template <typename TIn, int kCount>
+constexpr int kHeldPacks = sizeof(TIn) * kCount > 16 ? 2 : 4;
+
+// The packs of K, or of V, that a thread holds, from their loads to their stores.
+template <typename TIn, typename TOut, int kCount>
+struct HeldPacks {
+  static constexpr int kHeld = kHeldPacks<TIn, kCount>;
+
+  Pack<TIn, kCount> packs[kHeld];
+  float factors[kHeld];
+
+  __device__ __forceinline__ void load(int i, const char* from, const char* from_scale) {
+    packs[i].load(from);
+    factors[i] = from_scale ? *reinterpret_cast<const float*>(from_scale) : 1.0f;
+  }
+
+  __device__ __forceinline__ Pack<float, kCount> values(int i) const {
+    return products(to_floats(packs[i]), factors[i]);
+  }
+};
+
+// The same by threads that hold all their packs of `kHeld >> shift` rows. Every thread of the warp
+// must call it. `elements` are the first of each pack in its row.
+template <typename TIn, typename TOut, int kCount, int kHeld>
+__device__ __forceinline__ void convert_held(const HeldPacks<TIn, TOut, kCount>& held,
+                                             const TransferPlace (&places)[kHeld],
+                                             const int (&elements)[kHeld], int width, int shift,
+                                             int lanes, char* to, const TransferStrides& strides,
+                                             char* to_scale, const TransferStrides& scale_strides) {
+  if (width == 0) return;
+  float scales[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) scales[i] = 1.0f;
+  if constexpr (kQuantised<TOut>) {
+    if (to_scale) {
+      float largest[kHeld];
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        AbsMax<kCount> of_pack;
+        if (places[i].src_page >= 0 && elements[i] < width) of_pack.add(held.values(i));
+        largest[i] = of_pack.value();
+      }
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        float of_row = largest[i];
+        if (shift > 0) of_row = fmaxf(of_row, largest[i ^ 1]);
+        if (kHeld > 2 && shift > 1) {
+          of_row = fmaxf(of_row, fmaxf(largest[(i ^ 2) % kHeld], largest[(i ^ 3) % kHeld]));
+        }
+        scales[i] = dynamic_scale<TOut>(max_within_warp(of_row, lanes));
+      }
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        if (places[i].src_page < 0 || elements[i] != 0) continue;
+        char* target = to_scale + offset_of(scale_strides, places[i].dst_page, places[i]);
+        *reinterpret_cast<float*>(target) = scales[i];
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    if (places[i].src_page < 0 || elements[i] >= width) continue;
+    char* target = to + offset_of(strides, places[i].dst_page, places[i]) +
+                   elements[i] * static_cast<int>(sizeof(TOut));
+    if constexpr (kQuantised<TOut>) {
+      quantise<TOut>(held.values(i), ScaleDivisor(scales[i])).store(target);
+    } else {
+      from_floats<TOut>(held.values(i)).store(target);
+    }
+  }
+}
+
+// Where the scale of a row is; null if there are none.
+__device__ __forceinline__ const char* scale_of(const char* scales, const TransferStrides& strides,
+                                                i64 page, const TransferPlace& at) {
+  return scales ? scales + offset_of(strides, page, at) : nullptr;
+}
+
+// A row is one (layer, offset, head), with a scale of its own where a pool keeps scales. A thread
+// loads all its packs of several rows, K and V, and holds them until they are stored, so that each
+// byte crosses a link once. Rows too long for that are converted one after the other.
 // grid: at most max_blocks, block: kConvertThreads, smem: 0
 template <typename TIn, typename TOut, int kCount>
 __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     transfer_convert(const __grid_constant__ TransferConvertParams p) {
+  constexpr int kHeld = kHeldPacks<TIn, kCount>;
   const int lanes = 1 << p.rows.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
   const u32 groups = gridDim.x * (blockDim.x >> p.rows.lane_shift);
   const u32 group =
       blockIdx.x * (blockDim.x >> p.rows.lane_shift) + (threadIdx.x >> p.rows.lane_shift);
   const u32 of_warp = group & (32 / lanes - 1);
+  const int packs_per_row = 1 + (max(p.k_width, p.v_width) - 1) / (lanes * kCount);
 
-  // The loop is warp-uniform: lanes exchange values.
-  for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups) {
-    const TransferPlace at =
-        find_piece(p.rows, p.src_pages, p.dst_pages, p.faults, first + of_warp, lane == 0);
-    const bool live = at.src_page >= 0;
-    const i64 src = live ? at.src_page : 0;
-    const i64 dst = live ? at.dst_page : 0;
-    convert_row<TIn, TOut, kCount>(
-        p.src_k + offset_of(p.src_k_strides, src, at),
-        p.src_k_scale ? p.src_k_scale + offset_of(p.src_k_scale_strides, src, at) : nullptr,
-        p.dst_k + offset_of(p.dst_k_strides, dst, at),
-        p.dst_k_scale ? p.dst_k_scale + offset_of(p.dst_k_scale_strides, dst, at) : nullptr,
-        live ? p.k_width : 0, lane, lanes);
-    convert_row<TIn, TOut, kCount>(
-        p.src_v + offset_of(p.src_v_strides, src, at),
-        p.src_v_scale ? p.src_v_scale + offset_of(p.src_v_scale_strides, src, at) : nullptr,
-        p.dst_v + offset_of(p.dst_v_strides, dst, at),
-        p.dst_v_scale ? p.dst_v_scale + offset_of(p.dst_v_scale_strides, dst, at) : nullptr,
-        live ? p.v_width : 0, lane, lanes);
+  // The loops are warp-uniform: lanes exchange values.
+  if (packs_per_row > kHeld) {
+    for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups) {
+      const TransferPlace at =
+          find_piece(p.rows, p.src_pages, p.dst_pages, p.faults, first + of_warp, lane == 0);
+      const bool live = at.src_page >= 0;
+      const i64 src = live ? at.src_page : 0;
+      const i64 dst = live ? at.dst_page : 0;
+      convert_row<TIn, TOut, kCount>(
+          p.src_k + offset_of(p.src_k_strides, src, at),
+          scale_of(p.src_k_scale, p.src_k_scale_strides, src, at),
+          p.dst_k + offset_of(p.dst_k_strides, dst, at),
+          const_cast<char*>(scale_of(p.dst_k_scale, p.dst_k_scale_strides, dst, at)),
+          live ? p.k_width : 0, lane, lanes);
+      convert_row<TIn, TOut, kCount>(
+          p.src_v + offset_of(p.src_v_strides, src, at),
+          scale_of(p.src_v_scale, p.src_v_scale_strides, src, at),
+          p.dst_v + offset_of(p.dst_v_strides, dst, at),
+          const_cast<char*>(scale_of(p.dst_v_scale, p.dst_v_scale_strides, dst, at)),
+          live ? p.v_width : 0, lane, lanes);
+    }
+    return;
+  }
+
+  const int shift = packs_per_row > 2 ? 2 : packs_per_row - 1;
+  for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups * (kHeld >> shift)) {
+    HeldPacks<TIn, TOut, kCount> k;
+    HeldPacks<TIn, TOut, kCount> v;
+    TransferPlace places[kHeld];
+    int elements[kHeld];
+    // Load
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const u32 row = i >> shift;
+      const int pack = i & ((1 << shift) - 1);
+      const u32 number = first + of_warp + row * groups;
+      elements[i] = (pack * lanes + lane) * kCount;
+      const TransferPlace at =
+          find_piece(p.rows, p.src_pages, p.dst_pages, p.faults, number, elements[i] == 0);
+      places[i] = at;
+      if (at.src_page < 0) continue;
+      const i64 skipped = elements[i] * static_cast<int>(sizeof(TIn));
+      if (elements[i] < p.k_width) {
+        k.load(i, p.src_k + offset_of(p.src_k_strides, at.src_page, at) + skipped,
+               scale_of(p.src_k_scale, p.src_k_scale_strides, at.src_page, at));
+      }
+      if (elements[i] < p.v_width) {
+        v.load(i, p.src_v + offset_of(p.src_v_strides, at.src_page, at) + skipped,
+               scale_of(p.src_v_scale, p.src_v_scale_strides, at.src_page, at));
+      }
+    }
+    // Convert, Store
+    convert_held(k, places, elements, p.k_width, shift, lanes, p.dst_k, p.dst_k_strides,
+                 p.dst_k_scale, p.dst_k_scale_strides);
+    convert_held(v, places, elements, p.v_width, shift, lanes, p.dst_v, p.dst_v_strides,
+                 p.dst_v_scale, p.dst_v_scale_strides);
   }
 }

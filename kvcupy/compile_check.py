@@ -38,7 +38,7 @@ REGISTER_BUDGET: dict[str, int] = {
     "copy_pages": 64,
     "slot_mapping": 64,
     "transfer_copy": 128,  # a bounded grid: what counts is what one thread has in flight
-    "transfer_convert": 64,
+    "transfer_convert": 128,  # likewise
     "note_fault": 32,
     "attention_starts": 64,
     "attention_decode": 255,  # blocks of 128 threads: two a multiprocessor, whose loads fill it

@@ -346,11 +346,27 @@ def check_transfer_converts(device):
     return case
 
 
+def check_transfer_converts_wide_rows(device):
+    """Rows of two, three and four packs per lane, and of more than a thread holds."""
+    case = TransferCase(device, 28)
+    for fmt, widths in (
+        ("fp16", (50, 40)), ("fp16", (100, 17)), ("fp16", (80, 128)), ("fp16", (40, 131)),
+        ("bf16", (576, 264)), ("fp32", (512, 24)), ("fp32", (520, 24)),
+    ):  # fmt: skip
+        near = case.pool("layer_first", fmt, widths=widths, content=case.values)
+        far = case.pool("page_first", "int8", widths=widths, scales=True, pages=13)
+        case.transfer(near, far, *PAIRS, method="kernel", convert=True)
+        back = case.pool("page_head", "fp32", widths=widths, pages=13)
+        case.transfer(far, back, [3, 0], [1, 12], method="kernel", convert=True)
+    return case
+
+
 CHECKS = (
     check_transfer,
     check_transfer_of_a_few_short_rows,
     check_transfer_of_long_rows,
     check_transfer_converts,
+    check_transfer_converts_wide_rows,
     check_copy,
     check_copy_of_odd_pages,
     check_convert,

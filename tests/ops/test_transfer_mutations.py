@@ -8,6 +8,7 @@ from mutation_cases import Mutation
 
 SHORT, LONG = checks.check_transfer, checks.check_transfer_of_long_rows
 CONVERTS = checks.check_transfer_converts
+WIDE = checks.check_transfer_converts_wide_rows
 ROWS = "transfer_rows.cuh"
 K_FROM = "p.src_k + offset_of(p.src_k_strides, src, at) + skipped"
 DST = (
@@ -59,23 +60,44 @@ MUTATIONS = {
         "at.axis_1 * s.axis_bytes_1 +\n         at.axis_2 * s.axis_bytes_2",
         "at.axis_2 * s.axis_bytes_1 +\n         at.axis_1 * s.axis_bytes_2", SHORT, ROWS),
     "a scale of the neighbouring row": Mutation(
-        "p.dst_k_scale + offset_of(p.dst_k_scale_strides, dst, at)", "p.dst_k_scale + "
-        "offset_of(p.dst_k_scale_strides, dst, {0, 0, at.axis_0, at.axis_1, at.axis_2 ^ 1, 0})",
+        "to_scale + offset_of(scale_strides, places[i].dst_page, places[i])",
+        "to_scale + offset_of(scale_strides, places[i].dst_page, "
+        "{0, 0, places[i].axis_0, places[i].axis_1, places[i].axis_2 ^ 1, 0})",
         CONVERTS, "transfer.cu"),
     "scales of the source ignored": Mutation(
-        "width && from_scale ?", "false ?", CONVERTS, "transfer.cu"),
+        "factors[i] = from_scale ?", "factors[i] = false ?", CONVERTS, "transfer.cu"),
+    "scales of the source ignored for wide rows": Mutation(
+        "width && from_scale ?", "false ?", WIDE, "transfer.cu"),
     "scales of the target not kept": Mutation(
-        "if (lane == 0 && width) *reinterpret_cast<float*>(to_scale) = scale;", "", CONVERTS,
+        "*reinterpret_cast<float*>(target) = scales[i];", "", CONVERTS, "transfer.cu"),
+    "scales of the target not kept for wide rows": Mutation(
+        "if (lane == 0 && width) *reinterpret_cast<float*>(to_scale) = scale;", "", WIDE,
         "transfer.cu"),
     "the largest of one lane only": Mutation(
-        "max_within_warp(largest.value(), lanes)", "max_within_warp(largest.value(), lanes / 2)",
+        "max_within_warp(of_row, lanes)", "max_within_warp(of_row, lanes / 2)",
         CONVERTS, "transfer.cu"),
+    "the largest of one lane of a wide row only": Mutation(
+        "max_within_warp(largest.value(), lanes)", "max_within_warp(largest.value(), lanes / 2)",
+        WIDE, "transfer.cu"),
+    "the largest of one pack of two only": Mutation(
+        "if (shift > 0) of_row = fmaxf(of_row, largest[i ^ 1]);", "", WIDE, "transfer.cu"),
+    "the largest of two packs of four only": Mutation(
+        "if (kHeld > 2 && shift > 1)", "if (false)", WIDE, "transfer.cu"),
     "rows of one group a warp": Mutation(
-        "first + of_warp, lane == 0", "first, lane == 0", CONVERTS, "transfer.cu"),
+        "first + of_warp + row * groups", "first + row * groups", CONVERTS, "transfer.cu"),
+    "the first row of a thread for all": Mutation(
+        "first + of_warp + row * groups", "first + of_warp", CONVERTS, "transfer.cu"),
+    "rows that a thread holds left out": Mutation(
+        "first += groups * (kHeld >> shift)", "first += groups * kHeld", WIDE, "transfer.cu"),
+    "the first pack of a row for all": Mutation(
+        "(pack * lanes + lane) * kCount", "lane * kCount", WIDE, "transfer.cu"),
+    "a pack past the end of a row": Mutation(
+        "places[i].src_page < 0 || elements[i] >= width",
+        "places[i].src_page < 0 || elements[i] > width", WIDE, "transfer.cu"),
     "a last lane without work": Mutation(
         "for (int i = lane * kCount; i < width; i += lanes * kCount) {\n    Pack<TIn, kCount> in;\n"
         "    // Load", "for (int i = lane * kCount; i + kCount < width; i += lanes * kCount) {\n"
-        "    Pack<TIn, kCount> in;\n    // Load", CONVERTS, "transfer.cu"),
+        "    Pack<TIn, kCount> in;\n    // Load", WIDE, "transfer.cu"),
 }  # fmt: skip
 
 
