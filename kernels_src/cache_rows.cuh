@@ -71,23 +71,42 @@ __device__ __forceinline__ char* cache_row(char* base, const KVOperand& operand,
          row.head * operand.cache.head_bytes;
 }
 
-// Copy the words of two rows, of `num_rows` in the launch, all loads of both before the first
-// store.
+// K and V of a row that the thread of this one, on a processor, may fetch meanwhile; or null.
+struct RowAhead {
+  const char* k;
+  const char* v;
+};
+
+__device__ __forceinline__ RowAhead cache_row_ahead(const CacheRowsParams& p, const CacheRow& row) {
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+  const int rows = max(1, kvcupy_host::kFetchedBytes / max(1, p.k.width + p.v.width));
+  const i64 number = i64{row.token} * p.num_heads + row.head + rows;
+  if (number >= p.num_rows) return {};
+  CacheRow ahead{static_cast<int>(number / p.num_heads), static_cast<int>(number % p.num_heads), 0};
+  ahead.slot = load_index(p.slots + ahead.token * p.slot_stride_bytes, p.index_bytes);
+  if (ahead.slot < 0 || ahead.slot >= p.num_slots) return {};
+  return {cache_row(p.k_cache, p.k, ahead, p), cache_row(p.v_cache, p.v, ahead, p)};
+#else
+  return {};
+#endif
+}
+
+// Copy the words of two rows, all loads of both before the first store.
 template <int kWordBytes>
-__device__ __forceinline__ void copy_rows(const char* k_from, char* k_to, int k_bytes,
-                                          const char* v_from, char* v_to, int v_bytes, int lane,
-                                          int lanes, int num_rows) {
+__device__ __forceinline__ void copy_rows(const CacheRowsParams& p, const char* k_from, char* k_to,
+                                          const char* v_from, char* v_to, RowAhead ahead, int lane,
+                                          int lanes) {
 #if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
   if (lanes == 1) {
-    const bool streamed = num_rows * (i64{k_bytes} + v_bytes) >= kvcupy_host::kStreamedBytes;
-    kvcupy_host::copy_row(k_to, k_from, k_bytes, streamed);
-    kvcupy_host::copy_row(v_to, v_from, v_bytes, streamed);
+    const bool streamed = p.num_rows * (i64{p.k.width} + p.v.width) >= kvcupy_host::kStreamedBytes;
+    kvcupy_host::copy_row(k_to, k_from, ahead.k, p.k.width, streamed);
+    kvcupy_host::copy_row(v_to, v_from, ahead.v, p.v.width, streamed);
     return;
   }
 #endif
   constexpr int kUnroll = 4;  // words of each row in flight per thread
-  const int k_words = k_bytes / kWordBytes;
-  const int v_words = v_bytes / kWordBytes;
+  const int k_words = p.k.width / kWordBytes;
+  const int v_words = p.v.width / kWordBytes;
   const auto* k_in = reinterpret_cast<const Word<kWordBytes>*>(k_from);
   const auto* v_in = reinterpret_cast<const Word<kWordBytes>*>(v_from);
   auto* k_out = reinterpret_cast<Word<kWordBytes>*>(k_to);

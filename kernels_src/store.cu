@@ -15,9 +15,9 @@ __global__ void store_copy(const __grid_constant__ CacheRowsParams p) {
   if (row.slot < 0) return;
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
-  copy_rows<kWordBytes>(outside_row(p.key, p.k, row), cache_row(p.k_cache, p.k, row, p), p.k.width,
-                        outside_row(p.value, p.v, row), cache_row(p.v_cache, p.v, row, p),
-                        p.v.width, lane, lanes, p.num_rows);
+  copy_rows<kWordBytes>(p, outside_row(p.key, p.k, row), cache_row(p.k_cache, p.k, row, p),
+                        outside_row(p.value, p.v, row), cache_row(p.v_cache, p.v, row, p), {}, lane,
+                        lanes);
   if (lane == 0 && p.k_scale_cache) *scale_address(p.k_scale_cache, p.k, row.slot, row.head) = 1.0f;
   if (lane == 0 && p.v_scale_cache) *scale_address(p.v_scale_cache, p.v, row.slot, row.head) = 1.0f;
 }

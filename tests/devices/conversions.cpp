@@ -81,8 +81,9 @@ void encode_fours(const float* numbers, T* codes, long count) {
 }
 
 extern "C" __attribute__((visibility("default"))) void copy_row(char* to, const char* from,
-                                                                long bytes, int streamed) {
-  kvcupy_host::copy_row(to, from, bytes, streamed);
+                                                                const char* ahead, long bytes,
+                                                                int streamed) {
+  kvcupy_host::copy_row(to, from, ahead, bytes, streamed);
 }
 
 extern "C" __attribute__((visibility("default"))) float absmax_of_packs(const float* numbers,

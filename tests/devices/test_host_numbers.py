@@ -391,9 +391,10 @@ def test_a_broken_conversion_is_noticed(kernel_sources, tmp_path, name):
         check(library)
 
 
+@pytest.mark.parametrize("ahead", (None, 3000))
 @pytest.mark.parametrize("streamed", (False, True))
 @pytest.mark.parametrize("size", (0, 1, 127, 128, 2048, 2049, 4096 + 64))
-def test_a_row_is_copied_whole_and_no_more(library, size, streamed):
+def test_a_row_is_copied_whole_and_no_more(library, size, streamed, ahead):
     rng = np.random.default_rng(size)
     source = aligned(rng.integers(0, 256, 8192, np.uint8))
     for to, of in ((64, 0), (64, 16), (96, 7), (65, 0), (68, 4)):
@@ -402,7 +403,7 @@ def test_a_row_is_copied_whole_and_no_more(library, size, streamed):
         want[to : to + size] = source[of : of + size]
         library.copy_row(
             ctypes.c_void_p(target.ctypes.data + to), ctypes.c_void_p(source.ctypes.data + of),
-            ctypes.c_long(size), streamed,
+            ctypes.c_void_p(ahead and source.ctypes.data + ahead), ctypes.c_long(size), streamed,
         )  # fmt: skip
         np.testing.assert_array_equal(target, want)
 

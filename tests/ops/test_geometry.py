@@ -197,6 +197,30 @@ def test_a_few_long_pages_are_spread_over_the_device(host, monkeypatch, odd):
     assert grids[0] >= min(host.sm_count, blocks_of_work)
 
 
+@pytest.mark.usefixtures("lenient_host")
+@pytest.mark.parametrize("check", [checks.check_gather, checks.check_copy, checks.check_pages])
+def test_builds_that_users_run_copy_the_same_bytes(host, check):
+    """Where a thread takes a row, it copies it in its own way, and fetches others ahead."""
+    check(host)
+
+
+@pytest.mark.usefixtures("lenient_host")
+@pytest.mark.parametrize("tokens", [300, 7000])
+def test_more_rows_than_a_cache_holds(host, tokens):
+    """Rows of 2 KiB each, stored in any order and gathered, some of them skipped."""
+    rng = np.random.default_rng(tokens)
+    k, v = rng.integers(0, 256, (2, tokens, 8, 256), dtype=np.uint8).view(np.float16)
+    caches = np.zeros((2, tokens + 5, 8, 128), np.float16)
+    slots = rng.permutation(tokens + 5)[:tokens]
+    slots[::97] = -1
+    kv.store_kv(k, v, *caches, slots)
+    gathered = kv.gather_kv(*caches, slots)
+    for rows, cache, got in zip((k, v), caches, gathered, strict=True):
+        want = np.where((slots >= 0)[:, None, None], rows.view(np.uint16), 0)
+        np.testing.assert_array_equal(got.view(np.uint16), want)
+        np.testing.assert_array_equal(cache[slots[slots >= 0]].view(np.uint16), want[slots >= 0])
+
+
 def memory_of(case):
     """All bytes of a check: its buffers, and the pools of a transfer."""
     pools = [memory for pool in getattr(case, "pools", ()) for memory in pool.memories]
