@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
 from kvcupy import compile_check, ops
 from kvcupy.compile_check import REGISTER_BUDGET, check, read_log
+from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
-from kvcupy.ops import promises_128_bits
+from kvcupy.ops import promises_128_bits, store, transfer_kernels
 
 KERNELS = Path(__file__).parent / "kernels"
 PARAMS = np.dtype([("in", np.uint64), ("out", np.uint64), ("count", np.int32)], align=True)
@@ -106,6 +108,44 @@ def test_a_report_without_a_disassembler_says_so(monkeypatch):
     report = run(specialise("narrow"), promises_128_bits=lambda _: True)
     assert report.ok
     assert "not checked: no nvdisasm" in str(report)
+
+
+# Machine code of conversions ----------------------------------------------------------------------
+
+QUANTISE = store.CONVERT.specialise("bfloat16", "fp8_e4m3", 8)
+DEQUANTISE = store.GATHER_CONVERT.specialise("fp8_e4m3", "bfloat16", 8)
+IN_TRANSIT = transfer_kernels.CONVERT[32].specialise("float", "int8", 8)
+DIVISION = re.compile(r"\w*(?:div|rcp)_rn\w*f32\w*")
+
+
+def machine_code(specialisation, arch, kernels_dir=None):
+    (compiled,) = nvrtc.compile_program([specialisation], arch, kernels_dir=kernels_dir)
+    code = compile_check.disassemble(compile_check.find_nvdisasm(), compiled.image)
+    return compile_check._divide(code, compile_check._SASS_SECTION)[compiled.lowered_name]
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+@pytest.mark.parametrize("specialisation", [QUANTISE, IN_TRANSIT], ids=str)
+def test_no_element_is_divided_by_a_call(specialisation, arch):
+    assert not DIVISION.findall(machine_code(specialisation, arch))
+
+
+def test_a_division_by_a_call_is_noticed(kernel_sources):
+    kernel_sources.replace(
+        "numeric.cuh", "scale.quotient(a.values[i])", "__fdiv_rn(a.values[i], scale.divisor)"
+    )
+    assert DIVISION.findall(machine_code(QUANTISE, "sm_80", kernel_sources.folder))
+
+
+@pytest.mark.parametrize(
+    ("specialisation", "instruction"),
+    [(QUANTISE, r"F2FP\.\w+\.E4M3\.F32\.PACK_AB"), (DEQUANTISE, r"F2FP\.F16\.E4M3\.UNPACK_B")],
+    ids=("quantise", "dequantise"),
+)
+def test_fp8_is_converted_in_pairs_where_there_are_instructions(specialisation, instruction):
+    """Eight elements of K, and of V."""
+    assert len(re.findall(instruction, machine_code(specialisation, "sm_90"))) == 8
+    assert not re.search(instruction, machine_code(specialisation, "sm_80"))
 
 
 def test_a_log_that_does_not_speak_of_the_kernel_is_refused():

@@ -72,8 +72,8 @@ WRONG = {
         "stores", "cache_rows.cuh", "if (word < v_words) v_out[word] = v[i];",
         "if (word <= v_words) v_out[word] = v[i];", OVERFLOW),
     "shifts too far": (
-        "stores", "cache_rows.cuh", "  const int k_words = k_bytes / kWordBytes;",
-        "  const int k_words = k_bytes / kWordBytes + (0 << (lanes + 32));", "shift exponent"),
+        "stores", "cache_rows.cuh", "  const int k_words = p.k.width / kWordBytes;",
+        "  const int k_words = p.k.width / kWordBytes + (0 << (lanes + 32));", "shift exponent"),
     "reads a row past the table": (
         "rotations", "rope.cu", "position < p.max_positions", "position <= p.max_positions",
         OVERFLOW),
@@ -95,7 +95,8 @@ WRONG = {
         "transfers", "transfer.cu", "left < piece_words ? left : piece_words", "piece_words",
         OVERFLOW),
     "reads a row of a transfer too wide": (
-        "transfers", "transfer.cu", "live ? p.k_width : 0", "live ? p.k_width + 1 : 0", OVERFLOW),
+        "transfers", "transfer.cu", "if (elements[i] < p.k_width)",
+        "if (elements[i] <= p.k_width)", OVERFLOW),
     "reads keys past the length of a sequence": (
         "attention", "attention.cuh", "t.num_visible = t.sinks + end - t.first_key;",
         "t.num_visible = t.sinks + end - t.first_key + 64;", OVERFLOW),

@@ -19,7 +19,7 @@ def rotated(first: str = FIRST, second: str = SECOND, rounded: str = "from_float
 POSITION_FAULT = "if (reports) report_fault(p.faults, p.position_operation"
 SLOT_FAULT = "if (reports) report_fault(p.faults, p.slot_operation"
 COPIES = "const bool copies = live && (live != in || norm);"
-CACHED = "if (cached) to_cache<T, TCache>(x, scale)"
+CACHED = "if (cached) to_cache<T, TCache>(x, divisor)"
 LIVE_KEY = (
     "if (!is_value && p.key_out) {\n"
     "    live = p.key_out + token * p.key_out_token_bytes + head * p.key_out_head_bytes;"
@@ -89,9 +89,9 @@ MUTATIONS = {
         "  float inverse_rms;\n  mutable Pack<float, kCount> exact_x, exact_y;\n",
         checks.check_rope_store_beside, "rope.cu", (
             ("rope.cu", ROTATE, rotated(f"exact_x = {FIRST}", f"exact_y = {SECOND}")),
-            ("rope.cu", "to_cache<T, TCache>(x, scale), to_cache<T, TCache>(y, scale)",
-             "to_cache<float, TCache>(rotary.exact_x, scale), "
-             "to_cache<float, TCache>(rotary.exact_y, scale)"),
+            ("rope.cu", "to_cache<T, TCache>(x, divisor), to_cache<T, TCache>(y, divisor)",
+             "to_cache<float, TCache>(rotary.exact_x, divisor), "
+             "to_cache<float, TCache>(rotary.exact_y, divisor)"),
         )),
     "the key written where it should not be": Mutation(
         LIVE_KEY, "if (!is_value) {\n    live = const_cast<char*>(in);",
