@@ -64,10 +64,11 @@ __device__ __forceinline__ void hide_keys(float (&s)[kScores][4],
 #pragma unroll
   for (int i = 0; i < (kScores + 3) / 4; ++i) complete = complete && present[i] == kComplete;
   const i64 first_key = key_of(p, t, first);
-  const bool in_order = first >= t.sinks && (!p.window || first_key >= p.sink_keys);
+  const bool in_order = !p.window || (first >= t.sinks && first_key >= p.sink_keys);
+  const bool before_tree = !p.tree_mask || first_key + kKeys <= first_tree_key(p, t);
   if (complete && in_order && first_key >= all.start && first_key + kKeys <= all.end) return;
   const int lane = threadIdx.x % 32;
-  if (in_order && first_key + kKeys <= first_tree_key(p, t)) {
+  if (in_order && before_tree) {
     const auto column_of = [&](i64 key) {
       const i64 column = key - first_key;
       return static_cast<int>(column < 0 ? 0 : column < kKeys ? column : kKeys);
