@@ -158,7 +158,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
       if (p.k_scale_cache) own[0][i] *= table.k_scales[entry][column + i % 2];
       if (p.soft_cap > 0.0f) own[0][i] = p.cap_scale * tanhf(own[0][i] * p.inverse_cap);
     }
-    hide_keys(own, shared, p, t, first + warp * 8, table.present[entry] >> warp * 8 & 0xffu);
+    const u32 present[1] = {table.present[entry] >> warp * 8 & 0xffu};
+    hide_keys(own, present, shared.limits, shared.seen_by_all, p, t, 0, first + warp * 8);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       *reinterpret_cast<float2*>(scores + (lane / 4 + h * 8) * kScoreStride + column) =

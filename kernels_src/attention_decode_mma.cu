@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     // Scores
     float s[2][4] = {};
     multiply_keys<TCache, kWidth>(s, keys, queries, query);
-    const u32 present = table.present[stage];
+    const u32 present[1] = {table.present[stage]};
     float v_scales[2][2];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
         for (int i = 0; i < 4; ++i) s[n][i] = p.cap_scale * tanhf(s[n][i] * p.inverse_cap);
       }
     }
-    hide_keys(s, shared, p, t, first_of(number), present);
+    hide_keys(s, present, shared.limits, shared.seen_by_all, p, t, 0, first_of(number));
     weigh(s, largest, sum, o);
     if (p.v_scale_cache) {
       const float inverse = raise_value_scale(v_scales, value_scale, o);

@@ -263,59 +263,7 @@ __device__ __forceinline__ void set_limits(DecodeTile& shared, const AttentionPa
   }
 }
 
-// Which of a lane's scores count where a tree is visible: bit 4n + i of element i of product n.
-template <int kScores>
-__device__ __forceinline__ u32 visible_in_tree(const AttentionParams& p, const AttentionTile& t,
-                                               i64 first) {
-  const int lane = threadIdx.x % 32;
-  u32 visible = 0;
-#pragma unroll 1
-  for (int j = 0; j < kScores * 4; ++j) {
-    const int column = j / 4 * 8 + lane % 4 * 2 + j % 2;
-    const int row = lane / 4 + j / 2 % 2 * 8;
-    if (row < t.num_rows && sees(p, t, row, key_of(p, t, first + column))) visible |= 1u << j;
-  }
-  return visible;
-}
-
-// Take the scores of keys that a row does not see for minus infinity. Their first key has number
-// `first`, and `present` a bit for each.
-template <int kScores>
-__device__ __forceinline__ void hide_keys(float (&s)[kScores][4], const DecodeTile& shared,
-                                          const AttentionParams& p, const AttentionTile& t,
-                                          i64 first, u32 present) {
-  constexpr int kKeys = kScores * 8;
-  const i64 first_key = key_of(p, t, first);
-  if (present == (1u << kKeys) - 1 && first >= t.sinks && first_key >= shared.seen_by_all.start &&
-      first_key + kKeys <= shared.seen_by_all.end) {
-    return;
-  }
-  const int lane = threadIdx.x % 32;
-  const bool has_tree = p.tree_mask != nullptr;
-  const u32 in_tree = has_tree ? visible_in_tree<kScores>(p, t, first) : 0;
-  RowLimits limits[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) limits[h] = shared.limits[lane / 4 + h * 8];
-#pragma unroll
-  for (int n = 0; n < kScores; ++n) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int column = n * 8 + lane % 4 * 2 + i;
-      const i64 key = key_of(p, t, first + column);
-      const bool exists = present >> column & 1u;
-      const bool kept = key < p.sink_keys;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const bool in_range = key < limits[h].end && (key >= limits[h].start || kept);
-        const bool seen = has_tree ? in_tree >> (n * 4 + h * 2 + i) & 1u : in_range;
-        if (!exists || !seen) s[n][h * 2 + i] = -kInfinity;
-      }
-    }
-  }
-}
-
-// --- Values
-// -----------------------------------------------------------------------------------------
+// --- Values --------------------------------------------------------------------------------------
 
 // Half of an A fragment, and what its rounding lost as another.
 template <typename T>

@@ -88,9 +88,14 @@ __global__ void __launch_bounds__(kPrefillThreads,
   float sum[2] = {};                            // of this lane's weights, against the largest
   float o[kWidthV / 8][4] = {};
 
+  // Others see these after the barriers of the first tile.
+  if (threadIdx.x < kPrefillRows) {
+    const i64 position = position_of(p, t, threadIdx.x);
+    shared.limits[threadIdx.x] = limits_of(p, t, position, position);
+  }
   if (lane == 0) {
-    shared.lowest[warp] = position_of(p, t, first_row);
-    shared.highest[warp] = position_of(p, t, first_row + 15);
+    shared.seen_by_all[warp] =
+        limits_of(p, t, position_of(p, t, first_row), position_of(p, t, first_row + 15));
   }
 
   // Where this lane's row of four matrices begins, and which of two chunks it is of: of queries and
@@ -168,16 +173,7 @@ __global__ void __launch_bounds__(kPrefillThreads,
 
     // Weights
     to_logits(p, s);
-    if (!all_visible(table, p, t, shared.lowest[warp], shared.highest[warp], first)) {
-      const u32 visible = visible_scores(table, p, t, first_row, first);
-#pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if (!(visible >> (n * 4 + i) & 1u)) s[n][i] = -kInfinity;
-        }
-      }
-    }
+    hide_keys(s, table.present, shared.limits, shared.seen_by_all[warp], p, t, first_row, first);
     weigh(s, largest, sum, o);
 
     // Values

@@ -14,15 +14,15 @@ struct KeyTable {
   const char* k[kCount];  // rows in the cache; null: not visible
   const char* v[kCount];
   const float* angles[kRotateKeys ? kCount : 1];
-  int missing[kCount / 32];  // whether some of each 32 are null
+  u32 present[kCount / 32];  // a bit per key: whether it is not null
 };
 
 // Rarely read, so kept out of registers.
 struct PrefillTile {
   AttentionTile tile;
-  i64 lowest[kPrefillThreads / 32];  // positions of the queries of each warp
-  i64 highest[kPrefillThreads / 32];
-  i64 begin;  // the visible keys of this split
+  RowLimits limits[kPrefillRows];               // but for kept keys and trees
+  RowLimits seen_by_all[kPrefillThreads / 32];  // by the rows of each warp
+  i64 begin;                                    // the visible keys of this split
   i64 end;
 };
 
@@ -87,46 +87,6 @@ __device__ __forceinline__ void look_up(KeyTable<kCount, kRotateKeys>& table,
   }
   table.k[i] = page < 0 ? nullptr : row_of(p.k_cache, p.k, page, offset, kv_head);
   table.v[i] = page < 0 ? nullptr : row_of(p.v_cache, p.v, page, offset, kv_head);
-  const int missing = __any_sync(kAllLanes, page < 0);
-  if (i % 32 == 0) table.missing[i / 32] = missing;
-}
-
-// Whether rows at positions from `lowest` to `highest` see all kCount keys from the one numbered
-// `first` on. Kept keys are below the window of every row of the tile, so they fail its test.
-template <int kCount, bool kRotateKeys>
-__device__ __forceinline__ bool all_visible(const KeyTable<kCount, kRotateKeys>& table,
-                                            const AttentionParams& p, const AttentionTile& t,
-                                            i64 lowest, i64 highest, i64 first) {
-#pragma unroll
-  for (int i = 0; i < kCount / 32; ++i) {
-    if (table.missing[i]) return false;
-  }
-  const i64 first_tree = first_tree_key(p, t);
-  if (lowest < 0 && position_counts(p, first_tree)) return false;
-  const i64 key = key_of(p, t, first);
-  const i64 last = key + kCount - 1;
-  if (last >= first_tree || (p.causal && last > lowest)) return false;
-  return !p.window || key > highest - p.window;
-}
-
-// Which of a lane's scores count: bit n * 4 + i says it of element i of the n-th product.
-template <int kCount, bool kRotateKeys>
-__device__ __forceinline__ u32 visible_scores(const KeyTable<kCount, kRotateKeys>& table,
-                                              const AttentionParams& p, const AttentionTile& t,
-                                              int first_row, i64 first) {
-  static_assert(kCount <= 64, "two columns and two rows of each product, a bit each");
-  const int lane = threadIdx.x % 32;
-  u32 visible = 0;
-  for (int i = 0; i < 2; ++i) {
-    const int row = first_row + lane / 4 + i * 8;
-    if (row >= t.num_rows) continue;
-#pragma unroll 1
-    for (int j = 0; j < kCount / 4; ++j) {
-      const int column = j / 2 * 8 + lane % 4 * 2 + j % 2;
-      if (table.k[column] && sees(p, t, row, key_of(p, t, first + column))) {
-        visible |= 1u << (j / 2 * 4 + i * 2 + j % 2);
-      }
-    }
-  }
-  return visible;
+  const u32 present = __ballot_sync(kAllLanes, page >= 0);
+  if (i % 32 == 0) table.present[i / 32] = present;
 }

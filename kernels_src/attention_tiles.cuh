@@ -33,6 +33,73 @@ __device__ __forceinline__ bool seen_by_any(const AttentionParams& p, const Atte
   return sees(p, t, t.num_rows - 1, key);
 }
 
+// Which of a lane's scores count: bit 4n + i of element i of product n. The slow way, for trees and
+// for keys that are kept past the window.
+template <int kScores>
+__device__ __forceinline__ u32 visible_scores(const AttentionParams& p, const AttentionTile& t,
+                                              int first_row, i64 first) {
+  const int lane = threadIdx.x % 32;
+  u32 visible = 0;
+#pragma unroll 1
+  for (int j = 0; j < kScores * 4; ++j) {
+    const int row = first_row + lane / 4 + j / 2 % 2 * 8;
+    const i64 number = first + j / 4 * 8 + lane % 4 * 2 + j % 2;
+    if (row < t.num_rows && sees(p, t, row, key_of(p, t, number))) visible |= 1u << j;
+  }
+  return visible;
+}
+
+// Take the scores of keys that a row does not see for minus infinity. The first key has number
+// `first`, and `present` a bit for each; `limits` are of the tile's rows, of which this warp's
+// begin with `first_row`, and `all` of what this warp's rows all see.
+template <int kScores>
+__device__ __forceinline__ void hide_keys(float (&s)[kScores][4],
+                                          const u32 (&present)[(kScores + 3) / 4],
+                                          const RowLimits* limits, const RowLimits& all,
+                                          const AttentionParams& p, const AttentionTile& t,
+                                          int first_row, i64 first) {
+  constexpr int kKeys = kScores * 8;
+  constexpr u32 kComplete = kAllLanes >> (kKeys < 32 ? 32 - kKeys : 0);
+  bool complete = true;
+#pragma unroll
+  for (int i = 0; i < (kScores + 3) / 4; ++i) complete = complete && present[i] == kComplete;
+  const i64 first_key = key_of(p, t, first);
+  const bool in_order = !p.window || (first >= t.sinks && first_key >= p.sink_keys);
+  const bool before_tree = !p.tree_mask || first_key + kKeys <= first_tree_key(p, t);
+  if (complete && in_order && first_key >= all.start && first_key + kKeys <= all.end) return;
+  const int lane = threadIdx.x % 32;
+  if (in_order && before_tree) {
+    const auto column_of = [&](i64 key) {
+      const i64 column = key - first_key;
+      return static_cast<int>(column < 0 ? 0 : column < kKeys ? column : kKeys);
+    };
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const RowLimits own = limits[first_row + lane / 4 + h * 8];
+      const int start = column_of(own.start);
+      const int end = max(start, column_of(own.end));
+#pragma unroll
+      for (int i = 0; i < kScores * 2; ++i) {
+        const int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
+        const bool seen = static_cast<u32>(column - start) < static_cast<u32>(end - start);
+        if (!seen) s[i / 2][h * 2 + i % 2] = -kInfinity;
+      }
+    }
+  } else {
+    const u32 visible = visible_scores<kScores>(p, t, first_row, first);
+#pragma unroll
+    for (int i = 0; i < kScores * 4; ++i) {
+      if (!(visible >> i & 1u)) s[i / 4][i % 4] = -kInfinity;
+    }
+  }
+  if (complete) return;
+#pragma unroll
+  for (int i = 0; i < kScores * 4; ++i) {
+    const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    if (!(present[i / 16] >> column % 32 & 1u)) s[i / 4][i % 4] = -kInfinity;
+  }
+}
+
 // Rotate the keys of a tile and round them to T, as if they had been cached rotated: `thread` of
 // kThreads, which must all call it. `rows` are null, and `angles` nothing, where a key is missing.
 // Other threads see the result after a barrier.

@@ -294,7 +294,7 @@ DECODE_MMA_FORMATS = (*PREFILL_FORMATS, "fp8_e4m3", "fp8_e5m2", "int8")
 _WORD_BYTES = 16  # rows are copied to shared memory in words of this size
 _MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be empty
 _TURING_SMEM_BYTES = 64 * 1024
-_TILE_BYTES = 144  # a PrefillTile
+_TILE_BYTES = 1168  # a PrefillTile
 _DECODE_TILE_BYTES = 928  # a DecodeTile
 
 

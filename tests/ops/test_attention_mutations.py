@@ -36,6 +36,11 @@ def decode_tree(device):
     Call(kernel="decode", tree=True, seq_lens=(40, 21), query_lens=(5, 6)).check(device)
 
 
+def kept_keys_in_order(device):
+    """More kept keys than the window leaves out."""
+    Call(window=4, sink_keys=100, seq_lens=(60,), query_lens=(12,), kernel="decode").check(device)
+
+
 MUTATIONS = {
     "the head of a neighbouring group": Mutation(
         "const i64 head = i64{kv_head} * p.group + packed % p.group;\n  return p.query",
@@ -124,7 +129,10 @@ MUTATIONS = {
     "a window one too narrow on tensor cores": Mutation(
         "highest - p.window + 1", "highest - p.window + 2", MMA_MASKS, SHARED),
     "kept keys forgotten on tensor cores": Mutation(
-        "const bool kept = key < p.sink_keys;", "const bool kept = false;", MMA_MASKS, MMA_SHARED),
+        "(first >= t.sinks && first_key >= p.sink_keys)", "true", MMA_MASKS, TILES),
+    "kept keys in the window forgotten on tensor cores": Mutation(
+        "(first >= t.sinks && first_key >= p.sink_keys)", "first >= t.sinks",
+        kept_keys_in_order, TILES),
     "what the last row sees seen by all": Mutation(
         "limits_of(p, t, position_of(p, t, 0), position_of(p, t, t.num_rows - 1))",
         "limits_of(p, t, position_of(p, t, t.num_rows - 1), position_of(p, t, 0))", WHOLE_TILES,
@@ -139,11 +147,9 @@ MUTATIONS = {
         "const i64 position = position_of(p, t, row);",
         "const i64 position = position_of(p, t, t.num_rows - 1);", WHOLE_TILES, MMA_SHARED),
     "missing keys weigh in": Mutation(
-        "if (!exists || !seen)", "if (!seen)", attention_checks.check_attention_faults_fp16,
-        MMA_SHARED),
+        "if (complete) return;", "return;", attention_checks.check_attention_faults_fp16, TILES),
     "trees ignored on tensor cores": Mutation(
-        "has_tree ? in_tree >> (n * 4 + h * 2 + i) & 1u : in_range", "in_range", SMALL_TREES,
-        MMA_SHARED),
+        "in_order && before_tree", "in_order", SMALL_TREES, TILES),
     "nodes that no query sees are read": Mutation(
         "if (!seen_by_any(p, t, found.key)) return found;", "", decode_tree, MMA_SHARED),
     "no holes on tensor cores, few rows": Mutation(
@@ -170,9 +176,16 @@ MUTATIONS = {
     "keys taken for values that lie elsewhere": Mutation(
         "if (!values_are_keys) {", "if (false) {", WIDE, LATENT_FILE),
     "latents hidden by the numbers of the first warp": Mutation(
-        "first + warp * 8, table", "first, table", WIDE, LATENT_FILE),
+        "p, t, 0, first + warp * 8)", "p, t, 0, first)", WIDE, LATENT_FILE),
     "missing latents of the first warp hidden for all": Mutation(
         "table.present[entry] >> warp * 8", "table.present[entry]", LATENT, LATENT_FILE),
+    "prefill's rows hidden by those of the first warp": Mutation(
+        "p, t, first_row, first);", "p, t, 0, first);",
+        attention_checks.check_attention_append_long, "attention_prefill.cu"),
+    "what the first row of a warp sees seen by the last": Mutation(
+        "position_of(p, t, first_row), position_of(p, t, first_row + 15)",
+        "position_of(p, t, first_row + 15), position_of(p, t, first_row)",
+        attention_checks.check_attention_append_long, "attention_prefill.cu"),
     "rows of the sequence before": Mutation(
         "const i64 start = before + end - length;", "const i64 start = before + end;", APPEND,
         "attention.cu"),
