@@ -1076,11 +1076,12 @@ class Code:
             if loop is not None:
                 ends = bool(loop.latches & (inner.blocks if inner else {number}))
                 before = set() if number == loop.header else before
-            work: _Work = (path.bytes_loaded(word_bytes) + path.bytes_stored(word_bytes),)
-            if not dearest:
-                active = list(path.active())
-                multiply_adds = sum(one.name in _MULTIPLY_ADDS for one in active)
-                work += (sum(map(products_of, active)), multiply_adds)
+            active = list(path.active())
+            work = (
+                path.bytes_loaded(word_bytes) + path.bytes_stored(word_bytes),
+                sum(map(products_of, active)),
+                sum(one.name in _MULTIPLY_ADDS for one in active),
+            )
             cost = -len(path.code) if dearest else len(path.code)
             nodes[number] = _Node(number, inner, path, work, cost, tuple(before), ends)
         return nodes

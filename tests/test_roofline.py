@@ -180,6 +180,14 @@ def test_an_array_that_is_not_there_is_not_read():
     assert "LDG.E" not in names(read(text, 0, 0).path(None, 16))
 
 
+def test_reports_of_faults_are_not_on_the_dearest_way():
+    text = listing(
+        "LDG.E.128 R4, [R2.64]", "@P0 BRA `(.end)", "MUFU.RCP R0, R4",
+        "ATOMG.E.ADD.64.STRONG.GPU PT, R8, [R6.64], R8", ".end:", "EXIT",
+    )  # fmt: skip
+    assert names(sass.Code(text).path(None, 16, dearest=True)) == ["LDG.E.128", "BRA", "EXIT"]
+
+
 def test_functions_are_for_rare_cases_and_far_branches_are_not_functions():
     text = listing(
         "LDG.E.128 R4, [R2.64]", "@P0 CALL.REL.NOINC `($division)", "@P1 CALL.REL.NOINC `(.end)",
