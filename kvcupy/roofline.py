@@ -708,12 +708,14 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
         thread = sass.FirstThread(row.block(launch), row.word_bytes)
     code = sass.Code(_listing(image, name), constants, thread)
     loop = _busiest_loop(code, row.word_bytes) if row.num_units is None else None
-    ways = [code.path(loop, row.word_bytes, dearest=dearest) for dearest in (False, True)]
-    fast, slow = ways
+    fast, slow = (code.path(loop, row.word_bytes, dearest=dearest) for dearest in (False, True))
     if fast is None or slow is None or (loop is None and row.num_units is None):
         raise CompileError(
             f"{launch.specialisation} {arch}: no way through its code moves data", ""
         )
+
+    if len(slow.code) < len(fast.code):  # neither is surely the very cheapest or dearest
+        fast, slow = slow, fast
 
     # What a pass does
     asked = 32 * (fast.bytes_loaded(row.word_bytes) + fast.bytes_stored(row.word_bytes))

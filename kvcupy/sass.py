@@ -1003,7 +1003,9 @@ class Code:
         others. An inner loop is passed as often as the Params say, once where they do not.
 
         Ways that cannot be taken, or whose work is predicated off, are left out where constants
-        show it: one that sets a score to minus infinity because its key is masked, say.
+        show it: one that sets a score to minus infinity because its key is masked, say. They are
+        left out one after another, each by the change that leaves the best way, so that in a tangle
+        of them the way that is found may be a little longer than the very shortest.
         """
         region = _Region(self._nodes(loop, word_bytes, dearest))
         for number, node in region.nodes.items():
