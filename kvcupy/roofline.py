@@ -399,10 +399,15 @@ def _asked_of_key(launch: Planned) -> float:
     """Return the bytes of a key and its value that an attention kernel loads, padding included."""
     kernel, arguments = launch.specialisation.kernel, launch.specialisation.arguments
     itemsize = next((f.itemsize for f in formats.FORMATS.values() if f.ctype == arguments[0]), 2)
+    (record,) = np.frombuffer(launch.params, kernel.params)
     if kernel.name == "attention_decode":  # element type, rows, packs of 8 elements per lane
-        (record,) = np.frombuffer(launch.params, kernel.params)
         return 2 * int(arguments[2]) * (8 << int(record["lane_shift"])) * itemsize
-    return (int(arguments[1]) + int(arguments[2])) * itemsize  # element type, widths of K and V
+    # The widths here are those that kernels exist for, so that nothing is padded.
+    k_width, v_width = (int(record[name]["width"]) for name in "kv")
+    return (k_width + (0 if kernel.name in _LOADS_KEYS_ALONE else v_width)) * itemsize
+
+
+_LOADS_KEYS_ALONE = ("attention_decode_latent",)  # its values are part of them
 
 
 def _bytes(each: float) -> Callable[[Planned], float]:
@@ -703,12 +708,14 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
         thread = sass.FirstThread(row.block(launch), row.word_bytes)
     code = sass.Code(_listing(image, name), constants, thread)
     loop = _busiest_loop(code, row.word_bytes) if row.num_units is None else None
-    ways = [code.path(loop, row.word_bytes, dearest=dearest) for dearest in (False, True)]
-    fast, slow = ways
+    fast, slow = (code.path(loop, row.word_bytes, dearest=dearest) for dearest in (False, True))
     if fast is None or slow is None or (loop is None and row.num_units is None):
         raise CompileError(
             f"{launch.specialisation} {arch}: no way through its code moves data", ""
         )
+
+    if len(slow.code) < len(fast.code):  # neither is surely the very cheapest or dearest
+        fast, slow = slow, fast
 
     # What a pass does
     asked = 32 * (fast.bytes_loaded(row.word_bytes) + fast.bytes_stored(row.word_bytes))

@@ -1003,7 +1003,9 @@ class Code:
         others. An inner loop is passed as often as the Params say, once where they do not.
 
         Ways that cannot be taken, or whose work is predicated off, are left out where constants
-        show it: one that sets a score to minus infinity because its key is masked, say.
+        show it: one that sets a score to minus infinity because its key is masked, say. They are
+        left out one after another, each by the change that leaves the best way, so that in a tangle
+        of them the way that is found may be a little longer than the very shortest.
         """
         region = _Region(self._nodes(loop, word_bytes, dearest))
         for number, node in region.nodes.items():
@@ -1076,11 +1078,12 @@ class Code:
             if loop is not None:
                 ends = bool(loop.latches & (inner.blocks if inner else {number}))
                 before = set() if number == loop.header else before
-            work: _Work = (path.bytes_loaded(word_bytes) + path.bytes_stored(word_bytes),)
-            if not dearest:
-                active = list(path.active())
-                multiply_adds = sum(one.name in _MULTIPLY_ADDS for one in active)
-                work += (sum(map(products_of, active)), multiply_adds)
+            active = list(path.active())
+            work = (
+                path.bytes_loaded(word_bytes) + path.bytes_stored(word_bytes),
+                sum(map(products_of, active)),
+                sum(one.name in _MULTIPLY_ADDS for one in active),
+            )
             cost = -len(path.code) if dearest else len(path.code)
             nodes[number] = _Node(number, inner, path, work, cost, tuple(before), ends)
         return nodes
