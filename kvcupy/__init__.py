@@ -32,6 +32,7 @@ from .ops.rope_table import rope_table
 from .ops.store import gather_kv, store_kv, store_mla
 from .ops.transfer import transfer_pages
 from .order.checker import declare, order_checker
+from .order.explore import explore
 from .streams import fork, join, keep_alive
 from .timeline import timeline
 
@@ -63,6 +64,7 @@ __all__ = [
     "declare",
     "default_device",
     "device",
+    "explore",
     "find_duplicate_slots",
     "fork",
     "gather_kv",

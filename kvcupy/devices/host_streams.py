@@ -39,6 +39,10 @@ class HostContext:
         self.faults = np.zeros(4, np.int64)
         self._lock = threading.Lock()
 
+    def new_stream(self) -> HostStream:
+        """Return a stream for the work of a graph."""
+        return HostStream(self)
+
     def raise_fault(self) -> None:
         """Raise the first index fault on record, if there is one, and clear the record."""
         with self._lock:
@@ -165,7 +169,13 @@ class HostStream(ProcessLocal):
             if event._marker is not None:
                 raise CaptureError("a captured stream cannot wait for work outside the capture")
         elif (marker := event._marker) is not None and not _settled(marker):
-            self._put(lambda state, epoch: _pass(marker, state, epoch))
+            self._wait_for(marker)
+
+    def _wait_for(self, marker: Marker) -> None:
+        self._put(lambda state, epoch: _pass(marker, state, epoch))
+
+    def _new_marker(self) -> Marker:
+        return Marker()
 
     def record(self, event: Any = None) -> HostEvent:
         """Record `event`, or a new one, behind all that the stream holds so far."""
@@ -179,7 +189,7 @@ class HostStream(ProcessLocal):
             event._captured = self._capture.mark(self)
         else:
             event._captured = None
-            event._marker = marker = Marker()
+            event._marker = marker = self._new_marker()
             self._put(lambda state, epoch: marker)
         return event
 
@@ -548,14 +558,14 @@ class HostGraph(ProcessLocal):
             self._replay(target)
 
     def _launch_and_wait(self) -> None:
-        stream = HostStream(self.context)
+        stream = self.context.new_stream()
         self._replay(stream)
         stream.synchronize()
 
     def _replay(self, target: HostStream) -> None:
         with self._lock:
             while len(self._streams) < len(self._capture.lanes) - 1:
-                self._streams.append(HostStream(self.context))
+                self._streams.append(self.context.new_stream())
             lanes = [target, *self._streams]
             for stream in self._streams:
                 stream.forgive()  # a failed replay surfaced in the stream that launched it

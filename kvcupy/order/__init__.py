@@ -1,1 +1,1 @@
-"""Order between streams, checked: the order checker, and what it knows of bytes and clocks."""
+"""Order between streams: the checker, what it knows of bytes and clocks, a simulated scheduler."""

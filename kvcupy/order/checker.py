@@ -490,26 +490,40 @@ class OrderChecker(observe.OrderObserver):
         The work of `inside`, if there is such, comes after all other.
         """
         low, high = array.byte_range()
+        data = self._bytes(array.device, low, high, inside)
+        if data is None:
+            return None
         dtype = numpy_dtype(array.format)
-        if low == high:
-            return np.empty(array.shape, dtype)
-        writer = None if inside is None else last_write(inside[array.device], low, high, {})
+        return np.ndarray(array.shape, dtype, data, array.pointer - low, array.strides)
+
+    def _bytes(self, device: str, low: int, high: int, inside: Histories | None) -> bytes | None:
+        """Return what a range of addresses will hold, as `_contents` does."""
+        if low >= high:
+            return b""
+        writer = None if inside is None else last_write(inside[device], low, high, {})
         is_inside = writer is not None
         if writer is None:
-            host = self._clocks[HOST]
-            writer = last_write(self._histories[array.device], low, high, host)
-        if writer is not None:
-            data = writer.snapshot
-            if data is not None and writer.low <= low and high <= writer.high:
-                start = array.pointer - writer.low
-                return np.ndarray(array.shape, dtype, data, start, array.strides)
-            if is_inside or not self._passed(writer):
-                return None
+            writer = last_write(self._histories[device], low, high, self._clocks[HOST])
+        if writer is None:
+            return self._read(device, low, high)
+        if writer.snapshot is None:
+            passed = not is_inside and self._passed(writer)
+            return self._read(device, low, high) if passed else None
+        before = self._bytes(device, low, writer.low, inside)
+        behind = self._bytes(device, writer.high, high, inside)
+        if before is None or behind is None:
+            return None
+        first, stop = max(low - writer.low, 0), min(high, writer.high) - writer.low
+        return before + writer.snapshot[first:stop] + behind
+
+    def _read(self, device: str, low: int, high: int) -> bytes | None:
+        """Return what a range of addresses holds now; None while that cannot be read."""
+        held = ArrayView(low, (high - low,), (1,), "uint8", device, library="cupy")
         with self._running(None):
             try:
-                if array.device == "host":
-                    return array_at(None, array.pointer, array.shape, dtype, array.strides).copy()
-                return devices.get(array.device).to_numpy(array)
+                if device == "host":
+                    return array_at(None, low, held.shape, np.dtype(np.uint8)).tobytes()
+                return bytes(devices.get(device).to_numpy(held).tobytes())
             except KvcupyError:  # its stream is being captured
                 return None
 

@@ -567,6 +567,8 @@ def test_the_host_and_a_function_that_runs_later(world):
         world.copy.call(function)  # behind the write
         with kv.declare(writes=world.x[:1]):
             line = inspect.currentframe().f_lineno - 1
+        with kv.declare(reads=world.x[1:]):
+            pass
         gate.open()
         world.copy.synchronize()
     (report,) = checker.reports

@@ -1,0 +1,509 @@
+"""A simulated scheduler: the same program under many orders of its streams.
+
+    host       put | put | put | synchronise ........
+    stream 1         run |           | run |
+    stream 2                   | run |     | run |       who goes next is drawn, or enumerated
+
+Streams of the simulated device are queues without a thread. Whenever the host puts work on one,
+asks or waits, the scheduler may let the first task of any stream run that does not wait for
+another, and notes what it chose among how many. The choices are the schedule; all zeros is program
+order: each task runs at once, in the order in which it was put.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .. import devices
+from ..devices.host import HostDevice
+from ..devices.host_streams import HostContext, HostStream, InlineStream, Marker, Task
+from ..errors import DeviceError
+
+Schedule = tuple[int, ...]
+"""Choices, in the order in which they are made; zeros follow."""
+
+_MAX_ATTEMPTS = 120  # at a shorter schedule that still fails
+_MAX_CHANGES = 3  # of priorities, in one schedule
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A schedule that comes out unlike program order, or raises.
+
+    Attributes
+    ----------
+    schedule : the fewest deviations from program order with which it still does: for `replay`
+    seed : of the run that found it
+    outcome : what the program returned, or the exception
+    expected : what it returns, or raises, in program order
+    """
+
+    schedule: Schedule
+    seed: int
+    outcome: Any
+    expected: Any
+
+    def __str__(self) -> str:
+        deviations = [f"{i}: {choice}" for i, choice in enumerate(self.schedule) if choice]
+        return (
+            f"seed {self.seed}, choices other than program order {{{', '.join(deviations)}}}: "
+            f"got {self.outcome!r}, in program order {self.expected!r}; "
+            f"explore(program, replay={self.schedule})"
+        )
+
+
+@dataclass
+class ExploreResult:
+    """What the schedules of a program came to.
+
+    Attributes
+    ----------
+    outcomes : each different outcome, and of how many schedules
+    failures : one for each outcome that is not that of program order, or that is an exception
+    seed : of the first schedule; each further one has the next number
+    schedules : how many were run, those of the search for shorter ones left out
+    exhaustive : whether these are all that there are
+    """
+
+    seed: int
+    outcomes: list[tuple[Any, int]] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    schedules: int = 0
+    exhaustive: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
+# --- Strategies -----------------------------------------------------------------------------------
+
+
+class _Chooser:
+    """Makes the choices of one schedule: those of a prefix, then by `strategy`; notes them."""
+
+    def __init__(self, prefix: Sequence[int], strategy: Callable[[list[int]], int]) -> None:
+        self._prefix, self._strategy = prefix, strategy
+        self.choices: list[int] = []
+        self.counts: list[int] = []
+
+    def choose(self, candidates: list[int]) -> int:
+        """Return an index into the numbers of streams; the host is -1."""
+        at = len(self.choices)
+        if at < len(self._prefix):
+            choice = min(self._prefix[at], len(candidates) - 1)
+        else:
+            choice = self._strategy(candidates)
+        self.choices.append(choice)
+        self.counts.append(len(candidates))
+        return choice
+
+    @property
+    def schedule(self) -> Schedule:
+        return _trimmed(self.choices)
+
+
+def _trimmed(choices: Sequence[int]) -> Schedule:
+    end = max((i + 1 for i, choice in enumerate(choices) if choice), default=0)
+    return tuple(choices[:end])
+
+
+def _program_order(candidates: list[int]) -> int:
+    return 0
+
+
+class _Priorities:
+    """Lets the stream of the highest priority go, which is drawn; a few times it drops to the end.
+
+    Some bug of depth d is met with a probability of 1 / (streams * steps ** (d - 1)) at least.
+    Source: Burckhardt et al. 2010, probabilistic concurrency testing.
+    """
+
+    def __init__(self, draw: random.Random, steps: int) -> None:
+        self._draw = draw
+        self._priorities: dict[int, float] = {-1: draw.choice([0.0, 0.5, 1.0])}
+        self._changes = [draw.randrange(steps) for _ in range(draw.randrange(_MAX_CHANGES + 1))]
+        self._step = 0
+
+    def __call__(self, candidates: list[int]) -> int:
+        priorities = self._priorities
+        for number in candidates:
+            if number not in priorities:
+                priorities[number] = self._draw.random()
+        best = max(range(len(candidates)), key=lambda i: priorities[candidates[i]])
+        self._step += 1
+        if self._step in self._changes:
+            priorities[candidates[best]] = -self._step
+        return best
+
+
+def _strategy(seed: int, steps: int) -> Callable[[list[int]], int]:
+    """Return priorities for two seeds of three, uniform draws for the third.
+
+    Parameters
+    ----------
+    steps : about how many choices a schedule of the program has
+    """
+    draw = random.Random(seed)
+    if seed % 3:
+        return _Priorities(draw, max(1, steps))
+    return lambda candidates: draw.randrange(len(candidates))
+
+
+# --- The device -----------------------------------------------------------------------------------
+
+
+class _Scheduler:
+    """Runs the tasks of simulated streams on whichever thread of the program gets here."""
+
+    def __init__(self, chooser: _Chooser) -> None:
+        self._chooser = chooser
+        self._streams: list[SimulatedStream] = []
+        self._puts = 0
+        self._busy = False
+        self._lock = threading.RLock()
+
+    def add(self, stream: SimulatedStream) -> int:
+        self._streams.append(stream)
+        return len(self._streams) - 1
+
+    def next_put(self) -> int:
+        self._puts += 1
+        return self._puts
+
+    def _runnable(self) -> list[SimulatedStream]:
+        ready = [s for s in self._streams if s.tasks and s.tasks[0].is_ready()]
+        return sorted(ready, key=lambda stream: stream.tasks[0].put)
+
+    def pause(self) -> None:
+        """Let streams run, until it is the host's turn again."""
+        with self._lock:
+            while not self._busy and (ready := self._runnable()):
+                choice = self._chooser.choose([*(s.number for s in ready), -1])
+                if choice == len(ready):
+                    return
+                self._run(ready[choice])
+
+    def run_until(self, reached: Callable[[], bool]) -> None:
+        """Let streams run until something holds.
+
+        Raises
+        ------
+        DeviceError : nothing can run any more: streams wait for one another, or for the host
+        """
+        with self._lock:
+            while not reached():
+                if self._busy:
+                    raise DeviceError("a function on a simulated stream cannot wait for a stream")
+                ready = self._runnable()
+                if not ready:
+                    waiting = ", ".join(s.name for s in self._streams if s.tasks) or "no stream"
+                    raise DeviceError(f"deadlock: the host waits, and so does {waiting}")
+                numbers = [s.number for s in ready]
+                index = self._chooser.choose(numbers) if len(ready) > 1 else 0
+                self._run(ready[index])
+
+    def poll(self) -> None:
+        """Let one task run, for a host that asks again and again."""
+        with self._lock:
+            if not self._busy and (ready := self._runnable()):
+                self._run(ready[0])
+
+    def _run(self, stream: SimulatedStream) -> None:
+        self._busy = True
+        try:
+            stream.run_first()
+        finally:
+            self._busy = False
+
+
+class _Flag:
+    """What stands for a `threading.Event`: waiting for it lets streams run."""
+
+    def __init__(self, scheduler: _Scheduler) -> None:
+        self._scheduler = scheduler
+        self.value = False
+
+    def set(self) -> None:
+        self.value = True
+
+    def is_set(self) -> bool:
+        if not self.value:
+            self._scheduler.poll()
+        return self.value
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._scheduler.run_until(lambda: self.value)
+        return True
+
+
+@dataclass
+class _Queued:
+    """A task in a simulated stream; `awaits` is the marker that must have passed before it runs."""
+
+    put: int
+    epoch: int
+    task: Task
+    awaits: Marker | None
+
+    def is_ready(self) -> bool:
+        passed: Any = None if self.awaits is None else self.awaits.passed
+        if passed is None:
+            return True
+        return bool(passed.value) if isinstance(passed, _Flag) else bool(passed.is_set())
+
+
+class SimulatedStream(HostStream):
+    """A queue that the scheduler works off."""
+
+    def __init__(self, context: HostContext, scheduler: _Scheduler, priority: int = 0) -> None:
+        super().__init__(context, priority)
+        self._scheduler = scheduler
+        self.tasks: deque[_Queued] = deque()
+        self.number = scheduler.add(self)
+
+    def synchronize(self) -> None:
+        self._refuse_captured()
+        target = self._submitted
+        self._scheduler.run_until(lambda: self._state.finished >= target)
+        super().synchronize()
+
+    def done(self) -> bool:
+        self._scheduler.poll()
+        return super().done()
+
+    def _put(self, task: Task, awaits: Marker | None = None) -> None:
+        self._submitted += 1
+        number = self._scheduler.next_put()
+        self.tasks.append(_Queued(number, self._state.epoch, task, awaits))
+        self._scheduler.pause()
+
+    def _wait_for(self, marker: Marker) -> None:
+        def task(state: Any, epoch: int) -> None:
+            if marker.failure is not None and state.failure_in(epoch) is None:
+                state.fail(marker.failure.error, epoch)
+
+        self._put(task, marker)
+
+    def _new_marker(self) -> Marker:
+        marker = Marker()
+        marker.passed = _Flag(self._scheduler)  # type: ignore[assignment]
+        return marker
+
+    def run_first(self) -> None:
+        """Run the first task, as the thread of a stream does."""
+        queued = self.tasks.popleft()
+        state = self._state
+        marker = queued.task(state, queued.epoch)
+        with state.changed:
+            state.finished += 1
+            if marker is not None:
+                marker.finish(state.failure_in(queued.epoch))
+
+
+class _SimulatedContext(HostContext):
+    def __init__(self, device: SimulatedDevice, scheduler: _Scheduler) -> None:
+        super().__init__(device)
+        self._scheduler = scheduler
+
+    def new_stream(self) -> HostStream:
+        return SimulatedStream(self, self._scheduler)
+
+
+class SimulatedDevice(HostDevice):
+    """The host device with simulated streams. The calling thread, for `stream=None`, is real."""
+
+    def __init__(self, scheduler: _Scheduler) -> None:
+        host: Any = devices.get("host")
+        self.__dict__.update(host.__dict__)  # kernels that are loaded, and how they are run
+        self.context = _SimulatedContext(self, scheduler)
+        self.context.faults = host.context.faults
+        self._inline = InlineStream(self.context)
+        self._streams = weakref.WeakSet()
+
+    def stream(self, priority: int = 0) -> HostStream:
+        stream = self.context.new_stream()
+        stream.priority = priority
+        self._streams.add(stream)
+        return stream
+
+
+# --- Exploring ------------------------------------------------------------------------------------
+
+
+def explore(
+    program: Callable[[Any], Any], *, schedules: int | None = 200, seed: int = 0,
+    replay: Any = None,
+) -> ExploreResult:  # fmt: skip
+    """Run a program under many orders of its streams, and compare what it returns.
+
+    Parameters
+    ----------
+    program : called as `program(device)` for each schedule, with a simulated host device, whose
+        streams it uses. It returns what shall be the same however streams are scheduled: arrays,
+        numbers, strings, and lists, tuples and dicts of them; or it raises
+    schedules : how many, program order first, then drawn from `seed`; None: all that there are
+    seed : of the first drawn schedule; the next has the next number
+    replay : a `Failure` of an earlier run, or its `.schedule`: that one is run alone, after program
+        order
+
+    Returns
+    -------
+    ExploreResult : `.ok` if all schedules came out like program order; `.outcomes`, and in
+        `.failures` the schedule of each other outcome, with as few deviations as were found
+
+    Raises
+    ------
+    ValueError : `schedules` is less than 1
+    TypeError : the program returns what cannot be compared
+
+    Notes
+    -----
+    Work runs when its stream is chosen: an asynchronous copy reads its source then, not when it is
+    called. Between two calls of the host any number of tasks may run. Work with `stream=None` runs
+    at once, as do the host's own accesses. Programs must do the same in each run but for the order,
+    and use no threads. Two thirds of the schedules go by priorities (late producers, early
+    consumers), the others are drawn uniformly. Stream: simulated; the device's real streams are not
+    used. Capture: legal.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> def program(device, waits=False):
+    ...     x, y = np.zeros(4), np.zeros(4)
+    ...     main, copy = device.stream(), device.stream()
+    ...     device.copy(x, np.ones(4), stream=copy)
+    ...     if waits:
+    ...         main.wait(copy)
+    ...     device.copy(y, x, stream=main)
+    ...     device.synchronize()
+    ...     return y
+    >>> explore(lambda device: program(device, waits=True), schedules=None).ok
+    True
+    >>> result = explore(program)
+    >>> result.ok, len(result.outcomes)
+    (False, 2)
+    >>> explore(program, replay=result.failures[0]).ok
+    False
+    """
+    if schedules is not None and schedules < 1:
+        raise ValueError(f"schedules: expected None or at least 1, got {schedules}")
+    result = ExploreResult(seed)
+    chooser, expected = _run(program, (), _program_order)
+    outcomes: dict[Any, Any] = {}
+    counts: Counter[Any] = Counter()
+    expected_key, steps = _key(expected), 2 * len(chooser.choices)
+
+    def note(chooser: _Chooser, outcome: Any, number: int) -> None:
+        key = _key(outcome)
+        result.schedules += 1
+        counts[key] += 1
+        if key in outcomes:
+            return
+        outcomes[key] = outcome
+        if key != expected_key or isinstance(outcome, BaseException):
+            schedule = _minimised(program, chooser.schedule, key)
+            result.failures.append(Failure(schedule, number, outcome, expected))
+
+    note(chooser, expected, seed)
+    if replay is not None:
+        prefix = getattr(replay, "schedule", replay)
+        note(*_run(program, prefix, _program_order), getattr(replay, "seed", seed))
+    elif schedules is None:
+        while (prefix := _next_prefix(chooser)) is not None:
+            chooser, outcome = _run(program, prefix, _program_order)
+            note(chooser, outcome, seed)
+        result.exhaustive = True
+    else:
+        for number in range(seed, seed + schedules - 1):
+            note(*_run(program, (), _strategy(number, steps)), number)
+    result.outcomes = [(outcomes[key], counts[key]) for key in outcomes]
+    return result
+
+
+def _run(
+    program: Callable[[Any], Any], prefix: Sequence[int], strategy: Callable[[list[int]], int]
+) -> tuple[_Chooser, Any]:
+    chooser = _Chooser(prefix, strategy)
+    device = SimulatedDevice(_Scheduler(chooser))
+    try:
+        return chooser, program(device)
+    except Exception as error:
+        error.__traceback__ = None  # its frames hold the program's arrays
+        return chooser, error
+
+
+def _next_prefix(chooser: _Chooser) -> list[int] | None:
+    """Return the choices after those of a run, in lexical order; None after the last."""
+    choices, counts = chooser.choices, chooser.counts
+    for at in reversed(range(len(choices))):
+        if choices[at] + 1 < counts[at]:
+            return [*choices[:at], choices[at] + 1]
+    return None
+
+
+def _minimised(program: Callable[[Any], Any], schedule: Schedule, key: Any) -> Schedule:
+    """Return a schedule of the same outcome with as few deviations from program order as found.
+
+    First all schedules of one deviation, then of two, and so on, late ones first, as far as that
+    takes few attempts; else deviations of this one are taken back.
+    """
+    attempts = 0
+    candidates: list[Schedule] = [()]
+    while candidates and attempts < _MAX_ATTEMPTS:
+        longer: list[Schedule] = []
+        for prefix in candidates[: _MAX_ATTEMPTS - attempts]:
+            chooser, outcome = _run(program, prefix, _program_order)
+            attempts += 1
+            if _key(outcome) == key:
+                return prefix
+            for at in range(len(prefix), len(chooser.counts)):
+                zeros = (0,) * (at - len(prefix))
+                longer += [(*prefix, *zeros, choice) for choice in range(1, chooser.counts[at])]
+        candidates = sorted(longer, key=lambda s: (_first(s), len(s)), reverse=True)
+    deviations = [i for i, choice in enumerate(schedule) if choice]
+    size = max(1, len(deviations) // 2)
+    while True:  # ever fewer at a time
+        for start in range(0, len(deviations), size):
+            dropped = set(deviations[start : start + size])
+            candidate = _trimmed([0 if i in dropped else c for i, c in enumerate(schedule)])
+            if dropped and _key(_run(program, candidate, _program_order)[1]) == key:
+                schedule = candidate
+        deviations = [i for i, choice in enumerate(schedule) if choice]
+        if size == 1:
+            return schedule
+        size //= 2
+
+
+def _first(schedule: Schedule) -> int:
+    """Return where a schedule first deviates from program order."""
+    return next(i for i, choice in enumerate(schedule) if choice)
+
+
+def _key(outcome: Any) -> Any:
+    """Return something hashable that is equal for equal outcomes, bit for bit."""
+    if isinstance(outcome, BaseException):
+        return type(outcome), str(outcome)
+    if isinstance(outcome, dict):
+        return tuple([(key, _key(value)) for key, value in outcome.items()])
+    if isinstance(outcome, (list, tuple)):
+        return tuple([_key(x) for x in outcome])
+    if isinstance(outcome, (float, np.generic)):
+        return type(outcome), repr(outcome)  # NaN too
+    if hasattr(outcome, "__array__") or hasattr(outcome, "pointer"):
+        array = devices.get("host").to_numpy(outcome)
+        return array.shape, str(array.dtype), np.ascontiguousarray(array).tobytes()
+    try:
+        hash(outcome)
+    except TypeError:
+        kind = type(outcome).__name__
+        raise TypeError(f"program: expected arrays, numbers or strings, got {kind}") from None
+    return outcome
