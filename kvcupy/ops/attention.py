@@ -140,7 +140,7 @@ def paged_attention(
     arrays = (
         query, out, lse_out, sinks if checks.is_array(sinks) else None,
         k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache,
-        block_table, seq_lens, query_lens, tree_mask, None, None, None, None, None, None,
+        block_table, seq_lens, query_lens, tree_mask, None, None, None, None, None, None, None,
     )  # fmt: skip
     return _ATTENTION.run(arrays, (options,), AttentionPlan, stream)
 
