@@ -1,9 +1,10 @@
 """Read the machine code of a kernel: basic blocks, loops, and what a warp issues on a pass.
 
 nvdisasm prints one instruction a line. Everything here follows from that text and from the kernel's
-Params: a branch that the Params of the launch decide is followed one way only (`Code.resolve`), so
-that a call without a window, say, is not charged for one. What is left of the branches depends on
-data; of the paths through them, `Code.path` takes the one that does all of the work most cheaply.
+Params. Moves, integer arithmetic and comparisons of what the launch fixes are executed, and a
+branch that they decide is followed one way only, so that a call without a window is not charged for
+one. What is left of the branches depends on data; of the ways through them, `Code.path` takes the
+one that does all of the work most cheaply.
 """
 
 from __future__ import annotations
