@@ -123,9 +123,10 @@ def paged_attention(
     -----
     Sums are float32, and the output is rounded once. On tensor cores products of 16-bit numbers are
     exact; the softmax weights of many new tokens per sequence are rounded to the 16-bit format, of
-    few to twice its bits. A query that sees no key gives 0, and -inf in `lse_out`. Stream: up to three kernels, in order. Capture: legal with outputs given; grid and
-    workspace depend on shapes alone. Bytes: in decode, visible K and V are read once for all query
-    heads of a KV head. Source: FlashInfer, Ye et al. 2025; Flash-Decoding, Dao et al. 2023.
+    few to twice its bits. A query that sees no key gives 0, and -inf in `lse_out`. Stream: up to
+    three kernels, in order. Capture: legal with outputs given; grid and workspace depend on shapes
+    alone. Bytes: in decode, visible K and V are read once for all query heads of a KV head. Source:
+    FlashInfer, Ye et al. 2025; Flash-Decoding, Dao et al. 2023.
 
     Examples
     --------

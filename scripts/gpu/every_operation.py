@@ -168,7 +168,7 @@ class Operations:
         kv.find_duplicate_slots(slots)
 
     def decode(self) -> None:
-        """Attend with one token per sequence, over split keys, 16-bit and quantised."""
+        """Attend with one token per sequence: split keys, 16-bit and quantised, and latents."""
         size = self.size
         query = self.values(size.sequences, size.heads, size.head_dim)
         table, lengths = self._sequences()
@@ -176,6 +176,9 @@ class Operations:
         wide[:, : table.shape[1]] = self.device.to_numpy(table)
         for fmt, options in (("bf16", {}), ("fp8_e4m3", {"k_scale": 0.5})):
             kv.paged_attention(query, *self.caches(fmt), self.indices(wide), lengths, **options)
+        latents = self.values(self.pages, PAGE_SIZE, 1, 576)
+        query = self.values(size.sequences, size.heads, 576)
+        kv.paged_attention(query, latents, latents[..., :512], table, lengths)
 
     def prefill(self) -> None:
         """Attend with many tokens per sequence, with tensor cores and without."""
