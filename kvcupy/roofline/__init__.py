@@ -1,0 +1,1 @@
+"""What binds a kernel on a GPU, read from its machine code."""
