@@ -38,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return calibrate.main(options.device, quick=options.quick, lines=options.progress)
         if options.command == "roofline":
-            from . import roofline
+            from .roofline import bounds
 
-            return roofline.main(
+            return bounds.main(
                 options.arch, texts=options.op, json_file=options.json, plot_file=options.plot,
                 against=options.against, jobs=options.jobs, verbose=options.verbose,
                 lines=options.progress,

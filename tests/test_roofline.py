@@ -16,11 +16,13 @@ import pytest
 pytest.importorskip("cupy", reason="NVRTC is reached through CuPy")
 
 from kvcupy import __main__ as command_line
-from kvcupy import compile_check, roofline, sass
+from kvcupy import compile_check
 from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
-from kvcupy.roofline import CHIPS, ROWS, Entry, examine, worse
+from kvcupy.roofline import bounds as roofline
+from kvcupy.roofline import sass
+from kvcupy.roofline.bounds import CHIPS, ROWS, Entry, examine, worse
 
 TESTS = Path(__file__).parent
 RECORD = TESTS.parent / "scripts" / "results" / "roofline.json"

@@ -28,20 +28,21 @@ from typing import Any, cast
 
 import numpy as np
 
-from . import compile_check, formats, sass, sources
-from .arrays import ArrayView, contiguous_strides
-from .devices import nvrtc
-from .devices.protocol import Device
-from .errors import CompileError
-from .extras import install
-from .kernels import Specialisation
-from .ops.attention import paged_attention
-from .ops.merge import merge_states
-from .ops.pages import copy_pages
-from .ops.rope import rope_store_kv
-from .ops.store import gather_kv, store_kv
-from .ops.transfer_kernels import LayerPages, launches, link_blocks
-from .progress import Progress, available_cpus, run
+from .. import compile_check, formats, sources
+from ..arrays import ArrayView, contiguous_strides
+from ..devices import nvrtc
+from ..devices.protocol import Device
+from ..errors import CompileError
+from ..extras import install
+from ..kernels import Specialisation
+from ..ops.attention import paged_attention
+from ..ops.merge import merge_states
+from ..ops.pages import copy_pages
+from ..ops.rope import rope_store_kv
+from ..ops.store import gather_kv, store_kv
+from ..ops.transfer_kernels import LayerPages, launches, link_blocks
+from ..progress import Progress, available_cpus, run
+from . import sass
 
 # --- Chips ----------------------------------------------------------------------------------------
 

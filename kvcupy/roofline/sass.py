@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache, reduce
 from heapq import heappop, heappush
 from typing import cast
 
-from .errors import CompileError
+from ..errors import CompileError
 
 # --- Instructions ---------------------------------------------------------------------------------
 
