@@ -21,7 +21,7 @@ struct CopyPagesParams {
   i64 dst_stride_bytes;
   i64 src_operation;  // for the fault record
   i64 dst_operation;
-  i64 row_bytes;
+  i64 row_words;  // per row
   u32 num_pieces;  // num_copies * rows per page * pieces per row, below 2**31
   u32 pieces_per_row;
   u32 rows_per_page;
@@ -66,7 +66,7 @@ __global__ void copy_pages(const __grid_constant__ CopyPagesParams p) {
                      (within - outer * p.rows_2) * p.row_bytes_2 + skipped * kWordBytes;
   const auto* in = reinterpret_cast<const Word<kWordBytes>*>(p.cache + src * p.page_bytes + offset);
   auto* out = reinterpret_cast<Word<kWordBytes>*>(p.cache + dst * p.page_bytes + offset);
-  const i64 left = p.row_bytes / kWordBytes - skipped;
+  const i64 left = p.row_words - skipped;
   const int words = left < p.piece_words ? static_cast<int>(left) : p.piece_words;
 #if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
   if (lanes == 1) {

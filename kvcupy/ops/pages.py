@@ -25,7 +25,7 @@ _PARAMS = np.dtype(
         *fields_of(np.uint64, "cache src_pages dst_pages faults"),
         *fields_of(np.int64, "page_bytes row_bytes_0 row_bytes_1 row_bytes_2 num_pages"),
         *fields_of(np.int64, "src_stride_bytes dst_stride_bytes src_operation dst_operation"),
-        *fields_of(np.int64, "row_bytes"),
+        *fields_of(np.int64, "row_words"),
         *fields_of(np.uint32, "num_pieces pieces_per_row rows_per_page rows_1 rows_2"),
         *fields_of(np.int32, "piece_words src_index_bytes dst_index_bytes lane_shift"),
     ],
@@ -164,7 +164,7 @@ def _launch(device: Device, views: Views, alignment: int) -> Launch:
         "row_bytes_0": s0, "row_bytes_1": s1, "row_bytes_2": s2,
         "rows_1": n1, "rows_2": n2, "rows_per_page": n0 * n1 * n2,
         "num_pieces": num_pieces, "pieces_per_row": pieces_per_row, "piece_words": piece_words,
-        "row_bytes": row_bytes, "lane_shift": geometry.lane_shift,
+        "row_words": row_bytes // word, "lane_shift": geometry.lane_shift,
     }  # fmt: skip
     for side, pages in (("src", src), ("dst", dst)):
         params[f"{side}_stride_bytes"] = pages.strides[0]

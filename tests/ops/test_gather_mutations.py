@@ -34,7 +34,7 @@ MUTATIONS = {
         PAGE.format("src"), PAGE.format("(dst)"), checks.check_pages, "pages.cu",
         (("pages.cu", PAGE.format("dst"), PAGE.format("src")),)),
     "the last word of a page dropped": Mutation(
-        "p.row_bytes / kWordBytes", "p.row_bytes / kWordBytes - 1", checks.check_pages,
+        "p.row_words - skipped", "p.row_words - 1 - skipped", checks.check_pages,
         "pages.cu"),
     "every piece from where its row begins": Mutation(
         "+ skipped * kWordBytes", "", checks.check_pages, "pages.cu"),
