@@ -21,7 +21,7 @@ struct CopyPagesParams {
   i64 dst_stride_bytes;
   i64 src_operation;  // for the fault record
   i64 dst_operation;
-  i64 row_words;  // per row
+  i64 row_words;   // per row
   u32 num_pieces;  // num_copies * rows per page * pieces per row, below 2**31
   u32 pieces_per_row;
   u32 rows_per_page;
