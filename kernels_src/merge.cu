@@ -149,14 +149,15 @@ __global__ void merge_states(const __grid_constant__ MergeParams p) {
   total += power(sink - origin, p.base_two);
   const float scale = total == 0.0f ? 0.0f : __fdiv_rn(1.0f, total);
 
-  Weights<kStates> weights = weigh<kStates>(in_lse, 0, p, origin);
+  Weights<kStates> weights;
+  if constexpr (kStates == 2) weights = weigh<kStates>(in_lse, 0, p, origin);  // there are no more
   char* out = p.out + row_offset(p.out_rows, token, head);
   for (int i = lane * kCount; i < p.width; i += lanes * kCount) {
     Pack<float, kCount> sum;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) sum.values[j] = 0.0f;
     for (int first = 0; first < used; first += kStates) {
-      if (used > kStates) weights = weigh<kStates>(in_lse, first, p, origin);
+      if constexpr (kStates > 2) weights = weigh<kStates>(in_lse, first, p, origin);
       Pack<TIn, kCount> packs[kStates];
       // Load
 #pragma unroll
