@@ -123,6 +123,7 @@ class HostStream(ProcessLocal):
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._capture: Capture | None = None
+        self._make_marker: Callable[[], Marker] = Marker
 
     def __repr__(self) -> str:
         return f"<{self.name} of {self.context.name}>"
@@ -169,13 +170,7 @@ class HostStream(ProcessLocal):
             if event._marker is not None:
                 raise CaptureError("a captured stream cannot wait for work outside the capture")
         elif (marker := event._marker) is not None and not _settled(marker):
-            self._wait_for(marker)
-
-    def _wait_for(self, marker: Marker) -> None:
-        self._put(lambda state, epoch: _pass(marker, state, epoch))
-
-    def _new_marker(self) -> Marker:
-        return Marker()
+            self._put(lambda state, epoch: _pass(marker, state, epoch), marker)
 
     def record(self, event: Any = None) -> HostEvent:
         """Record `event`, or a new one, behind all that the stream holds so far."""
@@ -189,7 +184,7 @@ class HostStream(ProcessLocal):
             event._captured = self._capture.mark(self)
         else:
             event._captured = None
-            event._marker = marker = self._new_marker()
+            event._marker = marker = self._make_marker()
             self._put(lambda state, epoch: marker)
         return event
 
@@ -267,7 +262,8 @@ class HostStream(ProcessLocal):
         if self._capture is not None:
             raise CaptureError(f"{self.name} is being captured: {what} is illegal")
 
-    def _put(self, task: Task) -> None:
+    def _put(self, task: Task, awaits: Marker | None = None) -> None:
+        """Queue a task, which waits by itself for the marker that it `awaits`."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(

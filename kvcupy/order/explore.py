@@ -175,6 +175,12 @@ class _Scheduler:
         self._streams.append(stream)
         return len(self._streams) - 1
 
+    def marker(self) -> Marker:
+        """Return a marker, waiting for which lets streams run."""
+        marker = Marker()
+        marker.passed = _Flag(self)  # type: ignore[assignment]
+        return marker
+
     def next_put(self) -> int:
         self._puts += 1
         return self._puts
@@ -269,6 +275,7 @@ class SimulatedStream(HostStream):
         self._scheduler = scheduler
         self.tasks: deque[_Queued] = deque()
         self.number = scheduler.add(self)
+        self._make_marker = scheduler.marker
 
     def synchronize(self) -> None:
         self._refuse_captured()
@@ -285,18 +292,6 @@ class SimulatedStream(HostStream):
         number = self._scheduler.next_put()
         self.tasks.append(_Queued(number, self._state.epoch, task, awaits))
         self._scheduler.pause()
-
-    def _wait_for(self, marker: Marker) -> None:
-        def task(state: Any, epoch: int) -> None:
-            if marker.failure is not None and state.failure_in(epoch) is None:
-                state.fail(marker.failure.error, epoch)
-
-        self._put(task, marker)
-
-    def _new_marker(self) -> Marker:
-        marker = Marker()
-        marker.passed = _Flag(self._scheduler)  # type: ignore[assignment]
-        return marker
 
     def run_first(self) -> None:
         """Run the first task, as the thread of a stream does."""
