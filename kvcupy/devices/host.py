@@ -352,7 +352,7 @@ def _allocate(make: Callable[..., Any], shape: Any, dtype: Any) -> np.ndarray[An
     shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
     num_bytes = math.prod(map(int, shape)) * element.itemsize
     raw: np.ndarray[Any, Any] = make(num_bytes + _ALIGNMENT, np.uint8)
-    start = -arrays.address_of(raw) % _ALIGNMENT
+    start = -arrays.probe(raw)[0] % _ALIGNMENT
     return raw[start : start + num_bytes].view(element).reshape(shape)
 
 
