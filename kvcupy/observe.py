@@ -107,14 +107,15 @@ class OrderObserver:
         """Note that arrays stay alive until `stream` has passed this point."""
 
 
-_observers: tuple[Observer, ...] = ()
+observers: tuple[Observer, ...] = ()
+"""Who is notified. Operations look here before they describe themselves."""
 order_observers: tuple[OrderObserver, ...] = ()
 """Those of the observers that are such: what is announced to them alone costs one test of this."""
 
 
 def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> None:
     """Run `enqueue`, which puts one operation on its stream, and announce it to observers."""
-    if not _observers:
+    if not observers:
         enqueue()
         return
     with announced(describe()):
@@ -124,11 +125,11 @@ def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> Non
 @contextmanager
 def announced(operation: Operation) -> Iterator[None]:
     """Announce an operation to observers, which the block puts on its stream."""
-    observers = _observers
-    for observer in observers:
+    notified = observers  # the same at both ends
+    for observer in notified:
         observer.before(operation)
     yield
-    for observer in reversed(observers):
+    for observer in reversed(notified):
         observer.after(operation)
 
 
@@ -136,7 +137,7 @@ def call(
     stream: Any, function: Callable[[], object], enqueue: Callable[[Callable[[], object]], None]
 ) -> None:
     """Put a host function on a stream by `enqueue`, and announce it to observers."""
-    if not _observers:
+    if not observers:
         enqueue(function)
         return
     operation = Operation("call", stream)
@@ -148,13 +149,13 @@ def call(
 
 def recorded(event: Any, stream: Any) -> None:
     """Announce that `event` was recorded in `stream`."""
-    for observer in _observers:
+    for observer in observers:
         observer.recorded(event, stream)
 
 
 def waited(stream: Any, event: Any) -> None:
     """Announce that `stream` waits for `event`."""
-    for observer in _observers:
+    for observer in observers:
         observer.waited(stream, event)
 
 
@@ -260,22 +261,17 @@ def watched(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.view(WatchedArray) if order_observers else array
 
 
-def watching() -> bool:
-    """Return whether there are observers."""
-    return bool(_observers)
-
-
 @contextmanager
 def attached(observer: Any) -> Iterator[Any]:
     """Notify `observer` for the length of a with block."""
-    _set_observers((*_observers, observer))
+    _notify((*observers, observer))
     try:
         yield observer
     finally:
-        _set_observers(tuple(o for o in _observers if o is not observer))
+        _notify(tuple(o for o in observers if o is not observer))
 
 
-def _set_observers(observers: tuple[Any, ...]) -> None:
-    global _observers, order_observers
-    _observers = observers
-    order_observers = tuple(o for o in observers if isinstance(o, OrderObserver))
+def _notify(notified: tuple[Any, ...]) -> None:
+    global observers, order_observers
+    observers = notified
+    order_observers = tuple(o for o in notified if isinstance(o, OrderObserver))

@@ -311,11 +311,11 @@ def test_a_raising_observer_refuses_before_anything_is_issued(device):
 def test_several_observers(device):
     main = device.stream()
     with observe.attached(Log()) as outer:
-        assert observe.watching()
+        assert observe.observers
         with observe.attached(Log()) as inner:
             main.call(lambda: None)
         main.record()
     assert [line[0] for line in outer.lines] == ["before", "after", "recorded"]
     assert [line[0] for line in inner.lines] == ["before", "after"]
     main.synchronize()
-    assert not observe.watching()
+    assert not observe.observers

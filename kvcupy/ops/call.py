@@ -347,7 +347,7 @@ class Plan(abc.ABC):
             self.device.check_fallback(self.operation.name, stream)
             config.fall_back(self.operation.name, self.cause)
         wait_for_producers(arrays, stream)
-        if observe.watching():
+        if observe.observers:
             observe.issue(
                 lambda: self._announced(pointers, arrays, stream),
                 lambda: self.enqueue(pointers, arrays, stream),

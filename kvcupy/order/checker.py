@@ -789,7 +789,7 @@ class declare:
 
     def __enter__(self) -> None:
         stack = ExitStack()
-        if observe.watching():
+        if observe.observers:
             names = [x for x in (*self._reads, *self._writes) if isinstance(x, str)]
             if names:
                 raise TypeError(
@@ -827,7 +827,7 @@ class declare:
 
         @wraps(function)
         def declared(*arguments: Any, **options: Any) -> Any:
-            if not observe.watching():
+            if not observe.observers:
                 return function(*arguments, **options)
             bound = signature.bind(*arguments, **options)
             bound.apply_defaults()

@@ -724,12 +724,12 @@ def observe_nothing():
 
     @contextmanager
     def block():
-        observers = observe._observers
-        observe._set_observers(())
+        observers = observe.observers
+        observe._notify(())
         try:
             yield
         finally:
-            observe._set_observers(observers)
+            observe._notify(observers)
 
     return block()
 
