@@ -125,7 +125,7 @@ def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> Non
 @contextmanager
 def announced(operation: Operation) -> Iterator[None]:
     """Announce an operation to observers, which the block puts on its stream."""
-    notified = observers
+    notified = observers  # the same at both ends
     for observer in notified:
         observer.before(operation)
     yield
@@ -264,15 +264,14 @@ def watched(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @contextmanager
 def attached(observer: Any) -> Iterator[Any]:
     """Notify `observer` for the length of a with block."""
-    notify((*observers, observer))
+    _notify((*observers, observer))
     try:
         yield observer
     finally:
-        notify(tuple(o for o in observers if o is not observer))
+        _notify(tuple(o for o in observers if o is not observer))
 
 
-def notify(those: tuple[Any, ...]) -> None:
-    """Set who is notified."""
+def _notify(notified: tuple[Any, ...]) -> None:
     global observers, order_observers
-    observers = those
-    order_observers = tuple(o for o in those if isinstance(o, OrderObserver))
+    observers = notified
+    order_observers = tuple(o for o in notified if isinstance(o, OrderObserver))

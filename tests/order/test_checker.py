@@ -725,11 +725,11 @@ def observe_nothing():
     @contextmanager
     def block():
         observers = observe.observers
-        observe.notify(())
+        observe._notify(())
         try:
             yield
         finally:
-            observe.notify(observers)
+            observe._notify(observers)
 
     return block()
 
