@@ -106,7 +106,7 @@ def events_named(path, name):
 def test_demo_notices_one_wrong_byte(device, monkeypatch, model, operation, cache_index):
     if device.name != "host":
         pytest.skip("the wrong byte is written by the host")
-    from common.measure import WrongBytes
+    from kvcupy.bench.checks import WrongBytes
 
     monkeypatch.setattr(kv, operation, wrong_byte(getattr(kv, operation), cache_index))
     with pytest.raises(WrongBytes, match=r"one launch.*1 of .* bytes differ"):
@@ -122,9 +122,10 @@ def test_demo_notices_one_wrong_byte_of_a_fused_write(
 ):
     if device.name != "host":
         pytest.skip("the wrong byte is written by the host")
-    from common.measure import WrongBytes
-    from common.workload import MODELS
     from overlap.rope_writes import RopeWrites
+
+    from kvcupy.bench.checks import WrongBytes
+    from kvcupy.bench.models import MODELS
 
     monkeypatch.setattr(kv, operation, wrong_byte(getattr(kv, operation), cache_index))
     work = RopeWrites(device, MODELS[model], 24)
@@ -133,9 +134,10 @@ def test_demo_notices_one_wrong_byte_of_a_fused_write(
 
 
 def test_demo_notices_a_rotation_that_all_forms_get_wrong(device):
-    from common.measure import WrongBytes
-    from common.workload import MODELS
     from overlap.rope_writes import RopeWrites
+
+    from kvcupy.bench.checks import WrongBytes
+    from kvcupy.bench.models import MODELS
 
     work = RopeWrites(device, MODELS["llama-3.1-70b-tp8"], 24)
     forms = work.forms()
@@ -164,8 +166,9 @@ def test_demo_notices_a_missing_wait(device, monkeypatch, deaf):
     if device.name != "host":
         pytest.skip("only the host's scheduling is slow enough to be sure of it")
     import overlap_demo
-    from common.measure import WrongBytes
     from overlap.step_pipeline import Compute, Steps
+
+    from kvcupy.bench.checks import WrongBytes
 
     monkeypatch.setattr(overlap_demo, "run_rope", lambda *arguments: [])  # it has a main, too
     copy, wait = Steps.copy, type(device.stream()).wait
@@ -259,7 +262,7 @@ def test_bench_graph_leaves_out_eager_calls(device_name, tmp_path):
 def test_bench_notices_one_wrong_byte(device, monkeypatch):
     if device.name != "host":
         pytest.skip("the wrong byte is written by the host")
-    from common.measure import WrongBytes
+    from kvcupy.bench.checks import WrongBytes
 
     monkeypatch.setattr(kv, "store_kv", wrong_byte(kv.store_kv, 3))
     with pytest.raises(WrongBytes, match=r"kvcupy, cache 1: \d+ of"):
@@ -268,8 +271,9 @@ def test_bench_notices_one_wrong_byte(device, monkeypatch):
 
 def test_the_headline_cases_are_always_there():
     from benchmarks.ops import SECTIONS, shapes
-    from benchmarks.rope import HEADLINES
-    from benchmarks.store import BANDWIDTH, CALL_COST
+
+    from kvcupy.bench.rope import HEADLINES
+    from kvcupy.bench.store import BANDWIDTH, CALL_COST
 
     for tokens in ((1, 128), (64,)):
         names = [shape.name for shape in shapes(SECTIONS, tokens)]
@@ -299,9 +303,10 @@ def test_the_headline_cases_are_always_there():
 )
 def test_bench_checks_every_operation(device, case):
     """Every candidate there is of a case computes what NumPy does; nothing is measured."""
-    from benchmarks.candidates import check
     from benchmarks.ops import SECTIONS, shapes
-    from benchmarks.timers import TorchArrays, own_arrays
+
+    from kvcupy.bench.candidates import check
+    from kvcupy.bench.timers import TorchArrays, own_arrays
 
     (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
     built, torch = shape.build(device, 2), TorchArrays(device)
@@ -327,10 +332,11 @@ def test_bench_checks_every_operation(device, case):
     ],
 )
 def test_bench_notices_what_was_not_done(device, case, message):
-    from benchmarks.candidates import check
     from benchmarks.ops import SECTIONS, shapes
-    from benchmarks.timers import own_arrays
-    from common.measure import WrongBytes
+
+    from kvcupy.bench.candidates import check
+    from kvcupy.bench.checks import WrongBytes
+    from kvcupy.bench.timers import own_arrays
 
     (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
     built = shape.build(device, 2)
@@ -342,7 +348,7 @@ def test_bench_notices_what_was_not_done(device, case, message):
 
 def test_bench_compiles_torch_only_where_that_works(device, tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
-    from benchmarks.rope import HEADLINES
+    from kvcupy.bench.rope import HEADLINES
 
     def refuse(function, **options):
         raise RuntimeError("no compiler here")
@@ -391,8 +397,7 @@ def test_a_missed_target_is_said():
 
 
 def test_rotations_are_held_to_an_ulp():
-    from common.measure import WrongBytes
-    from common.rotations import BF16, Rotation, normal_bits
+    from kvcupy.bench.checks import BF16, Rotation, WrongBytes, normal_bits
 
     table = kv.rope_table(64, 8, device="host")
     bits, positions = normal_bits(np.random.default_rng(0), (5, 2, 8)), np.arange(5) + 7
@@ -414,7 +419,7 @@ def test_rotations_are_held_to_an_ulp():
 
 
 def test_require_equal_names_the_first_byte():
-    from common.measure import WrongBytes, require_equal
+    from kvcupy.bench.checks import WrongBytes, require_equal
 
     want = np.arange(12, dtype=np.uint16).reshape(3, 4)
     got = want.copy()
@@ -430,7 +435,7 @@ def test_require_equal_names_the_first_byte():
 
 
 def test_require_equal_compares_bits_not_values():
-    from common.measure import WrongBytes, require_equal
+    from kvcupy.bench.checks import WrongBytes, require_equal
 
     nan = np.full(3, np.nan, np.float32)
     require_equal("nan", nan, nan.copy())
@@ -439,7 +444,7 @@ def test_require_equal_compares_bits_not_values():
 
 
 def test_interleave_takes_turns_and_medians():
-    from common.measure import interleave, medians
+    from kvcupy.bench.timers import interleave, medians
 
     order, times = [], {"a": iter([99, 1, 5, 3]), "b": iter([99, 2, 2, 8])}
 
@@ -454,7 +459,7 @@ def test_interleave_takes_turns_and_medians():
 
 
 def test_format_table_aligns():
-    from common.measure import format_table
+    from kvcupy.bench.report import format_table
 
     lines = format_table(("case", "us"), [("long name", 1.234), ("x", None)]).splitlines()
     assert lines == ["case         us", "---------  ----", "long name  1.23", "x             -"]
@@ -536,7 +541,7 @@ def test_the_synthetic_trace_has_the_lengths_it_says():
 
 
 def test_models_state_what_a_token_costs():
-    from common.workload import MODELS
+    from kvcupy.bench.models import MODELS
 
     assert MODELS["llama-3.1-8b"].row_widths == (1024, 1024)
     assert MODELS["llama-3.1-70b-tp8"].row_widths == (128, 128)

@@ -37,7 +37,7 @@ def test_it_reports_every_case(device_name, tmp_path, capsys):
 def test_it_notices_a_wrong_result(device, device_name, monkeypatch):
     if device.name != "host":
         pytest.skip("the wrong result is put there by the host")
-    from common.measure import WrongBytes
+    from kvcupy.bench.checks import WrongBytes
 
     attend = kv.paged_attention
 
@@ -53,7 +53,7 @@ def test_it_notices_a_wrong_result(device, device_name, monkeypatch):
 @pytest.mark.usefixtures("lenient_host")
 def test_caches_of_more_values_than_are_drawn(device_name, monkeypatch):
     """The values repeat, and the results are right all the same."""
-    from benchmarks import attention
+    from kvcupy.bench import attention
 
     monkeypatch.setattr(attention, "BANK", 10_007)
     assert bench(device_name) == 0
