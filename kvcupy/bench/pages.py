@@ -279,9 +279,9 @@ class SlotMapping(_Case):
 
     def expressions(self) -> list[Call] | None:
         library = sys.modules[type(self.out[0]).__module__.partition(".")[0]]  # numpy or cupy
-        arange, repeat = library.arange, library.repeat
+        find: Callable[..., None] = partial(self._find, library.arange, library.repeat)
         sets = zip(self.on_device, self.out, strict=True)
-        return self.by_device([partial(self._find, arange, repeat, *s, o) for s, o in sets])
+        return self.by_device([partial(find, *step, out) for step, out in sets])
 
     def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
         work = compile(self._find)

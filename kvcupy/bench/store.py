@@ -183,7 +183,7 @@ class StoreCase(candidates.Case):
             caches = [cache.view(torch.uint8) for cache in caches]
 
         def build(make: Callable[[Any, list[Any], int], Store]) -> list[Call]:
-            store = make(torch, caches, PAGE_SIZE)
+            store: Callable[..., None] = make(torch, caches, PAGE_SIZE)
             return self._with_tensors(wrap, lambda parts, slots: partial(store, *parts, slots))
 
         return {name: partial(build, make) for name, make in makers.items()}
