@@ -233,7 +233,7 @@ def test_bench_reports_ratios_and_headlines(device_name, tmp_path, capsys):
         assert row["percent_of_copy"] == pytest.approx(
             100 * row["gb_per_s"] / read["copy_gb_per_s"]
         )
-        assert row["vs_expression"] == pytest.approx(
+        assert row["ratios"]["expression"] == pytest.approx(
             row["least_us"]["expression"] / row["least_us"]["kvcupy"]
         )
     if "torch" in read["rows"][0]["us"]:
@@ -270,17 +270,14 @@ def test_bench_notices_one_wrong_byte(device, monkeypatch):
 
 
 def test_the_headline_cases_are_always_there():
-    from benchmarks.ops import SECTIONS, shapes
-
-    from kvcupy.bench.rope import HEADLINES
-    from kvcupy.bench.store import BANDWIDTH, CALL_COST
+    from benchmarks.ops import BANDWIDTH, CALL_COST, ROPE_HEADLINES, SECTIONS, shapes
 
     for tokens in ((1, 128), (64,)):
         names = [shape.name for shape in shapes(SECTIONS, tokens)]
         assert names[:2] == [CALL_COST.name, BANDWIDTH.name]
-        assert {shape.name for shape in HEADLINES} <= set(names)
+        assert {shape.name for shape in ROPE_HEADLINES} <= set(names)
         assert len(names) == len(set(names))
-    assert [shape.tokens for shape in HEADLINES] == [1, 64, 4096]
+    assert [shape.tokens for shape in ROPE_HEADLINES] == [1, 64, 4096]
 
 
 @pytest.mark.parametrize(
@@ -305,8 +302,8 @@ def test_bench_checks_every_operation(device, case):
     """Every candidate there is of a case computes what NumPy does; nothing is measured."""
     from benchmarks.ops import SECTIONS, shapes
 
+    from kvcupy.bench.baselines import TorchArrays, own_arrays
     from kvcupy.bench.candidates import check
-    from kvcupy.bench.timers import TorchArrays, own_arrays
 
     (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
     built, torch = shape.build(device, 2), TorchArrays(device)
@@ -334,9 +331,9 @@ def test_bench_checks_every_operation(device, case):
 def test_bench_notices_what_was_not_done(device, case, message):
     from benchmarks.ops import SECTIONS, shapes
 
+    from kvcupy.bench.baselines import own_arrays
     from kvcupy.bench.candidates import check
     from kvcupy.bench.checks import WrongBytes
-    from kvcupy.bench.timers import own_arrays
 
     (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
     built = shape.build(device, 2)
@@ -348,22 +345,23 @@ def test_bench_notices_what_was_not_done(device, case, message):
 
 def test_bench_compiles_torch_only_where_that_works(device, tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
-    from kvcupy.bench.rope import HEADLINES
+    from benchmarks.ops import ROPE_HEADLINES
 
     def refuse(function, **options):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", refuse)
     report = tmp_path / "report.json"
-    case = HEADLINES[0].name
+    case = ROPE_HEADLINES[0].name
     assert bench(device.name, "--torch-compile", "--only", case, "--json", report) == 0
     read = json.loads(report.read_text())
-    assert read["notes"][0] == f"{case}: no torch.compile: RuntimeError: no compiler here"
-    assert read["rows"][0]["vs_torch_compile"] is None
+    line = f"torch.compile: not measured: RuntimeError: no compiler here ({case})"
+    assert line in read["notes"]
+    assert "torch.compile" not in read["rows"][0]["ratios"]
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     assert bench(device.name, "--torch-compile", "--only", case, "--json", report) == 0
     read = json.loads(report.read_text())
-    assert read["rows"][0]["vs_torch_compile"] > 0
+    assert read["rows"][0]["ratios"]["torch.compile"] > 0
     assert read["headlines"]["rope_store_kv T=1: times as fast as torch.compile"] > 0
 
 

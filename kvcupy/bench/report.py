@@ -20,6 +20,7 @@ _PACKAGES = (
 )  # fmt: skip
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _COLOURS = ("#4C78A8", "#E8A15A", "#72A98F", "#B6566B", "#9C8AC2", "#8C7B68", "#D9C45F", "#7F8C99")
+_COLUMNS = 4  # of a picture, at most
 
 # --- Tables ---------------------------------------------------------------------------------------
 
@@ -177,7 +178,7 @@ def require_matplotlib() -> Any:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Draw bandwidth against the bytes of a call: a panel for each operation.
+    """Draw bandwidth against the bytes of a call: a panel per operation, a line per model.
 
     Raises
     ------
@@ -185,32 +186,42 @@ def plot(report: dict[str, Any], path: Path) -> None:
     """
     figure_class = require_matplotlib()
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import NullFormatter
 
     rows = report["rows"]
     operations = list(dict.fromkeys(row["operation"] for row in rows))
-    series = list(dict.fromkeys((row["model"], row["format"]) for row in rows))
-    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(series)}
-    figure = figure_class(figsize=(4.2 * len(operations), 4.2), dpi=110, layout="constrained")
-    panels = figure.subplots(1, len(operations), squeeze=False)[0]
-    for panel, operation in zip(panels, operations, strict=True):
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(models)}
+    columns = min(len(operations), _COLUMNS)
+    lines = -(-len(operations) // columns)
+    figure = figure_class(figsize=(4.2 * columns, 3.2 * lines + 1), dpi=110, layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    for panel in panels[len(operations) :]:
+        panel.set_visible(False)
+    for panel, operation in zip(panels, operations, strict=False):
         own = [row for row in rows if row["operation"] == operation]
-        for name in series:
-            points = [row for row in own if (row["model"], row["format"]) == name]
-            for candidate, style in (("kvcupy", "o-"), ("torch", "x:")):
-                line = sorted(
-                    (row["bytes"], row["bytes"] / row["us"][candidate] / 1e3)
-                    for row in points if candidate in row["us"]
-                )  # fmt: skip
-                if line:
-                    panel.plot(*zip(*line, strict=True), style, color=colours[name], markersize=4)
+        for model, fmt in dict.fromkeys((row["model"], row["format"]) for row in own):
+            filled = colours[model] if fmt.startswith("bf16") else "white"
+            for names, style in ((("kvcupy",), "o-"), (("torch", "torch, one thread"), "x:")):
+                points = sorted(
+                    (row["bytes"], row["bytes"] / min(times) / 1e3)
+                    for row in own
+                    if (row["model"], row["format"]) == (model, fmt)
+                    and (times := [row["us"][name] for name in names if name in row["us"]])
+                )
+                if points:
+                    panel.plot(*zip(*points, strict=True), style, color=colours[model],
+                               markerfacecolor=filled, markersize=4, linewidth=1)  # fmt: skip
         for peak in sorted({row["copy_gb_per_s"] for row in own}):
             panel.axhline(peak, color="gray", linewidth=0.8, linestyle="--")
         panel.set(xscale="log", yscale="log", title=operation, xlabel="bytes of a call")
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.grid(color="#E2E2E2", linewidth=0.6)
-    panels[0].set_ylabel("GB/s")
-    handles = [Line2D([], [], color=colours[n], label=f"{n[0]}, {n[1]}") for n in series]
+        panel.set_ylabel("GB/s")
+    handles = [Line2D([], [], color=colours[name], label=name) for name in models]
     handles += [
         Line2D([], [], color="black", marker="o", label="kvcupy"),
+        Line2D([], [], color="black", marker="o", markerfacecolor="white", label="8-bit cache"),
         Line2D([], [], color="black", marker="x", linestyle=":", label="torch"),
         Line2D([], [], color="gray", linestyle="--", label="measured copy"),
     ]

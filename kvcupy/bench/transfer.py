@@ -107,6 +107,10 @@ class Pools:
             pool: self._rng.permutation(pool.num_pages)[: self.shape.num_pages] for pool in pools
         }
 
+    def accept(self) -> None:
+        """Take what the pools hold for what they should, after a transfer that went wrong."""
+        self._want = {pool: bits_of(pool) for pool in self._want}
+
     def ends(self, direction: str) -> tuple[Any, Any, Any, Any]:
         """Return source pool, target pool, and the pages in each."""
         pools = (self.device_pool, self.host_pool)
@@ -220,7 +224,8 @@ class ModelCase(candidates.Case):
         return [partial(ignoring_stream, copy)]
 
     def wipe(self) -> None:
-        """Choose other pages."""
+        """Choose other pages, whatever the last candidate left."""
+        self._pools.accept()
         self._pools.scatter()
 
     def check(self, candidate: str, results: Sequence[Any]) -> None:
