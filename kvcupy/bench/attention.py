@@ -134,8 +134,8 @@ class AttentionCase(candidates.Case):
         self.caches_on_device = [upload(device, array) for array in self.caches]
         self.queries_on_device = upload(device, self.queries)
         self.tables_on_device = upload(device, self.tables)
-        lengths = np.full((2, shape.batch), [[shape.context], [shape.new]], np.int32)
-        self.lengths_on_device = upload(device, lengths)
+        lengths = (np.full(shape.batch, n, np.int32) for n in (shape.context, shape.new))
+        self.lengths_on_device = [upload(device, array) for array in lengths]
         self.sinks_on_device = None if self.sinks is None else upload(device, self.sinks)
         outs = (*queries[:3], shape.widths[1])
         self.outs = device.zeros(outs, carrier_dtype(shape.query_format))
@@ -144,24 +144,24 @@ class AttentionCase(candidates.Case):
     def kvcupy(self, wrap: Wrap) -> list[Call]:
         """Return a call for each query and its page table."""
         shape = self.shape
-        k_cache, v_cache = self._parts([wrap(a, shape.format) for a in self.caches_on_device])
-        query, out = (wrap(a, shape.query_format) for a in (self.queries_on_device, self.outs))
-        tables = wrap(self.tables_on_device, "int32")
-        lengths = wrap(self.lengths_on_device, "int32")
+        k_cache, v_cache = (wrap(a, shape.format) for a in self._parts(self.caches_on_device))
+        lengths, new = (wrap(a, "int32") for a in self.lengths_on_device)
         options: dict[str, Any] = {"sm_scale": shape.sm_scale}
         if shape.new > 1:
-            options["query_lens"] = lengths[1]
+            options["query_lens"] = new
         if shape.window:
             options["window"] = shape.window
         if self.sinks_on_device is not None:
             options["sinks"] = wrap(self.sinks_on_device, "fp32")
-        return [
-            partial(on_stream, partial(
-                kv.paged_attention, query[i], k_cache, v_cache, tables[i], lengths[0],
-                out=out[i], **options,
-            ))
-            for i in range(self.sets)
-        ]  # fmt: skip
+        calls: list[Call] = []
+        for rows, out, table in zip(
+            self.queries_on_device, self.outs, self.tables_on_device, strict=True
+        ):
+            query, target = (wrap(a, shape.query_format) for a in (rows, out))
+            arrays = (query, k_cache, v_cache, wrap(table, "int32"), lengths)
+            bound = partial(kv.paged_attention, *arrays, out=target, **options)
+            calls.append(partial(on_stream, bound))
+        return calls
 
     def _parts(self, caches: list[Any]) -> list[Any]:
         """Return K and V: of MLA, two views of one cache."""
@@ -204,8 +204,8 @@ class AttentionCase(candidates.Case):
 
     def _tensors(self, torch: Any, wrap: Wrap) -> tuple[Any, list[Any]]:
         """Return queries, and K and V in pages."""
-        caches = [wrap(array, self.shape.format) for array in self.caches_on_device]
-        return wrap(self.queries_on_device, self.shape.query_format), self._parts(caches)
+        caches = [wrap(a, self.shape.format) for a in self._parts(self.caches_on_device)]
+        return wrap(self.queries_on_device, self.shape.query_format), caches
 
     def others(self, torch: Any, wrap: Wrap) -> dict[str, Builder]:
         """Return what others run over the same pages, in bf16."""

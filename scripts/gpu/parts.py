@@ -167,7 +167,7 @@ def _ncu(program: Sequence[str], device: str, path: str | None) -> Part:
 _PICTURES = ("--out", "{folder}")  # timelines, which need matplotlib
 # Part: minutes, arguments; and those of a quick run.
 _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
-    "bench_models": (15, ()),
+    "bench_models": (25, ()),
     "bench_ops": (12, ()),
     "bench_calls": (1, ()),
     "bench_transfer": (10, ()),
