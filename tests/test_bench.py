@@ -17,7 +17,7 @@ from kvcupy.bench.models import MODELS, Model
 from kvcupy.bench.timers import DIRECTIONS
 from kvcupy.bench.transfer import ModelShape
 
-TINY = Model("tiny", 64, 2, 8, 2, 64)
+TINY = Model("tiny", 64, 2, 8, 2, 64, window=24)
 TINY_MLA = Model("tiny-mla", 64, 2, 4, 0, 48, latent=32, rope=16)
 SIZES = ("--tokens", "4", "--batch", "2", "--context", "40")
 
@@ -194,12 +194,13 @@ def test_others_compute_the_same(device, device_name, tmp_path, monkeypatch):
         "store_mla tiny-mla bf16 T=4": {"vllm"},
         "rope_store_kv tiny bf16 T=4": PEERS,
         "paged_attention tiny bf16 decode 2 x 40": {"flashinfer", "vllm"},
+        "paged_attention tiny bf16 decode 2 x 40 window=24": {"flashinfer", "vllm"},
         "paged_attention tiny bf16 prefill 16 of 1 x 32": {"vllm"},
     }
     for row in report["rows"]:
-        wanted = expected.get(row["case"], set())
+        peers = expected.get(row["case"], set())
         if device.name == "host":  # elsewhere the stand-ins may refuse to be captured
-            assert PEERS & row["ratios"].keys() == wanted, row["not_measured"]
+            assert PEERS & row["ratios"].keys() == peers, row["not_measured"]
         assert not any("wrong" in why for why in row["not_measured"].values())
 
 
@@ -228,6 +229,17 @@ def test_a_baseline_that_fails_is_a_line(device_name, tmp_path, monkeypatch, rep
     options = ("--op", "store_kv", "--model", "tiny", "--format", "bf16", "--tokens", 4)
     (row,) = measured(device_name, tmp_path, *options)["rows"]
     assert row["not_measured"]["sglang"].startswith(why) and "sglang" not in row["us"]
+
+
+def test_a_case_too_large_for_the_device_is_a_line(device_name, tmp_path, monkeypatch):
+    def build(shape, device, sets):
+        raise MemoryError("no 4 GB left")
+
+    monkeypatch.setattr(store.Shape, "build", build)
+    options = ("--op", "store_kv", "slot_mapping", "--model", "tiny", "--format", "bf16")
+    report = measured(device_name, tmp_path, *options, *SIZES)
+    assert {row["operation"] for row in report["rows"]} == {"slot_mapping"}
+    assert report["notes"][0] == "store_kv tiny bf16 T=4: not measured: MemoryError: no 4 GB left"
 
 
 # Checks ------------------------------------------------------------------------------------------

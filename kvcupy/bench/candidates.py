@@ -207,15 +207,19 @@ class Bench:
 
         `notify` is called with the number of cases that are done, and the name of the next.
         """
-        rows = []
+        rows: list[dict[str, Any]] = []
+        skipped = []
         for number, shape in enumerate(shapes):
             notify(number, shape.name)
-            rows += self.measure(shape)
+            try:
+                rows += self.measure(shape)
+            except MemoryError as error:
+                skipped.append(f"{shape.name}: not measured: {reason(error)}")
         return {
             "copy_gb_per_s": self.copy_gb_per_s,
             "rotate_bytes": self.rotate_bytes,
             "rows": rows,
-            "notes": notes(rows),
+            "notes": [*skipped, *notes(rows)],
         }
 
     def measure(self, shape: Shape) -> list[dict[str, Any]]:
@@ -308,6 +312,7 @@ class Bench:
             "operation": shape.operation,
             "model": shape.model_name,
             "format": shape.format,
+            "direction": shape.direction,
             "mode": mode,
             "sets": case.sets,
             "bytes": shape.bytes_moved,
@@ -378,11 +383,11 @@ def render(report: dict[str, Any]) -> str:
     """Return a report as a table, with notes below."""
     lines = [table(report["rows"]), ""] if report["rows"] else []
     about = f"copy {report['copy_gb_per_s']:.1f} GB/s; every candidate checked; times are medians "
-    small = [row for row in report["rows"] if row["sets"] * row["bytes"] < report["rotate_bytes"]]
-    if small:
+    rotated = [row["sets"] * row["bytes"] for row in report["rows"] if not row["direction"]]
+    if small := sum(size < report["rotate_bytes"] for size in rotated):
         lines.append(
-            f"{len(small)} of {len(report['rows'])} rows rotate over less than "
-            f"{report['rotate_bytes'] / 1e6:.0f} MB, which caches may hold"
+            f"{small} rows rotate over less than {report['rotate_bytes'] / 1e6:.0f} MB, which "
+            "caches may hold"
         )
     return "\n".join([*lines, about + "but for (min); ratios (x) are of the least times",
                       *report["notes"]])  # fmt: skip
