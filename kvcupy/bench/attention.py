@@ -73,6 +73,10 @@ class Shape(candidates.Shape):
         return self.model.name
 
     @property
+    def series(self) -> str:
+        return f"{'decode' if self.new == 1 else 'prefill'} window={self.window}"
+
+    @property
     def query_format(self) -> str:
         return "bf16" if FORMATS[self.format].quantised else self.format
 

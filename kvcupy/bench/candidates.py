@@ -77,6 +77,11 @@ class Shape(abc.ABC):
         return "any"
 
     @property
+    def series(self) -> str:
+        """Which cases of the operation, model and format differ in size alone."""
+        return ""
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions of a call, 0 if bytes are all that counts."""
         return 0
@@ -312,6 +317,7 @@ class Bench:
             "operation": shape.operation,
             "model": shape.model_name,
             "format": shape.format,
+            "series": shape.series,
             "direction": shape.direction,
             "mode": mode,
             "sets": case.sets,

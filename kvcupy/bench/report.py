@@ -200,13 +200,14 @@ def plot(report: dict[str, Any], path: Path) -> None:
         panel.set_visible(False)
     for panel, operation in zip(panels, operations, strict=False):
         own = [row for row in rows if row["operation"] == operation]
-        for model, fmt in dict.fromkeys((row["model"], row["format"]) for row in own):
+        for key in dict.fromkeys(map(_series, own)):
+            model, fmt, _ = key
             filled = colours[model] if fmt.startswith("bf16") else "white"
             for names, style in ((("kvcupy",), "o-"), (("torch", "torch, one thread"), "x:")):
                 points = sorted(
                     (row["bytes"], row["bytes"] / min(times) / 1e3)
                     for row in own
-                    if (row["model"], row["format"]) == (model, fmt)
+                    if _series(row) == key
                     and (times := [row["us"][name] for name in names if name in row["us"]])
                 )
                 if points:
@@ -229,3 +230,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure.suptitle(where(report), fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def _series(row: dict[str, Any]) -> tuple[str, str, str]:
+    """Return what rows on one line of the picture share."""
+    return row["model"], row["format"], row["series"]

@@ -179,6 +179,10 @@ class ModelShape(candidates.Shape):
         return self.pools.bytes_moved
 
     @property
+    def series(self) -> str:
+        return self.to
+
+    @property
     def compiles(self) -> bool:
         return False  # it copies between devices
 
