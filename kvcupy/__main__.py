@@ -12,7 +12,6 @@ from . import __version__
 from .doctor import environment
 
 _SCRIPTS = {
-    "bench": ("bench.py", "measure the operations (scripts/bench.py)"),
     "demo": ("overlap_demo.py", "show copies beside computation (scripts/overlap_demo.py)"),
 }
 _INTERRUPTED = 130  # the exit status that shells report after Ctrl-C
@@ -44,6 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.arch, texts=options.op, json_file=options.json, plot_file=options.plot,
                 against=options.against, jobs=options.jobs, verbose=options.verbose,
                 lines=options.progress,
+            )  # fmt: skip
+        if options.command == "bench":
+            from .bench import command as bench
+
+            return bench.main(
+                options.device, operations=options.op, models=options.model,
+                formats=options.format, quick=options.quick, rotate_mb=options.rotate_mb,
+                with_compile=options.torch_compile, json_file=options.json,
+                plot_file=options.plot, compared=options.compare, lines=options.progress,
+                tokens=options.tokens, batches=options.batch, contexts=options.context,
+                page_size=options.page_size,
             )  # fmt: skip
         from . import compile_check
 
@@ -100,13 +110,44 @@ def _parser() -> argparse.ArgumentParser:
     bounding.add_argument("--against", type=Path, metavar="FILE", help=against)
     bounding.add_argument("--jobs", type=_count, metavar="N", help=jobs)
     bounding.add_argument("--verbose", action="store_true", help="print instructions by pipe")
+    measuring = commands.add_parser(
+        "bench",
+        help="measure the operations in the shapes of real models, beside other projects",
+        description="Measure operations in the shapes of real models: time, bandwidth, its share "
+        "of the measured copy, and ratios to torch, FlashInfer, SGLang and vLLM where they are "
+        "installed. Results are checked before they are timed.",
+    )
+    _add_sizes(measuring)
+    measuring.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
+    measuring.add_argument("--plot", type=Path, metavar="FILE", help="draw bandwidth by size")
+    compared = "print the ratios of two files that --json has written, and measure nothing"
+    measuring.add_argument(
+        "--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help=compared
+    )
     progress = "print progress lines where stderr is not a terminal"
-    for command in (compiling, calibrating, bounding):
+    for command in (compiling, calibrating, bounding, measuring):
         command.add_argument("--progress", action="store_true", help=progress)
     for name, (_, purpose) in _SCRIPTS.items():
         if _script(name).is_file():
             commands.add_parser(name, help=purpose, add_help=False)
     return parser
+
+
+def _add_sizes(measuring: argparse.ArgumentParser) -> None:
+    """Add the options of `bench` that say what is measured."""
+    add = measuring.add_argument
+    add("--device", help="such as cuda:1; default: a GPU if there is one, or host")
+    add("--op", nargs="+", metavar="OPERATION", help="such as store_kv; default: all")
+    add("--model", nargs="+", help="such as llama-3.1-8b; default: all, or two if --quick")
+    add("--format", nargs="+", help="of caches: bf16, fp8_e4m3; default: both")
+    add("--tokens", nargs="+", type=_count, metavar="N", help="of a step that stores or gathers")
+    add("--batch", nargs="+", type=_count, metavar="N", help="sequences that decode")
+    add("--context", nargs="+", type=_count, metavar="N", help="tokens of each of them")
+    add("--page-size", type=_count, metavar="N", help="tokens per page; default: 16")
+    add("--quick", action="store_true", help="few small cases")
+    rotated = "size of the arguments that calls rotate over; default: 256, 64 if --quick"
+    add("--rotate-mb", type=_count, metavar="MB", help=rotated)
+    add("--torch-compile", action="store_true", help="one more baseline, which takes minutes")
 
 
 def _count(text: str) -> int:

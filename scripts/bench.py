@@ -1,7 +1,7 @@
 """Run one of the benchmarks: all operations unless another is named.
 
 python scripts/bench.py --quick
-python scripts/bench.py attention --json build/attention.json
+python scripts/bench.py transfer --json build/transfer.json
 python scripts/bench.py steps --help
 """
 
@@ -12,30 +12,22 @@ import sys
 from collections.abc import Sequence
 
 from benchmarks import (
-    attention,
     calls,
     command,
     frames,
     loading,
     ops,
     order,
-    pages,
-    rope,
     scale,
     steps,
-    store,
     transfer,
     views,
 )
 
 BENCHMARKS = {
     "ops": ops,
-    "store": store,
-    "rope": rope,
-    "pages": pages,
     "views": views,
     "loading": loading,
-    "attention": attention,
     "transfer": transfer,
     "steps": steps,
     "scale": scale,

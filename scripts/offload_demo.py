@@ -41,19 +41,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 from common.measure import (
-    describe,
     device_for_products,
-    format_table,
     length_us,
     log_compilation,
-    medians,
-    minima,
     one_core_per_stream,
     random_bits,
-    wall_us,
-    write_json,
 )
-from common.workload import MODELS, Model
 from overlap.offload_model import (
     BEST,
     FEED_FORWARD,
@@ -65,6 +58,9 @@ from overlap.offload_model import (
 )
 
 import kvcupy as kv
+from kvcupy.bench.models import MODELS, Model
+from kvcupy.bench.report import describe, format_table, write_json
+from kvcupy.bench.timers import medians, minima, wall_us
 from kvcupy.ops import transfer
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")

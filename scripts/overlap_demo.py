@@ -33,26 +33,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from common.measure import (
     captured,
-    describe,
     device_for_products,
-    format_table,
-    interleave,
     log_compilation,
-    medians,
-    minima,
-    named_stream,
     one_core_per_stream,
     random_bits,
     save_timeline,
-    wall_us,
-    write_json,
 )
-from common.workload import MODELS, Model, Step, busy_steps, read_trace, synthetic_trace
+from common.workload import Step, busy_steps, read_trace, synthetic_trace
 from overlap.kv_layers import LAYERS, KVLayers
 from overlap.rope_writes import ARRAYS, RopeWrites
 from overlap.step_pipeline import Steps, hidden_fraction
 
 import kvcupy as kv
+from kvcupy.bench.models import MODELS, Model
+from kvcupy.bench.report import describe, format_table, write_json
+from kvcupy.bench.timers import interleave, medians, minima, named_stream, wall_us
 
 SECONDS = 5.0  # for each part, after which three rounds do
 PASS_US = 5_000  # of one measurement, about: short ones find a processor undisturbed

@@ -32,14 +32,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from common.measure import (
-    chosen_device,
-    describe,
-    log_compilation,
-    one_core_per_stream,
-    write_json,
-)
-from common.workload import MODELS, Request
+from common.measure import chosen_device, log_compilation, one_core_per_stream
+from common.workload import Request
 from replay.draw import draw_comparison, draw_over_time
 from replay.orders import ORDERS
 from replay.report import (
@@ -54,6 +48,8 @@ from replay.run import Replay
 from replay.settings import Settings, scaled_shape
 from replay.simulation import Sizes, simulate
 
+from kvcupy.bench.models import MODELS
+from kvcupy.bench.report import describe, write_json
 from kvcupy.progress import Progress
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # of all sizes, in a sweep

@@ -33,14 +33,7 @@ os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from common.measure import (
-    describe,
-    device_for_products,
-    length_us,
-    log_compilation,
-    one_core_per_stream,
-    write_json,
-)
+from common.measure import device_for_products, length_us, log_compilation, one_core_per_stream
 from serving.draw import draw_steps
 from serving.engine import CacheSettings, Outcome, Server
 from serving.llama import Llama, LlamaConfig
@@ -48,6 +41,8 @@ from serving.llama_files import load_weights, random_weights, read_config
 from serving.report import WrongTokens, check_tokens, drawn_steps, hidden_share, render, step_times
 from serving.requests import Prompt, synthetic_prompts, trace_prompts
 from serving.schedule import Policy
+
+from kvcupy.bench.report import describe, write_json
 
 HEADS = 8, 2  # of queries, of keys and values, in the random model
 DRAWN_OF = 3  # runs, of which the shortest is drawn: other programs disturbed it least

@@ -91,9 +91,8 @@ def test_a_wheel_lists_no_scripts(monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         command_line.main(["--help"])
     text = capsys.readouterr().out
-    assert "calibrate" in text and "bench" not in text and "demo" not in text
-    for command in ("bench", "demo"):
-        assert f"{command}: scripts/" in refused(capsys, command)
+    assert "calibrate" in text and "bench" in text and "demo" not in text
+    assert "demo: scripts/" in refused(capsys, "demo")
 
 
 # Compiling -----------------------------------------------------------------------------------

@@ -69,7 +69,8 @@ def test_what_calls_cost_in_proportion(device):
     """To one another, and to torch's own two assignments."""
     pytest.importorskip("torch")
     from benchmarks.calls import Cases, measure
-    from benchmarks.timers import TorchArrays
+
+    from kvcupy.bench.baselines import TorchArrays
 
     torch = TorchArrays(device)
     make = Cases(device, torch).store_kv

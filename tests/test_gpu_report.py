@@ -453,7 +453,7 @@ def test_every_script_that_writes_json_is_run(quick):
     named = {
         path.stem for path in SCRIPTS.glob("*.py")
         if re.search(r'"--json", \w+=', path.read_text())
-    } | {f"bench_{name}" for name in BENCHMARKS if name not in SECTIONS}  # fmt: skip
+    } | {f"bench_{name}" for name in (*BENCHMARKS, "models") if name not in SECTIONS}  # fmt: skip
     assert {p.name for p in all_parts(quick=quick) if p.group == "bench"} == named
 
 
@@ -471,12 +471,15 @@ def test_the_scripts_take_what_they_are_given(quick, monkeypatch):
         for part in all_parts(device, quick):
             if part.group not in ("bench", "operations"):
                 continue
-            script = next(Path(word) for word in part.command if word.endswith(".py"))
-            arguments = part.command[part.command.index(str(script)) + 1 :]
+            if "-m" in part.command:
+                at, module = part.command.index("kvcupy"), "kvcupy.__main__"
+            else:
+                script = next(Path(word) for word in part.command if word.endswith(".py"))
+                at = part.command.index(str(script))
+                module = ".".join(script.relative_to(SCRIPTS).with_suffix("").parts)
             with monkeypatch.context() as patch, pytest.raises(InterruptedError):
                 patch.setattr(argparse.ArgumentParser, "parse_args", only_read)
-                module = ".".join(script.relative_to(SCRIPTS).with_suffix("").parts)
-                importlib.import_module(module).main(arguments)
+                importlib.import_module(module).main(part.command[at + 1 :])
 
 
 def test_pictures_are_drawn_where_that_can_be_done(monkeypatch):
@@ -517,9 +520,7 @@ def test_only_takes_parts_and_groups():
     names = [part.name for part in chosen_parts(found, ["sanitizer", "ncu"])]
     assert names == ["memcheck", "racecheck", "synccheck", "initcheck", "ncu"]
     assert chosen_parts(found, None) == found
-    with pytest.raises(
-        ValueError, match=r"--only: expected one of bench, bench_attention.*got xyz"
-    ):
+    with pytest.raises(ValueError, match=r"--only: expected one of bench, bench_calls.*got xyz"):
         chosen_parts(found, ["xyz"])
 
 

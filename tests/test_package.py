@@ -283,14 +283,34 @@ print(sources.kernels_dir())
 """
 
 
-def test_installed_wheel_stores_rows_with_the_kernels_that_it_brought(wheel, tmp_path):
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory):
+    """A folder into which the wheel has been installed."""
     pytest.importorskip("pip", reason="installing needs pip")
-    site = tmp_path / "site"
+    folder = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--target", str(site), str(wheel)], check=True, capture_output=True)
+    subprocess.run([*pip, "--target", str(folder), str(wheel)], check=True, capture_output=True)
+    return folder
+
+
+def test_installed_wheel_stores_rows_with_the_kernels_that_it_brought(site, tmp_path):
     package, kernels = run_python(STORE, cwd=tmp_path, path=site).split()
     assert Path(package) == site / "kvcupy" / "__init__.py"
     assert Path(kernels) == site / "kvcupy" / "kernels_src"
+
+
+BENCH = """
+from kvcupy.__main__ import main
+
+options = ["--device", "host", "--quick", "--rotate-mb", "1", "--batch", "2", "--tokens", "4"]
+assert main(["bench", "--op", "slot_mapping", *options, "--json", "report.json"]) == 0
+"""
+
+
+def test_installed_wheel_runs_the_benchmark(site, tmp_path):
+    run_python(BENCH, cwd=tmp_path, path=site)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(report["rows"]) == 2 and report["commit"] is None and not report["dirty"]
 
 
 def test_sdist_holds_all_that_a_checkout_does(tmp_path):

@@ -106,7 +106,7 @@ def events_named(path, name):
 def test_demo_notices_one_wrong_byte(device, monkeypatch, model, operation, cache_index):
     if device.name != "host":
         pytest.skip("the wrong byte is written by the host")
-    from common.measure import WrongBytes
+    from kvcupy.bench.checks import WrongBytes
 
     monkeypatch.setattr(kv, operation, wrong_byte(getattr(kv, operation), cache_index))
     with pytest.raises(WrongBytes, match=r"one launch.*1 of .* bytes differ"):
@@ -122,9 +122,10 @@ def test_demo_notices_one_wrong_byte_of_a_fused_write(
 ):
     if device.name != "host":
         pytest.skip("the wrong byte is written by the host")
-    from common.measure import WrongBytes
-    from common.workload import MODELS
     from overlap.rope_writes import RopeWrites
+
+    from kvcupy.bench.checks import WrongBytes
+    from kvcupy.bench.models import MODELS
 
     monkeypatch.setattr(kv, operation, wrong_byte(getattr(kv, operation), cache_index))
     work = RopeWrites(device, MODELS[model], 24)
@@ -133,9 +134,10 @@ def test_demo_notices_one_wrong_byte_of_a_fused_write(
 
 
 def test_demo_notices_a_rotation_that_all_forms_get_wrong(device):
-    from common.measure import WrongBytes
-    from common.workload import MODELS
     from overlap.rope_writes import RopeWrites
+
+    from kvcupy.bench.checks import WrongBytes
+    from kvcupy.bench.models import MODELS
 
     work = RopeWrites(device, MODELS["llama-3.1-70b-tp8"], 24)
     forms = work.forms()
@@ -164,8 +166,9 @@ def test_demo_notices_a_missing_wait(device, monkeypatch, deaf):
     if device.name != "host":
         pytest.skip("only the host's scheduling is slow enough to be sure of it")
     import overlap_demo
-    from common.measure import WrongBytes
     from overlap.step_pipeline import Compute, Steps
+
+    from kvcupy.bench.checks import WrongBytes
 
     monkeypatch.setattr(overlap_demo, "run_rope", lambda *arguments: [])  # it has a main, too
     copy, wait = Steps.copy, type(device.stream()).wait
@@ -230,7 +233,7 @@ def test_bench_reports_ratios_and_headlines(device_name, tmp_path, capsys):
         assert row["percent_of_copy"] == pytest.approx(
             100 * row["gb_per_s"] / read["copy_gb_per_s"]
         )
-        assert row["vs_expression"] == pytest.approx(
+        assert row["ratios"]["expression"] == pytest.approx(
             row["least_us"]["expression"] / row["least_us"]["kvcupy"]
         )
     if "torch" in read["rows"][0]["us"]:
@@ -259,7 +262,7 @@ def test_bench_graph_leaves_out_eager_calls(device_name, tmp_path):
 def test_bench_notices_one_wrong_byte(device, monkeypatch):
     if device.name != "host":
         pytest.skip("the wrong byte is written by the host")
-    from common.measure import WrongBytes
+    from kvcupy.bench.checks import WrongBytes
 
     monkeypatch.setattr(kv, "store_kv", wrong_byte(kv.store_kv, 3))
     with pytest.raises(WrongBytes, match=r"kvcupy, cache 1: \d+ of"):
@@ -267,16 +270,14 @@ def test_bench_notices_one_wrong_byte(device, monkeypatch):
 
 
 def test_the_headline_cases_are_always_there():
-    from benchmarks.ops import SECTIONS, shapes
-    from benchmarks.rope import HEADLINES
-    from benchmarks.store import BANDWIDTH, CALL_COST
+    from benchmarks.ops import BANDWIDTH, CALL_COST, ROPE_HEADLINES, SECTIONS, shapes
 
     for tokens in ((1, 128), (64,)):
         names = [shape.name for shape in shapes(SECTIONS, tokens)]
         assert names[:2] == [CALL_COST.name, BANDWIDTH.name]
-        assert {shape.name for shape in HEADLINES} <= set(names)
+        assert {shape.name for shape in ROPE_HEADLINES} <= set(names)
         assert len(names) == len(set(names))
-    assert [shape.tokens for shape in HEADLINES] == [1, 64, 4096]
+    assert [shape.tokens for shape in ROPE_HEADLINES] == [1, 64, 4096]
 
 
 @pytest.mark.parametrize(
@@ -299,9 +300,10 @@ def test_the_headline_cases_are_always_there():
 )
 def test_bench_checks_every_operation(device, case):
     """Every candidate there is of a case computes what NumPy does; nothing is measured."""
-    from benchmarks.candidates import check
     from benchmarks.ops import SECTIONS, shapes
-    from benchmarks.timers import TorchArrays, own_arrays
+
+    from kvcupy.bench.baselines import TorchArrays, own_arrays
+    from kvcupy.bench.candidates import check
 
     (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
     built, torch = shape.build(device, 2), TorchArrays(device)
@@ -327,10 +329,11 @@ def test_bench_checks_every_operation(device, case):
     ],
 )
 def test_bench_notices_what_was_not_done(device, case, message):
-    from benchmarks.candidates import check
     from benchmarks.ops import SECTIONS, shapes
-    from benchmarks.timers import own_arrays
-    from common.measure import WrongBytes
+
+    from kvcupy.bench.baselines import own_arrays
+    from kvcupy.bench.candidates import check
+    from kvcupy.bench.checks import WrongBytes
 
     (shape,) = (s for s in shapes(SECTIONS, (1,)) if s.name == case)
     built = shape.build(device, 2)
@@ -342,22 +345,23 @@ def test_bench_notices_what_was_not_done(device, case, message):
 
 def test_bench_compiles_torch_only_where_that_works(device, tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
-    from benchmarks.rope import HEADLINES
+    from benchmarks.ops import ROPE_HEADLINES
 
     def refuse(function, **options):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", refuse)
     report = tmp_path / "report.json"
-    case = HEADLINES[0].name
+    case = ROPE_HEADLINES[0].name
     assert bench(device.name, "--torch-compile", "--only", case, "--json", report) == 0
     read = json.loads(report.read_text())
-    assert read["notes"][0] == f"{case}: no torch.compile: RuntimeError: no compiler here"
-    assert read["rows"][0]["vs_torch_compile"] is None
+    line = f"torch.compile: not measured: RuntimeError: no compiler here ({case})"
+    assert line in read["notes"]
+    assert "torch.compile" not in read["rows"][0]["ratios"]
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     assert bench(device.name, "--torch-compile", "--only", case, "--json", report) == 0
     read = json.loads(report.read_text())
-    assert read["rows"][0]["vs_torch_compile"] > 0
+    assert read["rows"][0]["ratios"]["torch.compile"] > 0
     assert read["headlines"]["rope_store_kv T=1: times as fast as torch.compile"] > 0
 
 
@@ -391,8 +395,7 @@ def test_a_missed_target_is_said():
 
 
 def test_rotations_are_held_to_an_ulp():
-    from common.measure import WrongBytes
-    from common.rotations import BF16, Rotation, normal_bits
+    from kvcupy.bench.checks import BF16, Rotation, WrongBytes, normal_bits
 
     table = kv.rope_table(64, 8, device="host")
     bits, positions = normal_bits(np.random.default_rng(0), (5, 2, 8)), np.arange(5) + 7
@@ -414,7 +417,7 @@ def test_rotations_are_held_to_an_ulp():
 
 
 def test_require_equal_names_the_first_byte():
-    from common.measure import WrongBytes, require_equal
+    from kvcupy.bench.checks import WrongBytes, require_equal
 
     want = np.arange(12, dtype=np.uint16).reshape(3, 4)
     got = want.copy()
@@ -430,7 +433,7 @@ def test_require_equal_names_the_first_byte():
 
 
 def test_require_equal_compares_bits_not_values():
-    from common.measure import WrongBytes, require_equal
+    from kvcupy.bench.checks import WrongBytes, require_equal
 
     nan = np.full(3, np.nan, np.float32)
     require_equal("nan", nan, nan.copy())
@@ -439,7 +442,7 @@ def test_require_equal_compares_bits_not_values():
 
 
 def test_interleave_takes_turns_and_medians():
-    from common.measure import interleave, medians
+    from kvcupy.bench.timers import interleave, medians
 
     order, times = [], {"a": iter([99, 1, 5, 3]), "b": iter([99, 2, 2, 8])}
 
@@ -454,7 +457,7 @@ def test_interleave_takes_turns_and_medians():
 
 
 def test_format_table_aligns():
-    from common.measure import format_table
+    from kvcupy.bench.report import format_table
 
     lines = format_table(("case", "us"), [("long name", 1.234), ("x", None)]).splitlines()
     assert lines == ["case         us", "---------  ----", "long name  1.23", "x             -"]
@@ -536,7 +539,7 @@ def test_the_synthetic_trace_has_the_lengths_it_says():
 
 
 def test_models_state_what_a_token_costs():
-    from common.workload import MODELS
+    from kvcupy.bench.models import MODELS
 
     assert MODELS["llama-3.1-8b"].row_widths == (1024, 1024)
     assert MODELS["llama-3.1-70b-tp8"].row_widths == (128, 128)

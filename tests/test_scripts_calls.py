@@ -14,10 +14,7 @@ from kvcupy.doctor import environment
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-BENCHMARKS = (
-    "attention", "calls", "frames", "loading", "ops", "order", "pages", "rope", "scale", "steps",
-    "store", "transfer", "views",
-)  # fmt: skip
+BENCHMARKS = ("calls", "frames", "loading", "ops", "order", "scale", "steps", "transfer", "views")
 RUN = [file.name for file in sorted(SCRIPTS.glob("*.py")) if "ArgumentParser" in file.read_text()]
 
 

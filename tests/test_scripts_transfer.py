@@ -101,7 +101,7 @@ def lanes(path):
 
 def test_demo_notices_one_wrong_byte(device, flip_byte):
     only_on_the_host(device)
-    from common.measure import WrongBytes
+    from kvcupy.bench.checks import WrongBytes
 
     with pytest.raises(WrongBytes, match=r"load all, then compute: .* \d of .* bytes differ"):
         offload("host", "--page-sizes", 16, "--layouts", "layer_first")
@@ -111,9 +111,11 @@ def test_demo_notices_one_wrong_byte(device, flip_byte):
 def test_demo_notices_a_layer_that_does_not_wait(device, monkeypatch, way):
     """Control: pages come late, and with the compute stream's wait removed it reads old ones."""
     only_on_the_host(device)
-    from common.measure import WrongBytes, random_bits
-    from common.workload import MODELS
+    from common.measure import random_bits
     from overlap.offload_model import OffloadedModel, ways
+
+    from kvcupy.bench.checks import WrongBytes
+    from kvcupy.bench.models import MODELS
 
     bits = random_bits(np.random.default_rng(0), (2, 32, 3, 2, 16))
     model = OffloadedModel(device, MODELS["llama-3.1-70b-tp8"], bits, 4, "page_first")
@@ -143,8 +145,9 @@ def test_demo_notices_a_layer_that_does_not_wait(device, monkeypatch, way):
 
 
 def test_proportions_are_those_of_the_weights_and_the_link():
-    from common.workload import MODELS
     from overlap.offload_model import FEED_FORWARD, proportions
+
+    from kvcupy.bench.models import MODELS
 
     peaks = {"link_gb_per_s": 55.0, "tflops": 500.0}
     real = proportions(MODELS["llama-3.1-8b"], 8192, 1024, **peaks)
@@ -223,17 +226,18 @@ def test_bench_reports_every_section(device_name, tmp_path, capsys):
 
 def test_bench_notices_one_wrong_byte(device, flip_byte):
     only_on_the_host(device)
-    from common.measure import WrongBytes
+    from kvcupy.bench.checks import WrongBytes
 
     with pytest.raises(WrongBytes, match=r"kernel, to device, part 0: 1 of .* bytes differ"):
         bench("host", "--sections", "rows")
 
 
 def test_bench_notices_what_an_earlier_transfer_has_left(device):
-    from common.measure import WrongBytes
-    from common.pools import DIRECTIONS, Case, Shape
+    from kvcupy.bench.checks import WrongBytes
+    from kvcupy.bench.timers import DIRECTIONS
+    from kvcupy.bench.transfer import Pools, Shape
 
-    case, stream = Case(device, Shape(64, 4, 2, 5, ("layer_first", "page_head"))), device.stream()
+    case, stream = Pools(device, Shape(64, 4, 2, 5, ("layer_first", "page_head"))), device.stream()
     for direction in DIRECTIONS:
         case.scatter()
         case.copy_each_page(direction, stream)

@@ -29,12 +29,11 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from common.measure import format_table
 
 import kvcupy as kv
+from kvcupy.bench.baselines import TorchArrays, own_arrays
+from kvcupy.bench.report import format_table
 from kvcupy.devices.host import HostFunction
-
-from .timers import TorchArrays, own_arrays
 
 HEADS, WIDTH, PAGES, PAGE_SIZE, MAX_POSITIONS = 8, 64, 64, 16, 512
 KINDS = ("same", "fresh", "shape", "bound", "bound_fresh", "torch")

@@ -1,4 +1,4 @@
-"""What all benchmarks share: their options, columns, and what a report says of where it ran.
+"""What all benchmarks share: their options, and what a report says of where it ran.
 
 A benchmark is a module with `add_arguments(parser)` for the options that it alone has,
 `run(device, options)`, which returns its part of the report ("rows", and what else there is to
@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
-from common.measure import chosen_device, describe, write_json
+from common.measure import chosen_device
 
-TIMES = ("us (median)", "us (min)", "GB/s", "% of copy")  # columns of whatever moves bytes
+from kvcupy.bench.report import describe, where, write_json
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,10 +34,3 @@ def run(name: str, benchmark: ModuleType, options: argparse.Namespace) -> int:
     if options.json:
         write_json(options.json, report)
     return 0
-
-
-def where(report: dict[str, Any]) -> str:
-    """Return one line on the device, the date and the commit of a report."""
-    commit = (report["commit"] or "unknown")[:12] + (" with changes" if report["dirty"] else "")
-    machine = report["gpu_and_driver"] or report["processor"]
-    return f"{report['device']} ({machine}), {report['date']}, commit {commit}"

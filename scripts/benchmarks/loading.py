@@ -21,8 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.measure import format_table
-
+from kvcupy.bench.report import format_table
 from kvcupy.doctor import environment
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Specialisation

@@ -20,9 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common.measure import format_table, named_stream
-
 import kvcupy as kv
+from kvcupy.bench.report import format_table
+from kvcupy.bench.timers import named_stream
 from kvcupy.cache.pages import PageAllocator
 
 from .steps import SteppedCache

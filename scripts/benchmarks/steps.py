@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common.measure import format_table, named_stream
 
 import kvcupy as kv
+from kvcupy.bench.report import format_table
+from kvcupy.bench.timers import named_stream
 
 LIVE = (100, 1_000, 10_000, 100_000)
 PARTS = ("begin", "tables", "end")

@@ -26,20 +26,19 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-from common.measure import (
+from kvcupy.bench.candidates import TIMES
+from kvcupy.bench.report import format_table
+from kvcupy.bench.timers import (
+    DIRECTIONS,
     event_us,
-    format_table,
     interleave,
+    link_gb_per_s,
     medians,
     minima,
     named_stream,
 )
-from common.pools import DIRECTIONS, TO_DEVICE, TO_HOST, Case, Shape
-
+from kvcupy.bench.transfer import Pools, Shape
 from kvcupy.ops import transfer
-
-from .command import TIMES
 
 METHODS = ("kernel", "copy", "staged", "auto")
 EACH_PAGE = "one copy per page and layer"
@@ -66,22 +65,10 @@ class Bench:
         self.device, self.quick = device, quick
         self.rounds, self.seconds = (2, 0.0) if quick else (7, 1.0)
         self.stream = named_stream(device, "bench")
-        self.peaks = self._peaks((4 if quick else 64) << 20)
+        self.peaks = link_gb_per_s(device, self.stream, (4 if quick else 64) << 20, self.rounds)
         # 2.5 ms at the peak: more than caches hold, and far longer than a launch.
         target_us = 50 if quick else 2_500
         self.case_bytes = case_bytes or int(min(self.peaks.values()) * target_us * 1e3)
-
-    def _peaks(self, num_bytes: int) -> dict[str, float]:
-        on_device = self.device.zeros((num_bytes,), np.uint8)
-        pinned = self.device.empty_pinned((num_bytes,), np.uint8)
-        pinned[...] = 1
-        ends = {TO_DEVICE: (on_device, pinned), TO_HOST: (pinned, on_device)}
-        copies = {
-            name: partial(self.device.copy, *arrays, stream=self.stream)
-            for name, arrays in ends.items()
-        }
-        least = minima(self._interleaved(copies))
-        return {name: num_bytes / us / 1e3 for name, us in least.items()}
 
     def _interleaved(self, works: dict[str, Callable[[], None]]) -> dict[str, list[float]]:
         self.device.synchronize()
@@ -106,7 +93,7 @@ class Bench:
         ----------
         candidates : options of `transfer_pages`; None is one copy per page and layer
         """
-        case = Case(self.device, shape)
+        case = Pools(self.device, shape)
         for direction in DIRECTIONS:
             works = {
                 name: partial(self._work, case, direction, options)
@@ -139,7 +126,7 @@ class Bench:
                     "ratio": us[EACH_PAGE] / us[name] if EACH_PAGE in us else None,
                 }
 
-    def _work(self, case: Case, direction: str, options: dict[str, Any] | None) -> None:
+    def _work(self, case: Pools, direction: str, options: dict[str, Any] | None) -> None:
         if options is None:
             case.copy_each_page(direction, self.stream)
         else:

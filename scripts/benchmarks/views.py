@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common.measure import format_table, interleave, medians, minima
 
 from kvcupy.arrays import probe, view
-
-from .timers import TorchArrays, own_arrays
+from kvcupy.bench.baselines import TorchArrays, own_arrays
+from kvcupy.bench.report import format_table
+from kvcupy.bench.timers import interleave, medians, minima
 
 REPEAT = 2000
 

@@ -1,1 +1,1 @@
-"""What the scripts share: measuring and reporting, models and traces, pools with known bytes."""
+"""What the scripts share: devices and timelines, traces, what a task lacks."""

@@ -1,4 +1,4 @@
-"""Shapes of known models, request traces, and the steps of continuous batching."""
+"""Request traces, and the steps of continuous batching."""
 
 from __future__ import annotations
 
@@ -9,50 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-
-
-@dataclass(frozen=True)
-class Model:
-    """What one GPU of a deployment writes to its KV cache per token and layer.
-
-    `kv_heads` is 0 for multi-head latent attention, whose row is `latent + rope` wide.
-    """
-
-    name: str
-    hidden: int
-    layers: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    latent: int = 0
-    rope: int = 0
-
-    @property
-    def mla(self) -> bool:
-        return self.kv_heads == 0
-
-    @property
-    def row_widths(self) -> tuple[int, int]:
-        """Elements per token and layer in the two parts of a row: K and V, or latent and rope."""
-        if self.mla:
-            return self.latent, self.rope
-        return self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
-
-    @property
-    def projection(self) -> tuple[int, int]:
-        """The matrix that projects a hidden state to queries and K/V: (hidden, outputs)."""
-        return self.hidden, self.q_heads * self.head_dim + sum(self.row_widths)
-
-
-MODELS = {
-    model.name: model
-    for model in (
-        Model("llama-3.1-8b", 4096, 32, 32, 8, 128),
-        Model("llama-3.1-70b-tp8", 8192, 80, 8, 1, 128),
-        Model("qwen3-8b", 4096, 36, 32, 8, 128),
-        Model("deepseek-v3-mla", 7168, 61, 16, 0, 192, latent=512, rope=64),
-    )
-}
 
 
 @dataclass(frozen=True)

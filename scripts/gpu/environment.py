@@ -48,7 +48,7 @@ def facts(device: str, tools: dict[str, str | None]) -> dict[str, Any]:
     device : the name that was asked for
     tools : paths of programs by name, None if they are not installed
     """
-    from common.measure import describe  # which needs NumPy
+    from kvcupy.bench.report import describe  # which needs NumPy
 
     smi = output("nvidia-smi")
     cuda = re.search(r"CUDA\D*Version\s*:\s*([\d.]+)", smi)

@@ -167,26 +167,28 @@ def _ncu(program: Sequence[str], device: str, path: str | None) -> Part:
 _PICTURES = ("--out", "{folder}")  # timelines, which need matplotlib
 # Part: minutes, arguments; and those of a quick run.
 _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
+    "bench_models": (25, ()),
     "bench_ops": (12, ()),
     "bench_calls": (1, ()),
     "bench_transfer": (10, ()),
-    "bench_attention": (4, ("--batches", "1", "8", "32", "--prefill", "512")),
     "bench_steps": (2, ()),
     "bench_scale": (1, ()),
     "bench_frames": (0.5, ()),
+    "bench_order": (0.5, ()),
     "overlap_demo": (3, _PICTURES),
     "offload_demo": (8, _PICTURES),
     "serve_demo": (3, _PICTURES),
     "replay_trace": (2, ()),
 }
 _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
+    "bench_models": (1, ("--quick",)),
     "bench_ops": (2, ("--quick", "--sections", "store", "rope", "pages", "views")),
     "bench_calls": (0.5, ("--quick",)),
     "bench_transfer": (1, ("--quick",)),
-    "bench_attention": (1, ("--quick",)),
     "bench_steps": (0.5, ("--quick",)),
     "bench_scale": (0.5, ("--quick",)),
     "bench_frames": (0.5, ("--quick",)),
+    "bench_order": (0.5, ("--quick",)),
     "overlap_demo": (0.5, ("--tokens", "256", "--steps", "4", "--rounds", "5")),
     "offload_demo": (0.5, ("--quick",)),
     "serve_demo": (0.5, ("--requests", "8", "--rounds", "1")),
@@ -199,14 +201,15 @@ def _benchmarks(device: str, quick: bool) -> list[Part]:
     folder = ROOT / "scripts"
     for name, (minutes, arguments) in (_QUICK if quick else _FULL).items():
         kind, _, benchmark = name.partition("_")
-        if kind == "bench":
+        if name == "bench_models":
+            program = ("-m", "kvcupy", "bench")
+            module = ROOT / "kvcupy" / "bench" / "candidates.py"
+        elif kind == "bench":
             program = (str(folder / "bench.py"), benchmark)
             module = folder / "benchmarks" / f"{benchmark}.py"
         else:
             module = folder / f"{name}.py"
             program = (str(module),)
-        if device == "host" and not quick and name == "bench_attention":
-            arguments = ()  # the sizes for a GPU take an hour on a CPU
         if arguments == _PICTURES and find_spec("matplotlib") is None:
             arguments = ()
         command = (*PYTHON, *program, "--device", device, "--json", "{result}", *arguments)

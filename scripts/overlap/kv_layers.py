@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from common.measure import require_equal, run_named
-from common.workload import Model
+from common.measure import run_named
 
 import kvcupy as kv
 from kvcupy import observe
 from kvcupy.arrays import view
+from kvcupy.bench.checks import require_equal
+from kvcupy.bench.models import Model
 
 LAYERS = 4  # enough that they do not all stay in a CPU cache
 POISON = 0xA5A5

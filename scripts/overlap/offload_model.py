@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from common.measure import named_stream, require_equal, run_named, wall_us
-from common.pools import bits_of, fill
-from common.workload import Model
+from common.measure import run_named
 
 import kvcupy as kv
+from kvcupy.bench.checks import require_equal
+from kvcupy.bench.models import Model
+from kvcupy.bench.timers import named_stream, wall_us
+from kvcupy.bench.transfer import bits_of, fill
 
 from .step_pipeline import Compute
 
@@ -53,7 +55,7 @@ def proportions(
 ) -> Proportions:
     """Return what loading `cached` tokens and computing `new` ones takes per layer, in bf16.
 
-    >>> from common.workload import MODELS
+    >>> from kvcupy.bench.models import MODELS
     >>> peaks = {"link_gb_per_s": 55.0, "tflops": 500.0}
     >>> round(proportions(MODELS["llama-3.1-8b"], 8192, 1024, **peaks).ratio, 2)
     0.51

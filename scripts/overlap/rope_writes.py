@@ -7,11 +7,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from common.measure import named_stream, require_equal
-from common.rotations import MAX_POSITIONS, ROPE_BASE, Rotation, normal_bits, sample
-from common.workload import Model
 
 import kvcupy as kv
+from kvcupy.bench.checks import (
+    MAX_POSITIONS,
+    ROPE_BASE,
+    Rotation,
+    normal_bits,
+    require_equal,
+    sample,
+)
+from kvcupy.bench.models import Model
+from kvcupy.bench.timers import named_stream
 
 from .kv_layers import LAYERS, KVLayers
 

@@ -9,10 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from common.measure import named_stream, random_bits, run_named, wall_us
-from common.workload import Model, Step
+from common.measure import random_bits, run_named
+from common.workload import Step
 
 import kvcupy as kv
+from kvcupy.bench.models import Model
+from kvcupy.bench.timers import named_stream, wall_us
 
 from .kv_layers import LAYERS, KVLayers
 

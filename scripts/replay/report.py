@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.measure import format_table
+from kvcupy.bench.report import format_table
 
 from .run import DIRECTIONS, Outcome
 from .settings import Settings

@@ -14,11 +14,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from common.measure import named_stream, run_named
+from common.measure import run_named
 from common.workload import Request
 
 import kvcupy as kv
 from kvcupy import TieredCache
+from kvcupy.bench.timers import named_stream
 
 from .content import Contents, hashes_of
 from .settings import Settings

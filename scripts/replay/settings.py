@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.workload import Model
+from kvcupy.bench.models import Model
 
 from .content import WORD
 from .simulation import Sizes

@@ -17,9 +17,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.measure import named_stream
-
 import kvcupy as kv
+from kvcupy.bench.timers import named_stream
 
 from .drafts import longest_match
 from .llama import Buffers, Llama

@@ -8,7 +8,8 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from common.measure import format_table
+
+from kvcupy.bench.report import format_table
 
 from .llama import Llama
 from .requests import Prompt

@@ -1,19 +1,22 @@
-"""Pools with known bytes, and a model of what transfers between them must leave behind."""
+"""Transfers between pools with known bytes, and a model of what they must leave behind."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import kvcupy as kv
-from kvcupy.formats import carrier_dtype
 
-from .measure import require_equal
-
-TO_DEVICE, TO_HOST = "to device", "to host"
-DIRECTIONS = (TO_DEVICE, TO_HOST)
+from ..formats import carrier_dtype
+from . import candidates
+from .baselines import Compile, Wrap, as_it_is, ignoring_stream, on_stream
+from .checks import require_equal
+from .models import Model
+from .timers import TO_HOST, Call
 
 
 def fill(pool: Any, parts: list[np.ndarray[Any, Any]]) -> None:
@@ -82,7 +85,7 @@ class Shape:
         return kv.KVPool(*sizes, heads, self.row_bytes // heads // 2, dtype="bf16", **where)
 
 
-class Case:
+class Pools:
     """Two pools, scattered pages in both, and what each must hold after every transfer."""
 
     def __init__(self, device: Any, shape: Shape, seed: int = 0) -> None:
@@ -103,6 +106,10 @@ class Case:
         self._pages = {
             pool: self._rng.permutation(pool.num_pages)[: self.shape.num_pages] for pool in pools
         }
+
+    def accept(self) -> None:
+        """Take what the pools hold for what they should, after a transfer that went wrong."""
+        self._want = {pool: bits_of(pool) for pool in self._want}
 
     def ends(self, direction: str) -> tuple[Any, Any, Any, Any]:
         """Return source pool, target pool, and the pages in each."""
@@ -132,3 +139,99 @@ class Case:
         ):
             want[dst_pages] = source[src_pages]
             require_equal(f"{name}, {direction}, part {part}", got, want)
+
+
+# --- A case of the benchmark ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelShape(candidates.Shape):
+    """Tokens of all layers of a model, between the device and page-first pinned memory."""
+
+    model: Model
+    tokens: int
+    to: str  # a direction
+    format: str = "bf16"
+    page_size: int = 16
+
+    operation = "transfer_pages"
+
+    @property
+    def name(self) -> str:
+        pages = f" page={self.page_size}" * (self.page_size != 16)
+        return f"transfer_pages {self.model.name} {self.to} T={self.tokens}{pages}"
+
+    @property
+    def model_name(self) -> str:
+        return self.model.name
+
+    @property
+    def pools(self) -> Shape:
+        """What is moved, as pools see it: rows of bytes."""
+        width = sum(self.model.row_widths) if self.model.mla else self.model.row_widths[0]
+        return Shape(
+            2 * width, self.page_size, self.model.layers, -(-self.tokens // self.page_size),
+            ("layer_first", "page_first"), mla=self.model.mla,
+        )  # fmt: skip
+
+    @property
+    def bytes_moved(self) -> int:
+        return self.pools.bytes_moved
+
+    @property
+    def series(self) -> str:
+        return self.to
+
+    @property
+    def compiles(self) -> bool:
+        return False  # it copies between devices
+
+    @property
+    def modes(self) -> Sequence[str]:
+        return ("eager",)  # page lists are of the host, and change from call to call
+
+    @property
+    def direction(self) -> str:
+        return self.to
+
+    def build(self, device: Any, sets: int) -> ModelCase:
+        return ModelCase(device, self, 1)
+
+
+class ModelCase(candidates.Case):
+    """One set of pages: pinned memory is in no cache of the device."""
+
+    def __init__(self, device: Any, shape: ModelShape, sets: int) -> None:
+        super().__init__(device, shape, sets)
+        self._pools = Pools(device, shape.pools)
+
+    def kvcupy(self, wrap: Wrap) -> list[Call]:
+        """Return a transfer by whatever method is chosen for it."""
+        return [partial(on_stream, self._transfer)]
+
+    def _transfer(self, stream: Any) -> None:
+        self._pools.transfer(self.shape.to, stream)
+
+    def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
+        """Return an indexed copy for each layer and part."""
+        parts = ("torch_k", "torch_v")[: self._pools.shape.parts]
+        layers = range(self._pools.shape.num_layers)
+
+        def copy() -> None:
+            src, dst, src_pages, dst_pages = self._pools.ends(self.shape.to)
+            source, target = (torch.as_tensor(pages) for pages in (src_pages, dst_pages))
+            for part in parts:
+                for layer in layers:
+                    theirs, own = getattr(src, part)(layer), getattr(dst, part)(layer)
+                    own[target.to(own.device)] = theirs[source.to(theirs.device)].to(own.device)
+
+        return [partial(ignoring_stream, copy)]
+
+    def wipe(self) -> None:
+        """Choose other pages, whatever the last candidate left."""
+        self._pools.accept()
+        self._pools.scatter()
+
+    def check(self, candidate: str, results: Sequence[Any]) -> None:
+        """Compare every byte of the target."""
+        self._pools.check(f"{self.shape.name}, {candidate}", self.shape.to)

@@ -1,4 +1,4 @@
-"""Rows for cases that rotate, and a check of their results against float64."""
+"""Checks of results: copies byte by byte, rotations against float64."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kvcupy.reference import rope as reference
-
-from .measure import WrongBytes
+from ..reference import rope as reference
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 MAX_POSITIONS = 8192
@@ -19,6 +17,32 @@ CHECKED_TOKENS = 128  # of each call: float64 is slow, and all tokens are treate
 # float32 arithmetic and one rounding. Where a pair cancels, what float32 loses is more than an ulp
 # of the small result, but little beside the pair.
 FLOAT32_LOSS = 2.0**-21
+
+
+class WrongBytes(Exception):
+    """A measured case did not compute what NumPy computes."""
+
+
+def require_equal(case: str, got: Any, want: Any) -> None:
+    """Compare two arrays byte by byte.
+
+    Raises
+    ------
+    WrongBytes
+        They differ; the message names the first byte, both values and the number of bytes.
+    """
+    if got.shape != want.shape:
+        raise WrongBytes(f"{case}: expected shape {want.shape}, got {got.shape}")
+    got_bytes = np.ascontiguousarray(got).reshape(-1).view(np.uint8)
+    want_bytes = np.ascontiguousarray(want).reshape(-1).view(np.uint8)
+    wrong = np.flatnonzero(got_bytes != want_bytes)
+    if wrong.size:
+        at = int(wrong[0])
+        index = np.unravel_index(at // want.itemsize, want.shape)
+        raise WrongBytes(
+            f"{case}: {wrong.size} of {want_bytes.size} bytes differ, the first at byte {at} "
+            f"(element {tuple(map(int, index))}): got {got_bytes[at]}, want {want_bytes[at]}"
+        )
 
 
 def normal_bits(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

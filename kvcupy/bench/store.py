@@ -6,7 +6,6 @@ A candidate takes a stream and makes one call per set. All write what `check` ex
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,27 +13,36 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from common.measure import require_equal
-from common.workload import MODELS, Model
 
 import kvcupy as kv
 
-from .candidates import Bench, add_arguments, render
-from .timers import Call, Wrap, by_device, ignoring_stream, on_stream, upload
+from . import baselines, candidates
+from .baselines import (
+    Builder,
+    Compile,
+    Store,
+    Wrap,
+    as_it_is,
+    by_device,
+    ignoring_stream,
+    on_stream,
+    upload,
+)
+from .models import Model
+from .timers import Call
 
-__all__ = ["add_arguments", "render", "run"]  # what `bench.py` calls
+Array = np.ndarray[Any, Any]
 
+PAGE_SIZE = 16  # of those who need pages: caches are slots here
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 LIMIT = np.float32(448.0)
 SCALE = 0.0625  # a power of two: dividing and multiplying by the reciprocal agree bitwise
-TOKENS = (1, 16, 128, 1024, 4096, 16384)
-QUICK_TOKENS = (1, 128, 4096)
 FORMATS = ("bf16", "fp8 static", "fp8 dynamic", "int8 static")
 STORED = {"bf16": "bf16", "fp8": "fp8_e4m3", "int8": "int8"}
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(candidates.Shape):
     """One case: what is written, how many tokens, and the format of the cache."""
 
     operation: str
@@ -45,6 +53,10 @@ class Shape:
     @property
     def name(self) -> str:
         return f"{self.operation} {self.model.name} {self.format} T={self.tokens}"
+
+    @property
+    def model_name(self) -> str:
+        return self.model.name
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
@@ -65,43 +77,18 @@ class Shape:
         return StoreCase(device, self, sets)
 
 
-CALL_COST = Shape("store_kv", MODELS["llama-3.1-8b"], 1, "bf16")
-BANDWIDTH = Shape("store_kv", MODELS["llama-3.1-8b"], 4096, "bf16")
-
-
-def shapes(tokens: Sequence[int]) -> list[Shape]:
-    """Return the cases, the two headlines first; past 4096 tokens, copies of one model alone."""
-    cases = {shape.name: shape for shape in (CALL_COST, BANDWIDTH)}
-    for name in ("llama-3.1-8b", "llama-3.1-70b-tp8", "deepseek-v3-mla"):
-        model = MODELS[name]
-        for fmt in FORMATS[:2] if model.mla else FORMATS:
-            for count in tokens:
-                if count > 4096 and (fmt != "bf16" or name != "llama-3.1-8b"):
-                    continue
-                if fmt == "int8 static" and name != "llama-3.1-8b":
-                    continue
-                shape = Shape("store_mla" if model.mla else "store_kv", model, count, fmt)
-                cases.setdefault(shape.name, shape)
-    return list(cases.values())
-
-
-def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
-    return Bench(device, options).report(shapes(QUICK_TOKENS if options.quick else TOKENS))
-
-
-class StoreCase:
+class StoreCase(candidates.Case):
     """Arguments of one shape on one device, `sets` times over, and every candidate's calls."""
 
     def __init__(self, device: Any, shape: Shape, sets: int) -> None:
+        super().__init__(device, shape, sets)
         rng = np.random.default_rng(0)
-        self.device, self.shape, self.sets = device, shape, sets
-        tokens, num_slots = shape.tokens, sets * shape.tokens + 64
+        tokens, num_slots = shape.tokens, slots_for(sets, shape.tokens)
         bank = rng.standard_normal(1 << 18, np.float32).astype(ml_dtypes.bfloat16)
         self.inputs = [
             [_draw(rng, bank, (tokens, *part)) for part in shape.parts] for _ in range(sets)
         ]
-        order = rng.permutation(num_slots).astype(np.int64)
-        self.slots = [order[i * tokens : (i + 1) * tokens] for i in range(sets)]
+        self.slots = draw_slots(rng, num_slots, sets, tokens)
         self.stored = np.dtype(np.uint16 if shape.format == "bf16" else np.uint8)
         rows = [(sum(shape.model.row_widths),)] if shape.model.mla else shape.parts
         self.cache_shapes = [(num_slots, *row) for row in rows]
@@ -156,22 +143,50 @@ class StoreCase:
 
     # torch
 
-    def torch(self, torch: Any, wrap: Wrap) -> list[Call]:
-        """Return torch's calls, as written in systems without a kernel for it.
-
-        They take no stream: torch has a current one.
-        """
+    def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
+        """Return torch's calls, as written in systems without a kernel for it."""
         caches = self._targets([wrap(cache, "bits") for cache in self.caches])
         if self.shape.format == "bf16":
             caches = [cache.view(torch.bfloat16) for cache in caches]
         scales = [wrap(scale, "fp32") for scale in self.scales]
-        work = torch_write(torch, self.shape.format, scales)
+        work = compile(torch_write(torch, self.shape.format, scales))
+        return self._with_tensors(wrap, lambda parts, slots: partial(work, caches, slots, parts))
+
+    def _with_tensors(
+        self, wrap: Wrap, bind: Callable[[list[Any], Any], Callable[..., Any]]
+    ) -> list[Call]:
+        """Return a call for each set: what `bind` makes of its rows and slots, as tensors."""
         calls: list[Call] = []
         for bits, slots in zip(self.on_device, self.slots_on_device, strict=True):
             parts = [wrap(part, "bf16") for part in bits]
-            bound = partial(work, caches, wrap(slots, "int64"), parts)
-            calls.append(partial(ignoring_stream, bound))
+            calls.append(partial(ignoring_stream, bind(parts, wrap(slots, "int64"))))
         return calls
+
+    # Other projects
+
+    def others(self, torch: Any, wrap: Wrap) -> dict[str, Builder]:
+        """Return the stores of those who take this format."""
+        shape = self.shape
+        if shape.format not in ("bf16", "fp8 static"):
+            return {}
+        makers: dict[str, Callable[[Any, list[Any], int], Store]] = {}
+        if shape.format == "fp8 static":
+            if shape.model.mla:
+                return {}
+            makers["vllm"] = partial(baselines.vllm_store, scale=SCALE)
+        elif shape.model.mla:
+            makers["vllm"] = baselines.vllm_store_mla
+        else:
+            makers.update(baselines.STORES)
+        caches = [wrap(c, "bf16" if shape.format == "bf16" else "bits") for c in self.caches]
+        if shape.format != "bf16":
+            caches = [cache.view(torch.uint8) for cache in caches]
+
+        def build(make: Callable[[Any, list[Any], int], Store]) -> list[Call]:
+            store: Callable[..., None] = make(torch, caches, PAGE_SIZE)
+            return self._with_tensors(wrap, lambda parts, slots: partial(store, *parts, slots))
+
+        return {name: partial(build, make) for name, make in makers.items()}
 
     # Checks
 
@@ -191,22 +206,25 @@ class StoreCase:
                 target[slots], row_scales = quantise(part, self.shape.format)
                 if row_scales is not None:
                     scale[slots] = row_scales
-        self.device.synchronize()
-        where = f"{self.shape.name}, {candidate}"
-        for name, got, want in (
-            *(
-                (f"cache {i}", a, b)
-                for i, (a, b) in enumerate(zip(self.caches, caches, strict=True))
-            ),
-            *(
-                (f"scale {i}", a, b)
-                for i, (a, b) in enumerate(zip(self.scales, scales, strict=True))
-            ),
-        ):
-            require_equal(f"{where}, {name}", self.device.to_numpy(got), want)
+        for name, arrays, expected in (
+            ("cache", self.caches, caches), ("scale", self.scales, scales)
+        ):  # fmt: skip
+            for i, (array, want) in enumerate(zip(arrays, expected, strict=True)):
+                self.require(candidate, f"{name} {i}", array, want)
 
 
-def quantise(part: np.ndarray, fmt: str) -> tuple[np.ndarray, np.ndarray | None]:
+def slots_for(sets: int, tokens: int) -> int:
+    """Return how many slots a cache has for some sets: whole pages, and some to spare."""
+    return -(-(sets * tokens + 64) // PAGE_SIZE) * PAGE_SIZE
+
+
+def draw_slots(rng: np.random.Generator, num_slots: int, sets: int, tokens: int) -> list[Array]:
+    """Return the slots of each set, none twice, and never 0, which some projects do not write."""
+    order = rng.permutation(num_slots - 1).astype(np.int64) + 1
+    return [order[i * tokens : (i + 1) * tokens] for i in range(sets)]
+
+
+def quantise(part: Array, fmt: str) -> tuple[Array, Array | None]:
     """Return the stored bits and the dynamic scales of one part, in NumPy."""
     if fmt == "bf16":
         return part.view(np.uint16), None
@@ -222,12 +240,13 @@ def quantise(part: np.ndarray, fmt: str) -> tuple[np.ndarray, np.ndarray | None]
     return values.clip(-LIMIT, LIMIT).astype(FP8).view(np.uint8), scales
 
 
-def _draw(rng: np.random.Generator, bank: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _draw(rng: np.random.Generator, bank: Array, shape: tuple[int, ...]) -> Array:
     """Fill `shape` from `bank`, from a random offset on: cheaper than new values for each set."""
     return np.resize(np.roll(bank, int(rng.integers(bank.size))), shape)
 
 
 def assign_all(targets: list[Any], slots: Any, parts: list[Any]) -> None:
+    """Write rows as array libraries do."""
     for target, part in zip(targets, parts, strict=True):
         target[slots] = part
 

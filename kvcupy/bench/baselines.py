@@ -1,0 +1,254 @@
+"""What kvcupy is measured beside: torch and other projects' kernels, over the same memory.
+
+A case lends its arrays out through a `Wrap`. Projects that are not installed, or refuse a case, are
+reported as not measured (`candidates.py`); none is a requirement.
+
+Sources: flashinfer-ai/flashinfer `flashinfer/page.py`, `rope.py`, `decode.py`; sgl-project/sglang
+`python/sglang/jit_kernel/kvcache.py`, `rope.py`; vllm-project/vllm `vllm/_custom_ops.py`,
+`vllm/vllm_flash_attn`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..arrays import view_as
+from ..formats import numpy_dtype
+from .timers import Call
+
+Wrap = Callable[[Any, str], Any]  # an array of bits, in the dtype of a format
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # torch.compile, or nothing
+Builder = Callable[[], list[Call]]
+
+
+class NotMeasured(Exception):
+    """A baseline has no way to do what a case does; the message says why."""
+
+
+def as_it_is(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the work, uncompiled."""
+    return work
+
+
+# --- Arrays ---------------------------------------------------------------------------------------
+
+
+class TorchArrays:
+    """Torch tensors over a device's arrays, where torch is installed and can reach them.
+
+    Attributes
+    ----------
+    torch : the module, None where it cannot be used
+    missing : why not
+    """
+
+    def __init__(self, device: Any) -> None:
+        self.torch: Any = None
+        self.missing = ""
+        try:
+            import torch
+
+            self.torch = torch
+            self.wrap(device.zeros((2,), np.uint16), "bf16")
+        except (ImportError, RuntimeError, BufferError, AssertionError) as error:
+            self.torch, self.missing = None, f"{type(error).__name__}: {error}"
+
+    def wrap(self, array: Any, fmt: str) -> Any:
+        """Return a tensor over the same memory, in a format, or as plain integers for "bits"."""
+        torch = self.torch
+        signed = {1: np.uint8, 2: np.int16}.get(array.dtype.itemsize, array.dtype)
+        tensor = torch.from_dlpack(array.view(signed))
+        dtypes = {
+            "bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8
+        }  # fmt: skip
+        return tensor.view(dtypes[fmt]) if fmt in dtypes else tensor
+
+
+def own_arrays(array: Any, fmt: str) -> Any:
+    """Return the array in the dtype of a format, tagged where its library has none."""
+    try:
+        return array.view(numpy_dtype(fmt))
+    except (TypeError, ValueError):
+        return view_as(array, fmt)
+
+
+def upload(device: Any, array: np.ndarray[Any, Any]) -> Any:
+    """Return a copy of an array on a device, in memory of the device's own alignment."""
+    copy = device.empty(array.shape, array.dtype)
+    device.copy(copy, device.asarray(array))
+    return copy
+
+
+# --- Calls ----------------------------------------------------------------------------------------
+
+
+def on_stream(bound: Callable[..., Any], stream: Any) -> Any:
+    """Call one of kvcupy's operations."""
+    return bound(stream=stream)
+
+
+def by_device(device: Any, work: Callable[[], Any], stream: Any) -> Any:
+    """Call array expressions of the device's library."""
+    return work() if stream is None else device.run(work, stream)
+
+
+def ignoring_stream(bound: Callable[[], Any], stream: Any) -> Any:
+    """Call torch, or what runs on torch's current stream."""
+    return bound()
+
+
+# --- Stores of other projects ---------------------------------------------------------------------
+
+Store = Callable[[Any, Any, Any], None]  # key, value and slots
+
+
+def flashinfer_store(torch: Any, caches: list[Any], page_size: int) -> Store:
+    """Return FlashInfer's append to bf16 caches (slots, H, D).
+
+    All pages are those of one request, in order, so that positions are slots.
+    """
+    append = importlib.import_module("flashinfer.page").append_paged_kv_cache
+    paged = tuple(cache.view(-1, page_size, *cache.shape[1:]) for cache in caches)
+    device, num_pages = caches[0].device, len(paged[0])
+    numbers = partial(torch.tensor, dtype=torch.int32, device=device)
+    pages, indptr, last = numbers(range(num_pages)), numbers([0, num_pages]), numbers([page_size])
+    known: dict[int, tuple[Any, Any]] = {}  # a step looks its positions up once for all layers
+
+    def store(key: Any, value: Any, slots: Any) -> None:
+        if slots.data_ptr() not in known:
+            known[slots.data_ptr()] = torch.zeros_like(slots, dtype=torch.int32), slots.int()
+        append(key, value, *known[slots.data_ptr()], paged, pages, indptr, last)
+
+    return store
+
+
+def sglang_store(torch: Any, caches: list[Any], page_size: int) -> Store:
+    """Return the store of SGLang's JIT kernels to caches (slots, H, D), which drops slot 0."""
+    store_cache = importlib.import_module("sglang.jit_kernel.kvcache").store_cache
+    flat = [cache.flatten(1) for cache in caches]
+    return lambda key, value, slots: store_cache(key.flatten(1), value.flatten(1), *flat, slots)
+
+
+def vllm_store(torch: Any, caches: list[Any], page_size: int, scale: float | None = None) -> Store:
+    """Return vLLM's store to caches (slots, H, D), of bytes that hold fp8 if there is a scale."""
+    store = importlib.import_module("vllm._custom_ops").reshape_and_cache_flash
+    paged = [cache.view(-1, page_size, *cache.shape[1:]) for cache in caches]
+    factor = torch.full((1,), 1.0 if scale is None else scale, device=caches[0].device)
+    fmt = "auto" if scale is None else "fp8"
+    return lambda key, value, slots: store(key, value, *paged, slots, fmt, factor, factor)
+
+
+STORES: dict[str, Callable[[Any, list[Any], int], Store]] = {
+    "flashinfer": flashinfer_store, "sglang": sglang_store, "vllm": vllm_store,
+}  # fmt: skip
+"""Of bf16 K and V."""
+
+
+def vllm_store_mla(torch: Any, caches: list[Any], page_size: int) -> Store:
+    """Return vLLM's store of latent and rotary key to one bf16 cache (slots, R + P)."""
+    (cache,) = caches
+    store = importlib.import_module("vllm._custom_ops").concat_and_cache_mla
+    paged, factor = cache.view(-1, page_size, cache.shape[1]), torch.ones(1, device=cache.device)
+    return lambda latent, rope, slots: store(latent, rope, paged, slots, "auto", factor)
+
+
+# --- Rotations of other projects ------------------------------------------------------------------
+
+RopeStore = Callable[[Any, Any, Any, Any, Any], None]  # query, key, value, positions, slots
+
+
+def flashinfer_rope_store(torch: Any, caches: list[Any], page_size: int, table: Any) -> RopeStore:
+    """Return FlashInfer's rotation in place, and its append: two launches."""
+    rotate = importlib.import_module("flashinfer.rope").apply_rope_with_cos_sin_cache_inplace
+    store, width = flashinfer_store(torch, caches, page_size), caches[0].shape[-1]
+
+    def work(query: Any, key: Any, value: Any, positions: Any, slots: Any) -> None:
+        rotate(positions, query.flatten(1), key.flatten(1), width, table, True)
+        store(key, value, slots)
+
+    return work
+
+
+def sglang_rope_store(torch: Any, caches: list[Any], page_size: int, table: Any) -> RopeStore:
+    """Return the single launch of SGLang's JIT kernels."""
+    module = importlib.import_module("sglang.jit_kernel.rope")
+    flat = [cache.flatten(1) for cache in caches]
+
+    def work(query: Any, key: Any, value: Any, positions: Any, slots: Any) -> None:
+        module.apply_rope_inplace_with_kvcache(
+            query, key, value, *flat, table, positions, slots, is_neox=True
+        )
+
+    return work
+
+
+def vllm_rope_store(torch: Any, caches: list[Any], page_size: int, table: Any) -> RopeStore:
+    """Return vLLM's rotation in place, whose table is bf16, and its store: two launches."""
+    rotate = importlib.import_module("vllm._custom_ops").rotary_embedding
+    store, width = vllm_store(torch, caches, page_size), caches[0].shape[-1]
+    rounded = table.bfloat16()
+
+    def work(query: Any, key: Any, value: Any, positions: Any, slots: Any) -> None:
+        rotate(positions, query.flatten(1), key.flatten(1), width, rounded, True)
+        store(key, value, slots)
+
+    return work
+
+
+ROPE_STORES: dict[str, Callable[[Any, list[Any], int, Any], RopeStore]] = {
+    "flashinfer": flashinfer_rope_store, "sglang": sglang_rope_store, "vllm": vllm_rope_store,
+}  # fmt: skip
+"""Of bf16, by halves, without a norm."""
+
+
+# --- Attention of other projects ------------------------------------------------------------------
+
+
+def flashinfer_decode(
+    torch: Any, query: Any, caches: list[Any], tables: Any, context: int, window: int
+) -> list[Callable[[], Any]]:
+    """Return FlashInfer's decode, planned beforehand: a call for each of the page tables.
+
+    Parameters
+    ----------
+    query : (sets, B, Hq, D)
+    caches : (pages, page_size, H, D)
+    tables : int32 (sets, B, pages of a sequence)
+    """
+    wrapper = importlib.import_module("flashinfer.decode").BatchDecodeWithPagedKVCacheWrapper
+    page_size, heads, width = caches[0].shape[1:]
+    batch, pages = tables.shape[1:]
+    indptr = pages * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+    last = torch.full((batch,), (context - 1) % page_size + 1, dtype=torch.int32).to(query.device)
+    calls: list[Callable[[], Any]] = []
+    for rows, table in zip(query, tables, strict=True):
+        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=query.device)
+        planned = wrapper(workspace, "NHD", use_tensor_cores=rows.shape[1] >= 4 * heads)
+        planned.plan(
+            indptr, table.flatten(), last, rows.shape[1], heads, width, page_size,
+            window_left=window - 1, q_data_type=rows.dtype, kv_data_type=caches[0].dtype,
+        )  # fmt: skip
+        calls.append(partial(planned.run, rows, tuple(caches)))
+    return calls
+
+
+def vllm_attention(
+    torch: Any, query: Any, caches: list[Any], tables: Any, context: int, window: int
+) -> list[Callable[[], Any]]:
+    """Return the FlashAttention that vLLM brings, for queries (sets, T, Hq, D) of equal lengths."""
+    attend = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
+    batch, new = tables.shape[1], query.shape[1] // tables.shape[1]
+    starts = new * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+    lengths = torch.full((batch,), context, dtype=torch.int32, device=query.device)
+    common = partial(
+        attend, k=caches[0], v=caches[1], max_seqlen_q=new, cu_seqlens_q=starts,
+        max_seqlen_k=context, seqused_k=lengths, causal=True,
+        window_size=[window - 1, 0] if window else [-1, -1],
+    )  # fmt: skip
+    sets = zip(query, tables, strict=True)
+    return [partial(common, q=rows, block_table=table) for rows, table in sets]

@@ -1,0 +1,418 @@
+"""Check and measure the candidates of a case: kvcupy, array expressions, torch, other projects.
+
+Candidates are measured round by round, so that noise affects all alike. Two modes:
+
+eager   calls from Python, wall clock around many of them and one synchronisation: what a call costs
+graph   calls captured over rotated sets of arguments, replayed between two timing events: what the
+        device needs
+
+Arguments are rotated over more memory than the caches hold, but for the smallest cases, of which
+`MOST_SETS` hold less, and "fresh" ones, whose arguments are as a layer finds them, just written.
+GB/s counts the bytes that have to be read and written. Ratios are of the least times: other
+programs disturb those least, and threaded baselines most. On the host device, torch's time is the
+better of one thread and all. Copies are checked byte by byte, arithmetic against float64, each
+candidate before it is measured. A baseline that is missing, fails or is wrong is reported as not
+measured, with the cause; that kvcupy is wrong raises.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+from .baselines import Builder, Compile, TorchArrays, Wrap, as_it_is, own_arrays
+from .checks import WrongBytes, require_equal
+from .report import format_table
+from .timers import (
+    Call,
+    copy_gb_per_s,
+    eager,
+    interleave,
+    link_gb_per_s,
+    medians,
+    minima,
+    named_stream,
+    replayed,
+    replayed_by_torch,
+)
+
+TIMES = ("us (median)", "us (min)", "GB/s", "% of copy")  # columns of whatever moves bytes
+MODES = ("eager", "graph")
+MOST_SETS = 64
+SECONDS = 1.5  # for all candidates of a case, after which three rounds suffice
+OF_TORCH = ("torch", "torch, one thread")
+
+
+class Shape(abc.ABC):
+    """What a case does, and how much.
+
+    Attributes
+    ----------
+    operation, format : of kvcupy, and of the cache
+    """
+
+    operation: str
+    format: str
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """Which no other case has."""
+
+    @property
+    @abc.abstractmethod
+    def bytes_moved(self) -> int:
+        """Bytes that a call has to read and write."""
+
+    @abc.abstractmethod
+    def build(self, device: Any, sets: int) -> Case:
+        """Return `sets` sets of arguments on a device."""
+
+    @property
+    def model_name(self) -> str:
+        """The model whose shapes these are, "any" if that does not matter."""
+        return "any"
+
+    @property
+    def series(self) -> str:
+        """Which cases of the operation, model and format differ in size alone."""
+        return ""
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of a call, 0 if bytes are all that counts."""
+        return 0
+
+    @property
+    def fresh(self) -> bool:
+        """Whether arguments have just been written, as by a model's projection."""
+        return False
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile is a baseline."""
+        return True
+
+    @property
+    def modes(self) -> Sequence[str]:
+        """How it can be measured."""
+        return MODES
+
+    @property
+    def direction(self) -> str:
+        """Of a transfer: which link bounds it. Empty: the device's own memory does."""
+        return ""
+
+
+class Case(abc.ABC):
+    """Arguments of a shape on a device, and the calls of every candidate: one for each set."""
+
+    def __init__(self, device: Any, shape: Any, sets: int) -> None:
+        self.device, self.shape, self.sets = device, shape, sets
+
+    @abc.abstractmethod
+    def kvcupy(self, wrap: Wrap) -> list[Call]:
+        """Return kvcupy's calls, on arrays that `wrap` makes from bits and a format."""
+
+    def expressions(self) -> list[Call] | None:
+        """Return calls of NumPy or CuPy; None: there are none for this format."""
+        return None
+
+    @abc.abstractmethod
+    def torch(self, torch: Any, wrap: Wrap, compile: Compile = as_it_is) -> list[Call]:
+        """Return torch's calls; they go to torch's current stream.
+
+        Raises
+        ------
+        NotMeasured : torch has nothing that does this
+        """
+
+    def others(self, torch: Any, wrap: Wrap) -> dict[str, Builder]:
+        """Return, by project, what builds the calls of its kernels; these use torch's stream."""
+        return {}
+
+    @abc.abstractmethod
+    def wipe(self) -> None:
+        """Take back what an earlier candidate did."""
+
+    @abc.abstractmethod
+    def check(self, candidate: str, results: Sequence[Any]) -> None:
+        """Compare what a candidate left or returned, a result for each set.
+
+        Raises
+        ------
+        WrongBytes : it is wrong
+        """
+
+    def require(self, candidate: str, name: str, got: Any, expected: Any) -> None:
+        """Compare an array of the device with NumPy's, byte by byte."""
+        self.device.synchronize()
+        case = f"{self.shape.name}, {candidate}, {name}"
+        require_equal(case, self.device.to_numpy(got).view(expected.dtype), expected)
+
+
+def check(case: Case, name: str, calls: list[Call]) -> None:
+    """Make each call once, on fresh arguments, and compare what it leaves or returns."""
+    case.wipe()
+    results = [call(None) for call in calls]
+    case.device.synchronize()
+    case.check(name, results)
+
+
+@contextmanager
+def one_thread(torch: Any) -> Iterator[None]:
+    """Let torch compute on one core, which is fastest for small work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Bench:
+    """One device, its copy bandwidth, and how long to measure.
+
+    Parameters
+    ----------
+    quick : fewer and shorter measurements
+    modes : of `MODES`
+    rotate_bytes : of the arguments that calls rotate over; more than the last-level cache
+    with_compile : measure torch.compile too, where a shape `compiles`
+    """
+
+    def __init__(
+        self, device: Any, *, quick: bool = False, modes: Sequence[str] = MODES,
+        rotate_bytes: int | None = None, with_compile: bool = False,
+    ) -> None:  # fmt: skip
+        self.device, self.modes, self.with_compile = device, modes, with_compile
+        self.rounds = 5 if quick else 25
+        self.target_us = 2_000.0 if quick else 5_000.0
+        self.rotate_bytes = rotate_bytes or (64 if quick else 256) * 1_000_000
+        self.stream = named_stream(device, "bench")
+        self.torch = TorchArrays(device)
+
+    @cached_property
+    def copy_gb_per_s(self) -> float:
+        """Bytes read and written by the device's own copy."""
+        return copy_gb_per_s(self.device, max(self.rotate_bytes, 1 << 20), self.rounds)
+
+    @cached_property
+    def link_gb_per_s(self) -> dict[str, float]:
+        """Bytes of a copy to and from pinned memory, by direction."""
+        return link_gb_per_s(self.device, self.stream, self.rotate_bytes // 4, self.rounds)
+
+    def report(
+        self, shapes: Sequence[Shape], notify: Callable[[int, str], object] = lambda *_: None
+    ) -> dict[str, Any]:
+        """Measure the cases; return the rows and what else a report says of them.
+
+        `notify` is called with the number of cases that are done, and the name of the next.
+        """
+        rows: list[dict[str, Any]] = []
+        skipped = []
+        for number, shape in enumerate(shapes):
+            notify(number, shape.name)
+            try:
+                rows += self.measure(shape)
+            except MemoryError as error:
+                skipped.append(f"{shape.name}: not measured: {reason(error)}")
+        return {
+            "copy_gb_per_s": self.copy_gb_per_s,
+            "rotate_bytes": self.rotate_bytes,
+            "rows": rows,
+            "notes": [*skipped, *notes(rows)],
+        }
+
+    def measure(self, shape: Shape) -> list[dict[str, Any]]:
+        """Check and measure every candidate of one case; return a row per mode."""
+        sets = 2 if shape.fresh else min(-(-self.rotate_bytes // shape.bytes_moved), MOST_SETS)
+        case = shape.build(self.device, sets)
+        calls = {"kvcupy": case.kvcupy(own_arrays)}
+        check(case, "kvcupy", calls["kvcupy"])
+        missing: dict[str, str] = {}
+        for name, build in self._baselines(shape, case).items():
+            try:
+                if built := build():
+                    check(case, name, built)
+                    calls[name] = built
+            except WrongBytes as error:
+                if name.startswith("kvcupy"):
+                    raise
+                missing[name] = f"wrong result: {error}"
+            except Exception as error:  # whatever another project does: the others go on
+                missing[name] = reason(error)
+        rows = []
+        # What cannot be captured is called from Python, whatever was asked for.
+        for mode in [mode for mode in self.modes if mode in shape.modes] or shape.modes:
+            absent = dict(missing)
+            timers = (self._eager if mode == "eager" else self._graphs)(calls, absent)
+            rows.append(self._row(shape, case, mode, interleave(
+                timers, self.rounds, seconds=SECONDS), absent))  # fmt: skip
+        return rows
+
+    def _baselines(self, shape: Shape, case: Case) -> dict[str, Builder]:
+        """Return what builds the calls of each candidate beside kvcupy on its own arrays."""
+        builders: dict[str, Builder] = {"expression": lambda: case.expressions() or []}
+        torch, wrap = self.torch.torch, getattr(self.torch, "wrap", None)
+        if torch is None:
+
+            def absent() -> list[Call]:
+                raise ImportError(self.torch.missing)
+
+            return builders | {"torch": absent}
+        assert wrap is not None
+        builders["kvcupy, torch tensors"] = partial(case.kvcupy, wrap)
+        builders["torch"] = partial(case.torch, torch, wrap)
+        if self.with_compile and shape.compiles:
+            compile = partial(torch.compile, dynamic=False)
+            builders["torch.compile"] = lambda: case.torch(torch, wrap, compile)
+        return builders | case.others(torch, wrap)
+
+    def _eager(
+        self, calls: dict[str, list[Call]], missing: dict[str, str]
+    ) -> dict[str, Callable[[], float]]:
+        timers = {name: eager(self.device, c, self.target_us) for name, c in calls.items()}
+        if "torch" in calls and self.device.kind == "host":
+            with one_thread(self.torch.torch):
+                alone = eager(self.device, calls["torch"], self.target_us)
+            timers["torch, one thread"] = partial(self._alone, alone)
+        return timers
+
+    def _alone(self, measure: Callable[[], float]) -> float:
+        with one_thread(self.torch.torch):
+            return measure()
+
+    def _graphs(
+        self, calls: dict[str, list[Call]], missing: dict[str, str]
+    ) -> dict[str, Callable[[], float]]:
+        """Capture what can be captured; say why for what cannot."""
+        timers: dict[str, Callable[[], float]] = {}
+        for name, theirs in calls.items():
+            if name == "kvcupy, torch tensors":  # the same launches
+                continue
+            try:
+                if name in ("kvcupy", "expression"):
+                    timers[name] = replayed(self.device, self.stream, theirs, self.target_us)
+                elif self.torch.torch.cuda.is_available():
+                    timers[name] = replayed_by_torch(self.torch.torch, theirs)
+            except Exception as error:  # a baseline that fails is reported, and the others go on
+                if name == "kvcupy":
+                    raise
+                missing[name] = f"cannot be captured: {reason(error)}"
+        return timers
+
+    def _row(
+        self, shape: Shape, case: Case, mode: str, samples: dict[str, list[float]],
+        missing: dict[str, str],
+    ) -> dict[str, Any]:  # fmt: skip
+        us, least = medians(samples), minima(samples)
+        gb_per_s = shape.bytes_moved / us["kvcupy"] / 1e3
+        peak = self.link_gb_per_s[shape.direction] if shape.direction else self.copy_gb_per_s
+        return {
+            "case": shape.name,
+            "operation": shape.operation,
+            "model": shape.model_name,
+            "format": shape.format,
+            "series": shape.series,
+            "direction": shape.direction,
+            "mode": mode,
+            "sets": case.sets,
+            "bytes": shape.bytes_moved,
+            "us": us,
+            "least_us": least,
+            "gb_per_s": gb_per_s,
+            "copy_gb_per_s": peak,
+            "percent_of_copy": 100 * gb_per_s / peak,
+            "tflops": shape.flops / us["kvcupy"] / 1e6 if shape.flops else None,
+            "ratios": ratios(least),
+            "not_measured": missing,
+        }
+
+
+def ratios(least_us: dict[str, float]) -> dict[str, float]:
+    """Return the least time of each baseline over that of kvcupy.
+
+    Where both were measured on torch tensors, like is compared with like.
+
+    Examples
+    --------
+    >>> us = {"kvcupy": 2.0, "kvcupy, torch tensors": 4.0, "expression": 3.0}
+    >>> ratios({**us, "torch": 12.0, "torch, one thread": 8.0})
+    {'expression': 1.5, 'torch': 2.0}
+    """
+    own = least_us["kvcupy"]
+    beside_torch = least_us.get("kvcupy, torch tensors", own)
+    values = {}
+    for name, us in least_us.items():
+        if name == "expression":
+            values[name] = us / own
+        elif name == "torch":
+            values[name] = min(us, least_us.get("torch, one thread", us)) / beside_torch
+        elif not name.startswith("kvcupy") and name not in OF_TORCH:
+            values[name] = us / beside_torch
+    return values
+
+
+def reason(error: BaseException) -> str:
+    """Return an error in one line, without its type where the message says enough."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    plain = isinstance(error, ImportError) or type(error).__name__ == "NotMeasured"
+    return first if plain and first else f"{type(error).__name__}: {first}"
+
+
+def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line for each baseline that was not measured and each cause.
+
+    Examples
+    --------
+    >>> notes([{"case": name, "not_measured": {"vllm": "none here"}} for name in "ab"])
+    ['vllm: not measured: none here (a and 1 more)']
+    """
+    cases: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for name, why in row["not_measured"].items():
+            known = cases.setdefault((name, why), [])
+            if row["case"] not in known:
+                known.append(row["case"])
+    return [
+        f"{name}: not measured: {why} ({' and '.join([known[0], *more])})"
+        for (name, why), known in cases.items()
+        for more in [[f"{len(known) - 1} more"] if len(known) > 1 else []]
+    ]
+
+
+def render(report: dict[str, Any]) -> str:
+    """Return a report as a table, with notes below."""
+    lines = [table(report["rows"]), ""] if report["rows"] else []
+    about = f"copy {report['copy_gb_per_s']:.1f} GB/s; every candidate checked; times are medians "
+    rotated = [row["sets"] * row["bytes"] for row in report["rows"] if not row["direction"]]
+    if small := sum(size < report["rotate_bytes"] for size in rotated):
+        lines.append(
+            f"{small} rows rotate over less than {report['rotate_bytes'] / 1e6:.0f} MB, which "
+            "caches may hold"
+        )
+    return "\n".join([*lines, about + "but for (min); ratios (x) are of the least times",
+                      *report["notes"]])  # fmt: skip
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return rows of `Bench.measure` as a table, with a column for each baseline."""
+    times = ("kvcupy, torch tensors", *OF_TORCH)
+    titles = dict(zip(times, ("us, torch in", "torch us", "one thread"), strict=True))
+    shown = [name for name in times if any(name in row["us"] for row in rows)]
+    baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
+    with_flops = any(row["tflops"] for row in rows)
+    columns = ("case", "run", *TIMES, *["TFLOP/s"] * with_flops)
+    columns += (*(titles[name] for name in shown), *(f"x {name}" for name in baselines))
+    cells = []
+    for row in rows:
+        us, least = row["us"], row["least_us"]["kvcupy"]
+        measured = [us["kvcupy"], least, row["gb_per_s"], row["percent_of_copy"]]
+        measured += [row["tflops"]] * with_flops
+        measured += [us.get(name) for name in shown]
+        cells.append((row["case"], row["mode"], *measured, *map(row["ratios"].get, baselines)))
+    return format_table(columns, cells)

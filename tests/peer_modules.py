@@ -1,0 +1,143 @@
+"""Stand-ins for the projects that kvcupy is measured beside: their signatures, computed by torch.
+
+What a benchmark hands to them is checked by what they leave behind.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import torch
+
+
+def rotate(x, table, positions, width):
+    """Rotate halves in place, in float32 with one rounding."""
+    rows = x.view(len(x), -1, width)
+    cosine, sine = (part[:, None].float() for part in table[positions].chunk(2, dim=-1))
+    first, second = (half.float() for half in rows.chunk(2, dim=-1))
+    rotated = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    rows.copy_(rotated)
+
+
+def attend(query, keys, values, window, scale):
+    """Attend with the last rows of a sequence, (new, Hq, D), over its keys (context, H, D)."""
+    new, context = len(query), len(keys)
+    ends = torch.arange(context - new, context)[:, None]
+    at = torch.arange(context)[None]
+    mask = (at <= ends) & (at > ends - (window or context))
+    parts = (x.transpose(0, 1)[None] for x in (query, keys, values))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    out = attention(*parts, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+# flashinfer
+
+
+def append_paged_kv_cache(key, value, batch_indices, positions, paged, indices, indptr, last):
+    assert batch_indices.dtype == positions.dtype == indices.dtype == indptr.dtype == torch.int32
+    size = paged[0].shape[1]
+    pages = indices[indptr[batch_indices] + positions // size]
+    assert (last >= 1).all() and (last <= size).all()
+    for cache, rows in zip(paged, (key, value), strict=True):
+        cache[pages, positions % size] = rows
+
+
+def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_sin_cache, is_neox):
+    assert is_neox and cos_sin_cache.dtype == torch.float32
+    for x in (query, key):
+        rotate(x, cos_sin_cache, positions, head_size)
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    def __init__(self, workspace, kv_layout, use_tensor_cores=False):
+        assert workspace.dtype == torch.uint8 and kv_layout == "NHD"
+
+    def plan(self, indptr, indices, last, q_heads, kv_heads, width, page_size, *, window_left,
+             q_data_type, kv_data_type):  # fmt: skip
+        self.indptr, self.indices, self.last = indptr, indices, last
+        self.window, self.page_size = window_left + 1, page_size
+
+    def run(self, query, caches):
+        outs = []
+        for i, row in enumerate(query):
+            pages = self.indices[self.indptr[i] : self.indptr[i + 1]]
+            length = (len(pages) - 1) * self.page_size + self.last[i]
+            keys, values = (cache[pages].flatten(0, 1)[:length] for cache in caches)
+            outs.append(attend(row[None], keys, values, self.window, None)[0])
+        return torch.stack(outs)
+
+
+# sglang
+
+
+def store_cache(k, v, k_cache, v_cache, indices):
+    kept = indices != 0
+    k_cache[indices[kept]], v_cache[indices[kept]] = k[kept], v[kept]
+
+
+def apply_rope_inplace_with_kvcache(
+    q, k, v, k_cache, v_cache, cos_sin_cache, positions, out_loc, *, is_neox
+):
+    apply_rope_with_cos_sin_cache_inplace(positions, q, k, q.shape[-1], cos_sin_cache, is_neox)
+    store_cache(k.flatten(1), v.flatten(1), k_cache, v_cache, out_loc)
+
+
+# vllm
+
+
+def reshape_and_cache_flash(key, value, k_cache, v_cache, slots, dtype, k_scale, v_scale):
+    size = k_cache.shape[1]
+    for cache, rows, scale in ((k_cache, key, k_scale), (v_cache, value, v_scale)):
+        if dtype == "fp8":
+            scaled = (rows.float() / scale).clamp(-448.0, 448.0)
+            rows = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+        cache[slots // size, slots % size] = rows
+
+
+def concat_and_cache_mla(latent, rope, cache, slots, dtype, scale):
+    size = cache.shape[1]
+    cache[slots // size, slots % size] = torch.cat((latent, rope), dim=-1)
+
+
+def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):
+    assert is_neox and cos_sin_cache.dtype == query.dtype
+    for x in (query, key):
+        rotate(x, cos_sin_cache, positions, head_size)
+
+
+def flash_attn_varlen_func(q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k,
+                           block_table, causal, window_size):  # fmt: skip
+    assert causal and window_size[1] in (0, -1)
+    outs = []
+    for i, (table, length) in enumerate(zip(block_table, seqused_k, strict=True)):
+        keys, values = (cache[table].flatten(0, 1)[:length] for cache in (k, v))
+        rows = q[cu_seqlens_q[i] : cu_seqlens_q[i + 1]]
+        outs.append(attend(rows, keys, values, window_size[0] + 1, None))
+    return torch.cat(outs)
+
+
+MODULES = {
+    "flashinfer.page": (append_paged_kv_cache,),
+    "flashinfer.rope": (apply_rope_with_cos_sin_cache_inplace,),
+    "flashinfer.decode": (BatchDecodeWithPagedKVCacheWrapper,),
+    "sglang.jit_kernel.kvcache": (store_cache,),
+    "sglang.jit_kernel.rope": (apply_rope_inplace_with_kvcache,),
+    "vllm._custom_ops": (reshape_and_cache_flash, concat_and_cache_mla, rotary_embedding),
+    "vllm.vllm_flash_attn": (flash_attn_varlen_func,),
+}
+
+
+def install(monkeypatch, replaced=None):
+    """Let the projects be imported; `replaced` are functions of other behaviour, by name."""
+    for path, functions in MODULES.items():
+        names = path.split(".")
+        for i in range(1, len(names)):
+            package = ".".join(names[:i])
+            monkeypatch.setitem(sys.modules, package, ModuleType(package))
+        module = ModuleType(path)
+        for function in functions:
+            name = function.__name__
+            setattr(module, name, (replaced or {}).get(name, function))
+        monkeypatch.setitem(sys.modules, path, module)
