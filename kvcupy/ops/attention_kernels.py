@@ -326,13 +326,19 @@ def specialisations() -> list[Specialisation]:
 def is_reachable(specialisation: Specialisation, arch: str) -> bool:
     """Return whether a call on an architecture can take a specialisation.
 
-    Turing has little shared memory and no bf16 in its tensor cores: there, bf16 and the widest rows
-    take the decode kernel.
+    Turing has little shared memory and no bf16 in its tensor cores: there, and only there, the
+    plain kernel takes bf16 and wide rows of fp16.
     """
-    if specialisation.kernel is not PREFILL or arch != "sm_75":
+    if specialisation.kernel is DECODE[32]:
+        return arch == "sm_75" or specialisation.arguments[0] not in PREFILL_FORMATS.values()
+    smem_bytes = {
+        PREFILL: prefill_smem_bytes, DECODE_LATENT: latent_smem_bytes,
+        DECODE_MMA: lambda one: decode_mma_smem_bytes(one, arch),
+    }.get(specialisation.kernel)  # fmt: skip
+    if arch != "sm_75" or smem_bytes is None:
         return True
-    is_bf16 = specialisation.arguments[0] == PREFILL_FORMATS["bf16"]
-    return not is_bf16 and prefill_smem_bytes(specialisation) <= _TURING_SMEM_BYTES
+    is_bf16 = specialisation.arguments[0] == FORMATS["bf16"].ctype
+    return not is_bf16 and smem_bytes(specialisation) <= _TURING_SMEM_BYTES
 
 
 def prefill_specialisation(
@@ -446,7 +452,7 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         chosen = _prefill_specialisation_of(call)
         return Tiling(chosen, PREFILL_ROWS, 1, PREFILL_THREADS, prefill_smem_bytes(chosen))
     if suits_decode_mma(device, call, alignment):
-        chosen = decode_mma_specialisation(call.k.cache_format.name, *_widths(call))
+        chosen = _decode_mma_specialisation_of(call)
         smem_bytes = decode_mma_smem_bytes(chosen, device.arch)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
     if suits_latent(device, call, alignment):
@@ -463,10 +469,10 @@ def suits_latent(device: Device, call: AttentionCall, alignment: int) -> bool:
     Turing lacks the shared memory.
     """
     return (
-        device.arch != "sm_75"
-        and not call.rotates_keys
+        not call.rotates_keys
         and all(n <= most for n, most in zip(_widths(call), LATENT_WIDTHS, strict=True))
         and _has_words_for_tensor_cores(device, call, alignment)
+        and is_reachable(latent_specialisation(call.k.cache_format.name), device.arch)
     )
 
 
@@ -476,19 +482,22 @@ def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> boo
     It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
     one of 8 bits, and rows are whole 16-byte words at aligned addresses. One row alone wastes most
     of each product, which still takes less time than float32 arithmetic. Keys of 8 bits are not
-    rotated. Turing's tensor cores have no bf16.
+    rotated. What Turing lacks, `is_reachable` says.
     """
     if padded_widths(*_widths(call)) is None:
         return False
     if not _has_words_for_tensor_cores(device, call, alignment):
         return False
     if call.k.cache_format.itemsize == 1:
-        return not call.rotates_keys and _fits_turing_decode(device, call)
-    return (
-        _has_whole_packs(call, alignment)
-        and not (device.arch == "sm_75" and call.k.cache_format.name == "bf16")
-        and _fits_turing_decode(device, call)
-    )
+        if call.rotates_keys:
+            return False
+    elif not _has_whole_packs(call, alignment):
+        return False
+    return is_reachable(_decode_mma_specialisation_of(call), device.arch)
+
+
+def _decode_mma_specialisation_of(call: AttentionCall) -> Specialisation:
+    return decode_mma_specialisation(call.k.cache_format.name, *_widths(call))
 
 
 def _has_words_for_tensor_cores(device: Device, call: AttentionCall, alignment: int) -> bool:
@@ -506,11 +515,6 @@ def _has_words_for_tensor_cores(device: Device, call: AttentionCall, alignment: 
     strides = (*query.strides[:2], *out.strides[:2], *call.k.cache_strides, *call.v.cache_strides)
     row_bytes = [operand.cache.width * cache_format.itemsize for operand in (call.k, call.v)]
     return widest((alignment, *map(abs, strides), *row_bytes)) == _WORD_BYTES
-
-
-def _fits_turing_decode(device: Device, call: AttentionCall) -> bool:
-    chosen = decode_mma_specialisation(call.k.cache_format.name, *_widths(call))
-    return device.arch != "sm_75" or decode_mma_smem_bytes(chosen, "sm_75") <= _TURING_SMEM_BYTES
 
 
 def _widths(call: AttentionCall) -> tuple[int, int]:

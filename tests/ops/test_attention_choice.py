@@ -206,11 +206,14 @@ def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
     taken = {
         chosen(GPU(arch), formats, widths, heads, ragged=ragged, rotates=rotates, alignment=aligned)
         for formats in [(name, name) for name in plain] + [("fp16", name) for name in quantised]
-        for widths in [(64, 64), (128, 128), (192, 128), (256, 256), (512, 512)]
+        for widths in [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512), (640, 640)]
         for heads, ragged in [(1, False), (2, False), (4, False), (8, False), (8, True)]
         for rotates, aligned in itertools.product((False, True), (256, 1))
     }
-    kernels = (attention_kernels.DECODE[32], attention_kernels.PREFILL)
+    kernels = (
+        attention_kernels.DECODE[32], attention_kernels.DECODE_MMA, attention_kernels.DECODE_LATENT,
+        attention_kernels.PREFILL,
+    )  # fmt: skip
     reachable = {
         one
         for one in ops.specialisations()
