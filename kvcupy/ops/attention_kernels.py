@@ -329,16 +329,18 @@ def is_reachable(specialisation: Specialisation, arch: str) -> bool:
     Turing has little shared memory and no bf16 in its tensor cores: there, and only there, the
     plain kernel takes bf16 and wide rows of fp16.
     """
-    if specialisation.kernel is DECODE[32]:
-        return arch == "sm_75" or specialisation.arguments[0] not in PREFILL_FORMATS.values()
-    smem_bytes = {
-        PREFILL: prefill_smem_bytes, DECODE_LATENT: latent_smem_bytes,
-        DECODE_MMA: lambda one: decode_mma_smem_bytes(one, arch),
-    }.get(specialisation.kernel)  # fmt: skip
-    if arch != "sm_75" or smem_bytes is None:
+    kernel, format = specialisation.kernel, specialisation.arguments[0]
+    if kernel is DECODE[32]:
+        return arch == "sm_75" or format not in PREFILL_FORMATS.values()
+    if arch != "sm_75" or kernel not in (PREFILL, DECODE_MMA, DECODE_LATENT):
         return True
-    is_bf16 = specialisation.arguments[0] == FORMATS["bf16"].ctype
-    return not is_bf16 and smem_bytes(specialisation) <= _TURING_SMEM_BYTES
+    if kernel is PREFILL:
+        smem_bytes = prefill_smem_bytes(specialisation)
+    elif kernel is DECODE_MMA:
+        smem_bytes = decode_mma_smem_bytes(specialisation, arch)
+    else:
+        smem_bytes = latent_smem_bytes(specialisation)
+    return format != PREFILL_FORMATS["bf16"] and smem_bytes <= _TURING_SMEM_BYTES
 
 
 def prefill_specialisation(
