@@ -101,8 +101,8 @@ WRONG = {
         "attention", "attention.cuh", "t.num_visible = t.sinks + end - t.first_key;",
         "t.num_visible = t.sinks + end - t.first_key + 64;", OVERFLOW),
     "reads a row of queries too wide": (
-        "attention", "attention.cu", "r < t.num_rows && first + j < p.k.width",
-        "r < t.num_rows && first + j < p.k.width + 8", OVERFLOW),
+        "attention", "attention.cu", "exists ? p.k.width : 0, p.query_format",
+        "exists ? p.k.width + 8 : 0, p.query_format", OVERFLOW),
 }  # fmt: skip
 
 
