@@ -413,8 +413,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     times = ("kvcupy, torch tensors", *OF_TORCH)
     titles = dict(zip(times, ("us, torch in", "torch us", "one thread"), strict=True))
     shown = [name for name in times if any(name in row["us"] for row in rows)]
-    measured = dict.fromkeys(name for row in rows for name in row["ratios"])
-    baselines = [name for name in dict.fromkeys([*_RATIOS, *measured]) if name in measured]
+    present = dict.fromkeys(name for row in rows for name in row["ratios"])
+    baselines = [name for name in dict.fromkeys([*_RATIOS, *present]) if name in present]
     with_flops = any(row["tflops"] for row in rows)
     columns = ("case", "run", *TIMES, *["TFLOP/s"] * with_flops)
     columns += (*(titles[name] for name in shown), *(f"x {name}" for name in baselines))
