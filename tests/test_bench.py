@@ -182,7 +182,7 @@ def test_without_torch(device_name, tmp_path, monkeypatch):
         assert "torch" in row["not_measured"] and "torch" not in row["us"]
 
 
-def test_others_compute_the_same(device, device_name, tmp_path, monkeypatch):
+def test_others_compute_the_same(device, device_name, tmp_path, capsys, monkeypatch):
     """What they are given is right: their signatures, with torch behind them, pass the checks."""
     pytest.importorskip("torch")
     import peer_modules
@@ -202,6 +202,9 @@ def test_others_compute_the_same(device, device_name, tmp_path, monkeypatch):
         if device.name == "host":  # elsewhere the stand-ins may refuse to be captured
             assert PEERS & row["ratios"].keys() == peers, row["not_measured"]
         assert not any("wrong" in why for why in row["not_measured"].values())
+    if device.name == "host":
+        columns = capsys.readouterr().out.splitlines()[0]
+        assert columns.endswith("x expression  x torch  x flashinfer  x sglang  x vllm")
 
 
 def test_the_fp8_store_of_vllm(device, monkeypatch):

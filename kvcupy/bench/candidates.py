@@ -44,6 +44,15 @@ MODES = ("eager", "graph")
 MOST_SETS = 64
 SECONDS = 1.5  # for all candidates of a case, after which three rounds suffice
 OF_TORCH = ("torch", "torch, one thread")
+_COPY_BYTES = 64 << 20  # of the copies that are the peaks, at least
+_RATIOS = (
+    "expression",
+    "torch",
+    "torch.compile",
+    "flashinfer",
+    "sglang",
+    "vllm",
+)  # the first columns
 
 
 class Shape(abc.ABC):
@@ -198,12 +207,12 @@ class Bench:
     @cached_property
     def copy_gb_per_s(self) -> float:
         """Bytes read and written by the device's own copy."""
-        return copy_gb_per_s(self.device, max(self.rotate_bytes, 1 << 20), self.rounds)
+        return copy_gb_per_s(self.device, max(self.rotate_bytes, _COPY_BYTES), self.rounds)
 
     @cached_property
     def link_gb_per_s(self) -> dict[str, float]:
         """Bytes of a copy to and from pinned memory, by direction."""
-        return link_gb_per_s(self.device, self.stream, self.rotate_bytes // 4, self.rounds)
+        return link_gb_per_s(self.device, self.stream, _COPY_BYTES // 2, self.rounds)
 
     def report(
         self, shapes: Sequence[Shape], notify: Callable[[int, str], object] = lambda *_: None
@@ -404,7 +413,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     times = ("kvcupy, torch tensors", *OF_TORCH)
     titles = dict(zip(times, ("us, torch in", "torch us", "one thread"), strict=True))
     shown = [name for name in times if any(name in row["us"] for row in rows)]
-    baselines = list(dict.fromkeys(name for row in rows for name in row["ratios"]))
+    present = dict.fromkeys(name for row in rows for name in row["ratios"])
+    baselines = [name for name in dict.fromkeys([*_RATIOS, *present]) if name in present]
     with_flops = any(row["tflops"] for row in rows)
     columns = ("case", "run", *TIMES, *["TFLOP/s"] * with_flops)
     columns += (*(titles[name] for name in shown), *(f"x {name}" for name in baselines))

@@ -203,7 +203,7 @@ def _benchmarks(device: str, quick: bool) -> list[Part]:
         kind, _, benchmark = name.partition("_")
         if name == "bench_models":
             program = ("-m", "kvcupy", "bench")
-            module = ROOT / "kvcupy" / "bench" / "candidates.py"
+            module = ROOT / "kvcupy" / "bench" / "__init__.py"
         elif kind == "bench":
             program = (str(folder / "bench.py"), benchmark)
             module = folder / "benchmarks" / f"{benchmark}.py"
