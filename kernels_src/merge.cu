@@ -90,10 +90,8 @@ struct Weights {
 };
 
 template <int kStates>
-__device__ __forceinline__ Weights<kStates> weigh(const StateRows& rows, int first,
-                                                  const MergeParams& p, float origin) {
-  float lse[kStates];
-  load_lse(rows, first, p.num_states, lse);
+__device__ __forceinline__ Weights<kStates> weigh(const float (&lse)[kStates], const MergeParams& p,
+                                                  float origin) {
   Weights<kStates> weights;
 #pragma unroll
   for (int i = 0; i < kStates; ++i) {
@@ -120,44 +118,61 @@ __global__ void merge_states(const __grid_constant__ MergeParams p) {
   const StateRows in_lse =
       find_states(p.lse_a, p.lse_a_rows, p.lse_b, p.lse_b_rows, p.lse_state_bytes, token, head);
 
-  // Load: the largest lse
+  // Load: the largest lse. Every lane reads those of two states; more are shared out to the lanes.
   const float sink =
       p.sinks ? *reinterpret_cast<const float*>(p.sinks + head * p.sink_bytes) : -kInfinity;
   const u32 row_lanes = (kAllLanes >> (32 - lanes)) << (threadIdx.x % 32 & ~(lanes - 1));
   float largest = sink;
-  int used = 0;  // states up to the last that saw a key
-  for (int state = lane; state < p.num_states; state += lanes) {
-    const float lse = *reinterpret_cast<const float*>(in_lse.at(state));
-    largest = fmaxf(largest, lse);
-    if (lse != -kInfinity) used = state + 1;
-  }
-  for (int distance = lanes / 2; distance > 0; distance /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(row_lanes, largest, distance));
-    used = max(used, __shfl_xor_sync(row_lanes, used, distance));
+  float lse[kStates];
+  int used = 1;  // states up to the last that saw a key, at least one
+  if constexpr (kStates == 2) {
+    load_lse(in_lse, 0, p.num_states, lse);
+    largest = fmaxf(largest, fmaxf(lse[0], lse[1]));
+  } else {
+#pragma unroll 1
+    for (int state = lane; state < p.num_states; state += lanes) {
+      const float own = *reinterpret_cast<const float*>(in_lse.at(state));
+      largest = fmaxf(largest, own);
+      if (own != -kInfinity) used = state + 1;
+    }
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(row_lanes, largest, distance));
+      used = max(used, __shfl_xor_sync(row_lanes, used, distance));
+    }
   }
 
   // Convert: lse to weights. Where nobody saw a key, any origin will do but minus infinity.
   const float origin = largest == -kInfinity ? 0.0f : largest;
   float total = 0.0f;
-  for (int state = lane; state < used; state += lanes) {
-    const float lse = *reinterpret_cast<const float*>(in_lse.at(state));
-    if (lse != -kInfinity) total += power(lse - origin, p.base_two);
-  }
-  for (int distance = lanes / 2; distance > 0; distance /= 2) {
-    total += __shfl_xor_sync(row_lanes, total, distance);
+  Weights<kStates> weights;
+  if constexpr (kStates == 2) {
+    weights = weigh(lse, p, origin);
+    total = weights.factors[0] + weights.factors[1];
+  } else {
+#pragma unroll 1
+    for (int state = lane; state < used; state += lanes) {
+      const float own = *reinterpret_cast<const float*>(in_lse.at(state));
+      if (own != -kInfinity) total += power(own - origin, p.base_two);
+    }
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      total += __shfl_xor_sync(row_lanes, total, distance);
+    }
   }
   total += power(sink - origin, p.base_two);
   const float scale = total == 0.0f ? 0.0f : __fdiv_rn(1.0f, total);
 
-  Weights<kStates> weights;
-  if constexpr (kStates == 2) weights = weigh<kStates>(in_lse, 0, p, origin);  // there are no more
   char* out = p.out + row_offset(p.out_rows, token, head);
   for (int i = lane * kCount; i < p.width; i += lanes * kCount) {
     Pack<float, kCount> sum;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) sum.values[j] = 0.0f;
-    for (int first = 0; first < used; first += kStates) {
-      if constexpr (kStates > 2) weights = weigh<kStates>(in_lse, first, p, origin);
+    const int end = kStates == 2 ? 1 : used;
+#pragma unroll 1
+    for (int first = 0; first < end; first += kStates) {
+      if constexpr (kStates > 2) {
+        load_lse(in_lse, first, p.num_states, lse);
+        weights = weigh(lse, p, origin);
+      }
       Pack<TIn, kCount> packs[kStates];
       // Load
 #pragma unroll
