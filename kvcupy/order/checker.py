@@ -318,16 +318,16 @@ class OrderChecker(observe.OrderObserver):
         if captured is None and actor is not HOST and stream.capturing:
             return []  # another library's capture, of which nothing is known
         graph = self._graphs.get(operation.graph) if operation.graph is not None else None
-        if graph is not None and captured is None:
-            join(self._behind(actor), graph.last_launch)
         point = self._next(actor, captured)
         work = self._work(operation, point)
         if captured is not None:
             self._capture(captured, work, operation, graph)
             return []
         if graph is not None:
-            touches = self._launched(graph, work)
-            graph.last_launch = dict(point.behind)  # where the check raises, nothing is launched
+            join(point.behind, graph.last_launch)
+            touches = self._launched(graph, work)  # may raise: then nothing is launched
+            join(self._behind(actor), point.behind)
+            graph.last_launch = dict(point.behind)
             return touches
         touches = self._touches(work, operation.reads, operation.writes)
         self._check(touches, self._histories)

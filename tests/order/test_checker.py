@@ -622,6 +622,11 @@ def test_a_refused_launch_orders_nothing(world):
         graph.launch(main)
         with pytest.raises(kv.OrderError):
             device.copy(read, written, stream=main)
+        device.copy(read, world.z, stream=main)
+        with pytest.raises(kv.OrderError):
+            graph.launch(other)
+        with pytest.raises(kv.OrderError):
+            device.copy(device.zeros((8, 4), "fp32"), world.x, stream=other)
     device.synchronize()
 
 
