@@ -7,6 +7,7 @@ Without observers an announcement costs one truth test.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ class Access:
 
     Attributes
     ----------
-    name : of the argument, for people
-    axes : what is counted on each axis, for people; empty if that is not known
+    name : of the argument, for messages
+    axes : what is counted on each axis, for messages; empty if that is not known
     """
 
     view: ArrayView
@@ -62,6 +63,7 @@ class Operation:
     ----------
     graph : what is launched, where that is a graph
     keeps_arrays : whether the arrays stay alive until the stream has passed the operation
+    copies_bytes : whether the array written gets the bytes of the array read, in the same order
     """
 
     name: str
@@ -70,6 +72,13 @@ class Operation:
     writes: tuple[Access, ...] = ()
     graph: Any = None
     keeps_arrays: bool = True
+    copies_bytes: bool = False
+
+
+def copy_of(stream: Any, source: ArrayView, target: ArrayView) -> Operation:
+    """Return the copy of an array to another on a stream."""
+    reads, writes = Access(source, name="src"), Access(target, name="dst")
+    return Operation("copy", stream, (reads,), (writes,), copies_bytes=True)
 
 
 class Observer(Protocol):
@@ -111,6 +120,7 @@ observers: tuple[Observer, ...] = ()
 """Who is notified. Operations look here before they describe themselves."""
 order_observers: tuple[OrderObserver, ...] = ()
 """Those of the observers that are such: what is announced to them alone costs one test of this."""
+_lock = threading.Lock()  # of whoever replaces the two
 
 
 def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> None:
@@ -257,21 +267,24 @@ def _watched(arrays: Iterable[Any], *, always: bool = False) -> tuple[Access, ..
 
 
 def watched(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return pinned memory so that the host's accesses are announced, if anybody listens."""
+    """Return pinned memory so that the host's accesses are announced to order checkers."""
     return array.view(WatchedArray) if order_observers else array
 
 
 @contextmanager
 def attached(observer: Any) -> Iterator[Any]:
     """Notify `observer` for the length of a with block."""
-    _notify((*observers, observer))
+    with _lock:
+        _notify((*observers, observer))
     try:
         yield observer
     finally:
-        _notify(tuple(o for o in observers if o is not observer))
+        with _lock:
+            _notify(tuple(o for o in observers if o is not observer))
 
 
 def _notify(notified: tuple[Any, ...]) -> None:
+    """Replace the observers; the caller holds the lock."""
     global observers, order_observers
     observers = notified
     order_observers = tuple(o for o in notified if isinstance(o, OrderObserver))

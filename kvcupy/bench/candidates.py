@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
-from .baselines import Builder, Compile, TorchArrays, Wrap, as_it_is, own_arrays
+from .baselines import Builder, Compile, NotMeasured, TorchArrays, Wrap, as_it_is, own_arrays
 from .checks import WrongBytes, require_equal
 from .report import format_table
 from .timers import (
@@ -258,7 +258,7 @@ class Bench:
         # What cannot be captured is called from Python, whatever was asked for.
         for mode in [mode for mode in self.modes if mode in shape.modes] or shape.modes:
             absent = dict(missing)
-            timers = (self._eager if mode == "eager" else self._graphs)(calls, absent)
+            timers = self._eager(calls) if mode == "eager" else self._graphs(calls, absent)
             rows.append(self._row(shape, case, mode, interleave(
                 timers, self.rounds, seconds=SECONDS), absent))  # fmt: skip
         return rows
@@ -266,14 +266,13 @@ class Bench:
     def _baselines(self, shape: Shape, case: Case) -> dict[str, Builder]:
         """Return what builds the calls of each candidate beside kvcupy on its own arrays."""
         builders: dict[str, Builder] = {"expression": lambda: case.expressions() or []}
-        torch, wrap = self.torch.torch, getattr(self.torch, "wrap", None)
+        torch, wrap = self.torch.torch, self.torch.wrap
         if torch is None:
 
             def absent() -> list[Call]:
                 raise ImportError(self.torch.missing)
 
             return builders | {"torch": absent}
-        assert wrap is not None
         builders["kvcupy, torch tensors"] = partial(case.kvcupy, wrap)
         builders["torch"] = partial(case.torch, torch, wrap)
         if self.with_compile and shape.compiles:
@@ -281,9 +280,7 @@ class Bench:
             builders["torch.compile"] = lambda: case.torch(torch, wrap, compile)
         return builders | case.others(torch, wrap)
 
-    def _eager(
-        self, calls: dict[str, list[Call]], missing: dict[str, str]
-    ) -> dict[str, Callable[[], float]]:
+    def _eager(self, calls: dict[str, list[Call]]) -> dict[str, Callable[[], float]]:
         timers = {name: eager(self.device, c, self.target_us) for name, c in calls.items()}
         if "torch" in calls and self.device.kind == "host":
             with one_thread(self.torch.torch):
@@ -369,8 +366,11 @@ def ratios(least_us: dict[str, float]) -> dict[str, float]:
 def reason(error: BaseException) -> str:
     """Return an error in one line, without its type where the message says enough."""
     first = (str(error).strip().splitlines() or [""])[0]
-    plain = isinstance(error, ImportError) or type(error).__name__ == "NotMeasured"
-    return first if plain and first else f"{type(error).__name__}: {first}"
+    return (
+        first
+        if isinstance(error, (ImportError, NotMeasured)) and first
+        else f"{type(error).__name__}: {first}"
+    )
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:

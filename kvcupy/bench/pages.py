@@ -5,6 +5,7 @@ A candidate makes one call per set, and leaves its result in arrays of the case,
 
 from __future__ import annotations
 
+import abc
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -98,9 +99,9 @@ class _Case(candidates.Case):
         self.prepare()
         device.synchronize()
 
+    @abc.abstractmethod
     def prepare(self) -> None:
         """Draw the arguments, and upload them."""
-        raise NotImplementedError
 
     def by_device(self, works: Sequence[Callable[[], Any]]) -> list[Call]:
         """Return calls of array expressions."""

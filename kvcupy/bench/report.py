@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises
     ------
-    ValueError : it is none
+    ValueError : the file holds no report
     OSError : the file cannot be read
     """
     try:

@@ -19,7 +19,7 @@ from ..arrays import ArrayView
 from ..cuda_api import ATTRIBUTE_SM_COUNT, NO_COPY, CudaApi
 from ..errors import CaptureError, DeviceError, KvcupyError
 from ..kernels import Specialisation
-from ..observe import Access, Operation
+from ..observe import Access
 from . import cuda_memory, cuda_streams
 from .cuda_context import CudaContext
 from .cuda_launch import CudaFunction, Launcher
@@ -142,7 +142,7 @@ class CudaDevice:
             return
         arrays.wait_for_producers((to, of), queue)
         observe.issue(
-            lambda: Operation("copy", queue, (Access(of, name="src"),), (Access(to, name="dst"),)),
+            lambda: observe.copy_of(queue, of, to),
             lambda: self._enqueue_copy(to, of, queue),
         )
         arrays.note_written([to])

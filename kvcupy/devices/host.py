@@ -24,7 +24,7 @@ from .. import arrays, formats, observe
 from ..config import SHARED_BYTES, config
 from ..errors import CaptureError, CompileError, DeviceError, IndexFault
 from ..kernels import Specialisation
-from ..observe import Access, Operation
+from ..observe import Access
 from . import cxx, host_memory
 from .host_streams import HostContext, HostEvent, HostStream, InlineStream
 from .protocol import Dim3, copy_views
@@ -201,7 +201,7 @@ class HostDevice:
         queue = self.as_stream(stream)
         copy = partial(host_memory.copy_array, target, source)
         observe.issue(
-            lambda: Operation("copy", queue, (Access(of, name="src"),), (Access(to, name="dst"),)),
+            lambda: observe.copy_of(queue, of, to),
             lambda: queue.enqueue(copy),
         )
         arrays.note_written([to])

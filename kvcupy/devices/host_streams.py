@@ -277,8 +277,9 @@ class HostStream(ProcessLocal):
 
 def _settled(marker: Marker) -> bool:
     """Return whether waiting for a marker has no effect: passed, and its failure surfaced."""
-    failure = marker.failure
-    return marker.passed.is_set() and (failure is None or failure.surfaced)
+    if not marker.time_ns:
+        return False
+    return marker.failure is None or marker.failure.surfaced
 
 
 def _pass(marker: Marker, state: State, epoch: int) -> None:
@@ -328,7 +329,11 @@ class Failure:
 
 
 class Marker:
-    """One passing of a point in a stream: whether and when it passed, and after which failure."""
+    """One passing of a point in a stream: whether and when it passed, and after which failure.
+
+    The host asks and waits by `passed`, where the simulated scheduler lets streams run; a stream
+    asks by `time_ns`, 0 until all the rest is known.
+    """
 
     def __init__(self) -> None:
         self.passed = threading.Event()
@@ -336,8 +341,8 @@ class Marker:
         self.failure: Failure | None = None
 
     def finish(self, failure: Failure | None) -> None:
-        self.time_ns = time.perf_counter_ns()
         self.failure = failure
+        self.time_ns = time.perf_counter_ns()
         self.passed.set()
 
 

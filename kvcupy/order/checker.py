@@ -205,7 +205,8 @@ class OrderChecker(observe.OrderObserver):
         if self._muted:
             return
         with self._lock:
-            work = self._work(name, None, self._next(HOST), keeps_arrays=False)
+            operation = Operation(name, None, keeps_arrays=False)
+            work = self._work(operation, self._next(HOST))
             touches = self._touches(work, reads, writes)
             self._check(touches, self._histories)
             self._commit(touches)
@@ -317,19 +318,20 @@ class OrderChecker(observe.OrderObserver):
         if captured is None and actor is not HOST and stream.capturing:
             return []  # another library's capture, of which nothing is known
         graph = self._graphs.get(operation.graph) if operation.graph is not None else None
-        if graph is not None and captured is None:
-            join(self._behind(actor), graph.last_launch)
         point = self._next(actor, captured)
-        work = self._work(operation.name, stream, point, operation.keeps_arrays)
+        work = self._work(operation, point)
         if captured is not None:
             self._capture(captured, work, operation, graph)
             return []
         if graph is not None:
+            join(point.behind, graph.last_launch)
+            touches = self._launched(graph, work)  # may raise: then nothing is launched
+            join(self._behind(actor), point.behind)
             graph.last_launch = dict(point.behind)
-            return self._launched(graph, work)
+            return touches
         touches = self._touches(work, operation.reads, operation.writes)
         self._check(touches, self._histories)
-        if operation.name == "copy" and len(touches) == 2:
+        if work.copies_bytes and len(touches) == 2:
             touches[1].snapshot = self._copied(touches[0], touches[1])
         return touches
 
@@ -373,21 +375,24 @@ class OrderChecker(observe.OrderObserver):
             if access.view.size
         ]
         self._check(touches, histories)
-        if resolves and work.name == "copy" and len(touches) == 2:
+        if resolves and work.copies_bytes and len(touches) == 2:
             touches[1].snapshot = self._copied(touches[0], touches[1], histories)
         for touch in touches:
             histories[touch.access.view.device].add(touch)
         return touches
 
-    def _work(self, name: str, stream: Any, point: Point, keeps_arrays: bool) -> Work:
+    def _work(self, operation: Operation, point: Point) -> Work:
+        stream = operation.stream
         if stream is None or stream.identity is HOST:
             running = self._host_function
             stream_name = "the host" if running is None else running.stream_name
             weak = _nothing if running is None else running.stream
         else:
             stream_name, weak = stream.name, ref(stream)
-        site = _site(sys._getframe(1))
-        return Work(name, stream_name, weak, site, point, keeps_arrays, threading.get_ident())
+        return Work(
+            operation.name, stream_name, weak, _site(sys._getframe(1)), point,
+            operation.keeps_arrays, operation.copies_bytes, threading.get_ident(),
+        )  # fmt: skip
 
     def _touches(
         self, work: Work, reads: Iterable[Access], writes: Iterable[Access]
@@ -509,12 +514,12 @@ class OrderChecker(observe.OrderObserver):
         if writer.snapshot is None:
             passed = not is_inside and self._passed(writer)
             return self._read(device, low, high) if passed else None
-        before = self._bytes(device, low, writer.low, inside)
-        behind = self._bytes(device, writer.high, high, inside)
-        if before is None or behind is None:
+        head = self._bytes(device, low, writer.low, inside)
+        tail = self._bytes(device, writer.high, high, inside)
+        if head is None or tail is None:
             return None
         first, stop = max(low - writer.low, 0), min(high, writer.high) - writer.low
-        return before + writer.snapshot[first:stop] + behind
+        return head + writer.snapshot[first:stop] + tail
 
     def _read(self, device: str, low: int, high: int) -> bytes | None:
         """Return what a range of addresses holds now; None while that cannot be read."""
@@ -790,16 +795,11 @@ class declare:
     def __enter__(self) -> None:
         stack = ExitStack()
         if observe.observers:
-            names = [x for x in (*self._reads, *self._writes) if isinstance(x, str)]
-            if names:
-                raise TypeError(
-                    f"reads: expected arrays, got {names[0]!r}; names are of parameters"
-                )
             frame = next(_users_frames(sys._getframe(1)), None)
             variables = {} if frame is None else frame.f_locals
             reads, writes = (
-                tuple([a for x in own for a in _accesses(x, variables)])
-                for own in (self._reads, self._writes)
+                tuple([a for x in arrays for a in _accesses(x, argument, variables)])
+                for argument, arrays in (("reads", self._reads), ("writes", self._writes))
             )
             if reads or writes:
                 stream = _stream_of((*reads, *writes), self._stream)
@@ -819,11 +819,13 @@ class declare:
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function each of whose calls is announced."""
         signature = inspect.signature(function)
-        for name in (*self._reads, *self._writes, self._stream):
-            if isinstance(name, str) and name not in signature.parameters:
-                raise ValueError(
-                    f"reads: expected a parameter of {function.__name__}, got {name!r}"
-                )
+        arguments = {"reads": self._reads, "writes": self._writes, "stream": (self._stream,)}
+        for argument, names in arguments.items():
+            for name in names:
+                if isinstance(name, str) and name not in signature.parameters:
+                    raise ValueError(
+                        f"{argument}: expected a parameter of {function.__name__}, got {name!r}"
+                    )
 
         @wraps(function)
         def declared(*arguments: Any, **options: Any) -> Any:
@@ -850,15 +852,17 @@ def _as_tuple(arrays: Any) -> tuple[Any, ...]:
     return tuple(arrays) if isinstance(arrays, (list, tuple)) else (arrays,)
 
 
-def _accesses(array: Any, variables: dict[str, Any]) -> list[Access]:
+def _accesses(array: Any, argument: str, variables: dict[str, Any]) -> list[Access]:
     """Return the access to all of an array or a pool, named as a variable of the caller."""
+    if isinstance(array, str):
+        raise TypeError(f"{argument}: expected arrays, got {array!r}; only a decorator takes names")
     name = next((n for n, value in variables.items() if value is array), "")
     if hasattr(array, "parts") and hasattr(array, "placement"):
         return [
             Access(view(part), name=name)
             for part in (*array.parts, *getattr(array, "scale_parts", ()))
         ]
-    return [Access(view(array, name or "reads"), name=name)]
+    return [Access(view(array, name or argument), name=name)]
 
 
 def _stream_of(accesses: tuple[Access, ...], stream: Any) -> Any:

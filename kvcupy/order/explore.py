@@ -261,10 +261,7 @@ class _Queued:
     awaits: Marker | None
 
     def is_ready(self) -> bool:
-        passed: Any = None if self.awaits is None else self.awaits.passed
-        if passed is None:
-            return True
-        return bool(passed.value) if isinstance(passed, _Flag) else bool(passed.is_set())
+        return self.awaits is None or self.awaits.time_ns > 0
 
 
 class SimulatedStream(HostStream):
@@ -488,7 +485,7 @@ def _key(outcome: Any) -> Any:
     if isinstance(outcome, BaseException):
         return type(outcome), str(outcome)
     if isinstance(outcome, dict):
-        return tuple([(key, _key(value)) for key, value in outcome.items()])
+        return frozenset([(key, _key(value)) for key, value in outcome.items()])
     if isinstance(outcome, (list, tuple)):
         return tuple([_key(x) for x in outcome])
     if isinstance(outcome, (float, np.generic)):

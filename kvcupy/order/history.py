@@ -17,7 +17,7 @@ from .byte_ranges import ByteRanges, byte_ranges, locate
 Actor = tuple[str, int] | None
 """The identity of a stream. None: the host."""
 Clock = dict[Actor, int]
-"""What somebody is behind: how much of the work of each actor."""
+"""What an actor is behind: how much of the work of each actor, itself included."""
 
 HOST: Actor = None
 
@@ -75,6 +75,7 @@ class Work:
     site: str
     point: Point
     keeps_arrays: bool
+    copies_bytes: bool
     thread: int
 
     @property

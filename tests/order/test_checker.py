@@ -609,6 +609,27 @@ def test_inside_a_graph(world, forks, joins):
         assert checker.reports[0].edge == "side.wait(main)"
 
 
+def test_a_refused_launch_orders_nothing(world):
+    device, main, side, other = world.device, world.main, world.copy, device_stream(world)
+    written, read = device.zeros((8, 4), "fp32"), device.zeros((8, 4), "fp32")
+    with kv.order_checker():
+        graph = fork_and_join(world)
+        device.copy(read, world.z, stream=other)
+        device.copy(written, device.zeros((8, 4), "fp32"), stream=side)
+        with pytest.raises(kv.OrderError):
+            graph.launch(side)
+        main.wait(other)
+        graph.launch(main)
+        with pytest.raises(kv.OrderError):
+            device.copy(read, written, stream=main)
+        device.copy(read, world.z, stream=main)
+        with pytest.raises(kv.OrderError):
+            graph.launch(other)
+        with pytest.raises(kv.OrderError):
+            device.copy(device.zeros((8, 4), "fp32"), world.x, stream=other)
+    device.synchronize()
+
+
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("kind", ["RAW", "WAR"])
 def test_around_a_launch(world, ordered, kind):

@@ -157,6 +157,24 @@ def test_timelines_see_it_too(streams, arrays):
     assert [what for what, *_ in log.lines] == ["before", "recorded", "after"]
 
 
+def test_a_function_named_copy_is_no_copy_of_bytes(device, streams):
+    """What it leaves in a slot mapping is not taken to be what it reads."""
+    (main, other), (source, slots) = streams, (device.zeros(1, "int64") for _ in range(2))
+    caches = [device.zeros((8, 2, 8), "fp16") for _ in "kv"]
+    rows = device.zeros((1, 2, 8), "fp16")
+
+    @kv.declare(reads="src", writes="dst", stream="stream")
+    def copy(dst, src, stream):
+        stream.call(lambda: np.add(src, 5, out=dst))
+
+    with kv.order_checker("record") as checker:
+        copy(slots, source, main)
+        kv.store_kv(rows, rows, *caches, slots, stream=main)
+        device.copy(rows.copy(), caches[0][5:6], stream=other)
+    device.synchronize()
+    assert kinds(checker) == ["RAW"]
+
+
 def test_without_listeners_nothing_is_looked_at():
     with kv.declare(reads=object(), writes="no array", stream="no stream"):
         pass
@@ -167,12 +185,14 @@ def test_arguments(streams, arrays, call):
     with kv.order_checker():
         with pytest.raises(TypeError, match="expected an array"):
             kv.declare(**{call: [1, 2]}, stream=streams[0]).__enter__()
-        with pytest.raises(TypeError, match="names are of parameters"):
+        with pytest.raises(TypeError, match=f"{call}: expected arrays, got 'x'"):
             kv.declare(**{call: "x"}, stream=streams[0]).__enter__()
         with pytest.raises(TypeError, match="stream"):
             kv.declare(reads=arrays[0], stream=7).__enter__()
-    with pytest.raises(ValueError, match="expected a parameter of f, got 'y'"):
+    with pytest.raises(ValueError, match=f"{call}: expected a parameter of f, got 'y'"):
         kv.declare(**{call: ("x", "y")})(lambda_named_f)
+    with pytest.raises(ValueError, match="stream: expected a parameter of f, got 's'"):
+        kv.declare(**{call: "x"}, stream="s")(lambda_named_f)
 
 
 def lambda_named_f(x):

@@ -7,7 +7,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 from helpers import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvcupy as kv
@@ -66,6 +66,8 @@ STEPS = st.one_of(
 
 @settings(max_examples=examples(40), deadline=None)
 @given(st.lists(STEPS, max_size=5))
+@example([("run", 0), ("record", 0, 0), ("wait", 0, 0), ("run", 1)])
+@example([("run", 0), ("record", 0, 0), ("wait", 1, 0), ("run", 2)])
 def test_all_orders(steps):
     result = kv.explore(logged(steps), schedules=None)
     assert result.exhaustive
@@ -231,6 +233,17 @@ def test_outcomes_are_compared_bit_for_bit():
         return {"nan": float("nan"), "array": np.full(2, np.nan), "x": [np.float32(1), None]}
 
     assert kv.explore(program, schedules=5).ok
+
+
+def test_dicts_are_equal_in_any_order():
+    def program(device):
+        finished = {}
+        for name in "ab":
+            device.stream().call(lambda name=name: finished.setdefault(name, name))
+        device.synchronize()
+        return finished
+
+    assert len(kv.explore(program, schedules=None).outcomes) == 1
 
 
 # --- Protocols ------------------------------------------------------------------------------------
