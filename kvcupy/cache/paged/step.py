@@ -361,6 +361,7 @@ class Steps:
     def _close(self) -> None:
         open_tables = [tables for tables in (self.tables, self._lists) if tables is not None]
         self.running = self.tables = self._lists = None
+        self._layers.end_step()
         try:
             for tables in open_tables:
                 tables.close()
