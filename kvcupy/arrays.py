@@ -347,12 +347,13 @@ def _probe_array_interface(x: np.ndarray[Any, Any]) -> tuple[int, Signature]:
     return pointer, (x.dtype, x.shape, x.strides, not readonly)
 
 
-# By NumPy's ABI the address comes right behind the head of the object. To read it there takes a
-# tenth of the time of `__array_interface__`, which builds a dictionary.
+# By NumPy's ABI the address comes right behind the head of the object. Reading it there is much
+# faster than `__array_interface__`, which builds a dictionary.
 _unsigned_at = ctypes.c_size_t.from_address
 _HEAD_BYTES = object.__basicsize__
 _SAMPLE = np.zeros(1)
-if _probe_numpy(_SAMPLE) != _probe_array_interface(_SAMPLE):  # another Python than CPython
+# Elsewhere `id` may be no address, and must not be read.
+if sys.implementation.name != "cpython" or _probe_numpy(_SAMPLE) != _probe_array_interface(_SAMPLE):
     _probe_numpy = _probe_array_interface
 
 

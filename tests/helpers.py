@@ -47,6 +47,20 @@ full = False
 """Whether ``pytest --full`` runs; conftest.py says so before tests are imported."""
 
 
+def name_values(values: dict[str, Any]) -> str:
+    """Return the id of a test whose parameter is a dict: arrays by shape, and lists by length."""
+    texts = []
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            text = f"{value.dtype}{list(value.shape)}"
+        elif isinstance(value, list):
+            text = f"[{len(value)}]"
+        else:
+            text = getattr(value, "__name__", str(value))
+        texts.append(f"{name}={text}")
+    return ", ".join(texts) or "defaults"
+
+
 def full_only(*values: Any) -> Any:
     """Return a case of `pytest.mark.parametrize` that only ``--full`` runs."""
     return pytest.param(*values, marks=pytest.mark.full)

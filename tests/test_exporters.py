@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import DTYPE, FORMATS, UNSIGNED, examples
+from helpers import DTYPE, FORMATS, UNSIGNED, examples, name_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -510,7 +510,7 @@ def test_cuda_array_interface_in_full(gpu_pointers):
 @pytest.mark.parametrize(
     "changes",
     [{"typestr": ">f2"}, {"typestr": "|O8"}, {"typestr": "|V2"}, {"mask": np.zeros(6, bool)}],
-    ids=str,
+    ids=name_values,
 )
 def test_gpu_arrays_that_no_kernel_reads(gpu_pointers, changes):
     with pytest.raises(TypeError, match=r"^key: expected an array, "):

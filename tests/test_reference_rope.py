@@ -12,7 +12,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from helpers import DTYPE, from_values, random_elements
+from helpers import DTYPE, from_values, name_values, random_elements
 
 from kvcupy import reference
 
@@ -226,7 +226,7 @@ WRONG_SCALINGS = [
 ]
 
 
-@pytest.mark.parametrize("scaling", WRONG_SCALINGS, ids=str)
+@pytest.mark.parametrize("scaling", WRONG_SCALINGS, ids=name_values)
 def test_wrong_scalings_are_named(scaling):
     with pytest.raises(ValueError, match="scaling"):
         reference.rope_table(64, 32, scaling=scaling)

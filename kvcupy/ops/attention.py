@@ -122,11 +122,11 @@ def paged_attention(
     Notes
     -----
     Sums are float32, and the output is rounded once. On tensor cores products of 16-bit numbers are
-    exact; the softmax weights of many new tokens per sequence are rounded to the 16-bit format, of
-    few to twice its bits. A query that sees no key gives 0, and -inf in `lse_out`. Stream: up to
-    three kernels, in order. Capture: legal with outputs given; grid and workspace depend on shapes
-    alone. Bytes: in decode, visible K and V are read once for all query heads of a KV head. Source:
-    FlashInfer, Ye et al. 2025; Flash-Decoding, Dao et al. 2023.
+    exact. Softmax weights are rounded to the 16-bit format where a sequence has many new tokens,
+    and to twice its bits where it has few. A query that sees no key gives 0, and -inf in `lse_out`.
+    Stream: up to three kernels, in order. Capture: legal with outputs given; grid and workspace
+    depend on shapes alone. Bytes: in decode, visible K and V are read once for all query heads of a
+    KV head. Source: FlashInfer, Ye et al. 2025; Flash-Decoding, Dao et al. 2023.
 
     Examples
     --------
@@ -532,12 +532,10 @@ class AttentionPlan(Plan):
         """Return the slots of the sequences in caches and their scales, and all of other arrays."""
         call = self.call
         for operand in (call.k, call.v):
-            names = operand.names
-            if name in (names.cache, names.scale_cache):
-                view = operand.cache_view(views) if name == names.cache else views[name]
-                access = operand.slots_of(name, view, self._visible_slots(views))
-                if access is not None:
-                    return access
+            view = operand.cache_view(views) if name == operand.names.cache else views[name]
+            access = operand.slots_of(name, view, self._visible_slots(views))
+            if access is not None:
+                return access
         return super().access(name, views)
 
     def _visible_slots(self, views: Views) -> Slots:

@@ -394,7 +394,7 @@ def latent_smem_bytes(specialisation: Specialisation) -> int:
 
 
 def padded_widths(k_width: int, v_width: int) -> tuple[int, int] | None:
-    """Return the smallest widths of a prefill kernel that fit rows of K and V, or None.
+    """Return the smallest widths of `PREFILL_WIDTHS` that fit rows of K and V, or None.
 
     >>> padded_widths(80, 80), padded_widths(192, 128), padded_widths(576, 512)
     ((128, 128), (192, 128), None)
@@ -467,8 +467,8 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
 def suits_latent(device: Device, call: AttentionCall, alignment: int) -> bool:
     """Return whether the kernel for wide rows takes a call, such as one over latents.
 
-    What `suits_decode_mma` asks of formats and alignment, it does too. It does not rotate keys, and
-    Turing lacks the shared memory.
+    Formats and alignment must be as for `suits_decode_mma`. It does not rotate keys, and Turing
+    lacks the shared memory.
     """
     return (
         not call.rotates_keys
@@ -484,7 +484,7 @@ def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> boo
     It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
     one of 8 bits, and rows are whole 16-byte words at aligned addresses. One row alone wastes most
     of each product, which still takes less time than float32 arithmetic. Keys of 8 bits are not
-    rotated. What Turing lacks, `is_reachable` says.
+    rotated. `is_reachable` says what Turing lacks.
     """
     if padded_widths(*_widths(call)) is None:
         return False
@@ -574,6 +574,7 @@ def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tilin
         if packs_per_lane not in formats.get(name, {}):
             name = _ANY_FORMAT
         row_counts = formats[name][packs_per_lane]
+    # Rows of a sequence that can share what is loaded, as far as shapes tell.
     sharing = call.group * -(-call.num_tokens // call.num_sequences)
     rows = next((n for n in row_counts if n >= sharing), row_counts[-1])
     groups = threads // lanes

@@ -68,7 +68,7 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, **options: Any) -> B
     operation : `store_kv`, `gather_kv`, `rope_store_kv`, `paged_attention` or any other operation
         on arrays or pools. Those of which the host reads an argument (`slot_mapping` without `out`,
         `page_table_csr`, `find_duplicate_slots`), `copy_pages` of several arrays and
-        `transfer_pages` are called as ever; binding them only fixes their arguments
+        `transfer_pages` are called as usual; binding them only fixes their arguments
     arguments, options : as the operation takes them. Arrays wrapped as `vary(example)` are passed
         at each call, by name. So may `stream` and `alt_stream` be; a `stream` that is None is the
         current one at each call. Whatever is no array or stream is fixed
@@ -85,10 +85,10 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, **options: Any) -> B
 
     Notes
     -----
-    A call checks what varies alone: names, format, shape, strides and device are those of the
-    example, addresses are aligned as the kernel needs, and outputs share no memory. Arrays of
-    another library, or at addresses aligned otherwise, take the way of an ordinary call. Stream,
-    Capture, Bytes: as the operation.
+    A call checks only what varies: names, format, shape, strides and device are those of the
+    example, addresses are aligned as the kernel needs, and outputs share no memory. With arrays of
+    another library, or at addresses of another alignment, it is an ordinary call. Stream, Capture,
+    Bytes: as the operation.
 
     Examples
     --------
@@ -189,6 +189,7 @@ class _PlannedCall(BoundCall):
         recorder = Recorder()
         with suppress(Recorder):
             operation(**{**parameters, **placeholders, "stream": recorder})
+        recorder.__traceback__ = None  # whose frames hold the examples, and the recorder itself
         self._family, arrays, self._options, self._make = recorder.call
         self._streams = {
             name: None if name in examples else parameters.get(name)

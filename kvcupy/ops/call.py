@@ -246,7 +246,7 @@ def planned(signature: Any, make: Callable[[], _P]) -> _P:
 
     For plans whose arrays do not come with the call, such as those between two pools. A signature
     begins with something that no other kind of plan has; the plan needs an attribute `used_at`, and
-    is let go like any other.
+    is evicted like any other.
     """
     plan: _P | None = _plans.get(signature)
     if plan is None:
@@ -334,7 +334,7 @@ class Plan(abc.ABC):
     # The steps of a call.
 
     def settle(self, views: Views) -> None:
-        """Prepare the checks of addresses, and let go of the call for which this was made."""
+        """Prepare the checks of addresses, and drop the arrays of the call that made the plan."""
         names = self.operation.names
         if self.allocated:
             views = {**views, **self.allocated}

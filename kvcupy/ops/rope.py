@@ -828,7 +828,7 @@ class TwoStreamPlan:
         return self.whole.allowed
 
     def settle(self, views: Views) -> None:
-        """Prepare the checks, and let go of the call for which this was made."""
+        """Prepare the checks, and drop the arrays of the call that made the plan."""
         for plan in (self.whole, *self.parts):
             plan.settle(views)
 

@@ -380,7 +380,7 @@ def test_positions_for_a_table_of_ones_own(device):
 
 
 def test_defaults(device):
-    """bf16 in pages of 16, no rotation, 8192 tokens a step."""
+    """bf16 in pages of 16, no rotation, 8192 tokens per step."""
     cache = kv.PagedKVCache(
         num_layers=1, num_q_heads=2, num_kv_heads=1, head_dim=8, num_pages=600, device=device
     )

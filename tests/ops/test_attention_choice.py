@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from attention_cases import attend
-from helpers import DTYPE
+from helpers import DTYPE, name_values
 
 import kvcupy as kv
 from kvcupy import devices, ops
@@ -112,14 +112,18 @@ INTERLEAVED = {"interleaved": True}
         table_of(16, start=48),
         table_of(24, start=8) | INTERLEAVED,
     ],
-    ids=lambda more: " ".join(more),
+    ids=name_values,
 )
 def test_so_do_those_with_the_arguments_of_a_step(watch, more):
     launches = launched(watch(), sequences=2, new=16, max_pages=2, **more)
     assert names(launches) == ["attention_starts", "attention_prefill"]
 
 
-@pytest.mark.parametrize("more", [table_of(24), table_of(32, start=4), table_of(12) | INTERLEAVED])
+@pytest.mark.parametrize(
+    "more",
+    [table_of(24), table_of(32, start=4), table_of(12) | INTERLEAVED],
+    ids=name_values,
+)
 def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
     launches = launched(watch(), sequences=2, new=16, max_pages=2, **more)
     assert names(launches) == ["attention_starts", "attention_decode"]
@@ -133,18 +137,18 @@ def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
         {"heads": (40, 1)},  # three tiles
         {"new": 2},  # too few rows for prefill
         {"cache_dtype": np.int8},
-        {"cache_dtype": np.int8, "new": 16},  # which prefill has not
+        {"cache_dtype": np.int8, "new": 16},  # which prefill does not take
         {"cache_dtype": np.int8, "k_scale": 0.5},
         {"width": 200},
         {"width": 64} | table_of(64),
     ],
-    ids=str,
+    ids=name_values,
 )
 def test_few_rows_and_caches_of_8_bits_go_to_the_tensor_cores(watch, call):
     assert "attention_decode_mma" in names(launched(watch(), max_pages=2, **call))
 
 
-@pytest.mark.parametrize("more", [{}, {"cache_dtype": np.int8}, {"new": 16}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"cache_dtype": np.int8}, {"new": 16}], ids=name_values)
 def test_wide_rows_go_to_the_kernel_for_latents(watch, more):
     assert "attention_decode_latent" in names(launched(watch(), width=512, max_pages=2, **more))
 
@@ -160,7 +164,7 @@ def test_wide_rows_go_to_the_kernel_for_latents(watch, more):
         {"width": 520},
         {"cache_dtype": np.int8} | table_of(64),
     ],
-    ids=str,
+    ids=name_values,
 )
 def test_all_else_takes_the_plain_path(watch, call):
     assert "attention_decode" in names(launched(watch(), max_pages=2, **call))

@@ -109,7 +109,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "names"), CASES, ids=str)
+def name_varying(value):
+    return value if isinstance(value, str) else " ".join(value) or "nothing varies"
+
+
+@pytest.mark.parametrize(("name", "names"), CASES, ids=name_varying)
 def test_a_bound_call_does_what_the_operation_does(device, name, names):
     """Fixed arguments and those that vary, at other addresses than the examples; twice."""
     operation, make = BOUND[name]
@@ -442,6 +446,23 @@ def test_only_fixed_arrays_are_kept(device, name):
     del prepared
     gc.collect()
     assert [n for n, ref in alive.items() if ref() is not None] == []
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_examples_are_let_go_of_without_the_garbage_collector(device, name):
+    """Memory of a GPU must not wait until the collector looks for circles."""
+    operation, make = BOUND[name]
+    call, examples = make(device), make(device)
+    varying = next(iter(arrays_of(call)))
+    example = weakref.ref(examples[varying])
+    gc.disable()
+    try:
+        prepared = bound(operation, call, examples, (varying,))
+        del examples
+        assert example() is None
+    finally:
+        gc.enable()
+    assert prepared is not None
 
 
 def test_many_threads_share_a_bound_call(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers import name_values
 from rope_cases import ulp
 
 import kvcupy as kv
@@ -97,7 +98,7 @@ WRONG_SCALINGS = [
 ]
 
 
-@pytest.mark.parametrize("scaling", WRONG_SCALINGS, ids=str)
+@pytest.mark.parametrize("scaling", WRONG_SCALINGS, ids=name_values)
 def test_wrong_scalings_of_the_table(device, scaling):
     with pytest.raises(ValueError, match=r"\bscaling\b"):
         kv.rope_table(64, 16, scaling=scaling, device=device)

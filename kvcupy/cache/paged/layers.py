@@ -60,7 +60,7 @@ class StepCalls:
 
     Attributes
     ----------
-    tables : of the step
+    tables : of the step; later ones of the same shapes may have the same
     attention : over all keys
     prefix, rest : of a cascade, attention over the shared prefixes and over what follows them
     scratch : memory that all layers use, one after another in the order of a stream: by stream, and
@@ -271,6 +271,14 @@ class Layers:
         if self._is_latent:
             self._device.copy(copied, latent, stream=stream)
         return whole
+
+    def end_step(self) -> None:
+        """Give back the scratch memory that the layers of the step have shared.
+
+        The next step may have the same tables, and would keep that of every stream there has been.
+        """
+        if self._step is not None:
+            self._step.scratch.clear()
 
     def _borrow_query(self, step: StepCalls, stream: Stream, format: str) -> tuple[ArrayView, ...]:
         """Borrow memory for rotated queries: all of it, what MLA does not rotate, and the rest."""

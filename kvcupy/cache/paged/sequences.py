@@ -363,7 +363,7 @@ class Sequences:
         sequence.loads.append(load)
 
     def share_first_page(self, sequences: Sequence[CachedSequence]) -> list[bool]:
-        """Return of each sequence, which has pages, whether another refers to the first of them."""
+        """Return, for each sequence, whether another refers to its first page; all have pages."""
         references = self._references.item
         return [references(sequence._pages.item(0)) > 1 for sequence in sequences]
 

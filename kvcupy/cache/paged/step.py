@@ -149,7 +149,7 @@ class Step:
     def captured_shapes(self) -> Shapes:
         """Return shape and format of the arrays that a captured step like this one reads."""
         if not self.is_decode:
-            raise CaptureError("append_lengths: expected one token a sequence in a captured step")
+            raise CaptureError("append_lengths: expected one token per sequence in a captured step")
         count = len(self.counts)
         names = "positions", "seq_lens", "evicted_starts", "evicted_lens"
         return {
@@ -361,6 +361,7 @@ class Steps:
     def _close(self) -> None:
         open_tables = [tables for tables in (self.tables, self._lists) if tables is not None]
         self.running = self.tables = self._lists = None
+        self._layers.end_step()
         try:
             for tables in open_tables:
                 tables.close()
@@ -448,7 +449,7 @@ class Steps:
                 counts[i] = int(n)
         if sum(counts) > self._max_batch_tokens:
             raise ValueError(
-                f"append_lengths: expected at most {self._max_batch_tokens} tokens a step "
+                f"append_lengths: expected at most {self._max_batch_tokens} tokens per step "
                 f"(max_batch_tokens), got {sum(counts)}"
             )
         max_positions = self._layers.rope.max_positions
