@@ -223,6 +223,39 @@ def test_divisions_by_params_are_known(divisor, quotient):
         assert "MUFU.COS" in names(path) and "MUFU.SIN" not in names(path)
 
 
+@pytest.mark.parametrize("instruction, decided", [
+    ("SHFL.BFLY PT, R1, R0, 0x1, 0x1f", "R1, 0x5"),
+    ("VIADDMNMX R1, R0, 0x4, R2, !PT", "R1, 0x9"),  # the larger of 5 + 4 and 7
+    ("VIADDMNMX R1, R0, 0x4, R2, PT", "R1, 0x7"),
+])  # fmt: skip
+def test_what_the_first_thread_computes_is_known(instruction, decided):
+    text = listing(
+        "MOV R0, 0x5", "MOV R2, 0x7", instruction, f"ISETP.EQ.AND P0, PT, {decided}, PT",
+        "LDG.E.128 R4, [R12.64]", "@P0 BRA `(.right)", "MUFU.SIN R0, R0", ".right:", "EXIT",
+    )  # fmt: skip
+    code = read(text, thread=sass.FirstThread(0, 16))
+    assert "MUFU.SIN" not in names(code.path(None, 16, dearest=True))
+
+
+@pytest.mark.parametrize("word, count", [(4, 0), (5, 1)])
+def test_a_predicate_of_bits_is_known(word, count):
+    text = listing(
+        "LOP3.LUT P0, RZ, R0, 0x3, RZ, 0xc0, !PT", "LDG.E.128 R4, [R12.64]",
+        "@!P0 BRA `(.none)", "MUFU.SIN R0, R0", ".none:", "EXIT",
+    )  # fmt: skip
+    text = f"{listing(f'MOV R0, {word:#x}')}\n{text}"
+    for dearest in (False, True):
+        path = read(text).path(None, 16, dearest=dearest)
+        assert names(path).count("MUFU.SIN") == count
+
+
+@pytest.mark.parametrize("arch", roofline.DEFAULT_ARCHS)
+def test_a_merge_is_counted_as_declared(arch):
+    row = next(row for row in ROWS if row.name == "merge_states of 2")
+    entry = examine(row, arch)
+    assert (entry.problems, entry.uncounted_loops) == ([], 0)
+
+
 def test_an_empty_listing_is_refused():
     with pytest.raises(CompileError, match="no instructions"):
         sass.Code("// nothing")

@@ -176,7 +176,7 @@ def _result_registers(one: Instruction) -> int:
 _MODELLED = frozenset(("MOV", "R2UR", "MOV32I", "SHF", "LEA", "LOP3", "IABS", "SEL", "FSEL",
                        "IMAD", "IADD3", "VIADD", "IADD", "ISETP", "FSETP", "PLOP3", "LDC", "LDCU",
                        "CS2R", "S2R", "S2UR", "HFMA2", "I2F", "MUFU", "F2I", "IMNMX",
-                       "VIMNMX", "LDG", "LD"))  # fmt: skip
+                       "VIMNMX", "VIADDMNMX", "LDG", "LD", "SHFL"))  # fmt: skip
 _NO_RESULT = frozenset((
     *_STORES, "LDGSTS", "STS", "STSM", "STL", "UBLKCP", "BRA", "BRX", "EXIT", "BAR", "BSSY",
     "BSYNC", "DEPBAR", "LDGDEPBAR", "NOP", "RET", "MEMBAR",
@@ -331,6 +331,8 @@ def _float(value: int) -> float:
 class FirstThread:
     """The first thread of a block, for which all indices that it loads are 0.
 
+    Other lanes are taken to hold what it holds, so that a shuffle hands back its own value.
+
     Attributes
     ----------
     block : its number on the first axis
@@ -443,6 +445,9 @@ class _Machine:
         if one.name in ("LDG", "LD"):
             is_index = self._thread is not None and one.access_bytes < self._thread.word_bytes
             return dict.fromkeys(one.writes, 0) if is_index else {}
+        if one.name == "SHFL":
+            word = None if self._thread is None else self._word(plain[0], values)
+            return {} if word is None else {target: word}
         if one.name == "CS2R":
             zero = sources == ("SRZ",)
             return dict.fromkeys(_span(target, _result_registers(one)), 0) if zero else {}
@@ -456,10 +461,12 @@ class _Machine:
             )
         truths = [self.truth(o, values) for o in predicates]
         name = one.name.removeprefix("U")
-        is_minimum = name in ("IMNMX", "VIMNMX")
+        is_minimum = name in ("IMNMX", "VIMNMX", "VIADDMNMX")
         if "64" in one.modifiers or (is_minimum and one.modifiers & {"S64", "U64"}):
             return self._pair_results(name, target, [self._pair(o, values) for o in plain], truths)
         words = [self._word(o, values, is_float=one.name == "FSEL") for o in plain]
+        if name == "VIADDMNMX" and len(words) == 3 and None not in words[:2]:
+            words = [sum(cast(list[int], words[:2])) & _MASK, words[2]]
         if is_minimum:
             value = _extreme(words, truths, None if "U32" in one.modifiers else 31)
             return {} if value is None else {target: value}
@@ -477,6 +484,8 @@ class _Machine:
         if "X" in one.modifiers:
             return {} if None in truths else {target: (total + sum(map(bool, truths))) & _MASK}
         results = {target: total & _MASK}
+        if name == "LOP3" and _PREDICATE.match(one.operands[0]) and truths == [False]:
+            results[one.operands[0]] = int(total != 0)
         if name in ("IADD3", "LEA"):
             # The negative of a number is its complement and one, so that of 0 carries.
             above = total + sum(
