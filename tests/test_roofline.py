@@ -148,32 +148,6 @@ def test_a_branch_on_data_gives_two_bounds():
     assert names(code.path(None, 16, dearest=True)).count("MUFU.RCP") == 2
 
 
-# As a masked score: minus infinity, unless the way past the first branch is taken; and products
-# under the predicate that it is finite.
-MASKED = listing(
-    "LDG.E.128 R4, [R2.64]",
-    "MOV R10, 0xff800000",
-    "ISETP.GE.AND P1, PT, R20, R21, PT",
-    "@P1 BRA `(.masked)",
-    "IMAD R22, R20, R21, R22",
-    "FMUL R10, R4, R5",
-    ".masked:",
-    "FSETP.NEU.AND P0, PT, R10, -INF, PT",
-    "@P0 FFMA R12, R4, R10, R12",
-    "EXIT",
-)
-
-
-def test_a_way_that_does_no_work_is_not_the_cheapest():
-    path = sass.Code(MASKED).path(None, 16)
-    assert "IMAD" in names(path) and len(path.code) == 9
-
-
-def test_a_way_that_saves_nothing_but_instructions_is_the_cheapest():
-    path = sass.Code(MASKED.replace("@P0 FFMA", "FFMA")).path(None, 16)
-    assert "IMAD" not in names(path)
-
-
 def test_an_array_that_is_not_there_is_not_read():
     text = listing(
         "MOV R2, c[0x0][0x160]", "MOV R3, c[0x0][0x164]", "LDG.E.128 R8, [R20.64]",
