@@ -148,32 +148,6 @@ def test_a_branch_on_data_gives_two_bounds():
     assert names(code.path(None, 16, dearest=True)).count("MUFU.RCP") == 2
 
 
-# As a masked score: minus infinity, unless the way past the first branch is taken; and products
-# under the predicate that it is finite.
-MASKED = listing(
-    "LDG.E.128 R4, [R2.64]",
-    "MOV R10, 0xff800000",
-    "ISETP.GE.AND P1, PT, R20, R21, PT",
-    "@P1 BRA `(.masked)",
-    "IMAD R22, R20, R21, R22",
-    "FMUL R10, R4, R5",
-    ".masked:",
-    "FSETP.NEU.AND P0, PT, R10, -INF, PT",
-    "@P0 FFMA R12, R4, R10, R12",
-    "EXIT",
-)
-
-
-def test_a_way_that_does_no_work_is_not_the_cheapest():
-    path = sass.Code(MASKED).path(None, 16)
-    assert "IMAD" in names(path) and len(path.code) == 9
-
-
-def test_a_way_that_saves_nothing_but_instructions_is_the_cheapest():
-    path = sass.Code(MASKED.replace("@P0 FFMA", "FFMA")).path(None, 16)
-    assert "IMAD" not in names(path)
-
-
 def test_an_array_that_is_not_there_is_not_read():
     text = listing(
         "MOV R2, c[0x0][0x160]", "MOV R3, c[0x0][0x164]", "LDG.E.128 R8, [R20.64]",
@@ -221,6 +195,39 @@ def test_divisions_by_params_are_known(divisor, quotient):
     for dearest in (False, True):
         path = read(text, divisor).path(None, 16, dearest=dearest)
         assert "MUFU.COS" in names(path) and "MUFU.SIN" not in names(path)
+
+
+@pytest.mark.parametrize("instruction, decided", [
+    ("SHFL.BFLY PT, R1, R0, 0x1, 0x1f", "R1, 0x5"),
+    ("VIADDMNMX R1, R0, 0x4, R2, !PT", "R1, 0x9"),  # the larger of 5 + 4 and 7
+    ("VIADDMNMX R1, R0, 0x4, R2, PT", "R1, 0x7"),
+])  # fmt: skip
+def test_what_the_first_thread_computes_is_known(instruction, decided):
+    text = listing(
+        "MOV R0, 0x5", "MOV R2, 0x7", instruction, f"ISETP.EQ.AND P0, PT, {decided}, PT",
+        "LDG.E.128 R4, [R12.64]", "@P0 BRA `(.right)", "MUFU.SIN R0, R0", ".right:", "EXIT",
+    )  # fmt: skip
+    code = read(text, thread=sass.FirstThread(0, 16))
+    assert "MUFU.SIN" not in names(code.path(None, 16, dearest=True))
+
+
+@pytest.mark.parametrize("word, count", [(4, 0), (5, 1)])
+def test_a_predicate_of_bits_is_known(word, count):
+    text = listing(
+        "LOP3.LUT P0, RZ, R0, 0x3, RZ, 0xc0, !PT", "LDG.E.128 R4, [R12.64]",
+        "@!P0 BRA `(.none)", "MUFU.SIN R0, R0", ".none:", "EXIT",
+    )  # fmt: skip
+    text = f"{listing(f'MOV R0, {word:#x}')}\n{text}"
+    for dearest in (False, True):
+        path = read(text).path(None, 16, dearest=dearest)
+        assert names(path).count("MUFU.SIN") == count
+
+
+@pytest.mark.parametrize("arch", roofline.DEFAULT_ARCHS)
+def test_a_merge_is_counted_as_declared(arch):
+    row = next(row for row in ROWS if row.name == "merge_states of 2")
+    entry = examine(row, arch)
+    assert (entry.problems, entry.uncounted_loops) == ([], 0)
 
 
 def test_an_empty_listing_is_refused():

@@ -715,9 +715,6 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
             f"{launch.specialisation} {arch}: no way through its code moves data", ""
         )
 
-    if len(slow.code) < len(fast.code):  # neither is surely the very cheapest or dearest
-        fast, slow = slow, fast
-
     # What a pass does
     asked = 32 * (fast.bytes_loaded(row.word_bytes) + fast.bytes_stored(row.word_bytes))
     units = asked / row.asked_bytes(launch)
@@ -740,17 +737,18 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
     warps = min(warps_per_sm(resources, launch.warps_per_block, launch.smem_bytes, chip),
                 ceil(blocks / sms) * launch.warps_per_block)  # fmt: skip
     memory_clocks = LINK_LATENCY_NS * chip.clock_mhz * 1e-3 if row.over_link else chip.memory_clocks
-    alone, in_flight = pass_clocks(fast, row.word_bytes, memory_clocks, chip.cache_clocks)
+    _, in_flight = pass_clocks(fast, row.word_bytes, memory_clocks, chip.cache_clocks)
     moved_gb_s = chip.link_gb_s if row.over_link else chip.memory_gb_s
     needed = memory_clocks / (chip.clock_mhz * 1e-3) * moved_gb_s / sms
     gigaclocks = sms * chip.clock_mhz * 1e-3  # of all SMs that the launch uses, per second
     name_of_peak, peak = _peak(row, chip)
 
     def ceilings_of(path: sass.Path) -> dict[str, float]:
-        by_resource = {r: counted / c * gigaclocks for r, c in clocks_of(path, chip).items()}
-        return {**by_resource, name_of_peak: peak}
+        alone, _ = pass_clocks(path, row.word_bytes, memory_clocks, chip.cache_clocks)
+        clocks = {**clocks_of(path, chip), "latency": alone / warps}
+        return {**{r: counted / c * gigaclocks for r, c in clocks.items()}, name_of_peak: peak}
 
-    ceilings = {**ceilings_of(fast), "latency": counted * warps / alone * gigaclocks}
+    ceilings = ceilings_of(fast)
     binds = min(ceilings, key=lambda resource: ceilings[resource])
     return Entry(
         row.name, arch, chip.name, launch.specialisation.expression, resources.registers,
@@ -759,7 +757,7 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
         dict(Counter(map(sass.pipe_of, fast.code)).most_common()), 32 * in_flight, round(needed),
         {r: round(c, 1) for r, c in sorted(ceilings.items(), key=lambda item: item[1])},
         binds, round(ceilings[binds] / peak, 4),
-        round(min(*ceilings_of(slow).values(), ceilings["latency"]) / peak, 4), row.slack, problems,
+        round(min(ceilings_of(slow).values()) / peak, 4), row.slack, problems,
     )  # fmt: skip
 
 

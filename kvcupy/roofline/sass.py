@@ -12,7 +12,6 @@ from __future__ import annotations
 import operator
 import re
 import struct
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
@@ -112,12 +111,6 @@ class Instruction:
         return self.name in _MODELLED or self.name.removeprefix("U") in _MODELLED
 
     @cached_property
-    def mentions(self) -> frozenset[str]:
-        """All registers and predicates that stand in it, the guard included."""
-        names = {m[0] for o in self.operands for m in re.finditer(r"\bU?[RP]\d+\b", o)}
-        return frozenset(names | ({self.guard.lstrip("!")} if self.guard else set()))
-
-    @cached_property
     def reads(self) -> frozenset[str]:
         """The registers that it reads. Predicates are left out, but for the guard."""
         registers = set(_reads(self))
@@ -173,10 +166,10 @@ def _result_registers(one: Instruction) -> int:
     return 2 if one.modifiers & {"WIDE", "64", "F64"} else 1
 
 
-_MODELLED = frozenset(("MOV", "R2UR", "MOV32I", "SHF", "LEA", "LOP3", "IABS", "SEL", "FSEL",
+_MODELLED = frozenset(("MOV", "R2UR", "MOV32I", "SHF", "LEA", "LOP3", "IABS", "SEL",
                        "IMAD", "IADD3", "VIADD", "IADD", "ISETP", "FSETP", "PLOP3", "LDC", "LDCU",
                        "CS2R", "S2R", "S2UR", "HFMA2", "I2F", "MUFU", "F2I", "IMNMX",
-                       "VIMNMX", "LDG", "LD"))  # fmt: skip
+                       "VIMNMX", "VIADDMNMX", "LDG", "LD", "SHFL"))  # fmt: skip
 _NO_RESULT = frozenset((
     *_STORES, "LDGSTS", "STS", "STSM", "STL", "UBLKCP", "BRA", "BRX", "EXIT", "BAR", "BSSY",
     "BSYNC", "DEPBAR", "LDGDEPBAR", "NOP", "RET", "MEMBAR",
@@ -331,6 +324,8 @@ def _float(value: int) -> float:
 class FirstThread:
     """The first thread of a block, for which all indices that it loads are 0.
 
+    Other lanes are taken to hold what it holds, so that a shuffle hands back its own value.
+
     Attributes
     ----------
     block : its number on the first axis
@@ -443,6 +438,9 @@ class _Machine:
         if one.name in ("LDG", "LD"):
             is_index = self._thread is not None and one.access_bytes < self._thread.word_bytes
             return dict.fromkeys(one.writes, 0) if is_index else {}
+        if one.name == "SHFL":
+            word = None if self._thread is None else self._word(plain[0], values)
+            return {} if word is None else {target: word}
         if one.name == "CS2R":
             zero = sources == ("SRZ",)
             return dict.fromkeys(_span(target, _result_registers(one)), 0) if zero else {}
@@ -456,14 +454,16 @@ class _Machine:
             )
         truths = [self.truth(o, values) for o in predicates]
         name = one.name.removeprefix("U")
-        is_minimum = name in ("IMNMX", "VIMNMX")
+        is_minimum = name in ("IMNMX", "VIMNMX", "VIADDMNMX")
         if "64" in one.modifiers or (is_minimum and one.modifiers & {"S64", "U64"}):
             return self._pair_results(name, target, [self._pair(o, values) for o in plain], truths)
-        words = [self._word(o, values, is_float=one.name == "FSEL") for o in plain]
+        words = [self._word(o, values) for o in plain]
+        if name == "VIADDMNMX" and len(words) == 3 and None not in words[:2]:
+            words = [sum(cast(list[int], words[:2])) & _MASK, words[2]]
         if is_minimum:
             value = _extreme(words, truths, None if "U32" in one.modifiers else 31)
             return {} if value is None else {target: value}
-        if name in ("SEL", "FSEL") and len(words) == 2 and truths:
+        if name == "SEL" and len(words) == 2 and truths:
             chosen = None if truths[-1] is None else words[0 if truths[-1] else 1]
             return {} if chosen is None else {target: chosen}
         if name == "IMAD" and len(words) >= 3:
@@ -477,6 +477,8 @@ class _Machine:
         if "X" in one.modifiers:
             return {} if None in truths else {target: (total + sum(map(bool, truths))) & _MASK}
         results = {target: total & _MASK}
+        if name == "LOP3" and _PREDICATE.match(one.operands[0]) and truths == [False]:
+            results[one.operands[0]] = int(total != 0)
         if name in ("IADD3", "LEA"):
             # The negative of a number is its complement and one, so that of 0 carries.
             above = total + sum(
@@ -821,7 +823,6 @@ class Code:
         self.edges: dict[int, tuple[int, ...]] = {}
         self._machine = _Machine(constants or {}, thread)
         self._known: dict[int, Values] = {0: {}}  # at the beginning of each block
-        self._unknown: dict[int, set[str]] = {}
         self._inactive: set[int] = set()
         self._trips: dict[int, int] = {}
         self._resolve()
@@ -919,12 +920,9 @@ class Code:
             values = self._machine.run(self.block(number), values)
             return values, self._successors(number, values, self._machine)
         exits = {t for b in inner.blocks for t in self.edges[b] if t not in inner.blocks}
-        return self._without_results(inner, values), tuple(exits)
-
-    def _without_results(self, loop: Loop, values: Values) -> Values:
-        """Return what is known behind a loop of what was known before it."""
-        written = {name for b in loop.blocks for one in self.block(b) for name in one.writes}
-        return {name: value for name, value in values.items() if name not in written}
+        written = {name for b in inner.blocks for one in self.block(b) for name in one.writes}
+        kept = {name: value for name, value in values.items() if name not in written}
+        return kept, tuple(exits)
 
     # Loops
 
@@ -1003,51 +1001,22 @@ class Code:
         division) or update memory atomically (to report a fault) count only where there are no
         others. An inner loop is passed as often as the Params say, once where they do not.
 
-        Ways that cannot be taken, or whose work is predicated off, are left out where constants
-        show it: one that sets a score to minus infinity because its key is masked, say. They are
-        left out one after another, each by the change that leaves the best way, so that in a tangle
-        of them the way that is found may be a little longer than the very shortest.
+        Each branch that the constants do not decide goes either way, whatever the others do, so
+        that the cheapest and the dearest way may be ones that no input takes.
         """
-        region = _Region(self._nodes(loop, word_bytes, dearest))
-        for number, node in region.nodes.items():
-            if any(map(_is_rare, node.path.code)):
-                region.exclude(number)
-        way = region.best_way()
+        nodes = self._nodes(loop, word_bytes, dearest)
+        for number in [n for n, node in nodes.items() if any(map(_is_rare, node.path.code))]:
+            others = {n: node for n, node in nodes.items() if n != number}
+            if _best_way(others) is not None:
+                nodes = others
+        way = _best_way(nodes)
         if way is None:
             return None
-        while (other := self._possible_way(region, way)) is not None:
-            way = other
-        paths = [region.nodes[n].path for n in way]
+        paths = [nodes[n].path for n in way]
         return Path(
             tuple([one for path in paths for one in path.code]), frozenset(self._inactive),
             sum(path.uncounted for path in paths),
         )  # fmt: skip
-
-    def _possible_way(self, region: _Region, way: list[int]) -> list[int] | None:
-        """Return a way without the first thing that makes one impossible; None: nothing does.
-
-        That thing is a value. The way passes a block which writes another one instead, or leaves
-        out the block that the value comes from, unless less work would be done then.
-        """
-        for name, source in self._contradiction([region.nodes[n] for n in way]):
-            writers = [
-                n for n in region.after(source) if n in region.nodes
-                and region.nodes[n].inner is None and name in self._unknown_results(n)
-            ]  # fmt: skip
-            for change in (*[(n, True) for n in writers], (source, False)):
-                other = region.changed_way(*change, as_good_as=way)
-                if other is not None:
-                    return other
-        return None
-
-    def _unknown_results(self, number: int) -> set[str]:
-        """Return what a block writes that is not known behind it."""
-        if number in self._unknown:
-            return self._unknown[number]
-        values = self._machine.run(self.block(number), self._known[number])
-        unknown = {name for one in self.block(number) for name in one.writes if name not in values}
-        self._unknown[number] = unknown
-        return unknown
 
     def _nodes(self, loop: Loop | None, word_bytes: int, dearest: bool) -> dict[int, _Node]:
         """Return the blocks of a loop or of the kernel, inner loops as one node, in order."""
@@ -1111,48 +1080,6 @@ class Code:
         unknown = once.uncounted + (loop.trips is None)
         return replace(once, code=once.code * (loop.trips or 1), uncounted=unknown)
 
-    def _contradiction(self, way: Sequence[_Node]) -> list[tuple[str, int]]:
-        """Return the values that make a way impossible, by name and block, the last first.
-
-        Parameters
-        ----------
-        way : of a pass, from the beginning of a loop or of the kernel
-        """
-        values: Values = {}
-        origin: dict[str, frozenset[tuple[str, int]]] = {}
-        positions = {node.header: i for i, node in enumerate(way)}
-
-        def blamed(names: Iterable[str]) -> list[tuple[str, int]]:
-            pairs = {pair for name in names for pair in origin.get(name, ())}
-            return sorted(pairs, key=lambda pair: (positions[pair[1]], pair[0]), reverse=True)
-
-        for node, following in zip(way, [*way[1:], None], strict=True):
-            known = self._known[node.header]
-            values.update(known)
-            origin.update(dict.fromkeys(known, frozenset()))
-            if node.inner is not None:
-                values = self._without_results(node.inner, values)
-                continue
-            for one in self.block(node.header):
-                if (
-                    one.guard and one.address not in self._inactive and _is_work(one)
-                    and self._machine.truth(one.guard, values) is False
-                ):  # fmt: skip
-                    return blamed({one.guard.lstrip("!")})
-                sources: frozenset[tuple[str, int]] = frozenset()
-                if one.is_modelled:
-                    sources = sources.union(
-                        *[origin[n] for n in one.mentions if n in values and n in origin]
-                    )
-                self._machine.step(one, values)
-                for name in one.writes:
-                    origin[name] = sources | {(name, node.header)}
-            if following is not None:
-                targets = self._successors(node.header, values, self._machine)
-                if following.header not in targets:
-                    return blamed(self.block(node.header)[-1].mentions)
-        return []
-
     def _with_callee(self, number: int) -> Iterator[Instruction]:
         """Yield a block's instructions, and the fewest of a function that it calls."""
         block = self.block(number)
@@ -1187,108 +1114,39 @@ _ENDS = frozenset(("BRA", "BRX", "JMP", "JMX", "EXIT", "RET", "CALL", "KILL"))
 _MULTIPLY_ADDS = ("FFMA", "FFMA2", "HFMA2")
 
 
-def _is_work(one: Instruction) -> bool:
-    return one.name in _MULTIPLY_ADDS or pipe_of(one) in ("tensor", "global")
-
-
 def _is_rare(one: Instruction) -> bool:
     return one.calls or one.name in ("ATOM", "ATOMG", "RED", "REDG")
 
 
-class _Region:
-    """The ways through a loop, or through a kernel.
+def _best_way(nodes: Mapping[int, _Node]) -> list[int] | None:
+    """Return the way with most work, and least cost among those; None: there is none.
 
     Parameters
     ----------
-    nodes : in an order in which each follows all that it may come after
+    nodes : of a loop or a kernel, in an order in which each follows all that it may come after
     """
-
-    def __init__(self, nodes: dict[int, _Node]) -> None:
-        self.nodes = nodes
-        self._excluded: frozenset[int] = frozenset()
-        self._required: frozenset[int] = frozenset()
-        self._rejected: set[tuple[int, bool]] = set()
-        following: dict[int, set[int]] = {n: set() for n in nodes}
-        for number, node in nodes.items():
-            for before in node.before:
-                if before in following:
-                    following[before].add(number)
-        self._after: dict[int, frozenset[int]] = {}
-        for number in reversed(nodes):
-            reached = [self._after[n] | {n} for n in following[number] if n in self._after]
-            self._after[number] = frozenset[int]().union(*reached)
-
-    def after(self, number: int) -> frozenset[int]:
-        """Return the nodes that can be reached from one."""
-        return self._after[number]
-
-    def exclude(self, number: int) -> None:
-        """Leave a node out of all ways, if there are ways without it."""
-        excluded = self._excluded | {number}
-        if self._best(excluded, self._required) is not None:
-            self._excluded = excluded
-
-    def best_way(self) -> list[int] | None:
-        """Return the way with most work, and least cost among those; None: there is none."""
-        return self._best(self._excluded, self._required)
-
-    def changed_way(
-        self, number: int, required: bool, *, as_good_as: Iterable[int]
-    ) -> list[int] | None:
-        """Require a node, or leave it out, if as much work is done then. Returns the best way."""
-        change = number, required
-        if change in self._rejected or number in (self._required if required else self._excluded):
-            return None
-        sets = (
-            (self._excluded, self._required | {number})
-            if required
-            else (self._excluded | {number}, self._required)
-        )
-        way = self._best(*sets)
-        if way is None or self._work(way) < self._work(as_good_as):
-            self._rejected.add(change)
-            return None
-        self._excluded, self._required = sets
-        return way
-
-    def _work(self, way: Iterable[int]) -> _Work:
-        return tuple(map(sum, zip(*[self.nodes[n].work for n in way], strict=True)))
-
-    def _best(self, excluded: frozenset[int], required: frozenset[int]) -> list[int] | None:
-        best: dict[int, tuple[_Work, int, int | None]] = {}
-        passed: dict[int, int] = {}  # by node, how many required ones lie on its way
-        end: int | None = None
-        to_pass = Counter(n for r in required for n in self._after[r])
-        for number, node in self.nodes.items():
-            if number in excluded:
+    best: dict[int, tuple[_Work, int, int | None]] = {}
+    end: int | None = None
+    for number, node in nodes.items():
+        work, cost, previous = node.work, -node.cost, None
+        if node.before:
+            ways = [(best[p][:2], p) for p in node.before if p in best]
+            if not ways:
                 continue
-            work, cost, previous = node.work, -node.cost, None
-            # Any way here that has passed all required nodes which it can have passed.
-            due = to_pass[number]
-            if node.before:
-                ways = [(best[p][:2], p) for p in node.before if p in best and passed[p] == due]
-                if not ways:
-                    continue
-                (before, gone), previous = max(ways)
-                work = tuple([a + b for a, b in zip(before, work, strict=True)])
-                cost += gone
-            elif due:
-                continue
-            best[number] = work, cost, previous
-            passed[number] = due + (number in required)
-            if (
-                node.ends and passed[number] == len(required)
-                and (end is None or best[number][:2] > best[end][:2])
-            ):  # fmt: skip
-                end = number
-        if end is None:
-            return None
-        way = []
-        step: int | None = end
-        while step is not None:
-            way.append(step)
-            step = best[step][2]
-        return way[::-1]
+            (before, gone), previous = max(ways)
+            work = tuple([a + b for a, b in zip(before, work, strict=True)])
+            cost += gone
+        best[number] = work, cost, previous
+        if node.ends and (end is None or best[number][:2] > best[end][:2]):
+            end = number
+    if end is None:
+        return None
+    way = []
+    step: int | None = end
+    while step is not None:
+        way.append(step)
+        step = best[step][2]
+    return way[::-1]
 
 
 # --- What the cubin says beside its code ----------------------------------------------------------
