@@ -447,11 +447,9 @@ class _Machine:
         if one.name == "HFMA2" and len(sources) == 4 and sources[1] == "RZ":
             # Two halves that are added to nothing: how a constant is loaded by this pipe.
             halves = [_half(text) for text in sources[2:]]
-            return (
-                {}
-                if None in halves
-                else {target: cast(int, halves[0]) << 16 | cast(int, halves[1])}
-            )
+            if None in halves:
+                return {}
+            return {target: cast(int, halves[0]) << 16 | cast(int, halves[1])}
         truths = [self.truth(o, values) for o in predicates]
         name = one.name.removeprefix("U")
         is_minimum = name in ("IMNMX", "VIMNMX", "VIADDMNMX")
