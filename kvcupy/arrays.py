@@ -380,8 +380,6 @@ _PROBES: dict[type, Probe] = {ArrayView: _probe_view, np.ndarray: _probe_numpy}
 def probe(x: Any) -> tuple[int, Signature]:
     """Return address and signature of an array; equal signatures mean equal descriptions.
 
-    But strides along axes of one element, which mean nothing, may differ.
-
     Raises
     ------
     TypeError : `x` exports no array; the message is what was received, for callers to prefix
@@ -565,9 +563,12 @@ def _view_torch(x: Any) -> ArrayView:
     _TORCH_TYPES.add(type(x))
     if x.is_quantized or x.is_conj() or x.is_neg():
         raise TypeError(f"got a torch tensor of {x.dtype} whose bits are not its values")
-    itemsize = x.element_size()
-    strides = tuple([s * itemsize for s in x.stride()])
-    return ArrayView(pointer, tuple(x.shape), strides, format, device, library="torch", owner=x)
+    shape, itemsize = tuple(x.shape), x.element_size()
+    if x.is_contiguous():  # strides that mean nothing, of empty tensors say, may be any
+        strides = contiguous_strides(shape, itemsize)
+    else:
+        strides = tuple([s * itemsize for s in x.stride()])
+    return ArrayView(pointer, shape, strides, format, device, library="torch", owner=x)
 
 
 @lru_cache(maxsize=256)

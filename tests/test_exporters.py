@@ -124,7 +124,7 @@ def test_every_format_in_torch(torch, fmt):
         (lambda t: t.permute(2, 0, 1), (8, 2, 6), (1, 48, 8)),
         (lambda t: t[:, :1].expand(2, 5, 8), (2, 5, 8), (48, 0, 1)),
         (lambda t: t[1, 2, 3], (), ()),
-        (lambda t: t[:, 6:], (2, 0, 8), (48, 8, 1)),
+        (lambda t: t[:, 6:], (2, 0, 8), (0, 8, 1)),  # torch calls it contiguous: so are its strides
     ],
 )
 def test_views_of_torch(torch, cut, shape, steps):
