@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import zlib
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -47,6 +48,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.strict_seed is None:  # drawn before xdist starts workers, who get it too
         config.option.strict_seed = secrets.randbits(32)
     helpers.full = config.option.full
+    # A shell that runs the tests in the background lets them ignore Ctrl-C, and programs started by
+    # tests would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line(
         "markers",
         "covering(count): run few of its cases, in which each combination of values of `count`"
