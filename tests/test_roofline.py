@@ -21,8 +21,9 @@ from kvcupy.devices import nvrtc
 from kvcupy.errors import CompileError
 from kvcupy.kernels import Kernel
 from kvcupy.roofline import bounds as roofline
-from kvcupy.roofline import sass
+from kvcupy.roofline import cubin, paths, sass
 from kvcupy.roofline.bounds import CHIPS, ROWS, Entry, examine, worse
+from kvcupy.roofline.constants import FirstThread, constant_bank
 
 TESTS = Path(__file__).parent
 RECORD = TESTS.parent / "scripts" / "results" / "roofline.json"
@@ -67,12 +68,12 @@ NESTED = listing(
 )
 
 
-def read(text: str, *words: int, **options) -> sass.Code:
+def read(text: str, *words: int, **options) -> paths.Code:
     params = np.array(words, np.int32).tobytes()
-    return sass.Code(text, sass.constant_bank(params, PARAMS_AT, (128, 1, 1), (2, 1, 1)), **options)
+    return paths.Code(text, constant_bank(params, PARAMS_AT, (128, 1, 1), (2, 1, 1)), **options)
 
 
-def names(path: sass.Path) -> list[str]:
+def names(path: paths.Path) -> list[str]:
     return [one.opcode for one in path.code]
 
 
@@ -99,7 +100,7 @@ def test_an_inner_loop_counts_as_often_as_the_params_say(trips):
 
 
 def test_an_inner_loop_that_nothing_decides_counts_once_and_is_reported():
-    code = sass.Code(NESTED)
+    code = paths.Code(NESTED)
     path = code.path(code.loops()[1], 16)
     assert names(path).count("SHFL.BFLY") == 1 and path.uncounted == 1
 
@@ -143,7 +144,7 @@ def test_params_decide_branches(address, expected):
 
 
 def test_a_branch_on_data_gives_two_bounds():
-    code = sass.Code(OPTIONAL)
+    code = paths.Code(OPTIONAL)
     assert "MUFU.RCP" not in names(code.path(None, 16))
     assert names(code.path(None, 16, dearest=True)).count("MUFU.RCP") == 2
 
@@ -164,7 +165,7 @@ def test_reports_of_faults_are_not_on_the_dearest_way():
         "LDG.E.128 R4, [R2.64]", "@P0 BRA `(.end)", "MUFU.RCP R0, R4",
         "ATOMG.E.ADD.64.STRONG.GPU PT, R8, [R6.64], R8", ".end:", "EXIT",
     )  # fmt: skip
-    assert names(sass.Code(text).path(None, 16, dearest=True)) == ["LDG.E.128", "BRA", "EXIT"]
+    assert names(paths.Code(text).path(None, 16, dearest=True)) == ["LDG.E.128", "BRA", "EXIT"]
 
 
 def test_functions_are_for_rare_cases_and_far_branches_are_not_functions():
@@ -173,7 +174,7 @@ def test_functions_are_for_rare_cases_and_far_branches_are_not_functions():
         "MUFU.RCP R0, R4", ".end:", "EXIT", "$division:", "FFMA R0, R1, R2, R3",
         "FFMA R0, R1, R2, R3", "RET.REL.NODEC R6 `(kernel)",
     )  # fmt: skip
-    path = sass.Code(text).path(None, 16)
+    path = paths.Code(text).path(None, 16)
     assert names(path)[-1] == "EXIT" and "MUFU.RCP" not in names(path)
     assert names(path).count("FFMA") == 2  # there is no way around the call here
 
@@ -207,7 +208,7 @@ def test_what_the_first_thread_computes_is_known(instruction, decided):
         "MOV R0, 0x5", "MOV R2, 0x7", instruction, f"ISETP.EQ.AND P0, PT, {decided}, PT",
         "LDG.E.128 R4, [R12.64]", "@P0 BRA `(.right)", "MUFU.SIN R0, R0", ".right:", "EXIT",
     )  # fmt: skip
-    code = read(text, thread=sass.FirstThread(0, 16))
+    code = read(text, thread=FirstThread(0, 16))
     assert "MUFU.SIN" not in names(code.path(None, 16, dearest=True))
 
 
@@ -232,7 +233,7 @@ def test_a_merge_is_counted_as_declared(arch):
 
 def test_an_empty_listing_is_refused():
     with pytest.raises(CompileError, match="no instructions"):
-        sass.Code("// nothing")
+        paths.Code("// nothing")
 
 
 # --- A kernel that is compiled here ---------------------------------------------------------------
@@ -245,16 +246,16 @@ LOOPS = Kernel(
 )  # fmt: skip
 
 
-def compiled(num_fmas: int, arch: str, *, bounded: bool = False) -> sass.Code:
+def compiled(num_fmas: int, arch: str, *, bounded: bool = False) -> paths.Code:
     build = nvrtc.compile_cubin(LOOPS.specialise(num_fmas), arch, kernels_dir=TESTS / "kernels")
-    resources = sass.resources(build.image, build.lowered_name)
+    resources = cubin.resources(build.image, build.lowered_name)
     assert 8 < resources.registers < 64 and resources.static_bytes == 0
     params = np.zeros((), LOOPS.params)
     params["in"], params["out"], params["count"], params["bounded"] = 1 << 40, 2 << 40, 9, bounded
     nvdisasm = compile_check.find_nvdisasm()
     text = compile_check.sections_of(compile_check.disassemble(nvdisasm, build.image))
-    constants = sass.constant_bank(params.tobytes(), resources.params_start, (32, 1, 1), (1, 1, 1))
-    return sass.Code(text[build.lowered_name], constants)
+    constants = constant_bank(params.tobytes(), resources.params_start, (32, 1, 1), (1, 1, 1))
+    return paths.Code(text[build.lowered_name], constants)
 
 
 @pytest.mark.parametrize("arch", roofline.DEFAULT_ARCHS)
@@ -286,9 +287,9 @@ def test_params_decide_branches_of_a_compiled_loop():
 def test_a_kernel_that_is_not_in_the_cubin_is_refused():
     build = nvrtc.compile_cubin(LOOPS.specialise(16), "sm_90", kernels_dir=TESTS / "kernels")
     with pytest.raises(CompileError, match="no kernel nought"):
-        sass.resources(build.image, "nought")
+        cubin.resources(build.image, "nought")
     with pytest.raises(CompileError, match="not a cubin"):
-        sass.resources(b"nothing at all", "loops")
+        cubin.resources(b"nothing at all", "loops")
 
 
 # --- The model ------------------------------------------------------------------------------------
@@ -302,7 +303,7 @@ def test_clocks_of_a_pass_by_hand():
     ))  # fmt: skip
     # A100: 64 results a clock of FMA and IMAD together, 64 of the ALU, 16 of XU, 1,024 products,
     # 128 bytes of shared memory, four instructions.
-    path = sass.Path(tuple(code))
+    path = paths.Path(tuple(code))
     assert roofline.clocks_of(path, CHIPS["sm_80"]) == {
         "issue": 2.5, "fma": 1.5, "imad": 0.5, "alu": 0.5, "xu": 2.0, "lsu": 4 + 1 + 1,
         "tensor": 2.0,
@@ -320,13 +321,13 @@ def test_clocks_of_a_pass_by_hand():
     (32, 0, 0, 1, 32),
 ])  # fmt: skip
 def test_resident_warps_of_an_a100(registers, static, dynamic, warps, expected):
-    taken = sass.Resources(registers, static, PARAMS_AT)
+    taken = cubin.Resources(registers, static, PARAMS_AT)
     assert roofline.warps_per_sm(taken, warps, dynamic, CHIPS["sm_80"]) == expected
 
 
 def alone(*lines: str) -> tuple[float, int]:
     code, _ = sass.parse(listing(*lines))
-    return roofline.pass_clocks(sass.Path(tuple(code)), 16, memory_clocks=500, cache_clocks=200)
+    return roofline.pass_clocks(paths.Path(tuple(code)), 16, memory_clocks=500, cache_clocks=200)
 
 
 def test_a_load_is_waited_for_where_it_is_used():

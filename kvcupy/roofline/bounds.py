@@ -42,7 +42,8 @@ from ..ops.rope import rope_store_kv
 from ..ops.store import gather_kv, store_kv
 from ..ops.transfer_kernels import LayerPages, launches, link_blocks
 from ..progress import Progress, available_cpus, run
-from . import sass
+from . import cubin, paths, sass
+from .constants import FirstThread, constant_bank
 
 # --- Chips ----------------------------------------------------------------------------------------
 
@@ -562,7 +563,7 @@ class Entry:
     problems: list[str] = field(default_factory=list)
 
 
-def clocks_of(path: sass.Path, chip: Chip) -> dict[str, float]:
+def clocks_of(path: paths.Path, chip: Chip) -> dict[str, float]:
     r"""Return the clocks of an SM that a warp keeps each of its resources busy on a pass.
 
     An instruction that is predicated off takes its issue slot, and no more.
@@ -570,7 +571,7 @@ def clocks_of(path: sass.Path, chip: Chip) -> dict[str, float]:
     Examples
     --------
     >>> code, _ = sass.parse("  /*0000*/ FFMA R1, R2, R3, R1 ;\n  /*0010*/ IADD3 R4, R4, R5, RZ ;")
-    >>> clocks_of(sass.Path(tuple(code)), CHIPS["sm_80"])
+    >>> clocks_of(paths.Path(tuple(code)), CHIPS["sm_80"])
     {'issue': 0.5, 'fma': 0.5, 'alu': 0.5}
     """
     lanes = chip.lanes_per_clock
@@ -602,13 +603,13 @@ def clocks_of(path: sass.Path, chip: Chip) -> dict[str, float]:
 
 
 def warps_per_sm(
-    resources: sass.Resources, warps_per_block: int, smem_bytes: int, chip: Chip
+    resources: cubin.Resources, warps_per_block: int, smem_bytes: int, chip: Chip
 ) -> int:
     """Return how many warps an SM holds at once, by registers, shared memory and its limits.
 
     Examples
     --------
-    >>> taken = sass.Resources(registers=128, static_bytes=0, params_start=0)
+    >>> taken = cubin.Resources(registers=128, static_bytes=0, params_start=0)
     >>> warps_per_sm(taken, 4, 0, CHIPS["sm_90"]), warps_per_sm(taken, 4, 100 << 10, CHIPS["sm_90"])
     (16, 8)
     """
@@ -632,7 +633,7 @@ _PASSES = 16  # of which the second half counts: copies that earlier passes bega
 
 
 def pass_clocks(
-    path: sass.Path, word_bytes: int, memory_clocks: float, cache_clocks: float
+    path: paths.Path, word_bytes: int, memory_clocks: float, cache_clocks: float
 ) -> tuple[float, int]:
     """Return the clocks that a warp alone takes for a pass, and its most bytes in flight per lane.
 
@@ -702,12 +703,12 @@ def examine(row: Row, arch: str) -> Entry:
 def _bound(row: Row, launch: Planned, arch: str) -> Entry:
     chip = CHIPS[arch]
     image, name = _compiled(launch.specialisation, arch)
-    resources = sass.resources(image, name)
-    constants = sass.constant_bank(launch.params, resources.params_start, launch.block, launch.grid)
+    resources = cubin.resources(image, name)
+    constants = constant_bank(launch.params, resources.params_start, launch.block, launch.grid)
     thread = None
     if row.num_units is not None:
-        thread = sass.FirstThread(row.block(launch), row.word_bytes)
-    code = sass.Code(_listing(image, name), constants, thread)
+        thread = FirstThread(row.block(launch), row.word_bytes)
+    code = paths.Code(_listing(image, name), constants, thread)
     loop = _busiest_loop(code, row.word_bytes) if row.num_units is None else None
     fast, slow = (code.path(loop, row.word_bytes, dearest=dearest) for dearest in (False, True))
     if fast is None or slow is None or (loop is None and row.num_units is None):
@@ -743,7 +744,7 @@ def _bound(row: Row, launch: Planned, arch: str) -> Entry:
     gigaclocks = sms * chip.clock_mhz * 1e-3  # of all SMs that the launch uses, per second
     name_of_peak, peak = _peak(row, chip)
 
-    def ceilings_of(path: sass.Path) -> dict[str, float]:
+    def ceilings_of(path: paths.Path) -> dict[str, float]:
         alone, _ = pass_clocks(path, row.word_bytes, memory_clocks, chip.cache_clocks)
         clocks = {**clocks_of(path, chip), "latency": alone / warps}
         return {**{r: counted / c * gigaclocks for r, c in clocks.items()}, name_of_peak: peak}
@@ -767,7 +768,7 @@ def _peak(row: Row, chip: Chip) -> tuple[str, float]:
     return ("link", chip.link_gb_s) if row.over_link else ("memory", chip.memory_gb_s)
 
 
-def _busiest_loop(code: sass.Code, word_bytes: int) -> sass.Loop | None:
+def _busiest_loop(code: paths.Code, word_bytes: int) -> paths.Loop | None:
     """Return the loop that moves most in a pass, the innermost of those that move as much."""
     best, most = None, 0
     for loop in code.loops():
