@@ -87,21 +87,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   float* scores = reinterpret_cast<float*>(ring + Shape::kScoresAt);
   auto& table = *reinterpret_cast<typename Shape::Table*>(ring + Shape::kTableAt);
   auto& shared = *reinterpret_cast<DecodeTile*>(ring + Shape::kTileAt);
-  AttentionTile& t = shared.tile;
-  if (threadIdx.x == 0) {
-    t = find_tile(p, blockIdx.x, kDecodeRows, kv_head == 0 && split == 0);
-    shared.range = keys_of_split(p, t, split, kLatentKeys);
-  }
-  __syncthreads();  // the tile is known
-  if (t.num_rows == 0) return;
+  if (!begin_block<kLatentKeys>(shared, p, kv_head, split)) return;
+  const AttentionTile& t = shared.tile;
   const i64 begin = shared.range.begin;
   const i64 end = shared.range.end;
-  if (p.partial_out && begin == end) {  // a split without keys: only its LSE is read
-    if (threadIdx.x < t.num_rows) {
-      *end_of_row(p, t, threadIdx.x, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
-    }
-    return;
-  }
   const int num_tiles = static_cast<int>((end - begin + kLatentKeys - 1) / kLatentKeys);
   const bool values_are_keys = p.v_cache == p.k_cache &&
                                p.v.cache.page_bytes == p.k.cache.page_bytes &&

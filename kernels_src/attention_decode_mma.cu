@@ -125,21 +125,10 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   auto& table = reinterpret_cast<DecodeTable<TCache, kStages, kTileKeys>*>(shared_bytes +
                                                                            Shape::kTablesAt)[warp];
   auto& shared = *reinterpret_cast<DecodeTile*>(shared_bytes + Shape::kTileAt);
-  AttentionTile& t = shared.tile;
-  if (threadIdx.x == 0) {
-    t = find_tile(p, blockIdx.x, kDecodeRows, kv_head == 0 && split == 0);
-    shared.range = keys_of_split(p, t, split, kTileKeys);
-  }
-  __syncthreads();  // the tile is known
-  if (t.num_rows == 0) return;
+  if (!begin_block<kTileKeys>(shared, p, kv_head, split)) return;
+  const AttentionTile& t = shared.tile;
   const i64 begin = shared.range.begin;
   const i64 end = shared.range.end;
-  if (p.partial_out && begin == end) {  // a split without keys: only its LSE is read
-    if (threadIdx.x < t.num_rows) {
-      *end_of_row(p, t, threadIdx.x, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
-    }
-    return;
-  }
   const int num_key_tiles = static_cast<int>((end - begin + kTileKeys - 1) / kTileKeys);
   const int own_tiles = (num_key_tiles - warp + kDecodeWarps - 1) / kDecodeWarps;
   const auto first_of = [&](int number) {

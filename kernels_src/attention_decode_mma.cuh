@@ -81,6 +81,25 @@ struct DecodeShape {
   static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(DecodeTile));
 };
 
+// Find the rows and the keys of a block, and return whether there are any. A split without keys
+// leaves its LSE, which is all that is read of it. Every thread must call it.
+template <int kKeys>
+__device__ __forceinline__ bool begin_block(DecodeTile& shared, const AttentionParams& p,
+                                            int kv_head, int split) {
+  AttentionTile& t = shared.tile;
+  if (threadIdx.x == 0) {
+    t = find_tile(p, blockIdx.x, kDecodeRows, kv_head == 0 && split == 0);
+    shared.range = keys_of_split(p, t, split, kKeys);
+  }
+  __syncthreads();  // the tile is known
+  if (t.num_rows == 0) return false;
+  if (!p.partial_out || shared.range.begin != shared.range.end) return true;
+  if (threadIdx.x < t.num_rows) {
+    *end_of_row(p, t, threadIdx.x, kv_head, split, -kInfinity, 0.0f).lse = -kInfinity;
+  }
+  return false;
+}
+
 // --- Keys ----------------------------------------------------------------------------------------
 
 // A key on its way into a tile.

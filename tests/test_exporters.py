@@ -762,6 +762,12 @@ def test_any_change_changes_the_signature(make):
         assert probe(one)[1] != probe(other)[1], what
 
 
+def test_strides_are_part_of_a_tensors_signature(torch):
+    base = torch.zeros(8, 8)
+    tensors = [base[:4, :4], base.T[:4, :4], base[:4, ::2], base[::2, :4], torch.zeros(4, 4)]
+    assert len({probe(tensor)[1] for tensor in tensors}) == len(tensors)
+
+
 def test_another_address_does_not_change_the_signature(torch):
     for make in (lambda: np.zeros((3, 4), np.float16), lambda: torch.zeros(3, 4),
                  lambda: Hidden(np.zeros((3, 4)))):  # fmt: skip

@@ -95,7 +95,9 @@ MISSING = {
     "all waits": Missing(
         PREFILL, "wait_for_copies(); __syncthreads();", "__syncthreads();", prefill, NOT_WAITED, 3),
     "the barrier after the tile of a decode": replace(
-        barrier("the tile is known", decode), file=DECODE),
+        barrier("the tile is known", decode), file=f"{DECODE}h"),
+    "the barrier after the tile of latents": replace(
+        barrier("the tile is known", attention_checks.check_attention_latent), file=f"{DECODE}h"),
     "the barrier after the queries of a decode": replace(
         barrier("queries and limits are there", decode), file=DECODE),
     "the barrier before warps are merged": replace(
@@ -114,7 +116,6 @@ MISSING = {
     **{
         f"the barrier: {comment}": replace(barrier(comment, call), file=LATENT)
         for comment, call in [
-            ("the tile is known", attention_checks.check_attention_latent),
             ("the first tables, queries and limits are there",
              attention_checks.check_attention_latent),
             ("the tile has arrived", attention_checks.check_attention_latent),
