@@ -297,14 +297,14 @@ class Bench:
     ) -> dict[str, Callable[[], float]]:
         """Capture what can be captured; say why for what cannot."""
         timers: dict[str, Callable[[], float]] = {}
-        for name, theirs in calls.items():
+        for name, one_per_set in calls.items():
             if name == "kvcupy, torch tensors":  # the same launches
                 continue
             try:
                 if name in ("kvcupy", "expression"):
-                    timers[name] = replayed(self.device, self.stream, theirs, self.target_us)
+                    timers[name] = replayed(self.device, self.stream, one_per_set, self.target_us)
                 elif self.torch.torch.cuda.is_available():
-                    timers[name] = replayed_by_torch(self.torch.torch, theirs)
+                    timers[name] = replayed_by_torch(self.torch.torch, one_per_set)
             except Exception as error:  # a baseline that fails is reported, and the others go on
                 if name == "kvcupy":
                     raise
