@@ -222,8 +222,10 @@ class ModelCase(candidates.Case):
             source, target = (torch.as_tensor(pages) for pages in (src_pages, dst_pages))
             for part in parts:
                 for layer in layers:
-                    theirs, own = getattr(src, part)(layer), getattr(dst, part)(layer)
-                    own[target.to(own.device)] = theirs[source.to(theirs.device)].to(own.device)
+                    source_pages, own = getattr(src, part)(layer), getattr(dst, part)(layer)
+                    own[target.to(own.device)] = source_pages[source.to(source_pages.device)].to(
+                        own.device
+                    )
 
         return [partial(ignoring_stream, copy)]
 
