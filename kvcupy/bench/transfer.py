@@ -222,10 +222,9 @@ class ModelCase(candidates.Case):
             source, target = (torch.as_tensor(pages) for pages in (src_pages, dst_pages))
             for part in parts:
                 for layer in layers:
-                    source_pages, own = getattr(src, part)(layer), getattr(dst, part)(layer)
-                    own[target.to(own.device)] = source_pages[source.to(source_pages.device)].to(
-                        own.device
-                    )
+                    src_cache, dst_cache = getattr(src, part)(layer), getattr(dst, part)(layer)
+                    moved = src_cache[source.to(src_cache.device)].to(dst_cache.device)
+                    dst_cache[target.to(dst_cache.device)] = moved
 
         return [partial(ignoring_stream, copy)]
 
