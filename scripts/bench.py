@@ -15,6 +15,7 @@ from benchmarks import (
     calls,
     command,
     frames,
+    generate,
     loading,
     ops,
     order,
@@ -33,6 +34,7 @@ BENCHMARKS = {
     "scale": scale,
     "calls": calls,
     "frames": frames,
+    "generate": generate,
     "order": order,
 }
 

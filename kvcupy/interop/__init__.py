@@ -1,0 +1,1 @@
+"""kvcupy behind the interfaces of other libraries; each module imports its namesake."""

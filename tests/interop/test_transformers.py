@@ -1,0 +1,458 @@
+"""Generation with a `PagedCache` gives what transformers' own cache gives."""
+
+import copy
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from helpers import examples  # noqa: E402
+
+import kvcupy as kv  # noqa: E402
+from kvcupy.interop.transformers import PagedCache, attention_forward  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("quick_host")
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": None,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8, "n_group": 2, "topk_group": 1,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+MODELS = {
+    "llama": ("LlamaForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 8}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {"sliding_window": 8, "head_dim": 16, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM", {"sliding_window": 8, "head_dim": 16, "layer_types": ALTERNATING}
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM", {"sliding_window": 8, "head_dim": 16, "num_local_experts": 4}
+    ),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", LATENT),
+}  # fmt: skip
+
+
+def model_of(name, **changes):
+    class_name, settings = MODELS[name]
+    model_class = getattr(transformers, class_name)
+    config = model_class.config_class(**{**SMALL, **settings, **changes})
+    config._attn_implementation = "eager"
+    torch.manual_seed(7)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
+            elif parameter.ndim == 2:
+                parameter.mul_(4)  # far from uniform attention
+    return model
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = model_of(name)
+        return made[name]
+
+    return get
+
+
+def prompts(batch=3, length=17, padding=(5, 0, 11)):
+    ids = torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(ids)
+    for row, count in enumerate(padding[:batch]):
+        mask[row, :count] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, implementation, cache, inputs, **options):
+    """Return tokens, and logits of each step."""
+    model.set_attn_implementation(implementation)
+    options = {"max_new_tokens": 12, "do_sample": False, **options}
+    torch.manual_seed(11)
+    result = model.generate(
+        **inputs, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **options
+    )
+    return result.sequences, torch.stack(result.logits)
+
+
+def require_same(model, inputs, implementation="kvcupy", **options):
+    cache = PagedCache(model.config, num_pages=200, page_size=4)
+    expected, logits = generate(model, "eager", None, inputs, **options)
+    tokens, own_logits = generate(model, implementation, cache, inputs, **options)
+    assert torch.equal(tokens, expected)
+    torch.testing.assert_close(own_logits, logits, rtol=1e-4, atol=1e-4)
+    return cache
+
+
+@pytest.mark.parametrize("implementation", ["kvcupy", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy(models, name, implementation):
+    """Rows of different lengths, padded on the left; windows shorter than the rows."""
+    require_same(models(name), prompts(), implementation)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v3"])
+def test_beam_search(models, name):
+    cache = require_same(models(name), prompts(), num_beams=3, num_return_sequences=2)
+    assert cache.batch_size == 9
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_samples_of_one_prompt(models, name):
+    require_same(models(name), prompts(2), do_sample=True, num_return_sequences=3, top_k=5)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "deepseek_v3"])
+def test_assisted_generation(models, name):
+    """Tokens that the assistant drafts and the model rejects are cropped."""
+    model = models(name)
+    assistant = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.add_(parameter.abs().mean() * torch.randn_like(parameter) / 4)
+    inputs = prompts(1, padding=(0,))
+    require_same(model, inputs, assistant_model=assistant)
+    require_same(model, inputs, prompt_lookup_num_tokens=3)
+
+
+def test_a_second_turn_goes_on_from_the_first(models):
+    model, inputs = models("llama"), prompts(2)
+    caches = {
+        "eager": transformers.DynamicCache(),
+        "kvcupy": PagedCache(model.config, num_pages=99),
+    }
+    turns = {}
+    for implementation, cache in caches.items():
+        first, _ = generate(model, implementation, cache, inputs)
+        mask = torch.cat([inputs["attention_mask"], torch.ones(2, 12 + 3, dtype=torch.long)], 1)
+        more = {"input_ids": torch.cat([first, first[:, 6:9]], 1), "attention_mask": mask}
+        turns[implementation] = generate(model, implementation, cache, more)[0]
+    assert torch.equal(turns["eager"], turns["kvcupy"])
+
+
+@pytest.mark.parametrize("padding", [(5, 0, 11), (5, 8, 11)])
+def test_prefill_in_chunks(models, padding):
+    """The first chunk is padding in two rows, or in all."""
+    require_same(models("gemma3"), prompts(padding=padding), prefill_chunk_size=5)
+
+
+@pytest.mark.parametrize("own", ["kvcupy", "sdpa"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "int8", torch.float8_e5m2])
+def test_quantised(models, dtype, own):
+    """Logits of one forward differ by what the format rounds away."""
+    model, inputs = models("llama"), prompts()
+    bound = {"bf16": 0.02, "fp8_e4m3": 0.1, "int8": 0.03}.get(dtype, 0.2)
+    logits = {}
+    for implementation, cache in {
+        "eager": None, own: PagedCache(model.config, num_pages=99, dtype=dtype)
+    }.items():  # fmt: skip
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            logits[implementation] = model(**inputs, past_key_values=cache).logits
+    real = inputs["attention_mask"].bool()
+    difference = (logits[own] - logits["eager"])[real].norm() / logits["eager"][real].norm()
+    assert 0 < difference < bound
+
+
+def test_bf16_model():
+    model = model_of("qwen3").bfloat16()
+    inputs = prompts()
+    logits = {}
+    for implementation in ("eager", "kvcupy"):
+        model.set_attn_implementation(implementation)
+        cache = PagedCache(model.config, num_pages=99) if implementation == "kvcupy" else None
+        with torch.no_grad():
+            logits[implementation] = model(**inputs, past_key_values=cache).logits.float()
+    assert cache.pages.pool.dtype == "bf16"
+    real = inputs["attention_mask"].bool()
+    difference = (logits["kvcupy"] - logits["eager"])[real].norm() / logits["eager"][real].norm()
+    assert difference < 0.03
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_without_a_cache(models, name, padded):
+    model, inputs = models(name), prompts(padding=(5, 0, 11) if padded else (0, 0, 0))
+    logits = {}
+    for implementation in ("eager", "kvcupy"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            logits[implementation] = model(**inputs, use_cache=False).logits
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(logits["kvcupy"][real], logits["eager"][real], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_not_causal(by_layer, padded):
+    query, key, value = torch.randn(3, 2, 4, 7, 16, generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[1, :3] = not padded
+    layer = types.SimpleNamespace(is_causal=False) if by_layer else types.SimpleNamespace()
+    options = {} if by_layer else {"is_causal": False}
+    own, _ = attention_forward(layer, query, key, value, mask if padded else None, **options)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, mask[:, None, None]
+    ).transpose(1, 2)
+    torch.testing.assert_close(own[mask], expected[mask], rtol=1e-5, atol=1e-5)
+    assert not own[~mask].any()
+
+
+def test_refused_masks(models):
+    """Masks that would be ignored silently."""
+    model, ids = models("llama"), prompts()["input_ids"]
+    model.set_attn_implementation("kvcupy")
+    packed = torch.arange(17).repeat(3, 1) % 8
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="packed"):
+        model(ids, position_ids=packed, use_cache=False)
+    config = model.config
+    chunked = copy.deepcopy(config)
+    chunked.attention_chunk_size = 4
+    from transformers.masking_utils import create_causal_mask
+
+    arguments = {
+        "inputs_embeds": torch.zeros(3, 17, 64), "attention_mask": None, "past_key_values": None,
+        "position_ids": None,
+    }  # fmt: skip
+    with pytest.raises(NotImplementedError, match="chunks"):
+        create_causal_mask(config=chunked, **arguments)
+    with pytest.raises(NotImplementedError, match="images"):
+        create_causal_mask(config=config, or_mask_function=lambda b, h, q, k: q < 3, **arguments)
+
+
+# --- Pages ---
+
+
+def forward(model, cache, ids, mask=None):
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits
+
+
+@pytest.fixture
+def llama(models):
+    model = models("llama")
+    model.set_attn_implementation("kvcupy")
+    return model
+
+
+def state(cache):
+    pages = cache.pages
+    lengths = [pages.sequence_length(seq) for seq in cache._rows] if pages else []
+    free = pages.num_available_pages if pages else None
+    return cache.get_seq_length(), lengths, free, cache.batch_size
+
+
+def test_padding_takes_no_pages(llama):
+    cache, inputs = PagedCache(llama.config, num_pages=20, page_size=4), prompts()
+    forward(llama, cache, inputs["input_ids"], inputs["attention_mask"])
+    assert state(cache) == (17, [12, 17, 6], 20 - 3 - 5 - 2, 3)
+
+
+def test_rows_that_are_forked_share_pages(llama):
+    cache = PagedCache(llama.config, num_pages=20, page_size=4)
+    forward(llama, cache, prompts(2, 10, (0, 0))["input_ids"])
+    cache.reorder_cache(torch.tensor([1, 1, 1]))
+    assert state(cache) == (10, [10, 10, 10], 20 - 3 - 2, 3)  # a partial page each
+    cache.batch_select_indices(torch.tensor([True, False, True]))
+    assert state(cache) == (10, [10, 10], 20 - 3 - 1, 2)
+    cache.batch_repeat_interleave(2)
+    assert state(cache) == (10, [10] * 4, 20 - 3 - 3, 4)
+
+
+@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("padding", [(0, 0, 0), (5, 0, 11)])
+def test_rows_after_reorder_and_crop(llama, padding, count):
+    """Each row goes on as if it had been computed alone; 8 tokens are more than one of them has."""
+    inputs = prompts(padding=padding)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    new = torch.randint(3, 64, (4, 3))
+    parents = [2, 0, 0, 1]
+    ids = torch.cat([ids[parents][:, :-count], new], 1)
+    mask = torch.cat([mask[parents][:, :-count], torch.ones_like(new)], 1)
+    logits = {}
+    for name in ("whole", "cropped"):
+        cache = PagedCache(llama.config, num_pages=40, page_size=4)
+        if name == "cropped":
+            forward(llama, cache, inputs["input_ids"], inputs["attention_mask"])
+            cache.reorder_cache(torch.tensor(parents))
+            cache.crop(-count)
+            logits[name] = forward(llama, cache, new, mask)
+        else:
+            logits[name] = forward(llama, cache, ids, mask)[:, -3:]
+    torch.testing.assert_close(logits["cropped"], logits["whole"], rtol=1e-4, atol=1e-4)
+
+
+def test_reset(llama):
+    cache, ids = PagedCache(llama.config, num_pages=20, page_size=4), prompts()["input_ids"]
+    first = forward(llama, cache, ids)
+    cache.reset()
+    assert state(cache) == (0, [], 20, -1)
+    assert torch.equal(forward(llama, cache, ids[:2]), first[:2])
+
+
+# --- Errors ---
+
+
+def test_a_forward_that_fails_changes_nothing(llama, monkeypatch):
+    cache, ids = PagedCache(llama.config, num_pages=20, page_size=4), prompts()["input_ids"]
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("in the second layer")
+
+    for before in (0, 10):
+        if before:
+            forward(llama, cache, ids[:, :before])
+        expected = state(cache)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+            patch.setattr(llama.model.layers[1].mlp, "forward", fail)
+            forward(llama, cache, ids[:, before:])
+        cache.crop(0)  # takes back what the forward has begun
+        assert state(cache)[:2] == expected[:2]
+    whole = PagedCache(llama.config, num_pages=20, page_size=4)
+    torch.testing.assert_close(
+        forward(llama, cache, ids[:, 10:]), forward(llama, whole, ids)[:, 10:], rtol=1e-4, atol=1e-4
+    )
+
+
+def test_too_few_pages(llama):
+    cache, ids = PagedCache(llama.config, num_pages=10, page_size=4), prompts()["input_ids"]
+    forward(llama, cache, ids[:, :11])
+    expected = state(cache)
+    with pytest.raises(kv.CacheFull):
+        forward(llama, cache, ids[:, 11:])
+    with pytest.raises(kv.CacheFull):
+        cache.reorder_cache(torch.tensor([0, 0, 0]))  # one of two forks
+    assert state(cache) == expected
+    forward(llama, cache, ids[:, 11:12])  # the last slot of each row's pages
+
+
+def refuse(error, match, call, cache):
+    before = state(cache)
+    with pytest.raises(error, match=match):
+        call()
+    assert state(cache) == before
+
+
+def test_refused_calls(llama):
+    cache, inputs = PagedCache(llama.config, num_pages=20, page_size=4), prompts()
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    forward(llama, cache, ids, mask)
+    new, ones = ids[:, :1], torch.ones(3, 1, dtype=torch.long)
+    for match, call in {
+        "attention_mask: .*no change": lambda: forward(
+            llama, cache, new, torch.cat([1 - mask, ones], 1)
+        ),
+        "attention_mask: .*earlier tokens": lambda: forward(llama, cache, new),
+        r"attention_mask: .*\(3, 18\)": lambda: forward(llama, cache, new, mask),
+        "key_states: .*batch of 3": lambda: forward(
+            llama, cache, new[:2], torch.cat([mask, ones], 1)[:2]
+        ),
+        "attention_mask: .*sdpa": lambda: forward(
+            llama, cache, new, torch.zeros(3, 1, 1, 18)
+        ),
+        "tokens_to_remove: .*-17 to 0, got 3": lambda: cache.crop(3),
+        "tokens_to_remove: .*-17 to 0, got -18": lambda: cache.crop(-18),
+        "beam_idx: .*0 to 2, got 3": lambda: cache.reorder_cache(torch.tensor([0, 3])),
+        "repeats": lambda: cache.batch_repeat_interleave(0),
+    }.items():  # fmt: skip
+        refuse(ValueError, match, call, cache)
+    key = torch.zeros(3, 2, 1, 16)
+    llama.set_attn_implementation("eager")
+    refuse(
+        ValueError, "past_key_values: .*without padding",
+        lambda: forward(llama, cache, new, torch.cat([mask, ones], 1)), cache,
+    )  # fmt: skip
+    llama.set_attn_implementation("kvcupy")
+    refuse(
+        kv.KvcupyError, "layer_idx: expected layer 0 next, got 1",
+        lambda: cache.attend(1, torch.zeros(3, 4, 1, 16), key, key), cache,
+    )  # fmt: skip
+    refuse(
+        ValueError, "heads and widths", lambda: cache.update(key[..., :8], key, 1), cache,
+    )  # fmt: skip
+
+
+def test_training_is_refused(llama):
+    ids = prompts()["input_ids"]
+    with pytest.raises(TypeError, match="no_grad"):
+        llama(ids, past_key_values=PagedCache(llama.config, num_pages=20))
+    llama.train()
+    llama.config.attention_dropout = 0.5
+    for layer in llama.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    try:
+        with torch.no_grad(), pytest.raises(ValueError, match="dropout"):
+            llama(ids, past_key_values=PagedCache(llama.config, num_pages=20))
+    finally:
+        llama.eval()
+        llama.config.attention_dropout = 0.0
+        for layer in llama.model.layers:
+            layer.self_attn.attention_dropout = 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"num_pages": 0}, ValueError),
+        ({"num_pages": 1.5}, TypeError),
+        ({"page_size": 0}, ValueError),
+        ({"config": object()}, TypeError),
+    ],
+)
+def test_refused_arguments(llama, changes, error):
+    arguments = {"config": llama.config, "num_pages": 4, **changes}
+    with pytest.raises(error, match=next(iter(changes))):
+        PagedCache(**arguments)
+
+
+def test_refused_models():
+    config = transformers.Llama4TextConfig(num_hidden_layers=4)
+    with pytest.raises(NotImplementedError, match="chunk"):
+        PagedCache(config, num_pages=4)
+    config = transformers.Qwen3NextConfig(num_hidden_layers=4)
+    with pytest.raises(NotImplementedError, match="linear_attention"):
+        PagedCache(config, num_pages=4)
+
+
+def test_random_calls(llama):
+    """Random forwards, crops and reorders: the same as with transformers' cache."""
+    random = torch.Generator().manual_seed(5)
+
+    def draw(low, high, *shape):
+        return torch.randint(low, high, shape, generator=random)
+
+    for _ in range(examples(8)):
+        own = PagedCache(llama.config, num_pages=300, page_size=int(draw(1, 6)))
+        peer, batch = transformers.DynamicCache(), int(draw(1, 4))
+        for _ in range(8):
+            action = int(draw(0, 4)) if peer.get_seq_length() else 0
+            if action < 2:
+                ids = draw(3, 64, batch, int(draw(1, 6)))
+                llama.set_attn_implementation("eager")
+                expected = forward(llama, peer, ids)
+                llama.set_attn_implementation("kvcupy")
+                torch.testing.assert_close(forward(llama, own, ids), expected, rtol=1e-4, atol=1e-4)
+            elif action == 2:
+                count = int(draw(0, peer.get_seq_length()))
+                peer.crop(-count), own.crop(-count)
+            else:
+                rows = draw(0, batch, int(draw(1, 4)))
+                batch = len(rows)
+                peer.reorder_cache(rows), own.reorder_cache(rows)
+            assert own.get_seq_length() == peer.get_seq_length()
