@@ -1,4 +1,4 @@
-"""The command line: `python -m kvcupy doctor | compile | calibrate | roofline | bench | demo`."""
+"""The command line: `python -m kvcupy COMMAND`; `--help` lists the commands."""
 
 from __future__ import annotations
 
@@ -55,6 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 tokens=options.tokens, batches=options.batch, contexts=options.context,
                 page_size=options.page_size,
             )  # fmt: skip
+        if options.command == "inspect":
+            from . import inspection
+
+            return inspection.main(options.file, verify=options.verify, as_json=options.json)
         from . import compile_check
 
         return compile_check.main(
@@ -124,6 +128,16 @@ def _parser() -> argparse.ArgumentParser:
     measuring.add_argument(
         "--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help=compared
     )
+    inspecting = commands.add_parser(
+        "inspect",
+        help="what a saved sequence or the file of a disk tier holds",
+        description="Print what a file holds: of PagedKVCache.save_sequence, or of a disk tier. "
+        "The exit status is 1 if it holds what is damaged.",
+    )
+    inspecting.add_argument("file", type=Path, metavar="FILE")
+    verify = "read the blocks of a disk tier, and compare them with their checksums"
+    inspecting.add_argument("--verify", action="store_true", help=verify)
+    inspecting.add_argument("--json", action="store_true", help="print JSON")
     progress = "print progress lines where stderr is not a terminal"
     for command in (compiling, calibrating, bounding, measuring):
         command.add_argument("--progress", action="store_true", help=progress)

@@ -1,4 +1,4 @@
-"""What ran when, on which stream: spans from timing events, as Perfetto JSON and as a picture.
+"""What ran when, on which stream: spans from timing events, as Perfetto JSON, a page and a picture.
 
     op on stream A   |--event--[ operation ]--event--|
     op on stream B          |--event--[ operation ]--event--|
@@ -17,8 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from . import observe
+from .timeline_page import page
 
 if TYPE_CHECKING:
     from .devices.protocol import Device, Event, Stream
@@ -29,13 +31,22 @@ _PALETTE = ("#4C78A8", "#E8A15A", "#72A98F", "#B6566B", "#9C8AC2", "#8C7B68", "#
 
 @dataclass(frozen=True)
 class Span:
-    """One operation as it ran on a stream (its lane). Times count from the start of the block."""
+    """One operation as it ran on a stream (its lane). Times count from the start of the block.
+
+    Attributes
+    ----------
+    num_bytes : read and written, of as many rows as there are slots; None: that depends on what
+        arrays on the device hold
+    waits : streams whose events the lane was told to wait for since its operation before
+    """
 
     name: str
     lane: str
     start_us: float
     duration_us: float
     device: str = ""
+    num_bytes: int | None = None
+    waits: tuple[str, ...] = ()
 
     @property
     def end_us(self) -> float:
@@ -49,7 +60,11 @@ class Timeline:
         self._start_s = time.perf_counter()
         self._bases: dict[str, tuple[Event, float]] = {}  # base event, and us since the start
         self._open: dict[int, tuple[Event, Event]] = {}
-        self._ended: list[tuple[str, str, Device, Event, Event]] = []
+        # Name, lane, device, start, end; bytes; and the waits of the lane before it.
+        self._ended: list[tuple[str, str, Device, Event, Event, int | None, tuple[str, ...]]] = []
+        # The stream that has recorded an event.
+        self._origins: WeakKeyDictionary[Event, str] = WeakKeyDictionary()
+        self._waits: dict[Stream, list[str]] = {}  # of a stream, since its last operation
         self._spans: list[Span] = []
         self._lock = threading.Lock()
 
@@ -75,13 +90,19 @@ class Timeline:
         start, end = self._open.pop(id(operation))
         stream = operation.stream
         stream.record(end)
-        self._ended.append((operation.name, stream.name, stream.device, start, end))
+        waits = tuple(dict.fromkeys(self._waits.pop(stream, ())))
+        num_bytes = _num_bytes(operation)
+        self._ended.append(
+            (operation.name, stream.name, stream.device, start, end, num_bytes, waits)
+        )
 
     def recorded(self, event: Event, stream: Stream) -> None:
-        """Ignore it: the observer's own events are announced here too."""
+        self._origins[event] = stream.name
 
     def waited(self, stream: Stream, event: Event) -> None:
-        """Ignore it: a wait shows as a gap before the next operation."""
+        origin = self._origins.get(event)
+        if origin is not None and origin != stream.name:
+            self._waits.setdefault(stream, []).append(origin)
 
     # The result.
 
@@ -95,18 +116,36 @@ class Timeline:
             An operation failed on its stream.
         """
         ended, self._ended = self._ended, []
-        for name, lane, device, start, end in ended:
+        for name, lane, device, start, end, num_bytes, waits in ended:
             end.synchronize()
             base, offset_us = self._bases[device.name]
             start_us = offset_us + start.elapsed_us(base)
-            self._spans.append(Span(name, lane, start_us, end.elapsed_us(start), device.name))
+            duration_us = end.elapsed_us(start)
+            self._spans.append(
+                Span(name, lane, start_us, duration_us, device.name, num_bytes, waits)
+            )
         self._spans.sort(key=lambda span: (span.start_us, span.end_us))
         return list(self._spans)
 
-    def save(self, path: str | Path) -> None:
-        """Write the spans as trace-event JSON, which ui.perfetto.dev and chrome://tracing open."""
+    def save(self, path: str | Path, *, title: str | None = None) -> None:
+        """Write the spans to a file.
+
+        Parameters
+        ----------
+        path : ending in ".html", one page to look at in a browser, which needs nothing else: a row
+            per stream, and the bytes and waits of what the pointer is at. Else trace-event JSON,
+            which ui.perfetto.dev and chrome://tracing open
+        title : of the page
+        """
         spans = self.spans
         lanes = _lanes(spans)
+        if Path(path).suffix.lower() in (".html", ".htm"):
+            names = dict.fromkeys(span.name for span in spans)
+            fills = {name: _PALETTE[i % len(_PALETTE)] for i, name in enumerate(names)}
+            colours = {name: (fill, _ink(fill)) for name, fill in fills.items()}
+            text = page(spans, lanes, _shared(spans), colours, title or "Timeline of streams")
+            Path(path).write_text(text, encoding="utf-8")
+            return
         processes = {device: pid for pid, device in enumerate(dict.fromkeys(d for d, _ in lanes))}
         threads = {lane: tid for tid, lane in enumerate(lanes, start=1)}
         events: list[dict[str, Any]] = []
@@ -124,6 +163,7 @@ class Timeline:
                 "ph": "X", "cat": "kvcupy", "name": span.name, "ts": span.start_us,
                 "dur": span.duration_us, "pid": processes[span.device],
                 "tid": threads[span.device, span.lane],
+                "args": {"bytes": span.num_bytes, "waits for": list(span.waits)},
             })  # fmt: skip
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
@@ -190,6 +230,21 @@ class Timeline:
         figure.savefig(path)
 
 
+def _num_bytes(operation: observe.Operation) -> int | None:
+    """Return the bytes that an operation reads and writes, or None if data decides."""
+    total = 0
+    for access in (*operation.reads, *operation.writes):
+        array, slots = access.view, access.slots
+        num_bytes = array.size * array.itemsize
+        if isinstance(slots, observe.Slots):
+            return None
+        if slots is not None:
+            num_slots = array.shape[0] * access.page_size
+            num_bytes = num_bytes // num_slots * slots.size if num_slots else 0
+        total += num_bytes
+    return total
+
+
 def _lanes(spans: list[Span]) -> list[tuple[str, str]]:
     """Return (device, lane) pairs in order of first appearance, grouped by device."""
     seen = list(dict.fromkeys((span.device, span.lane) for span in spans))
@@ -229,7 +284,8 @@ def timeline() -> Iterator[Timeline]:
 
     Returns
     -------
-    A `Timeline`: `.spans`, `.save("t.json")` for Perfetto, `.plot("t.png")`.
+    A `Timeline`: `.spans`, `.save("t.html")` to look at, `.save("t.json")` for Perfetto,
+    `.plot("t.png")`.
 
     Notes
     -----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import html.parser
 import json
 import threading
 import time
@@ -140,6 +141,78 @@ def test_json_is_a_perfetto_trace(overlap, tmp_path):
     assert [e["dur"] for e in bars] == pytest.approx([50, 40, 10])
     assert {e["ph"] for e in events} == {"M", "X"}
     assert len({(e["pid"], e["tid"]) for e in bars}) == 2
+
+
+def test_what_an_operation_waited_for(tmp_path):
+    device = ManualDevice()
+    main, copier = ManualStream(device, "main"), ManualStream(device, "copy")
+    with timeline() as result:
+        operate(copier, "copy", 0, 40)
+        event = copier.record(device.event(timing=True))
+        for stream in (main, main, copier):
+            observe.waited(stream, event)
+        operate(main, "store_kv", 50, 10)
+        operate(main, "gather_kv", 60, 10)
+        operate(copier, "copy", 70, 10)
+    assert [span.waits for span in result.spans] == [(), ("copy",), (), ()]
+    result.save(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert [e["args"]["waits for"] for e in events if e["ph"] == "X"] == [[], ["copy"], [], []]
+
+
+def test_bytes_of_an_operation():
+    device = kv.device("host")
+    k, v = (device.zeros((4, 8, 2, 16), "fp16") for _ in range(2))
+    key, value = (np.ones((5, 2, 16), np.float16) for _ in range(2))
+    slots = np.arange(5)
+    with timeline() as result:
+        kv.store_kv(key, value, k, v, slots)
+        kv.gather_kv(k, v, slots)
+    rows = 2 * key.nbytes
+    assert [span.num_bytes for span in result.spans] == [2 * rows + slots.nbytes] * 2
+
+
+class Page(html.parser.HTMLParser):
+    """The elements of a page, and what it refers to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.spans, self.references = [], [], []
+        self.feed(text)
+        assert self.open == [], "elements that are not closed"
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.references += [attributes[name] for name in ("src", "href") if name in attributes]
+        if attributes.get("class") == "span":
+            self.spans.append(attributes)
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_page_needs_nothing_else(overlap, tmp_path):
+    overlap.save(tmp_path / "t.HTML", title="<stores> & copies")
+    text = (tmp_path / "t.HTML").read_text()
+    page = Page(text)
+    assert not page.references and "http" not in text and "url(" not in text
+    assert "&lt;stores&gt; &amp; copies" in text and "busy for 20 µs" in text
+    styles = [dict(x.split(":") for x in s["style"].split(";")) for s in page.spans]
+    assert [(x["left"], x["width"]) for x in styles] == [
+        ("0.0000%", "45.4545%"), ("90.9091%", "9.0909%"), ("27.2727%", "36.3636%")
+    ]  # fmt: skip
+    assert (
+        page.spans[2]["data-details"] == "copy on copy: 40 µs from 30 µs\n0 bytes read and written"
+    )
+
+
+def test_page_of_nothing(tmp_path):
+    with timeline() as result:
+        pass
+    result.save(tmp_path / "t.html")
+    assert "0 operations on 0 streams" in (tmp_path / "t.html").read_text()
 
 
 def test_lanes_of_the_same_name_on_two_devices_stay_apart(tmp_path):

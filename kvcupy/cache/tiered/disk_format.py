@@ -107,12 +107,17 @@ def encode_header(layout: Layout, identity: Mapping[str, str]) -> bytes:
     return header + _digest(header)
 
 
-def check_header(header: bytes, layout: Layout, identity: Mapping[str, str], path: object) -> None:
-    """Raise ValueError unless a file was made for the same pages.
+def is_header(header: bytes) -> bool:
+    """Return whether a file that starts so is one of a disk tier."""
+    return header.startswith(_MAGIC)
+
+
+def decode_header(header: bytes, path: object) -> tuple[Layout, dict[str, str]]:
+    """Return the layout and the identity of a file; ValueError if it has none that is whole.
 
     `header` is the first 4096 bytes of the file, or fewer if it is shorter.
     """
-    if not header.startswith(_MAGIC):
+    if not is_header(header):
         start = header[: len(_MAGIC)]
         raise ValueError(
             f"disk: expected a file of a disk tier, got {path}, which starts {start!r}"
@@ -127,8 +132,14 @@ def check_header(header: bytes, layout: Layout, identity: Mapping[str, str], pat
     if len(header) < BLOCK_BYTES or _digest(body) != header[-_DIGEST_BYTES:]:
         raise ValueError(f"disk: expected a whole header, got a damaged one in {path}")
     _, _, json_bytes, page_bytes, num_slots = _HEADER.unpack_from(body)
-    stored = json.loads(body[_HEADER.size : _HEADER.size + json_bytes])
-    actual = {**stored, **_sizes(Layout(num_slots, page_bytes))}
+    identity = json.loads(body[_HEADER.size : _HEADER.size + json_bytes])
+    return Layout(num_slots, page_bytes), identity
+
+
+def check_header(header: bytes, layout: Layout, identity: Mapping[str, str], path: object) -> None:
+    """Raise ValueError unless a file was made for the same pages."""
+    stored_layout, stored = decode_header(header, path)
+    actual = {**stored, **_sizes(stored_layout)}
     expected = {**identity, **_sizes(layout)}
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
