@@ -1,0 +1,1 @@
+"""Adapters to other libraries. Each module imports its library, and is imported by who asks."""
