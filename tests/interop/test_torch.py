@@ -95,6 +95,15 @@ def test_results_are_never_arguments():
         assert schema.is_mutable or schema.returns, name
 
 
+def test_compilers_keep_strides_and_leave_waits_out_of_graphs():
+    known = torch.Tag
+    strides = getattr(known, "needs_exact_strides", known.needs_fixed_stride_order)
+    for name in NAMES:
+        assert strides in operator(name).tags and known.pt2_compliant_tag in operator(name).tags
+        if hasattr(known, "cudagraph_unsafe"):
+            assert (known.cudagraph_unsafe in operator(name).tags) == (name in DYNAMIC), name
+
+
 # --- Results, and what is written ---
 
 
@@ -216,6 +225,26 @@ def test_merged_states_of_one_array(device):
     torch.library.opcheck(operator("merge_states"), (states, lse, None, None))
     out, _ = kvt.merge_states(states, lse, None, None, out=torch.zeros_like(states[0]))
     assert_bits(out, kv.merge_states(states, lse, None, None)[0], "out")
+
+
+@pytest.mark.parametrize("name", ["apply_rope", "rope_store_kv", "rope_store_mla"])
+def test_rotations_without_a_query(calls, name, compile_):
+    own, compiled = copied(calls[name]), copied(calls[name])
+    own["query"] = compiled["query"] = None
+    getattr(kv, name)(**own)
+    compile_(getattr(kvt, name))(**compiled)
+    assert_same(compiled, own)
+
+
+def test_sections_of_positions(calls, compile_):
+    own, compiled = copied(calls["apply_rope"]), copied(calls["apply_rope"])
+    for call in (own, compiled):
+        call.update(positions=call["positions"].expand(3, 3) // torch.tensor(
+            [[1], [2], [3]], device=call["positions"].device), sections=(1, 1, 0),
+            sections_interleaved=True)  # fmt: skip
+    kv.apply_rope(**own)
+    compile_(kvt.apply_rope)(**compiled)
+    assert_same(compiled, own)
 
 
 # --- Numbers or tensors, and bytes ---
@@ -359,9 +388,9 @@ class Attention(torch.nn.Module):
         query, key, value = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
         kvt.rope_store_kv(query, key, value, self.table, positions, *self.cache.unbind(0), slots)
         out = kvt.paged_attention(query, *self.cache.unbind(0), pages, lengths)
-        return out.view(-1, 32) * 2
+        return out.view(-1, 32)
 
-    def inputs(self, batch=2):
+    def inputs(self, batch=3):
         on = self.weight.device
         generator = torch.Generator().manual_seed(batch)
         x = torch.randn(batch, 16, generator=generator).to(on, torch.bfloat16)
@@ -374,7 +403,7 @@ def both(device, transform):
     """Run a layer and its transform on the same inputs: batches of several sizes, cache and all."""
     eager, other = Attention(device), Attention(device)
     run = transform(other)
-    for batch in (2, 3, 5):
+    for batch in (3, 5, 2):
         with torch.no_grad():
             want, got = eager(*eager.inputs(batch)), run(*other.inputs(batch))
         assert_bits(got, want, f"out of {batch}")
@@ -388,12 +417,50 @@ def test_a_layer_over_a_combined_cache(device, compile_):
 def test_a_layer_of_any_batch_is_traced_once(device, compile_):
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    counter = CompileCounterWithBackend("aot_eager")
-    both(device, lambda layer: compile_(layer, backend=counter, dynamic=True))
-    assert counter.frame_count == 1
+    counter, counts = CompileCounterWithBackend("aot_eager"), []
+
+    def transform(layer):
+        run = compile_(layer, backend=counter, dynamic=True)
+
+        def counted(*inputs):
+            out = run(*inputs)
+            counts.append(counter.frame_count)
+            return out
+
+        return counted
+
+    both(device, transform)
+    assert counts[0] > 0 and len(set(counts)) == 1, counts
 
 
-def test_inductor_writes_the_cache_in_place(device, compile_, lenient_host):
+@pytest.mark.usefixtures("plain_inductor")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_packed_rows_of_the_caller_are_rotated_in_place(device, backend, compile_):
+    """Views of one argument, of which some are written and one is read."""
+    layer = Attention(device)
+    _, positions, slots, *_ = layer.inputs(2)
+
+    def rotate(qkv):
+        query, key, value = qkv.split([4, 2, 2], dim=1)
+        k_cache, v_cache = layer.cache[0], layer.cache[1]
+        kvt.rope_store_kv(
+            query, key, value, layer.table, positions, k_cache, v_cache, slots, write_key=False
+        )
+
+    qkv = torch.randn(2, 8, 8, device=positions.device).to(torch.bfloat16)
+    own = qkv.clone()
+    rotate(own)
+    want = layer.cache.clone()
+    layer.cache.zero_()
+    address = qkv.data_ptr()
+    compile_(rotate, backend=backend)(qkv)
+    assert_bits(qkv, own, "qkv")
+    assert_bits(layer.cache, want, "cache")
+    assert qkv.data_ptr() == address
+
+
+@pytest.mark.usefixtures("lenient_host", "plain_inductor")
+def test_inductor_writes_the_cache_in_place(device, compile_):
     """No copy of the cache is made, nor one of the packed rows that are rotated in place."""
     from torch._inductor.utils import run_and_get_code
 
@@ -455,6 +522,15 @@ def test_a_call_that_raises_has_changed_nothing(calls, mode, compile_):
     run = kvt.store_kv if mode == "eager" else compile_(kvt.store_kv)
     with pytest.raises(ValueError, match=r"^v_cache: expected 1 heads"):
         run(**call)
+    assert_same(call, unchanged)
+
+
+def test_transforms_of_tensors_are_refused(calls):
+    """As by kvcupy's own function; nothing is written in silence."""
+    call = copied(calls["store_kv"])
+    key, unchanged = call.pop("key"), copied(call)
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.vmap(lambda key: kvt.store_kv(key, **call))(torch.stack([key, key]))
     assert_same(call, unchanged)
 
 
@@ -625,6 +701,7 @@ def test_a_table_of_rope(device):
 # --- The module ---
 
 
+@pytest.mark.full
 def test_imported_by_who_asks():
     """Without what compiles graphs, which takes seconds; and Python ends as it should."""
     code = """
