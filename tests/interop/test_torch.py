@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -209,7 +210,7 @@ def test_attention_without_all_outputs(calls, given, compile_):
 
 @pytest.mark.parametrize("shape", ["slots", "NHD", "HND", "two axes"])
 def test_shapes_of_gathered_rows(device, shape):
-    sizes = {"slots": (6, 2, 8), "NHD": (3, 2, 2, 8), "HND": (3, 2, 2, 8), "two axes": (6, 16)}
+    sizes = {"slots": (9, 2, 8), "NHD": (3, 3, 2, 8), "HND": (3, 2, 3, 8), "two axes": (9, 16)}
     cache = torch.zeros(sizes[shape], dtype=torch.bfloat16, device=torch_device(device))
     slots = torch.zeros(5, dtype=torch.int32, device=cache.device)
     layout = "HND" if shape == "HND" else "NHD"
@@ -570,6 +571,33 @@ def test_streams_of_kvcupy(calls, device):
     kvt.rope_store_kv(**theirs, stream=stream, alt_stream=other)
     stream.synchronize()
     assert_same(theirs, own)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operators_run_on_the_current_stream(calls, name):
+    """That of torch, in its captures too: none is passed on, and kvcupy asks for it."""
+    (found,) = (each for each in OPERATORS if each.name == name)
+    passed = []
+    row = replace(found.row, function=lambda **values: passed.append(values))
+    replace(found, row=row).kernel(*operands(name, copied(calls[name]))[0])
+    assert not {"stream", "alt_stream"} & passed[0].keys()
+    assert passed[0].keys() <= inspect.signature(getattr(kv, found.row.name)).parameters.keys()
+
+
+@pytest.mark.races
+def test_reports_of_the_order_checker_name_the_users_line(calls, device):
+    """Not the dispatcher's, which calls the kernel."""
+    call, stream = copied(calls["store_kv"]), device.stream()
+    device.synchronize()
+    with kv.order_checker("record") as checker:
+        kv.store_kv(**call, stream=stream)
+        kvt.store_kv(**call)
+    stream.synchronize()
+    device.synchronize()
+    assert checker.reports
+    for report in checker.reports:
+        assert report.second.operation == "store_kv"
+        assert report.second.site.startswith(f"{__file__}:"), report.second.site
 
 
 @pytest.mark.parametrize("name", ["stream", "alt_stream"])
