@@ -108,7 +108,7 @@ def _empty_rows(v: Values, name: str) -> Any:
     if cache.ndim == 4 and v.get("layout", "NHD") == "HND":
         shape = (num_tokens, cache.shape[1], cache.shape[3])
     else:
-        shape = (num_tokens, *cache.shape[min(cache.ndim - 2, 2) or 1 :])
+        shape = (num_tokens, *cache.shape[2 if cache.ndim == 4 else 1 :])
     return cache.new_empty(shape, dtype=v.get("dtype") or _dtype_of_rows(cache, v.get("format")))
 
 
@@ -300,7 +300,7 @@ class Operator:
 
     def kernel(self, *arguments: Any, **named: Any) -> Any:
         """Run the operation; `named` are outputs, and streams, which no operator has."""
-        values = dict(zip(self.names, arguments))  # noqa: B905 - defaults at the end do not come
+        values = dict(zip(self.names, arguments, strict=False))  # defaults at the end do not come
         values |= named
         values |= self.constants
         for name, number_name in self.pairs:
@@ -316,7 +316,7 @@ class Operator:
 
     def fake(self, *arguments: Any, **named: Any) -> Any:
         """Return empty tensors of the shapes that the kernel would return."""
-        values = dict(zip(self.names, arguments), **named)  # noqa: B905
+        values = dict(zip(self.names, arguments, strict=False), **named)
         for name, value in values.items():
             for x in value if isinstance(value, list) else (value,):
                 if isinstance(x, torch.Tensor):
