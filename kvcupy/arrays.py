@@ -413,7 +413,7 @@ def probe_arguments(
                     pointer = x.data_ptr()
                     if not pointer or x.requires_grad:  # the checks cost more than these two reads
                         _require_memory(x, pointer)
-                        _require_no_gradient(x)
+                        require_no_gradient(x)
                     signature = x.dtype, x.shape, x.is_contiguous() or x.stride(), x.device
                 except RuntimeError as error:  # sparse or transformed: no memory, or no strides
                     raise TypeError(_without_memory(x)) from error
@@ -483,7 +483,7 @@ def view(x: Any, name: str | None = None) -> ArrayView:
             return _view_numpy(x)
         if _is(x, "torch", "Tensor"):
             if name is not None:
-                _require_no_gradient(x)
+                require_no_gradient(x)
             return _view_torch(x)
         if _is(x, "cupy", "ndarray"):
             return _view_cupy(x)
@@ -519,7 +519,7 @@ def _require_real(x: Any) -> None:
         if _is(x, f"torch._subclasses.{module}", name):
             raise TypeError(
                 f"got a torch {name}, which has no memory; call this outside of FakeTensorMode, "
-                "torch.compile and torch.export, or behind a torch.library.custom_op"
+                "torch.compile and torch.export, or the function of kvcupy.interop.torch in them"
             )
 
 
@@ -540,8 +540,11 @@ def _without_memory(x: Any) -> str:
     )
 
 
-def _require_no_gradient(x: Any) -> None:
-    """Raise for a tensor whose operations autograd records: it would not see this one."""
+def require_no_gradient(x: Any) -> None:
+    """Raise TypeError for a tensor whose operations autograd records: it would not see this one.
+
+    The message is what was received, for callers to prefix.
+    """
     if x.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise TypeError(
             "got a torch tensor that requires a gradient; kvcupy has no backward: call this under "

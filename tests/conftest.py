@@ -217,6 +217,14 @@ def device(request: pytest.FixtureRequest):
 
 
 @pytest.fixture
+def plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep Inductor from trying vector instructions out, which takes it longer than a graph."""
+    from torch._inductor import cpu_vec_isa
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
+
+
+@pytest.fixture
 def device_name(request: pytest.FixtureRequest) -> str:
     """What ``--device`` says, for scripts that are given it."""
     return request.config.getoption("--device")

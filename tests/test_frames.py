@@ -62,6 +62,7 @@ def test_the_script_reports_them(device, tmp_path, capsys):
 RATIOS = [
     ("bound", "same", 0.6), ("bound_fresh", "fresh", 1.0), ("fresh", "same", 1.8),
     ("python_bound", "python_same", 0.5), ("same", "torch", 2.0), ("bound", "torch", 0.9),
+    ("python_operator", "python_same", 3.0),
 ]  # fmt: skip
 
 

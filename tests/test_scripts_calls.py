@@ -62,6 +62,7 @@ def test_calls_are_measured(device_name, tmp_path, capsys):
     assert operations[:2] == ["store_kv", "merge_states"] and operations[2:] in ([], operations[:2])
     for row in read["rows"]:
         kinds = ["same", "fresh", "shape", "bound", "bound_fresh"]
+        kinds += ["operator"] * (row["arrays"] == "torch")
         if device_name == "host":
             kinds += [f"python_{kind}" for kind in kinds if kind != "shape"]
         if row["arrays"] == "torch" and row["operation"] == "store_kv":

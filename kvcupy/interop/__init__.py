@@ -1,1 +1,1 @@
-"""kvcupy behind the interfaces of other libraries; each module imports its namesake."""
+"""Adapters to other libraries. Each module imports its library, and is imported by who asks."""

@@ -620,16 +620,25 @@ def _root(owner: Any) -> Any:
 # --- Where in the user's code ---------------------------------------------------------------------
 
 
+def _is_users(frame: FrameType) -> bool:
+    """Return whether a call is neither kvcupy's own nor torch's, whose dispatcher calls operators.
+
+    torch, which may not have been imported, is told by the names of its modules.
+    """
+    module = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return module != "torch" and not frame.f_code.co_filename.startswith(_LIBRARY)
+
+
 def _users_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frames of a call that are not kvcupy's, innermost first."""
+    """Yield the frames of a call that are the user's, innermost first."""
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_LIBRARY):
+        if _is_users(frame):
             yield frame
         frame = frame.f_back
 
 
 def _site(frame: FrameType) -> str:
-    """Return file and line of the innermost call that is not kvcupy's own."""
+    """Return file and line of the user's innermost call."""
     user = next(_users_frames(frame), frame)
     return f"{user.f_code.co_filename}:{user.f_lineno}"
 
@@ -637,7 +646,7 @@ def _site(frame: FrameType) -> str:
 def _depth(frame: FrameType | None) -> int:
     """Return the stack level of the user's innermost frame, for a warning issued in `frame`."""
     depth = 1
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARY):
+    while frame is not None and not _is_users(frame):
         depth, frame = depth + 1, frame.f_back
     return depth
 

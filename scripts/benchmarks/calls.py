@@ -8,6 +8,8 @@ shape        arrays with a new number of rows, or of columns of the page table, 
              so that the work is the same; all kernels are loaded
 bound        `kv.bind` with all arguments fixed
 bound fresh  `kv.bind` with two arguments that vary, at new addresses
+operator     the same call through `kvcupy.interop.torch`: an operator of torch's, which its
+             compilers take
 torch        what a user of torch writes instead, for operations where that is one line or two
 
 Where the kernels can be left out, on the host device, "Python" is the time of the same calls
@@ -36,8 +38,8 @@ from kvcupy.bench.report import format_table
 from kvcupy.devices.host import HostFunction
 
 HEADS, WIDTH, PAGES, PAGE_SIZE, MAX_POSITIONS = 8, 64, 64, 16, 512
-KINDS = ("same", "fresh", "shape", "bound", "bound_fresh", "torch")
-WARM = ("same", "fresh", "bound", "bound_fresh")
+KINDS = ("same", "fresh", "shape", "bound", "bound_fresh", "operator", "torch")
+WARM = ("same", "fresh", "bound", "bound_fresh", "operator")
 SETS = 20  # of arguments at addresses of their own
 
 Arguments = dict[str, Any]
@@ -207,6 +209,10 @@ def measure(device: Any, torch: Any, name: str, make: Make, rounds: int) -> dict
         "bound": [prepared] * SETS,
         "bound_fresh": [partial(partly, **{n: a[n] for n in varying}) for a in sets],
     }
+    if torch is not None:
+        from kvcupy.interop import torch as operators
+
+        warm["operator"] = [partial(getattr(operators, name), **first[0])] * SETS
     times = {kind: time_warm(calls, rounds) for kind, calls in warm.items()}
     times["shape"] = time_calls(operation, (make(3 + i) for i in range(rounds)))
     theirs = None if torch is None else torch_call(torch, name, first[0])

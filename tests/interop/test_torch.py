@@ -1,0 +1,775 @@
+"""kvcupy's operations for torch: operators with schemas and fakes, traced, exported, refused."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import kvcupy as kv
+from kvcupy.ops import bind
+
+torch = pytest.importorskip("torch")
+
+from torch_calls import (  # noqa: E402
+    NAMES,
+    assert_bits,
+    assert_same,
+    copied,
+    function_of,
+    leaves,
+    make_calls,
+    operands,
+)
+
+import kvcupy.interop.torch as kvt  # noqa: E402
+from kvcupy.interop.torch_operators import KERNELS, OPERATORS, TABLE  # noqa: E402
+
+DYNAMIC = ("slot_mapping", "page_table_csr", "find_duplicate_slots")  # whose results' lengths are
+NO_BACKWARD = "kvcupy has no backward: call this under torch.no_grad()"
+
+
+@pytest.fixture(scope="module")
+def calls(device):
+    return make_calls(device)
+
+
+@pytest.fixture
+def compile_():
+    """`torch.compile` without graph breaks and code generators, from a clean slate."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    with dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        yield lambda f, **how: torch.compile(f, fullgraph=True, **{"backend": "aot_eager", **how})
+    dynamo.reset()
+
+
+def operator(name):
+    return getattr(torch.ops.kvcupy, name).default
+
+
+def torch_device(device):
+    return "cpu" if device.kind == "host" else device.torch_name
+
+
+# --- The table ---
+
+
+def test_functions_are_kvcupys():
+    """The same names, arguments and defaults; `format` comes on top."""
+    operations = {f.__name__ for f in (*bind._PLANNED, *bind._UNPLANNED)}
+    missing = {"transfer_pages", "rotate_query"}
+    assert operations - missing == {row.name for row in TABLE}
+    assert operations - missing == set(kvt.__all__) - {"as_tensor", "rope_table"}
+    for name in operations - missing | {"rope_table"}:
+        own, theirs = (inspect.signature(getattr(m, name)).parameters for m in (kv, kvt))
+        extra = {"format"} if "format" in theirs else set()
+        assert list(own) == [n for n in theirs if n not in extra], name
+        for n, parameter in own.items():
+            other = theirs[n]
+            assert (parameter.kind, parameter.default) == (other.kind, other.default), (name, n)
+
+
+def test_schemas_have_the_operations_defaults():
+    """A dispatcher leaves out what equals the default."""
+    for each in OPERATORS:
+        parameters = inspect.signature(getattr(kv, each.row.name)).parameters
+        for argument in operator(each.name)._schema.arguments:
+            if argument.has_default_value() and argument.name in parameters:
+                default = parameters[argument.name].default
+                assert argument.default_value == default, (each.name, argument.name)
+            elif argument.has_default_value():  # of operators alone
+                assert argument.default_value is None
+
+
+def test_results_are_never_arguments():
+    """A schema without aliases in what it returns; outputs are written instead."""
+    for name in NAMES:
+        schema = operator(name)._schema
+        assert all(r.alias_info is None for r in schema.returns), name
+        assert schema.is_mutable or schema.returns, name
+
+
+def test_compilers_keep_strides_and_leave_waits_out_of_graphs():
+    known = torch.Tag
+    strides = getattr(known, "needs_exact_strides", known.needs_fixed_stride_order)
+    for name in NAMES:
+        assert strides in operator(name).tags and known.pt2_compliant_tag in operator(name).tags
+        if hasattr(known, "cudagraph_unsafe"):
+            assert (known.cudagraph_unsafe in operator(name).tags) == (name in DYNAMIC), name
+
+
+# --- Results, and what is written ---
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_what_the_schema_says(calls, name):
+    """Bit for bit what kvcupy's own function does, versions included; it returns the outputs."""
+    own, theirs = copied(calls[name]), copied(calls[name])
+    function = function_of(name)
+    want = leaves(getattr(kv, function)(**own))
+    written = {a.name for a in operator(name)._schema.arguments if a.is_write}
+    before = {n: x._version for n, x in theirs.items() if isinstance(x, torch.Tensor)}
+    got = leaves(getattr(kvt, function)(**theirs))
+    assert {n for n, v in before.items() if theirs[n]._version > v} == written & before.keys()
+    assert_same(theirs, own)
+    for i, (x, y) in enumerate(zip(got, want, strict=True)):
+        assert_bits(x, torch.as_tensor(y), f"result {i}")
+    outputs = [theirs[n] for n in ("k_out", "v_out", "out", "lse_out") if n in theirs]
+    if name.endswith("_out") and got:
+        assert [id(x) for x in got] == [id(x) for x in outputs][: len(got)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(calls, name, device):
+    """Schema, fakes and functionalisation, as torch checks them."""
+    arguments, outputs = operands(name, calls[name])
+    torch.library.opcheck(operator(name), arguments, outputs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_without_graph_breaks(calls, name, compile_):
+    own, compiled = copied(calls[name]), copied(calls[name])
+    function = getattr(kvt, function_of(name))
+    want = leaves(function(**own))
+    before = {n: x._version for n, x in compiled.items() if isinstance(x, torch.Tensor)}
+    written = {a.name for a in operator(name)._schema.arguments if a.is_write}
+    got = leaves(compile_(lambda call: function(**call))(compiled))
+    assert_same(compiled, own)
+    for i, (x, y) in enumerate(zip(got, want, strict=True)):
+        assert_bits(x, y, f"result {i}")
+    assert {n for n, v in before.items() if compiled[n]._version > v} == written & before.keys()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fakes(calls, name):
+    """Shapes, dtypes, strides and devices of what the operation returns, and nothing is run."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    call = copied(calls[name])
+    unchanged = copied(call)
+    function = getattr(kvt, function_of(name))
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        fakes = {n: mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x
+                 for n, x in call.items()}  # fmt: skip
+        fake = leaves(function(**fakes))
+    assert_same(call, unchanged)
+    for x, y in zip(fake, leaves(function(**call)), strict=True):
+        assert (x.dtype, x.device, x.ndim) == (y.dtype, y.device, y.ndim)
+        if name not in DYNAMIC:
+            assert (x.shape, x.stride()) == (y.shape, y.stride())
+
+
+def test_fakes_of_lengths_that_values_decide(calls):
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+
+    call = calls["slot_mapping"]
+    with FakeTensorMode() as mode, pytest.raises(DynamicOutputShapeException):
+        kvt.slot_mapping(*(mode.from_tensor(call[n]) for n in list(call)[:3]), 4)
+
+
+@pytest.mark.parametrize("given", ["k_out", "v_out", "out", "lse_out"])
+def test_one_output_of_two(calls, given):
+    """The other is allocated, in the format of the first; rows of skipped slots are zero."""
+    name = "gather_kv_out" if given in ("k_out", "v_out") else "merge_states_out"
+    names = ("k_out", "v_out") if given in ("k_out", "v_out") else ("out", "lse_out")
+    call = copied(calls[name])
+    call.update({n: call[n].fill_(7) for n in names})
+    other = next(n for n in names if n != given)
+    partial = {n: x for n, x in copied(call).items() if n != other}
+    got = getattr(kvt, function_of(name))(**partial)
+    assert got[names.index(given)] is partial[given]
+    if other in ("k_out", "v_out"):
+        call[other].zero_()
+    want = getattr(kv, function_of(name))(**call)
+    for i in range(2):
+        assert_bits(got[i], want[i], names[i])
+
+
+@pytest.mark.parametrize("given", [("out",), ("lse_out",), ()])
+def test_attention_without_all_outputs(calls, given, compile_):
+    """What is allocated is zero where nothing is written."""
+    call = copied(calls["paged_attention_out"])
+    call["query_lens"] = torch.tensor([1, 0], device=call["query"].device)
+    outputs = {n: call.pop(n).fill_(7) for n in ("out", "lse_out")}
+    some = {n: outputs[n].clone() for n in given}
+    if "out" not in given:
+        outputs["out"].zero_()
+    want = kv.paged_attention(**call, **outputs)
+    for run in (kvt.paged_attention, compile_(kvt.paged_attention)):
+        assert_bits(run(**call, **some), want, "out")
+        assert_same(some, {n: outputs[n] for n in given})
+
+
+@pytest.mark.parametrize("shape", ["slots", "NHD", "HND", "two axes"])
+def test_shapes_of_gathered_rows(device, shape):
+    sizes = {"slots": (9, 2, 8), "NHD": (3, 3, 2, 8), "HND": (3, 2, 3, 8), "two axes": (9, 16)}
+    cache = torch.zeros(sizes[shape], dtype=torch.bfloat16, device=torch_device(device))
+    slots = torch.zeros(5, dtype=torch.int32, device=cache.device)
+    layout = "HND" if shape == "HND" else "NHD"
+    arguments = (cache, cache, slots, layout)
+    torch.library.opcheck(operator("gather_kv"), arguments, test_utils="test_faketensor")
+    k, _ = kvt.gather_kv(cache, cache, slots, layout=layout, dtype="fp32")
+    assert k.shape == ((5, 16) if shape == "two axes" else (5, 2, 8)) and k.dtype == torch.float32
+
+
+def test_merged_states_of_one_array(device):
+    states = torch.randn(3, 2, 4, 8, device=torch_device(device))
+    lse = torch.randn(3, 2, 4, device=states.device)
+    torch.library.opcheck(operator("merge_states"), (states, lse, None, None))
+    out, _ = kvt.merge_states(states, lse, None, None, out=torch.zeros_like(states[0]))
+    assert_bits(out, kv.merge_states(states, lse, None, None)[0], "out")
+
+
+@pytest.mark.parametrize("name", ["apply_rope", "rope_store_kv", "rope_store_mla"])
+def test_rotations_without_a_query(calls, name, compile_):
+    own, compiled = copied(calls[name]), copied(calls[name])
+    own["query"] = compiled["query"] = None
+    getattr(kv, name)(**own)
+    compile_(getattr(kvt, name))(**compiled)
+    assert_same(compiled, own)
+
+
+def test_sections_of_positions(calls, compile_):
+    own, compiled = copied(calls["apply_rope"]), copied(calls["apply_rope"])
+    for call in (own, compiled):
+        call.update(positions=call["positions"].expand(3, 3) // torch.tensor(
+            [[1], [2], [3]], device=call["positions"].device), sections=(1, 1, 0),
+            sections_interleaved=True)  # fmt: skip
+    kv.apply_rope(**own)
+    compile_(kvt.apply_rope)(**compiled)
+    assert_same(compiled, own)
+
+
+# --- Numbers or tensors, and bytes ---
+
+
+@pytest.mark.parametrize("scale", [None, 0.5, 2, "tensor"])
+def test_scales_are_numbers_or_tensors(device, scale, compile_):
+    on = torch_device(device)
+    key = torch.randn(2, 2, 8, device=on)
+    slots = torch.tensor([3, 0], device=on)
+    if scale == "tensor":
+        scale = torch.tensor([0.5, 2.0], device=on)
+
+    def store(function):
+        caches = torch.zeros(2, 4, 2, 8, dtype=torch.float8_e4m3fn, device=on)
+        function(key, key, *caches, slots, k_scale=scale, v_scale=scale)
+        return caches
+
+    want = store(kv.store_kv)
+    assert_bits(store(kvt.store_kv), want, "eager")
+    assert_bits(store(compile_(kvt.store_kv)), want, "compiled")
+
+
+@pytest.mark.parametrize("sinks", [2, "tensor"])
+def test_sinks_are_a_count_or_logits(calls, sinks):
+    call = copied(calls["paged_attention"])
+    if sinks == "tensor":
+        sinks = torch.randn(4, device=call["query"].device)
+    want = kv.paged_attention(**call, window=1, sinks=sinks)
+    assert_bits(kvt.paged_attention(**call, window=1, sinks=sinks), want, "out")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize("name", ["store_kv", "rope_store_kv", "gather_kv", "paged_attention"])
+def test_caches_as_bytes(calls, name, dtype):
+    """uint8 with a format does what the dtype does."""
+    dtype = getattr(torch, dtype)
+    typed, raw = copied(calls[name]), copied(calls[name])
+    for cache in ("k_cache", "v_cache"):
+        typed[cache] = (torch.rand(calls[name][cache].shape) * 9).to(typed[cache].device, dtype)
+        raw[cache] = typed[cache].clone().view(torch.uint8)
+    format = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}.get(str(dtype)[6:], "int8")
+    function = getattr(kvt, function_of(name))
+    want = leaves(function(**typed))
+    got = leaves(function(**raw, format=format))
+    for i, (x, y) in enumerate(zip(got, want, strict=True)):
+        assert_bits(x, y, f"result {i}")
+    for cache in ("k_cache", "v_cache"):
+        assert_bits(raw[cache].view(dtype), typed[cache], cache)
+    operator_arguments = operands(name, {**raw, "format": format})
+    torch.library.opcheck(operator(name), *operator_arguments, test_utils="test_faketensor")
+
+
+def test_bytes_of_mla(device):
+    on = torch_device(device)
+    latent, key = torch.randn(1, 12, device=on), torch.randn(1, 4, device=on)
+    raw = torch.zeros(8, 16, dtype=torch.uint8, device=on)
+    typed = raw.clone().view(torch.float8_e5m2)
+    slots = torch.tensor([2], device=on)
+    kvt.store_mla(latent, key, raw, slots, format="fp8_e5m2", scale=0.5)
+    kv.store_mla(latent, key, typed, slots, scale=0.5)
+    assert_bits(raw.view(torch.float8_e5m2), typed, "cache")
+
+
+def test_a_format_that_is_not_the_caches(calls):
+    call = copied(calls["store_kv"])
+    kvt.store_kv(**call, format="int8")  # which it is
+    with pytest.raises(TypeError, match=r"^k_cache: expected fp8_e4m3, or uint8 .*got torch.int8"):
+        kvt.store_kv(**call, format="fp8_e4m3")
+    call["k_cache"] = call["k_cache"].view(torch.uint8)
+    with pytest.raises(ValueError, match=r"^format: expected one of .*, got 'fp9'"):
+        kvt.store_kv(**call, format="fp9")
+
+
+# --- Gradients ---
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gradient_is_refused(calls, name, compile_):
+    call = copied(calls[name])
+    arguments = [n for n, x in call.items()
+                 if isinstance(x, torch.Tensor) and x.is_floating_point()]  # fmt: skip
+    if not arguments:
+        return
+    argument = arguments[0]
+    unchanged = copied(call)
+    call[argument].requires_grad_()
+    function = getattr(kvt, function_of(name))
+    with pytest.raises(TypeError, match=rf"^{argument}: .*requires a gradient; {NO_BACKWARD}"):
+        function(**call)
+    with pytest.raises(Exception, match=rf"{argument}: .*requires a gradient; {NO_BACKWARD}"):
+        compile_(lambda call: function(**call))(call)
+    assert_same(call, unchanged)
+    with torch.no_grad():
+        call[argument] = call[argument].detach().requires_grad_()
+        compile_(lambda call: function(**call))(call)
+
+
+def test_a_model_with_parameters(device, compile_):
+    """Gradients elsewhere in the graph are none of an operator's business."""
+    on = torch_device(device)
+    linear = torch.nn.Linear(8, 8, device=on)
+    caches = torch.zeros(2, 4, 1, 8, device=on)
+    slots = torch.tensor([2], device=on)
+
+    def step(x):
+        y = linear(x)
+        kvt.store_kv(y.detach()[:, None], 2 * y.detach()[:, None], *caches, slots)
+        with torch.no_grad():
+            k, _ = kvt.gather_kv(*caches, slots)
+        return (y * k[:, 0]).sum()
+
+    x = torch.randn(1, 8, device=on)
+    grads = []
+    for each in (step, compile_(step)):
+        caches.zero_()
+        linear.zero_grad()
+        each(x).backward()
+        assert_bits(caches[1], 2 * caches[0], "v_cache")
+        grads.append(linear.weight.grad.clone())
+    torch.testing.assert_close(*grads)
+
+
+# --- Programs ---
+
+
+class Attention(torch.nn.Module):
+    """A layer over a combined cache (2, pages, page_size, heads, width)."""
+
+    def __init__(self, device, dtype=torch.bfloat16):
+        super().__init__()
+        on = torch_device(device)
+        generator = torch.Generator().manual_seed(0)
+        self.register_buffer("cache", torch.zeros(2, 8, 4, 2, 8, dtype=dtype, device=on))
+        self.register_buffer("table", kvt.rope_table(32, 8, device=on))
+        weight = torch.randn(16, 64, generator=generator)
+        self.register_buffer("weight", weight.to(on, torch.bfloat16))
+
+    def forward(self, x, positions, slots, pages, lengths):
+        qkv = (x @ self.weight).view(-1, 8, 8)
+        query, key, value = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
+        kvt.rope_store_kv(query, key, value, self.table, positions, *self.cache.unbind(0), slots)
+        out = kvt.paged_attention(query, *self.cache.unbind(0), pages, lengths)
+        return out.view(-1, 32)
+
+    def inputs(self, batch=3):
+        on = self.weight.device
+        generator = torch.Generator().manual_seed(batch)
+        x = torch.randn(batch, 16, generator=generator).to(on, torch.bfloat16)
+        slots = 4 * torch.arange(batch, device=on) + 1
+        pages = torch.arange(batch, dtype=torch.int32, device=on)[:, None]
+        return x, slots % 5, slots, pages, torch.full((batch,), 2, device=on)
+
+
+def both(device, transform):
+    """Run a layer and its transform on the same inputs: batches of several sizes, cache and all."""
+    eager, other = Attention(device), Attention(device)
+    run = transform(other)
+    for batch in (3, 5, 2):
+        with torch.no_grad():
+            want, got = eager(*eager.inputs(batch)), run(*other.inputs(batch))
+        assert_bits(got, want, f"out of {batch}")
+        assert_bits(other.cache, eager.cache, f"cache after {batch}")
+
+
+def test_a_layer_over_a_combined_cache(device, compile_):
+    both(device, compile_)
+
+
+def test_a_layer_of_any_batch_is_traced_once(device, compile_):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter, counts = CompileCounterWithBackend("aot_eager"), []
+
+    def transform(layer):
+        run = compile_(layer, backend=counter, dynamic=True)
+
+        def counted(*inputs):
+            out = run(*inputs)
+            counts.append(counter.frame_count)
+            return out
+
+        return counted
+
+    both(device, transform)
+    assert counts[0] > 0 and len(set(counts)) == 1, counts
+
+
+@pytest.mark.usefixtures("plain_inductor")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_packed_rows_of_the_caller_are_rotated_in_place(device, backend, compile_):
+    """Views of one argument, of which some are written and one is read."""
+    layer = Attention(device)
+    _, positions, slots, *_ = layer.inputs(2)
+
+    def rotate(qkv):
+        query, key, value = qkv.split([4, 2, 2], dim=1)
+        k_cache, v_cache = layer.cache[0], layer.cache[1]
+        kvt.rope_store_kv(
+            query, key, value, layer.table, positions, k_cache, v_cache, slots, write_key=False
+        )
+
+    qkv = torch.randn(2, 8, 8, device=positions.device).to(torch.bfloat16)
+    own = qkv.clone()
+    rotate(own)
+    want = layer.cache.clone()
+    layer.cache.zero_()
+    address = qkv.data_ptr()
+    compile_(rotate, backend=backend)(qkv)
+    assert_bits(qkv, own, "qkv")
+    assert_bits(layer.cache, want, "cache")
+    assert qkv.data_ptr() == address
+
+
+@pytest.mark.usefixtures("lenient_host", "plain_inductor")
+def test_inductor_writes_the_cache_in_place(device, compile_):
+    """No copy of the cache is made, nor one of the packed rows that are rotated in place."""
+    from torch._inductor.utils import run_and_get_code
+
+    eager, layer = Attention(device), Attention(device)
+    inputs = layer.inputs()
+    with torch.no_grad():
+        want = eager(*inputs)
+        got, code = run_and_get_code(compile_(layer, backend="inductor"), *inputs)
+    torch.testing.assert_close(got, want)
+    assert_bits(layer.cache, eager.cache, "cache")
+    assert sum("kvcupy.rope_store_kv.default" in text for text in code) == 1
+    assert not any("(2, 8, 4, 2, 8)" in line and "empty" in line
+                   for text in code for line in text.splitlines())  # fmt: skip
+    assert not any("aten.copy" in text or "clone" in text for text in code)
+
+
+def test_export(device):
+    layer, exported = Attention(device), Attention(device)
+    batch = torch.export.Dim("batch", min=1, max=8)
+    axes = tuple({0: batch} for _ in layer.inputs())
+    with torch.no_grad():
+        program = torch.export.export(exported, exported.inputs(), dynamic_shapes=axes)
+    names = [str(node.target) for node in program.graph.nodes]
+    assert "kvcupy.rope_store_kv.default" in names and "kvcupy.paged_attention.default" in names
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    module = torch.export.load(file).module()
+    for size in (2, 5):
+        with torch.no_grad():
+            want, got = layer(*layer.inputs(size)), module(*layer.inputs(size))
+        assert_bits(got, want, f"out of {size}")
+    (cache,) = (b for name, b in module.named_buffers() if name.endswith("cache"))
+    assert_bits(cache, layer.cache, "cache")
+
+
+def test_pages_of_several_tensors(device, compile_):
+    on = torch_device(device)
+    layers = [torch.randn(4, 3, device=on) for _ in range(3)]
+    want = [each.clone() for each in layers]
+    pages = torch.tensor([0], device=on), torch.tensor([3], device=on)
+    kv.copy_pages(want, *pages)
+    for run in (kvt.copy_pages, compile_(kvt.copy_pages)):
+        got = [each.clone() for each in layers]
+        run(tuple(got), *pages)
+        for x, y in zip(got, want, strict=True):
+            assert_bits(x, y, "layer")
+    torch.library.opcheck(operator("copy_pages"), (layers, *pages))
+    pool = kv.KVPool(4, 2, 1, 1, 4, device=device)
+    with pytest.raises(TypeError, match=r"^cache: expected a tensor.*KVPool.*pool.torch_k"):
+        kvt.copy_pages(pool, *pages)
+
+
+# --- Errors ---
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_call_that_raises_has_changed_nothing(calls, mode, compile_):
+    call = copied(calls["store_kv"])
+    call["value"] = call["value"][:, :1]
+    unchanged = copied(call)
+    run = kvt.store_kv if mode == "eager" else compile_(kvt.store_kv)
+    with pytest.raises(ValueError, match=r"^v_cache: expected 1 heads"):
+        run(**call)
+    assert_same(call, unchanged)
+
+
+def test_transforms_of_tensors_are_refused(calls):
+    """As by kvcupy's own function; nothing is written in silence."""
+    call = copied(calls["store_kv"])
+    key, unchanged = call.pop("key"), copied(call)
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.vmap(lambda key: kvt.store_kv(key, **call))(torch.stack([key, key]))
+    assert_same(call, unchanged)
+
+
+def test_what_is_no_tensor_is_named(calls):
+    call = copied(calls["store_kv"])
+    call["key"] = np.zeros((3, 2, 8), np.float32)
+    with pytest.raises((TypeError, RuntimeError), match="argument 'key'"):
+        kvt.store_kv(**call)
+
+
+def test_faults_are_the_devices(calls, device):
+    call = copied(calls["store_kv"])
+    call["slot_mapping"][0] = 99
+    kvt.store_kv(**call)
+    with pytest.raises(kv.IndexFault, match=r"store_kv: slot_mapping\[0\] is 99"):
+        kv.check_faults(device)
+
+
+# --- Streams ---
+
+
+def test_streams_of_kvcupy(calls, device):
+    stream, other = device.stream(), device.stream()
+    for name in ("store_kv", "gather_kv", "paged_attention_out", "rope_store_kv"):
+        own, theirs = copied(calls[name]), copied(calls[name])
+        device.synchronize()
+        function = function_of(name)
+        want = leaves(getattr(kv, function)(**own))
+        got = leaves(getattr(kvt, function)(**theirs, stream=stream))
+        stream.synchronize()
+        assert_same(theirs, own)
+        for x, y in zip(got, want, strict=True):
+            assert_bits(x, y, name)
+    own, theirs = copied(calls["rope_store_kv"]), copied(calls["rope_store_kv"])
+    kv.rope_store_kv(**own)
+    device.synchronize()
+    kvt.rope_store_kv(**theirs, stream=stream, alt_stream=other)
+    stream.synchronize()
+    assert_same(theirs, own)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operators_run_on_the_current_stream(calls, name):
+    """That of torch, in its captures too: none is passed on, and kvcupy asks for it."""
+    (found,) = (each for each in OPERATORS if each.name == name)
+    passed = []
+    row = replace(found.row, function=lambda **values: passed.append(values))
+    replace(found, row=row).kernel(*operands(name, copied(calls[name]))[0])
+    assert not {"stream", "alt_stream"} & passed[0].keys()
+    assert passed[0].keys() <= inspect.signature(getattr(kv, found.row.name)).parameters.keys()
+
+
+@pytest.mark.races
+def test_reports_of_the_order_checker_name_the_users_line(calls, device):
+    """Not the dispatcher's, which calls the kernel."""
+    call, stream = copied(calls["store_kv"]), device.stream()
+    device.synchronize()
+    with kv.order_checker("record") as checker:
+        kv.store_kv(**call, stream=stream)
+        kvt.store_kv(**call)
+    stream.synchronize()
+    device.synchronize()
+    assert checker.reports
+    for report in checker.reports:
+        assert report.second.operation == "store_kv"
+        assert report.second.site.startswith(f"{__file__}:"), report.second.site
+
+
+@pytest.mark.parametrize("name", ["stream", "alt_stream"])
+def test_no_streams_where_a_call_is_traced(calls, device, name, compile_):
+    call, stream = calls["rope_store_kv"], device.stream()
+    with pytest.raises(Exception, match=f"{name}: expected None in torch.compile"):
+        compile_(lambda call: kvt.rope_store_kv(**call, **{name: stream}))(call)
+
+
+def test_tensors_are_recorded_on_the_streams(monkeypatch):
+    """Those of a GPU, arguments, outputs and results alike; stand-ins, for there may be none."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+        device = SimpleNamespace(index=1)
+
+        def record_stream(self, stream):
+            recorded.append((self, stream))
+
+    class TorchStream:
+        pass
+
+    recorded, external = [], []
+    monkeypatch.setattr(torch.cuda, "Stream", TorchStream)
+    monkeypatch.setattr(
+        torch.cuda, "ExternalStream", lambda *of: external.append(of) or ("external", of[0])
+    )
+    own_stream = SimpleNamespace(pointer=77)
+    gpu = SimpleNamespace(as_stream=lambda stream: own_stream)
+    monkeypatch.setattr(kvt, "devices", SimpleNamespace(get={"cuda:1": gpu}.__getitem__))
+    key, cache, out, result = (torch.zeros(1).as_subclass(OnGpu) for _ in range(4))
+    monkeypatch.setitem(KERNELS, "store", lambda *arguments, **named: (result, None))
+    torchs = TorchStream()
+    got = kvt._on_streams(
+        "store", (key, None, torch.zeros(1), [cache], 5), {"out": out},
+        {"stream": own_stream, "alt_stream": torchs},
+    )  # fmt: skip
+    assert got == (result, None) and external == [(77, key.device)] * 4
+    expected = [(x, s) for x in (key, cache, out, result) for s in (("external", 77), torchs)]
+    assert [(id(x), s) for x, s in recorded] == [(id(x), s) for x, s in expected]
+
+
+# --- Pools and other memory ---
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "fp32"])
+def test_compiled_writes_to_a_pool(device, dtype, compile_):
+    """Tensors over its memory, which the pool then holds."""
+    on = torch_device(device)
+    pool = kv.KVPool(4, 2, 2, 1, 8, dtype=dtype, device=device)
+    caches = [(pool.torch_k(layer), pool.torch_v(layer)) for layer in range(2)]
+    key, slots = torch.ones(1, 1, 8, device=on), torch.tensor([5], device=on)
+
+    @compile_
+    def store(key):
+        for layer, (k, v) in enumerate(caches):
+            kvt.store_kv(key + layer, 3 * key, k, v, slots)
+
+    store(key)
+    device.synchronize()
+    for layer, (k, v) in enumerate(caches):
+        assert k.dtype == getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}.get(
+            dtype, "float8_e4m3fn"))  # fmt: skip
+        for view, want in ((pool.k(layer), 1 + layer), (pool.v(layer), 3)):
+            values = device.to_numpy(view).astype(np.float32)
+            assert (values[2, 1] == want).all() and values.sum() == 8 * want
+        assert float(v[2, 1, 0, 0]) == 3
+
+
+def test_a_paged_cache_over_tensors_that_a_graph_writes(device, compile_):
+    """`KVPool.wrap`: what the graph stores is what the sequences of the cache have."""
+    on = torch_device(device)
+    kv_cache = torch.zeros(2, 8, 4, 2, 8, dtype=torch.bfloat16, device=on)
+    pool = kv.KVPool.wrap([kv_cache[0]], [kv_cache[1]])
+    cache = kv.PagedKVCache(num_q_heads=2, pool=pool)
+    cache.add_sequence(0)
+    rows = torch.randn(3, 2, 8, device=on).to(torch.bfloat16)
+
+    @compile_
+    def step(rows, slots, pages, lengths, counts):
+        kvt.store_kv(rows, 2 * rows, kv_cache[0], kv_cache[1], slots)
+        return kvt.paged_attention(
+            rows, kv_cache[0], kv_cache[1], pages, lengths, query_lens=counts
+        )
+
+    with cache.forward([0], [3]):
+        slots, pages = (kvt.as_tensor(x) for x in (cache.slot_mapping(), cache.block_table()))
+        three = torch.tensor([3], device=on)
+        out = step(rows, slots, pages, three, three)
+    k, v = (kvt.as_tensor(x) for x in cache.get_kv(0, 0, 3))
+    assert_bits(k[0], rows, "k")
+    assert_bits(v[0], 2 * rows, "v")
+    want = kv.paged_attention(rows, *kv_cache, pages, three, query_lens=three)
+    assert_bits(out, want, "out")
+
+
+@pytest.mark.parametrize("format", ["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"])
+def test_arrays_as_tensors(device, format):
+    array = device.zeros((3, 4), format)
+    tensor = kvt.as_tensor(array)
+    assert tensor.shape == (3, 4) and str(tensor.device) == torch_device(device)
+    tensor.view(torch.int8)[1] = 60
+    assert (device.to_numpy(array).view(np.int8)[1] == 60).all()
+    assert kvt.as_tensor(tensor) is tensor
+    with pytest.raises(TypeError, match=r"^array: expected an array, got list"):
+        kvt.as_tensor([1])
+
+
+def test_scales_of_a_pool(device):
+    pool = kv.KVPool(4, 2, 1, 2, 8, dtype="int8", scales=True, device=device)
+    scales = [kvt.as_tensor(pool.k_scale(0)), kvt.as_tensor(pool.v_scale(0))]
+    key = torch.full((1, 2, 8), 127.0, device=torch_device(device))
+    kvt.store_kv(
+        key, key, pool.torch_k(0), pool.torch_v(0), torch.tensor([3], device=key.device),
+        k_scale_cache=scales[0], v_scale_cache=scales[1],
+    )  # fmt: skip
+    device.synchronize()
+    assert device.to_numpy(pool.k_scale(0))[3].tolist() == [1.0, 1.0]
+
+
+def test_a_table_of_rope(device):
+    table = kvt.rope_table(8, 4, base=100.0, device=torch_device(device))
+    want = kv.rope_table(8, 4, base=100.0, device=device)
+    assert_bits(table, kvt.as_tensor(want), "table")
+    assert str(table.device) == torch_device(device)
+    assert_bits(kvt.rope_table(8, 4, base=100.0, device=device), table, "of a kvcupy device")
+
+
+# --- The module ---
+
+
+@pytest.mark.full
+def test_imported_by_who_asks():
+    """Without what compiles graphs, which takes seconds; and Python ends as it should."""
+    code = """
+import sys, kvcupy
+assert "torch" not in sys.modules and "kvcupy.interop" not in sys.modules
+import kvcupy.interop.torch
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- On a GPU ---
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_of_torch(device, compile_):
+    """Captured eagerly, and by `mode="reduce-overhead"`: replays read and write what is there."""
+    eager, layer = Attention(device), Attention(device)
+    inputs = layer.inputs()
+    with torch.no_grad():
+        want = eager(*inputs)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            layer(*inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = layer(*inputs)
+        layer.cache.zero_()
+        graph.replay()
+        assert_bits(out, want, "out")
+        assert_bits(layer.cache, eager.cache, "cache")
+        run = compile_(layer, backend="inductor", mode="reduce-overhead")
+        for _ in range(3):
+            layer.cache.zero_()
+            torch.testing.assert_close(run(*inputs), want)
+            assert_bits(layer.cache, eager.cache, "cache")
