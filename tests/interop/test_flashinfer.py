@@ -429,10 +429,12 @@ def test_several_tokens_of_each_request(place):
     assert_attended((wrapper.run(q, cache),), (expected,))
 
 
-def test_scales_of_an_fp8_cache_are_multipliers(place):
+@pytest.mark.parametrize("kind", ["Decode", "Prefill"])
+def test_scales_of_an_fp8_cache_are_multipliers(place, kind):
     cache, (k, v) = paged("NHD", place, torch.float8_e4m3fn)
     q = rows(4, HEADS, WIDTH, place=place)
-    wrapper = planned("Decode", place, kv_data_type=torch.float8_e4m3fn)
+    options = {"causal": True} if kind == "Prefill" else {}
+    wrapper = planned(kind, place, kv_data_type=torch.float8_e4m3fn, **options)
     out, lse = wrapper.run(q, cache, q_scale=2.0, k_scale=0.5, v_scale=3.0, return_lse=True)
     k, v = 0.5 * k.float(), 3.0 * v.float()
     expected = attended(2.0 * q, k, v, (1, 1, 1, 1), causal=True)
@@ -446,10 +448,12 @@ def test_scales_of_an_fp8_cache_are_multipliers(place):
     )
 
 
-def test_sinks_join_the_denominator(place):
+@pytest.mark.parametrize("kind", ["Decode", "Prefill"])
+def test_sinks_join_the_denominator(place, kind):
     cache, (k, v) = paged("NHD", place)
     q, sinks = rows(4, HEADS, WIDTH, place=place), rows(HEADS, place=place, seed=5)
-    out = planned("Decode", place).run(q, cache, sinks=sinks)
+    options = {"causal": True} if kind == "Prefill" else {}
+    out = planned(kind, place, **options).run(q, cache, sinks=sinks)
     expected, _ = attended(q, k, v, (1, 1, 1, 1), causal=True, sinks=sinks)
     assert_attended((out,), (expected,))
 
