@@ -13,7 +13,8 @@ name the argument. Options that tune SGLang's kernels are ignored.
 Transfers: `item_size` and `*_layout_dim` are bytes, per token and layer, and per token of all
 layers. A table of layers is a uint64 tensor of addresses, which the caller keeps alive; the host
 reads it and the indices, since how far the memory reaches is not known. So a call with tables waits
-for the GPU, and none is legal in capture; `kvcupy.TransferEngine` over `KVPool.wrap` does neither.
+for the GPU, and none is legal in capture. Each call wraps the memory anew, in time that grows with
+the number of rows. `kvcupy.TransferEngine` over pools of `KVPool.wrap` does none of that.
 
 Examples
 --------

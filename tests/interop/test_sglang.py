@@ -356,6 +356,14 @@ def test_page_first_direct_memory_has_the_pages_of_layers_together(place, parts)
     assert torch.equal(layer, expected)
 
 
+def test_what_a_transfer_writes_counts_as_a_change(place):
+    src, dst = layers_of(2, place, 1)[:, 0], layers_of(2, place, 2)[:, 0]
+    before = src._version, dst._version
+    row = ints([1], place)
+    sglang.transfer_kv_per_layer(src[0], dst[0], src[1], dst[1], row, row, ITEM)
+    assert src._version == before[0] and dst._version > before[1]
+
+
 def test_no_rows_move_nothing(place):
     src, dst = layers_of(2, place, 1)[:, 0], layers_of(2, place, 2)[:, 0]
     before = dst.clone()
