@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from . import observe
-from .timeline_page import page
+from .. import observe
+from .page import page
 
 if TYPE_CHECKING:
-    from .devices.protocol import Device, Event, Stream
+    from ..devices.protocol import Device, Event, Stream
 
 # Muted, and neighbours differ in lightness too.
 _PALETTE = ("#4C78A8", "#E8A15A", "#72A98F", "#B6566B", "#9C8AC2", "#8C7B68", "#D9C45F", "#7F8C99")
