@@ -14,10 +14,10 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from ..arrays import ArrayView, describe, probe_arguments, view
+from ..arrays import ArrayView, Prober, describe, taking, view
 from . import checks
 from .attention import paged_attention
-from .call import Recorder, same_layout, taking
+from .call import Recorder, same_layout
 from .indexing import find_duplicate_slots, page_table_csr, slot_mapping
 from .merge import merge_states
 from .pages import copy_pages
@@ -216,7 +216,8 @@ class _PlannedCall(BoundCall):
         self._pointers, self._arrays = pointers, tuple([
             None if i in varying else array for i, array in enumerate(arrays)
         ])  # fmt: skip
-        self._signatures = probe_arguments(tuple([examples[name] for name in views]))[1]
+        self._probe = Prober()
+        self._signatures = self._probe(tuple([examples[name] for name in views]))[1]
 
         words = self._family.words
         self._alignment = _alignment(pointers, words)
@@ -232,7 +233,7 @@ class _PlannedCall(BoundCall):
                 streams = {name: varying.get(name, stream) for name, stream in streams.items()}
             try:
                 values = self._values(varying)
-                addresses, signatures = probe_arguments(values)
+                addresses, signatures = self._probe(values)
             except KeyError:
                 raise self._wrong_names(varying) from None
             except TypeError:
@@ -242,7 +243,7 @@ class _PlannedCall(BoundCall):
             alignment = self._fixed_alignment
             for i in self._words:
                 alignment |= addresses[i]
-            if signatures != self._signatures or alignment & 15 != self._alignment:
+            if signatures is not self._signatures or alignment & 15 != self._alignment:
                 self._require_alike(varying)
                 return self._family.run(arrays, self._options, self._make, *streams.values())
             pointers = self._in_order(pointers + addresses)

@@ -50,11 +50,12 @@ from .. import devices, formats, observe
 from ..arrays import (
     STREAMED_TYPES,
     ArrayView,
+    Prober,
     address_of,
     contiguous_strides,
     note_written,
     overlap,
-    probe_arguments,
+    taking,
     view,
     wait_for_producers,
 )
@@ -122,6 +123,7 @@ class Operation:
         self.words = tuple([i for i, a in enumerate(arguments) if a.words])
         returned = [i for i, a in enumerate(arguments) if a.returned]
         self.returned = operator.itemgetter(*returned) if returned else None
+        self._probe = Prober()
         # Plans, signatures, options, alignment and plan of the last call; most are like it.
         self._last: tuple[Any, ...] = None, None, None, None, None
 
@@ -168,11 +170,11 @@ class Operation:
         """
         signature = None
         try:
-            pointers, signatures = probe_arguments(arrays)
+            pointers, signatures = self._probe(arrays)
             plans, last_signatures, last_options, last_alignment, plan = self._last
             is_last = (
-                plans is _plans and plan.used_at == _made
-                and signatures == last_signatures and options == last_options
+                signatures is last_signatures and options == last_options
+                and plans is _plans and plan.used_at == _made
             )  # fmt: skip
             if is_last:
                 allowed = plan.allowed
@@ -556,13 +558,6 @@ def _bind(
         tuple(fixed),
         tuple(offsets) if any(offsets) else None,
     )
-
-
-def taking(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return what takes some items of a tuple or a mapping, as a tuple even of one."""
-    if len(keys) > 1:
-        return operator.itemgetter(*keys)
-    return lambda items: tuple([items[key] for key in keys])
 
 
 def fields_of(type: Any, names: str) -> list[tuple[str, Any]]:
