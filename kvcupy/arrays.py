@@ -354,7 +354,11 @@ _unsigned_at = ctypes.c_size_t.from_address
 _HEAD_BYTES = object.__basicsize__
 _SAMPLE = np.zeros(1)
 # Elsewhere `id` may be no address, and must not be read.
-if sys.implementation.name != "cpython" or _probe_numpy(_SAMPLE) != _probe_array_interface(_SAMPLE):
+_HAS_NUMPY_ABI = (
+    sys.implementation.name == "cpython"
+    and _probe_numpy(_SAMPLE) == _probe_array_interface(_SAMPLE)
+)
+if not _HAS_NUMPY_ABI:
     _probe_numpy = _probe_array_interface
 
 
@@ -420,6 +424,9 @@ def probe_arguments(
                     raise TypeError(_without_memory(x)) from error
             elif x is None:
                 pointer, signature = 0, None
+            elif kind is np.ndarray and _HAS_NUMPY_ABI:  # as `_probe_numpy`
+                pointer = _unsigned_at(id(x) + _HEAD_BYTES).value
+                signature = x.dtype, x.shape, x.strides, x.flags.writeable
             else:
                 known = _PROBES.get(kind)
                 if known is None and isinstance(x, numbers.Real):
@@ -431,80 +438,69 @@ def probe_arguments(
     return tuple(pointers), tuple(signatures)
 
 
+Probed = tuple[tuple[int, ...], tuple[Signature | float | None, ...]]
+"""The addresses and the signatures of arguments."""
+
+
 class Prober:
     """Probes the arguments of calls of which most are like the one before.
 
     Reading what a signature needs is what a call with torch tensors costs most. torch's own guards,
     which `torch.compile` puts before its graphs, compare tensors with those of an earlier call at
     once, so that only addresses are left to read.
+
+    Attributes
+    ----------
+    probe : does what `probe_arguments` does, for a tuple of as many arguments in each call. Where
+        they are like those that it has learnt, it returns the very signatures that came with them
+    tries : how often it may still learn, which takes as long as a call or two
     """
 
     def __init__(self) -> None:
-        self._signatures: Signature = ()  # of the last call
-        self._guard: tuple[Any, ...] | None = None
-        self._num_guards = 0
+        self.probe: Callable[[tuple[Any, ...]], Probed] = probe_arguments
+        self.tries = MAX_TRIES
 
-    def __call__(self, arguments: tuple[Any, ...]) -> tuple[tuple[int, ...], Signature]:
-        """Return what `probe_arguments` does: the very signatures of the last call, if equal.
+    def learn(self, arguments: tuple[Any, ...], signatures: Any) -> None:
+        """Look for arguments like these first from now on, if all of them are tensors or None."""
+        self.tries -= 1
+        torch = sys.modules.get("torch")
+        if torch is None or (compare := _tensor_guards()) is None:
+            return
+        tensors: list[int] = []
+        twice, nones, places = [], [], []
+        for i, x in enumerate(arguments):
+            first = [j for j in tensors if arguments[j] is x]
+            if x is None:
+                nones.append(i)
+            elif first:
+                twice.append((i, *first))  # guards refuse a tensor that comes twice
+            elif type(x) is torch.Tensor and not x.requires_grad:
+                tensors.append(i)
+            else:
+                return
+            places.append(-1 if x is None else tensors.index(*first or [i]))
+        if not tensors:
+            return
+        are_alike, address = compare([arguments[i] for i in tensors]), torch.Tensor.data_ptr
+        take_tensors, take_nones, place = taking(tensors), taking(nones), taking(places)
+        none_types, in_order = (type(None),) * len(nones), not (nones or twice)
 
-        Parameters
-        ----------
-        arguments : as many in each call
-        """
-        if (guard := self._guard) is not None:
-            signatures, take_tensors, are_alike, take_others, others, same, address, place = guard
+        def probe(arguments: tuple[Any, ...]) -> Probed:
             tensors = take_tensors(arguments)
             if (
-                are_alike(*tensors) and tuple(map(type, take_others(arguments))) == others
-                and (not same or all([arguments[i] is arguments[j] for i, j in same]))
-            ):  # fmt: skip
+                are_alike(*tensors)
+                and (in_order or tuple(map(type, take_nones(arguments))) == none_types)
+                and (not twice or all([arguments[i] is arguments[j] for i, j in twice]))
+            ):
                 pointers = tuple(map(address, tensors))
                 if 0 not in pointers:  # else one is empty, or without memory
-                    return place((*pointers, 0)), signatures
-        pointers, signatures = probe_arguments(arguments)
-        last = self._signatures
-        if signatures != last:
-            self._signatures = signatures
-            return pointers, signatures
-        if self._num_guards < _MAX_GUARDS:
-            self._num_guards += 1
-            self._guard = _guard(arguments, last)
-        return pointers, last
+                    return (pointers if in_order else place((*pointers, 0))), signatures
+            return probe_arguments(arguments)
+
+        self.probe = probe
 
 
-_MAX_GUARDS = 16  # that a prober makes, each of which takes as long as a call or two
-
-
-def _guard(arguments: tuple[Any, ...], signatures: Signature) -> tuple[Any, ...] | None:
-    """Return what `Prober` compares calls with; None where they are not all tensors or None.
-
-    Returns
-    -------
-    the signatures; what takes the tensors, and whether those of a call are alike; what takes those
-    that are None, and their types; pairs of what comes twice; the address of a tensor; and what
-    puts addresses, followed by 0, in place
-    """
-    torch = sys.modules.get("torch")
-    if torch is None or (compare := _tensor_guards()) is None:
-        return None
-    tensors, others, same, places = [], [], [], []
-    for i, x in enumerate(arguments):
-        first = [j for j in tensors if arguments[j] is x]  # torch compares no tensor with itself
-        if x is None:
-            others.append(i)
-        elif first:
-            same.append((i, *first))
-        elif type(x) is torch.Tensor and not x.requires_grad:  # which depends on the thread
-            tensors.append(i)
-        else:
-            return None
-        places.append(-1 if x is None else tensors.index(*first or [i]))
-    if not tensors:
-        return None
-    return (
-        signatures, taking(tensors), compare([arguments[i] for i in tensors]), taking(others),
-        (type(None),) * len(others), same, torch.Tensor.data_ptr, taking(places),
-    )  # fmt: skip
+MAX_TRIES = 4
 
 
 @cache
@@ -798,20 +794,19 @@ def note_written(arrays: Iterable[Any]) -> None:
     """
     if not _TORCH_TYPES:
         return
-    tensors = []
-    for array in arrays:
-        owner = array.owner if type(array) is ArrayView else array
-        if type(owner) in _TORCH_TYPES:
-            tensors.append(owner)
-    if tensors:
-        _increment_version()(tensors)
+    increment = _increment_version()
+    try:
+        increment(arrays)
+    except RuntimeError:  # not all of them are tensors
+        owners = [array.owner if type(array) is ArrayView else array for array in arrays]
+        increment([owner for owner in owners if type(owner) in _TORCH_TYPES])
 
 
 @cache
-def _increment_version() -> Callable[[list[Any]], Any]:
+def _increment_version() -> Callable[[Iterable[Any]], Any]:
     """Return `torch.autograd.graph.increment_version`, or what it calls, in a third of the time."""
     torch = sys.modules["torch"]
-    direct: Callable[[list[Any]], Any] = torch._C._increment_version
+    direct: Callable[[Iterable[Any]], Any] = torch._C._increment_version
     try:
         direct([])
     except TypeError:  # older versions take one tensor

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import devices, faults, scratch
+from .. import devices, faults
 from ..arrays import ArrayView, describe, probe_arguments, view
-from ..devices.protocol import Device, Stream
+from ..devices.protocol import Device
 from ..errors import CompileError
 from ..observe import Access, Slots
 from . import checks, fallback
@@ -520,7 +520,6 @@ class AttentionPlan(Plan):
         super().__init__(_ATTENTION, devices.get(query.device), query.library)
         if "out" not in arguments:
             self.allocated["out"] = self.call.arguments["out"]
-        self._workspace_bytes = 0
         if self.call.num_tokens == 0 or self.call.num_sequences == 0:
             return
         try:
@@ -590,13 +589,6 @@ class AttentionPlan(Plan):
                 _attend_sequence(device, call, views, sequence)
             start = stop
 
-    def enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
-        """Launch the kernels, with a workspace if they need one."""
-        if self.cause is None and self._workspace_bytes:
-            lent = scratch.borrow(self.device, self._workspace_bytes, stream)
-            pointers, arrays = (*pointers, lent.pointer), (*arrays, lent)
-        super().enqueue(pointers, arrays, stream)
-
     def _load(self, alignment: int) -> None:
         """Load the kernels, and lay out their launches and the workspace."""
         call, device = self.call, self.device
@@ -652,8 +644,8 @@ class AttentionPlan(Plan):
 
     def _reserve(self, num_bytes: int) -> tuple[str, int]:
         """Return where the next part of the workspace lies."""
-        start = self._workspace_bytes
-        self._workspace_bytes += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+        start = self.workspace_bytes
+        self.workspace_bytes += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
         return "workspace", start
 
 

@@ -216,8 +216,8 @@ class _PlannedCall(BoundCall):
         self._pointers, self._arrays = pointers, tuple([
             None if i in varying else array for i, array in enumerate(arrays)
         ])  # fmt: skip
-        self._probe = Prober()
-        self._signatures = self._probe(tuple([examples[name] for name in views]))[1]
+        self._prober = Prober()
+        self._signatures = self._prober.probe(tuple([examples[name] for name in views]))[1]
 
         words = self._family.words
         self._alignment = _alignment(pointers, words)
@@ -233,7 +233,7 @@ class _PlannedCall(BoundCall):
                 streams = {name: varying.get(name, stream) for name, stream in streams.items()}
             try:
                 values = self._values(varying)
-                addresses, signatures = self._probe(values)
+                addresses, signatures = self._prober.probe(values)
             except KeyError:
                 raise self._wrong_names(varying) from None
             except TypeError:
@@ -243,9 +243,11 @@ class _PlannedCall(BoundCall):
             alignment = self._fixed_alignment
             for i in self._words:
                 alignment |= addresses[i]
-            if signatures is not self._signatures or alignment & 15 != self._alignment:
+            if signatures != self._signatures or alignment & 15 != self._alignment:
                 self._require_alike(varying)
                 return self._family.run(arrays, self._options, self._make, *streams.values())
+            if signatures is not self._signatures and self._prober.tries:
+                self._prober.learn(values, self._signatures)
             pointers = self._in_order(pointers + addresses)
         stream = streams["stream"]
         if plan.allocated:

@@ -46,8 +46,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .. import devices, formats, observe
+from .. import devices, formats, observe, scratch
 from ..arrays import (
+    MAX_TRIES,
     STREAMED_TYPES,
     ArrayView,
     Prober,
@@ -123,7 +124,7 @@ class Operation:
         self.words = tuple([i for i, a in enumerate(arguments) if a.words])
         returned = [i for i, a in enumerate(arguments) if a.returned]
         self.returned = operator.itemgetter(*returned) if returned else None
-        self._probe = Prober()
+        self._prober = Prober()
         # Plans, signatures, options, alignment and plan of the last call; most are like it.
         self._last: tuple[Any, ...] = None, None, None, None, None
 
@@ -170,13 +171,15 @@ class Operation:
         """
         signature = None
         try:
-            pointers, signatures = self._probe(arrays)
+            pointers, signatures = self._prober.probe(arrays)
             plans, last_signatures, last_options, last_alignment, plan = self._last
             is_last = (
-                signatures is last_signatures and options == last_options
-                and plans is _plans and plan.used_at == _made
+                plans is _plans and plan.used_at == _made
+                and signatures == last_signatures and options == last_options
             )  # fmt: skip
             if is_last:
+                if signatures is not last_signatures and self._prober.tries:
+                    self._prober.learn(arrays, last_signatures)
                 allowed = plan.allowed
                 if pointers == allowed:
                     return plan, allowed
@@ -198,6 +201,7 @@ class Operation:
         pointers, plan = self.plan(arrays, options, make)
         if signature is not None:
             _remember(signature, plan, is_new=True)
+            self._prober.tries = MAX_TRIES
         return plan, pointers
 
     def plan(
@@ -293,6 +297,8 @@ class Plan(abc.ABC):
     launches : in the order of issue; empty if there is nothing to do
     cause : why the kernel cannot be used, where the fallback must serve
     allocated : outputs that each call allocates, by name
+    workspace_bytes : of the memory that each call borrows for its launches; its address follows
+        those of the arguments
     used_at : how many plans had been made when this one was last used
     allowed : the addresses of the last call, which have been checked
     """
@@ -304,6 +310,7 @@ class Plan(abc.ABC):
         self.launches: list[Launch] = []
         self.cause: CompileError | None = None
         self.allocated: Views = {}
+        self.workspace_bytes = 0
         self.used_at = 0
         self.allowed: tuple[int, ...] | None = None
         self._tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
@@ -395,28 +402,31 @@ class Plan(abc.ABC):
 
     def issue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
         """Put the operation on a stream, its arguments checked."""
-        if not self.launches and self.cause is None:
-            return
         if self.cause is not None:
             self.device.check_fallback(self.operation.name, stream)
             config.fall_back(self.operation.name, self.cause)
+        elif not self.launches:
+            return
         if STREAMED_TYPES:
             wait_for_producers(arrays, stream)
         if observe.observers:
             observe.issue(
                 lambda: self._announced(pointers, arrays, stream),
-                lambda: self.enqueue(pointers, arrays, stream),
+                lambda: self._enqueue(pointers, arrays, stream),
             )
         else:
-            self.enqueue(pointers, arrays, stream)
+            self._enqueue(pointers, arrays, stream)
         if self._tensors is not None:
             note_written(self._tensors(arrays))
 
-    def enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
-        """Launch the kernels, or run the fallback. A plan with a workspace borrows it here."""
+    def _enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
+        """Launch the kernels, with a workspace if they need one; or run the fallback."""
         if self.cause is not None:
             self.device.run(lambda: self.fallback(self.touched(self.views(arrays))), stream, arrays)
             return
+        if self.workspace_bytes:
+            lent = scratch.borrow(self.device, self.workspace_bytes, stream)
+            pointers, arrays = (*pointers, lent.pointer), (*arrays, lent)
         for launch in self.launches:
             launch.enqueue(pointers, stream, arrays)
 
