@@ -354,10 +354,9 @@ _unsigned_at = ctypes.c_size_t.from_address
 _HEAD_BYTES = object.__basicsize__
 _SAMPLE = np.zeros(1)
 # Elsewhere `id` may be no address, and must not be read.
-_HAS_NUMPY_ABI = (
-    sys.implementation.name == "cpython"
-    and _probe_numpy(_SAMPLE) == _probe_array_interface(_SAMPLE)
-)
+_HAS_NUMPY_ABI = sys.implementation.name == "cpython" and _probe_numpy(
+    _SAMPLE
+) == _probe_array_interface(_SAMPLE)
 if not _HAS_NUMPY_ABI:
     _probe_numpy = _probe_array_interface
 
@@ -438,7 +437,7 @@ def probe_arguments(
     return tuple(pointers), tuple(signatures)
 
 
-Probed = tuple[tuple[int, ...], tuple[Signature | float | None, ...]]
+ProbeResult = tuple[tuple[int, ...], tuple[Signature | float | None, ...]]
 """The addresses and the signatures of arguments."""
 
 
@@ -457,7 +456,7 @@ class Prober:
     """
 
     def __init__(self) -> None:
-        self.probe: Callable[[tuple[Any, ...]], Probed] = probe_arguments
+        self.probe: Callable[[tuple[Any, ...]], ProbeResult] = probe_arguments
         self.tries = MAX_TRIES
 
     def learn(self, arguments: tuple[Any, ...], signatures: Any) -> None:
@@ -485,7 +484,7 @@ class Prober:
         take_tensors, take_nones, place = taking(tensors), taking(nones), taking(places)
         none_types, in_order = (type(None),) * len(nones), not (nones or twice)
 
-        def probe(arguments: tuple[Any, ...]) -> Probed:
+        def probe(arguments: tuple[Any, ...]) -> ProbeResult:
             tensors = take_tensors(arguments)
             if (
                 are_alike(*tensors)
@@ -786,7 +785,7 @@ def view_as(array: Any, format: str) -> ArrayView:
 # --- What other libraries must know, or wait for --------------------------------------------------
 
 
-def note_written(arrays: Iterable[Any]) -> None:
+def note_written(arrays: Sequence[Any]) -> None:
     """Tell autograd that torch tensors among these arrays were written.
 
     It increments their version counters, as torch's in-place operations do, also without gradients:
@@ -794,19 +793,20 @@ def note_written(arrays: Iterable[Any]) -> None:
     """
     if not _TORCH_TYPES:
         return
-    increment = _increment_version()
-    try:
-        increment(arrays)
-    except RuntimeError:  # not all of them are tensors
-        owners = [array.owner if type(array) is ArrayView else array for array in arrays]
-        increment([owner for owner in owners if type(owner) in _TORCH_TYPES])
+    for array in arrays:
+        if type(array) not in _TORCH_TYPES:
+            owners = [x.owner if type(x) is ArrayView else x for x in arrays]
+            arrays = [x for x in owners if type(x) in _TORCH_TYPES]
+            break
+    if arrays:
+        _increment_version()(arrays)
 
 
 @cache
-def _increment_version() -> Callable[[Iterable[Any]], Any]:
+def _increment_version() -> Callable[[Sequence[Any]], Any]:
     """Return `torch.autograd.graph.increment_version`, or what it calls, in a third of the time."""
     torch = sys.modules["torch"]
-    direct: Callable[[Iterable[Any]], Any] = torch._C._increment_version
+    direct: Callable[[Sequence[Any]], Any] = torch._C._increment_version
     try:
         direct([])
     except TypeError:  # older versions take one tensor

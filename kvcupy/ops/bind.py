@@ -21,12 +21,12 @@ from .call import Recorder, same_layout
 from .indexing import find_duplicate_slots, page_table_csr, slot_mapping
 from .merge import merge_states
 from .pages import copy_pages
-from .rope import apply_rope, rope_store_kv, rope_store_mla, rotate_query
+from .rope import apply_rope, rope_store_kv, rope_store_mla
 from .store import gather_kv, store_kv, store_mla
 from .transfer import transfer_pages
 
 _PLANNED = (
-    store_kv, store_mla, gather_kv, apply_rope, rotate_query, rope_store_kv, rope_store_mla,
+    store_kv, store_mla, gather_kv, apply_rope, rope_store_kv, rope_store_mla,
     paged_attention, merge_states, copy_pages, slot_mapping,
 )  # fmt: skip
 _UNPLANNED = (page_table_csr, find_duplicate_slots, transfer_pages)

@@ -56,6 +56,7 @@ from ..arrays import (
     contiguous_strides,
     note_written,
     overlap,
+    probe_arguments,
     taking,
     view,
     wait_for_producers,
@@ -235,6 +236,89 @@ class Operation:
         return tuple(pointers), plan
 
 
+# --- Operations of a cache, layer by layer --------------------------------------------------------
+
+
+class Probed:
+    """Some arguments of an operation, probed once for many calls."""
+
+    def __init__(self, arguments: tuple[Argument, ...], arrays: tuple[Any, ...]) -> None:
+        self.arrays = arrays
+        try:
+            self.pointers, self.signatures = probe_arguments(arrays)
+        except TypeError:
+            for argument, array in zip(arguments, arrays, strict=True):
+                if checks.is_array(array):
+                    view(array, argument.name)  # raises, naming what is not an array
+            raise
+        self.alignment = 0
+        for argument, pointer in zip(arguments, self.pointers, strict=True):
+            if argument.words:
+                self.alignment |= pointer
+
+
+NO_ARGUMENTS = Probed((), ())
+
+
+class StepOperation(Probed):
+    """An operation whose last arguments are the same in all layers of a step of a cache.
+
+    Those before them are a layer's. The first, the rows, come with each call.
+
+    Parameters
+    ----------
+    operation, make : as `Operation.prepare` takes them
+    num_rows : how many of the arguments come with each call
+    arrays : the arguments of the step
+    options : of the operation, where they do not come with each call
+    """
+
+    def __init__(
+        self, operation: Operation, make: Callable[..., Any], num_rows: int,
+        arrays: tuple[Any, ...], options: tuple[Any, ...] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(operation.arguments[-len(arrays) :], arrays)
+        self._operation, self._make, self._options = operation, make, options
+        self._words = [i for i in operation.words if i < num_rows]
+        # Of the last call: kind, signatures of the layer, alignment, options and plan.
+        self._last: tuple[Any, ...] = None, None, None, None, None
+
+    def issue(
+        self, rows: tuple[Any, ...], pointers: tuple[int, ...], kind: object, layer: Probed,
+        stream: Stream, options: tuple[Any, ...] | None = None,
+    ) -> None:  # fmt: skip
+        """Put a call on a stream of the device.
+
+        Parameters
+        ----------
+        rows, pointers : the first arguments, and their addresses
+        kind : an object that comes with rows of one signature only
+        """
+        if options is None:
+            options = self._options
+        alignment = self.alignment | layer.alignment
+        for i in self._words:
+            alignment |= pointers[i]
+        alignment &= 15
+        arrays = rows + layer.arrays + self.arrays
+        last_kind, last_layer, last_alignment, last_options, plan = self._last
+        if (
+            kind is not last_kind or layer.signatures is not last_layer
+            or alignment != last_alignment or options != last_options
+        ):  # fmt: skip
+            try:
+                signatures = probe_arguments(rows)[1] + layer.signatures + self.signatures
+            except TypeError:
+                self._operation.plan(arrays, options, self._make)  # raises, naming what is no array
+                raise
+            plan = planned(
+                (self._operation, options, alignment, signatures),
+                lambda: self._operation.prepare(arrays, options, self._make)[0],
+            )
+            self._last = kind, layer.signatures, alignment, options, plan
+        plan.start(pointers + layer.pointers + self.pointers, arrays, stream)
+
+
 # --- The plans that are kept ----------------------------------------------------------------------
 
 _MAX_PLANS = 4096
@@ -374,10 +458,13 @@ class Plan(abc.ABC):
 
     def run(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any) -> None:
         """Check the addresses and issue the operation on `stream`, of any library."""
-        own_stream = self.device.as_stream(stream, self.library)
+        self.start(pointers, arrays, self.device.as_stream(stream, self.library))
+
+    def start(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
+        """Check the addresses and issue the operation on a stream of the device."""
         if pointers is not self.allowed and (self.launches or self.cause is not None):
             self.check(pointers, arrays)
-        self.issue(pointers, arrays, own_stream)
+        self.issue(pointers, arrays, stream)
 
     def check(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
         """Raise ValueError for misaligned elements, and for outputs that share bytes."""
@@ -761,9 +848,11 @@ class Aliasing:
                 return False
         for i, j, nearest, farthest in self._pairs:
             distance = addresses[j] - addresses[i]
-            if not nearest < distance < farthest or (distance == 0 and (i, j) in self._in_place):
-                continue
-            if _share_bytes(self._layouts[i], self._layouts[j], distance):
+            if (
+                nearest < distance < farthest
+                and (distance or (i, j) not in self._in_place)
+                and _share_bytes(self._layouts[i], self._layouts[j], distance)
+            ):
                 return False
         return self._strides_fit
 

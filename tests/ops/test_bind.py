@@ -16,12 +16,6 @@ from kvcupy import devices, observe
 from kvcupy.devices import cxx
 from kvcupy.devices.host import HostDevice
 from kvcupy.ops import call as op_call
-from kvcupy.ops.rope import rotate_query
-
-
-def rotate(device):
-    call = CALLS["apply_rope"](device)
-    return {name: call[name] for name in ("query", "rope_table", "positions", "query_out")}
 
 
 def without(make, *names):
@@ -59,7 +53,6 @@ def pools(device):
 
 BOUND = {
     **{name: (getattr(kv, name), make) for name, make in CALLS.items()},
-    "rotate_query": (rotate_query, rotate),
     "gather_kv, allocating": (kv.gather_kv, without(gather_kv, "k_out", "v_out")),
     "paged_attention, allocating": (kv.paged_attention, without(paged_attention, "out")),
     "merge_states, allocating": (kv.merge_states, without(merge_states, "out", "lse_out")),
