@@ -196,13 +196,13 @@ class Operation:
                 if plan.used_at != _made:
                     _remember(signature, plan)
                 self._last = _plans, signatures, options, alignment, plan
+                self._prober.tries = MAX_TRIES
                 return plan, pointers
         except (TypeError, ValueError):  # no array, or an option that is one: the checks say which
             signature = None
         pointers, plan = self.plan(arrays, options, make)
         if signature is not None:
             _remember(signature, plan, is_new=True)
-            self._prober.tries = MAX_TRIES
         return plan, pointers
 
     def plan(
@@ -316,7 +316,9 @@ class StepOperation(Probed):
                 lambda: self._operation.prepare(arrays, options, self._make)[0],
             )
             self._last = kind, layer.signatures, alignment, options, plan
-        plan.start(pointers + layer.pointers + self.pointers, arrays, stream)
+        pointers += layer.pointers + self.pointers
+        plan.check(pointers, arrays)
+        plan.issue(pointers, arrays, stream)
 
 
 # --- The plans that are kept ----------------------------------------------------------------------
@@ -458,13 +460,10 @@ class Plan(abc.ABC):
 
     def run(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Any) -> None:
         """Check the addresses and issue the operation on `stream`, of any library."""
-        self.start(pointers, arrays, self.device.as_stream(stream, self.library))
-
-    def start(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
-        """Check the addresses and issue the operation on a stream of the device."""
+        own_stream = self.device.as_stream(stream, self.library)
         if pointers is not self.allowed and (self.launches or self.cause is not None):
             self.check(pointers, arrays)
-        self.issue(pointers, arrays, stream)
+        self.issue(pointers, arrays, own_stream)
 
     def check(self, pointers: tuple[int, ...], arrays: tuple[Any, ...]) -> None:
         """Raise ValueError for misaligned elements, and for outputs that share bytes."""
@@ -501,8 +500,11 @@ class Plan(abc.ABC):
                 lambda: self._announced(pointers, arrays, stream),
                 lambda: self._enqueue(pointers, arrays, stream),
             )
-        else:
+        elif self.cause is not None or self.workspace_bytes:
             self._enqueue(pointers, arrays, stream)
+        else:
+            for launch in self.launches:
+                launch.enqueue(pointers, stream, arrays)
         if self._tensors is not None:
             note_written(self._tensors(arrays))
 
