@@ -462,6 +462,7 @@ class Prober:
     def learn(self, arguments: tuple[Any, ...], signatures: Any) -> None:
         """Look for arguments like these first from now on, if all of them are tensors or None."""
         self.tries -= 1
+        self.probe = probe_arguments
         torch = sys.modules.get("torch")
         if torch is None or (compare := _tensor_guards()) is None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -46,7 +47,7 @@ def test_torch_tensors_take_as_few_frames(device):
 
     caches = [torch.zeros(8, 2, 4) for _ in "kv"]
     rows = [torch.ones(1, 2, 4) for _ in range(6)]
-    for key, value in zip(rows, rows[1:], strict=False):
+    for key, value in pairwise(rows):
         slots = torch.tensor([1])
         called = own(frames_of(lambda: kv.store_kv(key, value, *caches, slots)))  # noqa: B023
     assert 0 < len(called) <= STORE_KV + 4, "\n".join(called)  # addresses, and versions
