@@ -6,7 +6,8 @@ The life of a call, `store_kv` say:
    is written, whether its alignment counts, and so on. The public function passes them in that
    order, with the options that are no arrays.
 2. `Operation.prepare` probes the arrays. What it finds (formats, shapes, strides, devices), the
-   alignment and the options are the *signature*; addresses are not part of it.
+   alignment and the options are the *signature*; addresses are not part of it. Tensors like those
+   of the last call are recognised without reading all that (`arrays.Prober`).
 3. A signature that is new goes to the family's `make` function, which gets views of the arrays by
    name. It runs every check, and returns a `Plan`: which kernels, how threads are laid over the
    work (`spread`), and all of the kernels' Params but the addresses (`Launch`). Names become
@@ -21,6 +22,7 @@ The life of a call, `store_kv` say:
    announces the operation to timelines and checkers, and launches, or runs the fallback.
 
 Prepared calls: `bind` makes a plan of its own, and begins at 5 with the addresses that vary.
+In a paged cache, a `StepOperation` has probed the arrays of a step and of each layer beforehand.
 
 Fallback: where a kernel cannot be compiled, making the plan catches the `CompileError` as
 `Plan.cause`; each call then warns or raises, as `config.fallback` says, and runs `Plan.fallback`,
@@ -179,6 +181,7 @@ class Operation:
                 and signatures == last_signatures and options == last_options
             )  # fmt: skip
             if is_last:
+                # `probe` returns the very signatures that came with what it has learnt.
                 if signatures is not last_signatures and self._prober.tries:
                     self._prober.learn(arrays, last_signatures)
                 allowed = plan.allowed
