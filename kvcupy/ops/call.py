@@ -924,9 +924,14 @@ def _allocator(
     device = devices.get(device_name)
     if library != "torch":
         return partial(device.zeros, shape, format)
+    return _torch_allocator(shape, format, device.torch_name)
+
+
+@lru_cache(maxsize=1024)
+def _torch_allocator(shape: tuple[int, ...], format: str, device_name: str) -> Callable[[], Any]:
     torch = sys.modules["torch"]
     dtype = getattr(torch, formats.numpy_dtype(format).name)
-    return partial(torch.zeros, shape, dtype=dtype, device=torch.device(device.torch_name))
+    return partial(torch.zeros, shape, dtype=dtype, device=torch.device(device_name))
 
 
 def in_library(array: Any, like: ArrayView) -> Any:
