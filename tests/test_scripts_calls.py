@@ -51,7 +51,7 @@ def test_loading_refuses_what_it_does_not_know(capsys):
         assert "usage: " in capsys.readouterr().err
 
 
-def test_calls_are_measured(device_name, tmp_path, capsys):
+def test_calls_are_measured(device_name, lenient_host, tmp_path, capsys):
     import bench
 
     report = tmp_path / "new" / "calls.json"
