@@ -176,13 +176,13 @@ class Operation:
         try:
             pointers, signatures = self._prober.probe(arrays)
             plans, last_signatures, last_options, last_alignment, plan = self._last
+            is_learnt = signatures is last_signatures  # else they are read, and may be equal
             is_last = (
                 plans is _plans and plan.used_at == _made
-                and signatures == last_signatures and options == last_options
+                and (is_learnt or signatures == last_signatures) and options == last_options
             )  # fmt: skip
             if is_last:
-                # `probe` returns the very signatures that came with what it has learnt.
-                if signatures is not last_signatures and self._prober.tries:
+                if not is_learnt and self._prober.tries:
                     self._prober.learn(arrays, last_signatures)
                 allowed = plan.allowed
                 if pointers == allowed:
