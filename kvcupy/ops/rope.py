@@ -14,7 +14,7 @@ from ..formats import FORMATS, Format
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
 from . import call, checks, fallback
-from .call import Argument, Launch, Operation, Plan, Views, fields_of
+from .call import Argument, Launch, Operation, Plan, StepOperation, Views, fields_of
 from .checks import KVOperand, Rows
 from .store import CACHES, SCALE_CACHES, SCALES, report_slots, store_rows
 
@@ -30,14 +30,14 @@ _TABLE = Argument("rope_table", words=True)
 _NORMS = (Argument("query_norm", words=True), Argument("key_norm", words=True))
 _APPLY_ROPE = Operation("apply_rope", *_QUERY, *_KEY, _TABLE, *_NORMS, Argument("positions"))
 _ROPE_STORE_KV = Operation(
-    "rope_store_kv", *_QUERY, *_KEY, Argument("value", words=True), *CACHES, _TABLE, *_NORMS,
-    Argument("positions"), Argument("slot_mapping"), *SCALES, *SCALE_CACHES,
+    "rope_store_kv", *_QUERY, *_KEY, Argument("value", words=True), *CACHES, *SCALES,
+    *SCALE_CACHES, _TABLE, *_NORMS, Argument("positions"), Argument("slot_mapping"),
 )  # fmt: skip
 _ROPE_STORE_MLA = Operation(
     "rope_store_mla", *_QUERY, Argument("rope_key", words=True),
     Argument("rope_key_out", output=True, words=True, replaces=("rope_key",)),
-    Argument("latent", words=True), Argument("cache", output=True, words=True), _TABLE,
-    Argument("positions"), Argument("slot_mapping"), Argument("scale", number=True),
+    Argument("latent", words=True), Argument("cache", output=True, words=True),
+    Argument("scale", number=True), _TABLE, Argument("positions"), Argument("slot_mapping"),
 )  # fmt: skip
 
 _POINTERS = (
@@ -165,19 +165,6 @@ def apply_rope(
     _APPLY_ROPE.run(arrays, options, _plan_rotation, stream)
 
 
-def rotate_query(
-    query: Any, rope_table: Any, positions: Any, *, interleaved: bool = False,
-    query_out: Any = None, stream: Any = None,
-) -> None:  # fmt: skip
-    """Rotate query heads as `apply_rope` does, where the key is cached as it is."""
-    arrays = (
-        query, query if query_out is None else query_out, None, None, rope_table, None, None,
-        positions,
-    )  # fmt: skip
-    options = ((interleaved, None, False, 0.0),)
-    _APPLY_ROPE.run(arrays, options, _plan_rotation, stream)
-
-
 def rope_store_kv(
     query: Any,
     key: Any,
@@ -252,8 +239,8 @@ def rope_store_kv(
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
     arrays = (
         query, query if query_out is None else query_out, key, key if write_key else None, value,
-        k_cache, v_cache, rope_table, query_norm, key_norm, positions, slot_mapping,
-        k_scale, v_scale, k_scale_cache, v_scale_cache,
+        k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache,
+        rope_table, query_norm, key_norm, positions, slot_mapping,
     )  # fmt: skip
     if sections is not None:
         sections = _hashable(sections)
@@ -315,10 +302,35 @@ def rope_store_mla(
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
     arrays = (
         query, query if query_out is None else query_out, rope_key, rope_key if write_key else None,
-        latent, cache, rope_table, positions, slot_mapping, scale,
+        latent, cache, scale, rope_table, positions, slot_mapping,
     )  # fmt: skip
     options = ((interleaved, None, False, 0.0), skip_slot)
     _ROPE_STORE_MLA.run(arrays, options, _plan_store_mla, stream)
+
+
+def step_rotation(rope_table: Any, positions: Any, *, interleaved: bool) -> StepOperation:
+    """Return `apply_rope` at the positions of a step, for rows (query, query_out, key, key_out)."""
+    arrays = rope_table, None, None, positions
+    options = ((interleaved, None, False, 1e-6),)
+    return StepOperation(_APPLY_ROPE, _plan_rotation, 4, arrays, options)
+
+
+def step_rope_store(
+    rope_table: Any, positions: Any, slot_mapping: Any, *, interleaved: bool
+) -> StepOperation:
+    """Return `rope_store_kv` for a step, for rows (query, query_out, key, key_out, value)."""
+    arrays = rope_table, None, None, positions, slot_mapping
+    options = (interleaved, None, False, 1e-6), "NHD", -1
+    return StepOperation(_ROPE_STORE_KV, _plan_store, 5, arrays, options)
+
+
+def step_rope_store_mla(
+    rope_table: Any, positions: Any, slot_mapping: Any, *, interleaved: bool
+) -> StepOperation:
+    """Return `rope_store_mla` for a step, for rows (query, its output, rope_key, its, latent)."""
+    arrays = rope_table, positions, slot_mapping
+    options = (interleaved, None, False, 0.0), -1
+    return StepOperation(_ROPE_STORE_MLA, _plan_store_mla, 5, arrays, options)
 
 
 def _hashable(sections: Any) -> Any:

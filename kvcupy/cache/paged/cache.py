@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import devices
-from ...arrays import describe, view
+from ...arrays import address_of, describe, view
 from ...config import logger
 from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError, ProcessLocal
@@ -474,17 +474,19 @@ class PagedKVCache(ProcessLocal):
         if type(layer) is not int or not 0 <= layer < self.pool.num_layers:
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
         layers = self._layers
-        rows, options, logits = layers.check(
-            query, out, step.num_tokens, sm_scale, window, sinks, logits_soft_cap
+        rows, options, arrays, pointers, kind = layers.check(
+            query, key, value, out, step.num_tokens, sm_scale, window, sinks, logits_soft_cap
         )
         own = self.device.as_stream(stream, rows.library)
         if out is None:
             shape = (*rows.shape[:2], layers.v_width)
             out = call.zeros(rows, shape, rows.format, None if stream is None else own)
+            arrays = (*arrays[:3], out, arrays[4])
+            pointers = (*pointers[:3], address_of(out), pointers[4])
         uploaded = tables.on(own)
         if step.loads and not own.capturing:
             step.wait_layer(int(layer), own)
-        layers.run(int(layer), query, key, value, out, rows, uploaded, options, logits, own)
+        layers.run(int(layer), arrays, pointers, kind, rows, options, uploaded, own)
         return out
 
     # --- Tables ---
