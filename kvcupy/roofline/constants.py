@@ -179,6 +179,8 @@ class ConstantPropagation:
                 self._thread is not None and instruction.access_bytes < self._thread.word_bytes
             )
             return dict.fromkeys(instruction.writes, 0) if is_index else {}
+        if instruction.name == "P2R":
+            return self._pack_predicates(instruction, values)
         if instruction.name == "SHFL":
             word = None if self._thread is None else self._word(plain[0], values)
             return {} if word is None else {target: word}
@@ -258,6 +260,21 @@ class ConstantPropagation:
         if value is None:
             return {}
         return dict(zip(span(target, 2), (value & _MASK, value >> 32 & _MASK), strict=True))
+
+    def _pack_predicates(self, instruction: Instruction, values: Values) -> Values:
+        """Return P2R: predicates that a mask names, as bits of a word, whose others are given."""
+        target, source, word, mask = instruction.operands
+        bits, others = self._word(mask, values), self._word(word, values)
+        if source != "PR" or instruction.modifiers or bits is None or others is None:
+            return {}
+        result = others & ~bits & _MASK
+        for i in range(7):
+            if bits >> i & 1:
+                truth = self.truth(f"P{i}", values)
+                if truth is None:
+                    return {}
+                result |= truth << i
+        return {target: result}
 
     def _multiply_add(
         self, instruction: Instruction, target: str, plain: Sequence[str], words: list[int | None],
