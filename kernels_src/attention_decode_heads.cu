@@ -268,7 +268,7 @@ __device__ __forceinline__ void leave_scores(float (&own)[kKeys / 8][2],
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int owner = 0; owner < kGroupWarps; ++owner) {
-    char* to = sums + (owner * 3 + (quarter - owner - 1 & 3)) * (32 * kKeys) + lane * 16;
+    char* to = sums + (owner * 3 + ((quarter - owner - 1) & 3)) * (32 * kKeys) + lane * 16;
 #pragma unroll
     for (int n = 0; n < kKeys / 8; n += 2) {
       const float (&first)[4] = s[owner / 2][n];

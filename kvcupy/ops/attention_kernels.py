@@ -308,7 +308,7 @@ _TURING_SMEM_BYTES = 64 * 1024
 _LEAST_SMEM_BYTES = min(n for arch, n in SHARED_BYTES.items() if arch != "sm_75")
 _TILE_BYTES = 1168  # a PrefillTile
 _DECODE_TILE_BYTES = 928  # a DecodeTile
-_HEADS_TILE_BYTES = 2176  # a HeadsTile
+_HEADS_TILE_BYTES = 2144  # a HeadsTile
 _HEADS_DEPTH_STEPS, _HEADS_HELD_STEPS = 9, {32: 3, 16: 4}  # kDepthSteps, kHeldSteps by keys
 
 
@@ -478,7 +478,6 @@ def _bool(value: bool) -> str:
 
 _MAX_SPLITS = 128
 _MIN_KEYS_PER_SPLIT = 256
-_BLOCKS_PER_SM = 4  # so that a few short sequences do not leave an SM idle
 
 
 @dataclass(frozen=True)
@@ -491,6 +490,7 @@ class Tiling:
     lanes : threads that share a key, in the decode kernel
     threads : per block
     smem_bytes : of dynamic shared memory per block
+    blocks_per_sm : with so many, short sequences do not leave an SM idle
     """
 
     specialisation: Specialisation
@@ -498,6 +498,7 @@ class Tiling:
     lanes: int
     threads: int
     smem_bytes: int
+    blocks_per_sm: int = 4
 
 
 def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
@@ -513,9 +514,11 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         smem_bytes = decode_mma_smem_bytes(chosen, device.arch)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
     if suits_latent(device, call, alignment):
-        if has_many_rows(call):
-            chosen = heads_specialisation(call.k.cache_format.name, device.arch)
-            return Tiling(chosen, HEADS_ROWS, 1, HEADS_THREADS, heads_smem_bytes(chosen))
+        chosen = heads_specialisation(call.k.cache_format.name, device.arch)
+        if has_many_rows(call) and is_reachable(chosen, device.arch):
+            # An SM holds one block, and a split of it writes as many bytes as 114 latents have.
+            smem_bytes = heads_smem_bytes(chosen)
+            return Tiling(chosen, HEADS_ROWS, 1, HEADS_THREADS, smem_bytes, blocks_per_sm=2)
         chosen = latent_specialisation(call.k.cache_format.name)
         smem_bytes = latent_smem_bytes(chosen)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
@@ -675,7 +678,9 @@ def num_tiles(call: AttentionCall, rows: int) -> int:
     return packed // rows + call.num_sequences
 
 
-def choose_num_splits(device: Device, call: AttentionCall, num_blocks: int) -> int:
+def choose_num_splits(
+    device: Device, call: AttentionCall, num_blocks: int, blocks_per_sm: int
+) -> int:
     """Return how many splits of the keys fill the device, from shapes alone, never from lengths.
 
     Without splits there are `num_blocks` blocks.
@@ -683,5 +688,5 @@ def choose_num_splits(device: Device, call: AttentionCall, num_blocks: int) -> i
     most_keys = call.max_keys
     if call.options.window:
         most_keys = min(most_keys, call.options.window + call.options.sink_keys)
-    splits = _BLOCKS_PER_SM * device.sm_count // max(1, num_blocks)
+    splits = blocks_per_sm * device.sm_count // max(1, num_blocks)
     return max(1, min(splits, most_keys // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS))

@@ -483,8 +483,10 @@ def _decode(kv_format: str, group: int) -> Row:
 def _mla(kv_format: str, heads: int) -> Row:
     call = partial(_attend, kv_format=kv_format, query_format="bf16", heads=(heads, 1),
                    widths=(576, 512))  # fmt: skip
-    return Row(f"mla {kv_format} {heads} heads", call, "attention_", "latent of a token",
-               576 * formats.itemsize(kv_format), _asked_of_key, sharing=_tiles_per_sequence)  # fmt: skip
+    return Row(
+        f"mla {kv_format} {heads} heads", call, "attention_", "latent of a token",
+        576 * formats.itemsize(kv_format), _asked_of_key, sharing=_tiles_per_sequence,
+    )  # fmt: skip
 
 
 def _tiles_per_sequence(launch: Planned) -> float:
@@ -510,7 +512,7 @@ ROWS: tuple[Row, ...] = (
     _transferred("load fp8_e4m3 pages as bf16", "transfer_convert", "fp8_e4m3"),
     _merged(2), _merged(8),
     *[_decode(name, group) for name in ("fp16", "bf16", "fp8_e4m3", "int8") for group in (1, 4, 8)],
-    *[_mla(name, heads) for name in ("bf16", "fp8_e4m3") for heads in (16, 32, 64, 128)],
+    *[_mla(name, heads) for name in ("bf16", "fp8_e4m3") for heads in (16, 64, 128)],
     *[_prefill(*widths) for widths in ((64, 64), (128, 128), (192, 128), (256, 256))],
 )  # fmt: skip
 """What `roofline` looks at."""
