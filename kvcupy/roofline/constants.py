@@ -422,6 +422,8 @@ def _value(name: str, modifiers: frozenset[str], words: list[int]) -> int | None
             return (words[0] << words[2] & _MASK) + words[1]
     if name == "LOP3" and len(words) == 4:
         return _lookup(*words)
+    if name == "PRMT" and len(words) == 3 and not modifiers:
+        return _permuted(*words)
     if name == "IABS" and words:
         return abs(_signed(words[0]))
     if name == "I2F" and words and not modifiers & {"F64", "F16"}:
@@ -432,6 +434,16 @@ def _value(name: str, modifiers: frozenset[str], words: list[int]) -> int | None
         number = _float(words[0])
         return int(number) if abs(number) < 1 << 32 else None
     return None
+
+
+def _permuted(low: int, selector: int, high: int) -> int:
+    """Return PRMT: of the bytes of `high:low` those that four digits name, or copies of its sign."""
+    result = 0
+    for i in range(4):
+        digit = selector >> 4 * i & 15
+        byte = (high << 32 | low) >> 8 * (digit & 7) & 255
+        result |= (byte if digit < 8 else 255 * (byte >> 7)) << 8 * i
+    return result
 
 
 def _shifted(modifiers: frozenset[str], low: int, shift: int, high: int) -> int | None:
