@@ -15,15 +15,14 @@
 // Sums of 32 x 128 values stay in registers. Of the queries, which no two warps share, some
 // fragments do too, and the others lie in shared memory for the lane that reads them.
 //
-//   tile(n) arrives | fetch tile(n + 1) | Q K^T | all sums are there | weights | they are there | O
-//   += P V
+//   tile(n) arrives | Q K^T, in parts | parts are there | sums, weights | they are there | O += P V
+//                     fetch tile(n + 1)
 //
 // Formats of 8 bits, scales and masks are as in attention_decode_mma.cu; values that lie elsewhere
 // take the place of the keys, as in attention_decode_latent.cu.
 //
-// Bytes: each visible latent once per 64 rows; Q and the output once. Through shared memory, per
-// latent of 16 bits and 64 rows: 9.8 KB, in 26 products of 32 rows (m16n8k16: 50) per 576 + 2 * 512
-// elements.
+// Bytes: each visible latent once per 64 rows; Q and the output once. Per latent of 16 bits and 64
+// rows 9.9 KB pass through shared memory, for 50 products (m16n8k16).
 #include "attention_latent.cuh"
 
 constexpr int kHeadsRows = 64;
@@ -37,7 +36,7 @@ constexpr int kDepthSteps = kLatentWidth / 16 / kGroupWarps;  // of a warp
 template <int kKeys>
 constexpr int kHeldSteps = kKeys == 32 ? 3 : 4;  // of which queries are in registers
 constexpr int kWarpColumns = kLatentWidthV / kGroupWarps;
-constexpr int kSlicePairs = kWarpColumns / 8;  // products next to each other, per 16 rows
+constexpr int kColumnProducts = kWarpColumns / 8;  // products next to each other, per 16 rows
 
 // Rarely read, so kept out of registers.
 struct HeadsTile {
@@ -211,7 +210,7 @@ __device__ __forceinline__ void multiply_depth(float (&s)[2][kKeys / 8][4], cons
 // o += weights * values of the keys of a tile, for 32 rows and the columns from chunk `first_chunk`
 // on. Columns of values of 8 bits are as in `multiply_values`.
 template <typename TCache, int kKeys>
-__device__ __forceinline__ void multiply_columns(float (&o)[2 * kSlicePairs][4],
+__device__ __forceinline__ void multiply_columns(float (&o)[2 * kColumnProducts][4],
                                                  const char* weights, const char* values,
                                                  int first_chunk) {
   using T = MmaFormat<TCache>;
@@ -233,11 +232,11 @@ __device__ __forceinline__ void multiply_columns(float (&o)[2 * kSlicePairs][4],
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
-        for (int m = 0; m < 2; ++m) mma_m16n8k16<T>(o[m * kSlicePairs + n], a[m][i], b0, b1);
+        for (int m = 0; m < 2; ++m) mma_m16n8k16<T>(o[m * kColumnProducts + n], a[m][i], b0, b1);
       }
     };
 #pragma unroll
-    for (int n = 0; n < kSlicePairs * static_cast<int>(sizeof(TCache)) / 4; ++n) {
+    for (int n = 0; n < kColumnProducts * static_cast<int>(sizeof(TCache)) / 4; ++n) {
       u32 b[4];  // of either chunk, keys 0 to 7 and 8 to 15
       load_matrices<true>(b, values + chunk_at<Shape::kRowBytes>(k * 16 + lane % 16,
                                                                  first_chunk + n * 2 + lane / 16));
@@ -398,7 +397,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   const float factor = shared.query_scales[warp_row + lane / 4] * (p.score_scale * k_scale);
   float largest = -kInfinity;  // of row g of this warp's 8: logit, base 2
   float sum = 0.0f;            // of this lane's weights, against the largest
-  float o[2 * kSlicePairs][4] = {};
+  float o[2 * kColumnProducts][4] = {};
   float value_scale = p.v_scale_cache ? kSmallestScale : static_scale(p.v_scale, p.v, kv_head);
 
   for (int number = 0; number < num_tiles; ++number) {
@@ -497,9 +496,9 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
       }
       if (__any_sync(kAllLanes, raised)) {
 #pragma unroll
-        for (int n = 0; n < 2 * kSlicePairs; ++n) {
+        for (int n = 0; n < 2 * kColumnProducts; ++n) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) o[n][i] *= rescales[n / kSlicePairs * 2 + i / 2];
+          for (int i = 0; i < 4; ++i) o[n][i] *= rescales[n / kColumnProducts * 2 + i / 2];
         }
       }
       multiply_columns<TCache, kKeys>(o, weights, tile, quarter * kWarpColumns * kBytes / 16);
@@ -520,7 +519,7 @@ __global__ void __launch_bounds__(kHeadsThreads, 1)
   for (int m = 0; m < 2; ++m) {
     leave_values<TCache, kWarpColumns>(
         reinterpret_cast<float*>(values),
-        reinterpret_cast<const float (&)[kSlicePairs][4]>(o[m * kSlicePairs]), value_scale);
+        reinterpret_cast<const float (&)[kColumnProducts][4]>(o[m * kColumnProducts]), value_scale);
     __syncwarp();  // the results of 16 rows are there
     for (int i = 0; i < 16; ++i) {
       const int row = group_row + m * 16 + i;

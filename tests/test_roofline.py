@@ -207,7 +207,8 @@ def test_divisions_by_params_are_known(divisor, quotient):
 ])  # fmt: skip
 def test_what_the_first_thread_computes_is_known(instruction, decided):
     text = listing(
-        "MOV R0, 0x5", "MOV R2, 0x7", "MOV R8, 0x8085", instruction, f"ISETP.EQ.AND P0, PT, {decided}, PT",
+        "MOV R0, 0x5", "MOV R2, 0x7", "MOV R8, 0x8085", instruction,
+        f"ISETP.EQ.AND P0, PT, {decided}, PT",
         "LDG.E.128 R4, [R12.64]", "@P0 BRA `(.right)", "MUFU.SIN R0, R0", ".right:", "EXIT",
     )  # fmt: skip
     code = read(text, thread=FirstThread(0, 16))

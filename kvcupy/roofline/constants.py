@@ -437,7 +437,7 @@ def _value(name: str, modifiers: frozenset[str], words: list[int]) -> int | None
 
 
 def _permuted(low: int, selector: int, high: int) -> int:
-    """Return PRMT: of the bytes of `high:low` those that four digits name, or copies of its sign."""
+    """Return PRMT: those bytes of `high:low` that four digits name, or copies of their signs."""
     result = 0
     for i in range(4):
         digit = selector >> 4 * i & 15
