@@ -178,7 +178,7 @@ MUTATIONS = {
         "set_rows(table, (number + kLatentStages) % kLatentTables",
         "set_rows(table, number % kLatentTables", LATENT, LATENT_FILE),
     "keys taken for values that lie elsewhere": Mutation(
-        "if (!values_are_keys) {", "if (false) {", WIDE, LATENT_FILE),
+        "if (fetches_values) {", "if (false) {", WIDE, LATENT_FILE),
     "latents hidden by the numbers of the first warp": Mutation(
         "p, t, 0, first + warp * 8)", "p, t, 0, first)", WIDE, LATENT_FILE),
     "missing latents of the first warp hidden for all": Mutation(
@@ -205,7 +205,7 @@ MUTATIONS = {
         "chunk_at<Shape::kWeightBytes>(row, n + kScores)) = 0;",
         attention_checks.check_attention_heads_bits, HEADS_FILE),
     "values of many heads not rescaled": Mutation(
-        "o[n][i] *= rescales[n / kSlicePairs * 2 + i / 2];", ";", HEADS, HEADS_FILE),
+        "o[n][i] *= rescales[n / kColumnProducts * 2 + i / 2];", ";", HEADS, HEADS_FILE),
     "sums of many heads not rescaled": Mutation("sum *= rescale;", "", HEADS, HEADS_FILE),
     "missing latents of many heads weigh in": Mutation(
         "present[1] = {table.present[entry]}", "present[1] = {kAllLanes >> (32 - kKeys)}", HEADS,
