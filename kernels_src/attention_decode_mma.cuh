@@ -83,12 +83,12 @@ struct DecodeShape {
 
 // Find the rows and the keys of a block, and return whether there are any. A split without keys
 // leaves its LSE, which is all that is read of it. Every thread must call it.
-template <int kKeys>
-__device__ __forceinline__ bool begin_block(DecodeTile& shared, const AttentionParams& p,
-                                            int kv_head, int split) {
+template <int kKeys, int kRows = kDecodeRows, typename Tile>
+__device__ __forceinline__ bool begin_block(Tile& shared, const AttentionParams& p, int kv_head,
+                                            int split) {
   AttentionTile& t = shared.tile;
   if (threadIdx.x == 0) {
-    t = find_tile(p, blockIdx.x, kDecodeRows, kv_head == 0 && split == 0);
+    t = find_tile(p, blockIdx.x, kRows, kv_head == 0 && split == 0);
     shared.range = keys_of_split(p, t, split, kKeys);
   }
   __syncthreads();  // the tile is known
@@ -271,13 +271,14 @@ __device__ __forceinline__ void load_queries(char* queries, DecodeTile& shared,
 // --- Masks ---------------------------------------------------------------------------------------
 
 // Find which keys the rows see. Others see the result after a barrier.
-__device__ __forceinline__ void set_limits(DecodeTile& shared, const AttentionParams& p,
+template <int kRows = kDecodeRows, typename Tile>
+__device__ __forceinline__ void set_limits(Tile& shared, const AttentionParams& p,
                                            const AttentionTile& t) {
   const int row = threadIdx.x;
-  if (row < kDecodeRows) {
+  if (row < kRows) {
     const i64 position = position_of(p, t, row);
     shared.limits[row] = limits_of(p, t, position, position);
-  } else if (row == kDecodeRows) {
+  } else if (row == kRows) {
     shared.seen_by_all = seen_by_all(p, t);
   }
 }

@@ -564,7 +564,7 @@ class AttentionPlan(Plan):
         call, device = self.call, self.device
         tiling = choose_tiling(device, call, alignment)
         tiles, num_kv_heads = num_tiles(call, tiling.rows), call.k.cache.num_heads
-        num_splits = choose_num_splits(device, call, tiles * num_kv_heads)
+        num_splits = choose_num_splits(device, call, tiles * num_kv_heads, tiling.blocks_per_sm)
         names = (*_ATTENTION.names, "workspace")
         pointers: dict[str, Pointer] = {name: name for name in call.views if name in ARRAYS}
         if "lse_out" in call.views:

@@ -404,6 +404,9 @@ def _asked_of_key(launch: Planned) -> float:
     (record,) = np.frombuffer(launch.params, kernel.params)
     if kernel.name == "attention_decode":  # element type, rows, packs of 8 elements per lane
         return 2 * int(arguments[2]) * (8 << int(record["lane_shift"])) * itemsize
+    if kernel.name == "attention_decode_heads":  # element type, keys that as many threads fetch
+        lanes = launch.block[0] // int(arguments[1])
+        return -(-int(record["k"]["width"]) * itemsize // (16 * lanes)) * 16 * lanes
     # The widths here are those that kernels exist for, so that nothing is padded.
     k_width, v_width = (int(record[name]["width"]) for name in "kv")
     return (k_width + (0 if kernel.name in _LOADS_KEYS_ALONE else v_width)) * itemsize
@@ -477,11 +480,13 @@ def _decode(kv_format: str, group: int) -> Row:
                word_bytes=min(16, 8 * itemsize))  # fmt: skip
 
 
-def _mla(heads: int) -> Row:
-    call = partial(_attend, kv_format="bf16", query_format="bf16", heads=(heads, 1),
+def _mla(kv_format: str, heads: int) -> Row:
+    call = partial(_attend, kv_format=kv_format, query_format="bf16", heads=(heads, 1),
                    widths=(576, 512))  # fmt: skip
-    return Row(f"mla bf16 {heads} heads", call, "attention_", "latent of a token", 2 * 576,
-               _asked_of_key, sharing=_tiles_per_sequence)  # fmt: skip
+    return Row(
+        f"mla {kv_format} {heads} heads", call, "attention_", "latent of a token",
+        576 * formats.itemsize(kv_format), _asked_of_key, sharing=_tiles_per_sequence,
+    )  # fmt: skip
 
 
 def _tiles_per_sequence(launch: Planned) -> float:
@@ -507,7 +512,7 @@ ROWS: tuple[Row, ...] = (
     _transferred("load fp8_e4m3 pages as bf16", "transfer_convert", "fp8_e4m3"),
     _merged(2), _merged(8),
     *[_decode(name, group) for name in ("fp16", "bf16", "fp8_e4m3", "int8") for group in (1, 4, 8)],
-    _mla(16), _mla(128),
+    *[_mla(name, heads) for name in ("bf16", "fp8_e4m3") for heads in (16, 64, 128)],
     *[_prefill(*widths) for widths in ((64, 64), (128, 128), (192, 128), (256, 256))],
 )  # fmt: skip
 """What `roofline` looks at."""
