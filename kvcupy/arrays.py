@@ -501,15 +501,19 @@ class Prober:
 
 
 MAX_TRIES = 4
+_TRIED_GUARDS = ("2.13",)  # releases of torch
 
 
 @cache
 def _tensor_guards() -> Callable[[list[Any]], Callable[..., bool]] | None:
-    """Return what makes a guard of some tensors; None in versions of torch that have no such.
+    """Return what makes a guard of some tensors; None in releases of torch that were not tried.
 
-    It compares type, dtype, device, layout, shape, strides, and whether a gradient is needed.
+    It compares type, dtype, device, layout, shape, strides, and whether a gradient is needed. The
+    class is torch's own, and may crash where its arguments have changed: so never untried.
     """
     torch = sys.modules["torch"]
+    if ".".join(torch.__version__.split(".")[:2]) not in _TRIED_GUARDS:
+        return None
 
     def compare(tensors: list[Any]) -> Callable[..., bool]:
         options = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
