@@ -50,6 +50,30 @@ def test_a_cache_full_of_blocks_takes_new_sequences(device):
     one.assert_no_leak()
 
 
+def test_pages_that_become_free_while_room_is_made(device):
+    """Between two looks a transfer may end, whose pages are then more than enough."""
+
+    class Ending:
+        looks = 0
+
+        def done(self):
+            self.looks += 1
+            return self.looks > 1
+
+        def synchronize(self):
+            pass
+
+    one = Prefixed(device, num_pages=6)
+    allocator = one.cache.pool.allocator
+    pages = allocator.alloc(6)
+    allocator.busy(pages, Ending())
+    allocator.free(pages)
+    one.cache.add_sequence("s")
+    one.step("s", PROMPT[:5])
+    assert one.cache.num_available_pages == 4
+    one.assert_no_leak()
+
+
 def test_full_when_everything_is_in_use(device):
     one = Prefixed(device, num_pages=6)
     one.publish(PROMPT)

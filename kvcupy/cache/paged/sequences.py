@@ -343,9 +343,10 @@ class Sequences:
         """Allocate pages, all or none; a tiered cache evicts blocks where too few are free."""
         if count == 0:
             return np.empty(0, np.int64)
-        if self.evict is not None and self._allocator.num_free < count:
+        # Asked once: a transfer that ends frees pages at any time.
+        if self.evict is not None and (missing := count - self._allocator.num_free) > 0:
             with suppress(CacheFull):  # pages in flight may suffice
-                self.evict(count - self._allocator.num_free)
+                self.evict(missing)
         return self._allocator.alloc(count)
 
     def offload(self, sequence: CachedSequence, offloaded: OffloadedPages) -> None:
