@@ -42,12 +42,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--check-order", action="store_true", help="let kv.order_checker look at every test"
     )
     parser.addoption("--strict-seed", type=int, help="repeat the orders of threads of a run")
+    parser.addoption(
+        "--sanitize", action="store_true",
+        help="run kernels under the address and undefined-behaviour sanitizers (scripts/test.sh)",
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.strict_seed is None:  # drawn before xdist starts workers, who get it too
         config.option.strict_seed = secrets.randbits(32)
     helpers.full = config.option.full
+    if config.option.sanitize:
+        sanitize(config)
     # A shell that runs the tests in the background lets them ignore Ctrl-C, and programs started by
     # tests would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -70,7 +76,21 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def sanitize(config: pytest.Config) -> None:
+    """Run this process's kernels under sanitizers; `redzones` says how."""
+    import redzones
+
+    if not redzones.active():
+        raise pytest.UsageError("--sanitize: its runtime is not loaded; use scripts/test.sh")
+    config.option.no_strict = True  # whose instrumentation excludes that of sanitizers
+    redzones.use()
+    if not getattr(config.option, "numprocesses", None):  # else workers are started, under it too
+        os.environ.pop("LD_PRELOAD", None)  # compilers and programs of tests need none of it
+
+
 def pytest_report_header(config: pytest.Config) -> str:
+    if config.option.sanitize:
+        return "kvcupy: host device under address and undefined-behaviour sanitizers"
     if config.option.no_strict:
         return "kvcupy: lenient host device"
     return f"kvcupy: strict host device, --strict-seed {config.option.strict_seed}"

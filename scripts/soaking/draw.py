@@ -46,4 +46,5 @@ def _plain(axes: Any) -> None:
     axes.grid(axis="y", color="#E2E2E2", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
