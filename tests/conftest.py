@@ -143,6 +143,10 @@ def quick_host(strict_host: None, request: pytest.FixtureRequest) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = set(exhaustive(items, config.option.full))
+    if config.option.sanitize:  # sanitizers would end the process where kernels are broken
+        left_out |= {
+            item for item in items if "kernel_sources" in getattr(item, "fixturenames", ())
+        }
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -188,14 +188,15 @@ class Server:
 
     def _open(self) -> None:
         device, variant = self.device, self.variant
-        self.compute, self.other = device.stream(), device.stream()
+        self.compute, self.other, self.copies = (device.stream() for _ in range(3))
         shape: dict[str, Any] = {"num_kv_heads": 1, "head_dim": WIDTH}
         if variant.latent:
             shape = {"num_kv_heads": 1, "head_dim": LATENT + ROPE, "latent_dim": LATENT}
         self.cache = kv.PagedKVCache(
             num_layers=LAYERS, num_q_heads=Q_HEADS, num_pages=NUM_PAGES, page_size=PAGE,
             dtype=variant.dtype, rope=self.table, rope_mode="inline" if variant.rope else "normal",
-            max_batch_tokens=BUDGET, max_seq_len=MAX_POSITIONS, device=device, **shape,
+            max_batch_tokens=BUDGET, max_seq_len=MAX_POSITIONS, copy_stream=self.copies,
+            device=device, **shape,
         )  # fmt: skip
         common: dict[str, Any] = {
             "dtype": variant.dtype, "layout": "page_first", "placement": "pinned", "device": device,
@@ -620,6 +621,8 @@ class Server:
         ids = self._pick(prompts).ids
         probe = Sequence(0, ids, 0, 0)
         rows = [row_of(chain) for chain in probe.following(ids)]
+        # What is loaded may come to pages that any of these streams still works on.
+        kv.join(self.compute, self.other, self.copies)
         try:
             lease = self.tiers.acquire(kv.block_hashes(ids, PAGE), after=self.compute)
         except kv.CacheFull:
