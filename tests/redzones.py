@@ -25,17 +25,25 @@ from typing import Any
 
 import numpy as np
 
-from kvcupy.devices import cxx
+from kvcupy.devices import cxx, host
 
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
          "-g1", "-O0")  # fmt: skip
 """Programs so small take longer to be compiled than to run, so they are not optimised."""
 
-ASAN = f"libasan.so libclang_rt.asan-{platform.machine()}.so".split()
-TSAN = ["libtsan.so", f"libclang_rt.tsan-{platform.machine()}.so"]
+ASAN, TSAN = (
+    (f"lib{name}.so", f"libclang_rt.{name}-{platform.machine()}.so") for name in ("asan", "tsan")
+)
+"""Names of the shared runtimes, of GCC and of Clang."""
+
+LEFT_OUT = {
+    "test_sanitizers.py": "starts sanitizers of its own",
+    "test_nvrtc.py": "NVRTC cannot compile beside the address sanitizer",
+}
+"""Modules that say nothing more under sanitizers, or cannot run."""
 
 
-def runtime(names: list[str] = ASAN) -> Path | str:
+def runtime(names: tuple[str, ...] = ASAN) -> Path | str:
     """Return the shared runtime of a sanitizer of the compiler, or why there is none."""
     compiler = cxx.find_compiler()
     if compiler is None:
@@ -43,7 +51,7 @@ def runtime(names: list[str] = ASAN) -> Path | str:
     for name in names:
         if (library := _library(compiler, name)) is not None:
             return library
-    return f"{compiler.version} has no shared runtime of the sanitizer: none of {', '.join(names)}"
+    return f"{compiler.version} has no shared runtime of the sanitizer, neither {names[0]}"
 
 
 def _library(compiler: cxx.Compiler, name: str) -> Path | None:
@@ -59,18 +67,16 @@ def environment(reports: Path | None = None) -> dict[str, str]:
 
     Reports go to files of a folder, or to stderr. RuntimeError where there is no runtime.
     """
-    library = runtime()
-    if isinstance(library, str):
+    library, compiler = runtime(), cxx.find_compiler()
+    if isinstance(library, str) or compiler is None:
         raise RuntimeError(library)
-    preload = [library]
-    # Exceptions of C++ in libraries that are loaded later are not seen without it.
-    if (standard := _library(cxx.find_compiler(), "libstdc++.so.6")) is not None:
-        preload.append(standard)
+    # Without the second, exceptions of C++ in libraries that are loaded later end the process.
+    standard = _library(compiler, "libstdc++.so.6")
     to_files = "" if reports is None else f":log_path={reports / 'report'}"
     return {
-        "LD_PRELOAD": ":".join(map(str, preload)),
+        "LD_PRELOAD": ":".join(str(path) for path in (library, standard) if path),
         "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0:allocator_may_return_null=1:"
-        f"handle_segv=0:exitcode=77{to_files}",
+        f"exitcode=77{to_files}",
         "UBSAN_OPTIONS": f"print_stacktrace=1:halt_on_error=1{to_files}",
         "KVCUPY_STRICT": "0",  # whose instrumentation excludes that of sanitizers
     }
@@ -129,18 +135,15 @@ def surround(allocate: Any) -> Any:
     return surrounded
 
 
-def use(monkeypatch: Any = None) -> None:
-    """Let the host device compile its kernels for the sanitizers, and surround its arrays."""
-    from kvcupy.devices import host
-
+def use() -> None:
+    """Surround the arrays of the host device, and compile its kernels for the sanitizers."""
     host._allocate = surround(host._allocate)
-    HostFunction = host.HostFunction
-    make = HostFunction.__init__
+    make = host.HostFunction.__init__
 
     def with_flags(self: Any, specialisation: Any, extra_flags: tuple[str, ...]) -> None:
         make(self, specialisation, (*extra_flags, *FLAGS))
 
-    HostFunction.__init__ = with_flags
+    host.HostFunction.__init__ = with_flags
 
 
 @contextmanager

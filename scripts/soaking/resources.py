@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 WARM_UP = 0.2  # of the steps, at least
 
 # How much more than after the warm-up there may be at the end, by a line through the samples.
-SLACK = {"rss_bytes": 16 << 20, "threads": 6, "files": 6, "python_blocks": 20_000}
+SLACK = {"rss_bytes": 16 << 20, "threads": 16, "files": 6, "python_blocks": 20_000}
 
 Sample = dict[str, float]
 
