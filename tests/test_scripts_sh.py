@@ -77,7 +77,18 @@ class Sandbox:
         shutil.copytree(ROOT / "scripts", self.checkout / "scripts")
         tools = folder / "tools" / "bin"
         tools.mkdir(parents=True)
-        for name in ("bash", "dirname", "basename", "env", "mkdir", "cp", "rm", "mktemp", "head"):
+        for name in (
+            "bash",
+            "dirname",
+            "basename",
+            "env",
+            "mkdir",
+            "cp",
+            "rm",
+            "mktemp",
+            "head",
+            "grep",
+        ):
             (tools / name).symlink_to(shutil.which(name))
         self.path = [tools]
 
@@ -144,8 +155,10 @@ def test_reports_of_sanitizers_are_printed_and_fail(sandbox):
     assert said == "" and sandbox.calls[-1] == (
         "active -m pytest -n auto --dist worksteal --sanitize -x"
     )
-    said = sandbox.run("test.sh", "--sanitize", VIRTUAL_ENV=active, WRONG="a race", fails=True)
-    assert said == "a race\n"
+    assert sandbox.run("test.sh", "--sanitize", VIRTUAL_ENV=active, WRONG="WARNING: memory") == ""
+    wrong = "ERROR: AddressSanitizer"
+    said = sandbox.run("test.sh", "--sanitize", VIRTUAL_ENV=active, WRONG=wrong, fails=True)
+    assert said == f"{wrong}\n"
     sandbox.run("test.sh", "--sanitize", VIRTUAL_ENV=active, NO_RUNTIME=1, fails=True)
     assert not any("pytest" in call for call in sandbox.calls)
 

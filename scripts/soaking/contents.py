@@ -118,6 +118,7 @@ class Stock:
             angles = reference.cos_sin(self.table, np.array([position]))
             query = reference.rotate(query[None], *angles)[0]
         scale = SM_SCALE if self.variant.latent else WIDTH**-0.5
-        scores = query.astype(np.float64) @ keys[:, 0].T * scale
+        scores = (query.astype(np.float64)[:, None] * keys[:, 0]).sum(-1) * scale
         weights = np.exp(scores - scores.max(1, keepdims=True))
-        return np.asarray(weights / weights.sum(1, keepdims=True) @ values[:, 0])
+        weights /= weights.sum(1, keepdims=True)
+        return np.asarray((weights[..., None] * values[:, 0]).sum(1))
