@@ -50,27 +50,32 @@ def test_a_cache_full_of_blocks_takes_new_sequences(device):
     one.assert_no_leak()
 
 
-def test_pages_that_become_free_while_room_is_made(device):
-    """Between two looks a transfer may end, whose pages are then more than enough."""
+@pytest.mark.parametrize("looks", range(5))
+@pytest.mark.parametrize("blocks", [0, 3])
+def test_pages_that_become_free_while_room_is_made(device, blocks, looks):
+    """A transfer may end between any two looks, and its pages are then more than enough."""
 
     class Ending:
-        looks = 0
+        looked = 0
 
         def done(self):
-            self.looks += 1
-            return self.looks > 1
+            self.looked += 1
+            return self.looked > looks
 
         def synchronize(self):
-            pass
+            self.looked = looks
 
     one = Prefixed(device, num_pages=6)
+    if blocks:
+        one.publish(PROMPT[: blocks * PAGE])
+        one.settle()
     allocator = one.cache.pool.allocator
-    pages = allocator.alloc(6)
+    pages = allocator.alloc(6 - blocks)
     allocator.busy(pages, Ending())
     allocator.free(pages)
     one.cache.add_sequence("s")
-    one.step("s", PROMPT[:5])
-    assert one.cache.num_available_pages == 4
+    one.step("s", tokens_of(6, 5 * PAGE))
+    assert one.tiers.stats()["device_blocks"] <= 1
     one.assert_no_leak()
 
 
