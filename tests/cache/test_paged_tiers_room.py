@@ -50,6 +50,35 @@ def test_a_cache_full_of_blocks_takes_new_sequences(device):
     one.assert_no_leak()
 
 
+@pytest.mark.parametrize("looks", range(5))
+@pytest.mark.parametrize("blocks", [0, 3])
+def test_pages_that_become_free_while_room_is_made(device, blocks, looks):
+    """A transfer may end between any two looks, and its pages are then more than enough."""
+
+    class Ending:
+        looked = 0
+
+        def done(self):
+            self.looked += 1
+            return self.looked > looks
+
+        def synchronize(self):
+            self.looked = looks
+
+    one = Prefixed(device, num_pages=6)
+    if blocks:
+        one.publish(PROMPT[: blocks * PAGE])
+        one.settle()
+    allocator = one.cache.pool.allocator
+    pages = allocator.alloc(6 - blocks)
+    allocator.busy(pages, Ending())
+    allocator.free(pages)
+    one.cache.add_sequence("s")
+    one.step("s", tokens_of(6, 5 * PAGE))
+    assert one.tiers.stats()["device_blocks"] <= 1
+    one.assert_no_leak()
+
+
 def test_full_when_everything_is_in_use(device):
     one = Prefixed(device, num_pages=6)
     one.publish(PROMPT)

@@ -666,6 +666,12 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : it is not a TieredCache, is of another pool, or there is one already
+
+        Notes
+        -----
+        Stream: who calls `acquire` of the tiered cache beside this one gives it a stream `after`
+        that is behind all compute streams and the copy stream: what is loaded may come to pages
+        that a sequence has just released, and that they still work on.
         """
         self._tiers.attach(tiers)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ...errors import CacheFull, CaptureError
 from ...ops.page_pairs import PagePairs, upload
 from ...ops.pages import copy_pages
 from ...ops.store import gather_kv, store_kv
+from ..pages import PageAllocator
 from ..pool import Pool
 from ..tiered.cache import TieredCache
 from ..tiered.leases import Lease
@@ -285,7 +287,8 @@ class Tiers:
         if self.tiered is not None:
             raise ValueError("tiers: expected to be attached once, got a second one")
         self.tiered = tiers
-        self._sequences.evict = self._evict
+        # Not a method: in a cycle, all pools would stay until Python looks for those.
+        self._sequences.evict = partial(_evict, tiers, self._pool.allocator)
 
     def require(self, name: str) -> TieredCache:
         """Return the tiered cache; raise if there is none. `name` is the argument that needs it."""
@@ -348,14 +351,19 @@ class Tiers:
         unneeded = tiers.insert(hashes, pages, after=self._access.copy_stream_behind_all())
         return set(pages) - set(unneeded)
 
-    def _evict(self, num_pages: int) -> None:
-        """Evict blocks from the device, so that so many more pages are free."""
-        tiers, allocator = self.require("seq"), self._pool.allocator
-        try:
-            tiers.evict(num_pages)
-        except CacheFull:  # pages that transfers still touch are free soon
-            in_flight = allocator.num_pages - allocator.num_allocated - allocator.num_free
-            tiers.evict(max(0, num_pages - in_flight))
+
+def _evict(tiers: TieredCache, allocator: PageAllocator, count: int) -> None:
+    """Evict blocks so that `count` pages are free, now or when transfers that touch them end.
+
+    Pages become free at any time, so each number is asked for once.
+    """
+    missing = count - allocator.num_free
+    if missing <= 0:
+        return
+    try:
+        tiers.evict(missing)
+    except CacheFull:  # those that transfers still touch are needed too
+        tiers.evict(max(0, count - (allocator.num_pages - allocator.num_allocated)))
 
 
 # --- Arguments of copies ---

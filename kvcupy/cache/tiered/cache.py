@@ -248,10 +248,14 @@ class TieredCache(ProcessLocal):
         checks.require_int(n, "n")
         if n < 0:
             raise ValueError(f"n: expected a number of pages, got {n}")
+
+        def change(tiers: Tiers) -> Pages:
+            pages = tiers.evict_from_host(tiers.plan_host_eviction(int(n), required=int(n)))
+            tiers.host.owned[pages] = False  # they are the caller's now
+            return pages
+
         try:
-            return self._shared.attempt(
-                lambda t: t.evict_from_host(t.plan_host_eviction(int(n), required=int(n)))
-            )
+            return self._shared.attempt(change)
         except CacheFull:
             raise CacheFull(f"n: expected room for {n} pages in host memory, got less") from None
 
