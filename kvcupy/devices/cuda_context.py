@@ -110,12 +110,13 @@ class CudaContext:
             owners = [owner for owner in owners if library_of(owner.__class__) != "torch"]
         if not owners:
             return
+        failures: tuple[type[Exception], ...] = (*self.api.errors, DeviceError)
         try:
             with self.current():
                 if self.api.is_capturing(stream.pointer):
                     return  # another library's capture, which keeps the arrays alive itself
                 self.retired.hold(stream.pointer, tuple(owners))
-        except (*self.api.errors, DeviceError):
+        except failures:
             # The work is on its way, and a call that raised would be repeated.
             self.retired.hold_unrecorded(stream.pointer, tuple(owners))
 
