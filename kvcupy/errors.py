@@ -10,11 +10,19 @@ class KvcupyError(Exception):
 
 
 class CompileError(KvcupyError):
-    """A kernel could not be compiled or loaded; `log` holds what the compiler said."""
+    """A kernel could not be compiled or loaded.
 
-    def __init__(self, message: str, log: str = "") -> None:
+    Attributes
+    ----------
+    log : what the compiler said
+    transient : whether the system lacked something (memory, disk space, a process), so that the
+        next call tries again; else the same kernel is refused at once
+    """
+
+    def __init__(self, message: str, log: str = "", *, transient: bool = False) -> None:
         super().__init__(f"{message}\n{log}" if log else message)
         self.log = log
+        self.transient = transient
 
 
 class DeviceError(KvcupyError):

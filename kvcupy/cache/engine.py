@@ -400,7 +400,9 @@ class Batch:
                 try:
                     stream.wait(event)
                 except DeviceError as error:
-                    self.fail(error.__cause__ or error)
+                    self.note(event)
+                    if self.cause is None:  # it is the stream that cannot wait
+                        raise DeviceError(f"{self.name(number)}: {error}") from error
                 self.note(event)
         if self.cause is not None:
             self.raise_failure(number)

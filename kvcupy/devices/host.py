@@ -90,7 +90,8 @@ class HostFunction:
         try:
             return ctypes.CDLL(str(build(self.specialisation, self._extra_flags)))
         except OSError as error:  # the disk is full, or the library cannot be loaded
-            raise CompileError(f"{self.specialisation} cannot be loaded: {error}") from error
+            message = f"{self.specialisation} cannot be loaded: {error}"
+            raise CompileError(message, transient=True) from error
 
     def _function(self, library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., int]:
         try:

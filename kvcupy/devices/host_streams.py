@@ -266,10 +266,14 @@ class HostStream(ProcessLocal):
         """Queue a task, which waits by itself for the marker that it `awaits`."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=work, args=(self._state, self.priority), name=self.name, daemon=True
                 )
-                self._thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise DeviceError(f"{self.name}: no thread for its work: {error}") from error
+                self._thread = thread
                 weakref.finalize(self, self._state.queue.put, None)
             self._submitted += 1
             self._state.queue.put((self._state.epoch, task))

@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
+from ..config import config
 from ..formats import FORMATS, Format
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
@@ -839,6 +840,11 @@ class TwoStreamPlan:
         """The addresses of the last call, which have been checked."""
         return self.whole.allowed
 
+    @property
+    def lasting(self) -> bool:
+        """Whether later calls may use it."""
+        return all([plan.lasting for plan in self.parts])
+
     def settle(self, views: Views) -> None:
         """Prepare the checks, and drop the arrays of the call that made the plan."""
         for plan in (self.whole, *self.parts):
@@ -860,9 +866,11 @@ class TwoStreamPlan:
         main = device.as_stream(stream, library)
         other = device.as_stream(alt_stream, library, "alt_stream")
         self.whole.check(pointers, arrays)
-        if any(plan.cause is not None for plan in self.parts):
+        name = self.whole.operation.name
+        for cause in [plan.cause for plan in self.parts if plan.cause is not None]:
             for each in (main, other):
-                device.check_fallback(self.whole.operation.name, each)
+                device.check_fallback(name, each)
+            config.fall_back(name, cause)  # before any part is launched
         rotate.issue(pointers, arrays, main)
         streams.fork(main, other)
         store_k.issue(pointers, arrays, main)

@@ -183,7 +183,7 @@ class TransferPlan:
     def __init__(
         self, device: Device, source: PoolPages, target: PoolPages, options: Options
     ) -> None:
-        self.used_at = 0  # for `call.planned`
+        self.used_at, self.lasting = 0, True  # for `call.planned`
         self.device, self.layers = device, options.layers
         self._source, self._target = source, target
         self._src, self._dst = source.any_group, target.any_group

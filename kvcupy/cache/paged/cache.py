@@ -360,6 +360,7 @@ class PagedKVCache(ProcessLocal):
         ------
         UnknownSequence, TypeError, ValueError : an argument does not fit; nothing has changed
         KvcupyError : one belongs to the running step
+        DeviceError : a copy or a launch was refused, perhaps after others; no node is kept
 
         Notes
         -----
@@ -397,6 +398,8 @@ class PagedKVCache(ProcessLocal):
         TypeError, ValueError : an argument does not fit; nothing was written
         CaptureError : in a capture, a step of more than one token per sequence, or a stream that
             another library captures
+        DeviceError : a launch was refused, and may be repeated; or pages of a sequence could not be
+            loaded or copied, and then it can only be removed
 
         Notes
         -----
@@ -583,8 +586,10 @@ class PagedKVCache(ProcessLocal):
         CacheFull : a shared page must be copied and none is free
         KvcupyError : the sequence belongs to the running step
         CaptureError : the stream is being captured
+        DeviceError : a launch was refused; the tokens from `start` on are undefined, and may be in
+            pages of their own
 
-        After an error nothing has changed.
+        After any other error nothing has changed.
 
         Notes
         -----

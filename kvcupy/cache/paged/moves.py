@@ -6,7 +6,7 @@ Pages are copied, tokens are moved, and sequences go to a tiered cache and come 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 from ... import devices
 from ...arrays import ArrayView, describe, reshaped
 from ...devices.protocol import Event, Stream
-from ...errors import CacheFull, CaptureError
+from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops.page_pairs import PagePairs, upload
 from ...ops.pages import copy_pages
 from ...ops.store import gather_kv, store_kv
@@ -105,10 +105,12 @@ class AccessOrder:
     def end(self, stream: Stream) -> None:
         """Record that `stream` may have work on the bytes up to here.
 
-        Nothing is recorded in a captured stream. The next stream to begin then waits for all that
-        this one holds by that time.
+        Nothing is recorded in a captured stream, and a record may fail. The next stream to begin
+        then waits for all that this one holds by that time; a failure is raised there.
         """
-        access = _Access(stream, self._record(stream))
+        access = _Access(stream, None)
+        with suppress(KvcupyError):
+            access.event = self._record(stream)
         earlier = list(self._waited.get(stream, ()))
         if stream in self._ended:
             earlier.append(self._ended[stream])
@@ -173,6 +175,39 @@ class PageAccess:
         """Return the copy stream, which waits for all work on the pages so far."""
         with self.on(self.copy_stream):
             return self.copy_stream
+
+
+class CopiedPages:
+    """The `Completion` of copies on the copy stream, for sequences that own the targets.
+
+    `PageAccess` and steps order streams behind them, so that waiting only looks for a failure: one
+    that has surfaced already would stop no stream.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._event = stream.record()
+
+    @property
+    def failure(self) -> BaseException | None:
+        if (error := self._event.error()) is None:
+            return None
+        failure = DeviceError(f"pages of the sequence were never copied: {error!r}")
+        failure.__cause__ = error
+        return failure
+
+    def done(self) -> bool:
+        return self._event.done()
+
+    def synchronize(self) -> None:
+        with suppress(DeviceError):
+            self._event.synchronize()
+
+    def wait(self, stream: Any = None) -> None:
+        if (failure := self.failure) is not None:
+            raise failure from failure.__cause__
+
+    def wait_layer(self, layer: int, stream: Any = None) -> None:
+        self.wait(stream)
 
 
 # --- Within a pool ---
@@ -340,7 +375,9 @@ class Tiers:
     def publish(self, sequence: CachedSequence) -> set[int]:
         """Give the tiered cache a sequence's own full pages with hashes; return those it took."""
         tiers = self.tiered
-        if tiers is None or tiers.closed or sequence.loads or sequence.offloaded:
+        if tiers is None or tiers.closed or sequence.offloaded:
+            return set()
+        if any(load.failure or not isinstance(load, CopiedPages) for load in sequence.loads):
             return set()
         count = min(len(sequence.hashes), sequence.committed // self._pool.page_size)
         owned = self._sequences.owned(sequence, count)

@@ -35,7 +35,7 @@ class CachedSequence:
     window, sinks : of a sliding window; window 0: none
     parents : of the nodes of the tree that is not committed yet, which are its last tokens
     hashes : by which a tiered cache knows its first full pages, or will know them
-    loads : of transfers and leases that bring some of its pages
+    loads : of transfers, leases and copies that bring some of its pages
     offloaded : its pages in host memory, instead of any on the device; None: it is on the device
     """
 

@@ -256,8 +256,9 @@ class TieredCache(ProcessLocal):
 
         try:
             return self._shared.attempt(change)
-        except CacheFull:
-            raise CacheFull(f"n: expected room for {n} pages in host memory, got less") from None
+        except CacheFull as error:
+            message = f"n: expected room for {n} pages in host memory, got less"
+            raise CacheFull(message) from error
 
     def clear(self) -> None:
         """Forget all blocks in every tier.
@@ -382,6 +383,8 @@ def _insert(
     ordered = device.pool.allocator.require_allocated(pages)
     if len(owned := ordered[device.owned[ordered]]):
         raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
+    written = StreamCompletion(stream)
+    is_written = written.done() and written.failure is None  # this may raise: nothing has changed
     inserted: dict[int, Copy] = {}
     unneeded = []
     for hash, page in zip(hashes, pages.tolist(), strict=True):
@@ -395,7 +398,8 @@ def _insert(
         plan = tiers.plan_host_eviction(len(saves), keep=inserted, wait=False)
         host_pages = tiers.evict_from_host(plan)
         saved = tiers.save_or_free(saves[: len(host_pages)], host_pages, stream)
-    _hold(tiers, list(inserted.values()), stream)
+    if inserted and not is_written:
+        _hold(tiers, list(inserted.values()), written)
     device.use(hashes, inserted)
     tiers.host.use(hashes, saved)
     if tiers.disk is not None:
@@ -404,11 +408,8 @@ def _insert(
     return unneeded
 
 
-def _hold(tiers: Tiers, inserted: list[Copy], stream: Stream) -> None:
-    """Let nothing read the pages, or overwrite them, before the stream has written them."""
-    written = StreamCompletion(stream)
-    if not inserted or (written.done() and written.failure is None):
-        return
+def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None:
+    """Let nothing read the pages, or overwrite them, before their stream has written them."""
     completion = tiers.in_flight.add(BlockCompletion("insert", written, inserted, ()))
     for copy in inserted:
         copy.filled_by = completion

@@ -9,9 +9,10 @@ import os
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -409,22 +410,29 @@ class DiskTier(ProcessLocal):
     def _share(self, work: Callable[..., _Result], jobs: Sequence[_Job]) -> list[_Result]:
         """Do jobs in several threads, including this one; return when all of them are done."""
         num_threads = max(1, min(self._num_threads, len(jobs)))
+        shares: list[Future[list[_Result]]] = [Future() for _ in range(num_threads)]
+        untaken = deque(enumerate(shares))
 
-        def share(first: int) -> list[_Result]:
-            return [work(*job) for job in jobs[first::num_threads]]
+        def take_shares() -> None:
+            with suppress(IndexError):
+                while True:
+                    first, share = untaken.popleft()
+                    try:
+                        share.set_result([work(*job) for job in jobs[first::num_threads]])
+                    except BaseException as error:
+                        share.set_exception(error)
 
-        others: list[Future[list[_Result]]] = []
-        try:
-            for first in range(1, num_threads):
-                try:
-                    others.append(self._threads.submit(share, first))
-                except RuntimeError:  # at the interpreter's exit no thread can be started
-                    break
-            alone = [0, *range(1 + len(others), num_threads)]
-            done = {first: share(first) for first in alone}
-        finally:
-            wait(others)  # they use the caller's memory
-        done.update((first, other.result()) for first, other in enumerate(others, 1))
+        for _ in range(1, num_threads):
+            try:
+                self._threads.submit(take_shares)
+            except RuntimeError:
+                # No thread can be started, as at the interpreter's exit. The executor may call
+                # what was submitted all the same, even after this has returned: by then no share
+                # is left, for the jobs use the caller's memory.
+                break
+        take_shares()
+        wait(shares)
+        done = [share.result() for share in shares]
         return [done[i % num_threads][i // num_threads] for i in range(len(jobs))]
 
     # --- The file ---
