@@ -1,0 +1,78 @@
+"""Run cases in this process, one line of output for each; `scripts/fuzz.py` watches it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kvcupy as kv
+
+from .attempts import Case, Finding
+from .calls import FUNCTIONS
+from .programs import PROGRAMS
+
+TARGETS: dict[str, Callable[[Case], None]] = {**FUNCTIONS, **PROGRAMS}
+
+MEMORY_BYTES = 3 << 30
+"""What a process may allocate beyond what it has after its imports."""
+
+
+def limit_memory() -> None:
+    """Let huge sizes raise MemoryError, rather than take the machine's memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def run_case(name: str, number: int, *, verbose: bool = False) -> dict[str, Any]:
+    """Run one case, and return what came of it."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+    case = Case(name, number, folder, verbose=verbose)
+    device: Any = kv.device("host")
+    strict = case.chance(0.4)
+    kv.config.strict = strict
+    kv.config.strict_index_faults = case.rng.choice(["raise", "record"])
+    kv.config.strict_seed = case.rng.randrange(2**31)
+    kv.config.fallback = "error"
+    device.warp_lanes = 32 if strict else 1
+    kv.ops.call.forget()
+    device.context.faults[...] = 0
+    finding = ""
+    try:
+        with case.exits:
+            TARGETS[name](case)
+    except Finding as error:
+        finding = str(error)
+    except kv.CaptureError as error:  # streams that were left captured, at the end
+        finding = "" if "captur" in str(error) else repr(error)
+    except Exception as error:
+        lines = traceback.format_exception(error)
+        finding = f"{name}: the case failed: {error!r}\n{''.join(lines[-4:])}"
+    if verbose and finding:
+        traceback.print_exc()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        shutil.rmtree(folder, ignore_errors=True)
+    return {
+        "case": f"{name} {number}", "finding": finding, "raised": case.raised,
+        "accepted": case.accepted, "strict": strict,
+    }  # fmt: skip
+
+
+def serve() -> None:
+    """Read the names and numbers of cases from stdin, and write what came of each to stdout."""
+    out = sys.stdout
+    sys.stdout = sys.stderr
+    limit_memory()
+    for line in sys.stdin:
+        name, number = line.split()
+        print(json.dumps(run_case(name, int(number))), file=out, flush=True)
