@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import observe
+from .errors import file_path
 
 if TYPE_CHECKING:
     from .devices.protocol import Device, Event, Stream
@@ -104,7 +105,15 @@ class Timeline:
         return list(self._spans)
 
     def save(self, path: str | Path) -> None:
-        """Write the spans as trace-event JSON, which ui.perfetto.dev and chrome://tracing open."""
+        """Write the spans as trace-event JSON, which ui.perfetto.dev and chrome://tracing open.
+
+        Raises
+        ------
+        TypeError, ValueError : `path` is not the name of a file
+        OSError : it cannot be written
+        DeviceError : an operation failed on its stream
+        """
+        target = file_path(path, "path")
         spans = self.spans
         lanes = _lanes(spans)
         processes = {device: pid for pid, device in enumerate(dict.fromkeys(d for d, _ in lanes))}
@@ -125,7 +134,7 @@ class Timeline:
                 "dur": span.duration_us, "pid": processes[span.device],
                 "tid": threads[span.device, span.lane],
             })  # fmt: skip
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def plot(self, path: str | Path, *, title: str | None = None) -> None:
         """Draw a lane per stream and a bar per operation; shade where several streams are busy.

@@ -143,8 +143,8 @@ class Fuzzer:
             self.strict += bool(result["strict"])
             if not result["finding"]:
                 return
-            # One finding is met by many cases: they differ in numbers and what follows a colon.
-            key = ":".join(result["finding"].splitlines()[0].split(":")[:2])
+            # One finding is met by many cases.
+            key = result.get("key") or result["finding"].splitlines()[0]
             known = self.findings.setdefault(key, [])
             known.append(result["case"])
             if len(known) == 1:

@@ -38,6 +38,7 @@ _ORDERS = {
     "page_first_direct": "PLSHD", "page_head": "PHSLD",
 }  # fmt: skip
 _PLACEMENTS = ("device", "pinned", "pageable")
+_MAX_LAYERS = 1 << 16  # of an array; each gets a view
 
 
 @dataclass(frozen=True)
@@ -594,10 +595,14 @@ def _split(
     if order.startswith("L"):
         least = len(bare) - (page_size is not None)  # by slots
         if least <= v.ndim <= len(order):
+            if v.shape[0] > _MAX_LAYERS:
+                raise ValueError(f"{name}: expected at most {_MAX_LAYERS} layers, got {describe(v)}")
             return [(name, v[i]) for i in range(v.shape[0])]
     elif v.ndim in (len(bare), len(order)):
         axes = order if v.ndim == len(order) else bare
         by_page = transposed(v, [axes.index(axis) for axis in "PLSHD" if axis in axes])
+        if by_page.shape[1] > _MAX_LAYERS:
+            raise ValueError(f"{name}: expected at most {_MAX_LAYERS} layers, got {describe(v)}")
         return [(name, by_page[:, i]) for i in range(by_page.shape[1])]
     words = {"L": "layers", "P": "pages", "S": "page_size", "H": "heads", "D": "width"}
     axis_names = ", ".join(words[axis] for axis in bare)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import os
 import platform
 import shutil
@@ -171,8 +172,11 @@ class HostDevice:
 
     def asarray(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return a copy of a NumPy array on this device."""
-        copy = self.empty(np.shape(array), np.asarray(array).dtype)
-        copy[...] = array
+        source = np.asarray(array)
+        if source.dtype.hasobject or not source.dtype.itemsize:
+            raise TypeError(f"array: expected an array of numbers, got {source.dtype}")
+        copy = self.empty(source.shape, source.dtype)
+        copy[...] = source
         return copy
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
@@ -194,6 +198,7 @@ class HostDevice:
 
         Raises
         ------
+        TypeError : one of them is no array
         ValueError : shapes or formats differ, or `dst` cannot be written
         """
         to, of = copy_views(dst, src)
@@ -349,11 +354,19 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def _allocate(make: Callable[..., Any], shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
     element = formats.numpy_dtype(dtype)
-    shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-    num_bytes = math.prod(map(int, shape)) * element.itemsize
+    if element.hasobject or element.subdtype or not element.itemsize:
+        raise TypeError(f"dtype: expected elements of a size of their own, got {dtype!r}")
+    try:
+        axes = (shape,) if isinstance(shape, (int, np.integer)) else shape
+        sizes = tuple([operator.index(n) for n in axes])
+    except TypeError:
+        raise TypeError(f"shape: expected an int or several, got {shape!r}") from None
+    num_bytes = math.prod(sizes) * element.itemsize
+    if min(sizes, default=0) < 0 or max(*sizes, num_bytes, 0) >= 2**62:
+        raise ValueError(f"shape: expected sizes from 0 on of less than 2**62 bytes, got {shape!r}")
     raw: np.ndarray[Any, Any] = make(num_bytes + _ALIGNMENT, np.uint8)
     start = -arrays.probe(raw)[0] % _ALIGNMENT
-    return raw[start : start + num_bytes].view(element).reshape(shape)
+    return raw[start : start + num_bytes].view(element).reshape(sizes)
 
 
 @cache

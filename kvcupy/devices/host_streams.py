@@ -301,7 +301,7 @@ def _as_event(other: Any) -> HostEvent:
         return other
     if isinstance(other, (HostStream, InlineStream)):
         return other.record()
-    raise TypeError(f"expected an event or stream of {HostContext.name}, got {other!r}")
+    raise TypeError(f"other: expected an event or stream of {HostContext.name}, got {other!r}")
 
 
 # --- Events, and the threads behind streams -------------------------------------------------------

@@ -250,8 +250,9 @@ def rope_store_kv(
     (True, 1.0)
     """
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
     arrays = (
-        query, query if query_out is None else query_out, key, key if write_key else None, value,
+        query, query if query_out is None else query_out, key, key if writes_key else None, value,
         k_cache, v_cache, rope_table, query_norm, key_norm, positions, slot_mapping,
         k_scale, v_scale, k_scale_cache, v_scale_cache,
     )  # fmt: skip
@@ -313,8 +314,9 @@ def rope_store_mla(
     576.0
     """
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
     arrays = (
-        query, query if query_out is None else query_out, rope_key, rope_key if write_key else None,
+        query, query if query_out is None else query_out, rope_key, rope_key if writes_key else None,
         latent, cache, rope_table, positions, slot_mapping, scale,
     )  # fmt: skip
     options = ((interleaved, None, False, 0.0), skip_slot)
@@ -540,8 +542,9 @@ def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOpt
     names = ("query", "key", "rope_key", "positions")
     library = next(arguments[name].library for name in names if name in arguments)
     return Rotation(
-        operation, library, table, positions, bool(interleaved), sections,
-        bool(sections_interleaved), epsilon, faults.operation_id(operation.name, "positions"),
+        operation, library, table, positions, checks.flag(interleaved, "interleaved"), sections,
+        checks.flag(sections_interleaved, "sections_interleaved"), epsilon,
+        faults.operation_id(operation.name, "positions"),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -25,6 +25,9 @@ from . import values
 from .memory import Arena
 
 PACKAGE = Path(kv.__file__).parent
+# What the contract says of every call: the arguments' own errors, where a docstring lists none.
+BY_CONTRACT = frozenset({"TypeError", "ValueError"})
+OF_STREAMS = BY_CONTRACT | {"DeviceError", "CaptureError"}
 NO_GPU = "CUDA driver version is insufficient"
 
 MEANINGS: dict[str, values.Breaker] = {}
@@ -51,9 +54,9 @@ _meaning(values.real, "k_scale v_scale scale sm_scale logits_soft_cap eps base s
 _meaning(values.integer, """
     page_size skip_slot window num_pages num_layers num_kv_heads num_q_heads head_dim v_head_dim
     latent_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens parent
-    num_blocks max_positions rotary_dim disk_bytes priority
+    num_blocks max_positions rotary_dim priority
 """)
-_meaning(values.small_integer, "schedules seed slots_in_flight")
+_meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes")
 _meaning(values.text, "layout placement method policy write action lse_base rope_mode format library")
 _meaning(values.flag, """
     interleaved sections_interleaved write_key causal convert scales cascade timing readonly
@@ -64,13 +67,17 @@ _meaning(values.device, "device name")
 _meaning(values.path, "path disk")
 _meaning(values.sequence, "seq child")
 _meaning(values.anything, """
-    src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
+    src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program before
     operation index owner arguments options
 """)
 
 
 class Finding(Exception):
-    """What must not happen, and did."""
+    """What must not happen, and did; equal keys are one finding."""
+
+    def __init__(self, text: str, key: str = "") -> None:
+        super().__init__(text)
+        self.key = key or text.splitlines()[0].partition(":")[0]
 
 
 class Case:
@@ -154,7 +161,7 @@ class Case:
         in_strict = isinstance(error, kv.IndexFault) and kv.config.raises_index_faults
         if error is None or in_strict:
             if wrong := self.arena.changed(writes()):
-                raise Finding(f"{label}: wrote what it must not: {wrong}") from error
+                raise Finding(f"{label}: wrote what it must not: {wrong}", f"{label} wrote") from error
             self.accepted += [label] if error is None else []
             self.raised += [] if error is None else ["IndexFault"]
             return result if error is None else error
@@ -162,18 +169,24 @@ class Case:
         kind = type(error).__name__
         where = origin(error)
         if valid:
-            raise Finding(f"{label}: refused a valid call, {kind} {where}: {error}") from error
+            raise Finding(
+                f"{label}: refused a valid call, {kind} {where}: {error}", f"valid {kind} {where}"
+            ) from error
         documented = described or function
         require_documented(label, documented, owner, error, where)
         require_named(label, documented, names, error, where)
-        self.settle()
+        with suppress(kv.KvcupyError):  # a failure of earlier work
+            self.settle()
         if wrong := self.arena.changed():
-            raise Finding(f"{label}: raised {kind} and changed {wrong}: {error}") from error
+            raise Finding(
+                f"{label}: raised {kind} and changed {wrong}: {error}", f"changed {kind} {where}"
+            ) from error
         after = state()
         if not same(before, after):
             raise Finding(
                 f"{label}: raised {kind} and changed its object: {error}\n"
-                f"  before {show(before)}\n  after  {show(after)}"
+                f"  before {show(before)}\n  after  {show(after)}",
+                f"object {kind} {where}",
             ) from error
         self.raised.append(kind)
         return error
@@ -217,7 +230,9 @@ def documented_errors(function: Any, owner: Any = None) -> frozenset[str]:
     others = re.findall(r"\b(?:as|like|As|Like)\s+`(\w+)`", doc)
     section = re.search(r"Raises\n-+\n(.*?)(?=\n\n|\Z)", doc, re.S)
     lines = re.findall(r"^([A-Z][\w, ]*?)(?: :|$)", section[1], re.M) if section else []
-    own = frozenset(name for line in lines for name in re.findall(r"\w+", line))
+    own = frozenset(name for line in lines for name in re.findall(r"\w+", line)) or BY_CONTRACT
+    if owner is not None and owner.__module__.startswith("kvcupy.devices"):
+        own |= OF_STREAMS
     named = [getattr(owner, name) for name in others if hasattr(owner, name)]
     return own.union(*(documented_errors(other) for other in named if other is not function))
 
@@ -235,7 +250,8 @@ def require_documented(
     if not fine:
         raise Finding(
             f"{label}: {type(error).__name__} {where} is not among the documented "
-            f"{sorted(listed)}: {str(error)[:300]}"
+            f"{sorted(listed)}: {str(error)[:300]}",
+            f"{label if listed & kinds or 'kvcupy' not in where else ''} {type(error).__name__} {where}",
         ) from error
 
 
@@ -252,7 +268,8 @@ def require_named(
     words = set(re.findall(r"\w+", str(error)))
     if not words & names or "kvcupy" not in where:
         raise Finding(
-            f"{label}: {type(error).__name__} {where} names no argument: {str(error)[:300]}"
+            f"{label}: {type(error).__name__} {where} names no argument: {str(error)[:300]}",
+            f"unnamed {where}",
         ) from error
 
 

@@ -239,7 +239,7 @@ def streams(case: Case) -> None:
             makers: Makers = {"done": dict, "synchronize": dict, "error": dict,
                               "elapsed_us": lambda: {"since": choice(events)}}  # fmt: skip
             name = choice(list(makers))
-            try_method(case, choice(events), name, makers[name](), settle=False)
+            try_method(case, choice(events), name, makers[name](), settle=False, names=("event",))
         elif action == "graph" and graphs:
             try_method(case, choice(graphs), "launch", {"stream": choice([None, *queues])},
                        settle=False)  # fmt: skip

@@ -10,6 +10,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,13 @@ def run_case(name: str, number: int, *, verbose: bool = False) -> dict[str, Any]
     device.warp_lanes = 32 if strict else 1
     kv.ops.call.forget()
     device.context.faults[...] = 0
-    finding = ""
+    settle_streams(device)
+    finding = key = ""
     try:
         with case.exits:
             TARGETS[name](case)
     except Finding as error:
-        finding = str(error)
+        finding, key = str(error), error.key
     except kv.CaptureError as error:  # streams that were left captured, at the end
         finding = "" if "captur" in str(error) else repr(error)
     except Exception as error:
@@ -63,9 +65,18 @@ def run_case(name: str, number: int, *, verbose: bool = False) -> dict[str, Any]
         warnings.simplefilter("ignore")
         shutil.rmtree(folder, ignore_errors=True)
     return {
-        "case": f"{name} {number}", "finding": finding, "raised": case.raised,
+        "case": f"{name} {number}", "finding": finding, "key": key, "raised": case.raised,
         "accepted": case.accepted, "strict": strict,
     }  # fmt: skip
+
+
+def settle_streams(device: Any) -> None:
+    """Wait for the streams that earlier cases left, whose failures are not this one's."""
+    for stream in list(device._streams):
+        if not stream.capturing:
+            with suppress(kv.KvcupyError):
+                stream.synchronize()
+                stream.synchronize()
 
 
 def serve() -> None:

@@ -73,7 +73,7 @@ def small_integer(case: Case, value: Any = 1) -> Any:
     """Like `integer`, where a large number would be work, and no mistake."""
     broken = integer(case, value)
     try:
-        return -abs(broken) if abs(broken) > 64 else broken
+        return -abs(int(broken)) if abs(int(broken)) > 64 else broken
     except (TypeError, ValueError, ArithmeticError):
         return broken
 
@@ -328,9 +328,10 @@ def indices(case: Case, value: Any) -> Any:
 
 def listed(case: Case, value: Any) -> Any:
     """Lists of numbers that are none, or of other numbers."""
-    numbers = [int(n) for n in value] if isinstance(value, (list, tuple, np.ndarray)) else [0, 1]
+    numbers = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [0, 1]
     rng = case.rng
-    if rng.random() < 0.2:
+    are_numbers = all(isinstance(n, (int, np.integer)) for n in numbers)
+    if are_numbers and rng.random() < 0.2:
         return indices(case, case.place(np.array(numbers, np.int64)))
     swapped = list(numbers)
     if swapped:
@@ -342,11 +343,11 @@ def listed(case: Case, value: Any) -> Any:
     return rng.choice([
         lambda: swapped, lambda: swapped, lambda: swapped, lambda: swapped,
         lambda: numbers + numbers[:1], lambda: numbers[1:], lambda: numbers + [0], lambda: [],
-        lambda: tuple(numbers), lambda: set(numbers), lambda: iter(numbers), lambda: range(2),
-        lambda: [numbers], lambda: np.array(numbers, object), lambda: np.array(numbers, float),
-        lambda: {n: n for n in numbers}, lambda: "01", lambda: b"\0\1", lambda: None, lambda: 3,
-        lambda: np.array(numbers)[::-1], lambda: np.array(numbers, np.uint8), lambda: np.array(0),
-        lambda: np.array(numbers)[None], lambda: object(), lambda: np.array(["0", "1"]),
+        lambda: tuple(numbers), lambda: dict.fromkeys(map(str, numbers)), lambda: iter(numbers), lambda: range(2),
+        lambda: [numbers], lambda: np.array([*numbers, None], object), lambda: np.array([0.5, 1.0]),
+        lambda: set(range(3)), lambda: "01", lambda: b"\0\1", lambda: None, lambda: 3,
+        lambda: np.arange(3)[::-1], lambda: np.arange(3, dtype=np.uint8), lambda: np.array(0),
+        lambda: np.arange(2)[None], lambda: object(), lambda: np.array(["0", "1"]),
     ])()  # fmt: skip
 
 

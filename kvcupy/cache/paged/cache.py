@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ... import devices
 from ...arrays import describe, view
 from ...config import logger
@@ -117,7 +119,7 @@ class PagedKVCache(ProcessLocal):
         if positive_int(num_q_heads, "num_q_heads") % pool.num_kv_heads:
             heads = f"{pool.num_kv_heads} KV heads"
             raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
-        if cascade not in (None, True, False):
+        if not (cascade is None or isinstance(cascade, (bool, np.bool_))):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
         max_tokens = rotation.max_positions or pool.num_pages * pool.page_size
         if max_seq_len is not None:

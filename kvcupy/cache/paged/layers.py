@@ -318,7 +318,7 @@ def rope_of(
     table: Any, mode: Any, interleaved: Any, device: Device, head_dim: int, latent_dim: int | None
 ) -> Rope:
     """Check the arguments that say how keys are rotated."""
-    if mode not in ROPE_MODES:
+    if not isinstance(mode, str) or mode not in ROPE_MODES:
         raise ValueError(f"rope_mode: expected one of {', '.join(ROPE_MODES)}, got {mode!r}")
     if not isinstance(interleaved, (bool, np.bool_)):
         raise TypeError(f"interleaved: expected a bool, got {interleaved!r}")
@@ -334,6 +334,8 @@ def rope_of(
         )
     if rows.device != device.name:
         raise ValueError(f"rope: expected it on {device.name}, got {rows.device}")
+    checks.require_contiguous(rows, "rope")
+    checks.require_aligned([("rope", rows)])
     return Rope(rows, str(mode), bool(interleaved), first)
 
 

@@ -85,9 +85,11 @@ class TieredCache(ProcessLocal):
         self, device_pool: Any, host_pool: Any, *,
         disk: Any = None, disk_bytes: int = 0, policy: Any = "lru", write: str = "through",
     ) -> None:  # fmt: skip
-        if write not in ("through", "back"):
+        if not isinstance(write, str) or write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
         checks.require_int(disk_bytes, "disk_bytes")
+        if not 0 <= disk_bytes < 2**62:
+            raise ValueError(f"disk_bytes: expected 0 to 2**62 - 1, got {disk_bytes}")
         if disk is None and disk_bytes:
             raise ValueError(f"disk_bytes: expected 0 where there is no disk, got {disk_bytes}")
         orders = [policies.make(policy) for _ in range(3)]
