@@ -141,6 +141,7 @@ class ArrayView(ProcessLocal):
         ------
         BufferError : the array is read-only, which the consumer's version of DLPack cannot express,
             or the consumer asks for another device
+        TypeError, ValueError : an option is not as DLPack defines it
         """
         return dlpack.export(_bits(self), self.format, options)
 

@@ -180,8 +180,14 @@ class HostDevice:
         return copy
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
-        """Return a copy of an array of this device as NumPy array (bf16, fp8: ml_dtypes)."""
+        """Return a copy of an array of this device as NumPy array (bf16, fp8: ml_dtypes).
+
+        Raises
+        ------
+        TypeError, ValueError : it is no array, or on a GPU
+        """
         view = arrays.view(array)
+        _require_here(view, "array")
         if observe.order_observers:
             observe.touched_by_host("to_numpy", (Access(view, name="array"),))
         return self.carrier(view).view(formats.numpy_dtype(view.format)).copy()
@@ -199,9 +205,11 @@ class HostDevice:
         Raises
         ------
         TypeError : one of them is no array
-        ValueError : shapes or formats differ, or `dst` cannot be written
+        ValueError : shapes or formats differ, `dst` cannot be written, or one is on a GPU
         """
         to, of = copy_views(dst, src)
+        _require_here(to, "dst")
+        _require_here(of, "src")
         target, source = self.carrier(to), self.carrier(of)
         queue = self.as_stream(stream)
         copy = partial(host_memory.copy_array, target, source)
@@ -248,7 +256,7 @@ class HostDevice:
         raise TypeError(f"{name}: expected None or a stream of the host device, got {stream!r}")
 
     def synchronize(self) -> None:
-        """Wait for all streams; raise the first failure among them."""
+        """Wait for all streams, also those that nobody holds; raise the first failure among them."""
         streams = list(self._streams)
         for stream in streams:
             if stream.capturing:
@@ -258,6 +266,11 @@ class HostDevice:
             try:
                 stream.synchronize()
             except (DeviceError, IndexFault) as error:
+                failures.append(error)
+        for state in list(self.context.dropped):
+            try:
+                state.drain()
+            except DeviceError as error:
                 failures.append(error)
         if failures:
             raise failures[0]
@@ -350,6 +363,11 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
             if key.strip() == "model name" and value.strip():
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+def _require_here(view: arrays.ArrayView, name: str) -> None:
+    if view.device != "host":
+        raise ValueError(f"{name}: expected an array on host, got one on {view.device}")
 
 
 def _allocate(make: Callable[..., Any], shape: Any, dtype: Any) -> np.ndarray[Any, Any]:

@@ -37,6 +37,7 @@ class HostContext:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.faults = np.zeros(4, np.int64)
+        self.dropped: weakref.WeakSet[State] = weakref.WeakSet()  # of streams, while they work
         self._lock = threading.Lock()
 
     def new_stream(self) -> HostStream:
@@ -270,9 +271,15 @@ class HostStream(ProcessLocal):
                     target=work, args=(self._state, self.priority), name=self.name, daemon=True
                 )
                 self._thread.start()
-                weakref.finalize(self, self._state.queue.put, None)
+                weakref.finalize(self, _drop, self._state, self.context.dropped)
             self._submitted += 1
             self._state.queue.put((self._state.epoch, task))
+
+
+def _drop(state: State, dropped: weakref.WeakSet[State]) -> None:
+    """Let the thread of a stream that nobody holds end, after what is queued."""
+    dropped.add(state)
+    state.queue.put(None)
 
 
 def _settled(marker: Marker) -> bool:
@@ -427,6 +434,8 @@ class State:
         self.epoch = 0
         self.finished = 0
         self.changed = threading.Condition()
+        self.thread: threading.Thread | None = None
+        self.ended = threading.Event()
 
     def failure_in(self, epoch: int) -> Failure | None:
         """Return the failure after which work of `epoch` must not run."""
@@ -436,12 +445,22 @@ class State:
     def fail(self, error: BaseException, epoch: int) -> None:
         self.failure = Failure(error, self, epoch)
 
+    def drain(self) -> None:
+        """Wait until the thread of a dropped stream has ended; DeviceError if its work failed."""
+        if self.thread is threading.current_thread():
+            raise DeviceError("a function on a stream cannot wait for that stream")
+        self.ended.wait()
+        failure, self.failure = self.failure_in(self.epoch), None
+        if failure is not None:
+            failure.surface()
+
 
 def work(state: State, priority: int) -> None:
     """Run the tasks of a stream's queue until it holds None: the body of its thread."""
     if priority:  # 0 would override what the thread inherits
         with suppress(OSError, AttributeError):  # best effort: raising it needs CAP_SYS_NICE
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
+    state.thread = threading.current_thread()
     while (queued := state.queue.get()) is not None:
         epoch, task = queued
         marker = task(state, epoch)
@@ -451,6 +470,7 @@ def work(state: State, priority: int) -> None:
             if marker is not None:
                 marker.finish(state.failure_in(epoch))
             state.changed.notify_all()
+    state.ended.set()
 
 
 # --- Captures and graphs --------------------------------------------------------------------------

@@ -74,6 +74,8 @@ def rope_table(
     """
     checks.require_int(max_positions, "max_positions")
     checks.require_int(rotary_dim, "rotary_dim")
+    # NumPy's integers would wrap.
+    max_positions, rotary_dim = int(max_positions), int(rotary_dim)
     if max_positions < 1:
         raise ValueError(f"max_positions: expected at least 1, got {max_positions}")
     if rotary_dim < 2 or rotary_dim % 2:
@@ -210,8 +212,8 @@ def _yarn(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequen
     def pair_of(rotations: float) -> float:
         return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    first = pair_of(_number(scaling, "beta_fast", 32.0) or 32.0)
-    last = pair_of(_number(scaling, "beta_slow", 1.0) or 1.0)
+    first = pair_of(_positive(scaling, "beta_fast", 32.0))
+    last = pair_of(_positive(scaling, "beta_slow", 1.0))
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
@@ -240,6 +242,10 @@ def _longrope(context: int, dim: int, base: float, scaling: Config) -> tuple[Fre
     trained = _positive(scaling, "original_max_position_embeddings")
     short, long = (_pair_factors(scaling, f"{kind}_factor", dim // 2) for kind in ("short", "long"))
     factor = _positive(scaling, "factor", context / trained)
+    if not trained > 1:
+        raise ValueError(
+            f"scaling: expected original_max_position_embeddings above 1, got {trained}"
+        )
     attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
     attention = _number(scaling, "attention_factor", attention)
     return _powers(dim, base) / (long if context > trained else short), attention

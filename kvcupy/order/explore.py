@@ -391,7 +391,9 @@ def explore(
         _require_int(schedules, "schedules")
         if schedules < 1:
             raise ValueError(f"schedules: expected None or at least 1, got {schedules}")
+        schedules = int(schedules)  # NumPy's integers would wrap
     _require_int(seed, "seed")
+    seed = int(seed)
     prefix: Any = getattr(replay, "schedule", replay)
     if replay is not None:
         try:
@@ -400,6 +402,7 @@ def explore(
             raise TypeError(f"replay: expected a schedule or a Failure, got {replay!r}") from None
         for choice in prefix:
             _require_int(choice, "replay")
+        prefix = tuple(map(int, prefix))
     result = ExploreResult(seed)
     chooser, expected = _run(program, (), _program_order)
     outcomes: dict[Any, Any] = {}

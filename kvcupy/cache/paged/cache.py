@@ -178,7 +178,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        ValueError : the sequence exists, a hash comes twice, or there is no tiered cache
+        TypeError, ValueError : an argument does not fit, the sequence exists, a hash comes twice, or there is no tiered cache
         CacheFull : there are too few pages for cached blocks; nothing has changed
 
         Notes
@@ -204,7 +204,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         KvcupyError : it belongs to the running step
         """
         sequence = self._sequences.find(seq)
@@ -221,8 +221,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such parent
-        ValueError : the child exists, `at` is outside, or the parent's tree is not committed
+        UnknownSequence, TypeError : there is no such parent, or it cannot be the name of one
+        TypeError, ValueError : the child exists, `at` is outside, or the parent's tree is not committed
         CacheFull : a partial page is to be copied and none is free; nothing has changed
         KvcupyError : the parent belongs to the running step
 
@@ -245,8 +245,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
-        ValueError : n is not 0 to its length, or its tree is not committed
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : n is not 0 to its length, or its tree is not committed
         KvcupyError : it belongs to the running step
         """
         sequence = self._settled(seq)
@@ -257,7 +257,12 @@ class PagedKVCache(ProcessLocal):
         del sequence.hashes[sequence.length // self.pool.page_size :]
 
     def sequence_length(self, seq: Hashable) -> int:
-        """Return how many tokens a sequence has, those of a tree to be committed included."""
+        """Return how many tokens a sequence has, those of a tree to be committed included.
+
+        Raises
+        ------
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        """
         return self._sequences.find(seq).length
 
     def enable_sliding_window(self, seq: Hashable, window: int, sinks: int = 0) -> None:
@@ -270,8 +275,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
-        ValueError : an argument does not fit, or tokens were evicted behind other sinks
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : an argument does not fit, or tokens were evicted behind other sinks
         KvcupyError : it belongs to the running step
 
         Notes
@@ -497,6 +502,7 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         KvcupyError : no step is running
+        TypeError, ValueError : `stream` is not a stream
 
         Notes
         -----
@@ -506,11 +512,20 @@ class PagedKVCache(ProcessLocal):
         return self.device.carrier(self._tables(stream)["positions"])
 
     def slot_mapping(self, *, stream: Any = None) -> Any:
-        """Return the slot of each token of the step, int64 (T,): `page * page_size + offset`."""
+        """Return the slot of each token of the step, int64 (T,): `page * page_size + offset`.
+
+        Raises
+        ------
+        KvcupyError, TypeError, ValueError : as `query_positions`
+        """
         return self.device.carrier(self._tables(stream)["slots"])
 
     def block_table(self, *, stream: Any = None) -> Any:
         """Return the pages of the step's sequences, int32 (B, pages of the longest), zero-padded.
+
+        Raises
+        ------
+        KvcupyError, TypeError, ValueError : as `query_positions`
 
         Notes
         -----
@@ -526,6 +541,10 @@ class PagedKVCache(ProcessLocal):
         indptr : int32 (B + 1,), where each sequence's pages begin
         indices : int32 (indptr[-1],), the pages
         last_page_len : int32 (B,), slots in use of each last page
+
+        Raises
+        ------
+        KvcupyError, TypeError, ValueError : as `query_positions`
         """
         self._running()
         lists = self._steps.lists(self._stream(stream))
@@ -614,8 +633,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
-        ValueError : its tree is not committed
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : its tree is not committed, or `path` is not the name of a file
         KvcupyError : it belongs to the running step
         ImportError : the package safetensors is missing
         OSError : the file cannot be written; one that was there is left as it was
@@ -631,7 +650,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        ValueError : the sequence exists, or the file does not fit this cache
+        TypeError, ValueError : the sequence exists, or the file does not fit this cache
         CacheFull : there are too few pages
         ImportError : the package safetensors is missing
         OSError : the file cannot be read
@@ -674,7 +693,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         ValueError : it is offloaded already, its tree is not committed, or there is no tiered cache
         CacheFull : the host pool is full, and nothing can be evicted; nothing has changed
         KvcupyError : it belongs to the running step
@@ -693,7 +712,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         CacheFull : there are too few pages; nothing has changed
         DeviceError : it could not be saved when it was offloaded; it can only be removed
 

@@ -134,6 +134,7 @@ class Layers:
         self._inline_table = rope.table if rope.mode == "inline" else None
         self._step: StepCalls | None = None  # the last one
         self._checked: dict[Any, ArrayView] = {}  # queries
+        self._addresses: Any = None  # of the last query and out, with their signature
         widths = self.width + (0 if self._is_latent else self.v_width)
         self.key_bytes = pool.num_kv_heads * widths * FORMATS[pool.dtype].itemsize
         self.state_bytes = 4 * num_q_heads * self.v_width
@@ -149,9 +150,10 @@ class Layers:
         a description of the query, which keeps nothing alive (arrays of equal descriptions are
         checked once); the options of attention; and `sinks` if they are learned logits, else None
         """
-        signature = None
+        signature = addresses = None
         with suppress(TypeError):  # perhaps not an array: the checks name it
-            signature = num_tokens, probe_arguments((query, out))[1]
+            addresses, signatures = probe_arguments((query, out))
+            signature = num_tokens, signatures
         rows = self._checked.get(signature)
         if rows is None:
             rows = self._check_rows(query, out, num_tokens)
@@ -159,6 +161,9 @@ class Layers:
                 self._checked.clear()
             if signature is not None:
                 self._checked[signature] = rows
+        if self._addresses != (addresses, signature):
+            self._check_addresses(view(query, "query"), out)
+            self._addresses = addresses, signature
         options = check_options(
             "NHD", sm_scale, True, window, sinks, logits_soft_cap, *self._rotation
         )
@@ -185,6 +190,17 @@ class Layers:
             checks.require_contiguous(written, "out")
             checks.require_output(written, "out")
         return rows.without_owner()
+
+    def _check_addresses(self, query: ArrayView, out: Any) -> None:
+        """Raise if attention could not read or write here, which it says after keys are stored."""
+        written = None if out is None else view(out, "out")
+        checks.require_aligned([("query", query), ("out", written)])
+        inputs = [(name, v) for cache in self.caches for name, v in cache.items()]
+        if self.rope.mode == "none":  # else attention reads a rotated copy
+            inputs.append(("query", query))
+        checks.require_disjoint(
+            [("out", written)], [(n, v) for n, v in inputs if isinstance(v, ArrayView)]
+        )
 
     def check_latent(self, latent: ArrayView, rope_key: ArrayView, num_tokens: int) -> None:
         """Raise if the parts of a latent have the wrong shape or format."""

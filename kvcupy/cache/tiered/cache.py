@@ -121,6 +121,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : `hashes` are not such numbers
+        KvcupyError : the cache is closed
         """
         keys = hash_list(hashes)
         with self._shared.opened() as tiers:
@@ -152,6 +153,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError, CaptureError : an argument does not fit
+        KvcupyError : the cache is closed
         CacheFull : too few pages are free or can be evicted; nothing has changed. Blocks from disk
             pass through pages of the host pool, which has to have enough for all of them at once
 
@@ -192,6 +194,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError, CaptureError : an argument does not fit; nothing has changed
+        KvcupyError : the cache is closed
         """
         keys, page_list = hash_list(hashes), page_array(pages)
         if len(keys) != len(page_list):
@@ -211,6 +214,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : `num_blocks` is not an int, or negative
+        KvcupyError : the cache is closed
         CacheFull : fewer can be evicted; nothing has changed
 
         Notes
@@ -245,6 +249,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : `n` is not an int, or negative
+        KvcupyError : the cache is closed
         CacheFull : fewer pages can be freed; nothing has changed
         """
         checks.require_int(n, "n")
@@ -262,7 +267,7 @@ class TieredCache(ProcessLocal):
 
         Raises
         ------
-        KvcupyError : a block is leased; nothing has changed
+        KvcupyError : a block is leased; nothing has changed; or the cache is closed
         """
         orders = [policies.make(self._policy) for _ in range(3)]
         with self._shared.opened() as tiers:
@@ -285,6 +290,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         OSError : the disk failed; blocks that could not be written stay in host memory
+        KvcupyError : the cache is closed
         """
         shared = self._shared
         with shared.opened() as tiers:
@@ -505,6 +511,8 @@ def _token_array(token_ids: Any) -> np.ndarray[Any, Any]:
         array = np.asarray(list(token_ids) if isinstance(token_ids, range) else token_ids)
     except TypeError as error:  # it is on a GPU
         raise TypeError(f"token_ids: expected a list or an array of the host, {error}") from None
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"token_ids: expected ints, got {token_ids!r}") from None
     if array.ndim != 1:
         raise ValueError(f"token_ids: expected one dimension, got {array.ndim}")
     if array.size == 0:
