@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cache")]
 
 HANG_S = 20
+CASES_PER_PROCESS = 1000  # kernels and what libraries keep fill its address space
 
 
 class Worker:
@@ -46,6 +47,7 @@ class Worker:
         self.process = subprocess.Popen(
             [*command, *([] if torch else ["--no-torch"])], text=True, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors="replace",
+            env={**os.environ, "MALLOC_ARENA_MAX": "2"},
         )  # fmt: skip
         self._answers: queue.Queue[str] = queue.Queue()
         self._errors: list[str] = []
@@ -127,11 +129,14 @@ class Fuzzer:
 
     def run(self, until: float, count: int | None) -> None:
         """Run cases in one process after another, as each that crashes needs a new one."""
-        worker = None
+        worker, count_here = None, 0
         while time.monotonic() < until and (count is None or sum(self.cases.values()) < count):
             if worker is None or worker.process.poll() is not None:
-                worker = Worker(torch=self._torch)
+                worker, count_here = Worker(torch=self._torch), 0
             self._note(worker.run(self.draw()))
+            count_here += 1
+            if count_here == CASES_PER_PROCESS:
+                worker.close()
         if worker is not None:
             worker.close()
 

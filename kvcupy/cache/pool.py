@@ -144,7 +144,7 @@ class Pool(ProcessLocal, abc.ABC):
         Raises
         ------
         ImportError : torch is missing
-        TypeError : the call is under a FakeTensorMode
+        TypeError, ValueError : `layer` is out of range, or the call is under a FakeTensorMode
         """
         return self._torch(0, self.layer_number(layer))
 

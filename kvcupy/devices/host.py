@@ -172,7 +172,10 @@ class HostDevice:
 
     def asarray(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return a copy of a NumPy array on this device."""
-        source = np.asarray(array)
+        try:
+            source = np.asarray(array)
+        except (RuntimeError, ValueError) as error:  # of another library, or lists of many lengths
+            raise TypeError(f"array: expected a NumPy array, {error}") from None
         if source.dtype.hasobject or not source.dtype.itemsize:
             raise TypeError(f"array: expected an array of numbers, got {source.dtype}")
         copy = self.empty(source.shape, source.dtype)

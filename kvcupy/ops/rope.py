@@ -538,7 +538,7 @@ def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOpt
     checks.require_number(eps, "eps")
     if not eps >= 0:
         raise ValueError(f"eps: expected at least 0, got {eps!r}")
-    epsilon = float(eps) if eps <= np.finfo(np.float32).max else math.inf
+    epsilon = float(eps) if eps <= _MAX_FLOAT32 else math.inf
     names = ("query", "key", "rope_key", "positions")
     library = next(arguments[name].library for name in names if name in arguments)
     return Rotation(
@@ -546,6 +546,9 @@ def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOpt
         checks.flag(sections_interleaved, "sections_interleaved"), epsilon,
         faults.operation_id(operation.name, "positions"),
     )  # fmt: skip
+
+
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)  # a Python float: any int compares with it
 
 
 def _sections(sections: Any, pairs: int) -> tuple[int, int, int]:
@@ -854,6 +857,8 @@ class TwoStreamPlan:
         if any(plan.cause is not None for plan in self.parts):
             for each in (main, other):
                 device.check_fallback(self.whole.operation.name, each)
+        if other.capturing:  # in a capture that `main` is not in: raises before anything is rotated
+            streams.fork(main, other)
         rotate.issue(pointers, arrays, main)
         streams.fork(main, other)
         store_k.issue(pointers, arrays, main)

@@ -24,7 +24,7 @@ from .programs import PROGRAMS
 
 TARGETS: dict[str, Callable[[Case], None]] = {**FUNCTIONS, **PROGRAMS}
 
-MEMORY_BYTES = 3 << 30
+MEMORY_BYTES = 4 << 30
 """What a process may allocate beyond what it has after its imports."""
 
 

@@ -261,6 +261,8 @@ def _of_torch(case: Case, a: np.ndarray[Any, Any]) -> Any:
     except (TypeError, ValueError, RuntimeError):  # negative strides, uint16
         return a
     floats = tensor.is_floating_point()
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch can do little with them
+        return tensor
     return case.rng.choice([
         lambda: tensor, lambda: tensor.to("meta"), lambda: tensor.to_sparse(),
         lambda: tensor.detach().requires_grad_() if floats else tensor,

@@ -21,6 +21,7 @@ from ...ops.store import store_kv, store_mla
 from ..pool import MLAPool, Pool
 from .tables import TRANSPOSED_TABLE, Tables, block_table
 
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _MAX_CHECKED = 256  # pairs of query and out that are remembered
 
 ROPE_MODES = ("none", "normal", "inline")
@@ -375,7 +376,8 @@ def _scale_per_layer(pool: Pool, scale: Any, name: str) -> list[Any]:
     if scale is None or not checks.is_array(scale):
         if scale is not None:
             checks.require_number(scale, name)
-            if not (np.isfinite(np.float32(scale)) and np.float32(scale) > 0):
+            # Any int compares with a Python float.
+            if not (0 < scale <= _MAX_FLOAT32 and np.float32(scale) > 0):
                 raise ValueError(f"{name}: expected a finite number above zero, got {scale!r}")
         return [scale] * pool.num_layers
     scales = view(scale, name)
