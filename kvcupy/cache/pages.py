@@ -430,7 +430,7 @@ def page_array(pages: Any) -> Pages:
     elif hasattr(pages, "__array__"):
         try:
             array = np.asarray(pages)
-        except TypeError as error:  # it is on a GPU
+        except (TypeError, RuntimeError) as error:  # it is on a GPU, or its bits are not its values
             raise TypeError(f"pages: expected an array of the host, {error}") from None
     else:
         array = _listed(pages)

@@ -121,7 +121,12 @@ class Pool(ProcessLocal, abc.ABC):
         return self._views[self.layer_number(layer)]
 
     def note_written(self, layers: Iterable[int] | None = None) -> None:
-        """Tell autograd that layers, or all, were written, if they are torch tensors."""
+        """Tell autograd that layers, or all, were written, if they are torch tensors.
+
+        Parameters
+        ----------
+        layers : their numbers; None: all
+        """
         if self._tensors:
             chosen = self._tensors if layers is None else layers
             note_written([t for i in chosen for t in self._tensors.get(i, ())])

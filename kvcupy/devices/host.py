@@ -174,7 +174,7 @@ class HostDevice:
         """Return a copy of a NumPy array on this device."""
         try:
             source = np.asarray(array)
-        except (RuntimeError, ValueError) as error:  # of another library, or lists of many lengths
+        except (TypeError, RuntimeError, ValueError) as error:  # of another library, or lists of many lengths
             raise TypeError(f"array: expected a NumPy array, {error}") from None
         if source.dtype.hasobject or not source.dtype.itemsize:
             raise TypeError(f"array: expected an array of numbers, got {source.dtype}")
@@ -211,8 +211,9 @@ class HostDevice:
         ValueError : shapes or formats differ, `dst` cannot be written, or one is on a GPU
         """
         to, of = copy_views(dst, src)
-        _require_here(to, "dst")
-        _require_here(of, "src")
+        if not to.device == of.device == "host":
+            for v, name in ((to, "dst"), (of, "src")):
+                _require_here(v, name)
         target, source = self.carrier(to), self.carrier(of)
         queue = self.as_stream(stream)
         copy = partial(host_memory.copy_array, target, source)

@@ -293,10 +293,13 @@ def _checked_options(
     checks.require_int(rotary_start, "rotary_start")
     if rotary_start < 0:
         raise ValueError(f"rotary_start: expected at least 0, got {rotary_start}")
+    for name, value in (("causal", causal), ("interleaved", interleaved)):
+        if type(value) is not bool:
+            checks.flag(value, name)
     return AttentionOptions(
-        layout, _float32(sm_scale, "sm_scale"), checks.flag(causal, "causal"), int(window or 0), int(sinks or 0),
-        _float32(logits_soft_cap, "logits_soft_cap", positive=True) or 0.0,
-        checks.flag(interleaved, "interleaved"), int(rotary_start),
+        layout, _float32(sm_scale, "sm_scale"), bool(causal), int(window or 0), int(sinks or 0),
+        _float32(logits_soft_cap, "logits_soft_cap", positive=True) or 0.0, bool(interleaved),
+        int(rotary_start),
     )  # fmt: skip
 
 

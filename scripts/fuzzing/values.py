@@ -334,7 +334,10 @@ def listed(case: Case, value: Any) -> Any:
     rng = case.rng
     are_numbers = all(isinstance(n, (int, np.integer)) for n in numbers)
     if are_numbers and rng.random() < 0.2:
-        return indices(case, case.place(np.array(numbers, np.int64)))
+        of_numbers = case.place(np.array(numbers, np.int64))
+        return rng.choice([garbage, _of_dtype, _of_shape, _strided, _as_view, _of_torch])(
+            case, of_numbers
+        )
     swapped = list(numbers)
     if swapped:
         swapped[rng.randrange(len(swapped))] = rng.choice([
