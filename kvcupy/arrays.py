@@ -119,7 +119,9 @@ class ArrayView(ProcessLocal):
         try:
             part = _untyped(self)[steps]
         except (TypeError, ValueError) as error:  # of a slice
-            raise type(error)(f"index: expected slices of integers, got {index!r}: {error}") from None
+            raise type(error)(
+                f"index: expected slices of integers, got {index!r}: {error}"
+            ) from None
         pointer = part.__array_interface__["data"][0]
         return ArrayView(
             pointer, part.shape, part.strides, self.format, self.device,

@@ -26,6 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,13 @@ class Worker:
     """A process that runs cases, and what it wrote to stderr."""
 
     def __init__(self, *, torch: bool) -> None:
-        command = [sys.executable, "-X", "faulthandler", str(ROOT / "scripts" / "fuzz.py"), "--serve"]
+        command = [
+            sys.executable,
+            "-X",
+            "faulthandler",
+            str(ROOT / "scripts" / "fuzz.py"),
+            "--serve",
+        ]
         self.process = subprocess.Popen(
             [*command, *([] if torch else ["--no-torch"])], text=True, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, errors="replace",
@@ -159,7 +166,8 @@ class Fuzzer:
         return {
             "seed": seed, "seconds": round(seconds, 1), "cases": sum(self.cases.values()),
             "strict_cases": self.strict, "accepted": dict(sorted(self.accepted.items())),
-            "raised": dict(sorted(self.raised.items())), "targets": dict(sorted(self.cases.items())),
+            "raised": dict(sorted(self.raised.items())),
+            "targets": dict(sorted(self.cases.items())),
             "findings": {key: cases[:5] for key, cases in self.findings.items()},
         }  # fmt: skip
 
@@ -178,10 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if not options.no_torch and (options.serve or options.case):
-        try:
+        with suppress(ImportError):
             import torch  # noqa: F401
-        except ImportError:
-            pass
     from fuzzing.run import TARGETS, limit_memory, run_case, serve
 
     if options.serve:
@@ -212,8 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         thread.join()
     report = fuzzer.report(options.seed, time.monotonic() - start)
     print(
-        f"{report['cases']} cases in {report['seconds']:.0f} s, {sum(report['accepted'].values())} calls "
-        f"accepted, raised {report['raised']}, {len(report['findings'])} findings"
+        f"{report['cases']} cases in {report['seconds']:.0f} s, "
+        f"{sum(report['accepted'].values())} calls accepted, raised {report['raised']}, "
+        f"{len(report['findings'])} findings"
     )
     if options.json:
         runs = json.loads(options.json.read_text())["runs"] if options.json.exists() else []

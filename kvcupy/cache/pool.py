@@ -600,14 +600,12 @@ def _split(
     if order.startswith("L"):
         least = len(bare) - (page_size is not None)  # by slots
         if least <= v.ndim <= len(order):
-            if v.shape[0] > _MAX_LAYERS:
-                raise ValueError(f"{name}: expected at most {_MAX_LAYERS} layers, got {describe(v)}")
+            _require_layers(v, v.shape[0], name)
             return [(name, v[i]) for i in range(v.shape[0])]
     elif v.ndim in (len(bare), len(order)):
         axes = order if v.ndim == len(order) else bare
         by_page = transposed(v, [axes.index(axis) for axis in "PLSHD" if axis in axes])
-        if by_page.shape[1] > _MAX_LAYERS:
-            raise ValueError(f"{name}: expected at most {_MAX_LAYERS} layers, got {describe(v)}")
+        _require_layers(v, by_page.shape[1], name)
         return [(name, by_page[:, i]) for i in range(by_page.shape[1])]
     words = {"L": "layers", "P": "pages", "S": "page_size", "H": "heads", "D": "width"}
     axis_names = ", ".join(words[axis] for axis in bare)
@@ -618,6 +616,11 @@ def _split(
         f"{name}: expected ({axis_names}){by_slots} or a list of one array a layer, "
         f"got {describe(v)}"
     )
+
+
+def _require_layers(v: ArrayView, count: int, name: str) -> None:
+    if not 1 <= count <= _MAX_LAYERS:
+        raise ValueError(f"{name}: expected 1 to {_MAX_LAYERS} layers, got {describe(v)}")
 
 
 def _layer_by_page(v: ArrayView, name: str, page_size: int | None, has_heads: bool) -> ArrayView:

@@ -174,7 +174,11 @@ class HostDevice:
         """Return a copy of a NumPy array on this device."""
         try:
             source = np.asarray(array)
-        except (TypeError, RuntimeError, ValueError) as error:  # of another library, or lists of many lengths
+        except (
+            TypeError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # of another library, or lists of many lengths
             raise TypeError(f"array: expected a NumPy array, {error}") from None
         if source.dtype.hasobject or not source.dtype.itemsize:
             raise TypeError(f"array: expected an array of numbers, got {source.dtype}")
@@ -260,7 +264,7 @@ class HostDevice:
         raise TypeError(f"{name}: expected None or a stream of the host device, got {stream!r}")
 
     def synchronize(self) -> None:
-        """Wait for all streams, also those that nobody holds; raise the first failure among them."""
+        """Wait for all streams, also those that nobody holds; raise the first of their failures."""
         streams = list(self._streams)
         for stream in streams:
             if stream.capturing:

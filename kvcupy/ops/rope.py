@@ -316,8 +316,9 @@ def rope_store_mla(
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
     writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
     arrays = (
-        query, query if query_out is None else query_out, rope_key, rope_key if writes_key else None,
-        latent, cache, rope_table, positions, slot_mapping, scale,
+        query, query if query_out is None else query_out,
+        rope_key, rope_key if writes_key else None, latent, cache, rope_table, positions,
+        slot_mapping, scale,
     )  # fmt: skip
     options = ((interleaved, None, False, 0.0), skip_slot)
     _ROPE_STORE_MLA.run(arrays, options, _plan_store_mla, stream)

@@ -137,7 +137,9 @@ def _frequencies(context: int, dim: int, base: float, scaling: Config) -> tuple[
     try:
         return _KINDS[kind](context, dim, base, scaling)
     except ArithmeticError as error:
-        raise ValueError(f"scaling: expected parameters of {kind!r}, got {dict(scaling)}") from error
+        raise ValueError(
+            f"scaling: expected parameters of {kind!r}, got {dict(scaling)}"
+        ) from error
 
 
 def _float(value: Any) -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import io
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import every_call
@@ -11,8 +13,10 @@ import numpy as np
 from helpers import from_values
 
 import kvcupy as kv
+from kvcupy import __main__ as command
 
-from .attempts import Case
+from .attempts import Case, Finding, origin
+
 Arguments = dict[str, Any]
 _SLOTTED = ("k_cache", "v_cache", "k_scale_cache", "v_scale_cache", "cache")
 
@@ -85,7 +89,16 @@ def valid_arguments(case: Case, name: str, parameters: Iterable[str]) -> Argumen
         arguments[key] = case.place(value)
     if hnd:
         arguments["layout"] = "HND"
-    optional = ("query_out", "key_out", "query_norm", "key_norm", "out", "lse_out", "k_out", "v_out")
+    optional = (
+        "query_out",
+        "key_out",
+        "query_norm",
+        "key_norm",
+        "out",
+        "lse_out",
+        "k_out",
+        "v_out",
+    )
     for key in optional:
         if key in arguments and case.chance(0.3):
             del arguments[key]
@@ -318,7 +331,7 @@ def block_hashes(case: Case) -> Arguments:
 
 
 def array_view(case: Case) -> None:
-    """Views by address, their parts, and what consumes them."""
+    """Make views by address, parts of them, and what consumes them."""
     array = case.place(np.arange(12, dtype=np.float32).reshape(3, 4))
     arguments: Arguments = {
         "pointer": array.ctypes.data, "shape": array.shape, "strides": array.strides,
@@ -326,22 +339,23 @@ def array_view(case: Case) -> None:
     }  # fmt: skip
     view = kv.ArrayView(**arguments)
     indices = [
-        0, -1, 3, 2**70, slice(None), slice(None, None, -1), slice(5, 1), slice(0, 2**70), ..., None,
-        (0, 0), (0, 0, 0), (..., ...), "x", [0], True, 1.5, np.array([0]), np.int64(1), (), slice(1.5),
-        slice(0, 3, 0), object(),
+        0, -1, 3, 2**70, slice(None), slice(None, None, -1), slice(5, 1), slice(0, 2**70), ...,
+        None, (0, 0), (0, 0, 0), (..., ...), "x", [0], True, 1.5, np.array([0]), np.int64(1), (),
+        slice(1.5), slice(0, 3, 0), object(),
     ]  # fmt: skip
     index = case.rng.choice(indices)
     case.attempt(lambda index: view[index], {"index": index}, names=["index", "shape"],
                  described=kv.ArrayView.__getitem__, label="ArrayView[]")  # fmt: skip
-    tagged = case.attempt(kv.view_as, {
-        "array": array if case.chance(0.5) else array.view(case.rng.choice(["u4", "i4", "u2", "u1"])),
-        "format": case.rng.choice(["bf16", "fp16", "int8", "fp32", "fp8_e4m3", "x", None, 3, [], ""]),
-    })  # fmt: skip
+    bits = array if case.chance(0.5) else array.view(case.rng.choice(["u4", "i4", "u2", "u1"]))
+    formats = ["bf16", "fp16", "int8", "fp32", "fp8_e4m3", "x", None, 3, [], ""]
+    tagged = case.attempt(kv.view_as, {"array": bits, "format": case.rng.choice(formats)})
     if isinstance(tagged, kv.ArrayView):
         repr(tagged), tagged.byte_range(), tagged.without_owner(), tagged.size, tagged.pinned
-    options = {case.rng.choice(["stream", "max_version", "dl_device", "copy", "x"]): case.rng.choice(
-        [None, 0, -1, 1, 2, (0, 5), (1, 0), (1, 2), (2, 0), (), "x", True, False, 2**70]
-    ) for _ in range(case.rng.randrange(3))}  # fmt: skip
+    names = ["stream", "max_version", "dl_device", "copy", "x"]
+    choices = [None, 0, -1, 1, 2, (0, 5), (1, 0), (1, 2), (2, 0), (), "x", True, False, 2**70]
+    options = {
+        case.rng.choice(names): case.rng.choice(choices) for _ in range(case.rng.randrange(3))
+    }
     case.attempt(view.__dlpack__, options, names=["stream", "max_version", "dl_device", "copy"],
                  label="ArrayView.__dlpack__", described=kv.ArrayView.__dlpack__)  # fmt: skip
 
@@ -351,8 +365,10 @@ def settings(case: Case) -> None:
     names = ["fallback", "strict", "strict_index_faults", "strict_arch", "strict_seed", "x"]
     name = case.rng.choice(names)
     before = {n: getattr(kv.config, n) for n in names[:-1]}
-    choices = ["warn", "error", "raise", "record", "sm_86", "sm_1", True, False, 1, -1, 2**70, None,
-               [], {}, 1.5, b"warn", np.bool_(True), np.int64(3), float("nan"), "\ud800"]  # fmt: skip
+    choices = [
+        "warn", "error", "raise", "record", "sm_86", "sm_1", True, False, 1, -1, 2**70, None, [],
+        {}, 1.5, b"warn", np.bool_(True), np.int64(3), float("nan"), "\ud800",
+    ]  # fmt: skip
     try:
         case.attempt(
             lambda value: setattr(kv.config, name, value), {"value": case.rng.choice(choices)},
@@ -440,6 +456,35 @@ def device_of(case: Case) -> None:
     kv.default_device()
 
 
+def command_line(case: Case) -> None:
+    """Run commands whose arguments are wrong, so that none of them does its work."""
+    junk = case.folder / "junk"
+    junk.write_bytes(case.rng.randbytes(case.rng.choice([0, 9, 100])))
+    word = case.rng.choice(
+        ["", "x", "-1", "0", "1e9", "cuda:9", "cuda:²", "\ud800", "9" * 5000, "*"]
+    )
+    arguments = case.rng.choice([
+        [], [word], ["bench", "--device", word], ["bench", "--op", word],
+        ["bench", "--model", word], ["bench", "--format", word], ["bench", word],
+        ["bench", "--batch", f"-{word}"], ["bench", "--compare", str(junk), str(junk)],
+        ["bench", "--compare", word, str(junk)], ["compile", "--arch", word],
+        ["compile", "--jobs", f"-{word}"], ["compile", "--update"], ["roofline", "--arch", word],
+        ["roofline", "--op", "no such row"], ["doctor", word or "x"],
+        ["calibrate", "--device", word or "x"], ["calibrate", "--jobs", word],
+    ])  # fmt: skip
+    case.say(f"  python -m kvcupy {arguments}")
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(out):
+        try:
+            status: Any = command.main(arguments)
+        except SystemExit as error:
+            status = error.code
+        except Exception as error:
+            raise Finding(f"main: {arguments} raised {error!r} {origin(error)}") from error
+    if not isinstance(status, int) or status == 0:
+        raise Finding(f"main: {arguments} came out as {status!r}: {out.getvalue()[-300:]}")
+    case.raised.append("SystemExit")
+
+
 def repeated_slots(case: Case) -> Arguments:
     return {"slot_mapping": case.place(np.array([3, 1, 3, -1]))}
 
@@ -462,4 +507,5 @@ FUNCTIONS: dict[str, Callable[[Case], None]] = {
     "keep_alive": _of_function(kv.keep_alive, kept),
     "timeline": timeline,
     "device": device_of,
+    "main": command_line,
 }

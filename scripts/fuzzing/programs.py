@@ -6,6 +6,7 @@ After a call that raises the object must be as it was, and usable by the calls t
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +16,6 @@ from paged_snapshot import pages_of_pool
 
 import kvcupy as kv
 from kvcupy.cache.tiered.leases import Lease
-from kvcupy.devices import protocol
 
 from .attempts import Case
 from .calls import Arguments, memory_of
@@ -23,7 +23,31 @@ from .calls import Arguments, memory_of
 Makers = Mapping[str, Callable[[], Arguments]]
 """Methods by name, and what makes arguments for each that may fit."""
 
-_PROTOCOLS = (protocol.Device, protocol.Stream, protocol.Event, protocol.Graph)
+METHODS = {
+    "PageAllocator": "alloc free require_allocated busy allocated check_leaks wait_for_freed",
+    "Pool": "k v k_scale v_scale views layer_number note_written torch_k torch_v",
+    "HostDevice": "empty zeros empty_pinned asarray to_numpy stream event synchronize copy",
+    "HostStream": "wait synchronize record done call on_launch",
+    "HostEvent": "done synchronize error elapsed_us",
+    "TransferEngine": "save load flush send",
+    "Transfer": "wait done synchronize wait_layer",
+    "TieredCache": "match acquire insert evict stats flush take_host_pages clear close",
+    "Lease": "wait_layer wait release",
+    "PagedKVCache": """
+        add_sequence begin_forward attention end_forward attention_qkv attention_mla remove_sequence
+        sequence_length offload onboard fork_sequence pop_tokens enable_sliding_window get_kv set_kv
+        query_positions slot_mapping block_table page_table_csr clear commit_token_tree
+        save_sequence load_sequence attach
+    """,
+}
+"""What the programs here call, by the class of the object."""
+
+
+def methods(kind: str, makers: Makers) -> Makers:
+    """Return the makers of the methods of a class, each of which must have one."""
+    if sorted(makers) != sorted(METHODS[kind].split()):
+        raise AssertionError(f"{kind}: expected methods as in METHODS, got {sorted(makers)}")
+    return makers
 
 
 def try_method(
@@ -38,9 +62,8 @@ def try_method(
         parameters = [p for p in inspect.signature(method).parameters if p not in ("_", "__")]
     except ValueError:
         parameters = list(arguments)
-    broken: list[str] = []
     if parameters and case.chance(wrong):
-        arguments, broken = case.break_some(arguments, parameters, case.rng.choice([1, 1, 2]))
+        arguments, _ = case.break_some(arguments, parameters, case.rng.choice([1, 1, 2]))
     owner = target if isinstance(target, type) else type(target)
     label = f"{owner.__name__}.{name}"
     outputs = ("out", "dst")
@@ -93,11 +116,14 @@ def allocator(case: Case) -> None:
         chosen = case.rng.sample(held, case.rng.randrange(len(held) + 1))
         return {"pages": chosen}
 
-    drive(case, pages, {
+    def state() -> Any:
+        return pages.num_free, pages.num_allocated, pages.allocated().tolist()
+
+    drive(case, pages, methods("PageAllocator", {
         "alloc": lambda: {"n": case.rng.randrange(4)}, "free": taken, "require_allocated": taken,
         "busy": lambda: {**taken(), "transfer": Done()}, "allocated": dict, "check_leaks": dict,
         "wait_for_freed": dict,
-    }, lambda: (pages.num_free, pages.num_allocated, pages.allocated().tolist()), steps=20)  # fmt: skip
+    }), state, steps=20)  # fmt: skip
     held = pages.allocated().tolist()
     pages.free(held)
     pages.wait_for_freed()
@@ -137,10 +163,10 @@ class Pooled:
 
 def _layers(case: Case, pool: Any) -> Makers:
     layer = {"layer": case.rng.randrange(2)}
-    names = ["k", "v", "k_scale", "v_scale", "views", "layer_number"]
-    if "torch" in __import__("sys").modules:
-        names += ["torch_k", "torch_v"]
-    return {**{name: lambda: dict(layer) for name in names}, "note_written": lambda: {"layers": [0]}}
+    names = METHODS["Pool"].split()
+    if "torch" not in sys.modules:
+        names = [name for name in names if "torch" not in name]
+    return {n: lambda n=n: {"layers": [0]} if n == "note_written" else dict(layer) for n in names}
 
 
 def pools(case: Case) -> None:
@@ -192,12 +218,12 @@ def device(case: Case) -> None:
     host = case.device
     x = case.place(np.ones((2, 3), np.float32))
     shape = lambda: {"shape": (2, 3), "dtype": "bf16"}  # noqa: E731
-    drive(case, host, {
+    drive(case, host, methods("HostDevice", {
         "empty": shape, "zeros": shape, "empty_pinned": shape, "asarray": lambda: {"array": x},
         "to_numpy": lambda: {"array": x}, "stream": lambda: {"priority": 0},
         "event": lambda: {"timing": True}, "synchronize": dict,
         "copy": lambda: {"dst": case.place(np.zeros((2, 3), np.float32)), "src": x},
-    })  # fmt: skip
+    }))  # fmt: skip
 
 
 def streams(case: Case) -> None:
@@ -222,12 +248,12 @@ def streams(case: Case) -> None:
         graphs.append(graph)
 
     def step(stream: Any) -> None:
-        makers: dict[str, Callable[[], Arguments]] = {
+        makers = methods("HostStream", {
             "wait": lambda: {"other": choice([*queues, *events])}, "synchronize": dict,
             "record": lambda: {"event": choice([None, *events])}, "done": dict,
             "call": lambda: {"function": choice([lambda: ran.append(1), lambda: 1 / 0])},
             "on_launch": lambda: {"before": lambda s: None, "after": lambda s: None},
-        }  # fmt: skip
+        })  # fmt: skip
         name = choice(list(makers))
         try_method(case, stream, name, makers[name](), settle=False)
 
@@ -236,8 +262,10 @@ def streams(case: Case) -> None:
         if action == "stream":
             step(choice(queues))
         elif action == "event":
-            makers: Makers = {"done": dict, "synchronize": dict, "error": dict,
-                              "elapsed_us": lambda: {"since": choice(events)}}  # fmt: skip
+            makers = methods("HostEvent", {
+                "done": dict, "synchronize": dict, "error": dict,
+                "elapsed_us": lambda: {"since": choice(events)},
+            })  # fmt: skip
             name = choice(list(makers))
             try_method(case, choice(events), name, makers[name](), settle=False, names=("event",))
         elif action == "graph" and graphs:
@@ -248,9 +276,10 @@ def streams(case: Case) -> None:
         elif action == "kv":
             function = choice([kv.fork, kv.join])
             case.attempt(
-                lambda main, others: function(main, *others), {"main": choice(queues),
-                "others": [choice([*queues, *events])]}, described=function, settle=False,
-                label=function.__name__, names=["main", "others"],
+                lambda main, others, function=function: function(main, *others),
+                {"main": choice(queues), "others": [choice([*queues, *events])]},
+                described=function, settle=False, label=function.__name__,
+                names=["main", "others"],
             )  # fmt: skip
     for stream in queues:
         for _ in range(3):
@@ -297,15 +326,15 @@ def engine(case: Case) -> None:
     for _ in range(case.rng.randrange(1, 8)):
         if handles and case.chance(0.4):
             handle = case.rng.choice(handles)
-            makers: Makers = {
+            makers = methods("Transfer", {
                 "wait": lambda: {"stream": compute}, "done": dict, "synchronize": dict,
                 "wait_layer": lambda: {"layer": 1, "stream": case.rng.choice([None, compute])},
-            }  # fmt: skip
+            })  # fmt: skip
             name = case.rng.choice(list(makers))
             try_method(case, handle, name, makers[name]())
             handle.elapsed_us, handle.gb_per_s, handle.num_bytes, handle.failure  # noqa: B018
             continue
-        name = case.rng.choice(["save", "load", "flush", "send"])
+        name = case.rng.choice(METHODS["TransferEngine"].split())
         result = try_method(
             case, made, name, pages() if name in ("save", "load") else {}, state=state,
             names=("pages", "src_pages", "dst_pages"),
@@ -353,16 +382,16 @@ def tiered(case: Case) -> None:
         matches = [cache.match([hash]) for hash in known]
         return counts, matches, on_device.allocator.num_free, on_host.allocator.num_free
 
-    makers: Makers = {
+    makers = methods("TieredCache", {
         "match": hashes, "acquire": hashes, "insert": inserted,
         "evict": lambda: {"num_blocks": case.rng.randrange(3)}, "stats": dict, "flush": dict,
         "take_host_pages": lambda: {"n": case.rng.randrange(3)}, "clear": dict, "close": dict,
-    }  # fmt: skip
+    })  # fmt: skip
     for _ in range(case.rng.randrange(2, 14)):
         name = case.rng.choice([*list(makers)[:-2] * 3, "clear", "close"])
         if leases and case.chance(0.3):
             lease = case.rng.choice(leases)
-            method = case.rng.choice(["wait_layer", "wait", "release"])
+            method = case.rng.choice(METHODS["Lease"].split())
             try_method(case, lease, method, {"layer": 1} if method == "wait_layer" else {},
                        state=state)  # fmt: skip
             continue
@@ -427,17 +456,20 @@ class Paged:
         self.case, self.cache = case, cache
         self.tokens: int | None = None
         self.fmt = "fp32"
-        if case.chance(0.3) and not cache._is_latent:
-            pool = cache.pool
-            shape = (pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim)
-            try:
-                host = kv.KVPool(
-                    4, *shape, v_head_dim=pool.v_head_dim, dtype=pool.dtype, layout="page_first",
-                    placement="pinned", device="host", scales=bool(pool.scale_parts),
-                )  # fmt: skip
-                cache.attach(kv.TieredCache(pool, host))
-            except (TypeError, ValueError):
-                pass
+        if case.chance(0.3) and (tiers := self.tiers()) is not None:
+            cache.attach(tiers)
+
+    def tiers(self) -> Any:
+        """Return a tiered cache over the pool; None if it is of latents."""
+        pool = self.cache.pool
+        if self.cache._is_latent:
+            return None
+        shape = (pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim)
+        host = kv.KVPool(
+            4, *shape, v_head_dim=pool.v_head_dim, dtype=pool.dtype, layout="page_first",
+            placement="pinned", device="host", scales=bool(pool.scale_parts),
+        )  # fmt: skip
+        return kv.TieredCache(pool, host)
 
     def present(self) -> Any:
         names = [name for name in self.NAMES if name in self.cache]
@@ -499,7 +531,7 @@ class Paged:
             return {"seq": made["seq"], "start": 0, "stop": made["K"].shape[1]}
 
         seq = lambda: {"seq": self.present()}  # noqa: E731
-        return {
+        return methods("PagedKVCache", {
             "add_sequence": lambda: {"seq": self.absent()}, "begin_forward": begin,
             "attention": attend, "end_forward": dict,
             "attention_qkv": lambda: {"layer": 0, "qkv": self.rows(4 + 2 * heads, width)},
@@ -514,10 +546,13 @@ class Paged:
             "enable_sliding_window": lambda: {**seq(), "window": 6, "sinks": 1},
             "get_kv": part, "set_kv": contents, "query_positions": dict, "slot_mapping": dict,
             "block_table": dict, "page_table_csr": dict, "clear": dict,
-            "commit_token_tree": lambda: {"seqs": [self.present()], "leaves": [rng.choice([-1, 0])]},
+            "commit_token_tree": lambda: {
+                "seqs": [self.present()], "leaves": [rng.choice([-1, 0])],
+            },
             "save_sequence": lambda: {**seq(), "path": self.case.folder / "saved"},
             "load_sequence": lambda: {"seq": self.absent(), "path": self.case.folder / "saved"},
-        }  # fmt: skip
+            "attach": lambda: {"tiers": self.tiers()},
+        })  # fmt: skip
 
     def run(self) -> None:
         case, cache = self.case, self.cache
@@ -527,7 +562,6 @@ class Paged:
         for step in range(case.rng.randrange(4, 24)):
             name = usual[step % 5] if case.chance(0.6) else case.rng.choice(list(makers))
             given = makers[name]()
-            before = cache.sequence_length
             result = try_method(case, cache, name, given, state=self.state, wrong=0.3, names=names)
             if isinstance(result, Exception):
                 continue
@@ -535,7 +569,6 @@ class Paged:
                 self.tokens = len(cache.query_positions())
             elif name in ("end_forward", "clear"):
                 self.tokens = None
-            assert before == cache.sequence_length
         cache.clear()
         case.settle()
         if cache.total_length or any(name in cache for name in self.NAMES):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import os
 import resource
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -23,6 +25,11 @@ from .calls import FUNCTIONS
 from .programs import PROGRAMS
 
 TARGETS: dict[str, Callable[[Case], None]] = {**FUNCTIONS, **PROGRAMS}
+
+CONTROLS: dict[str, Callable[[Case], None]] = {
+    "crash": lambda case: os.abort(), "hang": lambda case: time.sleep(1000),
+}  # fmt: skip
+"""What a test asks for, to see that it is seen."""
 
 MEMORY_BYTES = 4 << 30
 """What a process may allocate beyond what it has after its imports."""
@@ -53,7 +60,7 @@ def run_case(name: str, number: int, *, verbose: bool = False) -> dict[str, Any]
     finding = key = ""
     try:
         with case.exits:
-            TARGETS[name](case)
+            (TARGETS | CONTROLS)[name](case)
     except Finding as error:
         finding, key = str(error), error.key
     except kv.CaptureError as error:  # streams that were left captured, at the end

@@ -47,7 +47,7 @@ class Named:
 
 
 def no_number(case: Case, value: Any = None) -> Any:
-    """What is no number, and no array that could be one."""
+    """Return what is no number, and no array that could be one."""
     return case.rng.choice([
         None, "1", "", b"1", [], {}, (1,), [1], {1}, 1j, object, Index, case.rng, Ellipsis,
         NotImplemented, slice(1), range(3), Decimal("NaN"), Named(), "\ud800", lambda: 1,
@@ -55,7 +55,7 @@ def no_number(case: Case, value: Any = None) -> Any:
 
 
 def integer(case: Case, value: Any = 1) -> Any:
-    """Numbers around and far from what an int argument takes, and what is nearly one."""
+    """Return numbers around and far from what an int argument takes, and what is nearly one."""
     near = [value - 1, value + 1, -value, 2 * value] if type(value) is int else []
     return case.rng.choice([
         lambda: case.rng.choice([0, -1, 1, 2, 3, *near, *GARBAGE]),
@@ -79,7 +79,7 @@ def small_integer(case: Case, value: Any = 1) -> Any:
 
 
 def real(case: Case, value: Any = 1.0) -> Any:
-    """Numbers that a float argument may take or not."""
+    """Return numbers that a float argument may take or not."""
     return case.rng.choice([
         lambda: case.rng.choice([
             0.0, -0.0, -1.0, 1e-320, 1e308, -1e308, 1e39, float("nan"), float("inf"), -float("inf"),
@@ -92,7 +92,7 @@ def real(case: Case, value: Any = 1.0) -> Any:
 
 
 def text(case: Case, value: Any = "") -> Any:
-    """Names that are none."""
+    """Return names that are none."""
     return case.rng.choice([
         "", "x", str(value).upper(), str(value) + " ", str(value).encode(), "\ud800", "\0", None, 0,
         1, True, [], {}, (str(value),), [value], np.str_(value), np.array(str(value)), object(),
@@ -101,7 +101,7 @@ def text(case: Case, value: Any = "") -> Any:
 
 
 def flag(case: Case, value: Any = False) -> Any:
-    """What is True or False, or not."""
+    """Return what is True or False, or neither."""
     return case.rng.choice([
         0, 1, 2, -1, None, "", "yes", [], np.bool_(True), np.array(True), np.array([True, False]),
         1.0, float("nan"), object(),
@@ -109,16 +109,17 @@ def flag(case: Case, value: Any = False) -> Any:
 
 
 def dtype(case: Case, value: Any = None) -> Any:
-    """Formats, dtypes and what is none."""
+    """Return formats, dtypes and what is none."""
     return case.rng.choice([
-        "fp64", "int4", "float64", "f4", ">f4", "", "bf16 ", "FP16", None, 0, 3.5, np.float64, object,
-        str, np.dtype([("a", "f4")]), np.dtype("M8[s]"), np.dtype("V3"), bool, complex, [], {}, (),
-        ("f4", (2,)), "f4,f4", b"f4", np.int8, np.uint8, kv.KVPool, "\ud800", ("f4", 2**40), [("a",)],
+        "fp64", "int4", "float64", "f4", ">f4", "", "bf16 ", "FP16", None, 0, 3.5, np.float64,
+        object, str, np.dtype([("a", "f4")]), np.dtype("M8[s]"), np.dtype("V3"), bool, complex, [],
+        {}, (), ("f4", (2,)), "f4,f4", b"f4", np.int8, np.uint8, kv.KVPool, "\ud800",
+        ("f4", 2**40), [("a",)],
     ])  # fmt: skip
 
 
 def stream(case: Case, value: Any = None) -> Any:
-    """Streams of other libraries, and what is none."""
+    """Return streams of other libraries, and what is none."""
     return case.rng.choice([
         lambda: case.rng.choice([0, 1, -1, 2**63, 2**70, "s", "", b"", True, 1.5, [], object()]),
         lambda: Elsewhere(0, case.rng.choice([0, 1, -1, 2**70, "s", None])),
@@ -139,7 +140,7 @@ class Elsewhere:
 
 
 def device(case: Case, value: Any = None) -> Any:
-    """Devices that are not here, and what is none."""
+    """Return devices that are not here, and what is none."""
     return case.rng.choice([
         "cuda", "cuda:0", "cuda:99", "cuda:-1", "cuda:", "cuda:x", "cpu", "gpu", "Host", "", ":",
         "host:0", "host:", "cuda:1:2", "cuda:²", "cuda:" + "9" * 30, "cuda:" + "9" * 5000, 0, 1, -1,
@@ -151,7 +152,7 @@ def device(case: Case, value: Any = None) -> Any:
 
 
 def array(case: Case, value: Any) -> Any:
-    """Another array than is expected: dtype, shape, strides, place, library; or no array."""
+    """Return another array than is expected: dtype, shape, strides, place, library; or no array."""
     if not isinstance(value, np.ndarray):
         value = case.place(np.ones((2, 2), np.float32))
     change = case.rng.choice([
@@ -216,12 +217,14 @@ def _read_only(case: Case, a: np.ndarray[Any, Any]) -> Any:
 
 
 def _overlapping(case: Case, a: np.ndarray[Any, Any]) -> Any:
-    """The memory of another argument, or part of it, in the shape that is expected."""
+    """Return the memory of another argument, or part of it, in the shape that is expected."""
     others = [b for b in case.arrays if b.nbytes >= a.nbytes and b is not a and a.itemsize]
     if not others:
         return a
     other = case.rng.choice(others)
-    flat = other.reshape(-1) if other.flags.c_contiguous else np.ascontiguousarray(other).reshape(-1)
+    flat = (
+        other.reshape(-1) if other.flags.c_contiguous else np.ascontiguousarray(other).reshape(-1)
+    )
     if a.dtype.hasobject or flat.dtype.hasobject:
         return a
     start = case.rng.choice([0, flat.nbytes - a.nbytes])
@@ -231,7 +234,7 @@ def _overlapping(case: Case, a: np.ndarray[Any, Any]) -> Any:
 
 
 def _huge(case: Case, a: np.ndarray[Any, Any]) -> Any:
-    """More elements than there is memory, all of them the same one."""
+    """Return more elements than there is memory, all of them the same one."""
     if a.ndim == 0 or a.size == 0:
         return a
     shape = list(a.shape)
@@ -242,7 +245,7 @@ def _huge(case: Case, a: np.ndarray[Any, Any]) -> Any:
 
 
 def _as_view(case: Case, a: np.ndarray[Any, Any]) -> Any:
-    """A view by address: as it is, with another format, or on a GPU that is not here."""
+    """Return a view by address: as it is, of another format, or on a GPU that is not here."""
     formats = ["fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int64", "int32", "uint8", "bool"]
     own = str(a.dtype) if a.dtype.kind in "iub" else {4: "fp32", 2: "bf16"}.get(a.itemsize, "int8")
     name = own if case.rng.random() < 0.5 else case.rng.choice(formats)
@@ -254,7 +257,12 @@ def _as_view(case: Case, a: np.ndarray[Any, Any]) -> Any:
 
 def _of_torch(case: Case, a: np.ndarray[Any, Any]) -> Any:
     torch = sys.modules.get("torch")
-    if torch is None or a.dtype.kind not in "fiu" or a.dtype.byteorder == ">" or not a.flags.writeable:
+    if (
+        torch is None
+        or a.dtype.kind not in "fiu"
+        or a.dtype.byteorder == ">"
+        or not a.flags.writeable
+    ):
         return a
     try:
         tensor = torch.from_numpy(a)
@@ -295,7 +303,7 @@ class Interface:
 
 
 def _contents(case: Case, a: np.ndarray[Any, Any]) -> Any:
-    """The same array with other numbers: NaN and infinities, or indices from anywhere."""
+    """Return the same array with other numbers: NaN, infinities, or indices from anywhere."""
     if a.dtype.kind in "iu" and a.itemsize >= 4:
         return garbage(case, a)
     if a.dtype.kind == "f" and a.size:
@@ -309,7 +317,7 @@ def _contents(case: Case, a: np.ndarray[Any, Any]) -> Any:
 
 
 def garbage(case: Case, value: Any) -> Any:
-    """Indices from far below zero to far past the end among good ones."""
+    """Return indices from far below zero to far past the end among good ones."""
     a = np.asarray(value)
     kind = a.dtype if a.dtype.kind in "iu" else np.dtype(np.int64)
     info = np.iinfo(kind)
@@ -322,14 +330,14 @@ def garbage(case: Case, value: Any) -> Any:
 
 
 def indices(case: Case, value: Any) -> Any:
-    """An index array that holds garbage, or is another array than is expected."""
+    """Return indices that hold garbage, or another array than is expected."""
     if isinstance(value, np.ndarray) and case.rng.random() < 0.5:
         return garbage(case, value)
     return array(case, value)
 
 
 def listed(case: Case, value: Any) -> Any:
-    """Lists of numbers that are none, or of other numbers."""
+    """Return lists of numbers that are none, or of other numbers."""
     numbers = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [0, 1]
     rng = case.rng
     are_numbers = all(isinstance(n, (int, np.integer)) for n in numbers)
@@ -347,8 +355,9 @@ def listed(case: Case, value: Any) -> Any:
         ])  # fmt: skip
     return rng.choice([
         lambda: swapped, lambda: swapped, lambda: swapped, lambda: swapped,
-        lambda: numbers + numbers[:1], lambda: numbers[1:], lambda: numbers + [0], lambda: [],
-        lambda: tuple(numbers), lambda: dict.fromkeys(map(str, numbers)), lambda: iter(numbers), lambda: range(2),
+        lambda: numbers + numbers[:1], lambda: numbers[1:], lambda: [*numbers, 0], lambda: [],
+        lambda: tuple(numbers), lambda: dict.fromkeys(map(str, numbers)), lambda: iter(numbers),
+        lambda: range(2),
         lambda: [numbers], lambda: np.array([*numbers, None], object), lambda: np.array([0.5, 1.0]),
         lambda: set(range(3)), lambda: "01", lambda: b"\0\1", lambda: None, lambda: 3,
         lambda: np.arange(3)[::-1], lambda: np.arange(3, dtype=np.uint8), lambda: np.array(0),
@@ -357,7 +366,7 @@ def listed(case: Case, value: Any) -> Any:
 
 
 def path(case: Case, value: Any) -> Any:
-    """Paths that cannot be opened, or hold something else. No numbers: they are open files."""
+    """Return paths that cannot be opened, or hold something else."""
     folder = case.folder
     junk = folder / "junk"
     junk.write_bytes(case.rng.randbytes(case.rng.choice([0, 1, 7, 8, 9, 100, 5000])))
@@ -379,7 +388,7 @@ class Moody:
 
 
 def sequence(case: Case, value: Any) -> Any:
-    """Names of sequences that are not there, or cannot be names."""
+    """Return names of sequences that are not there, or cannot be names."""
     return case.rng.choice([
         "nobody", None, 0, float("nan"), [], {}, np.array([1, 2]), [value], (), Moody(), "\ud800",
         10**400, object(), "x" * 10000, slice(1), (1, []),
@@ -387,7 +396,7 @@ def sequence(case: Case, value: Any) -> Any:
 
 
 def anything(case: Case, value: Any = None) -> Any:
-    """Any of the above."""
+    """Return any of the above."""
     return case.rng.choice([no_number, integer, real, text, device, array, listed, path])(
         case, value
     )

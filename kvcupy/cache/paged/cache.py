@@ -178,7 +178,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        TypeError, ValueError : an argument does not fit, the sequence exists, a hash comes twice, or there is no tiered cache
+        TypeError, ValueError : an argument does not fit, the sequence exists, a hash comes twice,
+            or there is no tiered cache
         CacheFull : there are too few pages for cached blocks; nothing has changed
 
         Notes
@@ -222,7 +223,8 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         UnknownSequence, TypeError : there is no such parent, or it cannot be the name of one
-        TypeError, ValueError : the child exists, `at` is outside, or the parent's tree is not committed
+        TypeError, ValueError : the child exists, `at` is outside, or the parent's tree is not
+            committed
         CacheFull : a partial page is to be copied and none is free; nothing has changed
         KvcupyError : the parent belongs to the running step
 
