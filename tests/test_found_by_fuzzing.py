@@ -275,6 +275,22 @@ def test_an_array_of_too_many_layers(device):
     raises_by_name(lambda: kv.KVPool.wrap(first, first, layout="page_first"), ValueError, "k")
 
 
+def test_an_array_without_layers(device):
+    none = device.zeros((0, 4, 2, 2, 4), np.float16)
+    raises_by_name(lambda: kv.KVPool.wrap(none, none), ValueError, "k")
+
+
+def test_layers_that_were_written(device):
+    for layers, error in ((3, TypeError), ([9], ValueError), ([[]], TypeError)):
+        torch = pytest.importorskip("torch")
+        if device.kind != "host":
+            pytest.skip("the tensors are on the host")
+        tensors = [torch.zeros(2, 4, 2, 2, 4) for _ in "kv"]
+        wrapped = kv.KVPool.wrap(*tensors)
+        with pytest.raises(error, match="layer"):
+            wrapped.note_written(layers)
+
+
 @pytest.mark.parametrize("num_pages", [2**60, 2**62, 2**70])
 def test_more_pages_than_any_memory_has(num_pages):
     with pytest.raises(MemoryError, match="num_pages"):

@@ -126,9 +126,15 @@ class Pool(ProcessLocal, abc.ABC):
         Parameters
         ----------
         layers : their numbers; None: all
+
+        Raises
+        ------
+        TypeError, ValueError : `layers` are no numbers of layers
         """
+        if layers is not None and not isinstance(layers, Iterable):
+            raise TypeError(f"layers: expected ints, got {layers!r}")
         if self._tensors:
-            chosen = self._tensors if layers is None else layers
+            chosen = self._tensors if layers is None else map(self.layer_number, layers)
             note_written([t for i in chosen for t in self._tensors.get(i, ())])
 
     def k(self, layer: int) -> Any:

@@ -172,8 +172,11 @@ def written(name: str, arguments: Arguments) -> list[np.ndarray[Any, Any]]:
 def _pages_written(arguments: Arguments) -> list[np.ndarray[Any, Any]]:
     caches = arguments["cache"]
     caches = caches if isinstance(caches, (tuple, list)) else (caches,)
-    pages = np.asarray(arguments["dst_pages"])
-    parts = []
+    parts: list[np.ndarray[Any, Any]] = []
+    pages = memory_of(arguments["dst_pages"])
+    if pages is None or pages.itemsize not in (4, 8):
+        return parts
+    pages = np.array(pages).view(f"i{pages.itemsize}")
     for cache in caches:
         array = memory_of(cache)
         if array is not None:

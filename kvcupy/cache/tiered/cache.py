@@ -509,7 +509,7 @@ def _token_array(token_ids: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"token_ids: expected ints, got {type(token_ids).__name__}")
     try:
         array = np.asarray(list(token_ids) if isinstance(token_ids, range) else token_ids)
-    except TypeError as error:  # it is on a GPU
+    except (TypeError, RuntimeError) as error:  # it is on a GPU, or its bits are not its values
         raise TypeError(f"token_ids: expected a list or an array of the host, {error}") from None
     except ValueError:  # lists of several lengths
         raise ValueError(f"token_ids: expected ints, got {token_ids!r}") from None
