@@ -13,8 +13,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ def run_case(name: str, number: int, *, verbose: bool = False) -> dict[str, Any]
     kv.config.strict_index_faults = case.rng.choice(["raise", "record"])
     kv.config.strict_seed = case.rng.randrange(2**31)
     kv.config.fallback = "error"
+    if case.chance(0.15):
+        case.exits.enter_context(without_compiler(device))
     device.warp_lanes = 32 if strict else 1
     kv.ops.call.forget()
     device.context.faults[...] = 0
@@ -84,6 +86,21 @@ def run_case(name: str, number: int, *, verbose: bool = False) -> dict[str, Any]
         "case": f"{name} {number}", "finding": finding, "key": key, "raised": raised,
         "accepted": accepted, "strict": strict,
     }  # fmt: skip
+
+
+@contextmanager
+def without_compiler(device: Any) -> Iterator[None]:
+    """Let operations run as array expressions, as where no kernel can be compiled."""
+
+    def refuse(specialisation: Any) -> None:
+        raise kv.CompileError(f"{specialisation}: there is no compiler")
+
+    kv.config.fallback, device.load = "warn", refuse
+    try:
+        yield
+    finally:
+        del device.load
+        kv.ops.call.forget()
 
 
 def settle_streams(device: Any) -> None:
