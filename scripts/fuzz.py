@@ -60,6 +60,7 @@ class Worker:
         self._errors: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._read_errors, daemon=True).start()
+        self._answers.get()  # it has imported everything
 
     def _read(self) -> None:
         for line in self.process.stdout or ():
@@ -79,19 +80,28 @@ class Worker:
             self.process.stdin.flush()
         except BrokenPipeError:
             pass
-        quiet_s = 0.0
+        start, start_cpu_s = time.monotonic(), self._cpu_s()
         while True:
             try:
                 answer = self._answers.get(timeout=1.0)
                 break
             except queue.Empty:
-                # A compiler may take its time.
-                quiet_s = 0.0 if self._has_children() else quiet_s + 1.0
-                if quiet_s > HANG_S:
+                if self._has_children():  # a compiler may take its time
+                    start, start_cpu_s = time.monotonic(), self._cpu_s()
+                # By its own time, or much longer where other programs have the processor.
+                waited_s = max(self._cpu_s() - start_cpu_s, (time.monotonic() - start) / 4)
+                if waited_s > HANG_S:
                     return self._lost(case, f"no answer for {HANG_S} s")
         if answer:
             return json.loads(answer)
         return self._lost(case, f"the process ended with status {self.process.wait()}")
+
+    def _cpu_s(self) -> float:
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _has_children(self) -> bool:
         tasks = Path(f"/proc/{self.process.pid}/task")
@@ -223,8 +233,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{len(report['findings'])} findings"
     )
     if options.json:
-        runs = json.loads(options.json.read_text())["runs"] if options.json.exists() else []
-        options.json.write_text(json.dumps({"runs": [*runs, report]}, indent=2) + "\n")
+        whole = json.loads(options.json.read_text()) if options.json.exists() else {"runs": []}
+        whole["runs"].append(report)
+        options.json.write_text(json.dumps(whole, indent=2) + "\n")
     return bool(report["findings"])
 
 

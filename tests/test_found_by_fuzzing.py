@@ -236,17 +236,6 @@ def test_a_device_waits_for_streams_that_nobody_holds(host):
     assert ran == [1]
 
 
-def test_a_failure_in_a_stream_that_nobody_holds_is_raised_once(host):
-    opened = threading.Event()
-    stream = host.stream()
-    stream.call(lambda: (opened.wait(20), 1 / 0))
-    del stream
-    threading.Timer(0.05, opened.set).start()
-    with pytest.raises(kv.DeviceError, match="ZeroDivisionError"):
-        host.synchronize()
-    host.synchronize()
-
-
 @pytest.mark.parametrize("name", BROKEN_PATHS)
 def test_names_that_no_file_has(device, tmp_path, name):
     with kv.timeline() as line:

@@ -264,7 +264,10 @@ class HostDevice:
         raise TypeError(f"{name}: expected None or a stream of the host device, got {stream!r}")
 
     def synchronize(self) -> None:
-        """Wait for all streams, also those that nobody holds; raise the first of their failures."""
+        """Wait for all streams; raise the first failure among them.
+
+        Work on streams that nobody holds any more is waited for too; its failures are lost.
+        """
         streams = list(self._streams)
         for stream in streams:
             if stream.capturing:

@@ -446,13 +446,10 @@ class State:
         self.failure = Failure(error, self, epoch)
 
     def drain(self) -> None:
-        """Wait until the thread of a dropped stream has ended; DeviceError if its work failed."""
+        """Wait until the thread of a dropped stream has ended."""
         if self.thread is threading.current_thread():
             raise DeviceError("a function on a stream cannot wait for that stream")
         self.ended.wait()
-        failure, self.failure = self.failure_in(self.epoch), None
-        if failure is not None:
-            failure.surface()
 
 
 def work(state: State, priority: int) -> None:

@@ -113,11 +113,15 @@ def settle_streams(device: Any) -> None:
 
 
 def serve() -> None:
-    """Read the names and numbers of cases from stdin, and write what came of each to stdout."""
+    """Read the names and numbers of cases from stdin, and write what came of each to stdout.
+
+    A first line says that all is imported.
+    """
     out = sys.stdout
     sys.stdout = sys.stderr
     limit_memory()
     gc.freeze()
+    print("ready", file=out, flush=True)
     for line in sys.stdin:
         name, number = line.split()
         print(json.dumps(run_case(name, int(number))), file=out, flush=True)
