@@ -108,7 +108,6 @@ class Case:
     def __init__(self, name: str, number: int, folder: Path, *, verbose: bool = False) -> None:
         self.name, self.number, self.folder = name, number, folder
         self.rng = Random(f"{name} {number}")
-        self.numpy = np.random.default_rng(self.rng.randrange(2**32))
         self.device: Any = kv.device("host")
         self.arena = Arena(self.rng)
         self.arrays: list[np.ndarray[Any, Any]] = []

@@ -246,7 +246,7 @@ def rope_table(case: Case) -> None:
     case.attempt(kv.rope_table, changed, valid=valid)
 
 
-def _merged(case: Case) -> Arguments:
+def _bits(case: Case) -> Arguments:
     return {"array": case.place(np.arange(6, dtype=np.uint16).reshape(2, 3)), "format": "bf16"}
 
 
@@ -261,7 +261,19 @@ def transfer_pages(case: Case) -> None:
     def pool(**changes: Any) -> Any:
         return kv.KVPool(5, **{**shape, "dtype": "fp16", "device": "host", **changes})
 
-    source, target = pool(), pool(layout=case.rng.choice(["page_first", "layer_first"]))
+    guarded: dict[int, list[np.ndarray[Any, Any]]] = {}
+
+    def wrapped() -> Any:
+        """Make a pool over guarded memory."""
+        arrays = [case.place(np.zeros((2, 5, 2, 2, 4), np.float16)) for _ in "kv"]
+        made = kv.KVPool.wrap(*arrays)
+        guarded[id(made)] = arrays
+        return made
+
+    source, target = (
+        wrapped() if case.chance(0.6) else pool(layout=layout)
+        for layout in ("layer_first", case.rng.choice(["page_first", "layer_first"]))
+    )
     others = [
         lambda: pool(head_dim=6), lambda: pool(page_size=4), lambda: pool(num_layers=3),
         lambda: pool(dtype="fp32"), lambda: pool(num_kv_heads=1), lambda: kv.PageAllocator(3),
@@ -284,8 +296,16 @@ def transfer_pages(case: Case) -> None:
     def contents() -> list[bytes]:
         return [p.k(n).tobytes() + p.v(n).tobytes() for p in (source, target) for n in range(2)]
 
+    def written() -> list[np.ndarray[Any, Any]]:
+        arrays = guarded.get(id(changed["dst_pool"]), [])
+        pages = changed["dst_pages"]
+        pages = pages if isinstance(pages, (list, tuple, range)) else memory_of(pages)
+        if isinstance(pages, np.ndarray):
+            pages = np.array(pages).view(f"i{pages.itemsize}").tolist()
+        return [a[:, page : page + 1] for a in arrays for page in pages if 0 <= page < 5]
+
     before = contents()
-    case.attempt(kv.transfer_pages, changed, valid=not broken, state=contents)
+    case.attempt(kv.transfer_pages, changed, valid=not broken, state=contents, writes=written)
     if changed["dst_pool"] is target and contents()[:2] != before[:2]:
         raise AssertionError("transfer_pages: changed the source")
 
@@ -329,7 +349,7 @@ def _bound(case: Case) -> None:
         )  # fmt: skip
 
 
-def block_hashes(case: Case) -> Arguments:
+def _block_hashes(case: Case) -> Arguments:
     return {"token_ids": [1, 2, 3, 4, 5], "block_tokens": 2, "parent": 7}
 
 
@@ -424,7 +444,7 @@ def explored(case: Case) -> None:
         stream.synchronize()
         if error:
             raise error
-        return case.rng.choice([array]) if True else None
+        return array
 
     arguments: Arguments = {"program": program, "schedules": 3, "seed": 1}
     changed, broken = case.break_some(
@@ -434,7 +454,7 @@ def explored(case: Case) -> None:
     str(result)
 
 
-def kept(case: Case) -> Arguments:
+def _kept_alive(case: Case) -> Arguments:
     array = case.place(np.zeros(4, np.float32))
     return {"arrays": [array, array], "stream": case.device.stream()}
 
@@ -488,26 +508,26 @@ def command_line(case: Case) -> None:
     case.raised.append("SystemExit")
 
 
-def repeated_slots(case: Case) -> Arguments:
+def _repeated_slots(case: Case) -> Arguments:
     return {"slot_mapping": case.place(np.array([3, 1, 3, -1]))}
 
 
 FUNCTIONS: dict[str, Callable[[Case], None]] = {
     **{name: (lambda case, name=name: operation(case, name)) for name in every_call.CALLS},
     "page_table_csr": _of_function(kv.page_table_csr, _page_table_csr),
-    "find_duplicate_slots": _of_function(kv.find_duplicate_slots, repeated_slots),
+    "find_duplicate_slots": _of_function(kv.find_duplicate_slots, _repeated_slots),
     "rope_table": rope_table,
     "transfer_pages": transfer_pages,
     "bind": _bound,
-    "block_hashes": _of_function(kv.block_hashes, block_hashes),
-    "view_as": _of_function(kv.view_as, _merged),
+    "block_hashes": _of_function(kv.block_hashes, _block_hashes),
+    "view_as": _of_function(kv.view_as, _bits),
     "ArrayView": array_view,
     "config": settings,
     "declare": declared,
     "explore": explored,
     "fork": _of_function(kv.fork, _streams),
     "join": _of_function(kv.join, _streams),
-    "keep_alive": _of_function(kv.keep_alive, kept),
+    "keep_alive": _of_function(kv.keep_alive, _kept_alive),
     "timeline": timeline,
     "device": device_of,
     "main": command_line,
