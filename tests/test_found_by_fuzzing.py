@@ -276,8 +276,7 @@ def test_layers_that_were_written(device):
             pytest.skip("the tensors are on the host")
         tensors = [torch.zeros(2, 4, 2, 2, 4) for _ in "kv"]
         wrapped = kv.KVPool.wrap(*tensors)
-        with pytest.raises(error, match="layer"):
-            wrapped.note_written(layers)
+        raises_by_name(lambda w=wrapped, x=layers: w.note_written(x), error, "layers")
 
 
 @pytest.mark.parametrize("num_pages", [2**60, 2**62, 2**70])

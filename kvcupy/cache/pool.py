@@ -134,7 +134,9 @@ class Pool(ProcessLocal, abc.ABC):
         if layers is not None and not isinstance(layers, Iterable):
             raise TypeError(f"layers: expected ints, got {layers!r}")
         if self._tensors:
-            chosen = self._tensors if layers is None else map(self.layer_number, layers)
+            chosen = list(self._tensors)
+            if layers is not None:
+                chosen = [self._number(layer, "layers") for layer in layers]
             note_written([t for i in chosen for t in self._tensors.get(i, ())])
 
     def k(self, layer: int) -> Any:
@@ -296,9 +298,12 @@ class Pool(ProcessLocal, abc.ABC):
 
     def layer_number(self, layer: Any) -> int:
         """Return an argument `layer` as an int; TypeError or ValueError if it is out of range."""
-        checks.require_int(layer, "layer")
+        return self._number(layer, "layer")
+
+    def _number(self, layer: Any, name: str) -> int:
+        checks.require_int(layer, name)
         if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer: expected 0 to {self.num_layers - 1}, got {layer}")
+            raise ValueError(f"{name}: expected 0 to {self.num_layers - 1}, got {layer}")
         return int(layer)
 
 
