@@ -36,6 +36,15 @@ def raises_by_name(call, error, name):
     assert re.match(rf"{name}\b", str(caught.value)), str(caught.value)
 
 
+class Unknown:
+    """A number that is not there, such as those of torch's meta tensors."""
+
+    def __index__(self):
+        raise RuntimeError("no number")
+
+    __int__ = __index__
+
+
 OPERATIONS = [
     ("store_kv", {"k_scale": HUGE}, ValueError),
     ("store_mla", {"scale": HUGE}, ValueError),
@@ -48,6 +57,8 @@ OPERATIONS = [
     ("paged_attention", {"layout": np.array(["NHD", "HND"])}, ValueError),
     ("apply_rope", {"interleaved": TWO}, TypeError),
     ("apply_rope", {"sections_interleaved": TWO}, TypeError),
+    ("apply_rope", {"sections": (Unknown(), 1, 1)}, TypeError),
+    ("apply_rope", {"sections": (float("inf"), 1, 1)}, TypeError),
     ("rope_store_kv", {"write_key": TWO}, TypeError),
     ("rope_store_mla", {"write_key": TWO}, TypeError),
 ]
@@ -185,7 +196,7 @@ def host():
         (2**70, "fp32", ValueError, "shape"), ((0, 2**70), "fp32", ValueError, "shape"),
         ("x", "fp32", TypeError, "shape"), (None, "fp32", TypeError, "shape"),
         ((1.0,), "fp32", TypeError, "shape"), ((2,), object, TypeError, "dtype"),
-        ((2,), ("f4", (2,)), TypeError, "dtype"), ((2,), "\ud800", TypeError, "dtype"),
+        ((Unknown(),), "fp32", TypeError, "shape"), ((2,), ("f4", (2,)), TypeError, "dtype"), ((2,), "\ud800", TypeError, "dtype"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["empty", "zeros", "empty_pinned"])

@@ -388,7 +388,7 @@ def _allocate(make: Callable[..., Any], shape: Any, dtype: Any) -> np.ndarray[An
     try:
         axes = (shape,) if isinstance(shape, (int, np.integer)) else shape
         sizes = tuple([operator.index(n) for n in axes])
-    except TypeError:
+    except (TypeError, RuntimeError):  # tensors without numbers, say
         raise TypeError(f"shape: expected an int or several, got {shape!r}") from None
     num_bytes = math.prod(sizes) * element.itemsize
     if min(sizes, default=0) < 0 or max(*sizes, num_bytes, 0) >= 2**62:

@@ -555,7 +555,7 @@ _MAX_FLOAT32 = float(np.finfo(np.float32).max)  # a Python float: any int compar
 def _sections(sections: Any, pairs: int) -> tuple[int, int, int]:
     try:
         counts = [int(n) for n in sections]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # tensors without numbers, say
         raise TypeError(f"sections: expected three ints, got {sections!r}") from None
     if len(counts) != 3 or min(counts) < 0 or sum(counts) != pairs:
         raise ValueError(f"sections: expected three that sum to {pairs}, got {sections!r}")
