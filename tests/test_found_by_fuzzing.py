@@ -196,7 +196,8 @@ def host():
         (2**70, "fp32", ValueError, "shape"), ((0, 2**70), "fp32", ValueError, "shape"),
         ("x", "fp32", TypeError, "shape"), (None, "fp32", TypeError, "shape"),
         ((1.0,), "fp32", TypeError, "shape"), ((2,), object, TypeError, "dtype"),
-        ((Unknown(),), "fp32", TypeError, "shape"), ((2,), ("f4", (2,)), TypeError, "dtype"), ((2,), "\ud800", TypeError, "dtype"),
+        ((Unknown(),), "fp32", TypeError, "shape"),
+        ((2,), ("f4", (2,)), TypeError, "dtype"), ((2,), "\ud800", TypeError, "dtype"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("method", ["empty", "zeros", "empty_pinned"])
