@@ -147,6 +147,8 @@ def call(
     stream: Any, function: Callable[[], object], enqueue: Callable[[Callable[[], object]], None]
 ) -> None:
     """Put a host function on a stream by `enqueue`, and announce it to observers."""
+    if not callable(function):
+        raise TypeError(f"function: expected a function, got {function!r}")
     if not observers:
         enqueue(function)
         return

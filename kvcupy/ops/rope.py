@@ -238,8 +238,9 @@ def rope_store_kv(
     (True, 1.0)
     """
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
     arrays = (
-        query, query if query_out is None else query_out, key, key if write_key else None, value,
+        query, query if query_out is None else query_out, key, key if writes_key else None, value,
         k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache,
         rope_table, query_norm, key_norm, positions, slot_mapping,
     )  # fmt: skip
@@ -301,9 +302,11 @@ def rope_store_mla(
     576.0
     """
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
     arrays = (
-        query, query if query_out is None else query_out, rope_key, rope_key if write_key else None,
-        latent, cache, scale, rope_table, positions, slot_mapping,
+        query, query if query_out is None else query_out,
+        rope_key, rope_key if writes_key else None, latent, cache, scale, rope_table, positions,
+        slot_mapping,
     )  # fmt: skip
     options = ((interleaved, None, False, 0.0), skip_slot)
     _ROPE_STORE_MLA.run(arrays, options, _plan_store_mla, stream)
@@ -549,19 +552,23 @@ def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOpt
     checks.require_number(eps, "eps")
     if not eps >= 0:
         raise ValueError(f"eps: expected at least 0, got {eps!r}")
-    epsilon = float(eps) if eps <= np.finfo(np.float32).max else math.inf
+    epsilon = float(eps) if eps <= _MAX_FLOAT32 else math.inf
     names = ("query", "key", "rope_key", "positions")
     library = next(arguments[name].library for name in names if name in arguments)
     return Rotation(
-        operation, library, table, positions, bool(interleaved), sections,
-        bool(sections_interleaved), epsilon, faults.operation_id(operation.name, "positions"),
+        operation, library, table, positions, checks.flag(interleaved, "interleaved"), sections,
+        checks.flag(sections_interleaved, "sections_interleaved"), epsilon,
+        faults.operation_id(operation.name, "positions"),
     )  # fmt: skip
+
+
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)  # a Python float: any int compares with it
 
 
 def _sections(sections: Any, pairs: int) -> tuple[int, int, int]:
     try:
         counts = [int(n) for n in sections]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # tensors without numbers, say
         raise TypeError(f"sections: expected three ints, got {sections!r}") from None
     if len(counts) != 3 or min(counts) < 0 or sum(counts) != pairs:
         raise ValueError(f"sections: expected three that sum to {pairs}, got {sections!r}")
@@ -871,6 +878,8 @@ class TwoStreamPlan:
             for each in (main, other):
                 device.check_fallback(name, each)
             config.fall_back(name, cause)  # before any part is launched
+        if other.capturing:  # in a capture that `main` is not in: raises before anything is rotated
+            streams.fork(main, other)
         rotate.issue(pointers, arrays, main)
         streams.fork(main, other)
         store_k.issue(pointers, arrays, main)

@@ -129,7 +129,7 @@ class OrderChecker(observe.OrderObserver):
     """
 
     def __init__(self, action: str) -> None:
-        if action not in _ACTIONS:
+        if not isinstance(action, str) or action not in _ACTIONS:
             raise ValueError(f"action: expected one of {', '.join(_ACTIONS)}, got {action!r}")
         self.action = action
         self.reports: list[Report] = []
@@ -887,5 +887,5 @@ def _stream_of(accesses: tuple[Access, ...], stream: Any) -> Any:
         return devices.get(on_gpu[0].device).as_stream(stream)
     if not any(hasattr(stream, name) for name in ("__cuda_stream__", "cuda_stream", "ptr")):
         return devices.get("host").as_stream(stream)
-    (own,) = streams.as_streams((stream,))
+    (own,) = streams.as_streams((stream,), "stream")
     return own

@@ -12,6 +12,7 @@ order: each task runs at once, in the order in which it was put.
 
 from __future__ import annotations
 
+import numbers
 import random
 import threading
 import weakref
@@ -386,8 +387,22 @@ def explore(
     >>> explore(program, replay=result.failures[0]).ok
     False
     """
-    if schedules is not None and schedules < 1:
-        raise ValueError(f"schedules: expected None or at least 1, got {schedules}")
+    if schedules is not None:
+        _require_int(schedules, "schedules")
+        if schedules < 1:
+            raise ValueError(f"schedules: expected None or at least 1, got {schedules}")
+        schedules = int(schedules)  # NumPy's integers would wrap
+    _require_int(seed, "seed")
+    seed = int(seed)
+    prefix: Any = getattr(replay, "schedule", replay)
+    if replay is not None:
+        try:
+            prefix = tuple(prefix)
+        except TypeError:
+            raise TypeError(f"replay: expected a schedule or a Failure, got {replay!r}") from None
+        for choice in prefix:
+            _require_int(choice, "replay")
+        prefix = tuple(map(int, prefix))
     result = ExploreResult(seed)
     chooser, expected = _run(program, (), _program_order)
     outcomes: dict[Any, Any] = {}
@@ -407,7 +422,6 @@ def explore(
 
     note(chooser, expected, seed)
     if replay is not None:
-        prefix = getattr(replay, "schedule", replay)
         note(*_run(program, prefix, _program_order), getattr(replay, "seed", seed))
     elif schedules is None:
         while (prefix := _next_prefix(chooser)) is not None:
@@ -419,6 +433,11 @@ def explore(
             note(*_run(program, (), _strategy(number, steps)), number)
     result.outcomes = [(outcomes[key], counts[key]) for key in outcomes]
     return result
+
+
+def _require_int(value: Any, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
 
 
 def _run(

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ... import devices
 from ...arrays import address_of, describe, view
 from ...config import logger
@@ -117,7 +119,7 @@ class PagedKVCache(ProcessLocal):
         if positive_int(num_q_heads, "num_q_heads") % pool.num_kv_heads:
             heads = f"{pool.num_kv_heads} KV heads"
             raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
-        if cascade not in (None, True, False):
+        if not (cascade is None or isinstance(cascade, (bool, np.bool_))):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
         max_tokens = rotation.max_positions or pool.num_pages * pool.page_size
         if max_seq_len is not None:
@@ -176,7 +178,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        ValueError : the sequence exists, a hash comes twice, or there is no tiered cache
+        TypeError, ValueError : an argument does not fit, the sequence exists, a hash comes twice,
+            or there is no tiered cache
         CacheFull : there are too few pages for cached blocks; nothing has changed
 
         Notes
@@ -202,7 +205,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         KvcupyError : it belongs to the running step
         """
         sequence = self._sequences.find(seq)
@@ -219,8 +222,9 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such parent
-        ValueError : the child exists, `at` is outside, or the parent's tree is not committed
+        UnknownSequence, TypeError : there is no such parent, or it cannot be the name of one
+        TypeError, ValueError : the child exists, `at` is outside, or the parent's tree is not
+            committed
         CacheFull : a partial page is to be copied and none is free; nothing has changed
         KvcupyError : the parent belongs to the running step
 
@@ -243,8 +247,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
-        ValueError : n is not 0 to its length, or its tree is not committed
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : n is not 0 to its length, or its tree is not committed
         KvcupyError : it belongs to the running step
         """
         sequence = self._settled(seq)
@@ -255,7 +259,12 @@ class PagedKVCache(ProcessLocal):
         del sequence.hashes[sequence.length // self.pool.page_size :]
 
     def sequence_length(self, seq: Hashable) -> int:
-        """Return how many tokens a sequence has, those of a tree to be committed included."""
+        """Return how many tokens a sequence has, those of a tree to be committed included.
+
+        Raises
+        ------
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        """
         return self._sequences.find(seq).length
 
     def enable_sliding_window(self, seq: Hashable, window: int, sinks: int = 0) -> None:
@@ -268,8 +277,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
-        ValueError : an argument does not fit, or tokens were evicted behind other sinks
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : an argument does not fit, or tokens were evicted behind other sinks
         KvcupyError : it belongs to the running step
 
         Notes
@@ -500,6 +509,7 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         KvcupyError : no step is running
+        TypeError, ValueError : `stream` is not a stream
 
         Notes
         -----
@@ -509,11 +519,20 @@ class PagedKVCache(ProcessLocal):
         return self.device.carrier(self._tables(stream)["positions"])
 
     def slot_mapping(self, *, stream: Any = None) -> Any:
-        """Return the slot of each token of the step, int64 (T,): `page * page_size + offset`."""
+        """Return the slot of each token of the step, int64 (T,): `page * page_size + offset`.
+
+        Raises
+        ------
+        KvcupyError, TypeError, ValueError : as `query_positions`
+        """
         return self.device.carrier(self._tables(stream)["slots"])
 
     def block_table(self, *, stream: Any = None) -> Any:
         """Return the pages of the step's sequences, int32 (B, pages of the longest), zero-padded.
+
+        Raises
+        ------
+        KvcupyError, TypeError, ValueError : as `query_positions`
 
         Notes
         -----
@@ -529,6 +548,10 @@ class PagedKVCache(ProcessLocal):
         indptr : int32 (B + 1,), where each sequence's pages begin
         indices : int32 (indptr[-1],), the pages
         last_page_len : int32 (B,), slots in use of each last page
+
+        Raises
+        ------
+        KvcupyError, TypeError, ValueError : as `query_positions`
         """
         self._running()
         lists = self._steps.lists(self._stream(stream))
@@ -619,8 +642,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
-        ValueError : its tree is not committed
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : its tree is not committed, or `path` is not the name of a file
         KvcupyError : it belongs to the running step
         ImportError : the package safetensors is missing
         OSError : the file cannot be written; one that was there is left as it was
@@ -636,7 +659,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        ValueError : the sequence exists, or the file does not fit this cache
+        TypeError, ValueError : the sequence exists, or the file does not fit this cache
         CacheFull : there are too few pages
         ImportError : the package safetensors is missing
         OSError : the file cannot be read
@@ -685,7 +708,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         ValueError : it is offloaded already, its tree is not committed, or there is no tiered cache
         CacheFull : the host pool is full, and nothing can be evicted; nothing has changed
         KvcupyError : it belongs to the running step
@@ -704,7 +727,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         CacheFull : there are too few pages; nothing has changed
         DeviceError : it could not be saved when it was offloaded; it can only be removed
 

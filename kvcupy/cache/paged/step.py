@@ -538,7 +538,7 @@ def _check_batch(
 
 
 def _as_list(values: Any, name: str) -> list[Any]:
-    if isinstance(values, np.ndarray):
+    if isinstance(values, np.ndarray) and values.ndim:
         return list(values.tolist())
     try:
         return list(values)

@@ -85,9 +85,11 @@ class TieredCache(ProcessLocal):
         self, device_pool: Any, host_pool: Any, *,
         disk: Any = None, disk_bytes: int = 0, policy: Any = "lru", write: str = "through",
     ) -> None:  # fmt: skip
-        if write not in ("through", "back"):
+        if not isinstance(write, str) or write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
         checks.require_int(disk_bytes, "disk_bytes")
+        if not 0 <= disk_bytes < 2**62:
+            raise ValueError(f"disk_bytes: expected 0 to 2**62 - 1, got {disk_bytes}")
         if disk is None and disk_bytes:
             raise ValueError(f"disk_bytes: expected 0 where there is no disk, got {disk_bytes}")
         orders = [policies.make(policy) for _ in range(3)]
@@ -119,6 +121,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : `hashes` are not such numbers
+        KvcupyError : the cache is closed
         """
         keys = hash_list(hashes)
         with self._shared.opened() as tiers:
@@ -150,6 +153,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError, CaptureError : an argument does not fit
+        KvcupyError : the cache is closed
         CacheFull : too few pages are free or can be evicted; nothing has changed. Blocks from disk
             pass through pages of the host pool, which has to have enough for all of them at once
 
@@ -190,6 +194,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError, CaptureError : an argument does not fit; nothing has changed
+        KvcupyError : the cache is closed
         """
         keys, page_list = hash_list(hashes), page_array(pages)
         if len(keys) != len(page_list):
@@ -209,6 +214,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : `num_blocks` is not an int, or negative
+        KvcupyError : the cache is closed
         CacheFull : fewer can be evicted; nothing has changed
 
         Notes
@@ -243,6 +249,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : `n` is not an int, or negative
+        KvcupyError : the cache is closed
         CacheFull : fewer pages can be freed; nothing has changed
         """
         checks.require_int(n, "n")
@@ -265,7 +272,7 @@ class TieredCache(ProcessLocal):
 
         Raises
         ------
-        KvcupyError : a block is leased; nothing has changed
+        KvcupyError : a block is leased; nothing has changed; or the cache is closed
         """
         orders = [policies.make(self._policy) for _ in range(3)]
         with self._shared.opened() as tiers:
@@ -288,6 +295,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         OSError : the disk failed; blocks that could not be written stay in host memory
+        KvcupyError : the cache is closed
         """
         shared = self._shared
         with shared.opened() as tiers:
@@ -506,8 +514,10 @@ def _token_array(token_ids: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"token_ids: expected ints, got {type(token_ids).__name__}")
     try:
         array = np.asarray(list(token_ids) if isinstance(token_ids, range) else token_ids)
-    except TypeError as error:  # it is on a GPU
+    except (TypeError, RuntimeError) as error:  # it is on a GPU, or its bits are not its values
         raise TypeError(f"token_ids: expected a list or an array of the host, {error}") from None
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"token_ids: expected ints, got {token_ids!r}") from None
     if array.ndim != 1:
         raise ValueError(f"token_ids: expected one dimension, got {array.ndim}")
     if array.size == 0:

@@ -21,7 +21,7 @@ import numpy as np
 
 from ...arrays import ArrayView, array_at
 from ...config import logger
-from ...errors import ProcessLocal
+from ...errors import ProcessLocal, file_path
 from ...ops import checks
 from . import disk_format
 from .disk_format import Layout, Record
@@ -289,7 +289,7 @@ class DiskTier(ProcessLocal):
             raise ValueError(f"num_threads: expected at least 1, got {num_threads}")
         self._layout = Layout.fit(int(num_bytes), int(page_bytes))
         self.num_slots, self.page_bytes = self._layout.num_slots, self._layout.page_bytes
-        self.path = Path(path)
+        self.path = file_path(path, "disk")
         self._records: dict[int, Record] = {}  # by slot, those that are valid
         self._changed = threading.Condition()  # guards the records and the two below
         self._num_users = 0  # calls that use the file now
