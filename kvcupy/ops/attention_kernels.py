@@ -276,7 +276,8 @@ _DECODE_THREADS = 128
 DECODE_MMA_ROWS = 16
 DECODE_MMA_THREADS = 128
 _DECODE_WARPS = 4
-_TILE_KEYS = 16
+_TILE_KEYS = {False: 16, True: 32}  # kKeys of the kernel; True: rows of 8 bits, which are narrow
+_NARROW = 128  # elements
 
 # kPrefillRows and kPrefillThreads of the kernel.
 PREFILL_ROWS = 64
@@ -366,13 +367,14 @@ def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int
     ctype, *widths = specialisation.arguments
     k_width, v_width = map(int, widths)
     itemsize = next(f.itemsize for f in FORMATS.values() if f.ctype == ctype)
-    tile_bytes = _TILE_KEYS * itemsize * (k_width + v_width)
+    keys = _TILE_KEYS[itemsize == 1 and max(k_width, v_width) <= _NARROW]
+    tile_bytes = keys * itemsize * (k_width + v_width)
     stages = 4 if tile_bytes <= 2048 else 2 if tile_bytes <= 10240 else 1
     if arch == "sm_75":
         stages = 1
     merge_bytes = DECODE_MMA_ROWS * (v_width + 8) * 4
     per_key = 8 * (2 * stages + (stages if itemsize == 2 else 1)) + 8 * stages
-    table_bytes = -(-(_TILE_KEYS * per_key + 4 * stages) // 8) * 8
+    table_bytes = -(-(keys * per_key + 4 * stages) // 8) * 8
     per_warp = max(stages * tile_bytes, merge_bytes) + table_bytes
     return _DECODE_WARPS * per_warp + DECODE_MMA_ROWS * k_width * 2 + _DECODE_TILE_BYTES
 

@@ -179,6 +179,8 @@ class ConstantPropagation:
                 self._thread is not None and instruction.access_bytes < self._thread.word_bytes
             )
             return dict.fromkeys(instruction.writes, 0) if is_index else {}
+        if instruction.name == "P2R":
+            return self._packed_predicates(instruction, values)
         if instruction.name == "SHFL":
             word = None if self._thread is None else self._word(plain[0], values)
             return {} if word is None else {target: word}
@@ -227,6 +229,21 @@ class ConstantPropagation:
             for i, predicate in enumerate(_carries(sources)):
                 results[predicate] = int(above >> 32 > i)
         return results
+
+    def _packed_predicates(self, instruction: Instruction, values: Values) -> Values:
+        """Return P2R: a bit per predicate that the mask names, and other bits of a register."""
+        target, _, rest, mask = instruction.operands
+        bits, base = self._word(mask, values), self._word(rest, values)
+        if instruction.modifiers or bits is None or base is None:
+            return {}
+        word = base & ~bits & _MASK
+        for i in range(7):
+            if bits >> i & 1:
+                truth = self.truth(f"P{i}", values)
+                if truth is None:
+                    return {}
+                word |= truth << i
+        return {target: word}
 
     def _pair(self, operand: str, values: Values) -> int | None:
         """Return the 64 bits of an operand: of neighbouring registers or constants."""
@@ -361,6 +378,16 @@ def _lookup(a: int, b: int, c: int, table: int) -> int:
     return result & _MASK
 
 
+def _bytes_of(low: int, selectors: int, high: int) -> int:
+    """Return PRMT: four bytes of `high:low`, or, with the top bit of a selector, their signs."""
+    whole, result = high << 32 | low, 0
+    for i in range(4):
+        selector = selectors >> 4 * i & 15
+        byte = whole >> 8 * (selector & 7) & 255
+        result |= (byte if selector < 8 else 255 * (byte >> 7)) << 8 * i
+    return result
+
+
 def _extreme(
     words: Sequence[int | None], truths: Sequence[bool | None], sign: int | None
 ) -> int | None:
@@ -405,6 +432,8 @@ def _value(name: str, modifiers: frozenset[str], words: list[int]) -> int | None
             return (words[0] << words[2] & _MASK) + words[1]
     if name == "LOP3" and len(words) == 4:
         return _lookup(*words)
+    if name == "PRMT" and len(words) == 3 and not modifiers:
+        return _bytes_of(*words)
     if name == "IABS" and words:
         return abs(_signed(words[0]))
     if name == "I2F" and words and not modifiers & {"F64", "F16"}:
