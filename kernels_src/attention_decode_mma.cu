@@ -38,18 +38,16 @@ __device__ __forceinline__ void multiply_keys(float (&s)[kScores][4], const char
     }
   };
   if constexpr (sizeof(TCache) == 2) {
+    static_assert(kScores == 2, "tiles of 16 keys");
 #pragma unroll
     for (int k = 0; k < kWidth / 16; ++k) {
       u32 a[4];
       step(k, a);
-#pragma unroll
-      for (int n = 0; n < kScores; n += 2) {
-        u32 b[4];  // both chunks of eight keys, then of the next eight
-        load_matrices<false>(
-            b, keys + chunk_at<kRowBytes>(n * 8 + lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
-        mma_m16n8k16<T>(s[n], a, b[0], b[1]);
-        mma_m16n8k16<T>(s[n + 1], a, b[2], b[3]);
-      }
+      u32 b[4];  // both chunks of keys 0 to 7, then of keys 8 to 15
+      load_matrices<false>(
+          b, keys + chunk_at<kRowBytes>(lane % 8 + lane / 16 * 8, k * 2 + lane / 8 % 2));
+      mma_m16n8k16<T>(s[0], a, b[0], b[1]);
+      mma_m16n8k16<T>(s[1], a, b[2], b[3]);
     }
   } else {
 #pragma unroll
@@ -72,6 +70,96 @@ __device__ __forceinline__ void multiply_keys(float (&s)[kScores][4], const char
         }
       }
     }
+  }
+}
+
+// Likewise where keys of 8 bits are rotated on their way. The elements of a pair are a lane's own:
+// neighbours, or at the same place of two chunks. Rotated they are rounded to float16, e5m2 after
+// division by two, as its largest ones would overflow. `first` is the number of the first key.
+template <typename TCache, int kWidth, int kScores>
+__device__ __forceinline__ void multiply_rotated_keys(float (&s)[kScores][4], const char* keys,
+                                                      const char* queries, const AttentionParams& p,
+                                                      const AttentionTile& t, i64 first) {
+  constexpr int kRowBytes = DecodeShape<TCache, kWidth, kWidth>::kKeyRowBytes;
+  constexpr float kUnit = kSameType<TCache, fp8_e5m2> ? 0.5f : 1.0f;
+  const int lane = threadIdx.x % 32;
+  const int half_dim = p.rotary_dim / 2;
+  const float* angles[kScores];
+#pragma unroll
+  for (int n = 0; n < kScores; ++n) {
+    angles[n] = angles_of(p, t, key_of(p, t, first + n * 8 + lane / 4));
+  }
+#pragma unroll 1
+  for (int k = 0; k < kWidth / 16; ++k) {
+    const int at = k * 16 - p.rotary_start;
+    const bool rotary = at >= 0 && at < p.rotary_dim;
+    const bool apart = rotary && !p.interleaved;
+    if (apart && at >= half_dim) continue;  // the first half takes it along
+    const int chunks[2] = {k, apart ? k + half_dim / 16 : k};
+    u32 a[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      load_matrices<false>(a[i],
+                           queries + chunk_offset<kWidth>(lane % 16, chunks[i] * 2 + lane / 16));
+    }
+    u32 b[kScores / 2][4];  // of either chunk, eight keys and the next eight
+#pragma unroll
+    for (int n = 0; n < kScores / 2; ++n) {
+      load_matrices<false>(
+          b[n], keys + chunk_at<kRowBytes>(n * 16 + lane % 16, lane < 16 ? chunks[0] : chunks[1]));
+    }
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+      Pack<float, 4> x[2];  // elements 4 * (lane % 4) and so on of either chunk
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        u32 even;
+        u32 odd;
+        to_half_pairs<TCache>(b[n / 2][2 * i + n % 2], even, odd);
+        x[i] = {
+            {lower_of<half>(even), lower_of<half>(odd), upper_of<half>(even), upper_of<half>(odd)}};
+      }
+      Pack<float, 4> rotated[2] = {x[0], x[1]};
+      if (apart) {
+        const float* own = angles[n] + at + lane % 4 * 4;
+        Pack<float, 4> cosines;
+        Pack<float, 4> sines;
+        cosines.load(reinterpret_cast<const char*>(own));
+        sines.load(reinterpret_cast<const char*>(own + half_dim));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float c = cosines.values[i];
+          const float sine = sines.values[i];
+          rotated[0].values[i] = fmaf(x[0].values[i], c, -x[1].values[i] * sine);
+          rotated[1].values[i] = fmaf(x[1].values[i], c, x[0].values[i] * sine);
+        }
+      } else if (rotary) {
+        const float* own = angles[n] + at / 2 + lane % 4 * 2;
+        Pack<float, 2> cosines;
+        Pack<float, 2> sines;
+        cosines.load(reinterpret_cast<const char*>(own));
+        sines.load(reinterpret_cast<const char*>(own + half_dim));
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          const float c = cosines.values[i / 2];
+          const float sine = sines.values[i / 2];
+          rotated[0].values[i] = fmaf(x[0].values[i], c, -x[0].values[i + 1] * sine);
+          rotated[0].values[i + 1] = fmaf(x[0].values[i + 1], c, x[0].values[i] * sine);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i == 1 && !apart) break;
+        const float (&r)[4] = rotated[i].values;
+        mma_m16n8k16<half>(s[n], a[i], pack_pair<half>(r[0] * kUnit, r[2] * kUnit),
+                           pack_pair<half>(r[1] * kUnit, r[3] * kUnit));
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] *= 1.0f / kUnit;
   }
 }
 
@@ -202,7 +290,15 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
 
     // Scores
     float s[kKeys / 8][4] = {};
-    multiply_keys<TCache, kWidth>(s, keys, queries, query);
+    if constexpr (sizeof(TCache) == 1) {
+      if (p.rope_table) {
+        multiply_rotated_keys<TCache, kWidth>(s, keys, queries, p, t, first_of(number));
+      } else {
+        multiply_keys<TCache, kWidth>(s, keys, queries, query);
+      }
+    } else {
+      multiply_keys<TCache, kWidth>(s, keys, queries, query);
+    }
     const u32 present[1] = {table.present[stage]};
     float v_scales[kKeys / 8][2];
 #pragma unroll

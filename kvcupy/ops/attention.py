@@ -204,7 +204,8 @@ class StepAttention(_Probed):
 
     Notes
     -----
-    Negative counts are 0. Tensor cores take rotated keys rounded to the 16-bit format of the cache.
+    Negative counts are 0. Tensor cores take rotated keys rounded to the 16-bit format of the cache,
+    and to fp16 where that has 8 bits.
     """
 
     def __init__(

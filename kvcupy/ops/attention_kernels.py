@@ -261,11 +261,8 @@ _DECODE_ROWS: _Rows = {
     "float": {1: (1, 4), 3: (1,)}, "half": {1: (1,)}, "bfloat16": {1: (1, 4)},
     "AnyFormat": {1: (1, 4, 8), 3: (1, 2)},
 }  # fmt: skip
-# Keys of 16 bits are rotated on tensor cores; those of float32 are few.
-_ROTATING_ROWS: _Rows = {
-    "fp8_e4m3": {1: (1, 4)}, "fp8_e5m2": {1: (1, 4)}, "int8": {1: (1, 4)},
-    "AnyFormat": {1: (1, 4, 8), 3: (1,)},
-}  # fmt: skip
+# Keys of 8 and 16 bits are rotated on tensor cores; those of float32 are few.
+_ROTATING_ROWS: _Rows = {"AnyFormat": {1: (1, 4, 8), 3: (1,)}}
 _HOST_ROWS = (1, 4, 8)
 _HOST_PACKS = (1, 2, 4, 8, 12, 16, 24, 32, 72, 96)  # where one thread holds all of a row
 _PACK = 8  # elements of a row that a lane loads at a time; 16 bytes where they have 16 bits
@@ -485,15 +482,15 @@ def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> boo
 
     It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
     one of 8 bits, and rows are whole 16-byte words at aligned addresses. One row alone wastes most
-    of each product, which still takes less time than float32 arithmetic. Keys of 8 bits are not
-    rotated. `is_reachable` says what Turing lacks.
+    of each product, which still takes less time than float32 arithmetic. `is_reachable` says what
+    Turing lacks.
     """
     if padded_widths(*_widths(call)) is None:
         return False
     if not _has_words_for_tensor_cores(device, call, alignment):
         return False
     if call.k.cache_format.itemsize == 1:
-        if call.rotates_keys:
+        if call.rotates_keys and not _has_rotary_packs(call, alignment, 2 * _PACK):
             return False
     elif not _has_whole_packs(call, alignment):
         return False
@@ -597,11 +594,14 @@ def _has_whole_packs(call: AttentionCall, alignment: int) -> bool:
     whole = all(operand.cache.width % _PACK == 0 for operand in (call.k, call.v))
     if not whole or widest((alignment, *map(abs, strides))) < word_bytes:
         return False
-    if not call.rotates_keys:
-        return True
+    return not call.rotates_keys or _has_rotary_packs(call, alignment, _PACK)
+
+
+def _has_rotary_packs(call: AttentionCall, alignment: int, elements: int) -> bool:
+    """Return whether rotated elements are whole packs, and their angles at aligned addresses."""
     table = call.views["rope_table"]
     rotated = table.shape[1] if call.options.interleaved else table.shape[1] // 2
-    whole = call.options.rotary_start % _PACK == 0 and rotated % _PACK == 0
+    whole = call.options.rotary_start % elements == 0 and rotated % elements == 0
     return whole and widest((alignment, abs(table.strides[0]))) == _WORD_BYTES
 
 

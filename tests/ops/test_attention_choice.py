@@ -141,6 +141,8 @@ def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
         {"cache_dtype": np.int8, "k_scale": 0.5},
         {"width": 200},
         {"width": 64} | table_of(64),
+        {"width": 64, "cache_dtype": np.int8} | table_of(32, start=16),
+        {"width": 64, "cache_dtype": np.int8} | table_of(48, start=16) | INTERLEAVED,
     ],
     ids=name_values,
 )
@@ -162,7 +164,8 @@ def test_wide_rows_go_to_the_kernel_for_latents(watch, more):
         {"dtype": np.float32, "cache_dtype": np.int8},
         {"cache_dtype": np.float32},
         {"width": 520},
-        {"cache_dtype": np.int8} | table_of(64),
+        {"width": 64, "cache_dtype": np.int8} | table_of(48),  # halves that are not whole chunks
+        {"width": 64, "cache_dtype": np.int8} | table_of(32, start=8),
     ],
     ids=name_values,
 )
