@@ -96,6 +96,23 @@ __device__ __forceinline__ void multiply_rotated_keys(float (&s)[kScores][4], co
     const bool apart = rotary && !p.interleaved;
     if (apart && at >= half_dim) continue;  // the first half takes it along
     const int chunks[2] = {k, apart ? k + half_dim / 16 : k};
+    Pack<float, 4> cosines[kScores];  // of this lane's pairs; of neighbours, two
+    Pack<float, 4> sines[kScores];
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+      if (!rotary) break;
+      const float* own = angles[n] + (apart ? at + lane % 4 * 4 : at / 2 + lane % 4 * 2);
+      if (apart) {
+        cosines[n].load(reinterpret_cast<const char*>(own));
+        sines[n].load(reinterpret_cast<const char*>(own + half_dim));
+      } else {
+        Pack<float, 2> two[2];
+        two[0].load(reinterpret_cast<const char*>(own));
+        two[1].load(reinterpret_cast<const char*>(own + half_dim));
+        cosines[n] = {{two[0].values[0], two[0].values[1]}};
+        sines[n] = {{two[1].values[0], two[1].values[1]}};
+      }
+    }
     u32 a[2][4];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -121,28 +138,18 @@ __device__ __forceinline__ void multiply_rotated_keys(float (&s)[kScores][4], co
       }
       Pack<float, 4> rotated[2] = {x[0], x[1]};
       if (apart) {
-        const float* own = angles[n] + at + lane % 4 * 4;
-        Pack<float, 4> cosines;
-        Pack<float, 4> sines;
-        cosines.load(reinterpret_cast<const char*>(own));
-        sines.load(reinterpret_cast<const char*>(own + half_dim));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float c = cosines.values[i];
-          const float sine = sines.values[i];
+          const float c = cosines[n].values[i];
+          const float sine = sines[n].values[i];
           rotated[0].values[i] = fmaf(x[0].values[i], c, -x[1].values[i] * sine);
           rotated[1].values[i] = fmaf(x[1].values[i], c, x[0].values[i] * sine);
         }
       } else if (rotary) {
-        const float* own = angles[n] + at / 2 + lane % 4 * 2;
-        Pack<float, 2> cosines;
-        Pack<float, 2> sines;
-        cosines.load(reinterpret_cast<const char*>(own));
-        sines.load(reinterpret_cast<const char*>(own + half_dim));
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
-          const float c = cosines.values[i / 2];
-          const float sine = sines.values[i / 2];
+          const float c = cosines[n].values[i / 2];
+          const float sine = sines[n].values[i / 2];
           rotated[0].values[i] = fmaf(x[0].values[i], c, -x[0].values[i + 1] * sine);
           rotated[0].values[i + 1] = fmaf(x[0].values[i + 1], c, x[0].values[i] * sine);
         }

@@ -261,8 +261,11 @@ _DECODE_ROWS: _Rows = {
     "float": {1: (1, 4), 3: (1,)}, "half": {1: (1,)}, "bfloat16": {1: (1, 4)},
     "AnyFormat": {1: (1, 4, 8), 3: (1, 2)},
 }  # fmt: skip
-# Keys of 8 and 16 bits are rotated on tensor cores; those of float32 are few.
-_ROTATING_ROWS: _Rows = {"AnyFormat": {1: (1, 4, 8), 3: (1,)}}
+# Keys of 16 bits are rotated on tensor cores, as most of 8 bits; those of float32 are few.
+_ROTATING_ROWS: _Rows = {
+    "fp8_e4m3": {1: (1, 4)}, "fp8_e5m2": {1: (1, 4)}, "int8": {1: (1, 4)},
+    "AnyFormat": {1: (1, 4, 8), 3: (1,)},
+}  # fmt: skip
 _HOST_ROWS = (1, 4, 8)
 _HOST_PACKS = (1, 2, 4, 8, 12, 16, 24, 32, 72, 96)  # where one thread holds all of a row
 _PACK = 8  # elements of a row that a lane loads at a time; 16 bytes where they have 16 bits

@@ -212,7 +212,8 @@ def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
     plain, quantised = ("fp32", "fp16", "bf16"), ("fp8_e4m3", "fp8_e5m2", "int8")
     taken = {
         chosen(GPU(arch), formats, widths, heads, ragged=ragged, rotates=rotates, alignment=aligned)
-        for formats in [(name, name) for name in plain] + [("fp16", name) for name in quantised]
+        for formats in [(name, name) for name in plain]
+        + list(itertools.product(("fp16", "fp32"), quantised))
         for widths in [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512), (640, 640)]
         for heads, ragged in [(1, False), (2, False), (4, False), (8, False), (8, True)]
         for rotates, aligned in itertools.product((False, True), (256, 1))

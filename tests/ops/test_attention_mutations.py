@@ -171,7 +171,7 @@ MUTATIONS = {
         "key_of(p, t, first + n * 8 + lane / 4)", "key_of(p, t, first + lane / 4)", ROTATED_BYTES,
         MMA),
     "neighbours rotated by the angles of others": Mutation(
-        "at / 2 + lane % 4 * 2", "at / 2 + lane % 4", INTERLEAVED_BYTES, MMA),
+        "at / 2 + lane % 4 * 2)", "at / 2 + lane % 4 / 2 * 2)", INTERLEAVED_BYTES, MMA),
     "rotated scores in units of others": Mutation(
         "s[n][i] *= 1.0f / kUnit;", "s[n][i] *= 1.0f;", ROTATED_BYTES, MMA),
     "the first half of a tile of 32 keys twice": Mutation(
