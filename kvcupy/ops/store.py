@@ -129,8 +129,8 @@ def store_kv(
     Notes
     -----
     Stream: one kernel, in order; K and V of different format pairs take one each. The arrays are
-    kept alive until it has run. Capture: legal. Bytes: each row read once (twice with dynamic
-    scales, the second time from cache) and written once.
+    kept alive until it has run. Capture: legal. Bytes: each row read once (with dynamic scales a
+    long row twice, the second time from cache) and written once.
     Source: sgl-project/sglang pull 8884, vLLM `reshape_and_cache_flash`.
 
     Examples

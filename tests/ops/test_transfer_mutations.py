@@ -83,7 +83,8 @@ MUTATIONS = {
     "the largest of two packs of four only": Mutation(
         "if (kHeld > 2 && shift > 1)", "if (false)", WIDE, "transfer.cu"),
     "rows of one group a warp": Mutation(
-        "first + of_warp + (i >> shift) * groups", "first + (i >> shift) * groups", CONVERTS, "transfer.cu"),
+        "first + of_warp + (i >> shift) * groups", "first + (i >> shift) * groups", CONVERTS,
+        "transfer.cu"),
     "the first row of a thread for all": Mutation(
         "first + of_warp + (i >> shift) * groups", "first + of_warp", CONVERTS, "transfer.cu"),
     "rows that a thread holds left out": Mutation(
