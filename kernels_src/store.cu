@@ -66,7 +66,7 @@ __device__ __forceinline__ float lane_absmax(const char* in, int width, int lane
 // Rows that their lanes hold, from their loads to their stores; see store_dynamic.
 template <typename TIn, int kCount>
 struct HeldRow {
-  static constexpr int kHeld = 2;  // packs of a lane
+  static constexpr int kHeld = sizeof(TIn) > 2 ? 1 : 2;  // packs of a lane
 
   Pack<TIn, kCount> packs[kHeld];
 
@@ -103,9 +103,9 @@ struct HeldRow {
 };
 
 // A scale for each (token, head), from its largest magnitude, stored beside the row. Lanes hold a
-// row if two packs each are all of it; a longer one is read twice, and hits L1 the second time. No
-// thread exits before the reductions are done. grid: (rows / (block / lanes)), block: (a multiple
-// of lanes and of 32), smem: block / 32 floats
+// row if kHeld packs each are all of it; a longer one is read twice, and hits L1 the second time.
+// No thread exits before the reductions are done. grid: (rows / (block / lanes)), block: (a
+// multiple of lanes and of 32), smem: block / 32 floats
 template <typename TIn, typename TOut, int kCount>
 __global__ void store_dynamic(const __grid_constant__ CacheRowsParams p) {
   const CacheRow row = find_row(p);

@@ -64,7 +64,6 @@ GATHER_COPY = Kernel("gather.cu", "gather_copy", PARAMS, "CacheRowsParams")
 GATHER_CONVERT = Kernel("gather.cu", "gather_convert", PARAMS, "CacheRowsParams")
 
 PACK = 8  # elements that a thread converts at a time, where alignment allows
-_HELD_PACKS = 2  # HeldRow::kHeld of the kernel with dynamic scales
 WORDS = (16, 8, 4, 2, 1)  # bytes that a thread copies at a time
 
 
@@ -411,7 +410,8 @@ class _CacheRowsPlan(Plan):
 
         num_rows = self.num_tokens * num_heads
         call.require_countable(num_rows, self.slots_name)
-        packs_per_thread = _HELD_PACKS if kernel is DYNAMIC else 1
+        # HeldRow::kHeld of the kernel with dynamic scales
+        packs_per_thread = 2 if kernel is DYNAMIC and first.rows_format.itemsize <= 2 else 1
         geometry = call.spread(
             num_rows, -(-max(widths.values()) // (step * packs_per_thread)), device.sm_count,
             warp_lanes=device.warp_lanes, whole_warps=kernel.barriers,

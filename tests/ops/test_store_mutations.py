@@ -59,13 +59,13 @@ MUTATIONS = {
         "magnitude < kLimit ? magnitude : I{} + kLimit", "magnitude",
         checks.check_convert_to_fp8, "host/numbers.h"),
     "the second pack of a row the first again": Mutation(
-        "return (i * lanes + lane) * kCount;", "return lane * kCount;", checks.check_dynamic,
-        "store.cu"),
+        "return (i * lanes + lane) * kCount;", "return lane * kCount;",
+        checks.check_dynamic_of_any_rows, "store.cu"),
     "the first pack of a row without a say in its scale": Mutation(
-        "largest.add(packs[i]);", "if (i > 0) largest.add(packs[i]);", checks.check_dynamic,
-        "store.cu"),
+        "largest.add(packs[i]);", "if (i > 0) largest.add(packs[i]);",
+        checks.check_dynamic_of_any_rows, "store.cu"),
     "packs past the end of a row stored": Mutation(
-        "if (at >= width) continue;", "", checks.check_dynamic, "store.cu"),
+        "if (at >= width) continue;", "", checks.check_dynamic_of_any_rows, "store.cu"),
     "only what lanes hold of a long row": Mutation(
         "if (held) {\n    k_row.load", "if (true) {\n    k_row.load",
         checks.check_dynamic_of_any_rows, "store.cu"),
