@@ -98,9 +98,8 @@ __device__ __forceinline__ void multiply_rotated_keys(float (&s)[kScores][4], co
     const int chunks[2] = {k, apart ? k + half_dim / 16 : k};
     Pack<float, 4> cosines[kScores];  // of this lane's pairs; of neighbours, two
     Pack<float, 4> sines[kScores];
-#pragma unroll
-    for (int n = 0; n < kScores; ++n) {
-      if (!rotary) break;
+    const auto load_angles = [&](int n) {
+      if (!rotary) return;
       const float* own = angles[n] + (apart ? at + lane % 4 * 4 : at / 2 + lane % 4 * 2);
       if (apart) {
         cosines[n].load(reinterpret_cast<const char*>(own));
@@ -112,6 +111,11 @@ __device__ __forceinline__ void multiply_rotated_keys(float (&s)[kScores][4], co
         cosines[n] = {{two[0].values[0], two[0].values[1]}};
         sines[n] = {{two[1].values[0], two[1].values[1]}};
       }
+    };
+    constexpr bool kAhead = kWidth <= 192;  // wider rows leave no registers for it
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+      if (kAhead) load_angles(n);
     }
     u32 a[2][4];
 #pragma unroll
@@ -127,6 +131,7 @@ __device__ __forceinline__ void multiply_rotated_keys(float (&s)[kScores][4], co
     }
 #pragma unroll
     for (int n = 0; n < kScores; ++n) {
+      if (!kAhead) load_angles(n);
       Pack<float, 4> x[2];  // elements 4 * (lane % 4) and so on of either chunk
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
