@@ -10,13 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kvcupy.timeline import Timeline
 
 import kvcupy as kv
 from kvcupy.cache.engine import Transfer
 from kvcupy.cache.tiered.leases import Lease
 from kvcupy.devices import host, host_streams
 from kvcupy.order.checker import OrderChecker
+from kvcupy.timelines.timeline import Timeline
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -197,7 +197,8 @@ class StepAttention(StepOperation):
 
     Notes
     -----
-    Negative counts are 0. Tensor cores take rotated keys rounded to the 16-bit format of the cache.
+    Negative counts are 0. Tensor cores take rotated keys rounded to the 16-bit format of the cache,
+    and to fp16 where that has 8 bits.
     """
 
     def __init__(
