@@ -370,7 +370,7 @@ class Batch:
             if not self.issued:
                 return False
         try:
-            return self.stream.done() if self.end is None else self.end.done()
+            return (self.stream if self.end is None else self.end).done()
         except CaptureError:
             return False
         except DeviceError:  # nothing that was issued before it touches a page any more

@@ -32,6 +32,7 @@ Schedule = tuple[int, ...]
 """Choices, in the order in which they are made; zeros follow."""
 
 _MAX_ATTEMPTS = 120  # at a shorter schedule that still fails
+_MAX_IDLE_POLLS = 4  # one after another
 _MAX_CHANGES = 3  # of priorities, in one schedule
 
 
@@ -170,6 +171,7 @@ class _Scheduler:
         self._streams: list[SimulatedStream] = []
         self._puts = 0
         self._busy = False
+        self._idle_polls = 0  # since a task ran
         self._lock = threading.RLock()
 
     def add(self, stream: SimulatedStream) -> int:
@@ -219,13 +221,21 @@ class _Scheduler:
                 self._run(ready[index])
 
     def poll(self) -> None:
-        """Let one task run, for a host that asks again and again."""
+        """Let one task run, or none; but one now and then, for a host that asks again and again."""
         with self._lock:
-            if not self._busy and (ready := self._runnable()):
-                self._run(ready[0])
+            if self._busy or not (ready := self._runnable()):
+                return
+            numbers = [s.number for s in ready]
+            if self._idle_polls < _MAX_IDLE_POLLS:
+                numbers.append(-1)
+            choice = self._chooser.choose(numbers) if len(numbers) > 1 else 0
+            if choice == len(ready):
+                self._idle_polls += 1
+            else:
+                self._run(ready[choice])
 
     def _run(self, stream: SimulatedStream) -> None:
-        self._busy = True
+        self._busy, self._idle_polls = True, 0
         try:
             stream.run_first()
         finally:
@@ -361,7 +371,8 @@ def explore(
     Notes
     -----
     Work runs when its stream is chosen: an asynchronous copy reads its source then, not when it is
-    called. Between two calls of the host any number of tasks may run. Work with `stream=None` runs
+    called. Between two calls of the host any number of tasks may run, and a question whether
+    something is done may find that it is not, a few times in a row. Work with `stream=None` runs
     at once, as do the host's own accesses. Programs must do the same in each run but for the order,
     and use no threads. Two thirds of the schedules go by priorities (late producers, early
     consumers), the others are drawn uniformly. Stream: simulated; the device's real streams are not

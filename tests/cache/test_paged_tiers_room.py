@@ -135,3 +135,30 @@ def test_pages_on_their_way_count_as_room(device):
     assert not failed
     one.cache.end_forward()
     one.assert_no_leak()
+
+
+class OverWhenAskedAgain:
+    """A transfer that ends between two questions."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def done(self):
+        self.asked += 1
+        return self.asked > 1
+
+    def synchronize(self):
+        pass
+
+
+def test_pages_that_become_free_meanwhile_are_not_evicted(device):
+    """Too few were free at first, and more than enough when eviction began."""
+    w = Prefixed(device)
+    allocator = w.cache.pool.allocator
+    pages = allocator.alloc(allocator.num_pages)
+    allocator.busy(pages[:3], OverWhenAskedAgain())
+    allocator.free(pages[:3])
+    w.prefill("a", tokens_of(1, 5))
+    allocator.free(pages[3:])
+    w.cache.remove_sequence("a")
+    w.assert_no_leak()

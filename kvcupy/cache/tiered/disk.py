@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from ... import observe
 from ...arrays import ArrayView, array_at
 from ...config import logger
 from ...errors import ProcessLocal, file_path
+from ...observe import Access
 from ...ops import checks
 from . import disk_format
 from .disk_format import Layout, Record
@@ -104,6 +106,7 @@ class DiskBlocks:
         Returns the errors of blocks that could not be written, by hash.
         """
         started = time.perf_counter()
+        self._announce("write to disk", pages.values(), is_read=True)
         slots = [self._free.pop() for _ in pages]
         items = [
             (slot, hash, self._memory(page))
@@ -136,6 +139,7 @@ class DiskBlocks:
         Returns how many leading blocks have been read; the pages of the others are undefined.
         """
         started = time.perf_counter()
+        self._announce("read from disk", pages, is_read=False)
         items = [
             (self.slots[h], h, self._memory(page)) for h, page in zip(hashes, pages, strict=True)
         ]
@@ -174,6 +178,13 @@ class DiskBlocks:
             freed.append(self.slots.pop(hash))
             self.order.remove(hash)
         return freed
+
+    def _announce(self, name: str, pages: Iterable[int], *, is_read: bool) -> None:
+        """Announce to order checkers that the processor reads host pages, or writes them."""
+        if observe.order_observers:
+            parts = (*self._pool.parts, *self._pool.scale_parts)
+            accesses = [Access(part[page], name="host_pool") for page in pages for part in parts]
+            observe.touched_by_host(name, *((accesses, ()) if is_read else ((), accesses)))
 
     def _memory(self, page: int) -> list[memoryview]:
         """Return the bytes of a host page, K and V and scales, without a copy."""
