@@ -13,13 +13,11 @@
 // Formats of 8 bits, scales and masks are as in attention_decode_mma.cu.
 //
 // Bytes: each visible latent once per 16 rows; Q and the output once.
-#include "attention_decode_mma.cuh"
+#include "attention_latent.cuh"
 
 constexpr int kLatentKeys = 32;
 constexpr int kLatentStages = 2;
 constexpr int kLatentTables = kLatentStages + 1;  // the next is written while others are in use
-constexpr int kLatentWidth = 576;
-constexpr int kLatentWidthV = 512;
 constexpr int kOwnColumns = kLatentWidthV / kDecodeWarps;
 constexpr int kScoreStride = kLatentKeys + 8;  // floats, so that rows differ in their banks
 
@@ -92,10 +90,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
   const i64 begin = shared.range.begin;
   const i64 end = shared.range.end;
   const int num_tiles = static_cast<int>((end - begin + kLatentKeys - 1) / kLatentKeys);
-  const bool values_are_keys = p.v_cache == p.k_cache &&
-                               p.v.cache.page_bytes == p.k.cache.page_bytes &&
-                               p.v.cache.offset_bytes == p.k.cache.offset_bytes &&
-                               p.v.cache.head_bytes == p.k.cache.head_bytes;
+  const bool fetches_values = values_lie_elsewhere(p);
   const auto fetch = [&](int number) {
     fetch_tile<Shape::kRowBytes, kDecodeThreads>(ring + number % kLatentStages * Shape::kTileBytes,
                                                  table.k[number % kLatentTables],
@@ -159,7 +154,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 2)
       next = look_up<kLatentKeys>(p, t, first + (kLatentStages + 1) * kLatentKeys + lane, end);
     }
     __syncthreads();  // all scores are there, and the next table
-    if (!values_are_keys) {
+    if (fetches_values) {
       fetch_tile<Shape::kRowBytes, kDecodeThreads>(tile, table.v[entry], p.v.width * kBytes,
                                                    p.v_cache, threadIdx.x);
       wait_for_copies();

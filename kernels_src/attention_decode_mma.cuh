@@ -9,7 +9,6 @@
 constexpr int kDecodeRows = 16;
 constexpr int kDecodeWarps = 4;
 constexpr int kDecodeThreads = kDecodeWarps * 32;
-constexpr int kTileKeys = 16;
 constexpr int kValuePadding =
     8;  // floats after a row of values, so that rows differ in their banks
 constexpr float kSmallestScale = __builtin_bit_cast(float, 0x00800000);  // 2 to the -126
@@ -60,12 +59,14 @@ struct DecodeTile {
 template <typename TCache, int kWidth, int kWidthV>
 struct DecodeShape {
   static_assert(kWidth % 64 == 0 && kWidthV % 64 == 0, "rows are whole groups of 64 bytes");
+  // Narrow rows come in larger tiles: what is done once per tile is then done half as often.
+  static constexpr int kKeys = sizeof(TCache) == 1 && kWidth <= 128 && kWidthV <= 128 ? 32 : 16;
   static constexpr bool kQueryInRegisters = kWidth <= 192;
   static constexpr int kBlocks = kWidth <= 64 ? 3 : 2;  // per SM, as registers allow
   static constexpr int kKeyRowBytes = kWidth * static_cast<int>(sizeof(TCache));
   static constexpr int kValueRowBytes = kWidthV * static_cast<int>(sizeof(TCache));
-  static constexpr int kValuesAt = kTileKeys * kKeyRowBytes;
-  static constexpr int kTileBytes = kTileKeys * (kKeyRowBytes + kValueRowBytes);
+  static constexpr int kValuesAt = kKeys * kKeyRowBytes;
+  static constexpr int kTileBytes = kKeys * (kKeyRowBytes + kValueRowBytes);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   static constexpr int kStages = 1;  // copies are not asynchronous there
 #else
@@ -77,18 +78,18 @@ struct DecodeShape {
   static constexpr int kQueryAt = kDecodeWarps * kRingBytes;
   static constexpr int kTablesAt = kQueryAt + kDecodeRows * kWidth * 2;
   static constexpr int kTileAt =
-      kTablesAt + kDecodeWarps * static_cast<int>(sizeof(DecodeTable<TCache, kStages, kTileKeys>));
+      kTablesAt + kDecodeWarps * static_cast<int>(sizeof(DecodeTable<TCache, kStages, kKeys>));
   static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(DecodeTile));
 };
 
 // Find the rows and the keys of a block, and return whether there are any. A split without keys
 // leaves its LSE, which is all that is read of it. Every thread must call it.
-template <int kKeys>
-__device__ __forceinline__ bool begin_block(DecodeTile& shared, const AttentionParams& p,
-                                            int kv_head, int split) {
+template <int kKeys, int kRows = kDecodeRows, typename Tile>
+__device__ __forceinline__ bool begin_block(Tile& shared, const AttentionParams& p, int kv_head,
+                                            int split) {
   AttentionTile& t = shared.tile;
   if (threadIdx.x == 0) {
-    t = find_tile(p, blockIdx.x, kDecodeRows, kv_head == 0 && split == 0);
+    t = find_tile(p, blockIdx.x, kRows, kv_head == 0 && split == 0);
     shared.range = keys_of_split(p, t, split, kKeys);
   }
   __syncthreads();  // the tile is known
@@ -271,13 +272,14 @@ __device__ __forceinline__ void load_queries(char* queries, DecodeTile& shared,
 // --- Masks ---------------------------------------------------------------------------------------
 
 // Find which keys the rows see. Others see the result after a barrier.
-__device__ __forceinline__ void set_limits(DecodeTile& shared, const AttentionParams& p,
+template <int kRows = kDecodeRows, typename Tile>
+__device__ __forceinline__ void set_limits(Tile& shared, const AttentionParams& p,
                                            const AttentionTile& t) {
   const int row = threadIdx.x;
-  if (row < kDecodeRows) {
+  if (row < kRows) {
     const i64 position = position_of(p, t, row);
     shared.limits[row] = limits_of(p, t, position, position);
-  } else if (row == kDecodeRows) {
+  } else if (row == kRows) {
     shared.seen_by_all = seen_by_all(p, t);
   }
 }

@@ -26,24 +26,24 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
 // Whether any row of the tile sees a key: with a tree mask, a key of the tile may be no row's.
 __device__ __forceinline__ bool seen_by_any(const AttentionParams& p, const AttentionTile& t,
                                             i64 key) {
-  if (key < first_tree_key(p, t)) return true;
+  if (!p.tree_mask || key < first_tree_key(p, t)) return true;
   for (int row = 0; row < t.num_rows - 1; row += p.group) {
     if (sees(p, t, row, key)) return true;
   }
   return sees(p, t, t.num_rows - 1, key);
 }
 
-// Which of a lane's scores count: bit 4n + i of element i of product n. The slow way, for trees and
-// for keys that are kept past the window.
-template <int kScores>
+// Which of a lane's scores count: bit kOwn * n + i of element i of product n. The slow way, for
+// trees and for keys that are kept past the window.
+template <int kScores, int kOwn>
 __device__ __forceinline__ u32 visible_scores(const AttentionParams& p, const AttentionTile& t,
                                               int first_row, i64 first) {
   const int lane = threadIdx.x % 32;
   u32 visible = 0;
 #pragma unroll 1
-  for (int j = 0; j < kScores * 4; ++j) {
-    const int row = first_row + lane / 4 + j / 2 % 2 * 8;
-    const i64 number = first + j / 4 * 8 + lane % 4 * 2 + j % 2;
+  for (int j = 0; j < kScores * kOwn; ++j) {
+    const int row = first_row + lane / 4 + j % kOwn / 2 * 8;
+    const i64 number = first + j / kOwn * 8 + lane % 4 * 2 + j % 2;
     if (row < t.num_rows && sees(p, t, row, key_of(p, t, number))) visible |= 1u << j;
   }
   return visible;
@@ -51,9 +51,10 @@ __device__ __forceinline__ u32 visible_scores(const AttentionParams& p, const At
 
 // Take the scores of keys that a row does not see for minus infinity. The first key has number
 // `first`, and `present` a bit for each; `limits` are of the tile's rows, of which this warp's
-// begin with `first_row`, and `all` of what this warp's rows all see.
-template <int kScores>
-__device__ __forceinline__ void hide_keys(float (&s)[kScores][4],
+// begin with `first_row`, and `all` of what this warp's rows all see. Of each product a lane has
+// kOwn scores: of row g, and if there are four, of row g + 8.
+template <int kScores, int kOwn>
+__device__ __forceinline__ void hide_keys(float (&s)[kScores][kOwn],
                                           const u32 (&present)[(kScores + 3) / 4],
                                           const RowLimits* limits, const RowLimits& all,
                                           const AttentionParams& p, const AttentionTile& t,
@@ -74,7 +75,7 @@ __device__ __forceinline__ void hide_keys(float (&s)[kScores][4],
       return static_cast<int>(column < 0 ? 0 : column < kKeys ? column : kKeys);
     };
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < kOwn / 2; ++h) {
       const RowLimits own = limits[first_row + lane / 4 + h * 8];
       const int start = column_of(own.start);
       const int end = max(start, column_of(own.end));
@@ -86,17 +87,17 @@ __device__ __forceinline__ void hide_keys(float (&s)[kScores][4],
       }
     }
   } else {
-    const u32 visible = visible_scores<kScores>(p, t, first_row, first);
+    const u32 visible = visible_scores<kScores, kOwn>(p, t, first_row, first);
 #pragma unroll
-    for (int i = 0; i < kScores * 4; ++i) {
-      if (!(visible >> i & 1u)) s[i / 4][i % 4] = -kInfinity;
+    for (int i = 0; i < kScores * kOwn; ++i) {
+      if (!(visible >> i & 1u)) s[i / kOwn][i % kOwn] = -kInfinity;
     }
   }
   if (complete) return;
 #pragma unroll
-  for (int i = 0; i < kScores * 4; ++i) {
-    const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-    if (!(present[i / 16] >> column % 32 & 1u)) s[i / 4][i % 4] = -kInfinity;
+  for (int i = 0; i < kScores * kOwn; ++i) {
+    const int column = i / kOwn * 8 + lane % 4 * 2 + i % 2;
+    if (!(present[column / 32] >> column % 32 & 1u)) s[i / kOwn][i % kOwn] = -kInfinity;
   }
 }
 

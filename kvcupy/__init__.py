@@ -34,7 +34,7 @@ from .ops.transfer import transfer_pages
 from .order.checker import declare, order_checker
 from .order.explore import explore
 from .streams import fork, join, keep_alive
-from .timeline import timeline
+from .timelines.timeline import timeline
 
 __version__ = "0.1.0"
 

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 page_size=options.page_size,
             )  # fmt: skip
         if options.command == "inspect":
-            from . import inspection
+            from .cache import inspection
 
             return inspection.main(options.file, verify=options.verify, as_json=options.json)
         from . import compile_check

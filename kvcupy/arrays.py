@@ -10,7 +10,9 @@ This module stands below `devices/`, whose methods take arrays of any library.
 from __future__ import annotations
 
 import ctypes
+import math
 import numbers
+import operator
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
@@ -103,13 +105,24 @@ class ArrayView(ProcessLocal):
         )  # fmt: skip
 
     def __getitem__(self, index: Any) -> ArrayView:
-        """Return part of the array, by integers, slices, `...` and None, as NumPy reads them."""
+        """Return part of the array, by integers, slices, `...` and None, as NumPy reads them.
+
+        Raises
+        ------
+        TypeError, ValueError : the index is none of these, or a slice has no steps
+        IndexError : it is out of range, or has more axes than the array
+        """
         steps = index if isinstance(index, tuple) else (index,)
         if not all(i is None or isinstance(i, (int, np.integer, slice, type(...))) for i in steps):
             raise TypeError(f"index: expected integers, slices, ... or None, got {index!r}")
         if ... not in steps:
             steps = (*steps, ...)  # else NumPy would read a single element
-        part = _untyped(self)[steps]
+        try:
+            part = _untyped(self)[steps]
+        except (TypeError, ValueError) as error:  # of a slice
+            raise type(error)(
+                f"index: expected slices of integers, got {index!r}: {error}"
+            ) from None
         pointer = part.__array_interface__["data"][0]
         return ArrayView(
             pointer, part.shape, part.strides, self.format, self.device,
@@ -131,6 +144,7 @@ class ArrayView(ProcessLocal):
         ------
         BufferError : the array is read-only, which the consumer's version of DLPack cannot express,
             or the consumer asks for another device
+        TypeError, ValueError : an option is not as DLPack defines it
         """
         return dlpack.export(_bits(self), self.format, options)
 
@@ -353,7 +367,10 @@ _unsigned_at = ctypes.c_size_t.from_address
 _HEAD_BYTES = object.__basicsize__
 _SAMPLE = np.zeros(1)
 # Elsewhere `id` may be no address, and must not be read.
-if sys.implementation.name != "cpython" or _probe_numpy(_SAMPLE) != _probe_array_interface(_SAMPLE):
+_HAS_NUMPY_ABI = sys.implementation.name == "cpython" and _probe_numpy(
+    _SAMPLE
+) == _probe_array_interface(_SAMPLE)
+if not _HAS_NUMPY_ABI:
     _probe_numpy = _probe_array_interface
 
 
@@ -419,15 +436,126 @@ def probe_arguments(
                     raise TypeError(_without_memory(x)) from error
             elif x is None:
                 pointer, signature = 0, None
+            elif kind is np.ndarray and _HAS_NUMPY_ABI:  # as `_probe_numpy`
+                pointer = _unsigned_at(id(x) + _HEAD_BYTES).value
+                signature = x.dtype, x.shape, x.strides, x.flags.writeable
             else:
                 known = _PROBES.get(kind)
                 if known is None and isinstance(x, numbers.Real):
-                    pointer, signature = 0, float(x)
+                    try:
+                        pointer, signature = 0, float(x)
+                    except OverflowError:  # the checks say so
+                        pointer, signature = 0, math.inf
                 else:
                     pointer, signature = (known or _probe_for(x))(x)
         pointers.append(pointer)
         signatures.append(signature)
     return tuple(pointers), tuple(signatures)
+
+
+ProbeResult = tuple[tuple[int, ...], tuple[Signature | float | None, ...]]
+"""The addresses and the signatures of arguments."""
+
+
+class Prober:
+    """Probes the arguments of calls of which most are like the one before.
+
+    Reading what a signature needs is what a call with torch tensors costs most. torch's own guards,
+    which `torch.compile` puts before its graphs, compare tensors with those of an earlier call at
+    once, so that only addresses are left to read.
+
+    Attributes
+    ----------
+    probe : does what `probe_arguments` does, for a tuple of as many arguments in each call. Where
+        they are like those that it has learnt, it returns the very signatures that came with them
+    tries : how often it may still learn, which takes as long as a call or two
+    """
+
+    def __init__(self) -> None:
+        self.probe: Callable[[tuple[Any, ...]], ProbeResult] = probe_arguments
+        self.tries = MAX_TRIES
+
+    def learn(self, arguments: tuple[Any, ...], signatures: Any) -> None:
+        """Look for arguments like these first from now on, if all of them are tensors or None."""
+        self.tries -= 1
+        self.probe = probe_arguments
+        torch = sys.modules.get("torch")
+        if torch is None or (compare := _tensor_guards()) is None:
+            return
+        tensors: list[int] = []
+        twice, nones, places = [], [], []
+        for i, x in enumerate(arguments):
+            first = [j for j in tensors if arguments[j] is x]
+            if x is None:
+                nones.append(i)
+            elif first:
+                twice.append((i, *first))  # guards refuse a tensor that comes twice
+            elif type(x) is torch.Tensor and not x.requires_grad:
+                tensors.append(i)
+            else:
+                return
+            places.append(-1 if x is None else tensors.index(*first or [i]))
+        if not tensors:
+            return
+        are_alike, address = compare([arguments[i] for i in tensors]), torch.Tensor.data_ptr
+        take_tensors, take_nones, place = taking(tensors), taking(nones), taking(places)
+        none_types, in_order = (type(None),) * len(nones), not (nones or twice)
+
+        def probe(arguments: tuple[Any, ...]) -> ProbeResult:
+            tensors = take_tensors(arguments)
+            if (
+                are_alike(*tensors)
+                and (in_order or tuple(map(type, take_nones(arguments))) == none_types)
+                and (not twice or all([arguments[i] is arguments[j] for i, j in twice]))
+            ):
+                pointers = tuple(map(address, tensors))
+                if 0 not in pointers:  # else one is empty, or without memory
+                    return (pointers if in_order else place((*pointers, 0))), signatures
+            return probe_arguments(arguments)
+
+        self.probe = probe
+
+
+MAX_TRIES = 4
+_TRIED_GUARDS = ("2.13",)  # releases of torch
+
+
+@cache
+def _tensor_guards() -> Callable[[list[Any]], Callable[..., bool]] | None:
+    """Return what makes a guard of some tensors; None in releases of torch that were not tried.
+
+    It compares type, dtype, device, layout, shape, strides, and whether a gradient is needed. The
+    class is torch's own, and may crash where its arguments have changed: so never untried.
+    """
+    torch = sys.modules["torch"]
+    if ".".join(torch.__version__.split(".")[:2]) not in _TRIED_GUARDS:
+        return None
+
+    def compare(tensors: list[Any]) -> Callable[..., bool]:
+        options = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
+        check: Callable[..., bool] = guards(*tensors, **options).check
+        return check
+
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards
+        with torch.inference_mode(False), torch.enable_grad():
+            x, trained = torch.zeros(2, 3), torch.zeros(2, 3, requires_grad=True)
+            alike = compare([x])
+            others = x.half(), x[:1], torch.zeros(3, 2).T, x.to("meta"), trained
+            if not alike(x.clone()) or any(alike(other) for other in others):
+                return None
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return compare
+
+
+def taking(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what takes some items of a tuple or a mapping, as a tuple even of one."""
+    if len(keys) > 1:
+        return operator.itemgetter(*keys)
+    if len(keys) == 0:
+        return lambda items: ()
+    return lambda items: (items[keys[0]],)
 
 
 def _probe_for(x: Any) -> Probe:
@@ -504,7 +632,7 @@ def _view_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
 
 def _require_plain(dtype: np.dtype[Any]) -> None:
     """Raise unless elements are numbers in this processor's byte order."""
-    if not dtype.isnative or dtype.hasobject or dtype.names:
+    if not dtype.isnative or dtype.hasobject or dtype.names or not dtype.itemsize:
         raise TypeError(f"got NumPy dtype {dtype!r}")
 
 
@@ -627,16 +755,19 @@ def _is_immutable(x: Any, v: ArrayView) -> bool:
 def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
     if interface.get("mask") is not None:
         raise TypeError(f"got {type(x).__name__} with a mask")
-    dtype = np.dtype(interface["typestr"])
+    try:
+        dtype, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
+        strides = tuple(interface.get("strides") or contiguous_strides(shape, dtype.itemsize))
+        pointer, readonly = interface["data"]
+    except (KeyError, TypeError, ValueError) as error:
+        kind = type(x).__name__
+        raise TypeError(f"got {kind}, whose interface lacks what it needs: {error!r}") from None
     _require_plain(dtype)
-    shape = tuple(interface["shape"])
-    strides = interface.get("strides") or contiguous_strides(shape, dtype.itemsize)
-    pointer, readonly = interface["data"]
     if interface.get("stream") is not None:
         STREAMED_TYPES.add(type(x))
     device = f"cuda:{cuda_api.device_of_pointer(pointer)}"
     return ArrayView(
-        pointer or 0, shape, tuple(strides), formats.tag(dtype), device,
+        pointer or 0, shape, strides, formats.tag(dtype), device,
         library="cupy", readonly=readonly or _is(x, "jax", "Array"), owner=x,
     )  # fmt: skip
 
@@ -663,7 +794,7 @@ def view_as(array: Any, format: str) -> ArrayView:
     >>> view_as(np.zeros((4, 8), np.uint16), "bf16")
     <(4, 8) bf16 on host at 0x...>
     """
-    if format not in formats.FORMATS:
+    if not isinstance(format, str) or format not in formats.FORMATS:
         raise ValueError(f"format: expected one of {', '.join(formats.FORMATS)}, got {format!r}")
     v = view(array, "array")
     if v.format != format:
@@ -681,7 +812,7 @@ def view_as(array: Any, format: str) -> ArrayView:
 # --- What other libraries must know, or wait for --------------------------------------------------
 
 
-def note_written(arrays: Iterable[Any]) -> None:
+def note_written(arrays: Sequence[Any]) -> None:
     """Tell autograd that torch tensors among these arrays were written.
 
     It increments their version counters, as torch's in-place operations do, also without gradients:
@@ -689,20 +820,20 @@ def note_written(arrays: Iterable[Any]) -> None:
     """
     if not _TORCH_TYPES:
         return
-    tensors = []
     for array in arrays:
-        owner = array.owner if type(array) is ArrayView else array
-        if type(owner) in _TORCH_TYPES:
-            tensors.append(owner)
-    if tensors:
-        _increment_version()(tensors)
+        if type(array) not in _TORCH_TYPES:
+            owners = [x.owner if type(x) is ArrayView else x for x in arrays]
+            arrays = [x for x in owners if type(x) in _TORCH_TYPES]
+            break
+    if arrays:
+        _increment_version()(arrays)
 
 
 @cache
-def _increment_version() -> Callable[[list[Any]], Any]:
+def _increment_version() -> Callable[[Sequence[Any]], Any]:
     """Return `torch.autograd.graph.increment_version`, or what it calls, in a third of the time."""
     torch = sys.modules["torch"]
-    direct: Callable[[list[Any]], Any] = torch._C._increment_version
+    direct: Callable[[Sequence[Any]], Any] = torch._C._increment_version
     try:
         direct([])
     except TypeError:  # older versions take one tensor

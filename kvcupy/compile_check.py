@@ -51,6 +51,7 @@ REGISTER_BUDGET: dict[str, int] = {
     "attention_decode": 255,  # blocks of 128 threads: two a multiprocessor, whose loads fill it
     "attention_decode_mma": 255,  # two or three blocks of 128 threads an SM, as planned
     "attention_decode_latent": 255,  # two blocks of 128 threads an SM, as planned
+    "attention_decode_heads": 255,  # a block of 256 threads an SM, as planned
     "merge_states": 100,  # eight states in flight; two take 60
     "attention_prefill": 255,  # two or three blocks of 128 threads a multiprocessor, as planned
 }
@@ -59,7 +60,9 @@ _OLDEST = 75  # the kernels use instructions that came with it
 _KERNELS_PER_PROGRAM = 8  # more gain nothing
 _SAMPLE = 20  # of so many programs that a record speaks for, one is compiled
 # These compile ten times as long as they parse.
-_LARGE = ("attention_decode", "attention_decode_mma", "attention_prefill")
+_LARGE = (
+    "attention_decode", "attention_decode_mma", "attention_decode_heads", "attention_prefill",
+)  # fmt: skip
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")

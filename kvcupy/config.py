@@ -42,6 +42,11 @@ class Config:
         the least shared memory of those that every kernel runs on
     strict_seed : of the orders of threads and blocks; by default random. Setting it starts the
         sequence of orders again
+
+    Raises
+    ------
+    TypeError, ValueError : a setting does not take the value
+    AttributeError : there is no such setting
     """
 
     def __init__(self) -> None:
@@ -65,7 +70,7 @@ class Config:
 
     @fallback.setter
     def fallback(self, value: str) -> None:
-        if value not in ("warn", "error"):
+        if not isinstance(value, str) or value not in ("warn", "error"):
             raise ValueError(f'fallback: expected "warn" or "error", got {value!r}')
         self._fallback = value
 
@@ -85,7 +90,7 @@ class Config:
 
     @strict_index_faults.setter
     def strict_index_faults(self, value: str) -> None:
-        if value not in ("raise", "record"):
+        if not isinstance(value, str) or value not in ("raise", "record"):
             raise ValueError(f'strict_index_faults: expected "raise" or "record", got {value!r}')
         self._strict_index_faults = value
 
@@ -100,7 +105,7 @@ class Config:
 
     @strict_arch.setter
     def strict_arch(self, value: str) -> None:
-        if value not in SHARED_BYTES:
+        if not isinstance(value, str) or value not in SHARED_BYTES:
             raise ValueError(
                 f"strict_arch: expected one of {', '.join(SHARED_BYTES)}, got {value!r}"
             )

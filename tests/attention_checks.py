@@ -119,22 +119,72 @@ def check_attention_append_whole_tiles(device):
     return case
 
 
-def check_attention_latent(device, cache_fmt=None, scale="none"):
-    """Values that are the first elements of keys; two tiles of heads, a page that is missing."""
-    case = AttentionCase(device, 63)
-    args = case.arguments([130, 0, 37], fmt="bf16", cache_fmt=cache_fmt, heads=(18, 1),
-                          widths=(576, 512), page_size=16, scales=(scale, "none"))  # fmt: skip
+def latents(case, seq_lens, query_lens=None, *, heads, cache_fmt=None, scale="none", loud=2.0):
+    """Return arguments whose values are the first elements of keys; a page is missing."""
+    args = case.arguments(
+        seq_lens, query_lens, fmt="bf16", cache_fmt=cache_fmt, heads=(heads, 1), widths=(576, 512),
+        page_size=16, scales=(scale, "none"), loud=loud,
+    )  # fmt: skip
     args["v_cache"] = args["k_cache"].sub(lambda a: a[..., :512])
     if scale != "none":
         args["v_scale"] = args["k_scale"]
     table = args["block_table"].view.copy()
     table[0, 3] = -1
-    case.attend(args | {"block_table": case.table(table)})
+    return args | {"block_table": case.table(table)}
+
+
+def check_attention_latent(device, cache_fmt=None, scale="none"):
+    """A tile of heads, and two of heads and tokens."""
+    case = AttentionCase(device, 63)
+    options = {"cache_fmt": cache_fmt, "scale": scale}
+    case.attend(latents(case, [130, 0, 37], heads=16, **options))
+    case.attend(latents(case, [70, 3, 5], [3, 1, 0], heads=8, **options))
     return case
 
 
 def check_attention_latent_fp8(device):
     return check_attention_latent(device, "fp8_e4m3", "float")
+
+
+def check_attention_heads(device):
+    """More heads than a tile has rows."""
+    case = AttentionCase(device, 65)
+    case.attend(latents(case, [70, 0, 3], heads=100))
+    return case
+
+
+def check_attention_heads_fp8(device):
+    """Two groups of a tile; queries that are small in the first quarter of their depth."""
+    case = AttentionCase(device, 65)
+    args = latents(case, [75, 2], heads=40, cache_fmt="fp8_e4m3", scale="float")
+    query = args["query"].view.astype(np.float32)
+    query[..., :144] *= 2.0**-20
+    args["query"] = case.place(from_values(query, "bf16"), "bf16", name="query")
+    case.attend(args)
+    return case
+
+
+def check_attention_heads_wide_rows(device):
+    """Values of their own; scales per slot, of V of very different sizes; windows and trees."""
+    case = AttentionCase(device, 66)
+    args = case.arguments(
+        [44, 21], [3, 1], fmt="fp16", cache_fmt="int8", heads=(20, 2), widths=(320, 272),
+        padding=2, scales=("dynamic", "dynamic"),
+    )  # fmt: skip
+    scales = args["v_scale_cache"].view
+    sizes = 2.0 ** case.rng.integers(-9, 9, scales.shape)
+    args["v_scale_cache"] = case.place((scales * sizes).astype(np.float32), "fp32", name="scales")
+    case.attend(args, window=30, sinks=5, logits_soft_cap=6.0)
+    case.attend(args, tree_mask=case.tree([3, 1], 6))
+    return case
+
+
+def check_attention_heads_bits(device):
+    """Small scores, and an output of float32: rounding weights would show."""
+    case = AttentionCase(device, 67)
+    args = latents(case, [70], heads=18, loud=0.5)
+    case.attend(args, *case.results(args, fmt="fp32"))
+    return case
 
 
 def check_attention_wide_rows(device):
@@ -301,6 +351,20 @@ def check_attention_interleaved_packs(device):
     return check_attention_rotated_keys(device, "int8", interleaved=True)
 
 
+def check_attention_rotated_bytes(device, interleaved=False):
+    """Likewise on tensor cores, two tiles per warp of some."""
+    case = AttentionCase(device, 58)
+    args = case.arguments(
+        [260, 31], fmt="fp16", cache_fmt="fp8_e5m2", widths=(80, 32), page_size=16
+    )
+    case.attend(args | case.rope(32, start=16, positions=250, interleaved=interleaved))
+    return case
+
+
+def check_attention_interleaved_bytes(device):
+    return check_attention_rotated_bytes(device, interleaved=True)
+
+
 def check_attention_append_rotated_keys(device, interleaved=False):
     """Likewise on tensor cores, into float32."""
     case = AttentionCase(device, 58)
@@ -396,6 +460,10 @@ CHECKS = (
     check_attention_latent,
     check_attention_latent_fp8,
     check_attention_wide_rows,
+    check_attention_heads,
+    check_attention_heads_fp8,
+    check_attention_heads_wide_rows,
+    check_attention_heads_bits,
     check_attention_append,
     check_attention_append_bf16,
     check_attention_append_long,
@@ -420,6 +488,8 @@ CHECKS = (
     check_attention_interleaved,
     check_attention_rotated_packs,
     check_attention_interleaved_packs,
+    check_attention_rotated_bytes,
+    check_attention_interleaved_bytes,
     check_attention_append_rotated_keys,
     check_attention_append_rotated_keys_in_any_order,
     check_attention_append_interleaved,

@@ -36,7 +36,8 @@ class Call:
     missing: tuple[tuple[int, int], ...] = ()  # (sequence, entry) of the table: `wrong_page`
     wrong_page: int = -1
     index: str = "int32"
-    kernel: str = "prefill"  # or "decode", the one on tensor cores
+    kernel: str = "prefill"  # or "decode", the one on tensor cores, or "heads"
+    arch: str = "sm_86"  # whose shared memory "heads" makes use of
     seed: int = 0
 
     def __post_init__(self):
@@ -141,6 +142,10 @@ class Call:
             chosen = kernels.decode_mma_specialisation(self.fmt, *self.widths)
             tile_rows, threads = kernels.DECODE_MMA_ROWS, kernels.DECODE_MMA_THREADS
             smem_bytes = kernels.decode_mma_smem_bytes(chosen)
+        elif self.kernel == "heads":
+            chosen = kernels.heads_specialisation(self.fmt, self.arch)
+            tile_rows, threads = kernels.HEADS_ROWS, kernels.HEADS_THREADS
+            smem_bytes = kernels.heads_smem_bytes(chosen)
         else:
             chosen = kernels.prefill_specialisation(self.fmt, *self.widths)
             tile_rows, threads = kernels.PREFILL_ROWS, kernels.PREFILL_THREADS

@@ -202,14 +202,35 @@ def test_divisions_by_params_are_known(divisor, quotient):
     ("SHFL.BFLY PT, R1, R0, 0x1, 0x1f", "R1, 0x5"),
     ("VIADDMNMX R1, R0, 0x4, R2, !PT", "R1, 0x9"),  # the larger of 5 + 4 and 7
     ("VIADDMNMX R1, R0, 0x4, R2, PT", "R1, 0x7"),
+    ("PRMT R1, R0, 0x4000, R2", "R1, 0x7050505"),
+    ("PRMT R1, R8, 0x9910, RZ", "R1, 0xffff8085"),  # of 0x8085, by its sign
 ])  # fmt: skip
 def test_what_the_first_thread_computes_is_known(instruction, decided):
     text = listing(
-        "MOV R0, 0x5", "MOV R2, 0x7", instruction, f"ISETP.EQ.AND P0, PT, {decided}, PT",
+        "MOV R0, 0x5", "MOV R2, 0x7", "MOV R8, 0x8085", instruction,
+        f"ISETP.EQ.AND P0, PT, {decided}, PT",
         "LDG.E.128 R4, [R12.64]", "@P0 BRA `(.right)", "MUFU.SIN R0, R0", ".right:", "EXIT",
     )  # fmt: skip
     code = read(text, thread=FirstThread(0, 16))
     assert "MUFU.SIN" not in names(code.path(None, 16, dearest=True))
+
+
+@pytest.mark.parametrize("saved, restored", [
+    (("P2R R3, PR, RZ, 0x3",), "ISETP.EQ.AND P2, PT, R3, 0x2, PT"),
+    (("P2R R3, PR, R2, 0x3",), "ISETP.EQ.AND P2, PT, R3, 0xfe, PT"),  # other bits as they were
+    (("MOV R3, 0x80ff", "PRMT R3, R3, 0x9910, RZ"), "ISETP.EQ.AND P2, PT, R3, -0x7f01, PT"),
+    (("MOV R3, 0x1234", "PRMT R3, R3, 0x0514, R2"), "ISETP.EQ.AND P2, PT, R3, 0x340012ff, PT"),
+])  # fmt: skip
+def test_a_predicate_that_is_kept_in_a_register_is_known(saved, restored):
+    text = listing(
+        "MOV R0, 0x5", "MOV R2, 0xff", "ISETP.EQ.AND P0, PT, R0, 0x7, PT",
+        "ISETP.EQ.AND P1, PT, R0, 0x5, PT", *saved, restored, "LDG.E.128 R4, [R12.64]",
+        "@P2 BRA `(.right)", "MUFU.SIN R0, R0", "BRA `(.end)", ".right:", "MUFU.COS R0, R0",
+        ".end:", "EXIT",
+    )  # fmt: skip
+    for dearest in (False, True):
+        path = read(text).path(None, 16, dearest=dearest)
+        assert "MUFU.COS" in names(path) and "MUFU.SIN" not in names(path)
 
 
 @pytest.mark.parametrize("word, count", [(4, 0), (5, 1)])
@@ -222,6 +243,29 @@ def test_a_predicate_of_bits_is_known(word, count):
     for dearest in (False, True):
         path = read(text).path(None, 16, dearest=dearest)
         assert names(path).count("MUFU.SIN") == count
+
+
+@pytest.mark.parametrize(
+    ("word", "others", "bit", "counts"),
+    [
+        (4, "RZ", 4, [0, 0]),
+        (5, "RZ", 4, [1, 1]),
+        (5, "RZ", 2, [0, 0]),
+        (4, "R1", 2, [1, 1]),  # R1 is 6
+        (4, "R1", 4, [0, 0]),
+        (5, "R2", 4, [0, 1]),  # R2 is unknown
+    ],
+)
+def test_predicates_that_are_kept_in_a_register_are_known(word, others, bit, counts):
+    """P2 as bit 2 of a word, whose other bits are those of another."""
+    text = listing(
+        "MOV R0, 0x4", "MOV R1, 0x6", "ISETP.NE.AND P2, PT, R0, c[0x0][0x160], PT",
+        f"P2R R3, PR, {others}, 0x4", "ISETP.NE.AND P2, PT, R8, RZ, PT",
+        f"LOP3.LUT P0, RZ, R3, {bit:#x}, RZ, 0xc0, !PT", "LDG.E.128 R4, [R12.64]",
+        "@!P0 BRA `(.none)", "MUFU.SIN R0, R0", ".none:", "EXIT",
+    )  # fmt: skip
+    ways = [read(text, word).path(None, 16, dearest=dearest) for dearest in (False, True)]
+    assert [names(way).count("MUFU.SIN") for way in ways] == counts
 
 
 @pytest.mark.parametrize("arch", roofline.DEFAULT_ARCHS)
@@ -379,6 +423,18 @@ def test_a_tile_of_prefill_is_64_keys():
     assert entry.asked_bytes * 4 == 64 * 2 * 128 * 2
     # Four warps of 16 rows: two products of each, for all keys.
     assert entry.counted == 2 * 2 * 16 * 64 * 128
+
+
+@pytest.mark.parametrize("heads, warps", [(16, 4), (128, 8)])
+def test_a_tile_of_latents_is_32_keys_that_are_fetched_once(heads, warps):
+    row = next(row for row in ROWS if row.name == f"mla bf16 {heads} heads")
+    entry = examine(row, "sm_80")
+    assert entry.asked_bytes * warps == 32 * 576 * 2
+    tiles = 2 if heads == 128 else 1  # which share what is fetched
+    assert entry.counted * warps == 32 * 576 * 2 / tiles
+    weights_and_rest = 2 * 512
+    rows = min(heads, 64)
+    assert entry.pipes["tensor"] * 2048 * warps == rows * 32 * (576 + weights_and_rest)
 
 
 def test_a_call_that_launches_no_kernel_of_the_row_is_refused():

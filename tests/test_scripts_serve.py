@@ -20,7 +20,7 @@ from llama_cases import (
 )
 
 import kvcupy as kv
-from kvcupy.timeline import Span
+from kvcupy.timelines.timeline import Span
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path", "quick_host")
 

@@ -13,7 +13,7 @@ import pytest
 
 import kvcupy as kv
 from kvcupy import observe
-from kvcupy.timeline import Timeline, timeline
+from kvcupy.timelines.timeline import Timeline, timeline
 
 
 class ManualEvent:
@@ -227,7 +227,7 @@ def test_lanes_of_the_same_name_on_two_devices_stay_apart(tmp_path):
 
 
 def test_shared_time_is_where_two_lanes_are_busy(overlap):
-    from kvcupy.timeline import _shared
+    from kvcupy.timelines.timeline import _shared
 
     spans = overlap.spans
     origin = spans[0].start_us
@@ -236,7 +236,7 @@ def test_shared_time_is_where_two_lanes_are_busy(overlap):
 
 
 def test_bars_that_touch_share_no_time():
-    from kvcupy.timeline import _shared
+    from kvcupy.timelines.timeline import _shared
 
     device = ManualDevice()
     with timeline() as result:

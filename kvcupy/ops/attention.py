@@ -9,6 +9,7 @@ Both make an `AttentionPlan` of a new signature: `check_call` checks the argumen
 
 from __future__ import annotations
 
+import math
 import numbers
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import devices, faults, scratch
-from ..arrays import ArrayView, describe, probe_arguments, view
-from ..devices.protocol import Device, Stream
+from .. import devices, faults
+from ..arrays import ArrayView, describe
+from ..devices.protocol import Device
 from ..errors import CompileError
 from ..observe import Access, Slots
 from . import checks, fallback
@@ -33,7 +34,17 @@ from .attention_kernels import (
     num_tiles,
     starts_params,
 )
-from .call import Argument, Launch, Operation, Plan, Pointer, Views, planned, to_allocate
+from .call import (
+    Argument,
+    Launch,
+    Operation,
+    Plan,
+    Pointer,
+    Probed,
+    StepOperation,
+    Views,
+    to_allocate,
+)
 from .checks import KVNames, KVOperand
 from .merge import merge_launch
 
@@ -149,25 +160,7 @@ def paged_attention(
 # --- Layer by layer -------------------------------------------------------------------------------
 
 
-class _Probed:
-    """Some arguments of attention, probed once for many calls."""
-
-    def __init__(self, arguments: tuple[Argument, ...], arrays: tuple[Any, ...]) -> None:
-        self.arrays = arrays
-        try:
-            self.pointers, self.signatures = probe_arguments(arrays)
-        except TypeError:
-            for argument, array in zip(arguments, arrays, strict=True):
-                if checks.is_array(array):
-                    view(array, argument.name)  # raises, naming what is not an array
-            raise
-        self.alignment = 0
-        for argument, pointer in zip(arguments, self.pointers, strict=True):
-            if argument.words:
-                self.alignment |= pointer
-
-
-class LayerArrays(_Probed):
+class LayerArrays(Probed):
     """K and V of a layer, with their scales, as in `paged_attention`: probed once for all steps."""
 
     def __init__(
@@ -178,7 +171,7 @@ class LayerArrays(_Probed):
         super().__init__(_PER_LAYER, arrays)
 
 
-class StepAttention(_Probed):
+class StepAttention(StepOperation):
     """Attention over the sequences of one step of a cache: their tables, probed for all layers.
 
     Parameters
@@ -204,7 +197,8 @@ class StepAttention(_Probed):
 
     Notes
     -----
-    Negative counts are 0. Tensor cores take rotated keys rounded to the 16-bit format of the cache.
+    Negative counts are 0. Tensor cores take rotated keys rounded to the 16-bit format of the cache,
+    and to fp16 where that has 8 bits.
     """
 
     def __init__(
@@ -217,41 +211,19 @@ class StepAttention(_Probed):
             block_table, seq_lens, query_lens, tree_mask, evicted_starts, evicted_lens, key_starts,
             tree_lens, tree_positions, rope_table, cu_query_lens,
         )  # fmt: skip
-        super().__init__(_PER_STEP, arrays)
+        super().__init__(_ATTENTION, AttentionPlan, len(_PER_CALL), arrays)
 
     def run(
         self, layer: LayerArrays, query: Any, out: Any, options: AttentionOptions, *,
         lse_out: Any = None, sinks: Any = None, stream: Any = None,
     ) -> Any:  # fmt: skip
-        """Attend in one layer, as `paged_attention` does.
+        """Attend in one layer, as `paged_attention` does; a cache calls `issue`.
 
         `options` come from `check_options`, with `sinks` that are an int; here `sinks` are learned
         logits, or None.
         """
-        arrays: tuple[Any, ...] = query, out, lse_out, sinks, *layer.arrays, *self.arrays
-        try:
-            pointers, signatures = probe_arguments((query, out, lse_out, sinks))
-        except TypeError:
-            _prepare(arrays, options)  # raises, naming the argument
-            raise
-        query_address, out_address, _, _ = pointers
-        alignment = query_address | out_address | layer.alignment | self.alignment
-        pointers += layer.pointers + self.pointers
-        signatures += layer.signatures + self.signatures
-        plan: AttentionPlan = planned(
-            (_ATTENTION, (options,), alignment & 15, signatures),
-            lambda: _prepare(arrays, options),
-        )
-        if plan.allocated:
-            pointers, arrays = plan.allocate(pointers, arrays, stream)
-            _, out, *_ = arrays
-        plan.run(pointers, arrays, stream)
-        return out
-
-
-def _prepare(arrays: tuple[Any, ...], options: AttentionOptions) -> AttentionPlan:
-    plan: AttentionPlan = _ATTENTION.prepare(arrays, (options,), AttentionPlan)[0]
-    return plan
+        arrays = query, out, lse_out, sinks, *layer.arrays, *self.arrays
+        return _ATTENTION.run(arrays, (options,), AttentionPlan, stream)
 
 
 # --- Checks ---------------------------------------------------------------------------------------
@@ -289,11 +261,12 @@ def _checked_options(
         checks.require_int(sinks, "sinks")
         if not 0 <= sinks < 2**63:
             raise ValueError(f"sinks: expected at least 0, got {sinks}")
-    if not isinstance(interleaved, (bool, np.bool_)):
-        raise TypeError(f"interleaved: expected a bool, got {interleaved!r}")
     checks.require_int(rotary_start, "rotary_start")
     if rotary_start < 0:
         raise ValueError(f"rotary_start: expected at least 0, got {rotary_start}")
+    for name, value in (("causal", causal), ("interleaved", interleaved)):
+        if type(value) is not bool:
+            checks.flag(value, name)
     return AttentionOptions(
         layout, _float32(sm_scale, "sm_scale"), bool(causal), int(window or 0), int(sinks or 0),
         _float32(logits_soft_cap, "logits_soft_cap", positive=True) or 0.0, bool(interleaved),
@@ -309,8 +282,11 @@ def _float32(value: Any, name: str, *, positive: bool = False) -> float | None:
         return value
     checks.require_number(value, name)
     assert isinstance(value, numbers.Real)
-    with np.errstate(over="ignore"):
-        rounded = np.float32(value)
+    try:
+        with np.errstate(over="ignore"):
+            rounded = np.float32(value)
+    except OverflowError:  # of an int
+        rounded = np.float32(math.inf)
     if not np.isfinite(rounded) or (positive and not rounded > 0):
         expected = "a finite float32 above zero" if positive else "a finite float32"
         hint = "; None is no cap" if positive and value == 0 else ""
@@ -520,7 +496,6 @@ class AttentionPlan(Plan):
         super().__init__(_ATTENTION, devices.get(query.device), query.library)
         if "out" not in arguments:
             self.allocated["out"] = self.call.arguments["out"]
-        self._workspace_bytes = 0
         if self.call.num_tokens == 0 or self.call.num_sequences == 0:
             return
         try:
@@ -590,19 +565,12 @@ class AttentionPlan(Plan):
                 _attend_sequence(device, call, views, sequence)
             start = stop
 
-    def enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
-        """Launch the kernels, with a workspace if they need one."""
-        if self.cause is None and self._workspace_bytes:
-            lent = scratch.borrow(self.device, self._workspace_bytes, stream)
-            pointers, arrays = (*pointers, lent.pointer), (*arrays, lent)
-        super().enqueue(pointers, arrays, stream)
-
     def _load(self, alignment: int) -> None:
         """Load the kernels, and lay out their launches and the workspace."""
         call, device = self.call, self.device
         tiling = choose_tiling(device, call, alignment)
         tiles, num_kv_heads = num_tiles(call, tiling.rows), call.k.cache.num_heads
-        num_splits = choose_num_splits(device, call, tiles * num_kv_heads)
+        num_splits = choose_num_splits(device, call, tiles * num_kv_heads, tiling.blocks_per_sm)
         names = (*_ATTENTION.names, "workspace")
         pointers: dict[str, Pointer] = {name: name for name in call.views if name in ARRAYS}
         if "lse_out" in call.views:
@@ -652,8 +620,8 @@ class AttentionPlan(Plan):
 
     def _reserve(self, num_bytes: int) -> tuple[str, int]:
         """Return where the next part of the workspace lies."""
-        start = self._workspace_bytes
-        self._workspace_bytes += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+        start = self.workspace_bytes
+        self.workspace_bytes += -(-num_bytes // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
         return "workspace", start
 
 

@@ -2,8 +2,9 @@
 
 `attention_prefill` works on tiles of 64 packed rows with tensor cores, where query and cache are
 fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 bits, and
-`attention_decode_latent` likewise where rows are wide. `attention_decode` takes every other call: a
-few packed rows per tile. All split keys over blocks. `attention_starts` runs before them where
+`attention_decode_latent` likewise where rows are wide, and `attention_decode_heads` on tiles of 64
+where many heads share those. `attention_decode` takes every other call: a few packed rows per tile.
+All split keys over blocks. `attention_starts` runs before them where
 sequences have several new tokens.
 
 A packed row is one query head of one token. The heads that share a KV head, of one token after
@@ -21,6 +22,7 @@ import numpy as np
 
 from .. import faults
 from ..arrays import ArrayView
+from ..config import SHARED_BYTES
 from ..devices.protocol import Device
 from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
@@ -249,6 +251,9 @@ DECODE_LATENT = Kernel(
     "attention_decode_latent.cu", "attention_decode_latent", PARAMS, "AttentionParams",
     barriers=True,
 )  # fmt: skip
+DECODE_HEADS = Kernel(
+    "attention_decode_heads.cu", "attention_decode_heads", PARAMS, "AttentionParams", barriers=True
+)
 PREFILL = Kernel(
     "attention_prefill.cu", "attention_prefill", PARAMS, "AttentionParams", barriers=True
 )
@@ -261,7 +266,7 @@ _DECODE_ROWS: _Rows = {
     "float": {1: (1, 4), 3: (1,)}, "half": {1: (1,)}, "bfloat16": {1: (1, 4)},
     "AnyFormat": {1: (1, 4, 8), 3: (1, 2)},
 }  # fmt: skip
-# Keys of 16 bits are rotated on tensor cores; those of float32 are few.
+# Keys of 16 bits are rotated on tensor cores, as most of 8 bits; those of float32 are few.
 _ROTATING_ROWS: _Rows = {
     "fp8_e4m3": {1: (1, 4)}, "fp8_e5m2": {1: (1, 4)}, "int8": {1: (1, 4)},
     "AnyFormat": {1: (1, 4, 8), 3: (1,)},
@@ -276,7 +281,14 @@ _DECODE_THREADS = 128
 DECODE_MMA_ROWS = 16
 DECODE_MMA_THREADS = 128
 _DECODE_WARPS = 4
-_TILE_KEYS = 16
+_TILE_KEYS = {False: 16, True: 32}  # kKeys of the kernel; True: rows of 8 bits, which are narrow
+_NARROW = 128  # elements
+
+# kHeadsRows and kHeadsThreads of the kernel.
+HEADS_ROWS = 64
+HEADS_THREADS = 256
+HEADS_KEYS = (32, 16)
+"""Keys per tile of the kernel for many heads: the first where shared memory allows it."""
 
 # kPrefillRows and kPrefillThreads of the kernel.
 PREFILL_ROWS = 64
@@ -294,8 +306,11 @@ DECODE_MMA_FORMATS = (*PREFILL_FORMATS, "fp8_e4m3", "fp8_e5m2", "int8")
 _WORD_BYTES = 16  # rows are copied to shared memory in words of this size
 _MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be empty
 _TURING_SMEM_BYTES = 64 * 1024
+_LEAST_SMEM_BYTES = min(n for arch, n in SHARED_BYTES.items() if arch != "sm_75")
 _TILE_BYTES = 1168  # a PrefillTile
 _DECODE_TILE_BYTES = 928  # a DecodeTile
+_HEADS_TILE_BYTES = 2144  # a HeadsTile
+_HEADS_DEPTH_STEPS, _HEADS_HELD_STEPS = 9, {32: 3, 16: 4}  # kDepthSteps, kHeldSteps by keys
 
 
 def specialisations() -> list[Specialisation]:
@@ -319,6 +334,11 @@ def specialisations() -> list[Specialisation]:
         for widths in PREFILL_WIDTHS
     ]
     decodes += [latent_specialisation(name) for name in DECODE_MMA_FORMATS]
+    decodes += [
+        DECODE_HEADS.specialise(FORMATS[name].ctype, keys)
+        for name in DECODE_MMA_FORMATS
+        for keys in HEADS_KEYS
+    ]
     starts = [kernel.specialise(lanes) for lanes, kernel in STARTS.items()]
     return [*decodes, *prefills, *starts]
 
@@ -330,6 +350,8 @@ def is_reachable(specialisation: Specialisation, arch: str) -> bool:
     plain kernel takes bf16 and wide rows of fp16.
     """
     kernel, format = specialisation.kernel, specialisation.arguments[0]
+    if kernel is DECODE_HEADS:
+        return arch != "sm_75" and specialisation.arguments[1] == str(_heads_keys(arch))
     if kernel is DECODE[32]:
         return arch == "sm_75" or format not in PREFILL_FORMATS.values()
     if arch != "sm_75" or kernel not in (PREFILL, DECODE_MMA, DECODE_LATENT):
@@ -366,13 +388,14 @@ def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int
     ctype, *widths = specialisation.arguments
     k_width, v_width = map(int, widths)
     itemsize = next(f.itemsize for f in FORMATS.values() if f.ctype == ctype)
-    tile_bytes = _TILE_KEYS * itemsize * (k_width + v_width)
+    keys = _TILE_KEYS[itemsize == 1 and max(k_width, v_width) <= _NARROW]
+    tile_bytes = keys * itemsize * (k_width + v_width)
     stages = 4 if tile_bytes <= 2048 else 2 if tile_bytes <= 10240 else 1
     if arch == "sm_75":
         stages = 1
     merge_bytes = DECODE_MMA_ROWS * (v_width + 8) * 4
     per_key = 8 * (2 * stages + (stages if itemsize == 2 else 1)) + 8 * stages
-    table_bytes = -(-(_TILE_KEYS * per_key + 4 * stages) // 8) * 8
+    table_bytes = -(-(keys * per_key + 4 * stages) // 8) * 8
     per_warp = max(stages * tile_bytes, merge_bytes) + table_bytes
     return _DECODE_WARPS * per_warp + DECODE_MMA_ROWS * k_width * 2 + _DECODE_TILE_BYTES
 
@@ -391,6 +414,40 @@ def latent_smem_bytes(specialisation: Specialisation) -> int:
     scores_bytes = DECODE_MMA_ROWS * (keys + 8) * 4
     tiles_bytes = (stages * keys * itemsize + DECODE_MMA_ROWS * 2) * width
     return tiles_bytes + scores_bytes + -(-table_bytes // 8) * 8 + _DECODE_TILE_BYTES
+
+
+def heads_specialisation(format_name: str, arch: str) -> Specialisation:
+    """Return the kernel of a cache's format for many heads and rows up to `LATENT_WIDTHS`."""
+    return DECODE_HEADS.specialise(FORMATS[format_name].ctype, _heads_keys(arch))
+
+
+def _heads_keys(arch: str) -> int:
+    """Return the most keys per tile that shared memory has room for, whatever the format."""
+    fitting = SHARED_BYTES.get(arch, _LEAST_SMEM_BYTES)
+    widest_format = FORMATS["bf16"].ctype
+    return next(
+        n for n in HEADS_KEYS
+        if n == HEADS_KEYS[-1]
+        or heads_smem_bytes(DECODE_HEADS.specialise(widest_format, n)) <= fitting
+    )  # fmt: skip
+
+
+def heads_smem_bytes(specialisation: Specialisation) -> int:
+    """Return the dynamic shared memory of a block, `HeadsShape::kBytes` of the kernel."""
+    ctype, keys_per_tile = specialisation.arguments
+    keys, itemsize = (
+        int(keys_per_tile),
+        next(f.itemsize for f in FORMATS.values() if f.ctype == ctype),
+    )
+    stages, warps, width = 2, HEADS_THREADS // 32, LATENT_WIDTHS[0]
+    query_bytes = warps * (_HEADS_DEPTH_STEPS - _HEADS_HELD_STEPS[keys]) * 2 * 512
+    sums_bytes = warps * 3 * 32 * keys
+    angles = (stages + 1) * keys if itemsize == 2 else keys
+    table_bytes = (stages + 1) * (keys * (2 * 8 + 2 * 4) + 4) + 8 * angles
+    tiles_bytes = stages * keys * itemsize * width
+    weights_bytes = HEADS_ROWS * keys * 4
+    in_tables = -(-table_bytes // 8) * 8 + _HEADS_TILE_BYTES
+    return tiles_bytes + query_bytes + sums_bytes + weights_bytes + in_tables
 
 
 def padded_widths(k_width: int, v_width: int) -> tuple[int, int] | None:
@@ -423,7 +480,6 @@ def _bool(value: bool) -> str:
 
 _MAX_SPLITS = 128
 _MIN_KEYS_PER_SPLIT = 256
-_BLOCKS_PER_SM = 4  # so that a few short sequences do not leave an SM idle
 
 
 @dataclass(frozen=True)
@@ -436,6 +492,7 @@ class Tiling:
     lanes : threads that share a key, in the decode kernel
     threads : per block
     smem_bytes : of dynamic shared memory per block
+    blocks_per_sm : with so many, short sequences do not leave an SM idle
     """
 
     specialisation: Specialisation
@@ -443,6 +500,7 @@ class Tiling:
     lanes: int
     threads: int
     smem_bytes: int
+    blocks_per_sm: int = 4
 
 
 def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
@@ -458,6 +516,11 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         smem_bytes = decode_mma_smem_bytes(chosen, device.arch)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
     if suits_latent(device, call, alignment):
+        chosen = heads_specialisation(call.k.cache_format.name, device.arch)
+        if has_many_rows(call) and is_reachable(chosen, device.arch):
+            # An SM holds one block, and a split of it writes as many bytes as 114 latents have.
+            smem_bytes = heads_smem_bytes(chosen)
+            return Tiling(chosen, HEADS_ROWS, 1, HEADS_THREADS, smem_bytes, blocks_per_sm=2)
         chosen = latent_specialisation(call.k.cache_format.name)
         smem_bytes = latent_smem_bytes(chosen)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
@@ -478,20 +541,25 @@ def suits_latent(device: Device, call: AttentionCall, alignment: int) -> bool:
     )
 
 
+def has_many_rows(call: AttentionCall) -> bool:
+    """Return whether sequences have more rows than a tile of few, as far as shapes tell."""
+    return call.group * -(-call.num_tokens // max(1, call.num_sequences)) > DECODE_MMA_ROWS
+
+
 def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> bool:
     """Return whether the decode kernel on tensor cores takes a call.
 
     It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
     one of 8 bits, and rows are whole 16-byte words at aligned addresses. One row alone wastes most
-    of each product, which still takes less time than float32 arithmetic. Keys of 8 bits are not
-    rotated. `is_reachable` says what Turing lacks.
+    of each product, which still takes less time than float32 arithmetic. `is_reachable` says what
+    Turing lacks.
     """
     if padded_widths(*_widths(call)) is None:
         return False
     if not _has_words_for_tensor_cores(device, call, alignment):
         return False
     if call.k.cache_format.itemsize == 1:
-        if call.rotates_keys:
+        if call.rotates_keys and not _has_rotary_packs(call, alignment, 2 * _PACK):
             return False
     elif not _has_whole_packs(call, alignment):
         return False
@@ -595,11 +663,14 @@ def _has_whole_packs(call: AttentionCall, alignment: int) -> bool:
     whole = all(operand.cache.width % _PACK == 0 for operand in (call.k, call.v))
     if not whole or widest((alignment, *map(abs, strides))) < word_bytes:
         return False
-    if not call.rotates_keys:
-        return True
+    return not call.rotates_keys or _has_rotary_packs(call, alignment, _PACK)
+
+
+def _has_rotary_packs(call: AttentionCall, alignment: int, elements: int) -> bool:
+    """Return whether rotated elements are whole packs, and their angles at aligned addresses."""
     table = call.views["rope_table"]
     rotated = table.shape[1] if call.options.interleaved else table.shape[1] // 2
-    whole = call.options.rotary_start % _PACK == 0 and rotated % _PACK == 0
+    whole = call.options.rotary_start % elements == 0 and rotated % elements == 0
     return whole and widest((alignment, abs(table.strides[0]))) == _WORD_BYTES
 
 
@@ -612,7 +683,9 @@ def num_tiles(call: AttentionCall, rows: int) -> int:
     return packed // rows + call.num_sequences
 
 
-def choose_num_splits(device: Device, call: AttentionCall, num_blocks: int) -> int:
+def choose_num_splits(
+    device: Device, call: AttentionCall, num_blocks: int, blocks_per_sm: int
+) -> int:
     """Return how many splits of the keys fill the device, from shapes alone, never from lengths.
 
     Without splits there are `num_blocks` blocks.
@@ -620,5 +693,5 @@ def choose_num_splits(device: Device, call: AttentionCall, num_blocks: int) -> i
     most_keys = call.max_keys
     if call.options.window:
         most_keys = min(most_keys, call.options.window + call.options.sink_keys)
-    splits = _BLOCKS_PER_SM * device.sm_count // max(1, num_blocks)
+    splits = blocks_per_sm * device.sm_count // max(1, num_blocks)
     return max(1, min(splits, most_keys // _MIN_KEYS_PER_SPLIT, _MAX_SPLITS))

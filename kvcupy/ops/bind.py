@@ -14,19 +14,19 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
-from ..arrays import ArrayView, describe, probe_arguments, view
+from ..arrays import ArrayView, Prober, describe, taking, view
 from . import checks
 from .attention import paged_attention
-from .call import Recorder, same_layout, taking
+from .call import Recorder, same_layout
 from .indexing import find_duplicate_slots, page_table_csr, slot_mapping
 from .merge import merge_states
 from .pages import copy_pages
-from .rope import apply_rope, rope_store_kv, rope_store_mla, rotate_query
+from .rope import apply_rope, rope_store_kv, rope_store_mla
 from .store import gather_kv, store_kv, store_mla
 from .transfer import transfer_pages
 
 _PLANNED = (
-    store_kv, store_mla, gather_kv, apply_rope, rotate_query, rope_store_kv, rope_store_mla,
+    store_kv, store_mla, gather_kv, apply_rope, rope_store_kv, rope_store_mla,
     paged_attention, merge_states, copy_pages, slot_mapping,
 )  # fmt: skip
 _UNPLANNED = (page_table_csr, find_duplicate_slots, transfer_pages)
@@ -112,8 +112,11 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, **options: Any) -> B
     if examples.get("alt_stream", 0) is None:
         raise TypeError("alt_stream: expected a stream to vary, got None")
     views = {n: view(x, n) for n, x in examples.items() if n not in _STREAMS}
-    kind = _PlannedCall if _has_plan(operation, parameters) else BoundCall
-    return kind(operation, parameters, examples, views)
+    if _has_plan(operation, parameters):
+        planned = _PlannedCall(operation, parameters, examples, views)
+        if planned.lasting:
+            return planned
+    return BoundCall(operation, parameters, examples, views)
 
 
 def _has_plan(operation: Callable[..., Any], parameters: Mapping[str, Any]) -> bool:
@@ -216,7 +219,10 @@ class _PlannedCall(BoundCall):
         self._pointers, self._arrays = pointers, tuple([
             None if i in varying else array for i, array in enumerate(arrays)
         ])  # fmt: skip
-        self._signatures = probe_arguments(tuple([examples[name] for name in views]))[1]
+        self._prober = Prober()
+        self._signatures = self._prober.probe(tuple([examples[name] for name in views]))[1]
+
+        self.lasting: bool = self._plan.lasting
 
         words = self._family.words
         self._alignment = _alignment(pointers, words)
@@ -232,7 +238,7 @@ class _PlannedCall(BoundCall):
                 streams = {name: varying.get(name, stream) for name, stream in streams.items()}
             try:
                 values = self._values(varying)
-                addresses, signatures = probe_arguments(values)
+                addresses, signatures = self._prober.probe(values)
             except KeyError:
                 raise self._wrong_names(varying) from None
             except TypeError:
@@ -245,6 +251,8 @@ class _PlannedCall(BoundCall):
             if signatures != self._signatures or alignment & 15 != self._alignment:
                 self._require_alike(varying)
                 return self._family.run(arrays, self._options, self._make, *streams.values())
+            if signatures is not self._signatures and self._prober.tries:
+                self._prober.learn(values, self._signatures)
             pointers = self._in_order(pointers + addresses)
         stream = streams["stream"]
         if plan.allocated:

@@ -6,7 +6,8 @@ The life of a call, `store_kv` say:
    is written, whether its alignment counts, and so on. The public function passes them in that
    order, with the options that are no arrays.
 2. `Operation.prepare` probes the arrays. What it finds (formats, shapes, strides, devices), the
-   alignment and the options are the *signature*; addresses are not part of it.
+   alignment and the options are the *signature*; addresses are not part of it. Tensors like those
+   of the last call are recognised without reading all that (`arrays.Prober`).
 3. A signature that is new goes to the family's `make` function, which gets views of the arrays by
    name. It runs every check, and returns a `Plan`: which kernels, how threads are laid over the
    work (`spread`), and all of the kernels' Params but the addresses (`Launch`). Names become
@@ -21,6 +22,7 @@ The life of a call, `store_kv` say:
    announces the operation to timelines and checkers, and launches, or runs the fallback.
 
 Prepared calls: `bind` makes a plan of its own, and begins at 5 with the addresses that vary.
+In a paged cache, a `StepOperation` has probed the arrays of a step and of each layer beforehand.
 
 Fallback: where a kernel cannot be compiled, making the plan catches the `CompileError` as
 `Plan.cause`; each call then warns or raises, as `config.fallback` says, and runs `Plan.fallback`,
@@ -46,21 +48,24 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .. import devices, formats, observe
+from .. import devices, formats, observe, scratch
 from ..arrays import (
+    MAX_TRIES,
     STREAMED_TYPES,
     ArrayView,
+    Prober,
     address_of,
     contiguous_strides,
     note_written,
     overlap,
     probe_arguments,
+    taking,
     view,
     wait_for_producers,
 )
 from ..config import config, logger
 from ..devices.protocol import Device, Stream
-from ..errors import CompileError
+from ..errors import CaptureError, CompileError
 from ..kernels import Specialisation
 from . import checks
 
@@ -122,6 +127,7 @@ class Operation:
         self.words = tuple([i for i, a in enumerate(arguments) if a.words])
         returned = [i for i, a in enumerate(arguments) if a.returned]
         self.returned = operator.itemgetter(*returned) if returned else None
+        self._prober = Prober()
         # Plans, signatures, options, alignment and plan of the last call; most are like it.
         self._last: tuple[Any, ...] = None, None, None, None, None
 
@@ -160,7 +166,7 @@ class Operation:
         make : called for the first call of a signature, as `make(arguments, alignment, *options)`.
             It gets views that keep nothing alive, and numbers, without arguments that are None; and
             `alignment`, which a word divides that divides each address. It checks everything, and
-            returns a Plan, or several that are run together, with `settle` and `used_at` likewise
+            returns a Plan, or several that are run together, with `settle` and the like
 
         Raises
         ------
@@ -168,13 +174,16 @@ class Operation:
         """
         signature = None
         try:
-            pointers, signatures = probe_arguments(arrays)
+            pointers, signatures = self._prober.probe(arrays)
             plans, last_signatures, last_options, last_alignment, plan = self._last
+            is_learnt = signatures is last_signatures  # else they are read, and may be equal
             is_last = (
                 plans is _plans and plan.used_at == _made
-                and signatures == last_signatures and options == last_options
+                and (is_learnt or signatures == last_signatures) and options == last_options
             )  # fmt: skip
             if is_last:
+                if not is_learnt and self._prober.tries:
+                    self._prober.learn(arrays, last_signatures)
                 allowed = plan.allowed
                 if pointers == allowed:
                     return plan, allowed
@@ -190,11 +199,12 @@ class Operation:
                 if plan.used_at != _made:
                     _remember(signature, plan)
                 self._last = _plans, signatures, options, alignment, plan
+                self._prober.tries = MAX_TRIES
                 return plan, pointers
         except (TypeError, ValueError):  # no array, or an option that is one: the checks say which
             signature = None
         pointers, plan = self.plan(arrays, options, make)
-        if signature is not None:
+        if signature is not None and plan.lasting:
             _remember(signature, plan, is_new=True)
         return plan, pointers
 
@@ -229,6 +239,91 @@ class Operation:
         return tuple(pointers), plan
 
 
+# --- Operations of a cache, layer by layer --------------------------------------------------------
+
+
+class Probed:
+    """Some arguments of an operation, probed once for many calls."""
+
+    def __init__(self, arguments: tuple[Argument, ...], arrays: tuple[Any, ...]) -> None:
+        self.arrays = arrays
+        try:
+            self.pointers, self.signatures = probe_arguments(arrays)
+        except TypeError:
+            for argument, array in zip(arguments, arrays, strict=True):
+                if checks.is_array(array):
+                    view(array, argument.name)  # raises, naming what is not an array
+            raise
+        self.alignment = 0
+        for argument, pointer in zip(arguments, self.pointers, strict=True):
+            if argument.words:
+                self.alignment |= pointer
+
+
+NO_ARGUMENTS = Probed((), ())
+
+
+class StepOperation(Probed):
+    """An operation whose last arguments are the same in all layers of a step of a cache.
+
+    Those before them are a layer's. The first, the rows, come with each call.
+
+    Parameters
+    ----------
+    operation, make : as `Operation.prepare` takes them
+    num_rows : how many of the arguments come with each call
+    arrays : the arguments of the step
+    options : of the operation, where they do not come with each call
+    """
+
+    def __init__(
+        self, operation: Operation, make: Callable[..., Any], num_rows: int,
+        arrays: tuple[Any, ...], options: tuple[Any, ...] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(operation.arguments[-len(arrays) :], arrays)
+        self._operation, self._make, self._options = operation, make, options
+        self._words = [i for i in operation.words if i < num_rows]
+        # Of the last call: kind, signatures of the layer, alignment, options and plan.
+        self._last: tuple[Any, ...] = None, None, None, None, None
+
+    def issue(
+        self, rows: tuple[Any, ...], pointers: tuple[int, ...], kind: object, layer: Probed,
+        stream: Stream, options: tuple[Any, ...] | None = None,
+    ) -> None:  # fmt: skip
+        """Put a call on a stream of the device.
+
+        Parameters
+        ----------
+        rows, pointers : the first arguments, and their addresses
+        kind : an object that comes with rows of one signature only
+        """
+        if options is None:
+            options = self._options
+        alignment = self.alignment | layer.alignment
+        for i in self._words:
+            alignment |= pointers[i]
+        alignment &= 15
+        arrays = rows + layer.arrays + self.arrays
+        last_kind, last_layer, last_alignment, last_options, plan = self._last
+        if (
+            kind is not last_kind or layer.signatures is not last_layer
+            or alignment != last_alignment or options != last_options
+        ):  # fmt: skip
+            try:
+                signatures = probe_arguments(rows)[1] + layer.signatures + self.signatures
+            except TypeError:
+                self._operation.plan(arrays, options, self._make)  # raises, naming what is no array
+                raise
+            plan = planned(
+                (self._operation, options, alignment, signatures),
+                lambda: self._operation.prepare(arrays, options, self._make)[0],
+            )
+            self._last = kind, layer.signatures, alignment, options, plan
+        pointers += layer.pointers + self.pointers
+        plan.check(pointers, arrays)
+        plan.issue(pointers, arrays, stream)
+
+
 # --- The plans that are kept ----------------------------------------------------------------------
 
 _MAX_PLANS = 4096
@@ -245,13 +340,14 @@ def planned(signature: Any, make: Callable[[], _P]) -> _P:
     """Return the plan of a signature, made by its first call.
 
     For plans whose arrays do not come with the call, such as those between two pools. A signature
-    begins with something that no other kind of plan has; the plan needs an attribute `used_at`, and
-    is evicted like any other.
+    begins with something that no other kind of plan has; the plan needs attributes `used_at` and
+    `lasting`, and is evicted like any other.
     """
     plan: _P | None = _plans.get(signature)
     if plan is None:
         plan = make()
-        _remember(signature, plan, is_new=True)
+        if plan.lasting:
+            _remember(signature, plan, is_new=True)
     elif plan.used_at != _made:
         _remember(signature, plan)
     return plan
@@ -291,6 +387,8 @@ class Plan(abc.ABC):
     launches : in the order of issue; empty if there is nothing to do
     cause : why the kernel cannot be used, where the fallback must serve
     allocated : outputs that each call allocates, by name
+    workspace_bytes : of the memory that each call borrows for its launches; its address follows
+        those of the arguments
     used_at : how many plans had been made when this one was last used
     allowed : the addresses of the last call, which have been checked
     """
@@ -302,6 +400,7 @@ class Plan(abc.ABC):
         self.launches: list[Launch] = []
         self.cause: CompileError | None = None
         self.allocated: Views = {}
+        self.workspace_bytes = 0
         self.used_at = 0
         self.allowed: tuple[int, ...] | None = None
         self._tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
@@ -312,6 +411,11 @@ class Plan(abc.ABC):
             self.launches = make()
         except CompileError as cause:
             self.cause = cause
+
+    @property
+    def lasting(self) -> bool:
+        """Whether later calls may use it; else the next one tries to load the kernels again."""
+        return self.cause is None or not self.cause.transient
 
     # What a family's plan says of itself.
 
@@ -393,28 +497,37 @@ class Plan(abc.ABC):
 
     def issue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
         """Put the operation on a stream, its arguments checked."""
-        if not self.launches and self.cause is None:
-            return
         if self.cause is not None:
-            self.device.check_fallback(self.operation.name, stream)
+            try:
+                self.device.check_fallback(self.operation.name, stream)
+            except CaptureError as error:
+                raise error from self.cause
             config.fall_back(self.operation.name, self.cause)
+        elif not self.launches:
+            return
         if STREAMED_TYPES:
             wait_for_producers(arrays, stream)
         if observe.observers:
             observe.issue(
                 lambda: self._announced(pointers, arrays, stream),
-                lambda: self.enqueue(pointers, arrays, stream),
+                lambda: self._enqueue(pointers, arrays, stream),
             )
+        elif self.cause is not None or self.workspace_bytes:
+            self._enqueue(pointers, arrays, stream)
         else:
-            self.enqueue(pointers, arrays, stream)
+            for launch in self.launches:
+                launch.enqueue(pointers, stream, arrays)
         if self._tensors is not None:
             note_written(self._tensors(arrays))
 
-    def enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
-        """Launch the kernels, or run the fallback. A plan with a workspace borrows it here."""
+    def _enqueue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
+        """Launch the kernels, with a workspace if they need one; or run the fallback."""
         if self.cause is not None:
             self.device.run(lambda: self.fallback(self.touched(self.views(arrays))), stream, arrays)
             return
+        if self.workspace_bytes:
+            lent = scratch.borrow(self.device, self.workspace_bytes, stream)
+            pointers, arrays = (*pointers, lent.pointer), (*arrays, lent)
         for launch in self.launches:
             launch.enqueue(pointers, stream, arrays)
 
@@ -556,13 +669,6 @@ def _bind(
         tuple(fixed),
         tuple(offsets) if any(offsets) else None,
     )
-
-
-def taking(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """Return what takes some items of a tuple or a mapping, as a tuple even of one."""
-    if len(keys) > 1:
-        return operator.itemgetter(*keys)
-    return lambda items: tuple([items[key] for key in keys])
 
 
 def fields_of(type: Any, names: str) -> list[tuple[str, Any]]:
@@ -756,9 +862,11 @@ class Aliasing:
                 return False
         for i, j, nearest, farthest in self._pairs:
             distance = addresses[j] - addresses[i]
-            if not nearest < distance < farthest or (distance == 0 and (i, j) in self._in_place):
-                continue
-            if _share_bytes(self._layouts[i], self._layouts[j], distance):
+            if (
+                nearest < distance < farthest
+                and (distance or (i, j) not in self._in_place)
+                and _share_bytes(self._layouts[i], self._layouts[j], distance)
+            ):
                 return False
         return self._strides_fit
 
@@ -825,9 +933,14 @@ def _allocator(
     device = devices.get(device_name)
     if library != "torch":
         return partial(device.zeros, shape, format)
+    return _torch_allocator(shape, format, device.torch_name)
+
+
+@lru_cache(maxsize=1024)
+def _torch_allocator(shape: tuple[int, ...], format: str, device_name: str) -> Callable[[], Any]:
     torch = sys.modules["torch"]
     dtype = getattr(torch, formats.numpy_dtype(format).name)
-    return partial(torch.zeros, shape, dtype=dtype, device=torch.device(device.torch_name))
+    return partial(torch.zeros, shape, dtype=dtype, device=torch.device(device_name))
 
 
 def in_library(array: Any, like: ArrayView) -> Any:

@@ -15,7 +15,7 @@ from ..formats import FORMATS
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
 from . import call, checks, fallback
-from .call import Argument, Launch, Operation, Plan, Views
+from .call import Argument, Launch, Operation, Plan, Probed, StepOperation, Views
 from .checks import K, KVOperand, V
 
 CACHES = (
@@ -26,13 +26,13 @@ SCALES = (Argument("k_scale", number=True), Argument("v_scale", number=True))
 SCALE_CACHES = (Argument("k_scale_cache", output=True), Argument("v_scale_cache", output=True))
 
 _STORE_KV = Operation(
-    "store_kv", Argument("key", words=True), Argument("value", words=True), *CACHES,
-    Argument("slot_mapping"), *SCALES, *SCALE_CACHES,
+    "store_kv", Argument("key", words=True), Argument("value", words=True),
+    *CACHES, *SCALES, *SCALE_CACHES, Argument("slot_mapping"),
 )  # fmt: skip
 _STORE_MLA = Operation(
     "store_mla", Argument("latent", words=True), Argument("rope_key", words=True),
-    Argument("cache", output=True, words=True), Argument("slot_mapping"),
-    Argument("scale", number=True),
+    Argument("cache", output=True, words=True), Argument("scale", number=True),
+    Argument("slot_mapping"),
 )  # fmt: skip
 _GATHER_KV = Operation(
     "gather_kv",
@@ -128,8 +128,8 @@ def store_kv(
     Notes
     -----
     Stream: one kernel, in order; K and V of different format pairs take one each. The arrays are
-    kept alive until it has run. Capture: legal. Bytes: each row read once (twice with dynamic
-    scales, the second time from cache) and written once.
+    kept alive until it has run. Capture: legal. Bytes: each row read once (with dynamic scales a
+    long row twice, the second time from cache) and written once.
     Source: sgl-project/sglang pull 8884, vLLM `reshape_and_cache_flash`.
 
     Examples
@@ -143,7 +143,7 @@ def store_kv(
     """
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
     arrays = (
-        key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale, k_scale_cache, v_scale_cache
+        key, value, k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache, slot_mapping
     )  # fmt: skip
     _STORE_KV.run(arrays, (layout, skip_slot), _plan_store_kv, stream)
 
@@ -189,7 +189,7 @@ def store_mla(
     (1.0, 2.0)
     """
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
-    arrays = (latent, rope_key, cache, slot_mapping, scale)
+    arrays = (latent, rope_key, cache, scale, slot_mapping)
     _STORE_MLA.run(arrays, (skip_slot,), _plan_store_mla, stream)
 
 
@@ -252,6 +252,23 @@ def gather_kv(
     )  # fmt: skip
     outputs: tuple[Any, Any] = _GATHER_KV.run(arrays, (layout, dtype_name), _plan_gather_kv, stream)
     return outputs
+
+
+def step_store(slot_mapping: Any) -> StepOperation:
+    """Return `store_kv` into the slots of a step, for rows (key, value)."""
+    return StepOperation(_STORE_KV, _plan_store_kv, 2, (slot_mapping,), ("NHD", -1))
+
+
+def step_store_mla(slot_mapping: Any) -> StepOperation:
+    """Return `store_mla` into the slots of a step, for rows (latent, rope_key)."""
+    return StepOperation(_STORE_MLA, _plan_store_mla, 2, (slot_mapping,), (-1,))
+
+
+class LatentArrays(Probed):
+    """The latents of a layer, with their scale, as in `store_mla`: probed once for all steps."""
+
+    def __init__(self, cache: Any, scale: Any = None) -> None:
+        super().__init__(_STORE_MLA.arguments[2:4], (cache, scale))
 
 
 # --- Checks ---------------------------------------------------------------------------------------
@@ -410,8 +427,10 @@ class _CacheRowsPlan(Plan):
 
         num_rows = self.num_tokens * num_heads
         call.require_countable(num_rows, self.slots_name)
+        # HeldRow::kHeld of the kernel with dynamic scales
+        packs_per_thread = 2 if kernel is DYNAMIC and first.rows_format.itemsize <= 2 else 1
         geometry = call.spread(
-            num_rows, max(widths.values()) // step, device.sm_count,
+            num_rows, -(-max(widths.values()) // (step * packs_per_thread)), device.sm_count,
             warp_lanes=device.warp_lanes, whole_warps=kernel.barriers,
         )  # fmt: skip
         params: dict[str, Any] = {

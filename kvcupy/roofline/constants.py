@@ -179,6 +179,8 @@ class ConstantPropagation:
                 self._thread is not None and instruction.access_bytes < self._thread.word_bytes
             )
             return dict.fromkeys(instruction.writes, 0) if is_index else {}
+        if instruction.name == "P2R":
+            return self._pack_predicates(instruction, values)
         if instruction.name == "SHFL":
             word = None if self._thread is None else self._word(plain[0], values)
             return {} if word is None else {target: word}
@@ -258,6 +260,21 @@ class ConstantPropagation:
         if value is None:
             return {}
         return dict(zip(span(target, 2), (value & _MASK, value >> 32 & _MASK), strict=True))
+
+    def _pack_predicates(self, instruction: Instruction, values: Values) -> Values:
+        """Return P2R: predicates that a mask names, as bits of a word, whose others are given."""
+        target, source, word, mask = instruction.operands
+        bits, others = self._word(mask, values), self._word(word, values)
+        if source != "PR" or instruction.modifiers or bits is None or others is None:
+            return {}
+        result = others & ~bits & _MASK
+        for i in range(7):
+            if bits >> i & 1:
+                truth = self.truth(f"P{i}", values)
+                if truth is None:
+                    return {}
+                result |= truth << i
+        return {target: result}
 
     def _multiply_add(
         self, instruction: Instruction, target: str, plain: Sequence[str], words: list[int | None],
@@ -405,6 +422,8 @@ def _value(name: str, modifiers: frozenset[str], words: list[int]) -> int | None
             return (words[0] << words[2] & _MASK) + words[1]
     if name == "LOP3" and len(words) == 4:
         return _lookup(*words)
+    if name == "PRMT" and len(words) == 3 and not modifiers:
+        return _permuted(*words)
     if name == "IABS" and words:
         return abs(_signed(words[0]))
     if name == "I2F" and words and not modifiers & {"F64", "F16"}:
@@ -415,6 +434,16 @@ def _value(name: str, modifiers: frozenset[str], words: list[int]) -> int | None
         number = _float(words[0])
         return int(number) if abs(number) < 1 << 32 else None
     return None
+
+
+def _permuted(low: int, selector: int, high: int) -> int:
+    """Return PRMT: those bytes of `high:low` that four digits name, or copies of their signs."""
+    result = 0
+    for i in range(4):
+        digit = selector >> 4 * i & 15
+        byte = (high << 32 | low) >> 8 * (digit & 7) & 255
+        result |= (byte if digit < 8 else 255 * (byte >> 7)) << 8 * i
+    return result
 
 
 def _shifted(modifiers: frozenset[str], low: int, shift: int, high: int) -> int | None:

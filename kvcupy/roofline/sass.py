@@ -165,7 +165,7 @@ def result_registers(instruction: Instruction) -> int:
 _MODELLED = frozenset(("MOV", "R2UR", "MOV32I", "SHF", "LEA", "LOP3", "IABS", "SEL",
                        "IMAD", "IADD3", "VIADD", "IADD", "ISETP", "FSETP", "PLOP3", "LDC", "LDCU",
                        "CS2R", "S2R", "S2UR", "HFMA2", "I2F", "MUFU", "F2I", "IMNMX",
-                       "VIMNMX", "VIADDMNMX", "LDG", "LD", "SHFL"))  # fmt: skip
+                       "VIMNMX", "VIADDMNMX", "LDG", "LD", "SHFL", "P2R", "PRMT"))  # fmt: skip
 _NO_RESULT = frozenset((
     *_STORES, "LDGSTS", "STS", "STSM", "STL", "UBLKCP", "BRA", "BRX", "EXIT", "BAR", "BSSY",
     "BSYNC", "DEPBAR", "LDGDEPBAR", "NOP", "RET", "MEMBAR",

@@ -10,6 +10,8 @@ bound        `kv.bind` with all arguments fixed
 bound fresh  `kv.bind` with two arguments that vary, at new addresses
 operator     the same call through `kvcupy.interop.torch`: an operator of torch's, which its
              compilers take
+layer        "fresh" of a layer of a decode step of `PagedKVCache`, but for the first: the keys are
+             rotated and written, and the queries attend over them
 torch        what a user of torch writes instead, for operations where that is one line or two
 
 Where the kernels can be left out, on the host device, "Python" is the time of the same calls
@@ -41,6 +43,7 @@ HEADS, WIDTH, PAGES, PAGE_SIZE, MAX_POSITIONS = 8, 64, 64, 16, 512
 KINDS = ("same", "fresh", "shape", "bound", "bound_fresh", "operator", "torch")
 WARM = ("same", "fresh", "bound", "bound_fresh", "operator")
 SETS = 20  # of arguments at addresses of their own
+LAYERS, LAYER = 9, "layer"
 
 Arguments = dict[str, Any]
 Make = Callable[[int], Arguments]
@@ -223,6 +226,11 @@ def measure(device: Any, torch: Any, name: str, make: Make, rounds: int) -> dict
             for kind, calls in warm.items():
                 times[f"python_{kind}"] = time_warm(calls, rounds)
     device.synchronize()
+    return row_of(device, torch, name, times)
+
+
+def row_of(device: Any, torch: Any, name: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    """Return the least and the median of some times by kind."""
     return {
         "operation": name, "arrays": device.kind if torch is None else "torch",
         **{f"least_{kind}_us": min(times[kind]) for kind in times},
@@ -230,8 +238,38 @@ def measure(device: Any, torch: Any, name: str, make: Make, rounds: int) -> dict
     }  # fmt: skip
 
 
+def measure_layers(device: Any, torch: Any, cases: Cases, rounds: int) -> dict[str, Any]:
+    """Return what a layer of a decode step of a paged cache costs."""
+    cache = kv.PagedKVCache(
+        num_layers=LAYERS, num_q_heads=HEADS, num_kv_heads=HEADS, head_dim=WIDTH, num_pages=PAGES,
+        page_size=PAGE_SIZE, rope=kv.rope_table(MAX_POSITIONS, WIDTH, device=device), device=device,
+    )  # fmt: skip
+    cache.add_sequence("sequence")
+    layers = [[cases.rows(0) for _ in range(4)] for _ in range(LAYERS)]  # query, key, value, out
+
+    def time_step() -> float:
+        with cache.forward(["sequence"], [1]):
+            start = time.perf_counter_ns()
+            for layer, (query, key, value, out) in enumerate(layers):
+                if layer == 1:  # the first uploads the tables of the step
+                    start = time.perf_counter_ns()
+                cache.attention(layer, query, key, value, out=out)
+            end = time.perf_counter_ns()
+        cache.pop_tokens("sequence", 1)
+        return (end - start) / 1e3 / (LAYERS - 1)
+
+    time_step()
+    times = {"fresh": [time_step() for _ in range(rounds)]}
+    with without_kernels(device) as is_python_alone:
+        if is_python_alone:
+            times["python_fresh"] = [time_step() for _ in range(rounds)]
+    device.synchronize()
+    return row_of(device, torch, LAYER, times)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", nargs="+", choices=OPERATIONS, default=OPERATIONS)
+    choices = (*OPERATIONS, LAYER)
+    parser.add_argument("--only", nargs="+", choices=choices, default=choices)
 
 
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
@@ -239,7 +277,11 @@ def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for arrays in [torch] * (torch.torch is not None) + [None]:
         cases, module = Cases(device, arrays), None if arrays is None else arrays.torch
-        rows += [measure(device, module, n, getattr(cases, n), rounds) for n in options.only]
+        for name in options.only:
+            if name == LAYER:
+                rows.append(measure_layers(device, module, cases, rounds))
+            else:
+                rows.append(measure(device, module, name, getattr(cases, name), rounds))
     return {"rows": rows}
 
 

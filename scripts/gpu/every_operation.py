@@ -177,8 +177,9 @@ class Operations:
         for fmt, options in (("bf16", {}), ("fp8_e4m3", {"k_scale": 0.5})):
             kv.paged_attention(query, *self.caches(fmt), self.indices(wide), lengths, **options)
         latents = self.values(self.pages, PAGE_SIZE, 1, 576)
-        query = self.values(size.sequences, size.heads, 576)
-        kv.paged_attention(query, latents, latents[..., :512], table, lengths)
+        for heads in (size.heads, 64):  # the kernels for few and for many
+            query = self.values(size.sequences, heads, 576)
+            kv.paged_attention(query, latents, latents[..., :512], table, lengths)
 
     def prefill(self) -> None:
         """Attend with many tokens per sequence, with tensor cores and without."""

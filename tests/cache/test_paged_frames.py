@@ -17,7 +17,7 @@ NUM_LAYERS = 3
 
 @pytest.mark.usefixtures("scripts_on_path", "lenient_host")
 @pytest.mark.parametrize(
-    ("rope", "first", "later"), [(None, 113, 48), (rope_of(64), 132, 52)], ids=["plain", "rotated"]
+    ("rope", "first", "later"), [(None, 102, 23), (rope_of(64), 120, 24)], ids=["plain", "rotated"]
 )
 def test_a_warm_layer_takes_few_python_frames(device, rope, first, later):
     """The first layer of a step uploads the tables; the others find them."""

@@ -79,6 +79,32 @@ def test_latent(device, fmt, lens):
     case.attend(args, sm_scale=192**-0.5)
 
 
+@pytest.mark.covering
+@pytest.mark.parametrize("heads", [17, 32, 64, 100, 128])
+@pytest.mark.parametrize("fmt", ["fp16", "bf16"])
+@pytest.mark.parametrize("cache_fmt", [None, "fp8_e4m3", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize("how", ["latent", "splits", "two tokens", "sinks", "dynamic"])
+@pytest.mark.parametrize("arch", ["host", "sm_80"])
+def test_many_heads_share_a_latent(kernel_sources, monkeypatch, heads, fmt, cache_fmt, how, arch):
+    """On the host and on sm_80 a tile has 16 and 32 keys."""
+    device = kernel_sources.device()
+    device.arch, device.sm_count = arch, 16
+    monkeypatch.setattr(kv.config, "_strict_arch", "sm_86" if arch == "host" else arch)
+    case = AttentionCase(device, (9, heads))
+    scale = "none" if cache_fmt is None else "dynamic" if how == "dynamic" else "float"
+    args = case.arguments(
+        [600, 7] if how == "splits" else [41, 2, 0], [2, 1, 0] if how == "two tokens" else None,
+        fmt=fmt, cache_fmt=cache_fmt, heads=(heads, 1), widths=(576, 512), page_size=16, loud=1.5,
+        scales=(scale, "none"),
+    )  # fmt: skip
+    args["v_cache"] = args["k_cache"].sub(lambda a: a[..., :512])
+    for name in ("scale", "scale_cache"):
+        if f"k_{name}" in args:
+            args[f"v_{name}"] = args[f"k_{name}"]
+    more = {"sinks": case.sinks(heads), "logits_soft_cap": 5.0} if how == "sinks" else {}
+    case.attend(args, sm_scale=192**-0.5, **more)
+
+
 @pytest.mark.parametrize("sm_scale", [None, 0.02, 1.0, -0.3])
 def test_scale_of_scores(device, sm_scale):
     for lens in (None, [1, 4]):

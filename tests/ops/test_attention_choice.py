@@ -141,6 +141,8 @@ def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
         {"cache_dtype": np.int8, "k_scale": 0.5},
         {"width": 200},
         {"width": 64} | table_of(64),
+        {"width": 64, "cache_dtype": np.int8} | table_of(32, start=16),
+        {"width": 64, "cache_dtype": np.int8} | table_of(48, start=16) | INTERLEAVED,
     ],
     ids=name_values,
 )
@@ -148,9 +150,37 @@ def test_few_rows_and_caches_of_8_bits_go_to_the_tensor_cores(watch, call):
     assert "attention_decode_mma" in names(launched(watch(), max_pages=2, **call))
 
 
-@pytest.mark.parametrize("more", [{}, {"cache_dtype": np.int8}, {"new": 16}], ids=name_values)
+@pytest.mark.parametrize("more", [{}, {"cache_dtype": np.int8}, {"new": 8}], ids=name_values)
 def test_wide_rows_go_to_the_kernel_for_latents(watch, more):
     assert "attention_decode_latent" in names(launched(watch(), width=512, max_pages=2, **more))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"heads": (128, 1)},
+        {"heads": (17, 1)},
+        {"heads": (34, 2), "cache_dtype": np.int8},
+        {"heads": (16, 1), "new": 2},
+    ],
+    ids=name_values,
+)
+def test_many_heads_over_wide_rows_have_a_kernel_of_their_own(watch, more):
+    launches = launched(watch(), width=512, max_pages=2, **more)
+    heads, kv_heads = more["heads"]
+    decode = dict(launches)["attention_decode_heads"]
+    assert decode == (-(-heads // kv_heads * more.get("new", 1) // 64), kv_heads, 1)
+
+
+@pytest.mark.parametrize("more", [{"heads": (16, 1)}, {"heads": (64, 4)}], ids=name_values)
+def test_few_heads_over_wide_rows_do_not_take_it(watch, more):
+    launches = launched(watch(), width=512, max_pages=2, **more)
+    assert "attention_decode_latent" in names(launches)
+
+
+def test_splits_of_many_heads_are_of_more_keys(watch):
+    launches = launched(watch(), heads=(128, 1), width=512, sequences=4, max_pages=4096)
+    assert launches[0][1] == (8, 1, 2 * 132 // 8)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +192,8 @@ def test_wide_rows_go_to_the_kernel_for_latents(watch, more):
         {"dtype": np.float32, "cache_dtype": np.int8},
         {"cache_dtype": np.float32},
         {"width": 520},
-        {"cache_dtype": np.int8} | table_of(64),
+        {"width": 64, "cache_dtype": np.int8} | table_of(48),  # halves that are not whole chunks
+        {"width": 64, "cache_dtype": np.int8} | table_of(32, start=8),
     ],
     ids=name_values,
 )
@@ -203,20 +234,28 @@ def chosen(device, formats, widths, heads, *, ragged, rotates, alignment):
     return attention_kernels.choose_tiling(device, call, alignment).specialisation
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_80"])
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86"])
 def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
     """What no call takes need not be compiled; what a call takes must have been checked."""
     plain, quantised = ("fp32", "fp16", "bf16"), ("fp8_e4m3", "fp8_e5m2", "int8")
     taken = {
         chosen(GPU(arch), formats, widths, heads, ragged=ragged, rotates=rotates, alignment=aligned)
-        for formats in [(name, name) for name in plain] + [("fp16", name) for name in quantised]
+        for formats in [(name, name) for name in plain]
+        + list(itertools.product(("fp16", "fp32"), quantised))
         for widths in [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512), (640, 640)]
-        for heads, ragged in [(1, False), (2, False), (4, False), (8, False), (8, True)]
+        for heads, ragged in [
+            (1, False),
+            (2, False),
+            (4, False),
+            (8, False),
+            (8, True),
+            (20, False),
+        ]
         for rotates, aligned in itertools.product((False, True), (256, 1))
     }
     kernels = (
         attention_kernels.DECODE[32], attention_kernels.DECODE_MMA, attention_kernels.DECODE_LATENT,
-        attention_kernels.PREFILL,
+        attention_kernels.DECODE_HEADS, attention_kernels.PREFILL,
     )  # fmt: skip
     reachable = {
         one

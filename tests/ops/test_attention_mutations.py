@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attention_checks
 import pytest
+from helpers import full_only
 from mutation_cases import Mutation
 from prefill_calls import Call
 
@@ -24,8 +25,13 @@ MMA_BYTES = attention_checks.check_attention_long_decode_fp8
 MMA_MASKS = attention_checks.check_attention_decode_masks_fp16
 LATENT_FILE = "attention_decode_latent.cu"
 LATENT, WIDE = attention_checks.check_attention_latent, attention_checks.check_attention_wide_rows
+HEADS_FILE, HEADS = "attention_decode_heads.cu", attention_checks.check_attention_heads
+HEADS_FP8 = attention_checks.check_attention_heads_fp8
+HEADS_WIDE = attention_checks.check_attention_heads_wide_rows
 RISING = attention_checks.check_attention_decode_rising_scales
 WHOLE_TILES = attention_checks.check_attention_append_whole_tiles
+ROTATED_BYTES = attention_checks.check_attention_rotated_bytes
+INTERLEAVED_BYTES = attention_checks.check_attention_interleaved_bytes
 SMALL_TREES = attention_checks.check_attention_small_trees_bf16
 WEIGHT = "logits[r][n] == -kInfinity ? 0.0f : exp2f("
 SLOT = "const i64 slot = page * p.page_size + offset;"
@@ -156,8 +162,25 @@ MUTATIONS = {
         "found.place = place_of(p, t, found.key);", "found.place = found.key;",
         attention_checks.check_attention_evicted_spans_fp16, MMA_SHARED),
     "keys of few rows left as they are": Mutation(
-        "rotate_keys<TCache, kWidth, kTileKeys, 32>(p, keys, table.k[stage], table.angles[stage], "
+        "rotate_keys<TCache, kWidth, kKeys, 32>(p, keys, table.k[stage], table.angles[stage], "
         "lane);", "", attention_checks.check_attention_rotated_keys_fp16, MMA),
+    "keys of 8 bits left as they are": Mutation(
+        "const bool rotary = at >= 0 && at < p.rotary_dim;", "const bool rotary = false;",
+        ROTATED_BYTES, MMA),
+    "the second half of a row rotated by the angles of the first": Mutation(
+        "if (apart && at >= half_dim) continue;", "", ROTATED_BYTES, MMA),
+    "halves of a row rotated one way": Mutation(
+        "-x[1].values[i] * sine", "x[1].values[i] * sine", ROTATED_BYTES, MMA),
+    "keys of 8 bits rotated by the angles of the first ones": Mutation(
+        "key_of(p, t, first + n * 8 + lane / 4)", "key_of(p, t, first + lane / 4)", ROTATED_BYTES,
+        MMA),
+    "neighbours rotated by the angles of others": Mutation(
+        "at / 2 + lane % 4 * 2)", "at / 2 + lane % 4 / 2 * 2)", INTERLEAVED_BYTES, MMA),
+    "rotated scores in units of others": Mutation(
+        "s[n][i] *= 1.0f / kUnit;", "s[n][i] *= 1.0f;", ROTATED_BYTES, MMA),
+    "the first half of a tile of 32 keys twice": Mutation(
+        "keys + chunk_at<kRowBytes>(n * 16 + lane % 16, k + lane / 16)",
+        "keys + chunk_at<kRowBytes>(lane % 16, k + lane / 16)", MMA_BYTES, MMA),
     "a split that repeats the one before": Mutation(
         "range.begin = min(split * per_split, t.num_visible);",
         "range.begin = min((split / 2 * 2) * per_split, t.num_visible);", MMA_LONG, SHARED),
@@ -174,11 +197,60 @@ MUTATIONS = {
         "set_rows(table, (number + kLatentStages) % kLatentTables",
         "set_rows(table, number % kLatentTables", LATENT, LATENT_FILE),
     "keys taken for values that lie elsewhere": Mutation(
-        "if (!values_are_keys) {", "if (false) {", WIDE, LATENT_FILE),
+        "if (fetches_values) {", "if (false) {", WIDE, LATENT_FILE),
     "latents hidden by the numbers of the first warp": Mutation(
         "p, t, 0, first + warp * 8)", "p, t, 0, first)", WIDE, LATENT_FILE),
     "missing latents of the first warp hidden for all": Mutation(
         "table.present[entry] >> warp * 8", "table.present[entry]", LATENT, LATENT_FILE),
+    "the depth of the first warp for all": Mutation(
+        "(quarter * kDepthSteps + k) * 2", "k * 2", HEADS, HEADS_FILE),
+    "the depth of the first warp for all, of bytes": Mutation(
+        "quarter * kDepthSteps + k));", "k));", HEADS_FP8, HEADS_FILE),
+    "the queries of the first 16 rows for all": Mutation(
+        "row = queries.rows[2 * m + h]", "row = queries.rows[h]", HEADS, HEADS_FILE),
+    "queries of shared memory of the first rows for all": Mutation(
+        "own.load(queries + ((k - kHeld) * 2 + m) * 512", "own.load(queries + ((k - kHeld) * 2) * "
+        "512", HEADS, HEADS_FILE),
+    "scores of one quarter for all three": Mutation(
+        "sums + (owner * 3 + i) *", "sums + (owner * 3) *", HEADS, HEADS_FILE),
+    "scores of the rows of the first warp for all": Mutation(
+        "if (owner == quarter) {", "if (owner == 0) {", HEADS, HEADS_FILE),
+    "columns of the first warp of a group for all": Mutation(
+        "quarter * kWarpColumns * kBytes / 16", "0", HEADS, HEADS_FILE),
+    "weights of the first 16 rows for all": Mutation(
+        "m * 16 + lane % 16, i * (kKeys / 8)", "lane % 16, i * (kKeys / 8)", HEADS, HEADS_FILE),
+    "the rest of weights left out": Mutation(
+        "chunk_at<Shape::kWeightBytes>(row, n + kScores)) = rest;",
+        "chunk_at<Shape::kWeightBytes>(row, n + kScores)) = 0;",
+        attention_checks.check_attention_heads_bits, HEADS_FILE),
+    "values of many heads not rescaled": Mutation(
+        "o[n][i] *= rescales[n / kColumnProducts * 2 + i / 2];", ";", HEADS, HEADS_FILE),
+    "sums of many heads not rescaled": Mutation("sum *= rescale;", "", HEADS, HEADS_FILE),
+    "missing latents of many heads weigh in": Mutation(
+        "present[1] = {table.present[entry]}", "present[1] = {kAllLanes >> (32 - kKeys)}", HEADS,
+        HEADS_FILE),
+    "keys of many heads hidden by the rows of the first warp": Mutation(
+        "t, warp_row, first)", "t, 0, first)", HEADS_WIDE, HEADS_FILE),
+    "the table of another tile of many heads": Mutation(
+        "(number + kHeadsStages) % kHeadsTables", "number % kHeadsTables", HEADS, HEADS_FILE),
+    "latents of a chunk past the row": Mutation(
+        "if (kChunks % kLanes != 0 && chunk >= kChunks) break;", "", HEADS, HEADS_FILE),
+    "keys of many heads taken for values that lie elsewhere": Mutation(
+        "if (fetches_values) {", "if (false) {", HEADS_WIDE, HEADS_FILE),
+    "the largest query of the first quarter for all": Mutation(
+        "query_tops[j * kHeadsRows + row]", "query_tops[row]", HEADS_FP8, HEADS_FILE),
+    "the scale of a query of many heads forgotten": Mutation(
+        "shared.query_scales[warp_row + lane / 4] * (", "(", HEADS_FP8, HEADS_FILE),
+    "odd elements of keys of many heads before even ones": Mutation(
+        "(s[m][n], a[m], even, odd)", "(s[m][n], a[m], odd, even)", HEADS_FP8, HEADS_FILE),
+    "scales of keys of many heads by the wrong column": Mutation(
+        "table.k_scales[entry][n * 8 + lane % 4 * 2 + i]",
+        "table.k_scales[entry][n * 8 + lane % 4 * 2]", HEADS_WIDE, HEADS_FILE),
+    "scales of values of many heads left out": Mutation(
+        "own[n][i] *= scales[n][i] * inverse;", "own[n][i] *= inverse;", HEADS_WIDE, HEADS_FILE),
+    "rows of the first 16 written for all": Mutation(
+        "const int row = group_row + m * 16 + i;", "const int row = group_row + i;", HEADS,
+        HEADS_FILE),
     "prefill's rows hidden by those of the first warp": Mutation(
         "p, t, first_row, first);", "p, t, 0, first);",
         attention_checks.check_attention_append_long, "attention_prefill.cu"),
@@ -288,6 +360,19 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+TELLING = (
+    "missing latents of many heads weigh in", "the rest of weights left out",
+    "keys of many heads hidden by the rows of the first warp", "sums of many heads not rescaled",
+)  # fmt: skip
+"""The mutations of the kernel for many heads, which takes long to compile, that always run."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        full_only(name) if mutation.file == HEADS_FILE and name not in TELLING else name
+        for name, mutation in MUTATIONS.items()
+    ],
+)
 def test_a_broken_kernel_is_noticed(kernel_sources, name):
     MUTATIONS[name].must_be_noticed(kernel_sources)

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers import DTYPE, address
+from helpers import DTYPE, address, full_only
 from prefill_calls import Call
 
+import kvcupy as kv
 from kvcupy.arrays import view
+from kvcupy.config import SHARED_BYTES
 from kvcupy.devices import cxx
 from kvcupy.devices.host import HostDevice
 from kvcupy.kernels import Kernel
@@ -149,6 +151,42 @@ def test_in_any_order_of_threads(shuffled, name, kernel):
         replace(CALLS[name], kernel=kernel).check(shuffled)
 
 
+# By the architecture whose shared memory decides how many keys a tile has: 16, or 32.
+HEADS = {
+    "sm_86": ["ragged", "tree, window", "a tile of missing pages"],
+    "sm_80": ["bf16", "kept keys", "splits", "tree, groups that tiles cut"],
+}
+MORE_HEADS = {
+    "sm_86": [
+        "groups that tiles cut", "many queries per key", "soft cap", "nothing new in between",
+    ],
+    "sm_80": [
+        "one row", "rows of no sequence", "window, not causal", "learned sinks", "missing pages",
+        "width 8", "more new, not causal", "large scores",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"),
+    [(arch, name) for arch, some in HEADS.items() for name in some]
+    + [full_only(arch, name) for arch, some in MORE_HEADS.items() for name in some],
+)
+def test_the_kernel_for_many_heads(device, monkeypatch, arch, name):
+    """Values that lie elsewhere than keys."""
+    monkeypatch.setattr(kv.config, "_strict_arch", arch)
+    replace(CALLS[name], kernel="heads", arch=arch).check(device)
+
+
+@pytest.mark.parametrize("arch", HEADS)
+def test_many_heads_in_any_order_of_threads(shuffled, monkeypatch, arch):
+    monkeypatch.setattr(kv.config, "_strict_arch", arch)
+    call = Call(kernel="heads", arch=arch, heads=(50, 1), seq_lens=(70,), query_lens=(1,))
+    for seed in (1, 2):
+        shuffled.thread_order_seed = seed
+        call.check(shuffled)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("splits", [1, 2])
 def test_a_page_past_the_end_is_reported(device, splits, kernel):
@@ -190,6 +228,26 @@ def test_the_geometry_of_wide_rows_is_the_kernels():
         assert size <= 99 * 1024, "the limit of a block on every architecture from sm_80 on"
         named = specialisation.arguments[0]
         program.append(f'static_assert(LatentShape<{named}>::kBytes == {size}, "bytes");')
+    cxx.check("\n".join(program))
+
+
+def test_the_geometry_of_many_heads_is_the_kernels():
+    program = [
+        '#include "attention_decode_heads.cu"',
+        f'static_assert(kHeadsRows == {kernels.HEADS_ROWS}, "rows");',
+        f'static_assert(kHeadsThreads == {kernels.HEADS_THREADS}, "threads");',
+    ]
+    for fmt, arch in itertools.product(kernels.DECODE_MMA_FORMATS, SHARED_BYTES):
+        if arch == "sm_75":
+            continue
+        specialisation = kernels.heads_specialisation(fmt, arch)
+        size = kernels.heads_smem_bytes(specialisation)
+        assert size <= SHARED_BYTES[arch]
+        assert kernels.is_reachable(specialisation, arch)
+        named = ", ".join(specialisation.arguments)
+        program.append(f'static_assert(HeadsShape<{named}>::kBytes == {size}, "bytes");')
+    assert kernels.heads_specialisation("bf16", "sm_80").arguments[1] == "32"
+    assert kernels.heads_specialisation("bf16", "sm_999").arguments[1] == "16", "unknown: the least"
     cxx.check("\n".join(program))
 
 

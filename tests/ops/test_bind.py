@@ -13,15 +13,10 @@ from every_call import CALLS, gather_kv, merge_states, paged_attention, rope_sto
 
 import kvcupy as kv
 from kvcupy import devices, observe
+from kvcupy.arrays import MAX_TRIES
 from kvcupy.devices import cxx
 from kvcupy.devices.host import HostDevice
 from kvcupy.ops import call as op_call
-from kvcupy.ops.rope import rotate_query
-
-
-def rotate(device):
-    call = CALLS["apply_rope"](device)
-    return {name: call[name] for name in ("query", "rope_table", "positions", "query_out")}
 
 
 def without(make, *names):
@@ -59,7 +54,6 @@ def pools(device):
 
 BOUND = {
     **{name: (getattr(kv, name), make) for name, make in CALLS.items()},
-    "rotate_query": (rotate_query, rotate),
     "gather_kv, allocating": (kv.gather_kv, without(gather_kv, "k_out", "v_out")),
     "paged_attention, allocating": (kv.paged_attention, without(paged_attention, "out")),
     "merge_states, allocating": (kv.merge_states, without(merge_states, "out", "lse_out")),
@@ -531,7 +525,7 @@ def test_tensors():
 # Time ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("names", "most"), [((), 8), (("key", "value"), 13)])
+@pytest.mark.parametrize(("names", "most"), [((), 7), (("key", "value"), 10)])
 def test_a_bound_call_is_short(lenient_host, names, most):
     """In Python frames; that of another bound call of the operation in between costs nothing."""
     device = kv.device("host")
@@ -539,7 +533,8 @@ def test_a_bound_call_is_short(lenient_host, names, most):
     call["k_cache"], call["v_cache"] = (device.zeros((8, 2, w), np.float32) for w in (8, 6))
     prepared = bound(kv.store_kv, call, store_kv(device), names)
     own = {n: call[n] for n in names}
-    prepared(**own)
+    for _ in range(1 + MAX_TRIES):
+        prepared(**own)
     kv.store_kv(**store_kv(device))
     frames = []
     sys.setprofile(lambda frame, event, _: frames.append(frame) if event == "call" else None)

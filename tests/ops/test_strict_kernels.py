@@ -13,6 +13,7 @@ import attention_checks
 import numpy as np
 import operation_checks
 import pytest
+from helpers import full_only
 from prefill_calls import Call
 
 import kvcupy as kv
@@ -21,7 +22,7 @@ from kvcupy.ops import attention_kernels
 NOT_WAITED = "has not been waited for"
 RACE = f"no barrier lies between|nobody has written|{NOT_WAITED}"
 PREFILL, DECODE = "attention_prefill.cu", "attention_decode_mma.cu"
-LATENT = "attention_decode_latent.cu"
+LATENT, HEADS = "attention_decode_latent.cu", "attention_decode_heads.cu"
 
 
 def rotate_at_any_element(device: Any) -> None:
@@ -129,6 +130,33 @@ MISSING = {
         attention_checks.check_attention_latent, RACE),
     "the wait for values of their own": Missing(
         LATENT, "wait_for_copies();", "", attention_checks.check_attention_wide_rows, RACE),
+    **{
+        f"the barrier: {comment}": replace(barrier(comment, call), file=HEADS)
+        for comment, call in [
+            ("the first tables and limits are there, and what quarters of queries reach",
+             attention_checks.check_attention_heads),
+            ("the tile has arrived, and the last is no longer needed",
+             attention_checks.check_attention_heads),
+            ("all parts of scores are there, and the keys are no longer needed",
+             attention_checks.check_attention_heads),
+            ("weights are there, and values that lie elsewhere",
+             attention_checks.check_attention_heads),
+            ("sums of rows are there, and nothing before the tables is needed",
+             attention_checks.check_attention_heads),
+        ]
+    },
+    **{
+        f"the barrier of a warp: {comment}": Missing(
+            HEADS, f"__syncwarp();  // {comment}", "", attention_checks.check_attention_heads, RACE)
+        for comment in ("the scales of its rows are there", "the results of 16 rows are there",
+                        "and have been written")
+    },
+    "the wait for latents of many heads": Missing(
+        HEADS, "wait_for_copies(); __syncthreads();", "__syncthreads();",
+        attention_checks.check_attention_heads, RACE),
+    "the wait for values of their own, of many heads": Missing(
+        HEADS, "p.v_cache); wait_for_copies();", "p.v_cache);",
+        attention_checks.check_attention_heads_wide_rows, RACE),
     "the barrier before groups of lanes are merged": Missing(
         "attention.cu", "__syncthreads();  // the groups have written theirs", "",
         attention_checks.check_attention_decode, RACE),
@@ -171,7 +199,22 @@ def test_nothing_is_refused(strict, call):
     call(strict.device())
 
 
-@pytest.mark.parametrize("missing", MISSING)
+TELLING = (
+    "the tile has arrived",
+    "all parts of scores",
+    "weights are there",
+    "the wait for latents",
+)
+"""What always runs of the kernel for many heads, which takes long to compile."""
+
+
+@pytest.mark.parametrize(
+    "missing",
+    [
+        name if wrong.file != HEADS or any(text in name for text in TELLING) else full_only(name)
+        for name, wrong in MISSING.items()
+    ],
+)
 def test_what_is_missing_is_refused(strict, missing):
     wrong = MISSING[missing]
     strict.replace(wrong.file, wrong.old, wrong.new, wrong.count)

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ... import devices
-from ...arrays import describe, view
+from ...arrays import address_of, describe, view
 from ...config import logger
 from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError, ProcessLocal
@@ -117,7 +119,7 @@ class PagedKVCache(ProcessLocal):
         if positive_int(num_q_heads, "num_q_heads") % pool.num_kv_heads:
             heads = f"{pool.num_kv_heads} KV heads"
             raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
-        if cascade not in (None, True, False):
+        if not (cascade is None or isinstance(cascade, (bool, np.bool_))):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
         max_tokens = rotation.max_positions or pool.num_pages * pool.page_size
         if max_seq_len is not None:
@@ -176,7 +178,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        ValueError : the sequence exists, a hash comes twice, or there is no tiered cache
+        TypeError, ValueError : an argument does not fit, the sequence exists, a hash comes twice,
+            or there is no tiered cache
         CacheFull : there are too few pages for cached blocks; nothing has changed
 
         Notes
@@ -202,7 +205,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         KvcupyError : it belongs to the running step
         """
         sequence = self._sequences.find(seq)
@@ -219,8 +222,9 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such parent
-        ValueError : the child exists, `at` is outside, or the parent's tree is not committed
+        UnknownSequence, TypeError : there is no such parent, or it cannot be the name of one
+        TypeError, ValueError : the child exists, `at` is outside, or the parent's tree is not
+            committed
         CacheFull : a partial page is to be copied and none is free; nothing has changed
         KvcupyError : the parent belongs to the running step
 
@@ -243,8 +247,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
-        ValueError : n is not 0 to its length, or its tree is not committed
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : n is not 0 to its length, or its tree is not committed
         KvcupyError : it belongs to the running step
         """
         sequence = self._settled(seq)
@@ -255,7 +259,12 @@ class PagedKVCache(ProcessLocal):
         del sequence.hashes[sequence.length // self.pool.page_size :]
 
     def sequence_length(self, seq: Hashable) -> int:
-        """Return how many tokens a sequence has, those of a tree to be committed included."""
+        """Return how many tokens a sequence has, those of a tree to be committed included.
+
+        Raises
+        ------
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        """
         return self._sequences.find(seq).length
 
     def enable_sliding_window(self, seq: Hashable, window: int, sinks: int = 0) -> None:
@@ -268,8 +277,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
-        ValueError : an argument does not fit, or tokens were evicted behind other sinks
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : an argument does not fit, or tokens were evicted behind other sinks
         KvcupyError : it belongs to the running step
 
         Notes
@@ -360,6 +369,7 @@ class PagedKVCache(ProcessLocal):
         ------
         UnknownSequence, TypeError, ValueError : an argument does not fit; nothing has changed
         KvcupyError : one belongs to the running step
+        DeviceError : a copy or a launch was refused, perhaps after others; no node is kept
 
         Notes
         -----
@@ -397,6 +407,8 @@ class PagedKVCache(ProcessLocal):
         TypeError, ValueError : an argument does not fit; nothing was written
         CaptureError : in a capture, a step of more than one token per sequence, or a stream that
             another library captures
+        DeviceError : a launch was refused, and may be repeated; or pages of a sequence could not be
+            loaded or copied, and then it can only be removed
 
         Notes
         -----
@@ -474,17 +486,19 @@ class PagedKVCache(ProcessLocal):
         if type(layer) is not int or not 0 <= layer < self.pool.num_layers:
             self.pool.k(layer)  # raises, unless it is an integer of NumPy
         layers = self._layers
-        rows, options, logits = layers.check(
-            query, out, step.num_tokens, sm_scale, window, sinks, logits_soft_cap
+        rows, options, arrays, pointers, kind = layers.check(
+            query, key, value, out, step.num_tokens, sm_scale, window, sinks, logits_soft_cap
         )
         own = self.device.as_stream(stream, rows.library)
         if out is None:
             shape = (*rows.shape[:2], layers.v_width)
             out = call.zeros(rows, shape, rows.format, None if stream is None else own)
+            arrays = (*arrays[:3], out, arrays[4])
+            pointers = (*pointers[:3], address_of(out), pointers[4])
         uploaded = tables.on(own)
         if step.loads and not own.capturing:
             step.wait_layer(int(layer), own)
-        layers.run(int(layer), query, key, value, out, rows, uploaded, options, logits, own)
+        layers.run(int(layer), arrays, pointers, kind, rows, options, uploaded, own)
         return out
 
     # --- Tables ---
@@ -495,6 +509,7 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         KvcupyError : no step is running
+        TypeError, ValueError : `stream` is not a stream
 
         Notes
         -----
@@ -504,11 +519,20 @@ class PagedKVCache(ProcessLocal):
         return self.device.carrier(self._tables(stream)["positions"])
 
     def slot_mapping(self, *, stream: Any = None) -> Any:
-        """Return the slot of each token of the step, int64 (T,): `page * page_size + offset`."""
+        """Return the slot of each token of the step, int64 (T,): `page * page_size + offset`.
+
+        Raises
+        ------
+        KvcupyError, TypeError, ValueError : as `query_positions`
+        """
         return self.device.carrier(self._tables(stream)["slots"])
 
     def block_table(self, *, stream: Any = None) -> Any:
         """Return the pages of the step's sequences, int32 (B, pages of the longest), zero-padded.
+
+        Raises
+        ------
+        KvcupyError, TypeError, ValueError : as `query_positions`
 
         Notes
         -----
@@ -524,6 +548,10 @@ class PagedKVCache(ProcessLocal):
         indptr : int32 (B + 1,), where each sequence's pages begin
         indices : int32 (indptr[-1],), the pages
         last_page_len : int32 (B,), slots in use of each last page
+
+        Raises
+        ------
+        KvcupyError, TypeError, ValueError : as `query_positions`
         """
         self._running()
         lists = self._steps.lists(self._stream(stream))
@@ -581,8 +609,10 @@ class PagedKVCache(ProcessLocal):
         CacheFull : a shared page must be copied and none is free
         KvcupyError : the sequence belongs to the running step
         CaptureError : the stream is being captured
+        DeviceError : a launch was refused; the tokens from `start` on are undefined, and may be in
+            pages of their own
 
-        After an error nothing has changed.
+        After any other error nothing has changed.
 
         Notes
         -----
@@ -612,8 +642,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
-        ValueError : its tree is not committed
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : its tree is not committed, or `path` is not the name of a file
         KvcupyError : it belongs to the running step
         ImportError : the package safetensors is missing
         OSError : the file cannot be written; one that was there is left as it was
@@ -629,7 +659,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        ValueError : the sequence exists, or the file does not fit this cache
+        TypeError, ValueError : the sequence exists, or the file does not fit this cache
         CacheFull : there are too few pages
         ImportError : the package safetensors is missing
         OSError : the file cannot be read
@@ -664,6 +694,12 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : it is not a TieredCache, is of another pool, or there is one already
+
+        Notes
+        -----
+        Stream: who calls `acquire` of the tiered cache beside this one gives it a stream `after`
+        that is behind all compute streams and the copy stream: what is loaded may come to pages
+        that a sequence has just released, and that they still work on.
         """
         self._tiers.attach(tiers)
 
@@ -672,7 +708,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         ValueError : it is offloaded already, its tree is not committed, or there is no tiered cache
         CacheFull : the host pool is full, and nothing can be evicted; nothing has changed
         KvcupyError : it belongs to the running step
@@ -691,7 +727,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         CacheFull : there are too few pages; nothing has changed
         DeviceError : it could not be saved when it was offloaded; it can only be removed
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ... import devices, scratch
-from ...arrays import ArrayView, contiguous_strides, describe, probe_arguments, view
+from ...arrays import MAX_TRIES, ArrayView, Prober, contiguous_strides, describe, view
 from ...devices.protocol import Device, Stream
 from ...formats import FORMATS
 from ...ops import checks
 from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
 from ...ops.attention_kernels import AttentionOptions
+from ...ops.call import NO_ARGUMENTS, Probed, StepOperation
 from ...ops.merge import merge_states
-from ...ops.rope import rope_store_kv, rope_store_mla, rotate_query
-from ...ops.store import store_kv, store_mla
+from ...ops.rope import step_rope_store, step_rope_store_mla, step_rotation
+from ...ops.store import LatentArrays, step_store, step_store_mla, store_kv, store_mla
 from ..pool import MLAPool, Pool
 from .tables import TRANSPOSED_TABLE, Tables, block_table
 
-_MAX_CHECKED = 256  # pairs of query and out that are remembered
+_MAX_CHECKED = 256  # kinds of rows that are remembered, and pairs of addresses
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
+_ROWS = ("query", "key", "value", "out", "sinks")
 
 ROPE_MODES = ("none", "normal", "inline")
 
@@ -60,7 +62,9 @@ class StepCalls:
 
     Attributes
     ----------
-    tables : of the step; later ones of the same shapes may have the same
+    tables : of the step
+    store : writes K and V, or latents, perhaps rotated
+    rotation : rotates queries where keys are cached as they are; else None
     attention : over all keys
     prefix, rest : of a cascade, attention over the shared prefixes and over what follows them
     scratch : memory that all layers use, one after another in the order of a stream: by stream, and
@@ -68,8 +72,21 @@ class StepCalls:
     is_captured : whether a graph reads the tables: it outlives the step, and so has its own scratch
     """
 
-    def __init__(self, tables: Tables, rope_table: ArrayView | None) -> None:
+    def __init__(self, tables: Tables, rope: Rope, is_latent: bool) -> None:
         self.tables = tables
+        slots, self.rotation = tables["slots"], None
+        if rope.mode == "normal":
+            places = rope.table, tables["positions"], slots
+            rope_store = step_rope_store_mla if is_latent else step_rope_store
+            self.store: StepOperation = rope_store(*places, interleaved=rope.interleaved)
+        else:
+            self.store = step_store_mla(slots) if is_latent else step_store(slots)
+        rope_table = None
+        if rope.mode == "inline":
+            rope_table = rope.table
+            self.rotation = step_rotation(
+                rope_table, tables["positions"], interleaved=rope.interleaved
+            )
         self.scratch: dict[tuple[Stream, str | None], tuple[ArrayView, ...]] = {}
         self.is_captured = TRANSPOSED_TABLE in tables
         self.num_tokens = tables["slots"].shape[0]
@@ -130,46 +147,88 @@ class Layers:
             ]
         self.store: Any = store_mla if self._is_latent else store_kv
         self._arrays = [LayerArrays(**arguments) for arguments in self.caches]
+        self._stored: list[Probed] = list(self._arrays)
+        if self._is_latent:
+            self._stored = [LatentArrays(**arguments) for arguments in self.stores]
+        for parts in (self._arrays, self._stored):  # layers that are alike have one signature
+            for part in parts:
+                if part.signatures == parts[0].signatures:
+                    part.signatures = parts[0].signatures
         self._rotation = (rope.interleaved, rope.first) if rope.mode == "inline" else (False, 0)
-        self._inline_table = rope.table if rope.mode == "inline" else None
         self._step: StepCalls | None = None  # the last one
+        self._prober = Prober()
+        self._kind: Any = None  # of the rows of the last call
         self._checked: dict[Any, ArrayView] = {}  # queries
+        # Addresses of query and out that were checked, for rows of one kind.
+        self._allowed: set[tuple[int, int]] = set()
+        self._allowed_kind: Any = None
+        # Kind and number of tokens of the last call, its options, and what they came to.
+        self._last: tuple[Any, ...] = (None,) * 8
         widths = self.width + (0 if self._is_latent else self.v_width)
         self.key_bytes = pool.num_kv_heads * widths * FORMATS[pool.dtype].itemsize
         self.state_bytes = 4 * num_q_heads * self.v_width
 
     def check(
-        self, query: Any, out: Any, num_tokens: int,
+        self, query: Any, key: Any, value: Any, out: Any, num_tokens: int,
         sm_scale: Any, window: Any, sinks: Any, logits_soft_cap: Any,
-    ) -> tuple[ArrayView, AttentionOptions, Any]:  # fmt: skip
+    ) -> tuple[ArrayView, AttentionOptions, tuple[Any, ...], tuple[int, ...], object]:  # fmt: skip
         """Raise what attention would raise, before anything is written.
 
         Returns
         -------
         a description of the query, which keeps nothing alive (arrays of equal descriptions are
-        checked once); the options of attention; and `sinks` if they are learned logits, else None
+        checked once); the options of attention; the rows: query, key, value, out, and `sinks` if
+        they are learned logits, else None; their addresses; and their kind, which is one object for
+        all rows of equal descriptions
         """
-        signature = None
-        with suppress(TypeError):  # perhaps not an array: the checks name it
-            signature = num_tokens, probe_arguments((query, out))[1]
-        rows = self._checked.get(signature)
+        logits = sinks if sinks is not None and checks.is_array(sinks) else None
+        arrays = query, key, value, out, logits
+        try:
+            pointers, kind = self._prober.probe(arrays)
+        except TypeError:
+            for name, array in zip(_ROWS, arrays, strict=True):
+                if array is not None:
+                    view(array, name)  # raises, naming what is not an array
+            raise
+        if kind is not self._kind:
+            if kind != self._kind:
+                self._kind, self._prober.tries = kind, MAX_TRIES
+            elif self._prober.tries:
+                self._prober.learn(arrays, self._kind)
+            kind = self._kind
+        if kind is not self._allowed_kind:
+            self._allowed_kind = kind
+            self._allowed.clear()
+        addresses = pointers[0], pointers[3]
+        last_kind, tokens, scale, width, first_keys, cap, rows, options = self._last
+        if (
+            kind is last_kind and num_tokens == tokens and sm_scale is scale and window is width
+            and sinks is first_keys and logits_soft_cap is cap and addresses in self._allowed
+        ):  # fmt: skip
+            return rows, options, arrays, pointers, kind
+        rows = self._checked.get((num_tokens, kind))
         if rows is None:
             rows = self._check_rows(query, out, num_tokens)
             if len(self._checked) == _MAX_CHECKED:
                 self._checked.clear()
-            if signature is not None:
-                self._checked[signature] = rows
+            self._checked[num_tokens, kind] = rows
+        if addresses not in self._allowed:
+            self._check_addresses(view(query, "query"), out)
+            if len(self._allowed) == _MAX_CHECKED:
+                self._allowed.clear()
+            self._allowed.add(addresses)
         options = check_options(
             "NHD", sm_scale, True, window, sinks, logits_soft_cap, *self._rotation
         )
-        if sinks is None or not checks.is_array(sinks):
-            return rows, options, None
-        logits = view(sinks, "sinks")
-        if logits.format != "fp32" or logits.shape != (self._num_q_heads,):
+        if logits is None:
+            self._last = kind, num_tokens, sm_scale, window, sinks, logits_soft_cap, rows, options
+            return rows, options, arrays, pointers, kind
+        v = view(logits, "sinks")
+        if v.format != "fp32" or v.shape != (self._num_q_heads,):
             raise ValueError(
-                f"sinks: expected an int, or fp32 ({self._num_q_heads},), got {describe(logits)}"
+                f"sinks: expected an int, or fp32 ({self._num_q_heads},), got {describe(v)}"
             )
-        return rows, options, sinks
+        return rows, options, arrays, pointers, kind
 
     def _check_rows(self, query: Any, out: Any, num_tokens: int) -> ArrayView:
         rows = view(query, "query")
@@ -185,6 +244,17 @@ class Layers:
             checks.require_contiguous(written, "out")
             checks.require_output(written, "out")
         return rows.without_owner()
+
+    def _check_addresses(self, query: ArrayView, out: Any) -> None:
+        """Raise if attention could not read or write here, which it says after keys are stored."""
+        written = None if out is None else view(out, "out")
+        checks.require_aligned([("query", query), ("out", written)])
+        inputs = [(name, v) for cache in self.caches for name, v in cache.items()]
+        if self.rope.mode == "none":  # else attention reads a rotated copy
+            inputs.append(("query", query))
+        checks.require_disjoint(
+            [("out", written)], [(n, v) for n, v in inputs if isinstance(v, ArrayView)]
+        )
 
     def check_latent(self, latent: ArrayView, rope_key: ArrayView, num_tokens: int) -> None:
         """Raise if the parts of a latent have the wrong shape or format."""
@@ -210,75 +280,86 @@ class Layers:
     # --- One layer ---
 
     def run(
-        self, layer: int, query: Any, key: Any, value: Any, out: Any, rows: ArrayView,
-        tables: Tables, options: AttentionOptions, sinks: Any, stream: Stream,
+        self, layer: int, arrays: tuple[Any, ...], pointers: tuple[int, ...], kind: object,
+        rows: ArrayView, options: AttentionOptions, tables: Tables, stream: Stream,
     ) -> None:  # fmt: skip
         """Write the rows of the step's tokens, and attend with them.
 
-        Of MLA, `key` is the latent and `value` the rope key; `rows`, `options` and `sinks` are what
-        `check` returned.
+        Of MLA, the key is the latent and the value the rope key. The arguments are what `check`
+        returned, with `out`.
         """
         step = self._step
         if step is None or step.tables is not tables:
-            step = self._step = StepCalls(tables, self._inline_table)
-        num_tokens = step.num_tokens
-        if rows.shape[0] != num_tokens:
-            query, out = view(query)[:num_tokens], view(out)[:num_tokens]
-        query = self._store(layer, query, key, value, rows.format, step, stream)
-        arrays = self._arrays[layer]
+            step = self._step = StepCalls(tables, self.rope, self._is_latent)
+        query, key, value, out, sinks = arrays
+        at_query, at_key, at_value, at_out, at_sinks = pointers
+        if rows.shape[0] != step.num_tokens:  # addresses stay as they are
+            query, out = view(query)[: step.num_tokens], view(out)[: step.num_tokens]
+        if self.rope.mode == "none":
+            stored = self._stored[layer]
+            step.store.issue((key, value), (at_key, at_value), kind, stored, stream)
+        else:
+            query = self._rotate(
+                layer, (query, key, value), (at_query, at_key, at_value), kind, rows.format, step,
+                stream,
+            )  # fmt: skip
+            at_query = query.pointer
+        own = self._arrays[layer]
         # A window depends on the position of each query, which a pass over a prefix does not know.
         if step.prefix is None or options.window:
-            step.attention.run(arrays, query, out, options, sinks=sinks, stream=stream)
+            step.attention.issue(
+                (query, out, None, sinks), (at_query, at_out, 0, at_sinks), kind, own, stream,
+                (options,),
+            )  # fmt: skip
             return
         # Attend over shared prefixes, then over the rest of each sequence, and merge the two.
         scratch = step.scratch.get((stream, None)) or self._borrow_states(step, stream)
         states, first, second, lse, first_lse, second_lse, merged_lse = scratch
         unmasked = options._replace(causal=False, sink_keys=0)
-        step.prefix.run(arrays, query, first, unmasked, lse_out=first_lse, stream=stream)
-        step.rest.run(
-            arrays, query, second, options, lse_out=second_lse, sinks=sinks, stream=stream
-        )
+        step.prefix.issue(
+            (query, first, first_lse, None), (at_query, first.pointer, first_lse.pointer, 0), kind,
+            own, stream, (unmasked,),
+        )  # fmt: skip
+        step.rest.issue(
+            (query, second, second_lse, sinks),
+            (at_query, second.pointer, second_lse.pointer, at_sinks), kind, own, stream, (options,),
+        )  # fmt: skip
         merge_states(states, lse, None, None, out=out, lse_out=merged_lse, stream=stream)
 
-    def _store(
-        self, layer: int, query: Any, key: Any, value: Any, format: str, step: StepCalls,
-        stream: Stream,
-    ) -> Any:  # fmt: skip
-        """Write the tokens' rows; return the query, of `format`, as attention takes it."""
-        rope, tables, cache = self.rope, step.tables, self.stores[layer]
-        slots = tables["slots"]
-        if rope.mode == "none":
-            self.store(key, value, slot_mapping=slots, stream=stream, **cache)
-            return query
+    def _rotate(
+        self, layer: int, rows: tuple[Any, Any, Any], pointers: tuple[int, int, int], kind: object,
+        format: str, step: StepCalls, stream: Stream,
+    ) -> ArrayView:  # fmt: skip
+        """Write the tokens' rows; return the rotated query, of `format`, in scratch memory."""
+        (query, key, value), (at_query, at_key, at_value) = rows, pointers
         scratch = step.scratch.get((stream, format)) or self._borrow_query(step, stream, format)
         whole, copied, rotated = scratch
         if self._is_latent:
             query = view(query)
-            latent, query = query[..., : rope.first], query[..., rope.first :]
-        if rope.mode == "normal":
-            rope_store: Any = rope_store_mla if self._is_latent else rope_store_kv
-            rope_store(
-                query, key, value, rope.table, tables["positions"], slot_mapping=slots,
-                interleaved=rope.interleaved, write_key=False, query_out=rotated, stream=stream,
-                **cache,
-            )  # fmt: skip
+            latent, query = query[..., : self.rope.first], query[..., self.rope.first :]
+            at_query = query.pointer
+        stored = self._stored[layer]
+        if step.rotation is None:
+            # The latent of MLA comes last, and its rope key is what is rotated.
+            keys, at_keys = (key, None, value), (at_key, 0, at_value)
+            if self._is_latent:
+                keys, at_keys = (value, None, key), (at_value, 0, at_key)
+            step.store.issue(
+                (query, rotated, *keys), (at_query, rotated.pointer, *at_keys), kind, stored, stream
+            )
         else:
-            self.store(key, value, slot_mapping=slots, stream=stream, **cache)
-            rotate_query(
-                query, rope.table, tables["positions"], interleaved=rope.interleaved,
-                query_out=rotated, stream=stream,
+            step.store.issue((key, value), (at_key, at_value), kind, stored, stream)
+            step.rotation.issue(
+                (query, rotated, None, None), (at_query, rotated.pointer, 0, 0), kind, NO_ARGUMENTS,
+                stream,
             )  # fmt: skip
         if self._is_latent:
             self._device.copy(copied, latent, stream=stream)
         return whole
 
     def end_step(self) -> None:
-        """Give back the scratch memory that the layers of the step have shared.
-
-        The next step may have the same tables, and would keep that of every stream there has been.
-        """
-        if self._step is not None:
-            self._step.scratch.clear()
+        """Give back the scratch memory that the layers of the step have shared."""
+        self._step = None
 
     def _borrow_query(self, step: StepCalls, stream: Stream, format: str) -> tuple[ArrayView, ...]:
         """Borrow memory for rotated queries: all of it, what MLA does not rotate, and the rest."""
@@ -318,7 +399,7 @@ def rope_of(
     table: Any, mode: Any, interleaved: Any, device: Device, head_dim: int, latent_dim: int | None
 ) -> Rope:
     """Check the arguments that say how keys are rotated."""
-    if mode not in ROPE_MODES:
+    if not isinstance(mode, str) or mode not in ROPE_MODES:
         raise ValueError(f"rope_mode: expected one of {', '.join(ROPE_MODES)}, got {mode!r}")
     if not isinstance(interleaved, (bool, np.bool_)):
         raise TypeError(f"interleaved: expected a bool, got {interleaved!r}")
@@ -334,6 +415,8 @@ def rope_of(
         )
     if rows.device != device.name:
         raise ValueError(f"rope: expected it on {device.name}, got {rows.device}")
+    checks.require_contiguous(rows, "rope")
+    checks.require_aligned([("rope", rows)])
     return Rope(rows, str(mode), bool(interleaved), first)
 
 
@@ -357,7 +440,8 @@ def _scale_per_layer(pool: Pool, scale: Any, name: str) -> list[Any]:
     if scale is None or not checks.is_array(scale):
         if scale is not None:
             checks.require_number(scale, name)
-            if not (np.isfinite(np.float32(scale)) and np.float32(scale) > 0):
+            # Any int compares with a Python float.
+            if not (0 < scale <= _MAX_FLOAT32 and np.float32(scale) > 0):
                 raise ValueError(f"{name}: expected a finite number above zero, got {scale!r}")
         return [scale] * pool.num_layers
     scales = view(scale, name)

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .cache.paged.contents import check_metadata, read_file
-from .cache.tiered import disk_format
-from .cache.tiered.disk_format import Layout
+from .paged.contents import check_metadata, read_file
+from .tiered import disk_format
+from .tiered.disk_format import Layout
 
 _TABLE_BYTES = 2**20  # of records, read at once
 

@@ -10,8 +10,8 @@ from cache import disk_cases
 
 import kvcupy as kv
 from kvcupy.__main__ import main
+from kvcupy.cache.inspection import inspect
 from kvcupy.cache.tiered.disk_format import RECORD_BYTES, Layout
-from kvcupy.inspection import inspect
 
 LAYOUT = Layout(6, disk_cases.PAGE_BYTES)
 

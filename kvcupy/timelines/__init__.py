@@ -1,0 +1,1 @@
+"""What ran when, on which stream: the record, and the page that shows it."""
