@@ -367,9 +367,9 @@ def apply_rope_inplace(
     Notes
     -----
     Differs from FlashInfer: angles come from a table, computed in float64 and kept for further
-    calls, where FlashInfer computes them in the kernel with fast sines that lose precision at large
-    positions. The host waits for the largest position. Capture: illegal for that reason; use
-    `apply_rope_with_cos_sin_cache_inplace`, with a table of `kvcupy.rope_table`.
+    calls, where FlashInfer computes them in the kernel with fast sines. The host waits for the
+    largest position. Capture: illegal for that reason; use `apply_rope_with_cos_sin_cache_inplace`,
+    with a table of `kvcupy.rope_table`.
 
     Examples
     --------
@@ -509,7 +509,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
     Notes
     -----
     Differs from FlashInfer: two states without a key, whose S is minus infinity, give 0 and minus
-    infinity, where FlashInfer gives NaN. Stream, Capture: as `kvcupy.merge_states`.
+    infinity, where its reference gives NaN. Stream, Capture: as `kvcupy.merge_states`.
 
     Examples
     --------

@@ -469,6 +469,32 @@ def test_outputs_are_written_in_place(place):
         assert torch.equal(x, y)
 
 
+def test_a_layer_is_traced(place):
+    """`torch.compile` takes an append and a run, planned before, without a break."""
+    import torch._dynamo as dynamo
+
+    wrapper = planned("Decode", place)
+    cache, _ = paged("NHD", place)
+    q = rows(4, HEADS, WIDTH, place=place)
+    new = rows(4, KV_HEADS, WIDTH, place=place, seed=1)
+    batch, positions, indices, indptr, last = (
+        ints(x, place) for x in ([0, 1, 3, -1], [5, 3, 8, 0], INDICES, INDPTR, LAST)
+    )
+
+    def layer(cache):
+        flashinfer.append_paged_kv_cache(new, new, batch, positions, cache, indices, indptr, last)
+        out, lse = wrapper.run(q, cache, return_lse=True)
+        return flashinfer.merge_state(out, lse, out, lse)
+
+    other = cache.clone()
+    expected = layer(cache)
+    dynamo.reset()
+    results = torch.compile(layer, fullgraph=True, backend="aot_eager")(other)
+    dynamo.reset()
+    assert torch.equal(cache, other)
+    assert all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+
+
 # --- What is refused ------------------------------------------------------------------------------
 
 

@@ -246,6 +246,29 @@ def test_tokens_without_context_take_the_suffix(place):
     assert torch.equal(output[1:], suffix[1:]) and not torch.equal(output[0], suffix[0])
 
 
+def test_a_layer_is_traced(place):
+    """`torch.compile` takes a rotation and a store without a break."""
+    import torch._dynamo as dynamo
+
+    table, positions, mapping = angles(8, place), torch.tensor([3, 0], device=place), slots(place)
+    query, value = (rows(2, 16, place=place, seed=s) for s in (1, 2))
+    scale = torch.tensor([0.5], device=place)
+
+    def layer(key, k_cache, v_cache):
+        vllm.rotary_embedding(positions, query.clone(), key, 8, table, True)
+        k, v = (x.view(2, HEADS, WIDTH) for x in (key, value))
+        vllm.reshape_and_cache_flash(k, v, k_cache, v_cache, mapping[:2], "fp8", scale, scale)
+
+    key = rows(2, 16, place=place)
+    plain, traced = ([key.clone(), *caches(place, torch.uint8)] for _ in range(2))
+    layer(*plain)
+    dynamo.reset()
+    torch.compile(layer, fullgraph=True, backend="aot_eager")(*traced)
+    dynamo.reset()
+    assert all(torch.equal(x, y) for x, y in zip(plain, traced, strict=True))
+    assert not torch.equal(plain[0], key)
+
+
 # --- What is refused ------------------------------------------------------------------------------
 
 
