@@ -312,7 +312,7 @@ class Steps:
             raise
         if copied is not None:
             for copy in reserved.copies:
-                copy.sequence.loads.append(copied)
+                _add_load(copy.sequence, copied)
         self._sequences.grow(sequences, counts, reserved)
         for sequence, new in zip(sequences, nodes, strict=True):
             if new is not None:
@@ -353,7 +353,8 @@ class Steps:
         finally:
             if step.copied is not None:
                 for copy in step.copies:  # the sequence has its shared page again
-                    copy.sequence.loads.remove(step.copied)
+                    loads = copy.sequence.loads
+                    copy.sequence.loads = [load for load in loads if load is not step.copied]
             for sequence, n, in_tree in zip(step.sequences, step.counts, step.in_tree, strict=True):
                 if in_tree:
                     del sequence.parents[-n:]
@@ -417,7 +418,7 @@ class Steps:
                     self._sequences.truncate(sequence, committed)
                 raise
             for sequence in sequences:
-                sequence.loads.append(copied)
+                _add_load(sequence, copied)
         for sequence, path in zip(sequences, paths, strict=True):
             length = sequence.committed + len(path)
             sequence.parents.clear()
@@ -435,7 +436,7 @@ class Steps:
             except BaseException:
                 self._sequences.remove(child)
                 raise
-            self._sequences.find(child).loads.append(copied)
+            _add_load(self._sequences.find(child), copied)
 
     def unshare(self, sequence: CachedSequence, places: Ints) -> None:
         """Copy the shared pages that hold some places of a sequence, so that it may write there."""
@@ -448,7 +449,7 @@ class Steps:
         except BaseException:
             self._pool.allocator.free(fresh)
             raise
-        sequence.loads.append(copied)
+        _add_load(sequence, copied)
         self._sequences.replace(sequence, shared, fresh)
 
     def _copy_pages(
@@ -518,6 +519,17 @@ def require_on_device(sequence: CachedSequence, seq: Hashable, name: str) -> Non
     """Raise if a sequence is offloaded."""
     if sequence.offloaded is not None:
         raise ValueError(f"{name}: {seq!r} is offloaded: call onboard first")
+
+
+def _add_load(sequence: CachedSequence, copied: CopiedPages) -> None:
+    """Note what brings pages of a sequence, and forget earlier copies that have succeeded.
+
+    Steps that attend forget them too, but there may be none.
+    """
+    sequence.loads = [
+        load for load in sequence.loads if not (isinstance(load, CopiedPages) and load.succeeded)
+    ]
+    sequence.loads.append(copied)
 
 
 def _check_batch(
