@@ -3,6 +3,7 @@
 Importing this touches no device, imports neither CuPy nor torch, and compiles nothing.
 """
 
+from . import metrics
 from .arrays import ArrayView, view_as
 from .cache.engine import TransferEngine
 from .cache.paged.cache import PagedKVCache
@@ -34,6 +35,7 @@ from .ops.transfer import transfer_pages
 from .order.checker import declare, order_checker
 from .order.explore import explore
 from .streams import fork, join, keep_alive
+from .timelines import nvtx as _nvtx  # noqa: F401 -- config.nvtx takes effect
 from .timelines.timeline import timeline
 
 __version__ = "0.1.0"
@@ -71,6 +73,7 @@ __all__ = [
     "join",
     "keep_alive",
     "merge_states",
+    "metrics",
     "order_checker",
     "page_table_csr",
     "paged_attention",

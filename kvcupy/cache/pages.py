@@ -6,10 +6,12 @@ import itertools
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from .. import metrics
 from ..config import logger
 from ..errors import CacheFull, CaptureError, DeviceError, KvcupyError, ProcessLocal
 from ..ops import checks
@@ -224,7 +226,8 @@ class PageAllocator(ProcessLocal):
                     )
                 oldest = self._oldest_that_defers()
             if polled:
-                self._wait(oldest)
+                wait = partial(self._wait, oldest)
+                metrics.timed("kvcupy_host_wait_seconds", wait, waiter="pages")
             else:
                 self._poll()
             polled = not polled

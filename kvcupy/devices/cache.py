@@ -22,6 +22,8 @@ from typing import IO
 
 from platformdirs import user_cache_path
 
+from .. import metrics
+
 logger = logging.getLogger("kvcupy")
 
 _MAGIC = b"kvcupy01"
@@ -229,4 +231,7 @@ def announced(kernel: object, target: str) -> Iterator[None]:
     logger.info("compiling %s for %s", kernel, target)
     start = time.perf_counter()
     yield
-    logger.info("compiled %s for %s in %.1f s", kernel, target, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    logger.info("compiled %s for %s in %.1f s", kernel, target, seconds)
+    if metrics.enabled:
+        metrics.note("kvcupy_compile_seconds", seconds, target=target)

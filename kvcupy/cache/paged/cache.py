@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ... import devices
+from ... import devices, metrics
 from ...arrays import address_of, describe, view
 from ...config import logger
 from ...devices.protocol import Stream
@@ -141,6 +141,7 @@ class PagedKVCache(ProcessLocal):
         )  # fmt: skip
         self._contents = Contents(pool, self._layers, self._steps.access)
         self._tiers = Tiers(pool, self._sequences, self._steps.access)
+        metrics.follow(self, _sequence_samples)
 
     def __repr__(self) -> str:
         return (
@@ -731,6 +732,11 @@ class PagedKVCache(ProcessLocal):
 
     def _stream(self, stream: Any) -> Stream:
         return self.device.as_stream(stream, self.pool.parts[0].library)
+
+
+def _sequence_samples(cache: PagedKVCache) -> Iterator[tuple[str, metrics.Labels, float]]:
+    yield "kvcupy_sequences", (), len(cache._sequences)
+    yield "kvcupy_sequence_tokens", (), cache.total_length
 
 
 def _pool_of(
