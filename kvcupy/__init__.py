@@ -3,6 +3,8 @@
 Importing this touches no device, imports neither CuPy nor torch, and compiles nothing.
 """
 
+import sys
+
 from . import metrics
 from .arrays import ArrayView, view_as
 from .cache.engine import TransferEngine
@@ -39,6 +41,12 @@ from .timelines import nvtx as _nvtx  # noqa: F401 -- config.nvtx takes effect
 from .timelines.timeline import timeline
 
 __version__ = "0.1.0"
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError(
+        "kvcupy relies on the global interpreter lock: start this free-threaded Python with "
+        "-X gil=1 or PYTHON_GIL=1"
+    )
 
 __all__ = [
     "ArrayView",
