@@ -13,7 +13,9 @@ from copy import copy
 
 from .errors import CompileError, KvcupyError
 
+# docs/running.md says what is logged where.
 logger = logging.getLogger("kvcupy")
+calls_logger, compile_logger, cache_logger = map(logger.getChild, ("calls", "compile", "cache"))
 
 # Bytes of shared memory per block, by architecture; the other limits of a launch are the same for
 # all of them (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -334,3 +336,44 @@ def test_every_metric_follows_the_rules_of_names():
     for name in (*metrics._GAUGES, *metrics._HISTOGRAMS):
         assert name.startswith("kvcupy_") and not name.endswith(("_total", "_count", "_sum"))
     assert all(name.endswith("_seconds") for name in metrics._HISTOGRAMS)
+
+
+# --- The guide ---
+
+GUIDE = (Path(__file__).resolve().parents[1] / "docs" / "running.md").read_text()
+
+
+def test_the_guide_lists_every_metric_and_no_other(device, counting, tmp_path):
+    listed = set(re.findall(r"`(kvcupy_\w+)`", GUIDE))
+    assert listed == {*metrics._COUNTERS, *metrics._GAUGES, *metrics._HISTOGRAMS}
+
+
+def test_the_guide_runs(counting, monkeypatch):
+    """In a registry of the test's own."""
+    prometheus = pytest.importorskip("prometheus_client")
+    pytest.importorskip("opentelemetry.metrics")
+    registry = prometheus.CollectorRegistry()
+    monkeypatch.setattr(prometheus, "REGISTRY", registry)
+    names = {}
+    for code in re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL):
+        exec(compile(code, "running.md", "exec"), names)
+    counting.add("kvcupy_step_tokens_total")
+    assert "kvcupy_step_tokens_total 1.0" in prometheus.generate_latest(registry).decode()
+
+
+def test_the_guide_lists_every_logger_and_level():
+    """Below "kvcupy", and all made in one place."""
+    package = Path(kv.__file__).parent
+    texts = {path.relative_to(package).as_posix(): path.read_text()
+             for path in package.rglob("*.py")}  # fmt: skip
+    made = [name for name, text in texts.items() if "getLogger(" in text or "getChild" in text]
+    assert made == ["config.py"]
+    listed, logger = set(), ""
+    for name, level in re.findall(r"^\| (`kvcupy[.\w]*` )?\| ([A-Z]+) \|", GUIDE, re.MULTILINE):
+        logger = name.strip("` ") or logger
+        listed.add((logger, level))
+    used = set()
+    for text in texts.values():
+        for child, level in re.findall(r"\b(?:([a-z]+)_)?logger\.(debug|info|warning)\(", text):
+            used.add((f"kvcupy.{child}" if child else "kvcupy", level.upper()))
+    assert used == listed

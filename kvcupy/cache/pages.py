@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from .. import metrics
-from ..config import logger
+from ..config import cache_logger
 from ..errors import CacheFull, CaptureError, DeviceError, KvcupyError, ProcessLocal
 from ..ops import checks
 
@@ -408,7 +408,7 @@ def _is_done(transfer: Completion) -> bool:
 
 
 def _report(transfer: Completion, error: Exception) -> None:
-    logger.warning("the pages of %r are free, because it failed: %s", transfer, error)
+    cache_logger.warning("the pages of %r are free, because it failed: %s", transfer, error)
 
 
 # --- Page lists ---

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import tempfile
 import threading
@@ -23,8 +22,7 @@ from typing import IO
 from platformdirs import user_cache_path
 
 from .. import metrics
-
-logger = logging.getLogger("kvcupy")
+from ..config import compile_logger
 
 _MAGIC = b"kvcupy01"
 _TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
@@ -228,10 +226,10 @@ def _flock(file: IO[bytes]) -> None:
 @contextlib.contextmanager
 def announced(kernel: object, target: str) -> Iterator[None]:
     """Log that a kernel is compiled in a with block, and how long it took: it may be seconds."""
-    logger.info("compiling %s for %s", kernel, target)
+    compile_logger.info("compiling %s for %s", kernel, target)
     start = time.perf_counter()
     yield
     seconds = time.perf_counter() - start
-    logger.info("compiled %s for %s in %.1f s", kernel, target, seconds)
+    compile_logger.info("compiled %s for %s in %.1f s", kernel, target, seconds)
     if metrics.enabled:
         metrics.note("kvcupy_compile_seconds", seconds, target=target)

@@ -63,7 +63,7 @@ from ..arrays import (
     view,
     wait_for_producers,
 )
-from ..config import config, logger
+from ..config import calls_logger, config
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
 from ..kernels import Specialisation
@@ -235,7 +235,9 @@ class Operation:
             described[argument.name] = views[argument.name] = v
         plan = make(described, alignment & 15, *options)
         plan.settle(views)
-        logger.debug("%s: planned a call of new shapes, strides, formats or options", self.name)
+        calls_logger.debug(
+            "%s: planned a call of new shapes, strides, formats or options", self.name
+        )
         return tuple(pointers), plan
 
 

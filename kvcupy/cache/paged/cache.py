@@ -9,7 +9,7 @@ from typing import Any
 
 from ... import devices, metrics
 from ...arrays import address_of, describe, view
-from ...config import logger
+from ...config import cache_logger
 from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError, ProcessLocal
 from ...formats import FORMATS
@@ -290,7 +290,7 @@ class PagedKVCache(ProcessLocal):
         sequence.window, sequence.sinks = int(window), int(sinks)
         if self._rope_mode == "normal" and not self._warned:
             self._warned = True
-            logger.warning(
+            cache_logger.warning(
                 'a window slides over keys that were cached rotated (rope_mode "normal"): they '
                 'keep their rotation; "inline" rotates them by their positions'
             )
