@@ -13,6 +13,7 @@ import pytest
 
 import kvcupy as kv
 from kvcupy import metrics, observe
+from kvcupy.cache.tiered import tiers
 
 
 @pytest.fixture
@@ -230,6 +231,24 @@ def test_waits_for_pages(device, counting):
     pages.alloc(1)
     assert counting.value("kvcupy_host_wait_seconds", waiter="pages") == 0.0
     pages.alloc(1)
+    assert counting.value("kvcupy_host_wait_seconds", waiter="pages").count == 1
+
+
+def test_waits_for_blocks(device, counting):
+    """Another attempt without anything to wait for is no wait."""
+    waits = [tiers.Blocked(lambda: None), tiers.Blocked(), tiers.Blocked(lambda: None)]
+
+    def change(_):
+        if waits:
+            raise waits.pop()
+
+    tiered(device)._shared.attempt(change)
+    assert counting.value("kvcupy_host_wait_seconds", waiter="blocks").count == 2
+
+
+def test_a_wait_that_raises_is_counted(counting):
+    with pytest.raises(ZeroDivisionError):
+        counting.timed("kvcupy_host_wait_seconds", lambda: 1 / 0, waiter="pages")
     assert counting.value("kvcupy_host_wait_seconds", waiter="pages").count == 1
 
 
