@@ -156,7 +156,8 @@ class _Operations:
         stream = operation.stream
         if stream.capturing:
             return
-        labels = ("device", stream.device.name), ("operation", operation.name)
+        name = operation.name.rstrip("0123456789 ")  # "load 31": the layers are one operation
+        labels = ("device", stream.device.name), ("operation", name)
         num_bytes = operation.num_bytes
         with _lock:
             _counts["kvcupy_operations_total", labels] += 1

@@ -80,6 +80,18 @@ def test_bytes_of_an_operation_in_place(device, counting, in_place):
     assert ("apply_rope", after - before) in seen and after > before
 
 
+def test_layers_of_a_load_are_one_label(device, counting):
+    sizes = {"page_size": 2, "num_layers": 12, "num_kv_heads": 1, "head_dim": 8, "device": device}
+    engine = kv.TransferEngine(kv.KVPool(2, **sizes), kv.KVPool(2, **sizes, placement="pinned"))
+    transfer = engine.load([0], [1])
+    transfer.synchronize()
+    value = partial(counting.value, device=device.name, operation="load")
+    assert value("kvcupy_operations_total") == 12
+    assert value("kvcupy_bytes_total") == 2 * transfer.num_bytes
+    samples = next(m.samples for m in counting.collect() if m.name == "kvcupy_operations_total")
+    assert not [labels for labels in samples if dict(labels)["operation"][-1].isdigit()]
+
+
 def test_waits_of_streams(device, counting):
     first, second = device.stream(), device.stream()
     before = counting.value("kvcupy_stream_waits_total", device=device.name)
