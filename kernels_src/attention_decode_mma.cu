@@ -2,9 +2,9 @@
 // bits.
 //
 // A block takes 16 packed rows of one sequence, KV head and split, which its four warps share. The
-// keys are dealt to the warps in tiles of 16, each with shared memory of its own, so that they meet
-// at the end only. A warp looks up a page one tile ahead of its use, and rows come in 16-byte
-// copies, kStages tiles ahead:
+// keys are dealt to the warps in tiles of 16, or of 32 where rows are narrow, each with shared
+// memory of its own, so that they meet at the end only. A warp looks up a page one tile ahead of
+// its use, and rows come in 16-byte copies, kStages tiles ahead:
 //
 //   keys(n) arrive | Q K^T -> scores | values(n) arrive | weights, O += P V | keys(n + 1) ...
 //                    look up, fetch keys(n + kStages)     fetch values(n + kStages)
@@ -20,10 +20,10 @@
 // Bytes: visible K and V once per 16 rows; Q and the output once.
 #include "attention_decode_mma.cuh"
 
-// Scores of the 16 keys of a tile: of keys 0 to 7, then 8 to 15. `query` has the fragments of the
-// queries, where they fit into registers.
-template <typename TCache, int kWidth>
-__device__ __forceinline__ void multiply_keys(float (&s)[2][4], const char* keys,
+// Scores of the keys of a tile, eight after eight. `query` has the fragments of the queries, where
+// they fit into registers.
+template <typename TCache, int kWidth, int kScores>
+__device__ __forceinline__ void multiply_keys(float (&s)[kScores][4], const char* keys,
                                               const char* queries, const u32 (*query)[4]) {
   using T = MmaFormat<TCache>;
   using Shape = DecodeShape<TCache, kWidth, kWidth>;
@@ -38,6 +38,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[2][4], const char* keys
     }
   };
   if constexpr (sizeof(TCache) == 2) {
+    static_assert(kScores == 2, "tiles of 16 keys");
 #pragma unroll
     for (int k = 0; k < kWidth / 16; ++k) {
       u32 a[4];
@@ -51,21 +52,126 @@ __device__ __forceinline__ void multiply_keys(float (&s)[2][4], const char* keys
   } else {
 #pragma unroll
     for (int k = 0; k < kWidth / 16; k += 2) {
-      u32 b[4];  // of either chunk, keys 0 to 7 and 8 to 15
-      load_matrices<false>(b, keys + chunk_at<kRowBytes>(lane % 16, k + lane / 16));
+      u32 b[kScores / 2][4];  // of either chunk, eight keys and the next eight
+#pragma unroll
+      for (int n = 0; n < kScores / 2; ++n) {
+        load_matrices<false>(b[n], keys + chunk_at<kRowBytes>(n * 16 + lane % 16, k + lane / 16));
+      }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         u32 a[4];
         step(k + i, a);
 #pragma unroll
-        for (int n = 0; n < 2; ++n) {
+        for (int n = 0; n < kScores; ++n) {
           u32 even;
           u32 odd;
-          to_half_pairs<TCache>(b[2 * i + n], even, odd);
+          to_half_pairs<TCache>(b[n / 2][2 * i + n % 2], even, odd);
           mma_m16n8k16<T>(s[n], a, even, odd);
         }
       }
     }
+  }
+}
+
+// Likewise where keys of 8 bits are rotated on their way. The elements of a pair are a lane's own:
+// neighbours, or at the same place of two chunks. Rotated they are rounded to float16, e5m2 after
+// division by two, as its largest ones would overflow. `first` is the number of the first key.
+template <typename TCache, int kWidth, int kScores>
+__device__ __forceinline__ void multiply_rotated_keys(float (&s)[kScores][4], const char* keys,
+                                                      const char* queries, const AttentionParams& p,
+                                                      const AttentionTile& t, i64 first) {
+  constexpr int kRowBytes = DecodeShape<TCache, kWidth, kWidth>::kKeyRowBytes;
+  constexpr float kUnit = kSameType<TCache, fp8_e5m2> ? 0.5f : 1.0f;
+  const int lane = threadIdx.x % 32;
+  const int half_dim = p.rotary_dim / 2;
+  const float* angles[kScores];
+#pragma unroll
+  for (int n = 0; n < kScores; ++n) {
+    angles[n] = angles_of(p, t, key_of(p, t, first + n * 8 + lane / 4));
+  }
+#pragma unroll 1
+  for (int k = 0; k < kWidth / 16; ++k) {
+    const int at = k * 16 - p.rotary_start;
+    const bool rotary = at >= 0 && at < p.rotary_dim;
+    const bool apart = rotary && !p.interleaved;
+    if (apart && at >= half_dim) continue;  // the first half takes it along
+    const int chunks[2] = {k, apart ? k + half_dim / 16 : k};
+    Pack<float, 4> cosines[kScores];  // of this lane's pairs; of neighbours, two
+    Pack<float, 4> sines[kScores];
+    const auto load_angles = [&](int n) {
+      if (!rotary) return;
+      const float* own = angles[n] + (apart ? at + lane % 4 * 4 : at / 2 + lane % 4 * 2);
+      if (apart) {
+        cosines[n].load(reinterpret_cast<const char*>(own));
+        sines[n].load(reinterpret_cast<const char*>(own + half_dim));
+      } else {
+        Pack<float, 2> two[2];
+        two[0].load(reinterpret_cast<const char*>(own));
+        two[1].load(reinterpret_cast<const char*>(own + half_dim));
+        cosines[n] = {{two[0].values[0], two[0].values[1]}};
+        sines[n] = {{two[1].values[0], two[1].values[1]}};
+      }
+    };
+    constexpr bool kAhead = kWidth <= 192;  // wider rows leave no registers for it
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+      if (kAhead) load_angles(n);
+    }
+    u32 a[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      load_matrices<false>(a[i],
+                           queries + chunk_offset<kWidth>(lane % 16, chunks[i] * 2 + lane / 16));
+    }
+    u32 b[kScores / 2][4];  // of either chunk, eight keys and the next eight
+#pragma unroll
+    for (int n = 0; n < kScores / 2; ++n) {
+      load_matrices<false>(
+          b[n], keys + chunk_at<kRowBytes>(n * 16 + lane % 16, lane < 16 ? chunks[0] : chunks[1]));
+    }
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) {
+      if (!kAhead) load_angles(n);
+      Pack<float, 4> x[2];  // elements 4 * (lane % 4) and so on of either chunk
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        u32 even;
+        u32 odd;
+        to_half_pairs<TCache>(b[n / 2][2 * i + n % 2], even, odd);
+        x[i] = {
+            {lower_of<half>(even), lower_of<half>(odd), upper_of<half>(even), upper_of<half>(odd)}};
+      }
+      Pack<float, 4> rotated[2] = {x[0], x[1]};
+      if (apart) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float c = cosines[n].values[i];
+          const float sine = sines[n].values[i];
+          rotated[0].values[i] = fmaf(x[0].values[i], c, -x[1].values[i] * sine);
+          rotated[1].values[i] = fmaf(x[1].values[i], c, x[0].values[i] * sine);
+        }
+      } else if (rotary) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+          const float c = cosines[n].values[i / 2];
+          const float sine = sines[n].values[i / 2];
+          rotated[0].values[i] = fmaf(x[0].values[i], c, -x[0].values[i + 1] * sine);
+          rotated[0].values[i + 1] = fmaf(x[0].values[i + 1], c, x[0].values[i] * sine);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i == 1 && !apart) break;
+        const float (&r)[4] = rotated[i].values;
+        mma_m16n8k16<half>(s[n], a[i], pack_pair<half>(r[0] * kUnit, r[2] * kUnit),
+                           pack_pair<half>(r[1] * kUnit, r[3] * kUnit));
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kScores; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] *= 1.0f / kUnit;
   }
 }
 
@@ -112,6 +218,7 @@ template <typename TCache, int kWidth, int kWidthV>
 __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kWidthV>::kBlocks)
     attention_decode_mma(const __grid_constant__ AttentionParams p) {
   using Shape = DecodeShape<TCache, kWidth, kWidthV>;
+  constexpr int kKeys = Shape::kKeys;
   constexpr int kStages = Shape::kStages;
   constexpr int kSteps = kWidth / 16;
   constexpr int kPending = 2 * kStages - 1;  // copy groups that may be on their way
@@ -122,24 +229,24 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   char* shared_bytes = dynamic_shared<char>();
   char* ring = shared_bytes + warp * Shape::kRingBytes;
   char* queries = shared_bytes + Shape::kQueryAt;
-  auto& table = reinterpret_cast<DecodeTable<TCache, kStages, kTileKeys>*>(shared_bytes +
-                                                                           Shape::kTablesAt)[warp];
+  auto& table =
+      reinterpret_cast<DecodeTable<TCache, kStages, kKeys>*>(shared_bytes + Shape::kTablesAt)[warp];
   auto& shared = *reinterpret_cast<DecodeTile*>(shared_bytes + Shape::kTileAt);
-  if (!begin_block<kTileKeys>(shared, p, kv_head, split)) return;
+  if (!begin_block<kKeys>(shared, p, kv_head, split)) return;
   const AttentionTile& t = shared.tile;
   const i64 begin = shared.range.begin;
   const i64 end = shared.range.end;
-  const int num_key_tiles = static_cast<int>((end - begin + kTileKeys - 1) / kTileKeys);
+  const int num_key_tiles = static_cast<int>((end - begin + kKeys - 1) / kKeys);
   const int own_tiles = (num_key_tiles - warp + kDecodeWarps - 1) / kDecodeWarps;
   const auto first_of = [&](int number) {
-    return begin + (i64{number} * kDecodeWarps + warp) * kTileKeys;
+    return begin + (i64{number} * kDecodeWarps + warp) * kKeys;
   };
 
   // The first tiles are on their way while queries are loaded.
   KeyPlace places[kStages];
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) {
-    places[stage] = look_up<kTileKeys>(p, t, first_of(stage) + lane, end);
+    places[stage] = look_up<kKeys>(p, t, first_of(stage) + lane, end);
   }
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) {
@@ -155,7 +262,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     end_copy_group();
   }
   KeyPlace next = {};
-  if (kStages < own_tiles) next = look_up<kTileKeys>(p, t, first_of(kStages) + lane, end);
+  if (kStages < own_tiles) next = look_up<kKeys>(p, t, first_of(kStages) + lane, end);
   load_queries<TCache, kWidth>(queries, shared, p, t, kv_head);
   set_limits(shared, p, t);
   __syncthreads();  // queries and limits are there
@@ -188,25 +295,32 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     __syncwarp();  // keys have arrived
     if constexpr (sizeof(TCache) == 2) {
       if (p.rope_table) {
-        rotate_keys<TCache, kWidth, kTileKeys, 32>(p, keys, table.k[stage], table.angles[stage],
-                                                   lane);
+        rotate_keys<TCache, kWidth, kKeys, 32>(p, keys, table.k[stage], table.angles[stage], lane);
         __syncwarp();  // all keys are rotated
       }
     }
 
     // Scores
-    float s[2][4] = {};
-    multiply_keys<TCache, kWidth>(s, keys, queries, query);
+    float s[kKeys / 8][4] = {};
+    if constexpr (sizeof(TCache) == 1) {
+      if (p.rope_table) {
+        multiply_rotated_keys<TCache, kWidth>(s, keys, queries, p, t, first_of(number));
+      } else {
+        multiply_keys<TCache, kWidth>(s, keys, queries, query);
+      }
+    } else {
+      multiply_keys<TCache, kWidth>(s, keys, queries, query);
+    }
     const u32 present[1] = {table.present[stage]};
-    float v_scales[2][2];
+    float v_scales[kKeys / 8][2];
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[n][i] *= factors[i / 2];
     }
     if (p.k_scale_cache) {
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
+      for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           s[n][i] *= table.k_scales[stage][n * 8 + lane % 4 * 2 + i % 2];
@@ -215,7 +329,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     }
     if (p.v_scale_cache) {
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
+      for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           v_scales[n][i] = table.v_scales[stage][n * 8 + lane % 4 * 2 + i];
@@ -227,7 +341,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
       set_rows(table, stage, p, t, next);
       fetch_keys<TCache, kWidth>(keys, p, table, stage);
       if (number + kStages + 1 < own_tiles) {
-        next = look_up<kTileKeys>(p, t, first_of(number + kStages + 1) + lane, end);
+        next = look_up<kKeys>(p, t, first_of(number + kStages + 1) + lane, end);
       }
     }
     end_copy_group();
@@ -235,7 +349,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     // Weights
     if (p.soft_cap > 0.0f) {
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
+      for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[n][i] = p.cap_scale * tanhf(s[n][i] * p.inverse_cap);
       }
@@ -245,7 +359,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     if (p.v_scale_cache) {
       const float inverse = raise_value_scale(v_scales, value_scale, o);
 #pragma unroll
-      for (int n = 0; n < 2; ++n) {
+      for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[n][i] *= v_scales[n][i % 2] * inverse;
       }

@@ -9,7 +9,6 @@
 constexpr int kDecodeRows = 16;
 constexpr int kDecodeWarps = 4;
 constexpr int kDecodeThreads = kDecodeWarps * 32;
-constexpr int kTileKeys = 16;
 constexpr int kValuePadding =
     8;  // floats after a row of values, so that rows differ in their banks
 constexpr float kSmallestScale = __builtin_bit_cast(float, 0x00800000);  // 2 to the -126
@@ -60,12 +59,14 @@ struct DecodeTile {
 template <typename TCache, int kWidth, int kWidthV>
 struct DecodeShape {
   static_assert(kWidth % 64 == 0 && kWidthV % 64 == 0, "rows are whole groups of 64 bytes");
+  // Narrow rows come in larger tiles: what is done once per tile is then done half as often.
+  static constexpr int kKeys = sizeof(TCache) == 1 && kWidth <= 128 && kWidthV <= 128 ? 32 : 16;
   static constexpr bool kQueryInRegisters = kWidth <= 192;
   static constexpr int kBlocks = kWidth <= 64 ? 3 : 2;  // per SM, as registers allow
   static constexpr int kKeyRowBytes = kWidth * static_cast<int>(sizeof(TCache));
   static constexpr int kValueRowBytes = kWidthV * static_cast<int>(sizeof(TCache));
-  static constexpr int kValuesAt = kTileKeys * kKeyRowBytes;
-  static constexpr int kTileBytes = kTileKeys * (kKeyRowBytes + kValueRowBytes);
+  static constexpr int kValuesAt = kKeys * kKeyRowBytes;
+  static constexpr int kTileBytes = kKeys * (kKeyRowBytes + kValueRowBytes);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
   static constexpr int kStages = 1;  // copies are not asynchronous there
 #else
@@ -77,7 +78,7 @@ struct DecodeShape {
   static constexpr int kQueryAt = kDecodeWarps * kRingBytes;
   static constexpr int kTablesAt = kQueryAt + kDecodeRows * kWidth * 2;
   static constexpr int kTileAt =
-      kTablesAt + kDecodeWarps * static_cast<int>(sizeof(DecodeTable<TCache, kStages, kTileKeys>));
+      kTablesAt + kDecodeWarps * static_cast<int>(sizeof(DecodeTable<TCache, kStages, kKeys>));
   static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(DecodeTile));
 };
 

@@ -26,7 +26,7 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
 // Whether any row of the tile sees a key: with a tree mask, a key of the tile may be no row's.
 __device__ __forceinline__ bool seen_by_any(const AttentionParams& p, const AttentionTile& t,
                                             i64 key) {
-  if (key < first_tree_key(p, t)) return true;
+  if (!p.tree_mask || key < first_tree_key(p, t)) return true;
   for (int row = 0; row < t.num_rows - 1; row += p.group) {
     if (sees(p, t, row, key)) return true;
   }

@@ -54,6 +54,8 @@ __device__ __forceinline__ u32 decode_e4m3_pair(u32 codes) {
 }
 
 // The code of x, rounded once, to nearest even. Saturates, infinities too; keeps NaN, without sign.
+// That of its magnitude is in the lowest seven bits of `encode_magnitude`, below others; NaN is the
+// largest there.
 //
 // The sum of a number and a power of two whose last bit is worth a unit of the number's code is
 // rounded to that unit, and ends with how many there are: a mantissa with its leading one, or what
@@ -62,15 +64,45 @@ __device__ __forceinline__ u32 decode_e4m3_pair(u32 codes) {
 // normal one. Bits past the seventh are not looked at, so the difference of the biases is kBias -
 // 128.
 template <int kMantissa, int kBias>
-__device__ __forceinline__ u32 encode_fp8(float x, float largest) {
+__device__ __forceinline__ u32 encode_magnitude(float x, float largest) {
   constexpr int kDropped = 23 - kMantissa;
   constexpr float kSmallestNormal = __builtin_bit_cast(float, (128 - kBias) << 23);
   constexpr float kAligner = (1 << kDropped) + kBias;
   const float magnitude = fminf(fabsf(x), largest);
   const u32 power = __float_as_uint(fmaxf(magnitude, kSmallestNormal)) & 0x7f800000;
   const u32 aligned = __float_as_uint(__fmaf_rn(__uint_as_float(power), kAligner, magnitude));
-  const u32 code = ((aligned + (power >> kDropped)) & 0x7f) | (__float_as_uint(x) >> 24 & 0x80);
+  return aligned + (power >> kDropped);
+}
+
+template <int kMantissa, int kBias>
+__device__ __forceinline__ u32 encode_fp8(float x, float largest) {
+  const u32 magnitude = encode_magnitude<kMantissa, kBias>(x, largest);
+  const u32 code = (magnitude & 0x7f) | (__float_as_uint(x) >> 24 & 0x80);
   return x == x ? code : 0x7f;
+}
+
+// The codes of four numbers, in a word: of the magnitudes of `x`, with the signs of `signs`, and
+// NaN where that is NaN, whose sign is lost.
+template <int kMantissa, int kBias>
+__device__ __forceinline__ u32 encode_four_fp8(const float (&x)[4], const float (&signs)[4],
+                                               float largest) {
+  u32 codes[4];
+  u32 tops[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 magnitude = encode_magnitude<kMantissa, kBias>(x[i], largest);
+    codes[i] = signs[i] == signs[i] ? magnitude : 0x7f;
+#ifdef __CUDACC__
+    tops[i] = __float_as_uint(signs[i]);  // the NaN of a GPU's arithmetic is positive
+#else
+    tops[i] = signs[i] == signs[i] ? __float_as_uint(signs[i]) : 0;
+#endif
+  }
+  const u32 magnitudes = __byte_perm(__byte_perm(codes[0], codes[1], 0x0040),
+                                     __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
+  const u32 upper = __byte_perm(__byte_perm(tops[0], tops[1], 0x0073),
+                                __byte_perm(tops[2], tops[3], 0x0073), 0x5410);
+  return (magnitudes & 0x7f7f7f7f) | (upper & 0x80808080);
 }
 
 // Four codes of int8, in a word. A float32 whose last bit is worth 1 ends with the number.

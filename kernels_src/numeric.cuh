@@ -135,7 +135,7 @@ __device__ __forceinline__ float refine_reciprocal(float x, float approximation)
 // are they.
 struct ScaleDivisor {
   float power;
-  float divisor;     // scale * power
+  float divisor;     // scale * power; 0 for an infinity, whose quotients nothing corrects
   float reciprocal;  // of the divisor
 
   __device__ __forceinline__ explicit ScaleDivisor(float scale) {
@@ -143,14 +143,22 @@ struct ScaleDivisor {
     power = __uint_as_float((exponent < 252 ? 253 - exponent : 1) << 23);
     divisor = __fmul_rn(scale, power);
     reciprocal = refine_reciprocal(divisor, approximate_reciprocal(divisor));
+    if (divisor == kInfinity || divisor == -kInfinity) divisor = 0.0f;
+  }
+
+  // x / scale, all but correct, and corrected. A correction with a zero may have the wrong sign,
+  // and one with an infinity is NaN.
+  __device__ __forceinline__ void divide(float x, float& rough, float& exact) const {
+    const float dividend = __fmul_rn(x, power);
+    rough = __fmul_rn(dividend, reciprocal);
+    const float remainder = __fmaf_rn(-rough, divisor, dividend);
+    exact = __fmaf_rn(remainder, reciprocal, rough);
   }
 
   __device__ __forceinline__ float quotient(float x) const {
-    const float dividend = __fmul_rn(x, power);
-    const float rough = __fmul_rn(dividend, reciprocal);
-    const float remainder = __fmaf_rn(-rough, divisor, dividend);
-    const float exact = __fmaf_rn(remainder, reciprocal, rough);
-    // A sum with a zero may have the wrong sign, and one with an infinity is NaN.
+    float rough;
+    float exact;
+    divide(x, rough, exact);
     return fabsf(exact) > 0.0f ? exact : rough;
   }
 };
@@ -206,13 +214,22 @@ constexpr bool kDecodesFours = sizeof(T) == 1 && kCount % 4 == 0;
 template <typename T, int kCount>
 constexpr bool kDecodesFours = false;
 #endif
+template <typename T, int kCount>
+constexpr bool kFoursOfFp8 = (kSameType<T, fp8_e4m3> || kSameType<T, fp8_e5m2>) && kCount % 4 == 0;
+// Whether instructions encode fp8, by fours, or arithmetic does.
 #if __CUDA_ARCH__ >= 890
 template <typename T, int kCount>
-constexpr bool kEncodesFours =
-    (kSameType<T, fp8_e4m3> || kSameType<T, fp8_e5m2>) && kCount % 4 == 0;
+constexpr bool kEncodesFours = kFoursOfFp8<T, kCount>;
 #else
 template <typename T, int kCount>
 constexpr bool kEncodesFours = false;
+#endif
+#ifdef __CUDACC__
+template <typename T, int kCount>
+constexpr bool kEncodesByArithmetic = kFoursOfFp8<T, kCount> && !kEncodesFours<T, kCount>;
+#else
+template <typename T, int kCount>
+constexpr bool kEncodesByArithmetic = false;
 #endif
 
 template <typename T, int kCount>
@@ -266,17 +283,72 @@ __device__ __forceinline__ Pack<float, kCount> quotients(const Pack<float, kCoun
   return out;
 }
 
+template <int kMantissa, int kBias>  // in fp8.cuh
+__device__ __forceinline__ u32 encode_four_fp8(const float (&x)[4], const float (&signs)[4],
+                                               float largest);
+
+// x / scale as fp8 by arithmetic. Signs and NaN are those of the quotient before its correction,
+// which is NaN for infinities alone: they saturate.
+template <typename T, int kCount>
+__device__ __forceinline__ Pack<T, kCount> quantise_by_arithmetic(const Pack<float, kCount>& x,
+                                                                  const ScaleDivisor& scale) {
+  constexpr bool kE4m3 = kSameType<T, fp8_e4m3>;
+  Pack<T, kCount> out;
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    float rough[4];
+    float exact[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) scale.divide(x.values[i + j], rough[j], exact[j]);
+    *reinterpret_cast<u32*>(out.values + i) =
+        encode_four_fp8<kE4m3 ? 3 : 2, kE4m3 ? 7 : 15>(exact, rough, kLimit<T>);
+  }
+  return out;
+}
+
 // x / scale, rounded to float32 and then to T, as a division is.
 template <typename T, int kCount>
 __device__ __forceinline__ Pack<T, kCount> quantise(const Pack<float, kCount>& x,
                                                     const ScaleDivisor& scale) {
+  if constexpr (kEncodesByArithmetic<T, kCount>) return quantise_by_arithmetic<T>(x, scale);
   return from_floats<T>(quotients(x, scale));
 }
+
+#ifdef __CUDACC__
+template <typename T>
+struct PairType {};
+template <>
+struct PairType<half> {
+  using type = __half2;
+};
+template <>
+struct PairType<bfloat16> {
+  using type = __nv_bfloat162;
+};
+template <typename T>
+using PairOf = typename PairType<T>::type;
+#endif
 
 // The largest magnitude of the elements added so far; NaN does not count.
 template <int kCount>
 struct AbsMax {
   float largest = 0.0f;
+
+  // Elements as they are; pairs of 16 bits are compared at once.
+  template <typename T>
+  __device__ __forceinline__ void add(const Pack<T, kCount>& pack) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (sizeof(T) == 2 && kCount % 2 == 0) {
+      const auto* pairs = reinterpret_cast<const PairOf<T>*>(pack.values);
+      PairOf<T> top = __habs2(pairs[0]);
+#pragma unroll
+      for (int i = 1; i < kCount / 2; ++i) top = __hmax2(top, __habs2(pairs[i]));
+      largest = fmaxf(largest, fmaxf(to_float(top.x), to_float(top.y)));
+      return;
+    }
+#endif
+    add(to_floats(pack));
+  }
 
   __device__ __forceinline__ void add(const Pack<float, kCount>& pack) {
 #pragma unroll

@@ -267,7 +267,7 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
   const int lane = threadIdx.x & (lanes - 1);
   const int row = blockIdx.x * (blockDim.x >> p.lane_shift) + (threadIdx.x >> p.lane_shift);
   const int rows_per_token = p.num_q_heads + p.num_k_heads + p.num_v_heads;
-  const int token = row / rows_per_token;
+  const int token = static_cast<u32>(row) / static_cast<u32>(rows_per_token);
   const int row_head = row - token * rows_per_token;
   const bool is_query = row_head < p.num_q_heads;
   const bool is_value = row_head >= p.num_q_heads + p.num_k_heads;
@@ -318,11 +318,11 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
         Pack<T, kCount> x;
         Pack<T, kCount> y;
         rotary.rotate_pairs(i, x, y);
-        largest.add(to_floats(x));
-        largest.add(to_floats(y));
+        largest.add(x);
+        largest.add(y);
       }
       for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
-        largest.add(to_floats(rotary.pass(i)));
+        largest.add(rotary.pass(i));
       }
     }
     const float absmax = max_within_warp(largest.value(), lanes);

@@ -58,14 +58,54 @@ __device__ __forceinline__ float lane_absmax(const char* in, int width, int lane
   for (int i = lane * kCount; i < width; i += lanes * kCount) {
     Pack<TIn, kCount> pack;
     pack.load(in + i * static_cast<int>(sizeof(TIn)));
-    largest.add(to_floats(pack));
+    largest.add(pack);
   }
   return largest.value();
 }
 
-// A scale for each (token, head), from its largest magnitude, stored beside the row. The second
-// pass over a row hits L1. No thread exits before the reductions are done. grid: (rows /
-// (block / lanes)), block: (a multiple of lanes and of 32), smem: block / 32 floats
+// Rows that their lanes hold, from their loads to their stores; see store_dynamic.
+template <typename TIn, int kCount>
+struct HeldRow {
+  static constexpr int kHeld = sizeof(TIn) > 2 ? 1 : 2;  // packs of a lane
+
+  Pack<TIn, kCount> packs[kHeld];
+
+  static __device__ __forceinline__ int element(int i, int lane, int lanes) {
+    return (i * lanes + lane) * kCount;
+  }
+
+  __device__ __forceinline__ void load(const char* in, int width, int lane, int lanes) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int at = element(i, lane, lanes);
+      packs[i] = {};
+      if (at < width) packs[i].load(in + at * static_cast<int>(sizeof(TIn)));
+    }
+  }
+
+  __device__ __forceinline__ float absmax() const {
+    AbsMax<kCount> largest;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) largest.add(packs[i]);
+    return largest.value();
+  }
+
+  template <typename TOut>
+  __device__ __forceinline__ void store(char* out, int width, const ScaleDivisor& scale, int lane,
+                                        int lanes) const {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int at = element(i, lane, lanes);
+      if (at >= width) continue;
+      quantise<TOut>(to_floats(packs[i]), scale).store(out + at * static_cast<int>(sizeof(TOut)));
+    }
+  }
+};
+
+// A scale for each (token, head), from its largest magnitude, stored beside the row. Lanes hold a
+// row if kHeld packs each are all of it; a longer one is read twice, and hits L1 the second time.
+// No thread exits before the reductions are done. grid: (rows / (block / lanes)), block: (a
+// multiple of lanes and of 32), smem: block / 32 floats
 template <typename TIn, typename TOut, int kCount>
 __global__ void store_dynamic(const __grid_constant__ CacheRowsParams p) {
   const CacheRow row = find_row(p);
@@ -76,15 +116,34 @@ __global__ void store_dynamic(const __grid_constant__ CacheRowsParams p) {
   const char* v_in = outside_row(p.value, p.v, row);
   constexpr int kInBytes = sizeof(TIn);
   constexpr int kOutBytes = sizeof(TOut);
+  const bool held = max(p.k.width, p.v.width) <= HeldRow<TIn, kCount>::kHeld * lanes * kCount;
 
   // Load
   const int k_width = active ? p.k.width : 0;
   const int v_width = active ? p.v.width : 0;
   float* scratch = dynamic_shared<float>();
-  const float k_absmax =
-      max_over_lanes(lane_absmax<TIn, kCount>(k_in, k_width, lane, lanes), lanes, scratch);
-  const float v_absmax =
-      max_over_lanes(lane_absmax<TIn, kCount>(v_in, v_width, lane, lanes), lanes, scratch);
+  HeldRow<TIn, kCount> k_row;
+  HeldRow<TIn, kCount> v_row;
+  float k_absmax;
+  float v_absmax;
+  if (held) {
+    k_row.load(k_in, k_width, lane, lanes);
+    v_row.load(v_in, v_width, lane, lanes);
+    k_absmax = k_row.absmax();
+    v_absmax = v_row.absmax();
+  } else {
+    k_absmax = lane_absmax<TIn, kCount>(k_in, k_width, lane, lanes);
+    v_absmax = lane_absmax<TIn, kCount>(v_in, v_width, lane, lanes);
+  }
+  if (lanes > 32) {
+    k_absmax = max_over_lanes(k_absmax, lanes, scratch);
+    v_absmax = max_over_lanes(v_absmax, lanes, scratch);
+  } else {
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      k_absmax = fmaxf(k_absmax, __shfl_xor_sync(kAllLanes, k_absmax, distance));
+      v_absmax = fmaxf(v_absmax, __shfl_xor_sync(kAllLanes, v_absmax, distance));
+    }
+  }
   if (!active) return;
   const float k_scale = dynamic_scale<TOut>(k_absmax);
   const float v_scale = dynamic_scale<TOut>(v_absmax);
@@ -94,6 +153,15 @@ __global__ void store_dynamic(const __grid_constant__ CacheRowsParams p) {
   const ScaleDivisor v_divisor(v_scale);
   char* k_out = cache_row(p.k_cache, p.k, row, p);
   char* v_out = cache_row(p.v_cache, p.v, row, p);
+  if (lane == 0 && p.k_scale_cache)
+    *scale_address(p.k_scale_cache, p.k, row.slot, row.head) = k_scale;
+  if (lane == 0 && p.v_scale_cache)
+    *scale_address(p.v_scale_cache, p.v, row.slot, row.head) = v_scale;
+  if (held) {
+    k_row.template store<TOut>(k_out, k_width, k_divisor, lane, lanes);
+    v_row.template store<TOut>(v_out, v_width, v_divisor, lane, lanes);
+    return;
+  }
   for (int i = lane * kCount; i < k_width || i < v_width; i += lanes * kCount) {
     Pack<TIn, kCount> k;
     Pack<TIn, kCount> v;
@@ -102,8 +170,4 @@ __global__ void store_dynamic(const __grid_constant__ CacheRowsParams p) {
     if (i < k_width) convert<TIn, TOut>(k, k_divisor).store(k_out + i * kOutBytes);
     if (i < v_width) convert<TIn, TOut>(v, v_divisor).store(v_out + i * kOutBytes);
   }
-  if (lane == 0 && p.k_scale_cache)
-    *scale_address(p.k_scale_cache, p.k, row.slot, row.head) = k_scale;
-  if (lane == 0 && p.v_scale_cache)
-    *scale_address(p.v_scale_cache, p.v, row.slot, row.head) = v_scale;
 }

@@ -180,25 +180,24 @@ struct HeldPacks {
   }
 };
 
-// The same by threads that hold all their packs of `kHeld >> shift` rows. Every thread of the warp
-// must call it. `elements` are the first of each pack in its row.
-template <typename TIn, typename TOut, int kCount, int kHeld>
+// The same by threads that hold all their packs of `kHeld >> shift` rows, and have found where each
+// goes: null, nowhere. `elements` are the first of each pack in its row, and `scale_at` returns
+// where the scale of a pack's row goes. Every thread of the warp must call it.
+template <typename TIn, typename TOut, int kCount, int kHeld, typename ScaleAt>
 __device__ __forceinline__ void convert_held(const HeldPacks<TIn, TOut, kCount>& held,
-                                             const TransferPlace (&places)[kHeld],
-                                             const int (&elements)[kHeld], int width, int shift,
-                                             int lanes, char* to, const TransferStrides& strides,
-                                             char* to_scale, const TransferStrides& scale_strides) {
-  if (width == 0) return;
+                                             char* const (&targets)[kHeld],
+                                             const int (&elements)[kHeld], int shift, int lanes,
+                                             bool scaled, const ScaleAt& scale_at) {
   float scales[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) scales[i] = 1.0f;
   if constexpr (kQuantised<TOut>) {
-    if (to_scale) {
+    if (scaled) {
       float largest[kHeld];
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
         AbsMax<kCount> of_pack;
-        if (places[i].src_page >= 0 && elements[i] < width) of_pack.add(held.values(i));
+        if (targets[i]) of_pack.add(held.values(i));
         largest[i] = of_pack.value();
       }
 #pragma unroll
@@ -212,21 +211,17 @@ __device__ __forceinline__ void convert_held(const HeldPacks<TIn, TOut, kCount>&
       }
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
-        if (places[i].src_page < 0 || elements[i] != 0) continue;
-        char* target = to_scale + offset_of(scale_strides, places[i].dst_page, places[i]);
-        *reinterpret_cast<float*>(target) = scales[i];
+        if (targets[i] && elements[i] == 0) *scale_at(i) = scales[i];
       }
     }
   }
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    if (places[i].src_page < 0 || elements[i] >= width) continue;
-    char* target = to + offset_of(strides, places[i].dst_page, places[i]) +
-                   elements[i] * static_cast<int>(sizeof(TOut));
+    if (!targets[i]) continue;
     if constexpr (kQuantised<TOut>) {
-      quantise<TOut>(held.values(i), ScaleDivisor(scales[i])).store(target);
+      quantise<TOut>(held.values(i), ScaleDivisor(scales[i])).store(targets[i]);
     } else {
-      from_floats<TOut>(held.values(i)).store(target);
+      from_floats<TOut>(held.values(i)).store(targets[i]);
     }
   }
 }
@@ -281,33 +276,44 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
   for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups * (kHeld >> shift)) {
     HeldPacks<TIn, TOut, kCount> k;
     HeldPacks<TIn, TOut, kCount> v;
-    TransferPlace places[kHeld];
+    char* k_targets[kHeld];
+    char* v_targets[kHeld];
     int elements[kHeld];
+    const auto place_of = [&](int i, bool reports) {
+      return find_piece(p.rows, p.src_pages, p.dst_pages, p.faults,
+                        first + of_warp + (i >> shift) * groups, reports);
+    };
     // Load
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      const u32 row = i >> shift;
       const int pack = i & ((1 << shift) - 1);
-      const u32 number = first + of_warp + row * groups;
       elements[i] = (pack * lanes + lane) * kCount;
-      const TransferPlace at =
-          find_piece(p.rows, p.src_pages, p.dst_pages, p.faults, number, elements[i] == 0);
-      places[i] = at;
+      k_targets[i] = v_targets[i] = nullptr;
+      const TransferPlace at = place_of(i, elements[i] == 0);
       if (at.src_page < 0) continue;
       const i64 skipped = elements[i] * static_cast<int>(sizeof(TIn));
+      const i64 moved = elements[i] * static_cast<int>(sizeof(TOut));
       if (elements[i] < p.k_width) {
         k.load(i, p.src_k + offset_of(p.src_k_strides, at.src_page, at) + skipped,
                scale_of(p.src_k_scale, p.src_k_scale_strides, at.src_page, at));
+        k_targets[i] = p.dst_k + offset_of(p.dst_k_strides, at.dst_page, at) + moved;
       }
       if (elements[i] < p.v_width) {
         v.load(i, p.src_v + offset_of(p.src_v_strides, at.src_page, at) + skipped,
                scale_of(p.src_v_scale, p.src_v_scale_strides, at.src_page, at));
+        v_targets[i] = p.dst_v + offset_of(p.dst_v_strides, at.dst_page, at) + moved;
       }
     }
-    // Convert, Store
-    convert_held(k, places, elements, p.k_width, shift, lanes, p.dst_k, p.dst_k_strides,
-                 p.dst_k_scale, p.dst_k_scale_strides);
-    convert_held(v, places, elements, p.v_width, shift, lanes, p.dst_v, p.dst_v_strides,
-                 p.dst_v_scale, p.dst_v_scale_strides);
+    // Convert, Store. What only scales need is looked up again, and holds no registers meanwhile.
+    const auto scale_at = [&](char* scales, const TransferStrides& strides, int i) {
+      const TransferPlace at = place_of(i, false);
+      return reinterpret_cast<float*>(scales + offset_of(strides, at.dst_page, at));
+    };
+    convert_held<TIn, TOut>(k, k_targets, elements, shift, lanes, p.dst_k_scale, [&](int i) {
+      return scale_at(p.dst_k_scale, p.dst_k_scale_strides, i);
+    });
+    convert_held<TIn, TOut>(
+        v, v_targets, elements, shift, lanes, p.dst_v_scale && p.v_width,
+        [&](int i) { return scale_at(p.dst_v_scale, p.dst_v_scale_strides, i); });
   }
 }

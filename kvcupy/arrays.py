@@ -10,6 +10,7 @@ This module stands below `devices/`, whose methods take arrays of any library.
 from __future__ import annotations
 
 import ctypes
+import math
 import numbers
 import operator
 import sys
@@ -104,13 +105,24 @@ class ArrayView(ProcessLocal):
         )  # fmt: skip
 
     def __getitem__(self, index: Any) -> ArrayView:
-        """Return part of the array, by integers, slices, `...` and None, as NumPy reads them."""
+        """Return part of the array, by integers, slices, `...` and None, as NumPy reads them.
+
+        Raises
+        ------
+        TypeError, ValueError : the index is none of these, or a slice has no steps
+        IndexError : it is out of range, or has more axes than the array
+        """
         steps = index if isinstance(index, tuple) else (index,)
         if not all(i is None or isinstance(i, (int, np.integer, slice, type(...))) for i in steps):
             raise TypeError(f"index: expected integers, slices, ... or None, got {index!r}")
         if ... not in steps:
             steps = (*steps, ...)  # else NumPy would read a single element
-        part = _untyped(self)[steps]
+        try:
+            part = _untyped(self)[steps]
+        except (TypeError, ValueError) as error:  # of a slice
+            raise type(error)(
+                f"index: expected slices of integers, got {index!r}: {error}"
+            ) from None
         pointer = part.__array_interface__["data"][0]
         return ArrayView(
             pointer, part.shape, part.strides, self.format, self.device,
@@ -132,6 +144,7 @@ class ArrayView(ProcessLocal):
         ------
         BufferError : the array is read-only, which the consumer's version of DLPack cannot express,
             or the consumer asks for another device
+        TypeError, ValueError : an option is not as DLPack defines it
         """
         return dlpack.export(_bits(self), self.format, options)
 
@@ -429,7 +442,10 @@ def probe_arguments(
             else:
                 known = _PROBES.get(kind)
                 if known is None and isinstance(x, numbers.Real):
-                    pointer, signature = 0, float(x)
+                    try:
+                        pointer, signature = 0, float(x)
+                    except OverflowError:  # the checks say so
+                        pointer, signature = 0, math.inf
                 else:
                     pointer, signature = (known or _probe_for(x))(x)
         pointers.append(pointer)
@@ -501,15 +517,19 @@ class Prober:
 
 
 MAX_TRIES = 4
+_TRIED_GUARDS = ("2.13",)  # releases of torch
 
 
 @cache
 def _tensor_guards() -> Callable[[list[Any]], Callable[..., bool]] | None:
-    """Return what makes a guard of some tensors; None in versions of torch that have no such.
+    """Return what makes a guard of some tensors; None in releases of torch that were not tried.
 
-    It compares type, dtype, device, layout, shape, strides, and whether a gradient is needed.
+    It compares type, dtype, device, layout, shape, strides, and whether a gradient is needed. The
+    class is torch's own, and may crash where its arguments have changed: so never untried.
     """
     torch = sys.modules["torch"]
+    if ".".join(torch.__version__.split(".")[:2]) not in _TRIED_GUARDS:
+        return None
 
     def compare(tensors: list[Any]) -> Callable[..., bool]:
         options = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
@@ -612,7 +632,7 @@ def _view_numpy(x: np.ndarray[Any, Any]) -> ArrayView:
 
 def _require_plain(dtype: np.dtype[Any]) -> None:
     """Raise unless elements are numbers in this processor's byte order."""
-    if not dtype.isnative or dtype.hasobject or dtype.names:
+    if not dtype.isnative or dtype.hasobject or dtype.names or not dtype.itemsize:
         raise TypeError(f"got NumPy dtype {dtype!r}")
 
 
@@ -735,16 +755,19 @@ def _is_immutable(x: Any, v: ArrayView) -> bool:
 def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
     if interface.get("mask") is not None:
         raise TypeError(f"got {type(x).__name__} with a mask")
-    dtype = np.dtype(interface["typestr"])
+    try:
+        dtype, shape = np.dtype(interface["typestr"]), tuple(interface["shape"])
+        strides = tuple(interface.get("strides") or contiguous_strides(shape, dtype.itemsize))
+        pointer, readonly = interface["data"]
+    except (KeyError, TypeError, ValueError) as error:
+        kind = type(x).__name__
+        raise TypeError(f"got {kind}, whose interface lacks what it needs: {error!r}") from None
     _require_plain(dtype)
-    shape = tuple(interface["shape"])
-    strides = interface.get("strides") or contiguous_strides(shape, dtype.itemsize)
-    pointer, readonly = interface["data"]
     if interface.get("stream") is not None:
         STREAMED_TYPES.add(type(x))
     device = f"cuda:{cuda_api.device_of_pointer(pointer)}"
     return ArrayView(
-        pointer or 0, shape, tuple(strides), formats.tag(dtype), device,
+        pointer or 0, shape, strides, formats.tag(dtype), device,
         library="cupy", readonly=readonly or _is(x, "jax", "Array"), owner=x,
     )  # fmt: skip
 
@@ -771,7 +794,7 @@ def view_as(array: Any, format: str) -> ArrayView:
     >>> view_as(np.zeros((4, 8), np.uint16), "bf16")
     <(4, 8) bf16 on host at 0x...>
     """
-    if format not in formats.FORMATS:
+    if not isinstance(format, str) or format not in formats.FORMATS:
         raise ValueError(f"format: expected one of {', '.join(formats.FORMATS)}, got {format!r}")
     v = view(array, "array")
     if v.format != format:

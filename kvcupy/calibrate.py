@@ -136,10 +136,15 @@ def save(model: str, calibration: dict[str, Any]) -> Path:
     """Store a calibration, in place of an earlier one; return its file, or raise OSError."""
     file = transfer.calibration_file(model)
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=".calibration-")
-    with os.fdopen(handle, "w") as stored:
-        json.dump(calibration, stored, indent=1)
-    Path(temporary).replace(file)
+    handle, name = tempfile.mkstemp(dir=file.parent, prefix=".calibration-")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w") as stored:
+            json.dump(calibration, stored, indent=1)
+        temporary.replace(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     return file
 
 

@@ -47,6 +47,11 @@ class Config:
         sequence of orders again
     nvtx : whether each operation is issued within an NVTX range "kvcupy.NAME", by CuPy's bindings,
         for profilers. False, unless the environment has KVCUPY_NVTX=1
+
+    Raises
+    ------
+    TypeError, ValueError : a setting does not take the value
+    AttributeError : there is no such setting
     """
 
     def __init__(self) -> None:
@@ -72,7 +77,7 @@ class Config:
 
     @fallback.setter
     def fallback(self, value: str) -> None:
-        if value not in ("warn", "error"):
+        if not isinstance(value, str) or value not in ("warn", "error"):
             raise ValueError(f'fallback: expected "warn" or "error", got {value!r}')
         self._fallback = value
 
@@ -92,7 +97,7 @@ class Config:
 
     @strict_index_faults.setter
     def strict_index_faults(self, value: str) -> None:
-        if value not in ("raise", "record"):
+        if not isinstance(value, str) or value not in ("raise", "record"):
             raise ValueError(f'strict_index_faults: expected "raise" or "record", got {value!r}')
         self._strict_index_faults = value
 
@@ -107,7 +112,7 @@ class Config:
 
     @strict_arch.setter
     def strict_arch(self, value: str) -> None:
-        if value not in SHARED_BYTES:
+        if not isinstance(value, str) or value not in SHARED_BYTES:
             raise ValueError(
                 f"strict_arch: expected one of {', '.join(SHARED_BYTES)}, got {value!r}"
             )

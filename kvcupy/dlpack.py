@@ -79,10 +79,17 @@ def export(carrier: Any, format: str, options: Mapping[str, Any]) -> object:
     Raises
     ------
     BufferError : the library cannot export it with these options
+    TypeError, ValueError : an option is not as DLPack defines it
     """
     library = np.ndarray if isinstance(carrier, np.ndarray) else sys.modules["cupy"].ndarray
     options = {name: value for name, value in options.items() if value is not None}
-    capsule = library.__dlpack__(carrier, **options)  # not that of `ExportsBits`, which calls this
+    try:
+        # Not that of `ExportsBits`, which calls this.
+        capsule = library.__dlpack__(carrier, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = ValueError if isinstance(error, ValueError) else TypeError
+        names = "stream, max_version, dl_device and copy"
+        raise kind(f"options: expected {names} of DLPack, got {options}: {error}") from error
     if format in _CODES:
         _tensor_of(capsule).code = _CODES[format]
     return capsule

@@ -1,7 +1,9 @@
-"""What kvcupy raises beside plain argument errors, and the base of what cannot be pickled."""
+"""What kvcupy raises beside plain argument errors; names of files; what cannot be pickled."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -10,11 +12,19 @@ class KvcupyError(Exception):
 
 
 class CompileError(KvcupyError):
-    """A kernel could not be compiled or loaded; `log` holds what the compiler said."""
+    """A kernel could not be compiled or loaded.
 
-    def __init__(self, message: str, log: str = "") -> None:
+    Attributes
+    ----------
+    log : what the compiler said
+    transient : whether the system lacked something (memory, disk space, a process), so that the
+        next call tries again; else the same kernel is refused at once
+    """
+
+    def __init__(self, message: str, log: str = "", *, transient: bool = False) -> None:
         super().__init__(f"{message}\n{log}" if log else message)
         self.log = log
+        self.transient = transient
 
 
 class DeviceError(KvcupyError):
@@ -53,6 +63,25 @@ class UnknownSequence(KvcupyError, KeyError):
     """There is no such sequence in the cache."""
 
     __str__ = Exception.__str__  # KeyError's would show the message in quotes
+
+
+def file_path(value: Any, name: str) -> Path:
+    """Return an argument that names a file as a Path; TypeError or ValueError if it cannot be one.
+
+    >>> file_path("a.json", "path").suffix
+    '.json'
+    """
+    try:
+        path = Path(value)
+        encoded = os.fsencode(path)
+    except TypeError:
+        kind = type(value).__name__
+        raise TypeError(f"{name}: expected a str or a Path, got {kind}") from None
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
+        raise ValueError(f"{name}: expected the name of a file, got {value!r}")
+    return path
 
 
 class ProcessLocal:

@@ -71,7 +71,7 @@ def numpy_dtype(name: Any) -> np.dtype[Any]:
         return FORMATS[name].numpy
     try:
         dtype: np.dtype[Any] = np.dtype(name)
-    except TypeError:
+    except (TypeError, ValueError):
         known = ", ".join(FORMATS)
         raise TypeError(f"dtype: expected one of {known}, or a NumPy dtype, got {name!r}") from None
     return dtype

@@ -183,6 +183,9 @@ class OrderObserver:
     def kept(self, arrays: Iterable[ArrayView], stream: Any) -> None:
         """Note that arrays stay alive until `stream` has passed this point."""
 
+    def lent(self, memory: ArrayView, stream: Any) -> None:
+        """Note that work which comes next on `stream` may write to memory; may raise."""
+
 
 observers: tuple[Observer, ...] = ()
 """Who is notified. Operations look here before they describe themselves."""
@@ -223,6 +226,8 @@ def call(
     stream: Any, function: Callable[[], object], enqueue: Callable[[Callable[[], object]], None]
 ) -> None:
     """Put a host function on a stream by `enqueue`, and announce it to observers."""
+    if not callable(function):
+        raise TypeError(f"function: expected a function, got {function!r}")
     if not observers:
         enqueue(function)
         return
@@ -273,6 +278,12 @@ def kept(arrays: Iterable[ArrayView], stream: Any) -> None:
     """Announce that arrays stay alive until `stream` has passed this point."""
     for observer in order_observers:
         observer.kept(arrays, stream)
+
+
+def lent(memory: ArrayView, stream: Any) -> None:
+    """Announce that work which comes next on `stream` may write to temporary memory."""
+    for observer in order_observers:
+        observer.lent(memory, stream)
 
 
 class WatchedArray(np.ndarray[Any, Any]):

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
+from . import observe
 from .arrays import ArrayView, view
 from .devices.protocol import Device, Stream
 
@@ -103,6 +104,13 @@ def borrow(device: Device, num_bytes: int, stream: Stream, *, pinned: bool = Fal
     )  # fmt: skip
     if capture is None and not stream.retains_owners:
         _captured.append(lent)
+    if observe.order_observers:
+        # Memory of a graph is in use by every launch, however short the loan.
+        used = lent if capture is None else whole[:num_bytes]
+        if pinned:
+            observe.touched_by_host("borrow", (), (observe.Access(used, name="scratch"),))
+        else:
+            observe.lent(used, stream)
     return lent
 
 

@@ -18,11 +18,16 @@ def fork(main: Any, *others: Any) -> None:
     main : Stream, or a CuPy or torch stream, or anything with `__cuda_stream__`
     others : streams of the same device
 
+    Raises
+    ------
+    TypeError, ValueError : one is not a stream of that device
+    CaptureError : one of the others is captured, but not with `main`
+
     Notes
     -----
     Capture: legal; the others join the capture, and must be joined to it again with `join`.
     """
-    first, *rest = as_streams((main, *others))
+    first, *rest = as_streams((main, *others), "main")
     event = first.record()
     for other in rest:
         other.wait(event)
@@ -35,8 +40,13 @@ def join(main: Any, *others: Any) -> None:
     ----------
     main : Stream, or a CuPy or torch stream, or anything with `__cuda_stream__`
     others : streams of the same device
+
+    Raises
+    ------
+    TypeError, ValueError : one is not a stream of that device
+    CaptureError : `main` is captured, but not all of the others are with it
     """
-    first, *rest = as_streams((main, *others))
+    first, *rest = as_streams((main, *others), "main")
     for other in rest:
         first.wait(other.record())
 
@@ -51,13 +61,17 @@ def keep_alive(arrays: Any, stream: Any) -> None:
     arrays : one array, or a list or tuple of them
     stream : Stream, or a CuPy or torch stream, or anything with `__cuda_stream__`
 
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit
+
     Notes
     -----
     A memory pool may hand a freed block out again at once, to any stream that allocates from it.
     Capture: legal; the graph keeps the arrays.
     """
     kept = tuple(arrays) if isinstance(arrays, (list, tuple)) else (arrays,)
-    (queue,) = as_streams((stream,))
+    (queue,) = as_streams((stream,), "stream")
     if observe.order_observers:
         observe.kept([view(array, "arrays") for array in kept], queue)
     queue.device.run(_no_work, queue, kept)
@@ -67,10 +81,12 @@ def _no_work() -> None:
     """Do nothing: the stream keeps the arrays alive until it gets here."""
 
 
-def as_streams(streams: Sequence[Any]) -> list[Stream]:
-    """Resolve streams on the device of the first kvcupy stream, else on the current GPU."""
-    for stream in streams:
-        device: Any = getattr(stream, "device", None)
-        if is_device(device):
-            return [device.as_stream(s) for s in streams]
-    return [devices.get("cuda").as_stream(s) for s in streams]
+def as_streams(streams: Sequence[Any], name: str) -> list[Stream]:
+    """Resolve streams on the device of the first kvcupy stream, else on the current GPU.
+
+    `name` is the argument that the first is; the rest are the `others`.
+    """
+    known = (getattr(stream, "device", None) for stream in streams)
+    device: Any = next((d for d in known if is_device(d)), None) or devices.get("cuda")
+    names = [name, *["others"] * (len(streams) - 1)]
+    return [device.as_stream(s, name=n) for s, n in zip(streams, names, strict=True)]

@@ -346,7 +346,7 @@ class AttentionCase(Case):
     def live(self, arg):
         """Return what an argument holds on the device, as a NumPy array."""
         buffer = arg.buffer
-        flat = np.asarray(self.device.to_numpy(buffer.raw))[buffer.start : buffer.stop]
+        flat = buffer.read()[buffer.start : buffer.stop]
         return arg._cut(flat.view(buffer.dtype))
 
     def to_pass(self, value):

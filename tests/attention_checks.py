@@ -351,6 +351,20 @@ def check_attention_interleaved_packs(device):
     return check_attention_rotated_keys(device, "int8", interleaved=True)
 
 
+def check_attention_rotated_bytes(device, interleaved=False):
+    """Likewise on tensor cores, two tiles per warp of some."""
+    case = AttentionCase(device, 58)
+    args = case.arguments(
+        [260, 31], fmt="fp16", cache_fmt="fp8_e5m2", widths=(80, 32), page_size=16
+    )
+    case.attend(args | case.rope(32, start=16, positions=250, interleaved=interleaved))
+    return case
+
+
+def check_attention_interleaved_bytes(device):
+    return check_attention_rotated_bytes(device, interleaved=True)
+
+
 def check_attention_append_rotated_keys(device, interleaved=False):
     """Likewise on tensor cores, into float32."""
     case = AttentionCase(device, 58)
@@ -474,6 +488,8 @@ CHECKS = (
     check_attention_interleaved,
     check_attention_rotated_packs,
     check_attention_interleaved_packs,
+    check_attention_rotated_bytes,
+    check_attention_interleaved_bytes,
     check_attention_append_rotated_keys,
     check_attention_append_rotated_keys_in_any_order,
     check_attention_append_interleaved,

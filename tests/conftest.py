@@ -42,12 +42,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--check-order", action="store_true", help="let kv.order_checker look at every test"
     )
     parser.addoption("--strict-seed", type=int, help="repeat the orders of threads of a run")
+    parser.addoption(
+        "--sanitize", action="store_true",
+        help="run kernels under the address and undefined-behaviour sanitizers (scripts/test.sh)",
+    )  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.strict_seed is None:  # drawn before xdist starts workers, who get it too
         config.option.strict_seed = secrets.randbits(32)
     helpers.full = config.option.full
+    if config.option.sanitize:
+        sanitize(config)
     # A shell that runs the tests in the background lets them ignore Ctrl-C, and programs started by
     # tests would inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -70,7 +76,23 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def sanitize(config: pytest.Config) -> None:
+    """Run this process's kernels under sanitizers; `redzones` says how."""
+    import redzones
+
+    if not redzones.active():
+        raise pytest.UsageError("--sanitize: its runtime is not loaded; use scripts/test.sh")
+    if config.option.device != "host":
+        raise pytest.UsageError(f"--sanitize: expected --device host, got {config.option.device}")
+    config.option.no_strict = True  # whose instrumentation excludes that of sanitizers
+    redzones.use()
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        os.environ.pop("LD_PRELOAD", None)  # compilers and programs of tests need none of it
+
+
 def pytest_report_header(config: pytest.Config) -> str:
+    if config.option.sanitize:
+        return "kvcupy: host device under address and undefined-behaviour sanitizers"
     if config.option.no_strict:
         return "kvcupy: lenient host device"
     return f"kvcupy: strict host device, --strict-seed {config.option.strict_seed}"
@@ -123,6 +145,8 @@ def quick_host(strict_host: None, request: pytest.FixtureRequest) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = set(exhaustive(items, config.option.full))
+    if config.option.sanitize:
+        left_out |= {item for item in items if not is_for_sanitizers(item)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
     for_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -154,6 +178,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     item.session.stash[NUM_TESTS] = count = item.session.stash.get(NUM_TESTS, 0) + 1
     if count % 100 == 0:
         forget_what_is_alive()
+
+
+def is_for_sanitizers(item: pytest.Item) -> bool:
+    """Return whether a test says more under sanitizers; kernels broken on purpose only crash."""
+    import redzones
+
+    broken = "kernel_sources" in getattr(item, "fixturenames", ())
+    return not broken and item.path.name not in redzones.LEFT_OUT
 
 
 def identity(value: object) -> object:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import redzones
 
 from kvcupy import reference
 
@@ -240,11 +242,26 @@ class Buffer:
         storage = case.device.empty((self.want.size + ALIGNMENT,), np.uint8)
         skip = -address(storage) % ALIGNMENT
         self.raw = storage[skip : skip + self.want.size]
-        self.raw[...] = case.device.asarray(self.want.copy())
+        self.restore()
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Let this process touch the canaries, which are redzones under sanitizers."""
+        inside = self.start, self.stop
+        return redzones.opened(address(self.raw), self.want.size, but=inside)
+
+    def restore(self) -> None:
+        """Bring the bytes that should be there to the device."""
+        with self.opened():
+            self.raw[...] = self.case.device.asarray(self.want.copy())
+
+    def read(self) -> np.ndarray:
+        """Return a copy of the bytes on the device, canaries included."""
+        with self.opened():
+            return np.array(self.case.device.to_numpy(self.raw))
 
     def check(self) -> None:
         """Compare every byte; NaN equals NaN where a conversion, not a copy, produced it."""
-        got = np.asarray(self.case.device.to_numpy(self.raw))
+        got = self.read()
         if np.array_equal(got, self.want):
             return
         for side in (slice(0, self.start), slice(self.stop, None)):

@@ -117,6 +117,22 @@ def check_dynamic(device):
     return case
 
 
+def check_dynamic_of_any_rows(device):
+    """Rows that their lanes hold, and K of more, the largest element in any place."""
+    for seed, widths in enumerate(((3000, 40), (128, 96)), start=4):
+        case = Case(device, seed)
+        key, value = (case.rng.standard_normal((24, HEADS, n)).astype(np.float16) for n in widths)
+        for rows in (key, value):
+            places = case.rng.integers(0, rows.shape[2], (24, HEADS, 1))
+            np.put_along_axis(rows, places, case.rng.uniform(5, 50, places.shape), axis=2)
+        case.store_kv(
+            case.place(key, "fp16"), case.place(value, "fp16"),
+            *caches(case, "fp8_e4m3", widths, 5, 4), slots_of_every_kind(20), skip_slot=5,
+            **scale_caches(case),
+        )  # fmt: skip
+    return case
+
+
 def check_mla(device):
     """Latent and rope part of bf16 rows, in fp8."""
     case = Case(device, 3)
@@ -372,6 +388,7 @@ CHECKS = (
     check_convert,
     check_convert_to_fp8,
     check_dynamic,
+    check_dynamic_of_any_rows,
     check_mla,
     check_rotation,
     check_interleaved_rotation,

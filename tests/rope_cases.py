@@ -126,7 +126,7 @@ class RopeCase(Case):
     def live(self, arg):
         """What an argument holds on the device, as a NumPy array."""
         buffer = arg.buffer
-        flat = np.asarray(self.device.to_numpy(buffer.raw))[buffer.start : buffer.stop]
+        flat = buffer.read()[buffer.start : buffer.stop]
         return arg._cut(flat.view(buffer.dtype))
 
     def twin(self, arg):

@@ -1,6 +1,6 @@
 """What `test_sanitizers.py` starts: kernels over arrays that end where their allocation ends.
 
-usage: sanitized.py stores|rotations|moves|transfers|attention|traps
+usage: sanitized.py stores|rotations|moves|transfers|attention|traps|redzones
                     <folder of the kernels>
 
 The runtime of the sanitizers is loaded before Python, so that NumPy's allocations are guarded.
@@ -16,18 +16,17 @@ os.environ.pop("LD_PRELOAD", None)  # the compiler that is started below needs n
 
 import attention_cases
 import numpy as np
+import redzones
 from helpers import QUANTISED, UNSIGNED, from_values
 from rope_cases import assert_rotated
 
 import kvcupy as kv
 from kvcupy import devices, reference, sources
 from kvcupy.arrays import view
+from kvcupy.devices import host
 from kvcupy.devices.host import HostDevice
 from kvcupy.kernels import Kernel
 
-# Programs so small take longer to be compiled than to run, so they are not optimised.
-FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer",
-         "-g1", "-O0")  # fmt: skip
 TOKENS, HEADS, PAGES, PAGE_SIZE = 7, 2, 3, 4
 SLOTS = [11, -1, 0, 12, 5, 3, 8]  # the last, one skipped, the first, one past the end, ...
 
@@ -186,6 +185,18 @@ def store(device: HostDevice, number: int) -> None:
         *((name, placed_options[name], want) for name, want in options.items()),
     ]:
         same_bits(got, want, f"{name} of {STORES[number]}")
+
+
+def store_between_redzones(device: HostDevice, number: int) -> None:
+    """Store in arrays of the device, behind which memory of theirs is left for alignment."""
+    host._allocate = redzones.surround(host._allocate)
+    rng = np.random.default_rng(number)
+    shapes = (TOKENS, HEADS, 64), (TOKENS, HEADS, 128), (40, HEADS, 64), (40, HEADS, 128)
+    arrays = [device.asarray(values(rng, "fp16", *shape)) for shape in shapes]
+    slots = device.asarray(np.array(SLOTS))
+    kv.store_kv(*arrays, slots)
+    for got, rows in zip(arrays[2:], arrays[:2], strict=True):
+        same_bits(got[SLOTS[0]], rows[0], "the first row")
 
 
 def rotate_and_store(device: HostDevice, number: int) -> None:
@@ -432,7 +443,7 @@ def main(what: str, folder: str) -> None:
     sources.kernels_dir = lambda: Path(folder)
     kv.config.fallback = "error"
     device = HostDevice()
-    device.extra_flags, device.warp_lanes = FLAGS, 32
+    device.extra_flags, device.warp_lanes = redzones.FLAGS, 32
     devices._devices["host"] = device
     work = {
         "stores": ((store, len(STORES)),),
@@ -440,6 +451,7 @@ def main(what: str, folder: str) -> None:
         "moves": ((copy_pages, len(POOLS)), (map_slots, 3), (gather, len(GATHERS))),
         "transfers": ((transfer, len(TRANSFERS)),),
         "attention": ((attend, len(ATTENTION)),),
+        "redzones": ((store_between_redzones, 1),),
         "traps": ((lambda device, _: run_traps(device), 1),),
     }[what]
     for one, count in work:

@@ -215,6 +215,24 @@ def test_what_the_first_thread_computes_is_known(instruction, decided):
     assert "MUFU.SIN" not in names(code.path(None, 16, dearest=True))
 
 
+@pytest.mark.parametrize("saved, restored", [
+    (("P2R R3, PR, RZ, 0x3",), "ISETP.EQ.AND P2, PT, R3, 0x2, PT"),
+    (("P2R R3, PR, R2, 0x3",), "ISETP.EQ.AND P2, PT, R3, 0xfe, PT"),  # other bits as they were
+    (("MOV R3, 0x80ff", "PRMT R3, R3, 0x9910, RZ"), "ISETP.EQ.AND P2, PT, R3, -0x7f01, PT"),
+    (("MOV R3, 0x1234", "PRMT R3, R3, 0x0514, R2"), "ISETP.EQ.AND P2, PT, R3, 0x340012ff, PT"),
+])  # fmt: skip
+def test_a_predicate_that_is_kept_in_a_register_is_known(saved, restored):
+    text = listing(
+        "MOV R0, 0x5", "MOV R2, 0xff", "ISETP.EQ.AND P0, PT, R0, 0x7, PT",
+        "ISETP.EQ.AND P1, PT, R0, 0x5, PT", *saved, restored, "LDG.E.128 R4, [R12.64]",
+        "@P2 BRA `(.right)", "MUFU.SIN R0, R0", "BRA `(.end)", ".right:", "MUFU.COS R0, R0",
+        ".end:", "EXIT",
+    )  # fmt: skip
+    for dearest in (False, True):
+        path = read(text).path(None, 16, dearest=dearest)
+        assert "MUFU.COS" in names(path) and "MUFU.SIN" not in names(path)
+
+
 @pytest.mark.parametrize("word, count", [(4, 0), (5, 1)])
 def test_a_predicate_of_bits_is_known(word, count):
     text = listing(

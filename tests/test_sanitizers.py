@@ -1,14 +1,16 @@
-"""The kernels under the sanitizers for addresses and undefined behaviour, on the host device."""
+"""Kernels under the sanitizers for addresses and undefined behaviour, the suite under the same, and
+the host device's runtime under the one for threads.
+"""
 
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import redzones
 from helpers import full_only
 
 from kvcupy.devices import cxx
@@ -17,46 +19,39 @@ HERE = Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="module")
-def runtime():
-    """The shared library that must be loaded before Python, for its allocations to be guarded."""
-    compiler = cxx.find_compiler()
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    for name in ("libasan.so", f"libclang_rt.asan-{platform.machine()}.so"):
-        answer = subprocess.run(
-            [*compiler.command, f"-print-file-name={name}"], capture_output=True, text=True
-        )
-        found = Path(answer.stdout.strip())
-        if answer.returncode == 0 and found.is_absolute() and found.is_file():
-            return found
-    pytest.skip(f"{compiler.version} has no shared runtime of the address sanitizer")
+def asan() -> dict[str, str]:
+    """What a process must be started with, for its allocations to be guarded."""
+    try:
+        return redzones.environment()
+    except RuntimeError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture
-def sanitized(runtime, kernel_sources):
+def sanitized(asan, kernel_sources):
     """Run `sanitized.py` on the kernels of the test; returns exit status and all output."""
     kernel_sources.add("host_threads.cu")
 
     def run(what: str) -> tuple[int, str]:
-        environment = {
-            **os.environ,
-            "KVCUPY_STRICT": "0",  # whose instrumentation excludes that of sanitizers
-            "LD_PRELOAD": str(runtime),
-            "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:abort_on_error=0:exitcode=77",
-            "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
-        }
-        done = subprocess.run(
-            [sys.executable, str(HERE / "sanitized.py"), what, str(kernel_sources.folder)],
-            env=environment, capture_output=True, text=True, timeout=500,
-        )  # fmt: skip
-        return done.returncode, done.stdout + done.stderr
+        return finished(
+            [sys.executable, str(HERE / "sanitized.py"), what, str(kernel_sources.folder)], asan
+        )
 
     return run
 
 
+def finished(command: list[str], variables: dict[str, str]) -> tuple[int, str]:
+    """Run a program in the root of the checkout; return its exit status and all output."""
+    path = os.pathsep.join([str(HERE.parent), str(HERE)])
+    done = subprocess.run(
+        command, env={**os.environ, **variables, "PYTHONPATH": path}, cwd=HERE.parent,
+        capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
-    "what", ["stores", "rotations", "moves", "transfers", "attention", "traps"]
+    "what", ["stores", "rotations", "moves", "transfers", "attention", "traps", "redzones"]
 )
 def test_nothing_is_reported(sanitized, what):
     status, output = sanitized(what)
@@ -103,6 +98,9 @@ WRONG = {
     "reads a row of queries too wide": (
         "attention", "attention.cu", "exists ? p.k.width : 0, p.query_format",
         "exists ? p.k.width + 8 : 0, p.query_format", OVERFLOW),
+    "reads past an array's own bytes": (
+        "redzones", "cache_rows.cuh", "if (word < k_words) k[i] = k_in[word];",
+        "if (word <= k_words) k[i] = k_in[word];", "use-after-poison"),
 }  # fmt: skip
 
 
@@ -125,3 +123,115 @@ def test_misaligned_words_are_reported(sanitized, kernel_sources):
     kernel_sources.replace("rope.cu", "kCount > 1 && p.interleaved", "p.interleaved", count=2)
     status, output = sanitized("rotations")
     assert status != 0 and "misaligned address" in output, output[-6000:]
+
+
+# --- The suite ------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+def test_the_suite_runs_under_sanitizers(asan):
+    """In a reduced form: an operation, and caches that move pages."""
+    status, output = finished(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "--sanitize", "-p", "no:cacheprovider",
+         "tests/ops/test_copy_pages.py", "tests/cache/test_tiered_eviction.py"], asan,
+    )  # fmt: skip
+    assert status == 0 and " passed" in output, output[-6000:]
+
+
+WRITES_A_CANARY = """
+import ctypes
+from helpers import Case
+
+def test_it(device):
+    case = Case(device, 1)
+    argument = case.output("fp16", (3, 5))
+    buffer = argument.buffer
+    ctypes.memset(buffer.raw.ctypes.data + buffer.{where}, 0, 1)
+"""
+
+
+@pytest.mark.parametrize("where", ["stop", full_only("start - 8")])
+def test_canaries_are_redzones(asan, tmp_path, where):
+    (tmp_path / "test_canary.py").write_text(WRITES_A_CANARY.format(where=where))
+    status, output = finished(
+        [sys.executable, "-m", "pytest", "-n", "0", "--sanitize", "-p", "no:cacheprovider", "-s",
+         "--rootdir", str(HERE.parent), "-c", str(HERE.parent / "pyproject.toml"),
+         "--confcutdir", str(HERE.parent), "-p", "conftest", str(tmp_path / "test_canary.py")],
+        asan,
+    )  # fmt: skip
+    assert status == 77 and "use-after-poison" in output, output[-6000:]
+
+
+def test_without_the_runtime_it_says_so(tmp_path):
+    status, output = finished([sys.executable, "-m", "pytest", "--sanitize", "-n", "0"], {})
+    assert status == 4 and "use scripts/test.sh" in output, output[-2000:]
+
+
+# --- Threads --------------------------------------------------------------------------------------
+
+DRIVER = HERE / "kernels" / "host_races.cpp"
+TSAN_FLAGS = ("-std=c++17", "-O1", "-g1", "-fno-strict-aliasing", "-ffp-contract=off",
+              "-Wno-unknown-pragmas", "-fsanitize=thread", "-pthread")  # fmt: skip
+# Fibers switch stacks in the middle of functions.
+NO_FUNCTIONS = {
+    True: ("-mllvm", "-tsan-instrument-func-entry-exit=0"),  # of Clang
+    False: ("--param=tsan-instrument-func-entry-exit=0",),
+}
+
+
+@pytest.fixture
+def races(kernel_sources, tmp_path):
+    """Run launches of several threads under the thread sanitizer; returns status and output."""
+    compiler = cxx.find_compiler()
+    if isinstance(answer := redzones.runtime(redzones.TSAN), str):
+        pytest.skip(answer)
+
+    def run() -> tuple[int, str]:
+        kernels, program = kernel_sources.folder, tmp_path / "races"
+        is_clang = "clang" in compiler.version or compiler.is_zig
+        folders = [f"-I{folder}" for folder in (kernels, kernels / "host", DRIVER.parent)]
+        status, output = finished(
+            [*compiler.command, *TSAN_FLAGS, *NO_FUNCTIONS[is_clang], *folders, str(DRIVER), "-o",
+             str(program)], {},
+        )  # fmt: skip
+        assert status == 0, output[-6000:]
+        status, output = finished([str(program)], {"TSAN_OPTIONS": "halt_on_error=1:exitcode=66"})
+        if "unexpected memory mapping" in output:
+            pytest.skip(
+                "the thread sanitizer cannot run: this kernel places memory where it may not"
+            )
+        return status, output
+
+    return run
+
+
+def test_launches_of_several_threads(races):
+    status, output = races()
+    assert status == 0 and "all done" in output, output[-6000:]
+
+
+RACES = {
+    "a block is counted without an atomic": (
+        "runner.h", "__atomic_fetch_add(&grid.next, 1, __ATOMIC_RELAXED)", "grid.next++"),
+    "a worker is taken without the lock": (
+        "runner.h", "pthread_mutex_lock(&idle_lock); Worker* taken = idle_workers; "
+        "if (taken) idle_workers = taken->next_idle; pthread_mutex_unlock(&idle_lock);",
+        "Worker* taken = idle_workers; if (taken) idle_workers = taken->next_idle;"),
+    "helpers look for work without an atomic": (
+        "pool.cpp", "__atomic_load_n(number, __ATOMIC_ACQUIRE)", "*number"),
+    "a helper leaves without an atomic": (
+        "pool.cpp", "__atomic_sub_fetch(&job->running, 1, __ATOMIC_RELEASE)", "--job->running"),
+    "a launch does not wait for its helpers": (
+        "pool.cpp", "while (job.running > 0) pthread_cond_wait(&finished, &lock);", ""),
+    "faults are counted without an atomic": (
+        "../common.cuh", "atomicAdd(&faults->count, u64{1}) == 0", "faults->count++ == 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n if i == 0 else full_only(n) for i, n in enumerate(RACES)])
+def test_races_are_reported(races, kernel_sources, name):
+    """The control of the test above."""
+    file, old, new = RACES[name]
+    kernel_sources.replace(f"host/{file}", old, new)
+    status, output = races()
+    assert status == 66 and "data race" in output, output[-6000:]

@@ -61,6 +61,8 @@ case "$*" in
   *needs.py*) [[ -z ${NEEDS:-} ]] || printf '%b\\n' "$NEEDS" ;;
   "-m pip --version") [[ -z ${NO_PIP:-} ]] ;;
   *"pip install"*) [[ -z ${OFFLINE:-} ]] ;;
+  tests/redzones.py*) [[ -z ${NO_RUNTIME:-} ]] && echo "REPORTS=$2" ;;
+  *pytest*--sanitize*) [[ -z ${WRONG:-} ]] || echo "$WRONG" >"$REPORTS/report.1" ;;
 esac
 """
 
@@ -75,7 +77,18 @@ class Sandbox:
         shutil.copytree(ROOT / "scripts", self.checkout / "scripts")
         tools = folder / "tools" / "bin"
         tools.mkdir(parents=True)
-        for name in ("bash", "dirname", "basename", "env", "mkdir", "cp", "rm"):
+        for name in (
+            "bash",
+            "dirname",
+            "basename",
+            "env",
+            "mkdir",
+            "cp",
+            "rm",
+            "mktemp",
+            "head",
+            "grep",
+        ):
             (tools / name).symlink_to(shutil.which(name))
         self.path = [tools]
 
@@ -134,6 +147,20 @@ def test_tests_get_the_remaining_arguments(sandbox):
         "active scripts/common/needs.py test --torch",
         "active -m pytest -n auto --dist worksteal -x -k store",
     ]
+
+
+def test_reports_of_sanitizers_are_printed_and_fail(sandbox):
+    active = sandbox.python("active")
+    said = sandbox.run("test.sh", "--sanitize", "-x", VIRTUAL_ENV=active)
+    assert said == "" and sandbox.calls[-1] == (
+        "active -m pytest -n auto --dist worksteal --sanitize -x"
+    )
+    assert sandbox.run("test.sh", "--sanitize", VIRTUAL_ENV=active, WRONG="WARNING: memory") == ""
+    wrong = "ERROR: AddressSanitizer"
+    said = sandbox.run("test.sh", "--sanitize", VIRTUAL_ENV=active, WRONG=wrong, fails=True)
+    assert said == f"{wrong}\n"
+    sandbox.run("test.sh", "--sanitize", VIRTUAL_ENV=active, NO_RUNTIME=1, fails=True)
+    assert not any("pytest" in call for call in sandbox.calls)
 
 
 def test_a_gpu_report_gets_torch_by_itself_and_the_remaining_arguments(sandbox):

@@ -370,7 +370,7 @@ class Batch:
             if not self.issued:
                 return False
         try:
-            return self.stream.done() if self.end is None else self.end.done()
+            return (self.stream if self.end is None else self.end).done()
         except CaptureError:
             return False
         except DeviceError:  # nothing that was issued before it touches a page any more
@@ -400,7 +400,9 @@ class Batch:
                 try:
                     stream.wait(event)
                 except DeviceError as error:
-                    self.fail(error.__cause__ or error)
+                    self.note(event)
+                    if self.cause is None:  # it is the stream that cannot wait
+                        raise DeviceError(f"{self.name(number)}: {error}") from error
                 self.note(event)
         if self.cause is not None:
             self.raise_failure(number)

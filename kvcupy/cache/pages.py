@@ -165,7 +165,7 @@ class PageAllocator(ProcessLocal):
             self._stack = np.arange(self.num_pages - 1, -1, -1, dtype=np.int64)
             self._state = np.zeros(self.num_pages, np.int8)
             self._num_transfers = np.zeros(self.num_pages, np.int32)  # that touch each page
-        except MemoryError as error:
+        except (MemoryError, ValueError) as error:  # ValueError: more than any memory has
             raise MemoryError(
                 f"num_pages: expected pages whose bookkeeping (13 bytes each) fits in memory, "
                 f"got {num_pages}: {error}"
@@ -274,7 +274,12 @@ class PageAllocator(ProcessLocal):
             return np.flatnonzero(self._state == _ALLOCATED).astype(np.int64)
 
     def check_leaks(self) -> None:
-        """Raise `KvcupyError` if pages are still allocated."""
+        """Raise if pages are still allocated.
+
+        Raises
+        ------
+        KvcupyError : names some of them
+        """
         leaked = self.allocated()
         if len(leaked):
             first = ", ".join(map(str, leaked[:8])) + (", ..." if len(leaked) > 8 else "")
@@ -428,7 +433,7 @@ def page_array(pages: Any) -> Pages:
     elif hasattr(pages, "__array__"):
         try:
             array = np.asarray(pages)
-        except TypeError as error:  # it is on a GPU
+        except (TypeError, RuntimeError) as error:  # it is on a GPU, or its bits are not its values
             raise TypeError(f"pages: expected an array of the host, {error}") from None
     else:
         array = _listed(pages)

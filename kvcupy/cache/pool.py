@@ -38,6 +38,7 @@ _ORDERS = {
     "page_first_direct": "PLSHD", "page_head": "PHSLD",
 }  # fmt: skip
 _PLACEMENTS = ("device", "pinned", "pageable")
+_MAX_LAYERS = 1 << 16  # of an array; each gets a view
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,22 @@ class Pool(ProcessLocal, abc.ABC):
         return self._views[self.layer_number(layer)]
 
     def note_written(self, layers: Iterable[int] | None = None) -> None:
-        """Tell autograd that layers, or all, were written, if they are torch tensors."""
+        """Tell autograd that layers, or all, were written, if they are torch tensors.
+
+        Parameters
+        ----------
+        layers : their numbers; None: all
+
+        Raises
+        ------
+        TypeError, ValueError : `layers` are no numbers of layers
+        """
+        if layers is not None and not isinstance(layers, Iterable):
+            raise TypeError(f"layers: expected ints, got {layers!r}")
         if self._tensors:
-            chosen = self._tensors if layers is None else layers
+            chosen = list(self._tensors)
+            if layers is not None:
+                chosen = [self._number(layer, "layers") for layer in layers]
             note_written([t for i in chosen for t in self._tensors.get(i, ())])
 
     def k(self, layer: int) -> Any:
@@ -144,7 +158,7 @@ class Pool(ProcessLocal, abc.ABC):
         Raises
         ------
         ImportError : torch is missing
-        TypeError : the call is under a FakeTensorMode
+        TypeError, ValueError : `layer` is out of range, or the call is under a FakeTensorMode
         """
         return self._torch(0, self.layer_number(layer))
 
@@ -286,9 +300,12 @@ class Pool(ProcessLocal, abc.ABC):
 
     def layer_number(self, layer: Any) -> int:
         """Return an argument `layer` as an int; TypeError or ValueError if it is out of range."""
-        checks.require_int(layer, "layer")
+        return self._number(layer, "layer")
+
+    def _number(self, layer: Any, name: str) -> int:
+        checks.require_int(layer, name)
         if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer: expected 0 to {self.num_layers - 1}, got {layer}")
+            raise ValueError(f"{name}: expected 0 to {self.num_layers - 1}, got {layer}")
         return int(layer)
 
 
@@ -602,10 +619,12 @@ def _split(
     if order.startswith("L"):
         least = len(bare) - (page_size is not None)  # by slots
         if least <= v.ndim <= len(order):
+            _require_layers(v, v.shape[0], name)
             return [(name, v[i]) for i in range(v.shape[0])]
     elif v.ndim in (len(bare), len(order)):
         axes = order if v.ndim == len(order) else bare
         by_page = transposed(v, [axes.index(axis) for axis in "PLSHD" if axis in axes])
+        _require_layers(v, by_page.shape[1], name)
         return [(name, by_page[:, i]) for i in range(by_page.shape[1])]
     words = {"L": "layers", "P": "pages", "S": "page_size", "H": "heads", "D": "width"}
     axis_names = ", ".join(words[axis] for axis in bare)
@@ -616,6 +635,11 @@ def _split(
         f"{name}: expected ({axis_names}){by_slots} or a list of one array a layer, "
         f"got {describe(v)}"
     )
+
+
+def _require_layers(v: ArrayView, count: int, name: str) -> None:
+    if not 1 <= count <= _MAX_LAYERS:
+        raise ValueError(f"{name}: expected 1 to {_MAX_LAYERS} layers, got {describe(v)}")
 
 
 def _layer_by_page(v: ArrayView, name: str, page_size: int | None, has_heads: bool) -> ArrayView:

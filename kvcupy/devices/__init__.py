@@ -26,8 +26,10 @@ def get(device: Any = None) -> Device:
 
 
 def _open(name: str) -> Device:
-    kind, _, index = name.partition(":")
-    if kind not in ("host", "cuda") or (index and not (kind == "cuda" and index.isdigit())):
+    kind, colon, index = name.partition(":")
+    # At most as many digits as any GPU's number has: int() refuses thousands of them.
+    numbered = kind == "cuda" and index.isascii() and index.isdigit() and len(index) < 10
+    if kind not in ("host", "cuda") or (colon and not numbered):
         name_here = {"cpu": "host", "gpu": "cuda"}.get(kind)
         hint = f'; did you mean "{name_here}"?' if name_here else ""
         raise ValueError(f'device: expected "host", "cuda" or "cuda:<number>", got {name!r}{hint}')
@@ -58,7 +60,7 @@ def device(name: str) -> Device:
 
     Raises
     ------
-    ValueError : the name is none of these
+    TypeError, ValueError : the name is none of these
     DeviceError : there is no such GPU, or it cannot be used
 
     Examples
@@ -80,6 +82,9 @@ def check_faults(device: Any = None) -> None:
     ------
     IndexFault : names the operation, the position in the index array and the value there, and
         how many faults there were
+    TypeError, ValueError, DeviceError : there is no such device
+    DeviceError : work on it has failed
+    CaptureError : a stream of it is being captured
 
     Notes
     -----

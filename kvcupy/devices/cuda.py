@@ -301,8 +301,10 @@ class CudaDevice:
         context = self.context
         if context.captures or cuda_streams.is_current_captured(context):
             raise CaptureError("synchronising the device is illegal while a stream is captured")
+        unrecorded = context.retired.take_unrecorded()
         with context.api.errors_as(f"synchronize, {self.name}"), context.current():
             context.api.runtime.deviceSynchronize()
+        del unrecorded
         if observe.order_observers:
             observe.synchronized(self)
         context.retired.reap()

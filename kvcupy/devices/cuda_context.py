@@ -110,13 +110,15 @@ class CudaContext:
             owners = [owner for owner in owners if library_of(owner.__class__) != "torch"]
         if not owners:
             return
+        failures: tuple[type[Exception], ...] = (*self.api.errors, DeviceError)
         try:
             with self.current():
                 if self.api.is_capturing(stream.pointer):
                     return  # another library's capture, which keeps the arrays alive itself
                 self.retired.hold(stream.pointer, tuple(owners))
-        except self.api.errors as error:
-            raise self.api.failure(f"record in {stream!r}", error) from error
+        except failures:
+            # The work is on its way, and a call that raised would be repeated.
+            self.retired.hold_unrecorded(stream.pointer, tuple(owners))
 
     def _orders_tensors(self, stream: Any, owners: Sequence[Any]) -> bool:
         """Return whether torch's allocator reuses memory in the order of `stream`.
@@ -216,6 +218,7 @@ class RetireList:
         self._api = api
         self._record = api.record
         self._queues: dict[int, deque[tuple[int, object]]] = {}
+        self._unrecorded: dict[int, list[object]] = {}  # by stream, behind which no event could be
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -230,8 +233,20 @@ class RetireList:
             self._pool.give(event)
             raise
         with self._lock:
-            self._queues.setdefault(stream, deque()).append((event, owners))
+            held = owners, self._unrecorded.pop(stream, None)
+            self._queues.setdefault(stream, deque()).append((event, held))
         self.reap((stream,))
+
+    def hold_unrecorded(self, stream: int, owners: object) -> None:
+        """Keep `owners`, behind which no event could be recorded, until a later one has passed."""
+        with self._lock:
+            self._unrecorded.setdefault(stream, []).append(owners)
+
+    def take_unrecorded(self) -> object:
+        """Return what was held so; the caller keeps it until the device has been waited for."""
+        with self._lock:
+            taken, self._unrecorded = self._unrecorded, {}
+        return taken
 
     def reap(self, streams: Iterable[int] | None = None) -> None:
         """Release what has passed, on some streams or on all. Never waits."""
@@ -335,11 +350,11 @@ class HostCalls:
             give_back.atexit = False
             try:
                 self._put(stream.pointer, address, semaphore)
+                context.retain(stream, (call,))
             except BaseException:
                 give_back.detach()  # the stream may still use the word
-                del self._calls[address]
+                del self._calls[address]  # so that the function is not called
                 raise
-        context.retain(stream, (call,))
 
     def raise_failures(self, pointer: int | None = None) -> None:
         """Raise the first exception of a stream's functions, or of all, and forget the others."""
@@ -377,12 +392,16 @@ class HostCalls:
         """Return the semaphore that wakes the thread, started at the first call."""
         with self._lock:
             if self._semaphore is None:
-                self._semaphore = semaphore = Semaphore()
-                self._thread = threading.Thread(
+                semaphore = Semaphore()
+                thread = threading.Thread(
                     target=_serve, args=(semaphore, weakref.ref(self)),
                     name=f"kvcupy host functions, {self._context.name}", daemon=True,
                 )  # fmt: skip
-                self._thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise DeviceError(f"no thread for host functions: {error}") from error
+                self._semaphore, self._thread = semaphore, thread
                 weakref.finalize(self, semaphore.post).atexit = False
                 atexit.register(_drain, weakref.ref(self._context))
             return self._semaphore

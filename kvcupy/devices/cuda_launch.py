@@ -98,8 +98,9 @@ class Launcher:
                 try:
                     function = self._load(specialisation)
                 except CompileError as error:
-                    text = str(error).removesuffix(f"\n{error.log}")
-                    self._refused[specialisation] = (text, error.log)
+                    if not error.transient:
+                        text = str(error).removesuffix(f"\n{error.log}")
+                        self._refused[specialisation] = (text, error.log)
                     raise
                 self._functions[specialisation] = function
             return function
@@ -117,9 +118,8 @@ class Launcher:
                 function = module.get_function(compiled.lowered_name).kernel
             static_smem = api.driver.funcGetAttribute(FUNCTION_STATIC_SMEM, function.ptr)
         except refusals as error:
-            raise CompileError(
-                f"{specialisation}, compiled for {compiled.target}, cannot be loaded: {error}"
-            ) from error
+            what = f"{specialisation}, compiled for {compiled.target}"
+            raise CompileError(f"{what}, cannot be loaded: {error}", transient=True) from error
         return CudaFunction(specialisation, function, static_smem)
 
     def launch(

@@ -276,7 +276,9 @@ def _run(command: list[str], program: str) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise CompileError(f"{command[0]} could not be started: {error}") from error
+        message = f"{command[0]} could not be started: {error}"
+        raise CompileError(message, transient=True) from error
     if result.returncode != 0:
-        kernel = program.splitlines()[-1]
-        raise CompileError(f"{command[0]} failed on {kernel}", result.stderr or result.stdout)
+        message = f"{command[0]} failed on {program.splitlines()[-1]}"
+        killed = result.returncode < 0  # by a signal, as where memory runs out
+        raise CompileError(message, result.stderr or result.stdout, transient=killed)

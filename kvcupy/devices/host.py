@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import os
 import platform
 import shutil
@@ -90,7 +91,8 @@ class HostFunction:
         try:
             return ctypes.CDLL(str(build(self.specialisation, self._extra_flags)))
         except OSError as error:  # the disk is full, or the library cannot be loaded
-            raise CompileError(f"{self.specialisation} cannot be loaded: {error}") from error
+            message = f"{self.specialisation} cannot be loaded: {error}"
+            raise CompileError(message, transient=True) from error
 
     def _function(self, library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., int]:
         try:
@@ -171,13 +173,29 @@ class HostDevice:
 
     def asarray(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return a copy of a NumPy array on this device."""
-        copy = self.empty(np.shape(array), np.asarray(array).dtype)
-        copy[...] = array
+        try:
+            source = np.asarray(array)
+        except (
+            TypeError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # of another library, or lists of many lengths
+            raise TypeError(f"array: expected a NumPy array, {error}") from None
+        if source.dtype.hasobject or not source.dtype.itemsize:
+            raise TypeError(f"array: expected an array of numbers, got {source.dtype}")
+        copy = self.empty(source.shape, source.dtype)
+        copy[...] = source
         return copy
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
-        """Return a copy of an array of this device as NumPy array (bf16, fp8: ml_dtypes)."""
+        """Return a copy of an array of this device as NumPy array (bf16, fp8: ml_dtypes).
+
+        Raises
+        ------
+        TypeError, ValueError : it is no array, or on a GPU
+        """
         view = arrays.view(array)
+        _require_here(view, "array")
         if observe.order_observers:
             observe.touched_by_host("to_numpy", (Access(view, name="array"),))
         return self.carrier(view).view(formats.numpy_dtype(view.format)).copy()
@@ -194,9 +212,13 @@ class HostDevice:
 
         Raises
         ------
-        ValueError : shapes or formats differ, or `dst` cannot be written
+        TypeError : one of them is no array
+        ValueError : shapes or formats differ, `dst` cannot be written, or one is on a GPU
         """
         to, of = copy_views(dst, src)
+        if not to.device == of.device == "host":
+            for v, name in ((to, "dst"), (of, "src")):
+                _require_here(v, name)
         target, source = self.carrier(to), self.carrier(of)
         queue = self.as_stream(stream)
         copy = partial(host_memory.copy_array, target, source)
@@ -243,7 +265,10 @@ class HostDevice:
         raise TypeError(f"{name}: expected None or a stream of the host device, got {stream!r}")
 
     def synchronize(self) -> None:
-        """Wait for all streams; raise the first failure among them."""
+        """Wait for all streams; raise the first failure among them.
+
+        Work on streams that nobody holds any more is waited for too; its failures are lost.
+        """
         streams = list(self._streams)
         for stream in streams:
             if stream.capturing:
@@ -253,6 +278,11 @@ class HostDevice:
             try:
                 stream.synchronize()
             except (DeviceError, IndexFault) as error:
+                failures.append(error)
+        for state in list(self.context.dropped):
+            try:
+                state.drain()
+            except DeviceError as error:
                 failures.append(error)
         if failures:
             raise failures[0]
@@ -347,13 +377,26 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return platform.processor() or platform.machine()
 
 
+def _require_here(view: arrays.ArrayView, name: str) -> None:
+    if view.device != "host":
+        raise ValueError(f"{name}: expected an array on host, got one on {view.device}")
+
+
 def _allocate(make: Callable[..., Any], shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
     element = formats.numpy_dtype(dtype)
-    shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-    num_bytes = math.prod(map(int, shape)) * element.itemsize
+    if element.hasobject or element.subdtype or not element.itemsize:
+        raise TypeError(f"dtype: expected elements of a size of their own, got {dtype!r}")
+    try:
+        axes = (shape,) if isinstance(shape, (int, np.integer)) else shape
+        sizes = tuple([operator.index(n) for n in axes])
+    except (TypeError, RuntimeError):  # tensors without numbers, say
+        raise TypeError(f"shape: expected an int or several, got {shape!r}") from None
+    num_bytes = math.prod(sizes) * element.itemsize
+    if min(sizes, default=0) < 0 or max(*sizes, num_bytes, 0) >= 2**62:
+        raise ValueError(f"shape: expected sizes from 0 on of less than 2**62 bytes, got {shape!r}")
     raw: np.ndarray[Any, Any] = make(num_bytes + _ALIGNMENT, np.uint8)
     start = -arrays.probe(raw)[0] % _ALIGNMENT
-    return raw[start : start + num_bytes].view(element).reshape(shape)
+    return raw[start : start + num_bytes].view(element).reshape(sizes)
 
 
 @cache

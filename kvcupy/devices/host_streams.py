@@ -37,6 +37,7 @@ class HostContext:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.faults = np.zeros(4, np.int64)
+        self.dropped: weakref.WeakSet[State] = weakref.WeakSet()  # of streams, while they work
         self._lock = threading.Lock()
 
     def new_stream(self) -> HostStream:
@@ -266,13 +267,23 @@ class HostStream(ProcessLocal):
         """Queue a task, which waits by itself for the marker that it `awaits`."""
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=work, args=(self._state, self.priority), name=self.name, daemon=True
                 )
-                self._thread.start()
-                weakref.finalize(self, self._state.queue.put, None)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise DeviceError(f"{self.name}: no thread for its work: {error}") from error
+                self._thread = thread
+                weakref.finalize(self, _drop, self._state, self.context.dropped)
             self._submitted += 1
             self._state.queue.put((self._state.epoch, task))
+
+
+def _drop(state: State, dropped: weakref.WeakSet[State]) -> None:
+    """Let the thread of a stream that nobody holds end, after what is queued."""
+    dropped.add(state)
+    state.queue.put(None)
 
 
 def _settled(marker: Marker) -> bool:
@@ -301,7 +312,7 @@ def _as_event(other: Any) -> HostEvent:
         return other
     if isinstance(other, (HostStream, InlineStream)):
         return other.record()
-    raise TypeError(f"expected an event or stream of {HostContext.name}, got {other!r}")
+    raise TypeError(f"other: expected an event or stream of {HostContext.name}, got {other!r}")
 
 
 # --- Events, and the threads behind streams -------------------------------------------------------
@@ -427,6 +438,8 @@ class State:
         self.epoch = 0
         self.finished = 0
         self.changed = threading.Condition()
+        self.thread: threading.Thread | None = None
+        self.ended = threading.Event()
 
     def failure_in(self, epoch: int) -> Failure | None:
         """Return the failure after which work of `epoch` must not run."""
@@ -436,12 +449,19 @@ class State:
     def fail(self, error: BaseException, epoch: int) -> None:
         self.failure = Failure(error, self, epoch)
 
+    def drain(self) -> None:
+        """Wait until the thread of a dropped stream has ended."""
+        if self.thread is threading.current_thread():
+            raise DeviceError("a function on a stream cannot wait for that stream")
+        self.ended.wait()
+
 
 def work(state: State, priority: int) -> None:
     """Run the tasks of a stream's queue until it holds None: the body of its thread."""
     if priority:  # 0 would override what the thread inherits
         with suppress(OSError, AttributeError):  # best effort: raising it needs CAP_SYS_NICE
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), priority)
+    state.thread = threading.current_thread()
     while (queued := state.queue.get()) is not None:
         epoch, task = queued
         marker = task(state, epoch)
@@ -451,6 +471,7 @@ def work(state: State, priority: int) -> None:
             if marker is not None:
                 marker.finish(state.failure_in(epoch))
             state.changed.notify_all()
+    state.ended.set()
 
 
 # --- Captures and graphs --------------------------------------------------------------------------

@@ -186,7 +186,10 @@ class LaunchHooks:
         self._pairs: list[tuple[Hook, Hook]] = []
 
     def add(self, before: Hook, after: Hook) -> None:
-        """Add a pair, unless it was added before."""
+        """Add a pair, unless it was added before; TypeError if one is not callable."""
+        for name, hook in (("before", before), ("after", after)):
+            if not callable(hook):
+                raise TypeError(f"{name}: expected a function, got {hook!r}")
         if (before, after) not in self._pairs:
             self._pairs.append((before, after))
 

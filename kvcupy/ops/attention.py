@@ -9,6 +9,7 @@ Both make an `AttentionPlan` of a new signature: `check_call` checks the argumen
 
 from __future__ import annotations
 
+import math
 import numbers
 from dataclasses import dataclass
 from functools import lru_cache
@@ -196,7 +197,8 @@ class StepAttention(StepOperation):
 
     Notes
     -----
-    Negative counts are 0. Tensor cores take rotated keys rounded to the 16-bit format of the cache.
+    Negative counts are 0. Tensor cores take rotated keys rounded to the 16-bit format of the cache,
+    and to fp16 where that has 8 bits.
     """
 
     def __init__(
@@ -259,11 +261,12 @@ def _checked_options(
         checks.require_int(sinks, "sinks")
         if not 0 <= sinks < 2**63:
             raise ValueError(f"sinks: expected at least 0, got {sinks}")
-    if not isinstance(interleaved, (bool, np.bool_)):
-        raise TypeError(f"interleaved: expected a bool, got {interleaved!r}")
     checks.require_int(rotary_start, "rotary_start")
     if rotary_start < 0:
         raise ValueError(f"rotary_start: expected at least 0, got {rotary_start}")
+    for name, value in (("causal", causal), ("interleaved", interleaved)):
+        if type(value) is not bool:
+            checks.flag(value, name)
     return AttentionOptions(
         layout, _float32(sm_scale, "sm_scale"), bool(causal), int(window or 0), int(sinks or 0),
         _float32(logits_soft_cap, "logits_soft_cap", positive=True) or 0.0, bool(interleaved),
@@ -279,8 +282,11 @@ def _float32(value: Any, name: str, *, positive: bool = False) -> float | None:
         return value
     checks.require_number(value, name)
     assert isinstance(value, numbers.Real)
-    with np.errstate(over="ignore"):
-        rounded = np.float32(value)
+    try:
+        with np.errstate(over="ignore"):
+            rounded = np.float32(value)
+    except OverflowError:  # of an int
+        rounded = np.float32(math.inf)
     if not np.isfinite(rounded) or (positive and not rounded > 0):
         expected = "a finite float32 above zero" if positive else "a finite float32"
         hint = "; None is no cap" if positive and value == 0 else ""

@@ -266,7 +266,7 @@ _DECODE_ROWS: _Rows = {
     "float": {1: (1, 4), 3: (1,)}, "half": {1: (1,)}, "bfloat16": {1: (1, 4)},
     "AnyFormat": {1: (1, 4, 8), 3: (1, 2)},
 }  # fmt: skip
-# Keys of 16 bits are rotated on tensor cores; those of float32 are few.
+# Keys of 16 bits are rotated on tensor cores, as most of 8 bits; those of float32 are few.
 _ROTATING_ROWS: _Rows = {
     "fp8_e4m3": {1: (1, 4)}, "fp8_e5m2": {1: (1, 4)}, "int8": {1: (1, 4)},
     "AnyFormat": {1: (1, 4, 8), 3: (1,)},
@@ -281,7 +281,8 @@ _DECODE_THREADS = 128
 DECODE_MMA_ROWS = 16
 DECODE_MMA_THREADS = 128
 _DECODE_WARPS = 4
-_TILE_KEYS = 16
+_TILE_KEYS = {False: 16, True: 32}  # kKeys of the kernel; True: rows of 8 bits, which are narrow
+_NARROW = 128  # elements
 
 # kHeadsRows and kHeadsThreads of the kernel.
 HEADS_ROWS = 64
@@ -387,13 +388,14 @@ def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int
     ctype, *widths = specialisation.arguments
     k_width, v_width = map(int, widths)
     itemsize = next(f.itemsize for f in FORMATS.values() if f.ctype == ctype)
-    tile_bytes = _TILE_KEYS * itemsize * (k_width + v_width)
+    keys = _TILE_KEYS[itemsize == 1 and max(k_width, v_width) <= _NARROW]
+    tile_bytes = keys * itemsize * (k_width + v_width)
     stages = 4 if tile_bytes <= 2048 else 2 if tile_bytes <= 10240 else 1
     if arch == "sm_75":
         stages = 1
     merge_bytes = DECODE_MMA_ROWS * (v_width + 8) * 4
     per_key = 8 * (2 * stages + (stages if itemsize == 2 else 1)) + 8 * stages
-    table_bytes = -(-(_TILE_KEYS * per_key + 4 * stages) // 8) * 8
+    table_bytes = -(-(keys * per_key + 4 * stages) // 8) * 8
     per_warp = max(stages * tile_bytes, merge_bytes) + table_bytes
     return _DECODE_WARPS * per_warp + DECODE_MMA_ROWS * k_width * 2 + _DECODE_TILE_BYTES
 
@@ -549,15 +551,15 @@ def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> boo
 
     It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
     one of 8 bits, and rows are whole 16-byte words at aligned addresses. One row alone wastes most
-    of each product, which still takes less time than float32 arithmetic. Keys of 8 bits are not
-    rotated. `is_reachable` says what Turing lacks.
+    of each product, which still takes less time than float32 arithmetic. `is_reachable` says what
+    Turing lacks.
     """
     if padded_widths(*_widths(call)) is None:
         return False
     if not _has_words_for_tensor_cores(device, call, alignment):
         return False
     if call.k.cache_format.itemsize == 1:
-        if call.rotates_keys:
+        if call.rotates_keys and not _has_rotary_packs(call, alignment, 2 * _PACK):
             return False
     elif not _has_whole_packs(call, alignment):
         return False
@@ -661,11 +663,14 @@ def _has_whole_packs(call: AttentionCall, alignment: int) -> bool:
     whole = all(operand.cache.width % _PACK == 0 for operand in (call.k, call.v))
     if not whole or widest((alignment, *map(abs, strides))) < word_bytes:
         return False
-    if not call.rotates_keys:
-        return True
+    return not call.rotates_keys or _has_rotary_packs(call, alignment, _PACK)
+
+
+def _has_rotary_packs(call: AttentionCall, alignment: int, elements: int) -> bool:
+    """Return whether rotated elements are whole packs, and their angles at aligned addresses."""
     table = call.views["rope_table"]
     rotated = table.shape[1] if call.options.interleaved else table.shape[1] // 2
-    whole = call.options.rotary_start % _PACK == 0 and rotated % _PACK == 0
+    whole = call.options.rotary_start % elements == 0 and rotated % elements == 0
     return whole and widest((alignment, abs(table.strides[0]))) == _WORD_BYTES
 
 

@@ -112,8 +112,11 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, **options: Any) -> B
     if examples.get("alt_stream", 0) is None:
         raise TypeError("alt_stream: expected a stream to vary, got None")
     views = {n: view(x, n) for n, x in examples.items() if n not in _STREAMS}
-    kind = _PlannedCall if _has_plan(operation, parameters) else BoundCall
-    return kind(operation, parameters, examples, views)
+    if _has_plan(operation, parameters):
+        planned = _PlannedCall(operation, parameters, examples, views)
+        if planned.lasting:
+            return planned
+    return BoundCall(operation, parameters, examples, views)
 
 
 def _has_plan(operation: Callable[..., Any], parameters: Mapping[str, Any]) -> bool:
@@ -218,6 +221,8 @@ class _PlannedCall(BoundCall):
         ])  # fmt: skip
         self._prober = Prober()
         self._signatures = self._prober.probe(tuple([examples[name] for name in views]))[1]
+
+        self.lasting: bool = self._plan.lasting
 
         words = self._family.words
         self._alignment = _alignment(pointers, words)

@@ -65,7 +65,7 @@ from ..arrays import (
 )
 from ..config import calls_logger, config
 from ..devices.protocol import Device, Stream
-from ..errors import CompileError
+from ..errors import CaptureError, CompileError
 from ..kernels import Specialisation
 from . import checks
 
@@ -166,7 +166,7 @@ class Operation:
         make : called for the first call of a signature, as `make(arguments, alignment, *options)`.
             It gets views that keep nothing alive, and numbers, without arguments that are None; and
             `alignment`, which a word divides that divides each address. It checks everything, and
-            returns a Plan, or several that are run together, with `settle` and `used_at` likewise
+            returns a Plan, or several that are run together, with `settle` and the like
 
         Raises
         ------
@@ -204,7 +204,7 @@ class Operation:
         except (TypeError, ValueError):  # no array, or an option that is one: the checks say which
             signature = None
         pointers, plan = self.plan(arrays, options, make)
-        if signature is not None:
+        if signature is not None and plan.lasting:
             _remember(signature, plan, is_new=True)
         return plan, pointers
 
@@ -342,13 +342,14 @@ def planned(signature: Any, make: Callable[[], _P]) -> _P:
     """Return the plan of a signature, made by its first call.
 
     For plans whose arrays do not come with the call, such as those between two pools. A signature
-    begins with something that no other kind of plan has; the plan needs an attribute `used_at`, and
-    is evicted like any other.
+    begins with something that no other kind of plan has; the plan needs attributes `used_at` and
+    `lasting`, and is evicted like any other.
     """
     plan: _P | None = _plans.get(signature)
     if plan is None:
         plan = make()
-        _remember(signature, plan, is_new=True)
+        if plan.lasting:
+            _remember(signature, plan, is_new=True)
     elif plan.used_at != _made:
         _remember(signature, plan)
     return plan
@@ -413,6 +414,11 @@ class Plan(abc.ABC):
             self.launches = make()
         except CompileError as cause:
             self.cause = cause
+
+    @property
+    def lasting(self) -> bool:
+        """Whether later calls may use it; else the next one tries to load the kernels again."""
+        return self.cause is None or not self.cause.transient
 
     # What a family's plan says of itself.
 
@@ -495,7 +501,10 @@ class Plan(abc.ABC):
     def issue(self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream) -> None:
         """Put the operation on a stream, its arguments checked."""
         if self.cause is not None:
-            self.device.check_fallback(self.operation.name, stream)
+            try:
+                self.device.check_fallback(self.operation.name, stream)
+            except CaptureError as error:
+                raise error from self.cause
             config.fall_back(self.operation.name, self.cause)
         elif not self.launches:
             return

@@ -5,6 +5,7 @@ Each check names the argument, what was expected and what came, before anything 
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -124,7 +125,7 @@ def mla_cache(v: ArrayView, name: str) -> Cache:
 
 def layout_name(layout: object) -> str:
     """Check a layout argument."""
-    if layout not in ("NHD", "HND"):
+    if not isinstance(layout, str) or layout not in ("NHD", "HND"):
         raise ValueError(f'layout: expected "NHD" or "HND", got {layout!r}')
     return str(layout)
 
@@ -380,7 +381,10 @@ def scale(argument: Any, name: str, num_heads: int, target: Format) -> Scale:
     if argument is None:
         return _UNIT_SCALE
     if not is_array(argument):
-        value = float(argument)
+        try:
+            value = float(argument)
+        except OverflowError:
+            value = math.inf
         if not target.quantised and value != 1.0:
             raise ValueError(f"{name}: expected None or 1.0 for a {target.name} cache, got {value}")
         with np.errstate(over="ignore", under="ignore"):
@@ -457,7 +461,8 @@ def slot_number(value: Any, name: str) -> int:
 
 def require_int(value: Any, name: str) -> None:
     """Raise TypeError unless `value` is an int; bool is excluded."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    # NumPy counts durations among its integers.
+    if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name}: expected an int, got {value!r}")
 
 
@@ -465,6 +470,13 @@ def require_number(value: Any, name: str) -> None:
     """Raise TypeError unless `value` is a real number; bool is excluded."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {value!r}")
+
+
+def flag(value: Any, name: str) -> bool:
+    """Return an argument that is True or False; TypeError if it is neither."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name}: expected a bool, got {value!r}")
+    return bool(value)
 
 
 # --- Arrays of a call -----------------------------------------------------------------------------

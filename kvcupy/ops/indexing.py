@@ -84,9 +84,7 @@ def slot_mapping(
     >>> slot_mapping(table, np.array([5, 2]), np.array([2, 2]), 4).tolist()
     [31, 12, 20, 21]
     """
-    checks.require_int(page_size, "page_size")
-    if not 1 <= page_size < 2**31:
-        raise ValueError(f"page_size: expected at least 1, got {page_size}")
+    page_size = _page_size(page_size)
     if out is None:
         lengths = view(append_lens, "append_lens")
         checks.indices(lengths, "append_lens")
@@ -95,9 +93,12 @@ def slot_mapping(
             raise ValueError(f"append_lens: expected no negative lengths, got {numbers.min()}")
         table = view(block_table, "block_table")
         own = None if stream is None else devices.get(table.device).as_stream(stream)
-        out = call.zeros(table, (int(numbers.sum()),), "int64", own)
+        total = sum(numbers.tolist())  # an int of Python, which never overflows
+        if total >= 2**59:
+            raise ValueError(f"append_lens: expected slots that memory holds, got {total}")
+        out = call.zeros(table, (total,), "int64", own)
     arrays = (block_table, seq_lens, append_lens, out)
-    return _SLOT_MAPPING.run(arrays, (int(page_size),), _plan, stream)
+    return _SLOT_MAPPING.run(arrays, (page_size,), _plan, stream)
 
 
 def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any, Any, Any]:
@@ -130,9 +131,7 @@ def page_table_csr(block_table: Any, seq_lens: Any, page_size: int) -> tuple[Any
     >>> [a.tolist() for a in page_table_csr(table, np.array([5, 2]), 4)]
     [[0, 2, 3], [7, 3, 5], [1, 2]]
     """
-    checks.require_int(page_size, "page_size")
-    if page_size < 1:
-        raise ValueError(f"page_size: expected at least 1, got {page_size}")
+    page_size = _page_size(page_size)
     table, lengths = view(block_table, "block_table"), view(seq_lens, "seq_lens")
     checks.require_same_device({"block_table": table, "seq_lens": lengths})
     _check_table(table, {"seq_lens": lengths})
@@ -174,6 +173,10 @@ def find_duplicate_slots(slot_mapping: Any) -> np.ndarray[Any, Any]:
     -------
     NumPy array of the same dtype. Which of two rows with the same slot a store keeps is undefined.
 
+    Raises
+    ------
+    TypeError, ValueError : it is no such array
+
     Notes
     -----
     Stream: waits for the array. Capture: illegal.
@@ -188,6 +191,14 @@ def find_duplicate_slots(slot_mapping: Any) -> np.ndarray[Any, Any]:
     slots, counts = np.unique(devices.get(v.device).to_numpy(slot_mapping), return_counts=True)
     repeated: np.ndarray[Any, Any] = slots[(counts > 1) & (slots >= 0)]
     return repeated
+
+
+def _page_size(page_size: Any) -> int:
+    """Return an argument `page_size` as an int."""
+    checks.require_int(page_size, "page_size")
+    if not 1 <= page_size < 2**31:
+        raise ValueError(f"page_size: expected at least 1, got {page_size}")
+    return int(page_size)
 
 
 # --- Plans ----------------------------------------------------------------------------------------

@@ -199,6 +199,7 @@ def _page_list(pages: Any, name: str) -> tuple[ArrayView, _Numbers | None]:
         return _view_of(array), array
     v = view(pages, name)
     checks.indices(v, name)
+    checks.require_aligned([(name, v)])
     if v.device != "host":
         return v, None
     array = array_at(v.owner, v.pointer, v.shape, np.dtype(v.format), v.strides)

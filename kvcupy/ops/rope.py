@@ -10,6 +10,7 @@ import numpy as np
 
 from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
+from ..config import config
 from ..formats import FORMATS, Format
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
@@ -237,8 +238,9 @@ def rope_store_kv(
     (True, 1.0)
     """
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
     arrays = (
-        query, query if query_out is None else query_out, key, key if write_key else None, value,
+        query, query if query_out is None else query_out, key, key if writes_key else None, value,
         k_cache, v_cache, k_scale, v_scale, k_scale_cache, v_scale_cache,
         rope_table, query_norm, key_norm, positions, slot_mapping,
     )  # fmt: skip
@@ -300,9 +302,11 @@ def rope_store_mla(
     576.0
     """
     skip_slot = -1 if skip_slot is None else checks.slot_number(skip_slot, "skip_slot")
+    writes_key = write_key if type(write_key) is bool else checks.flag(write_key, "write_key")
     arrays = (
-        query, query if query_out is None else query_out, rope_key, rope_key if write_key else None,
-        latent, cache, scale, rope_table, positions, slot_mapping,
+        query, query if query_out is None else query_out,
+        rope_key, rope_key if writes_key else None, latent, cache, scale, rope_table, positions,
+        slot_mapping,
     )  # fmt: skip
     options = ((interleaved, None, False, 0.0), skip_slot)
     _ROPE_STORE_MLA.run(arrays, options, _plan_store_mla, stream)
@@ -548,19 +552,23 @@ def _rotation(operation: Operation, arguments: dict[str, Any], rotary: RotaryOpt
     checks.require_number(eps, "eps")
     if not eps >= 0:
         raise ValueError(f"eps: expected at least 0, got {eps!r}")
-    epsilon = float(eps) if eps <= np.finfo(np.float32).max else math.inf
+    epsilon = float(eps) if eps <= _MAX_FLOAT32 else math.inf
     names = ("query", "key", "rope_key", "positions")
     library = next(arguments[name].library for name in names if name in arguments)
     return Rotation(
-        operation, library, table, positions, bool(interleaved), sections,
-        bool(sections_interleaved), epsilon, faults.operation_id(operation.name, "positions"),
+        operation, library, table, positions, checks.flag(interleaved, "interleaved"), sections,
+        checks.flag(sections_interleaved, "sections_interleaved"), epsilon,
+        faults.operation_id(operation.name, "positions"),
     )  # fmt: skip
+
+
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)  # a Python float: any int compares with it
 
 
 def _sections(sections: Any, pairs: int) -> tuple[int, int, int]:
     try:
         counts = [int(n) for n in sections]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # tensors without numbers, say
         raise TypeError(f"sections: expected three ints, got {sections!r}") from None
     if len(counts) != 3 or min(counts) < 0 or sum(counts) != pairs:
         raise ValueError(f"sections: expected three that sum to {pairs}, got {sections!r}")
@@ -839,6 +847,11 @@ class TwoStreamPlan:
         """The addresses of the last call, which have been checked."""
         return self.whole.allowed
 
+    @property
+    def lasting(self) -> bool:
+        """Whether later calls may use it."""
+        return all([plan.lasting for plan in self.parts])
+
     def settle(self, views: Views) -> None:
         """Prepare the checks, and drop the arrays of the call that made the plan."""
         for plan in (self.whole, *self.parts):
@@ -860,9 +873,13 @@ class TwoStreamPlan:
         main = device.as_stream(stream, library)
         other = device.as_stream(alt_stream, library, "alt_stream")
         self.whole.check(pointers, arrays)
-        if any(plan.cause is not None for plan in self.parts):
+        name = self.whole.operation.name
+        for cause in [plan.cause for plan in self.parts if plan.cause is not None]:
             for each in (main, other):
-                device.check_fallback(self.whole.operation.name, each)
+                device.check_fallback(name, each)
+            config.fall_back(name, cause)  # before any part is launched
+        if other.capturing:  # in a capture that `main` is not in: raises before anything is rotated
+            streams.fork(main, other)
         rotate.issue(pointers, arrays, main)
         streams.fork(main, other)
         store_k.issue(pointers, arrays, main)

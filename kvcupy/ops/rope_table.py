@@ -74,19 +74,28 @@ def rope_table(
     """
     checks.require_int(max_positions, "max_positions")
     checks.require_int(rotary_dim, "rotary_dim")
+    # NumPy's integers would wrap.
+    max_positions, rotary_dim = int(max_positions), int(rotary_dim)
     if max_positions < 1:
         raise ValueError(f"max_positions: expected at least 1, got {max_positions}")
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(f"rotary_dim: expected an even number above 0, got {rotary_dim}")
+    if max_positions * rotary_dim >= 2**59:
+        raise ValueError(
+            f"max_positions: expected a table that memory holds, got {max_positions} rows of "
+            f"{rotary_dim}"
+        )
     checks.require_number(base, "base")
-    if not (base > 0 and math.isfinite(base)):
+    own_base = _float(base)
+    if not (own_base > 0 and math.isfinite(own_base)):
         raise ValueError(f"base: expected a finite number above 0, got {base!r}")
+    target = devices.get(device)
     scaling = {} if scaling is None else scaling
-    theta = _theta(float(base), scaling)
+    theta = _theta(own_base, scaling)
     frequencies, factor = _frequencies(max_positions, rotary_dim, theta, scaling)
     angles = np.arange(max_positions, dtype=np.float64)[:, None] * frequencies
     table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * factor
-    return devices.get(device).asarray(table.astype(np.float32))
+    return target.asarray(table.astype(np.float32))
 
 
 def _theta(base: float, scaling: Config) -> float:
@@ -114,7 +123,7 @@ def _theta(base: float, scaling: Config) -> float:
 def _frequencies(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
     """Return the angle of each pair at position 1, and the attention factor."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(f"scaling: expected rope_type {', '.join(_KINDS)}, got {kind!r}")
     known = {*_COMMON_KEYS, *_KEYS[kind].split()}
     ignored = [key for key, value in scaling.items() if key not in known and value is not None]
@@ -125,7 +134,19 @@ def _frequencies(context: int, dim: int, base: float, scaling: Config) -> tuple[
     if scaling.get("partial_rotary_factor") not in (None, 1):
         message = "rope_table takes rotary_dim %d for partial_rotary_factor %s of the head already"
         logger.info(message, dim, scaling["partial_rotary_factor"])
-    return _KINDS[kind](context, dim, base, scaling)
+    try:
+        return _KINDS[kind](context, dim, base, scaling)
+    except ArithmeticError as error:
+        raise ValueError(
+            f"scaling: expected parameters of {kind!r}, got {dict(scaling)}"
+        ) from error
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # of an int
+        return math.inf
 
 
 def _powers(dim: int, base: float) -> Frequencies:
@@ -141,7 +162,17 @@ def _number(scaling: Config, key: str, default: float | None = None) -> float:
             hint = "; without one it is config.max_position_embeddings: add that"
         got = f"{scaling.get(key)!r} in {dict(scaling)}{hint}"
         raise ValueError(f"scaling: expected a number for {key!r}, got {got}")
-    return float(value)
+    number = _float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"scaling: expected a finite number for {key!r}, got {value!r}")
+    return number
+
+
+def _positive(scaling: Config, key: str, default: float | None = None) -> float:
+    number = _number(scaling, key, default)
+    if not number > 0:
+        raise ValueError(f"scaling: expected a number above 0 for {key!r}, got {number!r}")
+    return number
 
 
 def _default(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
@@ -149,13 +180,13 @@ def _default(context: int, dim: int, base: float, scaling: Config) -> tuple[Freq
 
 
 def _linear(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
-    return _powers(dim, base) / _number(scaling, "factor"), 1.0
+    return _powers(dim, base) / _positive(scaling, "factor"), 1.0
 
 
 def _dynamic(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
     """Stretch the base once the context is longer than the model was trained for (NTK)."""
-    factor = _number(scaling, "factor")
-    trained = _number(scaling, "original_max_position_embeddings")
+    factor = _positive(scaling, "factor")
+    trained = _positive(scaling, "original_max_position_embeddings")
     if dim > 2:
         stretch = factor * max(context, trained) / trained - (factor - 1)
         base *= stretch ** (dim / (dim - 2))
@@ -164,9 +195,9 @@ def _dynamic(context: int, dim: int, base: float, scaling: Config) -> tuple[Freq
 
 def _llama3(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
     """Stretch long wavelengths, keep short ones, blend between."""
-    factor = _number(scaling, "factor")
-    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
-    trained = _number(scaling, "original_max_position_embeddings")
+    factor = _positive(scaling, "factor")
+    low, high = _positive(scaling, "low_freq_factor"), _positive(scaling, "high_freq_factor")
+    trained = _positive(scaling, "original_max_position_embeddings")
     frequencies = _powers(dim, base)
     rotations = trained * frequencies / (2 * math.pi)  # within the context that was trained
     kept = np.clip((rotations - low) / (high - low), 0.0, 1.0)
@@ -175,16 +206,16 @@ def _llama3(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequ
 
 def _yarn(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
     """Interpolate slow pairs, keep fast ones, ramp between; sharpen attention."""
-    trained = _number(scaling, "original_max_position_embeddings")
+    trained = _positive(scaling, "original_max_position_embeddings")
     if "factor" in scaling and scaling["factor"] is None:  # in some configs: from lengths
         scaling = {**scaling, "factor": context / trained}
-    factor = _number(scaling, "factor")
+    factor = _positive(scaling, "factor")
 
     def pair_of(rotations: float) -> float:
         return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    first = pair_of(_number(scaling, "beta_fast", 32.0) or 32.0)
-    last = pair_of(_number(scaling, "beta_slow", 1.0) or 1.0)
+    first = pair_of(_positive(scaling, "beta_fast", 32.0))
+    last = pair_of(_positive(scaling, "beta_slow", 1.0))
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
@@ -210,9 +241,13 @@ def _yarn_attention(factor: float, scaling: Config) -> float:
 
 def _longrope(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequencies, float]:
     """Divide each pair's frequency by its own factor, of the short or of the long list."""
-    trained = _number(scaling, "original_max_position_embeddings")
+    trained = _positive(scaling, "original_max_position_embeddings")
     short, long = (_pair_factors(scaling, f"{kind}_factor", dim // 2) for kind in ("short", "long"))
-    factor = _number(scaling, "factor", context / trained)
+    factor = _positive(scaling, "factor", context / trained)
+    if not trained > 1:
+        raise ValueError(
+            f"scaling: expected original_max_position_embeddings above 1, got {trained}"
+        )
     attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
     attention = _number(scaling, "attention_factor", attention)
     return _powers(dim, base) / (long if context > trained else short), attention

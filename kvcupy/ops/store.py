@@ -128,8 +128,8 @@ def store_kv(
     Notes
     -----
     Stream: one kernel, in order; K and V of different format pairs take one each. The arrays are
-    kept alive until it has run. Capture: legal. Bytes: each row read once (twice with dynamic
-    scales, the second time from cache) and written once.
+    kept alive until it has run. Capture: legal. Bytes: each row read once (with dynamic scales a
+    long row twice, the second time from cache) and written once.
     Source: sgl-project/sglang pull 8884, vLLM `reshape_and_cache_flash`.
 
     Examples
@@ -427,8 +427,10 @@ class _CacheRowsPlan(Plan):
 
         num_rows = self.num_tokens * num_heads
         call.require_countable(num_rows, self.slots_name)
+        # HeldRow::kHeld of the kernel with dynamic scales
+        packs_per_thread = 2 if kernel is DYNAMIC and first.rows_format.itemsize <= 2 else 1
         geometry = call.spread(
-            num_rows, max(widths.values()) // step, device.sm_count,
+            num_rows, -(-max(widths.values()) // (step * packs_per_thread)), device.sm_count,
             warp_lanes=device.warp_lanes, whole_warps=kernel.barriers,
         )  # fmt: skip
         params: dict[str, Any] = {

@@ -31,7 +31,7 @@ from ..config import config
 from ..devices import cache
 from ..devices.protocol import Device, Stream
 from ..errors import CompileError
-from . import call, fallback, transfer_kernels
+from . import call, checks, fallback, transfer_kernels
 from .page_pairs import Existing, PagePairs, PageRuns, page_runs
 from .transfer_kernels import LayerPages, PageLaunch, longest_rows
 
@@ -183,7 +183,7 @@ class TransferPlan:
     def __init__(
         self, device: Device, source: PoolPages, target: PoolPages, options: Options
     ) -> None:
-        self.used_at = 0  # for `call.planned`
+        self.used_at, self.lasting = 0, True  # for `call.planned`
         self.device, self.layers = device, options.layers
         self._source, self._target = source, target
         self._src, self._dst = source.any_group, target.any_group
@@ -610,7 +610,7 @@ class Options(NamedTuple):
     @classmethod
     def checked(cls, layers: Any, method: Any, max_blocks: Any, convert: Any) -> Options:
         """Check the options as far as they need no pool."""
-        if method not in METHODS:
+        if not isinstance(method, str) or method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
         if max_blocks is not None:
             if not _is_int(max_blocks):
@@ -618,9 +618,7 @@ class Options(NamedTuple):
             if not 1 <= max_blocks < 2**31:
                 raise ValueError(f"max_blocks: expected at least 1, got {max_blocks}")
             max_blocks = int(max_blocks)
-        if not isinstance(convert, (bool, np.bool_)):
-            raise TypeError(f"convert: expected a bool, got {convert!r}")
-        return cls(_layer_numbers(layers), method, max_blocks, bool(convert))
+        return cls(_layer_numbers(layers), method, max_blocks, checks.flag(convert, "convert"))
 
     def slices(self, num_layers: int) -> list[slice]:
         """Return the layers as evenly spaced sets."""
@@ -648,7 +646,7 @@ def _layer_numbers(layers: Any) -> tuple[int, ...] | None:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.timedelta64))
 
 
 def evenly_spaced(ascending: Iterable[int]) -> list[list[int]]:

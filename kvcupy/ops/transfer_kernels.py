@@ -277,10 +277,15 @@ def specialisations() -> list[Specialisation]:
         CONVERT[32].specialise(source.ctype, target.ctype, count)
         for source in formats.FORMATS.values()
         for target in formats.FORMATS.values()
-        for count in (PACK, 1)
+        for count in pack_sizes(source)
         if source is not target
     ]
     return [*copies, *converts, NOTE]
+
+
+def pack_sizes(source: formats.Format) -> tuple[int, ...]:
+    """Return the elements that a thread may load at once: 16 bytes of a format of 8 bits too."""
+    return (2 * PACK, PACK, 1) if source.itemsize == 1 else (PACK, 1)
 
 
 def divisor(n: int) -> tuple[int, int, int]:
@@ -426,11 +431,13 @@ def _convert(
     num_parts = len(src.parts)
     widths = [v.shape[-1] for v in src.parts]
     sides = (("src", src, source, 0), ("dst", dst, target, num_parts))
-    packed = all(n % PACK == 0 for n in widths) and all(
-        rows.alignment(range(first, first + num_parts)) >= min(16, PACK * format.itemsize)
-        for _, _, format, first in sides
-    )
-    elements = PACK if packed else 1
+    elements = next(
+        count for count in pack_sizes(source)
+        if count == 1 or (all(n % count == 0 for n in widths) and all(
+            rows.alignment(range(first, first + num_parts)) >= min(16, count * format.itemsize)
+            for _, _, format, first in sides
+        ))
+    )  # fmt: skip
     lanes = _lanes(-(-max(widths) // elements), device.warp_lanes)
 
     params = {

@@ -28,7 +28,7 @@ from functools import wraps
 from itertools import islice
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -54,6 +54,7 @@ from .history import (
 )  # fmt: skip
 
 _ACTIONS = ("raise", "record", "warn")
+_Result = TypeVar("_Result")
 _KINDS = {(True, False): "RAW", (False, True): "WAR", (True, True): "WAW"}  # first, second writes
 _MAX_SNAPSHOT_BYTES = 1 << 20
 _MAX_NAMING_FRAMES = 8
@@ -129,7 +130,7 @@ class OrderChecker(observe.OrderObserver):
     """
 
     def __init__(self, action: str) -> None:
-        if action not in _ACTIONS:
+        if not isinstance(action, str) or action not in _ACTIONS:
             raise ValueError(f"action: expected one of {', '.join(_ACTIONS)}, got {action!r}")
         self.action = action
         self.reports: list[Report] = []
@@ -150,8 +151,7 @@ class OrderChecker(observe.OrderObserver):
     def before(self, operation: Operation) -> None:
         if self._muted:
             return
-        with self._lock:
-            touches = self._issued(operation)
+        touches = self._with_contents(lambda: self._issued(operation))
         self._pending.append((id(operation), touches))
 
     def after(self, operation: Operation) -> None:
@@ -204,12 +204,20 @@ class OrderChecker(observe.OrderObserver):
     def touched_by_host(self, name: str, reads: Iterable[Access], writes: Iterable[Access]) -> None:
         if self._muted:
             return
-        with self._lock:
+
+        def touched() -> None:
             operation = Operation(name, None, keeps_arrays=False)
             work = self._work(operation, self._next(HOST))
             touches = self._touches(work, reads, writes)
             self._check(touches, self._histories)
             self._commit(touches)
+
+        self._with_contents(touched)
+
+    def lent(self, memory: ArrayView, stream: Any) -> None:
+        operation = Operation("borrow", stream, (), (Access(memory, name="scratch"),))
+        self.before(operation)
+        self.after(operation)
 
     def calls(self, operation: Operation, function: Callable[[], object]) -> Callable[[], object]:
         actor = operation.stream.identity
@@ -255,6 +263,29 @@ class OrderChecker(observe.OrderObserver):
                     lifetime.kept[actor] = number
 
     # Threads.
+
+    def _with_contents(self, change: Callable[[], _Result]) -> _Result:
+        """Call `change` with the lock held; with all that it reads of index arrays at hand.
+
+        It is called again where it lacks something. What that is, is waited for and read without
+        the lock: the stream may be in a host function that needs it.
+        """
+        thread = self._thread
+        thread.contents = {}
+        try:
+            while True:
+                with self._lock:
+                    unresolved = self.unresolved
+                    try:
+                        return change()
+                    except _Lacking as lacking:
+                        self.unresolved = unresolved
+                        device, low, high, writer = lacking.args
+                is_there = writer is None or self._passed(writer)
+                contents = self._read(device, low, high) if is_there else None
+                thread.contents[device, low, high] = contents
+        finally:
+            thread.contents = {}
 
     @property
     def _pending(self) -> list[tuple[int, list[Touch]]]:
@@ -509,11 +540,8 @@ class OrderChecker(observe.OrderObserver):
         is_inside = writer is not None
         if writer is None:
             writer = last_write(self._histories[device], low, high, self._clocks[HOST])
-        if writer is None:
-            return self._read(device, low, high)
-        if writer.snapshot is None:
-            passed = not is_inside and self._passed(writer)
-            return self._read(device, low, high) if passed else None
+        if writer is None or writer.snapshot is None:
+            return None if is_inside else self._contents_now(device, low, high, writer)
         head = self._bytes(device, low, writer.low, inside)
         tail = self._bytes(device, writer.high, high, inside)
         if head is None or tail is None:
@@ -521,15 +549,34 @@ class OrderChecker(observe.OrderObserver):
         first, stop = max(low - writer.low, 0), min(high, writer.high) - writer.low
         return head + writer.snapshot[first:stop] + tail
 
+    def _contents_now(self, device: str, low: int, high: int, writer: Touch | None) -> bytes | None:
+        """Return what a range of addresses holds, once `writer` is done; None if unknown.
+
+        _Lacking if that is not at hand.
+        """
+        contents: dict[tuple[str, int, int], bytes | None] = self._thread.contents
+        if (device, low, high) in contents:
+            return contents[device, low, high]
+        if writer is None and device == "host":
+            return self._read(device, low, high)
+        raise _Lacking(device, low, high, writer)
+
     def _read(self, device: str, low: int, high: int) -> bytes | None:
-        """Return what a range of addresses holds now; None while that cannot be read."""
+        """Return what a range of addresses holds now; None while that cannot be read.
+
+        On a GPU, in the order of CuPy's current stream, if that is not late. Without the lock.
+        """
+        if device == "host":
+            return array_at(None, low, (high - low,), np.dtype(np.uint8)).tobytes()
         held = ArrayView(low, (high - low,), (1,), "uint8", device, library="cupy")
+        gpu = devices.get(device)
+        stream: Any = gpu.as_stream(None, "cupy")
         with self._running(None):
             try:
-                if device == "host":
-                    return array_at(None, low, held.shape, np.dtype(np.uint8)).tobytes()
-                return bytes(devices.get(device).to_numpy(held).tobytes())
-            except KvcupyError:  # its stream is being captured
+                if not self._is_over(stream):
+                    return None
+                return bytes(gpu.to_numpy(held).tobytes())
+            except KvcupyError:  # the stream is being captured
                 return None
 
     def _copied(self, source: Touch, target: Touch, inside: Histories | None = None) -> Any:
@@ -551,22 +598,28 @@ class OrderChecker(observe.OrderObserver):
 
     def _passed(self, writer: Touch) -> bool:
         """Wait for a while until the stream of a write is done; return whether it is."""
-        stream, actor = writer.work.stream(), writer.work.point.actor
-        if stream is None:
-            return True
-        deadline = time.monotonic() + (0 if actor in self._late else _WAIT_S)
+        stream = writer.work.stream()
         with self._running(None):
-            while True:
-                try:
-                    if stream.done():
-                        self._late.discard(actor)
-                        return True
-                except KvcupyError:
-                    return False
-                if time.monotonic() >= deadline:
-                    self._late.add(actor)
-                    return False
-                time.sleep(1e-4)
+            try:
+                return stream is None or self._is_over(stream)
+            except KvcupyError:
+                return False
+
+    def _is_over(self, stream: Any) -> bool:
+        """Wait for a while until a stream is done; return whether it is. Without the lock."""
+        actor = stream.identity
+        deadline = time.monotonic() + (0 if actor in self._late else _WAIT_S)
+        while not stream.done():
+            if time.monotonic() >= deadline:
+                self._late.add(actor)
+                return False
+            time.sleep(1e-4)
+        self._late.discard(actor)
+        return True
+
+
+class _Lacking(Exception):
+    """Device, low and high end of addresses whose contents are not at hand, and who writes them."""
 
 
 def _nothing() -> None:
@@ -637,6 +690,18 @@ def _users_frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def _variables(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a function by name.
+
+    Before Python 3.13 a frame keeps the dict that it was asked for, and with it every array.
+    """
+    asked = frame.f_locals
+    variables = dict(asked)
+    if type(asked) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        asked.clear()
+    return variables
+
+
 def _site(frame: FrameType) -> str:
     """Return file and line of the user's innermost call."""
     user = next(_users_frames(frame), frame)
@@ -682,10 +747,11 @@ def _names_of(*works: Work) -> list[str]:
 
 def _name_in(frame: FrameType, stream: Any) -> str:
     """Return what a function calls a stream; empty if it has no name for it."""
-    for name, value in (*frame.f_locals.items(), *frame.f_globals.items()):
+    variables = _variables(frame)
+    for name, value in (*variables.items(), *frame.f_globals.items()):
         if _is_stream(value, stream):
             return str(name)
-    for name, value in frame.f_locals.items():
+    for name, value in variables.items():
         for attribute, held in list(getattr(value, "__dict__", {}).items()):
             if _is_stream(held, stream):
                 return f"{name}.{attribute}"
@@ -737,8 +803,11 @@ def order_checker(action: str = "raise") -> Iterator[OrderChecker]:
     of `to_numpy`, of work on the calling thread, and what is declared there.
     Slots and pages are read from the index arrays, or followed through the copies that write them.
     Where a kernel that is still running computes them, the checker waits for it, up to 0.2 s, and
-    leaves out what it cannot know (`.unresolved`). All threads count as one host. CUDA's implicit
-    order between the legacy default stream and blocking streams is not counted as order.
+    leaves out what it cannot know (`.unresolved`). Index arrays on a GPU are read in the order of
+    CuPy's current stream, for which it waits as long. All threads count as one host. CUDA's
+    implicit order between the legacy default stream and streams that were not made non-blocking
+    does not count: it depends on how others make their streams, and a program that relies on it is
+    reported. kvcupy's own streams are non-blocking.
     Stream: nothing is put on any. Capture: legal; a graph is checked at each launch too. Without a
     checker an announcement costs a test of one tuple.
 
@@ -805,7 +874,7 @@ class declare:
         stack = ExitStack()
         if observe.observers:
             frame = next(_users_frames(sys._getframe(1)), None)
-            variables = {} if frame is None else frame.f_locals
+            variables = {} if frame is None else _variables(frame)
             reads, writes = (
                 tuple([a for x in arrays for a in _accesses(x, argument, variables)])
                 for argument, arrays in (("reads", self._reads), ("writes", self._writes))
@@ -887,5 +956,5 @@ def _stream_of(accesses: tuple[Access, ...], stream: Any) -> Any:
         return devices.get(on_gpu[0].device).as_stream(stream)
     if not any(hasattr(stream, name) for name in ("__cuda_stream__", "cuda_stream", "ptr")):
         return devices.get("host").as_stream(stream)
-    (own,) = streams.as_streams((stream,))
+    (own,) = streams.as_streams((stream,), "stream")
     return own

@@ -12,6 +12,7 @@ order: each task runs at once, in the order in which it was put.
 
 from __future__ import annotations
 
+import numbers
 import random
 import threading
 import weakref
@@ -31,6 +32,7 @@ Schedule = tuple[int, ...]
 """Choices, in the order in which they are made; zeros follow."""
 
 _MAX_ATTEMPTS = 120  # at a shorter schedule that still fails
+_MAX_IDLE_POLLS = 4  # one after another
 _MAX_CHANGES = 3  # of priorities, in one schedule
 
 
@@ -169,6 +171,7 @@ class _Scheduler:
         self._streams: list[SimulatedStream] = []
         self._puts = 0
         self._busy = False
+        self._idle_polls = 0  # since a task ran
         self._lock = threading.RLock()
 
     def add(self, stream: SimulatedStream) -> int:
@@ -218,13 +221,21 @@ class _Scheduler:
                 self._run(ready[index])
 
     def poll(self) -> None:
-        """Let one task run, for a host that asks again and again."""
+        """Let one task run, or none; but one now and then, for a host that asks again and again."""
         with self._lock:
-            if not self._busy and (ready := self._runnable()):
-                self._run(ready[0])
+            if self._busy or not (ready := self._runnable()):
+                return
+            numbers = [s.number for s in ready]
+            if self._idle_polls < _MAX_IDLE_POLLS:
+                numbers.append(-1)
+            choice = self._chooser.choose(numbers) if len(numbers) > 1 else 0
+            if choice == len(ready):
+                self._idle_polls += 1
+            else:
+                self._run(ready[choice])
 
     def _run(self, stream: SimulatedStream) -> None:
-        self._busy = True
+        self._busy, self._idle_polls = True, 0
         try:
             stream.run_first()
         finally:
@@ -360,7 +371,8 @@ def explore(
     Notes
     -----
     Work runs when its stream is chosen: an asynchronous copy reads its source then, not when it is
-    called. Between two calls of the host any number of tasks may run. Work with `stream=None` runs
+    called. Between two calls of the host any number of tasks may run, and a question whether
+    something is done may find that it is not, a few times in a row. Work with `stream=None` runs
     at once, as do the host's own accesses. Programs must do the same in each run but for the order,
     and use no threads. Two thirds of the schedules go by priorities (late producers, early
     consumers), the others are drawn uniformly. Stream: simulated; the device's real streams are not
@@ -386,8 +398,22 @@ def explore(
     >>> explore(program, replay=result.failures[0]).ok
     False
     """
-    if schedules is not None and schedules < 1:
-        raise ValueError(f"schedules: expected None or at least 1, got {schedules}")
+    if schedules is not None:
+        _require_int(schedules, "schedules")
+        if schedules < 1:
+            raise ValueError(f"schedules: expected None or at least 1, got {schedules}")
+        schedules = int(schedules)  # NumPy's integers would wrap
+    _require_int(seed, "seed")
+    seed = int(seed)
+    prefix: Any = getattr(replay, "schedule", replay)
+    if replay is not None:
+        try:
+            prefix = tuple(prefix)
+        except TypeError:
+            raise TypeError(f"replay: expected a schedule or a Failure, got {replay!r}") from None
+        for choice in prefix:
+            _require_int(choice, "replay")
+        prefix = tuple(map(int, prefix))
     result = ExploreResult(seed)
     chooser, expected = _run(program, (), _program_order)
     outcomes: dict[Any, Any] = {}
@@ -407,7 +433,6 @@ def explore(
 
     note(chooser, expected, seed)
     if replay is not None:
-        prefix = getattr(replay, "schedule", replay)
         note(*_run(program, prefix, _program_order), getattr(replay, "seed", seed))
     elif schedules is None:
         while (prefix := _next_prefix(chooser)) is not None:
@@ -419,6 +444,11 @@ def explore(
             note(*_run(program, (), _strategy(number, steps)), number)
     result.outcomes = [(outcomes[key], counts[key]) for key in outcomes]
     return result
+
+
+def _require_int(value: Any, name: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
 
 
 def _run(

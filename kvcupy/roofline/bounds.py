@@ -379,7 +379,7 @@ def _merge(device: PlannedDevice, states: int) -> None:
 
 def _attend(
     device: PlannedDevice, kv_format: str, *, query_format: str, heads: tuple[int, int],
-    widths: tuple[int, int], tokens: int = 1, sequences: int = _SEQUENCES,
+    widths: tuple[int, int], tokens: int = 1, sequences: int = _SEQUENCES, scales: str = "",
 ) -> None:  # fmt: skip
     num_pages = _KEYS // _PAGE
     k_cache, v_cache = _caches(device, kv_format, widths, heads=heads[1], slots=sequences * _KEYS)
@@ -388,7 +388,13 @@ def _attend(
     options: dict[str, Any] = {}
     if tokens > 1:
         options["query_lens"] = device.array(sequences, format="int32")
-    options |= _scales(kv_format)
+    if scales == "per head":
+        options |= {f"{n}_scale": device.array(heads[1], format="fp32") for n in "kv"}
+    elif scales == "per token and head":
+        shape = sequences * _KEYS, heads[1]
+        options |= {f"{n}_scale_cache": device.array(*shape, format="fp32") for n in "kv"}
+    else:
+        options |= _scales(kv_format)
     paged_attention(
         device.array(sequences * tokens, heads[0], widths[0], format=query_format), k_cache,
         v_cache, device.array(sequences, num_pages, format="int32"),
@@ -469,15 +475,17 @@ def _merged(states: int) -> Row:
     )  # fmt: skip
 
 
-def _decode(kv_format: str, group: int) -> Row:
+def _decode(kv_format: str, group: int, scales: str = "") -> Row:
+    """Return a row of a decode step; a scale per token and head is 4 bytes of K and 4 of V."""
     itemsize = formats.itemsize(kv_format)
     call = partial(
         _attend, kv_format=kv_format, query_format=kv_format if itemsize == 2 else "bf16",
-        heads=(_HEADS * group, _HEADS), widths=(_WIDTH, _WIDTH),
+        heads=(_HEADS * group, _HEADS), widths=(_WIDTH, _WIDTH), scales=scales,
     )  # fmt: skip
-    return Row(f"decode {kv_format} group {group}", call, "attention_", "key of a KV head",
-               2 * _WIDTH * itemsize, _asked_of_key, sharing=_tiles_per_sequence,
-               word_bytes=min(16, 8 * itemsize))  # fmt: skip
+    name = f"decode {kv_format} group {group}" + (f", scales {scales}" if scales else "")
+    moved = 2 * _WIDTH * itemsize + (8 if scales == "per token and head" else 0)
+    return Row(name, call, "attention_", "key of a KV head", moved, _asked_of_key,
+               sharing=_tiles_per_sequence, word_bytes=min(16, 8 * itemsize))  # fmt: skip
 
 
 def _mla(kv_format: str, heads: int) -> Row:
@@ -502,8 +510,7 @@ def _prefill(k_width: int, v_width: int) -> Row:
 
 ROWS: tuple[Row, ...] = (
     _stored("store bf16", "bf16", 4), _stored("store bf16 to fp8_e4m3", "fp8_e4m3", 3),
-    # The second pass over a row hits L1.
-    _stored("store bf16 to fp8_e4m3, dynamic scales", "fp8_e4m3", 5, dynamic=True),
+    _stored("store bf16 to fp8_e4m3, dynamic scales", "fp8_e4m3", 3, dynamic=True),
     _rotated("bf16"), _rotated("fp8_e4m3"),
     _gathered("gather bf16", "bf16"), _gathered("gather fp8_e4m3 to bf16", "fp8_e4m3"),
     Row("copy_pages bf16", _copy_pages, "copy_pages", "page", 4 * _PAGE * _HEADS * _WIDTH,
@@ -512,6 +519,8 @@ ROWS: tuple[Row, ...] = (
     _transferred("load fp8_e4m3 pages as bf16", "transfer_convert", "fp8_e4m3"),
     _merged(2), _merged(8),
     *[_decode(name, group) for name in ("fp16", "bf16", "fp8_e4m3", "int8") for group in (1, 4, 8)],
+    *[_decode(name, 4, scales) for name in ("fp8_e4m3", "int8")
+      for scales in ("per head", "per token and head")],
     *[_mla(name, heads) for name in ("bf16", "fp8_e4m3") for heads in (16, 64, 128)],
     *[_prefill(*widths) for widths in ((64, 64), (128, 128), (192, 128), (256, 256))],
 )  # fmt: skip

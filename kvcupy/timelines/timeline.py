@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from .. import observe
+from ..errors import file_path
 from .page import page
 
 if TYPE_CHECKING:
@@ -136,15 +137,22 @@ class Timeline:
             per stream, and the bytes and waits of what the pointer is at. Else trace-event JSON,
             which ui.perfetto.dev and chrome://tracing open
         title : of the page
+
+        Raises
+        ------
+        TypeError, ValueError : `path` is not the name of a file
+        OSError : it cannot be written
+        DeviceError : an operation failed on its stream
         """
+        target = file_path(path, "path")
         spans = self.spans
         lanes = _lanes(spans)
-        if Path(path).suffix.lower() in (".html", ".htm"):
+        if target.suffix.lower() in (".html", ".htm"):
             names = dict.fromkeys(span.name for span in spans)
             fills = {name: _PALETTE[i % len(_PALETTE)] for i, name in enumerate(names)}
             colours = {name: (fill, _ink(fill)) for name, fill in fills.items()}
             text = page(spans, lanes, _shared(spans), colours, title or "Timeline of streams")
-            Path(path).write_text(text, encoding="utf-8")
+            target.write_text(text, encoding="utf-8")
             return
         processes = {device: pid for pid, device in enumerate(dict.fromkeys(d for d, _ in lanes))}
         threads = {lane: tid for tid, lane in enumerate(lanes, start=1)}
@@ -165,7 +173,7 @@ class Timeline:
                 "tid": threads[span.device, span.lane],
                 "args": {"bytes": span.num_bytes, "waits for": list(span.waits)},
             })  # fmt: skip
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def plot(self, path: str | Path, *, title: str | None = None) -> None:
         """Draw a lane per stream and a bar per operation; shade where several streams are busy.

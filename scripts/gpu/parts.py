@@ -179,6 +179,7 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "offload_demo": (8, _PICTURES),
     "serve_demo": (3, _PICTURES),
     "replay_trace": (2, ()),
+    "soak": (3, ("--steps", "60000")),
 }
 _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_models": (1, ("--quick",)),
@@ -193,6 +194,7 @@ _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
     "offload_demo": (0.5, ("--quick",)),
     "serve_demo": (0.5, ("--requests", "8", "--rounds", "1")),
     "replay_trace": (0.5, ("--limit", "200")),
+    "soak": (0.5, ("--steps", "1000")),
 }
 
 

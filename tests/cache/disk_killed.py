@@ -27,12 +27,13 @@ BEGIN, END = 0, 1
 REPORT = struct.Struct("<BBQ")  # begin or end of a write, slot, hash
 
 
-def main(path, times, mode):
+def survey(path, times, mode, seed=0):
+    """Kill a writer so many times, and count what the file serves after each."""
     if mode != "whole":
         disk_format.checksum = lambda *_: bytes(16)
     if mode == "control":
         disk.DiskTier._invalidate = lambda *_, **__: None
-    rng = random.Random(mode)
+    rng = random.Random(f"{mode} {seed}")
     counts = {"kills": 0, "served": 0, "missed": 0, "wrong": 0, "lost": 0, "unfinished": 0}
     known = {}  # by slot, the hashes that it may have, and whether it must have one
     for _ in range(times):
@@ -44,7 +45,7 @@ def main(path, times, mode):
         counts["kills"] += 1
         counts["unfinished"] += sum(not must for _, must in known.values())
         look(path, known, counts)
-    print(json.dumps(counts))
+    return counts
 
 
 def killed(path, seed, seconds):
@@ -101,4 +102,4 @@ def look(path, known, counts):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    print(json.dumps(survey(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])))

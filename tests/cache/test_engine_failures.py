@@ -250,23 +250,6 @@ def test_the_source_is_intact_and_layers_before_the_failure_are_ordered(world):
     assert np.array_equal(contents(world.device_pool)[2:], world.before[0][2:])
 
 
-def test_memory_that_there_is_not(world, monkeypatch):
-    """An allocation fails in the second layer."""
-    genuine = transfer_ops.PreparedTransfer.issue
-
-    def issue(self, pairs, stream, *, name):
-        if name == "load 1":
-            raise MemoryError("no pinned memory")
-        genuine(self, pairs, stream, name=name)
-
-    transfer = world.engine.load([1], [1])
-    with monkeypatch.context() as patch:
-        patch.setattr(transfer_ops.PreparedTransfer, "issue", issue)
-        world.engine.send()
-    assert_failed(transfer, world, MemoryError, "1 page, layer 1: MemoryError: no pinned memory")
-    assert_works(world)
-
-
 class RefusesRecords(Log):
     """Raises when events are recorded in a stream, once armed: after the record is made."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -345,3 +347,20 @@ def test_tiers_cannot_be_cleared_under_a_sequence(device):
     with pytest.raises(kv.KvcupyError, match="leased"):
         one.tiers.clear()
     one.assert_no_leak()
+
+
+def test_pools_go_with_a_cache_that_nobody_has(device):
+    """At once, not when cycles are looked for: they are most of a GPU's memory."""
+    one = Prefixed(device)
+    one.publish(tokens_of(1, 14))
+    device.synchronize()
+    one.tiers.close()
+    parts = one.cache, one.cache.pool, one.host_pool, one.tiers, one.tiers.engine
+    remaining = [weakref.ref(part) for part in parts]
+    gc.collect()
+    gc.disable()
+    try:
+        del one, parts
+        assert [part() for part in remaining] == [None] * 5
+    finally:
+        gc.enable()

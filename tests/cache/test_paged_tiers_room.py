@@ -50,6 +50,35 @@ def test_a_cache_full_of_blocks_takes_new_sequences(device):
     one.assert_no_leak()
 
 
+@pytest.mark.parametrize("looks", range(5))
+@pytest.mark.parametrize("blocks", [0, 3])
+def test_pages_that_become_free_while_room_is_made(device, blocks, looks):
+    """A transfer may end between any two looks, and its pages are then more than enough."""
+
+    class Ending:
+        looked = 0
+
+        def done(self):
+            self.looked += 1
+            return self.looked > looks
+
+        def synchronize(self):
+            self.looked = looks
+
+    one = Prefixed(device, num_pages=6)
+    if blocks:
+        one.publish(PROMPT[: blocks * PAGE])
+        one.settle()
+    allocator = one.cache.pool.allocator
+    pages = allocator.alloc(6 - blocks)
+    allocator.busy(pages, Ending())
+    allocator.free(pages)
+    one.cache.add_sequence("s")
+    one.step("s", tokens_of(6, 5 * PAGE))
+    assert one.tiers.stats()["device_blocks"] <= 1
+    one.assert_no_leak()
+
+
 def test_full_when_everything_is_in_use(device):
     one = Prefixed(device, num_pages=6)
     one.publish(PROMPT)
@@ -106,3 +135,30 @@ def test_pages_on_their_way_count_as_room(device):
     assert not failed
     one.cache.end_forward()
     one.assert_no_leak()
+
+
+class OverWhenAskedAgain:
+    """A transfer that ends between two questions."""
+
+    def __init__(self):
+        self.asked = 0
+
+    def done(self):
+        self.asked += 1
+        return self.asked > 1
+
+    def synchronize(self):
+        pass
+
+
+def test_pages_that_become_free_meanwhile_are_not_evicted(device):
+    """Too few were free at first, and more than enough when eviction began."""
+    w = Prefixed(device)
+    allocator = w.cache.pool.allocator
+    pages = allocator.alloc(allocator.num_pages)
+    allocator.busy(pages[:3], OverWhenAskedAgain())
+    allocator.free(pages[:3])
+    w.prefill("a", tokens_of(1, 5))
+    allocator.free(pages[3:])
+    w.cache.remove_sequence("a")
+    w.assert_no_leak()

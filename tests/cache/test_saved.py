@@ -412,20 +412,6 @@ def test_nothing_but_files_is_replaced(tmp_path):
     assert (tmp_path / "pipe").is_fifo()
 
 
-@pytest.mark.parametrize("step", ["fsync", "replace", "chmod"])
-def test_a_failure_on_the_way(path, monkeypatch, step):
-    bits = write_one(path)
-
-    def fail(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os if step == "fsync" else Path, step, fail)
-        with pytest.raises(OSError, match="No space left"):
-            write_one(path, 2)
-    assert left_alone(path, bits)
-
-
 CRASH = """
 import os, pathlib, sys
 import numpy as np

@@ -37,6 +37,19 @@ def test_a_suffix_that_was_inserted_under_a_lease_goes_before_its_prefix(device)
     assert blocks.order("device") == blocks.order("host") == [D, C, B, A]
 
 
+def test_host_pages_that_are_taken_are_the_callers(device):
+    """The cache counts them as its own no more, not even once they are freed."""
+    blocks = Blocks(device, 4, 4)
+    blocks.insert([A, B, C])
+    blocks.settle()
+    pages = blocks.cache.take_host_pages(3)  # one is free, two blocks go
+    host = blocks.tiers.host
+    assert len(host.copies) == 1 and not host.owned[pages].any()
+    assert host.owned.sum() == 1
+    host.pool.allocator.free(pages)
+    blocks.assert_no_leak()
+
+
 @pytest.mark.parametrize(
     ("policy", "left"), [("lru", {A, D}), ("fifo", {C, D}), ("lfu", {A, D}), ("2q", {C, D})]
 )

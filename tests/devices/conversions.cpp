@@ -116,16 +116,40 @@ static float nudged(float x, int ulps) {
   return x;
 }
 
+// What divides by a scale where hardware approximates reciprocals so.
+static ScaleDivisor nudged_divisor(float number, int ulps) {
+  ScaleDivisor scale(number);
+  const float divisor = number * scale.power;
+  const float approximation = approximate_reciprocal(divisor);
+  const bool is_number = approximation - approximation == 0.0f && approximation != 0.0f;
+  scale.reciprocal =
+      refine_reciprocal(divisor, is_number ? nudged(approximation, ulps) : approximation);
+  return scale;
+}
+
 extern "C" __attribute__((visibility("default"))) void divide(const float* numbers,
                                                               const float* scales, float* quotients,
                                                               long count, int ulps) {
   for (long i = 0; i < count; ++i) {
-    ScaleDivisor scale(scales[i]);
-    const float approximation = approximate_reciprocal(scale.divisor);
-    const bool is_number = approximation - approximation == 0.0f && approximation != 0.0f;
-    scale.reciprocal =
-        refine_reciprocal(scale.divisor, is_number ? nudged(approximation, ulps) : approximation);
-    quotients[i] = scale.quotient(numbers[i]);
+    quotients[i] = nudged_divisor(scales[i], ulps).quotient(numbers[i]);
+  }
+}
+
+// Likewise to fp8, by the arithmetic of GPUs before sm_89, which divides four at a time by a scale:
+// three are others.
+extern "C" __attribute__((visibility("default"))) void quantise_by_fours(const float* numbers,
+                                                                         const float* scales,
+                                                                         unsigned char* codes,
+                                                                         long count, int ulps,
+                                                                         int is_e4m3) {
+  for (long i = 0; i < count; ++i) {
+    Pack<float, 4> four;
+    for (long j = 0; j < 4; ++j) four.values[(i + j) % 4] = numbers[(i + j) % count];
+    const ScaleDivisor scale = nudged_divisor(scales[i], ulps);
+    const auto e4m3 = quantise_by_arithmetic<fp8_e4m3>(four, scale);
+    const auto e5m2 = quantise_by_arithmetic<fp8_e5m2>(four, scale);
+    memcpy(codes + i, is_e4m3 ? static_cast<const void*>(e4m3.values + i % 4) : e5m2.values + i % 4,
+           1);
   }
 }
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
-from fake_cuda import RELAXED, captured_by_another
+from fake_cuda import RELAXED, busy, captured_by_another
 
 import kvcupy as kv
-from kvcupy import devices
+from kvcupy import devices, observe
+from kvcupy.arrays import view
 from kvcupy.devices import cuda
 
 
@@ -139,3 +142,37 @@ def test_the_default_stream_has_two_handles(device, arrays):
         for stream in legacy:
             device.copy(x, pinned, stream=stream)
     assert checker.reports == []
+
+
+def test_slots_are_read_without_the_lock(api, device, streams, arrays):
+    """The current stream may be in a host function that announces something."""
+    (main, _), (x, pinned) = streams, arrays
+    slots, ran, delayed = device.asarray(np.array([1, 2])), [], threading.Event()
+    current = device.as_stream(None, "cupy")
+
+    def function():
+        delayed.wait(0.05)  # by now the caller reads the slots
+        with kv.declare(reads=pinned):
+            ran.append(True)
+
+    def write():
+        access = observe.Access(view(x), view(slots))
+        observe.issue(lambda: observe.Operation("write", main, (), (access,)), lambda: None)
+
+    with kv.order_checker() as checker:
+        write()
+        current.call(function)
+        thread = api.machine.in_background(current.pointer)
+        write()
+        thread.join(10)
+    assert ran == [True] and checker.reports == [] and checker.unresolved == 0
+
+
+def test_slots_are_not_waited_for_long(api, device, streams, arrays):
+    """A stream that the caller holds up would be waited for in vain."""
+    (main, _), (x, _) = streams, arrays
+    slots = device.asarray(np.array([1, 2]))
+    with kv.order_checker() as checker, busy(api, device.as_stream(None, "cupy")):
+        access = observe.Access(view(x), view(slots))
+        observe.issue(lambda: observe.Operation("write", main, (), (access,)), lambda: None)
+    assert checker.unresolved == 1

@@ -263,6 +263,19 @@ def require_same_quotients(library, numbers, scales, ulps):
             require_same_codes(
                 fmt, numbers, rounded(got[extreme], fmt), rounded(want[extreme], fmt)
             )
+    some = slice(None, None, max(1, numbers.size >> 18))
+    require_same_fours(library, numbers[some].copy(), scales[some].copy(), got[some], ulps)
+
+
+def require_same_fours(library, numbers, scales, quotients, ulps):
+    """What GPUs without instructions for fp8 store are the codes of the quotients."""
+    for is_e4m3, fmt in enumerate(("fp8_e5m2", "fp8_e4m3")):
+        codes = np.empty(numbers.size, np.uint8)
+        library.quantise_by_fours(
+            pointer(numbers), pointer(scales), pointer(codes), ctypes.c_long(numbers.size), ulps,
+            is_e4m3,
+        )  # fmt: skip
+        require_same_codes(fmt, quotients, codes, rounded(quotients, fmt))
 
 
 def hardest_quotients(scales):
@@ -319,6 +332,12 @@ def test_quotients_are_those_of_a_division(library, ulps):
             require_same_quotients(library, products, np.full_like(ties, scale), ulps)
 
 
+def extreme_quotients(library):
+    classes = float_classes()
+    for scale in (np.inf, -0.1, 0.0):
+        require_same_quotients(library, classes, np.full_like(classes, scale), 0)
+
+
 @pytest.mark.parametrize(("number", "fmt", "limit"), [(0, *FORMATS["fp8_e4m3"][:2]),
                                                       (1, *FORMATS["fp8_e5m2"][:2]),
                                                       (2, np.int8, 127.0)])  # fmt: skip
@@ -365,6 +384,19 @@ MUTATIONS = {
     "a quotient without its remainder": (
         "numeric.cuh", "fabsf(exact) > 0.0f ? exact : rough", "rough",
         lambda x: test_quotients_are_those_of_a_division(x, 0)),
+    "four codes with the signs of corrections": (
+        "fp8.cuh", "signs[i] == signs[i] ? __float_as_uint(signs[i]) : 0", "__float_as_uint(x[i])",
+        extreme_quotients),
+    "four codes of corrections that are NaN": (
+        "fp8.cuh", "codes[i] = signs[i] == signs[i] ?", "codes[i] = x[i] == x[i] ?",
+        extreme_quotients),
+    "four codes, two of them swapped": (
+        "fp8.cuh", "__byte_perm(codes[2], codes[3], 0x0040)",
+        "__byte_perm(codes[3], codes[2], 0x0040)",
+        extreme_quotients),
+    "quotients by infinities corrected": (
+        "numeric.cuh", "if (divisor == kInfinity || divisor == -kInfinity) divisor = 0.0f;", "",
+        extreme_quotients),
     "subnormal scales as they are": (
         "numeric.cuh", "(exponent < 252 ? 253 - exponent : 1) << 23", "0x3f800000",
         lambda x: test_quotients_are_those_of_a_division(x, 0)),

@@ -141,6 +141,8 @@ def test_keys_that_are_rotated_in_part_of_a_word_do_not(watch, more):
         {"cache_dtype": np.int8, "k_scale": 0.5},
         {"width": 200},
         {"width": 64} | table_of(64),
+        {"width": 64, "cache_dtype": np.int8} | table_of(32, start=16),
+        {"width": 64, "cache_dtype": np.int8} | table_of(48, start=16) | INTERLEAVED,
     ],
     ids=name_values,
 )
@@ -190,7 +192,8 @@ def test_splits_of_many_heads_are_of_more_keys(watch):
         {"dtype": np.float32, "cache_dtype": np.int8},
         {"cache_dtype": np.float32},
         {"width": 520},
-        {"cache_dtype": np.int8} | table_of(64),
+        {"width": 64, "cache_dtype": np.int8} | table_of(48),  # halves that are not whole chunks
+        {"width": 64, "cache_dtype": np.int8} | table_of(32, start=8),
     ],
     ids=name_values,
 )
@@ -237,7 +240,8 @@ def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
     plain, quantised = ("fp32", "fp16", "bf16"), ("fp8_e4m3", "fp8_e5m2", "int8")
     taken = {
         chosen(GPU(arch), formats, widths, heads, ragged=ragged, rotates=rotates, alignment=aligned)
-        for formats in [(name, name) for name in plain] + [("fp16", name) for name in quantised]
+        for formats in [(name, name) for name in plain]
+        + list(itertools.product(("fp16", "fp32"), quantised))
         for widths in [(64, 64), (128, 128), (192, 128), (256, 256), (576, 512), (640, 640)]
         for heads, ragged in [
             (1, False),

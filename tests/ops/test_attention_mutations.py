@@ -30,6 +30,8 @@ HEADS_FP8 = attention_checks.check_attention_heads_fp8
 HEADS_WIDE = attention_checks.check_attention_heads_wide_rows
 RISING = attention_checks.check_attention_decode_rising_scales
 WHOLE_TILES = attention_checks.check_attention_append_whole_tiles
+ROTATED_BYTES = attention_checks.check_attention_rotated_bytes
+INTERLEAVED_BYTES = attention_checks.check_attention_interleaved_bytes
 SMALL_TREES = attention_checks.check_attention_small_trees_bf16
 WEIGHT = "logits[r][n] == -kInfinity ? 0.0f : exp2f("
 SLOT = "const i64 slot = page * p.page_size + offset;"
@@ -160,8 +162,25 @@ MUTATIONS = {
         "found.place = place_of(p, t, found.key);", "found.place = found.key;",
         attention_checks.check_attention_evicted_spans_fp16, MMA_SHARED),
     "keys of few rows left as they are": Mutation(
-        "rotate_keys<TCache, kWidth, kTileKeys, 32>(p, keys, table.k[stage], table.angles[stage], "
+        "rotate_keys<TCache, kWidth, kKeys, 32>(p, keys, table.k[stage], table.angles[stage], "
         "lane);", "", attention_checks.check_attention_rotated_keys_fp16, MMA),
+    "keys of 8 bits left as they are": Mutation(
+        "const bool rotary = at >= 0 && at < p.rotary_dim;", "const bool rotary = false;",
+        ROTATED_BYTES, MMA),
+    "the second half of a row rotated by the angles of the first": Mutation(
+        "if (apart && at >= half_dim) continue;", "", ROTATED_BYTES, MMA),
+    "halves of a row rotated one way": Mutation(
+        "-x[1].values[i] * sine", "x[1].values[i] * sine", ROTATED_BYTES, MMA),
+    "keys of 8 bits rotated by the angles of the first ones": Mutation(
+        "key_of(p, t, first + n * 8 + lane / 4)", "key_of(p, t, first + lane / 4)", ROTATED_BYTES,
+        MMA),
+    "neighbours rotated by the angles of others": Mutation(
+        "at / 2 + lane % 4 * 2)", "at / 2 + lane % 4 / 2 * 2)", INTERLEAVED_BYTES, MMA),
+    "rotated scores in units of others": Mutation(
+        "s[n][i] *= 1.0f / kUnit;", "s[n][i] *= 1.0f;", ROTATED_BYTES, MMA),
+    "the first half of a tile of 32 keys twice": Mutation(
+        "keys + chunk_at<kRowBytes>(n * 16 + lane % 16, k + lane / 16)",
+        "keys + chunk_at<kRowBytes>(lane % 16, k + lane / 16)", MMA_BYTES, MMA),
     "a split that repeats the one before": Mutation(
         "range.begin = min(split * per_split, t.num_visible);",
         "range.begin = min((split / 2 * 2) * per_split, t.num_visible);", MMA_LONG, SHARED),

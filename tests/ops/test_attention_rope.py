@@ -101,6 +101,38 @@ def test_quantised_caches(device, cached, k_scale, v_scale, shape):
         case.attend(args, window=9, sinks=3)
 
 
+@pytest.mark.parametrize(
+    ("cached", "width", "rope"),
+    [
+        ("fp8_e4m3", 64, {"dim": 64}),
+        ("int8", 128, {"dim": 64, "start": 48}),
+        ("int8", 48, {"dim": 16, "start": 16, "interleaved": True}),
+        ("fp8_e4m3", 192, {"dim": 128, "start": 64, "interleaved": True}),
+        ("fp8_e5m2", 256, {"dim": 192, "start": 32}),
+        ("fp8_e5m2", 128, {"dim": 128, "interleaved": True}),
+    ],
+    ids=str,
+)
+def test_bytes_on_tensor_cores(device, cached, width, rope):
+    """Whole chunks of 16 elements, and queries whose rounding hides no other."""
+    for shape in ("decode", "few"):
+        case, args = call_of(
+            device, 19, shape, "fp16", cache_fmt=cached, scales=("dynamic", "per head"),
+            heads=(6, 2), widths=(width, 32), evicted=True, starts=True, trees=True, rope=rope,
+        )  # fmt: skip
+        case.attend(args, window=9, sinks=3)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_largest_bytes(device, interleaved):
+    """Rotated, 57344 twice is more than float16 has."""
+    case = AttentionCase(device, 20)
+    args = case.arguments([9, 70], fmt="fp16", cache_fmt="fp8_e5m2", heads=(2, 1), widths=(32, 32))
+    keys = np.full_like(args["k_cache"].view, 57344)
+    args["k_cache"] = case.place(keys, "fp8_e5m2", name="k_cache")
+    case.attend(args | case.rope(32, interleaved=interleaved), sm_scale=1e-6)
+
+
 @pytest.mark.parametrize("fmt", ["fp32", "bf16"])
 @pytest.mark.parametrize("new", [None, [3, 2]])
 def test_latent(device, fmt, new):

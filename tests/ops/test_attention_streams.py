@@ -17,7 +17,7 @@ cases = pytest.mark.parametrize(
 def upload(device, *args):
     """Bring the mirror of arguments to the device again, at once."""
     for arg in args:
-        arg.buffer.raw[...] = device.asarray(arg.buffer.want.copy())
+        arg.buffer.restore()
     device.synchronize()
 
 

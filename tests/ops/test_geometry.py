@@ -225,7 +225,7 @@ def memory_of(case):
     """All bytes of a check: its buffers, and the pools of a transfer."""
     pools = [memory for pool in getattr(case, "pools", ()) for memory in pool.memories]
     bits = (np.ascontiguousarray(m.download()).reshape(-1).view(np.uint8) for m in pools)
-    return [*(b.raw.copy() for b in case.buffers), *bits]
+    return [*(b.read() for b in case.buffers), *bits]
 
 
 @pytest.mark.covering

@@ -105,7 +105,7 @@ MUTATIONS = {
         "is_value ? p.v_scale : p.k_scale", "p.k_scale", checks.check_rope_store_beside,
         "rope.cu"),
     "a dynamic scale without what passes": Mutation(
-        "largest.add(to_floats(rotary.pass(i)));", "",
+        "largest.add(rotary.pass(i));", "",
         checks.check_rope_store_dynamic, "rope.cu"),
     "tokens without a slot stored": Mutation(
         "if (token >= p.num_stored) return -1;", "", checks.check_rope_store, "rope.cu"),

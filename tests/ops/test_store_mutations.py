@@ -58,6 +58,24 @@ MUTATIONS = {
     "no saturation in fp8": Mutation(
         "magnitude < kLimit ? magnitude : I{} + kLimit", "magnitude",
         checks.check_convert_to_fp8, "host/numbers.h"),
+    "the second pack of a row the first again": Mutation(
+        "return (i * lanes + lane) * kCount;", "return lane * kCount;",
+        checks.check_dynamic_of_any_rows, "store.cu"),
+    "the first pack of a row without a say in its scale": Mutation(
+        "largest.add(packs[i]);", "if (i > 0) largest.add(packs[i]);",
+        checks.check_dynamic_of_any_rows, "store.cu"),
+    "packs past the end of a row stored": Mutation(
+        "if (at >= width) continue;", "", checks.check_dynamic_of_any_rows, "store.cu"),
+    "only what lanes hold of a long row": Mutation(
+        "if (held) {\n    k_row.load", "if (true) {\n    k_row.load",
+        checks.check_dynamic_of_any_rows, "store.cu"),
+    "long rows stored as if lanes held them": Mutation(
+        "if (held) {\n    k_row.template", "if (true) {\n    k_row.template",
+        checks.check_dynamic_of_any_rows, "store.cu"),
+    "one lane's maximum of V for a row": Mutation(
+        "v_absmax = fmaxf(v_absmax, __shfl_xor_sync(kAllLanes, v_absmax, distance));",
+        "__shfl_xor_sync(kAllLanes, v_absmax, distance);", checks.check_dynamic_of_any_rows,
+        "store.cu"),
     "no smallest scale": Mutation("1e-6f", "0.0f", checks.check_dynamic, "numeric.cuh"),
     "negative slots count from the end": Mutation(
         FAULT, f"if (slot < 0) slot += p.num_slots;\n  {FAULT}", checks.check_copy,

@@ -60,16 +60,15 @@ MUTATIONS = {
         "at.axis_1 * s.axis_bytes_1 +\n         at.axis_2 * s.axis_bytes_2",
         "at.axis_2 * s.axis_bytes_1 +\n         at.axis_1 * s.axis_bytes_2", SHORT, ROWS),
     "a scale of the neighbouring row": Mutation(
-        "to_scale + offset_of(scale_strides, places[i].dst_page, places[i])",
-        "to_scale + offset_of(scale_strides, places[i].dst_page, "
-        "{0, 0, places[i].axis_0, places[i].axis_1, places[i].axis_2 ^ 1, 0})",
+        "scales + offset_of(strides, at.dst_page, at)", "scales + offset_of(strides, at.dst_page, "
+        "{0, 0, at.axis_0, at.axis_1, at.axis_2 ^ 1, 0})",
         CONVERTS, "transfer.cu"),
     "scales of the source ignored": Mutation(
         "factors[i] = from_scale ?", "factors[i] = false ?", CONVERTS, "transfer.cu"),
     "scales of the source ignored for wide rows": Mutation(
         "width && from_scale ?", "false ?", WIDE, "transfer.cu"),
     "scales of the target not kept": Mutation(
-        "*reinterpret_cast<float*>(target) = scales[i];", "", CONVERTS, "transfer.cu"),
+        "*scale_at(i) = scales[i];", "{}", CONVERTS, "transfer.cu"),
     "scales of the target not kept for wide rows": Mutation(
         "if (lane == 0 && width) *reinterpret_cast<float*>(to_scale) = scale;", "", WIDE,
         "transfer.cu"),
@@ -84,16 +83,22 @@ MUTATIONS = {
     "the largest of two packs of four only": Mutation(
         "if (kHeld > 2 && shift > 1)", "if (false)", WIDE, "transfer.cu"),
     "rows of one group a warp": Mutation(
-        "first + of_warp + row * groups", "first + row * groups", CONVERTS, "transfer.cu"),
+        "first + of_warp + (i >> shift) * groups", "first + (i >> shift) * groups", CONVERTS,
+        "transfer.cu"),
     "the first row of a thread for all": Mutation(
-        "first + of_warp + row * groups", "first + of_warp", CONVERTS, "transfer.cu"),
+        "first + of_warp + (i >> shift) * groups", "first + of_warp", CONVERTS, "transfer.cu"),
     "rows that a thread holds left out": Mutation(
         "first += groups * (kHeld >> shift)", "first += groups * kHeld", WIDE, "transfer.cu"),
     "the first pack of a row for all": Mutation(
         "(pack * lanes + lane) * kCount", "lane * kCount", WIDE, "transfer.cu"),
     "a pack past the end of a row": Mutation(
-        "places[i].src_page < 0 || elements[i] >= width",
-        "places[i].src_page < 0 || elements[i] > width", WIDE, "transfer.cu"),
+        "if (elements[i] < p.k_width)", "if (elements[i] <= p.k_width)", WIDE, "transfer.cu"),
+    "V written where K goes": Mutation(
+        "v_targets[i] = p.dst_v + offset_of(p.dst_v_strides",
+        "v_targets[i] = p.dst_k + offset_of(p.dst_v_strides", CONVERTS, "transfer.cu"),
+    "packs moved by their bytes in the source": Mutation(
+        "elements[i] * static_cast<int>(sizeof(TOut));\n      if",
+        "elements[i] * static_cast<int>(sizeof(TIn));\n      if", WIDE, "transfer.cu"),
     "a last lane without work": Mutation(
         "for (int i = lane * kCount; i < width; i += lanes * kCount) {\n    Pack<TIn, kCount> in;\n"
         "    // Load", "for (int i = lane * kCount; i + kCount < width; i += lanes * kCount) {\n"

@@ -789,6 +789,21 @@ def test_a_checker_keeps_nothing_alive(world):
         assert [r() for r in (*known, event)] == [None] * 4
 
 
+def test_what_is_declared_can_be_freed_where_it_was_declared(world):
+    """Names are looked up in the caller's variables, of which nothing must stay behind."""
+    array = np.zeros((8, 4), np.float32)
+    known = weakref.ref(array)
+    with kv.order_checker("record") as checker:
+        with kv.declare(writes=array, stream=world.main):
+            pass
+        with kv.declare(writes=array, stream=world.copy):
+            pass
+        del array
+        gc.collect()
+        assert known() is None
+    assert kinds(checker) == ["WAW"] and "world.copy.wait(world.main)" in checker.reports[0].edge
+
+
 # --- A model --------------------------------------------------------------------------------------
 
 PARTS = st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda p: abs(p[0] - p[1]) > 1)
@@ -855,3 +870,31 @@ def test_random_programs(program):
     assert set(raced) <= set(expected)
     # Of accesses that a stream repeats, the last stands for all.
     assert {second for _, second in raced} == {second for _, second in expected}
+
+
+# --- The disk tier --------------------------------------------------------------------------------
+
+
+def test_what_the_disk_tier_reads_and_writes(device, tmp_path):
+    """Pages of the host pool, by the processor."""
+    shape = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "dtype": "fp32", "device": device}
+    pools = [kv.KVPool(2, 2, placement=p, **shape) for p in ("device", "pinned")]
+    cache = kv.TieredCache(*pools, disk=tmp_path / "blocks", disk_bytes=1 << 16)
+    cache.insert([1, 2], pools[0].allocator.alloc(2))
+    device.synchronize()
+    stream = device.stream()
+    with kv.order_checker("record") as checker:
+        with kv.declare(writes=pools[1], stream=stream):
+            pass
+        cache.flush()
+        stream.synchronize()
+        cache.evict(2)
+        cache.take_host_pages(2)
+        pools[1].allocator.free([0, 1])
+        with kv.declare(reads=pools[1], stream=stream):
+            pass
+        cache.acquire([1, 2]).release()
+    second = [(report.kind, report.second.operation) for report in checker.reports]
+    assert ("RAW", "write to disk") in second and ("WAR", "read from disk") in second
+    device.synchronize()
+    cache.close()

@@ -130,6 +130,22 @@ def test_a_copy_reads_its_source_when_it_runs():
     assert {outcome for outcome, _ in kv.explore(program, schedules=None).outcomes} == {0.0, 1.0}
 
 
+def test_a_host_that_asks_once_may_come_too_early():
+    """And one that asks until it is so does not."""
+
+    def program(device, loops):
+        stream, log = device.stream(), []
+        stream.call(lambda: log.append("ran"))
+        event = stream.record()
+        while not event.done() and loops:
+            pass
+        return list(log)
+
+    for loops in (False, True):
+        result = kv.explore(lambda device: program(device, loops), schedules=None)  # noqa: B023
+        assert result.ok == loops
+
+
 @pytest.mark.parametrize("late", [0, 5])
 def test_a_failure_is_minimal_and_repeated(late):
     def program(device):

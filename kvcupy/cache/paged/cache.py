@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ... import devices, metrics
 from ...arrays import address_of, describe, view
 from ...config import cache_logger
@@ -117,7 +119,7 @@ class PagedKVCache(ProcessLocal):
         if positive_int(num_q_heads, "num_q_heads") % pool.num_kv_heads:
             heads = f"{pool.num_kv_heads} KV heads"
             raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
-        if cascade not in (None, True, False):
+        if not (cascade is None or isinstance(cascade, (bool, np.bool_))):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
         max_tokens = rotation.max_positions or pool.num_pages * pool.page_size
         if max_seq_len is not None:
@@ -177,7 +179,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        ValueError : the sequence exists, a hash comes twice, or there is no tiered cache
+        TypeError, ValueError : an argument does not fit, the sequence exists, a hash comes twice,
+            or there is no tiered cache
         CacheFull : there are too few pages for cached blocks; nothing has changed
 
         Notes
@@ -203,7 +206,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         KvcupyError : it belongs to the running step
         """
         sequence = self._sequences.find(seq)
@@ -220,8 +223,9 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such parent
-        ValueError : the child exists, `at` is outside, or the parent's tree is not committed
+        UnknownSequence, TypeError : there is no such parent, or it cannot be the name of one
+        TypeError, ValueError : the child exists, `at` is outside, or the parent's tree is not
+            committed
         CacheFull : a partial page is to be copied and none is free; nothing has changed
         KvcupyError : the parent belongs to the running step
 
@@ -244,8 +248,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
-        ValueError : n is not 0 to its length, or its tree is not committed
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : n is not 0 to its length, or its tree is not committed
         KvcupyError : it belongs to the running step
         """
         sequence = self._settled(seq)
@@ -256,7 +260,12 @@ class PagedKVCache(ProcessLocal):
         del sequence.hashes[sequence.length // self.pool.page_size :]
 
     def sequence_length(self, seq: Hashable) -> int:
-        """Return how many tokens a sequence has, those of a tree to be committed included."""
+        """Return how many tokens a sequence has, those of a tree to be committed included.
+
+        Raises
+        ------
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        """
         return self._sequences.find(seq).length
 
     def enable_sliding_window(self, seq: Hashable, window: int, sinks: int = 0) -> None:
@@ -269,8 +278,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
-        ValueError : an argument does not fit, or tokens were evicted behind other sinks
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : an argument does not fit, or tokens were evicted behind other sinks
         KvcupyError : it belongs to the running step
 
         Notes
@@ -361,6 +370,7 @@ class PagedKVCache(ProcessLocal):
         ------
         UnknownSequence, TypeError, ValueError : an argument does not fit; nothing has changed
         KvcupyError : one belongs to the running step
+        DeviceError : a copy or a launch was refused, perhaps after others; no node is kept
 
         Notes
         -----
@@ -398,6 +408,8 @@ class PagedKVCache(ProcessLocal):
         TypeError, ValueError : an argument does not fit; nothing was written
         CaptureError : in a capture, a step of more than one token per sequence, or a stream that
             another library captures
+        DeviceError : a launch was refused, and may be repeated; or pages of a sequence could not be
+            loaded or copied, and then it can only be removed
 
         Notes
         -----
@@ -498,6 +510,7 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         KvcupyError : no step is running
+        TypeError, ValueError : `stream` is not a stream
 
         Notes
         -----
@@ -507,11 +520,20 @@ class PagedKVCache(ProcessLocal):
         return self.device.carrier(self._tables(stream)["positions"])
 
     def slot_mapping(self, *, stream: Any = None) -> Any:
-        """Return the slot of each token of the step, int64 (T,): `page * page_size + offset`."""
+        """Return the slot of each token of the step, int64 (T,): `page * page_size + offset`.
+
+        Raises
+        ------
+        KvcupyError, TypeError, ValueError : as `query_positions`
+        """
         return self.device.carrier(self._tables(stream)["slots"])
 
     def block_table(self, *, stream: Any = None) -> Any:
         """Return the pages of the step's sequences, int32 (B, pages of the longest), zero-padded.
+
+        Raises
+        ------
+        KvcupyError, TypeError, ValueError : as `query_positions`
 
         Notes
         -----
@@ -527,6 +549,10 @@ class PagedKVCache(ProcessLocal):
         indptr : int32 (B + 1,), where each sequence's pages begin
         indices : int32 (indptr[-1],), the pages
         last_page_len : int32 (B,), slots in use of each last page
+
+        Raises
+        ------
+        KvcupyError, TypeError, ValueError : as `query_positions`
         """
         self._running()
         lists = self._steps.lists(self._stream(stream))
@@ -584,8 +610,10 @@ class PagedKVCache(ProcessLocal):
         CacheFull : a shared page must be copied and none is free
         KvcupyError : the sequence belongs to the running step
         CaptureError : the stream is being captured
+        DeviceError : a launch was refused; the tokens from `start` on are undefined, and may be in
+            pages of their own
 
-        After an error nothing has changed.
+        After any other error nothing has changed.
 
         Notes
         -----
@@ -615,8 +643,8 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
-        ValueError : its tree is not committed
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : its tree is not committed, or `path` is not the name of a file
         KvcupyError : it belongs to the running step
         ImportError : the package safetensors is missing
         OSError : the file cannot be written; one that was there is left as it was
@@ -632,7 +660,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        ValueError : the sequence exists, or the file does not fit this cache
+        TypeError, ValueError : the sequence exists, or the file does not fit this cache
         CacheFull : there are too few pages
         ImportError : the package safetensors is missing
         OSError : the file cannot be read
@@ -667,6 +695,12 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : it is not a TieredCache, is of another pool, or there is one already
+
+        Notes
+        -----
+        Stream: who calls `acquire` of the tiered cache beside this one gives it a stream `after`
+        that is behind all compute streams and the copy stream: what is loaded may come to pages
+        that a sequence has just released, and that they still work on.
         """
         self._tiers.attach(tiers)
 
@@ -675,7 +709,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         ValueError : it is offloaded already, its tree is not committed, or there is no tiered cache
         CacheFull : the host pool is full, and nothing can be evicted; nothing has changed
         KvcupyError : it belongs to the running step
@@ -694,7 +728,7 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        UnknownSequence : there is no such sequence
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         CacheFull : there are too few pages; nothing has changed
         DeviceError : it could not be saved when it was offloaded; it can only be removed
 

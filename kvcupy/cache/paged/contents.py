@@ -21,6 +21,7 @@ import numpy as np
 from ... import formats
 from ...arrays import ArrayView, describe, view
 from ...devices.protocol import Stream
+from ...errors import file_path
 from ...formats import FORMATS, numpy_dtype
 from ...ops import call, checks
 from ...ops.page_pairs import upload
@@ -247,7 +248,7 @@ def write_file(
     what is contiguous is not copied before.
     """
     package = _package()
-    path = Path(path)
+    path = file_path(path, "path")
     if path.exists() and not path.is_file():  # a device, say, which the new file would replace
         raise ValueError(f"path: expected the name of a file, got {path}")
     bits = {name: _bits(name, *tensor) for name, tensor in tensors.items()}
@@ -284,7 +285,7 @@ def read_file(path: PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
     truncated meanwhile, reading them kills the process.
     """
     package = _package()
-    path = Path(path)
+    path = file_path(path, "path")
     with path.open("rb") as file:
         try:
             with package.safe_open(path, framework="np"):

@@ -21,7 +21,8 @@ from ...ops.store import LatentArrays, step_store, step_store_mla, store_kv, sto
 from ..pool import MLAPool, Pool
 from .tables import TRANSPOSED_TABLE, Tables, block_table
 
-_MAX_CHECKED = 256  # kinds of rows that are remembered
+_MAX_CHECKED = 256  # kinds of rows that are remembered, and pairs of addresses
+_MAX_FLOAT32 = float(np.finfo(np.float32).max)
 _ROWS = ("query", "key", "value", "out", "sinks")
 
 ROPE_MODES = ("none", "normal", "inline")
@@ -158,6 +159,9 @@ class Layers:
         self._prober = Prober()
         self._kind: Any = None  # of the rows of the last call
         self._checked: dict[Any, ArrayView] = {}  # queries
+        # Addresses of query and out that were checked, for rows of one kind.
+        self._allowed: set[tuple[int, int]] = set()
+        self._allowed_kind: Any = None
         # Kind and number of tokens of the last call, its options, and what they came to.
         self._last: tuple[Any, ...] = (None,) * 8
         widths = self.width + (0 if self._is_latent else self.v_width)
@@ -192,10 +196,14 @@ class Layers:
             elif self._prober.tries:
                 self._prober.learn(arrays, self._kind)
             kind = self._kind
+        if kind is not self._allowed_kind:
+            self._allowed_kind = kind
+            self._allowed.clear()
+        addresses = pointers[0], pointers[3]
         last_kind, tokens, scale, width, first_keys, cap, rows, options = self._last
         if (
             kind is last_kind and num_tokens == tokens and sm_scale is scale and window is width
-            and sinks is first_keys and logits_soft_cap is cap
+            and sinks is first_keys and logits_soft_cap is cap and addresses in self._allowed
         ):  # fmt: skip
             return rows, options, arrays, pointers, kind
         rows = self._checked.get((num_tokens, kind))
@@ -204,6 +212,11 @@ class Layers:
             if len(self._checked) == _MAX_CHECKED:
                 self._checked.clear()
             self._checked[num_tokens, kind] = rows
+        if addresses not in self._allowed:
+            self._check_addresses(view(query, "query"), out)
+            if len(self._allowed) == _MAX_CHECKED:
+                self._allowed.clear()
+            self._allowed.add(addresses)
         options = check_options(
             "NHD", sm_scale, True, window, sinks, logits_soft_cap, *self._rotation
         )
@@ -231,6 +244,17 @@ class Layers:
             checks.require_contiguous(written, "out")
             checks.require_output(written, "out")
         return rows.without_owner()
+
+    def _check_addresses(self, query: ArrayView, out: Any) -> None:
+        """Raise if attention could not read or write here, which it says after keys are stored."""
+        written = None if out is None else view(out, "out")
+        checks.require_aligned([("query", query), ("out", written)])
+        inputs = [(name, v) for cache in self.caches for name, v in cache.items()]
+        if self.rope.mode == "none":  # else attention reads a rotated copy
+            inputs.append(("query", query))
+        checks.require_disjoint(
+            [("out", written)], [(n, v) for n, v in inputs if isinstance(v, ArrayView)]
+        )
 
     def check_latent(self, latent: ArrayView, rope_key: ArrayView, num_tokens: int) -> None:
         """Raise if the parts of a latent have the wrong shape or format."""
@@ -375,7 +399,7 @@ def rope_of(
     table: Any, mode: Any, interleaved: Any, device: Device, head_dim: int, latent_dim: int | None
 ) -> Rope:
     """Check the arguments that say how keys are rotated."""
-    if mode not in ROPE_MODES:
+    if not isinstance(mode, str) or mode not in ROPE_MODES:
         raise ValueError(f"rope_mode: expected one of {', '.join(ROPE_MODES)}, got {mode!r}")
     if not isinstance(interleaved, (bool, np.bool_)):
         raise TypeError(f"interleaved: expected a bool, got {interleaved!r}")
@@ -391,6 +415,8 @@ def rope_of(
         )
     if rows.device != device.name:
         raise ValueError(f"rope: expected it on {device.name}, got {rows.device}")
+    checks.require_contiguous(rows, "rope")
+    checks.require_aligned([("rope", rows)])
     return Rope(rows, str(mode), bool(interleaved), first)
 
 
@@ -414,7 +440,8 @@ def _scale_per_layer(pool: Pool, scale: Any, name: str) -> list[Any]:
     if scale is None or not checks.is_array(scale):
         if scale is not None:
             checks.require_number(scale, name)
-            if not (np.isfinite(np.float32(scale)) and np.float32(scale) > 0):
+            # Any int compares with a Python float.
+            if not (0 < scale <= _MAX_FLOAT32 and np.float32(scale) > 0):
                 raise ValueError(f"{name}: expected a finite number above zero, got {scale!r}")
         return [scale] * pool.num_layers
     scales = view(scale, name)

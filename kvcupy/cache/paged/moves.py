@@ -6,8 +6,9 @@ Pages are copied, tokens are moved, and sequences go to a tiered cache and come 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ import numpy as np
 from ... import devices
 from ...arrays import ArrayView, describe, reshaped
 from ...devices.protocol import Event, Stream
-from ...errors import CacheFull, CaptureError
+from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops.page_pairs import PagePairs, upload
 from ...ops.pages import copy_pages
 from ...ops.store import gather_kv, store_kv
+from ..pages import PageAllocator
 from ..pool import Pool
 from ..tiered.cache import TieredCache
 from ..tiered.leases import Lease
@@ -103,10 +105,12 @@ class AccessOrder:
     def end(self, stream: Stream) -> None:
         """Record that `stream` may have work on the bytes up to here.
 
-        Nothing is recorded in a captured stream. The next stream to begin then waits for all that
-        this one holds by that time.
+        Nothing is recorded in a captured stream, and a record may fail. The next stream to begin
+        then waits for all that this one holds by that time; a failure is raised there.
         """
-        access = _Access(stream, self._record(stream))
+        access = _Access(stream, None)
+        with suppress(KvcupyError):
+            access.event = self._record(stream)
         earlier = list(self._waited.get(stream, ()))
         if stream in self._ended:
             earlier.append(self._ended[stream])
@@ -171,6 +175,39 @@ class PageAccess:
         """Return the copy stream, which waits for all work on the pages so far."""
         with self.on(self.copy_stream):
             return self.copy_stream
+
+
+class CopiedPages:
+    """The `Completion` of copies on the copy stream, for sequences that own the targets.
+
+    `PageAccess` and steps order streams behind them, so that waiting only looks for a failure: one
+    that has surfaced already would stop no stream.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._event = stream.record()
+
+    @property
+    def failure(self) -> BaseException | None:
+        if (error := self._event.error()) is None:
+            return None
+        failure = DeviceError(f"pages of the sequence were never copied: {error!r}")
+        failure.__cause__ = error
+        return failure
+
+    def done(self) -> bool:
+        return self._event.done()
+
+    def synchronize(self) -> None:
+        with suppress(DeviceError):
+            self._event.synchronize()
+
+    def wait(self, stream: Any = None) -> None:
+        if (failure := self.failure) is not None:
+            raise failure from failure.__cause__
+
+    def wait_layer(self, layer: int, stream: Any = None) -> None:
+        self.wait(stream)
 
 
 # --- Within a pool ---
@@ -285,7 +322,8 @@ class Tiers:
         if self.tiered is not None:
             raise ValueError("tiers: expected to be attached once, got a second one")
         self.tiered = tiers
-        self._sequences.evict = self._evict
+        # Not a method: in a cycle, all pools would stay until Python looks for those.
+        self._sequences.evict = partial(_evict, tiers, self._pool.allocator)
 
     def require(self, name: str) -> TieredCache:
         """Return the tiered cache; raise if there is none. `name` is the argument that needs it."""
@@ -337,7 +375,9 @@ class Tiers:
     def publish(self, sequence: CachedSequence) -> set[int]:
         """Give the tiered cache a sequence's own full pages with hashes; return those it took."""
         tiers = self.tiered
-        if tiers is None or tiers.closed or sequence.loads or sequence.offloaded:
+        if tiers is None or tiers.closed or sequence.offloaded:
+            return set()
+        if any(load.failure or not isinstance(load, CopiedPages) for load in sequence.loads):
             return set()
         count = min(len(sequence.hashes), sequence.committed // self._pool.page_size)
         owned = self._sequences.owned(sequence, count)
@@ -348,14 +388,19 @@ class Tiers:
         unneeded = tiers.insert(hashes, pages, after=self._access.copy_stream_behind_all())
         return set(pages) - set(unneeded)
 
-    def _evict(self, num_pages: int) -> None:
-        """Evict blocks from the device, so that so many more pages are free."""
-        tiers, allocator = self.require("seq"), self._pool.allocator
-        try:
-            tiers.evict(num_pages)
-        except CacheFull:  # pages that transfers still touch are free soon
-            in_flight = allocator.num_pages - allocator.num_allocated - allocator.num_free
-            tiers.evict(max(0, num_pages - in_flight))
+
+def _evict(tiers: TieredCache, allocator: PageAllocator, count: int) -> None:
+    """Evict blocks so that `count` pages are free, now or when transfers that touch them end.
+
+    Pages become free at any time, so each number is asked for once.
+    """
+    missing = count - allocator.num_free
+    if missing <= 0:
+        return
+    try:
+        tiers.evict(missing)
+    except CacheFull:  # those that transfers still touch are needed too
+        tiers.evict(max(0, count - (allocator.num_pages - allocator.num_allocated)))
 
 
 # --- Arguments of copies ---

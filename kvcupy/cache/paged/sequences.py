@@ -35,7 +35,7 @@ class CachedSequence:
     window, sinks : of a sliding window; window 0: none
     parents : of the nodes of the tree that is not committed yet, which are its last tokens
     hashes : by which a tiered cache knows its first full pages, or will know them
-    loads : of transfers and leases that bring some of its pages
+    loads : of transfers, leases and copies that bring some of its pages
     offloaded : its pages in host memory, instead of any on the device; None: it is on the device
     """
 
@@ -144,7 +144,7 @@ class Sequences:
         self._page_size = page_size
         self._references = np.zeros(allocator.num_pages, np.int32)
         self._leased = LeasedPages(self._references)
-        # Called when too few pages are free, with how many more are needed.
+        # Called when too few pages are free, with how many are needed.
         self.evict: Callable[[int], object] | None = None
         self._known: dict[Hashable, CachedSequence] = {}
         self.total_length = 0
@@ -345,7 +345,7 @@ class Sequences:
             return np.empty(0, np.int64)
         if self.evict is not None and self._allocator.num_free < count:
             with suppress(CacheFull):  # pages in flight may suffice
-                self.evict(count - self._allocator.num_free)
+                self.evict(count)
         return self._allocator.alloc(count)
 
     def offload(self, sequence: CachedSequence, offloaded: OffloadedPages) -> None:

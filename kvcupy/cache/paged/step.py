@@ -15,11 +15,11 @@ import numpy as np
 
 from ... import metrics
 from ...devices.protocol import Stream
-from ...errors import CaptureError, KvcupyError
+from ...errors import CaptureError, DeviceError, KvcupyError
 from ...ops import checks
 from ..pool import Pool
 from .layers import Layers
-from .moves import AccessOrder, PageAccess, PageMover
+from .moves import AccessOrder, CopiedPages, PageAccess, PageMover
 from .sequences import (
     CachedSequence,
     Ints,
@@ -75,7 +75,8 @@ class Step:
     tree_positions : whether attention needs the positions of a tree's nodes, to rotate their keys
     cascade : prefixes to be attended first, or None
     copies : of shared pages that were replaced for it
-    loads : of transfers and leases that bring some pages of its sequences
+    copied : their completion, if there are any
+    loads : of transfers, leases and copies that bring some pages of its sequences
     """
 
     names: list[Hashable]
@@ -88,6 +89,7 @@ class Step:
     tree_positions: bool = False
     cascade: Cascade | None = None
     copies: list[PageCopy] = field(default_factory=list)
+    copied: CopiedPages | None = None
 
     def __post_init__(self) -> None:
         self.num_tokens = sum(self.counts)
@@ -304,13 +306,17 @@ class Steps:
         sequences = self._sequences.find_all(names, "seqs")
         nodes = self._check(names, sequences, counts, entries)
         reserved = self._sequences.reserve(sequences, counts)
+        copied = None
         try:
             if copies := reserved.copies:
                 src, dst = [copy.old for copy in copies], [copy.new for copy in copies]
-                self._copy_pages(src, dst, *(copy.sequence for copy in copies))
+                copied = self._copy_pages(src, dst, *(copy.sequence for copy in copies))
         except BaseException:
             self._pool.allocator.free(reserved.pages)
             raise
+        if copied is not None:
+            for copy in reserved.copies:
+                copy.sequence.loads.append(copied)
         self._sequences.grow(sequences, counts, reserved)
         for sequence, new in zip(sequences, nodes, strict=True):
             if new is not None:
@@ -321,6 +327,7 @@ class Steps:
             num_layers=self._pool.num_layers,
             tree_positions=self._layers.rope.mode == "inline",
             cascade=self._find_cascade(sequences, sum(counts)), copies=reserved.copies,
+            copied=copied,
         )  # fmt: skip
         self.tables = self._ring.open(self.running)
 
@@ -351,6 +358,9 @@ class Steps:
         try:
             self._close()
         finally:
+            if step.copied is not None:
+                for copy in step.copies:  # the sequence has its shared page again
+                    copy.sequence.loads.remove(step.copied)
             for sequence, n, in_tree in zip(step.sequences, step.counts, step.in_tree, strict=True):
                 if in_tree:
                     del sequence.parents[-n:]
@@ -403,8 +413,18 @@ class Steps:
         moved = src != dst
         if moved.any():
             stream = self.access.copy_stream
-            with self.access.on(stream, *sequences):
-                self._mover.move_slots(src[moved], dst[moved], stream)
+            try:
+                with self.access.on(stream, *sequences):
+                    self._mover.move_slots(src[moved], dst[moved], stream)
+                    copied = CopiedPages(stream)
+            except DeviceError:  # some arrays may have been moved: not to be moved again
+                for sequence in sequences:
+                    committed = sequence.committed
+                    sequence.parents.clear()
+                    self._sequences.truncate(sequence, committed)
+                raise
+            for sequence in sequences:
+                sequence.loads.append(copied)
         for sequence, path in zip(sequences, paths, strict=True):
             length = sequence.committed + len(path)
             sequence.parents.clear()
@@ -418,10 +438,11 @@ class Steps:
         pages = self._sequences.fork(parent, child, at)
         if pages is not None:
             try:
-                self._copy_pages([pages[0]], [pages[1]], parent)
+                copied = self._copy_pages([pages[0]], [pages[1]], parent)
             except BaseException:
                 self._sequences.remove(child)
                 raise
+            self._sequences.find(child).loads.append(copied)
 
     def unshare(self, sequence: CachedSequence, places: Ints) -> None:
         """Copy the shared pages that hold some places of a sequence, so that it may write there."""
@@ -430,16 +451,20 @@ class Steps:
             return
         fresh = self._sequences.allocate(len(shared))
         try:
-            self._copy_pages(sequence.pages[shared].tolist(), fresh.tolist(), sequence)
+            copied = self._copy_pages(sequence.pages[shared].tolist(), fresh.tolist(), sequence)
         except BaseException:
             self._pool.allocator.free(fresh)
             raise
+        sequence.loads.append(copied)
         self._sequences.replace(sequence, shared, fresh)
 
-    def _copy_pages(self, src: list[int], dst: list[int], *sequences: CachedSequence) -> None:
-        if src:
-            with self.access.on(self.access.copy_stream, *sequences):
-                self._mover.copy_pages(src, dst, self.access.copy_stream)
+    def _copy_pages(
+        self, src: list[int], dst: list[int], *sequences: CachedSequence
+    ) -> CopiedPages:
+        stream = self.access.copy_stream
+        with self.access.on(stream, *sequences):
+            self._mover.copy_pages(src, dst, stream)
+            return CopiedPages(stream)
 
     # --- Checks ---
 
@@ -520,7 +545,7 @@ def _check_batch(
 
 
 def _as_list(values: Any, name: str) -> list[Any]:
-    if isinstance(values, np.ndarray):
+    if isinstance(values, np.ndarray) and values.ndim:
         return list(values.tolist())
     try:
         return list(values)

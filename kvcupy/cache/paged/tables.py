@@ -163,9 +163,9 @@ class DeviceBuffer:
             self._unrecorded.append(stream)
             return
         event = self._readers.get(stream)
-        if event is None:
-            event = self._spare.pop() if self._spare else self._device.event()
         try:
+            if event is None:
+                event = self._spare.pop() if self._spare else self._device.event()
             self._readers[stream] = stream.record(event)
         except KvcupyError:  # the stream has failed, and reports it to whatever waits for it
             self._unrecorded.append(stream)

@@ -86,9 +86,11 @@ class TieredCache(ProcessLocal):
         self, device_pool: Any, host_pool: Any, *,
         disk: Any = None, disk_bytes: int = 0, policy: Any = "lru", write: str = "through",
     ) -> None:  # fmt: skip
-        if write not in ("through", "back"):
+        if not isinstance(write, str) or write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
         checks.require_int(disk_bytes, "disk_bytes")
+        if not 0 <= disk_bytes < 2**62:
+            raise ValueError(f"disk_bytes: expected 0 to 2**62 - 1, got {disk_bytes}")
         if disk is None and disk_bytes:
             raise ValueError(f"disk_bytes: expected 0 where there is no disk, got {disk_bytes}")
         orders = [policies.make(policy) for _ in range(3)]
@@ -124,6 +126,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : `hashes` are not such numbers
+        KvcupyError : the cache is closed
         """
         keys = hash_list(hashes)
         with self._shared.opened() as tiers:
@@ -155,6 +158,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError, CaptureError : an argument does not fit
+        KvcupyError : the cache is closed
         CacheFull : too few pages are free or can be evicted; nothing has changed. Blocks from disk
             pass through pages of the host pool, which has to have enough for all of them at once
 
@@ -195,6 +199,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError, CaptureError : an argument does not fit; nothing has changed
+        KvcupyError : the cache is closed
         """
         keys, page_list = hash_list(hashes), page_array(pages)
         if len(keys) != len(page_list):
@@ -214,6 +219,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : `num_blocks` is not an int, or negative
+        KvcupyError : the cache is closed
         CacheFull : fewer can be evicted; nothing has changed
 
         Notes
@@ -248,24 +254,30 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         TypeError, ValueError : `n` is not an int, or negative
+        KvcupyError : the cache is closed
         CacheFull : fewer pages can be freed; nothing has changed
         """
         checks.require_int(n, "n")
         if n < 0:
             raise ValueError(f"n: expected a number of pages, got {n}")
+
+        def change(tiers: Tiers) -> Pages:
+            pages = tiers.evict_from_host(tiers.plan_host_eviction(int(n), required=int(n)))
+            tiers.host.owned[pages] = False  # they are the caller's now
+            return pages
+
         try:
-            return self._shared.attempt(
-                lambda t: t.evict_from_host(t.plan_host_eviction(int(n), required=int(n)))
-            )
-        except CacheFull:
-            raise CacheFull(f"n: expected room for {n} pages in host memory, got less") from None
+            return self._shared.attempt(change)
+        except CacheFull as error:
+            message = f"n: expected room for {n} pages in host memory, got less"
+            raise CacheFull(message) from error
 
     def clear(self) -> None:
         """Forget all blocks in every tier.
 
         Raises
         ------
-        KvcupyError : a block is leased; nothing has changed
+        KvcupyError : a block is leased; nothing has changed; or the cache is closed
         """
         orders = [policies.make(self._policy) for _ in range(3)]
         with self._shared.opened() as tiers:
@@ -288,6 +300,7 @@ class TieredCache(ProcessLocal):
         Raises
         ------
         OSError : the disk failed; blocks that could not be written stay in host memory
+        KvcupyError : the cache is closed
         """
         shared = self._shared
         with shared.opened() as tiers:
@@ -383,6 +396,8 @@ def _insert(
     ordered = device.pool.allocator.require_allocated(pages)
     if len(owned := ordered[device.owned[ordered]]):
         raise ValueError(f"pages: expected the caller's, got {owned[0]}, which is the cache's")
+    written = StreamCompletion(stream)
+    is_written = written.done() and written.failure is None  # this may raise: nothing has changed
     inserted: dict[int, Copy] = {}
     unneeded = []
     for hash, page in zip(hashes, pages.tolist(), strict=True):
@@ -396,7 +411,8 @@ def _insert(
         plan = tiers.plan_host_eviction(len(saves), keep=inserted, wait=False)
         host_pages = tiers.evict_from_host(plan)
         saved = tiers.save_or_free(saves[: len(host_pages)], host_pages, stream)
-    _hold(tiers, list(inserted.values()), stream)
+    if inserted and not is_written:
+        _hold(tiers, list(inserted.values()), written)
     device.use(hashes, inserted)
     tiers.host.use(hashes, saved)
     if tiers.disk is not None:
@@ -405,11 +421,8 @@ def _insert(
     return unneeded
 
 
-def _hold(tiers: Tiers, inserted: list[Copy], stream: Stream) -> None:
-    """Let nothing read the pages, or overwrite them, before the stream has written them."""
-    written = StreamCompletion(stream)
-    if not inserted or (written.done() and written.failure is None):
-        return
+def _hold(tiers: Tiers, inserted: list[Copy], written: StreamCompletion) -> None:
+    """Let nothing read the pages, or overwrite them, before their stream has written them."""
     completion = tiers.in_flight.add(BlockCompletion("insert", written, inserted, ()))
     for copy in inserted:
         copy.filled_by = completion
@@ -506,8 +519,10 @@ def _token_array(token_ids: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"token_ids: expected ints, got {type(token_ids).__name__}")
     try:
         array = np.asarray(list(token_ids) if isinstance(token_ids, range) else token_ids)
-    except TypeError as error:  # it is on a GPU
+    except (TypeError, RuntimeError) as error:  # it is on a GPU, or its bits are not its values
         raise TypeError(f"token_ids: expected a list or an array of the host, {error}") from None
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"token_ids: expected ints, got {token_ids!r}") from None
     if array.ndim != 1:
         raise ValueError(f"token_ids: expected one dimension, got {array.ndim}")
     if array.size == 0:

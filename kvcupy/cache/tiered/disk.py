@@ -9,18 +9,21 @@ import os
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from ... import observe
 from ...arrays import ArrayView, array_at
 from ...config import cache_logger
-from ...errors import ProcessLocal
+from ...errors import ProcessLocal, file_path
+from ...observe import Access
 from ...ops import checks
 from . import disk_format
 from .disk_format import Layout, Record
@@ -103,6 +106,7 @@ class DiskBlocks:
         Returns the errors of blocks that could not be written, by hash.
         """
         started = time.perf_counter()
+        self._announce("write to disk", pages.values(), is_read=True)
         slots = [self._free.pop() for _ in pages]
         items = [
             (slot, hash, self._memory(page))
@@ -135,6 +139,7 @@ class DiskBlocks:
         Returns how many leading blocks have been read; the pages of the others are undefined.
         """
         started = time.perf_counter()
+        self._announce("read from disk", pages, is_read=False)
         items = [
             (self.slots[h], h, self._memory(page)) for h, page in zip(hashes, pages, strict=True)
         ]
@@ -173,6 +178,13 @@ class DiskBlocks:
             freed.append(self.slots.pop(hash))
             self.order.remove(hash)
         return freed
+
+    def _announce(self, name: str, pages: Iterable[int], *, is_read: bool) -> None:
+        """Announce to order checkers that the processor reads host pages, or writes them."""
+        if observe.order_observers:
+            parts = (*self._pool.parts, *self._pool.scale_parts)
+            accesses = [Access(part[page], name="host_pool") for page in pages for part in parts]
+            observe.touched_by_host(name, *((accesses, ()) if is_read else ((), accesses)))
 
     def _memory(self, page: int) -> list[memoryview]:
         """Return the bytes of a host page, K and V and scales, without a copy."""
@@ -288,7 +300,7 @@ class DiskTier(ProcessLocal):
             raise ValueError(f"num_threads: expected at least 1, got {num_threads}")
         self._layout = Layout.fit(int(num_bytes), int(page_bytes))
         self.num_slots, self.page_bytes = self._layout.num_slots, self._layout.page_bytes
-        self.path = Path(path)
+        self.path = file_path(path, "disk")
         self._records: dict[int, Record] = {}  # by slot, those that are valid
         self._changed = threading.Condition()  # guards the records and the two below
         self._num_users = 0  # calls that use the file now
@@ -409,22 +421,29 @@ class DiskTier(ProcessLocal):
     def _share(self, work: Callable[..., _Result], jobs: Sequence[_Job]) -> list[_Result]:
         """Do jobs in several threads, including this one; return when all of them are done."""
         num_threads = max(1, min(self._num_threads, len(jobs)))
+        shares: list[Future[list[_Result]]] = [Future() for _ in range(num_threads)]
+        untaken = deque(enumerate(shares))
 
-        def share(first: int) -> list[_Result]:
-            return [work(*job) for job in jobs[first::num_threads]]
+        def take_shares() -> None:
+            with suppress(IndexError):
+                while True:
+                    first, share = untaken.popleft()
+                    try:
+                        share.set_result([work(*job) for job in jobs[first::num_threads]])
+                    except BaseException as error:
+                        share.set_exception(error)
 
-        others: list[Future[list[_Result]]] = []
-        try:
-            for first in range(1, num_threads):
-                try:
-                    others.append(self._threads.submit(share, first))
-                except RuntimeError:  # at the interpreter's exit no thread can be started
-                    break
-            alone = [0, *range(1 + len(others), num_threads)]
-            done = {first: share(first) for first in alone}
-        finally:
-            wait(others)  # they use the caller's memory
-        done.update((first, other.result()) for first, other in enumerate(others, 1))
+        for _ in range(1, num_threads):
+            try:
+                self._threads.submit(take_shares)
+            except RuntimeError:
+                # No thread can be started, as at the interpreter's exit. The executor may call
+                # what was submitted all the same, even after this has returned: by then no share
+                # is left, for the jobs use the caller's memory.
+                break
+        take_shares()
+        wait(shares)
+        done = [share.result() for share in shares]
         return [done[i % num_threads][i // num_threads] for i in range(len(jobs))]
 
     # --- The file ---

@@ -139,8 +139,9 @@ class LeaseCompletion:
                 wait(blocks)
             except DeviceError as error:
                 with self._shared.locked() as tiers:
-                    blocks.fail(error)
-                    tiers.drop(blocks)
+                    if blocks.broken:  # else it is the stream that cannot wait
+                        blocks.fail(error)
+                        tiers.drop(blocks)
                 raise
 
 
@@ -239,6 +240,7 @@ def carry_out(tiers: Tiers, plan: AcquirePlan, hashes: list[int], after: Any) ->
             leaving = set(map(id, victims))
             saves = [copy for copy in saves if id(copy) in leaving]
             used = len(plan.reads) + len(saves)
+            behind = tiers.stream_behind(victims, after)
             saved = tiers.save(saves, pages[len(plan.reads) : used], after)
         except BaseException:
             host.give_back(pages)
@@ -251,7 +253,6 @@ def carry_out(tiers: Tiers, plan: AcquirePlan, hashes: list[int], after: Any) ->
     host.use(plan.known, read)
     if tiers.disk is not None:
         tiers.disk.use(plan.known)
-    behind = tiers.stream_behind(victims, after)
     targets = np.concatenate((free[:num_loads], tiers.remove_from_device(victims)))
     device.give_back(free[num_loads:])
     loaded = _load(tiers, plan.loads, targets, behind) if num_loads else {}

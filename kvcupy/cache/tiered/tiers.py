@@ -216,6 +216,12 @@ class BlockCompletion:
             self.fail(error)
         return self.over
 
+    @property
+    def broken(self) -> bool:
+        """Whether a failure is known, of itself or of what fills the pages that it reads."""
+        completions = (self, self._completion, *self._sources)
+        return any(c is not None and c.failure is not None for c in completions)
+
     def fail(self, error: BaseException) -> None:
         """Note why it has failed, unless it is over."""
         if not self.over:

@@ -1,0 +1,402 @@
+"""Arguments that are wrong, by what a parameter means: arrays, indices, numbers, streams, names.
+
+Each function takes the `Case` and the valid value, and returns another, which often is refused and
+must do no harm where it is not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import kvcupy as kv
+
+if TYPE_CHECKING:
+    from .attempts import Case
+
+Breaker = Callable[["Case", Any], Any]
+
+FAR = (2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1)
+GARBAGE = sorted({sign * far for far in FAR for sign in (1, -1)} | {-(2**31), -(2**63), -1, -5})
+HUGE = 2**40
+
+
+class Index:
+    """What counts as an integer by its `__index__` alone."""
+
+    def __index__(self) -> int:
+        return 1
+
+    def __repr__(self) -> str:
+        return "Index()"
+
+
+class Subclass(np.ndarray[Any, Any]):
+    """An array of a type that nobody has heard of."""
+
+
+class Named:
+    """Something with a `name` and nothing else of a device."""
+
+    name = "host"
+
+
+def no_number(case: Case, value: Any = None) -> Any:
+    """Return what is no number, and no array that could be one."""
+    return case.rng.choice([
+        None, "1", "", b"1", [], {}, (1,), [1], {1}, 1j, object, Index, case.rng, Ellipsis,
+        NotImplemented, slice(1), range(3), Decimal("NaN"), Named(), "\ud800", lambda: 1,
+    ])  # fmt: skip
+
+
+def integer(case: Case, value: Any = 1) -> Any:
+    """Return numbers around and far from what an int argument takes, and what is nearly one."""
+    near = [value - 1, value + 1, -value, 2 * value] if type(value) is int else []
+    return case.rng.choice([
+        lambda: case.rng.choice([0, -1, 1, 2, 3, *near, *GARBAGE]),
+        lambda: case.rng.choice([2**63, 2**64, -(2**64), 2**70, 10**400, -(10**400)]),
+        lambda: case.rng.choice([
+            True, False, 1.0, 0.5, float("nan"), float("inf"), np.float32(2), np.bool_(True),
+            Fraction(3), Decimal(2), Index(), np.int8(1), np.uint64(2**63), np.int64(-1),
+            np.array(1), np.array([1]), np.array(2.0), np.array([1, 2]),
+        ]),
+        lambda: no_number(case),
+    ])()  # fmt: skip
+
+
+def small_integer(case: Case, value: Any = 1) -> Any:
+    """Like `integer`, where a large number would be work, and no mistake."""
+    broken = integer(case, value)
+    try:
+        return -abs(int(broken)) if abs(int(broken)) > 64 else broken
+    except (TypeError, ValueError, ArithmeticError):
+        return broken
+
+
+def real(case: Case, value: Any = 1.0) -> Any:
+    """Return numbers that a float argument may take or not."""
+    return case.rng.choice([
+        lambda: case.rng.choice([
+            0.0, -0.0, -1.0, 1e-320, 1e308, -1e308, 1e39, float("nan"), float("inf"), -float("inf"),
+            10**400, -(10**400), 2**63, Fraction(1, 3), Decimal("0.5"), Decimal("1e500"),
+            np.float16(2), np.longdouble(1.5), np.float64("nan"), True, np.array(0.5, np.float32),
+        ]),
+        lambda: array(case, np.full(2, 0.5, np.float32)),
+        lambda: no_number(case),
+    ])()  # fmt: skip
+
+
+def text(case: Case, value: Any = "") -> Any:
+    """Return names that are none."""
+    return case.rng.choice([
+        "", "x", str(value).upper(), str(value) + " ", str(value).encode(), "\ud800", "\0", None, 0,
+        1, True, [], {}, (str(value),), [value], np.str_(value), np.array(str(value)), object(),
+        "n" * 10000, float("nan"), np.dtype("f4"), type(value),
+    ])  # fmt: skip
+
+
+def flag(case: Case, value: Any = False) -> Any:
+    """Return what is True or False, or neither."""
+    return case.rng.choice([
+        0, 1, 2, -1, None, "", "yes", [], np.bool_(True), np.array(True), np.array([True, False]),
+        1.0, float("nan"), object(),
+    ])  # fmt: skip
+
+
+def dtype(case: Case, value: Any = None) -> Any:
+    """Return formats, dtypes and what is none."""
+    return case.rng.choice([
+        "fp64", "int4", "float64", "f4", ">f4", "", "bf16 ", "FP16", None, 0, 3.5, np.float64,
+        object, str, np.dtype([("a", "f4")]), np.dtype("M8[s]"), np.dtype("V3"), bool, complex, [],
+        {}, (), ("f4", (2,)), "f4,f4", b"f4", np.int8, np.uint8, kv.KVPool, "\ud800",
+        ("f4", 2**40), [("a",)],
+    ])  # fmt: skip
+
+
+def stream(case: Case, value: Any = None) -> Any:
+    """Return streams of other libraries, and what is none."""
+    return case.rng.choice([
+        lambda: case.rng.choice([0, 1, -1, 2**63, 2**70, "s", "", b"", True, 1.5, [], object()]),
+        lambda: Elsewhere(0, case.rng.choice([0, 1, -1, 2**70, "s", None])),
+        lambda: Elsewhere(case.rng.choice([1, -1, "0", None]), 0),
+        lambda: case.device.event(), lambda: case.device, lambda: type(case.device.stream()),
+        lambda: case.capturing(),
+    ])()  # fmt: skip
+
+
+class Elsewhere:
+    """A stream of a GPU that is not here, or not even that."""
+
+    def __init__(self, version: Any, address: Any) -> None:
+        self._answer = version, address
+
+    def __cuda_stream__(self) -> Any:
+        return self._answer
+
+
+def device(case: Case, value: Any = None) -> Any:
+    """Return devices that are not here, and what is none."""
+    return case.rng.choice([
+        "cuda", "cuda:0", "cuda:99", "cuda:-1", "cuda:", "cuda:x", "cpu", "gpu", "Host", "", ":",
+        "host:0", "host:", "cuda:1:2", "cuda:²", "cuda:" + "9" * 30, "cuda:" + "9" * 5000, 0, 1, -1,
+        b"host", [], {}, Named(), np.dtype("f4"), case.device.stream(), "\0", "\ud800",
+    ])  # fmt: skip
+
+
+# --- Arrays ---------------------------------------------------------------------------------------
+
+
+def array(case: Case, value: Any) -> Any:
+    """Return another array than is expected: dtype, shape, strides, place, library; or no array."""
+    if not isinstance(value, np.ndarray):
+        value = case.place(np.ones((2, 2), np.float32))
+    change = case.rng.choice([
+        _of_dtype, _of_shape, _of_shape, _of_shape, _strided, _strided, _misplaced, _read_only,
+        _overlapping, _huge, _as_view, _of_torch, _no_array, _contents, _contents,
+    ])  # fmt: skip
+    return change(case, value)
+
+
+def _of_dtype(case: Case, a: np.ndarray[Any, Any]) -> Any:
+    kind = case.rng.choice([
+        "f8", "f2", "f4", ">f4", "?", "i1", "u1", "u2", "i2", "i4", "i8", ">i8", "u4", "u8", "c8",
+        "S4", "U2", "M8[s]", "m8[s]", "V3", "f4,i4", "O",
+    ])  # fmt: skip
+    with np.errstate(all="ignore"):
+        try:
+            return case.place(np.nan_to_num(np.asarray(a, np.float64)).astype(kind))
+        except (TypeError, ValueError):
+            return np.full(a.shape, None, object)
+
+
+def _of_shape(case: Case, a: np.ndarray[Any, Any]) -> Any:
+    rng, axis = case.rng, case.rng.randrange(max(1, a.ndim))
+    if a.ndim == 0:
+        return case.place(np.repeat(a, 2))
+    longer = np.concatenate([a, np.take(a, [0] if a.shape[axis] else [], axis)], axis)
+    return rng.choice([
+        lambda: np.take(a, range(a.shape[axis] - 1), axis) if a.shape[axis] else a[None],
+        lambda: case.place(longer), lambda: case.place(longer),
+        lambda: a[(slice(None),) * axis + (slice(0, 0),)], lambda: a[None], lambda: a[..., None],
+        lambda: a[0] if len(a) else a[None], lambda: a[:0], lambda: case.place(a.reshape(-1)),
+        lambda: case.place(a.reshape(-1)[:1].reshape(()) if a.size else np.float32(0)),
+        lambda: a.swapaxes(0, -1), lambda: case.place(a.T), lambda: a[(None,) * 20],
+        lambda: case.place(np.concatenate([a, a], -1)),
+    ])()  # fmt: skip
+
+
+def _strided(case: Case, a: np.ndarray[Any, Any]) -> Any:
+    if a.ndim == 0:
+        return a
+    axis = case.rng.randrange(a.ndim)
+    index = (slice(None),) * axis
+    windows = np.lib.stride_tricks.as_strided
+    return case.rng.choice([
+        lambda: a[(*index, slice(None, None, -1))],
+        lambda: case.place(np.repeat(a, 2, axis))[(*index, slice(None, None, 2))],
+        lambda: windows(a, a.shape, [0 if i == axis else s for i, s in enumerate(a.strides)]),
+        lambda: np.broadcast_to(a.reshape(-1)[:1].reshape(()), a.shape) if a.size else a,
+        lambda: windows(a, a.shape, [a.itemsize] * a.ndim),
+        lambda: case.place(np.asfortranarray(a).T).T,
+    ])()  # fmt: skip
+
+
+def _misplaced(case: Case, a: np.ndarray[Any, Any]) -> Any:
+    return case.place(a, shift=case.rng.choice([1, 2, 3, 4, 8]))
+
+
+def _read_only(case: Case, a: np.ndarray[Any, Any]) -> Any:
+    locked = a.view()
+    locked.flags.writeable = False
+    return locked
+
+
+def _overlapping(case: Case, a: np.ndarray[Any, Any]) -> Any:
+    """Return the memory of another argument, or part of it, in the shape that is expected."""
+    others = [b for b in case.arrays if b.nbytes >= a.nbytes and b is not a and a.itemsize]
+    if not others:
+        return a
+    other = case.rng.choice(others)
+    flat = (
+        other.reshape(-1) if other.flags.c_contiguous else np.ascontiguousarray(other).reshape(-1)
+    )
+    if a.dtype.hasobject or flat.dtype.hasobject:
+        return a
+    start = case.rng.choice([0, flat.nbytes - a.nbytes])
+    start -= start % a.itemsize
+    part = flat.view(np.uint8)[start : start + a.nbytes]
+    return part.view(a.dtype).reshape(a.shape)
+
+
+def _huge(case: Case, a: np.ndarray[Any, Any]) -> Any:
+    """Return more elements than there is memory, all of them the same one."""
+    if a.ndim == 0 or a.size == 0:
+        return a
+    shape = list(a.shape)
+    axis = case.rng.randrange(a.ndim)
+    shape[axis] = case.rng.choice([HUGE, 2**33])
+    first = np.take(a, [0], axis)
+    return np.broadcast_to(first, shape)
+
+
+def _as_view(case: Case, a: np.ndarray[Any, Any]) -> Any:
+    """Return a view by address: as it is, of another format, or on a GPU that is not here."""
+    formats = ["fp32", "fp16", "bf16", "fp8_e4m3", "int8", "int64", "int32", "uint8", "bool"]
+    own = str(a.dtype) if a.dtype.kind in "iub" else {4: "fp32", 2: "bf16"}.get(a.itemsize, "int8")
+    name = own if case.rng.random() < 0.5 else case.rng.choice(formats)
+    if np.dtype(kv.formats.numpy_dtype(name)).itemsize > a.itemsize:
+        name = own
+    place = case.rng.choice(["host", "host", "cuda:0", "cuda:7"])
+    return kv.ArrayView(a.ctypes.data, a.shape, a.strides, name, place, owner=a)
+
+
+def _of_torch(case: Case, a: np.ndarray[Any, Any]) -> Any:
+    torch = sys.modules.get("torch")
+    if (
+        torch is None
+        or a.dtype.kind not in "fiu"
+        or a.dtype.byteorder == ">"
+        or not a.flags.writeable
+    ):
+        return a
+    try:
+        tensor = torch.from_numpy(a)
+    except (TypeError, ValueError, RuntimeError):  # negative strides, uint16
+        return a
+    floats = tensor.is_floating_point()
+    if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch can do little with them
+        return tensor
+    return case.rng.choice([
+        lambda: tensor, lambda: tensor.to("meta"), lambda: tensor.to_sparse(),
+        lambda: tensor.detach().requires_grad_() if floats else tensor,
+        lambda: tensor.detach().requires_grad_() * 1 if floats else tensor,
+        lambda: torch.nn.Parameter(tensor) if floats else tensor,
+        lambda: tensor.to(torch.complex64).conj(), lambda: tensor.double(),
+        lambda: torch.quantize_per_tensor(tensor.float(), 1.0, 0, torch.qint8),
+        lambda: tensor[..., 1:], lambda: torch._neg_view(tensor),
+    ])()  # fmt: skip
+
+
+def _no_array(case: Case, a: np.ndarray[Any, Any]) -> Any:
+    return case.rng.choice([
+        lambda: None, lambda: a.tolist(), lambda: 3, lambda: 0.5, lambda: "array", lambda: {},
+        lambda: (), lambda: [], lambda: memoryview(b"abcd"), lambda: b"abcdefgh",
+        lambda: np.ma.masked_array(a), lambda: a.view(Subclass), lambda: [a, a], lambda: (a,),
+        lambda: np.random.default_rng(0), lambda: np, lambda: float("nan"), lambda: type(a),
+        lambda: a.flat, lambda: Interface({}), lambda: kv.vary(a),
+        lambda: Interface({"version": 3, "shape": (), "typestr": "|V0", "data": (0, False)}),
+        lambda: Interface({"version": 3, "shape": (2,), "typestr": "<f4", "data": (0, False)}),
+        lambda: Interface({"version": 9, "shape": "x", "typestr": 3, "data": None}),
+    ])()  # fmt: skip
+
+
+class Interface:
+    """A GPU array of another library, with an interface that says little that is true."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__cuda_array_interface__ = interface
+
+
+def _contents(case: Case, a: np.ndarray[Any, Any]) -> Any:
+    """Return the same array with other numbers: NaN, infinities, or indices from anywhere."""
+    if a.dtype.kind in "iu" and a.itemsize >= 4:
+        return garbage(case, a)
+    if a.dtype.kind == "f" and a.size:
+        new = case.place(a)
+        new.reshape(-1)[...] = [
+            case.rng.choice([float("nan"), float("inf"), -float("inf"), 0, -1, 1e-30])
+            for _ in range(a.size)
+        ]
+        return new
+    return a
+
+
+def garbage(case: Case, value: Any) -> Any:
+    """Return indices from far below zero to far past the end among good ones."""
+    a = np.asarray(value)
+    kind = a.dtype if a.dtype.kind in "iu" else np.dtype(np.int64)
+    info = np.iinfo(kind)
+    numbers = [
+        case.rng.choice(GARBAGE) if case.rng.random() < 0.5 else int(old)
+        for old in (a.reshape(-1).tolist() if a.dtype.kind in "iu" else [0] * a.size)
+    ]
+    clipped = [min(max(n, int(info.min)), int(info.max)) for n in numbers]
+    return case.place(np.array(clipped, kind).reshape(a.shape))
+
+
+def indices(case: Case, value: Any) -> Any:
+    """Return indices that hold garbage, or another array than is expected."""
+    if isinstance(value, np.ndarray) and case.rng.random() < 0.5:
+        return garbage(case, value)
+    return array(case, value)
+
+
+def listed(case: Case, value: Any) -> Any:
+    """Return lists of numbers that are none, or of other numbers."""
+    numbers = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [0, 1]
+    rng = case.rng
+    are_numbers = all(isinstance(n, (int, np.integer)) for n in numbers)
+    if are_numbers and rng.random() < 0.2:
+        of_numbers = case.place(np.array(numbers, np.int64))
+        return rng.choice([garbage, _of_dtype, _of_shape, _strided, _as_view, _of_torch])(
+            case, of_numbers
+        )
+    swapped = list(numbers)
+    if swapped:
+        swapped[rng.randrange(len(swapped))] = rng.choice([
+            -1, 10**6, 2**31, 2**63, 2**64, -(2**64), 2**70, 2**128, 10**400, 0.5, 1.0, True, None,
+            "1", b"", float("nan"), np.int8(1), np.float32(1), Index(), [], numbers, object(),
+            np.array(1), np.array([1]), np.uint64(2**64 - 1), "\ud800",
+        ])  # fmt: skip
+    return rng.choice([
+        lambda: swapped, lambda: swapped, lambda: swapped, lambda: swapped,
+        lambda: numbers + numbers[:1], lambda: numbers[1:], lambda: [*numbers, 0], lambda: [],
+        lambda: tuple(numbers), lambda: dict.fromkeys(map(str, numbers)), lambda: iter(numbers),
+        lambda: range(2),
+        lambda: [numbers], lambda: np.array([*numbers, None], object), lambda: np.array([0.5, 1.0]),
+        lambda: set(range(3)), lambda: "01", lambda: b"\0\1", lambda: None, lambda: 3,
+        lambda: np.arange(3)[::-1], lambda: np.arange(3, dtype=np.uint8), lambda: np.array(0),
+        lambda: np.arange(2)[None], lambda: object(), lambda: np.array(["0", "1"]),
+    ])()  # fmt: skip
+
+
+def path(case: Case, value: Any) -> Any:
+    """Return paths that cannot be opened, or hold something else."""
+    folder = case.folder
+    junk = folder / "junk"
+    junk.write_bytes(case.rng.randbytes(case.rng.choice([0, 1, 7, 8, 9, 100, 5000])))
+    return case.rng.choice([
+        folder, str(folder), folder / "no" / "file", junk, str(junk), bytes(junk), "", "\0", "a\0b",
+        "\ud800", None, 1.5, [], {}, object(), folder / ("n" * 300), "/dev/null/x", "/dev/full",
+        case.rng, str(junk) + "/x",
+    ])  # fmt: skip
+
+
+class Moody:
+    """A key whose comparison is never true, not even with itself."""
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+
+def sequence(case: Case, value: Any) -> Any:
+    """Return names of sequences that are not there, or cannot be names."""
+    return case.rng.choice([
+        "nobody", None, 0, float("nan"), [], {}, np.array([1, 2]), [value], (), Moody(), "\ud800",
+        10**400, object(), "x" * 10000, slice(1), (1, []),
+    ])  # fmt: skip
+
+
+def anything(case: Case, value: Any = None) -> Any:
+    """Return any of the above."""
+    return case.rng.choice([no_number, integer, real, text, device, array, listed, path])(
+        case, value
+    )

@@ -1,0 +1,268 @@
+"""Where a fault can be put: functions of the device, the compiler and the system that fail.
+
+A `Point` names such functions, and what they raise or do instead. While one is armed, its calls are
+counted, and the one of a number fails; all others do what they always do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import safetensors
+
+import kvcupy as kv
+from kvcupy.cache.pages import PageAllocator
+from kvcupy.devices import cxx, host, host_streams
+
+MARK = "injected fault"
+"""Stands in the text of every error that is injected."""
+
+STATUS = 4242
+"""Of an injected failure that is a number."""
+
+
+class Trigger:
+    """Counts the calls that a point meets, and says which of them fails.
+
+    Attributes
+    ----------
+    number : the call that fails, from 1 on; 0: none does
+    count : calls so far
+    fired : whether it has failed
+    """
+
+    def __init__(self, number: int = 0) -> None:
+        self.number, self.count, self.fired = number, 0, False
+        self._asleep = 0
+        self._lock = threading.Lock()
+
+    def pull(self) -> bool:
+        """Count a call; return whether it is to fail."""
+        with self._lock:
+            if self._asleep:
+                return False
+            self.count += 1
+            if self.count != self.number:
+                return False
+            self.fired = True
+            return True
+
+    @contextlib.contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Neither count nor fail within a block, which looks at what a call has left."""
+        with self._lock:
+            self._asleep += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._asleep -= 1
+
+
+@dataclass(frozen=True)
+class Point:
+    """Functions that fail in one way.
+
+    Attributes
+    ----------
+    name : as in the table
+    targets : object and attribute of each function
+    error : makes the exception; None: `instead` does without one
+    instead : takes the real function, the error, and the arguments of the call that fails
+    counts : takes the arguments; whether a call counts
+    later : the failure is of work in flight, and surfaces where that is waited for
+    before_launch : what it fails comes before the first launch of a call, which then has changed
+        nothing at all
+    needs_kernels_unloaded : it is met only before kernels are loaded
+    """
+
+    name: str
+    targets: tuple[tuple[Any, str], ...]
+    error: Callable[[], BaseException] | None
+    instead: Callable[..., Any] | None = None
+    counts: Callable[..., bool] = lambda *_, **__: True
+    later: bool = False
+    before_launch: bool = False
+    needs_kernels_unloaded: bool = False
+
+    @contextlib.contextmanager
+    def armed(self, trigger: Trigger) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for owner, name in self.targets:
+                wrapped = self._wrapped(getattr(owner, name), trigger)
+                stack.enter_context(mock.patch.object(owner, name, wrapped))
+            yield
+
+    def _wrapped(self, real: Callable[..., Any], trigger: Trigger) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if not self.counts(*arguments, **options) or not trigger.pull():
+                return real(*arguments, **options)
+            error = None if self.error is None else self.error()
+            if self.instead is not None:
+                return self.instead(real, error, *arguments, **options)
+            assert error is not None
+            raise error
+
+        return call
+
+
+# --- What fails -----------------------------------------------------------------------------------
+
+
+def device_error() -> kv.DeviceError:
+    return kv.DeviceError(f"{MARK}: cudaErrorLaunchFailure")
+
+
+def out_of_memory() -> MemoryError:
+    return MemoryError(f"{MARK}: cudaErrorMemoryAllocation")
+
+
+def no_pinned_memory() -> kv.DeviceError:
+    return kv.DeviceError(f"{MARK}: cudaErrorMemoryAllocation of pinned memory")
+
+
+def no_page() -> kv.CacheFull:
+    return kv.CacheFull(f"{MARK}: another thread took the last page")
+
+
+def compiler_crashed() -> kv.CompileError:
+    return kv.CompileError(f"{MARK}: the compiler was killed", transient=True)
+
+
+def no_thread() -> RuntimeError:
+    return RuntimeError(f"{MARK}: can't start new thread")
+
+
+def no_space_for_tensors() -> safetensors.SafetensorError:
+    return safetensors.SafetensorError(f"{MARK}: No space left on device (os error 28)")
+
+
+def failing(number: int) -> Callable[[], OSError]:
+    return lambda: OSError(number, f"{MARK}: {os.strerror(number)}")
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _launch_later(real: Any, error: Any, device: Any, *arguments: Any, **options: Any) -> None:
+    """Let a stream fail where the kernel would have run."""
+    stream = arguments[5] if len(arguments) > 5 else options["stream"]
+    stream.enqueue(lambda: _raise(error))
+
+
+def _copy_later(
+    real: Any, error: Any, device: Any, dst: Any, src: Any, *, stream: Any = None
+) -> None:
+    device.as_stream(stream).enqueue(lambda: _raise(error))
+
+
+def _runs_later(
+    real: Any, error: Any, device: Any, dst: Any, src: Any, sizes: Any, stream: Any, keep: Any = ()
+) -> None:
+    stream.enqueue(lambda: _raise(error))
+
+
+def _call_later(real: Any, error: Any, stream: Any, function: Any) -> None:
+    real(stream, lambda: _raise(error))
+
+
+def _half(real: Any, error: Any, descriptor: int, parts: list[memoryview], offset: int) -> int:
+    """Move half of the first part alone, as the system may at any time."""
+    part = parts[0]
+    done: int = real(descriptor, [part[: max(1, len(part) // 2)]], offset)
+    return done
+
+
+def _half_then_fail(
+    real: Any, error: Any, descriptor: int, parts: list[memoryview], offset: int
+) -> int:
+    _half(real, error, descriptor, parts, offset)
+    raise error
+
+
+class _Ctypes:
+    """ctypes as a module sees it, whose CDLL a point may replace for that module alone."""
+
+    def __init__(self) -> None:
+        self.CDLL = ctypes.CDLL
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ctypes, name)
+
+
+_CTYPES = _Ctypes()
+
+
+def _of_files(path: Any, *_: Any, **__: Any) -> bool:
+    """Whether a path is one of a program's files, rather than the interpreter's."""
+    return "kvcupy-faults" in str(path)
+
+
+_Host, _Streams = host.HostDevice, (host_streams.HostStream, host_streams.InlineStream)
+
+HOST_POINTS = (
+    Point("allocation", ((host, "_allocate"),), out_of_memory, before_launch=True),
+    Point("pinning", ((_Host, "empty_pinned"),), no_pinned_memory, before_launch=True),
+    Point("allocation of pages", ((PageAllocator, "alloc"),), no_page),
+    Point("compilation", ((cxx, "build"),), compiler_crashed, before_launch=True,
+          needs_kernels_unloaded=True),
+    Point("module load", ((_CTYPES, "CDLL"),), failing(errno.ENOMEM), before_launch=True,
+          needs_kernels_unloaded=True),
+    Point("launch", ((_Host, "launch"),), device_error),
+    Point("launch, in flight", ((_Host, "launch"),), device_error, _launch_later, later=True),
+    Point("copy", ((_Host, "copy"), (_Host, "copy_runs")), device_error),
+    Point("copy, in flight", ((_Host, "copy"),), device_error, _copy_later, later=True),
+    Point("copy of runs, in flight", ((_Host, "copy_runs"),), device_error, _runs_later,
+          later=True),
+    Point("array expressions", ((_Host, "run"),), device_error),
+    Point("stream", ((_Host, "stream"),), device_error),
+    Point("event", ((_Host, "event"),), device_error),
+    Point("record", tuple((kind, "record") for kind in _Streams), device_error),
+    Point("wait", tuple((kind, "wait") for kind in _Streams), device_error),
+    Point("host function", tuple((kind, "call") for kind in _Streams), device_error),
+    Point("host function, in flight", tuple((kind, "call") for kind in _Streams), device_error,
+          _call_later, later=True),
+    Point("thread", ((threading.Thread, "start"),), no_thread),
+)  # fmt: skip
+
+FILE_POINTS = (
+    Point("disk write", ((os, "pwritev"),), failing(errno.ENOSPC)),
+    Point("disk write, halfway", ((os, "pwritev"),), failing(errno.EIO), _half_then_fail),
+    Point("disk write, short", ((os, "pwritev"),), None, _half),
+    Point("disk read", ((os, "preadv"),), failing(errno.EIO)),
+    Point("disk read, short", ((os, "preadv"),), None, _half),
+    Point("disk allocation", ((os, "posix_fallocate"),), failing(errno.ENOSPC)),
+    Point("fsync", ((os, "fsync"),), failing(errno.EIO)),
+    Point("file write", ((safetensors, "serialize_file"),), no_space_for_tensors),
+    Point("file open", ((os, "open"), (Path, "open")), failing(errno.EMFILE), counts=_of_files),
+    Point("rename", ((Path, "replace"), (Path, "hardlink_to")), failing(errno.EIO),
+          counts=_of_files),
+    Point("permissions", ((Path, "chmod"),), failing(errno.EPERM), counts=_of_files),
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[None]:
+    """Let points replace what a module calls of another one, for that module alone."""
+    with mock.patch.object(host, "ctypes", _CTYPES):
+        yield
+
+
+def names_cause(error: BaseException) -> bool:
+    """Return whether an error says, or its causes do, which fault was injected."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if MARK in str(seen) or str(STATUS) in str(seen):
+            return True
+        seen = seen.__cause__
+    return False

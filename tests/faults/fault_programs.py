@@ -1,0 +1,1264 @@
+"""Programs over the public classes and functions, in steps that can be repeated after a failure.
+
+A `Program` prepares what its steps need, so that they are calls of the package alone. `state` is
+all that a call which raises must leave as it was; `result` is what the program has computed, to be
+compared with a run in which nothing failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+import every_call
+import numpy as np
+
+import kvcupy as kv
+from kvcupy import calibrate
+from kvcupy.cache.tiered.disk import DiskTier
+from kvcupy.devices import cache as kernel_cache
+
+Step = tuple[str, Callable[[], object]]
+
+LAYERS, PAGE, HEADS, WIDTH = 2, 4, 2, 8
+
+
+class Program:
+    """One program. `device` and `folder` are its own for the run.
+
+    Attributes
+    ----------
+    launches : whether the fault of this run may come after a launch
+    reset : forgets what its steps have done, so that all of them can be repeated; for failures in
+        flight, which a call may have returned before
+    """
+
+    launches = True
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        self.device, self.folder = device, folder
+        self.results: dict[str, Any] = {}
+
+    def steps(self) -> list[Step]:
+        raise NotImplementedError
+
+    def state(self, step: str) -> Any:
+        """Return what `step` may not change if it raises."""
+        return {}
+
+    def result(self) -> dict[str, Any]:
+        return {name: bits(self.device, array) for name, array in self.results.items()}
+
+    def reset(self) -> None:
+        settle(self.device)
+        self.results.clear()
+
+    def repair(self, step: str) -> None:
+        """Do what a failure of `step` takes before it can be repeated, as docstrings say."""
+
+    def leaks(self) -> list[str]:
+        """Return what is still held once everything has been removed."""
+        return []
+
+    def losses(self) -> list[str]:
+        """Return what may be missing after a failure, but not without one."""
+        return []
+
+    def close(self) -> None:
+        """Release what outlives the objects, such as files and threads."""
+
+
+def bits(device: Any, array: Any) -> Any:
+    """Return an array as bytes; tuples of arrays likewise, and what is no array as it is."""
+    if isinstance(array, (tuple, list)):
+        return [bits(device, part) for part in array]
+    if isinstance(array, np.ndarray):
+        return array.tobytes()
+    if hasattr(array, "dtype") or hasattr(array, "pointer"):
+        return np.ascontiguousarray(device.to_numpy(array)).tobytes()
+    return array
+
+
+def settle(device: Any) -> None:
+    """Wait for all work; what has failed in flight surfaces here and is dropped."""
+    for _ in range(2):
+        with suppress(kv.KvcupyError):
+            device.synchronize()
+
+
+def proceed(device: Any) -> None:
+    """Let work go on where nothing waits for it: the stand-in for CUDA does none by itself."""
+    if device.kind == "cuda":
+        device.context.api.machine.progress()
+
+
+# --- Operations -----------------------------------------------------------------------------------
+
+
+class Call(Program):
+    """One operation, on a stream, with outputs that the caller passes."""
+
+    name = "store_kv"
+    outputs: tuple[str, ...] = ()  # where several launches write them
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.call = every_call.CALLS[self.name](device)
+        self.stream = device.stream()
+        device.synchronize()
+
+    def steps(self) -> list[Step]:
+        return [(self.name, self.run), ("synchronize", self.stream.synchronize)]
+
+    def run(self) -> None:
+        getattr(kv, self.name)(**self.call, stream=self.stream)
+
+    def state(self, step: str) -> Any:
+        """Return all arrays, but for those that several launches write."""
+        if step == "synchronize":
+            return None
+        written = self.outputs if self.launches else ()
+        return {n: b for n, b in self.result().items() if n not in written}
+
+    def result(self) -> dict[str, Any]:
+        return {name: bits(self.device, value) for name, value in self.call.items()}
+
+
+class BoundCall(Call):
+    """The same, prepared by `bind`."""
+
+    def steps(self) -> list[Step]:
+        bound: list[Any] = []
+
+        def bind() -> None:
+            bound[:] = [kv.bind(getattr(kv, self.name), **self.call, stream=self.stream)]
+
+        return [("bind", bind), ("bound call", lambda: bound[0]()),
+                ("synchronize", self.stream.synchronize)]  # fmt: skip
+
+
+class Allocating(Program):
+    """Operations that allocate what they return."""
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        arguments = {name: make(device) for name, make in every_call.CALLS.items()}
+        for call in arguments.values():
+            for name in ("out", "lse_out", "k_out", "v_out", "query_out"):
+                call.pop(name, None)
+        self.arguments = arguments
+        device.synchronize()
+
+    def steps(self) -> list[Step]:
+        names = ["gather_kv", "paged_attention", "merge_states", "slot_mapping"]
+        calls = {name: (getattr(kv, name), self.arguments[name]) for name in names}
+        table = self.arguments["slot_mapping"]
+        calls["page_table_csr"] = kv.page_table_csr, {
+            "block_table": table["block_table"], "seq_lens": table["seq_lens"], "page_size": 4,
+        }  # fmt: skip
+        slots = self.arguments["store_kv"]["slot_mapping"]
+        calls["find_duplicate_slots"] = kv.find_duplicate_slots, {"slot_mapping": slots}
+        calls["rope_table"] = kv.rope_table, {
+            "max_positions": 32, "rotary_dim": 8, "device": self.device,
+        }  # fmt: skip
+
+        if self.device.kind == "cuda":  # array expressions, which the stand-in does not have
+            del calls["page_table_csr"], calls["find_duplicate_slots"]
+
+        def run(name: str) -> None:
+            function, options = calls[name]
+            self.results[name] = function(**options)
+
+        return [(name, lambda name=name: run(name)) for name in calls]  # type: ignore[misc]
+
+    def state(self, step: str) -> Any:
+        return [bits(self.device, list(call.values())) for call in self.arguments.values()]
+
+
+class TwoStreams(Call):
+    """Rotation and stores on two streams, ordered by events both ways."""
+
+    name = "rope_store_kv"
+    outputs = ("k_cache", "v_cache", "v_scale_cache", "query", "key", "query_out")
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.key = device.to_numpy(self.call["key"])
+        self.call["alt_stream"] = device.stream()
+
+    def repair(self, step: str) -> None:
+        """Bring the keys back, which are rotated in place."""
+        if step == "synchronize":
+            return
+        settle(self.device)
+        self.device.copy(self.call["key"], self.device.asarray(self.key))
+        self.device.synchronize()
+
+    def reset(self) -> None:
+        super().reset()
+        self.repair("")
+
+    def result(self) -> dict[str, Any]:
+        settle(self.device)
+        return {n: bits(self.device, v) for n, v in self.call.items() if n != "alt_stream"}
+
+
+class SplitAttention(Call):
+    """Attention whose keys are split over blocks, by way of a workspace, then merged."""
+
+    name = "paged_attention"
+    outputs = ("out", "lse_out")
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        shape, array = (64, 16, 1, 8), every_call.array
+        self.call = {
+            "query": array(device, 1, 4, 8),
+            "k_cache": array(device, *shape), "v_cache": array(device, *shape, seed=1),
+            "block_table": device.asarray(np.arange(64, dtype=np.int32)[None]),
+            "seq_lens": every_call.indices(device, 1000),
+            "out": device.zeros((1, 4, 8), np.float32),
+            "lse_out": device.zeros((1, 4), np.float32),
+        }  # fmt: skip
+        device.synchronize()
+
+
+class Checked(Call):
+    """An operation, and work of others, under the order checker."""
+
+    outputs = ("k_cache", "v_cache", "v_scale_cache")
+
+    def steps(self) -> list[Step]:
+        def run() -> None:
+            with kv.order_checker("raise"):
+                kv.store_kv(**self.call, stream=self.stream)
+                with kv.declare(reads=(self.call["k_cache"],), stream=self.stream):
+                    self.stream.call(lambda: None)
+                self.stream.synchronize()
+
+        return [("store_kv", run)]
+
+    def state(self, step: str) -> Any:
+        from kvcupy import observe
+
+        return super().state(step), len(observe.observers), len(observe.order_observers)
+
+
+class Explored(Program):
+    """A program under the simulated scheduler."""
+
+    def steps(self) -> list[Step]:
+        def program(device: Any) -> Any:
+            first, second = device.stream(), device.stream()
+            call = every_call.store_kv(device)
+            kv.store_kv(**call, stream=first)
+            kv.fork(first, second)
+            kv.gather_kv(
+                call["k_cache"], call["v_cache"], call["slot_mapping"], k_scale=call["k_scale"],
+                v_scale_cache=call["v_scale_cache"], stream=second,
+            )  # fmt: skip
+            second.synchronize()
+            return bits(device, call["k_cache"])
+
+        def run() -> None:
+            explored = kv.explore(program, schedules=3, seed=1)
+            if explored.failures:
+                raise kv.KvcupyError(str(explored.failures[0]))
+            self.results["ok"] = explored.ok
+
+        return [("explore", run)]
+
+
+def pool_of(device: Any, num_pages: int, **options: Any) -> Any:
+    options = {"dtype": "fp32", **options}
+    return kv.KVPool(num_pages, PAGE, LAYERS, HEADS, WIDTH, device=device, **options)
+
+
+def filled(device: Any, pool: Any, seed: int) -> Any:
+    """Fill a pool with random numbers; return it."""
+    rng = np.random.default_rng(seed)
+    for side in (pool.k, pool.v):
+        for layer in range(LAYERS):
+            part = side(layer)
+            values = rng.standard_normal(part.shape).astype(np.float32)
+            if pool.placement == "device":
+                device.copy(part, device.asarray(values))
+            else:
+                part[...] = values
+    device.synchronize()
+    return pool
+
+
+def pages_of(device: Any, pool: Any) -> np.ndarray:
+    """Return the bytes of all pages of a pool, (pages, bytes)."""
+    parts = [side(layer) for side in (pool.k, pool.v) for layer in range(LAYERS)]
+    arrays = [p if isinstance(p, np.ndarray) else device.to_numpy(p) for p in parts]
+    flat = [np.ascontiguousarray(a).reshape(pool.num_pages, -1).view(np.uint8) for a in arrays]
+    return np.concatenate(flat, axis=1)
+
+
+class Pools(Program):
+    """Pools in every layout and placement, and over memory that is there."""
+
+    def steps(self) -> list[Step]:
+        made = self.results
+        device = self.device
+
+        def make(name: str, function: Callable[[], Any]) -> Step:
+            def run() -> None:
+                pool = function()
+                made[name] = [pool.num_bytes, pool.allocator.num_free, *map(bool, pool.parts)]
+
+            return name, run
+
+        return [
+            make("layer_first", lambda: pool_of(device, 4)),
+            make("page_first", lambda: pool_of(device, 4, layout="page_first")),
+            make("scales", lambda: pool_of(device, 4, dtype="int8", scales=True)),
+            make("pinned", lambda: pool_of(device, 4, placement="pinned")),
+            make("pageable", lambda: pool_of(device, 4, placement="pageable")),
+            make("mla", lambda: kv.MLAPool(4, PAGE, LAYERS, 16, device=device)),
+            make("wrap", lambda: kv.KVPool.wrap(*(
+                device.zeros((LAYERS, 4, PAGE, HEADS, WIDTH), "fp32") for _ in range(2)))),
+        ]  # fmt: skip
+
+    def state(self, step: str) -> Any:
+        return sorted(self.results)
+
+
+class TransferPages(Program):
+    """Pages from a pool to another, by each method."""
+
+    methods = ("kernel", "copy", "staged", "auto")
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.near = filled(device, pool_of(device, 6), 1)
+        self.far = filled(device, pool_of(device, 8, layout="page_first", placement="pinned"), 2)
+        self.stream = device.stream()
+
+    def steps(self) -> list[Step]:
+        def run(method: str, first: int) -> None:
+            kv.transfer_pages(
+                self.near, self.far, [0, 2], [first, first + 1], method=method, stream=self.stream
+            )
+            kv.transfer_pages(self.far, self.near, [7], [5], method=method, stream=self.stream)
+            self.stream.synchronize()
+
+        return [
+            (method, lambda method=method, first=2 * i: run(method, min(first, 4)))  # type: ignore
+            for i, method in enumerate(self.methods)
+        ]
+
+    def state(self, step: str) -> Any:
+        first = min(2 * self.methods.index(step), 4)
+        far, near = pages_of(self.device, self.far), pages_of(self.device, self.near)
+        return np.delete(far, [first, first + 1], 0).tobytes(), near[:5].tobytes()
+
+    def result(self) -> dict[str, Any]:
+        pools = {"near": self.near, "far": self.far}
+        return {name: pages_of(self.device, pool).tobytes() for name, pool in pools.items()}
+
+
+# --- The engine -----------------------------------------------------------------------------------
+
+
+class Engine(Program):
+    """Saves and loads, several in one batch, waited for in every way."""
+
+    method = "auto"
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.near = filled(device, pool_of(device, 6), 1)
+        self.far = filled(device, pool_of(device, 8, layout="page_first", placement="pinned"), 2)
+        self.far.allocator.free(self.far.allocator.alloc(8)[:3])  # the others are in use
+        self.engine: Any = None
+        self.compute = device.stream()
+        self.copies = [device.zeros((PAGE, HEADS, WIDTH), "fp32") for _ in range(LAYERS)]
+        device.synchronize()
+
+    def steps(self) -> list[Step]:
+        def make() -> None:
+            self.engine = kv.TransferEngine(self.near, self.far, method=self.method)
+
+        def save() -> None:
+            transfers = [self.engine.save([i], [i + 4], after=self.compute) for i in (0, 1)]
+            for transfer in transfers:
+                transfer.wait(self.compute)
+                transfer.synchronize()
+            self.compute.synchronize()
+
+        def load() -> None:
+            transfers = [self.engine.load([6], [4]), self.engine.load([7], [5])]
+            self.engine.flush()
+            for layer in range(LAYERS):
+                transfers[0].wait_layer(layer, self.compute)
+                self.device.copy(self.copies[layer], self.near.k(layer)[4], stream=self.compute)
+            transfers[1].wait(self.compute)
+            self.compute.synchronize()
+
+        def both() -> None:
+            """A save and a load that touch the same pages, polled rather than waited for."""
+            load = self.engine.load([4], [3], after=self.compute)
+            save = self.engine.save([3], [3], after=self.compute)
+            for transfer in (save, load):
+                while not transfer.done():
+                    proceed(self.device)
+
+        def freed() -> None:
+            """Pages that are freed while a transfer touches them."""
+            pages = self.far.allocator.alloc(2)
+            try:
+                transfer = self.engine.save([0, 1], pages)
+            finally:
+                self.far.allocator.free(pages)
+            transfer.synchronize()
+
+        return [("TransferEngine", make), ("save", save), ("load", load), ("both", both),
+                ("freed", freed)]  # fmt: skip
+
+    def state(self, step: str) -> Any:
+        settle(self.device)
+        written = {"save": ([], [4, 5]), "load": ([4, 5], []), "both": ([3], [3]),
+                   "freed": ([], [0, 1, 2])}  # fmt: skip
+        seen = []
+        for pool, pages in zip((self.near, self.far), written.get(step, ([], [])), strict=True):
+            seen.append(np.delete(pages_of(self.device, pool), pages, 0).tobytes())
+            seen.append((pool.allocator.num_free, pool.allocator.num_allocated))
+        return seen
+
+    def result(self) -> dict[str, Any]:
+        near, far = pages_of(self.device, self.near), pages_of(self.device, self.far)
+        return {"near": near.tobytes(), "far": np.delete(far, [0, 1, 2], 0).tobytes(),
+                "copies": bits(self.device, self.copies)}  # fmt: skip
+
+    def leaks(self) -> list[str]:
+        held = []
+        for pool in (self.near, self.far):
+            pool.allocator.free(pool.allocator.allocated())
+            if pool.allocator.num_free != pool.num_pages:
+                held.append(f"{pool.num_pages - pool.allocator.num_free} pages are held back")
+        return held
+
+
+class EngineOfCopies(Engine):
+    """The same by the copy engine."""
+
+    method = "copy"
+
+
+# --- The paged cache ------------------------------------------------------------------------------
+
+
+class Paged(Program):
+    """Steps, forks, trees, windows and contents of a `PagedKVCache`."""
+
+    options: ClassVar[dict[str, Any]] = {}
+    owns_pages = True  # rather than leases
+
+    def __init__(self, device: Any, folder: Path, **more: Any) -> None:
+        super().__init__(device, folder)
+        options = {"num_layers": LAYERS, "num_q_heads": 4, "num_kv_heads": HEADS,
+                   "head_dim": WIDTH, "num_pages": 24, "page_size": PAGE, "dtype": "fp32",
+                   **self.options, **more}  # fmt: skip
+        rng = np.random.default_rng(3)
+        self.rows = [
+            device.asarray(rng.standard_normal((LAYERS, 8, heads, WIDTH)).astype(np.float32))
+            for heads in (4, HEADS, HEADS)
+        ]
+        self.cache = kv.PagedKVCache(device=device, **options)
+        self.fresh: dict[Any, int] = {}  # tokens that the running step has appended
+        self.touched: tuple[Any, int, int] | None = None
+        self.stream = device.stream()
+        device.synchronize()
+
+    # Parts of steps.
+
+    def attend(self, layer: int, count: int, stream: Any = None) -> Any:
+        arrays = [a[layer][:count] for a in self.rows]
+        out = self.cache.attention(layer, *arrays, stream=stream)
+        if stream is not None:
+            stream.synchronize()
+        return out
+
+    def forward(self, names: list[str], counts: list[int], **options: Any) -> list[Any]:
+        with self.cache.forward(names, counts, **options):
+            return [self.attend(layer, sum(counts)) for layer in range(LAYERS)]
+
+    def steps(self) -> list[Step]:
+        cache, results = self.cache, self.results
+
+        def step(names: str, *counts: int, **options: Any) -> Callable[[], None]:
+            def run() -> None:
+                key = f"out of {names} {counts}"
+                results[key] = self.forward(list(names), list(counts), **options)
+
+            return run
+
+        def begin() -> None:
+            cache.begin_forward(["a", "b"], [1, 2])
+            self.fresh = {"a": 1, "b": 2}
+
+        def attention(layer: int) -> Callable[[], None]:
+            def run() -> None:
+                results[f"layer {layer}"] = self.attend(layer, 3, self.stream)
+
+            return run
+
+        def tables() -> None:
+            to_numpy = self.device.to_numpy
+            slots, table = to_numpy(cache.slot_mapping()), to_numpy(cache.block_table())
+            assert slots[0] == table[0, 1] * PAGE + 2, "tables of another step"
+            indptr, indices, last_page_len = map(to_numpy, cache.page_table_csr())
+            assert indices.tolist() == [*table[0], *table[1][: indptr[2] - indptr[1]]]
+            results["tables"] = [to_numpy(cache.query_positions()), indptr, last_page_len]
+
+        def end() -> None:
+            if self.fresh:  # ending is over even if it raises
+                self.fresh = {}
+                cache.end_forward()
+
+        tree = step("ab", 4, 3, token_tree=[[-1, 0, 0, 2], [-1, 0, -1]])
+
+        def commit() -> None:
+            if cache.sequence_length("a") == 7:  # a failure has dropped the trees
+                tree()
+            cache.commit_token_tree(["a", "b"], [3, 2])
+
+        def get() -> None:
+            results["get_kv"] = cache.get_kv("a", 1, 10)
+
+        def set_() -> None:
+            key, value = (a[:, :3] for a in self.rows[1:])
+            cache.set_kv("fork", 2, key, value, stream=self.stream)
+            self.stream.synchronize()
+
+        return [
+            ("add", lambda: cache.add_sequence("a")),
+            ("add", lambda: cache.add_sequence("b")),
+            ("forward", step("ab", 6, 2)),
+            ("fork", lambda: cache.fork_sequence("a", "fork", 6)),
+            ("fork", lambda: cache.fork_sequence("a", "c", 4)),
+            ("begin", begin),
+            ("attention", attention(0)),
+            ("tables", tables),
+            ("attention", attention(1)),
+            ("end", end),
+            ("forward", tree),
+            ("commit", commit),
+            ("window", lambda: cache.enable_sliding_window("b", 5, 1)),
+            ("forward", step("b", 2)),
+            ("get_kv", get),
+            ("set_kv", set_),
+            ("save", lambda: cache.save_sequence("fork", self.folder / "fork")),
+            ("save", lambda: cache.save_sequence("fork", self.folder / "fork")),  # over the other
+            ("load", lambda: cache.load_sequence("loaded", self.folder / "fork")),
+            ("forward", step(["loaded", "c"], 1, 1)),  # type: ignore[arg-type]
+            ("pop", lambda: cache.pop_tokens("a", 2)),
+            ("remove", lambda: cache.remove_sequence("fork")),
+            ("forward", step("ac", 1, 3)),
+        ]
+
+    def state(self, step: str) -> Any:
+        settle(self.device)
+        cache = self.cache
+        known = cache._sequences._known
+        pages = {}
+        allocator = cache.pool.allocator
+        # They may have replaced shared pages, and dropped trees.
+        writes = step in ("set_kv", "commit")
+        for name, sequence in known.items():
+            pages[name] = (
+                sequence.committed if writes else sequence.length,
+                None if writes else (sequence.pages.tolist(), list(sequence.parents)),
+                sequence.evicted, list(sequence.hashes), sequence.window, sequence.sinks,
+                None if sequence.offloaded is None else sequence.offloaded.pages.tolist(),
+            )  # fmt: skip
+        running = cache._steps.running
+        owners = np.zeros(cache.pool.num_pages, np.int32)
+        for sequence in known.values():
+            owners[sequence.pages] += 1
+        if running is None and self.owns_pages:
+            assert owners.tolist() == cache._sequences._references.tolist()
+        return {
+            "sequences": pages,
+            "references": None if writes else cache._sequences._references.tolist(),
+            "total": None if writes else cache.total_length,
+            "free": None if writes else (allocator.num_free, allocator.allocated().tolist()),
+            "running": None if running is None else (running.names, running.counts),
+            "bytes": {name: self.tokens(name, step) for name in known},
+            "files": files(self.folder),
+        }
+
+    def tokens(self, name: Any, step: str) -> Any:
+        """Return K and V of a sequence's tokens, but for those that the step is writing."""
+        cache, device = self.cache, self.device
+        sequence = cache._sequences._known[name]
+        if sequence.offloaded is not None:
+            return None
+        length = sequence.length - self.fresh.get(name, 0)
+        positions = np.arange(length)
+        if step == "commit":
+            positions = positions[: sequence.committed]
+        if step == "set_kv" and name == "fork":
+            positions = positions[(positions < 2) | (positions >= 5)]
+        places = positions + np.where(positions < sequence.sinks, 0, sequence.evicted)
+        slots = sequence.slots(places, PAGE)
+        parts = [side(layer) for side in (cache.pool.k, cache.pool.v) for layer in range(LAYERS)]
+        arrays = [np.asarray(device.to_numpy(part)) for part in parts]
+        return [a.reshape(24 * PAGE, -1)[slots].tobytes() for a in arrays]
+
+    def result(self) -> dict[str, Any]:
+        cache = self.cache
+        contents = {name: bits(self.device, cache.get_kv(name, 0, cache.sequence_length(name)))
+                    for name in cache._sequences._known}  # fmt: skip
+        return {**super().result(), "contents": contents,
+                "files": [(name, size) for name, size, _ in files(self.folder)]}  # fmt: skip
+
+    def reset(self) -> None:
+        super().reset()
+        self.fresh = {}
+        self.cache.clear()
+
+    def leaks(self) -> list[str]:
+        settle(self.device)
+        self.cache.clear()
+        pool = self.cache.pool
+        held = pool.num_pages - pool.allocator.num_free
+        references = int(self.cache._sequences._references.sum())
+        return [f"{held} pages, {references} references"] if held or references else []
+
+
+class PagedRotated(Paged):
+    """The same with keys that are rotated."""
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder, rope=kv.rope_table(64, WIDTH, device=device))
+
+
+class PagedCascade(Paged):
+    """Sequences that share a prefix, which is attended once."""
+
+    options: ClassVar[dict[str, Any]] = {"cascade": True}
+
+    def steps(self) -> list[Step]:
+        cache = self.cache
+
+        def step() -> None:
+            self.results["out"] = self.forward(["a", "fork", "b"], [1, 1, 1])
+
+        return [
+            ("add", lambda: cache.add_sequence("a")),
+            ("forward", lambda: self.forward(["a"], [8])),  # type: ignore[func-returns-value]
+            ("fork", lambda: cache.fork_sequence("a", "fork")),
+            ("fork", lambda: cache.fork_sequence("a", "b", 7)),
+            ("forward", step),
+            ("clear", cache.clear),
+        ]
+
+
+class PagedGraph(Paged):
+    """A step that is captured, and replayed for later steps."""
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.graph: Any = None
+        self.outs = [device.zeros((2, 4, WIDTH), "fp32") for _ in range(LAYERS)]
+        device.synchronize()
+
+    def steps(self) -> list[Step]:
+        cache, stream = self.cache, self.stream
+
+        def work() -> None:
+            for layer in range(LAYERS):
+                arrays = [a[layer][:2] for a in self.rows]
+                cache.attention(layer, *arrays, out=self.outs[layer], stream=stream)
+
+        def capture() -> None:
+            with cache.forward(["a", "b"], [1, 1]):
+                with stream.capture() as graph:
+                    work()
+                graph.launch(stream)
+                stream.synchronize()
+            self.graph = graph
+
+        def replay() -> None:
+            with cache.forward(["a", "b"], [1, 1]):
+                self.graph.launch(stream)
+                stream.synchronize()
+
+        def read(name: str) -> Callable[[], None]:
+            def run() -> None:
+                self.results[name] = [self.device.to_numpy(out) for out in self.outs]
+
+            return run
+
+        return [
+            ("add", lambda: cache.add_sequence("a")),
+            ("add", lambda: cache.add_sequence("b")),
+            ("forward", lambda: self.forward(["a", "b"], [3, 5])),  # type: ignore
+            ("capture", capture),
+            ("replay", replay),
+            ("read", read("first")),
+            ("replay", replay),
+            ("read", read("second")),
+        ]
+
+
+def files(folder: Path) -> list[tuple[str, int, str]]:
+    """Return name, size and digest of all files of a folder."""
+    return [
+        (path.name, path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+    ]
+
+
+# --- Tiers ----------------------------------------------------------------------------------------
+
+
+class Tiered(Program):
+    """Blocks in a `TieredCache`: inserted, evicted, acquired, flushed, reopened from the file.
+
+    A transfer or a write that fails loses the copies that it was to make, and nothing else: so
+    blocks may be missing after a failure, and are inserted again; none may be wrong.
+    """
+
+    write = "through"
+    kept: tuple[int, ...] = (0, 1, 2, 3)  # through closing and opening
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.near = pool_of(device, 4)
+        self.far = pool_of(device, 4, layout="page_first", placement="pinned")
+        self.path = folder / "tier"
+        self.compute = device.stream()
+        rng = np.random.default_rng(4)
+        self.stock = rng.standard_normal((8, 2 * LAYERS, PAGE, HEADS, WIDTH)).astype(np.float32)
+        self.blocks = [[device.asarray(part) for part in block] for block in self.stock]
+        self.tiers: Any = None
+        device.synchronize()
+
+    def open(self) -> None:
+        self.tiers = kv.TieredCache(
+            self.near, self.far, disk=self.path, disk_bytes=2**16, write=self.write
+        )
+
+    def insert(self, *blocks: int) -> None:
+        """Insert blocks that are not on the device; a stream writes them meanwhile."""
+        missing = [b for b in blocks if not self.tiers.match([1000 + b]).device]
+        allocator = self.near.allocator
+        short = len(missing) - (allocator.num_pages - allocator.num_allocated)
+        if short > 0:
+            self.tiers.evict(short)
+        pages = self.near.allocator.alloc(len(missing))
+        try:
+            for page, block in zip(pages.tolist(), missing, strict=True):
+                parts = [s(layer) for s in (self.near.k, self.near.v) for layer in range(LAYERS)]
+                for part, values in zip(parts, self.blocks[block], strict=True):
+                    self.device.copy(part[page], values, stream=self.compute)
+            unneeded = self.tiers.insert([1000 + b for b in missing], pages, after=self.compute)
+        except BaseException:
+            settle(self.device)
+            self.near.allocator.free(pages)  # they have stayed the caller's
+            raise
+        self.near.allocator.free(unneeded)
+        self.compute.synchronize()
+
+    def use(self, *blocks: int) -> None:
+        """Acquire blocks, and compare their bytes; those that are lost are inserted anew."""
+        while blocks:
+            with self.tiers.acquire([1000 + b for b in blocks]) as lease:
+                lease.wait(self.compute)
+                self.compute.synchronize()
+                pages = pages_of(self.device, self.near)
+                for page, block in zip(lease.pages.tolist(), blocks, strict=False):
+                    expected = self.stock[block].reshape(-1).view(np.uint8)
+                    assert np.array_equal(pages[page], expected), f"block {block} is wrong"
+                blocks = blocks[lease.num_blocks :]
+            self.lost += len(blocks)
+            self.insert(*blocks)
+
+    lost = 0
+
+    def losses(self) -> list[str]:
+        return [f"{self.lost} blocks were lost"] if self.lost else []
+
+    def steps(self) -> list[Step]:
+        def evict(n: int) -> Callable[[], None]:
+            def run() -> None:
+                there = int(self.tiers.stats()["device_blocks"])
+                self.tiers.evict(min(n, there))
+
+            return run
+
+        def use(*blocks: int) -> Callable[[], None]:
+            return lambda: self.use(*blocks)
+
+        return [
+            ("TieredCache", self.open),
+            ("insert", lambda: self.insert(0, 1)),
+            ("insert", lambda: self.insert(2, 3)),
+            ("acquire", use(0, 1)),
+            ("evict", evict(4)),
+            ("acquire", use(0, 1, 2)),
+            ("evict", evict(4)),
+            ("insert", lambda: self.insert(4, 5)),
+            ("evict", evict(2)),
+            ("acquire", use(4, 5)),
+            ("flush", lambda: self.tiers.flush()),
+            ("acquire", use(0, 1, 2, 3)),
+            ("close", self.close_tiers),
+            ("TieredCache", self.open),
+            ("acquire", use(*self.kept)),
+            ("clear", lambda: self.tiers.clear()),
+        ]
+
+    def close_tiers(self) -> None:
+        self.tiers.close()
+
+    def state(self, step: str) -> Any:
+        """Return which pages are whose: none may be lost, whatever happens to blocks."""
+        settle(self.device)
+        if self.tiers is None:
+            return None
+        tiers = self.tiers._shared._tiers
+        if not self.tiers.closed:
+            self.tiers.stats()
+        for tier in (tiers.device, tiers.host):
+            allocator = tier.pool.allocator
+            assert allocator.num_free == allocator.num_pages - allocator.num_allocated
+            owned, allocated = np.flatnonzero(tier.owned).tolist(), allocator.allocated().tolist()
+            held = sorted(copy.page for copy in tier.copies.values())
+            assert owned == allocated == held, f"{tier.name}: {owned}, {allocated}, {held}"
+            assert not any(copy.pins for copy in tier.copies.values()), "a block is still leased"
+        assert tiers.num_leased == 0
+        if tiers.disk is not None and not self.tiers.closed:
+            slots = sorted([*tiers.disk.slots.values(), *tiers.disk._free])
+            assert slots == list(range(tiers.disk.num_slots)), f"slots of the file: {slots}"
+        return None
+
+    def result(self) -> dict[str, Any]:
+        return {"stats": int(self.tiers.stats()["device_blocks"])}
+
+    def reset(self) -> None:
+        settle(self.device)
+        if self.tiers is not None and not self.tiers.closed:
+            with suppress(kv.KvcupyError, OSError):
+                self.tiers.close()
+        self.tiers = None
+        self.path.unlink(missing_ok=True)
+
+    def leaks(self) -> list[str]:
+        self.reset()
+        return [
+            f"{pool.num_pages - pool.allocator.num_free} pages of {pool}"
+            for pool in (self.near, self.far)
+            if pool.allocator.num_free != pool.num_pages
+        ]
+
+    def close(self) -> None:
+        self.reset()
+
+
+class TieredBack(Tiered):
+    """Blocks are saved when they are evicted."""
+
+    write = "back"
+    kept = ()
+
+
+class PagedTiers(Paged):
+    """A `PagedKVCache` with a tiered cache: prefixes, offload and onboard."""
+
+    owns_pages = False
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.host = pool_of(device, 12, layout="page_first", placement="pinned")
+        self.tiers = kv.TieredCache(self.cache.pool, self.host)
+        self.cache.attach(self.tiers)
+        self.hashes = kv.block_hashes(range(8), PAGE)
+        self.history: dict[str, list[int]] = {}  # tokens of each step
+
+    def steps(self) -> list[Step]:
+        cache = self.cache
+
+        def step(name: str, count: int) -> Callable[[], None]:
+            def run() -> None:
+                self.results[f"{name} {count}"] = self.forward([name], [count])
+                self.history.setdefault(name, []).append(count)
+
+            return run
+
+        def add(name: str) -> Callable[[], None]:
+            def run() -> None:
+                cache.add_sequence(name, self.hashes)
+                if self.history.get("a") and cache.sequence_length(name) == 0:
+                    self.forward([name], [8])  # the blocks were lost
+
+            return run
+
+        def fork() -> None:
+            cache.fork_sequence("b", "c", 8)
+            self.history["c"] = [8]
+
+        def remove(name: str) -> Callable[[], None]:
+            return lambda: cache.remove_sequence(name)
+
+        return [
+            ("add", add("a")),
+            ("forward", step("a", 8)),
+            ("remove", remove("a")),
+            ("evict", lambda: self.tiers.evict(int(self.tiers.stats()["device_blocks"]))),
+            ("add", add("b")),
+            ("forward", step("b", 2)),
+            ("offload", lambda: cache.offload("b")),
+            ("onboard", lambda: cache.onboard("b")),
+            ("forward", step("b", 1)),
+            ("fork", fork),
+            ("forward", step("c", 3)),
+            ("offload", lambda: cache.offload("c")),
+            ("remove", remove("c")),
+        ]
+
+    def repair(self, step: str) -> None:
+        """Compute sequences anew whose pages could not be loaded: they can only be removed."""
+        cache = self.cache
+        for name, sequence in list(cache._sequences._known.items()):
+            saves = [] if sequence.offloaded is None else [sequence.offloaded.save]
+            if all(work.failure is None for work in (*sequence.loads, *saves)):
+                continue
+            cache.remove_sequence(name)
+            cache.add_sequence(name, self.hashes)
+            for count in [*([] if cache.sequence_length(name) else [8]),
+                          *[n for n in self.history.get(name, []) if n != 8]]:  # fmt: skip
+                self.forward([name], [count])
+
+    def state(self, step: str) -> Any:
+        seen = super().state(step)
+        tiers = self.tiers._shared._tiers
+        self.tiers.stats()
+        seen["host"] = self.host.allocator.num_free
+        if step in ("add", "evict", "remove"):  # blocks may have been evicted, moved or lost
+            owned = set(np.flatnonzero(tiers.device.owned).tolist())
+            for sequence in self.cache._sequences._known.values():
+                owned |= set(sequence.pages.tolist())
+            assert set(self.cache.pool.allocator.allocated().tolist()) == owned
+            del seen["free"], seen["host"]
+        return seen
+
+    def reset(self) -> None:
+        super().reset()
+        self.tiers.clear()
+        self.history.clear()
+
+    def leaks(self) -> list[str]:
+        held = []
+        settle(self.device)
+        self.cache.clear()
+        self.tiers.clear()
+        for pool in (self.cache.pool, self.host):
+            if pool.allocator.num_free != pool.num_pages:
+                held.append(f"{pool.num_pages - pool.allocator.num_free} pages of {pool}")
+        return held
+
+
+# --- Streams, graphs, timelines -------------------------------------------------------------------
+
+
+class Streams(Program):
+    """Streams that wait for one another, host functions, events with times."""
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.call = every_call.store_kv(device)
+        self.main = self.side = None
+        self.seen: list[str] = []
+        device.synchronize()
+
+    def steps(self) -> list[Step]:
+        device = self.device
+
+        def streams() -> None:
+            self.main, self.side = device.stream(), device.stream()  # type: ignore[assignment]
+
+        def forked() -> None:
+            kv.fork(self.main, self.side)
+            kv.store_kv(**self.call, stream=self.side)
+            kv.join(self.main, self.side)
+            kv.keep_alive([self.call["key"]], self.side)
+            self.main.synchronize()  # type: ignore[attr-defined]
+
+        def called() -> None:
+            self.main.call(lambda: self.seen.append("called"))  # type: ignore[attr-defined]
+
+        def synchronized() -> None:
+            self.main.synchronize()  # type: ignore[attr-defined]
+            self.results["seen"] = list(self.seen)
+
+        def timed() -> None:
+            first, last = (device.event(timing=True) for _ in range(2))
+            self.main.record(first)  # type: ignore[attr-defined]
+            self.main.record(last)  # type: ignore[attr-defined]
+            assert last.elapsed_us(first) >= 0
+            self.results["timed"] = True
+
+        return [
+            ("stream", streams),
+            ("fork", forked),
+            ("call", called),
+            ("synchronize", synchronized),
+            ("event", timed),
+        ]
+
+    def reset(self) -> None:
+        super().reset()
+        self.seen.clear()
+
+    def result(self) -> dict[str, Any]:
+        stored = {name: bits(self.device, value) for name, value in self.call.items()}
+        return {**super().result(), **stored}
+
+
+class Graph(Program):
+    """Operations of two streams in a graph, launched several times."""
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.store, self.gather = every_call.store_kv(device), every_call.gather_kv(device)
+        self.gather |= {name: self.store[name] for name in ("k_cache", "v_cache", "v_scale_cache")}
+        self.main, self.side = device.stream(), device.stream()
+        self.graph: Any = None
+        device.synchronize()
+
+    def steps(self) -> list[Step]:
+        def capture() -> None:
+            with self.main.capture() as graph:
+                kv.store_kv(**self.store, stream=self.main)
+                kv.fork(self.main, self.side)
+                kv.gather_kv(**self.gather, stream=self.side)
+                kv.join(self.main, self.side)
+            self.graph = graph
+
+        def launch() -> None:
+            self.graph.launch(self.main)
+            self.main.synchronize()
+
+        def inline() -> None:
+            self.graph.launch(self.side)
+            self.side.synchronize()
+
+        return [("capture", capture), ("launch", launch), ("launch", inline)]
+
+    def state(self, step: str) -> Any:
+        settle(self.device)
+        return self.main.capturing, self.side.capturing
+
+    def result(self) -> dict[str, Any]:
+        return {
+            name: bits(self.device, value)
+            for name, value in (*self.store.items(), *self.gather.items())
+        }
+
+
+class Timeline(Program):
+    """An operation under a timeline, which is saved."""
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.call, self.stream = every_call.store_kv(device), device.stream()
+        self.recorded: Any = None
+        device.synchronize()
+
+    def steps(self) -> list[Step]:
+        def record() -> None:
+            with kv.timeline() as recorded:
+                kv.store_kv(**self.call, stream=self.stream)
+                self.stream.synchronize()
+            self.recorded = recorded
+            self.results["spans"] = [span.name for span in recorded.spans]
+
+        def save() -> None:
+            self.recorded.save(self.folder / "timeline.json")
+
+        return [("timeline", record), ("save", save)]
+
+    def state(self, step: str) -> Any:
+        from kvcupy import observe
+
+        return len(observe.observers)
+
+    def result(self) -> dict[str, Any]:
+        stored = {name: bits(self.device, value) for name, value in self.call.items()}
+        return {**super().result(), **stored}
+
+
+# --- Files ----------------------------------------------------------------------------------------
+
+
+class Disk(Program):
+    """A disk tier: blocks written alone and together, read, dropped, flushed, reopened."""
+
+    page_bytes = 5000
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.path = folder / "tier"
+        self.tier: Any = None
+        rng = np.random.default_rng(5)
+        self.pages = [memoryview(rng.bytes(self.page_bytes)) for _ in range(8)]
+        self.written: dict[int, int] = {}  # by slot
+
+    def steps(self) -> list[Step]:
+        def open_() -> None:
+            self.tier = DiskTier(self.path, 2**16, self.page_bytes, {"kind": "test"})
+
+        def write(slot: int, block: int) -> Callable[[], None]:
+            def run() -> None:
+                self.tier.write(slot, block, self.pages[block])
+                self.written[slot] = block
+
+            return run
+
+        def write_many() -> None:
+            blocks = {2: 2, 3: 3, 4: 4, 5: 5}
+            errors = self.tier.write_many([(s, b, self.pages[b]) for s, b in blocks.items()])
+            failed = [error for error in errors if error is not None]
+            if failed:
+                raise failed[0]
+            self.written |= blocks
+
+        def read() -> None:
+            blocks = dict(self.written)
+            into = {slot: bytearray(self.page_bytes) for slot in blocks}
+            items = [(slot, b, memoryview(into[slot])) for slot, b in blocks.items()]
+            whole = self.tier.read_many(items)
+            for (slot, block), good in zip(blocks.items(), whole, strict=True):
+                if good:
+                    assert into[slot] == self.pages[block], f"slot {slot}: wrong bytes"
+                else:  # a miss, and an empty slot; it is written again
+                    self.tier.write(slot, block, self.pages[block])
+            self.results["read"] = sorted(blocks)
+
+        def close() -> None:
+            self.tier.close()
+
+        def entries() -> None:
+            self.results["entries"] = sorted(self.tier.entries())
+
+        def drop() -> None:
+            self.tier.drop(4)
+            self.written.pop(4, None)
+
+        return [
+            ("DiskTier", open_), ("write", write(0, 0)), ("write", write(1, 1)),
+            ("write_many", write_many), ("read_many", read), ("write", write(1, 6)),
+            ("drop", drop), ("flush", lambda: self.tier.flush()), ("close", close),
+            ("DiskTier", open_), ("entries", entries), ("read_many", read), ("close", close),
+        ]  # fmt: skip
+
+    def state(self, step: str) -> Any:
+        """Return the blocks that the tier has, but for the slots that the step writes."""
+        if self.tier is None or self.tier._closed:
+            return None
+        own = {"write": (0, 1), "write_many": (2, 3, 4, 5), "drop": (4,)}.get(step, ())
+        return [(h, slot) for h, slot in sorted(self.tier.entries()) if slot not in own]
+
+    def result(self) -> dict[str, Any]:
+        return dict(self.results)
+
+    def close(self) -> None:
+        if self.tier is not None:
+            self.tier.close()
+
+
+def cache_in(folder: Path) -> Any:
+    """Let the disk cache lie in a folder."""
+    return mock.patch.dict("os.environ", {"KVCUPY_CACHE_DIR": str(folder)})
+
+
+class KernelCache(Program):
+    """The disk cache of compiled kernels: entries made, found again, linked under a second name."""
+
+    def steps(self) -> list[Step]:
+        content = b"kernel" * 1000
+
+        def of(name: str) -> Any:
+            def run() -> None:
+                with cache_in(self.folder / "cache"):
+                    made = kernel_cache.get_or_make(f"cubin-{name}", lambda: content)
+                    self.results[f"bytes {name}"] = made
+                    path = kernel_cache.file(f"host-{name}", ".so", lambda p: written(p, content))
+                    self.results[f"file {name}"] = path.read_bytes().startswith(content)
+                    kernel_cache.store(f"cubin-{name}-2", content, aliases=[f"cubin-{name}-3"])
+
+            return run
+
+        return [("compile", of("a")), ("load", of("a")), ("compile", of("b"))]
+
+    def state(self, step: str) -> Any:
+        """Return the files that are neither entries nor locks: none may be left behind."""
+        return [path.name for path in self.folder.rglob(".new-*")]
+
+    def result(self) -> dict[str, Any]:
+        with cache_in(self.folder / "cache"):
+            names = ("cubin-a", "cubin-b")
+            loaded = {name: kernel_cache.load(name) for name in names}
+        whole = {None, b"kernel" * 1000}
+        assert set(loaded.values()) <= whole, "an entry that is not whole was served"
+        return dict(self.results)
+
+
+def written(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+class Calibration(Program):
+    """Thresholds of transfers, stored for a device."""
+
+    def steps(self) -> list[Step]:
+        def save() -> None:
+            with cache_in(self.folder):
+                path = calibrate.save("a model", {"model": "a model"})
+            self.results["path"] = path.name
+
+        return [("save", save), ("save", save)]
+
+    def state(self, step: str) -> Any:
+        return files(self.folder)
+
+
+# --- All of them ----------------------------------------------------------------------------------
+
+
+OUTPUTS = {"store_kv": ("k_cache", "v_cache", "v_scale_cache")}  # static scales, dynamic scales
+
+
+def _calls() -> Iterator[type[Program]]:
+    for name in every_call.CALLS:
+        doc = f"`{name}` on a stream."
+        yield type(name, (Call,), {"name": name, "outputs": OUTPUTS.get(name, ()), "__doc__": doc})
+    yield type("bind", (BoundCall,), {"outputs": OUTPUTS["store_kv"]})
+
+
+def programs() -> dict[str, type[Program]]:
+    """Return all programs by name."""
+    found = {kind.__name__: kind for kind in _calls()}
+    bases = Program, Call, BoundCall
+    for kind in globals().values():
+        if inspect.isclass(kind) and issubclass(kind, Program) and kind not in bases:
+            found[kind.__name__] = kind
+    return found
+
+
+PROGRAMS = programs()
+
+HOST_ALONE = ("Disk", "KernelCache", "Calibration", "Explored", "Checked")
+"""What is about files or the host device; the others run on the stand-in for CUDA too."""

@@ -1,0 +1,143 @@
+"""A fault at each call of a device, a compiler or the system: what is left, what is said, and that
+the call works again. One call of each point and program fails, with ``--full`` three on the host
+device; all of them by ``python scripts/fault_table.py``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import fault_points
+import fault_runs
+import helpers
+import pytest
+from fault_cuda import cuda_world
+from fault_programs import HOST_ALONE, PROGRAMS
+from fault_runs import World, calls_met, run, survey
+
+import kvcupy as kv
+from kvcupy.cache.engine import Batch
+from kvcupy.cache.paged.moves import CopiedPages
+from kvcupy.cache.paged.step import Steps
+from kvcupy.cache.tiered.disk import DiskTier
+from kvcupy.cache.tiered.tiers import Tiers
+from kvcupy.ops.call import Plan
+
+# On the stand-in those that differ most from the host device.
+ON_CUDA = ("store_kv", "bind", "Streams", "Graph", "TransferPages", "Engine", "PagedGraph")
+
+
+@pytest.fixture(autouse=True)
+def quiet(lenient_host, caplog):
+    """Warnings say what was injected."""
+    caplog.set_level(logging.CRITICAL, "kvcupy")
+
+
+@pytest.fixture
+def world(device):
+    if device.kind != "host":
+        pytest.skip("faults are injected on the host device and on the stand-in for CUDA")
+    return World(device)
+
+
+def check(world, name, most=1):
+    table = survey(world, [PROGRAMS[name]], most=most)
+    total = sum(table.values(), fault_runs.Counts())
+    assert total.faults > 0 and total.raised + total.served == total.faults
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_faults_on_the_host_device(world, name):
+    check(world, name, most=3 if helpers.full else 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ON_CUDA else helpers.full_only(n) for n in PROGRAMS if n not in HOST_ALONE],
+)
+def test_faults_on_the_stand_in_for_cuda(name):
+    with cuda_world() as world:
+        check(world, name)
+
+
+# --- Controls: without its part in the package, each check fails ----------------------------------
+
+
+def without_rollback(patch):
+    patch.setattr(Steps, "abort", lambda self: setattr(self, "running", None))
+
+
+def without_cause(patch):
+    said = kv.DeviceError("it failed")
+    patch.setattr(Batch, "failure_of", lambda self, number: said if self.cause else None)
+
+
+def with_plans_that_last(patch):
+    patch.setattr(Plan, "lasting", property(lambda self: True))
+
+
+def with_copies_that_say_nothing(patch):
+    patch.setattr(CopiedPages, "failure", property(lambda self: None))
+
+
+def with_pages_that_stay(patch):
+    patch.setattr(Tiers, "save_or_free", lambda self, *arguments: self.save(*arguments))
+
+
+def with_temporary_files(patch):
+    patch.setattr(Path, "unlink", lambda *_, **__: None)
+
+
+CONTROLS = [
+    (without_rollback, "Paged", "launch", "forward changed"),
+    (without_cause, "Engine", "launch", "does not name the cause"),
+    (with_plans_that_last, "store_kv", "module load", "raised again"),
+    (with_copies_that_say_nothing, "PagedCascade", "launch, in flight", "result differs"),
+    (with_pages_that_stay, "Tiered", "record", "host: "),
+    (with_temporary_files, "Paged", "rename", "save changed"),
+]
+
+
+@pytest.mark.parametrize(("broken", "name", "point", "text"), CONTROLS)
+def test_control(world, monkeypatch, broken, name, point, text):
+    kind = PROGRAMS[name]
+    met, expected = calls_met(kind, world, kernels=True)
+    with monkeypatch.context() as patch, pytest.raises(AssertionError, match=text):
+        broken(patch)
+        for number in range(1, met[point] + 1):
+            run(kind, world, point, number, expected)
+
+
+# --- What only shows in time ----------------------------------------------------------------------
+
+
+def test_work_that_was_submitted_without_a_thread_is_not_done_later(tmp_path, monkeypatch):
+    """An executor that cannot start a thread keeps what was submitted for those that it has. By
+    then the memory may hold another block, which would be written under the hash of the first."""
+    size, slots = 4096, range(8)
+    gate, held = threading.Event(), []
+    with DiskTier(tmp_path / "tier", 2**16, size, {}, num_threads=3) as tier:
+        for _ in range(2):  # all the threads that it may have
+            tier._threads.submit(gate.wait)
+        memory = {slot: bytearray([slot]) * size for slot in slots}
+        items = [(slot, slot, memoryview(memory[slot])) for slot in slots]
+        submitted = type(tier._threads).submit
+
+        def submit(self, *call):
+            held.append(submitted(self, *call))  # in the queue
+            raise RuntimeError(f"{fault_points.MARK}: can't start new thread")
+
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(type(tier._threads), "submit", submit)
+                assert tier.write_many(items) == [None] * len(items)
+            for slot in slots:
+                memory[slot][:] = b"\xff" * size
+        finally:
+            gate.set()
+        for future in held:
+            future.result()
+        into = bytearray(size)
+        for slot in slots:
+            assert tier.read(slot, slot, memoryview(into)) and into == bytes([slot]) * size

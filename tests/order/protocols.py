@@ -1,0 +1,562 @@
+"""The protocols between streams that kvcupy relies on, as small programs that can be explored.
+
+Each takes a device, puts work on streams of its own, and returns all that must not depend on their
+order. Nothing is held up, and no thread is started: the simulated device decides who goes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import paged_world
+from paged_decoder import Decoder
+from paged_tiers_cases import hashes_of, tokens_of
+
+import kvcupy as kv
+from kvcupy.arrays import array_at
+
+SHAPE = {"page_size": 2, "num_layers": 2, "num_kv_heads": 1, "head_dim": 4, "dtype": "fp32"}
+ROW = (2, 1, 4)  # a page of a layer
+
+
+class Pools:
+    """A pool of the device, one of the host, and a compute stream that writes and reads pages."""
+
+    def __init__(self, device, on_device=4, on_host=4, **host):
+        self.device = device
+        self.pool = kv.KVPool(on_device, **SHAPE, device=device)
+        self.host = kv.KVPool(on_host, **SHAPE, placement="pinned", device=device, **host)
+        self.compute = device.stream()
+        self.compute.name = "compute"
+        self.seen = []
+        for sign, pool in ((1, self.pool), (-1, self.host)):
+            for layer in range(2):
+                for part in (pool.k(layer), pool.v(layer)):
+                    for page in range(pool.num_pages):
+                        part[page] = sign * (10 * page + layer + 1)
+        # Values to write, so that no program allocates in between.
+        self._values = itertools.count(100)
+
+    def write(self, page, stream=None, layers=(0, 1)):
+        value = np.full(ROW, next(self._values), np.float32)
+        for layer in layers:
+            for part in (self.pool.k(layer), self.pool.v(layer)):
+                self.device.copy(part[page], value, stream=stream or self.compute)
+
+    def read(self, page, stream=None, layers=(0, 1)):
+        for layer in layers:
+            for part in (self.pool.k(layer), self.pool.v(layer)):
+                self.seen.append(self.device.zeros(ROW, "fp32"))
+                self.device.copy(self.seen[-1], part[page], stream=stream or self.compute)
+
+    def on_host(self, *pages):
+        """What pages of the host pool hold, which nothing writes any more."""
+        for part in [view(layer) for view in (self.host.k, self.host.v) for layer in (0, 1)]:
+            for page in pages:
+                with kv.declare(reads=part[page]):
+                    self.seen.append(np.array(part[page]))
+
+    def fill(self, page):
+        """Let the host overwrite a page of the host pool."""
+        for part in [view(layer) for view in (self.host.k, self.host.v) for layer in (0, 1)]:
+            with kv.declare(writes=part[page]):
+                part[page] = 77
+
+    def results(self):
+        self.device.synchronize()
+        return self.seen
+
+
+# --- Streams --------------------------------------------------------------------------------------
+
+
+def fork_and_join(device):
+    x, y = device.zeros(4, "fp32"), device.zeros(4, "fp32")
+    main, side = device.stream(), device.stream()
+    device.copy(x, np.ones(4, np.float32), stream=main)
+    kv.fork(main, side)
+    device.copy(y, x, stream=side)
+    kv.join(main, side)
+    device.copy(x, y, stream=main)
+    device.copy(y, np.zeros(4, np.float32), stream=main)
+    device.synchronize()
+    return x, y
+
+
+def alt_stream(device):
+    """K is stored on one stream and V on another, between what comes before and after."""
+    rng = np.random.default_rng(3)
+    shapes = {"query": (2, 2, 8), "key": (2, 1, 8), "value": (2, 1, 8)}
+    rows = {name: device.zeros(shape, "fp32") for name, shape in shapes.items()}
+    k, v = (device.zeros((4, 1, 8), "fp32") for _ in "kv")
+    table = kv.rope_table(8, 8, device=device)
+    positions, slots = device.asarray(np.array([1, 5])), device.asarray(np.array([2, 0]))
+    main, side, seen = device.stream(), device.stream(), []
+    for _ in range(2):  # the second call overwrites what the first one reads
+        for name, shape in shapes.items():
+            value = rng.standard_normal(shape).astype(np.float32)
+            device.copy(rows[name], value, stream=main)
+        kv.rope_store_kv(
+            *rows.values(), table, positions, k, v, slots, alt_stream=side, stream=main
+        )
+        for cache in (k, v):
+            seen.append(device.zeros(cache.shape, "fp32"))
+            device.copy(seen[-1], cache, stream=main)
+    device.synchronize()
+    return seen
+
+
+# --- The transfer engine --------------------------------------------------------------------------
+
+
+def load_by_layer(device):
+    """Into pages that the compute stream has read; it reads each layer as that arrives."""
+    w = Pools(device)
+    engine = kv.TransferEngine(w.pool, w.host)
+    w.read(2)
+    load = engine.load([1], [2], after=w.compute)
+    for layer in (0, 1):
+        load.wait_layer(layer, w.compute)
+        w.read(2, layers=[layer])
+    return w.results()
+
+
+def load(device):
+    """Into pages that the compute stream has written; the host looks whether it is there."""
+    w = Pools(device)
+    engine = kv.TransferEngine(w.pool, w.host)
+    w.write(2)
+    first = engine.load([1], [2], after=w.compute)
+    first.wait(w.compute)
+    w.read(2)
+    second = engine.load([3], [3], after=w.compute)
+    second.synchronize()
+    w.read(3, device.stream())
+    third = engine.load([0], [0], after=w.compute)
+    while not third.done():
+        pass
+    w.read(0, device.stream())
+    return w.results()
+
+
+def save(device):
+    """Of pages that the compute stream has written, and overwrites afterwards."""
+    w = Pools(device)
+    engine = kv.TransferEngine(w.pool, w.host)
+    w.write(1)
+    transfer = engine.save([1], [3], after=w.compute)
+    transfer.wait(w.compute)
+    w.write(1)
+    w.read(1)
+    again = engine.save([1], [2], after=w.compute)
+    again.synchronize()
+    w.on_host(2, 3)
+    return w.results()
+
+
+def save_and_load_the_same_pages(device):
+    """The later of two calls waits for the earlier, on either side, in either direction."""
+    w = Pools(device, 6, 6)
+    engine = kv.TransferEngine(w.pool, w.host)
+    for saved, loaded in ((([0], [1]), ([1], [2])), (([3], [2]), ([4], [3]))):
+        engine.save(*saved, after=w.compute)
+        engine.load(*loaded, after=w.compute)
+    for loaded, saved in ((([5], [4]), ([4], [0])), (([3], [5]), ([1], [3]))):
+        engine.load(*loaded, after=w.compute)
+        engine.save(*saved, after=w.compute)
+    engine.flush()
+    device.synchronize()
+    for page in range(6):
+        w.read(page)
+    w.on_host(*range(6))
+    return w.results()
+
+
+def batches_that_are_over_are_forgotten(device):
+    """A queue looks which of its batches are over, and waits for the others."""
+    w = Pools(device, 6, 6)
+    streams = {"load_stream": device.stream(), "save_stream": device.stream()}
+    engine = kv.TransferEngine(w.pool, w.host, **streams)  # which waits for none of its own
+    engine.save([0], [1], after=w.compute)
+    engine.flush()
+    engine.save([1], [2], after=w.compute)
+    engine.flush()  # which asks for the first
+    engine.load([1], [3], after=w.compute)
+    engine.load([2], [4], after=w.compute)
+    engine.flush()
+    engine.load([0], [5], after=w.compute)
+    engine.flush()
+    engine.save([4], [5], after=w.compute)
+    engine.save([3], [4], after=w.compute)
+    engine.flush()
+    device.synchronize()
+    for page in range(6):
+        w.read(page)
+    w.on_host(*range(6))
+    return w.results()
+
+
+def pages_freed_in_flight(device):
+    """They are allocated again, and written by another stream, when the transfer is over."""
+    w = Pools(device, 2, 4)
+    engine, allocator, other = kv.TransferEngine(w.pool, w.host), w.pool.allocator, device.stream()
+    pages = allocator.alloc(2)
+    w.write(pages[0])
+    w.write(pages[1])
+    save = engine.save(pages, [0, 1], after=w.compute)
+    allocator.free(pages[:1])
+    (page,) = allocator.alloc(1)
+    w.write(page, other)
+    host = w.host.allocator.alloc(4)
+    load = engine.load(host[2:3], [page], after=other)
+    engine.flush()
+    w.host.allocator.free(host[2:3])
+    w.fill(w.host.allocator.alloc(1)[0])
+    load.wait(other)
+    w.read(page, other)
+    save.synchronize()
+    w.on_host(0, 1)
+    return w.results()
+
+
+# --- Tiers ----------------------------------------------------------------------------------------
+
+
+class Tiers(Pools):
+    """A tiered cache; `blocks` are written by the compute stream, and known by the name of each."""
+
+    def __init__(self, device, on_device=3, on_host=6, **options):
+        super().__init__(device, on_device, on_host, layout="page_first")
+        self.cache = kv.TieredCache(self.pool, self.host, **options)
+
+    def insert(self, *hashes, stream=None, times=1):
+        """Write blocks, so many times, and insert them."""
+        stream = stream or self.compute
+        pages = self.pool.allocator.alloc(len(hashes))
+        for page in pages.tolist() * times:
+            self.write(page, stream)
+        self.pool.allocator.free(self.cache.insert(list(hashes), pages, after=stream))
+
+    def use(self, *hashes, stream=None, by_layer=False, settle=True):
+        """Acquire, wait and read. Unless it settles, only what follows on `stream` may evict."""
+        stream = stream or self.compute
+        with self.cache.acquire(list(hashes), after=stream) as lease:
+            self.seen.append(lease.num_blocks)
+            if not by_layer:
+                lease.wait(stream)
+            for layer in (0, 1):
+                if by_layer:
+                    lease.wait_layer(layer, stream)
+                for page in lease.pages.tolist():
+                    self.read(page, stream, [layer])
+            if settle:
+                stream.synchronize()  # pages must not be read when the lease is released
+
+    def results(self):
+        self.cache.flush()
+        self.device.synchronize()
+        self.cache.close()
+        return super().results()
+
+
+def tiered_eviction(device):
+    """Evicted pages are saved first, then written by somebody else, and come back by layer."""
+    w = Tiers(device, write="back")
+    w.insert(1, 2, 3)
+    w.cache.evict(2)
+    w.insert(4, 5, stream=device.stream())
+    w.use(1, 2, by_layer=True)
+    return w.results()
+
+
+def tiered_write_through(device):
+    """Blocks are saved as they are inserted, and read by another stream while they are written."""
+    w = Tiers(device)
+    other = device.stream()
+    w.insert(1, 2)
+    w.use(1, 2, stream=other, by_layer=True)
+    w.cache.evict(2)
+    w.insert(3, 4, 5, stream=other)
+    w.use(2, 1)
+    return w.results()
+
+
+def acquire_while_evicting(device):
+    """What is acquired takes the pages of what is evicted for it, written by several streams."""
+    w = Tiers(device, 2, 4, write="back")
+    other = device.stream()
+    w.insert(1, 2)
+    w.cache.evict(2)
+    w.insert(3)
+    w.insert(4, stream=other)
+    w.use(1, 2, stream=other, by_layer=True)
+    w.use(3, 4)
+    return w.results()
+
+
+def acquire_behind_readers(device):
+    """What is evicted is still being written by one stream, and read by the one that acquires."""
+    w = Tiers(device, 2, 4, write="back")
+    other = device.stream()
+    w.insert(1, 2)
+    w.cache.evict(2)
+    w.insert(3, 4, times=4)
+    w.use(3, 4, stream=other, by_layer=True, settle=False)
+    w.use(1, 2, stream=other)
+    return w.results()
+
+
+def leased_by_the_host(device):
+    """The host waits for a lease, then asks for one; a stream that waits for neither reads."""
+    w = Tiers(device, 4, 4, write="back")
+    w.insert(1, 2, 3)
+    w.cache.evict(3)
+    for hashes in ([1], [2, 3]):
+        with w.cache.acquire(hashes, after=w.compute) as lease:
+            if len(hashes) == 1:
+                lease.completion.synchronize()
+            else:
+                while not lease.completion.done():
+                    pass
+            reader = device.stream()
+            for page in lease.pages.tolist():
+                w.read(page, reader)
+            reader.synchronize()
+    return w.results()
+
+
+def inserted_and_cleared(device):
+    """Pages that are forgotten while a stream writes them are others' when it has."""
+    w = Tiers(device, 2, 2, write="back")
+    w.insert(1, 2)
+    w.cache.clear()
+    w.insert(3, 4, stream=device.stream())
+    w.use(4, 3)
+    w.use(3, 4, stream=device.stream())
+    return w.results()
+
+
+def tiered_disk(device):
+    """Blocks pass through host memory to a file, and back."""
+    with tempfile.TemporaryDirectory() as folder:
+        w = Tiers(
+            device, 2, 2, write="back", disk=Path(folder) / "blocks", disk_bytes=1 << 16,
+        )  # fmt: skip
+        w.insert(1, 2)
+        w.cache.evict(2)
+        w.insert(3, 4)
+        w.cache.evict(2)  # to where the first two are, which are written to the file
+        w.insert(5)
+        w.use(1)
+        w.use(3, stream=device.stream())
+        return w.results()
+
+
+def tiered_disk_write_through(device):
+    """A flush writes what has been saved."""
+    with tempfile.TemporaryDirectory() as folder:
+        w = Tiers(device, 3, 3, disk=Path(folder) / "blocks", disk_bytes=1 << 16)
+        w.insert(1, 2)
+        w.cache.flush()
+        w.cache.evict(2)
+        w.insert(3, 4, 5)
+        w.use(1, 2)
+        return w.results()
+
+
+# --- The paged cache ------------------------------------------------------------------------------
+
+
+class World(paged_world.World):
+    """A world whose streams nothing holds up."""
+
+    def __init__(self, device, **options):
+        options = {"steps": 8, "tokens": 12, **options}
+        options.pop("control", None)
+        super().__init__(device, **options)
+
+    def gate(self, name):
+        return paged_world._Open()
+
+    def finish(self, gate, name):
+        pass
+
+    def finish_on_host(self, gate, work):
+        work()
+
+
+def tiers_of(world, num_pages):
+    """A tiered cache over the pages of a world's cache."""
+    pool = world.cache.pool
+    host = kv.KVPool(
+        num_pages, pool.page_size, pool.num_layers, pool.num_kv_heads, pool.head_dim,
+        dtype=pool.dtype, placement="pinned", device=world.device,
+    )  # fmt: skip
+    return kv.TieredCache(pool, host)
+
+
+def offload_and_onboard(device):
+    """A sequence goes to the host and back; its pages are others' meanwhile."""
+    w = World(device, num_pages=4)
+    w.cache.attach(tiers_of(w, 4))
+    w.prefill("a", 9)
+    w.cache.offload("a")
+    w.prefill("b", 6, on="other")
+    w.cache.remove_sequence("b")
+    w.cache.onboard("a")
+    w.step("a", on="other")
+    w.read("a", "compute")
+    return w.results("a")
+
+
+def offload_a_fork(device):
+    """Pages that two sequences share are saved for one while the other goes on."""
+    w = World(device, num_pages=8)
+    w.cache.attach(tiers_of(w, 4))
+    w.prefill("a", 8)
+    w.cache.fork_sequence("a", "b")
+    w.cache.offload("a")
+    w.cache.pop_tokens("b", 2)
+    w.step("b", on="other")
+    w.write("b", 1, 2, "other")
+    w.cache.onboard("a")
+    w.read("a", "compute")
+    return w.results("ab")
+
+
+def prefix_from_tiers(device):
+    """Prompts of known blocks: acquired by a step, published when a sequence ends."""
+    w = World(device, num_pages=4)
+    w.cache.attach(tiers_of(w, 8))
+    prompts = [tokens_of(seed, 8) for seed in (1, 2)]
+    for prompt in prompts:  # the second evicts the first
+        w.cache.add_sequence("a", hashes=hashes_of(prompt))
+        w.step("a", [9])
+        w.cache.remove_sequence("a")
+    w.cache.add_sequence("a", hashes=hashes_of(prompts[0]))
+    w.seen.append(("known", np.full(1, w.cache.sequence_length("a"), np.uint32)))
+    w.step("a", [2], on="other")
+    w.read("a", "compute")
+    return w.results("a")
+
+
+def onboard_and_launch(device):
+    """A captured step of a sequence whose pages are on their way."""
+    w = World(device, num_pages=8)
+    w.cache.attach(tiers_of(w, 4))
+    decoder = Decoder(w, 1)
+    w.prefill("a", 6)
+    w.cache.offload("a")
+    w.prefill("b", 9, on="other")
+    w.cache.remove_sequence("b")
+    w.cache.onboard("a")
+    decoder.step("a")
+    return w.results("a")
+
+
+def saved_to_a_file(device):
+    with tempfile.TemporaryDirectory() as folder:
+        w = World(device)
+        path = Path(folder) / "a.safetensors"
+        w.prefill("a", 6)
+        w.cache.save_sequence("a", path)
+        w.step("a", on="other")
+        w.cache.remove_sequence("a")
+        w.cache.load_sequence("a", path)
+        w.step("a", on="other")
+        return w.results("a")
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+class _Block:
+    """A block that a memory pool hands out, at an address that it has handed out before."""
+
+    def __init__(self, arena, free):
+        self.arena, self._free = arena, free
+        free.remove(0)
+
+    def __del__(self):
+        self._free.append(0)
+
+
+class Arena:
+    """A memory pool of two blocks: the first as long as it is free, else the second."""
+
+    def __init__(self):
+        self._arrays, self._free = np.zeros((2, 8), np.float32), [0]
+
+    def take(self):
+        if 0 not in self._free:
+            return self._arrays[1]
+        block = _Block(self._arrays, self._free)
+        return array_at(block, self._arrays.ctypes.data, (8,), np.dtype(np.float32))
+
+
+def kept_alive(device):
+    """A host function reads an array that the caller has dropped."""
+    arena, out = Arena(), np.zeros(8, np.float32)
+    main, other = device.stream(), device.stream()
+    array = arena.take()
+    array[...] = 5
+    address = array.ctypes.data
+
+    def read():
+        out[...] = array_at(None, address, (8,), np.dtype(np.float32))
+
+    with kv.declare(reads=array, writes=out, stream=main):
+        main.call(read)
+    kv.keep_alive(array, main)
+    del array
+    device.copy(arena.take(), np.ones(8, np.float32), stream=other)
+    device.synchronize()
+    return out
+
+
+def scratch_reuse(device):
+    """Streams that transfer by way of a buffer, upload page lists, and attend in pieces."""
+    pools = [
+        kv.KVPool(4, **SHAPE, layout=layout, placement=placement, device=device)
+        for layout, placement in (("layer_first", "device"), ("page_first", "pinned"))
+    ]
+    for number, pool in enumerate(pools):
+        for layer in (0, 1):
+            for part in (pool.k(layer), pool.v(layer)):
+                for page in range(4):
+                    part[page] = 1 + number + 10 * page + 100 * layer
+    streams, seen = [device.stream() for _ in range(2)], []
+    for page, stream in enumerate(streams):
+        kv.transfer_pages(pools[0], pools[1], [page], [3 - page], method="staged", stream=stream)
+    for page, stream in enumerate(streams):
+        kv.copy_pages(pools[0], np.array([page]), np.array([page + 2]), stream=stream)
+    device.synchronize()
+    for pool in pools:
+        seen += [np.array(part) for layer in (0, 1) for part in (pool.k(layer), pool.v(layer))]
+    return seen
+
+
+# --- Graphs ---------------------------------------------------------------------------------------
+
+
+def replayed(device):
+    """A graph of two streams, launched twice, and its input changed in between."""
+    x, y, z = (device.zeros(4, "fp32") for _ in range(3))
+    main, side, total = device.stream(), device.stream(), []
+    with main.capture() as graph:
+        side.wait(main)
+        device.copy(y, x, stream=side)
+        main.wait(side)
+        device.copy(z, y, stream=main)
+    for number in (1, 2):
+        device.copy(x, np.full(4, number, np.float32), stream=side)
+        kv.fork(side, main)
+        graph.launch(main)
+        total.append(device.zeros(4, "fp32"))
+        device.copy(total[-1], z, stream=main)
+        kv.join(side, main)
+    device.synchronize()
+    return total

@@ -1,0 +1,101 @@
+"""scripts/soak.py: what it reports, and that it notices what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from helpers import full_only
+
+import kvcupy as kv
+from kvcupy.cache.paged.moves import PageMover
+from kvcupy.cache.paged.sequences import Sequences
+from kvcupy.cache.pages import PageAllocator
+from kvcupy.cache.tiered.leases import Lease
+from kvcupy.ops import call
+
+pytestmark = pytest.mark.usefixtures("scripts_on_path", "lenient_host")
+
+
+def soak(device_name, *arguments, **options):
+    import soak
+
+    return soak.main(["--device", device_name, *map(str, arguments)], **options)
+
+
+@pytest.fixture
+def few_plans(monkeypatch):
+    """Let the warm-up be over soon: it takes until no more plans are kept."""
+    call.forget()
+    monkeypatch.setattr(call, "_MAX_PLANS", 60)
+
+
+def test_it_reports_what_was_done_and_held(device_name, tmp_path, capsys, few_plans):
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "soak.json", tmp_path / "new" / "soak.png"
+    assert soak(device_name, "--steps", 420, "--seed", 3, "--json", path, "--plot", picture) == 0
+    report = json.loads(path.read_text())
+    assert report["device"] == kv.device(device_name).name and report["seed"] == 3
+    assert report["steps"] == sum(s["counts"]["steps"] for s in report["servers"].values()) == 420
+    for name, server in report["servers"].items():
+        counts = server["counts"]
+        for what in ("audits", "rows compared", "outputs compared", "launched graphs",
+                     "prefix hits", "forked", "trees committed", "offloaded", "onboarded",
+                     "preempted, to be recomputed", "finished"):  # fmt: skip
+            assert counts[what] > 0, f"{name}: {what}"
+        assert server["blocks"]["host_hits"] > 0 and server["blocks"]["failed_loads"] == 0
+    assert report["warm_up_steps"] < 300 and report["grown"]["rss_bytes"] < 16 << 20
+    last = report["samples"][-1]
+    assert last["step"] == 420 and 0 < last["device_pages"] <= report["sizes"]["device_pages"]
+    assert last["disk_bytes"] > 0 and picture.stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "420 steps" in printed and "prefix hits" in printed and "rss bytes" in printed
+
+
+def test_memory_that_grows_is_noticed(device_name, capsys, few_plans):
+    kept = []
+    assert soak(
+        device_name, "--steps", 300, after_step=lambda: kept.append(np.ones(40_000))
+    ) == 1  # fmt: skip
+    assert "rss_bytes grew by" in capsys.readouterr().err
+
+
+def test_it_runs_for_a_time(device_name, capsys):
+    assert soak(device_name, "--seconds", 0.3) == 0
+    assert "too much" not in capsys.readouterr().err
+
+
+def lose_pages(self, pages):
+    """Free all but the last page."""
+    free(self, np.asarray(pages)[:-1])
+
+
+def hashes_of_lengths(token_ids, block_tokens):
+    return block_hashes([0] * len(token_ids), block_tokens)
+
+
+free, block_hashes = PageAllocator.free, kv.block_hashes
+WRONG = {
+    "pages are not copied": (PageMover, "copy_pages", lambda *_: None, "rows differ"),
+    "tokens are not moved": (PageMover, "move_slots", lambda *_: None, "rows differ"),
+    "pages are lost": (PageAllocator, "free", lose_pages, "are allocated, and nobody has them"),
+    "leases are kept": (Lease, "release", lambda self: None, "blocks leased"),
+    "hashes of lengths alone": (kv, "block_hashes", hashes_of_lengths, "differ|off by"),
+    "references are not dropped": (
+        Sequences, "_release", lambda self, pages: None, "are referred to"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n if i < 3 else full_only(n) for i, n in enumerate(WRONG)])
+def test_what_is_wrong_is_noticed(device, monkeypatch, tmp_path, name):
+    from soaking.audit import Broken
+    from soaking.contents import VARIANTS
+    from soaking.server import Server
+
+    owner, attribute, wrong, message = WRONG[name]
+    monkeypatch.setattr(owner, attribute, wrong)
+    with pytest.raises(Broken, match=message):
+        server = Server(device, VARIANTS[0], 5, tmp_path, check_every=1)
+        for _ in range(600):
+            server.step()
