@@ -31,6 +31,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -258,16 +259,23 @@ def note(name: str, seconds: float, **labels: str) -> None:
         listener(name, seconds, labels)
 
 
-def timed(name: str, function: Callable[[], None], **labels: str) -> None:
-    """Call a function, and note how long it took, including when it raises."""
-    if not enabled:
-        function()
-        return
-    start = time.perf_counter()
-    try:
-        function()
-    finally:
-        note(name, time.perf_counter() - start, **labels)
+def timed(name: str, **labels: str) -> AbstractContextManager[object]:
+    """Note how long a with block takes, including when it raises."""
+    return _Timer(name, labels) if enabled else _UNTIMED
+
+
+class _Timer:
+    def __init__(self, name: str, labels: dict[str, str]) -> None:
+        self._name, self._labels = name, labels
+
+    def __enter__(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        note(self._name, time.perf_counter() - self._start_s, **self._labels)
+
+
+_UNTIMED = nullcontext()
 
 
 def follow(

@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -226,8 +225,8 @@ class PageAllocator(ProcessLocal):
                     )
                 oldest = self._oldest_that_defers()
             if polled:
-                wait = partial(self._wait, oldest)
-                metrics.timed("kvcupy_host_wait_seconds", wait, waiter="pages")
+                with metrics.timed("kvcupy_host_wait_seconds", waiter="pages"):
+                    self._wait(oldest)
             else:
                 self._poll()
             polled = not polled

@@ -635,6 +635,7 @@ class SharedTiers:
             except Blocked as blocked:
                 wait = blocked.wait
             if wait is not None:
-                metrics.timed("kvcupy_host_wait_seconds", wait, waiter="blocks")
+                with metrics.timed("kvcupy_host_wait_seconds", waiter="blocks"):
+                    wait()
         self.engine.send()
         return result
