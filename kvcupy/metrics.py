@@ -15,10 +15,12 @@ Examples
 --------
 >>> import numpy as np
 >>> import kvcupy as kv
->>> kv.metrics.enable()
 >>> rows, cache = np.ones((2, 1, 4), np.float16), np.zeros((8, 1, 4), np.float16)
+>>> labels = {"operation": "store_kv", "device": "host"}
+>>> before = kv.metrics.value("kvcupy_bytes_total", **labels)
+>>> kv.metrics.enable()
 >>> kv.store_kv(rows, rows, cache, cache.copy(), np.array([0, 1]))
->>> kv.metrics.value("kvcupy_bytes_total", operation="store_kv", device="host")
+>>> kv.metrics.value("kvcupy_bytes_total", **labels) - before
 80.0
 >>> kv.metrics.disable()
 """
