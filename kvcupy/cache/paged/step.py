@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from ... import metrics
 from ...devices.protocol import Stream
 from ...errors import CaptureError, DeviceError, KvcupyError
 from ...ops import checks
@@ -282,6 +284,7 @@ class Steps:
         self._lists_ring = TableRing(pool.device, self._ring.uploader, slots_in_flight, begin)
         self.access = PageAccess(self._order, self._ring)
         self._lists: StepTables | None = None
+        self._begun_s: float | None = None  # when, if that is measured
         self.running: Step | None = None
         self.tables: StepTables | None = None
 
@@ -298,6 +301,7 @@ class Steps:
         """Append tokens to sequences; all or nothing."""
         if self.running is not None:
             raise KvcupyError("a step is running: call end_forward before begin_forward")
+        self._begun_s = perf_counter() if metrics.enabled else None
         names, counts, entries = _check_batch(seqs, append_lengths, token_tree)
         sequences = self._sequences.find_all(names, "seqs")
         nodes = self._check(names, sequences, counts, entries)
@@ -342,6 +346,9 @@ class Steps:
                     sequence.loads.clear()
                 if sequence.window and not sequence.parents:
                     self._sequences.slide(sequence)
+        if self._begun_s is not None:
+            metrics.note("kvcupy_step_seconds", perf_counter() - self._begun_s)
+            metrics.add("kvcupy_step_tokens_total", sum(step.counts))
 
     def abort(self) -> None:
         """Close the running step, if there is one, and take its tokens back."""
