@@ -462,6 +462,7 @@ NOT_NEEDED = {
         MOVES: {
             "CopiedPages.__init__: stream.record()": _FAILURES,
             "CopiedPages.done: self._event.done()": _FAILURES,
+            "CopiedPages.succeeded: self._event.done()": _FAILURES,
             "CopiedPages.synchronize: self._event.synchronize()": _FAILURES,
             "CopiedPages.wait_layer: self.wait(stream)": _FAILURES,
             "PageAccess.on: uploader.record()": _FAILURES,
