@@ -15,6 +15,7 @@ _SECTION = re.compile(r"^(\w[\w ]*)\n-{3,}\n", re.MULTILINE)
 _RESULTS = ("Returns", "Yields")
 _ENTRIES = (*_RESULTS, "Parameters", "Attributes", "Raises")
 _ENTRY = re.compile(r"(\S.*?) : (.+)")
+_SEVERAL = re.compile(r"^(\w+), (\w+(?:, \w+)*) : (.+(?:\n .*)*)", re.MULTILINE)
 _NAMES = re.compile(r"[*\w]+(, [*\w]+)*")
 
 
@@ -55,6 +56,8 @@ def _split(name: str, body: str) -> tuple[str, str]:
     if name in _RESULTS and re.search(r"^ ", body, re.MULTILINE) and not _ENTRY.search(body):
         return "", body  # a type, and its description below
     has_entries = name not in _RESULTS or _ENTRY.search(body)
+    if name == "Parameters":
+        body = _SEVERAL.sub(_described_once, body)
     for line in body.splitlines():
         if entry := _ENTRY.fullmatch(line):
             entries += [entry[1], f"    {entry[2]}"]
@@ -63,3 +66,10 @@ def _split(name: str, body: str) -> tuple[str, str]:
         else:
             entries.append(line)
     return "\n".join(prose), "\n".join(entries) + "\n"
+
+
+def _described_once(entry: re.Match[str]) -> str:
+    """Return the entry of the first of several parameters, to which those of the others refer."""
+    first, others, description = entry.groups()
+    alike = [f"{name} : as `{first}`" for name in others.split(", ")]
+    return "\n".join([f"{first} : {description}", *alike])
