@@ -206,6 +206,11 @@ template <>
 struct AbsMax<8> {
   kvcupy_host::Ints largest{};  // bits without signs are ordered as the numbers are
 
+  template <typename T>
+  void add(const Pack<T, 8>& pack) {
+    add(to_floats(pack));
+  }
+
   void add(const Pack<float, 8>& pack) {
     const auto magnitudes = kvcupy_host::bits_as<kvcupy_host::Ints>(pack) & 0x7fffffff;
     const kvcupy_host::Ints none{};

@@ -102,19 +102,19 @@ def _blocks(file: BinaryIO, layout: Layout, verify: bool) -> dict[str, Any]:
 def main(path: Path, *, verify: bool = False, as_json: bool = False) -> int:
     """Print what a file holds; return 1 if it cannot be read, or holds what is damaged."""
     try:
-        found = inspect(path, verify=verify)
+        contents = inspect(path, verify=verify)
     except (OSError, ValueError, ImportError) as error:
         print(f"inspect: {error}", file=sys.stderr)
         return 1
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(contents, indent=2))
     else:
-        width = max(map(len, found))
-        for name, value in found.items():
+        width = max(map(len, contents))
+        for name, value in contents.items():
             for line in _lines(value):
                 print(f"{name.replace('_', ' '):{width}}  {line}")
                 name = ""
-    return int(bool(found.get("damaged") or found.get("torn_records")))
+    return int(bool(contents.get("damaged") or contents.get("torn_records")))
 
 
 def _lines(value: Any) -> list[str]:

@@ -301,10 +301,9 @@ class CudaDevice:
         context = self.context
         if context.captures or cuda_streams.is_current_captured(context):
             raise CaptureError("synchronising the device is illegal while a stream is captured")
-        unrecorded = context.retired.take_unrecorded()
-        with context.api.errors_as(f"synchronize, {self.name}"), context.current():
+        what = f"synchronize, {self.name}"
+        with context.retired.releasing_unrecorded(), context.api.errors_as(what), context.current():
             context.api.runtime.deviceSynchronize()
-        del unrecorded
         if observe.order_observers:
             observe.synchronized(self)
         context.retired.reap()
@@ -317,7 +316,8 @@ class CudaDevice:
 
         Raises
         ------
-        CompileError : with the log of the compiler; the next call raises the same at once
+        CompileError : with the log of the compiler; the next call raises the same at once, unless
+            it is `transient`
         """
         known = self._launcher.known(specialisation)
         if known is not None:

@@ -242,11 +242,18 @@ class RetireList:
         with self._lock:
             self._unrecorded.setdefault(stream, []).append(owners)
 
-    def take_unrecorded(self) -> object:
-        """Return what was held so; the caller keeps it until the device has been waited for."""
+    @contextmanager
+    def releasing_unrecorded(self) -> Iterator[None]:
+        """Release what was held so once a with block has waited for the device; not if it raises."""
         with self._lock:
-            taken, self._unrecorded = self._unrecorded, {}
-        return taken
+            held, self._unrecorded = self._unrecorded, {}
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                for stream, owners in held.items():
+                    self._unrecorded.setdefault(stream, []).extend(owners)
+            raise
 
     def reap(self, streams: Iterable[int] | None = None) -> None:
         """Release what has passed, on some streams or on all. Never waits."""

@@ -142,7 +142,7 @@ class HostDevice:
         self.extra_flags: tuple[str, ...] = ()
         self.context = HostContext(self)
         self._inline = InlineStream(self.context)
-        self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
+        self._streams: weakref.WeakValueDictionary[Any, HostStream] = weakref.WeakValueDictionary()
         self._functions: dict[tuple[Specialisation, tuple[str, ...]], HostFunction] = {}
         self._lock = threading.Lock()
         self.fault_pointer = self.context.faults.ctypes.data
@@ -247,7 +247,7 @@ class HostDevice:
     def stream(self, priority: int = 0) -> HostStream:
         """Return a new stream. Lower priorities go first; negative ones need CAP_SYS_NICE."""
         stream = HostStream(self.context, priority)
-        self._streams.add(stream)
+        self._streams[stream.identity] = stream
         return stream
 
     def event(self, timing: bool = False) -> HostEvent:
@@ -269,7 +269,8 @@ class HostDevice:
 
         Work on streams that nobody holds any more is waited for too; its failures are lost.
         """
-        streams = list(self._streams)
+        # Copied at once: other threads, and finalizers of any, add to both.
+        streams = [s for s in [r() for r in self._streams.valuerefs()] if s is not None]
         for stream in streams:
             if stream.capturing:
                 raise CaptureError(f"{stream.name} is being captured: synchronising is illegal")
@@ -279,7 +280,7 @@ class HostDevice:
                 stream.synchronize()
             except (DeviceError, IndexFault) as error:
                 failures.append(error)
-        for state in list(self.context.dropped):
+        for state in tuple(self.context.dropped):
             try:
                 state.drain()
             except DeviceError as error:

@@ -37,7 +37,7 @@ class HostContext:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.faults = np.zeros(4, np.int64)
-        self.dropped: weakref.WeakSet[State] = weakref.WeakSet()  # of streams, while they work
+        self.dropped: set[State] = set()  # of streams, while they work
         self._lock = threading.Lock()
 
     def new_stream(self) -> HostStream:
@@ -119,7 +119,7 @@ class HostStream(ProcessLocal):
         number = next(self._numbers)
         self.name = f"stream {number}"
         self.identity = ("host", number)
-        self._state = State()
+        self._state = State(context.dropped)
         self._submitted = 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -275,14 +275,14 @@ class HostStream(ProcessLocal):
                 except RuntimeError as error:
                     raise DeviceError(f"{self.name}: no thread for its work: {error}") from error
                 self._thread = thread
-                weakref.finalize(self, _drop, self._state, self.context.dropped)
+                weakref.finalize(self, _drop, self._state)
             self._submitted += 1
             self._state.queue.put((self._state.epoch, task))
 
 
-def _drop(state: State, dropped: weakref.WeakSet[State]) -> None:
+def _drop(state: State) -> None:
     """Let the thread of a stream that nobody holds end, after what is queued."""
-    dropped.add(state)
+    state.dropped.add(state)
     state.queue.put(None)
 
 
@@ -429,10 +429,12 @@ class State:
     """The state that a stream shares with its worker thread.
 
     `epoch` counts the failures that have surfaced. Work carries the epoch that it was queued in,
-    and is skipped after a failure of that same epoch.
+    and is skipped after a failure of that same epoch. `dropped` has the states of all streams that
+    nobody holds and that still work.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dropped: set[State]) -> None:
+        self.dropped = dropped
         self.queue: SimpleQueue[tuple[int, Task] | None] = SimpleQueue()
         self.failure: Failure | None = None
         self.epoch = 0
@@ -472,6 +474,7 @@ def work(state: State, priority: int) -> None:
                 marker.finish(state.failure_in(epoch))
             state.changed.notify_all()
     state.ended.set()
+    state.dropped.discard(state)
 
 
 # --- Captures and graphs --------------------------------------------------------------------------

@@ -4,8 +4,8 @@
 fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 bits, and
 `attention_decode_latent` likewise where rows are wide, and `attention_decode_heads` on tiles of 64
 where many heads share those. `attention_decode` takes every other call: a few packed rows per tile.
-All split keys over blocks. `attention_starts` runs before them where
-sequences have several new tokens.
+All split keys over blocks. `attention_starts` runs before them where sequences have several new
+tokens.
 
 A packed row is one query head of one token. The heads that share a KV head, of one token after
 another, are the rows of a tile, so that K and V are loaded once for all of them.
@@ -435,10 +435,8 @@ def _heads_keys(arch: str) -> int:
 def heads_smem_bytes(specialisation: Specialisation) -> int:
     """Return the dynamic shared memory of a block, `HeadsShape::kBytes` of the kernel."""
     ctype, keys_per_tile = specialisation.arguments
-    keys, itemsize = (
-        int(keys_per_tile),
-        next(f.itemsize for f in FORMATS.values() if f.ctype == ctype),
-    )
+    keys = int(keys_per_tile)
+    itemsize = next(f.itemsize for f in FORMATS.values() if f.ctype == ctype)
     stages, warps, width = 2, HEADS_THREADS // 32, LATENT_WIDTHS[0]
     query_bytes = warps * (_HEADS_DEPTH_STEPS - _HEADS_HELD_STEPS[keys]) * 2 * 512
     sums_bytes = warps * 3 * 32 * keys

@@ -318,7 +318,8 @@ class StepOperation(Probed):
                 (self._operation, options, alignment, signatures),
                 lambda: self._operation.prepare(arrays, options, self._make)[0],
             )
-            self._last = kind, layer.signatures, alignment, options, plan
+            if plan.lasting:
+                self._last = kind, layer.signatures, alignment, options, plan
         pointers += layer.pointers + self.pointers
         plan.check(pointers, arrays)
         plan.issue(pointers, arrays, stream)

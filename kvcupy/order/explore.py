@@ -225,10 +225,10 @@ class _Scheduler:
         with self._lock:
             if self._busy or not (ready := self._runnable()):
                 return
-            numbers = [s.number for s in ready]
+            candidates = [s.number for s in ready]
             if self._idle_polls < _MAX_IDLE_POLLS:
-                numbers.append(-1)
-            choice = self._chooser.choose(numbers) if len(numbers) > 1 else 0
+                candidates.append(-1)
+            choice = self._chooser.choose(candidates) if len(candidates) > 1 else 0
             if choice == len(ready):
                 self._idle_polls += 1
             else:

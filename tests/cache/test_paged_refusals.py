@@ -215,6 +215,23 @@ def test_masks(device, name, value, error):
     twin.check()
 
 
+@pytest.mark.parametrize("rope", [None, rope_of(8, 64)])
+def test_sinks_that_attention_cannot_read(rope):
+    """Their addresses are looked at before keys are stored, in calls of a known kind too."""
+    twin = crowd(kv.device("host"), rope=rope)
+    twin.both("begin", ["a", "b"], [1, 3], None)
+    arrays, memory = rows(twin, 4), np.zeros(4 * 4 * 8 * 4 + 17, np.uint8)
+    out, odd = memory[:-17].view(F).reshape(4, 4, 8), memory[-16:].view(F)
+    assert odd.ctypes.data % 4
+    for sinks, name in ((odd, "sinks"), (out[0, 0, :4], "out")):
+        call = lambda cache, s=sinks: cache.attention(0, *arrays, out=out, sinks=s)  # noqa: E731
+        in_step(twin, call, ValueError, name)
+    assert not memory.any()
+    twin.attend()
+    twin.both("end")
+    twin.check()
+
+
 @pytest.mark.parametrize(
     ("array", "error"),
     [(np.zeros((3, 8, 8), F), ValueError), (np.zeros((4, 7, 8), F), ValueError),

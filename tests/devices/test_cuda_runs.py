@@ -31,6 +31,20 @@ def device(api):
     return cuda.CudaDevice(0, api)
 
 
+def test_what_no_event_is_behind_outlives_a_wait_that_fails(api, device):
+    stream, owner = device.stream(), np.empty(1)
+    alive = weakref.ref(owner)
+    device.context.retired.hold_unrecorded(stream.pointer, (owner,))
+    del owner
+    api.runtime.fault = 900  # another thread's capture, say: the work is still on its way
+    with pytest.raises(CaptureError):
+        device.synchronize()
+    assert alive() is not None
+    api.runtime.fault = 0
+    device.synchronize()
+    assert alive() is None
+
+
 class Case:
     """Rows of one array to be copied to rows of another, in another order."""
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import Case
+from helpers import Case, from_values
 
 import kvcupy as kv
-from kvcupy import reference
+from kvcupy import ops, reference
+from kvcupy.devices import cxx
 
 pytestmark = pytest.mark.usefixtures("lenient_host")  # strict builds convert one by one
 
@@ -53,3 +54,32 @@ def test_widening(device, fmt, width):
     found, _ = kv.gather_kv(cache, cache, device.asarray(np.arange(len(codes))), dtype="fp32")
     want = reference.decode(codes if fmt == "bf16" else codes.view(np.float16), fmt)
     np.testing.assert_array_equal(device.to_numpy(found), want.astype(np.float32))
+
+
+@pytest.mark.parametrize("fmt", SIXTEEN_BITS)
+def test_dynamic_scales(device, fmt):
+    """Of rows whose largest magnitude is anywhere, and that hold NaN, which does not count."""
+    case = Case(device, 0)
+    rows = np.random.default_rng(0).standard_normal((80, 1, 80)).astype(np.float32)
+    rows[np.arange(80), 0, np.arange(80)] = np.resize([-9, 9, -700, np.nan], 80)
+    key = case.place(from_values(rows, fmt), fmt)
+    caches = [case.output("int8", rows.shape) for _ in "kv"]
+    scales = [case.output("fp32", (80, 1)) for _ in "kv"]
+    case.store_kv(
+        key, key, *caches, range(80), k_scale_cache=scales[0], v_scale_cache=scales[1]
+    )  # fmt: skip
+
+
+SPECIALISATIONS = ops.specialisations()
+
+
+@pytest.mark.parametrize("source", sorted({s.kernel.source for s in SPECIALISATIONS}))
+def test_every_specialisation_compiles(monkeypatch, source):
+    """Here too, where a template for eight elements may lack what the general one has."""
+    monkeypatch.setattr(cxx, "_FLAGS", (*cxx._FLAGS, cxx._native()))
+    instances = [
+        f"template void {s.expression}({s.kernel.struct});"
+        for s in SPECIALISATIONS
+        if s.kernel.source == source and "<" in s.expression
+    ]
+    cxx.check("\n".join([f'#include "{source}"', *dict.fromkeys(instances), ""]))

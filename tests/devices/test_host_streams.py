@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 import weakref
@@ -886,3 +887,29 @@ def test_a_stream_of_usual_priority_keeps_what_its_process_has(monkeypatch):
         stream.call(lambda: None)
         stream.synchronize()
     assert asked == [5]
+
+
+def test_streams_come_and_go_while_the_device_is_waited_for():
+    """In other threads, and in finalizers: they change what `synchronize` looks at."""
+    device, over = HostDevice(), threading.Event()
+
+    def make_and_drop():
+        while not over.is_set():
+            device.stream().call(lambda: None)
+
+    threads = [threading.Thread(target=make_and_drop) for _ in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        stop = time.monotonic() + 0.7
+        while time.monotonic() < stop:
+            device.synchronize()
+    finally:
+        sys.setswitchinterval(interval)
+        over.set()
+        for thread in threads:
+            thread.join()
+    device.synchronize()
+    assert not device.context.dropped

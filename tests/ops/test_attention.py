@@ -79,6 +79,20 @@ def test_latent(device, fmt, lens):
     case.attend(args, sm_scale=192**-0.5)
 
 
+@pytest.mark.parametrize("heads", [16, 40])
+@pytest.mark.parametrize("cache_fmt", [None, "int8"])
+def test_values_that_end_after_their_keys(device, heads, cache_fmt):
+    """Keys that are the first elements of their values."""
+    case = AttentionCase(device, 4)
+    args = case.arguments(
+        [70, 5], fmt="bf16", cache_fmt=cache_fmt, heads=(heads, 1), widths=(512, 1), page_size=16
+    )
+    args["v_cache"] = args["k_cache"]
+    for name in ("query", "k_cache"):
+        args[name] = args[name].sub(lambda a: a[..., :128])
+    case.attend(args)
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("heads", [17, 32, 64, 100, 128])
 @pytest.mark.parametrize("fmt", ["fp16", "bf16"])

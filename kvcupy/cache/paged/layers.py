@@ -159,8 +159,8 @@ class Layers:
         self._prober = Prober()
         self._kind: Any = None  # of the rows of the last call
         self._checked: dict[Any, ArrayView] = {}  # queries
-        # Addresses of query and out that were checked, for rows of one kind.
-        self._allowed: set[tuple[int, int]] = set()
+        # Addresses of query, out and sinks that were checked, for rows of one kind.
+        self._allowed: set[tuple[int, int, int]] = set()
         self._allowed_kind: Any = None
         # Kind and number of tokens of the last call, its options, and what they came to.
         self._last: tuple[Any, ...] = (None,) * 8
@@ -199,7 +199,7 @@ class Layers:
         if kind is not self._allowed_kind:
             self._allowed_kind = kind
             self._allowed.clear()
-        addresses = pointers[0], pointers[3]
+        addresses = pointers[0], pointers[3], pointers[4]
         last_kind, tokens, scale, width, first_keys, cap, rows, options = self._last
         if (
             kind is last_kind and num_tokens == tokens and sm_scale is scale and window is width
@@ -208,12 +208,12 @@ class Layers:
             return rows, options, arrays, pointers, kind
         rows = self._checked.get((num_tokens, kind))
         if rows is None:
-            rows = self._check_rows(query, out, num_tokens)
+            rows = self._check_rows(query, out, logits, num_tokens)
             if len(self._checked) == _MAX_CHECKED:
                 self._checked.clear()
             self._checked[num_tokens, kind] = rows
         if addresses not in self._allowed:
-            self._check_addresses(view(query, "query"), out)
+            self._check_addresses(view(query, "query"), out, logits)
             if len(self._allowed) == _MAX_CHECKED:
                 self._allowed.clear()
             self._allowed.add(addresses)
@@ -222,15 +222,9 @@ class Layers:
         )
         if logits is None:
             self._last = kind, num_tokens, sm_scale, window, sinks, logits_soft_cap, rows, options
-            return rows, options, arrays, pointers, kind
-        v = view(logits, "sinks")
-        if v.format != "fp32" or v.shape != (self._num_q_heads,):
-            raise ValueError(
-                f"sinks: expected an int, or fp32 ({self._num_q_heads},), got {describe(v)}"
-            )
         return rows, options, arrays, pointers, kind
 
-    def _check_rows(self, query: Any, out: Any, num_tokens: int) -> ArrayView:
+    def _check_rows(self, query: Any, out: Any, logits: Any, num_tokens: int) -> ArrayView:
         rows = view(query, "query")
         check_query(rows)
         self._require_rows(rows, "query", num_tokens, self.width)
@@ -243,13 +237,22 @@ class Layers:
                 raise ValueError(f"out: expected {rows.shape[0]} rows, got {describe(written)}")
             checks.require_contiguous(written, "out")
             checks.require_output(written, "out")
+        if logits is not None:
+            v = view(logits, "sinks")
+            if v.format != "fp32" or v.shape != (self._num_q_heads,):
+                raise ValueError(
+                    f"sinks: expected an int, or fp32 ({self._num_q_heads},), got {describe(v)}"
+                )
+            self._require_here(v, "sinks")
         return rows.without_owner()
 
-    def _check_addresses(self, query: ArrayView, out: Any) -> None:
+    def _check_addresses(self, query: ArrayView, out: Any, logits: Any) -> None:
         """Raise if attention could not read or write here, which it says after keys are stored."""
         written = None if out is None else view(out, "out")
-        checks.require_aligned([("query", query), ("out", written)])
-        inputs = [(name, v) for cache in self.caches for name, v in cache.items()]
+        sinks = None if logits is None else view(logits, "sinks")
+        checks.require_aligned([("query", query), ("out", written), ("sinks", sinks)])
+        inputs: list[tuple[str, Any]] = [("sinks", sinks)]
+        inputs += [(name, v) for cache in self.caches for name, v in cache.items()]
         if self.rope.mode == "none":  # else attention reads a rotated copy
             inputs.append(("query", query))
         checks.require_disjoint(
@@ -270,12 +273,15 @@ class Layers:
 
     def _require_rows(self, rows: ArrayView, name: str, num_tokens: int, width: int) -> None:
         row = (self._num_q_heads, width)
-        if rows.device != self._device.name:
-            raise ValueError(f"{name}: expected it on {self._device.name}, got {rows.device}")
+        self._require_here(rows, name)
         if rows.ndim != 3 or rows.shape[1:] != row or rows.shape[0] < num_tokens:
             raise ValueError(
                 f"{name}: expected at least {num_tokens} rows of {row}, got {describe(rows)}"
             )
+
+    def _require_here(self, v: ArrayView, name: str) -> None:
+        if v.device != self._device.name:
+            raise ValueError(f"{name}: expected it on {self._device.name}, got {v.device}")
 
     # --- One layer ---
 

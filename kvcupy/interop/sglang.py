@@ -1,0 +1,1129 @@
+"""SGLang's kernels by their names and signatures, over kvcupy's operations. SGLang is not needed.
+
+These are functions of `sgl_kernel` (stores, RoPE with a fused store, transfers between device and
+host pools) and those that SGLang compiles at run time (`store_cache`, `set_mla_kv_buffer`,
+`apply_rope_inplace`, `apply_rope_inplace_with_kvcache`). Tensors are torch's, on a GPU or the CPU.
+Locations and indices may be int32 or int64.
+
+What differs from SGLang everywhere: any width works; a negative location is skipped; one past the
+end is skipped and raised by `kvcupy.check_faults`, where SGLang's kernels write outside; errors
+name the argument. Options that tune SGLang's kernels are ignored.
+`docs/moving_from_other_libraries.md` has a table of all calls.
+
+Transfers: `item_size` and `*_layout_dim` are bytes, per token and layer, and per token of all
+layers. A table of layers is a uint64 tensor of addresses, which the caller keeps alive; the host
+reads it and the indices, since how far the memory reaches is not known. So a call with tables waits
+for the GPU, and none is legal in capture. Each call wraps the memory anew, in time that grows with
+the number of rows. `kvcupy.TransferEngine` over pools of `KVPool.wrap` does none of that.
+
+Examples
+--------
+>>> k_cache, v_cache = torch.zeros(2, 32, 16)
+>>> rows, locations = torch.ones(2, 16), torch.tensor([7, 0])
+>>> store_cache(rows, 2 * rows, k_cache, v_cache, locations)  # slot 0 is never written
+>>> float(v_cache[7, 0]), float(v_cache[0, 0])
+(2.0, 0.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..arrays import ArrayView, view
+from ..cache.pool import KVPool, MLAPool
+from ..ops.transfer import transfer_pages
+from . import describe_tensor, not_offered, require_dtype, require_shape
+from . import torch as _kv
+
+__all__ = [
+    "FusedSetKVBufferArg",
+    "apply_rope_inplace",
+    "apply_rope_inplace_with_kvcache",
+    "apply_rope_with_cos_sin_cache_inplace",
+    "can_use_store_cache",
+    "set_kv_buffer",
+    "set_kv_buffer_kernel",
+    "set_mla_kv_buffer",
+    "store_cache",
+    "transfer_kv_all_layer",
+    "transfer_kv_all_layer_direct_lf_pf",
+    "transfer_kv_all_layer_lf_pf",
+    "transfer_kv_all_layer_lf_ph",
+    "transfer_kv_all_layer_mla",
+    "transfer_kv_all_layer_mla_lf_pf",
+    "transfer_kv_direct",
+    "transfer_kv_per_layer",
+    "transfer_kv_per_layer_direct_pf_lf",
+    "transfer_kv_per_layer_mla",
+    "transfer_kv_per_layer_mla_pf_lf",
+    "transfer_kv_per_layer_pf_lf",
+    "transfer_kv_per_layer_ph_lf",
+]
+
+
+# --- Stores ---------------------------------------------------------------------------------------
+
+
+def set_kv_buffer_kernel(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    loc: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fallback: bool = False,
+) -> None:
+    """Write rows of K and V to their locations: `kvcupy.store_kv`.
+
+    Parameters
+    ----------
+    k_cache, v_cache : (slots, row) or (slots, H, D), written in place
+    loc : (T,)
+    k, v : (T', row) or (T', H, D), T' >= T, of the caches' dtypes; bits are copied
+    fallback : ignored; any width has a kernel
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was written
+
+    Notes
+    -----
+    Differs from SGLang: K and V may have different widths and strides, and no error makes it fall
+    back. Stream, Capture, Bytes: as `kvcupy.store_kv`. Source: sgl-project/sglang pull 8884.
+
+    Examples
+    --------
+    >>> k_cache, v_cache = torch.zeros(2, 32, 2, 8)
+    >>> set_kv_buffer_kernel(
+    ...     k_cache, v_cache, torch.tensor([3]), torch.ones(1, 2, 8), torch.ones(1, 2, 8)
+    ... )
+    >>> float(k_cache.sum())
+    16.0
+    """
+    _store({"k": k, "v": v}, {"k_cache": k_cache, "v_cache": v_cache}, ("loc", loc), None)
+
+
+def set_kv_buffer(
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    loc: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    k_scale: Tensor | float | None = None,
+    v_scale: Tensor | float | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Do as `set_kv_buffer` of SGLang's pools, for the buffers of a layer: `kvcupy.store_kv`.
+
+    Parameters
+    ----------
+    k_buffer, v_buffer : (slots, H, D), (slots, H, Dv), written in place: of the rows' dtype, or
+        another, or uint8 that holds `dtype`
+    loc : (T,)
+    cache_k, cache_v : (T', H, D), (T', H, Dv), T' >= T; not modified
+    k_scale, v_scale : dequantisation multipliers: None, a number, or float32 of one element or
+        (H,). Ignored where the rows have the buffers' dtype, as in SGLang
+    dtype : of the pool, where the buffers are uint8: torch.float8_e4m3fn or torch.float8_e5m2
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was written
+
+    Notes
+    -----
+    Differs from SGLang: `x / scale` is float32 with one rounding, and saturates, where SGLang
+    divides the caller's rows in place, in their dtype, and then casts. Two streams for K and V are
+    not needed. Stream, Capture, Bytes: as `kvcupy.store_kv`.
+
+    Examples
+    --------
+    >>> buffers, rows = torch.zeros(2, 8, 1, 4, dtype=torch.uint8), torch.ones(1, 1, 4)
+    >>> set_kv_buffer(
+    ...     *buffers, torch.tensor([3]), rows, rows, 0.5, dtype=torch.float8_e4m3fn
+    ... )
+    >>> float(buffers[0].view(torch.float8_e4m3fn)[3, 0, 0])
+    2.0
+    """
+    buffers = []
+    for x, rows, name, rows_name in (
+        (k_buffer, cache_k, "k_buffer", "cache_k"), (v_buffer, cache_v, "v_buffer", "cache_v"),
+    ):  # fmt: skip
+        require_shape(x, name, ("slots", "heads", "head_dim"))
+        require_shape(rows, rows_name, ("tokens", *x.shape[1:]))
+        if x.dtype == torch.uint8:
+            if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+                raise TypeError(
+                    f"dtype: expected float8_e4m3fn or float8_e5m2 with a uint8 {name}, got {dtype}"
+                )
+            x = x.view(dtype)
+        buffers.append(x)
+    require_shape(v_buffer, "v_buffer", (*k_buffer.shape[:2], "head_dim"))
+    _require_locations(loc, "loc", {"cache_k": cache_k, "cache_v": cache_v})
+    _kv.store_kv(
+        cache_k, cache_v, buffers[0], buffers[1], loc,
+        k_scale=None if cache_k.dtype == buffers[0].dtype else k_scale,
+        v_scale=None if cache_v.dtype == buffers[1].dtype else v_scale,
+    )  # fmt: skip
+
+
+def store_cache(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    indices: Tensor,
+    *,
+    row_bytes: int = 0,
+    v_row_bytes: int = 0,
+    num_split: int = 0,
+    size_limit: int = 0,
+    reserved_skip_index: int = 0,
+) -> None:
+    """Write rows of K and V to their indices: `kvcupy.store_kv` with skip_slot.
+
+    Parameters
+    ----------
+    k, v, k_cache, v_cache : as in `set_kv_buffer_kernel`
+    indices : (T,), of any stride
+    row_bytes, v_row_bytes : 0, or bytes of a row of k and of v
+    num_split : ignored
+    size_limit : how many slots may be written, the others are past the end; 0: all
+    reserved_skip_index : a slot that is never written, by default 0; -1: none
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was written
+
+    Examples
+    --------
+    See the module.
+    """
+    for name, x, count in (("row_bytes", k, row_bytes), ("v_row_bytes", v, v_row_bytes)):
+        if count and isinstance(x, Tensor) and count != _row_bytes(x):
+            raise ValueError(f"{name}: expected 0 or {_row_bytes(x)}, got {count}")
+    if size_limit:
+        if not 0 < size_limit <= len(k_cache):
+            raise ValueError(f"size_limit: expected 0 to {len(k_cache)}, got {size_limit}")
+        k_cache, v_cache = k_cache[:size_limit], v_cache[:size_limit]
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    _store({"k": k, "v": v}, caches, ("indices", indices), _skip_slot(reserved_skip_index))
+
+
+def can_use_store_cache(k_row_bytes: int, v_row_bytes: int = 0, num_threads: int = 0) -> bool:
+    """Return whether `store_cache` takes rows of so many bytes: it takes all."""
+    return True
+
+
+def set_mla_kv_buffer(
+    kv_buffer: Tensor,
+    loc: Tensor,
+    nope: Tensor,
+    rope: Tensor,
+    num_warps: int = 0,
+    reserved_skip_index: int = 0,
+) -> None:
+    """Write latent and rotated key of MLA side by side: `kvcupy.store_mla`.
+
+    Parameters
+    ----------
+    kv_buffer : (slots, R + P) or (slots, 1, R + P), written in place
+    loc : (T,)
+    nope, rope : (T', R), (T', P), or with an axis of one head; of kv_buffer's dtype
+    num_warps : ignored
+    reserved_skip_index : as in `store_cache`
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was written
+
+    Examples
+    --------
+    >>> cache = torch.zeros(8, 1, 6)
+    >>> set_mla_kv_buffer(cache, torch.tensor([2]), torch.ones(1, 1, 4), torch.ones(1, 1, 2))
+    >>> float(cache[2].sum())
+    6.0
+    """
+    kv_buffer, nope, rope = (
+        _without_head(x, name)
+        for x, name in ((kv_buffer, "kv_buffer"), (nope, "nope"), (rope, "rope"))
+    )
+    require_shape(kv_buffer, "kv_buffer", ("slots", nope.shape[1] + rope.shape[1]))
+    _require_locations(loc, "loc", {"nope": nope, "rope": rope})
+    for x, name in ((nope, "nope"), (rope, "rope")):
+        require_dtype(x, name, kv_buffer.dtype)
+    _kv.store_mla(
+        _as_format(nope), _as_format(rope), _as_format(kv_buffer), loc,
+        skip_slot=_skip_slot(reserved_skip_index),
+    )  # fmt: skip
+
+
+def _store(
+    rows: dict[str, Any], caches: dict[str, Any], locations: tuple[str, Any], skip_slot: int | None
+) -> None:
+    for (name, x), (cache_name, cache) in zip(rows.items(), caches.items(), strict=True):
+        if not isinstance(cache, Tensor) or cache.ndim not in (2, 3):
+            got = describe_tensor(cache)
+            raise ValueError(f"{cache_name}: expected (slots, row) or (slots, H, D), got {got}")
+        require_shape(x, name, ("tokens", *cache.shape[1:]))
+        require_dtype(x, name, cache.dtype)
+    (k_name, k_cache), (v_name, v_cache) = caches.items()
+    if v_cache.ndim != k_cache.ndim or len(v_cache) != len(k_cache):
+        got = describe_tensor(v_cache)
+        raise ValueError(f"{v_name}: expected slots like {k_name}, got {got}")
+    name, loc = locations
+    _require_locations(loc, name, rows)
+    k, v = rows.values()
+    _kv.store_kv(
+        _as_format(k), _as_format(v), _as_format(k_cache), _as_format(v_cache), loc,
+        skip_slot=skip_slot,
+    )  # fmt: skip
+
+
+def _require_locations(loc: Any, name: str, rows: dict[str, Tensor]) -> None:
+    require_shape(loc, name, ("tokens",))
+    require_dtype(loc, name, torch.int32, torch.int64)
+    for rows_name, x in rows.items():
+        if len(x) < len(loc):
+            least = f"at least {len(loc)} rows like {name}"
+            raise ValueError(f"{rows_name}: expected {least}, got {describe_tensor(x)}")
+
+
+def _as_format(x: Tensor) -> Tensor:
+    """Return bytes, which quantised pools of SGLang are, as numbers that are copied bit for bit."""
+    return x.view(torch.int8) if x.dtype == torch.uint8 else x
+
+
+def _skip_slot(reserved_skip_index: int) -> int | None:
+    return None if reserved_skip_index < 0 else reserved_skip_index
+
+
+def _row_bytes(x: Tensor) -> int:
+    return int(x[:1].numel() * x.element_size())
+
+
+def _without_head(x: Any, name: str) -> Tensor:
+    if isinstance(x, Tensor) and x.ndim == 3:
+        require_shape(x, name, ("rows", 1, "width"))
+        return x[:, 0]
+    require_shape(x, name, ("rows", "width"))
+    tensor: Tensor = x
+    return tensor
+
+
+# --- Rotations ------------------------------------------------------------------------------------
+
+
+@dataclass
+class FusedSetKVBufferArg:
+    """Where `apply_rope_with_cos_sin_cache_inplace` writes the rotated key, and the value.
+
+    Parameters
+    ----------
+    value : (nnz, H * Dv), of key's dtype
+    k_buffer, v_buffer : (slots, H * head_size), (slots, H * Dv); of key's dtype, or fp8 or int8
+    k_scale, v_scale : dequantisation multipliers of quantised buffers: None, a number, or float32
+        of one element or (H,). SGLang takes None alone
+    cache_loc : int32 or int64 (T,)
+    """
+
+    value: Tensor
+    k_buffer: Tensor
+    v_buffer: Tensor
+    k_scale: Tensor | float | None
+    v_scale: Tensor | float | None
+    cache_loc: Tensor
+
+
+def apply_rope_with_cos_sin_cache_inplace(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool = True,
+    fused_set_kv_buffer_arg: FusedSetKVBufferArg | None = None,
+    enable_pdl: bool | None = None,
+) -> None:
+    """Rotate query and key in place, and store key and value: `apply_rope`, `rope_store_kv`.
+
+    Parameters
+    ----------
+    positions : (nnz,)
+    query, key : (nnz, Hq * head_size), (nnz, H * head_size)
+    cos_sin_cache : float32 (max_position, rotary_dim), `[cos | sin]`
+    is_neox : pairs are (i, i + rotary_dim / 2), else (2i, 2i + 1)
+    fused_set_kv_buffer_arg : what to store, and where; None: only rotate
+    enable_pdl : ignored
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was written
+
+    Notes
+    -----
+    What is stored is the rotated key as it was rounded to its dtype. Differs from SGLang: buffers
+    may be quantised (`x / scale` in float32, one rounding, saturating); any head_size; a position
+    outside the table is a fault, and its token is neither rotated nor stored. Stream, Capture,
+    Bytes: as `kvcupy.rope_store_kv`. Source: sgl-project/sglang pull 9077.
+
+    Examples
+    --------
+    >>> table = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    >>> query, key, buffers = torch.ones(1, 4), torch.tensor([[1.0, 2.0]]), torch.zeros(2, 8, 2)
+    >>> stored = FusedSetKVBufferArg(
+    ...     torch.ones(1, 2), buffers[0], buffers[1], None, None, torch.tensor([5])
+    ... )
+    >>> apply_rope_with_cos_sin_cache_inplace(torch.tensor([1]), query, key, 2, table, True, stored)
+    >>> buffers[:, 5].tolist()
+    [[-2.0, 1.0], [1.0, 1.0]]
+    """
+    _require_table(cos_sin_cache)
+    q = _heads(query, "query", head_size)
+    k = _heads(key, "key", head_size)
+    if fused_set_kv_buffer_arg is None:
+        _kv.apply_rope(q, k, cos_sin_cache, positions, interleaved=not is_neox)
+        return
+    stored, count = fused_set_kv_buffer_arg, k.shape[1]
+    require_shape(stored.k_buffer, "k_buffer", ("slots", k.shape[1] * head_size))
+    _require_locations(stored.cache_loc, "cache_loc", {"key": key, "value": stored.value})
+    value, v_buffer = (
+        _split(x, name, count)
+        for x, name in ((stored.value, "value"), (stored.v_buffer, "v_buffer"))
+    )
+    require_shape(v_buffer, "v_buffer", (len(stored.k_buffer), count, value.shape[2]))
+    for x, name in ((stored.k_buffer, "k_buffer"), (v_buffer, "v_buffer")):
+        if x.dtype == torch.uint8:
+            got = describe_tensor(x)
+            raise TypeError(f"{name}: expected numbers, view bytes as their dtype, got {got}")
+    _kv.rope_store_kv(
+        q, k, value, cos_sin_cache, positions, _split(stored.k_buffer, "k_buffer", count), v_buffer,
+        stored.cache_loc, interleaved=not is_neox, k_scale=stored.k_scale, v_scale=stored.v_scale,
+    )  # fmt: skip
+
+
+def apply_rope_inplace(
+    q: Tensor,
+    k: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    *,
+    is_neox: bool,
+    rope_dim: int = 0,
+) -> None:
+    """Rotate query and key in place: `kvcupy.apply_rope`.
+
+    Parameters
+    ----------
+    q, k : (nnz, Hq, D), (nnz, H, D)
+    rope_dim : 0, or the table's width, which leads each head
+    others : as in `apply_rope_with_cos_sin_cache_inplace`, and so are errors and notes
+    """
+    _require_rope_dim(cos_sin_cache, rope_dim)
+    for x, name in ((q, "q"), (k, "k")):
+        require_shape(x, name, ("nnz", "heads", "head_dim"))
+    _kv.apply_rope(q, k, cos_sin_cache, positions, interleaved=not is_neox)
+
+
+def apply_rope_inplace_with_kvcache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos_sin_cache: Tensor,
+    positions: Tensor,
+    out_loc: Tensor,
+    *,
+    is_neox: bool,
+    rope_dim: int = 0,
+) -> None:
+    """Rotate query and key in place, and store key and value: `kvcupy.rope_store_kv`.
+
+    Parameters
+    ----------
+    q, k, v : (nnz, Hq, D), (nnz, H, D), (nnz, H, Dv)
+    k_cache, v_cache : (slots, H * D), (slots, H * Dv), of the rows' dtypes
+    out_loc : (T,)
+    others : as in `apply_rope_inplace`
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was written
+
+    Notes
+    -----
+    Differs from SGLang: partial rotation and any D work; positions and out_loc may have different
+    dtypes. Slot 0 is a slot like others, as it is in SGLang's kernel.
+
+    Examples
+    --------
+    >>> table, rows = torch.tensor([[1.0, 0.0]]), torch.ones(1, 2, 2)
+    >>> k_cache, v_cache = torch.zeros(2, 8, 4)
+    >>> place = torch.tensor([0]), torch.tensor([5])
+    >>> apply_rope_inplace_with_kvcache(
+    ...     rows.clone(), rows.clone(), rows, k_cache, v_cache, table, *place, is_neox=True
+    ... )
+    >>> float(k_cache[5].sum()), float(v_cache.sum())
+    (4.0, 4.0)
+    """
+    _require_rope_dim(cos_sin_cache, rope_dim)
+    for x, name in ((q, "q"), (k, "k"), (v, "v")):
+        require_shape(x, name, ("nnz", "heads", "head_dim"))
+    heads = k.shape[1]
+    require_shape(v, "v", (len(k), heads, "head_dim"))
+    for x, cache, name in ((k, k_cache, "k_cache"), (v, v_cache, "v_cache")):
+        require_shape(cache, name, ("slots", heads * x.shape[2]))
+        require_dtype(cache, name, x.dtype)
+    _require_locations(out_loc, "out_loc", {"k": k, "v": v})
+    _kv.rope_store_kv(
+        q, k, v, cos_sin_cache, positions, _split(k_cache, "k_cache", heads),
+        _split(v_cache, "v_cache", heads), out_loc, interleaved=not is_neox,
+    )  # fmt: skip
+
+
+def _require_table(cos_sin_cache: Any) -> None:
+    require_shape(cos_sin_cache, "cos_sin_cache", ("max_position", "rotary_dim"))
+    if cos_sin_cache.dtype != torch.float32:  # a ValueError in SGLang too
+        raise ValueError(f"cos_sin_cache: expected float32, got {describe_tensor(cos_sin_cache)}")
+
+
+def _require_rope_dim(cos_sin_cache: Any, rope_dim: int) -> None:
+    _require_table(cos_sin_cache)
+    if rope_dim not in (0, cos_sin_cache.shape[1]):
+        raise ValueError(f"rope_dim: expected 0 or {cos_sin_cache.shape[1]}, got {rope_dim}")
+
+
+def _heads(x: Any, name: str, head_size: int) -> Tensor:
+    """View (nnz, heads * head_size) as (nnz, heads, head_size)."""
+    require_shape(x, name, ("nnz", "heads * head_size"))
+    if head_size < 1 or x.shape[1] % head_size:
+        got = describe_tensor(x)
+        raise ValueError(f"{name}: expected a multiple of head_size {head_size}, got {got}")
+    rows: Tensor = x.unflatten(1, (-1, head_size))
+    return rows
+
+
+def _split(x: Any, name: str, heads: int) -> Tensor:
+    """View (rows, heads * width) as (rows, heads, width)."""
+    require_shape(x, name, ("rows", "heads * width"))
+    if x.shape[1] % heads:
+        raise ValueError(f"{name}: expected rows of {heads} heads, got {describe_tensor(x)}")
+    rows: Tensor = x.unflatten(1, (heads, -1))
+    return rows
+
+
+# --- Transfers ------------------------------------------------------------------------------------
+# A side of a transfer is K and V, or a latent, each a list of layers (pages, slots, heads, bytes).
+
+_Side: TypeAlias = "Sequence[Sequence[ArrayView]]"
+_Indices: TypeAlias = "tuple[Tensor, Tensor]"
+
+
+def transfer_kv_per_layer(
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of K and V of one layer, by one launch: `kvcupy.transfer_pages`.
+
+    Parameters
+    ----------
+    src_k, dst_k, src_v, dst_v : contiguous tensors of rows of item_size bytes, of any shape and
+        dtype; on the CPU, in pinned memory if the others are on a GPU
+    src_indices, dst_indices : (n,), rows; a pair with a negative one is skipped
+    item_size : bytes of a row
+    block_quota : blocks of the kernel
+    num_warps_per_block : ignored
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was moved
+
+    Notes
+    -----
+    Differs from SGLang: item_size need not be a multiple of 8. Stream: torch's current one. Bytes:
+    each row read once and written once. Source: sgl-project/sglang pull 7313.
+
+    Examples
+    --------
+    >>> src, dst = torch.ones(2, 8, 16), torch.zeros(2, 4, 16)
+    >>> rows = torch.tensor([7]), torch.tensor([2])
+    >>> transfer_kv_per_layer(src[0], dst[0], src[1], dst[1], *rows, item_size=64)
+    >>> dst[:, :, 0].tolist()
+    [[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
+    """
+    src = [[_rows(src_k, "src_k", item_size)], [_rows(src_v, "src_v", item_size)]]
+    dst = [[_rows(dst_k, "dst_k", item_size)], [_rows(dst_v, "dst_v", item_size)]]
+    _transfer(src, dst, (src_indices, dst_indices), max_blocks=block_quota)
+
+
+def transfer_kv_per_layer_mla(
+    src: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of the latent of one layer, as `transfer_kv_per_layer` those of K and V."""
+    parts = [[_rows(src, "src", item_size)]], [[_rows(dst, "dst", item_size)]]
+    _transfer(*parts, (src_indices, dst_indices), max_blocks=block_quota)
+
+
+def transfer_kv_per_layer_pf_lf(
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of one layer from page_first memory, whose rows hold all layers of a token.
+
+    Parameters
+    ----------
+    src_k, src_v : contiguous, rows of src_layout_dim bytes
+    layer_id : which layer of src
+    src_layout_dim : bytes of a row of all layers
+    others : as in `transfer_kv_per_layer`, and so are errors and notes
+    """
+    src = [
+        [_layer_of_row(x, name, layer_id, item_size, src_layout_dim)]
+        for x, name in ((src_k, "src_k"), (src_v, "src_v"))
+    ]
+    dst = [[_rows(dst_k, "dst_k", item_size)], [_rows(dst_v, "dst_v", item_size)]]
+    _transfer(src, dst, (src_indices, dst_indices), max_blocks=block_quota)
+
+
+def transfer_kv_per_layer_mla_pf_lf(
+    src: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of the latent of one layer, as `transfer_kv_per_layer_pf_lf` those of K and V."""
+    source = [[_layer_of_row(src, "src", layer_id, item_size, src_layout_dim)]]
+    target = [[_rows(dst, "dst", item_size)]]
+    _transfer(source, target, (src_indices, dst_indices), max_blocks=block_quota)
+
+
+def transfer_kv_per_layer_ph_lf(
+    src_k: Tensor,
+    dst_k: Tensor,
+    src_v: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+    page_size: int,
+    head_num: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy one layer of whole pages from page_head memory, (pages, heads, page_size, layers, D).
+
+    Parameters
+    ----------
+    src_indices, dst_indices : (n,), the slots of whole pages, in order
+    page_size, head_num : slots per page, KV heads
+    others : as in `transfer_kv_per_layer_pf_lf`
+
+    Notes
+    -----
+    Differs from SGLang: slots that are not those of whole pages are refused.
+    """
+    geometry = item_size, page_size, head_num
+    src = [
+        [_layer_of_page(x, name, layer_id, src_layout_dim, *geometry)]
+        for x, name in ((src_k, "src_k"), (src_v, "src_v"))
+    ]
+    dst = [[_rows(dst_k, "dst_k", *geometry)], [_rows(dst_v, "dst_v", *geometry)]]
+    _transfer(src, dst, (src_indices, dst_indices), page_size=page_size, max_blocks=block_quota)
+
+
+def transfer_kv_all_layer(
+    src_k_layers: Tensor,
+    dst_k_layers: Tensor,
+    src_v_layers: Tensor,
+    dst_v_layers: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    num_layers: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of K and V of all layers, between layers at addresses.
+
+    Parameters
+    ----------
+    src_k_layers, dst_k_layers, src_v_layers, dst_v_layers : uint64 (num_layers,), addresses that
+        the device of the tables can use
+    others : as in `transfer_kv_per_layer`, and so are errors
+
+    Notes
+    -----
+    An index past the end of memory is not noticed, as in SGLang. The host reads the tables and
+    indices, see the module.
+
+    Examples
+    --------
+    >>> src, dst = torch.ones(2, 3, 8, 16), torch.zeros(2, 3, 4, 16)  # K and V, layers, rows
+    >>> tables = [
+    ...     torch.tensor([layer.data_ptr() for layer in x], dtype=torch.uint64)
+    ...     for x in (src[0], dst[0], src[1], dst[1])
+    ... ]
+    >>> transfer_kv_all_layer(*tables, torch.tensor([7]), torch.tensor([2]), 64, 3)
+    >>> float(dst[:, :, 2].min()), float(dst[:, :, [0, 1, 3]].max())
+    (1.0, 0.0)
+    """
+    indices = src_indices, dst_indices
+    slots = _num_slots(indices)
+    src, dst = (
+        [_at_addresses(x, name, num_layers, item_size, count) for x, name in tables]
+        for tables, count in (
+            (((src_k_layers, "src_k_layers"), (src_v_layers, "src_v_layers")), slots[0]),
+            (((dst_k_layers, "dst_k_layers"), (dst_v_layers, "dst_v_layers")), slots[1]),
+        )
+    )
+    _transfer(src, dst, indices, max_blocks=block_quota)
+
+
+def transfer_kv_all_layer_mla(
+    src_layers: Tensor,
+    dst_layers: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    num_layers: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of the latent of all layers, as `transfer_kv_all_layer` those of K and V."""
+    indices = src_indices, dst_indices
+    slots = _num_slots(indices)
+    src = [_at_addresses(src_layers, "src_layers", num_layers, item_size, slots[0])]
+    dst = [_at_addresses(dst_layers, "dst_layers", num_layers, item_size, slots[1])]
+    _transfer(src, dst, indices, max_blocks=block_quota)
+
+
+def transfer_kv_all_layer_lf_pf(
+    src_k_layers: Tensor,
+    dst_k: Tensor,
+    src_v_layers: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of all layers at addresses into page_first memory.
+
+    Parameters
+    ----------
+    src_k_layers, src_v_layers : as in `transfer_kv_all_layer`
+    dst_k, dst_v, dst_layout_dim : as src_k, src_v, src_layout_dim of `transfer_kv_per_layer_pf_lf`
+    others : as in `transfer_kv_all_layer`, and so are errors and notes
+    """
+    indices = src_indices, dst_indices
+    slots, _ = _num_slots(indices)
+    src = [
+        _at_addresses(x, name, num_layers, item_size, slots)
+        for x, name in ((src_k_layers, "src_k_layers"), (src_v_layers, "src_v_layers"))
+    ]
+    dst = [
+        [_layer_of_row(x, name, i, item_size, dst_layout_dim) for i in range(num_layers)]
+        for x, name in ((dst_k, "dst_k"), (dst_v, "dst_v"))
+    ]
+    _transfer(src, dst, indices, max_blocks=block_quota)
+
+
+def transfer_kv_all_layer_mla_lf_pf(
+    src_layers: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy rows of the latent of all layers, as `transfer_kv_all_layer_lf_pf` those of K and V."""
+    indices = src_indices, dst_indices
+    slots, _ = _num_slots(indices)
+    source = [_at_addresses(src_layers, "src_layers", num_layers, item_size, slots)]
+    target = [_layer_of_row(dst, "dst", i, item_size, dst_layout_dim) for i in range(num_layers)]
+    _transfer(source, [target], indices, max_blocks=block_quota)
+
+
+def transfer_kv_all_layer_lf_ph(
+    src_k_layers: Tensor,
+    dst_k: Tensor,
+    src_v_layers: Tensor,
+    dst_v: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    page_size: int,
+    head_num: int,
+    block_quota: int = 2,
+    num_warps_per_block: int = 32,
+) -> None:
+    """Copy all layers at addresses of whole pages into page_head memory.
+
+    Parameters
+    ----------
+    src_k_layers, src_v_layers : as in `transfer_kv_all_layer`
+    others : as in `transfer_kv_per_layer_ph_lf`, with dst in src's place, and so are errors, notes
+    """
+    indices = src_indices, dst_indices
+    slots, _ = _num_slots(indices)
+    geometry = item_size, page_size, head_num
+    src = [
+        _at_addresses(x, name, num_layers, item_size, slots, page_size, head_num)
+        for x, name in ((src_k_layers, "src_k_layers"), (src_v_layers, "src_v_layers"))
+    ]
+    dst = [
+        [_layer_of_page(x, name, i, dst_layout_dim, *geometry) for i in range(num_layers)]
+        for x, name in ((dst_k, "dst_k"), (dst_v, "dst_v"))
+    ]
+    _transfer(src, dst, indices, page_size=page_size, max_blocks=block_quota)
+
+
+def transfer_kv_direct(
+    src_layers: list[Tensor],
+    dst_layers: list[Tensor],
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    page_size: int,
+) -> None:
+    """Copy rows of lists of tensors by the copy engine: `transfer_pages` with method="copy".
+
+    Parameters
+    ----------
+    src_layers, dst_layers : contiguous tensors, rows on the first axis; those of K and of V may
+        differ in width
+    src_indices, dst_indices : (n,), rows of whole pages, in order; a pair with a negative row is
+        skipped
+    page_size : a divisor of n
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was moved
+
+    Notes
+    -----
+    Runs in which both indices ascend by one are one copy. Indices of a GPU are copied to the host.
+
+    Examples
+    --------
+    >>> src, dst = torch.ones(2, 8, 16), torch.zeros(2, 4, 16)
+    >>> transfer_kv_direct(list(src), list(dst), torch.tensor([6, 7]), torch.tensor([0, 1]), 2)
+    >>> dst[1, :, 0].tolist()
+    [1.0, 1.0, 0.0, 0.0]
+    """
+    if len(src_layers) != len(dst_layers) or not src_layers:
+        raise ValueError(
+            f"dst_layers: expected {len(src_layers)} like src_layers, at least one, "
+            f"got {len(dst_layers)}"
+        )
+    indices = _on_host((src_indices, dst_indices))
+    _require_indices(indices)
+    if page_size < 1 or len(src_indices) % page_size:
+        raise ValueError(
+            f"page_size: expected a divisor of the {len(src_indices)} indices, got {page_size}"
+        )
+    by_width: dict[int, tuple[list[ArrayView], list[ArrayView]]] = {}
+    for i, (src, dst) in enumerate(zip(src_layers, dst_layers, strict=True)):
+        for x, name in ((src, "src_layers"), (dst, "dst_layers")):
+            if not isinstance(x, Tensor) or x.ndim < 2:
+                raise TypeError(f"{name}[{i}]: expected (rows, ...), got {describe_tensor(x)}")
+        width = _row_bytes(src)
+        if _row_bytes(dst) != width:
+            got = _row_bytes(dst)
+            raise ValueError(f"dst_layers[{i}]: expected rows of {width} bytes, got {got}")
+        alike = by_width.setdefault(width, ([], []))
+        alike[0].append(_rows(src, f"src_layers[{i}]", width))
+        alike[1].append(_rows(dst, f"dst_layers[{i}]", width))
+    for sources, targets in by_width.values():
+        _transfer([sources], [targets], indices, method="copy")
+
+
+def transfer_kv_per_layer_direct_pf_lf(
+    src_ptrs: list[Tensor],
+    dst_ptrs: list[Tensor],
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """Copy one layer of whole pages from page_first_direct memory by the copy engine.
+
+    Parameters
+    ----------
+    src_ptrs : K and V, or a latent, (pages, layers, page_size, ...), contiguous
+    dst_ptrs : of the layer, rows on the first axis, contiguous
+    src_indices, dst_indices : (n,), the slots of whole pages, in order
+    layer_id, page_size : which layer of src, and slots per page
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit; nothing was moved
+    """
+    src = [
+        [_layer_of_direct(x, f"src_ptrs[{i}]", layer_id, page_size)]
+        for i, x in enumerate(_parts(src_ptrs, "src_ptrs", (1, 2)))
+    ]
+    dst = [
+        [_rows(x, f"dst_ptrs[{i}]", part[0].shape[3], page_size)]
+        for i, (x, part) in enumerate(
+            zip(_parts(dst_ptrs, "dst_ptrs", (len(src),)), src, strict=True)
+        )
+    ]
+    indices = _on_host((src_indices, dst_indices))
+    _transfer(src, dst, indices, page_size=page_size, method="copy")
+
+
+def transfer_kv_all_layer_direct_lf_pf(
+    src_ptrs: list[Tensor],
+    dst_ptrs: list[Tensor],
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    page_size: int,
+) -> None:
+    """Copy all layers of whole pages into page_first_direct memory by the copy engine.
+
+    Parameters
+    ----------
+    src_ptrs : the layers of K and then those of V, or those of a latent; rows on the first axis
+    dst_ptrs : K and V, or a latent, (pages, layers, page_size, ...), contiguous
+    others : as in `transfer_kv_per_layer_direct_pf_lf`, and so are errors
+    """
+    targets = _parts(dst_ptrs, "dst_ptrs", (1, 2))
+    dst = []
+    for i, x in enumerate(targets):
+        name = f"dst_ptrs[{i}]"
+        layers = x.shape[1] if isinstance(x, Tensor) and x.ndim > 1 else 1
+        dst.append([_layer_of_direct(x, name, layer, page_size) for layer in range(layers)])
+    num_layers = len(dst[0])
+    sources = _parts(src_ptrs, "src_ptrs", (num_layers * len(dst),))
+    src = [
+        [
+            _rows(x, f"src_ptrs[{i * num_layers + j}]", part[0].shape[3], page_size)
+            for j, x in enumerate(sources[i * num_layers : (i + 1) * num_layers])
+        ]
+        for i, part in enumerate(dst)
+    ]
+    indices = _on_host((src_indices, dst_indices))
+    _transfer(src, dst, indices, page_size=page_size, method="copy")
+
+
+def _rows(x: Any, name: str, item_size: int, page_size: int = 1, heads: int = 1) -> ArrayView:
+    """View a tensor as pages of rows of item_size bytes."""
+    pages = _num_bytes(x, name) // _positive(item_size, "item_size") // page_size
+    _require_divisor(item_size, "item_size", heads, "head_num")
+    width = item_size // heads
+    strides = page_size * item_size, item_size, width, 1
+    return _bytes_of(x, 0, (pages, page_size, heads, width), strides)
+
+
+def _layer_of_row(x: Any, name: str, layer: int, item_size: int, row_bytes: int) -> ArrayView:
+    """View one layer of page_first memory, (slots, layers, item)."""
+    slots = _num_bytes(x, name) // _positive(row_bytes, "layout_dim")
+    _require_layer(layer, item_size, row_bytes)
+    return _bytes_of(x, layer * item_size, (slots, 1, 1, item_size), (row_bytes, 0, 0, 1))
+
+
+def _layer_of_page(
+    x: Any, name: str, layer: int, row_bytes: int, item_size: int, page_size: int, heads: int
+) -> ArrayView:
+    """View one layer of page_head memory, (pages, heads, page_size, layers, width)."""
+    page_bytes = _positive(page_size, "page_size") * _positive(row_bytes, "layout_dim")
+    _require_divisor(item_size, "item_size", _positive(heads, "head_num"), "head_num")
+    _require_layer(layer, item_size, row_bytes)
+    width = item_size // heads
+    shape = _num_bytes(x, name) // page_bytes, page_size, heads, width
+    return _bytes_of(
+        x, layer * width, shape, (page_bytes, row_bytes // heads, page_bytes // heads, 1)
+    )
+
+
+def _layer_of_direct(x: Any, name: str, layer: int, page_size: int) -> ArrayView:
+    """View one layer of page_first_direct memory, (pages, layers, page_size, ...)."""
+    if not isinstance(x, Tensor) or x.ndim < 4 or x.shape[2] != page_size:
+        got = describe_tensor(x)
+        raise ValueError(f"{name}: expected (pages, layers, {page_size}, ...), got {got}")
+    _num_bytes(x, name)
+    pages, layers = x.shape[:2]
+    if not 0 <= layer < layers:
+        raise ValueError(f"layer_id: expected 0 to {layers - 1}, got {layer}")
+    item = x[0, 0, 0].numel() * x.element_size()
+    page_bytes = layers * page_size * item
+    return _bytes_of(
+        x, layer * page_size * item, (pages, page_size, 1, item), (page_bytes, item, 0, 1)
+    )
+
+
+def _at_addresses(
+    table: Any, name: str, num_layers: int, item_size: int, slots: int, page_size: int = 1,
+    heads: int = 1,
+) -> list[ArrayView]:  # fmt: skip
+    """View memory at the addresses of a table as layers."""
+    require_shape(table, name, (_positive(num_layers, "num_layers"),))
+    require_dtype(table, name, torch.uint64, torch.int64)
+    _require_divisor(
+        _positive(item_size, "item_size"), "item_size", _positive(heads, "head_num"), "head_num"
+    )
+    width = item_size // heads
+    shape = -(-slots // _positive(page_size, "page_size")), page_size, heads, width
+    strides = page_size * item_size, item_size, width, 1
+    device = view(table).device
+    return [
+        ArrayView(address, shape, strides, "int8", device, library="torch")
+        for address in table.tolist()
+    ]
+
+
+def _num_bytes(x: Any, name: str) -> int:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {describe_tensor(x)}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {x.stride()}")
+    return int(x.numel() * x.element_size())
+
+
+def _bytes_of(
+    x: Tensor, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> ArrayView:
+    """View memory of a tensor as numbers of one byte, which are copied bit for bit."""
+    device = view(x.view(torch.uint8) if x.element_size() == 1 else x).device
+    pointer = x.data_ptr() + offset
+    return ArrayView(pointer, shape, strides, "int8", device, library="torch", owner=x)
+
+
+def _positive(value: int, name: str) -> int:
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+    return value
+
+
+def _require_divisor(value: int, name: str, divisor: int, divisor_name: str) -> None:
+    if value % divisor:
+        raise ValueError(f"{name}: expected a multiple of {divisor_name} {divisor}, got {value}")
+
+
+def _require_layer(layer: int, item_size: int, row_bytes: int) -> None:
+    layers = row_bytes // _positive(item_size, "item_size")
+    if not 0 <= layer < layers:
+        raise ValueError(
+            f"layer_id: expected 0 to {layers - 1}, for rows of {row_bytes} bytes of layers of "
+            f"{item_size}, got {layer}"
+        )
+
+
+def _parts(tensors: Any, name: str, counts: tuple[int, ...]) -> list[Any]:
+    if not isinstance(tensors, (list, tuple)) or len(tensors) not in counts:
+        expected = " or ".join(map(str, counts))
+        got = len(tensors) if isinstance(tensors, (list, tuple)) else type(tensors).__name__
+        raise ValueError(f"{name}: expected a list of {expected} tensors, got {got}")
+    return list(tensors)
+
+
+def _on_host(indices: _Indices) -> _Indices:
+    for x, name in zip(indices, ("src_indices", "dst_indices"), strict=True):
+        require_shape(x, name, ("n",))
+    return indices[0].cpu(), indices[1].cpu()
+
+
+def _num_slots(indices: _Indices) -> tuple[int, int]:
+    """Return how many slots the indices need, of memory of unknown length. The host waits."""
+    _require_indices(indices)
+    src, dst = (max(int(x.max()) + 1, 1) if len(x) else 1 for x in indices)
+    return src, dst
+
+
+def _require_indices(indices: _Indices) -> None:
+    for x, name in zip(indices, ("src_indices", "dst_indices"), strict=True):
+        require_shape(x, name, ("n",))
+        require_dtype(x, name, torch.int32, torch.int64)
+    require_shape(indices[1], "dst_indices", (len(indices[0]),))
+
+
+def _pages_of(x: Tensor, name: str, page_size: int) -> Tensor:
+    """Return the pages whose slots a list has, all of each in order."""
+    if page_size == 1:
+        return x
+    if len(x) % page_size:
+        raise ValueError(f"{name}: expected whole pages of {page_size} slots, got {len(x)} slots")
+    by_page = x.view(-1, page_size) if x.is_contiguous() else x.reshape(-1, page_size)
+    first = by_page[:, :1]
+    in_order = first + torch.arange(page_size, device=x.device, dtype=x.dtype)
+    if bool((first % page_size != 0).any()) or not torch.equal(by_page, in_order):
+        raise ValueError(f"{name}: expected the slots of whole pages of {page_size}, in order")
+    return by_page[:, 0] // page_size
+
+
+def _transfer(
+    src: _Side, dst: _Side, indices: _Indices, *, page_size: int = 1, method: str = "kernel",
+    max_blocks: int | None = None,
+) -> None:  # fmt: skip
+    """Copy the rows, or whole pages, between two sides."""
+    _require_indices(indices)
+    src_pages, dst_pages = (
+        _pages_of(x, name, page_size)
+        for x, name in zip(indices, ("src_indices", "dst_indices"), strict=True)
+    )
+    if not len(src_pages):
+        return
+    names = {layer.device for side in (src, dst) for part in side for layer in part}
+    device = max(names, key=lambda name: name != "host")  # host memory goes with the GPU's pool
+    src_pool, dst_pool = (
+        KVPool.wrap(list(side[0]), list(side[1]), device=device)
+        if len(side) == 2
+        else MLAPool.wrap(list(side[0]), device=device)
+        for side in (src, dst)
+    )
+    transfer_pages(
+        src_pool, dst_pool, src_pages, dst_pages, method=method, max_blocks=max_blocks
+    )  # fmt: skip
+
+
+# --- Not offered ----------------------------------------------------------------------------------
+
+_HICACHE = "kvcupy.transfer_pages moves rows of any stride between pools that KVPool.wrap makes"
+_FP8 = "kvcupy.rope_store_kv stores K and V in fp8; no operation writes an fp8 query"
+_PREFIX = "give the tokens that are not committed the slot -1 in kvcupy.store_kv"
+
+transfer_hicache_one_layer = not_offered("transfer_hicache_one_layer", _HICACHE)
+transfer_hicache_all_layer = not_offered("transfer_hicache_all_layer", _HICACHE)
+fused_fp8_qkv_kv_cache = not_offered("fused_fp8_qkv_kv_cache", _FP8)
+set_kv_buffer_prefix_valid = not_offered("set_kv_buffer_prefix_valid", _PREFIX)
