@@ -330,12 +330,12 @@ class SimulatedDevice(HostDevice):
         self.context = _SimulatedContext(self, scheduler)
         self.context.faults = host.context.faults
         self._inline = InlineStream(self.context)
-        self._streams = weakref.WeakSet()
+        self._streams = weakref.WeakValueDictionary()
 
     def stream(self, priority: int = 0) -> HostStream:
         stream = self.context.new_stream()
         stream.priority = priority
-        self._streams.add(stream)
+        self._streams[stream.identity] = stream
         return stream
 
 
