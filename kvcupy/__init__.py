@@ -3,6 +3,9 @@
 Importing this touches no device, imports neither CuPy nor torch, and compiles nothing.
 """
 
+import sys
+
+from . import metrics
 from .arrays import ArrayView, view_as
 from .cache.engine import TransferEngine
 from .cache.paged.cache import PagedKVCache
@@ -34,9 +37,16 @@ from .ops.transfer import transfer_pages
 from .order.checker import declare, order_checker
 from .order.explore import explore
 from .streams import fork, join, keep_alive
+from .timelines import nvtx as _nvtx  # noqa: F401 -- config.nvtx takes effect
 from .timelines.timeline import timeline
 
 __version__ = "0.1.0"
+
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError(
+        "kvcupy relies on the global interpreter lock: start this free-threaded Python with "
+        "-X gil=1 or PYTHON_GIL=1"
+    )
 
 __all__ = [
     "ArrayView",
@@ -71,6 +81,7 @@ __all__ = [
     "join",
     "keep_alive",
     "merge_states",
+    "metrics",
     "order_checker",
     "page_table_csr",
     "paged_attention",

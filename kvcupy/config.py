@@ -8,11 +8,14 @@ import logging
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from copy import copy
 
 from .errors import CompileError, KvcupyError
 
+# docs/running.md says what is logged where.
 logger = logging.getLogger("kvcupy")
+calls_logger, compile_logger, cache_logger = map(logger.getChild, ("calls", "compile", "cache"))
 
 # Bytes of shared memory per block, by architecture; the other limits of a launch are the same for
 # all of them (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
@@ -42,6 +45,8 @@ class Config:
         the least shared memory of those that every kernel runs on
     strict_seed : of the orders of threads and blocks; by default random. Setting it starts the
         sequence of orders again
+    nvtx : whether each operation is issued within an NVTX range "kvcupy.NAME", by CuPy's bindings,
+        for profilers. False, unless the environment has KVCUPY_NVTX=1
 
     Raises
     ------
@@ -56,6 +61,8 @@ class Config:
         self._strict_arch = "sm_86"
         self._strict_seed = secrets.randbits(32)
         self._launches = itertools.count(1)
+        self._nvtx = os.environ.get("KVCUPY_NVTX", "") not in ("", "0")
+        self._nvtx_listener: Callable[[bool], None] = lambda shown: None
         self._warned: set[str] = set()
         self._lock = threading.Lock()
 
@@ -121,6 +128,22 @@ class Config:
             raise ValueError(f"strict_seed: expected a number from 0 on, got {value!r}")
         self._strict_seed = value
         self._launches = itertools.count(1)
+
+    @property
+    def nvtx(self) -> bool:
+        return self._nvtx
+
+    @nvtx.setter
+    def nvtx(self, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise TypeError(f"nvtx: expected True or False, got {value!r}")
+        self._nvtx = value
+        self._nvtx_listener(value)
+
+    def notify_nvtx(self, listener: Callable[[bool], None]) -> None:
+        """Let `nvtx` take effect by a function, which is called now and when it is set."""
+        self._nvtx_listener = listener
+        listener(self._nvtx)
 
     def launch_seed(self) -> int:
         """Return the seed of the next strict launch's order of threads and blocks."""

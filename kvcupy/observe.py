@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,6 +75,66 @@ class Operation:
     keeps_arrays: bool = True
     copies_bytes: bool = False
 
+    @cached_property
+    def num_bytes(self) -> int | None:
+        """Bytes read and written, of as many rows as there are slots; None: that depends on what
+        arrays on the device hold."""
+        return _num_bytes((*self.reads, *self.writes))
+
+
+class DeferredOperation(Operation):
+    """An operation whose accesses are described when an observer looks at them.
+
+    Parameters
+    ----------
+    describe : returns what it reads and what it writes
+    known_bytes : of operations of the same plan, by `kind`, which decides them; added to
+    """
+
+    def __init__(
+        self, name: str, stream: Any,
+        describe: Callable[[], tuple[tuple[Access, ...], tuple[Access, ...]]],
+        known_bytes: dict[Any, int | None], kind: object,
+    ) -> None:  # fmt: skip
+        vars(self).update(  # the class is frozen
+            name=name, stream=stream, _describe=describe, _known_bytes=known_bytes, _kind=kind
+        )
+
+    @cached_property
+    def _accesses(self) -> tuple[tuple[Access, ...], tuple[Access, ...]]:
+        accesses: tuple[tuple[Access, ...], tuple[Access, ...]] = vars(self)["_describe"]()
+        return accesses
+
+    @property
+    def reads(self) -> tuple[Access, ...]:
+        return self._accesses[0]
+
+    @property
+    def writes(self) -> tuple[Access, ...]:
+        return self._accesses[1]
+
+    @property
+    def num_bytes(self) -> int | None:
+        known, kind = vars(self)["_known_bytes"], vars(self)["_kind"]
+        if kind not in known:
+            known[kind] = _num_bytes((*self.reads, *self.writes))
+        num_bytes: int | None = known[kind]
+        return num_bytes
+
+
+def _num_bytes(accesses: Iterable[Access]) -> int | None:
+    total = 0
+    for access in accesses:
+        array, slots = access.view, access.slots
+        num_bytes = array.size * array.itemsize
+        if isinstance(slots, Slots):
+            return None
+        if slots is not None:
+            num_slots = array.shape[0] * access.page_size
+            num_bytes = num_bytes // num_slots * slots.size if num_slots else 0
+        total += num_bytes
+    return total
+
 
 def copy_of(stream: Any, source: ArrayView, target: ArrayView) -> Operation:
     """Return the copy of an array to another on a stream."""
@@ -91,6 +152,13 @@ class Observer(Protocol):
     def after(self, operation: Operation) -> None: ...
     def recorded(self, event: Any, stream: Any) -> None: ...
     def waited(self, stream: Any, event: Any) -> None: ...
+
+
+class FailureObserver:
+    """An observer that is also notified of operations that were not issued."""
+
+    def failed(self, operation: Operation) -> None:
+        """Note that an operation raised after `before`, so that no `after` comes."""
 
 
 class OrderObserver:
@@ -139,9 +207,17 @@ def issue(describe: Callable[[], Operation], enqueue: Callable[[], None]) -> Non
 def announced(operation: Operation) -> Iterator[None]:
     """Announce an operation to observers, which the block puts on its stream."""
     notified = observers  # the same at both ends
-    for observer in notified:
-        observer.before(operation)
-    yield
+    announced_to: list[Observer] = []
+    try:
+        for observer in notified:
+            observer.before(operation)
+            announced_to.append(observer)
+        yield
+    except BaseException:
+        for observer in reversed(announced_to):
+            if isinstance(observer, FailureObserver):
+                observer.failed(operation)
+        raise
     for observer in reversed(notified):
         observer.after(operation)
 
@@ -285,13 +361,24 @@ def watched(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @contextmanager
 def attached(observer: Any) -> Iterator[Any]:
     """Notify `observer` for the length of a with block."""
-    with _lock:
-        _notify((*observers, observer))
+    attach(observer)
     try:
         yield observer
     finally:
-        with _lock:
-            _notify(tuple(o for o in observers if o is not observer))
+        detach(observer)
+
+
+def attach(observer: Any) -> None:
+    """Notify `observer` from now on, unless it is notified already."""
+    with _lock:
+        if not any(o is observer for o in observers):
+            _notify((*observers, observer))
+
+
+def detach(observer: Any) -> None:
+    """Notify `observer` no more."""
+    with _lock:
+        _notify(tuple(o for o in observers if o is not observer))
 
 
 def _notify(notified: tuple[Any, ...]) -> None:

@@ -272,7 +272,7 @@ def test_the_first_compilation_is_logged_with_its_time(monkeypatch, tmp_path, ca
     caplog.set_level(logging.INFO, logger="kvcupy")
     for _ in range(2):
         build(COPIES[0])
-    first, second = (r.getMessage() for r in caplog.records if r.name == "kvcupy")
+    first, second = (r.getMessage() for r in caplog.records if r.name == "kvcupy.compile")
     target = "host" if build is cxx.build else "sm_90"
     assert first == f"compiling store.cu:store_copy<1> for {target}"
     assert second.startswith(f"compiled store.cu:store_copy<1> for {target} in ")

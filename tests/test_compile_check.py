@@ -134,7 +134,7 @@ def test_a_division_by_a_call_is_noticed(kernel_sources):
     kernel_sources.replace(
         "numeric.cuh", "scale.quotient(a.values[i])", "__fdiv_rn(a.values[i], scale.divisor)"
     )
-    assert DIVISION.findall(machine_code(QUANTISE, "sm_80", kernel_sources.folder))
+    assert DIVISION.findall(machine_code(QUANTISE, "sm_90", kernel_sources.folder))
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,11 @@ DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 # Python, and the output that may follow.
 EXAMPLE = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
-# In finding_a_race.md each goes on from the one before: test_readme.py runs them.
+# In these each goes on from the one before: test_readme.py and test_metrics.py run them.
+ELSEWHERE = ("finding_a_race.md", "running.md")
 EXAMPLES = [
     pytest.param(*example.groups(), id=f"{name}-{number}")
-    for name, text in PAGES.items() if name != "finding_a_race.md"
+    for name, text in PAGES.items() if name not in ELSEWHERE
     for number, example in enumerate(EXAMPLE.finditer(text))
 ]  # fmt: skip
 PHONE_WIDTH = 390

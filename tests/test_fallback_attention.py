@@ -30,7 +30,7 @@ __all__ = ["device", "fresh", "warnings_are_errors"]  # fixtures
 pytestmark = pytest.mark.again
 
 globals().update(
-    again(test_attention)
+    again(test_attention, "test_many_heads_share_a_latent")
     | again(test_attention_masks)
     | again(test_attention_formats, "test_offsets_past_two_gigabytes")
     | again(test_attention_errors)

@@ -84,7 +84,7 @@ def test_copies_need_no_compiler(fresh, monkeypatch, caplog):
     monkeypatch.setattr(kv.config, "fallback", "error")
     case, src, dst = two_pools(fresh)
     case.transfer(src, dst, [0, 9, 3], [1, 2, 4], method="copy")
-    assert not [r for r in caplog.records if r.name == "kvcupy"]
+    assert not [r for r in caplog.records if r.name.startswith("kvcupy")]
 
 
 @pytest.mark.parametrize("setting", ["warn", "error"])

@@ -15,6 +15,7 @@ STORE_KV = 10
 BOUND_STORE_KV = 10
 FIRST_LAYER = 132
 LOAD = 149
+COUNTED = 12  # more, while metrics are enabled
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path", "lenient_host")
 
@@ -54,6 +55,22 @@ def test_torch_tensors_take_as_few_frames(device):
         slots = torch.tensor([1])
         called = own(frames_of(lambda: kv.store_kv(key, value, *caches, slots)))  # noqa: B023
     assert 0 < len(called) <= STORE_KV + 4, "\n".join(called)  # addresses, and versions
+
+
+def test_metrics_take_few_frames_and_none_when_disabled(device):
+    from benchmarks.frames import count, own
+
+    from kvcupy import metrics
+
+    metrics.enable()
+    try:
+        counted = own(count(device, "store_kv"))
+    finally:
+        metrics.disable()
+    assert 0 < len(counted) <= STORE_KV + COUNTED, "\n".join(counted)
+    assert not [name for name in counted if "_describe" in name or "accessed" in name]
+    called = own(count(device, "store_kv"))
+    assert len(called) <= STORE_KV and not [name for name in called if "metrics" in name]
 
 
 def test_frames_are_those_of_the_call():

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -56,6 +57,13 @@ def test_import_touches_no_device_and_compiles_nothing(tmp_path):
     assert seen["started"] == []
     assert [name for name in seen["libraries"] if "cuda" in name or "nvrtc" in name] == []
     assert [event for event in seen["made"] if "__pycache__" not in event[1]] == []
+
+
+def test_python_without_the_gil_is_refused(tmp_path):
+    code = "import sys; sys._is_gil_enabled = lambda: {}; import kvcupy; print(kvcupy.__name__)"
+    assert run_python(code.format(True), cwd=tmp_path, path=ROOT).strip() == "kvcupy"
+    with pytest.raises(AssertionError, match=r"ImportError: .* PYTHON_GIL=1"):
+        run_python(code.format(False), cwd=tmp_path, path=ROOT)
 
 
 # kernels_src -------------------------------------------------------------------------------------
@@ -321,3 +329,67 @@ def test_sdist_holds_all_that_a_checkout_does(tmp_path):
         files = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
         assert files <= names
     assert {"pyproject.toml", "LICENSE", "scripts/test.sh", "scripts/demo.sh"} <= names
+
+
+@pytest.mark.slow
+def test_an_index_would_take_wheel_and_sdist(wheel, tmp_path):
+    pytest.importorskip("twine", reason="checks need twine")
+    files = [str(wheel), str(build("sdist", tmp_path))]
+    command = [sys.executable, "-m", "twine", "check", "--strict", *files]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("PASSED") == 2, done.stdout + done.stderr
+
+
+# Types -------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import numpy as np
+
+import kvcupy as kv
+
+pool = kv.KVPool(4, 2, 3, 1, 8, dtype="fp16", device="host")
+blocks: str = kv.TieredCache(pool, pool).match([1]).device
+kv.config.strict = "yes"
+kv.store_kv(np.zeros(1), wrong=1)
+kv.no_such_name
+metrics: list[kv.metrics.Metric] = kv.metrics.collect()
+stream: kv.devices.protocol.Stream = kv.device("host").stream()
+"""
+WRONG = {7, 8, 9, 10}  # lines
+
+
+@pytest.fixture(scope="module")
+def project(wheel, tmp_path_factory):
+    """A user's project: a program, and an environment with the wheel."""
+    pytest.importorskip("pip", reason="installing needs pip")
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "program.py").write_text(PROGRAM)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
+    (packages,) = (folder / "env").glob("lib/python*/site-packages")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", packages, wheel], check=True, capture_output=True)
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return folder
+
+
+def lines_of(errors: str) -> set[int]:
+    """Return the lines of the program that a type checker complains about, and no other file."""
+    found = re.findall(r"^\s*(\S+\.py):(\d+):(?:\d+ -)? error", errors, re.MULTILINE)
+    assert {Path(name).name for name, _ in found} <= {"program.py"}, errors
+    return {int(line) for _, line in found}
+
+
+def test_mypy_knows_the_types_of_an_installed_wheel(project):
+    pytest.importorskip("mypy", reason="needs mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", "env/bin/python"]
+    done = subprocess.run([*command, "program.py"], cwd=project, capture_output=True, text=True)
+    assert lines_of(done.stdout) == WRONG, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_pyright_knows_them_too(project):
+    """The wheel of pyright fetches it when it is first run."""
+    pytest.importorskip("pyright", reason="needs pyright")
+    command = [sys.executable, "-m", "pyright", "--pythonpath", "env/bin/python", "program.py"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+    assert lines_of(done.stdout) == WRONG, done.stdout + done.stderr

@@ -39,7 +39,14 @@ def test_named_functions_exist():
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/finding_a_race.md"]
+    "name",
+    [
+        "README.md",
+        "CONTRIBUTING.md",
+        "docs/architecture.md",
+        "docs/finding_a_race.md",
+        "docs/running.md",
+    ],
 )
 def test_named_files_exist(name):
     text = (ROOT / name).read_text()

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..config import logger
+from .. import metrics
+from ..config import cache_logger
 from ..errors import CacheFull, CaptureError, DeviceError, KvcupyError, ProcessLocal
 from ..ops import checks
 
@@ -224,7 +225,8 @@ class PageAllocator(ProcessLocal):
                     )
                 oldest = self._oldest_that_defers()
             if polled:
-                self._wait(oldest)
+                with metrics.timed("kvcupy_host_wait_seconds", waiter="pages"):
+                    self._wait(oldest)
             else:
                 self._poll()
             polled = not polled
@@ -410,7 +412,7 @@ def _is_done(transfer: Completion) -> bool:
 
 
 def _report(transfer: Completion, error: Exception) -> None:
-    logger.warning("the pages of %r are free, because it failed: %s", transfer, error)
+    cache_logger.warning("the pages of %r are free, because it failed: %s", transfer, error)
 
 
 # --- Page lists ---

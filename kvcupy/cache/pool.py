@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .. import devices, formats
+from .. import devices, formats, metrics
 from ..arrays import (
     ArrayView,
     array_at,
@@ -102,6 +102,7 @@ class Pool(ProcessLocal, abc.ABC):
         self.device: Device = devices.get(device)
         self._fill(widths, bool(scales))
         self.allocator = PageAllocator(self.num_pages)
+        metrics.follow(self, _page_samples)
 
     def __repr__(self) -> str:
         scales = " with scales" if self.scale_parts else ""
@@ -230,6 +231,7 @@ class Pool(ProcessLocal, abc.ABC):
             self._tensors = {i: [v.owner for v in layer] for i, layer in enumerate(layers)}
         self._torch_views: dict[tuple[int, int], Any] = {}
         self.allocator = PageAllocator(self.num_pages)
+        metrics.follow(self, _page_samples)
 
     def _as_shown(self, of_layer: Any) -> Any:
         """Return the view of one layer, (num_pages, page_size, heads, width), as users see it."""
@@ -500,6 +502,12 @@ def _choice(value: Any, name: str, choices: tuple[str, ...]) -> str:
         return value
     error = ValueError if isinstance(value, str) else TypeError
     raise error(f"{name}: expected one of {', '.join(choices)}, got {value!r}")
+
+
+def _page_samples(pool: Pool) -> Iterator[tuple[str, metrics.Labels, float]]:
+    labels = (("placement", pool.placement),)
+    yield "kvcupy_pool_pages", labels, pool.num_pages
+    yield "kvcupy_pool_allocated_pages", labels, pool.allocator.num_allocated
 
 
 def _zeros(device: Device, placement: str, shape: tuple[int, ...], format: str) -> Any:

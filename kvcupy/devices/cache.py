@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import tempfile
 import threading
@@ -22,7 +21,8 @@ from typing import IO
 
 from platformdirs import user_cache_path
 
-logger = logging.getLogger("kvcupy")
+from .. import metrics
+from ..config import compile_logger
 
 _MAGIC = b"kvcupy01"
 _TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
@@ -226,7 +226,10 @@ def _flock(file: IO[bytes]) -> None:
 @contextlib.contextmanager
 def announced(kernel: object, target: str) -> Iterator[None]:
     """Log that a kernel is compiled in a with block, and how long it took: it may be seconds."""
-    logger.info("compiling %s for %s", kernel, target)
+    compile_logger.info("compiling %s for %s", kernel, target)
     start = time.perf_counter()
     yield
-    logger.info("compiled %s for %s in %.1f s", kernel, target, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    compile_logger.info("compiled %s for %s in %.1f s", kernel, target, seconds)
+    if metrics.enabled:
+        metrics.note("kvcupy_compile_seconds", seconds, target=target)

@@ -145,7 +145,8 @@ class CudaDevice:
             lambda: observe.copy_of(queue, of, to),
             lambda: self._enqueue_copy(to, of, queue),
         )
-        arrays.note_written([to])
+        if to.library == "torch":
+            arrays.note_written([to])
 
     def copy_runs(
         self, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any],

@@ -244,7 +244,7 @@ class RetireList:
 
     @contextmanager
     def releasing_unrecorded(self) -> Iterator[None]:
-        """Release what was held so once a with block has waited for the device; not if it raises."""
+        """Release what was held so if a with block, which waits for the device, does not raise."""
         with self._lock:
             held, self._unrecorded = self._unrecorded, {}
         try:

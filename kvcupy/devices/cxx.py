@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .. import sources
+from ..config import compile_logger
 from ..errors import CompileError
 from ..extras import install
 from ..kernels import Kernel, Specialisation
@@ -64,7 +65,7 @@ def find_compiler() -> Compiler | None:
     """Return the first of $CXX, c++, g++, clang++ and the ziglang wheel that runs, or None."""
     chosen, complaint = _chosen()
     if complaint:
-        cache.logger.warning("%s; looking for another compiler", complaint)
+        compile_logger.warning("%s; looking for another compiler", complaint)
     elif chosen is not None:
         return chosen
     for command in _candidates():

@@ -226,7 +226,8 @@ class HostDevice:
             lambda: observe.copy_of(queue, of, to),
             lambda: queue.enqueue(copy),
         )
-        arrays.note_written([to])
+        if to.library == "torch":
+            arrays.note_written([to])
 
     def copy_runs(
         self, dst: np.ndarray[Any, Any], src: np.ndarray[Any, Any], sizes: np.ndarray[Any, Any],

@@ -63,7 +63,7 @@ from ..arrays import (
     view,
     wait_for_producers,
 )
-from ..config import config, logger
+from ..config import calls_logger, config
 from ..devices.protocol import Device, Stream
 from ..errors import CaptureError, CompileError
 from ..kernels import Specialisation
@@ -235,7 +235,9 @@ class Operation:
             described[argument.name] = views[argument.name] = v
         plan = make(described, alignment & 15, *options)
         plan.settle(views)
-        logger.debug("%s: planned a call of new shapes, strides, formats or options", self.name)
+        calls_logger.debug(
+            "%s: planned a call of new shapes, strides, formats or options", self.name
+        )
         return tuple(pointers), plan
 
 
@@ -404,6 +406,7 @@ class Plan(abc.ABC):
         self.workspace_bytes = 0
         self.used_at = 0
         self.allowed: tuple[int, ...] | None = None
+        self._known_bytes: dict[Any, int | None] = {}  # by which outputs are in place
         self._tensors: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None
 
     def load(self, make: Callable[[], list[Launch]]) -> None:
@@ -563,12 +566,21 @@ class Plan(abc.ABC):
     def _announced(
         self, pointers: tuple[int, ...], arrays: tuple[Any, ...], stream: Stream
     ) -> observe.Operation:
+        in_place = tuple([pointers[i] == pointers[j] for i, j in self._in_place])
+        return observe.DeferredOperation(
+            self.operation.name, stream, lambda: self._accesses(pointers, arrays),
+            self._known_bytes, in_place,
+        )  # fmt: skip
+
+    def _accesses(
+        self, pointers: tuple[int, ...], arrays: tuple[Any, ...]
+    ) -> tuple[tuple[observe.Access, ...], tuple[observe.Access, ...]]:
         views = self.accessed(pointers, arrays)
         names = self.operation.names
         outputs = {names[i] for i in self.operation.outputs}
         reads = tuple([self.access(name, views) for name in views if name not in outputs])
         writes = tuple([self.access(name, views) for name in views if name in outputs])
-        return observe.Operation(self.operation.name, stream, reads, writes)
+        return reads, writes
 
 
 # --- Launches -------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class Timeline:
         stream = operation.stream
         stream.record(end)
         waits = tuple(dict.fromkeys(self._waits.pop(stream, ())))
-        num_bytes = _num_bytes(operation)
+        num_bytes = operation.num_bytes
         self._ended.append(
             (operation.name, stream.name, stream.device, start, end, num_bytes, waits)
         )
@@ -236,21 +236,6 @@ class Timeline:
             ends = axes.transData.transform([(0, 0), (span.duration_us / scale, 0)])
             label.set_visible(bool(label.get_window_extent().width + 6 < ends[1][0] - ends[0][0]))
         figure.savefig(path)
-
-
-def _num_bytes(operation: observe.Operation) -> int | None:
-    """Return the bytes that an operation reads and writes, or None if data decides."""
-    total = 0
-    for access in (*operation.reads, *operation.writes):
-        array, slots = access.view, access.slots
-        num_bytes = array.size * array.itemsize
-        if isinstance(slots, observe.Slots):
-            return None
-        if slots is not None:
-            num_slots = array.shape[0] * access.page_size
-            num_bytes = num_bytes // num_slots * slots.size if num_slots else 0
-        total += num_bytes
-    return total
 
 
 def _lanes(spans: list[Span]) -> list[tuple[str, str]]:

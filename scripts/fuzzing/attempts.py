@@ -216,7 +216,7 @@ class Case:
 
     def settle(self) -> None:
         """Wait for all streams, and drop the faults that were recorded."""
-        for stream in list(self.device._streams):
+        for stream in list(self.device._streams.values()):
             if not stream.capturing:
                 stream.synchronize()
         self.device.context.faults[...] = 0

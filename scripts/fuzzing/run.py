@@ -105,7 +105,7 @@ def without_compiler(device: Any) -> Iterator[None]:
 
 def settle_streams(device: Any) -> None:
     """Wait for the streams that earlier cases left, whose failures are not this one's."""
-    for stream in list(device._streams):
+    for stream in list(device._streams.values()):
         if not stream.capturing:
             with suppress(kv.KvcupyError):
                 stream.synchronize()

@@ -175,6 +175,7 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_scale": (1, ()),
     "bench_frames": (0.5, ()),
     "bench_order": (0.5, ()),
+    "bench_generate": (1, ("--dtype", "bfloat16")),
     "overlap_demo": (3, _PICTURES),
     "offload_demo": (8, _PICTURES),
     "serve_demo": (3, _PICTURES),
@@ -190,6 +191,7 @@ _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
     "bench_scale": (0.5, ("--quick",)),
     "bench_frames": (0.5, ("--quick",)),
     "bench_order": (0.5, ("--quick",)),
+    "bench_generate": (0.5, ("--quick", "--dtype", "bfloat16")),
     "overlap_demo": (0.5, ("--tokens", "256", "--steps", "4", "--rounds", "5")),
     "offload_demo": (0.5, ("--quick",)),
     "serve_demo": (0.5, ("--requests", "8", "--rounds", "1")),
@@ -215,9 +217,12 @@ def _benchmarks(device: str, quick: bool) -> list[Part]:
         if arguments == _PICTURES and find_spec("matplotlib") is None:
             arguments = ()
         command = (*PYTHON, *program, "--device", device, "--json", "{result}", *arguments)
+        missing = ""
+        if name == "bench_generate" and find_spec("transformers") is None:
+            missing = "transformers is missing: pip install transformers"
         selected.append(
             Part(name, "bench", _about(module), command, minutes, 60 * max(10.0, 4 * minutes),
-                 verdicts.of_benchmark, f"{name}.json", keep_apart=True)
+                 verdicts.of_benchmark, f"{name}.json", missing, keep_apart=True)
         )  # fmt: skip
     return selected
 

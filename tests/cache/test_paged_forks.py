@@ -263,3 +263,19 @@ def test_set_kv_in_a_full_cache(device):
     assert not twin.set_kv("b", 3, 2)
     assert twin.set_kv("a", 5, 1)  # its own by now
     assert not twin.step("a", [1])
+
+
+def test_copies_that_are_over_are_forgotten(device):
+    """Also where no step attends: sequences that are forked and written forever stay small."""
+    twin = Twin(device, seed=18)
+    twin.prefill("a", 11)
+    for _ in range(4):
+        twin.fork("a", "b")
+        twin.set_kv("a", 0, 9)
+        device.synchronize()
+        twin.remove("b")
+    for parent, child in itertools.pairwise("abcde"):
+        twin.fork(parent, child)
+        device.synchronize()
+    loads = [len(twin.cache._sequences.find(name).loads) for name in "abcde"]
+    assert max(loads) == 1, loads

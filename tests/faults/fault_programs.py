@@ -7,6 +7,7 @@ compared with a run in which nothing failed.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
@@ -473,6 +474,8 @@ class Paged(Program):
             for heads in (4, HEADS, HEADS)
         ]
         self.cache = kv.PagedKVCache(device=device, **options)
+        for part in (*self.cache.pool.parts, *self.cache.pool.scale_parts):
+            ctypes.memset(part.pointer, 0xA5, part.size * part.itemsize)  # not a run before's bytes
         self.fresh: dict[Any, int] = {}  # tokens that the running step has appended
         self.touched: tuple[Any, int, int] | None = None
         self.stream = device.stream()

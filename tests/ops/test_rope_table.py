@@ -171,7 +171,9 @@ def test_a_whole_config(device, name, old, caplog):
     table = np.asarray(
         device.to_numpy(kv.rope_table(2048, rotary_dim, scaling=scaling, device=device))
     )
-    assert not [r for r in caplog.records if r.levelname == "WARNING" and r.name == "kvcupy"]
+    assert not [
+        r for r in caplog.records if r.levelname == "WARNING" and r.name.startswith("kvcupy")
+    ]
     if scaling["rope_type"] == "default":
         steps = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
         frequencies, attention = 1.0 / 5e5**steps, 1.0

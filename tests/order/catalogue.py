@@ -240,7 +240,7 @@ _HELD = "TransferEngine._submit: self.device_pool.allocator.busy(device_list, ba
 _IS_OVER = "Batch.done: (self.stream if self.end is None else self.end).done()"
 _WRITTEN = sites_of(
     PAGES, "StreamCompletion.__init__: stream.record()", "StreamCompletion.done: self._event.done()"
-) + sites_of(TIERED, "_hold: written.done()")
+) + sites_of(TIERED, "_insert: written.done()")
 _ACCESS = sites_of(
     MOVES, "AccessOrder.begin: stream.wait(access.event)",
     "AccessOrder._record: stream.record(self._spare.pop() if self._spare else None)",
@@ -460,6 +460,10 @@ NOT_NEEDED = {
             "Contents.save: stream.synchronize()": _DONE_AT_RETURN,
         },
         MOVES: {
+            "CopiedPages.__init__: stream.record()": _FAILURES,
+            "CopiedPages.done: self._event.done()": _FAILURES,
+            "CopiedPages.synchronize: self._event.synchronize()": _FAILURES,
+            "CopiedPages.wait_layer: self.wait(stream)": _FAILURES,
             "PageAccess.on: uploader.record()": _FAILURES,
             "Tiers.onboard: host.save.synchronize()":
                 "raises where the save has failed; the engine orders the load behind it",

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ... import devices
+from ... import devices, metrics
 from ...arrays import address_of, describe, view
-from ...config import logger
+from ...config import cache_logger
 from ...devices.protocol import Stream
 from ...errors import CaptureError, KvcupyError, ProcessLocal
 from ...formats import FORMATS
@@ -143,6 +143,7 @@ class PagedKVCache(ProcessLocal):
         )  # fmt: skip
         self._contents = Contents(pool, self._layers, self._steps.access)
         self._tiers = Tiers(pool, self._sequences, self._steps.access)
+        metrics.follow(self, _sequence_samples)
 
     def __repr__(self) -> str:
         return (
@@ -298,7 +299,7 @@ class PagedKVCache(ProcessLocal):
         sequence.window, sequence.sinks = int(window), int(sinks)
         if self._rope_mode == "normal" and not self._warned:
             self._warned = True
-            logger.warning(
+            cache_logger.warning(
                 'a window slides over keys that were cached rotated (rope_mode "normal"): they '
                 'keep their rotation; "inline" rotates them by their positions'
             )
@@ -765,6 +766,11 @@ class PagedKVCache(ProcessLocal):
 
     def _stream(self, stream: Any) -> Stream:
         return self.device.as_stream(stream, self.pool.parts[0].library)
+
+
+def _sequence_samples(cache: PagedKVCache) -> Iterator[tuple[str, metrics.Labels, float]]:
+    yield "kvcupy_sequences", (), len(cache._sequences)
+    yield "kvcupy_sequence_tokens", (), cache.total_length
 
 
 def _pool_of(

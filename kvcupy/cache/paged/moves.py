@@ -195,6 +195,14 @@ class CopiedPages:
         failure.__cause__ = error
         return failure
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether they are over, and none has failed."""
+        try:
+            return self._event.done() and self._event.error() is None
+        except DeviceError:  # the GPU has failed
+            return False
+
     def done(self) -> bool:
         return self._event.done()
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from ... import metrics
 from ...devices.protocol import Stream
 from ...errors import CaptureError, DeviceError, KvcupyError
 from ...ops import checks
@@ -282,6 +284,7 @@ class Steps:
         self._lists_ring = TableRing(pool.device, self._ring.uploader, slots_in_flight, begin)
         self.access = PageAccess(self._order, self._ring)
         self._lists: StepTables | None = None
+        self._begun_s: float | None = None  # when, if that is measured
         self.running: Step | None = None
         self.tables: StepTables | None = None
 
@@ -298,6 +301,7 @@ class Steps:
         """Append tokens to sequences; all or nothing."""
         if self.running is not None:
             raise KvcupyError("a step is running: call end_forward before begin_forward")
+        self._begun_s = perf_counter() if metrics.enabled else None
         names, counts, entries = _check_batch(seqs, append_lengths, token_tree)
         sequences = self._sequences.find_all(names, "seqs")
         nodes = self._check(names, sequences, counts, entries)
@@ -312,7 +316,7 @@ class Steps:
             raise
         if copied is not None:
             for copy in reserved.copies:
-                copy.sequence.loads.append(copied)
+                _add_load(copy.sequence, copied)
         self._sequences.grow(sequences, counts, reserved)
         for sequence, new in zip(sequences, nodes, strict=True):
             if new is not None:
@@ -342,6 +346,9 @@ class Steps:
                     sequence.loads.clear()
                 if sequence.window and not sequence.parents:
                     self._sequences.slide(sequence)
+        if self._begun_s is not None:
+            metrics.note("kvcupy_step_seconds", perf_counter() - self._begun_s)
+            metrics.add("kvcupy_step_tokens_total", sum(step.counts))
 
     def abort(self) -> None:
         """Close the running step, if there is one, and take its tokens back."""
@@ -353,7 +360,8 @@ class Steps:
         finally:
             if step.copied is not None:
                 for copy in step.copies:  # the sequence has its shared page again
-                    copy.sequence.loads.remove(step.copied)
+                    loads = copy.sequence.loads
+                    copy.sequence.loads = [load for load in loads if load is not step.copied]
             for sequence, n, in_tree in zip(step.sequences, step.counts, step.in_tree, strict=True):
                 if in_tree:
                     del sequence.parents[-n:]
@@ -417,7 +425,7 @@ class Steps:
                     self._sequences.truncate(sequence, committed)
                 raise
             for sequence in sequences:
-                sequence.loads.append(copied)
+                _add_load(sequence, copied)
         for sequence, path in zip(sequences, paths, strict=True):
             length = sequence.committed + len(path)
             sequence.parents.clear()
@@ -435,7 +443,7 @@ class Steps:
             except BaseException:
                 self._sequences.remove(child)
                 raise
-            self._sequences.find(child).loads.append(copied)
+            _add_load(self._sequences.find(child), copied)
 
     def unshare(self, sequence: CachedSequence, places: Ints) -> None:
         """Copy the shared pages that hold some places of a sequence, so that it may write there."""
@@ -448,7 +456,7 @@ class Steps:
         except BaseException:
             self._pool.allocator.free(fresh)
             raise
-        sequence.loads.append(copied)
+        _add_load(sequence, copied)
         self._sequences.replace(sequence, shared, fresh)
 
     def _copy_pages(
@@ -518,6 +526,17 @@ def require_on_device(sequence: CachedSequence, seq: Hashable, name: str) -> Non
     """Raise if a sequence is offloaded."""
     if sequence.offloaded is not None:
         raise ValueError(f"{name}: {seq!r} is offloaded: call onboard first")
+
+
+def _add_load(sequence: CachedSequence, copied: CopiedPages) -> None:
+    """Note what brings pages of a sequence, and forget earlier copies that have succeeded.
+
+    Steps that attend forget them too, but there may be none.
+    """
+    sequence.loads = [
+        load for load in sequence.loads if not (isinstance(load, CopiedPages) and load.succeeded)
+    ]
+    sequence.loads.append(copied)
 
 
 def _check_batch(

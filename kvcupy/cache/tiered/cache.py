@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ... import metrics
 from ...errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
 from ...ops import checks
 from ..engine import TransferEngine
@@ -102,7 +103,11 @@ class TieredCache(ProcessLocal):
             blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2])
         device = PageTier("device", device_pool, orders[0])
         host = PageTier("host", host_pool, orders[1])
-        self._shared = SharedTiers(Tiers(self.engine, device, host, blocks))
+        self._shared = shared = SharedTiers(Tiers(self.engine, device, host, blocks))
+        metrics.follow(
+            self, lambda cache: metrics.cache_samples(cache._shared.stats()),
+            lambda: metrics.cache_samples(shared.stats()),
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         counts = self.stats()

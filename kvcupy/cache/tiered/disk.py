@@ -21,7 +21,7 @@ import numpy as np
 
 from ... import observe
 from ...arrays import ArrayView, array_at
-from ...config import logger
+from ...config import cache_logger
 from ...errors import ProcessLocal, file_path
 from ...observe import Access
 from ...ops import checks
@@ -128,7 +128,7 @@ class DiskBlocks:
         if failed:
             self.errors += len(failed)
             first = next(iter(failed.values()))
-            logger.warning("%d blocks could not be written to disk: %s", len(failed), first)
+            cache_logger.warning("%d blocks could not be written to disk: %s", len(failed), first)
         self.written_bytes += self.page_bytes * (len(pages) - len(failed))
         self.write_s += time.perf_counter() - started
         return failed
@@ -148,7 +148,7 @@ class DiskBlocks:
         bad = [hash for hash, good in zip(hashes, whole, strict=True) if not good]
         if bad:
             self.errors += len(bad)
-            logger.warning("%d blocks on disk are damaged, and forgotten", len(bad))
+            cache_logger.warning("%d blocks on disk are damaged, and forgotten", len(bad))
             self._free += self._forget(bad)
         self.read_bytes += self.page_bytes * (len(hashes) - len(bad))
         self.read_s += time.perf_counter() - started
@@ -161,7 +161,7 @@ class DiskBlocks:
                 self._file.drop(slot)
             except OSError as error:
                 self.errors += 1
-                logger.warning("a block may be on disk again upon opening: %s", error)
+                cache_logger.warning("a block may be on disk again upon opening: %s", error)
         self._free += self.slots.values()
         self.slots = {}
         self.order = order
@@ -545,14 +545,14 @@ class DiskTier(ProcessLocal):
         try:
             there = _read_all(self._file.fileno(), parts, self._layout.payload_at(slot))
         except OSError as error:
-            logger.warning("slot %d of %s cannot be read: %s", slot, self.path, error)
+            cache_logger.warning("slot %d of %s cannot be read: %s", slot, self.path, error)
             there = False
         if there and disk_format.checksum(hash, parts) == record.checksum:
             return True
         try:
             self._invalidate(slot, only=record)
         except OSError as error:  # opening the file finds the slot damaged again
-            logger.warning("slot %d of %s cannot be emptied: %s", slot, self.path, error)
+            cache_logger.warning("slot %d of %s cannot be emptied: %s", slot, self.path, error)
         return False
 
     def _invalidate(self, slot: int, only: Record | None = None) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from ... import metrics
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ..engine import Transfer, TransferEngine
 from ..pages import Pages, StreamCompletion
@@ -168,7 +169,7 @@ class PageTier:
 class Blocked(Exception):
     """Raised before a call has changed anything: it has to `wait` unlocked, and try again."""
 
-    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, wait: Callable[[], None] | None = None) -> None:
         super().__init__("waits for a transfer")
         self.wait = wait
 
@@ -605,6 +606,10 @@ class SharedTiers:
         self._tiers = tiers
         self._lock = threading.Lock()
 
+    def stats(self) -> dict[str, float]:
+        """Return what `TieredCache.stats` does, without the lock and as last noted."""
+        return self._tiers.stats()
+
     @contextmanager
     def locked(self) -> Iterator[Tiers]:
         """Hold the lock; the tiers are as they were left, and may be closed."""
@@ -629,6 +634,8 @@ class SharedTiers:
                 break
             except Blocked as blocked:
                 wait = blocked.wait
-            wait()
+            if wait is not None:
+                with metrics.timed("kvcupy_host_wait_seconds", waiter="blocks"):
+                    wait()
         self.engine.send()
         return result

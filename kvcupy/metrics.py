@@ -1,0 +1,422 @@
+"""Counters and histograms of a running process, and adapters for Prometheus and OpenTelemetry.
+
+What the caches count anyway, hits, evictions and bytes, is read from them when it is asked for, so
+there is one count of each. Operations, waits, steps and compilations are counted while that is
+enabled; disabled, each costs the test of one global.
+
+Notes
+-----
+Stream: nothing is put on a stream, waited for or asked of a device, by `collect` neither: what a
+transfer has moved is counted once the cache has noted that it is over. Capture: legal. An operation
+that goes into a graph is not counted; each launch of the graph counts as the operation "graph".
+Source: prometheus.io, "Metric and label naming".
+
+Examples
+--------
+>>> import numpy as np
+>>> import kvcupy as kv
+>>> rows, cache = np.ones((2, 1, 4), np.float16), np.zeros((8, 1, 4), np.float16)
+>>> labels = {"operation": "store_kv", "device": "host"}
+>>> before = kv.metrics.value("kvcupy_bytes_total", **labels)
+>>> kv.metrics.enable()
+>>> kv.store_kv(rows, rows, cache, cache.copy(), np.array([0, 1]))
+>>> kv.metrics.value("kvcupy_bytes_total", **labels) - before
+80.0
+>>> kv.metrics.disable()
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from . import observe
+from .extras import install
+
+Labels = tuple[tuple[str, str], ...]  # sorted by name
+
+enabled = False
+"""Whether operations, waits, steps and compilations are counted. Set by `enable`."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """What a histogram has seen.
+
+    Attributes
+    ----------
+    bounds : upper bounds of all buckets but the last
+    counts : of each bucket alone, one more than `bounds`
+    sum : of the values
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric as it is now.
+
+    Attributes
+    ----------
+    name : with its unit; of a counter with "_total"
+    kind : "counter", "gauge" or "histogram"
+    help : a sentence
+    samples : by labels, (name, value) pairs sorted by name: numbers, or a Distribution each
+    """
+
+    name: str
+    kind: str
+    help: str
+    samples: Mapping[Labels, Any]
+
+
+_COUNTERS = {
+    "kvcupy_operations_total": "Operations put on streams, outside of graphs.",
+    "kvcupy_bytes_total": "Bytes that operations read and write, where shapes and host lists tell.",
+    "kvcupy_stream_waits_total": "Waits of streams for events.",
+    "kvcupy_step_tokens_total": "Tokens of the steps of paged caches.",
+    "kvcupy_cache_hits_total": "Blocks asked of tiered caches, by the highest tier that had them.",
+    "kvcupy_cache_misses_total": "Blocks asked of tiered caches that no tier had.",
+    "kvcupy_cache_insertions_total": "Blocks inserted into tiered caches.",
+    "kvcupy_cache_evictions_total": "Blocks evicted from a tier.",
+    "kvcupy_cache_lost_blocks_total": "Blocks that left the last tier that had them.",
+    "kvcupy_cache_failed_blocks_total": "Blocks whose load, save or access to disk has failed.",
+    "kvcupy_cache_moved_bytes_total": "Bytes moved between tiers.",
+    "kvcupy_cache_moved_seconds_total": "Seconds that moves between tiers took.",
+}
+_GAUGES = {
+    "kvcupy_cache_blocks": "Blocks in a tier.",
+    "kvcupy_pool_pages": "Pages of pools.",
+    "kvcupy_pool_allocated_pages": "Allocated pages of pools.",
+    "kvcupy_sequences": "Sequences of paged caches.",
+    "kvcupy_sequence_tokens": "Tokens of the sequences of paged caches; shared ones for each.",
+}
+# Seconds.
+_SHORT = (
+    1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3,
+    0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+_LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
+_HISTOGRAMS = {
+    "kvcupy_step_seconds": (_SHORT, "Steps of paged caches, from begin_forward to end_forward."),
+    "kvcupy_host_wait_seconds": (_SHORT, "Waits of the host for transfers that hold pages."),
+    "kvcupy_compile_seconds": (_LONG, "Compilations of kernels."),
+}
+
+# What `TieredCache.stats` names, as a metric and its labels.
+CACHE_STATS: dict[str, tuple[str, Labels]] = {
+    "misses": ("kvcupy_cache_misses_total", ()),
+    "inserted": ("kvcupy_cache_insertions_total", ()),
+    "lost": ("kvcupy_cache_lost_blocks_total", ()),
+    "failed_loads": ("kvcupy_cache_failed_blocks_total", (("move", "load"),)),
+    "failed_saves": ("kvcupy_cache_failed_blocks_total", (("move", "save"),)),
+    "disk_errors": ("kvcupy_cache_failed_blocks_total", (("move", "disk"),)),
+}
+for _tier in ("device", "host", "disk"):
+    _labels = (("tier", _tier),)
+    CACHE_STATS[f"{_tier}_blocks"] = "kvcupy_cache_blocks", _labels
+    CACHE_STATS[f"{_tier}_hits"] = "kvcupy_cache_hits_total", _labels
+    CACHE_STATS[f"{_tier}_evicted"] = "kvcupy_cache_evictions_total", _labels
+for _move in ("load", "save", "disk_read", "disk_write"):
+    _labels = (("move", _move),)
+    CACHE_STATS[f"{_move}_bytes"] = "kvcupy_cache_moved_bytes_total", _labels
+    CACHE_STATS[f"{_move}_s"] = "kvcupy_cache_moved_seconds_total", _labels
+
+_Samples = Iterable[tuple[str, Labels, float]]
+
+_lock = threading.RLock()  # of all below; finalizers may come while it is held
+_counts: Counter[tuple[str, Labels]] = Counter()
+_distributions: dict[tuple[str, Labels], tuple[list[int], list[float]]] = {}
+_sources: weakref.WeakKeyDictionary[Any, Callable[[Any], _Samples]] = weakref.WeakKeyDictionary()
+_final: deque[list[tuple[str, Labels, float]]] = deque()  # counts of caches that are gone
+_listeners: list[Callable[[str, float, dict[str, str]], None]] = []
+
+
+# --- Switching on and off, and reading ---
+
+
+class _Operations:
+    """An observer that counts operations, their bytes, and the waits of streams."""
+
+    def before(self, operation: observe.Operation) -> None:
+        pass
+
+    def after(self, operation: observe.Operation) -> None:
+        stream = operation.stream
+        if stream.capturing:
+            return
+        name = operation.name.rstrip("0123456789 ")  # "load 31": the layers are one operation
+        labels = ("device", stream.device.name), ("operation", name)
+        num_bytes = operation.num_bytes
+        with _lock:
+            _counts["kvcupy_operations_total", labels] += 1
+            if num_bytes:
+                _counts["kvcupy_bytes_total", labels] += num_bytes
+
+    def recorded(self, event: Any, stream: Any) -> None:
+        pass
+
+    def waited(self, stream: Any, event: Any) -> None:
+        if not stream.capturing:
+            add("kvcupy_stream_waits_total", device=stream.device.name)
+
+
+_operations = _Operations()
+
+
+def enable() -> None:
+    """Count operations, waits, steps and compilations from now on. Repeated calls do nothing."""
+    global enabled
+    observe.attach(_operations)
+    enabled = True
+
+
+def disable() -> None:
+    """Stop counting them; what was counted stays."""
+    global enabled
+    enabled = False
+    observe.detach(_operations)
+
+
+def collect() -> list[Metric]:
+    """Return all metrics that have samples, in a fixed order.
+
+    Notes
+    -----
+    Any thread may call this at any time; it waits for no transfer and no disk. What caches count
+    includes those that are gone.
+    """
+    with _lock:
+        _fold()
+        numbers = Counter(_counts)
+        distributions = {
+            key: (tuple(counts), total[0]) for key, (counts, total) in _distributions.items()
+        }
+        sources = list(_sources.items())
+    for owner, read in sources:
+        for name, labels, number in read(owner):
+            numbers[name, labels] += number  # type: ignore[assignment]
+    found = []
+    for kind, helps in (("counter", _COUNTERS), ("gauge", _GAUGES)):
+        for name, text in helps.items():
+            samples = {labels: float(n) for (of, labels), n in numbers.items() if of == name}
+            found.append(Metric(name, kind, text, samples))
+    for name, (bounds, text) in _HISTOGRAMS.items():
+        seen = {
+            labels: Distribution(bounds, counts, total)
+            for (of, labels), (counts, total) in distributions.items() if of == name
+        }  # fmt: skip
+        found.append(Metric(name, "histogram", text, seen))
+    return [metric for metric in found if metric.samples]
+
+
+def value(name: str, **labels: str) -> Any:
+    """Return a metric's number, or its Distribution; 0.0 where there is no such sample.
+
+    Raises
+    ------
+    KeyError : no metric has that name
+    """
+    if name not in _COUNTERS and name not in _GAUGES and name not in _HISTOGRAMS:
+        raise KeyError(name)
+    metrics = {metric.name: metric.samples for metric in collect()}
+    return metrics.get(name, {}).get(tuple(sorted(labels.items())), 0.0)
+
+
+# --- What the rest of the package calls ---
+
+
+def add(name: str, amount: float = 1, **labels: str) -> None:
+    """Add to a counter."""
+    with _lock:
+        _counts[name, tuple(sorted(labels.items()))] += amount  # type: ignore[assignment]
+
+
+def note(name: str, seconds: float, **labels: str) -> None:
+    """Add a value to a histogram."""
+    bounds = _HISTOGRAMS[name][0]
+    key = name, tuple(sorted(labels.items()))
+    with _lock:
+        if key not in _distributions:
+            _distributions[key] = [0] * (len(bounds) + 1), [0.0]
+        counts, total = _distributions[key]
+        counts[bisect.bisect_left(bounds, seconds)] += 1
+        total[0] += seconds
+        listeners = tuple(_listeners)
+    for listener in listeners:
+        listener(name, seconds, labels)
+
+
+def timed(name: str, **labels: str) -> AbstractContextManager[object]:
+    """Note how long a with block takes, including when it raises."""
+    return _Timer(name, labels) if enabled else _UNTIMED
+
+
+class _Timer:
+    def __init__(self, name: str, labels: dict[str, str]) -> None:
+        self._name, self._labels = name, labels
+
+    def __enter__(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        note(self._name, time.perf_counter() - self._start_s, **self._labels)
+
+
+_UNTIMED = nullcontext()
+
+
+def follow(
+    owner: Any, read: Callable[[Any], _Samples], final: Callable[[], _Samples] | None = None
+) -> None:
+    """Include samples that `read` takes of an object for as long as that lives.
+
+    Parameters
+    ----------
+    read : takes the owner, from any thread
+    final : called when the owner is gone, perhaps within garbage collection, so it must take no
+        lock; its counters are kept. It must not refer to the owner
+    """
+    with _lock:
+        _fold()
+        _sources[owner] = read
+    if final is not None:
+        weakref.finalize(owner, _keep, final).atexit = False
+
+
+def cache_samples(stats: Mapping[str, float]) -> _Samples:
+    """Yield the samples of what `TieredCache.stats` returns."""
+    for key, number in stats.items():
+        name, labels = CACHE_STATS[key]
+        yield name, labels, number
+
+
+def _keep(final: Callable[[], _Samples]) -> None:
+    _final.append(list(final()))
+
+
+def _fold() -> None:
+    """Add the counts of caches that are gone; the caller holds the lock."""
+    while _final:
+        for name, labels, number in _final.popleft():
+            if name in _COUNTERS:
+                _counts[name, labels] += number  # type: ignore[assignment]
+
+
+# --- Adapters ---
+
+
+class PrometheusCollector:
+    """A collector for a registry of `prometheus_client`.
+
+    Raises
+    ------
+    ImportError : prometheus_client is not installed
+
+    Examples
+    --------
+    ::
+
+        from prometheus_client import REGISTRY, start_http_server
+
+        kv.metrics.enable()
+        REGISTRY.register(kv.metrics.PrometheusCollector())
+        start_http_server(9100)
+    """
+
+    def __init__(self) -> None:
+        try:
+            from prometheus_client import core
+        except ImportError as error:
+            raise ImportError(f"PrometheusCollector needs: {install('metrics')}") from error
+        self._core = core
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the families of all metrics."""
+        families = {
+            "counter": self._core.CounterMetricFamily, "gauge": self._core.GaugeMetricFamily,
+            "histogram": self._core.HistogramMetricFamily,
+        }  # fmt: skip
+        for metric in collect():
+            names = [name for name, _ in next(iter(metric.samples))]
+            family = families[metric.kind](metric.name, metric.help, labels=names)
+            for labels, sample in metric.samples.items():
+                values = [label for _, label in labels]
+                if isinstance(sample, Distribution):
+                    family.add_metric(values, _cumulative(sample), sample.sum)
+                else:
+                    family.add_metric(values, sample)
+            yield family
+
+
+def _cumulative(sample: Distribution) -> list[tuple[str, int]]:
+    """Return (upper bound, values up to it) of each bucket, as Prometheus counts."""
+    buckets, total = [], 0
+    for bound, count in zip((*map(repr, sample.bounds), "+Inf"), sample.counts, strict=True):
+        total += count
+        buckets.append((bound, total))
+    return buckets
+
+
+def instrument(meter: Any) -> None:
+    """Report all metrics to a meter of OpenTelemetry.
+
+    Parameters
+    ----------
+    meter : as `opentelemetry.metrics.get_meter("kvcupy")` returns; call this once for each
+
+    Notes
+    -----
+    Names are as in Prometheus but for the suffix "_total", which exporters add. Counters and gauges
+    are observed when a reader collects; histograms get each value from now on.
+
+    Raises
+    ------
+    ImportError : opentelemetry-api is not installed
+    """
+    try:
+        from opentelemetry.metrics import Observation
+    except ImportError as error:
+        raise ImportError(f"instrument needs: {install('metrics')}") from error
+
+    def observe_metric(name: str) -> Callable[[Any], list[Any]]:
+        def callback(options: Any) -> list[Any]:
+            return [
+                Observation(number, dict(labels))
+                for metric in collect() if metric.name == name
+                for labels, number in metric.samples.items()
+            ]  # fmt: skip
+
+        return callback
+
+    for helps, create in (
+        (_COUNTERS, meter.create_observable_counter), (_GAUGES, meter.create_observable_gauge),
+    ):  # fmt: skip
+        for name, text in helps.items():
+            create(name.removesuffix("_total"), [observe_metric(name)], _unit(name), text)
+    histograms = {}
+    for name, (bounds, text) in _HISTOGRAMS.items():
+        histograms[name] = meter.create_histogram(
+            name, _unit(name), text, explicit_bucket_boundaries_advisory=bounds
+        )
+    with _lock:
+        _listeners.append(lambda name, seconds, labels: histograms[name].record(seconds, labels))
+
+
+def _unit(name: str) -> str:
+    units = {"_bytes": "By", "_seconds": "s"}
+    return next((u for end, u in units.items() if end in name), "1")

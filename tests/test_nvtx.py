@@ -1,0 +1,121 @@
+"""NVTX ranges: around each operation while `config.nvtx` is set, balanced whatever raises."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import kvcupy as kv
+from kvcupy import observe
+from kvcupy.timelines import nvtx
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """What is pushed and popped, by stand-ins for CuPy's bindings."""
+    calls = []
+    bindings = ModuleType("cupy.cuda.nvtx")
+    bindings.RangePush = lambda name: calls.append(name)
+    bindings.RangePop = lambda: calls.append("pop")
+    cuda, cupy = ModuleType("cupy.cuda"), ModuleType("cupy")
+    cupy.cuda, cuda.nvtx = cuda, bindings
+    for module in (cupy, cuda, bindings):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(nvtx._ranges, "_nvtx", None)
+    yield calls
+    kv.config.nvtx = False
+    nvtx._ranges._nvtx = None
+
+
+def store(stream=None):
+    rows, cache = np.ones((1, 1, 4), np.float16), np.zeros((4, 1, 4), np.float16)
+    kv.store_kv(rows, rows, cache, cache.copy(), np.array([0]), stream=stream)
+
+
+@pytest.mark.usefixtures("lenient_host")
+def test_operations_are_ranges_while_it_is_set(ranges):
+    store()
+    kv.config.nvtx = True
+    kv.config.nvtx = True
+    assert kv.config.nvtx
+    store()
+    device = kv.device("host")
+    device.copy(np.zeros(4, np.float32), np.ones(4, np.float32))
+    kv.config.nvtx = False
+    store()
+    assert ranges == ["kvcupy.store_kv", "pop", "kvcupy.copy", "pop"]
+
+
+def test_a_range_ends_when_the_operation_raises(ranges):
+    kv.config.nvtx = True
+    operation = observe.Operation("store_kv", None)
+    with pytest.raises(ZeroDivisionError):
+        observe.issue(lambda: operation, lambda: 1 / 0)
+    assert ranges == ["kvcupy.store_kv", "pop"]
+
+
+def test_a_range_ends_when_an_observer_refuses_the_operation(ranges):
+    class Refusing:
+        def before(self, operation):
+            raise kv.OrderError("no")
+
+        def after(self, operation): ...
+        def recorded(self, event, stream): ...
+        def waited(self, stream, event): ...
+
+    kv.config.nvtx = True
+    with pytest.raises(kv.OrderError), observe.attached(Refusing()):
+        store()
+    assert ranges == ["kvcupy.store_kv", "pop"]
+    del ranges[:]
+    kv.config.nvtx = False
+    with observe.attached(Refusing()):  # in front of it: no range has begun
+        kv.config.nvtx = True
+        with pytest.raises(kv.OrderError):
+            store()
+    assert ranges == []
+
+
+def test_without_cupy_it_is_logged_once(ranges, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "cupy.cuda", None)
+    kv.config.nvtx = True
+    store()
+    store()
+    assert [r.getMessage().split(",")[0] for r in caplog.records if "nvtx" in r.getMessage()] == [
+        "config.nvtx has no effect"
+    ]
+
+
+def test_cupys_own_bindings():
+    bindings = pytest.importorskip("cupy.cuda.nvtx")
+    assert {"RangePush", "RangePop"} <= set(dir(bindings))
+    kv.config.nvtx = True
+    try:
+        store()
+    finally:
+        kv.config.nvtx = False
+
+
+@pytest.mark.parametrize("value", [1, None, "1"])
+def test_what_is_no_bool(value):
+    with pytest.raises(TypeError, match="nvtx: expected True or False"):
+        kv.config.nvtx = value
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("1", "True 1"), ("0", "False 0"), ("", "False 0")]
+)
+def test_the_environment_says_what_it_begins_as(value, expected):
+    code = "import kvcupy as kv; print(kv.config.nvtx, len(kv.observe.observers))"
+    environment = {**os.environ, "KVCUPY_NVTX": value, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True,
+                          text=True, check=True)  # fmt: skip
+    assert done.stdout.strip() == expected
