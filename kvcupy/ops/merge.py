@@ -84,12 +84,10 @@ def merge_states(
     lse_base : "e" or "2", of the logarithms in and out
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
-    To merge N states at once give out_a (N, T, Hq, Dv), lse_a (N, T, Hq) and None for out_b, lse_b.
-
     Returns
     -------
     (out, lse) : the outputs; allocated ones are of out_a's library. Where no state saw a key, 0 and
-    minus infinity
+        minus infinity
 
     Raises
     ------
@@ -99,6 +97,7 @@ def merge_states(
 
     Notes
     -----
+    To merge N states at once give out_a (N, T, Hq, Dv), lse_a (N, T, Hq) and None for out_b, lse_b.
     Weights are exp(lse - largest lse) over their sum, in float32; each output is rounded once.
     Cascade: attend a prefix that sequences share once, with all their queries as one sequence over
     its pages and `causal=False`, and merge that with the attention of each over its own rest.
