@@ -173,16 +173,19 @@ def assert_near(name: str, got: Array, want: Array, allowed: Any, seed: Any = No
     --------
     >>> assert_near("out", np.array([1.0, 2.5]), np.array([1.0, 2.0]), 0.1)
     Traceback (most recent call last):
-    kvcupy.testing.arrays.Mismatch: out: 1 of 2 elements differ; first at index (1,): got 2.5, ...
+    kvcupy.testing.arrays.Mismatch: out: 1 of 2 elements differ (by up to 5 times ...
     """
     with np.errstate(invalid="ignore"):
         wrong = ~((got == want) | (np.abs(got - want) <= allowed))
     if wrong.any():
         at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        bounds = np.broadcast_to(allowed, want.shape)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            excess = float(np.max(np.abs(got - want)[wrong] / bounds[wrong]))
+        how = f" (by up to {excess:.2g} times what is allowed)" if np.isfinite(excess) else ""
         raise Mismatch(
-            f"{name}: {int(wrong.sum())} of {want.size} elements differ; first at index {at}: "
-            f"got {got[at]}, want {want[at]} within {np.broadcast_to(allowed, want.shape)[at]}, "
-            f"seed {seed}"
+            f"{name}: {int(wrong.sum())} of {want.size} elements differ{how}; first at index {at}: "
+            f"got {got[at]}, want {want[at]} within {bounds[at]}, seed {seed}"
         )
 
 
@@ -209,12 +212,14 @@ class Buffer:
     want : the mirror, canaries included; the reference writes it through `Argument.view`
     raw : the same bytes on the device
     exact : whether a NaN must keep its bits
+    shape : by which elements are named where they differ
     """
 
     def __init__(self, case: Arguments, fmt: str, content: Array, misalign: int, name: str) -> None:
         if content.ndim != 1 or misalign % content.itemsize:
             raise ValueError("expected flat content, and a misalignment of whole elements")
         self.case, self.fmt, self.dtype, self.name = case, fmt, content.dtype, name
+        self.shape: tuple[int, ...] = content.shape
         self.exact = True
         payload = content.view(np.uint8)
         self.start = GUARD_BYTES + misalign
@@ -261,7 +266,9 @@ class Buffer:
                     "outside",
                 )
         inside = slice(self.start, self.stop)
-        left, right, before = (a[inside].view(self.dtype) for a in (got, self.want, self.before))
+        left, right, before = (
+            a[inside].view(self.dtype).reshape(self.shape) for a in (got, self.want, self.before)
+        )
         compare(
             left, right, self.fmt, exact=self.exact, name=self.name, seed=self.case.seed,
             before=before,
@@ -315,6 +322,7 @@ class Arguments:
     ----------
     device : a `Device`
     seed : of all that is drawn
+    rounded_weights : whether softmax weights of decode, too, may be rounded to the query's format
 
     Examples
     --------
@@ -332,10 +340,11 @@ class Arguments:
 
     buffer_type: type[Buffer] = Buffer
 
-    def __init__(self, device: Any, seed: Any = 0) -> None:
-        self.device, self.seed = device, seed
+    def __init__(self, device: Any, seed: Any = 0, *, rounded_weights: bool = False) -> None:
+        self.device, self.seed, self.rounded_weights = device, seed, rounded_weights
         self.rng = np.random.default_rng(seed)
         self.buffers: list[Buffer] = []
+        self.differences: list[Mismatch] = []
 
     def place(
         self, content: Array, fmt: str, cut: Cut | None = None, *, misalign: int = 0,
@@ -348,6 +357,7 @@ class Arguments:
         """
         flat = np.ascontiguousarray(content).reshape(-1)
         buffer = self.buffer_type(self, fmt, flat, misalign * flat.itemsize, name)
+        buffer.shape = content.shape
         self.buffers.append(buffer)
         return Argument(buffer, lambda a: (cut or (lambda b: b))(a.reshape(content.shape)))
 
@@ -385,6 +395,23 @@ class Arguments:
         content[..., ::spread] = values if step > 0 else values[..., ::-1]
         first = (count - 1) * spread if step < 0 and count else None
         return self.place(content, dtype, lambda a: a[..., first::step], name=name)
+
+    def note_unless_near(self, name: str, got: Array, want: Array, allowed: Any) -> None:
+        """Keep what `assert_near` raises in `differences`, so that the rest is compared too."""
+        try:
+            assert_near(name, got, want, allowed, self.seed)
+        except Mismatch as difference:
+            self.differences.append(difference)
+
+    def all_differences(self) -> list[Mismatch]:
+        """Compare every buffer; return what was kept, and what differs now."""
+        differences = list(self.differences)
+        for buffer in self.buffers:
+            try:
+                buffer.check()
+            except Mismatch as difference:
+                differences.append(difference)
+        return differences
 
     def check_buffers(self) -> None:
         """Compare every buffer with what it should be.

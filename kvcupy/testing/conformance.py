@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from .. import devices
@@ -31,7 +32,7 @@ class Outcome:
     ----------
     operation, case : which case
     verdict : "conforms", "differs", "raised" (an exception, where none is due) or "not supported"
-    detail : how it differs, the exception, or why it is not supported
+    detail : how it differs, a line per array; the exception; or why it is not supported
     compared : how its results are compared: a key of `tolerances.REASONS`
     """
 
@@ -47,6 +48,7 @@ class Outcome:
 
     def __str__(self) -> str:
         detail = f": {self.detail}" if self.detail else ""
+        detail = detail.replace("\n", "\n    ")
         return f"{self.operation}, {self.case}: {self.verdict}{detail}"
 
 
@@ -67,9 +69,7 @@ def run_case(
     except NotSupported as reason:
         return Outcome(case.operation, case.name, NOT_SUPPORTED, str(reason), case.compared)
     except Mismatch as difference:
-        detail = f"wrote outside its arrays: {difference}"
-        detail = detail if difference.kind == "outside" else str(difference)
-        return Outcome(case.operation, case.name, DIFFERS, detail, case.compared)
+        return Outcome(case.operation, case.name, DIFFERS, str(difference), case.compared)
     except Exception as error:  # whatever the implementation under test raises is its result
         text = str(error).splitlines() or [""]
         detail = f"{type(error).__name__}: {text[0]}"
@@ -84,12 +84,9 @@ def _compare(case: Case, implementation: Implementation, device: Any, seed: int)
         raise NotSupported("it has no such operation")
     for feature in case.features & implementation.lacks.keys():
         raise NotSupported(implementation.lacks[feature])
-    arguments = Arguments(device, seed)
+    arguments = Arguments(device, seed, rounded_weights=implementation.rounded_weights)
     call = case.build(arguments)
-    try:
-        inspect.signature(function).bind(**call.arguments)
-    except TypeError as error:
-        raise NotSupported(f"it has {error}") from None
+    _require_signature(function, call.arguments)
 
     def wrap(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -101,10 +98,29 @@ def _compare(case: Case, implementation: Implementation, device: Any, seed: int)
     device.synchronize()
     recorded = implementation.has_fault(device)
     expected = call.compare()
-    arguments.check_buffers()
+    texts = [
+        f"wrote outside its arrays: {each}" if each.kind == "outside" else str(each)
+        for each in arguments.all_differences()
+    ]
     if recorded is not None and recorded != expected:
         what = "one, though all are inside" if recorded else "none, though one is past the end"
-        raise Mismatch(f"indices past the end: recorded {what}")
+        texts.append(f"indices past the end: recorded {what}")
+    if texts:
+        raise Mismatch("\n".join(texts))
+
+
+def _require_signature(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raise NotSupported unless a function takes all of some arguments by name."""
+    signature = inspect.signature(function)
+    parameters = signature.parameters
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        unknown = [name for name in arguments if name not in parameters]
+        if unknown:
+            raise NotSupported(f"it takes no {', '.join(unknown)}")
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise NotSupported(f"its signature: {error}") from None
 
 
 def conform(
@@ -114,6 +130,7 @@ def conform(
     device: Any = None,
     wrap: Callable[[Argument], Any] | None = None,
     lacks: Mapping[str, str] | None = None,
+    rounded_weights: bool = False,
     seed: int = 0,
 ) -> list[Outcome]:
     """Run a function through the cases of one operation.
@@ -126,6 +143,8 @@ def conform(
     device : `Device` or its name, which arrays lie on; None: a GPU if there is one, else the host
     wrap : makes the function's array of an `Argument`; None: `argument.array`, of NumPy or CuPy
     lacks : reasons by key of `cases.FEATURES`: cases that need one are not run
+    rounded_weights : of `paged_attention`: whether decode, too, rounds softmax weights to the
+        query's format, for tensor cores
     seed : of the arguments
 
     Returns
@@ -145,7 +164,9 @@ def conform(
     past the end - raised
     views - conforms
     """
-    own = Implementation("own", {operation: function}, lacks=lacks or {})
+    own = Implementation(
+        "own", {operation: function}, lacks=lacks or {}, rounded_weights=rounded_weights
+    )
     if wrap is not None:
         own.wrap = wrap
     return [run_case(case, own, device=device, seed=seed) for case in cases([operation])]
@@ -240,7 +261,7 @@ def render(
     for name, each in some.items():
         shown = [one for one in each if verbose or one.failed]
         lines += ["", f"{name}: {'all that is supported conforms' if not shown else ''}".rstrip()]
-        lines += [f"  {outcome}" for outcome in shown]
+        lines += [indent(str(outcome), "  ") for outcome in shown]
     lines += [f"\n{name}: not here: {why}" for name, why in missing.items()]
     kinds = dict.fromkeys(outcome.compared for each in some.values() for outcome in each)
     lines += ["", "Compared:", *(f"  {kind}: {REASONS[kind]}" for kind in kinds)]

@@ -36,6 +36,8 @@ class Implementation:
     functions : by operation. Outputs are written in place, and what is returned is ignored
     wrap : makes the array that a function takes of an `Argument`
     lacks : reasons by key of `cases.FEATURES`; cases that need one are not run
+    rounded_weights : whether its attention rounds softmax weights to the query's format in decode
+        too, for tensor cores; prefill always may
     has_fault : whether an index past the end was recorded since it was asked last; None: indices
         are not recorded
     """
@@ -44,6 +46,7 @@ class Implementation:
     functions: Mapping[str, Callable[..., Any]]
     wrap: Callable[[Argument], Any] = field(default=lambda argument: argument.array)
     lacks: Mapping[str, str] = field(default_factory=dict)
+    rounded_weights: bool = False
     has_fault: Callable[[Any], bool | None] = field(default=lambda device: None)
 
 
@@ -99,7 +102,8 @@ def _of_torch(name: str, device: Any) -> Implementation:
         functions = {operation: getattr(composed, operation) for operation in OPERATIONS}
         return Implementation(name, functions, wrap)
     importlib.import_module(name)
-    return Implementation(name, Peer(name, arrays.torch).functions(), wrap, lacks=_PEERS_LACK)
+    functions = Peer(name, arrays.torch).functions()
+    return Implementation(name, functions, wrap, _PEERS_LACK, rounded_weights=True)
 
 
 def torch_tensor(torch: Any, argument: Argument) -> Any:
@@ -180,7 +184,7 @@ class Composition:
                    ) -> None:  # fmt: skip
         """Rotate bf16 as transformers does: in bf16, with a rounding per operation."""
         if key.dtype != self.torch.bfloat16:
-            raise NotSupported("the composition measured here rotates bf16")
+            raise NotSupported("the composition rotates bf16 alone")
         width = rope_table.shape[1]
         rotate = rotation_by_torch(self.torch, rope_table[positions], interleaved, {})
         for name, rows, out in (("query", query, query_out), ("key", key, key_out)):

@@ -117,7 +117,12 @@ def slot_values(args: Mapping[str, Any], side: str) -> Float64:
 
 
 def attention_errors(
-    args: Mapping[str, Any], out: Float64, lse: Float64, out_fmt: str | None = None
+    args: Mapping[str, Any],
+    out: Float64,
+    lse: Float64,
+    out_fmt: str | None = None,
+    *,
+    rounded_weights: bool = False,
 ) -> tuple[Float64, Float64]:
     """Return how far float32 arithmetic and one rounding may be from `out` and `lse`.
 
@@ -136,6 +141,9 @@ def attention_errors(
         What it returns.
     out_fmt
         The format that `out` is rounded to; None: that of the query.
+    rounded_weights
+        Whether softmax weights are rounded to the query's format, as a tensor core takes them.
+        With ``query_lens`` they are.
     """
     fmt = reference.format_of(args["query"])
     query, keys, values = (
@@ -149,7 +157,8 @@ def attention_errors(
     cap = args.get("logits_soft_cap") or 0.0
     units = FEW + 2 * np.sqrt(width) + TRUNCATION[fmt] * width
     of_score = ROUNDING * (size * units + FEW * cap)
-    rounded = WEIGHT_ROUNDING[fmt] if args.get("query_lens") is not None else 0.0
+    rounded_weights = rounded_weights or args.get("query_lens") is not None
+    rounded = WEIGHT_ROUNDING[fmt] if rounded_weights else 0.0
     if args.get("rope_table") is not None:
         share = min(1.0, 4 / np.sqrt(args["rope_table"].shape[1]))
         of_score = of_score + size * WEIGHT_ROUNDING[fmt] * share
