@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ from textwrap import indent
 from typing import Any
 
 from .. import devices
+from ..bench.report import describe, write_json
 from ..errors import DeviceError
 from .arrays import Argument, Arguments, Mismatch
 from .cases import OPERATIONS, Case, cases
@@ -231,11 +231,10 @@ def main(
     print(render(outcomes, missing, device.name, verbose=verbose))
     if json_file is not None:
         report = {
-            "device": device.name, "seed": seed, "missing": missing,
+            "benchmark": "conformance", **describe(device), "seed": seed, "missing": missing,
             "outcomes": {name: [asdict(one) for one in some] for name, some in outcomes.items()},
         }  # fmt: skip
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
+        write_json(json_file, report)
     peers = set(NAMES) - {"kvcupy"}
     failed = [each.failed for name, some in outcomes.items() if name not in peers for each in some]
     return int(any(failed))

@@ -55,7 +55,9 @@ def load(name: str, device: Any) -> Implementation:
 
     Parameters
     ----------
-    name : of `NAMES`, or a module whose functions have the names of kvcupy's operations
+    name : of `NAMES`, or a module whose functions have the names of kvcupy's operations, and which
+        may have `lacks` and `wrap` as an `Implementation` has
+    device : `Device` that arrays lie on
 
     Raises
     ------
@@ -75,7 +77,10 @@ def load(name: str, device: Any) -> Implementation:
     functions = {each: getattr(module, each) for each in OPERATIONS if hasattr(module, each)}
     if not functions:
         raise ImportError(f"{name} has none of {', '.join(OPERATIONS)}")
-    return Implementation(name, functions, has_fault=_fault_of_kvcupy)
+    own_module = Implementation(name, functions, lacks=getattr(module, "lacks", {}))
+    if hasattr(module, "wrap"):
+        own_module.wrap = module.wrap
+    return own_module
 
 
 def _fault_of_kvcupy(device: Any) -> bool:
@@ -101,7 +106,10 @@ def _of_torch(name: str, device: Any) -> Implementation:
         composed = Composition(arrays.torch)
         functions = {operation: getattr(composed, operation) for operation in OPERATIONS}
         return Implementation(name, functions, wrap)
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except (RuntimeError, OSError) as error:  # libraries of another CUDA, say
+        raise ImportError(f"{type(error).__name__}: {error}") from None
     functions = Peer(name, arrays.torch).functions()
     return Implementation(name, functions, wrap, _PEERS_LACK, rounded_weights=True)
 
