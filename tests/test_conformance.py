@@ -458,3 +458,14 @@ def test_an_option_that_is_wrong(option, value, capsys):
     arguments = ["--impl", "kvcupy", option, value]
     assert command_line.main(["conformance", *arguments]) == 2
     assert "frob" in capsys.readouterr().err
+
+
+def test_the_command_lets_no_fallback_conform(monkeypatch, capsys):
+    seen, copy = set(), kv.copy_pages
+    monkeypatch.setattr(
+        kv, "copy_pages", lambda *args, **options: seen.add(kv.config.fallback) or copy(**options)
+    )
+    before = kv.config.fallback
+    arguments = ["--device", "host", "--impl", "kvcupy", "--op", "copy_pages"]
+    assert command_line.main(["conformance", *arguments]) == 0
+    assert seen == {"error"} and kv.config.fallback == before

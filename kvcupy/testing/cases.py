@@ -422,8 +422,8 @@ def _rope_store_kv(
 
 def _pages_of(
     case: Arguments, seq_lens: list[int], page_size: int, *, poison: bool
-) -> tuple[Argument, Array, int]:
-    """Return a block table of scattered pages, the slots that are in use, and how many pages."""
+) -> tuple[Argument, Array]:
+    """Return a block table of scattered pages, and which slots are in use."""
     counts = [-(-length // page_size) for length in seq_lens]
     pages = case.rng.permutation(sum(counts) + 2)
     table = np.full((len(counts), max(counts) + 2 * poison), POISON_SLOT if poison else 0, np.int32)
@@ -434,7 +434,7 @@ def _pages_of(
         tokens = np.arange(length)
         used[row[tokens // page_size], tokens % page_size] = True
         start += count
-    return case.place(table, "int32", name="block_table"), used, len(pages)
+    return case.place(table, "int32", name="block_table"), used
 
 
 def _cache_values(
@@ -487,7 +487,7 @@ def _paged_attention(
     if mla:  # one cached row for all heads, whose first part is the value
         heads, group, width, v_width = 1, 16, 80, 64
     cache_fmt = cache_fmt or fmt
-    table, used, _ = _pages_of(case, list(seq_lens), page_size, poison=poison)
+    table, used = _pages_of(case, list(seq_lens), page_size, poison=poison)
     rows = len(seq_lens) if new is None else sum(new)
 
     def arrange(pages: Array) -> Array:
@@ -624,7 +624,7 @@ def _copy_pages(
 @_case("slot_mapping", "poisoned table", "poison", appended=(5, 0, 16, 3), poison=True)
 def _slot_mapping(case: Arguments, *, appended: tuple[int, ...], poison: bool = False) -> Call:
     lengths, page_size = [5, 33, 16, 8], 8
-    table, _, _ = _pages_of(case, lengths, page_size, poison=poison)
+    table, _ = _pages_of(case, lengths, page_size, poison=poison)
     arguments: dict[str, Any] = {
         "block_table": table,
         "seq_lens": case.place(np.array(lengths, np.int32), "int32", name="seq_lens"),

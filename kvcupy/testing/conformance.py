@@ -15,6 +15,7 @@ from typing import Any
 
 from .. import devices
 from ..bench.report import describe, write_json
+from ..config import config
 from ..errors import DeviceError
 from .arrays import Argument, Arguments, Mismatch
 from .cases import OPERATIONS, Case, cases
@@ -110,7 +111,7 @@ def _compare(case: Case, implementation: Implementation, device: Any, seed: int)
 
 
 def _require_signature(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Raise NotSupported unless a function takes all of some arguments by name."""
+    """Raise NotSupported unless a function takes all arguments by name."""
     signature = inspect.signature(function)
     parameters = signature.parameters
     if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
@@ -224,51 +225,53 @@ def main(
         if name in missing and name not in NAMES:
             print(f"conformance: --impl {name}: {missing[name]}", file=sys.stderr)
             return 2
-    outcomes = {
-        each.name: [run_case(case, each, device=device, seed=seed) for case in chosen]
-        for each in loaded
-    }
+    about = describe(device)  # now: the tree may change while this runs
+    fallback, config.fallback = config.fallback, "error"  # what conforms is the kernels
+    try:
+        outcomes = {
+            each.name: [run_case(case, each, device=device, seed=seed) for case in chosen]
+            for each in loaded
+        }
+    finally:
+        config.fallback = fallback
     print(render(outcomes, missing, device.name, verbose=verbose))
     if json_file is not None:
-        report = {
-            "benchmark": "conformance", **describe(device), "seed": seed, "missing": missing,
-            "outcomes": {name: [asdict(one) for one in some] for name, some in outcomes.items()},
-        }  # fmt: skip
-        write_json(json_file, report)
+        records = {name: [asdict(each) for each in results] for name, results in outcomes.items()}
+        report = {"benchmark": "conformance", **about, "seed": seed, "missing": missing}
+        write_json(json_file, {**report, "outcomes": records})
     peers = set(NAMES) - {"kvcupy"}
-    failed = [each.failed for name, some in outcomes.items() if name not in peers for each in some]
-    return int(any(failed))
+    judged = (results for name, results in outcomes.items() if name not in peers)
+    return int(any(outcome.failed for results in judged for outcome in results))
 
 
 def render(
-    outcomes: Mapping[str, Iterable[Outcome]], missing: Mapping[str, str], device_name: str, *,
+    outcomes: Mapping[str, Sequence[Outcome]], missing: Mapping[str, str], device_name: str, *,
     verbose: bool = False,
 ) -> str:  # fmt: skip
     """Return the table of all implementations, and below it how each of them differs."""
-    some = {name: list(each) for name, each in outcomes.items()}
-    present = {outcome.operation for each in some.values() for outcome in each}
-    rows = [["operation", *some]]
+    everything = [outcome for results in outcomes.values() for outcome in results]
+    rows = [["operation", *outcomes]]
     rows += [
-        [operation, *(_tally(each, operation) for each in some.values())]
-        for operation in OPERATIONS if operation in present
+        [operation, *(_tally(results, operation) for results in outcomes.values())]
+        for operation in OPERATIONS if any(each.operation == operation for each in everything)
     ]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"On {device_name}: cases that conform, of those that are supported", ""]
+    lines = [f"On {device_name}: cases that conform, of those supported (-n: n are not)", ""]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  ".join(cells).rstrip())
-    for name, each in some.items():
-        shown = [one for one in each if verbose or one.failed]
+    for name, results in outcomes.items():
+        shown = [outcome for outcome in results if verbose or outcome.failed]
         lines += ["", f"{name}: {'all that is supported conforms' if not shown else ''}".rstrip()]
         lines += [indent(str(outcome), "  ") for outcome in shown]
     lines += [f"\n{name}: not here: {why}" for name, why in missing.items()]
-    kinds = dict.fromkeys(outcome.compared for each in some.values() for outcome in each)
+    kinds = dict.fromkeys(outcome.compared for outcome in everything)
     lines += ["", "Compared:", *(f"  {kind}: {REASONS[kind]}" for kind in kinds)]
     return "\n".join(lines)
 
 
 def _tally(outcomes: Iterable[Outcome], operation: str) -> str:
-    verdicts = [one.verdict for one in outcomes if one.operation == operation]
+    verdicts = [outcome.verdict for outcome in outcomes if outcome.operation == operation]
     supported = [verdict for verdict in verdicts if verdict != NOT_SUPPORTED]
     if not supported:
         return "-"

@@ -131,7 +131,7 @@ def attention_errors(
     of a score by x changes each weight by a factor of at most exp(x), and the denominator by
     another. Weights are then summed over n keys, with and without values, which loses about the
     square root of n units. Values are at most the largest in the cache, by head and element. Keys
-    that turn on their way to tensor cores are rounded: of the width, again, the square root counts.
+    that are rotated on their way to tensor cores are rounded: the square root of the width counts.
 
     Parameters
     ----------
