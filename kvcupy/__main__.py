@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from . import __version__
 from .doctor import environment
@@ -54,6 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 plot_file=options.plot, compared=options.compare, lines=options.progress,
                 tokens=options.tokens, batches=options.batch, contexts=options.context,
                 page_size=options.page_size,
+            )  # fmt: skip
+        if options.command == "conformance":
+            from .testing import conformance
+
+            return conformance.main(
+                options.impl, operations=options.op, device_name=options.device,
+                verbose=options.verbose, json_file=options.json, seed=options.seed,
             )  # fmt: skip
         if options.command == "inspect":
             from .cache import inspection
@@ -128,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     measuring.add_argument(
         "--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help=compared
     )
+    _add_conformance(commands)
     inspecting = commands.add_parser(
         "inspect",
         help="what a saved sequence or the file of a disk tier holds",
@@ -162,6 +171,26 @@ def _add_sizes(measuring: argparse.ArgumentParser) -> None:
     rotated = "size of the arguments that calls rotate over; default: 256, 64 if --quick"
     add("--rotate-mb", type=_count, metavar="MB", help=rotated)
     add("--torch-compile", action="store_true", help="one more baseline, which takes minutes")
+
+
+def _add_conformance(commands: Any) -> None:
+    conforming = commands.add_parser(
+        "conformance",
+        help="which implementations of the operations do what the references say",
+        description="Run kvcupy, torch, other projects, or a module of one's own, through the "
+        "conformance cases of each operation, and print what differs and how. The exit status is 1 "
+        "if kvcupy or one's own module differs.",
+    )
+    implementation = (
+        "kvcupy, torch, flashinfer, vllm, sglang, or a module whose functions have kvcupy's names; "
+        "default: those five, where they can be imported"
+    )
+    conforming.add_argument("--impl", nargs="+", metavar="NAME", help=implementation)
+    conforming.add_argument("--op", nargs="+", metavar="OPERATION", help="default: all")
+    conforming.add_argument("--device", help="default: a GPU if there is one, or host")
+    conforming.add_argument("--seed", type=int, default=0, help="of the arguments; default: 0")
+    conforming.add_argument("--verbose", action="store_true", help="print all cases")
+    conforming.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes")
 
 
 def _count(text: str) -> int:

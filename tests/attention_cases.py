@@ -20,36 +20,14 @@ from helpers import (
     names_number,
 )
 from page_cases import poisoned_table
-from rope_cases import ROUNDING, TINY, ulp
 
 import kvcupy as kv
 from kvcupy import reference
 from kvcupy.ops.attention import LayerArrays, StepAttention, check_options
+from kvcupy.testing.arrays import assert_near
+from kvcupy.testing.tolerances import attention_errors, merge_errors
 
 FLOATS = ("fp32", "fp16", "bf16")
-
-# Tolerance -----------------------------------------------------------------------------------
-
-FEW = 8
-"""Roundings of a value outside of sums: products with scales, exponential, division."""
-WEIGHT_ROUNDING = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Relative error of what is rounded for a tensor core, half a unit: softmax weights of many new
-tokens, and rotated keys."""
-TRUNCATION = {"fp32": 0.0, "fp16": 0.25, "bf16": 0.25}
-"""Units that a score loses per element where tensor cores, which truncate, sum its products."""
-
-
-def slot_values(args, side):
-    """Return the values of a cache, float64 (num_slots, H, D), NaN where it is poisoned."""
-    pages = args[f"{side}_cache"]
-    if args.get("layout") == "HND":
-        pages = pages.swapaxes(1, 2)
-    stored = reference.decode(pages, reference.format_of(pages)).reshape(-1, *pages.shape[2:])
-    scale = args.get(f"{side}_scale_cache")
-    if scale is None:
-        scale = np.asarray(1.0 if args.get(f"{side}_scale") is None else args[f"{side}_scale"])
-    return stored * scale[..., None]
-
 
 MORE = ("evicted_starts", "evicted_lens", "key_starts", "tree_lens", "rope_table", "interleaved",
         "rotary_start", "tree_positions", "cu_query_lens")  # fmt: skip
@@ -73,67 +51,6 @@ def attend(query, k_cache, v_cache, block_table, seq_lens, *, out=None, lse_out=
         layer, query, out, check_options(**options), lse_out=lse_out, stream=stream,
         sinks=None if isinstance(options["sinks"], int) else options["sinks"],
     )  # fmt: skip
-
-
-def attention_errors(args, out, lse, out_fmt=None):
-    """Return how far float32 arithmetic and one rounding may be from `out` and `lse`.
-
-    A score is a sum of D products. Each is at most |q| |k| in all, and float32 loses a unit of that
-    with every addition; as errors do not conspire, about the square root of their number. A change
-    of a score by x changes each weight by a factor of at most exp(x), and the denominator by
-    another. Weights are then summed over n keys, with and without values, which loses about the
-    square root of n units. Values are at most the largest in the cache, by head and element. Keys
-    that turn on their way to tensor cores are rounded: of the width, again, the square root counts.
-    """
-    fmt = reference.format_of(args["query"])
-    query, keys, values = (
-        reference.decode(args["query"], fmt), slot_values(args, "k"), slot_values(args, "v")
-    )  # fmt: skip
-    width, group = query.shape[2], query.shape[1] // keys.shape[1]
-    longest = np.fmax.reduce(np.sqrt((keys**2).sum(2)), axis=0, initial=0.0)
-    largest = np.fmax.reduce(np.abs(values), axis=0, initial=0.0)
-    scaling = args.get("sm_scale") or 1 / np.sqrt(width)
-    size = np.sqrt((query**2).sum(2)) * np.repeat(longest, group) * abs(scaling)
-    cap = args.get("logits_soft_cap") or 0.0
-    units = FEW + 2 * np.sqrt(width) + TRUNCATION[fmt] * width
-    of_score = ROUNDING * (size * units + FEW * cap)
-    rounded = WEIGHT_ROUNDING[fmt] if args.get("query_lens") is not None else 0.0
-    if args.get("rope_table") is not None:
-        share = min(1.0, 4 / np.sqrt(args["rope_table"].shape[1]))
-        of_score = of_score + size * WEIGHT_ROUNDING[fmt] * share
-    most_keys = max(int(args["seq_lens"].max(initial=1)), 1)
-    of_sums = ROUNDING * (2 * FEW + 2 * np.sqrt(most_keys))
-    of_weights = (2 * of_score + of_sums + rounded)[..., None] * np.repeat(largest, group, axis=0)
-    with np.errstate(invalid="ignore"):
-        of_lse = of_score + of_sums + FEW * ROUNDING * np.abs(lse)
-    return of_weights * 1.01 + ulp(out, out_fmt or fmt) / 2 + TINY, of_lse
-
-
-def merge_errors(outs, lses, out, lse, fmt):
-    """Return how far float32 arithmetic and one rounding may be from the merged `out` and `lse`.
-
-    A weight is exp of a difference of two lse, whose rounding is a unit of each of them; n states
-    are summed one after another.
-    """
-    visible = np.isfinite(lses)
-    units = 2 * FEW + len(outs) + 4 * np.abs(np.where(visible, lses, 0)).max(0)
-    largest = np.abs(np.where(visible[..., None], outs, 0)).max(0)
-    with np.errstate(invalid="ignore"):
-        of_lse = ROUNDING * (units + FEW * np.abs(lse))
-    return ROUNDING * units[..., None] * largest + ulp(out, fmt) / 2 + TINY, of_lse
-
-
-def assert_near(name, got, want, allowed, seed):
-    """Assert that values are the same, or finite and as near as allowed."""
-    with np.errstate(invalid="ignore"):
-        wrong = ~((got == want) | (np.abs(got - want) <= allowed))
-    if wrong.any():
-        at = tuple(int(i) for i in np.argwhere(wrong)[0])
-        pytest.fail(
-            f"{name}: {int(wrong.sum())} of {want.size} elements differ; first at index {at}: "
-            f"got {got[at]}, want {want[at]} within {np.broadcast_to(allowed, want.shape)[at]}, "
-            f"seed {seed}"
-        )
 
 
 # Arguments -----------------------------------------------------------------------------------
@@ -343,12 +260,6 @@ class AttentionCase(Case):
 
     # Calls
 
-    def live(self, arg):
-        """Return what an argument holds on the device, as a NumPy array."""
-        buffer = arg.buffer
-        flat = buffer.read()[buffer.start : buffer.stop]
-        return arg._cut(flat.view(buffer.dtype))
-
     def to_pass(self, value):
         if isinstance(value, Arg):
             return value.array
@@ -389,15 +300,15 @@ class AttentionCase(Case):
             stored = as_numpy(self.device, got, fmt)
             assert not stored[rows:].view(np.uint8).any(), "rows of no sequence are not zero"
         else:
-            stored = self.live(out)
+            stored = out.live()
         values = reference.decode(np.ascontiguousarray(stored), fmt)
         nothing = ~want.any(axis=2)  # saw no key, or sums of zeros only
         of_out[nothing] = 0
         assert_near("out", values[mine], want[mine], of_out[mine], self.seed)
         if lse is not None:
-            seen = self.live(lse).astype(np.float64)
+            seen = lse.live().astype(np.float64)
             assert_near("lse", seen[mine], want_lse[mine], of_lse[mine], self.seed)
-            lse.view[mine] = self.live(lse)[mine]
+            lse.view[mine] = lse.live()[mine]
         if out is not None:
             reference.bits_of(out.view, fmt)[mine] = reference.bits_of(stored, fmt)[mine]
         self.finish(faults)
@@ -416,8 +327,7 @@ class AttentionCase(Case):
                 for name, place, value in named
             ), f"none of {named[:5]} in {text!r}"
         kv.check_faults(self.device)
-        for buffer in self.buffers:
-            buffer.check()
+        self.check_buffers()
 
     def merge(self, out_a, lse_a, out_b=None, lse_b=None, out=None, lse=None, *, base="e",
               stream=None):  # fmt: skip
@@ -443,7 +353,7 @@ class AttentionCase(Case):
             ("lse", got[1], lse, want_lse, of_lse, "fp32"),
         ):  # fmt: skip
             assert tuple(a.shape) == exact.shape
-            stored = as_numpy(self.device, a, f) if passed is None else self.live(passed)
+            stored = as_numpy(self.device, a, f) if passed is None else passed.live()
             values = reference.decode(np.ascontiguousarray(stored), f)
             assert_near(name, values, exact, allowed, self.seed)
             if passed is not None:

@@ -93,12 +93,15 @@ def reshape_and_cache_flash(key, value, k_cache, v_cache, slots, dtype, k_scale,
         if dtype == "fp8":
             scaled = (rows.float() / scale).clamp(-448.0, 448.0)
             rows = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
-        cache[slots // size, slots % size] = rows
+        kept = slots >= 0  # as vLLM pads
+        cache[slots[kept] // size, slots[kept] % size] = rows[kept]
 
 
 def concat_and_cache_mla(latent, rope, cache, slots, dtype, scale):
     size = cache.shape[1]
-    cache[slots // size, slots % size] = torch.cat((latent, rope), dim=-1)
+    kept = slots >= 0
+    rows = torch.cat((latent, rope), dim=-1)
+    cache[slots[kept] // size, slots[kept] % size] = rows[kept]
 
 
 def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox):

@@ -1,6 +1,6 @@
 """Calls of the rotary operations that check everything, and arguments for them.
 
-What is rotated is compared with float64, within `allowed_error`; everything else bitwise. A cache
+What is rotated is compared with float64, within `rotation_errors`; everything else bitwise. A cache
 must hold, bit for bit, the store of the rotated key that the operation itself made.
 """
 
@@ -10,62 +10,18 @@ import numpy as np
 import pytest
 from helpers import (
     GUARD_BYTES,
-    INDEX_DTYPE,
-    POISON_SLOT,
     Arg,
     Buffer,
     Case,
     cache_shape,
-    from_values,
     names_number,
 )
 
 import kvcupy as kv
 from kvcupy import reference
+from kvcupy.testing.tolerances import rotation_errors
 
 FLOATS = ("fp32", "fp16", "bf16")
-
-# Tolerance -----------------------------------------------------------------------------------
-
-MANTISSA_BITS = {"fp32": 23, "fp16": 10, "bf16": 7}
-LOWEST_EXPONENT = {"fp32": -126, "fp16": -14, "bf16": -126}
-
-ROUNDING = 2.0**-24
-"""The relative error of one float32 operation."""
-NORM_ROUNDINGS = 32
-"""What a normalised element has been through in float32: sums of up to 256 squares in a warp, a
-root and a division, which the GPU may do with two units of error, and two products."""
-TINY = 2.0**-147
-"""What float32 loses where its results are subnormal."""
-
-
-def ulp(values: np.ndarray, fmt: str) -> np.ndarray:
-    """The unit in the last place of a format at each value."""
-    usual = np.isfinite(values) & (values != 0)
-    exponent = np.where(usual, np.frexp(np.where(usual, values, 1.0))[1] - 1, -2000)
-    return np.ldexp(1.0, np.maximum(exponent, LOWEST_EXPONENT[fmt]) - MANTISSA_BITS[fmt])
-
-
-def allowed_error(exact, rows, cosine, sine, fmt, *, norm, **options) -> np.ndarray:
-    """How far float32 arithmetic and one rounding may be from `exact`.
-
-    `x cos - y sin` is two products and a sum, each of them rounded to float32, and then the one
-    rounding to the format. So it is half a unit of the format, plus a float32 rounding of each
-    product, whose magnitudes together are at most that of (x, y) times that of (cos, sin). Without
-    cancellation this is less than one unit for fp16 and bf16, and less than two for fp32, where
-    the products' own errors are as large as the last rounding.
-    """
-    ones, zeros = np.ones_like(cosine), np.zeros_like(cosine)
-    element = reference.rotate(rows, ones, zeros, norm=norm, **options)
-    partner = reference.rotate(rows, zeros, ones, norm=norm, **options)
-    length = np.hypot(cosine, sine)
-    spread = np.repeat(length, 2, 1) if options["interleaved"] else np.tile(length, 2)
-    spread = np.concatenate(
-        [spread, np.ones((len(spread), rows.shape[-1] - spread.shape[1]))], axis=1
-    )
-    radius = np.hypot(element, partner) * (spread[:, None] if rows.ndim == 3 else spread)
-    before = ROUNDING * (radius * (1 if norm is None else 1 + NORM_ROUNDINGS) + np.abs(exact))
-    return ulp(exact, fmt) / 2 + before + TINY
 
 
 def assert_rotated(
@@ -76,7 +32,7 @@ def assert_rotated(
     fmt = reference.format_of(rows)
     with np.errstate(invalid="ignore", over="ignore"):
         exact = reference.rotate(rows, cosine, sine, norm=norm, **options)
-        allowed = allowed_error(exact, rows, cosine, sine, fmt, norm=norm, **options)
+        allowed = rotation_errors(exact, rows, cosine, sine, fmt, norm=norm, **options)
         want = reference.decode(reference.encode(exact, fmt), fmt)
         values = reference.decode(got, fmt)
         right = (values == want) | (np.isnan(values) & np.isnan(want))
@@ -100,19 +56,9 @@ def bits(array: np.ndarray) -> np.ndarray:
 class RopeCase(Case):
     """The buffers of one test, with calls of the rotary operations that check everything."""
 
-    def rows(self, fmt, shape, cut=None, *, misalign=0, name="rows"):
-        """Rows of usual magnitudes."""
-        values = self.rng.standard_normal(shape) * 10.0 ** self.rng.integers(-2, 3, shape)
-        return self.place(from_values(values, fmt), fmt, cut, misalign=misalign, name=name)
-
     def positions(self, values, dtype="int64", step=1):
         """An index array of one or two dimensions, every `step`-th of a longer one of poison."""
-        values = np.asarray(values, np.int64)
-        count, spread = values.shape[-1], max(abs(step), 1)
-        content = np.full((*values.shape[:-1], count * spread), POISON_SLOT, INDEX_DTYPE[dtype])
-        content[..., ::spread] = values if step > 0 else values[..., ::-1]
-        first = (count - 1) * spread if step < 0 and count else None
-        return self.place(content, dtype, lambda a: a[..., first::step], name="positions")
+        return self.slots(values, dtype, step, name="positions")
 
     def table(self, rotary_dim, positions, max_positions=64, *, pad=0, **options):
         """A table that is NaN wherever no position looks, and between its rows."""
@@ -122,12 +68,6 @@ class RopeCase(Case):
         frequencies = reference.rope_frequencies(max_positions, rotary_dim, **options)
         content[used, :rotary_dim] = reference.rope_rows(used, *frequencies)
         return self.place(content, "fp32", lambda a: a[:, :rotary_dim], name="rope_table")
-
-    def live(self, arg):
-        """What an argument holds on the device, as a NumPy array."""
-        buffer = arg.buffer
-        flat = buffer.read()[buffer.start : buffer.stop]
-        return arg._cut(flat.view(buffer.dtype))
 
     def twin(self, arg):
         """A copy of an argument at the same alignment and strides, which is not compared."""
@@ -164,7 +104,7 @@ class RopeCase(Case):
             options.get("sections"),
             options.get("sections_interleaved", False),
         )
-        before, got = rows.view[tokens].copy(), self.live(target)[tokens]
+        before, got = rows.view[tokens].copy(), target.live()[tokens]
         width = table.view.shape[1] if norm is None else before.shape[-1]
         assert_rotated(
             got,
@@ -296,8 +236,7 @@ class RopeCase(Case):
                 for name, place, value in named
             ), f"none of {named[:5]} in {text!r}"
         kv.check_faults(self.device)
-        for buffer in self.buffers:
-            buffer.check()
+        self.check_buffers()
 
 
 def mirrored(value):

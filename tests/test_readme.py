@@ -32,6 +32,19 @@ def test_the_race_is_found(capsys, tmp_path):
     assert printed.strip() == re.sub(r"(stream) \d+|(race.py):\d+", r"\1\2", shown).strip()
 
 
+def test_the_guide_to_testing_prints_what_it_shows(capsys):
+    pytest.importorskip("torch")
+    text = (ROOT / "docs/testing_your_own_kernel.md").read_text()
+    names, shown = {}, ""
+    for block in text.split("```")[1::2]:
+        language, _, content = block.partition("\n")
+        if language == "python":
+            exec(compile(content, "guide.py", "exec"), names)
+        shown += content if not language else ""
+    assert capsys.readouterr().out == shown != ""
+    assert set(re.findall(r'^\| `"(.*)"`', text, re.MULTILINE)) == set(names["testing"].FEATURES)
+
+
 def test_named_functions_exist():
     named = set(re.findall(r"\bkv\.(\w+)", README)) | set(re.findall(r"^\| `(\w+)\(", README, re.M))
     missing = sorted(name for name in named if not hasattr(kv, name))

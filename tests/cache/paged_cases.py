@@ -11,13 +11,13 @@ import itertools
 
 import numpy as np
 import pytest
-from attention_cases import assert_near
 from gather_cases import as_numpy
 from helpers import DTYPE, QUANTISED, Case, compare, from_values
 from paged_model import Full, PagedModel, stored_errors
 
 import kvcupy as kv
 from kvcupy import reference
+from kvcupy.testing.arrays import assert_near
 
 SMALL = {
     "num_layers": 2, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, "num_pages": 40,

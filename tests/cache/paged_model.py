@@ -11,11 +11,10 @@ import itertools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from attention_cases import FEW, TRUNCATION, WEIGHT_ROUNDING
 from helpers import DTYPE, QUANTISED
-from rope_cases import ROUNDING, TINY, ulp
 
 from kvcupy import reference
+from kvcupy.testing.tolerances import FEW, ROUNDING, TINY, TRUNCATION, WEIGHT_ROUNDING, ulp
 
 
 class Full(Exception):

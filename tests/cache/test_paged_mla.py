@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import assert_near
 from gather_cases import as_numpy
 from helpers import QUANTISED, Case, from_values
 from paged_cases import BINARY, FOREST, Twin, rope_of
@@ -12,6 +11,7 @@ from paged_snapshot import snapshot
 
 import kvcupy as kv
 from kvcupy import reference
+from kvcupy.testing.arrays import assert_near
 
 R, P = 16, 8
 LATENT = {"latent_dim": R, "head_dim": R + P, "num_kv_heads": 1, "num_q_heads": 6}

@@ -9,12 +9,12 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
-from attention_cases import assert_near
 from gather_cases import as_numpy
 from paged_cases import BINARY, Twin, rope_of
 from stream_cases import Gate, delay
 
 import kvcupy as kv
+from kvcupy.testing.arrays import assert_near
 
 MOST = 16
 """Rows that every step brings, however few tokens it has."""

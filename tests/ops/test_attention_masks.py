@@ -6,11 +6,12 @@ import itertools
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase, attention_errors
+from attention_cases import AttentionCase
 from helpers import from_values
 
 import kvcupy as kv
 from kvcupy import reference
+from kvcupy.testing.tolerances import attention_errors
 
 LENS, NEW = [6, 1, 9, 30], [2, 1, 5, 11]
 both = pytest.mark.parametrize("new", [None, NEW], ids=["decode", "append"])

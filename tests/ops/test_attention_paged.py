@@ -181,8 +181,8 @@ def test_two_parts_merge_to_the_whole(device, shape):
     kv.merge_states(
         *(a.array for pair in results for a in pair), out=merged[0].array, lse_out=merged[1].array
     )
-    np.testing.assert_allclose(case.live(merged[0]), case.live(whole[0]), rtol=0, atol=2e-2)
-    np.testing.assert_allclose(case.live(merged[1]), case.live(whole[1]), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(merged[0].live(), whole[0].live(), rtol=0, atol=2e-2)
+    np.testing.assert_allclose(merged[1].live(), whole[1].live(), rtol=1e-5, atol=1e-4)
 
 
 # Trees ---------------------------------------------------------------------------------------

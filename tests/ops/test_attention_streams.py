@@ -48,7 +48,7 @@ def test_in_order_behind_a_slow_producer(device, fmt, new):
     got = case.issue(args, out, lse, stream=stream)
     device.copy(after.array, out.array, stream=stream)
     stream.synchronize()
-    np.copyto(after.view, case.live(out))
+    np.copyto(after.view, out.live())
     case.settle(args, got, out, lse)
 
 
@@ -144,7 +144,7 @@ def test_calls_after_one_another(device):
     stream.synchronize()
     for _, out, lse in issued:
         for arg in (out, lse):  # all are written before the first is looked at
-            arg.view[...] = case.live(arg)
+            arg.view[...] = arg.live()
     for args, out, lse in issued:
         case.settle(args, out.array, out, lse)
 
@@ -163,7 +163,7 @@ def test_two_streams(device):
     for stream in streams:
         stream.synchronize()
     for _, out, lse in issued:
-        out.view[...], lse.view[...] = case.live(out), case.live(lse)
+        out.view[...], lse.view[...] = out.live(), lse.live()
     for args, out, lse in issued:
         case.settle(args, out.array, out, lse)
 
@@ -183,7 +183,7 @@ def test_merging_in_a_graph(device):
     upload(device, *states)
     graph.launch(stream)
     stream.synchronize()
-    replayed = case.live(out).copy(), case.live(lse).copy()
+    replayed = out.live().copy(), lse.live().copy()
     out.view[...], lse.view[...] = replayed
     case.merge(*states, out, lse)  # checks itself, and must give the same bits
     assert np.array_equal(replayed[0], out.view) and np.array_equal(replayed[1], lse.view)

@@ -6,13 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
-from attention_cases import FLOATS, AttentionCase, attention_errors
+from attention_cases import FLOATS, AttentionCase
 from helpers import examples, from_values, refused, repeat_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcupy as kv
 from kvcupy import reference
+from kvcupy.testing.tolerances import attention_errors
 
 INF = np.inf
 formats = pytest.mark.parametrize("fmt", FLOATS)

@@ -7,9 +7,10 @@ import itertools
 import numpy as np
 import pytest
 from helpers import from_values, random_elements
-from rope_cases import FLOATS, POSITIONS, THREE, VIEWS, RopeCase, arguments, assert_rotated, ulp
+from rope_cases import FLOATS, POSITIONS, THREE, VIEWS, RopeCase, arguments, assert_rotated
 
 from kvcupy import reference
+from kvcupy.testing.tolerances import ulp
 
 HEAD_DIMS = (2, 4, 6, 64, 80, 96, 100, 112, 128, 192, 256)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers import name_values
-from rope_cases import ulp
 
 import kvcupy as kv
 from kvcupy import reference
+from kvcupy.testing.tolerances import ulp
 
 ORIGINAL = {"original_max_position_embeddings": 512}
 LONG = {
