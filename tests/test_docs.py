@@ -26,7 +26,7 @@ PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.r
 # Python, and the output that may follow.
 EXAMPLE = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
 # In these each goes on from the one before: test_readme.py and test_metrics.py run them.
-ELSEWHERE = ("finding_a_race.md", "running.md")
+ELSEWHERE = ("finding_a_race.md", "running.md", "testing_your_own_kernel.md")
 EXAMPLES = [
     pytest.param(*example.groups(), id=f"{name}-{number}")
     for name, text in PAGES.items() if name not in ELSEWHERE
