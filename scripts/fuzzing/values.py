@@ -10,16 +10,28 @@ import sys
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
 
 import numpy as np
 
 import kvcupy as kv
 
-if TYPE_CHECKING:
-    from .attempts import Case
 
-Breaker = Callable[["Case", Any], Any]
+class Case(Protocol):
+    """What the values of a case are drawn with: see `attempts.Case`."""
+
+    rng: Random
+    device: Any
+    folder: Path
+    arrays: list[np.ndarray[Any, Any]]
+
+    def place(self, content: Any, shift: int = 0) -> np.ndarray[Any, Any]: ...
+    def capturing(self) -> Any: ...
+
+
+Breaker = Callable[[Case, Any], Any]
 
 FAR = (2**31 - 1, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1)
 GARBAGE = sorted({sign * far for far in FAR for sign in (1, -1)} | {-(2**31), -(2**63), -1, -5})
