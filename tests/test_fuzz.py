@@ -26,7 +26,7 @@ NOT_FUZZED = {
     "vary": "takes anything; `bind` looks at it, and is fuzzed with it",
     "default_device": "has no arguments",
     "OrderWarning": "a warning",
-    "metrics": "a module; `value` alone takes an argument of the user's, which test_metrics gives it wrong",
+    "metrics": "a module: `value` takes names; test_metrics gives it wrong ones",
     "ArrayView.byte_range": "has no arguments; called by the target ArrayView",
     "ArrayView.without_owner": "has no arguments; called by the target ArrayView",
     "PagedKVCache.forward": "begin_forward and end_forward",
