@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from paged_cases import Twin, rope_of
 
+import kvcupy as kv
+from kvcupy.cache.paged import moves
+
 # What is looked at is the host's part, not the kernels.
 pytestmark = pytest.mark.usefixtures("quick_host")
 
@@ -29,6 +32,31 @@ def test_fork_anywhere(device, page_size, at):
     twin.step(["parent", "child"], [1, 1])
     twin.step(["child"], [7])
     twin.step(["child", "parent"], [2, 5])
+
+
+def test_a_copy_that_failed_in_flight(device, monkeypatch):
+    """The child has no such page, even where somebody else has been told of the failure."""
+    if device.kind != "host":
+        pytest.skip("work of the host device can be made to fail")
+    twin = Twin(device, page_size=4)
+    twin.prefill("parent", 6)
+
+    def fail():
+        raise ZeroDivisionError("in flight")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(moves, "copy_pages", lambda *_, stream, **__: stream.call(fail))
+        twin.cache.fork_sequence("parent", "child")
+    with pytest.raises(kv.DeviceError, match="in flight"):
+        twin.cache._steps.access.copy_stream.synchronize()
+    rows = [device.zeros((1, heads, 8), "fp32") for heads in (4, 2, 2)]
+    twin.cache.begin_forward(["child"], [1])
+    with pytest.raises(kv.DeviceError, match="never copied") as raised:
+        twin.cache.attention(0, *rows)
+    assert "in flight" in repr(raised.value.__cause__)
+    twin.cache.end_forward()
+    twin.cache.remove_sequence("child")
+    twin.step(["parent"], [2])
 
 
 def test_fork_of_an_empty_sequence(device):

@@ -18,7 +18,6 @@ from fault_runs import World, calls_met, run, survey
 
 import kvcupy as kv
 from kvcupy.cache.engine import Batch
-from kvcupy.cache.paged.moves import CopiedPages
 from kvcupy.cache.paged.step import Steps
 from kvcupy.cache.tiered.disk import DiskTier
 from kvcupy.cache.tiered.tiers import Tiers
@@ -77,10 +76,6 @@ def with_plans_that_last(patch):
     patch.setattr(Plan, "lasting", property(lambda self: True))
 
 
-def with_copies_that_say_nothing(patch):
-    patch.setattr(CopiedPages, "failure", property(lambda self: None))
-
-
 def with_pages_that_stay(patch):
     patch.setattr(Tiers, "save_or_free", lambda self, *arguments: self.save(*arguments))
 
@@ -93,7 +88,6 @@ CONTROLS = [
     (without_rollback, "Paged", "launch", "forward changed"),
     (without_cause, "Engine", "launch", "does not name the cause"),
     (with_plans_that_last, "store_kv", "module load", "raised again"),
-    (with_copies_that_say_nothing, "PagedCascade", "launch, in flight", "result differs"),
     (with_pages_that_stay, "Tiered", "record", "host: "),
     (with_temporary_files, "Paged", "rename", "save changed"),
 ]

@@ -91,14 +91,16 @@ MUTATIONS = {
         "first += groups * (kHeld >> shift)", "first += groups * kHeld", WIDE, "transfer.cu"),
     "the first pack of a row for all": Mutation(
         "(pack * lanes + lane) * kCount", "lane * kCount", WIDE, "transfer.cu"),
-    "a pack past the end of a row": Mutation(
-        "if (elements[i] < p.k_width)", "if (elements[i] <= p.k_width)", WIDE, "transfer.cu"),
+    # Nothing that writes past the end of a row: behind the last one there may be others' memory.
+    "the last pack of a row left out": Mutation(
+        "if (elements[i] < p.k_width)", "if (elements[i] + kCount < p.k_width)", WIDE,
+        "transfer.cu"),
     "V written where K goes": Mutation(
         "v_targets[i] = p.dst_v + offset_of(p.dst_v_strides",
         "v_targets[i] = p.dst_k + offset_of(p.dst_v_strides", CONVERTS, "transfer.cu"),
-    "packs moved by their bytes in the source": Mutation(
+    "packs moved by a byte per element": Mutation(
         "elements[i] * static_cast<int>(sizeof(TOut));\n      if",
-        "elements[i] * static_cast<int>(sizeof(TIn));\n      if", WIDE, "transfer.cu"),
+        "elements[i];\n      if", WIDE, "transfer.cu"),
     "a last lane without work": Mutation(
         "for (int i = lane * kCount; i < width; i += lanes * kCount) {\n    Pack<TIn, kCount> in;\n"
         "    // Load", "for (int i = lane * kCount; i + kCount < width; i += lanes * kCount) {\n"
