@@ -862,12 +862,13 @@ def wait_for_producers(arrays: Iterable[Any], stream: Any) -> None:
             stream.wait(cuda_api.StreamAddress(int(pointer)))
 
 
-def tensor_of(v: ArrayView) -> Any:
+def tensor_of(v: ArrayView, name: str = "array") -> Any:
     """Return the memory of a view as a torch tensor that shares it, and keeps its owner alive.
 
     Parameters
     ----------
     v : a view of a tensor, tagged or not, becomes a view of that tensor
+    name : of the argument that it stands for, in errors
 
     Raises
     ------
@@ -877,7 +878,7 @@ def tensor_of(v: ArrayView) -> Any:
     import torch
 
     if any(step < 0 for step in v.strides):  # torch.from_dlpack would abort the process
-        raise ValueError(f"array: expected strides that torch has, got {v.strides} bytes")
+        raise ValueError(f"{name}: expected strides that torch has, got {v.strides} bytes")
     dtype = getattr(torch, formats.numpy_dtype(v.format).name)
     if isinstance(v.owner, torch.Tensor) and v.owner.element_size() == v.itemsize:
         first = v.owner.storage_offset() + (v.pointer - v.owner.data_ptr()) // v.itemsize

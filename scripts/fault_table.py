@@ -20,15 +20,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from common.tests import use_tests
+
 import kvcupy as kv
 from kvcupy.bench.report import describe, format_table, where, write_json
 
-TESTS = Path(__file__).resolve().parents[1] / "tests"
 COLUMNS = ("fault point", "programs", "faults", "raised", "served", "states", "retries")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    sys.path[:0] = [str(TESTS / name) for name in ("", "faults", "cache")]
+    use_tests("faults", "cache")
     from fault_programs import PROGRAMS
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -33,8 +33,9 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[1:1] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "cache")]
+from common.tests import ROOT, use_tests
+
+use_tests("cache")
 
 HANG_S = 20
 CASES_PER_PROCESS = 1000  # kernels and what libraries keep fill its address space

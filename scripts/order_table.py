@@ -30,9 +30,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-for folder in ("tests/order", "tests/cache", "tests", "."):
-    sys.path.insert(0, str(ROOT / folder))
+from common.tests import use_tests
+
+use_tests("order", "cache")
 
 import catalogue  # noqa: E402
 

@@ -103,6 +103,7 @@ def test_an_interface_without_a_type(device):
         (lambda: setattr(kv.config, "strict_arch", {}), ValueError, "strict_arch"),
         (lambda: kv.explore(lambda device: 1, schedules=float("nan")), TypeError, "schedules"),
         (lambda: kv.explore(lambda device: 1, schedules=b"3"), TypeError, "schedules"),
+        (lambda: kv.explore(lambda device: 1, schedules=np.timedelta64(3)), TypeError, "schedules"),
         (lambda: kv.explore(lambda device: 1, seed="x"), TypeError, "seed"),
         (lambda: kv.explore(lambda device: 1, replay=0.5), TypeError, "replay"),
         (lambda: kv.explore(lambda device: 1, replay=[0.5]), TypeError, "replay"),
@@ -123,7 +124,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     [
         {"rope_type": []}, {"rope_type": "linear", "factor": 0},
         {"rope_type": "linear", "factor": HUGE}, {"rope_type": "linear", "factor": float("nan")},
-        {**YARN, "beta_fast": -1.0}, {**YARN, "original_max_position_embeddings": 0},
+        {**YARN, "beta_fast": -1.0}, {**YARN, "beta_fast": 1e308},
+        {**YARN, "beta_slow": 1e-320}, {**YARN, "original_max_position_embeddings": 0},
         {**YARN, "factor": -1}, {**YARN, "rope_theta": 1.0},
         {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 1,
          "short_factor": [1.0] * 4, "long_factor": [1.0] * 4},
@@ -282,13 +284,28 @@ def test_an_array_without_layers(device):
 
 
 def test_layers_that_were_written(device):
-    for layers, error in ((3, TypeError), ([9], ValueError), ([[]], TypeError)):
+    number = np.array(0)
+    for layers, error in (
+        (3, TypeError),
+        (number, TypeError),
+        ([9], ValueError),
+        ([[]], TypeError),
+    ):
         torch = pytest.importorskip("torch")
         if device.kind != "host":
             pytest.skip("the tensors are on the host")
         tensors = [torch.zeros(2, 4, 2, 2, 4) for _ in "kv"]
         wrapped = kv.KVPool.wrap(*tensors)
         raises_by_name(lambda w=wrapped, x=layers: w.note_written(x), error, "layers")
+
+
+def test_a_layer_with_strides_that_torch_has_not(device):
+    pytest.importorskip("torch")
+    if device.kind != "host":
+        pytest.skip("arrays of NumPy are on the host")
+    backwards = np.zeros((2, 4, 2, 4), np.float32)[:, ::-1]
+    wrapped = kv.KVPool.wrap([backwards], [backwards.copy()])
+    raises_by_name(lambda: wrapped.torch_k(0), ValueError, "layer")
 
 
 @pytest.mark.parametrize("num_pages", [2**60, 2**62, 2**70])

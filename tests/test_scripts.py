@@ -545,3 +545,11 @@ def test_models_state_what_a_token_costs():
     assert MODELS["llama-3.1-70b-tp8"].row_widths == (128, 128)
     assert MODELS["deepseek-v3-mla"].row_widths == (512, 64)
     assert MODELS["qwen3-8b"].projection == (4096, 4096 + 2 * 1024)
+
+
+def test_programs_of_the_tests_need_pytest(monkeypatch):
+    from common import tests
+
+    monkeypatch.setattr(tests, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"need pytest: pip install -e '\.\[test\]'"):
+        tests.use_tests("order")

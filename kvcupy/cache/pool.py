@@ -132,7 +132,8 @@ class Pool(ProcessLocal, abc.ABC):
         ------
         TypeError, ValueError : `layers` are no numbers of layers
         """
-        if layers is not None and not isinstance(layers, Iterable):
+        is_number = getattr(layers, "shape", None) == ()  # an array without axes
+        if layers is not None and (is_number or not isinstance(layers, Iterable)):
             raise TypeError(f"layers: expected ints, got {layers!r}")
         if self._tensors:
             chosen = list(self._tensors)
@@ -158,7 +159,8 @@ class Pool(ProcessLocal, abc.ABC):
         Raises
         ------
         ImportError : torch is missing
-        TypeError, ValueError : `layer` is out of range, or the call is under a FakeTensorMode
+        TypeError, ValueError : `layer` is out of range, its strides are not torch's, or the call is
+            under a FakeTensorMode
         """
         return self._torch(0, self.layer_number(layer))
 
@@ -171,7 +173,7 @@ class Pool(ProcessLocal, abc.ABC):
         if tensor is None:
             from ..arrays import tensor_of
 
-            tensor = self._as_shown(tensor_of(self._views[layer][part]))
+            tensor = self._as_shown(tensor_of(self._views[layer][part], "layer"))
             view(tensor)  # raises for a fake one, which must not be kept for later calls
             tensor = self._torch_views.setdefault((part, layer), tensor)
             self._tensors.setdefault(layer, []).append(tensor)

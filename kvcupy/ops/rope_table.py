@@ -211,11 +211,14 @@ def _yarn(context: int, dim: int, base: float, scaling: Config) -> tuple[Frequen
         scaling = {**scaling, "factor": context / trained}
     factor = _positive(scaling, "factor")
 
-    def pair_of(rotations: float) -> float:
-        return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
+    def pair_of(key: str, default: float) -> float:
+        rotations = _positive(scaling, key, default)
+        turns = trained / (rotations * 2 * math.pi)
+        if not 0 < turns < math.inf:
+            raise ValueError(f"scaling: expected another number for {key!r}, got {rotations!r}")
+        return dim * math.log(turns) / (2 * math.log(base))
 
-    first = pair_of(_positive(scaling, "beta_fast", 32.0))
-    last = pair_of(_positive(scaling, "beta_slow", 1.0))
+    first, last = pair_of("beta_fast", 32.0), pair_of("beta_slow", 1.0)
     if scaling.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)

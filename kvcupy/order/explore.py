@@ -447,7 +447,8 @@ def explore(
 
 
 def _require_int(value: Any, name: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    # NumPy counts durations among its integers.
+    if isinstance(value, (bool, np.timedelta64)) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name}: expected an int, got {value!r}")
 
 

@@ -17,6 +17,7 @@ from paged_snapshot import pages_of_pool
 import kvcupy as kv
 from kvcupy.cache.tiered.leases import Lease
 
+from . import values
 from .attempts import Case
 from .calls import Arguments, memory_of
 
@@ -255,7 +256,12 @@ def streams(case: Case) -> None:
             "on_launch": lambda: {"before": lambda s: None, "after": lambda s: None},
         })  # fmt: skip
         name = choice(list(makers))
-        try_method(case, stream, name, makers[name](), settle=False)
+        arguments, wrong = makers[name](), 0.45
+        if name == "on_launch":  # a function of the user's may raise what it likes, at a launch
+            wrong = 0.0
+            if case.chance(0.45):
+                arguments[choice(list(arguments))] = values.no_function(case)
+        try_method(case, stream, name, arguments, settle=False, wrong=wrong)
 
     for _ in range(choice([4, 8, 12])):
         action = choice(["stream", "stream", "stream", "event", "graph", "capture", "kv"])

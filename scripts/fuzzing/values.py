@@ -81,6 +81,13 @@ def integer(case: Case, value: Any = 1) -> Any:
     ])()  # fmt: skip
 
 
+def no_function(case: Case, value: Any = None) -> Any:
+    """Return what cannot be called: what a function raises is its own affair."""
+    while callable(chosen := anything(case, value)):
+        pass
+    return chosen
+
+
 def small_integer(case: Case, value: Any = 1) -> Any:
     """Like `integer`, where a large number would be work, and no mistake."""
     broken = integer(case, value)
