@@ -210,18 +210,18 @@ def collect() -> list[Metric]:
     for owner, read in sources:
         for name, labels, number in read(owner):
             numbers[name, labels] += number  # type: ignore[assignment]
-    found = []
+    metrics = []
     for kind, helps in (("counter", _COUNTERS), ("gauge", _GAUGES)):
         for name, text in helps.items():
             samples = {labels: float(n) for (of, labels), n in numbers.items() if of == name}
-            found.append(Metric(name, kind, text, samples))
+            metrics.append(Metric(name, kind, text, samples))
     for name, (bounds, text) in _HISTOGRAMS.items():
         seen = {
             labels: Distribution(bounds, counts, total)
             for (of, labels), (counts, total) in distributions.items() if of == name
         }  # fmt: skip
-        found.append(Metric(name, "histogram", text, seen))
-    return [metric for metric in found if metric.samples]
+        metrics.append(Metric(name, "histogram", text, seen))
+    return [metric for metric in metrics if metric.samples]
 
 
 def value(name: str, **labels: str) -> Any:

@@ -54,10 +54,10 @@ class Compiler:
 
 
 def _candidates() -> list[list[str]]:
-    found = [[path] for name in ("c++", "g++", "clang++") if (path := shutil.which(name))]
+    commands = [[path] for name in ("c++", "g++", "clang++") if (path := shutil.which(name))]
     if find_spec("ziglang") is not None:
-        found.append([sys.executable, "-m", "ziglang", "c++"])
-    return found
+        commands.append([sys.executable, "-m", "ziglang", "c++"])
+    return commands
 
 
 @lru_cache(maxsize=1)
@@ -150,10 +150,10 @@ def _build_strict_runner() -> Path:
 def _launch_bounds(kernel: Kernel) -> str:
     """Return the C++ expression for the most threads of a block that a kernel is compiled for."""
     text = (sources.kernels_dir() / kernel.source).read_text(encoding="utf-8")
-    found = re.search(rf"__launch_bounds__\s*\(([^;{{]*?)\)\s*{kernel.name}\s*\(", text)
-    if found is None:
+    match = re.search(rf"__launch_bounds__\s*\(([^;{{]*?)\)\s*{kernel.name}\s*\(", text)
+    if match is None:
         return str(_MOST_THREADS)
-    depth, bounds = 0, found[1]
+    depth, bounds = 0, match[1]
     for i, character in enumerate(bounds):
         depth += (character in "(<") - (character in ")>")
         if character == "," and depth == 0:

@@ -806,10 +806,10 @@ def _listing(image: bytes, name: str) -> str:
 
 
 def _nvdisasm() -> Path:
-    found = compile_check.find_nvdisasm()
-    if found is None:
+    path = compile_check.find_nvdisasm()
+    if path is None:
         raise CompileError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm", "")
-    return found
+    return path
 
 
 # --- The table ------------------------------------------------------------------------------------

@@ -162,12 +162,12 @@ class ConstantPropagation:
         if not target:
             return {}
         if instruction.name in ("LDC", "LDCU", "ULDC"):
-            found = _CONSTANT.fullmatch(sources[0]) if sources else None
-            if found is None or instruction.modifiers & {"U8", "S8", "U16", "S16"}:
+            constant = _CONSTANT.fullmatch(sources[0]) if sources else None
+            if constant is None or instruction.modifiers & {"U8", "S8", "U16", "S16"}:
                 return {}
             loaded = {}
             for i, register in enumerate(span(target, result_registers(instruction))):
-                word = self._constants.get(_offset(found[1]) + 4 * i)
+                word = self._constants.get(_offset(constant[1]) + 4 * i)
                 if word is not None:
                     loaded[register] = word
             return loaded

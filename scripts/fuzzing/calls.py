@@ -68,15 +68,15 @@ def attempt_operation(
 
 def valid_arguments(case: Case, name: str, parameters: Iterable[str]) -> Arguments:
     """Return arguments that fit, in guarded memory, in one of the ways in which they may."""
-    made = every_call.CALLS[name](case.device)
-    if "k_cache" in made and case.chance(0.3):
-        scales = {n for n in made if "scale" in n}
-        made = {n: v for n, v in made.items() if n not in scales}
-        made |= {n: from_values(made[n], "fp32") for n in ("k_cache", "v_cache")}
+    examples = every_call.CALLS[name](case.device)
+    if "k_cache" in examples and case.chance(0.3):
+        scales = {n for n in examples if "scale" in n}
+        examples = {n: v for n, v in examples.items() if n not in scales}
+        examples |= {n: from_values(examples[n], "fp32") for n in ("k_cache", "v_cache")}
     hnd = "layout" in parameters and case.chance(0.3)
-    by_slots = not hnd and "k_cache" in made and name != "paged_attention" and case.chance(0.3)
+    by_slots = not hnd and "k_cache" in examples and name != "paged_attention" and case.chance(0.3)
     arguments: Arguments = {}
-    for key, value in made.items():
+    for key, value in examples.items():
         if not isinstance(value, np.ndarray):
             arguments[key] = value
             continue
@@ -266,9 +266,9 @@ def transfer_pages(case: Case) -> None:
     def wrapped() -> Any:
         """Make a pool over guarded memory."""
         arrays = [case.place(np.zeros((2, 5, 2, 2, 4), np.float16)) for _ in "kv"]
-        made = kv.KVPool.wrap(*arrays)
-        guarded[id(made)] = arrays
-        return made
+        wrapped = kv.KVPool.wrap(*arrays)
+        guarded[id(wrapped)] = arrays
+        return wrapped
 
     source, target = (
         wrapped() if case.chance(0.6) else pool(layout=layout)
@@ -321,10 +321,10 @@ def _bound(case: Case) -> None:
         n for n in varying
         if isinstance(arguments[n], np.ndarray) or n in ("stream", "alt_stream")
     ]  # fmt: skip
-    given, broken = arguments, []
+    passed, broken = arguments, []
     if case.chance(0.5):
-        given, broken = case.break_some(arguments, parameters, case.rng.choice([1, 2]))
-    options = {n: kv.vary(v) if n in varying else v for n, v in given.items()}
+        passed, broken = case.break_some(arguments, parameters, case.rng.choice([1, 2]))
+    options = {n: kv.vary(v) if n in varying else v for n, v in passed.items()}
     names = {*parameters, *inspect.signature(kv.bind).parameters}
     bound = case.attempt(
         lambda **o: kv.bind(function, **o), options, described=kv.bind, label=f"bind {name}",
@@ -341,7 +341,7 @@ def _bound(case: Case) -> None:
         for n, value in list(call.items()):
             if isinstance(value, np.ndarray) and n not in wrong and case.chance(0.5):
                 call[n] = case.place(value)
-        everything = {**given, **call}
+        everything = {**passed, **call}
         case.attempt(
             bound, call, described=function, label=f"bound {name}", names=names,
             writes=lambda everything=everything: written(name, everything),

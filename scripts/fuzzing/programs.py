@@ -96,10 +96,10 @@ def construct(
     parameters = list(inspect.signature(kind).parameters)
     if case.chance(wrong):
         changed, broken = case.break_some(arguments, parameters, case.rng.choice([1, 1, 2]))
-    made = case.attempt(
+    result = case.attempt(
         kind, changed, label=kind.__name__, valid=not broken, settle=False, names=names
     )
-    return None if isinstance(made, Exception) else made
+    return None if isinstance(result, Exception) else result
 
 
 # --- Pools and pages ------------------------------------------------------------------------------
@@ -310,8 +310,8 @@ def engine(case: Case) -> None:
         arguments[case.rng.choice(list(arguments))] = case.rng.choice(others)
         case.attempt(kv.TransferEngine, arguments, label="TransferEngine")
         return
-    made = construct(case, kv.TransferEngine, arguments)
-    if made is None or made.device_pool is not on_device or made.host_pool is not on_host:
+    engine = construct(case, kv.TransferEngine, arguments)
+    if engine is None or engine.device_pool is not on_device or engine.host_pool is not on_host:
         return
     handles: list[Any] = []
     compute = case.device.stream()
@@ -325,7 +325,7 @@ def engine(case: Case) -> None:
         }  # fmt: skip
 
     def state() -> Any:
-        made.send()
+        engine.send()
         case.settle()
         return pool_bytes(on_device, on_host), on_device.allocator.num_free
 
@@ -342,7 +342,7 @@ def engine(case: Case) -> None:
             continue
         name = case.rng.choice(METHODS["TransferEngine"].split())
         result = try_method(
-            case, made, name, pages() if name in ("save", "load") else {}, state=state,
+            case, engine, name, pages() if name in ("save", "load") else {}, state=state,
             names=("pages", "src_pages", "dst_pages"),
         )  # fmt: skip
         if hasattr(result, "wait_layer"):
@@ -401,15 +401,15 @@ def tiered(case: Case) -> None:
             try_method(case, lease, method, {"layer": 1} if method == "wait_layer" else {},
                        state=state)  # fmt: skip
             continue
-        given = makers[name]()
+        arguments = makers[name]()
         before = on_device.allocator.allocated().tolist()
-        result = try_method(case, cache, name, given, state=state, names=("pages", "hashes"))
+        result = try_method(case, cache, name, arguments, state=state, names=("pages", "hashes"))
         if name == "insert":  # what the cache did not take
             if isinstance(result, Exception):
-                on_device.allocator.free(given["pages"])
+                on_device.allocator.free(arguments["pages"])
             elif isinstance(result, list):
                 on_device.allocator.free(result)
-                left = [p for p in given["pages"].tolist() if p in before and p not in result]
+                left = [p for p in arguments["pages"].tolist() if p in before and p not in result]
                 owned = np.flatnonzero(cache._shared._tiers.device.owned).tolist()
                 strangers = [p for p in left if p not in owned]
                 held = on_device.allocator.allocated().tolist()
@@ -449,8 +449,8 @@ def paged(case: Case) -> None:
 
 
 def _latent(case: Case, arguments: Arguments) -> Any:
-    made = case.attempt(kv.PagedKVCache, arguments, label="PagedKVCache")
-    return None if isinstance(made, Exception) else made
+    result = case.attempt(kv.PagedKVCache, arguments, label="PagedKVCache")
+    return None if isinstance(result, Exception) else result
 
 
 class Paged:
@@ -506,35 +506,36 @@ class Paged:
             names = [name for name in self.NAMES if name in cache] or [self.NAMES[0]]
             names = rng.sample(names, rng.randrange(1, len(names) + 1))
             counts = [rng.choice([1, 1, 2, 5]) for _ in names]
-            made: Arguments = {"seqs": names, "append_lengths": counts}
+            arguments: Arguments = {"seqs": names, "append_lengths": counts}
             if rng.random() < 0.2:
-                made["token_tree"] = [
+                arguments["token_tree"] = [
                     [rng.choice([-1, 0, i - 1]) if i else -1 for i in range(n)] for n in counts
                 ]
-            return made
+            return arguments
 
         def attend() -> Arguments:
-            made: Arguments = {
+            arguments: Arguments = {
                 "layer": rng.randrange(pool.num_layers), "query": self.rows(4, width),
                 "key": self.rows(heads, width), "value": self.rows(heads, v_width),
             }  # fmt: skip
             if rng.random() < 0.3:
-                made["out"] = self.rows(4, v_width)
-            return made
+                arguments["out"] = self.rows(4, v_width)
+            return arguments
 
         def contents() -> Arguments:
-            made = self.present()
-            length = cache.sequence_length(made) if made in cache else 0
+            seq = self.present()
+            length = cache.sequence_length(seq) if seq in cache else 0
             count = rng.randrange(length + 1)
             rows = (pool.num_layers, count, heads)
-            made = {"seq": made, "start": rng.randrange(length - count + 1)}
-            made["K"] = self.case.place(array(cache.device, *rows, width))
-            made["V"] = self.case.place(array(cache.device, *rows, v_width))
-            return made
+            return {
+                "seq": seq, "start": rng.randrange(length - count + 1),
+                "K": self.case.place(array(cache.device, *rows, width)),
+                "V": self.case.place(array(cache.device, *rows, v_width)),
+            }  # fmt: skip
 
         def part() -> Arguments:
-            made = contents()
-            return {"seq": made["seq"], "start": 0, "stop": made["K"].shape[1]}
+            whole = contents()
+            return {"seq": whole["seq"], "start": 0, "stop": whole["K"].shape[1]}
 
         seq = lambda: {"seq": self.present()}  # noqa: E731
         return methods("PagedKVCache", {
@@ -567,8 +568,10 @@ class Paged:
         names = ("key", "value", "query", "K", "V", "sequence", "tokens", "pages")
         for step in range(case.rng.randrange(4, 24)):
             name = usual[step % 5] if case.chance(0.6) else case.rng.choice(list(makers))
-            given = makers[name]()
-            result = try_method(case, cache, name, given, state=self.state, wrong=0.3, names=names)
+            arguments = makers[name]()
+            result = try_method(
+                case, cache, name, arguments, state=self.state, wrong=0.3, names=names
+            )
             if isinstance(result, Exception):
                 continue
             if name == "begin_forward":

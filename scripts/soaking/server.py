@@ -677,9 +677,9 @@ class Server:
         if stream is not None:
             stream.synchronize()
         for name, part, stored in zip("KV", got, self.stock.stored, strict=True):
-            want, found = stored[:, rows], self.device.to_numpy(part)
-            if not np.array_equal(found, want.reshape(found.shape)):
-                differs = (found != want.reshape(found.shape)).reshape(LAYERS, len(rows), -1)
+            want, cached = stored[:, rows], self.device.to_numpy(part)
+            if not np.array_equal(cached, want.reshape(cached.shape)):
+                differs = (cached != want.reshape(cached.shape)).reshape(LAYERS, len(rows), -1)
                 layer, token = map(int, np.argwhere(differs.any(2))[0])
                 require(
                     False,
