@@ -1,4 +1,5 @@
-"""What the README shows runs, and what it and CONTRIBUTING.md name exists."""
+"""What the README shows runs and fits on a screen, what it and other pages name exists, and each
+figure comes with the file that shows it."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import kvcupy as kv
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+OPERATIONS = (ROOT / "docs/operations.md").read_text()
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
@@ -45,10 +47,34 @@ def test_the_guide_to_testing_prints_what_it_shows(capsys):
     assert set(re.findall(r'^\| `"(.*)"`', text, re.MULTILINE)) == set(names["testing"].FEATURES)
 
 
+def test_readme_is_one_screen():
+    assert len(README.splitlines()) <= 80
+
+
 def test_named_functions_exist():
-    named = set(re.findall(r"\bkv\.(\w+)", README)) | set(re.findall(r"^\| `(\w+)\(", README, re.M))
+    rows = re.findall(r"^\| `(\w+)\(", OPERATIONS, re.MULTILINE)
+    named = {*re.findall(r"\bkv\.(\w+)", README + OPERATIONS), *rows}
     missing = sorted(name for name in named if not hasattr(kv, name))
-    assert named and not missing
+    assert rows and not missing
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/measurements.md", "docs/how_it_is_tested.md"])
+def test_figures_come_with_their_file(name):
+    """Sections with a share, a ratio, a time or a count of thousands link a file of results."""
+    for section in re.split(r"^## ", (ROOT / name).read_text(), flags=re.MULTILINE):
+        prose = re.sub(r"```.*?```", "", section, flags=re.DOTALL)
+        figures = re.findall(
+            r"\d+ %|\d+(?:\.\d+)?x |\d+ (?:ms|us|MB|MiB|times)\b|\d,\d{3}\b", prose
+        )
+        linked = re.findall(r"\]\(\S*(scripts/results/\w+\.json)\)", prose)
+        assert linked or not figures, section.partition("\n")[0]
+        assert [path for path in linked if not (ROOT / path).exists()] == []
+
+
+def test_every_result_is_shown():
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    results = (path.name for path in (ROOT / "scripts/results").iterdir())
+    assert [name for name in results if name not in pages] == []
 
 
 @pytest.mark.parametrize(
@@ -58,6 +84,8 @@ def test_named_functions_exist():
         "CONTRIBUTING.md",
         "docs/architecture.md",
         "docs/finding_a_race.md",
+        "docs/measurements.md",
+        "docs/how_it_is_tested.md",
         "docs/running.md",
     ],
 )
