@@ -503,7 +503,8 @@ def require_output(v: ArrayView, name: str) -> None:
     if v.readonly:
         raise ValueError(
             f"{name}: expected a writable array, got a read-only one; pass a .copy() of it, or one "
-            "of NumPy, CuPy or torch where it is immutable, as JAX's are"
+            "of NumPy, CuPy or torch where it is immutable, as JAX's are (the functions of "
+            "kvcupy.interop.jax return new ones)"
         )
     repeats = 0 in v.strides and v.size
     if repeats and any(n > 1 and s == 0 for n, s in zip(v.shape, v.strides, strict=True)):
