@@ -152,8 +152,11 @@ def handler(execute: Callable[[Call], None], *, on_gpu: bool) -> Any:
 
 
 def _describe(frame: _Frame, metadata: _Metadata) -> int | None:
-    """Answer with the version that XLA has: its minor versions only append to what is read here."""
-    version = frame.api.contents.version
+    """Answer with the version that XLA has: its minor versions only append to what is read here.
+
+    Before 0.2 it does not say which it is.
+    """
+    version = frame.api.contents.version if frame.api else _Version(major=0, minor=1)
     if version.major != 0:
         raise RuntimeError(f"XLA's foreign functions are of version {version.major}, expected 0")
     metadata.version.major, metadata.version.minor = version.major, version.minor

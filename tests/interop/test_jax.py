@@ -329,18 +329,34 @@ def test_element_types_that_no_kernel_reads():
     assert "element type 15" in xla.errors[0][1]
 
 
-@pytest.mark.parametrize("major", [0, 1])
-def test_the_version_is_xlas_own(major):
-    """A handler of another major version is refused when it is registered."""
-    xla = Xla(ARRAYS, (), "text")
-    xla.api.version.major = major
+def asked_for_metadata(xla):
+    """Return what a handler answers, and what it has filled in."""
     metadata = xla_ffi._Metadata(traits=7)
     extension = xla_ffi._Extension(0, 1, None, ctypes.pointer(metadata))
     xla.frame.extension = ctypes.addressof(extension)
-    answer = xla.run(lambda call: pytest.fail("nothing is executed"))
-    assert (answer, len(xla.errors)) == ((None, 0) if major == 0 else (1, 1))
-    if major == 0:
-        assert (metadata.version.minor, metadata.traits) == (9, 0)
+    return xla.run(lambda call: pytest.fail("nothing is executed")), metadata
+
+
+def test_the_version_is_xlas_own():
+    answer, metadata = asked_for_metadata(Xla(ARRAYS, (), "text"))
+    assert answer is None
+    assert (metadata.version.major, metadata.version.minor, metadata.traits) == (0, 9, 0)
+
+
+def test_a_version_that_xla_does_not_say():
+    xla = Xla(ARRAYS, (), "text")
+    xla.frame.api = None
+    answer, metadata = asked_for_metadata(xla)
+    assert answer is None
+    assert (metadata.version.major, metadata.version.minor, metadata.traits) == (0, 1, 0)
+
+
+def test_another_major_version_is_refused():
+    """When the handler is registered."""
+    xla = Xla(ARRAYS, (), "text")
+    xla.api.version.major = 1
+    assert asked_for_metadata(xla)[0] == 1
+    assert "version 1, expected 0" in xla.errors[0][1]
 
 
 def test_only_execution_is_a_call():
