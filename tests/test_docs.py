@@ -32,6 +32,10 @@ EXAMPLES = [
     for name, text in PAGES.items() if name not in ELSEWHERE
     for number, example in enumerate(EXAMPLE.finditer(text))
 ]  # fmt: skip
+NEEDED = (
+    ("torch", "torch|interop import (?:flashinfer|vllm|sglang|tvm)"),
+    ("transformers", "transformers"), ("jax", "jax"),
+)  # fmt: skip
 PHONE_WIDTH = 390
 CHROMIUM = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
 
@@ -39,10 +43,9 @@ CHROMIUM = next(filter(shutil.which, ("chromium", "chromium-browser", "google-ch
 @pytest.mark.usefixtures("lenient_host")
 @pytest.mark.parametrize("code, output", EXAMPLES)
 def test_example(code, output, capsys):
-    if "torch" in code:
-        pytest.importorskip("torch")
-    if "transformers" in code:
-        pytest.importorskip("transformers")
+    for library, words in NEEDED:
+        if re.search(words, code):
+            pytest.importorskip(library)
     exec(compile(code, "example.py", "exec"), {})
     printed = capsys.readouterr().out
     assert printed == (output or "")

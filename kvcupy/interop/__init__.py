@@ -1,8 +1,8 @@
 """Adapters to other libraries. Each module imports its library, and is imported by who asks.
 
-`torch` and `transformers` adapt kvcupy to those. `flashinfer`, `vllm`, `sglang` and `tvm` have the
-names and signatures of those projects, whose packages they do not need, over kvcupy's operations.
-What those check of their arguments stands here.
+`torch`, `transformers` and `jax` adapt kvcupy to those. `flashinfer`, `vllm`, `sglang` and `tvm`
+have the names and signatures of those projects, whose packages they do not need, over kvcupy's
+operations. What those check of their arguments stands here.
 """
 
 from __future__ import annotations
