@@ -27,6 +27,7 @@ from .errors import (
 )
 from .ops.attention import paged_attention
 from .ops.bind import bind, vary
+from .ops.custom import kernel
 from .ops.indexing import find_duplicate_slots, page_table_csr, slot_mapping
 from .ops.merge import merge_states
 from .ops.pages import copy_pages
@@ -80,6 +81,7 @@ __all__ = [
     "gather_kv",
     "join",
     "keep_alive",
+    "kernel",
     "merge_states",
     "metrics",
     "order_checker",

@@ -6,7 +6,7 @@ are plain data. Compiling and loading belong to the devices, which key their cac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ class Kernel:
     struct : the struct's name in the source
     barriers : whether threads of a block synchronise or exchange values. The host device runs a
         kernel without barriers as plain loops.
+    text : the program, where that is no file in `kernels_src/`; `source` is then its name in logs
     """
 
     source: str
@@ -32,6 +33,7 @@ class Kernel:
     params: np.dtype[Any]
     struct: str
     barriers: bool = False
+    text: str | None = None
 
     @cached_property
     def num_pointers(self) -> int:
@@ -52,7 +54,8 @@ class Specialisation:
     @cached_property
     def expression(self) -> str:
         """The name expression that a compiler instantiates and looks up."""
-        return f"{self.kernel.name}<{', '.join(self.arguments)}>"
+        arguments = f"<{', '.join(self.arguments)}>" if self.arguments else ""
+        return f"{self.kernel.name}{arguments}"
 
     def __str__(self) -> str:
         return f"{self.kernel.source}:{self.expression}"
@@ -102,6 +105,13 @@ def layout_asserts(kernel: Kernel) -> str:
     lines.append(f"inline void count_fields(const {name}& params) {{")
     _count_fields(lines, kernel.params, "params")
     return "\n".join([*lines, "}", ""])
+
+
+def own_text(kernel: Kernel, text: str) -> Kernel:
+    """Return a kernel whose program is a text, which compiles only if the mirror is exact."""
+    asserts = layout_asserts(kernel)
+    program = f'#line 1 "{kernel.source}"\n{text}\n#line 1 "layout of {kernel.struct}"\n{asserts}'
+    return replace(kernel, text=program)
 
 
 def _assert_struct(

@@ -113,9 +113,13 @@ def _program(specialisation: Specialisation) -> str:
     runner = "run_fiber_block" if kernel.barriers else "run_plain_block"
     return (
         f"{_RUNNER}\n"
-        f'#include "{kernel.source}"\n'
+        f"{_included(kernel)}"
         f"KVCUPY_HOST_KERNEL({runner}, {kernel.struct}, {specialisation.expression})\n"
     )
+
+
+def _included(kernel: Kernel) -> str:
+    return f'#include "{kernel.source}"\n' if kernel.text is None else kernel.text
 
 
 def build(specialisation: Specialisation, extra_flags: tuple[str, ...] = ()) -> Path:
@@ -133,7 +137,7 @@ def build_strict(specialisation: Specialisation, extra_flags: tuple[str, ...] = 
     kernel = specialisation.kernel
     program = (
         '#include "host/strict_kernel.h"\n'
-        f'#include "{kernel.source}"\n'
+        f"{_included(kernel)}"
         f"KVCUPY_HOST_KERNEL({int(kernel.barriers)}, ({_launch_bounds(kernel)}), "
         f"{kernel.struct}, {specialisation.expression})\n"
     )
@@ -149,8 +153,11 @@ def _build_strict_runner() -> Path:
 
 def _launch_bounds(kernel: Kernel) -> str:
     """Return the C++ expression for the most threads of a block that a kernel is compiled for."""
-    text = (sources.kernels_dir() / kernel.source).read_text(encoding="utf-8")
-    match = re.search(rf"__launch_bounds__\s*\(([^;{{]*?)\)\s*{kernel.name}\s*\(", text)
+    text = kernel.text
+    if text is None:
+        text = (sources.kernels_dir() / kernel.source).read_text(encoding="utf-8")
+    name = kernel.name.partition("<")[0].strip()
+    match = re.search(rf"__launch_bounds__\s*\(([^;{{]*?)\)\s*{name}\s*\(", text)
     if match is None:
         return str(_MOST_THREADS)
     depth, bounds = 0, match[1]

@@ -23,7 +23,7 @@ from ..extras import install
 from . import cache
 
 if TYPE_CHECKING:
-    from ..kernels import Specialisation
+    from ..kernels import Kernel, Specialisation
 
 OPTIONS = ("-std=c++17", "-default-device")
 VERBOSE = "--ptxas-options=-v"
@@ -138,7 +138,7 @@ class _Build:
             return None
         major, minor = nvrtc_version()
         return cache.key(
-            "cubin", _ENTRY_FORMAT, self.digest, _program_text(specialisation.kernel.source),
+            "cubin", _ENTRY_FORMAT, self.digest, _program_text(specialisation.kernel),
             specialisation.expression, self.arch, "\0".join(self.flags), f"{major}.{minor}",
             _headers_digest(self.headers),
         )  # fmt: skip
@@ -240,7 +240,7 @@ def _compile(
     includes = tuple(f"-I{place}" for place in (folder, *headers))
     candidates = targets(arch, supported_archs())
     for target in candidates:
-        with _program(nvrtc, specialisations[0].kernel.source) as program:
+        with _program(nvrtc, specialisations[0].kernel, folder) as program:
             try:
                 for one in specialisations:
                     nvrtc.addNameExpression(program, one.expression)
@@ -260,19 +260,22 @@ def _compile(
     raise CompileError(f"{specialisations[0]}: no target for {arch}")
 
 
-def _program_text(source: str) -> str:
-    """Return a program that is one file of the kernels.
+def _program_text(kernel: Kernel) -> str:
+    """Return a program that is one file of the kernels, or a kernel's own text.
 
-    In angle brackets, for quotes would look in the working directory first: whatever file of that
-    name lies there would be compiled instead, and cached as the package's own. What the file itself
-    includes in quotes is looked for beside it, then along the include path.
+    The file in angle brackets, for quotes would look in the working directory first: whatever file
+    of that name lies there would be compiled instead, and cached as the package's own. What the
+    file itself includes in quotes is looked for beside it, then along the include path.
     """
-    return f"#include <{source}>\n"
+    return f"#include <{kernel.source}>\n" if kernel.text is None else kernel.text
 
 
 @contextmanager
-def _program(nvrtc: Any, source: str) -> Iterator[int]:
-    program = nvrtc.createProgram(_program_text(source), f"{source}.program", (), ())
+def _program(nvrtc: Any, kernel: Kernel, folder: Path) -> Iterator[int]:
+    # A text lies among the kernels, by its name: what it includes in quotes is looked for there.
+    place = "" if kernel.text is None else f"{folder}/"
+    name = f"{place}{kernel.source}.program"
+    program = nvrtc.createProgram(_program_text(kernel), name, (), ())
     try:
         yield program
     finally:

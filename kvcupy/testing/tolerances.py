@@ -17,8 +17,8 @@ from .. import reference
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
 
-MANTISSA_BITS = {"fp32": 23, "fp16": 10, "bf16": 7}
-LOWEST_EXPONENT = {"fp32": -126, "fp16": -14, "bf16": -126}
+MANTISSA_BITS = {"fp32": 23, "fp16": 10, "bf16": 7, "fp8_e4m3": 3, "fp8_e5m2": 2}
+LOWEST_EXPONENT = {"fp32": -126, "fp16": -14, "bf16": -126, "fp8_e4m3": -6, "fp8_e5m2": -14}
 
 ROUNDING = 2.0**-24
 """The relative error of one float32 operation."""
@@ -47,7 +47,7 @@ REASONS = {
 
 
 def ulp(values: Array, fmt: str) -> Float64:
-    """Return the unit in the last place of a format at each value.
+    """Return the unit in the last place of a floating-point format at each value.
 
     Examples
     --------

@@ -70,12 +70,17 @@ _meaning(
 )
 _meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes")
 _meaning(
-    values.text, "layout placement method policy write action lse_base rope_mode format library"
+    values.text,
+    """
+    layout placement method policy write action lse_base rope_mode format library source struct
+    reports
+""",
 )
 _meaning(
     values.flag,
     """
     interleaved sections_interleaved write_key causal convert scales cascade timing readonly
+    barriers
 """,
 )
 _meaning(values.dtype, "dtype")
@@ -89,7 +94,7 @@ _meaning(
     values.anything,
     """
     src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
-    before operation index owner arguments options
+    before operation index owner arguments options params
 """,
 )
 
