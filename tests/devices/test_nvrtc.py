@@ -117,7 +117,7 @@ def test_a_store_cu_in_the_working_directory_is_not_the_packages(tmp_path, monke
 def test_how_the_source_is_included_is_part_of_the_key(kernels, compilations, monkeypatch):
     """Entries made when the working directory counted may hold what lay in one."""
     compile_in(kernels)
-    monkeypatch.setattr(nvrtc, "_program_text", lambda source: f'#include "{source}"\n')
+    monkeypatch.setattr(nvrtc, "_program_text", lambda kernel: f'#include "{kernel.source}"\n')
     compile_in(kernels)
     assert len(compilations) == 2
 
