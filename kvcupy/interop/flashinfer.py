@@ -39,6 +39,7 @@ from . import torch as _kv
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
     "apply_llama31_rope_inplace",
@@ -602,26 +603,22 @@ class _PagedAttention:
     _prefix = ""  # of the names of the table's arguments
 
     def __init__(
-        self, float_workspace_buffer: Tensor, kv_layout: str, use_cuda_graph: bool,
-        jit_args: Any,
+        self, float_workspace_buffer: Tensor, kv_layout: str, jit_args: Any,
+        graph_tables: _GraphTables | None,
     ) -> None:  # fmt: skip
         if kv_layout not in ("NHD", "HND"):
             raise ValueError(f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r}")
-        if use_cuda_graph:
-            raise NotImplementedError(
-                "use_cuda_graph: a plan makes tables of its own length, which a captured run would "
-                "not see; capture kvcupy.paged_attention with a block table and lengths of yours"
-            )
         if jit_args is not None:
             raise NotImplementedError("jit_args: kvcupy compiles its own kernels")
         self.device = float_workspace_buffer.device
         self._kv_layout = kv_layout
+        self._graph_tables = graph_tables
         self._planned = False
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether the wrapper was made for CUDA graphs: never, see `__init__`."""
-        return False
+        """Whether the wrapper was made with `use_cuda_graph`."""
+        return self._graph_tables is not None
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
@@ -632,9 +629,9 @@ class _PagedAttention:
         self, indptr: Any, indices: Any, last_page_len: Any, *, heads: tuple[int, int],
         head_dims: tuple[int, int], page_size: int, pos_encoding_mode: str, window_left: int,
         logits_soft_cap: float | None, sm_scale: float | None, dtypes: tuple[Any, Any, Any],
-        seq_lens: Any,
-    ) -> int:  # fmt: skip
-        """Keep tables and options; return the number of sequences."""
+        seq_lens: Any, query_lens: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Keep tables and options."""
         if pos_encoding_mode != "NONE":
             raise NotImplementedError(
                 f"pos_encoding_mode: {pos_encoding_mode!r} rotates or biases in the kernel; rotate "
@@ -656,15 +653,19 @@ class _PagedAttention:
         if seq_lens is not None:
             require_shape(seq_lens, "seq_lens", (len(lengths),))
             lengths = seq_lens.to(lengths)
+        if query_lens is not None:
+            query_lens = query_lens.to(lengths)
+        if self._graph_tables is not None:
+            csr = indptr, indices, last_page_len
+            table, lengths, query_lens = self._graph_tables.take(csr, table, lengths, query_lens)
         # All checks are done: a plan that raises leaves the last one as it was.
-        self._block_table, self._seq_lens = table, lengths
+        self._block_table, self._seq_lens, self._query_lens = table, lengths, query_lens
         self._heads, self._head_dims, self._page_size = heads, head_dims, page_size
         self._q_dtype, self._kv_dtype, self._out_dtype = q_dtype, kv_dtype or q_dtype, out_dtype
         self._window_left = window_left
         self._soft_cap = logits_soft_cap if logits_soft_cap and logits_soft_cap > 0 else None
         self._sm_scale = 1 / math.sqrt(head_dims[0]) if sm_scale is None else float(sm_scale)
         self._planned = True
-        return len(lengths)
 
     def _tables(
         self, indptr: Any, indices: Any, last_page_len: Any, page_size: int
@@ -752,6 +753,67 @@ class _PagedAttention:
             )
 
 
+class _GraphTables:
+    """Tables that stay where they are, so that a captured run finds those of each new plan.
+
+    Parameters
+    ----------
+    indptr, indices, last_page_len : buffers of the caller's, with their names: how many sequences
+        and pages there can be
+    max_pages : of one sequence
+    """
+
+    def __init__(
+        self, indptr: Any, indices: Any, last_page_len: Any, max_pages: int | None,
+        names: tuple[str, ...], device: torch.device,
+    ) -> None:  # fmt: skip
+        for buffer, name in zip((indptr, indices, last_page_len), names, strict=True):
+            if not isinstance(buffer, Tensor):
+                got = type(buffer).__name__
+                raise ValueError(f"{name}: expected a tensor with use_cuda_graph, got {got}")
+            require_shape(buffer, name, ("length",))
+        count = len(last_page_len)
+        require_shape(indptr, names[0], (count + 1,))
+        if max_pages is not None and not 1 <= max_pages <= len(indices):
+            expected = f"1 to the {len(indices)} of {names[1]}"
+            raise ValueError(f"max_pages_per_sequence: expected {expected}, got {max_pages}")
+        self._buffers, self._names = (indptr, indices, last_page_len), names
+        pages = len(indices) if max_pages is None else max_pages
+        options: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self._block_table = torch.zeros((count, max(pages, 1)), **options)
+        self._seq_lens, self._query_lens = torch.zeros((2, count), **options)
+
+    def take(
+        self, csr: tuple[Tensor, Tensor, Tensor], table: Tensor, lengths: Tensor,
+        query_lens: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Copy the tables of a plan into those that stay, and return these.
+
+        Raises
+        ------
+        ValueError : there are other sequences, or more pages, than the buffers have; nothing has
+            changed
+        """
+        count, width = self._block_table.shape
+        if len(lengths) != count:
+            expected = f"the {count} sequences of {self._names[2]}"
+            raise ValueError(f"last_page_len: expected {expected}, got {len(lengths)}")
+        if len(csr[1]) > len(self._buffers[1]):
+            expected = f"at most the {len(self._buffers[1])} pages of {self._names[1]}"
+            raise ValueError(f"indices: expected {expected}, got {len(csr[1])}")
+        if table.shape[1] > width:
+            expected = f"at most {width} pages of a sequence (max_pages_per_sequence)"
+            raise ValueError(f"indptr: expected {expected}, got {table.shape[1]}")
+        for buffer, values in zip(self._buffers, csr, strict=True):
+            buffer[: len(values)].copy_(values)
+        self._block_table[:, : table.shape[1]].copy_(table)
+        self._seq_lens.copy_(lengths)
+        if query_lens is None:
+            return self._block_table, self._seq_lens, None
+        self._query_lens.copy_(query_lens)
+        return self._block_table, self._seq_lens, self._query_lens
+
+
 def _dtype(dtype: Any, name: str) -> torch.dtype:
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype):
@@ -766,10 +828,16 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
     ----------
     float_workspace_buffer : only its device counts
     kv_layout : "NHD" or "HND"
-    use_cuda_graph : True raises NotImplementedError
-    use_tensor_cores, backend, paged_kv_indptr_buffer, paged_kv_indices_buffer,
-    paged_kv_last_page_len_buffer : ignored; shapes choose the kernel
+    use_cuda_graph : keep the tables of all plans in the same memory, so that a captured run attends
+        over the pages of the last plan. Batch size and all other options are those of the capture
+    paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer : with
+        use_cuda_graph: (B + 1,), as many pages as a plan may have, (B,); a plan copies its table
+        there. Else ignored
+    use_tensor_cores, backend : ignored; shapes choose the kernel
     jit_args : anything but None raises NotImplementedError
+    max_pages_per_sequence : kvcupy's own, with use_cuda_graph: the most pages of one sequence, by
+        which a captured launch is laid out. None: all that the buffer holds, which takes
+        4 B len(buffer) bytes, and leaves short sequences with fewer blocks
 
     Notes
     -----
@@ -794,8 +862,15 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         paged_kv_last_page_len_buffer: Tensor | None = None,
         backend: str = "auto",
         jit_args: Any = None,
+        *,
+        max_pages_per_sequence: int | None = None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, jit_args)
+        names = tuple(f"paged_kv_{n}_buffer" for n in ("indptr", "indices", "last_page_len"))
+        tables = _GraphTables(
+            paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer,
+            max_pages_per_sequence, names, float_workspace_buffer.device,
+        ) if use_cuda_graph else None  # fmt: skip
+        super().__init__(float_workspace_buffer, kv_layout, jit_args, tables)
         self.use_tensor_cores = use_tensor_cores
 
     def plan(
@@ -850,17 +925,17 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
             raise ValueError(f"q_len_per_req: expected at least 1, got {q_len_per_req}")
         q_dtype = data_type if q_data_type is None else q_data_type
         kv_dtype = data_type if kv_data_type is None else kv_data_type
-        count = self._plan(
+        require_shape(last_page_len, "last_page_len", ("batch_size",))
+        count = len(last_page_len)
+        self._plan(
             indptr, indices, last_page_len, heads=(num_qo_heads, num_kv_heads),
             head_dims=(head_dim, head_dim), page_size=page_size,
             pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
             dtypes=(q_dtype, kv_dtype, o_data_type), seq_lens=seq_lens,
+            query_lens=torch.full((count,), q_len_per_req) if q_len_per_req > 1 else None,
         )  # fmt: skip
         self._num_tokens = count * q_len_per_req
-        self._query_lens = None
-        if q_len_per_req > 1:
-            self._query_lens = torch.full_like(self._seq_lens, q_len_per_req)
 
     def run(
         self,
@@ -920,13 +995,48 @@ class BatchDecodeWithPagedKVCacheWrapper(_PagedAttention):
         return self.run(*args, return_lse=True, **options)
 
 
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """Attend with `use_cuda_graph`: `BatchDecodeWithPagedKVCacheWrapper` with its buffers by order.
+
+    Parameters
+    ----------
+    workspace_buffer : only its device counts
+    indptr_buffer, indices_buffer, last_page_len_buffer, others : as there
+
+    Examples
+    --------
+    >>> buffers = [torch.zeros(n, dtype=torch.int32) for n in (3, 8, 2)]
+    >>> workspace = torch.empty(0, dtype=torch.uint8)
+    >>> CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *buffers).is_cuda_graph_enabled
+    True
+    """
+
+    def __init__(
+        self,
+        workspace_buffer: Tensor,
+        indptr_buffer: Tensor,
+        indices_buffer: Tensor,
+        last_page_len_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+        *,
+        max_pages_per_sequence: int | None = None,
+    ) -> None:
+        super().__init__(
+            workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer,
+            last_page_len_buffer, max_pages_per_sequence=max_pages_per_sequence,
+        )  # fmt: skip
+
+
 class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
     """Attend with the new tokens of each sequence: `kvcupy.paged_attention`.
 
     Parameters
     ----------
-    float_workspace_buffer, kv_layout, use_cuda_graph, jit_args : as in
+    float_workspace_buffer, kv_layout, use_cuda_graph, jit_args, max_pages_per_sequence : as in
         `BatchDecodeWithPagedKVCacheWrapper`, and so are notes
+    qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf : with
+        use_cuda_graph, likewise
     others : ignored
 
     Examples
@@ -957,8 +1067,18 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
         mask_indptr_buf: Tensor | None = None,
         backend: str = "auto",
         jit_args: Any = None,
+        *,
+        max_pages_per_sequence: int | None = None,
     ) -> None:
-        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, jit_args)
+        names = tuple(f"paged_kv_{n}_buf" for n in ("indptr", "indices", "last_page_len"))
+        tables = _GraphTables(
+            paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf,
+            max_pages_per_sequence, names, float_workspace_buffer.device,
+        ) if use_cuda_graph else None  # fmt: skip
+        if use_cuda_graph and paged_kv_last_page_len_buf is not None:
+            require_shape(qo_indptr_buf, "qo_indptr_buf", (len(paged_kv_last_page_len_buf) + 1,))
+        self._qo_indptr_buf = qo_indptr_buf
+        super().__init__(float_workspace_buffer, kv_layout, jit_args, tables)
 
     def plan(
         self,
@@ -1032,8 +1152,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_PagedAttention):
             page_size=page_size, pos_encoding_mode=pos_encoding_mode, window_left=window_left,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
             dtypes=(q_data_type, kv_data_type, o_data_type), seq_lens=seq_lens,
+            query_lens=query_lens,
         )  # fmt: skip
-        self._query_lens = query_lens.int().to(self.device)
+        if self.is_cuda_graph_enabled and self._qo_indptr_buf is not None:
+            self._qo_indptr_buf.copy_(qo_indptr)
         self._num_tokens, self._causal = int(starts[-1]), causal
 
     def run(
@@ -1090,10 +1212,6 @@ rope_quantize_fp8_append_paged_kv_cache = not_offered(
 nvfp4_quantize_append_paged_kv_cache = not_offered(
     "nvfp4_quantize_append_paged_kv_cache",
     "FlashInfer keeps scales of blocks in a tensor of their own, which no kvcupy cache does",
-)
-CUDAGraphBatchDecodeWithPagedKVCacheWrapper = not_offered(
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-    "capture kvcupy.paged_attention with a block table and lengths of yours",
 )
 BatchPrefillWithRaggedKVCacheWrapper = not_offered("BatchPrefillWithRaggedKVCacheWrapper", _RAGGED)
 single_prefill_with_kv_cache = not_offered("single_prefill_with_kv_cache", _RAGGED)

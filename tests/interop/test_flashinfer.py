@@ -579,6 +579,123 @@ def test_run_names_the_argument(place, name, error, change):
         planned("Decode", place).run(**{**arguments, **change})
 
 
+# --- With use_cuda_graph --------------------------------------------------------------------------
+
+# Another plan of four sequences: other lengths, other pages, one more page in all.
+LATER = [0, 1, 3, 4, 7], [1, 0, 5, 2, 4, 3, 0], [3, 2, 1, 4]
+
+
+def graph_wrapper(kind, place, pages=16, **options):
+    buffers = [torch.zeros(n, dtype=torch.int32, device=place) for n in (5, pages, 4)]
+    workspace = torch.empty(0, dtype=torch.uint8, device=place)
+    if kind == "CUDAGraphBatchDecode":
+        cls = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper
+        return cls(workspace, *buffers, **options), buffers
+    cls = getattr(flashinfer, f"Batch{kind}WithPagedKVCacheWrapper")
+    suffix = "buffer" if kind == "Decode" else "buf"
+    named = {
+        f"paged_kv_{name}_{suffix}": buffer
+        for name, buffer in zip(("indptr", "indices", "last_page_len"), buffers, strict=True)
+    }
+    if kind == "Prefill":
+        named["qo_indptr_buf"] = torch.zeros(5, dtype=torch.int32, device=place)
+    return cls(workspace, "NHD", use_cuda_graph=True, **named, **options), buffers
+
+
+def plan_later(wrapper, place, query_lens):
+    arrays = [ints(x, place) for x in LATER]
+    if "Prefill" in type(wrapper).__name__:
+        arrays.insert(0, ints(np.cumsum([0, *query_lens]).tolist(), place))
+    wrapper.plan(*arrays, HEADS, KV_HEADS, WIDTH, PAGE, q_data_type=torch.float32)
+
+
+@pytest.mark.parametrize("max_pages", [None, 3])
+@pytest.mark.parametrize("kind", ["Decode", "Prefill", "CUDAGraphBatchDecode"])
+def test_a_captured_run_takes_the_tables_of_the_last_plan(place, kind, max_pages, monkeypatch):
+    """A replay calls the same kernel with the same addresses: so does this, of the first run."""
+    first, later = ((2, 1, 0, 3), (1, 2, 1, 2)) if kind == "Prefill" else ((1,) * 4, (1,) * 4)
+    cache, _ = paged("NHD", place)
+    q = rows(sum(first), HEADS, WIDTH, place=place)
+    wrapper, buffers = graph_wrapper(kind, place, max_pages_per_sequence=max_pages)
+    plan(wrapper, place, first)
+    captured = []
+    attend = flashinfer._kv.paged_attention
+    monkeypatch.setattr(
+        flashinfer._kv, "paged_attention",
+        lambda *arguments, **options: captured.append((arguments, options)),
+    )  # fmt: skip
+    out = torch.zeros_like(q)
+    wrapper.run(q, cache, out=out)
+    monkeypatch.undo()
+    ((arguments, options),) = captured
+
+    plan_later(wrapper, place, later)
+    attend(*arguments, **options)
+    plain = wrapper_of("Decode" if "Decode" in kind else kind, "NHD", place)
+    plan_later(plain, place, later)
+    assert torch.equal(out, plain.run(q, cache))
+    assert [buffer[: len(x)].tolist() for buffer, x in zip(buffers, LATER, strict=True)] == [*LATER]
+    assert wrapper.is_cuda_graph_enabled and not plain.is_cuda_graph_enabled
+
+
+def test_several_new_tokens_of_each_sequence_stay_in_place(place):
+    wrapper, _ = graph_wrapper("Decode", place)
+    tables = []
+    for count in (2, 3):
+        plan(wrapper, place, q_len_per_req=count)
+        assert wrapper._query_lens.tolist() == [count] * 4
+        tables.append([x.data_ptr() for x in (
+            wrapper._query_lens, wrapper._seq_lens, wrapper._block_table
+        )])  # fmt: skip
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "message"),
+    [
+        ({"pages": 5}, {}, r"^indices: expected at most the 5 pages"),
+        ({"max_pages_per_sequence": 2}, {}, r"^indptr: expected at most 2 pages of a sequence"),
+        ({}, {"indptr": [0, 1], "last_page_len": [1]}, r"^last_page_len: expected the 4 sequences"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_buffers(place, options, change, message):
+    wrapper, buffers = graph_wrapper("Decode", place, **options)
+    arguments = {**PLAN, **change}
+    arguments = {n: ints(x, place) if isinstance(x, list) else x for n, x in arguments.items()}
+    with pytest.raises(ValueError, match=message):
+        wrapper.plan(**arguments)
+    assert not any(buffer.any() for buffer in buffers)
+
+
+def test_buffers_of_a_graph_are_named(place):
+    workspace = torch.empty(0, dtype=torch.uint8, device=place)
+    cls = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+    with pytest.raises(ValueError, match=r"^paged_kv_indptr_buffer: expected a tensor"):
+        cls(workspace, use_cuda_graph=True)
+    buffers = [torch.zeros(n, dtype=torch.int32, device=place) for n in (4, 8, 4)]
+    with pytest.raises(ValueError, match=r"^paged_kv_indptr_buffer: expected \(5,\)"):
+        flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace, *buffers)
+    with pytest.raises(ValueError, match=r"^max_pages_per_sequence: "):
+        graph_wrapper("Decode", place, max_pages_per_sequence=17)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_torch(place):
+    cache, _ = paged("NHD", place)
+    q = rows(4, HEADS, WIDTH, place=place)
+    wrapper, _ = graph_wrapper("Decode", place)
+    plan(wrapper, place)
+    out = wrapper.run(q, cache)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(q, cache, out=out)
+    plan_later(wrapper, place, (1,) * 4)
+    graph.replay()
+    plain = wrapper_of("Decode", "NHD", place)
+    plan_later(plain, place, (1,) * 4)
+    assert torch.equal(out, plain.run(q, cache))
+
+
 def test_run_without_a_plan(place):
     for kind in ("Decode", "Prefill"):
         with pytest.raises(RuntimeError, match="plan"):
@@ -588,8 +705,6 @@ def test_run_without_a_plan(place):
 def test_what_is_not_offered_says_why(place):
     workspace = torch.empty(0, dtype=torch.uint8, device=place)
     for call, reason in (
-        (lambda: flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, use_cuda_graph=True),
-         "use_cuda_graph: .*capture kvcupy.paged_attention"),
         (lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, jit_args=[1]),
          "jit_args: "),
         (lambda: planned("Prefill", place, custom_mask=torch.ones(1)), "custom_mask: .*tree_mask"),
