@@ -90,6 +90,7 @@ def versions() -> list[Row]:
         ("CuPy", ("cupy-cuda12x", "cupy-cuda13x", "cupy"), cuda, "runs kernels on GPUs"),
         ("NVRTC", ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"), cuda, "compiles for GPUs"),
         ("torch", ("torch",), "torch", "optional: its tensors are taken without a copy"),
+        ("jax", ("jax",), "jax", "optional: pure functions for it, kvcupy.interop.jax"),
         ("matplotlib", ("matplotlib",), "plot", "optional: draws timelines"),
     ):
         installed = next(((d, v) for d in distributions if (v := _version(d))), None)
