@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -620,7 +620,7 @@ def _program(description: str, donors: tuple[int, ...]) -> Callable[..., Any]:
         _check(call, arrays)
         results = [jax.ShapeDtypeStruct(arrays[i].shape, arrays[i].dtype) for i in written]
         aliases = {i: number for number, i in enumerate(written)}
-        foreign = jax.ffi.ffi_call(_target(), results, input_output_aliases=aliases)
+        foreign = jax.ffi.ffi_call(_TARGET, results, input_output_aliases=aliases)
         return tuple(foreign(*arrays, call=description))
 
     run.__name__ = run.__qualname__ = call["operation"]
@@ -663,18 +663,13 @@ def _parsed(description: str) -> Any:
     return json.loads(description)
 
 
-@cache
-def _target() -> str:
-    """Register the handlers with XLA, once, and return the name of their custom call."""
-    name = "kvcupy"
-    for platform, on_gpu in (("cpu", False), ("CUDA", True)):
-        function = xla_ffi.handler(_execute, on_gpu=on_gpu)
-        _HANDLERS.append(function)
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform=platform)
-    return name
-
-
-_HANDLERS: list[Any] = []  # XLA may call them until the process ends
+_TARGET = "kvcupy"  # the custom call's name, in programs that were exported too
+_HANDLERS = {  # kept, for XLA may call them until the process ends
+    "cpu": xla_ffi.handler(_execute, on_gpu=False),
+    "CUDA": xla_ffi.handler(_execute, on_gpu=True),
+}
+for _platform, _handler in _HANDLERS.items():
+    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(_handler), platform=_platform)
 
 
 # --- Arrays that may be tracers -------------------------------------------------------------------
