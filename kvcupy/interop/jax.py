@@ -25,8 +25,11 @@ skipped, and raised by `kvcupy.check_faults`.
 Formats: bf16 and fp8 are JAX's own dtypes (those of ml_dtypes). Where a cache is uint8, `format`
 names what its bytes hold. Scales are numbers, which are compiled in, or arrays.
 
-Not offered: gradients, `jax.vmap`, and sharded arrays but inside `jax.shard_map`. Pools, engines
-and caches, which change with time, take NumPy, CuPy and torch arrays.
+Sharded arrays: within `jax.shard_map(..., check_vma=False)` each device writes its own part of the
+caches; elsewhere XLA gathers them first.
+
+Not offered: gradients and `jax.vmap`. Pools, engines and caches, which change with time, take
+NumPy, CuPy and torch arrays.
 
 Examples
 --------

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import subprocess
+import sys
 
 import every_call
 import ml_dtypes
@@ -216,6 +219,38 @@ def test_errors_of_a_call_reach_the_caller(jax, kvj, monkeypatch):
     monkeypatch.setitem(kvj._OPERATIONS, "store_kv", fail)
     with pytest.raises(Exception, match="DeviceError: out of luck"):
         refused(kvj, jax)[1]()[0].block_until_ready()
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from kvcupy.interop import jax as kvj
+
+mesh = jax.make_mesh((2,), ("heads",))
+by_head, by_row = P(None, None, "heads"), P(None, "heads")
+put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+k, v = (put(jnp.zeros((2, 16, 4, 8)), by_head) for _ in "kv")
+rows = put(jnp.arange(64.0).reshape(2, 4, 8), by_row)
+places = [shard.data.unsafe_buffer_pointer() for shard in k.addressable_shards]
+store = jax.shard_map(
+    lambda k, v, rows, slots: kvj.store_kv(rows, rows, k, v, slots),
+    mesh=mesh, in_specs=(by_head, by_head, by_row, P()), out_specs=(by_head, by_head),
+    check_vma=False,
+)
+k, v = jax.jit(store, donate_argnums=(0, 1))(k, v, rows, jnp.array([3, 20]))
+assert np.array_equal(np.asarray(k)[[0, 1], [3, 4]], np.asarray(rows))
+assert [shard.data.unsafe_buffer_pointer() for shard in k.addressable_shards] == places
+"""
+
+
+def test_each_device_writes_its_own_part_of_the_caches(jax):
+    if not hasattr(jax, "shard_map"):
+        pytest.skip("this JAX has shard_map elsewhere")
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "KVCUPY_STRICT": "0"}
+    environment = {**os.environ, **flags}
+    command = [sys.executable, "-c", SHARDED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 # --- A call of XLA's, made by hand ---

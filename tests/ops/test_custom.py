@@ -289,7 +289,9 @@ def test_templates_nested_structs_and_null_pointers(device):
             kernel(**{**arguments, field: value})
 
 
-def test_strict_mode_sees_a_race():
+@pytest.mark.usefixtures("kernel_sources")  # as for others that are broken on purpose
+def test_strict_mode_sees_a_race(monkeypatch):
+    monkeypatch.setattr(kv.config, "_strict", True)
     kernel = scale_kernel(
         SCALE.replace("if (i", "dynamic_shared<float>()[0] = p.factor + i;\n  if (i"), barriers=True
     )
