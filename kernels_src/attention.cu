@@ -167,7 +167,7 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
   }
 }
 
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+#ifdef KVCUPY_NO_BARRIERS
 #include "host/attention.h"
 #endif
 
@@ -178,9 +178,9 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
 template <typename TCache, int kRows, int kSteps, bool kRotateKeys>
 __global__ void __launch_bounds__(128, 2)
     attention_decode(const __grid_constant__ AttentionParams p) {
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
-  if (blockDim.x == 1) return kvcupy_host::attend<TCache, kRows, kSteps, kRotateKeys>(p);
-#endif
+#ifdef KVCUPY_NO_BARRIERS  // on a processor: a block is one thread
+  kvcupy_host::attend<TCache, kRows, kSteps, kRotateKeys>(p);
+#else
   constexpr int kCount = 8;
   constexpr int kBytes = Elements<TCache, kCount>::kBytes * (kRotateKeys ? 2 : 1);
   // Keys in flight per group: as many as fit in registers beside the rows.
@@ -326,4 +326,5 @@ __global__ void __launch_bounds__(128, 2)
     }
   }
   finish_tile(p, t, own, kv_head, split, lane, lanes);
+#endif
 }

@@ -8,6 +8,10 @@
 // tiles: their blocks leave them to the first.
 #pragma once
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 #include "packs.h"
 
 namespace kvcupy_host {
@@ -155,7 +159,7 @@ __forceinline__ Vector exp2_of(Vector x) {
 
 // Scores of kRows rows of the query by four keys: `width` is whole vectors.
 template <typename T, int kRows>
-__forceinline__ void multiply_keys(const float* query, int query_stride, const char* const* keys,
+inline void multiply_keys(const float* query, int query_stride, const char* const* keys,
                                    int width, float* scores, int score_stride) {
   Vector sums[kRows][kProductKeys] = {};
   for (int i = 0; i < width; i += kLanes) {
@@ -178,7 +182,7 @@ __forceinline__ void multiply_keys(const float* query, int query_stride, const c
 // Add `count` rows of V, times weights, to kRows rows of values: kVectors vectors of each, from
 // element `first` on.
 template <typename T, int kRows, int kVectors>
-__forceinline__ void multiply_values(const float* weights, int weight_stride,
+inline void multiply_values(const float* weights, int weight_stride,
                                      const char* const* rows, int count, int first, float* values,
                                      int value_stride) {
   Vector sums[kRows][kVectors];
@@ -217,12 +221,14 @@ struct Rows {
   static constexpr int kCount = kRows;
 };
 
-// Call `product` for all of `count` rows: with the first and Rows<n>, n as large as it can be.
-template <typename Product>
-__forceinline__ void for_rows(int count, const Product& product) {
+// Call `product` for all of `count` rows, at most kMost: with the first of some, and Rows<n>.
+template <int kMost, typename Product>
+inline void for_rows(int count, const Product& product) {
   int r = 0;
-  for (; r + kProductRows <= count; r += kProductRows) product(r, Rows<kProductRows>{});
-  if constexpr (kProductRows > 2) {
+  if constexpr (kMost >= kProductRows) {
+    for (; r + kProductRows <= count; r += kProductRows) product(r, Rows<kProductRows>{});
+  }
+  if constexpr (kMost > 2 && kProductRows > 2) {
     if (r + 2 <= count) {
       product(r, Rows<2>{});
       r += 2;
@@ -271,11 +277,11 @@ struct HostTile {
   alignas(64) char zeros[kWidth * 4];
   Block blocks[2];
 
-  __forceinline__ explicit HostTile(const AttentionParams& params) : p(params) {}
+  explicit HostTile(const AttentionParams& params) : p(params) {}
 
   // The tile of this thread's block, and those after it of the same sequence: no rows where an
   // earlier block works on it.
-  __forceinline__ void find() {
+  void find() {
     const int number = blockIdx.x;
     kv_head = blockIdx.y;
     reports = kv_head == 0;
@@ -295,7 +301,7 @@ struct HostTile {
     }
   }
 
-  __forceinline__ void start() {
+  void start() {
     first_tree = first_tree_key(p, t);
     memset(zeros, 0, sizeof zeros);
     for (int r = 0; r < t.num_rows; ++r) {
@@ -314,7 +320,7 @@ struct HostTile {
   }
 
   // Find keys `first` to before `end` of the split.
-  __forceinline__ void locate(Block& block, i64 first, i64 end) {
+  void locate(Block& block, i64 first, i64 end) {
     block.complete = true;
     i64 entry = -1;
     i64 page = -1;
@@ -344,21 +350,21 @@ struct HostTile {
     }
   }
 
-  static __forceinline__ void fetch(const char* row, int width) {
+  static void fetch(const char* row, int width) {
     if constexpr (!kSameType<TCache, AnyFormat>) {
       const int bytes = width * static_cast<int>(sizeof(TCache));
       for (int i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(row + i, 0, 2);
     }
   }
 
-  __forceinline__ void fetch(const Block& block, int n) const {
+  void fetch(const Block& block, int n) const {
     if (block.keys[n] < 0) return;
     fetch(block.k[n], p.k.width);
     fetch(block.v[n], p.v.width);
   }
 
   // Convert a block to float32.
-  __forceinline__ void stage(Block& block, const Block* ahead) {
+  void stage(Block& block, const Block* ahead) {
     for (int n = 0; n < kKeys; ++n) {
       if (ahead) fetch(*ahead, n);
       const bool there = block.keys[n] >= 0;
@@ -385,13 +391,13 @@ struct HostTile {
 
   // Scores of all rows; rows of K hold T.
   template <typename T>
-  __forceinline__ void score(const Block& block, const Block* ahead) {
+  void score(const Block& block, const Block* ahead) {
     const int width = round_up(p.k.width, kLanes);
     for (int n = 0; n < kKeys; n += kProductKeys) {
       if (ahead) {
         for (int i = 0; i < kProductKeys; ++i) fetch(*ahead, n + i);
       }
-      for_rows(t.num_rows, [&](int r, auto rows) {
+      for_rows<kMostRows>(t.num_rows, [&](int r, auto rows) {
         multiply_keys<T, decltype(rows)::kCount>(query[r], kWidth, block.k + n, width,
                                                  scores[r] + n, kKeys);
       });
@@ -399,7 +405,7 @@ struct HostTile {
   }
 
   // Turn the scores of a row into weights, and raise its maximum.
-  __forceinline__ void weigh(const Block& block, int r) {
+  void weigh(const Block& block, int r) {
     float* row = scores[r];
     for (int n = 0; n < kKeys; n += kLanes) {
       store_vector(row + n, load_vector(row + n) * load_vector(block.k_scales + n) * p.score_scale);
@@ -447,7 +453,7 @@ struct HostTile {
   }
 
   // As `sees`, whose limits are known.
-  __forceinline__ bool is_seen(int r, i64 key) const {
+  bool is_seen(int r, i64 key) const {
     if (key < 0) return false;
     if (key < limits[r].end) return key >= limits[r].start || key < p.sink_keys;
     return key >= first_tree && sees(p, t, r, key);
@@ -455,11 +461,11 @@ struct HostTile {
 
   // Add the values of a block, times weights; its rows of V hold T.
   template <typename T>
-  __forceinline__ void accumulate(const Block& block) {
+  void accumulate(const Block& block) {
     const int width = round_up(p.v.width, kLanes);
     bool known = false;
     bool finite = false;
-    for_rows(t.num_rows, [&](int r, auto rows) {
+    for_rows<kMostRows>(t.num_rows, [&](int r, auto rows) {
       constexpr int kCount = decltype(rows)::kCount;
       unsigned masked = 0;
       for (int i = 0; i < kCount; ++i) masked |= holes[r + i];
@@ -485,7 +491,7 @@ struct HostTile {
   // A masked key adds nothing, whatever its value is: products with a weight of 0 do that for
   // numbers alone.
   template <typename T>
-  __forceinline__ void accumulate_seen(const Block& block, int r, int width) {
+  void accumulate_seen(const Block& block, int r, int width) {
     for (int n = 0; n < kKeys; ++n) {
       if (holes[r] >> n & 1) continue;
       for (int i = 0; i < width; i += kLanes) {
@@ -495,7 +501,7 @@ struct HostTile {
   }
 
   template <typename T>
-  __forceinline__ bool is_finite(const Block& block, int width) const {
+  bool is_finite(const Block& block, int width) const {
     Vector zero{};
     for (int n = 0; n < kKeys; ++n) {
       for (int i = 0; i < width; i += kLanes) {
@@ -506,13 +512,13 @@ struct HostTile {
   }
 
   template <typename T>
-  __forceinline__ void attend(const Block& block, const Block* ahead) {
+  void attend(const Block& block, const Block* ahead) {
     score<T>(block, ahead);
     for (int r = 0; r < t.num_rows; ++r) weigh(block, r);
     accumulate<T>(block);
   }
 
-  __forceinline__ void walk(KeyRange range) {
+  void walk(KeyRange range) {
     bool direct = false;
     if constexpr (kReadsLanes<TCache> && !kRotateKeys) {
       direct = t.num_rows <= kProductRows && p.k.width % kLanes == 0 && p.v.width % kLanes == 0;
@@ -540,7 +546,7 @@ struct HostTile {
   }
 
   template <typename T>
-  __forceinline__ void write(char* to, int r, float inverse) {
+  void write(char* to, int r, float inverse) {
     int i = 0;
     for (; i + kPack <= p.v.width; i += kPack) {
       Pack<float, kPack> floats;
@@ -553,7 +559,7 @@ struct HostTile {
     }
   }
 
-  __forceinline__ void finish(int split) {
+  void finish(int split) {
     for (int r = 0; r < t.num_rows; ++r) {
       const RowEnd end = end_of_row(p, t, r, kv_head, split, largest[r], sum_of(sums[r]));
       const float inverse = end.divisor != 0.0f ? 1.0f / end.divisor : 0.0f;
@@ -574,7 +580,7 @@ struct HostTile {
 
 // Everything that the block of one thread does.
 template <typename TCache, int kRows, int kSteps, bool kRotateKeys>
-__forceinline__ void attend(const AttentionParams& p) {
+inline void attend(const AttentionParams& p) {
   const int split = blockIdx.z;
   HostTile<TCache, kRows, kSteps, kRotateKeys> tile(p);
   tile.find();
