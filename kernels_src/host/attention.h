@@ -294,9 +294,14 @@ struct HostTile {
         const AttentionTile next = find_tile(p, other, kRows, false);
         if (next.num_rows == 0 || next.sequence != t.sequence) return;
         t.num_rows += next.num_rows;
-        const i64 end = max(t.first_key + t.num_visible - t.sinks,
-                            next.first_key + next.num_visible - next.sinks);
-        t.num_visible = t.sinks + end - t.first_key;
+        if (t.num_visible == t.sinks) {  // of the rows so far, which see no other keys
+          t.sinks = next.sinks;
+          t.first_key = next.first_key;
+          t.num_visible = next.num_visible;
+        } else {
+          const i64 end = next.first_key + next.num_visible - next.sinks;
+          t.num_visible = max(t.num_visible, t.sinks + end - t.first_key);
+        }
       }
     }
   }
