@@ -159,8 +159,8 @@ __forceinline__ Vector exp2_of(Vector x) {
 
 // Scores of kRows rows of the query by four keys: `width` is whole vectors.
 template <typename T, int kRows>
-inline void multiply_keys(const float* query, int query_stride, const char* const* keys,
-                                   int width, float* scores, int score_stride) {
+inline void multiply_keys(const float* query, int query_stride, const char* const* keys, int width,
+                          float* scores, int score_stride) {
   Vector sums[kRows][kProductKeys] = {};
   for (int i = 0; i < width; i += kLanes) {
     Vector k[kProductKeys];
@@ -182,9 +182,8 @@ inline void multiply_keys(const float* query, int query_stride, const char* cons
 // Add `count` rows of V, times weights, to kRows rows of values: kVectors vectors of each, from
 // element `first` on.
 template <typename T, int kRows, int kVectors>
-inline void multiply_values(const float* weights, int weight_stride,
-                                     const char* const* rows, int count, int first, float* values,
-                                     int value_stride) {
+inline void multiply_values(const float* weights, int weight_stride, const char* const* rows,
+                            int count, int first, float* values, int value_stride) {
   Vector sums[kRows][kVectors];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
@@ -242,9 +241,9 @@ inline void for_rows(int count, const Product& product) {
 // Some keys that follow one another in a split, and where they lie.
 template <int kKeys>
 struct KeyBlock {
-  bool complete;           // all keys are there
-  i64 keys[kKeys];         // ascending; negative: not there, and rows are zeros
-  const char* k[kKeys];    // rows
+  bool complete;         // all keys are there
+  i64 keys[kKeys];       // ascending; negative: not there, and rows are zeros
+  const char* k[kKeys];  // rows
   const char* v[kKeys];
   float k_scales[kKeys];
   float v_scales[kKeys];

@@ -100,7 +100,8 @@ inline Pack<float, 8> to_floats<fp8_e5m2, 8>(const Pack<fp8_e5m2, 8>& in) {
 template <>
 inline Pack<float, 8> to_floats<int8, 8>(const Pack<int8, 8>& in) {
   using namespace kvcupy_host;
-  return bits_as<Pack<float, 8>>(__builtin_convertvector(widened(bits_as<SignedBytes>(in)), Floats));
+  return bits_as<Pack<float, 8>>(
+      __builtin_convertvector(widened(bits_as<SignedBytes>(in)), Floats));
 }
 
 template <>
