@@ -13,7 +13,9 @@ from helpers import KernelSources, from_values, full_only
 from mutation_cases import NOTICED
 
 import kvcupy as kv
-from kvcupy import reference
+from kvcupy import devices, reference
+from kvcupy.devices.host import HostDevice
+from kvcupy.ops import call
 
 pytestmark = pytest.mark.usefixtures("lenient_host")
 
@@ -24,15 +26,14 @@ OLDER = {
 }  # fmt: skip
 
 
-def one_thread_per_tile(kernel_sources):
-    device = kernel_sources.device()
-    device.warp_lanes = 1
-    return device
-
-
 @pytest.fixture
-def host(kernel_sources):
-    return one_thread_per_tile(kernel_sources)
+def host(monkeypatch):
+    device = HostDevice()
+    assert device.warp_lanes == 1
+    monkeypatch.setitem(devices._devices, "host", device)
+    monkeypatch.setattr(kv.config, "_fallback", "error")
+    monkeypatch.setattr(call, "_plans", {})
+    return device
 
 
 # Values -------------------------------------------------------------------------------------------
@@ -207,7 +208,8 @@ TELLING = (
 def test_a_broken_kernel_is_noticed(kernel_sources: KernelSources, name):
     old, new, check = MUTATIONS[name]
     kernel_sources.replace(FILE, old, new)
-    device = one_thread_per_tile(kernel_sources)
+    device = kernel_sources.device()
+    device.warp_lanes = 1
     device.extra_flags = ("-O0",)  # what runs once is not worth the time of optimising it
     with pytest.raises(NOTICED):
         (check or test_weights_are_powers_to_within_an_ulp)(device)
