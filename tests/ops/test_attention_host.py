@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import attention_checks
@@ -164,6 +166,40 @@ def test_older_processors(host, check, processor):
         pytest.skip("this processor has none of what the flags leave out")
     host.extra_flags = OLDER[processor]
     check(host, "bf16")
+
+
+WIDE_ROWS = """
+import threading
+import numpy as np
+import kvcupy as kv
+
+def attend():
+    cache = np.ones((64, 16, 1, 768), np.float32)
+    query = np.ones((512, 4, 768), np.float32)
+    table = np.arange(64, dtype=np.int32)[None]
+    lengths = np.array([1024], np.int32), np.array([512], np.int32)
+    for _ in range(3):
+        out = kv.paged_attention(query, cache, cache, table, lengths[0], query_lens=lengths[1])
+    np.testing.assert_allclose(out, 1, rtol=1e-6)
+
+kv.device("host").num_workers = 4
+threading.stack_size(64 << 20)
+thread = threading.Thread(target=attend)
+thread.start()
+thread.join()
+print("attended")
+"""
+
+
+@pytest.mark.parametrize("program", [full_only(WIDE_ROWS)], ids=["wide rows"])
+def test_threads_that_help_have_room_for_a_tile(program):
+    """Whatever the system gives a thread by default."""
+    command = 'ulimit -s 256; exec "$0" -c "$1"'
+    result = subprocess.run(
+        ["bash", "-c", command, sys.executable, program],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert result.stdout == "attended\n", (result.returncode, result.stderr)
 
 
 # Broken in one place ------------------------------------------------------------------------------
