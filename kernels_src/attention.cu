@@ -167,6 +167,10 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
   }
 }
 
+#ifdef KVCUPY_NO_BARRIERS
+#include "host/attention.h"
+#endif
+
 // kRotateKeys: keys are cached raw and rotated on read, by `rope_table`.
 // Two blocks per SM: with three, some specialisations would spill.
 // grid: (tiles, H, num_splits), block: (whole groups of lanes), smem: what `finish_tile` lays out,
@@ -174,6 +178,9 @@ __device__ __forceinline__ void finish_tile(const AttentionParams& p, const Atte
 template <typename TCache, int kRows, int kSteps, bool kRotateKeys>
 __global__ void __launch_bounds__(128, 2)
     attention_decode(const __grid_constant__ AttentionParams p) {
+#ifdef KVCUPY_NO_BARRIERS  // on a processor: a block is one thread
+  kvcupy_host::attend<TCache, kRows, kSteps, kRotateKeys>(p);
+#else
   constexpr int kCount = 8;
   constexpr int kBytes = Elements<TCache, kCount>::kBytes * (kRotateKeys ? 2 : 1);
   // Keys in flight per group: as many as fit in registers beside the rows.
@@ -319,4 +326,5 @@ __global__ void __launch_bounds__(128, 2)
     }
   }
   finish_tile(p, t, own, kv_head, split, lane, lanes);
+#endif
 }

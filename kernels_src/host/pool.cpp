@@ -28,6 +28,9 @@ unsigned num_called = 0;  // jobs so far; read without the lock
 
 constexpr long long kLookOutNanoseconds = 100'000;
 
+// Tiles of wide rows lie on the stack. musl gives a thread 128 KiB, and macOS 512 KiB.
+constexpr size_t kStackBytes = 8 << 20;
+
 long long now_ns() {
   timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
@@ -83,13 +86,17 @@ void forget_threads() {
 }
 
 void add_threads(int count) {
-  if (num_threads == 0 && count > 0) pthread_atfork(nullptr, nullptr, forget_threads);
-  while (num_threads < count) {
+  if (num_threads >= count) return;
+  if (num_threads == 0) pthread_atfork(nullptr, nullptr, forget_threads);
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setstacksize(&attributes, kStackBytes);
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  for (; num_threads < count; ++num_threads) {
     pthread_t thread;
-    if (pthread_create(&thread, nullptr, help, nullptr) != 0) return;
-    pthread_detach(thread);
-    ++num_threads;
+    if (pthread_create(&thread, &attributes, help, nullptr) != 0) break;
   }
+  pthread_attr_destroy(&attributes);
 }
 
 }  // namespace

@@ -111,8 +111,10 @@ def _processor() -> str:
 def _program(specialisation: Specialisation) -> str:
     kernel = specialisation.kernel
     runner = "run_fiber_block" if kernel.barriers else "run_plain_block"
+    barriers = "" if kernel.barriers else "#define KVCUPY_NO_BARRIERS\n"
     return (
         f"{_RUNNER}\n"
+        f"{barriers}"
         f"{_included(kernel)}"
         f"KVCUPY_HOST_KERNEL({runner}, {kernel.struct}, {specialisation.expression})\n"
     )

@@ -32,8 +32,9 @@ TARGETS = ("aarch64-linux-gnu", "aarch64-macos", "x86_64-macos")
 QEMU = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
 MUSL = "aarch64-linux-musl"  # of which zig has all that a program is linked with
 
-# Two without barriers, one of fibers, one of matrices.
+# Two without barriers, one of fibers, one of matrices, and attention by one thread per tile.
 FEW = (
+    attention_kernels.DECODE[1].specialise("bfloat16", 8, 16, "false"),
     store.CONVERT.specialise("bfloat16", "fp8_e4m3", 8),
     store.DYNAMIC.specialise("half", "int8", 8),
     store.GATHER_CONVERT.specialise("fp8_e5m2", "half", 8),
