@@ -1,4 +1,11 @@
-"""What keeps the blocks of a `SharedStore`: the protocol that memory, servers and engines meet."""
+"""What keeps the blocks of a `SharedStore`: the protocol that memory, servers and engines meet.
+
+A module of backends has a function `open_backend(url, pages, *, namespace, capacity_bytes,
+deadline, **options) -> Backend`: the URL as the user wrote it; the `WirePages` of the host pool;
+16 bytes that are the same for all blocks of a tenant; the user's `capacity_bytes` or None, and
+options of its own. It raises TypeError, ValueError or OSError where an argument does not fit, and
+BackendLost where there is no server.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +22,20 @@ MOST_HEADER_BYTES = 128
 
 
 class BackendLost(Exception):
-    """The store cannot be reached. `SharedStore` counts it, and answers a miss or "failed"."""
+    """The store cannot be reached, or did not answer in time.
+
+    `SharedStore` counts it, and answers a miss or "failed".
+
+    Attributes
+    ----------
+    results : what the call would have returned, as far as that is known: as many, or none
+    refused : whether it is there, but does not let this user in
+    """
+
+    def __init__(self, message: str, results: Sequence[Any] = (), *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.results = results
+        self.refused = refused
 
 
 class Backend(Protocol):
@@ -87,7 +107,7 @@ class Backend(Protocol):
         """
         ...
 
-    def remove(self) -> None:
+    def remove(self, deadline: float) -> Any:
         """Give the memory of the embedded store back, or forget all blocks of this tenant.
 
         Raises
