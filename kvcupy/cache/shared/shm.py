@@ -113,13 +113,7 @@ class ShmBackend(ProcessLocal):
             checks.require_int(capacity_bytes, "capacity_bytes")
             layout = Layout.fit(int(capacity_bytes), block_bytes)
         try:
-            self._fd = _open(path, layout)
-            try:
-                layout = _read_layout(self._fd, path, block_bytes, capacity_bytes)
-                self._map = mmap.mmap(self._fd, layout.num_bytes)
-            except BaseException:
-                os.close(self._fd)
-                raise
+            self._fd, self._map, layout = _open_mapped(path, block_bytes, capacity_bytes, layout)
         except OSError as error:
             error.filename, error.filename2 = str(path), None
             raise
@@ -174,6 +168,7 @@ class ShmBackend(ProcessLocal):
         start = self._layout.record_at(slot) + _HEADER_AT
         header = bytes(self._bytes[start : start + header_length])
         start = self._layout.payload_at(slot)
+        self._at("copying")
         for piece in block:
             stop = start + len(piece)
             if len(piece) < _LEAST_UNLOCKED_BYTES:
@@ -601,6 +596,29 @@ class Layout:
             os.urandom(16),
         )  # fmt: skip
         return fields + _digest(fields)
+
+
+def _open_mapped(
+    path: Path, block_bytes: int, capacity_bytes: int | None, layout: Layout | None
+) -> tuple[int, mmap.mmap, Layout]:
+    """Open and map a file, which is made if necessary and there is a layout for it."""
+    while True:
+        descriptor = _open(path, layout)
+        try:
+            actual = _read_layout(descriptor, path, block_bytes, capacity_bytes)
+            # A map has a descriptor of its own, which children inherit. It must not be the one that
+            # is locked.
+            with suppress(FileNotFoundError):
+                another = os.open(path, _FLAGS)
+                try:
+                    if os.path.samestat(os.fstat(another), os.fstat(descriptor)):
+                        return descriptor, mmap.mmap(another, actual.num_bytes), actual
+                finally:
+                    os.close(another)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # it was removed just now
 
 
 def _open(path: Path, layout: Layout | None) -> int:
