@@ -384,6 +384,8 @@ def test_of_two_copies_of_a_block_one_is_kept(shared):
     raw.header[shm._DIRTY] = 1
     assert user.put(hashes[2]) == ["stored"]
     assert all_there(user, hashes) == 3
+    assert user.put(*block_hashes(3, 50)) == ["stored"] * 3
+    assert user.store.stats()["evicted"] == 0, "the other copy's slot is free"
 
 
 def test_the_slot_of_a_dropped_block_is_used_next(shared, path):

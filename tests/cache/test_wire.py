@@ -185,8 +185,8 @@ def test_which_pools_have_pieces():
     assert kind("layer_first") == (2 * LAYERS, True)
     assert kind("layer_first", 8) == (2 * LAYERS, False)
     assert kind("page_first") == (2 * LAYERS * SIZE, False)
-    latents = [np.zeros((PAGES * SIZE, 1, 512), np.float16) for _ in range(LAYERS)]
-    pages = WirePages(kv.MLAPool.wrap(latents, page_size=SIZE))
+    latents = [np.zeros((PAGES, SIZE, 512), np.float16) for _ in range(LAYERS)]
+    pages = WirePages(kv.MLAPool.wrap(latents))
     assert (pages.num_pieces, pages.is_direct) == (LAYERS, True), "one head has no stride"
     layers = [np.zeros((PAGES, SIZE, HEADS, 4096), np.float16) for _ in range(2 * LAYERS)]
     apart = kv.KVPool.wrap(layers[:LAYERS], layers[LAYERS:])
