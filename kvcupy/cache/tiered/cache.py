@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Sequence
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from ... import metrics
 from ...errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
 from ...ops import checks
 from ..engine import TransferEngine
+from ..identity import hash_list
 from ..pages import Pages, StreamCompletion, page_array
 from . import policies
 from .disk import DiskBlocks
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
     from ...devices.protocol import Stream
 
 _PIECE_BYTES = 2**26  # written under one hold of the lock
-_MASK = 2**64 - 1
 _WAITS = ("complete", "best_effort", "timeout")
 
 
@@ -142,7 +139,7 @@ class TieredCache(ProcessLocal):
 
         Parameters
         ----------
-        hashes : list or array of ints of 64 bits, from the first block of a prefix on
+        hashes : list or array of ints of 64 or 128 bits, from the first block of a prefix on
 
         Raises
         ------
@@ -515,10 +512,15 @@ class TieredCache(ProcessLocal):
             return tiers.stats()
 
     def _hashes(self, hashes: Any) -> list[int]:
-        """Return the argument `hashes` as ints."""
+        """Return the argument `hashes` as ints, of 128 bits where processes share them."""
         keys = hash_list(hashes)
         if self._store is not None:
             self._store.require_own_process()
+            if keys and min(keys) < 2**64:
+                raise ValueError(
+                    "hashes: expected hashes of 128 bits (kv.block_hashes with bits=128) where "
+                    f"there is a shared store, got {min(keys)}"
+                )
         return keys
 
     def _patience(self, wait: Any, deadline_s: Any) -> float | None:
@@ -594,100 +596,9 @@ def _write(
     return tiers.write(disk, copies[: disk.num_free + len(slots)], slots)
 
 
-# --- Hashes of token ids, each chained to the block before ---
-
-
-def block_hashes(token_ids: Any, block_tokens: int, *, parent: int = 0) -> list[int]:
-    """Hash the full blocks of a sequence; equal hashes mean equal tokens from the start on.
-
-    Parameters
-    ----------
-    token_ids : list of ints, or array (T,) of an integer type on the host
-    block_tokens : tokens per block; a last block that is not full has no hash
-    parent : hash of the block before the first one; 0 at the start of a sequence, or another number
-        for sequences that must not share blocks, such as those of another model or adapter
-
-    Returns
-    -------
-    list of int, (T // block_tokens,), each from 0 to 2**64 - 1
-
-    Raises
-    ------
-    TypeError, ValueError : an argument does not fit
-
-    Notes
-    -----
-    A hash is BLAKE2b of 8 bytes over the parent's hash and the token ids, all as 64-bit
-    little-endian numbers; so it is the same on every machine and in every process.
-
-    Examples
-    --------
-    >>> first, second = block_hashes(range(10), 4)
-    >>> block_hashes([4, 5, 6, 7], 4, parent=first) == [second]
-    True
-    """
-    checks.require_int(block_tokens, "block_tokens")
-    if block_tokens < 1:
-        raise ValueError(f"block_tokens: expected at least 1, got {block_tokens}")
-    checks.require_int(parent, "parent")
-    if not -(2**63) <= parent < 2**64:
-        raise ValueError(f"parent: expected an int of 64 bits, got {parent}")
-    data = _token_array(token_ids).astype("<i8").tobytes()
-    block_bytes = 8 * int(block_tokens)
-    before = (int(parent) & _MASK).to_bytes(8, "little")
-    hashes = []
-    for start in range(0, len(data) - block_bytes + 1, block_bytes):
-        before = blake2b(before + data[start : start + block_bytes], digest_size=8).digest()
-        hashes.append(int.from_bytes(before, "little"))
-    return hashes
-
-
 def seconds_of(deadline_s: Any) -> float:
     """Return the argument `deadline_s`, at most the longest time that a thread can wait."""
     checks.require_number(deadline_s, "deadline_s")
     if not deadline_s >= 0:
         raise ValueError(f"deadline_s: expected seconds from 0 on, got {deadline_s}")
     return min(float(deadline_s), threading.TIMEOUT_MAX)
-
-
-def hash_list(hashes: Any) -> list[int]:
-    """Return hashes as ints from 0 to 2**64 - 1; a negative one has the same 64 bits."""
-    if isinstance(hashes, np.ndarray):
-        if hashes.ndim != 1 or (hashes.size and hashes.dtype.kind not in "iu"):
-            raise ValueError(f"hashes: expected integers (n,), got {hashes.dtype} {hashes.shape}")
-        hashes = hashes.tolist()
-    try:
-        numbers = list(hashes)
-    except TypeError:
-        kind = type(hashes).__name__
-        raise TypeError(f"hashes: expected a list of ints, got {kind}") from None
-    if not all(type(hash) is int for hash in numbers):
-        for hash in numbers:
-            checks.require_int(hash, "hashes")
-        numbers = [int(hash) for hash in numbers]
-    if numbers and (min(numbers) < 0 or max(numbers) > _MASK):
-        outside = [hash for hash in numbers if not -(2**63) <= hash <= _MASK]
-        if outside:
-            raise ValueError(f"hashes: expected ints of 64 bits, got {outside[0]}")
-        numbers = [hash & _MASK for hash in numbers]
-    return numbers
-
-
-def _token_array(token_ids: Any) -> np.ndarray[Any, Any]:
-    if isinstance(token_ids, (str, bytes)):
-        raise TypeError(f"token_ids: expected ints, got {type(token_ids).__name__}")
-    try:
-        array = np.asarray(list(token_ids) if isinstance(token_ids, range) else token_ids)
-    except (TypeError, RuntimeError) as error:  # it is on a GPU, or its bits are not its values
-        raise TypeError(f"token_ids: expected a list or an array of the host, {error}") from None
-    except ValueError:  # lists of several lengths
-        raise ValueError(f"token_ids: expected ints, got {token_ids!r}") from None
-    if array.ndim != 1:
-        raise ValueError(f"token_ids: expected one dimension, got {array.ndim}")
-    if array.size == 0:
-        return np.empty(0, np.int64)
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"token_ids: expected ints, got {array.dtype}")
-    if array.dtype == np.uint64 and array.max() > 2**63 - 1:
-        raise ValueError(f"token_ids: expected 64-bit ints, got {array.max()}")
-    return array

@@ -154,7 +154,7 @@ class StoreTier:
         self._arrivals: list[Arrivals] = []
         self._puts: OrderedDict[int, None] = OrderedDict()  # hashes of the host tier
         self._urgent_puts: list[tuple[list[int], threading.Event]] = []
-        self._used: OrderedDict[int, None] = OrderedDict()  # hashes acquired once, latest last
+        self._used: OrderedDict[int, int] = OrderedDict()  # by hash, how often it was acquired
         self._held: Counter[int] = Counter()  # by page, how many hold what has arrived there
         self._landing = 0  # pages that a get may write now
         self._epoch = 0  # of what the tiers had when a call of the store began
@@ -522,11 +522,11 @@ class StoreTier:
         with self._shared.locked() as tiers:
             hashes = [hash for hash in fetch.hashes if hash not in tiers]
         with _Call(self):
-            known = self.count_known(hashes)
+            num_known = self.count_known(hashes)
         with self._shared.locked() as tiers:
-            counts.shared_misses += len(hashes) - known
-            self._resolve(tiers, fetch, hashes[known:])
-        hashes = hashes[:known]
+            counts.shared_misses += len(hashes) - num_known
+            self._resolve(tiers, fetch, hashes[num_known:])
+        hashes = hashes[:num_known]
         while hashes:
             yield
             started = time.perf_counter()
