@@ -514,13 +514,11 @@ class TieredCache(ProcessLocal):
     def _hashes(self, hashes: Any) -> list[int]:
         """Return the argument `hashes` as ints, of 128 bits where processes share them."""
         keys = hash_list(hashes)
-        if self._store is not None:
-            self._store.require_own_process()
-            if keys and min(keys) < 2**64:
-                raise ValueError(
-                    "hashes: expected hashes of 128 bits (kv.block_hashes with bits=128) where "
-                    f"there is a shared store, got {min(keys)}"
-                )
+        if self._store is not None and keys and min(keys) < 2**64:
+            raise ValueError(
+                "hashes: expected hashes of 128 bits (kv.block_hashes with bits=128) where there "
+                f"is a shared store, got {min(keys)}"
+            )
         return keys
 
     def _patience(self, wait: Any, deadline_s: Any) -> float | None:

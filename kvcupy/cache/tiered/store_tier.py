@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -157,10 +158,11 @@ class StoreTier:
         self._used: OrderedDict[int, int] = OrderedDict()  # by hash, how often it was acquired
         self._held: Counter[int] = Counter()  # by page, how many hold what has arrived there
         self._landing = 0  # pages that a get may write now
+        self._putting = 0  # copies that a put may read now
         self._epoch = 0  # of what the tiers had when a call of the store began
-        self._call_began: float | None = None
-        self._call_over = threading.Condition(threading.Lock())
-        self._num_calls = 0
+        self._call_began: float | None = None  # of the worker
+        self._num_moves = 0  # gets and puts of the worker that are over
+        self._moved = threading.Condition(threading.Lock())  # guards no more than its waiters
         self._num_fetched = 0  # steps since the last put
         self._stopped = False
         self._shared: SharedTiers | None = None
@@ -290,7 +292,7 @@ class StoreTier:
     @property
     def holding(self) -> bool:
         """Whether a call of the store touches host pages."""
-        return self._call_began is not None
+        return self._landing > 0 or self._putting > 0
 
     def forget(self) -> None:
         """Forget all that is queued or on its way: the tiers are emptied."""
@@ -344,14 +346,14 @@ class StoreTier:
         return known if isinstance(known, int) and 0 <= known <= len(hashes) else 0
 
     def wait_for_call(self) -> None:
-        """Wait until a call of the store is over that is in progress, if there is one.
+        """Wait until no call of the store touches the host pages that one touches now.
 
-        CacheFull if it takes longer than any should.
+        CacheFull if that takes longer than any should.
         """
-        with self._call_over:
-            number = self._num_calls
-            over = self._call_over.wait_for(
-                lambda: self._call_began is None or self._num_calls != number, _PATIENCE_S
+        with self._moved:
+            number = self._num_moves
+            over = self._moved.wait_for(
+                lambda: self._num_moves != number or not self.holding, _PATIENCE_S
             )
         if not over:
             raise CacheFull("host_pool: a call of the shared store holds pages, and does not end")
@@ -365,10 +367,10 @@ class StoreTier:
                 if self._shared.closed:
                     return
                 tiers.settle()
-                if not self._puts and not self._urgent_puts and self._call_began is None:
+                if not (self._puts or self._urgent_puts or self._putting):
                     return
-            with self._call_over:
-                self._call_over.wait(min(pause, max(0.0, deadline - time.monotonic())))
+            with self._moved:
+                self._moved.wait(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _POLL_S[1])
 
     def stop(self, join_s: float = 0.0) -> None:
@@ -395,7 +397,7 @@ class StoreTier:
         try:
             return call()
         except Exception as error:
-            with self._call_over:
+            with self._moved:
                 self.counts.shared_errors += 1
             cache_logger.warning("the shared store failed: %s: %s", type(error).__name__, error)
             return None
@@ -459,6 +461,7 @@ class StoreTier:
                 copy.held += 1
                 if len(taken) == self._piece:
                     break
+        self._putting += len(taken)
         return taken
 
     def _take_copies(self, tiers: Tiers, hashes: Sequence[int]) -> list[Copy]:
@@ -466,6 +469,7 @@ class StoreTier:
         taken = [copy for copy in copies if copy.stored is None and copy.arriving is None]
         for copy in taken:
             copy.held += 1
+        self._putting += len(taken)
         return taken
 
     def _put(self, copies: list[Copy], over: threading.Event | None) -> None:
@@ -474,7 +478,7 @@ class StoreTier:
         outcomes: list[str] = []
         started = time.perf_counter()
         try:
-            with _Call(self):
+            with self._calling():
                 known = self.count_known([copy.hash for copy in copies])
                 outcomes = ["known"] * known
                 if rest := copies[known:]:
@@ -495,10 +499,10 @@ class StoreTier:
                     counts.shared_put_bytes += self._pool.page_bytes * (outcome == "stored")
                     _let_go(tiers, copy)
                 counts.shared_put_s += time.perf_counter() - started
+                self._putting -= len(copies)
             if over is not None:
                 over.set()
-            with self._call_over:
-                self._call_over.notify_all()
+            self._note_moved()
 
     def _advance(self, fetch: Fetch) -> None:
         """Take the next step of a fetch, which is forgotten when that was the last, or fails."""
@@ -521,7 +525,7 @@ class StoreTier:
         counts = self.counts
         with self._shared.locked() as tiers:
             hashes = [hash for hash in fetch.hashes if hash not in tiers]
-        with _Call(self):
+        with self._calling():
             num_known = self.count_known(hashes)
         with self._shared.locked() as tiers:
             counts.shared_misses += len(hashes) - num_known
@@ -534,13 +538,17 @@ class StoreTier:
                 epoch = self._epoch
                 hashes = [hash for hash in hashes if hash not in tiers]
                 pages = self._take_pages(tiers, hashes[: self._piece], fetch.keep)
+                unsent = [] if pages or not hashes else self._take_queued(tiers)
             piece = hashes[: len(pages)]
+            if unsent:  # they are in the way until they have been put
+                self._put(unsent, None)
+                continue
             if not piece:
                 counts.shared_skipped += len(hashes)
                 return
             arrived: list[Any] = []
             try:
-                with _Call(self):
+                with self._calling():
                     self._announce("get", pages, is_read=False)
                     answer = self._ask(lambda: self.store.get(piece, pages))  # noqa: B023
                     self._pool.note_written()
@@ -552,6 +560,7 @@ class StoreTier:
                     self._land(tiers, piece, pages, arrived, epoch)
                     self._resolve(tiers, fetch, piece)
                     counts.shared_get_s += time.perf_counter() - started
+                self._note_moved()
             if not all(arrived):
                 return
             hashes = hashes[len(piece) :]
@@ -600,6 +609,20 @@ class StoreTier:
                 del self.pending[hash]
         self._arrivals = [a for a in self._arrivals if not a.advance(self, tiers)]
 
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Note since when the worker is in a call of the store."""
+        self._call_began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._call_began = None
+
+    def _note_moved(self) -> None:
+        with self._moved:
+            self._num_moves += 1
+            self._moved.notify_all()
+
     def _announce(self, name: str, touched: Sequence[Any], *, is_read: bool) -> None:
         """Announce to order checkers that the processor reads host pages, or writes them."""
         if observe.order_observers:
@@ -607,23 +630,6 @@ class StoreTier:
             parts = (*self._pool.parts, *self._pool.scale_parts)
             accesses = [Access(part[page], name="host_pool") for page in pages for part in parts]
             observe.touched_by_host(name, *((accesses, ()) if is_read else ((), accesses)))
-
-
-class _Call:
-    """Notes that a call of the store is in progress."""
-
-    def __init__(self, tier: StoreTier) -> None:
-        self._tier = tier
-
-    def __enter__(self) -> None:
-        self._tier._call_began = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        tier = self._tier
-        with tier._call_over:
-            tier._call_began = None
-            tier._num_calls += 1
-            tier._call_over.notify_all()
 
 
 def _let_go(tiers: Tiers, copy: Copy) -> None:

@@ -364,6 +364,7 @@ class Below(Protocol):
     All but `wait_for_call` is called with the lock of the cache.
     """
 
+    def require_own_process(self) -> None: ...
     def stats(self) -> dict[str, float]: ...
     def note_saved(self, copies: Collection[Copy]) -> None: ...
     def note_acquired(self, tiers: Tiers, hashes: Sequence[int], num_fetched: int) -> None: ...
@@ -669,17 +670,24 @@ class SharedTiers:
     @contextmanager
     def locked(self) -> Iterator[Tiers]:
         """Hold the lock; the tiers are as they were left, and may be closed."""
+        self._require_own_process()
         with self._lock:
             yield self._tiers
 
     @contextmanager
     def opened(self) -> Iterator[Tiers]:
         """Hold the lock; the tiers are up to date. KvcupyError if the cache is closed."""
+        self._require_own_process()
         with self._lock:
             if self.closed:
                 raise KvcupyError("the cache is closed")
             self._tiers.settle()
             yield self._tiers
+
+    def _require_own_process(self) -> None:
+        """Raise KvcupyError in a forked child, where another thread may hold the lock for ever."""
+        if self._tiers.store is not None:
+            self._tiers.store.require_own_process()
 
     def attempt(self, change: Callable[[Tiers], _Result]) -> _Result:
         """Call `change` until it is not Blocked, then send out the transfers that it has queued."""
