@@ -760,6 +760,7 @@ def test_metrics(blocks):
         "stored": value("kvcupy_cache_shared_puts_total", outcome="stored"),
         "absent": value("kvcupy_cache_shared_misses_total", why="absent"),
     }
+    assert set(blocks.cache.stats()) == set(kv.metrics.CACHE_STATS)
     blocks.publish(A)
     blocks.use(names(A, B), known=1)
     blocks.insert(names(C))

@@ -16,7 +16,7 @@ from ..pages import Pages, StreamCompletion, page_array
 from . import policies
 from .disk import DiskBlocks
 from .leases import Lease, Match, carry_out, evict_some_first, plan_acquire
-from .store_tier import Arrivals, StoreTier
+from .store_tier import JOIN_S, Arrivals, StoreTier
 from .tiers import BlockCompletion, Copy, PageTier, SharedTiers, Tiers
 
 if TYPE_CHECKING:
@@ -478,7 +478,7 @@ class TieredCache(ProcessLocal):
                     if self._store is not None:
                         self._store.forget()
             if self._store is not None:
-                self._store.stop(join_s=1.0)
+                self._store.stop(join_s=JOIN_S)
 
     @property
     def closed(self) -> bool:

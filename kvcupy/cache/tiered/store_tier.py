@@ -36,6 +36,7 @@ WRITES = ("through", "back", "second_use")
 
 _PIECE_BYTES = 2**25  # per call of the store, or one block
 _MAX_PIECE_BLOCKS = 64
+JOIN_S = 0.5  # for the thread to end, if the store does not hold it
 _PATIENCE_S = 10.0  # that a caller has with a store whose own deadlines do not hold
 _FETCHES_PER_PUT = 4  # steps of fetches between two puts, where both have work
 _POLL_S = (0.001, 0.05)  # for saves that are queued to be put, from the first to the longest pause
@@ -165,6 +166,7 @@ class StoreTier:
         self._moved = threading.Condition(threading.Lock())  # guards no more than its waiters
         self._num_fetched = 0  # steps since the last put
         self._stopped = False
+        self._failing = False  # the last call raised
         self._shared: SharedTiers | None = None
         self._thread: threading.Thread | None = None
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # which finalizers may put into
@@ -395,12 +397,17 @@ class StoreTier:
     def _ask(self, call: Callable[[], _Answer]) -> _Answer | None:
         """Call the store; return None if that raises."""
         try:
-            return call()
+            answer = call()
         except Exception as error:
             with self._moved:
                 self.counts.shared_errors += 1
-            cache_logger.warning("the shared store failed: %s: %s", type(error).__name__, error)
+            if not self._failing:  # else it is known, and counted
+                kind = type(error).__name__
+                cache_logger.warning("the shared store of a cache fails: %s: %s", kind, error)
+            self._failing = True
             return None
+        self._failing = False
+        return answer
 
     # --- The worker ---
 
@@ -646,4 +653,4 @@ _open_stores: weakref.WeakSet[StoreTier] = weakref.WeakSet()
 def _stop_at_exit() -> None:
     """End the workers before the interpreter takes their modules away."""
     for tier in list(_open_stores):
-        tier.stop(join_s=2.0)
+        tier.stop(join_s=JOIN_S)

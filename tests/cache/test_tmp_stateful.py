@@ -1,0 +1,524 @@
+"""kv.TieredCache under any sequence of calls and failures: nothing leaks, hangs or is mixed up."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import examples
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from shared_cases import MemoryStore, SharedBlocks
+from stream_cases import Log
+from tiered_cases import Blocks, in_time, snapshot
+
+import kvcupy as kv
+from kvcupy import observe
+
+NUM_DEVICE = 5
+SEQUENCES = st.integers(10**19 + 1, 10**19 + 3)  # their blocks have hashes of 128 bits
+# Prefixes of three sequences, for the most part; blocks in any order, for once.
+CHAINS = st.builds(
+    lambda chain, count: [10 * chain + i for i in range(count)],
+    SEQUENCES,
+    st.integers(1, 5),
+)
+HASH = st.builds(lambda chain, i: 10 * chain + i, SEQUENCES, st.integers(0, 4))
+HASHES = st.one_of(CHAINS, CHAINS, CHAINS, st.lists(HASH, max_size=5))
+POLICIES = st.sampled_from(["lru", "fifo", "lfu", "2q"])
+
+
+class Machine(RuleBasedStateMachine):
+    """Fifteen blocks, in a device pool of 5 pages, some pages of host memory, some slots."""
+
+    device = None
+
+    @initialize(
+        on_host=st.integers(1, 14), slots=st.integers(0, 6), policy=POLICIES,
+        write=st.sampled_from(["through", "back"]), calm=st.booleans(),
+    )  # fmt: skip
+    def start(self, on_host, slots, policy, write, calm):
+        self.calm = calm  # nothing is made to fail
+        self.stack = ExitStack()
+        folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
+        self.options = {"policy": policy, "write": write}
+        if slots:
+            self.options |= {"disk": folder / "kv", "disk_bytes": 4096 * (2 + slots)}
+        self.blocks = self.make(NUM_DEVICE, on_host)
+        self.leases = []  # with what they should hold, and whether they may fail
+        self.inserted = set()  # since the cache was made or cleared
+        self.failures = self.reopened = False  # since then
+        self.mine = []  # device pages of the test's own
+        self.come_to_rest()
+
+    def come_to_rest(self):
+        """Wait for what is done in the background, if anything is."""
+
+    def in_reach(self, hashes):
+        """How many leading blocks can be acquired."""
+        return self.blocks.cache.match(hashes).disk
+
+    def known_elsewhere(self):
+        """Blocks that are in no tier, but can be acquired."""
+        return set()
+
+    def make(self, *sizes, **pools):
+        return Blocks(self.device, *sizes, **pools, **self.options)
+
+    def call(self, function, *args, **options):
+        result = in_time(lambda: function(*args, **options), 30)
+        self.come_to_rest()
+        return result
+
+    def unchanged_if_full(self, function, *args, still=True):
+        """Call; after CacheFull all must be as before. Returns None then.
+
+        Unless `still`, transfers may be under way, and what is seen changes as they end.
+        """
+        before = None
+        if still:
+            self.blocks.settle_quietly()
+            before = snapshot(self.blocks)
+        try:
+            return self.call(function, *args)
+        except kv.CacheFull:
+            if still and not self.failures:
+                assert snapshot(self.blocks) == before
+            return None
+
+    def verify(self, lease, hashes):
+        """What has arrived is right, or the lease says that it has not."""
+        try:
+            self.call(lease.wait)
+        except kv.DeviceError:
+            assert self.failures, "nothing was made to fail"
+            return
+        self.blocks.assert_holds(lease, hashes)
+
+    # --- Rules ---
+
+    @rule(hashes=HASHES)
+    def match(self, hashes):
+        device, host, disk = self.blocks.blocks()
+        expected = [
+            len(list(itertools.takewhile(known.__contains__, hashes)))
+            for known in (device, device | host, device | host | disk)
+        ]
+        self.blocks.settle_quietly()
+        if not self.failures:
+            assert list(self.call(self.blocks.cache.match, hashes)) == expected
+
+    @rule(hashes=HASHES, keep=st.booleans(), still=st.booleans())
+    def acquire(self, hashes, keep, still=True):
+        known = self.in_reach(hashes)
+        lease = self.unchanged_if_full(self.blocks.cache.acquire, hashes, still=still)
+        if lease is None:
+            return
+        assert lease.num_blocks <= known
+        assert lease.num_blocks == known or self.failures
+        if keep:
+            self.leases.append((self.blocks, lease, hashes[: lease.num_blocks]))
+        else:
+            self.verify(lease, hashes[: lease.num_blocks])
+            self.call(lease.release)
+
+    @rule(hashes=CHAINS, still=st.booleans())
+    def serve(self, hashes, still):
+        """What a server does: acquire, insert what is missing, release."""
+        lease = self.unchanged_if_full(self.blocks.cache.acquire, hashes, still=still)
+        if lease is not None:
+            self.leases.append((self.blocks, lease, hashes[: lease.num_blocks]))
+            self.insert(hashes[lease.num_blocks :])
+            self.leases.pop()
+            self.verify(lease, hashes[: lease.num_blocks])
+            self.call(lease.release)
+
+    @rule(chain=SEQUENCES, still=st.booleans())
+    def use_all(self, chain, still):
+        """A whole sequence, for which others have to go."""
+        self.acquire([10 * chain + i for i in range(NUM_DEVICE)], False, still)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), wait=st.booleans())
+    def release(self, data, wait):
+        index = data.draw(st.integers(0, len(self.leases) - 1))
+        blocks, lease, hashes = self.leases.pop(index)
+        if wait and blocks is self.blocks:
+            self.verify(lease, hashes)
+        self.call(lease.release)
+        self.call(lease.release)
+
+    @rule(hashes=HASHES)
+    def insert(self, hashes):
+        allocator = self.blocks.device_pool.allocator
+        short = len(hashes) - (allocator.num_pages - allocator.num_allocated)
+        evictable = [c for c in self.blocks.tiers.device.copies.values() if not c.pins]
+        if 0 < short <= len(evictable):
+            self.unchanged_if_full(self.blocks.cache.evict, short, still=False)
+        hashes = hashes[: allocator.num_pages - allocator.num_allocated]
+        pages = self.call(allocator.alloc, len(hashes))
+        for page, hash in zip(pages.tolist(), hashes, strict=True):
+            self.blocks.fill(page, hash)
+        allocator.free(self.call(self.blocks.cache.insert, hashes, pages))
+        self.inserted |= set(hashes)
+
+    @rule(count=st.integers(0, NUM_DEVICE), still=st.booleans())
+    def evict(self, count, still):
+        self.unchanged_if_full(self.blocks.cache.evict, count, still=still)
+
+    @rule(name=st.sampled_from(["load_stream", "save_stream"]))
+    def slow(self, name):
+        """Transfers take a while."""
+        getattr(self.blocks.engine, name).call(lambda: time.sleep(0.005))
+
+    @rule(take=st.integers(0, 2))
+    def other_users(self, take):
+        """Pages of the device pool come and go."""
+        allocator = self.blocks.device_pool.allocator
+        if self.mine:
+            allocator.free(self.mine)
+        self.mine = allocator.alloc(min(take, allocator.num_free)).tolist()
+
+    @rule()
+    def flush(self):
+        self.call(self.blocks.cache.flush)
+
+    @rule(how=st.sampled_from(["clear", "reopen", "not now", "nor now", "nor now either"]))
+    def renew(self, how):
+        if how in ("clear", "reopen"):
+            getattr(self, how)()
+
+    def clear(self):
+        self.blocks.settle_quietly()  # what has failed fails nothing that comes later
+        try:
+            self.call(self.blocks.cache.clear)
+        except kv.KvcupyError:
+            assert self.leases
+            return
+        assert self.blocks.blocks() == (set(), set(), set())
+        self.inserted, self.failures, self.reopened = self.known_elsewhere(), False, False
+
+    def reopen(self):
+        """Close, with leases or without, and make another cache over pools and file."""
+        blocks = self.blocks
+        self.call(blocks.cache.flush)
+        on_disk = set(blocks.blocks()[2])
+        self.call(blocks.cache.close)
+        pools = blocks.device_pool, blocks.host_pool
+        self.blocks = self.make(pools=pools)
+        assert self.blocks.blocks() == (set(), set(), on_disk)
+        self.inserted, self.reopened = on_disk | self.known_elsewhere(), True
+
+    # --- Failures ---
+
+    def make_way(self):
+        """Let all go from the device that may, so that what is acquired must be loaded."""
+        unleased = [c for c in self.blocks.tiers.device.copies.values() if not c.pins]
+        self.unchanged_if_full(self.blocks.cache.evict, len(unleased))
+
+    @precondition(lambda self: not self.calm)
+    @rule(hashes=CHAINS, which=st.sampled_from(["load 0", "load 2", "save"]), keep=st.booleans())
+    def refused(self, hashes, which, keep):
+        """Transfers that come up in a call are not issued."""
+        self.failures = True
+        if which != "save":
+            self.make_way()
+        with observe.attached(Log(refuse=which)):
+            self.acquire(hashes, keep)
+            if which == "save":
+                self.make_way()
+
+    @precondition(lambda self: not self.calm)
+    @rule(hashes=CHAINS, name=st.sampled_from(["load", "save"]), empty=st.integers(0, NUM_DEVICE))
+    def raising(self, hashes, name, empty):
+        """The engine raises when it is called."""
+        self.failures = True
+        self.unchanged_if_full(self.blocks.cache.evict, empty)
+
+        def fail(*args, **options):
+            raise MemoryError("not now")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.blocks.engine, name, fail)
+            with suppress(MemoryError):
+                self.acquire(hashes, True)
+
+    @precondition(lambda self: not self.calm)
+    @rule(hashes=CHAINS, name=st.sampled_from(["load_stream", "save_stream"]), keep=st.booleans())
+    def failing_work(self, hashes, name, keep):
+        """What is put on a stream from now on is skipped, until that is noticed."""
+        if self.device.kind != "host":
+            return
+        self.failures = True
+
+        def boom():
+            raise OSError("no such luck")
+
+        if name == "load_stream":
+            self.make_way()
+        self.blocks.settle_quietly()
+        getattr(self.blocks.engine, name).call(boom)
+        self.acquire(hashes, keep, still=False)
+
+    @precondition(lambda self: not self.calm)
+    @rule(hashes=HASHES)
+    def failing_compute(self, hashes):
+        """Pages are inserted that are never written."""
+        if self.device.kind != "host":
+            return
+        self.failures = True
+        compute, allocator = self.device.stream(), self.blocks.device_pool.allocator
+        compute.call(lambda: 1 / 0)
+        pages = allocator.alloc(min(len(hashes), allocator.num_free))
+        unneeded = self.call(self.blocks.cache.insert, hashes[: len(pages)], pages, after=compute)
+        allocator.free(unneeded)
+        with pytest.raises(kv.DeviceError):
+            compute.synchronize()
+        self.inserted |= set(hashes[: len(pages)])
+
+    @precondition(lambda self: not self.calm and self.blocks.tiers.disk is not None)
+    @rule(hashes=HASHES)
+    def failing_disk(self, hashes):
+        self.failures = True
+        file = self.blocks.tiers.disk._file
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                file, "write_many", lambda items: [OSError(errno.EIO, "broken") for _ in items]
+            )
+            self.unchanged_if_full(self.blocks.cache.evict, len(hashes))
+
+    @precondition(lambda self: not self.calm and self.blocks.tiers.disk is not None)
+    @rule(data=st.data(), keep=st.booleans())
+    def damage(self, data, keep):
+        """A byte of a block on disk flips, and the block is asked for."""
+        _, host, disk = self.blocks.blocks()
+        candidates = sorted(disk - host)
+        if not candidates:
+            return
+        self.failures = True
+        hash = data.draw(st.sampled_from(candidates))
+        self.make_way()
+        there = self.options["disk"].read_bytes()
+        at = there.find(self.blocks.bits(hash)[:16].tobytes())
+        if at > 0:  # else it is damaged already
+            with self.options["disk"].open("r+b") as file:
+                file.seek(at)
+                file.write(bytes([there[at] ^ 1]))
+        self.acquire([hash - hash % 10 + i for i in range(5)], keep)
+
+    # --- What always holds ---
+
+    @invariant()
+    def whole(self):
+        tiers = self.blocks.tiers
+        leased = [
+            p for b, lease, _ in self.leases for p in lease.pages.tolist() if lease.pages.size
+        ]
+        for tier in (tiers.device, tiers.host):
+            pages = [copy.page for copy in tier.copies.values()]
+            assert len(set(pages)) == len(pages)
+            assert sorted([*tier.order.victims(), *tier.aside]) == sorted(tier.copies)
+            assert all(tier.copies[hash].pins for hash in tier.aside)
+            owned = set(np.flatnonzero(tier.owned).tolist())
+            assert set(pages) <= owned
+            out = set(tier.pool.allocator.allocated().tolist())
+            assert owned <= out
+            if tier is tiers.device:
+                assert owned - set(pages) <= set(leased), "pages of failed loads that are leased"
+                assert out == owned | set(self.mine) | set(leased)
+            else:
+                assert out == owned == set(pages)
+        if tiers.disk is not None:
+            slots = list(tiers.disk.slots.values())
+            assert sorted(slots + tiers.disk._free) == list(range(tiers.disk.num_slots))
+            assert sorted(tiers.disk.order.victims()) == sorted(tiers.disk.slots)
+
+    @invariant()
+    def leased(self):
+        """Whatever is leased stays; what has failed on its way is its leases' alone."""
+        pins = {}
+        for blocks, lease, hashes in self.leases:
+            assert lease.pages.tolist() == [copy.page for copy in lease._copies]
+            assert [copy.hash for copy in lease._copies] == hashes
+            for copy in lease._copies:
+                pins[id(copy)] = pins.get(id(copy), 0) + 1
+                known = blocks.tiers.device.has(copy)
+                assert blocks.tiers.device.owned[copy.page]
+                assert known or blocks.cache._shared.closed or copy.filled_by.failure is not None
+        copies = [copy for _, lease, _ in self.leases for copy in lease._copies]
+        for copy in (*self.blocks.tiers.device.copies.values(), *copies):
+            assert copy.pins == pins.get(id(copy), 0)
+        mine = sum(len(h) for b, _, h in self.leases if b is self.blocks)
+        assert self.blocks.tiers.num_leased == mine
+
+    @invariant()
+    def nothing_lost(self):
+        """But by failures, and for want of room."""
+        known = set.union(*self.blocks.blocks()) | self.known_elsewhere()
+        gone = self.inserted - known
+        if not self.failures:
+            found = self.blocks.cache.stats()
+            assert len(gone) <= found["lost"]
+            # After reopening there is what only the disk has, and goes when that is full.
+            disk = self.blocks.tiers.disk
+            room = 0 if self.reopened else self.blocks.host_pool.num_pages
+            if len(self.inserted) <= max(room, 0 if disk is None else disk.num_slots):
+                assert not gone, gone
+        assert known <= self.inserted
+
+    def teardown(self):
+        if not hasattr(self, "stack"):
+            return
+        with self.stack:
+            for _, lease, _ in self.leases:
+                self.call(lease.release)
+            self.blocks.settle_quietly()
+            self.blocks.device_pool.allocator.free(self.mine)
+            on_device = list(self.blocks.blocks()[0])
+            for hash in on_device:
+                try:
+                    with self.call(self.blocks.cache.acquire, [hash]) as lease:
+                        self.verify(lease, [hash][: lease.num_blocks])
+                except kv.CacheFull:
+                    pass
+            self.call(self.blocks.assert_no_leak)
+            self.call(self.blocks.cache.close)
+
+
+def run(machine, test_device, count):
+    class OnDevice(machine):
+        device = test_device
+
+    run_state_machine_as_test(
+        OnDevice,
+        settings=settings(
+            max_examples=examples(count), stateful_step_count=40, deadline=None, print_blob=True,
+            suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate],
+        ),
+    )  # fmt: skip
+
+
+def test_any_sequence_of_calls(device):
+    run(Machine, device, 100)
+
+
+# With a shared store -----------------------------------------------------------------------------
+
+
+class SharingMachine(Machine):
+    """The same over a shared store, to which other processes add blocks, and which fails."""
+
+    @initialize(
+        on_host=st.integers(1, 14), slots=st.sampled_from([0, 0, 4]), policy=POLICIES,
+        write=st.sampled_from(["through", "back"]), calm=st.booleans(),
+        shared_write=st.sampled_from(["through", "back", "second_use"]),
+        share=st.sampled_from([0.25, 1.0]), capacity=st.sampled_from([3, 100]),
+    )  # fmt: skip
+    def start(self, on_host, slots, policy, write, calm, shared_write, share, capacity):
+        self.store = MemoryStore(capacity=capacity)
+        self.sharing = {"shared_write": shared_write, "shared_prefetch": share}
+        super().start(on_host, slots, policy, write, calm)
+
+    def make(self, *sizes, **pools):
+        made = SharedBlocks(
+            self.device, *sizes, **pools, **self.options, **self.sharing, store=self.store
+        )
+        made.store.lacking, made.store.fail = self.store.lacking, self.store.fail
+        return made
+
+    def come_to_rest(self):
+        if not self.blocks.cache.closed:
+            self.blocks.idle()
+
+    def in_reach(self, hashes):
+        return self.blocks.cache.match(hashes).shared
+
+    def known_elsewhere(self):
+        return set(self.store.blocks)
+
+    @rule(hashes=HASHES)
+    def match(self, hashes):
+        super().match(hashes)
+        known = set.union(*self.blocks.blocks(), self.store.blocks)
+        expected = len(list(itertools.takewhile(known.__contains__, hashes)))
+        if not self.failures:
+            assert self.call(self.blocks.cache.match, hashes).shared == expected
+
+    @rule(hashes=HASHES, keep=st.booleans(), still=st.booleans())
+    def acquire(self, hashes, keep, still=True):
+        """Too few pages for what comes from the store are no reason for CacheFull."""
+        before = self.in_reach(hashes)
+        try:
+            lease = self.call(self.blocks.cache.acquire, hashes)
+        except kv.CacheFull:
+            return
+        assert lease.num_blocks <= before
+        known = hashes[: lease.num_blocks]
+        if keep:
+            self.leases.append((self.blocks, lease, known))
+        else:
+            self.verify(lease, known)
+            self.call(lease.release)
+
+    @rule(hashes=HASHES, wait=st.sampled_from(["best_effort", "timeout"]))
+    def acquire_in_time(self, hashes, wait):
+        with suppress(kv.CacheFull):
+            lease = in_time(lambda: self.blocks.cache.acquire(hashes, wait=wait, deadline_s=0.001))
+            known = hashes[: lease.num_blocks]
+            self.leases.append((self.blocks, lease, known))
+            self.come_to_rest()
+            self.leases.pop()
+            self.verify(lease, known)
+            self.call(lease.release)
+
+    @rule(hashes=HASHES)
+    def prefetch(self, hashes):
+        self.call(self.blocks.cache.prefetch, hashes)
+
+    @rule(hashes=CHAINS)
+    def publish(self, hashes):
+        """Another process has computed them."""
+        self.store.blocks.update((hash, self.blocks.values(hash)) for hash in hashes)
+        self.inserted |= set(hashes)
+
+    @precondition(lambda self: not self.calm)
+    @rule(calls=st.sets(st.sampled_from(["exists", "get", "put"])))
+    def failing_store(self, calls):
+        """Calls raise, until the next time."""
+        self.failures = True
+        self.store.fail.clear()
+        self.store.fail.update({name: ConnectionError("lost") for name in calls})
+
+    @precondition(lambda self: not self.calm)
+    @rule(hashes=CHAINS)
+    def losing_store(self, hashes):
+        """Some of its blocks do not come."""
+        self.failures = True
+        self.store.lacking.clear()
+        self.store.lacking.update(hashes)
+
+    @precondition(lambda self: not self.calm)
+    @rule()
+    def evicting_store(self):
+        """It lets blocks go when it needs room, unknown to us."""
+        self.failures = True
+        for hash in list(self.store.blocks)[:3]:
+            del self.store.blocks[hash]
+
+
+def test_any_sequence_of_calls_with_a_shared_store(device):
+    run(SharingMachine, device, 4000)
