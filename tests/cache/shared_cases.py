@@ -1,166 +1,75 @@
-"""A shared store in the memory of the test, which can be held up, fail, lose blocks and lie."""
+"""Pools, blocks whose contents follow from their hashes, and stores, for tests of shared stores."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from contextlib import contextmanager
-
 import numpy as np
-from engine_cases import PATIENCE_S, parts_of, poll
-from tiered_cases import Blocks
 
-BASE = 10**20  # hashes of 128 bits
+import kvcupy as kv
+from kvcupy.cache.wire import WirePages
 
-
-def names(*numbers):
-    """Hashes of blocks."""
-    return [BASE + number for number in numbers]
+SIZE, LAYERS, HEADS, WIDTH = 4, 2, 2, 64
 
 
-class Held:
-    """Holds up calls of a store from now on, each before it looks at pages or after it has."""
-
-    def __init__(self, store, call, *, after=False):
-        self.entered, self._open = threading.Event(), threading.Event()
-        self._store, self._call, self._when = store, call, "after" if after else "before"
-        store.gates[self._call, self._when] = self
-
-    def wait(self):
-        self.entered.set()
-        assert self._open.wait(PATIENCE_S), "the test has not opened it"
-
-    def open(self):
-        self._store.gates.pop((self._call, self._when), None)
-        self._open.set()
+def new_pool(num_pages=8, *, layout="page_first_direct", **changes):
+    """K and V of 2 KiB each a page: two pieces in this layout, and none in the others."""
+    options = {"num_layers": LAYERS, "num_kv_heads": HEADS, "head_dim": WIDTH, **changes}
+    return kv.KVPool(num_pages, SIZE, layout=layout, dtype="fp16", device="host", **options)
 
 
-class MemoryStore:
-    """What several caches share: `blocks`, by hash. Each cache has one of these, of its host pool.
-
-    Attributes
-    ----------
-    calls : (name, hashes) of each call
-    fail : by the name of a call, what it raises instead
-    answer : by the name of a call, what it returns instead, without doing anything
-    lacking : hashes that `get` does not deliver, though `exists` knows them
-    capacity : blocks
-    """
-
-    def __init__(self, pool=None, blocks=None, capacity=10**9):
-        self.pool, self.capacity = pool, capacity
-        self.blocks = {} if blocks is None else blocks
-        self.calls, self.fail, self.answer, self.gates = [], {}, {}, {}
-        self.lacking, self.closed = set(), False
-
-    def of(self, pool):
-        """The same blocks for another pool."""
-        return MemoryStore(pool, self.blocks, self.capacity)
-
-    def exists(self, hashes):
-        with self._calling("exists", hashes) as answer:
-            if answer is not None:
-                return answer[0]
-            return next((i for i, h in enumerate(hashes) if h not in self.blocks), len(hashes))
-
-    def put(self, hashes, pages):
-        with self._calling("put", hashes, pages) as answer:
-            return [self._put(*pair) for pair in zip(hashes, pages, strict=True)] \
-                if answer is None else answer[0]  # fmt: skip
-
-    def get(self, hashes, pages, *, deadline_s=None):
-        with self._calling("get", hashes, pages) as answer:
-            return [self._get(*pair) for pair in zip(hashes, pages, strict=True)] \
-                if answer is None else answer[0]  # fmt: skip
-
-    def stats(self):
-        return dict(Counter(name for name, _ in self.calls))
-
-    def close(self):
-        self.closed = True
-
-    def asked(self, name):
-        """The hashes of the calls of a name."""
-        return [hashes for called, hashes in self.calls if called == name]
-
-    @contextmanager
-    def _calling(self, name, hashes, pages=()):
-        self.calls.append((name, list(hashes)))
-        self._require_pages(pages)
-        self._pass(name, "before")
-        if name in self.fail:
-            raise self.fail[name]
-        try:
-            yield (self.answer[name],) if name in self.answer else None
-        finally:
-            self._pass(name, "after")
-            self._require_pages(pages)
-
-    def _pass(self, name, when):
-        if (gate := self.gates.get((name, when))) is not None:
-            gate.wait()
-
-    def _require_pages(self, pages):
-        """They are nobody else's during the call."""
-        pages = [int(page) for page in pages]
-        assert len(set(pages)) == len(pages)
-        self.pool.allocator.require_allocated(pages)
-
-    def _put(self, hash, page):
-        if hash in self.blocks:
-            return "known"
-        if len(self.blocks) >= self.capacity:
-            return "full"
-        self.blocks[hash] = [np.array(part[page]) for part in parts_of(self.pool)]
-        return "stored"
-
-    def _get(self, hash, page):
-        content = self.blocks.get(hash)
-        if content is None or hash in self.lacking:
-            for part in parts_of(self.pool):
-                part[page] = 77  # undefined
-            return False
-        for part, values in zip(parts_of(self.pool), content, strict=True):
-            part[page] = values
-        return True
+def block_hashes(count, first=0):
+    """Hashes of 128 bits, each of a prompt of its own."""
+    return [kv.block_hashes([first + i], 1, bits=128)[0] for i in range(count)]
 
 
-class SharedBlocks(Blocks):
-    """`Blocks` with a shared store, by default one of its own."""
+def contents(block_hash, num_bytes):
+    """What is always stored under a hash: words that differ by place and by hash."""
+    words = np.arange(-(-num_bytes // 8), dtype=np.uint64)
+    words *= np.uint64(0x9E3779B97F4A7C15)
+    words += np.uint64((block_hash * 0xC2B2AE3D27D4EB4F ^ block_hash >> 64) & (1 << 64) - 1)
+    return words.tobytes()[:num_bytes]
 
-    def __init__(self, device, on_device=4, on_host=8, *, store=None, **options):
-        pools = options.pop("pools", None)
-        if pools is None:
-            plain = Blocks(device, on_device, on_host, host=options.pop("host", None))
-            pools = plain.device_pool, plain.host_pool
-        self.store = MemoryStore(pools[1]) if store is None else store.of(pools[1])
-        options = {"shared_prefetch": 1.0, **options}
-        super().__init__(device, pools=pools, shared=self.store, **options)
 
-    def publish(self, *numbers):
-        """Let a store have blocks, without this cache."""
-        for hash in names(*numbers):
-            self.store.blocks[hash] = self.values(hash)
+def fill(pool, pages, hashes):
+    """Write what belongs to some hashes into pages."""
+    wire = WirePages(pool)
+    for page, block_hash in zip(pages, hashes, strict=True):
+        wire.write_from(page, contents(block_hash, wire.block_bytes))
 
-    @property
-    def tier(self):
-        return self.cache._store
 
-    def idle(self):
-        """Wait until the worker has nothing to do."""
+def bytes_of(pool, page):
+    wire = WirePages(pool)
+    buffer = bytearray(wire.block_bytes)
+    wire.read_into(page, buffer)
+    return bytes(buffer)
 
-        def over():
-            with self.cache._shared.locked() as tiers:
-                tiers.settle()
-                tier = self.tier
-                return not (tier.pending or tier._puts or tier._urgent_puts or tier.holding)
 
-        assert poll(over, PATIENCE_S), "the worker does not come to rest"
+def holds(pool, page, block_hash):
+    """Whether a page has what belongs to a hash."""
+    return bytes_of(pool, page) == contents(block_hash, pool.page_bytes)
 
-    def counts(self, *which):
-        found = self.cache.stats()
-        return tuple(found[f"shared_{name}"] for name in which)
 
-    def assert_no_leak(self):
-        self.idle()
-        super().assert_no_leak()
+class Writer:
+    """A store and its pool, to put and get blocks by hash."""
+
+    def __init__(self, url, *, num_pages=8, layout="page_first_direct", width=WIDTH, **options):
+        self.pool = new_pool(num_pages, layout=layout, head_dim=width)
+        self.store = kv.SharedStore.open(url, self.pool, **options)
+
+    def put(self, *hashes):
+        pages = range(len(hashes))
+        fill(self.pool, pages, hashes)
+        return self.store.put(hashes, pages)
+
+    def get(self, *hashes):
+        """Return which blocks were there; those must be right."""
+        pages = list(range(self.pool.num_pages))[: len(hashes)]
+        there = self.store.get(hashes, pages)
+        for page, block_hash, hit in zip(pages, hashes, there, strict=True):
+            assert not hit or holds(self.pool, page, block_hash), f"wrong bytes of {block_hash:x}"
+        return there
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.store.close()

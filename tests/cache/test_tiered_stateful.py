@@ -22,9 +22,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from shared_cases import MemoryStore, SharedBlocks
 from stream_cases import Log
 from tiered_cases import Blocks, in_time, snapshot
+from tiered_store_cases import MemoryStore, SharedBlocks
 
 import kvcupy as kv
 from kvcupy import observe

@@ -25,10 +25,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from ... import observe
 from ...config import cache_logger
 from ...errors import CacheFull, KvcupyError
-from ...observe import Access
 from ...ops import checks
 from .tiers import Copy, SharedTiers, Tiers
 
@@ -47,8 +45,9 @@ _Answer = TypeVar("_Answer")
 class Store(Protocol):
     """What a `TieredCache` needs of a shared store, such as `SharedStore`.
 
-    A call may raise, which counts as an answer of nothing. When `get` has returned or raised,
-    nothing writes the pages any more, or the allocator of the host pool knows that they are `busy`.
+    `put` sends what the store does not know. A call may raise, which counts as an answer of nothing.
+    When `get` has returned or raised, nothing writes the pages any more, or the allocator of the
+    host pool knows that they are `busy`.
     """
 
     def exists(self, hashes: Sequence[int]) -> int: ...  # leading blocks known
@@ -480,20 +479,16 @@ class StoreTier:
         return taken
 
     def _put(self, copies: list[Copy], over: threading.Event | None) -> None:
-        """Put copies, which are held, unless the store knows them."""
+        """Put copies, which are held."""
         assert self._shared is not None
         outcomes: list[str] = []
         started = time.perf_counter()
         try:
             with self._calling():
-                known = self.count_known([copy.hash for copy in copies])
-                outcomes = ["known"] * known
-                if rest := copies[known:]:
-                    self._announce("put", rest, is_read=True)
-                    hashes, pages = [c.hash for c in rest], [c.page for c in rest]
-                    answer = self._ask(lambda: self.store.put(hashes, pages))
-                    whole = isinstance(answer, list) and len(answer) == len(rest)
-                    outcomes += answer if answer is not None and whole else []
+                hashes, pages = [c.hash for c in copies], [c.page for c in copies]
+                answer = self._ask(lambda: self.store.put(hashes, pages))
+                if isinstance(answer, list) and len(answer) == len(copies):
+                    outcomes = answer
         finally:
             counts = self.counts
             with self._shared.locked() as tiers:
@@ -556,13 +551,11 @@ class StoreTier:
             arrived: list[Any] = []
             try:
                 with self._calling():
-                    self._announce("get", pages, is_read=False)
                     answer = self._ask(lambda: self.store.get(piece, pages))  # noqa: B023
-                    self._pool.note_written()
-                whole = isinstance(answer, list) and len(answer) == len(piece)
-                arrived = answer if answer is not None and whole else []
+                if isinstance(answer, list) and len(answer) == len(piece):
+                    arrived = answer
             finally:
-                arrived += [False] * (len(piece) - len(arrived))
+                arrived = arrived or [False] * len(piece)
                 with self._shared.locked() as tiers:
                     self._land(tiers, piece, pages, arrived, epoch)
                     self._resolve(tiers, fetch, piece)
@@ -629,14 +622,6 @@ class StoreTier:
         with self._moved:
             self._num_moves += 1
             self._moved.notify_all()
-
-    def _announce(self, name: str, touched: Sequence[Any], *, is_read: bool) -> None:
-        """Announce to order checkers that the processor reads host pages, or writes them."""
-        if observe.order_observers:
-            pages = [t if isinstance(t, int) else t.page for t in touched]
-            parts = (*self._pool.parts, *self._pool.scale_parts)
-            accesses = [Access(part[page], name="host_pool") for page in pages for part in parts]
-            observe.touched_by_host(name, *((accesses, ()) if is_read else ((), accesses)))
 
 
 def _let_go(tiers: Tiers, copy: Copy) -> None:
