@@ -45,9 +45,9 @@ _Answer = TypeVar("_Answer")
 class Store(Protocol):
     """What a `TieredCache` needs of a shared store, such as `SharedStore`.
 
-    `put` sends what the store does not know. A call may raise, which counts as an answer of nothing.
-    When `get` has returned or raised, nothing writes the pages any more, or the allocator of the
-    host pool knows that they are `busy`.
+    `put` sends what the store does not know. A call may raise, which counts as no answer. When
+    `get` has returned or raised, nothing writes the pages any more, or the allocator of the host
+    pool knows that they are `busy`.
     """
 
     def exists(self, hashes: Sequence[int]) -> int: ...  # leading blocks known
