@@ -101,11 +101,17 @@ def test_two_caches_find_each_others_blocks(device):
         blocks.assert_no_leak()
 
 
-def test_what_was_fetched_is_not_put_again(blocks):
+@pytest.mark.parametrize("write", ["through", "back", "second_use"])
+def test_what_was_fetched_is_not_put_again(device, write):
+    blocks = SharedBlocks(device, shared_write=write)
     blocks.publish(A)
-    blocks.use(names(A), known=1)
+    for _ in range(3):
+        blocks.use(names(A), known=1)
+    blocks.evict_all()
+    blocks.host_pool.allocator.free(blocks.cache.take_host_pages(8))
     blocks.cache.flush()
     assert blocks.store.asked("put") == []
+    assert blocks.cache.stats()["lost"] == 0
 
 
 @pytest.mark.parametrize("wait", ["complete", "timeout"])
@@ -523,12 +529,15 @@ def test_an_answer_that_is_none(blocks, call, answer):
 
 def test_blocks_that_are_known_but_do_not_come(device):
     blocks = SharedBlocks(device, 4, 16)
-    blocks.publish(A, B, C)
+    blocks.publish(A, B, C, D)
     blocks.store.lacking = set(names(B))
-    with blocks.cache.acquire(names(A, B, C)) as lease:
+    assert blocks.tier._piece == 2
+    with blocks.cache.acquire(names(A, B, C, D)) as lease:
         lease.wait()
         blocks.assert_holds(lease, names(A))
-    assert blocks.counts("hits") == (1,)
+    blocks.idle()
+    assert blocks.counts("hits", "get_bytes") == (1, blocks.host_pool.page_bytes)
+    assert names(D)[0] not in {hash for hashes in blocks.store.asked("get") for hash in hashes}
     assert blocks.cache.match(names(A)) == (1, 1, 1)
     blocks.assert_no_leak()
 
