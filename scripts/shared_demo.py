@@ -78,9 +78,15 @@ def serve(arguments: argparse.Namespace) -> int:
     replay = Replay(device, settings_of(arguments), open_it)
     print(json.dumps({"ready": arguments.worker}), flush=True)
     sys.stdin.readline()  # until all are ready
+
+    def say(done: int) -> None:
+        print(json.dumps(done), flush=True)
+        if done == arguments.stop_after:
+            sys.stdin.readline()  # until it is killed
+
     try:
         with one_core_per_stream(device):
-            outcome = replay.run(mine, each=lambda done: print(json.dumps(done), flush=True))
+            outcome = replay.run(mine, each=say)
         replay.cache.flush()
         stats = {k: v for k, v in replay.cache.stats().items() if not k.endswith("_blocks")}
     finally:
@@ -95,9 +101,11 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 class Worker:
-    """A process that serves every n-th request."""
+    """A process that serves every n-th request, or is killed when it has served so many."""
 
-    def __init__(self, arguments: argparse.Namespace, number: int, *, shared: bool) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, number: int, *, shared: bool, kill_at: int | None
+    ) -> None:
         names = ("device", "trace", "limit", "seed", "processes", "url", "store_blocks",
                  "device_blocks", "host_blocks", "model", "scale")  # fmt: skip
         given = {name: getattr(arguments, name) for name in names}
@@ -105,7 +113,9 @@ class Worker:
         for name, value in given.items():
             if value is not None:
                 command += [f"--{name.replace('_', '-')}", str(value)]
-        self.number = number
+        if kill_at is not None:
+            command += ["--stop-after", str(kill_at)]
+        self.number, self.kill_at = number, kill_at
         self.served, self.killed = 0, False
         self.report: dict[str, Any] | None = None
         self._process = subprocess.Popen(
@@ -121,15 +131,15 @@ class Worker:
             self._process.stdin.write("\n")
             self._process.stdin.flush()
 
-    def follow(self, kill_at: int | None) -> None:
-        """Read what it prints until it ends; kill it when it has served so many."""
+    def follow(self) -> None:
+        """Read what it prints until it ends, or is killed."""
         for line in self._process.stdout or ():
             said = json.loads(line)
             if isinstance(said, dict):
                 self.report = said
                 continue
             self.served = said
-            if said == kill_at:
+            if said == self.kill_at:
                 self._process.kill()
                 self.killed = True
                 break
@@ -143,17 +153,18 @@ class Worker:
 
 def run_processes(arguments: argparse.Namespace, *, shared: bool) -> dict[str, Any]:
     """Serve the trace in all processes; return the report of that."""
-    workers = [Worker(arguments, n, shared=shared) for n in range(arguments.processes)]
+    num_requests = len(requests_of(arguments.trace, arguments.limit, arguments.seed))
+    half = max(1, num_requests // arguments.processes // 2)
+    workers = [
+        Worker(arguments, n, shared=shared, kill_at=half if arguments.kill and n == 0 else None)
+        for n in range(arguments.processes)
+    ]
     try:
         for worker in workers:
             worker.wait_until_ready()
         for worker in workers:
             worker.start()
-        num_requests = len(requests_of(arguments.trace, arguments.limit, arguments.seed))
-        half = max(1, num_requests // arguments.processes // 2)
-        kills = [half if arguments.kill and w.number == 0 else None for w in workers]
-        threads = [threading.Thread(target=worker.follow, args=(at,))
-                   for worker, at in zip(workers, kills, strict=True)]  # fmt: skip
+        threads = [threading.Thread(target=worker.follow) for worker in workers]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -316,6 +327,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--plot", type=Path, help="draw a chart (PNG)")
     add("--worker", type=int, help=argparse.SUPPRESS)  # serve one process's requests
     add("--shared", action="store_true", help=argparse.SUPPRESS)
+    add("--stop-after", type=positive, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.url is None:
         arguments.url = f"shm:kvcupy-demo-{os.getpid()}"
