@@ -447,6 +447,24 @@ def test_an_interrupted_put_leaves_whole_blocks(shared, monkeypatch):
     assert one.store.stats()["recovered"] == len(steps) - 1, "all but the last were in the middle"
 
 
+def test_a_block_that_is_replaced_while_it_is_read_is_missed(shared, monkeypatch):
+    """By the generation alone: there are no checksums."""
+    one, other = shared(2, checksum="none"), shared(2, checksum="none")
+    hashes = block_hashes(8)
+    one.put(*hashes[:2])
+    replaced = []
+
+    def replace(backend, step):
+        if step == "copying" and backend is one.store._backend and not replaced:
+            replaced.append(other.put(*hashes[2:4]))
+
+    monkeypatch.setattr(shm.ShmBackend, "_at", replace)
+    assert one.get(hashes[0]) == [False]
+    assert replaced == [["stored", "stored"]]
+    assert one.store.stats()["torn"] == 1
+    assert one.get(*hashes[2:4]) == [True, True]
+
+
 # --- Arguments, and the rules of other objects of a process ---
 
 
