@@ -591,6 +591,7 @@ def test_wrong_options(device, blocks, options, error, name):
         ({"deadline_s": -1}, ValueError, "deadline_s"),
         ({"deadline_s": float("nan")}, ValueError, "deadline_s"),
         ({"deadline_s": "1"}, TypeError, "deadline_s"),
+        ({"deadline_s": -(10**400)}, ValueError, "deadline_s"),
     ],
 )
 def test_wrong_waits(blocks, options, error, name):
@@ -609,7 +610,7 @@ def test_without_a_store_the_ways_to_wait_are_the_same(device):
     blocks = Blocks(device)
     blocks.insert([A, B])
     for wait in ("complete", "best_effort", "timeout"):
-        with blocks.cache.acquire([A, B], wait=wait, deadline_s=0) as lease:
+        with blocks.cache.acquire([A, B], wait=wait, deadline_s=10**400) as lease:
             assert lease.num_blocks == 2
     blocks.cache.prefetch([A, C])
     assert not [key for key in blocks.cache.stats() if key.startswith("shared")]

@@ -599,4 +599,4 @@ def seconds_of(deadline_s: Any) -> float:
     checks.require_number(deadline_s, "deadline_s")
     if not deadline_s >= 0:
         raise ValueError(f"deadline_s: expected seconds from 0 on, got {deadline_s}")
-    return min(float(deadline_s), threading.TIMEOUT_MAX)
+    return float(min(deadline_s, threading.TIMEOUT_MAX))
