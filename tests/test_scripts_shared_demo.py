@@ -52,9 +52,8 @@ def test_processes_find_each_others_blocks(demo, tmp_path, capsys):
         assert counts["wrong_bytes"] == 0 and not (point["killed"] or point["failed"])
     assert "hit.shared" not in alone["counts"] and over["counts"]["hit.shared"] > 0
     assert over["hit_rate"]["total"] > alone["hit_rate"]["total"]
-    bound = 1 - report["distinct_blocks"] / report["blocks"]
-    assert over["hit_rate"]["total"] <= bound
-    assert over["store"]["shared_stored"] == report["distinct_blocks"]
+    assert over["counts"]["missed"] >= report["distinct_blocks"], "each has to be computed once"
+    assert 0 < over["store"]["shared_stored"] <= report["distinct_blocks"]
     assert over["store"]["shared_errors"] == 0
     assert "over" not in capsys.readouterr().err
 
