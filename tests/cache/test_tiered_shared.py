@@ -6,17 +6,19 @@ import copy
 import gc
 import multiprocessing
 import pickle
+import random
 import subprocess
 import sys
 import threading
 import time
 import weakref
 
+import helpers
 import numpy as np
 import pytest
-from engine_cases import PATIENCE_S, poll
+from engine_cases import PATIENCE_S, bits_of, parts_of, poll
 from stream_cases import Gate, Log
-from tiered_cases import in_time
+from tiered_cases import Blocks, in_time
 from tiered_store_cases import Held, MemoryStore, SharedBlocks, names
 
 import kvcupy as kv
@@ -25,6 +27,7 @@ from kvcupy.cache.tiered import store_tier
 from kvcupy.cache.tiered.leases import Match
 
 A, B, C, D, E, F = range(1, 7)
+SECONDS = 1.0 if helpers.full else 0.4
 
 
 @pytest.fixture
@@ -605,8 +608,6 @@ def test_wrong_waits(blocks, options, error, name):
 
 
 def test_without_a_store_the_ways_to_wait_are_the_same(device):
-    from tiered_cases import Blocks
-
     blocks = Blocks(device)
     blocks.insert([A, B])
     for wait in ("complete", "best_effort", "timeout"):
@@ -795,3 +796,95 @@ def test_a_store_of_memory_meets_the_protocol(device):
     assert store.exists(names(A, B, C)) == 2
     assert store.get(names(B, C), pages[:2]) == [True, False]
     blocks.host_pool.allocator.free(pages)
+
+
+# Threads -----------------------------------------------------------------------------------------
+
+
+class Shaky(MemoryStore):
+    """Now and then it is slow, raises, or does not have what it knew."""
+
+    def __init__(self, pool, blocks, rng):
+        super().__init__(pool, blocks)
+        self.rng = rng
+
+    def _pass(self, name, when):
+        chance = self.rng.random()
+        if chance < 0.05:
+            time.sleep(0.002)
+        elif chance < 0.1:
+            raise ConnectionError("lost")
+
+    def _get(self, hash, page):
+        return super()._get(hash, page) if self.rng.random() < 0.97 else False
+
+
+@pytest.mark.parametrize("write", ["through", "back", "second_use"])
+def test_many_threads_of_two_caches(device, write):
+    """Requests with shared prefixes: acquire, verify, compute the rest, insert, release."""
+    both, stored, errors, done = [], {}, [], []
+    for seed in range(2):
+        plain = SharedBlocks(device, 24, 24)
+        pools = plain.device_pool, plain.host_pool
+        plain.cache.close()
+        blocks = Blocks(
+            device, pools=pools, shared=Shaky(pools[1], stored, random.Random(seed)),
+            shared_write=write, shared_prefetch=0.5,
+        )  # fmt: skip
+        both.append(blocks)
+    until = time.monotonic() + SECONDS
+
+    def serve(seed):
+        rng, rounds, stream = random.Random(seed), 0, device.stream()
+        blocks = both[seed % 2]
+        cache, allocator = blocks.cache, blocks.device_pool.allocator
+        try:
+            while time.monotonic() < until:
+                user = rng.randrange(8)
+                hashes = names(user // 4, *(100 * user + i for i in range(rng.randrange(1, 5))))
+                waits = {"wait": rng.choice(["complete", "best_effort", "timeout"])}
+                try:
+                    lease = cache.acquire(hashes, after=stream, deadline_s=0.05, **waits)
+                except kv.CacheFull:
+                    continue
+                with lease:
+                    lease.wait(stream)
+                    stream.synchronize()
+                    parts = [device.to_numpy(p) for p in parts_of(blocks.device_pool)]
+                    for page, hash in zip(lease.pages.tolist(), hashes, strict=False):
+                        assert (bits_of([p[page] for p in parts]) == blocks.bits(hash)).all()
+                    rest = hashes[lease.num_blocks :]
+                    try:
+                        cache.evict(max(0, len(rest) - allocator.num_free))
+                        pages = allocator.alloc(len(rest))
+                    except kv.CacheFull:
+                        continue
+                    for page, hash in zip(pages.tolist(), rest, strict=True):
+                        blocks.fill(page, hash, stream=stream)
+                    stream.synchronize()
+                    allocator.free(cache.insert(rest, pages, after=stream))
+                if rng.random() < 0.1:
+                    cache.prefetch(hashes)
+                rounds += 1
+        except BaseException as error:
+            errors.append(error)
+            raise
+        finally:
+            done.append(rounds)
+
+    threads = [threading.Thread(target=serve, args=(i,), daemon=True) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS + PATIENCE_S)
+    assert not any(thread.is_alive() for thread in threads), "a deadlock"
+    assert not errors, errors
+    assert min(done) > 3, done
+    for blocks in both:
+        blocks.settle()
+        found = blocks.cache.stats()
+        assert found["failed_loads"] == found["failed_saves"] == 0
+        assert write == "back" or found["shared_hits"] > 0
+        blocks.cache.close()
+        for pool in (blocks.device_pool, blocks.host_pool):
+            pool.allocator.check_leaks()
