@@ -701,6 +701,43 @@ def test_a_cache_that_is_gone_leaves_no_thread(device):
     assert not worker.is_alive()
 
 
+def test_a_closed_cache_is_gone_without_the_garbage_collector(device):
+    """As it is without a store: its pools and streams go with the last reference."""
+    gone = []
+    gc.disable()
+    try:
+        for used in (False, True):
+            blocks = SharedBlocks(device)
+            if used:
+                blocks.insert(names(A))
+                blocks.use(names(A))
+            blocks.cache.close()
+            gone.append(weakref.ref(blocks.cache._shared))
+            gone.append(weakref.ref(blocks.tier))
+            del blocks
+        assert [ref() for ref in gone] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_a_save_in_flight_is_looked_at_less_and_less(blocks, monkeypatch):
+    pages = blocks.device_pool.allocator.alloc(1)
+    gate = Gate(blocks.engine.save_stream)
+    looked = []
+    genuine = blocks.tier._next
+
+    def count():
+        looked.append(time.monotonic())
+        return genuine()
+
+    monkeypatch.setattr(blocks.tier, "_next", count)
+    blocks.cache.insert(names(A), pages)
+    assert poll(lambda: len(looked) > 10, PATIENCE_S)
+    pause_s = looked[10] - looked[9]
+    gate.open()
+    assert pause_s >= 0.045, "a thread that sleeps wakes no earlier"
+
+
 def test_a_forked_child_is_refused(blocks):
     if blocks.device.kind != "host":
         pytest.skip("CUDA does not survive a fork")

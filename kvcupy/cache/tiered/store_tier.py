@@ -166,7 +166,7 @@ class StoreTier:
         self._num_fetched = 0  # steps since the last put
         self._stopped = False
         self._failing = False  # the last call raised
-        self._shared: SharedTiers | None = None
+        self._shared: SharedTiers | None = None  # while the worker may run: they refer to this one
         self._thread: threading.Thread | None = None
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # which finalizers may put into
         self._pid = os.getpid()
@@ -311,7 +311,7 @@ class StoreTier:
     def wake(self) -> None:
         """Let the worker look again: a save is over."""
         if self._puts:
-            self._wake.put(None)
+            self._wake_up()
 
     def _queue(self, hashes: Iterator[int]) -> None:
         for hash in hashes:
@@ -335,7 +335,11 @@ class StoreTier:
                 self.forget()
                 return
             self._thread = thread
-        self._wake.put(None)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._wake.empty():  # else it will look again anyway
+            self._wake.put(None)
 
     # --- Called without it ---
 
@@ -361,11 +365,11 @@ class StoreTier:
 
     def drain(self, deadline: float) -> None:
         """Wait until all that was queued has been put or dropped, or until the deadline."""
-        assert self._shared is not None
+        shared = self._shared
         pause = _POLL_S[0]
-        while time.monotonic() < deadline:
-            with self._shared.locked() as tiers:
-                if self._shared.closed:
+        while shared is not None and time.monotonic() < deadline:
+            with shared.locked() as tiers:
+                if shared.closed:
                     return
                 tiers.settle()
                 if not (self._puts or self._urgent_puts or self._putting):
@@ -381,13 +385,17 @@ class StoreTier:
         thread = self._thread
         if join_s > 0 and thread is not None and thread is not threading.current_thread():
             thread.join(join_s)
+        if thread is None:
+            self._shared = None
 
     def _wait_for_put(self, hashes: Sequence[int], over: threading.Event) -> None:
         began = self._call_began
         stuck = began is not None and time.monotonic() - began > _PATIENCE_S
+        shared = self._shared
         over.wait(0.0 if stuck else _PATIENCE_S)
-        assert self._shared is not None
-        with self._shared.locked() as tiers:
+        if shared is None:
+            return
+        with shared.locked() as tiers:
             for hash in hashes:
                 copy = tiers.host.copies.get(hash)
                 if copy is not None and copy.stored is None and copy.arriving is None:
@@ -411,26 +419,25 @@ class StoreTier:
     # --- The worker ---
 
     def _run(self) -> None:
-        pause = _POLL_S[0]
+        pause_s = _POLL_S[0]
         while not self._stopped:
-            step = None
+            worked = False
             try:
-                step = self._next()
-                if step is not None:
+                if (step := self._next()) is not None:
+                    worked = True
                     step()
             except BaseException:  # none is expected; the work is lost, and the worker goes on
                 cache_logger.exception("the shared store of a cache: a step failed")
-            if step is not None:
-                pause = _POLL_S[0]
+            step = None  # it has pages and copies
+            if worked:
+                pause_s = _POLL_S[0]
                 continue
             try:
-                self._wake.get(timeout=pause if self._puts else None)
-                pause = min(2 * pause, _POLL_S[1])
-                while True:
-                    self._wake.get_nowait()
-                    pause = _POLL_S[0]
-            except queue.Empty:
-                pass
+                self._wake.get(timeout=pause_s if self._puts else None)
+                pause_s = _POLL_S[0]
+            except queue.Empty:  # saves are still in flight
+                pause_s = min(2 * pause_s, _POLL_S[1])
+        self._shared = None
 
     def _next(self) -> Callable[[], None] | None:
         """Return what to do next, if anything can be done."""
