@@ -27,8 +27,9 @@ from replay.fleet import ROUTES, WRITES, Fleet, FleetResult, simulate_fleet
 from replay.requests import BLOCK_TOKENS, requests_of
 from replay.simulation import TIERS, Sizes
 
+import kvcupy as kv
 from kvcupy.bench.models import MODELS
-from kvcupy.bench.report import format_table, write_json
+from kvcupy.bench.report import describe, format_table, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"
 NODES = (1, 4, 16, 64, 256, 1000)
@@ -38,7 +39,9 @@ QUERY_US = 20.0  # of a metadata server, for each request, unless told
 
 def measured_costs(folder: Path) -> dict[str, Any]:
     """Read what one node can do from the results of benchmarks; None where there is none."""
-    costs: dict[str, Any] = {"load_gb_per_s": None, "save_gb_per_s": None, "match_us": None}
+    costs: dict[str, Any] = dict.fromkeys(
+        ("load_gb_per_s", "save_gb_per_s", "match_us", "store_get_gb_per_s", "store_put_gb_per_s")
+    )
     try:
         peaks = json.loads((folder / "bench_transfer_host.json").read_text())["peak_gb_per_s"]
         costs["load_gb_per_s"], costs["save_gb_per_s"] = peaks["to device"], peaks["to host"]
@@ -48,6 +51,12 @@ def measured_costs(folder: Path) -> dict[str, Any]:
         rows = json.loads((folder / "bench_scale_host.json").read_text())["rows"]
         matches = [r for r in rows if r["operation"] == "match" and r["batch"] == 64]
         costs["match_us"] = max(row["median_us"] for row in matches)
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        rows = json.loads((folder / "bench_shared_host.json").read_text())["rows"]
+        (row,) = [r for r in rows if r["engine"] == "shm" and r["case"] == "2 MiB x32"]
+        costs |= {f"store_{call}_gb_per_s": row[f"{call}_gb_per_s"] for call in ("get", "put")}
     except (OSError, KeyError, ValueError):
         pass
     return costs
@@ -68,11 +77,19 @@ def point_of(
         / (arguments.network_gb_per_s * 1e9),
         "metadata server": counts["queries"] / seconds * arguments.query_us / 1e6,
     }  # fmt: skip
+    if costs["store_get_gb_per_s"] and costs["store_put_gb_per_s"]:
+        rates["the store's thread of the busiest node"] = (
+            busiest
+            / seconds
+            / 1e9
+            * (fetched / costs["store_get_gb_per_s"] + put / costs["store_put_gb_per_s"])
+        )
     if costs["load_gb_per_s"]:
         rates["host to device of the busiest node"] = (
             loaded * busiest / seconds / (costs["load_gb_per_s"] * 1e9)
         )
     first = max(rates, key=lambda name: rates[name])
+    used = rates[first]  # 0 where nothing is moved or asked
     return {
         "nodes": fleet.nodes, "route": fleet.route, "write": fleet.write,
         "store_blocks": fleet.store, "dead_at": fleet.dead,
@@ -83,7 +100,8 @@ def point_of(
         "fetched_bytes_per_token": fetched / max(1, tokens),
         "put_bytes_per_token": put / max(1, tokens),
         "queries_per_s": counts["queries"] / seconds,
-        "used": rates, "breaks_first": first, "speed_at_break": 1 / max(rates[first], 1e-12),
+        "used": rates, "breaks_first": first if used else None,
+        "speed_at_break": 1 / used if used else None,
     }  # fmt: skip
 
 
@@ -93,6 +111,7 @@ def block_bytes_of(model: str) -> int:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    where = describe(kv.device("host"))
     requests = requests_of(arguments.trace, arguments.limit, arguments.seed)
     timed = [(request.timestamp / 1e3, request.hash_ids) for request in requests]
     seconds = max(1e-3, timed[-1][0] - timed[0][0])
@@ -122,6 +141,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     distinct = len({block for _, ids in timed for block in ids})
     blocks = sum(len(ids) for _, ids in timed)
     return {
+        **where,
         "trace": Path(arguments.trace).name if arguments.trace else f"seed {arguments.seed}",
         "requests": len(requests), "seconds": seconds, "tokens": tokens,
         "blocks": blocks, "distinct_blocks": distinct, "bound": 1 - distinct / max(1, blocks),
@@ -152,7 +172,8 @@ def render(report: dict[str, Any]) -> str:
                 *(f"{rates[tier]:.2%}" for tier in (*TIERS[:2], "shared", "total")),
                 f"{point['network_bytes_per_token'] / 1e3:,.1f}",
                 f"{point['queries_per_s']:.2f}",
-                point["breaks_first"], f"{point['speed_at_break']:,.1f}",
+                point["breaks_first"],
+                None if point["speed_at_break"] is None else f"{point['speed_at_break']:,.1f}",
             ))  # fmt: skip
         columns = ("nodes", "route", "write", "store", "dies at", *TIERS[:2], "shared", "any",
                    "network kB per token", "queries/s", "breaks first", "at speed")  # fmt: skip
