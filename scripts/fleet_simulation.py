@@ -135,7 +135,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for store in (arguments.store_blocks // 16, arguments.store_blocks // 4, None):
         add("size of the store", replace(some, store=store))
     for write in WRITES:
-        add("when blocks are put", replace(some, write=write))
+        for route in ROUTES:
+            add("when blocks are put", replace(some, write=write, route=route))
     add("a node dies", some)
     add("a node dies", replace(some, dead=len(timed) // 2))
     distinct = len({block for _, ids in timed for block in ids})

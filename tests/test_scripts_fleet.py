@@ -122,7 +122,7 @@ def test_the_script(tmp_path, capsys):
     report = json.loads(path.read_text())
     assert picture.stat().st_size > 10_000
     points = [point for group in report["points"].values() for point in group]
-    assert len(points) == 2 * 4 + 3 + 2 + 2
+    assert len(points) == 2 * 4 + 3 + 4 + 2
     for point in points:
         assert 0 < point["hit_rate"]["total"] <= report["bound"] + 1e-9
         moved = point["fetched_bytes_per_token"] + point["put_bytes_per_token"]
