@@ -928,3 +928,37 @@ def test_many_threads_of_two_caches(device, write):
         blocks.cache.close()
         for pool in (blocks.device_pool, blocks.host_pool):
             pool.allocator.check_leaks()
+
+
+# Below a paged cache -----------------------------------------------------------------------------
+
+
+def test_a_prompt_that_another_process_has_computed(device):
+    """A sequence begins with the blocks of another paged cache, bit for bit."""
+    prompt, stored, seen = np.arange(14), {}, []
+    hashes = kv.block_hashes(prompt, 4, bits=128)
+    for known in (0, 12):
+        cache = kv.PagedKVCache(
+            num_layers=2, num_q_heads=2, num_kv_heads=1, head_dim=8, num_pages=8, page_size=4,
+            dtype="fp16", device=device,
+        )  # fmt: skip
+        host = kv.KVPool(8, 4, 2, 1, 8, dtype="fp16", placement="pinned", device=device)
+        tiers = kv.TieredCache(
+            cache.pool, host, shared=MemoryStore(host, stored), shared_prefetch=1.0
+        )
+        cache.attach(tiers)
+        cache.add_sequence("a", hashes=hashes)
+        assert cache.sequence_length("a") == known
+        rng = np.random.default_rng(5)
+        rows = rng.standard_normal((2, 14, 4, 8)).astype(np.float16)[:, known:]
+        with cache.forward(["a"], [14 - known]):
+            for layer, of_layer in enumerate(rows):
+                parts = np.split(of_layer, [2, 3], axis=1)
+                cache.attention(layer, *map(device.asarray, parts))
+        device.synchronize()
+        seen.append([device.to_numpy(part) for part in cache.get_kv("a", 0, 14)])
+        cache.remove_sequence("a")
+        tiers.close()
+    for one, other in zip(*seen, strict=True):
+        assert np.array_equal(one.view(np.uint16), other.view(np.uint16))
+    assert set(stored) == set(hashes)
