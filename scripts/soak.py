@@ -1,15 +1,16 @@
 """Soak the caches in random serving traffic, and compare what they hold with what they must hold.
 
 Three servers take steps in turn: a bf16 cache, one of fp8 with a scale per token and head and keys
-that are rotated in attention, and one of MLA's latents, each with a host tier and a disk tier. They
-admit requests on cached prefixes, prefill in chunks, decode by calls and by captured graphs, fork,
-search with beams, verify token trees, slide windows, fail in the middle of steps, preempt by
-offload and by recomputation, cancel, evict, save, load and restart. After every step each page has
-the owners that it must have; sampled sequences hold the bits that follow from their tokens, and
-sampled outputs of attention are those of float64.
+that are rotated in attention, and one of MLA's latents, each with a host tier and a disk tier, or
+with --shared a shared store in its place. They admit requests on cached prefixes, prefill in
+chunks, decode by calls and by captured graphs, fork, search with beams, verify token trees, slide
+windows, fail in the middle of steps, preempt by offload and by recomputation, cancel, evict, save,
+load and restart. After every step each page has the owners that it must have; sampled sequences
+hold the bits that follow from their tokens, and sampled outputs of attention are those of float64.
 
     python scripts/soak.py --steps 3000
     python scripts/soak.py --seconds 600 --seed 7 --json build/soak.json --plot build/soak.png
+    python scripts/soak.py --shared
 
 A server of 25 ms per step takes 144,000 steps in an hour. The exit status is 1 if something was
 wrong, or if memory, threads, files or Python's blocks have grown after the warm-up by more than
@@ -75,7 +76,10 @@ def soak(
     device = chosen_device(arguments.device)
     where = describe(device)
     start = time.perf_counter()
-    servers = [Server(device, variant, arguments.seed, folder) for variant in VARIANTS]
+    servers = [
+        Server(device, variant, arguments.seed, folder, shared=arguments.shared)
+        for variant in VARIANTS
+    ]
     opened_s = time.perf_counter() - start
     steps, samples = 0, [take_sample(servers, 0, folder)]
     per_mille = 1000 if arguments.seconds else arguments.steps
@@ -108,6 +112,7 @@ def soak(
     return {
         **where,
         "seed": arguments.seed,
+        "shared": arguments.shared,
         "steps": steps,
         "seconds": seconds,
         "opened_s": opened_s,
@@ -137,7 +142,15 @@ def render(report: dict[str, Any]) -> str:
             for name in counts]  # fmt: skip
     blocks = [
         (name.replace("_", " "), *(server["blocks"].get(name, 0) for server in servers.values()))
-        for name in ("device_hits", "host_hits", "disk_hits", "misses", "inserted", "lost")
+        for name in (
+            "device_hits",
+            "host_hits",
+            "disk_hits",
+            "shared_hits",
+            "misses",
+            "inserted",
+            "lost",
+        )
     ]
     held = [
         (name.replace("_", " "), f"{report['samples'][0][name]:,}", f"{report['most'][name]:,}",
@@ -162,6 +175,7 @@ def main(argv: Sequence[str] | None = None, after_step: Callable[[], object] = l
     length.add_argument("--steps", type=int, help="steps of all servers together; default: 3000")
     length.add_argument("--seconds", type=float, help="how long, instead")
     add("--seed", type=int, default=0, help="of the traffic")
+    add("--shared", action="store_true", help="a shared store in place of each disk tier")
     add("--json", type=Path, help="write the report here")
     add("--plot", type=Path, help="draw memory and pools over steps here (needs matplotlib)")
     arguments = parser.parse_args(argv)

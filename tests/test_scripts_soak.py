@@ -66,6 +66,17 @@ def test_memory_that_grows_is_noticed(device_name, capsys, few_plans):
     assert "rss_bytes grew by" in capsys.readouterr().err
 
 
+def test_a_shared_store_below_the_tiers(device_name, tmp_path, few_plans, monkeypatch):
+    import soaking.server
+
+    monkeypatch.setattr(soaking.server, "HOST_PAGES", 16)  # so that blocks are evicted soon
+    path = tmp_path / "soak.json"
+    assert soak(device_name, "--steps", 300, "--shared", "--json", path) == 0
+    for name, server in json.loads(path.read_text())["servers"].items():
+        blocks = server["blocks"]
+        assert blocks["shared_hits"] > 0 == blocks["shared_errors"], name
+
+
 def test_it_runs_for_a_time(device_name, capsys):
     assert soak(device_name, "--seconds", 0.3) == 0
     assert "too much" not in capsys.readouterr().err

@@ -59,7 +59,12 @@ _meaning(
     token_tree layers sections seqs shape strides replay
 """,
 )
-_meaning(values.real, "k_scale v_scale scale sm_scale logits_soft_cap eps base sinks deadline_s")
+_meaning(
+    values.real,
+    """
+    k_scale v_scale scale sm_scale logits_soft_cap eps base sinks deadline_s shared_prefetch
+""",
+)
 _meaning(
     values.integer,
     """
@@ -73,7 +78,7 @@ _meaning(
     values.text,
     """
     layout placement method policy write action lse_base rope_mode format library source struct
-    reports url tenant model checksum
+    reports url tenant model checksum shared_write wait
 """,
 )
 _meaning(
@@ -94,7 +99,7 @@ _meaning(
     values.anything,
     """
     src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
-    before operation index owner arguments options params identity
+    before operation index owner arguments options params identity shared
 """,
 )
 

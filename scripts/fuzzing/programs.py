@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ METHODS = {
     "HostEvent": "done synchronize error elapsed_us",
     "TransferEngine": "save load flush send",
     "Transfer": "wait done synchronize wait_layer",
-    "TieredCache": "match acquire insert evict stats flush take_host_pages clear close",
+    "TieredCache": "match acquire prefetch insert evict stats flush take_host_pages clear close",
     "Lease": "wait_layer wait release",
     "BlockKeys": "keys",
     "SharedStore": "open exists put get stats remove close",
@@ -369,10 +370,19 @@ def tiered(case: Case) -> None:
     }  # fmt: skip
     if case.chance(0.5):
         arguments |= {"disk": case.folder / "blocks", "disk_bytes": 1 << 16}
+    known, store = list(range(1, 9)), None
+    if case.chance(0.4):
+        known = [2**64 + number for number in known]
+        store = kv.SharedStore.open(
+            "shm:blocks", on_host, capacity_bytes=1 << 16, folder=case.folder
+        )
+        arguments |= {
+            "shared": store, "shared_prefetch": case.rng.choice([0.25, 1.0]),
+            "shared_write": case.rng.choice(["through", "back", "second_use"]),
+        }  # fmt: skip
     cache = construct(case, kv.TieredCache, arguments, names=("host_pool", "device_pool"))
     if cache is None or (cache.device_pool, cache.host_pool) != (on_device, on_host):
         return
-    known = list(range(1, 9))
     leases: list[Lease] = []
 
     def hashes() -> Arguments:
@@ -387,14 +397,26 @@ def tiered(case: Case) -> None:
         case.settle()
         if cache.closed:
             return None
+        if (worker := cache._store) is not None:
+            until = time.monotonic() + 30
+            while cache.stats()["shared_queued"] or worker.pending or worker.holding:
+                if time.monotonic() > until:
+                    raise AssertionError("the shared store is not left alone")
+                time.sleep(0.001)
         counts = {n: v for n, v in cache.stats().items() if not n.endswith("_s")}
         matches = [cache.match([hash]) for hash in known]
         return counts, matches, on_device.allocator.num_free, on_host.allocator.num_free
 
     makers = methods("TieredCache", {
-        "match": hashes, "acquire": hashes, "insert": inserted,
-        "evict": lambda: {"num_blocks": case.rng.randrange(3)}, "stats": dict, "flush": dict,
-        "take_host_pages": lambda: {"n": case.rng.randrange(3)}, "clear": dict, "close": dict,
+        "match": hashes, "prefetch": hashes, "insert": inserted,
+        "acquire": lambda: {
+            **hashes(), "wait": case.rng.choice(["complete", "best_effort", "timeout"]),
+            "deadline_s": case.rng.choice([None, 0.0, 5.0]),
+        },
+        "evict": lambda: {"num_blocks": case.rng.randrange(3)}, "stats": dict,
+        "flush": lambda: {"deadline_s": 5.0},
+        "take_host_pages": lambda: {"n": case.rng.randrange(3)}, "clear": dict,
+        "close": lambda: {"deadline_s": 5.0},
     })  # fmt: skip
     for _ in range(case.rng.randrange(2, 14)):
         name = case.rng.choice([*list(makers)[:-2] * 3, "clear", "close"])
@@ -424,6 +446,8 @@ def tiered(case: Case) -> None:
     for lease in leases:
         lease.release()
     cache.close()
+    if store is not None:
+        store.close()
     case.settle()
     for pool in (on_device, on_host):
         pool.allocator.check_leaks()

@@ -84,9 +84,14 @@ class Replay:
     ----------
     device : a kvcupy device
     settings : see `Settings`
+    open_store : returns a shared store for the host's pool, whose hits are then counted as
+        hit.shared; None: without one
     """
 
-    def __init__(self, device: Any, settings: Settings) -> None:
+    def __init__(
+        self, device: Any, settings: Settings,
+        open_store: Callable[[Any], Any] | None = None,
+    ) -> None:  # fmt: skip
         self.device, self.settings = device, settings
         shape, sizes = settings.shape, settings.sizes
         page = (shape.tokens, shape.layers, shape.heads, shape.width)
@@ -97,9 +102,11 @@ class Replay:
         on_disk = {}
         if sizes.disk:
             on_disk = {"disk": settings.disk, "disk_bytes": settings.disk_bytes}
+        self.store = None if open_store is None else open_store(self.host_pool)
         self.cache = TieredCache(
-            self.pool, self.host_pool, policy=settings.policy, write=settings.write, **on_disk
-        )
+            self.pool, self.host_pool, policy=settings.policy, write=settings.write,
+            shared=self.store, **on_disk,
+        )  # fmt: skip
         self.compute = named_stream(device, "compute")
         self.contents = Contents(self.pool)
         self.running: deque[Running] = deque()
@@ -107,6 +114,8 @@ class Replay:
 
     def close(self) -> None:
         self.cache.close()
+        if self.store is not None:
+            self.store.close()
 
     def run(
         self, requests: Sequence[Request], *, speed: float = 0.0,
@@ -152,7 +161,8 @@ class Replay:
     def _request(self, number: int, request: Request) -> None:
         counts = self.outcome.counts
         keys = hashes_of(request.hash_ids[: self.settings.sizes.longest])
-        names = keys.tolist()
+        # A shared store needs hashes of 128 bits; the contents follow from the lower half.
+        names = keys.tolist() if self.store is None else [2**64 + key for key in keys.tolist()]
         while len(self.running) >= self.settings.running:
             self._retire()
         match = self.cache.match(names)
@@ -174,7 +184,9 @@ class Replay:
         counts.update({f"hit.{tier}": n for tier, n in zip(TIERS, by_tier, strict=True)})
         counts["requests"] += 1
         counts["missed"] += len(names) - num_hits
-        counts["not_as_matched"] += num_hits != match.disk
+        counts["not_as_matched"] += num_hits != match.shared
+        if self.store is not None:
+            counts["hit.shared"] += max(0, num_hits - match.disk)
         counts["cut"] += len(request.hash_ids) - len(names)
         counts["checked_bytes"] += num_hits * self.settings.shape.page_bytes
 

@@ -86,12 +86,14 @@ def _audit_device(cache: Any, tiers: Any, leases: Sequence[Any]) -> list[Any]:
 
 
 def _audit_host(cache: Any, tiers: Any) -> None:
-    tier = tiers._shared._tiers.host
+    with tiers._shared.locked() as locked:  # a shared store's thread takes and frees pages
+        allocated = tiers.host_pool.allocator.allocated()
+        taken = np.flatnonzero(locked.host.owned)
     known = cache._sequences._known.values()
     offloaded = [s.offloaded.pages for s in known if s.offloaded is not None]
-    owned = np.concatenate([np.flatnonzero(tier.owned), *offloaded])
+    owned = np.concatenate([taken, *offloaded])
     require(len(np.unique(owned)) == len(owned), "a host page has two owners")
-    _compare("host", tiers.host_pool.allocator.allocated(), owned)
+    _compare("host", allocated, owned)
 
 
 def _compare(name: str, allocated: Any, owned: Any) -> None:

@@ -46,6 +46,7 @@ MAX_RUNNING, MAX_BATCH, MAX_WAITING, BUDGET = 12, 8, 4, 24
 GRAPHS = (2, 4, 8)  # sequences that a captured step is for
 VOCABULARY, SYSTEM_PROMPTS = 50, 6
 IN_FLIGHT = 2  # steps that are launched before the host waits
+STORE_BLOCKS = 64  # of the shared store, if there is one
 SLOT_BYTES = 4096  # of the disk file, more than a block takes
 
 KINDS = ("plain", "plain", "plain", "fork", "beam", "tree", "window")
@@ -171,9 +172,11 @@ class Server:
     """
 
     def __init__(
-        self, device: Any, variant: Variant, seed: int, folder: Path, *, check_every: int = 4
-    ) -> None:
+        self, device: Any, variant: Variant, seed: int, folder: Path, *, check_every: int = 4,
+        shared: bool = False,
+    ) -> None:  # fmt: skip
         self.device, self.variant, self.folder = device, variant, folder
+        self.shared = shared
         self.check_every = check_every
         self.rng = np.random.default_rng((seed, sum(variant.name.encode())))
         self.stock = Stock(variant)
@@ -206,10 +209,22 @@ class Server:
         else:
             scaled = bool(self.cache.pool.scale_parts)
             host_pool = kv.KVPool(HOST_PAGES, PAGE, LAYERS, 1, WIDTH, scales=scaled, **common)
+        self.store = None
+        if self.shared:
+            self.store = kv.SharedStore.open(
+                f"shm:{variant.name}", host_pool, folder=self.folder,
+                capacity_bytes=SLOT_BYTES * STORE_BLOCKS,
+            )  # fmt: skip
+            below: dict[str, Any] = {
+                "shared": self.store,
+                "shared_write": self._pick(["through", "back", "second_use"]),
+            }
+        else:
+            disk = self.folder / f"{variant.name}.blocks"
+            below = {"disk": disk, "disk_bytes": SLOT_BYTES * DISK_SLOTS}
         self.tiers = kv.TieredCache(
-            self.cache.pool, host_pool, disk=self.folder / f"{variant.name}.blocks",
-            disk_bytes=SLOT_BYTES * DISK_SLOTS, policy=variant.policy, write=variant.write,
-        )  # fmt: skip
+            self.cache.pool, host_pool, policy=variant.policy, write=variant.write, **below
+        )
         self.cache.attach(self.tiers)
         self.decoders = {size: Decoder(self, size) for size in GRAPHS}
         self.running: list[Sequence] = []
@@ -236,6 +251,8 @@ class Server:
         self._audit()
         self.blocks.update({k: int(v) for k, v in self.tiers.stats().items() if "_blocks" not in k})
         self.tiers.close()
+        if self.store is not None:
+            self.store.close()
         self.device.synchronize()
         for pool in (self.cache.pool, self.tiers.host_pool):
             require(pool.allocator.num_free == pool.num_pages, f"pages of {pool} are left")
@@ -276,7 +293,7 @@ class Server:
         return {
             "device_pages": self.cache.pool.allocator.num_allocated,
             "host_pages": self.tiers.host_pool.allocator.num_allocated,
-            "disk_blocks": len(disk),
+            "disk_blocks": 0 if disk is None else len(disk),
         }
 
     def _audit(self) -> None:
@@ -297,6 +314,10 @@ class Server:
     def _tokens(self, least: int, most: int) -> list[int]:
         count = int(self.rng.integers(least, most + 1))
         return [int(token) for token in self.rng.integers(0, VOCABULARY, count)]
+
+    def _hashes(self, ids: list[int]) -> list[int]:
+        """Return the hashes of blocks; a shared store needs 128 bits."""
+        return kv.block_hashes(ids, PAGE, **({"bits": 128} if self.shared else {}))
 
     def _settled(self) -> list[Sequence]:
         """Return the sequences on the device that have no pending tree."""
@@ -326,7 +347,7 @@ class Server:
         if not self.waiting or len(self.running) >= MAX_RUNNING:
             return
         sequence = self.waiting[0]
-        hashes = kv.block_hashes(sequence.ids[:-1], PAGE) if self._chance(0.95) else None
+        hashes = self._hashes(sequence.ids[:-1]) if self._chance(0.95) else None
         try:
             self.cache.add_sequence(sequence.name, hashes)
         except kv.CacheFull:
@@ -624,7 +645,7 @@ class Server:
         # What is loaded may come to pages that any of these streams still works on.
         kv.join(self.compute, self.other, self.copies)
         try:
-            lease = self.tiers.acquire(kv.block_hashes(ids, PAGE), after=self.compute)
+            lease = self.tiers.acquire(self._hashes(ids), after=self.compute)
         except kv.CacheFull:
             return
         self.leases.append((lease, rows[: lease.num_blocks * PAGE]))

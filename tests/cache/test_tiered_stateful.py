@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import examples
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -24,18 +24,20 @@ from hypothesis.stateful import (
 )
 from stream_cases import Log
 from tiered_cases import Blocks, in_time, snapshot
+from tiered_store_cases import MemoryStore, SharedBlocks
 
 import kvcupy as kv
 from kvcupy import observe
 
 NUM_DEVICE = 5
+SEQUENCES = st.integers(10**19 + 1, 10**19 + 3)  # their blocks have hashes of 128 bits
 # Prefixes of three sequences, for the most part; blocks in any order, for once.
 CHAINS = st.builds(
     lambda chain, count: [10 * chain + i for i in range(count)],
-    st.integers(1, 3),
+    SEQUENCES,
     st.integers(1, 5),
 )
-HASH = st.builds(lambda chain, i: 10 * chain + i, st.integers(1, 3), st.integers(0, 4))
+HASH = st.builds(lambda chain, i: 10 * chain + i, SEQUENCES, st.integers(0, 4))
 HASHES = st.one_of(CHAINS, CHAINS, CHAINS, st.lists(HASH, max_size=5))
 POLICIES = st.sampled_from(["lru", "fifo", "lfu", "2q"])
 
@@ -56,14 +58,31 @@ class Machine(RuleBasedStateMachine):
         self.options = {"policy": policy, "write": write}
         if slots:
             self.options |= {"disk": folder / "kv", "disk_bytes": 4096 * (2 + slots)}
-        self.blocks = Blocks(self.device, NUM_DEVICE, on_host, **self.options)
+        self.blocks = self.make(NUM_DEVICE, on_host)
         self.leases = []  # with what they should hold, and whether they may fail
         self.inserted = set()  # since the cache was made or cleared
         self.failures = self.reopened = False  # since then
         self.mine = []  # device pages of the test's own
+        self.come_to_rest()
+
+    def come_to_rest(self):
+        """Wait for what is done in the background, if anything is."""
+
+    def in_reach(self, hashes):
+        """How many leading blocks can be acquired."""
+        return self.blocks.cache.match(hashes).disk
+
+    def known_elsewhere(self):
+        """Blocks that are in no tier, but can be acquired."""
+        return set()
+
+    def make(self, *sizes, **pools):
+        return Blocks(self.device, *sizes, **pools, **self.options)
 
     def call(self, function, *args, **options):
-        return in_time(lambda: function(*args, **options), 30)
+        result = in_time(lambda: function(*args, **options), 30)
+        self.come_to_rest()
+        return result
 
     def unchanged_if_full(self, function, *args, still=True):
         """Call; after CacheFull all must be as before. Returns None then.
@@ -105,7 +124,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(hashes=HASHES, keep=st.booleans(), still=st.booleans())
     def acquire(self, hashes, keep, still=True):
-        known = self.blocks.cache.match(hashes).disk
+        known = self.in_reach(hashes)
         lease = self.unchanged_if_full(self.blocks.cache.acquire, hashes, still=still)
         if lease is None:
             return
@@ -128,7 +147,7 @@ class Machine(RuleBasedStateMachine):
             self.verify(lease, hashes[: lease.num_blocks])
             self.call(lease.release)
 
-    @rule(chain=st.integers(1, 3), still=st.booleans())
+    @rule(chain=SEQUENCES, still=st.booleans())
     def use_all(self, chain, still):
         """A whole sequence, for which others have to go."""
         self.acquire([10 * chain + i for i in range(NUM_DEVICE)], False, still)
@@ -191,7 +210,7 @@ class Machine(RuleBasedStateMachine):
             assert self.leases
             return
         assert self.blocks.blocks() == (set(), set(), set())
-        self.inserted, self.failures, self.reopened = set(), False, False
+        self.inserted, self.failures, self.reopened = self.known_elsewhere(), False, False
 
     def reopen(self):
         """Close, with leases or without, and make another cache over pools and file."""
@@ -200,9 +219,9 @@ class Machine(RuleBasedStateMachine):
         on_disk = set(blocks.blocks()[2])
         self.call(blocks.cache.close)
         pools = blocks.device_pool, blocks.host_pool
-        self.blocks = Blocks(self.device, pools=pools, **self.options)
+        self.blocks = self.make(pools=pools)
         assert self.blocks.blocks() == (set(), set(), on_disk)
-        self.inserted, self.reopened = on_disk, True
+        self.inserted, self.reopened = on_disk | self.known_elsewhere(), True
 
     # --- Failures ---
 
@@ -349,7 +368,7 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def nothing_lost(self):
         """But by failures, and for want of room."""
-        known = set.union(*self.blocks.blocks())
+        known = set.union(*self.blocks.blocks()) | self.known_elsewhere()
         gone = self.inserted - known
         if not self.failures:
             found = self.blocks.cache.stats()
@@ -380,15 +399,126 @@ class Machine(RuleBasedStateMachine):
             self.call(self.blocks.cache.close)
 
 
-def test_any_sequence_of_calls(device):
-    class OnDevice(Machine):
-        pass
+def run(machine, test_device, count):
+    class OnDevice(machine):
+        device = test_device
 
-    OnDevice.device = device
     run_state_machine_as_test(
         OnDevice,
         settings=settings(
-            max_examples=examples(100), stateful_step_count=40, deadline=None, print_blob=True,
-            suppress_health_check=list(HealthCheck),
+            max_examples=examples(count), stateful_step_count=40, deadline=None, print_blob=True,
+            suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate],
         ),
     )  # fmt: skip
+
+
+def test_any_sequence_of_calls(device):
+    run(Machine, device, 100)
+
+
+# With a shared store -----------------------------------------------------------------------------
+
+
+class SharingMachine(Machine):
+    """The same over a shared store, to which other processes add blocks, and which fails."""
+
+    @initialize(
+        on_host=st.integers(1, 14), slots=st.sampled_from([0, 0, 4]), policy=POLICIES,
+        write=st.sampled_from(["through", "back"]), calm=st.booleans(),
+        shared_write=st.sampled_from(["through", "back", "second_use"]),
+        share=st.sampled_from([0.25, 1.0]), capacity=st.sampled_from([3, 100]),
+    )  # fmt: skip
+    def start(self, on_host, slots, policy, write, calm, shared_write, share, capacity):
+        self.store = MemoryStore(capacity=capacity)
+        self.sharing = {"shared_write": shared_write, "shared_prefetch": share}
+        super().start(on_host, slots, policy, write, calm)
+
+    def make(self, *sizes, **pools):
+        made = SharedBlocks(
+            self.device, *sizes, **pools, **self.options, **self.sharing, store=self.store
+        )
+        made.store.lacking, made.store.fail = self.store.lacking, self.store.fail
+        return made
+
+    def come_to_rest(self):
+        if not self.blocks.cache.closed:
+            self.blocks.idle()
+
+    def in_reach(self, hashes):
+        return self.blocks.cache.match(hashes).shared
+
+    def known_elsewhere(self):
+        return set(self.store.blocks)
+
+    @rule(hashes=HASHES)
+    def match(self, hashes):
+        super().match(hashes)
+        known = set.union(*self.blocks.blocks(), self.store.blocks)
+        expected = len(list(itertools.takewhile(known.__contains__, hashes)))
+        if not self.failures:
+            assert self.call(self.blocks.cache.match, hashes).shared == expected
+
+    @rule(hashes=HASHES, keep=st.booleans(), still=st.booleans())
+    def acquire(self, hashes, keep, still=True):
+        """Too few pages for what comes from the store are no reason for CacheFull."""
+        before = self.in_reach(hashes)
+        try:
+            lease = self.call(self.blocks.cache.acquire, hashes)
+        except kv.CacheFull:
+            return
+        assert lease.num_blocks <= before
+        known = hashes[: lease.num_blocks]
+        if keep:
+            self.leases.append((self.blocks, lease, known))
+        else:
+            self.verify(lease, known)
+            self.call(lease.release)
+
+    @rule(hashes=HASHES, wait=st.sampled_from(["best_effort", "timeout"]))
+    def acquire_in_time(self, hashes, wait):
+        with suppress(kv.CacheFull):
+            lease = in_time(lambda: self.blocks.cache.acquire(hashes, wait=wait, deadline_s=0.001))
+            known = hashes[: lease.num_blocks]
+            self.leases.append((self.blocks, lease, known))
+            self.come_to_rest()
+            self.leases.pop()
+            self.verify(lease, known)
+            self.call(lease.release)
+
+    @rule(hashes=HASHES)
+    def prefetch(self, hashes):
+        self.call(self.blocks.cache.prefetch, hashes)
+
+    @rule(hashes=CHAINS)
+    def publish(self, hashes):
+        """Another process has computed them."""
+        self.store.blocks.update((hash, self.blocks.values(hash)) for hash in hashes)
+        self.inserted |= set(hashes)
+
+    @precondition(lambda self: not self.calm)
+    @rule(calls=st.sets(st.sampled_from(["exists", "get", "put"])))
+    def failing_store(self, calls):
+        """Calls raise, until the next time."""
+        self.failures = True
+        self.store.fail.clear()
+        self.store.fail.update({name: ConnectionError("lost") for name in calls})
+
+    @precondition(lambda self: not self.calm)
+    @rule(hashes=CHAINS)
+    def losing_store(self, hashes):
+        """Some of its blocks do not come."""
+        self.failures = True
+        self.store.lacking.clear()
+        self.store.lacking.update(hashes)
+
+    @precondition(lambda self: not self.calm)
+    @rule()
+    def evicting_store(self):
+        """It lets blocks go when it needs room, unknown to us."""
+        self.failures = True
+        for hash in list(self.store.blocks)[:3]:
+            del self.store.blocks[hash]
+
+
+def test_any_sequence_of_calls_with_a_shared_store(device):
+    run(SharingMachine, device, 100)

@@ -225,7 +225,9 @@ def sites_of(file: str, *names: str) -> tuple[Edge, ...]:
 
 
 ENGINE, PAGES = "cache/engine.py", "cache/pages.py"
-TIERED, TIERS, LEASES = (f"cache/tiered/{name}.py" for name in ("cache", "tiers", "leases"))
+TIERED, TIERS, LEASES, STORE_TIER = (
+    f"cache/tiered/{name}.py" for name in ("cache", "tiers", "leases", "store_tier")
+)
 TABLES, MOVES, STEP = (f"cache/paged/{name}.py" for name in ("tables", "moves", "step"))
 
 _FORK = sites_of("streams.py", "fork: first.record()", "fork: other.wait(event)")
@@ -339,6 +341,19 @@ PROTOCOLS = [
         ),
     ),
     Protocol.of(
+        protocols.tiered_shared, name="tiers, shared store",
+        edges=sites_of(
+            ENGINE, _END, "Batch.block: stream.wait(event)",
+            "TransferQueue._issue: stream.record()",
+        ) + sites_of(
+            LEASES, "Lease.wait: self.completion.wait(self._waiting(stream))",
+            "Lease.wait_layer: self.completion.wait_layer(layer, self._waiting(stream))",
+        ) + sites_of(
+            TIERS, "BlockCompletion.wait: completion.wait(stream)",
+            "BlockCompletion.wait_layer: completion.wait_layer(layer, stream)",
+        ),
+    ),
+    Protocol.of(
         protocols.offload_and_onboard, protocols.offload_a_fork, protocols.onboard_and_launch,
         name="offload and onboard", edges=_AFTER + _ACCESS + sites_of(
             ENGINE, _HELD, _END,
@@ -428,6 +443,7 @@ _TIMING = "times a batch; `Batch.note` asks whether what came before it has fail
 _FAILURES = "surfaces a failure of what is over, or tells whether there was one"
 _ANOTHER = "calls a method of another class that has such a name"
 _STATISTICS = "for statistics: whoever uses a page asks for what fills or reads that page"
+_THREADS = "of one thread for another: the tiers say what has arrived, and who may use a page"
 _ASKS_AGAIN = "spares asking in a loop: nothing goes on before the block has arrived"
 _DONE_AT_RETURN = "the call promises to be over; to_numpy and later work wait by themselves"
 _TORCH_FILLS = "torch fills zeros on its current stream of a GPU; a device's are there at return"
@@ -474,7 +490,16 @@ NOT_NEEDED = {
             "DeviceBuffer.wait_for_readers: copy_stream.wait(self._unrecorded[-1])": ON_A_GPU,
             "Uploader.record: self.stream.record(self._recorded)": _FAILURES,
         },
-        TIERED: {"TieredCache.flush: completion.synchronize()": _ASKS_AGAIN},
+        TIERED: {
+            "TieredCache._wait_for_arrivals: arrivals.settled.wait(seconds)": _THREADS,
+            "TieredCache.flush: completion.synchronize()": _ASKS_AGAIN,
+        },
+        STORE_TIER: {
+            "StoreTier._wait_for_put: over.wait(0.0 if stuck else _PATIENCE_S)": _THREADS,
+            "StoreTier.drain: self._moved.wait(min(pause, max(0.0, deadline - time.monotonic())))":
+                _THREADS,
+            "StoreTier.stop: thread.join(join_s)": _THREADS,
+        },
         TIERS: {
             "BlockCompletion._raise_failure_of_sources: completion.done()": _FAILURES,
             "BlockCompletion.done: source.done()":

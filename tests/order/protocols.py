@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -243,7 +244,7 @@ class Tiers(Pools):
     def use(self, *hashes, stream=None, by_layer=False, settle=True):
         """Acquire, wait and read. Unless it settles, only what follows on `stream` may evict."""
         stream = stream or self.compute
-        with self.cache.acquire(list(hashes), after=stream) as lease:
+        with self.cache.acquire(list(hashes), after=stream, deadline_s=0) as lease:
             self.seen.append(lease.num_blocks)
             if not by_layer:
                 lease.wait(stream)
@@ -365,6 +366,65 @@ def tiered_disk_write_through(device):
         w.insert(3, 4, 5)
         w.use(1, 2)
         return w.results()
+
+
+class SharedTiers(Tiers):
+    """Over a shared store, whose thread takes its steps when the program says so."""
+
+    def __init__(self, device, *sizes, **options):
+        self.stored = {}
+        super().__init__(device, *sizes, shared=self, **options)
+        self.worker = self.cache._store
+        self.worker._thread = threading.current_thread()  # so that none is started
+
+    def exists(self, hashes):
+        return sum(1 for _ in itertools.takewhile(self.stored.__contains__, hashes))
+
+    def put(self, hashes, pages):
+        for hash, page in zip(hashes, pages, strict=True):
+            before = len(self.seen)
+            self.on_host(page)
+            self.stored[hash] = self.seen[before:]
+        return ["stored"] * len(hashes)
+
+    def get(self, hashes, pages):
+        for hash, page in zip(hashes, pages, strict=True):
+            parts = [view(layer) for view in (self.host.k, self.host.v) for layer in (0, 1)]
+            for part, values in zip(parts, self.stored[hash], strict=True):
+                with kv.declare(writes=part[page]):
+                    part[page] = values
+        return [True] * len(hashes)
+
+    def work(self):
+        """Let the store's thread do all that is queued."""
+        while self.worker._puts or self.worker._fetches:
+            if (step := self.worker._next()) is not None:
+                step()
+
+    def results(self):
+        self.work()
+        self.device.synchronize()
+        self.cache.close(deadline_s=0)
+        return Pools.results(self)
+
+
+def tiered_shared(device):
+    """Blocks are put when they have been saved, and fetched to where others are being loaded."""
+    first, second, third, fourth = range(2**64, 2**64 + 4)
+    w = SharedTiers(device, 2, 2, shared_prefetch=1.0)
+    w.insert(first, second)
+    w.work()
+    w.cache.evict(2)
+    w.insert(third, fourth)  # whose copies take the place of the first two in host memory
+    w.work()
+    w.use(third, fourth)
+    w.cache.evict(2)
+    w.use(third, fourth, settle=False)
+    while w.cache.match([first, second]).host < 2:  # there may be no page at first
+        w.cache.prefetch([first, second])
+        w.work()
+    w.use(first, second, by_layer=True)
+    return w.results()
 
 
 # --- The paged cache ------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +16,14 @@ from ..pages import Pages, StreamCompletion, page_array
 from . import policies
 from .disk import DiskBlocks
 from .leases import Lease, Match, carry_out, evict_some_first, plan_acquire
+from .store_tier import JOIN_S, Arrivals, StoreTier
 from .tiers import BlockCompletion, Copy, PageTier, SharedTiers, Tiers
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
 
 _PIECE_BYTES = 2**26  # written under one hold of the lock
+_WAITS = ("complete", "best_effort", "timeout")
 
 
 class TieredCache(ProcessLocal):
@@ -35,6 +39,14 @@ class TieredCache(ProcessLocal):
     write : when a block is copied to the next tier. "through": to host memory when it is inserted,
         as far as pages can be freed there, and to disk when it is flushed or evicted from host
         memory. "back": when it is evicted
+    shared : a `SharedStore` of the host pool, or None; or whatever has its `exists`, `put` and
+        `get`, which threads may call. The caches of other processes on the same store find the
+        blocks of this one, and it theirs. Closing the cache does not close the store
+    shared_write : when a block is put into the store, unless that knows it. "through": when it is
+        whole in host memory. "back": before it is evicted from host memory, while neither the
+        device nor the store has it. "second_use": when it is acquired for the second time
+    shared_prefetch : the share of the host pool's pages that blocks from the store may take while
+        they are on their way, or have arrived and wait for the rest of their prefix
 
     Attributes
     ----------
@@ -54,11 +66,13 @@ class TieredCache(ProcessLocal):
     evicted pages, which only work before its `after` may still read. Pages of a released lease must
     not be read any more.
 
-    Failure: a transfer that fails loses the copies that it was to make, and nothing else.
+    Failure: a transfer that fails loses the copies that it was to make, and nothing else. A shared
+    store that fails, is late or lost makes blocks missing, and is counted; no call raises for it.
 
     Threads may share a cache. One lock is held for bookkeeping and while blocks are written to disk
-    or read from it, but not while a transfer is waited for. Capture: not legal for `acquire` and
-    `insert`.
+    or read from it, but not while a transfer or a shared store is waited for. With a store the
+    cache has a thread of its own, which ends when the cache is closed or gone; a forked child has
+    to make another cache. Capture: not legal for `acquire` and `insert`.
 
     Examples
     --------
@@ -82,6 +96,7 @@ class TieredCache(ProcessLocal):
     def __init__(
         self, device_pool: Any, host_pool: Any, *,
         disk: Any = None, disk_bytes: int = 0, policy: Any = "lru", write: str = "through",
+        shared: Any = None, shared_write: str = "through", shared_prefetch: float = 0.25,
     ) -> None:  # fmt: skip
         if not isinstance(write, str) or write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
@@ -95,15 +110,21 @@ class TieredCache(ProcessLocal):
         self._through = write == "through"
         self.engine = TransferEngine(device_pool, host_pool)
         self.device_pool, self.host_pool = device_pool, host_pool
+        store = None
+        if shared is not None:
+            store = StoreTier(shared, host_pool, shared_write, shared_prefetch)
+        self._store = store
         blocks = None
         if disk is not None:
             blocks = DiskBlocks(disk, int(disk_bytes), host_pool, orders[2])
         device = PageTier("device", device_pool, orders[0])
         host = PageTier("host", host_pool, orders[1])
-        self._shared = shared = SharedTiers(Tiers(self.engine, device, host, blocks))
+        self._shared = tiers = SharedTiers(Tiers(self.engine, device, host, blocks, store))
+        if store is not None:
+            store.attach(self, tiers)
         metrics.follow(
             self, lambda cache: metrics.cache_samples(cache._shared.stats()),
-            lambda: metrics.cache_samples(shared.stats()),
+            lambda: metrics.cache_samples(tiers.stats()),
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -124,8 +145,12 @@ class TieredCache(ProcessLocal):
         ------
         TypeError, ValueError : `hashes` are not such numbers
         KvcupyError : the cache is closed
+
+        Notes
+        -----
+        A shared store is asked once, for all blocks that no tier has. This waits for the answer.
         """
-        keys = hash_list(hashes)
+        keys = self._hashes(hashes)
         with self._shared.opened() as tiers:
             device, host = tiers.device.copies, tiers.host.copies
             counts, i = [], 0
@@ -137,9 +162,39 @@ class TieredCache(ProcessLocal):
                 while i < len(keys) and known(keys[i]):
                     i += 1
                 counts.append(i)
-        return Match(*counts)
+            if self._store is None:
+                return Match(*counts)
+            missing = list(dict.fromkeys([hash for hash in keys[i:] if hash not in tiers]))
+        stored = self._store.count_known(missing)
+        shared = len(keys) if stored == len(missing) else keys.index(missing[stored])
+        return Match(counts[0], counts[1], counts[2], shared)
 
-    def acquire(self, hashes: Any, *, after: Any = None) -> Lease:
+    def prefetch(self, hashes: Any) -> None:
+        """Start to bring the leading blocks that only the shared store has to host memory.
+
+        Parameters
+        ----------
+        hashes : as in `match`, such as those of a request that waits for its turn
+
+        Raises
+        ------
+        TypeError, ValueError : `hashes` are not such numbers
+        KvcupyError : the cache is closed
+
+        Notes
+        -----
+        Nothing is waited for; without a shared store this does nothing. What arrives is evicted
+        like any other block, to be acquired or not.
+        """
+        keys = self._hashes(hashes)
+        with self._shared.opened() as tiers:
+            if self._store is not None:
+                self._store.request(tiers, keys, urgent=False)
+
+    def acquire(
+        self, hashes: Any, *,
+        after: Any = None, wait: str = "complete", deadline_s: float | None = None,
+    ) -> Lease:  # fmt: skip
         """Pin the leading blocks that are cached, and start to load those not on the device.
 
         Parameters
@@ -147,6 +202,11 @@ class TieredCache(ProcessLocal):
         hashes : as in `match`
         after : the compute stream that has read the pages of evicted blocks for the last time;
             None: the current one
+        wait : for blocks that only the shared store has. "complete" and "timeout": until all that
+            it has of the prefix have arrived in host memory, or the deadline. "best_effort": not at
+            all; what has arrived is taken. What is late is missing, and goes on arriving for others
+        deadline_s : seconds from the call; None: with "complete" 30, and with "timeout" 1, and 0.25
+            for every 1,024 tokens that are missing
 
         Returns
         -------
@@ -162,10 +222,32 @@ class TieredCache(ProcessLocal):
         Notes
         -----
         All blocks are loaded together, layer by layer. Blocks on disk are read during the call; one
-        that is damaged there is forgotten, and the lease ends before it.
+        that is damaged there is forgotten, and the lease ends before it. Where there are too few
+        pages for blocks from the shared store too, those are missing.
+
+        Source: the ways to wait and the deadline of "timeout" are those of sgl-project/sglang
+        `hicache_storage_prefetch_policy`; 30 s is its longest.
         """
-        keys = hash_list(hashes)
+        keys = self._hashes(hashes)
+        seconds = self._patience(wait, deadline_s)
         stream = self._stream(after)
+        if self._store is None:
+            return self._acquire(keys, stream)
+        arrivals = self._wait_for_arrivals(self._store, keys, wait, seconds)
+        if arrivals is None:
+            return self._acquire(keys, stream)
+        try:
+            return self._acquire(keys, stream)
+        except CacheFull:
+            if not arrivals.held:
+                raise
+        finally:
+            with self._shared.locked() as tiers:
+                self._store.release(tiers, arrivals)
+        return self._acquire(keys[: keys.index(arrivals.hashes[0])], stream)
+
+    def _acquire(self, keys: list[int], stream: Stream) -> Lease:
+        """Lease the leading blocks that some tier of this cache has."""
 
         def change(tiers: Tiers) -> Lease | None:
             plan = plan_acquire(tiers, keys)
@@ -176,6 +258,31 @@ class TieredCache(ProcessLocal):
         while (lease := self._shared.attempt(change)) is None:
             pass
         return lease
+
+    def _wait_for_arrivals(
+        self, store: StoreTier, keys: list[int], wait: str, seconds: float | None
+    ) -> Arrivals | None:
+        """Start to fetch missing blocks, and wait for them; None if nothing was waited for."""
+        with self._shared.opened() as tiers:
+            if wait == "best_effort":
+                store.note_late(store.request(tiers, keys, urgent=False))
+                return None
+            arrivals = store.expect(tiers, keys)
+        if arrivals is None:
+            return None
+        if seconds is None:
+            tokens = len(arrivals.hashes) * self.host_pool.page_size
+            seconds = 30.0 if wait == "complete" else 1.0 + 0.25 * tokens / 1024
+        try:
+            arrivals.settled.wait(seconds)
+        except BaseException:  # an interrupt
+            with self._shared.locked() as tiers:
+                store.expire(arrivals)
+                store.release(tiers, arrivals)
+            raise
+        with self._shared.locked():
+            store.expire(arrivals)
+        return arrivals
 
     # --- Inserting and evicting ---
 
@@ -198,7 +305,7 @@ class TieredCache(ProcessLocal):
         TypeError, ValueError, CaptureError : an argument does not fit; nothing has changed
         KvcupyError : the cache is closed
         """
-        keys, page_list = hash_list(hashes), page_array(pages)
+        keys, page_list = self._hashes(hashes), page_array(pages)
         if len(keys) != len(page_list):
             raise ValueError(f"pages: expected {len(keys)} like hashes, got {len(page_list)}")
         stream = self._stream(after)
@@ -270,7 +377,7 @@ class TieredCache(ProcessLocal):
             raise CacheFull(message) from error
 
     def clear(self) -> None:
-        """Forget all blocks in every tier.
+        """Forget all blocks in every tier; those in a shared store stay, for others.
 
         Raises
         ------
@@ -284,27 +391,39 @@ class TieredCache(ProcessLocal):
             tiers.host.clear(orders[1])
             if tiers.disk is not None:
                 tiers.disk.clear(orders[2])
+            if self._store is not None:
+                self._store.forget()
 
     # --- The file, and statistics ---
 
-    def flush(self) -> None:
-        """Wait until saves are done, and until the disk has the blocks that belong there.
+    def flush(self, *, deadline_s: float = 30.0) -> None:
+        """Wait until saves are done, and until disk and store have the blocks that belong there.
 
-        With write="through" those are the blocks of the host tier, for which others are evicted
-        from a full disk; if it cannot take them all, those that are evicted last. With "back" they
-        are the blocks that were evicted from the host tier.
+        With write="through" the disk gets the blocks of the host tier, for which others are evicted
+        from a full disk; if it cannot take them all, those that are evicted last. With "back" it
+        has the blocks that were evicted from the host tier. The shared store gets the blocks that
+        are queued for it by `shared_write`.
+
+        Parameters
+        ----------
+        deadline_s : seconds that the shared store has for that; then blocks may still be queued,
+            as `stats` says
 
         Raises
         ------
         OSError : the disk failed; blocks that could not be written stay in host memory
+        TypeError, ValueError : `deadline_s` is not a number, or negative
         KvcupyError : the cache is closed
         """
+        deadline = time.monotonic() + seconds_of(deadline_s)
         shared = self._shared
         with shared.opened() as tiers:
             saves = tiers.in_flight.saves()
         self.engine.send()
         for completion in saves:
             completion.synchronize()
+        if self._store is not None:
+            self._store.drain(deadline)
         with shared.opened() as tiers:
             disk = tiers.disk
             if disk is None:
@@ -325,19 +444,26 @@ class TieredCache(ProcessLocal):
         for error in failed.values():
             raise error
 
-    def close(self) -> None:
+    def close(self, *, deadline_s: float = 30.0) -> None:
         """Flush, close the file, and free the pages; those of leases when they are released.
 
-        Repeated calls do nothing. Only leases can be used after that.
+        Repeated calls do nothing. Only leases can be used after that. Pages that a call of the
+        shared store still touches are freed when it returns.
+
+        Parameters
+        ----------
+        deadline_s : as for `flush`; blocks that are still queued are not put
 
         Raises
         ------
+        TypeError, ValueError : `deadline_s` is not a number, or negative; nothing has changed
         OSError : as for `flush`; the cache is closed nevertheless
         """
+        seconds_of(deadline_s)
         if self._shared.closed:
             return
         try:
-            self.flush()
+            self.flush(deadline_s=deadline_s)
         except KvcupyError:
             if not self._shared.closed:  # else another thread was first
                 raise
@@ -349,6 +475,10 @@ class TieredCache(ProcessLocal):
                         tier.clear(policies.make("fifo"))
                     if tiers.disk is not None:
                         tiers.disk.close()
+                    if self._store is not None:
+                        self._store.forget()
+            if self._store is not None:
+                self._store.stop(join_s=JOIN_S)
 
     @property
     def closed(self) -> bool:
@@ -366,12 +496,36 @@ class TieredCache(ProcessLocal):
         `lost`: blocks that left the last tier that had them, for want of space or by a failure.
         `failed_loads`, `failed_saves`: blocks. `load_bytes`, `load_s`, `save_bytes`, `save_s`,
         `disk_read_bytes`, `disk_read_s`, `disk_write_bytes`, `disk_write_s`: bytes and seconds of
-        completed work. `disk_errors`: blocks that could not be written, or were damaged
+        completed work. `disk_errors`: blocks that could not be written, or were damaged.
+
+        With a shared store also `shared_hits`: blocks acquired that had come from there for it;
+        of those asked of the store, `shared_misses`: that it did not have or deliver;
+        `shared_late`: that an acquire did not wait for any longer; `shared_skipped`: for which
+        there was no host page; `shared_stored`, `shared_known`, `shared_full`, `shared_failed`:
+        blocks put, by its answer; `shared_dropped`: that left host memory before they were put;
+        `shared_queued`: to be put; `shared_errors`: calls that raised; `shared_get_bytes`,
+        `shared_get_s`, `shared_put_bytes`, `shared_put_s`
         """
         with self._shared.locked() as tiers:
             if not self._shared.closed:
                 tiers.settle()
             return tiers.stats()
+
+    def _hashes(self, hashes: Any) -> list[int]:
+        """Return the argument `hashes` as ints, of 128 bits where processes share them."""
+        keys = hash_list(hashes)
+        if self._store is not None and keys and min(keys) < 2**64:
+            raise ValueError(
+                "hashes: expected hashes of 128 bits (kv.block_hashes with bits=128) where there "
+                f"is a shared store, got {min(keys)}"
+            )
+        return keys
+
+    def _patience(self, wait: Any, deadline_s: Any) -> float | None:
+        """Check the arguments `wait` and `deadline_s`, and return the seconds."""
+        if not isinstance(wait, str) or wait not in _WAITS:
+            raise ValueError(f"wait: expected one of {', '.join(_WAITS)}, got {wait!r}")
+        return None if deadline_s is None else seconds_of(deadline_s)
 
     def _stream(self, after: Any) -> Stream:
         """Return the argument `after` as a stream that is not being captured."""
@@ -438,3 +592,11 @@ def _write(
     tiers.require_arrived(copies)
     slots = disk.choose(len(copies) - disk.num_free, keep)
     return tiers.write(disk, copies[: disk.num_free + len(slots)], slots)
+
+
+def seconds_of(deadline_s: Any) -> float:
+    """Return the argument `deadline_s`, at most the longest time that a thread can wait."""
+    checks.require_number(deadline_s, "deadline_s")
+    if not deadline_s >= 0:
+        raise ValueError(f"deadline_s: expected seconds from 0 on, got {deadline_s}")
+    return float(min(deadline_s, threading.TIMEOUT_MAX))

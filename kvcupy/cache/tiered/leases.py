@@ -17,19 +17,42 @@ if TYPE_CHECKING:
     from ..pages import Pages
 
 
-class Match(NamedTuple):
+class _LocalMatch(NamedTuple):
+    device: int
+    host: int
+    disk: int
+
+
+class Match(_LocalMatch):
     """How many leading blocks of a prefix are known.
+
+    It unpacks to the first three, and equals such a tuple.
 
     Attributes
     ----------
     device : on the device
     host : on the device or in host memory
-    disk : in any tier
+    disk : in any tier of this cache
+    shared : in any tier, or in the shared store
+
+    Examples
+    --------
+    >>> device, host, disk = match = Match(1, 2, 2, shared=5)
+    >>> match, match.shared - disk
+    (Match(device=1, host=2, disk=2, shared=5), 3)
     """
 
-    device: int
-    host: int
-    disk: int
+    shared: int
+    _has_store: bool
+
+    def __new__(cls, device: int, host: int, disk: int, shared: int | None = None) -> Match:
+        match = super().__new__(cls, device, host, disk)
+        match.shared, match._has_store = disk if shared is None else shared, shared is not None
+        return match
+
+    def __repr__(self) -> str:
+        local = super().__repr__()
+        return f"{local[:-1]}, shared={self.shared})" if self._has_store else local
 
 
 class Lease(ProcessLocal):
@@ -255,14 +278,20 @@ def carry_out(tiers: Tiers, plan: AcquirePlan, hashes: list[int], after: Any) ->
         tiers.disk.use(plan.known)
     targets = np.concatenate((free[:num_loads], tiers.remove_from_device(victims)))
     device.give_back(free[num_loads:])
+    num_fetched = sum(host.copies[hash].fetched for hash in plan.loads)
     loaded = _load(tiers, plan.loads, targets, behind) if num_loads else {}
     device.use(plan.known, loaded)
     copies = [device.copies[hash] for hash in plan.known]
     tiers.pin(copies)
     counts.disk_hits += len(read)
-    counts.host_hits += len(loaded) - len(read)
+    counts.host_hits += len(loaded) - len(read) - num_fetched
     counts.device_hits += len(copies) - len(loaded)
     counts.misses += len(hashes) - len(copies)
+    if tiers.store is not None:
+        tiers.store.note_saved(read.values())
+        tiers.store.note_acquired(tiers, plan.known, num_fetched)
+        for hash in plan.loads:
+            host.copies[hash].fetched = False
     return copies
 
 

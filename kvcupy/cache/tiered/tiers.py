@@ -1,6 +1,9 @@
 """The tiers of a cache: which page has which block, what is in flight, and eviction.
 
     device page --save--> host page --write--> slot on disk --> lost
+                              | put
+                              v
+                         shared store
 
 A block is copied down only if no lower tier has it. An eviction is planned before anything
 changes, and carried out under the same hold of the cache's lock, so a plan cannot become stale.
@@ -13,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -40,9 +43,13 @@ class Copy:
     filled_by : what brings the block into the page, if that was in flight when the copy was made
     used_by : in the host tier, the last transfer that touches the page, if there was one; when it
         is over, so are those before it
+    held : in the host tier, how often it is on its way to a shared store, or waited for by an
+        acquire since it came from there; it is not evicted meanwhile
+    stored : whether a shared store has it, or has failed to take it; None: it was not asked
+    fetched : whether it came from a shared store, and was not acquired since
     """
 
-    __slots__ = ("filled_by", "hash", "page", "pins", "used_by")
+    __slots__ = ("fetched", "filled_by", "hash", "held", "page", "pins", "stored", "used_by")
 
     def __init__(self, hash: int, page: int, filled_by: BlockCompletion | None = None) -> None:
         self.hash = hash
@@ -50,6 +57,9 @@ class Copy:
         self.pins = 0
         self.filled_by = filled_by
         self.used_by = filled_by
+        self.held = 0
+        self.stored: bool | None = None
+        self.fetched = False
 
     @property
     def arriving(self) -> BlockCompletion | None:
@@ -100,6 +110,8 @@ class PageTier:
             copy = self.copies[hash]
             if copy.pins:
                 leased.append(hash)
+            elif copy.held:
+                continue
             elif hash not in keep and not (settled and copy.touched):
                 chosen.append(copy)
                 if len(chosen) == count:
@@ -144,8 +156,8 @@ class PageTier:
             self.order.put_back(hash, self.aside.pop(hash))  # type: ignore[attr-defined]
 
     def clear(self, order: Policy) -> None:
-        """Forget all blocks, and free the pages that are not leased."""
-        pages = [copy.page for copy in self.copies.values() if not copy.pins]
+        """Forget all blocks, and free the pages that are neither leased nor held."""
+        pages = [copy.page for copy in self.copies.values() if not copy.pins and not copy.held]
         self.copies, self.aside, self.order = {}, {}, order
         self.give_back(pages)
 
@@ -346,6 +358,27 @@ class HostEviction:
         return self.num_free + len(self.victims)
 
 
+class Below(Protocol):
+    """What the tiers need of whatever takes blocks to a shared store, and brings them from there.
+
+    All but `wait_for_call` is called with the lock of the cache.
+    """
+
+    def require_own_process(self) -> None: ...
+    def stats(self) -> dict[str, float]: ...
+    def note_saved(self, copies: Collection[Copy]) -> None: ...
+    def note_acquired(self, tiers: Tiers, hashes: Sequence[int], num_fetched: int) -> None: ...
+    def wake(self) -> None: ...
+    def unsent(
+        self, tiers: Tiers, victims: Sequence[Copy], leaving: Collection[int]
+    ) -> list[Copy]: ...
+    def put_later(self, copies: Collection[Copy]) -> None: ...
+    def put_first(self, tiers: Tiers, copies: Sequence[Copy]) -> Callable[[], None]: ...
+    @property
+    def holding(self) -> bool: ...
+    def wait_for_call(self) -> None: ...
+
+
 class Tiers:
     """The tiers, what is in flight between them, and eviction.
 
@@ -353,12 +386,14 @@ class Tiers:
     """
 
     def __init__(
-        self, engine: TransferEngine, device: PageTier, host: PageTier, disk: DiskBlocks | None
-    ) -> None:
+        self, engine: TransferEngine, device: PageTier, host: PageTier, disk: DiskBlocks | None,
+        store: Below | None = None,
+    ) -> None:  # fmt: skip
         self.engine = engine
         self.device = device
         self.host = host
         self.disk = disk
+        self.store = store
         self.in_flight = CompletionQueue()
         self.counts = Counts()
         self.num_leased = 0  # each block once for every lease
@@ -407,6 +442,7 @@ class Tiers:
             "disk_write_bytes": 0 if disk is None else disk.written_bytes,
             "disk_write_s": 0.0 if disk is None else disk.write_s,
             "disk_errors": 0 if disk is None else disk.errors,
+            **({} if self.store is None else self.store.stats()),
         }
 
     # --- In flight ---
@@ -422,6 +458,8 @@ class Tiers:
             elif completion.kind == "save":
                 self.counts.save_bytes += completion.num_bytes
                 self.counts.save_s += completion.seconds
+                if self.store is not None:
+                    self.store.wake()
 
     def drop(self, completion: BlockCompletion) -> None:
         """Forget the copies that were to be filled by what has failed.
@@ -433,7 +471,7 @@ class Tiers:
         self.in_flight.add_failed(completion)
         copies, completion.copies = [copy for copy in completion.copies if tier.has(copy)], ()
         tier.forget(copies)
-        tier.give_back([copy.page for copy in copies if not copy.pins])
+        tier.give_back([copy.page for copy in copies if not copy.pins and not copy.held])
         self.counts.lost += sum(copy.hash not in self for copy in copies)
         if is_save:
             self.counts.failed_saves += len(copies)
@@ -497,14 +535,31 @@ class Tiers:
                     raise Blocked(copy.touched.synchronize)
             if plan.num_pages < count:
                 self.require_settled(self.host, num_free)
+            if plan.num_pages < required and self.store is not None and self.store.holding:
+                raise Blocked(self.store.wait_for_call)
         if plan.num_pages < required:
             raise CacheFull(
                 f"hashes: expected at most {plan.num_pages} blocks from disk at once, for which "
                 f"the host pool has room, got {required}"
             )
+        if self.store is not None:
+            self._plan_puts(plan, self.store, leaving, wait=wait)
         if self.disk is not None:
             self._plan_writes(plan, self.disk, keep, leaving)
         return plan
+
+    def _plan_puts(
+        self, plan: HostEviction, store: Below, leaving: Collection[int], *, wait: bool
+    ) -> None:
+        """Let blocks that leave be put into the store first, or stay."""
+        if not (unsent := store.unsent(self, plan.victims, leaving)):
+            return
+        if wait:
+            self.require_arrived(unsent)
+            raise Blocked(store.put_first(self, unsent))
+        store.put_later(unsent)
+        staying = set(map(id, unsent))
+        plan.victims = [copy for copy in plan.victims if id(copy) not in staying]
 
     def _plan_writes(
         self, plan: HostEviction, disk: DiskBlocks, keep: Collection[int], leaving: Collection[int]
@@ -527,7 +582,7 @@ class Tiers:
             self.write(self.disk, plan.writes, plan.slots)
         self.host.forget(plan.victims)
         self.counts.host_evicted += len(plan.victims)
-        self.counts.lost += sum(copy.hash not in self for copy in plan.victims)
+        self.counts.lost += sum(c.hash not in self and not c.stored for c in plan.victims)
         return np.concatenate((pages, _pages(plan.victims)))
 
     def write(
@@ -571,6 +626,8 @@ class Tiers:
         completion = self.in_flight.add(BlockCompletion("save", transfer, saved, sources))
         for copy in saved:
             copy.filled_by = copy.used_by = completion
+        if self.store is not None:
+            self.store.note_saved(saved)
         return {copy.hash: copy for copy in saved}
 
     def save_or_free(self, copies: Sequence[Copy], pages: Pages, after: Any) -> dict[int, Copy]:
@@ -613,17 +670,24 @@ class SharedTiers:
     @contextmanager
     def locked(self) -> Iterator[Tiers]:
         """Hold the lock; the tiers are as they were left, and may be closed."""
+        self._require_own_process()
         with self._lock:
             yield self._tiers
 
     @contextmanager
     def opened(self) -> Iterator[Tiers]:
         """Hold the lock; the tiers are up to date. KvcupyError if the cache is closed."""
+        self._require_own_process()
         with self._lock:
             if self.closed:
                 raise KvcupyError("the cache is closed")
             self._tiers.settle()
             yield self._tiers
+
+    def _require_own_process(self) -> None:
+        """Raise KvcupyError in a forked child, where another thread may hold the lock for ever."""
+        if self._tiers.store is not None:
+            self._tiers.store.require_own_process()
 
     def attempt(self, change: Callable[[Tiers], _Result]) -> _Result:
         """Call `change` until it is not Blocked, then send out the transfers that it has queued."""

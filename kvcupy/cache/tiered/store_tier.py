@@ -1,0 +1,648 @@
+"""The shared store below the tiers of a cache: blocks of other processes come, and those here go.
+
+    store --get--> host page (then loaded as any block of the host tier)
+    host page --put--> store
+
+One thread per cache talks to the store, one call at a time, and never with the lock of the tiers.
+Between calls it takes the next piece of work: blocks that an eviction waits for, then blocks that
+an acquire waits for, then prefetches and puts by turns.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from ...config import cache_logger
+from ...errors import CacheFull, KvcupyError
+from ...ops import checks
+from .tiers import Copy, SharedTiers, Tiers
+
+WRITES = ("through", "back", "second_use")
+
+_PIECE_BYTES = 2**25  # per call of the store, or one block
+_MAX_PIECE_BLOCKS = 64
+JOIN_S = 0.5  # for the thread to end, if the store does not hold it
+_PATIENCE_S = 10.0  # that a caller has with a store whose own deadlines do not hold
+_FETCHES_PER_PUT = 4  # steps of fetches between two puts, where both have work
+_POLL_S = (0.001, 0.05)  # for saves that are queued to be put, from the first to the longest pause
+_OUTCOMES = ("stored", "known", "full", "failed")
+_Answer = TypeVar("_Answer")
+
+
+class Store(Protocol):
+    """What a `TieredCache` needs of a shared store, such as `SharedStore`.
+
+    `put` sends what the store does not know. A call may raise, which counts as no answer. When
+    `get` has returned or raised, nothing writes the pages any more, or the allocator of the host
+    pool knows that they are `busy`.
+    """
+
+    def exists(self, hashes: Sequence[int]) -> int: ...  # leading blocks known
+    def put(self, hashes: Sequence[int], pages: Sequence[int]) -> list[str]: ...
+    def get(self, hashes: Sequence[int], pages: Sequence[int]) -> list[bool]: ...
+
+
+@dataclass
+class StoreCounts:
+    """Blocks, calls, bytes and seconds, as `TieredCache.stats` lists with a shared store."""
+
+    shared_hits: int = 0
+    shared_misses: int = 0
+    shared_late: int = 0
+    shared_skipped: int = 0
+    shared_stored: int = 0
+    shared_known: int = 0
+    shared_full: int = 0
+    shared_failed: int = 0
+    shared_dropped: int = 0
+    shared_errors: int = 0
+    shared_get_bytes: int = 0
+    shared_get_s: float = 0.0
+    shared_put_bytes: int = 0
+    shared_put_s: float = 0.0
+
+
+class Fetch:
+    """Blocks on their way from the store, in the order of their prefix; one job of the worker."""
+
+    def __init__(self, hashes: list[int], keep: frozenset[int], *, urgent: bool) -> None:
+        self.hashes = hashes
+        self.keep = keep  # hashes of the same prefix, which are not evicted for it
+        self.urgent = urgent  # an acquire waits for it
+        self.steps: Iterator[None] | None = None  # once begun
+
+
+class Arrivals:
+    """What an acquire waits for: the missing blocks of its prefix, held as they arrive.
+
+    Attributes
+    ----------
+    hashes : those that no tier had, each once, in order
+    settled : set when all have arrived, or one is known not to come
+    """
+
+    def __init__(self, hashes: list[int]) -> None:
+        self.hashes = hashes
+        self.settled = threading.Event()
+        self.held: list[Copy] = []
+        self._passed = 0
+
+    def advance(self, store: StoreTier, tiers: Tiers) -> bool:
+        """Hold what has arrived; return whether nothing more is to be waited for."""
+        while self._passed < len(self.hashes):
+            hash = self.hashes[self._passed]
+            copy = tiers.host.copies.get(hash)
+            if copy is not None:
+                store.hold(copy)
+                self.held.append(copy)
+            elif hash not in tiers:
+                if hash in store.pending:
+                    return False
+                break
+            self._passed += 1
+        self.settled.set()
+        return True
+
+    @property
+    def num_missing(self) -> int:
+        return len(self.hashes) - self._passed
+
+
+class StoreTier:
+    """The blocks on their way to a shared store and from it, and the thread that moves them.
+
+    Attributes other than those of the constructor are guarded by the lock of the tiers.
+
+    Parameters
+    ----------
+    store : see `Store`
+    pool : of the host
+    write : "through", "back" or "second_use"
+    share : of the pool's pages, which blocks on their way here may take
+    """
+
+    def __init__(self, store: Any, pool: Any, write: Any, share: Any) -> None:
+        for name in ("exists", "put", "get"):
+            if not callable(getattr(store, name, None)):
+                raise TypeError(f"shared: expected a store with {name}(), got {store!r}")
+        if not isinstance(write, str) or write not in WRITES:
+            raise ValueError(f"shared_write: expected one of {', '.join(WRITES)}, got {write!r}")
+        checks.require_number(share, "shared_prefetch")
+        if not 0 < share <= 1:
+            raise ValueError(f"shared_prefetch: expected more than 0, up to 1, got {share}")
+        self.store = store
+        self.write = write
+        self.counts = StoreCounts()
+        self.pending: dict[int, Fetch] = {}  # hashes that are asked of the store, or will be
+        self.max_pages = max(1, int(share * pool.num_pages))
+        self._pool = pool
+        blocks = max(1, _PIECE_BYTES // pool.page_bytes)
+        self._piece = min(_MAX_PIECE_BLOCKS, blocks, max(1, pool.num_pages // 8))
+        self._fetches: list[Fetch] = []
+        self._arrivals: list[Arrivals] = []
+        self._puts: OrderedDict[int, None] = OrderedDict()  # hashes of the host tier
+        self._urgent_puts: list[tuple[list[int], threading.Event]] = []
+        self._used: OrderedDict[int, int] = OrderedDict()  # by hash, how often it was acquired
+        self._held: Counter[int] = Counter()  # by page, how many hold what has arrived there
+        self._landing = 0  # pages that a get may write now
+        self._putting = 0  # copies that a put may read now
+        self._epoch = 0  # of what the tiers had when a call of the store began
+        self._call_began: float | None = None  # of the worker
+        self._num_moves = 0  # gets and puts of the worker that are over
+        self._moved = threading.Condition(threading.Lock())  # guards no more than its waiters
+        self._num_fetched = 0  # steps since the last put
+        self._stopped = False
+        self._failing = False  # the last call raised
+        self._shared: SharedTiers | None = None  # while the worker may run: they refer to this one
+        self._thread: threading.Thread | None = None
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # which finalizers may put into
+        self._pid = os.getpid()
+
+    def attach(self, owner: Any, shared: SharedTiers) -> None:
+        """Serve tiers until they are closed, or `owner` is gone."""
+        self._shared = shared
+        weakref.finalize(owner, self.stop).atexit = False
+        _open_stores.add(self)
+
+    def require_own_process(self) -> None:
+        """Raise KvcupyError in a forked child, which has neither the thread nor its lock."""
+        if os.getpid() != self._pid:
+            raise KvcupyError("shared: the cache is of another process; make one in each process")
+
+    # --- Called with the lock of the tiers ---
+
+    def stats(self) -> dict[str, float]:
+        return {**vars(self.counts), "shared_queued": len(self._puts)}
+
+    def request(self, tiers: Tiers, hashes: Sequence[int], *, urgent: bool) -> list[int]:
+        """Start to fetch the blocks that no tier has; return their hashes."""
+        missing = [hash for hash in dict.fromkeys(hashes) if hash not in tiers]
+        fresh = [hash for hash in missing if hash not in self.pending]
+        room = 0 if self._stopped else max(0, 4 * self._pool.num_pages - len(self.pending))
+        self.counts.shared_skipped += len(fresh[room:])
+        if fresh := fresh[:room]:
+            fetch = Fetch(fresh, frozenset(hashes), urgent=urgent)
+            self.pending.update(dict.fromkeys(fresh, fetch))
+            self._fetches.append(fetch)
+            self._work()
+        if urgent:
+            for hash in missing:
+                if (fetch_of := self.pending.get(hash)) is not None:
+                    fetch_of.urgent = True
+        return missing
+
+    def expect(self, tiers: Tiers, hashes: Sequence[int]) -> Arrivals | None:
+        """Start to fetch what is missing, and hold it as it arrives; None if nothing is missing."""
+        arrivals = Arrivals(self.request(tiers, hashes, urgent=True))
+        if not arrivals.hashes:
+            return None
+        if not arrivals.advance(self, tiers):
+            self._arrivals.append(arrivals)
+        return arrivals
+
+    def expire(self, arrivals: Arrivals) -> None:
+        """Wait no more: what has not arrived is late, and comes for others."""
+        if arrivals in self._arrivals:
+            self._arrivals.remove(arrivals)
+            self.note_late(arrivals.hashes[-arrivals.num_missing :])
+
+    def note_late(self, hashes: Sequence[int]) -> None:
+        self.counts.shared_late += sum(hash in self.pending for hash in hashes)
+
+    def release(self, tiers: Tiers, arrivals: Arrivals) -> None:
+        """Let go of what has arrived."""
+        for copy in arrivals.held:
+            self._held[copy.page] -= 1
+            if not self._held[copy.page]:
+                del self._held[copy.page]
+            _let_go(tiers, copy)
+        arrivals.held = []
+
+    def hold(self, copy: Copy) -> None:
+        """Keep what has arrived for an acquire that waits for more."""
+        copy.held += 1
+        self._held[copy.page] += 1
+
+    def note_saved(self, copies: Collection[Copy]) -> None:
+        """Take note of copies that are being saved to the host tier."""
+        if self.write == "through":
+            self._queue(copy.hash for copy in copies)
+        elif self.write == "second_use":
+            self._queue(copy.hash for copy in copies if self._used.get(copy.hash, 0) > 1)
+
+    def note_acquired(self, tiers: Tiers, hashes: Sequence[int], num_fetched: int) -> None:
+        """Take note of blocks that are leased, some of them for the first time since a fetch."""
+        self.counts.shared_hits += num_fetched
+        if self.write != "second_use":
+            return
+        again = []
+        for hash in hashes:
+            uses = self._used.pop(hash, 0) + 1
+            self._used[hash] = uses
+            if uses == 2:
+                again.append(hash)
+        copies = tiers.host.copies
+        self._queue(h for h in again if h in copies and copies[h].stored is None)
+        while len(self._used) > 4 * self._pool.num_pages:
+            self._used.popitem(last=False)
+
+    def unsent(self, tiers: Tiers, victims: Sequence[Copy], leaving: Collection[int]) -> list[Copy]:
+        """Return those host copies that have to be put before they are evicted."""
+        if self.write != "back":
+            return []
+        device = tiers.device.copies
+        return [
+            c for c in victims if c.stored is None and (c.hash not in device or c.hash in leaving)
+        ]
+
+    def put_later(self, copies: Collection[Copy]) -> None:
+        self._queue(copy.hash for copy in copies)
+
+    def put_first(self, tiers: Tiers, copies: Sequence[Copy]) -> Callable[[], None]:
+        """Put copies before they are evicted, and some that are evicted next; return how to wait.
+
+        When that is over, each has been put, or the store has failed to take it.
+        """
+        hashes = {copy.hash: None for copy in copies}
+        for copy in tiers.host.choose(self._piece, hashes, settled=True):
+            if len(hashes) >= self._piece:
+                break
+            if self.unsent(tiers, [copy], ()):
+                hashes[copy.hash] = None
+        over = threading.Event()
+        if self._stopped:
+            over.set()
+        else:
+            self._urgent_puts.append((list(hashes), over))
+            self._work()
+        return partial(self._wait_for_put, list(hashes), over)
+
+    @property
+    def holding(self) -> bool:
+        """Whether a call of the store touches host pages."""
+        return self._landing > 0 or self._putting > 0
+
+    def forget(self) -> None:
+        """Forget all that is queued or on its way: the tiers are emptied."""
+        self._epoch += 1
+        self.pending, self._fetches = {}, []
+        self._puts.clear()
+        self._used.clear()
+        for _, over in self._urgent_puts:
+            over.set()
+        self._urgent_puts = []
+        for arrivals in self._arrivals:
+            arrivals.settled.set()
+        self._arrivals = []
+
+    def wake(self) -> None:
+        """Let the worker look again: a save is over."""
+        if self._puts:
+            self._wake_up()
+
+    def _queue(self, hashes: Iterator[int]) -> None:
+        for hash in hashes:
+            self._puts[hash] = None
+            self._puts.move_to_end(hash)
+        while len(self._puts) > self._pool.num_pages:
+            self._puts.popitem(last=False)
+            self.counts.shared_dropped += 1
+        if self._puts:
+            self._work()
+
+    def _work(self) -> None:
+        """Wake the worker, or start it."""
+        if self._thread is None and not self._stopped:
+            thread = threading.Thread(target=self._run, name="kvcupy shared", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no more threads: as without a store
+                self.counts.shared_errors += 1
+                cache_logger.warning("the shared store cannot be used: %s", error)
+                self.forget()
+                return
+            self._thread = thread
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._wake.empty():  # else it will look again anyway
+            self._wake.put(None)
+
+    # --- Called without it ---
+
+    def count_known(self, hashes: Sequence[int]) -> int:
+        """Ask the store how many leading blocks it has; 0 if it fails."""
+        if not hashes:
+            return 0
+        known: Any = self._ask(lambda: self.store.exists(list(hashes)))
+        return known if isinstance(known, int) and 0 <= known <= len(hashes) else 0
+
+    def wait_for_call(self) -> None:
+        """Wait until no call of the store touches the host pages that one touches now.
+
+        CacheFull if that takes longer than any should.
+        """
+        with self._moved:
+            number = self._num_moves
+            over = self._moved.wait_for(
+                lambda: self._num_moves != number or not self.holding, _PATIENCE_S
+            )
+        if not over:
+            raise CacheFull("host_pool: a call of the shared store holds pages, and does not end")
+
+    def drain(self, deadline: float) -> None:
+        """Wait until all that was queued has been put or dropped, or until the deadline."""
+        shared = self._shared
+        pause = _POLL_S[0]
+        while shared is not None and time.monotonic() < deadline:
+            with shared.locked() as tiers:
+                if shared.closed:
+                    return
+                tiers.settle()
+                if not (self._puts or self._urgent_puts or self._putting):
+                    return
+            with self._moved:
+                self._moved.wait(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(2 * pause, _POLL_S[1])
+
+    def stop(self, join_s: float = 0.0) -> None:
+        """End the worker after its call of the store; wait for that so long."""
+        self._stopped = True
+        self._wake.put(None)
+        thread = self._thread
+        if join_s > 0 and thread is not None and thread is not threading.current_thread():
+            thread.join(join_s)
+        if thread is None:
+            self._shared = None
+
+    def _wait_for_put(self, hashes: Sequence[int], over: threading.Event) -> None:
+        began = self._call_began
+        stuck = began is not None and time.monotonic() - began > _PATIENCE_S
+        shared = self._shared
+        over.wait(0.0 if stuck else _PATIENCE_S)
+        if shared is None:
+            return
+        with shared.locked() as tiers:
+            for hash in hashes:
+                copy = tiers.host.copies.get(hash)
+                if copy is not None and copy.stored is None and copy.arriving is None:
+                    copy.stored = False
+
+    def _ask(self, call: Callable[[], _Answer]) -> _Answer | None:
+        """Call the store; return None if that raises."""
+        try:
+            answer = call()
+        except Exception as error:
+            with self._moved:
+                self.counts.shared_errors += 1
+            if not self._failing:  # else it is known, and counted
+                kind = type(error).__name__
+                cache_logger.warning("the shared store of a cache fails: %s: %s", kind, error)
+            self._failing = True
+            return None
+        self._failing = False
+        return answer
+
+    # --- The worker ---
+
+    def _run(self) -> None:
+        pause_s = _POLL_S[0]
+        while not self._stopped:
+            worked = False
+            try:
+                if (step := self._next()) is not None:
+                    worked = True
+                    step()
+            except BaseException:  # none is expected; the work is lost, and the worker goes on
+                cache_logger.exception("the shared store of a cache: a step failed")
+            step = None  # it has pages and copies
+            if worked:
+                pause_s = _POLL_S[0]
+                continue
+            try:
+                self._wake.get(timeout=pause_s if self._puts else None)
+                pause_s = _POLL_S[0]
+            except queue.Empty:  # saves are still in flight
+                pause_s = min(2 * pause_s, _POLL_S[1])
+        self._shared = None
+
+    def _next(self) -> Callable[[], None] | None:
+        """Return what to do next, if anything can be done."""
+        assert self._shared is not None
+        with self._shared.locked() as tiers:
+            if self._shared.closed:
+                return None
+            tiers.settle()
+            if self._urgent_puts:
+                hashes, over = self._urgent_puts.pop(0)
+                return partial(self._put, self._take_copies(tiers, hashes), over)
+            puts_turn = not self._fetches or self._num_fetched >= _FETCHES_PER_PUT
+            if puts_turn and (copies := self._take_queued(tiers)):
+                self._num_fetched = 0
+                return partial(self._put, copies, None)
+            if not self._fetches:
+                return None
+            self._num_fetched += 1
+            fetch = next((f for f in self._fetches if f.urgent), self._fetches[0])
+            return partial(self._advance, fetch)
+
+    def _take_queued(self, tiers: Tiers) -> list[Copy]:
+        """Take the first queued copies that are whole by now."""
+        taken: list[Copy] = []
+        for hash in list(self._puts):
+            copy = tiers.host.copies.get(hash)
+            if copy is not None and copy.arriving is not None:
+                continue
+            del self._puts[hash]
+            if copy is None:
+                self.counts.shared_dropped += 1
+            elif copy.stored is None:
+                taken.append(copy)
+                copy.held += 1
+                if len(taken) == self._piece:
+                    break
+        self._putting += len(taken)
+        return taken
+
+    def _take_copies(self, tiers: Tiers, hashes: Sequence[int]) -> list[Copy]:
+        copies = [copy for h in hashes if (copy := tiers.host.copies.get(h)) is not None]
+        taken = [copy for copy in copies if copy.stored is None and copy.arriving is None]
+        for copy in taken:
+            copy.held += 1
+        self._putting += len(taken)
+        return taken
+
+    def _put(self, copies: list[Copy], over: threading.Event | None) -> None:
+        """Put copies, which are held."""
+        assert self._shared is not None
+        outcomes: list[str] = []
+        started = time.perf_counter()
+        try:
+            with self._calling():
+                hashes, pages = [c.hash for c in copies], [c.page for c in copies]
+                answer = self._ask(lambda: self.store.put(hashes, pages))
+                if isinstance(answer, list) and len(answer) == len(copies):
+                    outcomes = answer
+        finally:
+            counts = self.counts
+            with self._shared.locked() as tiers:
+                for i, copy in enumerate(copies):
+                    outcome = outcomes[i] if i < len(outcomes) else "failed"
+                    outcome = outcome if outcome in _OUTCOMES else "failed"
+                    copy.stored = outcome in ("stored", "known")
+                    name = f"shared_{outcome}"
+                    setattr(counts, name, getattr(counts, name) + 1)
+                    counts.shared_put_bytes += self._pool.page_bytes * (outcome == "stored")
+                    _let_go(tiers, copy)
+                counts.shared_put_s += time.perf_counter() - started
+                self._putting -= len(copies)
+            if over is not None:
+                over.set()
+            self._note_moved()
+
+    def _advance(self, fetch: Fetch) -> None:
+        """Take the next step of a fetch, which is forgotten when that was the last, or fails."""
+        assert self._shared is not None
+        if fetch.steps is None:
+            fetch.steps = self._fetch(fetch)
+        over = True
+        try:
+            over = next(fetch.steps, self) is self
+        finally:
+            with self._shared.locked() as tiers:
+                if over:
+                    if fetch in self._fetches:
+                        self._fetches.remove(fetch)
+                    self._resolve(tiers, fetch, fetch.hashes)
+
+    def _fetch(self, fetch: Fetch) -> Iterator[None]:
+        """Ask for blocks, and get them piece by piece until one is missing."""
+        assert self._shared is not None
+        counts = self.counts
+        with self._shared.locked() as tiers:
+            hashes = [hash for hash in fetch.hashes if hash not in tiers]
+        with self._calling():
+            num_known = self.count_known(hashes)
+        with self._shared.locked() as tiers:
+            counts.shared_misses += len(hashes) - num_known
+            self._resolve(tiers, fetch, hashes[num_known:])
+        hashes = hashes[:num_known]
+        while hashes:
+            yield
+            started = time.perf_counter()
+            with self._shared.locked() as tiers:
+                epoch = self._epoch
+                hashes = [hash for hash in hashes if hash not in tiers]
+                pages = self._take_pages(tiers, hashes[: self._piece], fetch.keep)
+                unsent = [] if pages or not hashes else self._take_queued(tiers)
+            piece = hashes[: len(pages)]
+            if unsent:  # they are in the way until they have been put
+                self._put(unsent, None)
+                continue
+            if not piece:
+                counts.shared_skipped += len(hashes)
+                return
+            arrived: list[Any] = []
+            try:
+                with self._calling():
+                    answer = self._ask(lambda: self.store.get(piece, pages))  # noqa: B023
+                if isinstance(answer, list) and len(answer) == len(piece):
+                    arrived = answer
+            finally:
+                arrived = arrived or [False] * len(piece)
+                with self._shared.locked() as tiers:
+                    self._land(tiers, piece, pages, arrived, epoch)
+                    self._resolve(tiers, fetch, piece)
+                    counts.shared_get_s += time.perf_counter() - started
+                self._note_moved()
+            if not all(arrived):
+                return
+            hashes = hashes[len(piece) :]
+
+    def _take_pages(self, tiers: Tiers, hashes: Sequence[int], keep: frozenset[int]) -> list[int]:
+        """Take host pages for blocks, or for the first of them, evicting others."""
+        if self._shared is None or self._shared.closed or not hashes:
+            return []
+        count = min(len(hashes), self.max_pages - self._landing - len(self._held))
+        if count <= 0:
+            return []
+        plan = tiers.plan_host_eviction(count, keep=keep, wait=False)
+        try:
+            pages: list[int] = tiers.evict_from_host(plan).tolist()
+        except CacheFull:  # another user of the pool was first
+            return []
+        self._landing += len(pages)
+        return pages
+
+    def _land(
+        self, tiers: Tiers, hashes: list[int], pages: list[int], arrived: list[Any], epoch: int
+    ) -> None:
+        """Add the blocks that have arrived to the host tier; free the other pages."""
+        assert self._shared is not None
+        self._landing -= len(pages)
+        current = epoch == self._epoch and not self._shared.closed
+        new = {}
+        unused = []
+        for hash, page, whole in zip(hashes, pages, arrived, strict=True):
+            if whole is True and current and hash not in tiers.host.copies:
+                new[hash] = copy = Copy(hash, page)
+                copy.stored = copy.fetched = True
+            else:
+                unused.append(page)
+            if whole is True:
+                self.counts.shared_get_bytes += self._pool.page_bytes
+            else:
+                self.counts.shared_misses += 1
+        tiers.host.use(hashes, new)
+        tiers.host.give_back(unused)
+
+    def _resolve(self, tiers: Tiers, fetch: Fetch, hashes: Sequence[int]) -> None:
+        """Take note that blocks are not on their way any more."""
+        for hash in hashes:
+            if self.pending.get(hash) is fetch:
+                del self.pending[hash]
+        self._arrivals = [a for a in self._arrivals if not a.advance(self, tiers)]
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Note since when the worker is in a call of the store."""
+        self._call_began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._call_began = None
+
+    def _note_moved(self) -> None:
+        with self._moved:
+            self._num_moves += 1
+            self._moved.notify_all()
+
+
+def _let_go(tiers: Tiers, copy: Copy) -> None:
+    """Release one hold on a host copy; free its page if it was forgotten meanwhile."""
+    copy.held -= 1
+    if not copy.held and not tiers.host.has(copy):
+        tiers.host.give_back(np.array([copy.page], np.int64))
+
+
+_open_stores: weakref.WeakSet[StoreTier] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    """End the workers before the interpreter takes their modules away."""
+    for tier in list(_open_stores):
+        tier.stop(join_s=JOIN_S)

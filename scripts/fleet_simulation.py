@@ -1,0 +1,258 @@
+r"""Simulate a trace on 1 to 1,000 nodes over one shared store, and say what breaks first.
+
+Hit rates by tier, bytes over the network for each token, and metadata queries per second, as the
+fleet grows; with a node that dies in the middle, a store that is full, and requests routed by turns
+or to the node that knows their prefix. Simulation only: nothing is moved. What one node can do is
+read from the results of this repository's benchmarks, measured on one machine; with it follows how
+much faster than the trace requests may come before the first resource is used up.
+
+    python scripts/fleet_simulation.py --trace trace.jsonl --json build/fleet.json \
+        --plot build/fleet.png
+    python scripts/fleet_simulation.py --nodes 1 10 --limit 2000
+
+Every number of nodes serves the same trace. Equal arguments give equal numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from replay.fleet import ROUTES, WRITES, Fleet, FleetResult, simulate_fleet
+from replay.requests import BLOCK_TOKENS, requests_of
+from replay.simulation import TIERS, Sizes
+
+import kvcupy as kv
+from kvcupy.bench.models import MODELS
+from kvcupy.bench.report import describe, format_table, write_json
+
+RESULTS = Path(__file__).resolve().parent / "results"
+NODES = (1, 4, 16, 64, 256, 1000)
+NETWORK_GB_PER_S = 10.0  # of a node, unless told: 100 Gbit/s, less what protocols take
+QUERY_US = 20.0  # of a metadata server, for each request, unless told
+
+
+def measured_costs(folder: Path) -> dict[str, Any]:
+    """Read what one node can do from the results of benchmarks; None where there is none."""
+    costs: dict[str, Any] = dict.fromkeys(
+        ("load_gb_per_s", "save_gb_per_s", "match_us", "store_get_gb_per_s", "store_put_gb_per_s")
+    )
+    try:
+        peaks = json.loads((folder / "bench_transfer_host.json").read_text())["peak_gb_per_s"]
+        costs["load_gb_per_s"], costs["save_gb_per_s"] = peaks["to device"], peaks["to host"]
+    except (OSError, KeyError):
+        pass
+    try:
+        rows = json.loads((folder / "bench_scale_host.json").read_text())["rows"]
+        matches = [r for r in rows if r["operation"] == "match" and r["batch"] == 64]
+        costs["match_us"] = max(row["median_us"] for row in matches)
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        rows = json.loads((folder / "bench_shared_host.json").read_text())["rows"]
+        (row,) = [r for r in rows if r["engine"] == "shm" and r["case"] == "2 MiB x32"]
+        costs |= {f"store_{call}_gb_per_s": row[f"{call}_gb_per_s"] for call in ("get", "put")}
+    except (OSError, KeyError, ValueError):
+        pass
+    return costs
+
+
+def point_of(
+    fleet: Fleet, result: FleetResult, arguments: argparse.Namespace, *,
+    seconds: float, tokens: int, costs: dict[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the report of one simulated fleet."""
+    counts = result.counts
+    block_bytes = block_bytes_of(arguments.model)
+    fetched, put = counts["fetched"] * block_bytes, counts["put"] * block_bytes
+    loaded = (counts["hit.host"] + counts["fetched"]) * block_bytes
+    busiest = max(result.served) / max(1, counts["requests"])  # of all requests
+    rates = {  # share of what there is that the trace takes at its own speed
+        "network of the busiest node": (fetched + put) * busiest / seconds
+        / (arguments.network_gb_per_s * 1e9),
+        "metadata server": counts["queries"] / seconds * arguments.query_us / 1e6,
+    }  # fmt: skip
+    if costs["store_get_gb_per_s"] and costs["store_put_gb_per_s"]:
+        rates["the store's thread of the busiest node"] = (
+            busiest
+            / seconds
+            / 1e9
+            * (fetched / costs["store_get_gb_per_s"] + put / costs["store_put_gb_per_s"])
+        )
+    if costs["load_gb_per_s"]:
+        rates["host to device of the busiest node"] = (
+            loaded * busiest / seconds / (costs["load_gb_per_s"] * 1e9)
+        )
+    first = max(rates, key=lambda name: rates[name])
+    used = rates[first]  # 0 where nothing is moved or asked
+    return {
+        "nodes": fleet.nodes, "route": fleet.route, "write": fleet.write,
+        "store_blocks": fleet.store, "dead_at": fleet.dead,
+        "counts": dict(sorted(counts.items())), "hit_rate": result.hit_rate,
+        "windows": [found / max(1, asked) for asked, found in result.windows],
+        "busiest_share": busiest,
+        "network_bytes_per_token": (fetched + put) / max(1, tokens),
+        "fetched_bytes_per_token": fetched / max(1, tokens),
+        "put_bytes_per_token": put / max(1, tokens),
+        "queries_per_s": counts["queries"] / seconds,
+        "used": rates, "breaks_first": first if used else None,
+        "speed_at_break": 1 / used if used else None,
+    }  # fmt: skip
+
+
+def block_bytes_of(model: str) -> int:
+    of = MODELS[model]
+    return 2 * 2 * of.layers * of.kv_heads * of.head_dim * BLOCK_TOKENS
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    where = describe(kv.device("host"))
+    requests = requests_of(arguments.trace, arguments.limit, arguments.seed)
+    timed = [(request.timestamp / 1e3, request.hash_ids) for request in requests]
+    seconds = max(1e-3, timed[-1][0] - timed[0][0])
+    tokens = sum(request.input_length for request in requests)
+    sizes = Sizes(arguments.device_blocks, arguments.host_blocks)
+    costs = measured_costs(arguments.costs)
+    points: dict[str, list[dict[str, Any]]] = {}
+
+    def add(group: str, fleet: Fleet) -> None:
+        result = simulate_fleet(timed, fleet)
+        report = point_of(fleet, result, arguments, seconds=seconds, tokens=tokens, costs=costs)
+        points.setdefault(group, []).append(report)
+        print(f"{group}, {fleet.nodes} nodes: {result.hit_rate['total']:.2%}", file=sys.stderr)
+
+    whole = Fleet(1, sizes, arguments.store_blocks)
+    for nodes in arguments.nodes:
+        for route in ROUTES:
+            add("no store", replace(whole, nodes=nodes, store=0, route=route))
+            add("store", replace(whole, nodes=nodes, route=route))
+    some = replace(whole, nodes=sorted(arguments.nodes)[len(arguments.nodes) // 2])
+    for store in (arguments.store_blocks // 16, arguments.store_blocks // 4, None):
+        add("size of the store", replace(some, store=store))
+    for write in WRITES:
+        for route in ROUTES:
+            add("when blocks are put", replace(some, write=write, route=route))
+    add("a node dies", some)
+    add("a node dies", replace(some, dead=len(timed) // 2))
+    distinct = len({block for _, ids in timed for block in ids})
+    blocks = sum(len(ids) for _, ids in timed)
+    return {
+        **where,
+        "trace": Path(arguments.trace).name if arguments.trace else f"seed {arguments.seed}",
+        "requests": len(requests), "seconds": seconds, "tokens": tokens,
+        "blocks": blocks, "distinct_blocks": distinct, "bound": 1 - distinct / max(1, blocks),
+        "model": arguments.model, "block_bytes": block_bytes_of(arguments.model),
+        "device_blocks": sizes.device, "host_blocks": sizes.host,
+        "assumed": {
+            "network_gb_per_s": arguments.network_gb_per_s, "query_us": arguments.query_us,
+        },
+        "measured": costs, "points": points,
+    }  # fmt: skip
+
+
+def render(report: dict[str, Any]) -> str:
+    lines = [
+        f"{report['trace']}: {report['requests']} requests in {report['seconds']:.0f} s, "
+        f"{report['blocks']} blocks, {report['distinct_blocks']} distinct: at most "
+        f"{report['bound']:.2%} can be hits. Each node: {report['device_blocks']} blocks on the "
+        f"device, {report['host_blocks']} in host memory. Simulated.",
+    ]
+    for group, points in report["points"].items():
+        rows = []
+        for point in points:
+            rates = point["hit_rate"]
+            store = point["store_blocks"]
+            rows.append((
+                point["nodes"], point["route"], point["write"],
+                "all" if store is None else store, point["dead_at"],
+                *(f"{rates[tier]:.2%}" for tier in (*TIERS[:2], "shared", "total")),
+                f"{point['network_bytes_per_token'] / 1e3:,.1f}",
+                f"{point['queries_per_s']:.2f}",
+                point["breaks_first"],
+                None if point["speed_at_break"] is None else f"{point['speed_at_break']:,.1f}",
+            ))  # fmt: skip
+        columns = ("nodes", "route", "write", "store", "dies at", *TIERS[:2], "shared", "any",
+                   "network kB per token", "queries/s", "breaks first", "at speed")  # fmt: skip
+        lines += ["", group, "", format_table(columns, rows)]
+    return "\n".join(lines)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Draw hit rates and network bytes over the number of nodes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), dpi=130, layout="constrained")
+    rates, network = figure.subplots(1, 2)
+    colours = {"no store": "#8C8C8C", "store": "#B4436C"}
+    for group, colour in colours.items():
+        for route, style in zip(ROUTES, ("-", "--"), strict=True):
+            points = [p for p in report["points"][group] if p["route"] == route]
+            nodes = [p["nodes"] for p in points]
+            totals = [100 * p["hit_rate"]["total"] for p in points]
+            label = f"{group}, by {route}"
+            rates.plot(nodes, totals, style, color=colour, marker=".", label=label)
+            if group == "store":
+                moved = [p["network_bytes_per_token"] / 1e3 for p in points]
+                network.plot(nodes, moved, style, color=colour, marker=".", label=label)
+    rates.axhline(100 * report["bound"], color="#444444", linewidth=0.8)
+    rates.set(ylabel="hits, % of blocks; line: bound", ylim=(0, None))
+    network.set(ylabel="kB over the network per token", ylim=(0, None))
+    for axes in (rates, network):
+        axes.set(xlabel="nodes", xscale="log")
+        axes.legend(frameon=False)
+        axes.grid(axis="y", color="#E2E2E2", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    title = f"{report['trace']}, simulated: {report['requests']} requests on 1 to 1,000 nodes"
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    report = run(arguments)
+    print(render(report))
+    if arguments.json:
+        write_json(arguments.json, report)
+    if arguments.plot:
+        draw(report, arguments.plot)
+        print(f"\nchart: {arguments.plot}")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--trace", type=Path, help="JSON lines; default: a synthetic one with a fixed seed")
+    add("--limit", type=positive, help="requests, at most")
+    add("--seed", type=int, default=0, help="of the made-up trace")
+    add("--nodes", type=positive, nargs="+", default=list(NODES))
+    add("--device-blocks", type=positive, default=1000, help="of each node")
+    add("--host-blocks", type=positive, default=5000, help="of each node")
+    add("--store-blocks", type=positive, default=100_000, help="of the store, of all nodes")
+    models = [name for name, model in MODELS.items() if not model.mla]
+    add("--model", choices=models, default="llama-3.1-8b", help="whose blocks are moved")
+    add("--network-gb-per-s", type=float, default=NETWORK_GB_PER_S, help="of a node, assumed")
+    add("--query-us", type=float, default=QUERY_US, help="of the metadata server, assumed")
+    add("--costs", type=Path, default=RESULTS, help="folder of measured results of one node")
+    add("--json", type=Path, help="write the report here")
+    add("--plot", type=Path, help="draw a chart (PNG)")
+    return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    """Read a count of at least one."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""A shared store in the memory of the test, which can be held up, fail, lose blocks and lie."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import contextmanager
+
+import numpy as np
+from engine_cases import PATIENCE_S, parts_of, poll
+from tiered_cases import Blocks
+
+BASE = 10**20  # hashes of 128 bits
+
+
+def names(*numbers):
+    """Hashes of blocks."""
+    return [BASE + number for number in numbers]
+
+
+class Held:
+    """Holds up calls of a store from now on, each before it looks at pages or after it has."""
+
+    def __init__(self, store, call, *, after=False):
+        self.entered, self._open = threading.Event(), threading.Event()
+        self._store, self._call, self._when = store, call, "after" if after else "before"
+        store.gates[self._call, self._when] = self
+
+    def wait(self):
+        self.entered.set()
+        assert self._open.wait(PATIENCE_S), "the test has not opened it"
+
+    def open(self):
+        self._store.gates.pop((self._call, self._when), None)
+        self._open.set()
+
+
+class MemoryStore:
+    """What several caches share: `blocks`, by hash. Each cache has one of these, of its host pool.
+
+    Attributes
+    ----------
+    calls : (name, hashes) of each call
+    fail : by the name of a call, what it raises instead
+    answer : by the name of a call, what it returns instead, without doing anything
+    lacking : hashes that `get` does not deliver, though `exists` knows them
+    capacity : blocks
+    """
+
+    def __init__(self, pool=None, blocks=None, capacity=10**9):
+        self.pool, self.capacity = pool, capacity
+        self.blocks = {} if blocks is None else blocks
+        self.calls, self.fail, self.answer, self.gates = [], {}, {}, {}
+        self.lacking, self.closed = set(), False
+
+    def of(self, pool):
+        """The same blocks for another pool."""
+        return MemoryStore(pool, self.blocks, self.capacity)
+
+    def exists(self, hashes):
+        with self._calling("exists", hashes) as answer:
+            if answer is not None:
+                return answer[0]
+            return next((i for i, h in enumerate(hashes) if h not in self.blocks), len(hashes))
+
+    def put(self, hashes, pages):
+        with self._calling("put", hashes, pages) as answer:
+            return [self._put(*pair) for pair in zip(hashes, pages, strict=True)] \
+                if answer is None else answer[0]  # fmt: skip
+
+    def get(self, hashes, pages, *, deadline_s=None):
+        with self._calling("get", hashes, pages) as answer:
+            return [self._get(*pair) for pair in zip(hashes, pages, strict=True)] \
+                if answer is None else answer[0]  # fmt: skip
+
+    def stats(self):
+        return dict(Counter(name for name, _ in self.calls))
+
+    def close(self):
+        self.closed = True
+
+    def asked(self, name):
+        """The hashes of the calls of a name."""
+        return [hashes for called, hashes in self.calls if called == name]
+
+    @contextmanager
+    def _calling(self, name, hashes, pages=()):
+        self.calls.append((name, list(hashes)))
+        self._require_pages(pages)
+        self._pass(name, "before")
+        if name in self.fail:
+            raise self.fail[name]
+        try:
+            yield (self.answer[name],) if name in self.answer else None
+        finally:
+            self._pass(name, "after")
+            self._require_pages(pages)
+
+    def _pass(self, name, when):
+        if (gate := self.gates.get((name, when))) is not None:
+            gate.wait()
+
+    def _require_pages(self, pages):
+        """They are nobody else's during the call."""
+        pages = [int(page) for page in pages]
+        assert len(set(pages)) == len(pages)
+        self.pool.allocator.require_allocated(pages)
+
+    def _put(self, hash, page):
+        if hash in self.blocks:
+            return "known"
+        if len(self.blocks) >= self.capacity:
+            return "full"
+        self.blocks[hash] = [np.array(part[page]) for part in parts_of(self.pool)]
+        return "stored"
+
+    def _get(self, hash, page):
+        content = self.blocks.get(hash)
+        if content is None or hash in self.lacking:
+            for part in parts_of(self.pool):
+                part[page] = 77  # undefined
+            return False
+        for part, values in zip(parts_of(self.pool), content, strict=True):
+            part[page] = values
+        return True
+
+
+class SharedBlocks(Blocks):
+    """`Blocks` with a shared store, by default one of its own."""
+
+    def __init__(self, device, on_device=4, on_host=8, *, store=None, **options):
+        pools = options.pop("pools", None)
+        if pools is None:
+            plain = Blocks(device, on_device, on_host, host=options.pop("host", None))
+            pools = plain.device_pool, plain.host_pool
+        self.store = MemoryStore(pools[1]) if store is None else store.of(pools[1])
+        options = {"shared_prefetch": 1.0, **options}
+        super().__init__(device, pools=pools, shared=self.store, **options)
+
+    def publish(self, *numbers):
+        """Let a store have blocks, without this cache."""
+        for hash in names(*numbers):
+            self.store.blocks[hash] = self.values(hash)
+
+    @property
+    def tier(self):
+        return self.cache._store
+
+    def idle(self):
+        """Wait until the worker has nothing to do."""
+
+        def over():
+            with self.cache._shared.locked() as tiers:
+                tiers.settle()
+                tier = self.tier
+                return not (tier.pending or tier._puts or tier._urgent_puts or tier.holding)
+
+        assert poll(over, PATIENCE_S), "the worker does not come to rest"
+
+    def counts(self, *which):
+        found = self.cache.stats()
+        return tuple(found[f"shared_{name}"] for name in which)
+
+    def assert_no_leak(self):
+        self.idle()
+        super().assert_no_leak()
