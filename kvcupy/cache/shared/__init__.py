@@ -1,1 +1,0 @@
-"""Blocks that several processes share, by hash."""
