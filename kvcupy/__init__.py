@@ -8,10 +8,11 @@ import sys
 from . import metrics
 from .arrays import ArrayView, view_as
 from .cache.engine import TransferEngine
+from .cache.identity import BlockKeys, block_hashes
 from .cache.paged.cache import PagedKVCache
 from .cache.pages import PageAllocator
 from .cache.pool import KVPool, MLAPool
-from .cache.tiered.cache import TieredCache, block_hashes
+from .cache.tiered.cache import TieredCache
 from .config import config
 from .devices import check_faults, default_device, device
 from .errors import (
@@ -50,6 +51,7 @@ if not getattr(sys, "_is_gil_enabled", lambda: True)():
 
 __all__ = [
     "ArrayView",
+    "BlockKeys",
     "CacheFull",
     "CaptureError",
     "CompileError",

@@ -33,7 +33,7 @@ def tier(path):
 
 @pytest.mark.parametrize("page_bytes", [1, 8, 1024, 4095, 4096, 4097, 65536, 3 * 2**20 + 1])
 def test_blocks_come_back_as_written(path, page_bytes):
-    hashes = [0, -1, 2**64 - 1, -(2**63), 7]
+    hashes = [0, 2**128 - 1, 2**64 - 1, 2**127, 7]
     with open_tier(path, 5, page_bytes) as tier:
         for slot, block_hash in enumerate(hashes):
             write(tier, slot, block_hash)

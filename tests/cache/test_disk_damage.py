@@ -121,7 +121,7 @@ def test_the_checksum_is_that_of_files_written_before():
 
 def test_the_checksum_knows_hash_and_length():
     page = contents(10, 8192)
-    changed = [checksum(10, [page]), checksum(11, [page]), checksum(-10, [page])]
+    changed = [checksum(10, [page]), checksum(11, [page]), checksum(2**127 + 10, [page])]
     changed += [checksum(10, [page[:n]]) for n in (8191, 4096, 4095, 1, 0)]
     assert len(set(changed)) == len(changed)
     zeros = memoryview(bytes(3 * 4096))

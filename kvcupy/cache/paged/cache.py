@@ -18,8 +18,9 @@ from ...formats import FORMATS
 from ...ops import call, checks
 from ...ops.attention import check_query
 from ...ops.call import format_name
+from ..identity import hash_list
 from ..pool import KVPool, MLAPool, Pool, positive_int
-from ..tiered.cache import TieredCache, hash_list
+from ..tiered.cache import TieredCache
 from .contents import Contents
 from .layers import Layers, rope_of, scales_of
 from .moves import Tiers

@@ -26,7 +26,7 @@ NO_RECORD = bytes(RECORD_BYTES)
 
 _MAGIC = b"kvcupydt"
 _DIGEST_BYTES = 16
-_HASH_BYTES = 16  # of a block: 64 bits with a sign, or without
+_HASH_BYTES = 16  # of a block: 64 or 128 bits
 _HEADER = struct.Struct("<8sIIQQ")  # magic, version, bytes of the identity, page_bytes, num_slots
 _RECORD = struct.Struct("<16sQII16s")  # hash, generation, slot, payload bytes, its checksum
 
@@ -170,15 +170,15 @@ def decode_record(raw: memoryview, layout: Layout, slot: int) -> Record | None:
     if _digest(fields) != digest:
         return None
     hash, *others = _RECORD.unpack(fields)
-    record = Record(int.from_bytes(hash, "little", signed=True), *others)
+    record = Record(int.from_bytes(hash, "little"), *others)
     fits = record.slot == slot and record.num_bytes == layout.page_bytes
     return record if fits else None
 
 
 def require_hash(hash: int) -> int:
     """Return a hash as an int; ValueError if it does not fit a record."""
-    if not -(2**127) <= hash < 2**127:
-        raise ValueError(f"hash: expected an int of at most 128 bits with its sign, got {hash}")
+    if not 0 <= hash < 2**128:
+        raise ValueError(f"hash: expected an int of 0 to 2**128 - 1, got {hash}")
     return int(hash)
 
 
@@ -223,4 +223,4 @@ def _digest(data: bytes | memoryview) -> bytes:
 
 
 def _hash_bytes(hash: int) -> bytes:
-    return hash.to_bytes(_HASH_BYTES, "little", signed=True)
+    return hash.to_bytes(_HASH_BYTES, "little")

@@ -1,0 +1,326 @@
+"""What identifies a block: the hash of its tokens, the pool whose bytes it has, and both as a key.
+
+All of it is the same in every process and on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from ..ops import checks
+from .pool import MLAPool, Pool
+
+DIGEST_BYTES = 16
+KEY_BYTES = 32
+
+_VERSION = 1  # of the order of bytes and of what an identity has
+_MOST_ENCODED_BYTES = 4095
+_WORD_MASK = 2**64 - 1
+
+# --- Hashes of token ids, each chained to the block before ---
+
+
+def block_hashes(
+    token_ids: Any, block_tokens: int, *, parent: int = 0, bits: int = 64
+) -> list[int]:
+    """Hash the full blocks of a sequence; equal hashes mean equal tokens from the start on.
+
+    Parameters
+    ----------
+    token_ids : list of ints, or array (T,) of an integer type on the host
+    block_tokens : tokens per block; a last block that is not full has no hash
+    parent : hash of the block before the first one; 0 at the start of a sequence, or another number
+        for sequences that must not share blocks, such as those of another model or adapter
+    bits : 64, for caches of one process, or 128, for blocks that processes share: of 10**9 hashes
+        two of 64 bits are equal with a probability of 2.7 %, and they can be made to be
+
+    Returns
+    -------
+    list of int, (T // block_tokens,), each from 0 to 2**bits - 1
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit
+
+    Notes
+    -----
+    A hash is BLAKE2b of `bits` over the parent's hash, as little-endian number of as many bits, and
+    the token ids, as 64-bit ones; so it is the same on every machine and in every process.
+
+    Examples
+    --------
+    >>> first, second = block_hashes(range(10), 4)
+    >>> block_hashes([4, 5, 6, 7], 4, parent=first) == [second]
+    True
+    >>> block_hashes(range(4), 4, bits=128)[0].bit_length() > 64
+    True
+    """
+    checks.require_int(block_tokens, "block_tokens")
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens: expected at least 1, got {block_tokens}")
+    checks.require_int(bits, "bits")
+    if bits not in (64, 128):
+        raise ValueError(f"bits: expected 64 or 128, got {bits}")
+    checks.require_int(parent, "parent")
+    if not -(2 ** (bits - 1)) <= parent < 2**bits:
+        raise ValueError(f"parent: expected an int of {bits} bits, got {parent}")
+    data = _token_array(token_ids).astype("<i8").tobytes()
+    block_bytes, hash_bytes = 8 * int(block_tokens), int(bits) // 8
+    before = (int(parent) % 2 ** int(bits)).to_bytes(hash_bytes, "little")
+    hashes = []
+    for start in range(0, len(data) - block_bytes + 1, block_bytes):
+        block = before + data[start : start + block_bytes]
+        before = blake2b(block, digest_size=hash_bytes).digest()
+        hashes.append(int.from_bytes(before, "little"))
+    return hashes
+
+
+def hash_list(hashes: Any) -> list[int]:
+    """Return hashes as ints from 0 to 2**128 - 1; a negative one is that of the same 64 bits."""
+    if isinstance(hashes, np.ndarray):
+        if hashes.ndim != 1 or (hashes.size and hashes.dtype.kind not in "iuO"):
+            raise ValueError(f"hashes: expected integers (n,), got {hashes.dtype} {hashes.shape}")
+        hashes = hashes.tolist()
+    try:
+        numbers = list(hashes)
+    except TypeError:
+        kind = type(hashes).__name__
+        raise TypeError(f"hashes: expected a list of ints, got {kind}") from None
+    if not all(type(hash) is int for hash in numbers):
+        for hash in numbers:
+            checks.require_int(hash, "hashes")
+        numbers = [int(hash) for hash in numbers]
+    if numbers and (min(numbers) < 0 or max(numbers) > _WORD_MASK):
+        outside = [hash for hash in numbers if not -(2**63) <= hash < 2**128]
+        if outside:
+            raise ValueError(f"hashes: expected ints of 64 or 128 bits, got {outside[0]}")
+        numbers = [hash & _WORD_MASK if hash < 0 else hash for hash in numbers]
+    return numbers
+
+
+def _token_array(token_ids: Any) -> np.ndarray[Any, Any]:
+    if isinstance(token_ids, (str, bytes)):
+        raise TypeError(f"token_ids: expected ints, got {type(token_ids).__name__}")
+    try:
+        array = np.asarray(list(token_ids) if isinstance(token_ids, range) else token_ids)
+    except (TypeError, RuntimeError) as error:  # it is on a GPU, or its bits are not its values
+        raise TypeError(f"token_ids: expected a list or an array of the host, {error}") from None
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"token_ids: expected ints, got {token_ids!r}") from None
+    if array.ndim != 1:
+        raise ValueError(f"token_ids: expected one dimension, got {array.ndim}")
+    if array.size == 0:
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"token_ids: expected ints, got {array.dtype}")
+    if array.dtype == np.uint64 and array.max() > 2**63 - 1:
+        raise ValueError(f"token_ids: expected 64-bit ints, got {array.max()}")
+    return array
+
+
+# --- Pools ---
+
+
+@dataclass(frozen=True)
+class PoolIdentity:
+    """What the bytes of a page mean. Pools with equal identities exchange them as they are.
+
+    Attributes
+    ----------
+    kind : "kv" or "mla"
+    format : name of the number format
+    page_size, num_layers, head_dim, v_head_dim : as of the pool
+    head_start, num_kv_heads : which of the model's heads the pool holds: the first, and how many
+    total_kv_heads : of the model
+    scales : whether a float32 scale for each token and head goes with K and V
+    wire : order of the bytes of a page as they are exchanged, that of a layout:
+        "page_first_direct", which pools of all layouts but one read and write, or "page_head"
+    version : of that order, and of these attributes
+    model : what else distinguishes K and V of the same tokens: weights, adapter, rotary settings
+
+    Examples
+    --------
+    >>> import kvcupy as kv
+    >>> pool = kv.KVPool(4, 16, 2, 8, 128, device="host")
+    >>> one = PoolIdentity.of(pool, head_start=8, total_kv_heads=16, model="m")
+    >>> one.difference(PoolIdentity.of(pool, total_kv_heads=16, model="m"))
+    'head_start: expected 8, got 0'
+    """
+
+    kind: str
+    format: str
+    page_size: int
+    num_layers: int
+    head_start: int
+    num_kv_heads: int
+    total_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scales: bool
+    wire: str
+    version: int
+    model: str
+
+    @classmethod
+    def of(
+        cls, pool: Any, *, head_start: int = 0, total_kv_heads: int | None = None, model: str = ""
+    ) -> PoolIdentity:
+        """Return the identity of a pool.
+
+        Parameters
+        ----------
+        pool : a KVPool or an MLAPool
+        head_start, total_kv_heads : where the pool's heads are among those of the model, if it is
+            one of several that share them; None is the number of heads of the pool
+        model : as the attribute, at most some 3000 bytes
+
+        Raises
+        ------
+        TypeError, ValueError : an argument does not fit
+        """
+        if not isinstance(pool, Pool):
+            raise TypeError(f"pool: expected a KVPool or an MLAPool, got {type(pool).__name__}")
+        checks.require_int(head_start, "head_start")
+        heads = pool.num_kv_heads
+        if total_kv_heads is None:
+            total_kv_heads = heads
+        checks.require_int(total_kv_heads, "total_kv_heads")
+        if not 0 <= head_start <= total_kv_heads - heads:
+            raise ValueError(
+                f"head_start: expected the first of {heads} of {total_kv_heads} heads "
+                f"(total_kv_heads), got {head_start}"
+            )
+        if not isinstance(model, str):
+            raise TypeError(f"model: expected a str, got {type(model).__name__}")
+        identity = cls(
+            kind="mla" if isinstance(pool, MLAPool) else "kv", format=pool.dtype,
+            page_size=pool.page_size, num_layers=pool.num_layers, head_start=int(head_start),
+            num_kv_heads=heads, total_kv_heads=int(total_kv_heads), head_dim=pool.head_dim,
+            v_head_dim=pool.v_head_dim, scales=bool(pool.scale_parts),
+            wire="page_head" if pool.layout == "page_head" else "page_first_direct",
+            version=_VERSION, model=model,
+        )  # fmt: skip
+        if len(identity.encoded()) > _MOST_ENCODED_BYTES:
+            raise ValueError(
+                f"model: expected less than 4 KiB of JSON, got {len(model)} characters"
+            )
+        return identity
+
+    @classmethod
+    def decoded(cls, encoded: bytes) -> PoolIdentity:
+        """Return the identity that another process has encoded; ValueError if it is none."""
+        try:
+            if len(encoded) > _MOST_ENCODED_BYTES:
+                raise ValueError("it is too long")
+            values = json.loads(encoded)
+            if not isinstance(values, dict):
+                raise ValueError("it is not an object")
+            # Annotations are text here: "int", "str", "bool".
+            if {name: type(value).__name__ for name, value in values.items()} != {
+                field.name: field.type for field in fields(cls)
+            }:
+                raise ValueError("its fields differ")
+            return cls(**values)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"identity: expected that of a pool, got another: {error}") from None
+
+    def encoded(self) -> bytes:
+        """Return it as JSON: sorted names, no spaces, ASCII, less than 4 KiB."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    def digest(self) -> bytes:
+        """Return 16 bytes that differ between identities: BLAKE2b of `encoded`."""
+        return blake2b(self.encoded(), digest_size=DIGEST_BYTES).digest()
+
+    def difference(self, other: PoolIdentity) -> str:
+        """Say which field differs first and how, "" if none does; `other` is what came."""
+        for field in fields(self):
+            expected, got = getattr(self, field.name), getattr(other, field.name)
+            if expected != got:
+                return f"{field.name}: expected {expected}, got {got}"
+        return ""
+
+
+# --- Keys ---
+
+
+class BlockKeys:
+    """Makes the names under which processes share blocks.
+
+    Parameters
+    ----------
+    identity : a PoolIdentity (`kvcupy.cache.identity.PoolIdentity.of`), or a pool that has all
+        heads of its model
+    tenant : text or bytes. Tenants cannot name each other's blocks, nor find out which there are,
+        as long as this is secret
+
+    Attributes
+    ----------
+    identity
+    namespace : 16 bytes, the same for all keys of a tenant, and different for each tenant
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit
+
+    Notes
+    -----
+    A key is BLAKE2b of 32 bytes over the digest of the identity and the hash (128 bits, little
+    endian), keyed with BLAKE2b of the tenant.
+
+    Examples
+    --------
+    >>> import kvcupy as kv
+    >>> keys = BlockKeys(kv.KVPool(4, 16, 2, 8, 128, device="host"), tenant="a")
+    >>> [key.hex()[:8] for key in keys.keys(kv.block_hashes(range(32), 16, bits=128))]
+    ['2576f6f1', '3ab7e63e']
+    """
+
+    def __init__(self, identity: Any, tenant: str | bytes = "") -> None:
+        if isinstance(tenant, str):
+            secret = tenant.encode("utf-8", "surrogatepass")
+        elif isinstance(tenant, bytes):
+            secret = tenant
+        else:
+            raise TypeError(f"tenant: expected a str or bytes, got {type(tenant).__name__}")
+        if not isinstance(identity, PoolIdentity):
+            if not isinstance(identity, Pool):
+                kind = type(identity).__name__
+                raise TypeError(f"identity: expected a PoolIdentity or a pool, got {kind}")
+            identity = PoolIdentity.of(identity)
+        self.identity: PoolIdentity = identity
+        secret_key = blake2b(secret).digest()
+        self.namespace = blake2b(digest_size=DIGEST_BYTES, key=secret_key).digest()
+        self._start = blake2b(identity.digest(), digest_size=KEY_BYTES, key=secret_key)
+
+    def __repr__(self) -> str:
+        return f"<BlockKeys of {self.identity}>"  # without the tenant, which may be secret
+
+    def keys(self, hashes: Iterable[int]) -> list[bytes]:
+        """Return the keys of blocks, 32 bytes each.
+
+        Parameters
+        ----------
+        hashes : of `block_hashes` with bits=128, or another's that fill 128 bits
+
+        Raises
+        ------
+        TypeError, ValueError : `hashes` are not such numbers, such as hashes of 64 bits
+        """
+        keys = []
+        for hash in hash_list(hashes):
+            if hash <= _WORD_MASK:
+                raise ValueError(
+                    "hashes: expected hashes of 128 bits (kv.block_hashes with bits=128), which "
+                    f"processes can share, got one of 64: {hash}"
+                )
+            key = self._start.copy()
+            key.update(hash.to_bytes(16, "little"))
+            keys.append(key.digest())
+        return keys
