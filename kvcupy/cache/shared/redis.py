@@ -16,15 +16,16 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ...errors import ProcessLocal, file_path
-from .backend import BackendLost
+from ..wire import WirePages
+from .backend import FAILED, FULL, KNOWN, MOST_HEADER_BYTES, STORED, BackendLost, Block
 
 Buffer = bytes | bytearray | memoryview
 
 _LINE_BYTES = 4096  # a reply's line; Redis' own are shorter
-_MAX_HEADER_BYTES = 4096  # what may stand before the payload of a block
 _MAX_PIECES = 512  # memory areas of one call to the system, which takes 1024
 _GETS_AHEAD = 2  # with more the server copies whole replies into a buffer of its own
 _PUTS_AHEAD = 4
+_BLOCKS_PER_GET = 4
 _QUESTIONS_AHEAD = 1024
 _MAX_RECONNECTS = 2  # of one call
 _SCAN_COUNT = b"1000"
@@ -55,6 +56,32 @@ class RedisAddress:
 
     def __str__(self) -> str:
         return f"unix:{self.path}" if self.path else f"{self.host}:{self.port}"
+
+
+def open_backend(
+    url: str, pages: WirePages, *, namespace: bytes, capacity_bytes: int | None, deadline: float,
+    ttl_s: float | None = None, max_connections: int = 4, **options: Any,
+) -> RedisBackend:  # fmt: skip
+    """Return the blocks of a server that answers.
+
+    Parameters
+    ----------
+    url, options : those of `redis_address`
+    pages, deadline : as in `Backend`
+    namespace, ttl_s, max_connections : as in `RedisBackend`
+    capacity_bytes : None; how much the server keeps is its own setting, `maxmemory`
+
+    Raises
+    ------
+    TypeError, ValueError, OSError : an argument does not fit
+    BackendLost : there is no server, or it does not let this user in
+    """
+    if capacity_bytes is not None:
+        raise ValueError("capacity_bytes: expected None, since the server's maxmemory decides")
+    address = redis_address(url, **options)
+    backend = RedisBackend(address, namespace, ttl_s=ttl_s, max_connections=max_connections)
+    backend.connect(deadline)
+    return backend
 
 
 def redis_address(
@@ -180,6 +207,8 @@ class RedisBackend(ProcessLocal):
     0
     """
 
+    blocks_per_get = _BLOCKS_PER_GET
+
     def __init__(
         self, address: RedisAddress, namespace: bytes, *, ttl_s: float | None = None,
         max_connections: int = 4,
@@ -224,30 +253,31 @@ class RedisBackend(ProcessLocal):
         return known
 
     def put(
-        self, keys: Sequence[bytes], blocks: Sequence[Sequence[Buffer]], headers: Sequence[bytes],
+        self, keys: Sequence[bytes], blocks: Sequence[Block], headers: Sequence[bytes],
         deadline: float,
     ) -> list[str]:  # fmt: skip
-        outcomes = ["failed"] * len(keys)
+        outcomes = [FAILED] * len(keys)
 
         def request(i: int) -> list[Buffer]:
-            num_bytes = len(headers[i]) + sum(memoryview(piece).nbytes for piece in blocks[i])
+            header = headers[i]
+            num_bytes = len(header) + sum(piece.nbytes for piece in blocks[i])
             words = b"*%d\r\n" % self._set_words + _bulk(b"SET") + _bulk(self._key(keys[i]))
-            return [words + b"$%d\r\n" % num_bytes + headers[i], *blocks[i], self._after_value]
+            return [words + b"$%d\r\n" % num_bytes + header, *blocks[i], self._after_value]
 
         def receive(connection: _Connection, i: int) -> None:
             line = connection.reply(deadline)
             if line.startswith(b"-OOM"):
-                outcomes[i:] = ["full"] * (len(keys) - i)
+                outcomes[i:] = [FULL] * (len(keys) - i)
                 raise _Full
             if line not in (b"+OK", b"$-1"):
                 raise _Nonsense
-            outcomes[i] = "stored" if line == b"+OK" else "known"
+            outcomes[i] = STORED if line == b"+OK" else KNOWN
 
         self._run(outcomes, _PUTS_AHEAD, request, receive, deadline)
         return outcomes
 
     def get(
-        self, keys: Sequence[bytes], blocks: Sequence[Sequence[memoryview]], deadline: float
+        self, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float
     ) -> list[bytes | None]:
         headers: list[bytes | None] = [None] * len(keys)
 
@@ -259,6 +289,12 @@ class RedisBackend(ProcessLocal):
 
         self._run(headers, _GETS_AHEAD, request, receive, deadline)
         return headers
+
+    def busy(self, keys: Sequence[bytes]) -> None:
+        """Return None: what a call has received, it has received when it returns."""
+
+    def discard(self, keys: Sequence[bytes], deadline: float) -> None:
+        self._ask(deadline, b"UNLINK", *map(self._key, keys))
 
     def remove(self, deadline: float) -> int:
         """Remove the blocks of this namespace, a batch at a time; return how many there were."""
@@ -576,7 +612,7 @@ class _Connection:
             raise _Nonsense
         payload = _as_bytes(pieces)
         header_bytes = int(line[1:]) - sum(len(piece) for piece in payload)
-        if not 0 <= header_bytes <= _MAX_HEADER_BYTES:
+        if not 0 <= header_bytes <= MOST_HEADER_BYTES:
             raise _NotABlock
         header, end = bytearray(header_bytes), bytearray(2)
         self._receive([memoryview(header), *payload, memoryview(end)], deadline)
