@@ -12,6 +12,7 @@ from .cache.identity import BlockKeys, block_hashes
 from .cache.paged.cache import PagedKVCache
 from .cache.pages import PageAllocator
 from .cache.pool import KVPool, MLAPool
+from .cache.shared.store import SharedStore
 from .cache.tiered.cache import TieredCache
 from .config import config
 from .devices import check_faults, default_device, device
@@ -64,6 +65,7 @@ __all__ = [
     "OrderWarning",
     "PageAllocator",
     "PagedKVCache",
+    "SharedStore",
     "TieredCache",
     "TransferEngine",
     "UnknownSequence",

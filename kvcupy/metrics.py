@@ -97,6 +97,11 @@ _COUNTERS = {
     "kvcupy_cache_failed_blocks_total": "Blocks whose load, save or access to disk has failed.",
     "kvcupy_cache_moved_bytes_total": "Bytes moved between tiers.",
     "kvcupy_cache_moved_seconds_total": "Seconds that moves between tiers took.",
+    "kvcupy_shared_blocks_total": "Blocks put into shared stores, or asked of them.",
+    "kvcupy_shared_bytes_total": "Bytes moved to shared stores and from them.",
+    "kvcupy_shared_seconds_total": "Seconds that calls of shared stores took.",
+    "kvcupy_shared_damaged_blocks_total": "Blocks that were not what had been stored.",
+    "kvcupy_shared_lost_calls_total": "Calls that lost a shared store, were late, or left out.",
 }
 _GAUGES = {
     "kvcupy_cache_blocks": "Blocks in a tier.",
