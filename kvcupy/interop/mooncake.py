@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -46,7 +46,8 @@ _BLOCKS_PER_CALL = 512
 _BLOCKS_PER_GET = 32
 _CALLS_AT_ONCE = 4
 _MOST_DRAINING = 2
-_CLOSE_SECONDS = 5.0
+_CLOSE_S = 5.0
+_MASTER_S = 2.0  # in which a master that is there hangs up
 
 # Codes of the store.
 _NO_ROOM, _EXISTS = -200, -705
@@ -131,6 +132,22 @@ def _master(url: str) -> str:
     return f"{parts.hostname}:{port}"
 
 
+def _is_alive(master: str) -> bool:
+    """Return whether a master hangs up at once on what is no request, as one that runs does.
+
+    Setting up a client would hold Python's lock until it has an answer, for 90 s if there is none.
+    """
+    host, port = master.rsplit(":", 1)
+    try:
+        with socket.create_connection((host, int(port)), timeout=_MASTER_S) as probe:
+            probe.sendall(b"?")
+            return not probe.recv(1)
+    except ConnectionResetError:
+        return True
+    except OSError:
+        return False
+
+
 def _own_address(master: str) -> str:
     """Return the address that packets to the master are sent from; none are sent."""
     host, port = master.rsplit(":", 1)
@@ -191,8 +208,8 @@ class MooncakeBackend(ProcessLocal):
         self._prefix = f"kvcupy:{namespace.hex()}:"
         self._segment_bytes = segment_bytes
         self._clients = _Clients(settings, pages)
-        self._finalizer = weakref.finalize(self, self._clients.close)
-        self._finalizer.atexit = False
+        # At the end of the process too: it would crash if calls came back while it ends.
+        self._finalizer = weakref.finalize(self, self._clients.close, _CLOSE_S)
 
     def __repr__(self) -> str:
         return f"<MooncakeBackend of {self._settings.master}>"
@@ -204,7 +221,7 @@ class MooncakeBackend(ProcessLocal):
         ------
         BackendLost : that has failed, or was not over in time
         """
-        self._clients.call(lambda store, _: [0], (), None, deadline)
+        self._clients.call(lambda store, _: [0], (), (), deadline)
         if self._segment_bytes:
             self._clients.add_node(self._segment_bytes, deadline)
 
@@ -212,7 +229,7 @@ class MooncakeBackend(ProcessLocal):
         known = [False] * len(keys)
         for part in _parts(len(keys)):
             names = self._names(keys[part])
-            codes = self._call(partial(_exist, names), (), None, deadline, known)
+            codes = self._call(partial(_exist, names), (), (), deadline, known)
             known[part] = [code == 1 for code in codes]
             if min(codes) < 0:
                 raise BackendLost(f"mooncake {self._settings.master}: code {min(codes)}", known)
@@ -240,15 +257,20 @@ class MooncakeBackend(ProcessLocal):
         self, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float
     ) -> list[bytes | None]:
         headers: list[bytes | None] = [None] * len(keys)
-        for part in _parts(len(keys)):
-            pieces = blocks[part]
+        # What arrives late must not replace what arrives now.
+        usable = [i for i, block in enumerate(blocks) if not self._clients.may_be_written(block)]
+        for part in _parts(len(usable)):
+            chosen = usable[part]
+            chosen_keys, pieces = [keys[i] for i in chosen], [blocks[i] for i in chosen]
             rows: list[bytes] = []
-            call = partial(_get, self._names(keys[part]), pieces, rows)
-            codes = self._call(call, keys[part], pieces, deadline, headers)
-            for i, (code, row, block) in enumerate(zip(codes, rows, pieces, strict=True)):
+            call = partial(_get, self._names(chosen_keys), pieces, rows)
+            codes = self._call(call, chosen_keys, pieces, deadline, headers)
+            for i, code, row, block in zip(chosen, codes, rows, pieces, strict=True):
                 if code == _HEADER_BYTES + sum(piece.nbytes for piece in block):
-                    headers[part.start + i] = _header(row)
+                    headers[i] = _header(row)
             self._require_no_failure(codes, headers)
+        if len(usable) < len(keys):
+            raise BackendLost("calls that were given up may still write to these pages", headers)
         return headers
 
     def busy(self, keys: Sequence[bytes]) -> _Quiet | None:
@@ -256,13 +278,13 @@ class MooncakeBackend(ProcessLocal):
 
     def discard(self, keys: Sequence[bytes], deadline: float) -> None:
         names = self._names(keys)
-        self._call(lambda store, _: store.batch_remove(names, True), (), None, deadline, ())
+        self._call(lambda store, _: store.batch_remove(names, True), (), (), deadline, ())
 
     def remove(self, deadline: float) -> int:
         """Remove the blocks of this namespace; return how many there were."""
         pattern = f"^{self._prefix}.*"
         (count,) = self._call(
-            lambda store, _: [store.remove_by_regex(pattern, True)], (), None, deadline, ()
+            lambda store, _: [store.remove_by_regex(pattern, True)], (), (), deadline, ()
         )
         if count < 0:
             raise BackendLost(f"mooncake {self._settings.master}: code {count}")
@@ -273,7 +295,7 @@ class MooncakeBackend(ProcessLocal):
         failed with bytes under way."""
         return self._clients.stats()
 
-    def close(self, wait_s: float = _CLOSE_SECONDS) -> None:
+    def close(self, wait_s: float = _CLOSE_S) -> None:
         """Close the clients, and the segment of this process with what it holds.
 
         Calls that do not come back are left to end by themselves.
@@ -286,12 +308,12 @@ class MooncakeBackend(ProcessLocal):
         return [self._prefix + key.hex() for key in keys]
 
     def _call(
-        self, call: _Call, keys: Sequence[bytes], memory: Any, deadline: float,
+        self, call: _Call, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float,
         results: Sequence[Any],
     ) -> list[int]:  # fmt: skip
         """Return the codes that a call of the store returned."""
         try:
-            return self._clients.call(call, keys, memory, deadline)
+            return self._clients.call(call, keys, blocks, deadline)
         except BackendLost as error:
             raise BackendLost(str(error), results) from error
 
@@ -335,11 +357,13 @@ def _addresses(headers: Any, blocks: Sequence[Block]) -> tuple[list[list[int]], 
     first = headers.ctypes.data
     pointers, sizes = [], []
     for i, block in enumerate(blocks):
-        views = [np.frombuffer(piece, np.uint8) for piece in block]
-        starts = [view.__array_interface__["data"][0] for view in views]
-        pointers.append([first + i * _HEADER_BYTES, *starts])
-        sizes.append([_HEADER_BYTES, *(view.nbytes for view in views)])
+        pointers.append([first + i * _HEADER_BYTES, *map(_address, block)])
+        sizes.append([_HEADER_BYTES, *(piece.nbytes for piece in block)])
     return pointers, sizes
+
+
+def _address(piece: memoryview) -> int:
+    return int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0])
 
 
 def _header(row: bytes) -> bytes | None:
@@ -376,36 +400,37 @@ class _Clients:
         self._changed = threading.Condition()
         self._counts = {"clients": 0, "late": 0, "failed_transfers": 0, "errors": 0}
 
-    def call(self, call: _Call, keys: Sequence[bytes], memory: Any, deadline: float) -> list[int]:
+    def call(
+        self, call: _Call, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float
+    ) -> list[int]:
         """Return what a call in another thread returns.
 
         Parameters
         ----------
         call : of the store and of memory for headers
-        keys : of the blocks that it may write to
-        memory : that it accesses, kept alive as long as it may
+        keys, blocks : whose memory it accesses, which is kept alive as long as it may
 
         Raises
         ------
         BackendLost : it failed, or was not over in time
         """
         client, lane = self._take(deadline)
-        job = _Job(call, memory)
+        job = _Job(call, keys, blocks)
         lane.jobs.put(job)
         try:
             in_time = job.over.wait(max(0.0, deadline - time.monotonic()))
         except BaseException:  # such as KeyboardInterrupt
-            self._retire(client, keys, job)
+            self._retire(client, job)
             raise
         if not in_time:
             job.is_given_up = True
-            self._retire(client, keys, job, "late")
+            self._retire(client, job, "late")
             raise BackendLost(f"mooncake {self._settings.master}: it did not answer in time")
         if job.error is not None:
-            self._retire(client, keys, job, "errors")
+            self._retire(client, job, "errors")
             raise BackendLost(f"mooncake {self._settings.master}: {job.error}") from job.error
         if any(map(_is_unsafe, job.codes)):
-            self._retire(client, keys, job, "failed_transfers")
+            self._retire(client, job, "failed_transfers")
         else:
             self._give_back(client, lane)
         return job.codes
@@ -413,7 +438,7 @@ class _Clients:
     def add_node(self, segment_bytes: int, deadline: float) -> None:
         """Set up another client that has a segment, and is never called."""
         self._node = node = _Client(self._settings._replace(regions=()), segment_bytes, None)
-        job = _Job(lambda store, _: [0], None)
+        job = _Job(lambda store, _: [0], (), ())
         lane = node.take_lane()
         assert lane is not None
         lane.jobs.put(job)
@@ -423,23 +448,35 @@ class _Clients:
 
     def busy(self, keys: Sequence[bytes]) -> _Quiet | None:
         with self._changed:
-            clients = [c for c in self._draining if not c.unsafe.isdisjoint(keys)]
+            clients = [
+                client
+                for client in self._draining
+                if any(not job.keys.isdisjoint(keys) for job in client.unsafe)
+            ]
         return _Quiet(clients) if clients else None
+
+    def may_be_written(self, block: Block) -> bool:
+        """Return whether bytes may still arrive where a block is."""
+        if not self._draining:
+            return False
+        start = _address(block[0])
+        with self._changed:
+            return any(start in job.addresses for client in self._draining for job in client.unsafe)
 
     def stats(self) -> dict[str, int]:
         with self._changed:
             return {**self._counts, "draining": len(self._draining)}
 
-    def close(self, wait_s: float = 0.0) -> bool:
+    def close(self, wait_s: float) -> bool:
         """Let all clients be closed when their calls are over; return whether they are by then."""
         if os.getpid() != self._pid:  # its threads are the parent's
             return True
         with self._changed:
             self._closed = True
-            current, node, self._node = self._current, self._node, None
-        for client in (current, node):
-            if client is not None:
-                self._retire(client, (), None)
+            clients = [client for client in (self._current, self._node) if client is not None]
+            self._node = None
+        for client in clients:
+            self._retire(client, None)
         with self._changed:
             return self._changed.wait_for(lambda: not self._draining, wait_s)
 
@@ -469,28 +506,30 @@ class _Clients:
             client.idle.append(lane)
             self._changed.notify()
 
-    def _retire(
-        self, client: _Client, keys: Iterable[bytes], job: _Job | None, reason: str = ""
-    ) -> None:
+    def _retire(self, client: _Client, job: _Job | None, reason: str = "") -> None:
         """Use a client no more, and close it when its calls are over."""
         with self._changed:
             if reason:
                 self._counts[reason] += 1
-            client.unsafe.update(keys)
-            client.held.append(job)
+            if job is not None:
+                client.unsafe.append(job)
             if self._current is client:
                 self._current = None
             if client in self._draining or client.quiet.is_set():
                 return
             self._draining.append(client)
             self._changed.notify_all()
-        threading.Thread(
+        thread = threading.Thread(
             target=self._drain, args=(client,), name="kvcupy-mooncake-drain", daemon=True
-        ).start()
-
-    def _drain(self, client: _Client) -> None:
+        )
         try:
-            client.drain()
+            thread.start()
+        except RuntimeError:  # the interpreter ends
+            self._drain(client, _CLOSE_S)
+
+    def _drain(self, client: _Client, wait_s: float | None = None) -> None:
+        try:
+            client.drain(wait_s)
         except Exception as error:  # it stays among those that are not quiet
             cache_logger.warning("a client of Mooncake could not be closed: %s", error)
             return
@@ -505,17 +544,16 @@ class _Client:
     Attributes
     ----------
     idle : threads without a call
-    unsafe : keys of blocks that may still be written to
-    held : what keeps their memory alive
+    unsafe : calls whose memory it may still access, which they keep alive
     quiet : set when it is closed: it accesses no memory any more
     """
 
     def __init__(self, settings: _Settings, segment_bytes: int, pages: Any) -> None:
         self._settings = settings
         self._segment_bytes = segment_bytes
-        self.held: list[Any] = [pages]
+        self._pages = pages  # kept alive
         self.idle: list[_Lane] = []
-        self.unsafe: set[bytes] = set()
+        self.unsafe: list[_Job] = []
         self.quiet = threading.Event()
         self._lanes: list[_Lane] = []
         shape = (_CALLS_AT_ONCE, _BLOCKS_PER_CALL, _HEADER_BYTES)
@@ -543,6 +581,8 @@ class _Client:
 
     def _set_up(self) -> Any:
         settings, store = self._settings, _store_class()()
+        if not _is_alive(settings.master):
+            raise ConnectionError("it does not answer")
         code = store.setup(
             settings.host, "P2PHANDSHAKE", self._segment_bytes, 0, settings.protocol,
             settings.devices, settings.master,
@@ -556,29 +596,37 @@ class _Client:
                 raise OSError(f"memory of the pool could not be registered, code {code}")
         return store
 
-    def drain(self) -> None:
-        """Wait for the calls, and close the client."""
+    def drain(self, wait_s: float | None = None) -> None:
+        """Wait for the calls, and close the client. TimeoutError if that takes too long."""
         for lane in self._lanes:
             lane.jobs.put(None)
         for lane in self._lanes:
-            lane.join()
+            lane.join(wait_s)
+            if lane.is_alive():
+                raise TimeoutError("a call has not come back")
         if self._store is not None:
             self._store.close()
-        self._store = None
-        self.held.clear()
+        self._store = self._pages = None
+        self.unsafe.clear()
         self.quiet.set()
 
 
 class _Job:
     """A call of the store."""
 
-    def __init__(self, call: _Call, memory: Any) -> None:
+    def __init__(self, call: _Call, keys: Sequence[bytes], blocks: Sequence[Block]) -> None:
         self._call = call
-        self._memory = memory  # alive until nothing accesses it
+        self._blocks = blocks
+        self.keys = frozenset(keys)
         self.over = threading.Event()
         self.is_given_up = False
         self.codes: list[int] = []
         self.error: Exception | None = None
+
+    @cached_property
+    def addresses(self) -> frozenset[int]:
+        """Where its blocks start."""
+        return frozenset(_address(block[0]) for block in self._blocks)
 
     def run(self, client: _Client, headers: Any) -> None:
         try:

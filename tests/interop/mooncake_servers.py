@@ -112,9 +112,7 @@ def servers_in(tmp_path):
 
 def node(master, segment_bytes):
     store = mooncake.store.MooncakeDistributedStore()
-    print(
-        store.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, 0, "tcp", "", master), flush=True
-    )
+    print(store.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, 0, "tcp", "", master), flush=True)
     signal.pause()
 
 
