@@ -8,6 +8,8 @@ Notes
 Mooncake has no authentication and no encryption. Each process that uses it listens on two ports of
 all interfaces, and whoever reaches them reads and writes the memory that is registered there: that
 of a node's segment, and with RDMA the pool's. Use it on networks where every host is trusted.
+It logs to stderr (`GLOG_minloglevel=2` keeps it quiet). Unless the environment has them,
+`MC_STORE_CLIENT_SETUP_RETRIES` is set to 1 and `MC_RPC_TIMEOUT_MS` to 5000.
 Source: kvcache-ai/Mooncake `mooncake-store/include/types.h` for the codes.
 """
 
@@ -48,6 +50,9 @@ _CALLS_AT_ONCE = 4
 _MOST_DRAINING = 2
 _CLOSE_S = 5.0
 _MASTER_S = 2.0  # in which a master that is there hangs up
+
+# How often, and for how many ms, the store tries to reach its master.
+_ENVIRONMENT = {"MC_STORE_CLIENT_SETUP_RETRIES": "1", "MC_RPC_TIMEOUT_MS": "5000"}
 
 # Codes of the store.
 _NO_ROOM, _EXISTS = -200, -705
@@ -180,6 +185,9 @@ def _store_class() -> Any:
             f"url: mooncake:// needs Mooncake, {install('mooncake')}, and the system's packages "
             f"libibverbs1, libnl-3-200 and libnl-route-3-200: {error}"
         ) from error
+    # Setting a client up holds Python's lock: by default 90 s, should the master go just then.
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     return MooncakeDistributedStore
 
 
@@ -572,17 +580,17 @@ class _Client:
         lane.start()
         return lane
 
-    def store(self) -> Any:
+    def store(self, job: _Job) -> Any:
         """Return the store, set up by the first call."""
         with self._lock:
             if self._store is None:
+                if not _is_alive(self._settings.master) or job.is_given_up:
+                    raise ConnectionError("it does not answer")
                 self._store = self._set_up()
             return self._store
 
     def _set_up(self) -> Any:
         settings, store = self._settings, _store_class()()
-        if not _is_alive(settings.master):
-            raise ConnectionError("it does not answer")
         code = store.setup(
             settings.host, "P2PHANDSHAKE", self._segment_bytes, 0, settings.protocol,
             settings.devices, settings.master,
@@ -630,7 +638,7 @@ class _Job:
 
     def run(self, client: _Client, headers: Any) -> None:
         try:
-            store = client.store()
+            store = client.store(self)
             if not self.is_given_up:
                 self.codes = self._call(store, headers)
         except Exception as error:

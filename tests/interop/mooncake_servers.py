@@ -92,6 +92,13 @@ class Servers:
                 process.stdout.close()
 
 
+def pause(process):
+    """Stop a process; return when all of it has stopped."""
+    process.send_signal(signal.SIGSTOP)
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
+
+
 @contextmanager
 def servers_in(tmp_path):
     """Yield what starts masters by their options; they end with the block, and so do nodes."""
