@@ -48,8 +48,8 @@ class Backend(Protocol):
 
     Attributes
     ----------
-    blocks_per_get : how many blocks `SharedStore` asks of one `get` at most. One where nothing is
-        gained by more, so that each is verified while it is in the processor's cache
+    blocks_per_get : how many blocks `SharedStore` asks of one `get` at most: few where little is
+        gained by more, so that they are verified while they are in the processor's cache
     """
 
     blocks_per_get: int

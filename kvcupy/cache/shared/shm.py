@@ -66,6 +66,8 @@ _KEY_AT, _HEADER_AT = 8 * _KEY, RECORD_BYTES - MOST_HEADER_BYTES
 
 _SLOT_MASK = 2**32 - 1
 _LEAST_UNLOCKED_BYTES = 2**17  # pieces that are copied without Python's lock
+_FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+_VERIFIED_BYTES = 2**22  # that are still in the processor's cache when they are verified
 _POLL_S, _MOST_POLL_S = 1e-4, 5e-3
 _RECENT_NS = 5_000_000  # a process that has waited for the lock within this may wait still
 
@@ -102,8 +104,6 @@ class ShmBackend(ProcessLocal):
     OSError : it cannot be made, opened or mapped
     """
 
-    blocks_per_get = 1
-
     def __init__(self, path: Path, block_bytes: int, capacity_bytes: int | None) -> None:
         if fcntl is None:
             raise OSError(errno.ENOTSUP, "shm: expected a system with flock", str(path))
@@ -112,15 +112,12 @@ class ShmBackend(ProcessLocal):
         if capacity_bytes is not None:
             checks.require_int(capacity_bytes, "capacity_bytes")
             layout = Layout.fit(int(capacity_bytes), block_bytes)
-        self._fd = _open(path, layout, block_bytes)
         try:
-            self._layout = layout = _read_layout(self._fd, path, block_bytes, capacity_bytes)
-            self._map = mmap.mmap(self._fd, layout.num_bytes)
-        except BaseException as error:
-            os.close(self._fd)
-            if isinstance(error, OSError):
-                error.filename = str(path)
+            self._fd, self._map, layout = _open_mapped(path, block_bytes, capacity_bytes, layout)
+        except OSError as error:
+            error.filename, error.filename2 = str(path), None
             raise
+        self._layout = layout
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self._bytes = memoryview(self._map)
         self._array = np.frombuffer(self._map, np.uint8)
@@ -130,6 +127,7 @@ class ShmBackend(ProcessLocal):
         self._records = words[layout.records_at // 8 :]
         self._mask = layout.num_buckets - 1
         self._mutex = threading.Lock()  # the file's lock is one of this process, not of a thread
+        self.blocks_per_get = max(1, _VERIFIED_BYTES // layout.block_bytes)
         self._torn = 0
         _opened.add(self)
 
@@ -170,6 +168,7 @@ class ShmBackend(ProcessLocal):
         start = self._layout.record_at(slot) + _HEADER_AT
         header = bytes(self._bytes[start : start + header_length])
         start = self._layout.payload_at(slot)
+        self._at("copying")
         for piece in block:
             stop = start + len(piece)
             if len(piece) < _LEAST_UNLOCKED_BYTES:
@@ -210,11 +209,12 @@ class ShmBackend(ProcessLocal):
         return bytes(self._bytes[start : start + KEY_BYTES])
 
     def _used(self, slot: int) -> bool:
-        """Note that a slot is used, so that it is not evicted next; return whether there is one."""
-        if slot < 0:
+        """Return whether a slot has a whole block, and note that it is used, which keeps it."""
+        records, at = self._records, slot * _RECORD_WORDS
+        if slot < 0 or records[at + _GENERATION] & 1 or not records[at + _LENGTH]:
             return False
-        if not self._records[slot * _RECORD_WORDS + _USED]:
-            self._records[slot * _RECORD_WORDS + _USED] = 1
+        if not records[at + _USED]:
+            records[at + _USED] = 1
         return True
 
     # --- Writing, with the lock ---
@@ -258,14 +258,17 @@ class ShmBackend(ProcessLocal):
 
     def _put(self, key: bytes, block: Block, header: bytes, written: set[int]) -> str:
         """Write a block to a slot other than those of `written`, to which it is added."""
-        if self._used(self._find(key)):
-            return KNOWN
+        if (slot := self._find(key)) >= 0:
+            if self._used(slot):
+                return KNOWN
+            self._recover()  # nobody is writing it: it was damaged
         num_bytes = sum(map(len, block))
         if num_bytes > self._layout.block_bytes:
             return FULL
-        slot = self._take_slot(written)
-        if slot is None:
+        free = self._take_slot(written)
+        if free is None:
             return FULL
+        slot = free
         self._at("marked")
         records, at = self._records, slot * _RECORD_WORDS
         records[at + _GENERATION] += 1  # odd: no reader takes it
@@ -298,27 +301,31 @@ class ShmBackend(ProcessLocal):
 
     def _take_slot(self, kept: set[int]) -> int | None:
         """Mark the file as dirty, and return a slot that no bucket has; None if there is none."""
-        words, num_slots = self._words, self._layout.num_slots
-        slot = words[_FREE] - 1
-        if slot >= num_slots or (slot >= 0 and self._records[slot * _RECORD_WORDS + _LENGTH]):
-            self._recover()  # it was damaged
-            slot = words[_FREE] - 1
-        if slot >= 0:
-            words[_DIRTY] = 1
-            words[_FREE] = self._records[slot * _RECORD_WORDS + _NEXT]
-            return slot
-        slot = words[_HIGH_WATER]
-        if slot < num_slots and self._allocate(slot):
-            words[_DIRTY] = 1
-            words[_HIGH_WATER] = slot + 1
-            return slot
-        victim = self._victim(kept)
-        if victim is not None:
-            words[_DIRTY] = 1
-            self._at("chosen")
-            self._vacate(victim)
-            words[_EVICTED] += 1
-        return victim
+        words, records, num_slots = self._words, self._records, self._layout.num_slots
+        for _ in range(2):
+            free, fresh = words[_FREE] - 1, words[_HIGH_WATER]
+            if free >= 0:
+                if free < num_slots and not records[free * _RECORD_WORDS + _LENGTH]:
+                    words[_DIRTY] = 1
+                    words[_FREE] = records[free * _RECORD_WORDS + _NEXT]
+                    return free
+            elif fresh < num_slots and self._allocate(fresh):
+                if not records[fresh * _RECORD_WORDS + _LENGTH]:
+                    words[_DIRTY] = 1
+                    words[_HIGH_WATER] = fresh + 1
+                    return fresh
+            else:
+                victim = self._victim(kept)
+                if victim is None:
+                    return None
+                if self._find(self._key(victim) or b"") == victim:
+                    words[_DIRTY] = 1
+                    self._at("chosen")
+                    self._vacate(victim)
+                    words[_EVICTED] += 1
+                    return victim
+            self._recover()  # what is there cannot be: it was damaged
+        return None
 
     def _allocate(self, slot: int) -> bool:
         """Have memory for a slot, so that writing to it cannot fail; False if there is none."""
@@ -396,26 +403,32 @@ class ShmBackend(ProcessLocal):
         buckets[hole] = 0
 
     def _recover(self) -> None:
-        """Rebuild the buckets from the records, without slots that were being written."""
-        cache_logger.warning("%s: a write was interrupted; what it wrote is dropped", self.path)
-        words, records, buckets = self._words, self._records, self._buckets
+        """Rebuild all but the records from those of whole blocks."""
+        cache_logger.warning(
+            "%s: a write was interrupted or bytes damaged; whole blocks stay", self.path
+        )
+        words, buckets = self._words, self._buckets
         words[_DIRTY] = 1
-        words[_HIGH_WATER] = min(words[_HIGH_WATER], self._layout.num_slots)
-        words[_FREE] = words[_NUM_BLOCKS] = 0
         for i in range(len(buckets)):
             buckets[i] = 0
+        words[_FREE] = words[_NUM_BLOCKS] = 0
         self._at("emptied")
-        for slot in range(words[_HIGH_WATER]):
-            at = slot * _RECORD_WORDS
+        records = np.frombuffer(self._records, np.uint64).reshape(-1, _RECORD_WORDS)
+        records = records[: self._layout.num_slots]
+        generations = records[:, _GENERATION]
+        whole = (generations & np.uint64(1) == 0) & (records[:, _LENGTH] > 0)
+        for slot in np.flatnonzero(whole).tolist():
             key = self._key(slot)
-            whole = not records[at + _GENERATION] & 1 and records[at + _LENGTH] > 0
-            if whole and key is not None and self._find(key) < 0:
+            assert key is not None
+            if self._find(key) < 0:
                 self._insert(key, slot)
                 words[_NUM_BLOCKS] += 1
-                continue
-            records[at + _GENERATION] |= 1
-            records[at + _LENGTH] = 0
-            records[at + _GENERATION] += 1
+            else:
+                whole[slot] = False
+        generations[~whole] = (generations[~whole] | np.uint64(1)) + np.uint64(1)
+        records[~whole, _LENGTH] = 0
+        words[_HIGH_WATER] = np.flatnonzero(whole)[-1] + 1 if whole.any() else 0
+        for slot in np.flatnonzero(~whole[: words[_HIGH_WATER]]).tolist():
             self._free(slot)
         words[_RECOVERED] += 1
         self._at("rebuilt")
@@ -585,40 +598,59 @@ class Layout:
         return fields + _digest(fields)
 
 
-def _open(path: Path, layout: Layout | None, block_bytes: int) -> int:
+def _open_mapped(
+    path: Path, block_bytes: int, capacity_bytes: int | None, layout: Layout | None
+) -> tuple[int, mmap.mmap, Layout]:
+    """Open and map a file, which is made if necessary and there is a layout for it."""
+    while True:
+        descriptor = _open(path, layout)
+        try:
+            actual = _read_layout(descriptor, path, block_bytes, capacity_bytes)
+            # A map has a descriptor of its own, which children inherit. It must not be the one that
+            # is locked.
+            with suppress(FileNotFoundError):
+                another = os.open(path, _FLAGS)
+                try:
+                    if os.path.samestat(os.fstat(another), os.fstat(descriptor)):
+                        return descriptor, mmap.mmap(another, actual.num_bytes), actual
+                finally:
+                    os.close(another)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # it was removed just now
+
+
+def _open(path: Path, layout: Layout | None) -> int:
     """Open a file, or make it with a layout."""
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
         try:
-            descriptor = os.open(path, flags)
+            return os.open(path, _FLAGS)
         except FileNotFoundError:
             if layout is None:
                 raise FileNotFoundError(
                     errno.ENOENT, "capacity_bytes: expected a size, for there is no such store",
                     str(path),
                 ) from None  # fmt: skip
-        else:
-            return descriptor
-        # Made under another name, so that it has its name when it is whole.
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
-        descriptor = os.open(unfinished, flags | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.ftruncate(descriptor, layout.num_bytes)
-            os.posix_fallocate(descriptor, 0, layout.payloads_at)
-            os.pwrite(descriptor, layout.header(), 0)
-            try:
-                os.link(unfinished, path)
-            except FileExistsError:  # another process was first
-                os.close(descriptor)
-                continue
-        except BaseException as error:
-            os.close(descriptor)
-            if isinstance(error, OSError):
-                error.filename = str(path)
-            raise
-        finally:
-            unfinished.unlink()
-        return descriptor
+        with suppress(FileExistsError):  # another process was first
+            return _make(path, layout)
+
+
+def _make(path: Path, layout: Layout) -> int:
+    """Make a file under another name, so that it has its name when it is whole; open it."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    descriptor = os.open(unfinished, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.ftruncate(descriptor, layout.num_bytes)
+        os.posix_fallocate(descriptor, 0, layout.payloads_at)
+        os.pwrite(descriptor, layout.header(), 0)
+        os.link(unfinished, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    finally:
+        unfinished.unlink()
+    return descriptor
 
 
 def _read_layout(
