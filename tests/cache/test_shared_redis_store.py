@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import helpers
 import pytest
 from redis_server import free_port, needs_redis, servers_in
 from shared_cases import Writer, block_hashes, bytes_of, holds, new_pool
@@ -200,10 +201,10 @@ def test_no_block_is_wrong_whatever_is_killed(redis_server):
     try:
         for user in users:
             assert user.stdout.readline() == "open\n"
-        lasting = start_user(server.url, 9, 2.5)
+        lasting = start_user(server.url, 9, 4.0 if helpers.full else 1.5)
         users.append(lasting)
         for user in users[:2]:
-            time.sleep(0.3)
+            time.sleep(0.2)
             user.kill()
         for _ in range(3):
             server.kill()

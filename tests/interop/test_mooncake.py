@@ -55,7 +55,9 @@ class Pages:
     def __init__(self, num_pages=8, layout="page_first_direct"):
         self.pool = kv.KVPool(num_pages, layout=layout, **SHAPE)
         self.wire = WirePages(self.pool)
-        self.blocks = [self.wire.pieces(page) for page in range(num_pages)]
+        self.blocks = []
+        if self.wire.is_direct:
+            self.blocks = [self.wire.pieces(page) for page in range(num_pages)]
 
     def fill(self, keys):
         for page, key in enumerate(keys):
@@ -319,6 +321,7 @@ class TestLost:
         assert backend.get(KEYS, pages.wipe(), soon()) == [HEADER] * 8
         assert pages.has(KEYS)
 
+    @pytest.mark.full
     def test_a_killed_node(self, servers, backend_of):
         started = servers()
         node = started.add_node(64 * MEBIBYTE)
@@ -446,6 +449,65 @@ threading.Thread(target=lambda: (time.sleep(0.5), os.kill({node.pid}, signal.SIG
         )  # fmt: skip
         assert ended.returncode == 0, ended.stderr
         assert "in time" in ended.stdout
+
+
+HASHES = [int.from_bytes(key[:16], "little") for key in KEYS]
+
+
+def shared_store(started, pages, **options):
+    return kv.SharedStore.open(started.url, pages.pool, host="127.0.0.1", **options)
+
+
+@needs_mooncake
+class TestSharedStore:
+    @pytest.mark.full
+    def test_layouts_and_tenants(self, servers):
+        started = servers()
+        started.add_node(64 * MEBIBYTE)
+        direct, by_page = Pages(), Pages(layout="page_first")
+        direct.fill(KEYS)
+        with (
+            shared_store(started, direct, tenant="one") as one,
+            shared_store(started, by_page, tenant="one") as same,
+            shared_store(started, by_page, tenant="other") as other,
+        ):
+            assert one.put(HASHES, range(8)) == ["stored"] * 8
+            assert same.exists(HASHES) == 8 and other.exists(HASHES) == 0
+            assert same.get(HASHES, range(8)) == [True] * 8
+            assert by_page.has(KEYS)
+            assert other.get(HASHES, range(8)) == [False] * 8
+            # A block that is not what was put under its key is a miss, and makes way.
+            keys = one._keys.keys(HASHES)
+            header = one._header(keys[1], direct.blocks[1])
+            one._backend.discard(keys[1:2], soon())
+            one._backend.put(keys[1:2], direct.blocks[:1], [header], soon())
+            assert one.get(HASHES[:3], [5, 6, 7]) == [True, False, True]
+            assert one.exists(HASHES) == 1
+            other.remove()
+            one.remove()
+            assert same.exists(HASHES) == 0
+
+    @pytest.mark.full
+    def test_pages_of_a_late_call_are_held_back(self, servers):
+        started = servers()
+        node = started.add_node(64 * MEBIBYTE)
+        pages = Pages()
+        pages.fill(KEYS)
+        with shared_store(started, pages) as store:
+            assert store.put(HASHES[:4], range(4)) == ["stored"] * 4
+            allocator = pages.pool.allocator
+            allocated = allocator.alloc(8)
+            pause(node)
+            assert store.get(HASHES[:4], range(4), deadline_s=0.2) == [False] * 4
+            allocator.free(allocated)
+            assert allocator.num_free == 4  # the others are held back
+            node.send_signal(signal.SIGCONT)
+            assert len(allocator.alloc(8)) == 8  # waits
+            pages.wipe()
+            time.sleep(0.2)
+            assert pages.is_wiped
+            assert store.get(HASHES[:4], range(4)) == [True] * 4
+            assert all(pages.block(page) == content(KEYS[page], BLOCK_BYTES) for page in range(4))
 
 
 ARGUMENTS = [
