@@ -19,7 +19,7 @@ HASHES = block_hashes(48)
 def use(url, seed, seconds):
     store._SKIPPED_S = store._BAD_S = 0.02  # a server that was lost is asked again soon
     order = random.Random(seed)
-    hits = gets = 0
+    hits = 0
     with Writer(
         url, deadline_s=2.0, layout=order.choice(["page_first_direct", "page_first"])
     ) as user:
@@ -27,9 +27,8 @@ def use(url, seed, seconds):
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             user.put(*order.sample(HASHES, 8))
-            there = user.get(*order.sample(HASHES, 8))
-            hits, gets = hits + sum(there), gets + len(there)
-    print(hits, gets)
+            hits += sum(user.get(*order.sample(HASHES, 8)))
+        print(hits, user.store.stats()["lost"])
 
 
 if __name__ == "__main__":
