@@ -20,6 +20,7 @@ from benchmarks import (
     ops,
     order,
     scale,
+    shared_servers,
     steps,
     transfer,
     views,
@@ -36,6 +37,7 @@ BENCHMARKS = {
     "frames": frames,
     "generate": generate,
     "order": order,
+    "shared_servers": shared_servers,
 }
 
 

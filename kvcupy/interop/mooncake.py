@@ -60,6 +60,7 @@ _NO_ROOM, _EXISTS = -200, -705
 # damaged, no answer of the master. After any other, such as -800, bytes may still arrive.
 _QUIET = frozenset((_NO_ROOM, -600, -703, -704, _EXISTS, -706, -707, -801, -900, -901))
 _NO_MASTER = frozenset((-900, -901))
+_OUTCOMES = {0: STORED, _EXISTS: KNOWN, _NO_ROOM: FULL}
 
 
 class _Settings(NamedTuple):
@@ -247,17 +248,12 @@ class MooncakeBackend(ProcessLocal):
         self, keys: Sequence[bytes], blocks: Sequence[Block], headers: Sequence[bytes],
         deadline: float,
     ) -> list[str]:  # fmt: skip
-        # A put of a known key is answered as if it were stored.
-        known = self.exists(keys, deadline)
-        outcomes = [KNOWN if exists else FAILED for exists in known]
-        new = [i for i, exists in enumerate(known) if not exists]
-        for part in _parts(len(new)):
-            chosen = new[part]
-            chosen_keys, pieces = [keys[i] for i in chosen], [blocks[i] for i in chosen]
-            call = partial(_put, self._names(chosen_keys), [headers[i] for i in chosen], pieces)
-            codes = self._call(call, chosen_keys, pieces, deadline, outcomes)
-            for i, code in zip(chosen, codes, strict=True):
-                outcomes[i] = {0: STORED, _EXISTS: KNOWN, _NO_ROOM: FULL}.get(code, FAILED)
+        outcomes = [FAILED] * len(keys)
+        for part in _parts(len(keys)):
+            names, pieces = self._names(keys[part]), blocks[part]
+            call = partial(_put, names, headers[part], pieces)
+            codes = self._call(call, keys[part], pieces, deadline, outcomes)
+            outcomes[part] = [_OUTCOMES.get(code, FAILED) for code in codes]
             self._require_no_failure(codes, outcomes)
         return outcomes
 
@@ -341,15 +337,28 @@ def _exist(names: list[str], store: Any, headers: Any) -> list[int]:
 
 
 def _put(
-    names: list[str], contents: list[bytes], blocks: Sequence[Block], store: Any, headers: Any
+    names: list[str], contents: Sequence[bytes], blocks: Sequence[Block], store: Any, headers: Any
 ) -> list[int]:
-    headers[: len(names)] = 0
-    for row, content in zip(headers, contents, strict=False):
+    codes = list(store.batch_is_exist(names))
+    if min(codes) < 0:
+        return [min(codes)] * len(codes)
+    # A put of a known key is answered as if it were stored.
+    new = [i for i, known in enumerate(codes) if not known]
+    codes = [_EXISTS if known else 0 for known in codes]
+    if not new:
+        return codes
+    for row, i in zip(headers, new, strict=False):
+        content = contents[i]
         if len(content) > MOST_HEADER_BYTES:
             raise ValueError(f"headers: expected {MOST_HEADER_BYTES} bytes, got {len(content)}")
         data = len(content).to_bytes(_LENGTH_BYTES, "little") + content
         row[: len(data)] = np.frombuffer(data, np.uint8)
-    return list(store.batch_put_from_multi_buffers(names, *_addresses(headers, blocks)))
+        row[len(data) :] = 0
+    pointers, sizes = _addresses(headers, [blocks[i] for i in new])
+    put_codes = store.batch_put_from_multi_buffers([names[i] for i in new], pointers, sizes)
+    for i, code in zip(new, put_codes, strict=True):
+        codes[i] = code
+    return codes
 
 
 def _get(
