@@ -20,6 +20,7 @@ from benchmarks import (
     ops,
     order,
     scale,
+    shared,
     shared_servers,
     steps,
     transfer,
@@ -37,6 +38,7 @@ BENCHMARKS = {
     "frames": frames,
     "generate": generate,
     "order": order,
+    "shared": shared,
     "shared_servers": shared_servers,
 }
 

@@ -435,7 +435,7 @@ class _Clients:
         job = _Job(call, keys, blocks)
         lane.jobs.put(job)
         try:
-            in_time = job.over.wait(max(0.0, deadline - time.monotonic()))
+            in_time = job.wait(deadline)
         except BaseException:  # such as KeyboardInterrupt
             self._retire(client, job)
             raise
@@ -459,7 +459,7 @@ class _Clients:
         lane = node.take_lane()
         assert lane is not None
         lane.jobs.put(job)
-        if not job.over.wait(max(0.0, deadline - time.monotonic())) or job.error is not None:
+        if not job.wait(deadline) or job.error is not None:
             reason = job.error or "it did not answer in time"
             raise BackendLost(f"mooncake {self._settings.master}: {reason}")
 
@@ -635,10 +635,16 @@ class _Job:
         self._call = call
         self._blocks = blocks
         self.keys = frozenset(keys)
-        self.over = threading.Event()
+        self._running = threading.Lock()  # cheaper than an Event
+        self._running.acquire()
         self.is_given_up = False
         self.codes: list[int] = []
         self.error: Exception | None = None
+
+    def wait(self, deadline: float) -> bool:
+        """Wait until it is over; return whether it is by the deadline. Called once."""
+        seconds = max(0.0, deadline - time.monotonic())
+        return self._running.acquire(timeout=min(seconds, threading.TIMEOUT_MAX))
 
     @cached_property
     def addresses(self) -> frozenset[int]:
@@ -652,7 +658,7 @@ class _Job:
                 self.codes = self._call(store, headers)
         except Exception as error:
             self.error = error
-        self.over.set()
+        self._running.release()
 
 
 class _Lane(threading.Thread):

@@ -2,10 +2,11 @@
 
 Blocks of 64 KiB, 1 MiB and 2 MiB, one or 32 in a call, in two pieces of memory each (K and V), all
 over loopback, from and to 64 MiB of memory. `socket` is another process that takes and sends as
-many blocks on request, as fast as Python's sockets do that. `backend` is what a `SharedStore` has below it, and
-`SharedStore` the whole, with checksums. `Mooncake` is its own batch calls, on registered memory.
-Each round measures every candidate of a case, puts of new keys and then gets of the same; a row has
-the best and the median round. Every block that was got is compared once with what was put.
+many blocks on request, as fast as Python's sockets do that. `backend` is what a `SharedStore` has
+below it, and `SharedStore` the whole, with checksums. `Mooncake` is its own batch calls, on
+registered memory. Each round measures every candidate of a case, puts of new keys and then gets of
+the same; a row has the best and the median round. Every block that was got is compared once with
+what was put.
 
 A server that is not installed is left out: redis-server, and a wheel of Mooncake with libibverbs1.
 
