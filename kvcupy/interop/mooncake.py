@@ -8,7 +8,7 @@ Notes
 Mooncake has no authentication and no encryption. Each process that uses it listens on two ports of
 all interfaces, and whoever reaches them reads and writes the memory that is registered there: that
 of a node's segment, and with RDMA the pool's. Use it on networks where every host is trusted.
-It logs to stderr (`GLOG_minloglevel=2` keeps it quiet). Unless the environment has them,
+It logs to stderr, with `MC_LOG_LEVEL=ERROR` errors alone. Unless the environment has them,
 `MC_STORE_CLIENT_SETUP_RETRIES` is set to 1 and `MC_RPC_TIMEOUT_MS` to 5000.
 Source: kvcache-ai/Mooncake `mooncake-store/include/types.h` for the codes.
 """
