@@ -198,7 +198,7 @@ def test_a_child_has_a_store_of_its_own(redis_server):
 def test_no_block_is_wrong_whatever_is_killed(redis_server):
     server = redis_server()
     users = [start_user(server.url, seed, 60) for seed in range(2)]
-    users.append(start_user(server.url, 9, 5.0 if helpers.full else 1.0))
+    users.append(start_user(server.url, 9, 3.0 if helpers.full else 1.0))
     try:
         for user in users:
             assert user.stdout.readline() == "open\n"
