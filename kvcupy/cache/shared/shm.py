@@ -152,7 +152,7 @@ class ShmBackend(ProcessLocal):
 
     def _read(self, key: bytes, block: Block) -> bytes | None:
         slot = self._find(key)
-        if not self._used(slot):
+        if slot < 0:
             return None
         records, at = self._records, slot * _RECORD_WORDS
         generation = records[at + _GENERATION]
@@ -180,6 +180,7 @@ class ShmBackend(ProcessLocal):
         if records[at + _GENERATION] != generation:
             self._torn += 1
             return None
+        records[at + _USED] = 1
         return header
 
     def _find(self, key: bytes) -> int:
