@@ -349,6 +349,72 @@ class TestLost:
         backend._pool.give_back(taken)
         assert backend.exists(KEYS, soon()) == [False] * 9
 
+    def test_any_call_to_the_system_may_fail(self, redis_server, monkeypatch):
+        """Each call of a socket fails once, in each of several ways: the next attempt succeeds."""
+        server = redis_server()
+        failing = Failing(monkeypatch)
+        for error in (ConnectionResetError("gone"), TimeoutError(), OSError(105, "no buffers")):
+            number = 0
+            while True:
+                number += 1
+                backend = open_backend(server.url, connect=False)
+                memory = Memory(9)
+                failing.arm(number, error)
+                for call, nothing in (
+                    (lambda: put(backend, KEYS), "failed"),  # noqa: B023 - called at once
+                    (lambda: backend.get(KEYS, memory.blocks, soon()), None),  # noqa: B023
+                    (lambda: backend.exists(KEYS, soon()), False),  # noqa: B023
+                ):
+                    try:
+                        results = call()
+                    except BackendLost as lost:
+                        results = lost.results
+                    assert len(results) == 9 and {type(r) for r in results} <= {
+                        type(nothing), bytes, str, bool
+                    }  # fmt: skip
+                    if nothing is None:
+                        for i, header in enumerate(results):
+                            assert header is None or memory.block(i) == content(KEYS[i])
+                fired = failing.disarm()
+                assert set(put(backend, KEYS)) <= {"stored", "known"}
+                assert backend.get(KEYS, memory.blocks, soon()) == [HEADER] * 9
+                assert [memory.block(i) for i in range(9)] == [content(key) for key in KEYS]
+                assert memory.gaps_are_whole
+                assert backend.stats()["connections"] == 1
+                backend.remove(soon())
+                backend.close()
+                if not fired:
+                    break
+            assert number > 12
+
+
+class Failing:
+    """Makes the call of a number to any socket fail, of those of this process' clients."""
+
+    NAMES = ("connect", "sendmsg", "recv_into", "recvmsg_into", "recv", "setsockopt")
+
+    def __init__(self, monkeypatch):
+        self._number, self._count, self._error = 0, 0, None
+        for name in self.NAMES:
+            real = getattr(socket.socket, name)
+            monkeypatch.setattr(socket.socket, name, self._wrapped(real), raising=False)
+
+    def _wrapped(self, real):
+        def call(*arguments, **options):
+            self._count += 1
+            if self._count == self._number:
+                raise self._error
+            return real(*arguments, **options)
+
+        return call
+
+    def arm(self, number, error):
+        self._number, self._count, self._error = number, 0, error
+
+    def disarm(self):
+        fired, self._number = self._count >= self._number, 0
+        return fired
+
 
 def put_before(backend, end):
     return backend.put(KEYS, filled(KEYS), [HEADER] * 9, end)
