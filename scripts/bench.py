@@ -21,6 +21,7 @@ from benchmarks import (
     order,
     scale,
     shared,
+    shared_servers,
     steps,
     transfer,
     views,
@@ -38,6 +39,7 @@ BENCHMARKS = {
     "generate": generate,
     "order": order,
     "shared": shared,
+    "shared_servers": shared_servers,
 }
 
 

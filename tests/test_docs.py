@@ -25,8 +25,11 @@ DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 # Python, and the output that may follow.
 EXAMPLE = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
-# In these each goes on from the one before: test_readme.py and test_metrics.py run them.
-ELSEWHERE = ("finding_a_race.md", "running.md", "testing_your_own_kernel.md")
+# In these each goes on from the one before, or needs a server: test_readme.py, test_metrics.py and
+# interop/test_servers_page.py run them.
+ELSEWHERE = (
+    "finding_a_race.md", "running.md", "testing_your_own_kernel.md", "shared_store_servers.md",
+)  # fmt: skip
 EXAMPLES = [
     pytest.param(*example.groups(), id=f"{name}-{number}")
     for name, text in PAGES.items() if name not in ELSEWHERE

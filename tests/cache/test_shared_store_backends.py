@@ -298,7 +298,7 @@ def test_after_three_lost_calls_it_is_left_alone_for_ten_seconds(store, shelf, c
     assert store.exists(HASHES[:2]) == 0
     assert store.get(HASHES[:2], [0, 1]) == [False, False]
     assert store.put(HASHES[:2], [0, 1]) == ["failed", "failed"]
-    assert shelf.calls == [("busy", 2)] and store.stats()["skipped"] >= 4
+    assert shelf.calls == [("busy", 2)] * 2 and store.stats()["skipped"] >= 4
     clock.now += 9.9
     assert store.exists(HASHES[:2]) == 0
     clock.now += 0.2
