@@ -9,6 +9,8 @@ from . import metrics
 from .arrays import ArrayView, view_as
 from .cache.engine import TransferEngine
 from .cache.identity import BlockKeys, block_hashes
+from .cache.migration.receiver import PageReceiver
+from .cache.migration.sender import PageSender
 from .cache.paged.cache import PagedKVCache
 from .cache.pages import PageAllocator
 from .cache.pool import KVPool, MLAPool
@@ -24,6 +26,7 @@ from .errors import (
     KvcupyError,
     OrderError,
     OrderWarning,
+    TransferError,
     UnknownSequence,
 )
 from .ops.attention import paged_attention
@@ -63,9 +66,12 @@ __all__ = [
     "OrderError",
     "OrderWarning",
     "PageAllocator",
+    "PageReceiver",
+    "PageSender",
     "PagedKVCache",
     "TieredCache",
     "TransferEngine",
+    "TransferError",
     "UnknownSequence",
     "apply_rope",
     "bind",
