@@ -81,17 +81,18 @@ class Service:
     number, generation : of the offer
     peer : what the receiver's engine described
     lease_s : how long the peer may be silent
+    run_pages : that a layer is sent in runs of (see `layers`)
     """
 
     def __init__(
         self, channel: Channel, pool: Pool, pages: Pages, heads: range, *, number: int,
-        generation: int, peer: bytes, lease_s: float, page_bytes: PageBytes,
+        generation: int, peer: bytes, lease_s: float, run_pages: int, page_bytes: PageBytes,
         staging: Staging | None, stream: Callable[[], Stream], check: Callable[[], None],
         renew: Callable[[], None], is_ready: Callable[[int], bool],
     ) -> None:  # fmt: skip
         self.channel, self.pool, self.pages, self.heads = channel, pool, pages, heads
         self.number, self.generation, self.peer = number, generation, peer
-        self.lease_s = lease_s
+        self.lease_s, self.run_pages = lease_s, run_pages
         self.page_bytes, self.staging, self.stream = page_bytes, staging, stream
         self.check, self.renew = check, renew
         self._is_ready = is_ready
@@ -129,17 +130,18 @@ class PullTask:
     peer : what the sender's engine described
     deadline : of the whole pull, a value of time.monotonic
     lease_s : how long this end may be silent
+    run_pages : that a layer is sent in runs of (see `layers`)
     """
 
     def __init__(
         self, channel: Channel, pool: Pool, pages: Pages, heads: range, *, number: int,
-        generation: int, peer: bytes, lease_s: float, deadline: float, page_bytes: PageBytes,
-        staging: Staging | None, stream: Callable[[], Stream], check: Callable[[], None],
-        arrived: Callable[[int], None],
+        generation: int, peer: bytes, lease_s: float, deadline: float, run_pages: int,
+        page_bytes: PageBytes, staging: Staging | None, stream: Callable[[], Stream],
+        check: Callable[[], None], arrived: Callable[[int], None],
     ) -> None:  # fmt: skip
         self.channel, self.pool, self.pages, self.heads = channel, pool, pages, heads
         self.number, self.generation, self.peer = number, generation, peer
-        self.lease_s, self.deadline = lease_s, deadline
+        self.lease_s, self.deadline, self.run_pages = lease_s, deadline, run_pages
         self.page_bytes, self.staging, self.stream = page_bytes, staging, stream
         self.check, self.arrived = check, arrived
         self._renew_at = time.monotonic() + lease_s / 3
@@ -193,26 +195,21 @@ class SocketEngine:
             service.wait_ready(layer)
             channel.send(LAYER, _LAYER.pack(layer, num_bytes), service.deadline())
             checksum = channel.checksum(service.number, service.generation, layer)
-            if service.staging is None:
-                self._send(service, service.page_bytes, pages, layer, checksum)
-            else:
-                start = 0
-                while start < len(pages):
-                    deadline = service.deadline()
-                    with service.staging.borrowed(len(pages) - start, deadline) as staged:
-                        chunk = pages[start : start + len(staged)]
-                        service.staging.save(chunk, staged, layer, service.stream())
-                        self._send(service, service.page_bytes, staged, layer, checksum)
-                    start += len(staged)
+            for start in range(0, len(pages), service.run_pages):
+                run = pages[start : start + service.run_pages]
+                if service.staging is None:
+                    self._send(service, run, layer, checksum)
+                    continue
+                with service.staging.borrowed(len(run), service.deadline()) as staged:
+                    service.staging.save(run, staged, layer, service.stream())
+                    self._send(service, staged, layer, checksum)
             end = _CHECKSUM.pack(layer, checksum.intdigest())
             channel.send(CHECKSUM, end, service.deadline())
 
-    def _send(
-        self, service: Service, page_bytes: PageBytes, pages: Pages, layer: int, checksum: Any
-    ) -> None:
+    def _send(self, service: Service, pages: Pages, layer: int, checksum: Any) -> None:
         channel = service.channel
         channel.moving = True  # whoever ends the offer from now on aborts the channel
-        for views in page_bytes.reading(pages, layer):
+        for views in service.page_bytes.reading(pages, layer):
             service.check()
             for view in views:
                 checksum.update(view)
@@ -227,17 +224,14 @@ class SocketEngine:
             if head != _LAYER.pack(layer, num_bytes):
                 raise Lost("the sender sends another layer than the next")
             checksum = task.channel.checksum(task.number, task.generation, layer)
-            if task.staging is None:
-                self._receive(task, task.pages, layer, checksum)
-            else:
-                start = 0
-                while start < len(task.pages):
-                    rest = len(task.pages) - start
-                    with task.staging.borrowed(rest, task.deadline) as staged:
-                        self._receive(task, staged, layer, checksum)
-                        chunk = task.pages[start : start + len(staged)]
-                        task.staging.load(staged, chunk, layer, task.stream())
-                    start += len(staged)
+            for start in range(0, len(task.pages), task.run_pages):
+                run = task.pages[start : start + task.run_pages]
+                if task.staging is None:
+                    self._receive(task, run, layer, checksum)
+                    continue
+                with task.staging.borrowed(len(run), task.deadline) as staged:
+                    self._receive(task, staged, layer, checksum)
+                    task.staging.load(staged, run, layer, task.stream())
             _, end = task.channel.receive(task.deadline, CHECKSUM)
             if end != _CHECKSUM.pack(layer, checksum.intdigest()):
                 raise TransferError(f"layer {layer}: its checksum is wrong", "corrupt")

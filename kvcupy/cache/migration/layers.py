@@ -2,8 +2,9 @@
 
     K of page 0, K of page 1, ..., V of page 0, ..., scales of K, scales of V
 
-Each is (page_size, heads, width), whatever the layout of the pool, so that pools of all layouts
-exchange pages. What lies in memory like that is sent and received in place, neighbours as one run;
+of each run of pages: all of them, or as many as both ends have staging for. Each of these is
+(page_size, heads, width), whatever the layout of the pool, so that pools of all layouts exchange
+pages. What lies in memory like that is sent and received in place, neighbours as one run;
 the rest is packed, some hundred kilobytes at a time.
 """
 
@@ -159,13 +160,13 @@ class Staging:
 
     @contextmanager
     def borrowed(self, count: int, deadline: float) -> Iterator[Pages]:
-        """Lend up to `count` pages; TimeoutError if none is free until the deadline."""
+        """Lend pages, at most all there are; TimeoutError if they are not free until a deadline."""
         allocator = self.pool.allocator
         with self._freed:
-            while not allocator.num_free:
+            while allocator.num_free < count:
                 if not self._freed.wait(deadline - time.monotonic()):
-                    raise TimeoutError("no staging page is free")
-            pages = allocator.alloc(min(count, allocator.num_free))
+                    raise TimeoutError("no staging pages are free")
+            pages = allocator.alloc(count)
         try:
             yield pages
         finally:

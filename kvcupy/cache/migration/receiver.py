@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -372,8 +373,11 @@ class PageReceiver(ProcessLocal):
         self, pull: Pull, ticket: Ticket, address: Address, heads: range
     ) -> tuple[Channel, bytes, bytes]:
         """Ask for the pages; return the connection, the sender's digest and what it grants."""
+        run_pages = len(pull.pages)
+        if self._staging is not None and self._engine.staged:
+            run_pages = min(run_pages, self._staging.pool.num_pages)
         request = PULL_HEAD.pack(
-            ticket.number, ticket.generation, ticket.token, heads.start, len(heads)
+            ticket.number, ticket.generation, ticket.token, heads.start, len(heads), run_pages
         )
         request += self._engine.describe()
         borrowed = self._borrow(ticket)
@@ -406,8 +410,10 @@ class PageReceiver(ProcessLocal):
             page_bytes = self._page_bytes[local]
         if len(granted) < GRANT_HEAD.size:
             raise Lost("a grant was cut off")
-        lease_ms, *sizes = GRANT_HEAD.unpack_from(granted)
-        if sizes != [len(pull.pages), self._pool.num_layers, page_bytes.page_bytes]:
+        lease_ms, run_pages, *sizes = GRANT_HEAD.unpack_from(granted)
+        most = len(pull.pages) if staging is None else staging.pool.num_pages
+        expected = [len(pull.pages), self._pool.num_layers, page_bytes.page_bytes]
+        if sizes != expected or not 1 <= run_pages <= most:
             raise Lost("the sender grants other pages than those of the ticket")
         stream: list[Any] = []
 
@@ -419,8 +425,9 @@ class PageReceiver(ProcessLocal):
         return PullTask(
             channel, self._pool, pull.pages, local, number=ticket.number,
             generation=ticket.generation, peer=granted[GRANT_HEAD.size :],
-            lease_s=max(0.01, lease_ms / 1e3), deadline=pull.deadline, page_bytes=page_bytes,
-            staging=staging, stream=own_stream, check=pull.check, arrived=pull.part_arrived,
+            lease_s=max(0.01, lease_ms / 1e3), deadline=pull.deadline, run_pages=run_pages,
+            page_bytes=page_bytes, staging=staging, stream=own_stream, check=pull.check,
+            arrived=pull.part_arrived,
         )  # fmt: skip
 
     def _confirm(self, ticket: Ticket, channel: Channel, digest: bytes) -> None:
@@ -589,6 +596,7 @@ class Pull(ProcessLocal):
     def _event_of(self, layer: int) -> Event:
         """Return an event behind the arrival of a layer."""
         with self._changed:
+            self._raise_failure()
             if self._stream is None:
                 self._stream = self._pool.device.stream()
                 self._stream.name = "pull"
@@ -676,10 +684,15 @@ class Pull(ProcessLocal):
             if self._num_running:
                 return
             self._channels.clear()
-        if not self.failure:
-            self._pool.note_written()
-        self._receiver.settled(self)
-        self.landing.end()
+        try:
+            if self.failure is None:
+                self._pool.note_written()
+            elif self._stream is not None:  # it is no one else's, and this handle has the failure
+                with suppress(DeviceError):
+                    self._stream.synchronize()
+        finally:
+            self._receiver.settled(self)
+            self.landing.end()
 
     def close_in_child(self) -> None:
         for channel in self._channels:

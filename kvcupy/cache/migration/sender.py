@@ -33,8 +33,8 @@ from .engines import Service, engine_for
 from .layers import PageBytes, Staging, staging_for
 from .protocol import CONFIRMED, DONE, GRANT, PULL, RENEW, Address, Channel, Lost, Ticket
 
-PULL_HEAD = struct.Struct(">QQ16sII")  # number, generation, token, first head, heads
-GRANT_HEAD = struct.Struct(">QIIQ")  # ms of lease, pages, layers, bytes per page and layer
+PULL_HEAD = struct.Struct(">QQ16sIII")  # number, generation, token, heads: first, count; run
+GRANT_HEAD = struct.Struct(">QIIIQ")  # ms of lease, pages per run, pages, layers, bytes of each
 
 _IDLE_S = 60.0  # that a connection is kept without a pull
 _MOST_HANDSHAKES = 16  # at a time
@@ -515,16 +515,16 @@ class PageSender(ProcessLocal):
             return self._refuse(channel, "identity", "the pools differ")
         if len(request) < PULL_HEAD.size:
             raise Lost("a request was cut off")
-        number, generation, token, first, count = PULL_HEAD.unpack_from(request)
+        number, generation, token, first, count, run_pages = PULL_HEAD.unpack_from(request)
         start = first - self._identity.head_start
         heads = range(start, start + count)
-        if not (start >= 0 and count and heads.stop <= self._pool.num_kv_heads):
+        if not (start >= 0 and count and heads.stop <= self._pool.num_kv_heads and run_pages):
             return self._refuse(channel, "identity", "the sender's pool lacks these heads")
         offer, refusal = self._claim(channel, number, generation, token)
         if offer is None:
             return self._refuse(channel, *refusal)
         try:
-            self._move(channel, offer, heads, request[PULL_HEAD.size :])
+            self._move(channel, offer, heads, run_pages, request[PULL_HEAD.size :])
         except TransferError as error:
             self._leave(channel, offer, "refused_pulls")
             with suppress(Lost, TimeoutError):
@@ -564,10 +564,13 @@ class PageSender(ProcessLocal):
             offer.expires = max(offer.expires, time.monotonic() + offer.lease_s)
         return offer, ("", "")
 
-    def _move(self, channel: Channel, offer: _Offer, heads: range, peer: bytes) -> None:
-        staging, page_bytes = self._staging, self._bytes_of(heads)
+    def _move(
+        self, channel: Channel, offer: _Offer, heads: range, run_pages: int, peer: bytes
+    ) -> None:
+        staging = self._staging if self._engine.staged else None
+        page_bytes = self._bytes_of(heads)
+        run_pages = min(run_pages, len(offer.pages) if staging is None else staging.pool.num_pages)
         stream: list[Any] = []
-        served = self._pool if staging is None or not self._engine.staged else staging.pool
 
         def own_stream() -> Any:
             if not stream:
@@ -576,13 +579,13 @@ class PageSender(ProcessLocal):
 
         service = Service(
             channel, self._pool, offer.pages, heads, number=offer.number,
-            generation=offer.generation, peer=peer, lease_s=offer.lease_s, page_bytes=page_bytes,
-            staging=None if served is self._pool else staging, stream=own_stream,
+            generation=offer.generation, peer=peer, lease_s=offer.lease_s, run_pages=run_pages,
+            page_bytes=page_bytes, staging=staging, stream=own_stream,
             check=partial(self._check, offer), renew=partial(self._renew, offer),
             is_ready=partial(self._is_ready, offer),
         )  # fmt: skip
         grant = GRANT_HEAD.pack(
-            round(offer.lease_s * 1e3), len(offer.pages), self._pool.num_layers,
+            round(offer.lease_s * 1e3), run_pages, len(offer.pages), self._pool.num_layers,
             page_bytes.page_bytes,
         )  # fmt: skip
         channel.send(GRANT, grant + self._engine.describe(), service.deadline())
