@@ -194,18 +194,18 @@ def process():
 
 
 class Proxy:
-    """Forwards connections to a sender, and does what a test asks to what comes from it.
+    """Forwards connections to a sender (`target`), and changes what passes as a test asks.
 
     Parameters
     ----------
-    address : of the sender: tcp:127.0.0.1:PORT; settable
-    change : takes the bytes that come from the sender, and how many came before on this
-        connection; returns what the receiver gets. `None` ends the connection
+    change, change_up : take the bytes that come from the sender, or from the receiver, and how many
+        came before on this connection; return what goes on. `None` ends the connection
     """
 
-    def __init__(self, change=None, address=None):
-        self.target = address
+    def __init__(self, change=None, change_up=None):
+        self.target = None
         self.change = change or (lambda data, before: data)
+        self.change_up = change_up or (lambda data, before: data)
         self.from_receiver = []  # bytes by connection
         self.gate = threading.Event()  # `hold_after` bytes wait for it
         self.hold_after = None
@@ -228,8 +228,11 @@ class Proxy:
     def _up(self, source, target, sent):
         with suppress(OSError):
             while data := source.recv(1 << 16):
+                changed = self.change_up(bytearray(data), len(sent))
                 sent += data
-                target.sendall(data)
+                if changed is None:
+                    break
+                target.sendall(changed)
         self._end(source, target)
 
     def _down(self, source, target):
@@ -263,8 +266,8 @@ def proxy():
     """Make proxies, which are closed in the end."""
     made = []
 
-    def make(change=None):
-        made.append(Proxy(change))
+    def make(change=None, change_up=None):
+        made.append(Proxy(change, change_up))
         return made[-1]
 
     yield make

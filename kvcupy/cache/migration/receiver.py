@@ -690,6 +690,7 @@ class Pull(ProcessLocal):
             elif self._stream is not None:  # it is no one else's, and this handle has the failure
                 with suppress(DeviceError):
                     self._stream.synchronize()
+                self._stream, self._events = None, []
         finally:
             self._receiver.settled(self)
             self.landing.end()
