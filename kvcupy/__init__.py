@@ -14,6 +14,7 @@ from .cache.migration.sender import PageSender
 from .cache.paged.cache import PagedKVCache
 from .cache.pages import PageAllocator
 from .cache.pool import KVPool, MLAPool
+from .cache.shared.store import SharedStore
 from .cache.tiered.cache import TieredCache
 from .config import config
 from .devices import check_faults, default_device, device
@@ -69,6 +70,7 @@ __all__ = [
     "PageReceiver",
     "PageSender",
     "PagedKVCache",
+    "SharedStore",
     "TieredCache",
     "TransferEngine",
     "TransferError",

@@ -100,6 +100,11 @@ _COUNTERS = {
     "kvcupy_migration_offers_total": "Offers of page senders that are over, by outcome.",
     "kvcupy_migration_pulls_total": "Pulls of page receivers that are over, by outcome.",
     "kvcupy_migration_bytes_total": "Bytes of pages sent to and received from other processes.",
+    "kvcupy_shared_blocks_total": "Blocks put into shared stores, or asked of them.",
+    "kvcupy_shared_bytes_total": "Bytes moved to shared stores and from them.",
+    "kvcupy_shared_seconds_total": "Seconds that calls of shared stores took.",
+    "kvcupy_shared_damaged_blocks_total": "Blocks that were not what had been stored.",
+    "kvcupy_shared_lost_calls_total": "Calls that lost a shared store, were late, or left out.",
 }
 _GAUGES = {
     "kvcupy_cache_blocks": "Blocks in a tier.",

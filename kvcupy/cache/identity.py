@@ -263,6 +263,7 @@ class BlockKeys:
     Attributes
     ----------
     identity
+    namespace : 16 bytes, the same for all keys of a tenant, and different for each tenant
 
     Raises
     ------
@@ -294,9 +295,9 @@ class BlockKeys:
                 raise TypeError(f"identity: expected a PoolIdentity or a pool, got {kind}")
             identity = PoolIdentity.of(identity)
         self.identity: PoolIdentity = identity
-        self._start = blake2b(
-            identity.digest(), digest_size=KEY_BYTES, key=blake2b(secret).digest()
-        )  # of every key
+        secret_key = blake2b(secret).digest()
+        self.namespace = blake2b(digest_size=DIGEST_BYTES, key=secret_key).digest()
+        self._start = blake2b(identity.digest(), digest_size=KEY_BYTES, key=secret_key)
 
     def __repr__(self) -> str:
         return f"<BlockKeys of {self.identity}>"  # without the tenant, which may be secret

@@ -123,6 +123,8 @@ def test_tenants_share_nothing():
     names = ["", "a", "b", "a" * 200, b"\0"]
     keys = [key for name in names for key in BlockKeys(pool(), name).keys(HASHES)]
     assert len(set(keys)) == len(names) * len(HASHES)
+    assert len({BlockKeys(pool(), name).namespace for name in names}) == len(names)
+    assert BlockKeys(pool(), "a").namespace == BlockKeys(pool(page_size=8), "a").namespace
     assert BlockKeys(pool(), "a").keys(HASHES) == BlockKeys(pool(), b"a").keys(HASHES)
     assert "secret" not in repr(BlockKeys(pool(), "secret"))
 

@@ -1,0 +1,702 @@
+"""Blocks in a file in memory that processes of one machine map: no server, nothing that listens.
+
+    0        4096       records_at        payloads_at
+    | header | buckets  | record 0 | ...  | payload 0 |   | payload 1 |  ...
+      4096 B   8 B each   256 B each        block_bytes each, at multiples of 4096
+
+A bucket has 32 bits of a key's hash and a slot (open addressing, linear probing); the record of a
+slot has the key, the header, and a generation, odd while the slot is written. Numbers have the byte
+order of the machine.
+
+Readers take no lock: they read the generation, copy the block, and look at the generation again.
+Writers hold a lock of the file, which the system releases when they die. They mark the file as
+dirty before they change it and clear that at the end, so that who gets the lock after a dead one
+rebuilds the buckets from the records, without the slot that was being written.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import mmap
+import os
+import re
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...config import cache_logger
+from ...errors import ProcessLocal, file_path
+from ...ops import checks
+from ..identity import KEY_BYTES
+from ..wire import WirePages
+from .backend import FAILED, FULL, KNOWN, MOST_HEADER_BYTES, STORED, BackendLost, Block
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+VERSION = 1
+HEADER_BYTES = 4096
+RECORD_BYTES = 256
+
+_MAGIC = b"kvcupysm"
+_HEADER = struct.Struct("=8sIIQQQ16s")  # magic, version, record, block bytes, slots, buckets, id
+_DIGEST_BYTES = 16
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_FOLDER = "/dev/shm"
+
+# Words of the header that change, from here on.
+_WORDS_AT = 2048
+_DIRTY, _HIGH_WATER, _HAND, _FREE, _NUM_BLOCKS, _EVICTED, _RECOVERED, _WAITING = range(8)
+
+# Words of a record: the number of a free slot's successor plus one is in `_NEXT`.
+_GENERATION, _LENGTH, _KEY, _HEADER_LENGTH, _NEXT, _USED = 0, 1, 2, 6, 7, 8
+_RECORD_WORDS = RECORD_BYTES // 8
+_KEY_AT, _HEADER_AT = 8 * _KEY, RECORD_BYTES - MOST_HEADER_BYTES
+
+_SLOT_MASK = 2**32 - 1
+_LEAST_UNLOCKED_BYTES = 2**17  # pieces that are copied without Python's lock
+_FLAGS = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+_VERIFIED_BYTES = 2**22  # that are still in the processor's cache when they are verified
+_POLL_S, _MOST_POLL_S = 1e-4, 5e-3
+_RECENT_NS = 5_000_000  # a process that has waited for the lock within this may wait still
+
+
+def open_backend(
+    url: str, pages: WirePages, *,
+    namespace: bytes, capacity_bytes: int | None, deadline: float, folder: Any = _FOLDER,
+) -> ShmBackend:  # fmt: skip
+    """Open "shm:NAME", a file in `folder`, which is made if there is none."""
+    name = url.removeprefix("shm:")
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"url: expected shm:NAME, a name of up to 100 letters, digits and ._- that does not "
+            f"start with . or -, got {url!r}"
+        )
+    path = file_path(folder, "folder") / f"kvcupy-{name}"
+    return ShmBackend(path, pages.block_bytes, capacity_bytes)
+
+
+class ShmBackend(ProcessLocal):
+    """Blocks of one length in a file that processes map into memory.
+
+    Parameters
+    ----------
+    path : of the file, in a file system in memory
+    block_bytes : length of a block
+    capacity_bytes : size of the file; None: that of the file that is there
+
+    Raises
+    ------
+    TypeError, ValueError : an argument does not fit, or the file is not such a one, is truncated,
+        belongs to another user, or was made with another capacity or for blocks of another length
+    FileNotFoundError : there is none, and no `capacity_bytes`
+    OSError : it cannot be made, opened or mapped
+    """
+
+    def __init__(self, path: Path, block_bytes: int, capacity_bytes: int | None) -> None:
+        if fcntl is None:
+            raise OSError(errno.ENOTSUP, "shm: expected a system with flock", str(path))
+        self.path = path
+        layout = None
+        if capacity_bytes is not None:
+            checks.require_int(capacity_bytes, "capacity_bytes")
+            layout = Layout.fit(int(capacity_bytes), block_bytes)
+        try:
+            self._fd, self._map, layout = _open_mapped(path, block_bytes, capacity_bytes, layout)
+        except OSError as error:
+            error.filename, error.filename2 = str(path), None
+            raise
+        self._layout = layout
+        self._close_file = weakref.finalize(self, os.close, self._fd)
+        self._bytes = memoryview(self._map)
+        self._array = np.frombuffer(self._map, np.uint8)
+        words = self._bytes[: layout.payloads_at].cast("Q")
+        self._words = words[_WORDS_AT // 8 : HEADER_BYTES // 8]
+        self._buckets = words[HEADER_BYTES // 8 :][: layout.num_buckets]
+        self._records = words[layout.records_at // 8 :]
+        self._mask = layout.num_buckets - 1
+        self._mutex = threading.Lock()  # the file's lock is one of this process, not of a thread
+        self.blocks_per_get = max(1, _VERIFIED_BYTES // layout.block_bytes)
+        self._torn = 0
+        _opened.add(self)
+
+    def __repr__(self) -> str:
+        return f"<ShmBackend of {self._layout.num_slots} blocks at {self.path}>"
+
+    # --- Reading, without a lock ---
+
+    def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        self._require_whole()
+        return [self._used(self._find(key)) for key in keys]
+
+    def get(
+        self, keys: Sequence[bytes], blocks: Sequence[Block], deadline: float
+    ) -> list[bytes | None]:
+        self._require_whole()
+        headers: list[bytes | None] = [None] * len(keys)
+        for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+            if i and time.monotonic() >= deadline:
+                break
+            headers[i] = self._read(key, block)
+        return headers
+
+    def _read(self, key: bytes, block: Block) -> bytes | None:
+        slot = self._find(key)
+        if not self._used(slot):
+            return None
+        records, at = self._records, slot * _RECORD_WORDS
+        generation = records[at + _GENERATION]
+        length, header_length = records[at + _LENGTH], records[at + _HEADER_LENGTH]
+        if (
+            generation & 1
+            or self._key(slot) != key
+            or length != sum(map(len, block))
+            or not 0 < header_length <= MOST_HEADER_BYTES
+        ):
+            return None
+        start = self._layout.record_at(slot) + _HEADER_AT
+        header = bytes(self._bytes[start : start + header_length])
+        start = self._layout.payload_at(slot)
+        self._at("copying")
+        for piece in block:
+            stop = start + len(piece)
+            if len(piece) < _LEAST_UNLOCKED_BYTES:
+                piece[:] = self._bytes[start:stop]
+            else:
+                np.copyto(np.frombuffer(piece, np.uint8), self._array[start:stop])
+            start = stop
+        # A processor that reorders loads may let a block pass that has changed meanwhile; then the
+        # checksum tells.
+        if records[at + _GENERATION] != generation:
+            self._torn += 1
+            return None
+        return header
+
+    def _find(self, key: bytes) -> int:
+        """Return the slot of a key, or -1."""
+        bucket = self._bucket(key)
+        return -1 if bucket < 0 else (self._buckets[bucket] & _SLOT_MASK) - 1
+
+    def _bucket(self, key: bytes) -> int:
+        """Return the bucket of a key, or -1."""
+        buckets, mask = self._buckets, self._mask
+        hash = int.from_bytes(key[:4], "little")
+        i = hash & mask
+        for _ in range(len(buckets)):
+            entry = buckets[i]
+            if not entry:
+                return -1
+            if entry >> 32 == hash and self._key((entry & _SLOT_MASK) - 1) == key:
+                return i
+            i = i + 1 & mask
+        return -1
+
+    def _key(self, slot: int) -> bytes | None:
+        if not 0 <= slot < self._layout.num_slots:  # of a damaged bucket
+            return None
+        start = self._layout.record_at(slot) + _KEY_AT
+        return bytes(self._bytes[start : start + KEY_BYTES])
+
+    def _used(self, slot: int) -> bool:
+        """Return whether a slot has a whole block, and note that it is used, which keeps it."""
+        records, at = self._records, slot * _RECORD_WORDS
+        if slot < 0 or records[at + _GENERATION] & 1 or not records[at + _LENGTH]:
+            return False
+        if not records[at + _USED]:
+            records[at + _USED] = 1
+        return True
+
+    # --- Writing, with the lock ---
+
+    def put(
+        self, keys: Sequence[bytes], blocks: Sequence[Block], headers: Sequence[bytes],
+        deadline: float,
+    ) -> list[str]:  # fmt: skip
+        self._require_whole()
+        outcomes = [FAILED] * len(keys)
+        written: set[int] = set()
+        for i, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+            if self._used(self._find(key)):
+                outcomes[i] = KNOWN
+                continue
+            header = headers[i]  # outside of the lock, for it takes as long as the copy
+            if i:
+                self._give_way()
+            if not self._lock(deadline):
+                break
+            try:
+                outcomes[i] = self._put(key, block, header, written)
+            finally:
+                self._unlock()
+        return outcomes
+
+    def discard(self, keys: Sequence[bytes], deadline: float) -> None:
+        self._require_whole()
+        for key in keys:
+            if not self._lock(deadline):
+                return
+            try:
+                slot = self._find(key)
+                if slot >= 0:
+                    self._words[_DIRTY] = 1
+                    self._vacate(slot)
+                    self._free(slot)
+                    self._words[_DIRTY] = 0
+            finally:
+                self._unlock()
+
+    def _put(self, key: bytes, block: Block, header: bytes, written: set[int]) -> str:
+        """Write a block to a slot other than those of `written`, to which it is added."""
+        if (slot := self._find(key)) >= 0:
+            if self._used(slot):
+                return KNOWN
+            self._recover()  # nobody is writing it: it was damaged
+        num_bytes = sum(map(len, block))
+        if num_bytes > self._layout.block_bytes:
+            return FULL
+        free = self._take_slot(written)
+        if free is None:
+            return FULL
+        slot = free
+        self._at("marked")
+        records, at = self._records, slot * _RECORD_WORDS
+        records[at + _GENERATION] += 1  # odd: no reader takes it
+        self._at("odd")
+        start = self._layout.payload_at(slot)
+        for piece in block:
+            stop = start + len(piece)
+            if len(piece) < _LEAST_UNLOCKED_BYTES:
+                self._bytes[start:stop] = piece
+            else:
+                np.copyto(self._array[start:stop], np.frombuffer(piece, np.uint8))
+            start = stop
+            self._at("piece")
+        start = self._layout.record_at(slot)
+        self._bytes[start + _KEY_AT : start + _KEY_AT + KEY_BYTES] = key
+        self._bytes[start + _HEADER_AT : start + _HEADER_AT + len(header)] = header
+        records[at + _HEADER_LENGTH] = len(header)
+        records[at + _LENGTH] = num_bytes
+        records[at + _USED] = 0
+        self._at("described")
+        records[at + _GENERATION] += 1
+        self._at("even")
+        self._insert(key, slot)
+        self._words[_NUM_BLOCKS] += 1
+        self._at("inserted")
+        self._words[_DIRTY] = 0
+        self._at("clean")
+        written.add(slot)
+        return STORED
+
+    def _take_slot(self, kept: set[int]) -> int | None:
+        """Mark the file as dirty, and return a slot that no bucket has; None if there is none."""
+        words, records, num_slots = self._words, self._records, self._layout.num_slots
+        for _ in range(2):
+            free, fresh = words[_FREE] - 1, words[_HIGH_WATER]
+            if free >= 0:
+                if free < num_slots and not records[free * _RECORD_WORDS + _LENGTH]:
+                    words[_DIRTY] = 1
+                    words[_FREE] = records[free * _RECORD_WORDS + _NEXT]
+                    return free
+            elif fresh < num_slots and self._allocate(fresh):
+                if not records[fresh * _RECORD_WORDS + _LENGTH]:
+                    words[_DIRTY] = 1
+                    words[_HIGH_WATER] = fresh + 1
+                    return fresh
+            else:
+                victim = self._victim(kept)
+                if victim is None:
+                    return None
+                if self._find(self._key(victim) or b"") == victim:
+                    words[_DIRTY] = 1
+                    self._at("chosen")
+                    self._vacate(victim)
+                    words[_EVICTED] += 1
+                    return victim
+            self._recover()  # what is there cannot be: it was damaged
+        return None
+
+    def _allocate(self, slot: int) -> bool:
+        """Have memory for a slot, so that writing to it cannot fail; False if there is none."""
+        try:
+            os.posix_fallocate(self._fd, self._layout.payload_at(slot), self._layout.stride)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
+                raise
+            return False
+        return True
+
+    def _victim(self, kept: set[int]) -> int | None:
+        """Return the next slot that was not used since the hand of the clock passed it."""
+        words, records = self._words, self._records
+        count = min(words[_HIGH_WATER], self._layout.num_slots)
+        hand = words[_HAND] % count if count else 0
+        for _ in range(2 * count):
+            slot, hand = hand, (hand + 1) % count
+            at = slot * _RECORD_WORDS + _USED
+            if slot in kept:
+                continue
+            if not records[at]:
+                words[_HAND] = hand
+                return slot
+            records[at] = 0
+        return None
+
+    def _vacate(self, slot: int) -> None:
+        """Forget the block of a slot."""
+        key = self._key(slot)
+        assert key is not None
+        self._erase(key)
+        records, at = self._records, slot * _RECORD_WORDS
+        records[at + _GENERATION] += 1
+        self._at("erased")
+        records[at + _LENGTH] = 0
+        for word in range(_KEY, _KEY + KEY_BYTES // 8):
+            records[at + word] = 0
+        records[at + _GENERATION] += 1
+        self._words[_NUM_BLOCKS] -= 1
+
+    def _free(self, slot: int) -> None:
+        self._records[slot * _RECORD_WORDS + _NEXT] = self._words[_FREE]
+        self._words[_FREE] = slot + 1
+
+    def _insert(self, key: bytes, slot: int) -> None:
+        buckets, mask = self._buckets, self._mask
+        hash = int.from_bytes(key[:4], "little")
+        i = hash & mask
+        for _ in range(len(buckets)):  # there are twice as many as slots
+            if not buckets[i]:
+                buckets[i] = hash << 32 | slot + 1
+                return
+            i = i + 1 & mask
+
+    def _erase(self, key: bytes) -> None:
+        """Remove the bucket of a key, and move back those behind it that it kept from their place.
+
+        A reader may miss a block that is being moved.
+        """
+        hole = self._bucket(key)
+        if hole < 0:
+            return
+        buckets, mask = self._buckets, self._mask
+        i = hole
+        for _ in range(len(buckets)):
+            i = i + 1 & mask
+            entry = buckets[i]
+            if not entry:
+                break
+            home = entry >> 32 & mask
+            if (i - home & mask) >= (i - hole & mask):
+                buckets[hole] = entry
+                hole = i
+        buckets[hole] = 0
+
+    def _recover(self) -> None:
+        """Rebuild all but the records from those of whole blocks."""
+        cache_logger.warning(
+            "%s: a write was interrupted or bytes damaged; whole blocks stay", self.path
+        )
+        words, buckets = self._words, self._buckets
+        words[_DIRTY] = 1
+        for i in range(len(buckets)):
+            buckets[i] = 0
+        words[_FREE] = words[_NUM_BLOCKS] = 0
+        self._at("emptied")
+        records = np.frombuffer(self._records, np.uint64).reshape(-1, _RECORD_WORDS)
+        records = records[: self._layout.num_slots]
+        generations = records[:, _GENERATION]
+        whole = (generations & np.uint64(1) == 0) & (records[:, _LENGTH] > 0)
+        for slot in np.flatnonzero(whole).tolist():
+            key = self._key(slot)
+            assert key is not None
+            if self._find(key) < 0:
+                self._insert(key, slot)
+                words[_NUM_BLOCKS] += 1
+            else:
+                whole[slot] = False
+        generations[~whole] = (generations[~whole] | np.uint64(1)) + np.uint64(1)
+        records[~whole, _LENGTH] = 0
+        words[_HIGH_WATER] = np.flatnonzero(whole)[-1] + 1 if whole.any() else 0
+        for slot in np.flatnonzero(~whole[: words[_HIGH_WATER]]).tolist():
+            self._free(slot)
+        words[_RECOVERED] += 1
+        self._at("rebuilt")
+        words[_DIRTY] = 0
+
+    def _at(self, step: str) -> None:
+        """Do nothing; tests stop or kill the process here."""
+
+    # --- The lock ---
+
+    def _lock(self, deadline: float) -> bool:
+        """Take the lock, and repair what a process that died with it has left; False if late."""
+        if not self._mutex.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            return False
+        pause_s = _POLL_S
+        try:
+            while True:
+                try:
+                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    pass
+                now = time.monotonic()
+                if now >= deadline:
+                    self._mutex.release()
+                    return False
+                self._words[_WAITING] = time.monotonic_ns()
+                time.sleep(min(pause_s, deadline - now))
+                pause_s = min(1.2 * pause_s, _MOST_POLL_S)
+        except OSError as error:
+            self._mutex.release()
+            raise BackendLost(f"{self.path}: it cannot be locked: {error}") from error
+        except BaseException:
+            self._mutex.release()
+            raise
+        try:
+            if self._words[_DIRTY]:
+                self._recover()
+        except BaseException:
+            self._unlock()
+            raise
+        return True
+
+    def _unlock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        finally:
+            self._mutex.release()
+
+    def _give_way(self) -> None:
+        """Let another process have the lock, if one has waited for it just now."""
+        waiting_ns = self._words[_WAITING]
+        if waiting_ns and 0 <= time.monotonic_ns() - waiting_ns < _RECENT_NS:
+            self._words[_WAITING] = 0
+            time.sleep(2 * _POLL_S)
+
+    # --- The file ---
+
+    def busy(self, keys: Sequence[bytes]) -> None:
+        return None
+
+    def remove(self, deadline: float) -> None:
+        """Unlink the file. Its memory is free when all who have it open have closed it."""
+        if not self._lock(deadline):
+            raise BackendLost(f"{self.path}: another process holds its lock")
+        try:
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._fd), self.path.stat()):
+                    self.path.unlink()
+        finally:
+            self._unlock()
+
+    def close(self) -> None:
+        _opened.discard(self)
+        if self._fd < 0:
+            return
+        for view in (self._words, self._buckets, self._records):
+            view.release()
+        del self._array
+        self._bytes.release()
+        with suppress(BufferError):  # a view of it is still in use; it goes with that
+            self._map.close()
+        self._close_file()
+        self._fd = -1
+
+    def stats(self) -> dict[str, Any]:
+        """Return `blocks`, `capacity_blocks`, `bytes` (of memory), `evicted`, `recovered`, `torn`.
+
+        `evicted` and `recovered` (times that a writer had died) are of all processes, `torn` (reads
+        overtaken by a writer) of this one.
+        """
+        words = self._words
+        return {
+            "blocks": words[_NUM_BLOCKS], "capacity_blocks": self._layout.num_slots,
+            "bytes": os.fstat(self._fd).st_blocks * 512, "evicted": words[_EVICTED],
+            "recovered": words[_RECOVERED], "torn": self._torn,
+        }  # fmt: skip
+
+    def _require_whole(self) -> None:
+        """Raise if the file was truncated: its memory must not be touched then."""
+        size = os.fstat(self._fd).st_size
+        if size < self._layout.num_bytes:
+            raise BackendLost(f"{self.path}: it was truncated to {size} bytes")
+
+
+# A lock belongs to all processes that a descriptor was inherited by: children close theirs, so that
+# the death of the parent releases it.
+_opened: weakref.WeakSet[ShmBackend] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for backend in list(_opened):
+        backend._close_file()
+        backend._fd = -1
+    _opened.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+# --- The file: its layout, and making one ---
+
+
+class Layout:
+    """Offsets of the parts of a file, in bytes."""
+
+    def __init__(self, block_bytes: int, num_slots: int) -> None:
+        self.block_bytes, self.num_slots = block_bytes, num_slots
+        self.num_buckets = 1 << (2 * num_slots - 1).bit_length()
+        self.stride = _rounded(block_bytes)
+        self.records_at = HEADER_BYTES + _rounded(8 * self.num_buckets)
+        self.payloads_at = self.records_at + _rounded(RECORD_BYTES * num_slots)
+        self.num_bytes = self.payloads_at + num_slots * self.stride
+
+    @classmethod
+    def fit(cls, capacity_bytes: int, block_bytes: int) -> Layout:
+        """Return the layout of as many slots as fit."""
+        smallest = cls(block_bytes, 1).num_bytes
+        if not smallest <= capacity_bytes < 2**62:
+            raise ValueError(
+                f"capacity_bytes: expected at least {smallest}, the space of one block of "
+                f"{block_bytes} bytes, and less than 2**62, got {capacity_bytes}"
+            )
+        low, high = 1, capacity_bytes // _rounded(block_bytes)
+        while low < high:  # the most slots that fit
+            middle = (low + high + 1) // 2
+            if cls(block_bytes, middle).num_bytes <= capacity_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        if low >= _SLOT_MASK // 4:
+            raise ValueError(f"capacity_bytes: expected less than 2**30 blocks, got {low}")
+        return cls(block_bytes, low)
+
+    def record_at(self, slot: int) -> int:
+        return self.records_at + slot * RECORD_BYTES
+
+    def payload_at(self, slot: int) -> int:
+        return self.payloads_at + slot * self.stride
+
+    def header(self) -> bytes:
+        fields = _HEADER.pack(
+            _MAGIC, VERSION, RECORD_BYTES, self.block_bytes, self.num_slots, self.num_buckets,
+            os.urandom(16),
+        )  # fmt: skip
+        return fields + _digest(fields)
+
+
+def _open_mapped(
+    path: Path, block_bytes: int, capacity_bytes: int | None, layout: Layout | None
+) -> tuple[int, mmap.mmap, Layout]:
+    """Open and map a file, which is made if necessary and there is a layout for it."""
+    while True:
+        descriptor = _open(path, layout)
+        try:
+            actual = _read_layout(descriptor, path, block_bytes, capacity_bytes)
+            # A map has a descriptor of its own, which children inherit. It must not be the one that
+            # is locked.
+            with suppress(FileNotFoundError):
+                another = os.open(path, _FLAGS)
+                try:
+                    if os.path.samestat(os.fstat(another), os.fstat(descriptor)):
+                        return descriptor, mmap.mmap(another, actual.num_bytes), actual
+                finally:
+                    os.close(another)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # it was removed just now
+
+
+def _open(path: Path, layout: Layout | None) -> int:
+    """Open a file, or make it with a layout."""
+    while True:
+        try:
+            return os.open(path, _FLAGS)
+        except FileNotFoundError:
+            if layout is None:
+                raise FileNotFoundError(
+                    errno.ENOENT, "capacity_bytes: expected a size, for there is no such store",
+                    str(path),
+                ) from None  # fmt: skip
+        with suppress(FileExistsError):  # another process was first
+            return _make(path, layout)
+
+
+def _make(path: Path, layout: Layout) -> int:
+    """Make a file under another name, so that it has its name when it is whole; open it."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    descriptor = os.open(unfinished, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.ftruncate(descriptor, layout.num_bytes)
+        os.posix_fallocate(descriptor, 0, layout.payloads_at)
+        os.pwrite(descriptor, layout.header(), 0)
+        os.link(unfinished, path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    finally:
+        unfinished.unlink()
+    return descriptor
+
+
+def _read_layout(
+    descriptor: int, path: Path, block_bytes: int, capacity_bytes: int | None
+) -> Layout:
+    """Return the layout of a file; ValueError unless it is a whole one for these blocks."""
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"url: expected a regular file, got {path}")
+    if status.st_uid != os.geteuid():
+        raise ValueError(
+            f"url: expected a store of user {os.geteuid()}, got one of {status.st_uid}: {path}"
+        )
+    header = os.pread(descriptor, _HEADER.size + _DIGEST_BYTES, 0)
+    if not header.startswith(_MAGIC):
+        start = header[: len(_MAGIC)]
+        raise ValueError(f"url: expected a shared store, got {path}, which starts {start!r}")
+    fields = header[: _HEADER.size]
+    if len(header) < _HEADER.size + _DIGEST_BYTES or _digest(fields) != header[_HEADER.size :]:
+        raise ValueError(f"url: expected a whole header, got a damaged one in {path}")
+    _, version, record_bytes, stored_block_bytes, num_slots, num_buckets, _ = _HEADER.unpack(fields)
+    if (version, record_bytes) != (VERSION, RECORD_BYTES):
+        raise ValueError(f"url: expected version {VERSION} of the file, got {version} in {path}")
+    if stored_block_bytes != block_bytes:
+        raise ValueError(
+            f"host_pool: expected pages of {stored_block_bytes} bytes, as {path} was made for, "
+            f"got {block_bytes}; use another name for these"
+        )
+    layout = Layout(block_bytes, num_slots)
+    if layout.num_buckets != num_buckets or status.st_size != layout.num_bytes:
+        raise ValueError(
+            f"url: expected a file of {layout.num_bytes} bytes, got {status.st_size} in {path}"
+        )
+    if capacity_bytes is not None:
+        asked = Layout.fit(int(capacity_bytes), block_bytes).num_slots
+        if asked != num_slots:
+            raise ValueError(
+                f"capacity_bytes: expected that of {path}, which has {num_slots} blocks, or None, "
+                f"got {capacity_bytes}, which makes {asked}"
+            )
+    return layout
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // 4096) * 4096
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

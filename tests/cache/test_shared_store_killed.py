@@ -1,0 +1,88 @@
+"""Processes that are killed or stopped while they use a shared store leave whole blocks only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import helpers
+
+HERE = Path(__file__).resolve().parent
+
+
+def survey(folder, mode, times=0):
+    """Run processes in one mode of `shared_killed.py`, and return what was seen."""
+    process = subprocess.Popen(
+        [sys.executable, HERE / "shared_killed.py", folder, mode, str(times)],
+        # One thread before each fork.
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OPENBLAS_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, errors = process.communicate(timeout=300)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == 0, errors
+    return json.loads(output)
+
+
+def test_killed_at_every_step_a_writer_leaves_whole_blocks(tmp_path):
+    report = survey(tmp_path, "steps")
+    assert len(report) == 9 * 4
+    for seen in report:
+        killed, in_repair = seen["killed"][0], seen["killed"][1:]
+        # The second block has no step of its own where the first was the last that had room.
+        assert killed == -signal.SIGKILL, seen
+        assert seen["found"] == seen["read"] == seen["blocks"], "what is found can be read"
+        assert seen["read_before"] <= seen["found_before"]
+        clean = seen["step"] == "clean"
+        if seen["repair"] is not None:
+            assert in_repair == ([0] if clean else [-signal.SIGKILL]), seen
+        assert seen["recovered"] == (0 if clean else 1 + (seen["repair"] == "rebuilt")), seen
+        # Six slots: the block being written is there, or one was lost to it at most.
+        assert seen["blocks"] >= 5, seen
+        whole = seen["step"] in ("even", "inserted", "clean")
+        complete = int(seen["number"]) - 1 + whole
+        assert sum(seen["new"]) >= complete - 1 and sum(seen["new"]) <= complete, seen
+
+
+def test_no_block_is_wrong_whenever_users_are_killed(tmp_path):
+    seen = survey(tmp_path, "rounds", helpers.examples(100))
+    assert seen["kills"] == 2 * helpers.examples(100)
+    assert seen["wrong"] == 0, seen
+    assert seen["right"] > 1000 and seen["missed"] > 100, "or it shows nothing"
+    assert seen["recovered"] > 3, "nobody died with the lock"
+    assert seen["found"] == seen["read"] == seen["blocks"]
+
+
+def test_control_written_before_they_are_marked_blocks_are_wrong(tmp_path):
+    assert survey(tmp_path, "control", 10)["wrong"] > 0
+
+
+def test_a_stopped_writer_holds_up_writers_until_their_deadline_and_no_reader(tmp_path):
+    seen = survey(tmp_path, "stopped")
+    assert seen["stopped"]
+    assert seen["read"] == [True, True] and seen["exists"] == 2
+    assert seen["being_written"] == [False]
+    assert seen["put"] == ["failed"] and seen["known"] == ["known"]
+    assert seen["waited_s"] >= 0.2
+    assert "lock" in seen["remove"]
+    assert seen["writer"] == 0 and seen["after"] == [True, True]
+    assert seen["put_after"] == ["stored"] and seen["recovered"] == 0
+
+
+def test_children_neither_use_a_store_nor_keep_its_lock(tmp_path):
+    seen = survey(tmp_path, "forked")
+    assert seen["writer"] == -signal.SIGKILL
+    *refused, own = seen["answers"]
+    for answer in refused:
+        assert answer.startswith("store: expected the process that opened it"), refused
+    assert own == 1
+    assert seen["put"] == ["stored"] and seen["recovered"] == 1
