@@ -59,23 +59,34 @@ _meaning(
     token_tree layers sections seqs shape strides replay
 """,
 )
-_meaning(values.real, "k_scale v_scale scale sm_scale logits_soft_cap eps base sinks")
+_meaning(
+    values.real,
+    """
+    k_scale v_scale scale sm_scale logits_soft_cap eps base sinks lease_s deadline_s timeout_s
+""",
+)
 _meaning(
     values.integer,
     """
     page_size skip_slot window num_pages num_layers num_kv_heads num_q_heads head_dim v_head_dim
     latent_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens parent
-    num_blocks max_positions rotary_dim priority
+    num_blocks max_positions rotary_dim priority pulls max_connections staging_pages max_pulls
+    max_quarantined_pages
 """,
 )
 _meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes")
 _meaning(
-    values.text, "layout placement method policy write action lse_base rope_mode format library"
+    values.text,
+    """
+    layout placement method policy write action lse_base rope_mode format library listen advertise
+    engine model
+""",
 )
 _meaning(
     values.flag,
     """
     interleaved sections_interleaved write_key causal convert scales cascade timing readonly
+    by_layer
 """,
 )
 _meaning(values.dtype, "dtype")
@@ -89,9 +100,10 @@ _meaning(
     values.anything,
     """
     src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
-    before operation index owner arguments options
+    before operation index owner arguments options secret heads tls attachment ticket
 """,
 )
+_meaning(values.no_function, "release")
 
 
 class Finding(Exception):

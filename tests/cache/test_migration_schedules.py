@@ -143,7 +143,7 @@ class Schedule:
             except kv.TransferError as error:
                 assert error.reason in REASONS
                 outcomes.append(error.reason)
-            assert pull.landing.done()
+            assert pull._landing.done()
             self.target.allocator.free(pages)
         received = self.receiver.stats()
         self.receiver.close()

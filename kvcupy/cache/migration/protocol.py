@@ -81,8 +81,10 @@ class Address:
         expected = f'{name}: expected "unix:PATH" or "tcp:HOST:PORT", got {text!r}'
         if not isinstance(text, str):
             raise TypeError(expected)
+        if not text.isprintable():
+            raise ValueError(expected)
         scheme, _, rest = text.partition(":")
-        if scheme == "unix" and rest and "\0" not in rest:
+        if scheme == "unix" and rest:
             num_bytes = len(os.fsencode(rest))
             if num_bytes > 107:
                 raise ValueError(f"{name}: expected a path of at most 107 bytes, got {num_bytes}")
@@ -474,7 +476,7 @@ closed_in_children: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     for owner in list(closed_in_children):
-        owner.close_in_child()
+        owner._close_in_child()
 
 
 if hasattr(os, "register_at_fork"):

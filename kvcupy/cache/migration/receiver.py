@@ -174,10 +174,10 @@ class PageReceiver(ProcessLocal):
                 raise CacheFull(f"max_pulls: expected at most {self._max_pulls} pulls at a time")
             self._pulls.add(pull)
         try:
-            self._pool.allocator.busy(ordered, pull.landing)
-            pull.start()
+            self._pool.allocator.busy(ordered, pull._landing)
+            pull._start()
         except BaseException:
-            pull.fail(TransferError("the pull could not be started", "lost"))
+            pull._fail(TransferError("the pull could not be started", "lost"))
             raise
         return pull
 
@@ -213,20 +213,20 @@ class PageReceiver(ProcessLocal):
             first, self._closed = not self._closed, True
             pulls, idle, self._idle = list(self._pulls), self._idle, {}
         for pull in pulls:
-            pull.fail(TransferError("the receiver was closed", "closed"))
+            pull._fail(TransferError("the receiver was closed", "closed"))
         for channel, _ in (each for channels in idle.values() for each in channels):
             channel.close()
         for pull in pulls:
-            pull.landing.synchronize(deadline - time.monotonic())
+            pull._landing.synchronize(deadline - time.monotonic())
         if first:
             self._engine.close(deadline)
 
-    def close_in_child(self) -> None:
+    def _close_in_child(self) -> None:
         """Close the connections that a forked process has inherited."""
         for channel, _ in (each for channels in self._idle.values() for each in channels):
             channel.close()
         for pull in self._pulls:
-            pull.close_in_child()
+            pull._close_in_child()
 
     # --- Arguments ---
 
@@ -243,13 +243,13 @@ class PageReceiver(ProcessLocal):
         return StreamCompletion(queue)
 
     def _checked_pages(self, pages: Any, tickets: Sequence[Ticket]) -> Pages:
-        ordered: Pages = np.array(page_array(pages), np.int64)
-        if len(ordered):
-            if ordered.min() < 0 or ordered.max() >= self._pool.num_pages:
-                outside = ordered[(ordered < 0) | (ordered >= self._pool.num_pages)][0]
-                raise ValueError(f"pages: expected 0 to {self._pool.num_pages - 1}, got {outside}")
-            if len(np.unique(ordered)) != len(ordered):
-                raise ValueError("pages: expected each page once")
+        listed = page_array(pages)
+        outside = listed[(listed < 0) | (listed >= self._pool.num_pages)]
+        if len(outside):
+            raise ValueError(f"pages: expected 0 to {self._pool.num_pages - 1}, got {outside[0]}")
+        ordered: Pages = np.array(listed, np.int64)
+        if len(np.unique(ordered)) != len(ordered):
+            raise ValueError("pages: expected each page once")
         if not tickets:
             raise ValueError("ticket: expected at least one")
         for ticket in tickets:
@@ -344,7 +344,7 @@ class PageReceiver(ProcessLocal):
 
     # --- One part of a pull, in a thread of its own ---
 
-    def run(self, pull: Pull, ticket: Ticket, address: Address, heads: range) -> None:
+    def _run(self, pull: Pull, ticket: Ticket, address: Address, heads: range) -> None:
         """Fetch one part of a pull, and settle it whatever happens."""
         task = None
         try:
@@ -352,7 +352,7 @@ class PageReceiver(ProcessLocal):
             task = self._task(pull, ticket, channel, heads, granted)
             before = channel.num_bytes
             try:
-                pull.wait_for_users()
+                pull._wait_for_users()
                 self._engine.pull(task)
             except BaseException:
                 channel.close()
@@ -361,19 +361,19 @@ class PageReceiver(ProcessLocal):
                 with self._lock:
                     self._counts["received_bytes"] += channel.num_bytes - before
         except BaseException as error:
-            pull.fail(_as_transfer_error(error, str(address)))
+            pull._fail(_as_transfer_error(error, str(address)))
             while task is not None and not self._engine.quiet(task):
                 time.sleep(_QUIET_POLL_S)
-            pull.part_ended()
+            pull._part_ended()
             return
-        pull.part_ended()
+        pull._part_ended()
         self._confirm(ticket, channel, digest)
 
     def _granted(
         self, pull: Pull, ticket: Ticket, address: Address, heads: range
     ) -> tuple[Channel, bytes, bytes]:
         """Ask for the pages; return the connection, the sender's digest and what it grants."""
-        run_pages = len(pull.pages)
+        run_pages = len(pull._pages)
         if self._staging is not None and self._engine.staged:
             run_pages = min(run_pages, self._staging.pool.num_pages)
         request = PULL_HEAD.pack(
@@ -382,13 +382,13 @@ class PageReceiver(ProcessLocal):
         request += self._engine.describe()
         borrowed = self._borrow(ticket)
         while True:
-            channel, digest = borrowed or self._connect(ticket, address, pull.deadline)
+            channel, digest = borrowed or self._connect(ticket, address, pull._deadline)
             try:
-                pull.uses(channel)
+                pull._uses(channel)
                 if digest != self._digest:
                     raise TransferError("the pools differ", "identity")
-                channel.send(PULL, request, pull.deadline)
-                _, granted = channel.receive(pull.deadline, GRANT)
+                channel.send(PULL, request, pull._deadline)
+                _, granted = channel.receive(pull._deadline, GRANT)
             except BaseException as error:
                 channel.close()
                 if isinstance(error, Lost) and borrowed and pull.failure is None:
@@ -411,8 +411,8 @@ class PageReceiver(ProcessLocal):
         if len(granted) < GRANT_HEAD.size:
             raise Lost("a grant was cut off")
         lease_ms, run_pages, *sizes = GRANT_HEAD.unpack_from(granted)
-        most = len(pull.pages) if staging is None else staging.pool.num_pages
-        expected = [len(pull.pages), self._pool.num_layers, page_bytes.page_bytes]
+        most = len(pull._pages) if staging is None else staging.pool.num_pages
+        expected = [len(pull._pages), self._pool.num_layers, page_bytes.page_bytes]
         if sizes != expected or not 1 <= run_pages <= most:
             raise Lost("the sender grants other pages than those of the ticket")
         stream: list[Any] = []
@@ -423,11 +423,11 @@ class PageReceiver(ProcessLocal):
             return stream[0]
 
         return PullTask(
-            channel, self._pool, pull.pages, local, number=ticket.number,
+            channel, self._pool, pull._pages, local, number=ticket.number,
             generation=ticket.generation, peer=granted[GRANT_HEAD.size :],
-            lease_s=max(0.01, lease_ms / 1e3), deadline=pull.deadline, run_pages=run_pages,
-            page_bytes=page_bytes, staging=staging, stream=own_stream, check=pull.check,
-            arrived=pull.part_arrived,
+            lease_s=max(0.01, lease_ms / 1e3), deadline=pull._deadline, run_pages=run_pages,
+            page_bytes=page_bytes, staging=staging, stream=own_stream, check=pull._check,
+            arrived=pull._part_arrived,
         )  # fmt: skip
 
     def _confirm(self, ticket: Ticket, channel: Channel, digest: bytes) -> None:
@@ -442,9 +442,9 @@ class PageReceiver(ProcessLocal):
             self._give_back(ticket, channel, digest)
 
     def _quarantined(self) -> int:
-        return sum(len(pull.pages) for pull in self._pulls if pull.failure is not None)
+        return sum(len(pull._pages) for pull in self._pulls if pull.failure is not None)
 
-    def settled(self, pull: Pull) -> None:
+    def _settled(self, pull: Pull) -> None:
         """Note that the threads of a pull are through with its pages."""
         failure = pull.failure
         with self._lock:
@@ -506,12 +506,12 @@ class Pull(ProcessLocal):
         deadline: float, after: StreamCompletion | None,
     ) -> None:  # fmt: skip
         pool = receiver._pool
-        self.pages, self.deadline = pages, deadline
+        self._pages, self._deadline = pages, deadline
         self.num_pages = len(pages)
         self.num_bytes = len(pages) * pool.page_bytes
         self.hashes, self.attachment = parts[0][0].hashes, parts[0][0].attachment
         self.failure: TransferError | None = None
-        self.landing = Landing()
+        self._landing = Landing()
         self._receiver, self._pool, self._parts = receiver, pool, parts
         self._after = after
         self._changed = threading.Condition()
@@ -554,17 +554,32 @@ class Pull(ProcessLocal):
         self._wait(self._pool.layer_number(layer), stream)
 
     def wait(self, stream: Any = None) -> None:
-        """Let later work of a stream wait for all of it; otherwise like `wait_layer`."""
+        """Let later work of a stream wait for all of it; otherwise like `wait_layer`.
+
+        Raises
+        ------
+        TypeError, ValueError, CaptureError, TransferError : as in `wait_layer`
+        """
         self._wait(self._pool.num_layers - 1, stream)
 
     def done(self) -> bool:
-        """Return whether all of it is there; TransferError if it has failed."""
+        """Return whether all of it is there; does not wait.
+
+        Raises
+        ------
+        TransferError : the pull has failed
+        """
         self._raise_failure()
-        return self.landing.done()
+        return self._landing.done()
 
     def synchronize(self) -> None:
-        """Wait until all of it is there; TransferError if it failed, once nothing can land."""
-        self.landing.synchronize()
+        """Wait until all of it is there, or it has failed and nothing can land any more.
+
+        Raises
+        ------
+        TransferError : the pull has failed
+        """
+        self._landing.synchronize()
         self._raise_failure()
 
     def cancel(self) -> None:
@@ -575,7 +590,7 @@ class Pull(ProcessLocal):
         Returns at once. What comes of the pages is in quarantine until nothing can land in them:
         `synchronize` waits for that, and pages that are freed become free then.
         """
-        self.fail(TransferError("the pull was cancelled", "cancelled"))
+        self._fail(TransferError("the pull was cancelled", "cancelled"))
 
     # --- Waiting ---
 
@@ -612,7 +627,7 @@ class Pull(ProcessLocal):
 
     def _operation(self, layer: int, stream: Any) -> Operation:
         return Operation(
-            f"pull {layer}", stream, (), tuple(accesses(self._pool, self.pages, layer)),
+            f"pull {layer}", stream, (), tuple(accesses(self._pool, self._pages, layer)),
             keeps_arrays=False,
         )  # fmt: skip
 
@@ -628,37 +643,37 @@ class Pull(ProcessLocal):
 
     # --- For the receiver, and its threads ---
 
-    def start(self) -> None:
+    def _start(self) -> None:
         if observe.order_observers:  # else when somebody waits
             self._event_of(self._pool.num_layers - 1)
         for part in self._parts:
             thread = threading.Thread(
-                target=self._receiver.run, args=(self, *part), name="kvcupy pull", daemon=True
+                target=self._receiver._run, args=(self, *part), name="kvcupy pull", daemon=True
             )
             try:
                 thread.start()
             except RuntimeError as error:
-                self.fail(TransferError(f"no thread for the pull: {error}", "lost"))
-                self.part_ended()
+                self._fail(TransferError(f"no thread for the pull: {error}", "lost"))
+                self._part_ended()
 
-    def uses(self, channel: Channel) -> None:
+    def _uses(self, channel: Channel) -> None:
         """Note a connection, which ends if the pull fails."""
         with self._changed:
             self._channels.append(channel)
-        self.check()
+        self._check()
 
-    def wait_for_users(self) -> None:
+    def _wait_for_users(self) -> None:
         """Wait until the pages are not used any more."""
         while self._after is not None and not self._after.done():
-            self.check()
-            if time.monotonic() > self.deadline:
+            self._check()
+            if time.monotonic() > self._deadline:
                 raise TimeoutError("timed out")
             time.sleep(0.0005)
 
-    def check(self) -> None:
+    def _check(self) -> None:
         self._raise_failure()
 
-    def part_arrived(self, layer: int) -> None:
+    def _part_arrived(self, layer: int) -> None:
         """Note that a part of a layer is in its pages."""
         with self._changed:
             self._missing[layer] -= 1
@@ -666,7 +681,7 @@ class Pull(ProcessLocal):
                 self._num_arrived += 1
             self._changed.notify_all()
 
-    def fail(self, failure: TransferError) -> None:
+    def _fail(self, failure: TransferError) -> None:
         """Let the pull fail, unless it has, or all of it is there."""
         with self._changed:
             if self.failure is not None or self._num_arrived == self._pool.num_layers:
@@ -677,7 +692,7 @@ class Pull(ProcessLocal):
         for channel in channels:
             channel.abort()
 
-    def part_ended(self) -> None:
+    def _part_ended(self) -> None:
         """Note that a thread is through with the pages."""
         with self._changed:
             self._num_running -= 1
@@ -692,10 +707,10 @@ class Pull(ProcessLocal):
                     self._stream.synchronize()
                 self._stream, self._events = None, []
         finally:
-            self._receiver.settled(self)
-            self.landing.end()
+            self._receiver._settled(self)
+            self._landing.end()
 
-    def close_in_child(self) -> None:
+    def _close_in_child(self) -> None:
         for channel in self._channels:
             channel.close()
 

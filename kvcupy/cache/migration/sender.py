@@ -38,6 +38,7 @@ GRANT_HEAD = struct.Struct(">QIIIQ")  # ms of lease, pages per run, pages, layer
 
 _IDLE_S = 60.0  # that a connection is kept without a pull
 _MOST_HANDSHAKES = 16  # at a time
+_MOST_PULLS = 1 << 20  # of an offer
 _MOST_ENDED = 1024  # offers of which it is remembered why they ended
 _CLOSE_S = 5.0
 
@@ -217,6 +218,9 @@ class PageSender(ProcessLocal):
         ordered = self._checked_pages(pages)
         lease = positive_seconds(lease_s, "lease_s")
         pulls = positive_int(pulls, "pulls")
+        if pulls > _MOST_PULLS:
+            raise ValueError(f"pulls: expected at most {_MOST_PULLS}, got {pulls}")
+        by_layer = checks.flag(by_layer, "by_layer")
         numbers = () if hashes is None else tuple(hash_list(hashes))
         if numbers and len(numbers) != len(ordered):
             raise ValueError(
@@ -340,7 +344,7 @@ class PageSender(ProcessLocal):
             if self._unlink is not None:
                 self._unlink()
 
-    def close_in_child(self) -> None:
+    def _close_in_child(self) -> None:
         """Close what a forked process has inherited, and leave the offers to their owner."""
         if self._unlink is not None:
             self._unlink.detach()
@@ -716,13 +720,7 @@ def checked_page_list(pages: Any) -> Pages:
 
 def positive_seconds(value: Any, name: str) -> float:
     """Return an argument in seconds as a float; TypeError or ValueError."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        try:
-            value = float(value) if hasattr(value, "__float__") else None
-        except (TypeError, ValueError):
-            value = None
-        if value is None:
-            raise TypeError(f"{name}: expected a number of seconds")
+    checks.require_number(value, name)
     if not 0 < value <= _MOST_SECONDS:
         raise ValueError(f"{name}: expected more than 0 and at most 1e6 seconds, got {value}")
     return float(value)
