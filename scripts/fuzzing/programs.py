@@ -15,6 +15,7 @@ from every_call import array
 from paged_snapshot import pages_of_pool
 
 import kvcupy as kv
+from kvcupy.cache.migration.protocol import Ticket
 from kvcupy.cache.tiered.leases import Lease
 
 from . import values
@@ -409,7 +410,7 @@ def migration(case: Case) -> None:
         result = try_method(case, chosen, name, arguments, settle=False)
         if name == "offer" and isinstance(result, bytes):
             tickets.append(result)
-            lost += len(arguments["pages"]) - receiver.inspect(result).num_pages
+            lost += len(arguments["pages"]) - Ticket.decoded(result, sender._secret).num_pages
         elif name == "offer" and len(arguments["pages"]):
             source.allocator.free(arguments["pages"])
         elif hasattr(result, "wait_layer"):

@@ -523,6 +523,13 @@ def test_arguments_of_offer():
             with pytest.raises(error, match=rf"^{message}: "):
                 sender.offer(**{"pages": pages, **arguments})
         assert sender.stats()["offers"] == 0
+        ticket = sender.offer(pages)
+        with pytest.raises(ValueError, match=r"^pages: expected pages that are not offered, got 0"):
+            sender.offer(pages[:1])
+        sender.withdraw(ticket)
+        pages = source.allocator.alloc(2)
+        shared = [sender.offer(pages, release=lambda pages: None) for _ in range(2)]
+        assert all(map(sender.withdraw, shared))
         source.allocator.free(pages)
 
 

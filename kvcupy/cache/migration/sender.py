@@ -142,6 +142,7 @@ class PageSender(ProcessLocal):
         self._changed = threading.Condition()  # guards all of the below
         self._offers: dict[int, _Offer] = {}  # open, by number
         self._unreleased: set[_Offer] = set()  # over or not
+        self._owned = np.zeros(pool.num_pages, np.bool_)  # pages that this frees
         self._ended: OrderedDict[int, str] = OrderedDict()  # why, by number
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._num_handshakes = 0
@@ -184,7 +185,7 @@ class PageSender(ProcessLocal):
         Parameters
         ----------
         pages : int32 or int64 (N,) of the host, or a list of ints, at least one: allocated pages of
-            the pool, each once, in the order in which a receiver gets them
+            the pool, each once and not offered already, in the order in which a receiver gets them
         hashes : of the blocks in the pages, for the receiver to see; None: none
         after : the stream that writes the pages: Stream, or a CuPy or torch stream; None: the one
             that is current in CuPy or torch. A layer is sent when it has passed what it holds now
@@ -194,7 +195,7 @@ class PageSender(ProcessLocal):
             some of its heads
         attachment : up to 1 MiB that receivers read with the ticket
         release : called once with the pages when the offer is over, by some thread, in place of the
-            pool's `allocator.free`
+            pool's `allocator.free`. The pages may then be in several offers
 
         Returns
         -------
@@ -238,9 +239,14 @@ class PageSender(ProcessLocal):
             written = [completion] * self._pool.num_layers
         with self._changed:
             self._require_open()
+            if release is None:
+                if self._owned[ordered].any():
+                    twice = ordered[self._owned[ordered]][0]
+                    raise ValueError(f"pages: expected pages that are not offered, got {twice}")
+                self._owned[ordered] = True
             offer = _Offer(
                 self._next, secrets.randbits(63), secrets.token_bytes(16), ordered, lease, pulls,
-                release or self._pool.allocator.free, written, time.monotonic() + lease,
+                release or self._free, written, time.monotonic() + lease,
             )  # fmt: skip
             self._next += 1
             self._offers[offer.number] = offer
@@ -416,6 +422,11 @@ class PageSender(ProcessLocal):
             cache_logger.exception("the pages of an offer could not be released: %s", error)
         finally:
             offer.written = []
+
+    def _free(self, pages: Pages) -> None:
+        with self._changed:
+            self._owned[pages] = False
+        self._pool.allocator.free(pages)
 
     def _notify(self) -> None:
         with suppress(OSError):
