@@ -313,9 +313,11 @@ def test_a_lease_ends():
 
 def test_a_pull_renews_the_lease():
     with pair() as (sender, receiver, source, target):
-        ticket = sender.offer(source.allocator.alloc(3), lease_s=0.15, by_layer=True)
+        ticket = sender.offer(source.allocator.alloc(3), lease_s=1.0, by_layer=True)
+        (offer,) = sender._offers.values()
+        end = offer.expires
         pull = receiver.pull(ticket, [0, 1, 2])
-        time.sleep(0.6)
+        eventually(lambda: offer.expires > end + 0.6)  # twice, after a third of the lease each
         for layer in LAYERS:
             sender.layer_done(ticket, layer)
         pull.synchronize()

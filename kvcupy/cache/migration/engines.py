@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...errors import TransferError
 from ..pages import Pages
 from .layers import PageBytes, Staging
-from .protocol import CHECKSUM, LAYER, RENEW, Channel, Lost
+from .protocol import CHECKSUM, LAYER, LEAST_MESSAGE_BYTES, RENEW, Channel, Lost
 
 if TYPE_CHECKING:
     from ...devices.protocol import Stream
@@ -109,6 +109,7 @@ class Service:
             self.check()
             if self._is_ready(layer):
                 return
+            self.channel.flush(self.deadline())
             if self.channel.readable(_POLL_S):
                 self.channel.receive(self.deadline(), RENEW)
                 self.renew()
@@ -193,7 +194,7 @@ class SocketEngine:
         num_bytes = len(pages) * service.page_bytes.page_bytes
         for layer in range(service.pool.num_layers):
             service.wait_ready(layer)
-            channel.send(LAYER, _LAYER.pack(layer, num_bytes), service.deadline())
+            channel.send(LAYER, _LAYER.pack(layer, num_bytes), service.deadline(), more=True)
             checksum = channel.checksum(service.number, service.generation, layer)
             for start in range(0, len(pages), service.run_pages):
                 run = pages[start : start + service.run_pages]
@@ -204,7 +205,8 @@ class SocketEngine:
                     service.staging.save(run, staged, layer, service.stream())
                     self._send(service, staged, layer, checksum)
             end = _CHECKSUM.pack(layer, checksum.intdigest())
-            channel.send(CHECKSUM, end, service.deadline())
+            channel.send(CHECKSUM, end, service.deadline(), more=True)
+        channel.flush(service.deadline())
 
     def _send(self, service: Service, pages: Pages, layer: int, checksum: Any) -> None:
         channel = service.channel
@@ -224,23 +226,29 @@ class SocketEngine:
             if head != _LAYER.pack(layer, num_bytes):
                 raise Lost("the sender sends another layer than the next")
             checksum = task.channel.checksum(task.number, task.generation, layer)
+            first = bytearray(LEAST_MESSAGE_BYTES)  # of the message behind the layer
             for start in range(0, len(task.pages), task.run_pages):
                 run = task.pages[start : start + task.run_pages]
+                message = first if start + len(run) == len(task.pages) else None
                 if task.staging is None:
-                    self._receive(task, run, layer, checksum)
+                    self._receive(task, run, layer, checksum, message)
                     continue
                 with task.staging.borrowed(len(run), task.deadline) as staged:
-                    self._receive(task, staged, layer, checksum)
+                    self._receive(task, staged, layer, checksum, message)
                     task.staging.load(staged, run, layer, task.stream())
-            _, end = task.channel.receive(task.deadline, CHECKSUM)
+            _, end = task.channel.received(first, task.deadline, CHECKSUM)
             if end != _CHECKSUM.pack(layer, checksum.intdigest()):
                 raise TransferError(f"layer {layer}: its checksum is wrong", "corrupt")
             task.arrived(layer)
 
-    def _receive(self, task: PullTask, pages: Pages, layer: int, checksum: Any) -> None:
+    def _receive(
+        self, task: PullTask, pages: Pages, layer: int, checksum: Any, message: bytearray | None
+    ) -> None:
+        left = len(pages) * task.page_bytes.page_bytes
         for views in task.page_bytes.writing(pages, layer):
             task.check()
-            task.channel.receive_data(views, task.deadline)
+            left -= sum([view.nbytes for view in views])
+            task.channel.receive_data(views, task.deadline, None if left else message)
             for view in views:
                 checksum.update(view)
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,8 @@ from ...ops import transfer
 from ..pages import Pages
 from ..pool import KVPool, MLAPool, Pool
 
-_CHUNK_BYTES = 256 << 10  # that are checksummed while they are in the processor's cache
+_CHUNK_BYTES = 512 << 10  # that are checksummed while they are in the processor's cache
 _STAGING_PAGES = 64  # where a pool needs staging, unless another number is asked for
-
-_Bytes = np.ndarray[Any, Any]  # uint8
 
 
 class PageBytes:
@@ -43,89 +42,100 @@ class PageBytes:
     """
 
     def __init__(self, pool: Pool, heads: range) -> None:
-        self._pool = pool
-        parts: list[list[ArrayView]] = [[] for _ in range(pool.num_layers)]
+        self._layers: list[list[_Part]] = [[] for _ in range(pool.num_layers)]
         for group in pool.groups:
             for part in (*group.parts, *group.scale_parts):
                 for i, layer in enumerate(group.layers):
-                    parts[layer].append(part[:, i])
-        self._layers = [[_as_bytes(part, heads) for part in layer] for layer in parts]
-        first = self._layers[0]
-        self.page_bytes = sum(part[0].size for part in first)
+                    self._layers[layer].append(_Part(part[:, i], heads))
+        self.page_bytes = sum(part.page_bytes for part in self._layers[0])
 
     def reading(self, pages: Pages, layer: int) -> Iterator[list[memoryview]]:
-        """Yield the bytes to send; those of one turn are valid until the next."""
-        for part in self._layers[layer]:
-            if _lies_packed(part):
-                yield from _grouped(_runs(part, pages))
-                continue
-            step = max(1, _CHUNK_BYTES // part[0].size)
-            for i in range(0, len(pages), step):
-                packed = np.ascontiguousarray(part[pages[i : i + step]])
-                yield [_flat(packed)]
+        """Yield the bytes to send, in groups; those of one turn are valid until the next."""
+        return _grouped(view for part in self._layers[layer] for view in part.reading(pages))
 
     def writing(self, pages: Pages, layer: int) -> Iterator[list[memoryview]]:
-        """Yield memory to fill, which must be filled when the next is asked for."""
-        for part in self._layers[layer]:
-            if _lies_packed(part):
-                yield from _grouped(_runs(part, pages))
+        """Yield memory to fill, in groups, which must be filled when the next is asked for."""
+        for is_packed, parts in groupby(self._layers[layer], key=lambda part: part.is_packed):
+            if is_packed:
+                yield from _grouped(view for part in parts for view in part.runs(pages))
                 continue
-            step = max(1, _CHUNK_BYTES // part[0].size)
-            packed = np.empty((min(step, len(pages)), *part.shape[1:]), np.uint8)
-            for i in range(0, len(pages), step):
-                chunk = pages[i : i + step]
-                yield [_flat(packed[: len(chunk)])]
-                part[chunk] = packed[: len(chunk)]
-
-
-def _as_bytes(part: ArrayView, heads: range) -> _Bytes:
-    """View (pages, page_size, heads, width) as uint8 (pages, page_size, chosen heads, bytes)."""
-    num_pages, page_size, _, width = part.shape
-    return array_at(
-        part.owner, part.pointer + heads.start * part.strides[2],
-        (num_pages, page_size, len(heads), width * part.itemsize), np.dtype(np.uint8),
-        (*part.strides[:3], 1),
-    )  # fmt: skip
+            for part in parts:
+                for chunk in part.chunks(pages):
+                    packed = np.empty((len(chunk), *part.array.shape[1:]), np.uint8)
+                    yield [_flat(packed)]
+                    part.array[chunk] = packed
 
 
 def _flat(array: Any) -> memoryview:
     return memoryview(array.reshape(-1))
 
 
-def _lies_packed(part: _Bytes) -> bool:
-    return bool(part[0].flags.c_contiguous)
-
-
-def _runs(part: _Bytes, pages: Pages) -> Iterator[memoryview]:
-    """Yield the memory of pages, neighbours together."""
-    size = part[0].size
-    if part.strides[0] != size:
-        for page in pages.tolist():
-            yield _flat(part[page])
-        return
-    flat = _flat(part)
-    ends = np.flatnonzero(np.diff(pages) != 1) + 1
-    starts = [0, *ends.tolist()] if len(pages) else []
-    for start, end in zip(starts, [*starts[1:], len(pages)], strict=True):
-        first = int(pages[start]) * size
-        yield flat[first : first + (end - start) * size]
-
-
-def _grouped(runs: Iterator[memoryview]) -> Iterator[list[memoryview]]:
-    """Cut and group memory into pieces of about `_CHUNK_BYTES`."""
+def _grouped(views: Iterator[memoryview]) -> Iterator[list[memoryview]]:
+    """Cut and group memory into pieces of `_CHUNK_BYTES`, the last one less."""
     group: list[memoryview] = []
     room = _CHUNK_BYTES
-    for run in runs:
-        rest = run
-        while rest.nbytes:
-            group.append(rest[:room])
-            taken = group[-1].nbytes
-            rest, room = rest[taken:], room - taken
-            if room == 0:
-                yield group
-                group, room = [], _CHUNK_BYTES
+    for view in views:
+        num_bytes, start = view.nbytes, 0
+        while num_bytes - start >= room:
+            group.append(view[start : start + room])
+            yield group
+            start, group, room = start + room, [], _CHUNK_BYTES
+        if start < num_bytes:
+            group.append(view[start:] if start else view)
+            room -= num_bytes - start
     if group:
         yield group
+
+
+class _Part:
+    """K, V or scales of one layer, of some heads, as uint8 (pages, page_size, heads, bytes).
+
+    Attributes
+    ----------
+    is_packed : whether the bytes of a page lie in memory as they are sent
+    """
+
+    def __init__(self, part: ArrayView, heads: range) -> None:
+        num_pages, page_size, _, width = part.shape
+        shape = (num_pages, page_size, len(heads), width * part.itemsize)
+        first = part.pointer + heads.start * part.strides[2]
+        strides = (*part.strides[:3], 1)
+        self.array: Any = array_at(part.owner, first, shape, np.dtype(np.uint8), strides)
+        self.page_bytes = self.array[0].size
+        self.is_packed = self.array[0].flags.c_contiguous
+        if self.is_packed:
+            stride, last = strides[0], strides[0] * (num_pages - 1)
+            size = abs(last) + self.page_bytes
+            start = first + min(0, last)
+            span: Any = array_at(part.owner, start, (size,), np.dtype(np.uint8))
+            self._span, self._stride, self._zero = memoryview(span), stride, first - start
+
+    def chunks(self, pages: Pages) -> Iterator[Pages]:
+        """Split pages into pieces of about `_CHUNK_BYTES`."""
+        step = max(1, _CHUNK_BYTES // self.page_bytes)
+        for i in range(0, len(pages), step):
+            yield pages[i : i + step]
+
+    def reading(self, pages: Pages) -> Iterator[memoryview]:
+        """Yield the bytes of pages, copied where they do not lie in memory like that."""
+        if self.is_packed:
+            yield from self.runs(pages)
+            return
+        for chunk in self.chunks(pages):
+            yield _flat(np.ascontiguousarray(self.array[chunk]))
+
+    def runs(self, pages: Pages) -> Iterator[memoryview]:
+        """Yield the memory of pages, neighbours as one."""
+        span, size = self._span, self.page_bytes
+        starts: Pages = pages * self._stride + self._zero
+        if self._stride != size or len(pages) < 2:
+            for start in starts.tolist():
+                yield span[start : start + size]
+            return
+        first = np.concatenate(([0], np.flatnonzero(np.diff(pages) != 1) + 1))
+        sizes = np.diff(np.append(first, len(pages))) * size
+        for start, num_bytes in zip(starts[first].tolist(), sizes.tolist(), strict=True):
+            yield span[start : start + num_bytes]
 
 
 # --- Pools that the host cannot address -----------------------------------------------------------

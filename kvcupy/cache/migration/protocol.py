@@ -20,7 +20,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import math
 import os
 import select
 import socket
@@ -57,6 +56,8 @@ MIN_SECRET_BYTES = 16
 
 _HEAD = struct.Struct(">BI")  # kind, bytes of the payload
 _MAC_BYTES = 16
+_LEAST_PAYLOAD_BYTES = 12  # shorter ones are filled up, so that one call receives most messages
+LEAST_MESSAGE_BYTES = _HEAD.size + _LEAST_PAYLOAD_BYTES + _MAC_BYTES
 _MOST_BUFFERS = 512  # memory areas that one call to the system takes
 
 
@@ -344,6 +345,8 @@ class Channel:
         self._data_key = data_key
         self._algorithm = algorithm
         self._is_tls = isinstance(connection, ssl.SSLSocket)
+        self._timeout_s = 0.0  # that the system keeps
+        self._unsent: list[memoryview] = []  # messages that go along with what is sent next
         self.num_bytes = 0  # of pages, sent and received
         self.moving = False  # whether pages are being sent
 
@@ -352,9 +355,19 @@ class Channel:
 
     # --- Messages ---
 
-    def send(self, kind: int, payload: bytes, deadline: float) -> None:
+    def send(self, kind: int, payload: bytes, deadline: float, *, more: bool = False) -> None:
+        """Send a message; with `more` along with what is sent next."""
+        payload = payload.ljust(_LEAST_PAYLOAD_BYTES, b"\0")
         head = _HEAD.pack(kind, len(payload))
-        self._send_all(head + payload + self._mac(True, head, payload), deadline)
+        self._unsent.append(memoryview(head + payload + self._mac(True, head, payload)))
+        if not more:
+            self.flush(deadline)
+
+    def flush(self, deadline: float) -> None:
+        """Send what `send` has kept back."""
+        if self._unsent:
+            unsent, self._unsent = self._unsent, []
+            self._move(unsent, deadline, is_sent=True)
 
     def receive(self, deadline: float, *kinds: int) -> tuple[int, bytes]:
         """Return kind and payload of the next message.
@@ -364,16 +377,24 @@ class Channel:
         TransferError : the peer has refused; it says why
         Lost : it is of none of `kinds`, damaged, or none comes any more
         """
-        head = self._receive_exactly(_HEAD.size, deadline)
-        kind, length = _HEAD.unpack(head)
-        if length > MAX_MESSAGE_BYTES or kind not in NAMES:
+        least = bytearray(LEAST_MESSAGE_BYTES)
+        self._move([memoryview(least)], deadline, is_sent=False)
+        return self.received(least, deadline, *kinds)
+
+    def received(self, first: bytearray, deadline: float, *kinds: int) -> tuple[int, bytes]:
+        """Return kind and payload of a message of which the first bytes have come, as `receive`."""
+        kind, length = _HEAD.unpack_from(first)
+        if not _LEAST_PAYLOAD_BYTES <= length <= MAX_MESSAGE_BYTES or kind not in NAMES:
             raise Lost("what came is not a message")
-        rest = self._receive_exactly(length + _MAC_BYTES, deadline)
-        payload, mac = rest[:length], rest[length:]
-        if not hmac.compare_digest(mac, self._mac(False, head, payload)):
+        if length > _LEAST_PAYLOAD_BYTES:
+            rest = bytearray(length - _LEAST_PAYLOAD_BYTES)
+            self._move([memoryview(rest)], deadline, is_sent=False)
+            first = first + rest
+        head, payload = bytes(first[: _HEAD.size]), bytes(first[_HEAD.size : -_MAC_BYTES])
+        if not hmac.compare_digest(first[-_MAC_BYTES:], self._mac(False, head, payload)):
             raise Lost("a message was changed on its way")
         if kind == REFUSED:
-            reason, _, message = payload.decode("utf-8", "replace").partition("\n")
+            reason, _, message = payload.rstrip(b"\0").decode("utf-8", "replace").partition("\n")
             raise TransferError(message, reason)
         if kinds and kind not in kinds:
             expected = " or ".join(NAMES[k] for k in kinds)
@@ -381,6 +402,7 @@ class Channel:
         return kind, payload
 
     def refuse(self, reason: str, message: str, deadline: float) -> None:
+        """Say why there is nothing, or nothing more."""
         self.send(REFUSED, f"{reason}\n{message[:4000]}".encode(), deadline)
 
     def readable(self, timeout_s: float) -> bool:
@@ -399,18 +421,6 @@ class Channel:
             keyed.update(part)
         return keyed.digest()
 
-    def _send_all(self, data: bytes, deadline: float) -> None:
-        set_timeout(self._socket, deadline)
-        try:
-            self._socket.sendall(data)
-        except TimeoutError:
-            raise
-        except (OSError, ValueError) as error:
-            raise Lost(f"the connection has ended: {error}") from error
-
-    def _receive_exactly(self, count: int, deadline: float) -> bytes:
-        return receive_exactly(self._socket, count, deadline)
-
     # --- Pages ---
 
     def checksum(self, *names: int) -> Any:
@@ -420,43 +430,63 @@ class Channel:
         return checksum
 
     def send_data(self, views: Sequence[memoryview], deadline: float) -> None:
-        """Send memory as it is, all of it."""
-        connection = self._socket
-        num_bytes = sum(view.nbytes for view in views)
-        try:
-            if not self._is_tls:
-                _move_all(views, num_bytes, connection.sendmsg, connection, deadline)
-            else:
-                for view in views:
-                    set_timeout(connection, deadline)
-                    connection.sendall(view)
-        except TimeoutError:
-            raise
-        except (OSError, ValueError) as error:
-            raise Lost(f"the connection has ended: {error}") from error
-        self.num_bytes += num_bytes
+        """Send memory as it is, all of it, behind the messages that `send` has kept back."""
+        unsent, self._unsent = self._unsent, []
+        self._move([*unsent, *views], deadline, is_sent=True)
+        self.num_bytes += sum([view.nbytes for view in views])
 
-    def receive_data(self, views: Sequence[memoryview], deadline: float) -> None:
-        """Fill memory with what comes."""
+    def receive_data(
+        self, views: Sequence[memoryview], deadline: float, end: bytearray | None = None
+    ) -> None:
+        """Fill memory with what comes, and then `end` with the first bytes of a message."""
+        self._move([*views, memoryview(end)] if end else views, deadline, is_sent=False)
+        self.num_bytes += sum([view.nbytes for view in views])
+
+    def _move(self, views: Sequence[memoryview], deadline: float, *, is_sent: bool) -> None:
+        """Send memory, or fill it."""
         connection = self._socket
-        num_bytes = sum(view.nbytes for view in views)
         try:
             if not self._is_tls:
-                _move_all(
-                    views, num_bytes, lambda part: _some(connection.recvmsg_into(part)[0]),
-                    connection, deadline,
-                )  # fmt: skip
-            else:
-                for view in views:
-                    rest = view
-                    while rest.nbytes:
-                        set_timeout(connection, deadline)
-                        rest = rest[_some(connection.recv_into(rest)) :]
-        except TimeoutError:
-            raise
+                self._move_all(views, connection.sendmsg if is_sent else self._fill, deadline)
+                return
+            for view in views:
+                set_timeout(connection, deadline)
+                if is_sent:
+                    connection.sendall(view)
+                    continue
+                rest = view
+                while rest.nbytes:
+                    set_timeout(connection, deadline)
+                    rest = rest[_some(connection.recv_into(rest)) :]
+        except (TimeoutError, BlockingIOError):
+            raise TimeoutError("timed out") from None
         except (OSError, ValueError) as error:
             raise Lost(f"the connection has ended: {error}") from error
-        self.num_bytes += num_bytes
+
+    def _move_all(
+        self, views: Sequence[memoryview], move: Callable[[list[memoryview]], int], deadline: float
+    ) -> None:
+        """Call `move` with views, and again with what it has left of them, until nothing is."""
+        rest = list(views)
+        left = sum([view.nbytes for view in rest])
+        while left:
+            remaining_s = deadline - time.monotonic()
+            if not 0.95 * self._timeout_s < remaining_s <= self._timeout_s:  # spares calls
+                set_timeout(self._socket, deadline)
+                self._timeout_s = remaining_s
+            moved = move(rest[:_MOST_BUFFERS])
+            left -= moved
+            if not left:
+                return
+            first = 0
+            while moved >= rest[first].nbytes:
+                moved -= rest[first].nbytes
+                first += 1
+            rest = rest[first:]
+            rest[0] = rest[0][moved:]
+
+    def _fill(self, views: list[memoryview]) -> int:
+        return _some(self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0])
 
     # --- Ending it ---
 
@@ -495,11 +525,20 @@ def any_readable(sockets: Sequence[socket.socket], timeout_s: float) -> bool:
 
 
 def set_timeout(connection: socket.socket, deadline: float) -> None:
-    """Let calls of a connection last until a deadline at most; TimeoutError if it has passed."""
+    """Let calls of a connection last until a deadline at most; TimeoutError if it has passed.
+
+    The system keeps the time, so that one call can move as much as there is room for.
+    """
     remaining_s = deadline - time.monotonic()
     if remaining_s <= 0:
         raise TimeoutError("timed out")
-    connection.settimeout(None if math.isinf(remaining_s) else remaining_s)
+    if isinstance(connection, ssl.SSLSocket):
+        connection.settimeout(remaining_s)
+        return
+    connection.settimeout(None)
+    timeval = struct.pack("@ll", *divmod(int(remaining_s * 1e6) + 1, 1_000_000))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
@@ -510,8 +549,8 @@ def receive_exactly(connection: socket.socket, count: int, deadline: float) -> b
         while rest.nbytes:
             set_timeout(connection, deadline)
             rest = rest[_some(connection.recv_into(rest)) :]
-    except TimeoutError:
-        raise
+    except (TimeoutError, BlockingIOError):
+        raise TimeoutError("timed out") from None
     except (OSError, ValueError) as error:
         raise Lost(f"the connection has ended: {error}") from error
     return bytes(data)
@@ -521,27 +560,6 @@ def _some(count: int) -> int:
     if count == 0:
         raise Lost("the connection has ended")
     return count
-
-
-def _move_all(
-    views: Sequence[memoryview], num_bytes: int, move: Callable[[list[memoryview]], int],
-    connection: socket.socket, deadline: float,
-) -> None:  # fmt: skip
-    """Call `move` with views, and again with what it has left of them, until nothing is left."""
-    rest = list(views)
-    set_timeout(connection, deadline)
-    while rest:
-        moved = move(rest[:_MOST_BUFFERS])
-        num_bytes -= moved
-        if not num_bytes:
-            return
-        first = 0
-        while moved >= rest[first].nbytes:
-            moved -= rest[first].nbytes
-            first += 1
-        rest = rest[first:]
-        rest[0] = rest[0][moved:]
-        set_timeout(connection, deadline)
 
 
 # --- The handshake --------------------------------------------------------------------------------
