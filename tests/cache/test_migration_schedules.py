@@ -30,11 +30,11 @@ class Failures:
             monkeypatch.setattr(Channel, name, self.failing(getattr(Channel, name)))
 
     def failing(self, method):
-        def called(channel, *arguments):
+        def called(channel, *arguments, **options):
             drawn = self.rng.random()
             if drawn < self.share:
                 raise Lost("drawn") if drawn < self.share / 2 else TimeoutError("drawn")
-            return method(channel, *arguments)
+            return method(channel, *arguments, **options)
 
         return called
 
