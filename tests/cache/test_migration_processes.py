@@ -5,12 +5,17 @@ lands late, and the pages of both are free afterwards.
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from helpers import full_only
 from migration_cases import (
+    PATIENCE_S,
     SHAPE,
     assert_pulled,
     eventually,
@@ -25,6 +30,7 @@ from migration_cases import (
 )
 
 import kvcupy as kv
+from kvcupy.doctor import environment
 
 LARGE = {"head_dim": 512, "v_head_dim": 512, "page_size": 64}  # 1 MiB per page and layer
 
@@ -212,6 +218,29 @@ def test_forked():
         receiver.pull(ticket, [0, 1]).synchronize()
         assert_pulled(receiver._pool, [0, 1], [0, 1])
     source.allocator.check_leaks()
+
+
+def test_the_guide_in_two_terminals(tmp_path):
+    guide = Path(__file__).resolve().parents[2] / "docs" / "migration.md"
+    programs = re.findall(r"```py\n# (\w+\.py)\n(.*?)```", guide.read_text(), re.DOTALL)
+    assert [name for name, _ in programs] == ["prefill.py", "decode.py"]
+    root = str(Path(__file__).resolve().parents[2])
+    started = []
+    for name, code in programs:
+        (tmp_path / name).write_text(code)
+        command = [sys.executable, name]
+        started.append(subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+            env={**environment(), "PYTHONPATH": root},
+        ))  # fmt: skip
+    try:
+        printed = [each.communicate(timeout=PATIENCE_S)[0] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    assert printed == ["1 offer completed\n", "4.0 4.0\n"]
+    assert not (tmp_path / "pages.sock").exists()
 
 
 def test_pools_of_the_cases():

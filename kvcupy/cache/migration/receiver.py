@@ -89,7 +89,8 @@ class PageReceiver(ProcessLocal):
         self._engine = engine_for(engine, pool)
         self._page_bytes: dict[range, PageBytes] = {}
         self._lock = threading.Lock()  # guards all of the below
-        self._pulls: set[Pull] = set()  # whose threads have not ended
+        self._pulls: set[Pull] = set()  # whose pages may be written
+        self._threads: set[threading.Thread] = set()
         self._idle: dict[tuple[str, bytes], list[tuple[Channel, bytes]]] = {}
         self._counts: Counter[str] = Counter()
         self._closed = False
@@ -199,7 +200,7 @@ class PageReceiver(ProcessLocal):
             }
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Cancel all pulls, and wait until nothing can land in their pages.
+        """Cancel all pulls, and wait until nothing can land in their pages, and senders know.
 
         Parameters
         ----------
@@ -216,8 +217,10 @@ class PageReceiver(ProcessLocal):
             pull._fail(TransferError("the receiver was closed", "closed"))
         for channel, _ in (each for channels in idle.values() for each in channels):
             channel.close()
-        for pull in pulls:
-            pull._landing.synchronize(deadline - time.monotonic())
+        with self._lock:
+            threads = list(self._threads)
+        for thread in threads:  # also those that tell the sender that they are done
+            thread.join(max(0.0, deadline - time.monotonic()))
         if first:
             self._engine.close(deadline)
 
@@ -344,6 +347,24 @@ class PageReceiver(ProcessLocal):
 
     # --- One part of a pull, in a thread of its own ---
 
+    def _start(self, pull: Pull, part: tuple[Ticket, Address, range]) -> None:
+        def run() -> None:
+            try:
+                self._run(pull, *part)
+            finally:
+                with self._lock:
+                    self._threads.discard(thread)
+
+        thread = threading.Thread(target=run, name="kvcupy pull", daemon=True)
+        with self._lock:
+            self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError:
+            with self._lock:
+                self._threads.discard(thread)
+            raise
+
     def _run(self, pull: Pull, ticket: Ticket, address: Address, heads: range) -> None:
         """Fetch one part of a pull, and settle it whatever happens."""
         task = None
@@ -367,7 +388,11 @@ class PageReceiver(ProcessLocal):
             pull._part_ended()
             return
         pull._part_ended()
-        self._confirm(ticket, channel, digest)
+        pull._landing.synchronize()  # for the other parts
+        if pull.failure is None:
+            self._confirm(ticket, channel, digest)
+        else:
+            channel.close()
 
     def _granted(
         self, pull: Pull, ticket: Ticket, address: Address, heads: range
@@ -431,11 +456,9 @@ class PageReceiver(ProcessLocal):
         )  # fmt: skip
 
     def _confirm(self, ticket: Ticket, channel: Channel, digest: bytes) -> None:
-        """Tell the sender that its pages are free; if it does not hear, its lease ends."""
-        deadline = time.monotonic() + _CONFIRM_S
+        """Wait until the sender has heard that the pull is done, and keep the connection."""
         try:
-            channel.send(DONE, b"", deadline)
-            channel.receive(deadline, CONFIRMED)
+            channel.receive(time.monotonic() + _CONFIRM_S, CONFIRMED)
         except (Lost, TimeoutError, TransferError):
             channel.close()
         else:
@@ -647,11 +670,8 @@ class Pull(ProcessLocal):
         if observe.order_observers:  # else when somebody waits
             self._event_of(self._pool.num_layers - 1)
         for part in self._parts:
-            thread = threading.Thread(
-                target=self._receiver._run, args=(self, *part), name="kvcupy pull", daemon=True
-            )
             try:
-                thread.start()
+                self._receiver._start(self, part)
             except RuntimeError as error:
                 self._fail(TransferError(f"no thread for the pull: {error}", "lost"))
                 self._part_ended()
@@ -698,10 +718,13 @@ class Pull(ProcessLocal):
             self._num_running -= 1
             if self._num_running:
                 return
-            self._channels.clear()
+            channels, self._channels = self._channels, []
         try:
             if self.failure is None:
                 self._pool.note_written()
+                for channel in channels:  # a sender that does not hear it waits for its lease
+                    with suppress(Lost, TimeoutError):
+                        channel.send(DONE, b"", time.monotonic() + _CONFIRM_S)
             elif self._stream is not None:  # it is no one else's, and this handle has the failure
                 with suppress(DeviceError):
                     self._stream.synchronize()
