@@ -21,6 +21,7 @@ from benchmarks import (
     ops,
     order,
     scale,
+    shared,
     steps,
     transfer,
     views,
@@ -38,6 +39,7 @@ BENCHMARKS = {
     "frames": frames,
     "generate": generate,
     "order": order,
+    "shared": shared,
 }
 
 

@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {**about, "seed": options.seed, "most": options.most}
     for name in options.on:
         report[name] = survey(name, options.only or list(PROGRAMS), options.most, options.seed)
-        print(render(name, report[name]), flush=True)
+        if report[name]["points"]:  # else none of those chosen runs on it
+            print(render(name, report[name]), flush=True)
     if options.kills:
         report["kills"] = killed(options.kills, options.seed)
         print(f"\nkills: {report['kills']}")

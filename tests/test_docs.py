@@ -36,7 +36,16 @@ PHONE_WIDTH = 390
 CHROMIUM = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
 
 
-@pytest.mark.usefixtures("lenient_host")
+@pytest.fixture
+def stores():
+    """Remove the store that an example leaves, as it says, before and after it."""
+    left = Path("/dev/shm/kvcupy-documentation")
+    left.unlink(missing_ok=True)
+    yield
+    left.unlink(missing_ok=True)
+
+
+@pytest.mark.usefixtures("lenient_host", "stores")
 @pytest.mark.parametrize("code, output", EXAMPLES)
 def test_example(code, output, capsys):
     if "torch" in code:

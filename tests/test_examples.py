@@ -19,6 +19,7 @@ PRINTED = {
     "load_layer_by_layer": "2.1 MB in 4 layers",
     "captured_step": "{'a': 2, 'b': 3}",
     "prefix_cache": "prompt 2: 48 of 68 tokens were cached",
+    "shared_prefix": "process 1: 10 of 10 blocks were there",
     "draft_tree": "tokens: 23",
     "quantised_cache": "int8",
     "find_a_race": ".wait(",

@@ -111,10 +111,11 @@ def test_nothing_public_is_left_out(fuzzing):
 def test_every_parameter_has_a_meaning(fuzzing):
     from fuzzing.attempts import MEANINGS
 
-    kinds = [kv.KVPool, kv.MLAPool, kv.PageAllocator, kv.PagedKVCache, kv.TieredCache,
+    kinds = [kv.BlockKeys, kv.KVPool, kv.MLAPool, kv.PageAllocator, kv.PagedKVCache, kv.TieredCache,
              kv.TransferEngine, kv.PageSender, kv.PageReceiver]  # fmt: skip
     functions = [getattr(kv, name) for name in kv.__all__ if not inspect.isclass(getattr(kv, name))]
     functions = [function for function in functions if inspect.isfunction(function)] + kinds
+    kinds.append(kv.SharedStore)  # made by `open`
     functions += [getattr(kind, name) for kind in kinds for name in methods_of(kind)]
     names = {name for f in functions for name in inspect.signature(f).parameters}
     assert sorted(names - set(MEANINGS) - {"self"}) == []

@@ -338,8 +338,8 @@ def checksum(buffers: Iterable[Any], algorithm: str = DEFAULT_CHECKSUM) -> int:
     Parameters
     ----------
     buffers : contiguous buffers
-    algorithm : of `HASHERS`. "xxh3_64" (the package xxhash, in the extra "shared") is several times
-        as fast as memory is copied; "sum64" is always there
+    algorithm : of `HASHERS`: "xxh3_64" (the package xxhash, in the extra "shared") is faster than
+        memory is copied; "sum64" is always there
 
     >>> checksum([b"12", b"345"], "sum64") == checksum([b"12345"], "sum64")
     True

@@ -70,16 +70,16 @@ _meaning(
     """
     page_size skip_slot window num_pages num_layers num_kv_heads num_q_heads head_dim v_head_dim
     latent_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens parent
-    num_blocks max_positions rotary_dim priority pulls max_connections staging_pages max_pulls
-    max_quarantined_pages
+    num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
+    max_connections staging_pages max_pulls max_quarantined_pages
 """,
 )
-_meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes")
+_meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes")
 _meaning(
     values.text,
     """
-    layout placement method policy write action lse_base rope_mode format library listen advertise
-    engine model
+    layout placement method policy write action lse_base rope_mode format library url tenant model
+    checksum listen advertise engine
 """,
 )
 _meaning(
@@ -94,13 +94,13 @@ _meaning(
     values.stream, "stream alt_stream after load_stream save_stream copy_stream main others other"
 )
 _meaning(values.device, "device name")
-_meaning(values.path, "path disk")
+_meaning(values.path, "path disk folder")
 _meaning(values.sequence, "seq child")
 _meaning(
     values.anything,
     """
     src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
-    before operation index owner arguments options secret heads tls attachment ticket
+    before operation index owner arguments options identity secret heads tls attachment ticket
 """,
 )
 _meaning(values.no_function, "release")

@@ -350,7 +350,8 @@ def _bound(case: Case) -> None:
 
 
 def _block_hashes(case: Case) -> Arguments:
-    return {"token_ids": [1, 2, 3, 4, 5], "block_tokens": 2, "parent": 7}
+    bits = case.rng.choice([64, 128])
+    return {"token_ids": [1, 2, 3, 4, 5], "block_tokens": 2, "parent": 7, "bits": bits}
 
 
 def array_view(case: Case) -> None:

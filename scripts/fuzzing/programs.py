@@ -15,6 +15,7 @@ from every_call import array
 from paged_snapshot import pages_of_pool
 
 import kvcupy as kv
+from kvcupy.cache.identity import PoolIdentity
 from kvcupy.cache.migration.protocol import Ticket
 from kvcupy.cache.tiered.leases import Lease
 
@@ -38,6 +39,8 @@ METHODS = {
     "Pull": "wait_layer wait done synchronize cancel",
     "TieredCache": "match acquire insert evict stats flush take_host_pages clear close",
     "Lease": "wait_layer wait release",
+    "BlockKeys": "keys",
+    "SharedStore": "open exists put get stats remove close",
     "PagedKVCache": """
         add_sequence begin_forward attention end_forward attention_qkv attention_mla remove_sequence
         sequence_length offload onboard fork_sequence pop_tokens enable_sliding_window get_kv set_kv
@@ -654,8 +657,71 @@ class Paged:
         cache.remove_sequence("last")
 
 
+# --- Shared stores --------------------------------------------------------------------------------
+
+SHARED_HASHES = kv.block_hashes(range(8), 1, bits=128)
+
+
+def block_keys(case: Case) -> None:
+    """Make keys of blocks."""
+    identity = case.rng.choice([new_pool(), PoolIdentity.of(new_pool(), model="m")])
+    keys = construct(case, kv.BlockKeys, {"identity": identity, "tenant": "a"})
+    if keys is not None:
+        hashes = {"hashes": case.rng.sample(SHARED_HASHES, 3)}
+        drive(case, keys, methods("BlockKeys", {"keys": lambda: hashes}))
+
+
+def shared(case: Case) -> None:
+    """Put blocks into a store in memory and get them, through two users of it."""
+    pools = [new_pool(5, device="host"), new_pool(8, layout="page_first", device="host")]
+    opening = {
+        "url": "shm:fuzz", "capacity_bytes": 1 << 16, "folder": case.folder, "tenant": "a",
+        "checksum": case.rng.choice([None, "sum64", "none"]), "deadline_s": 5.0,
+    }  # fmt: skip
+    stores = [kv.SharedStore.open(host_pool=pool, **opening) for pool in pools]
+    others: list[kv.SharedStore] = []
+
+    def some(store: kv.SharedStore) -> Arguments:
+        count = case.rng.randrange(4)
+        return {
+            "hashes": case.rng.sample(SHARED_HASHES, count),
+            "pages": case.rng.sample(range(store.pool.num_pages), count),
+        }
+
+    def state() -> Any:
+        names = ("stored", "known", "hits", "misses", "blocks", "evicted", "recovered")
+        with kv.SharedStore.open(host_pool=pools[0], **opening) as reader:
+            there = [reader.exists([hash]) for hash in SHARED_HASHES]
+        return pool_bytes(*pools), there, [
+            {name: store.stats()[name] for name in names} for store in stores
+            if not store._closed
+        ]  # fmt: skip
+
+    for _ in range(case.rng.randrange(2, 12)):
+        store = case.rng.choice(stores)
+        makers = methods("SharedStore", {
+            "open": lambda store=store: {**opening, "host_pool": store.pool},
+            "exists": lambda: {"hashes": case.rng.sample(SHARED_HASHES, 3)},
+            "put": lambda store=store: some(store),
+            "get": lambda store=store: {**some(store), "deadline_s": 5.0},
+            "stats": dict, "remove": dict, "close": dict,
+        })  # fmt: skip
+        name = case.rng.choice([*list(makers)[:-2] * 4, "remove", "close"])
+        result = try_method(
+            case, store, name, makers[name](), state=state, settle=False,
+            names=("store", "url", "pages", "hashes", "host_pool", "capacity_bytes"),
+        )  # fmt: skip
+        if isinstance(result, kv.SharedStore):
+            others.append(result)
+    stores[0].close()
+    with kv.SharedStore.open(host_pool=pools[0], **opening) as last:
+        last.remove()
+    for store in [*stores, *others]:
+        store.close()
+
+
 PROGRAMS: dict[str, Callable[[Case], None]] = {
     "PageAllocator": allocator, "pools": pools, "wrap": wrapped, "Device": device,
     "Stream": streams, "TransferEngine": engine, "migration": migration, "TieredCache": tiered,
-    "PagedKVCache": paged,
+    "PagedKVCache": paged, "BlockKeys": block_keys, "SharedStore": shared,
 }  # fmt: skip

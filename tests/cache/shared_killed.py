@@ -29,7 +29,7 @@ from kvcupy.cache.shared import shm
 from kvcupy.cache.shared.shm import Layout, ShmBackend
 from kvcupy.cache.wire import WirePages
 
-NUM_BLOCKS, WIDTH = 6, 16384  # a page is 1 MiB
+NUM_BLOCKS, WIDTH = 6, 4096  # a page is 256 KiB
 STEPS = ("chosen", "erased", "marked", "odd", "piece", "described", "even", "inserted", "clean")
 REPAIR_STEPS = ("emptied", "rebuilt")
 HASHES = block_hashes(40)
@@ -175,13 +175,14 @@ class User:
             counts[0 if not hit else 1 if whole else 2] += 1
 
 
-def work(folder, pool, seed, counts, options):
+def work(folder, pool, seed, step, counts, options):
+    """Use a store until it comes to a step, or for ever."""
     user, rng = User(folder, pool, options), random.Random(seed)
-    control = bool(options)
-    if control or rng.random() < 0.5:  # else whenever its parent does
-        at_step("piece" if control else rng.choice(STEPS), rng.randrange(1, 6), kill_self)
+    if step is not None:
+        at_step(step, rng.randrange(1, 6), kill_self)
     while True:
         user.step(rng, counts)
+        counts[3] += 1
 
 
 def kill_rounds(folder, times, *, control=False):
@@ -190,30 +191,36 @@ def kill_rounds(folder, times, *, control=False):
     if control:
         options = {"checksum": "none"}
         ShmBackend._put = write_before_marking
-    counts = memoryview(mmap.mmap(-1, 4096)).cast("Q")  # three of each process
-    pool = new_pool(len(HASHES) + 1, head_dim=WIDTH // 4)
+    counts = memoryview(mmap.mmap(-1, 4096)).cast("Q")  # four of each process
+    pool = new_pool(len(HASHES) + 1, head_dim=WIDTH)
     fill(pool, range(len(HASHES)), HASHES)
     rng = random.Random(f"rounds {control}")
     user = User(folder, pool, options)
     for _ in range(times):
-        workers = [
-            child(lambda at=at, seed=seed: work(folder, pool, seed, counts[at : at + 3], options))
-            for at, seed in ((0, rng.random()), (3, rng.random()))
-        ]
-        end = time.monotonic() + 0.005 + rng.random() * 0.02
+        # One kills itself at a step, the other is killed whenever it may be.
+        step, seeds = "piece" if control else rng.choice(STEPS), (rng.random(), rng.random())
+        dying, other = (
+            child(lambda a=at, s=step, r=seed: work(folder, pool, r, s, counts[a : a + 4], options))
+            for at, step, seed in ((0, step, seeds[0]), (4, None, seeds[1]))
+        )
+        counts[7] = 0
+        pause_s = rng.random() * 0.02
+        while not counts[7]:  # it is at work
+            user.step(rng, counts[8:12])
+        end = time.monotonic() + pause_s
         while time.monotonic() < end:
-            user.step(rng, counts[6:9])
-        for process in workers:
-            os.kill(process, signal.SIGKILL)
+            user.step(rng, counts[8:12])
+        os.kill(other, signal.SIGKILL)
+        for process in (dying, other):
             assert ended(process) == -signal.SIGKILL, "a child failed by itself"
-        user.look(range(len(HASHES)), counts[6:9])
+        user.look(range(len(HASHES)), counts[8:12])
     more = block_hashes(1, 1000)
     assert control or user.store.put(more, [0]) == ["stored"]  # which repairs what the last left
     assert control or user.store.get(more, [len(HASHES)]) == [True]
     stats = user.store.stats()
     known = [h for h in (*HASHES, *more) if user.store.exists([h])]
     there = [user.store.get([h], [len(HASHES)])[0] for h in known]
-    missed, right, wrong = (sum(counts[n + k] for n in (0, 3, 6)) for k in range(3))
+    missed, right, wrong = (sum(counts[n + k] for n in (0, 4, 8)) for k in range(3))
     return {
         "kills": 2 * times, "missed": missed, "right": right, "wrong": wrong, "found": len(known),
         "read": sum(there), "blocks": stats["blocks"], "recovered": stats["recovered"],

@@ -57,13 +57,14 @@ def test_no_block_is_wrong_whenever_users_are_killed(tmp_path):
     seen = survey(tmp_path, "rounds", helpers.examples(100))
     assert seen["kills"] == 2 * helpers.examples(100)
     assert seen["wrong"] == 0, seen
-    assert seen["right"] > 1000 and seen["missed"] > 100, "or it shows nothing"
-    assert seen["recovered"] > 3, "nobody died with the lock"
+    sweeps = 40 * helpers.examples(100)  # each round ends with a look at all blocks
+    assert seen["right"] > sweeps / 4 and seen["missed"] > sweeps / 4, "or it shows nothing"
+    assert seen["recovered"] > helpers.examples(100) / 3, "too few died with the lock"
     assert seen["found"] == seen["read"] == seen["blocks"]
 
 
 def test_control_written_before_they_are_marked_blocks_are_wrong(tmp_path):
-    assert survey(tmp_path, "control", 10)["wrong"] > 0
+    assert survey(tmp_path, "control", 15)["wrong"] > 0
 
 
 def test_a_stopped_writer_holds_up_writers_until_their_deadline_and_no_reader(tmp_path):

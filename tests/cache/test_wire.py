@@ -185,6 +185,12 @@ def test_which_pools_have_pieces():
     assert kind("layer_first") == (2 * LAYERS, True)
     assert kind("layer_first", 8) == (2 * LAYERS, False)
     assert kind("page_first") == (2 * LAYERS * SIZE, False)
+    latents = [np.zeros((PAGES, SIZE, 512), np.float16) for _ in range(LAYERS)]
+    pages = WirePages(kv.MLAPool.wrap(latents))
+    assert (pages.num_pieces, pages.is_direct) == (LAYERS, True), "one head has no stride"
+    layers = [np.zeros((PAGES, SIZE, HEADS, 4096), np.float16) for _ in range(2 * LAYERS)]
+    apart = kv.KVPool.wrap(layers[:LAYERS], layers[LAYERS:])
+    assert WirePages(apart).is_direct and not WirePages(apart, "page_head").is_direct
     pages = WirePages(kv_pool("page_first"))
     for call in (pages.pieces, pages.addresses, lambda page: pages.layer_pieces(page, 0)):
         with pytest.raises(ValueError, match=r"^pool: expected pieces of at least 4096 bytes"):

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -242,6 +244,9 @@ FILE_POINTS = (
     Point("disk read", ((os, "preadv"),), failing(errno.EIO)),
     Point("disk read, short", ((os, "preadv"),), None, _half),
     Point("disk allocation", ((os, "posix_fallocate"),), failing(errno.ENOSPC)),
+    Point("file size", ((os, "ftruncate"),), failing(errno.ENOSPC)),
+    Point("file lock", ((fcntl, "flock"),), failing(errno.ENOLCK)),
+    Point("mapping", ((mmap, "mmap"),), failing(errno.ENOMEM)),
     Point("fsync", ((os, "fsync"),), failing(errno.EIO)),
     Point("file write", ((safetensors, "serialize_file"),), no_space_for_tensors),
     Point("file open", ((os, "open"), (Path, "open")), failing(errno.EMFILE), counts=_of_files),

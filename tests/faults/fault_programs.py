@@ -1182,6 +1182,68 @@ class Disk(Program):
             self.tier.close()
 
 
+class Shared(Program):
+    """A shared store in memory: opened by two users, blocks put and got, some evicted, removed."""
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.pools = [kv.KVPool(8, PAGE, LAYERS, HEADS, WIDTH, device="host") for _ in range(2)]
+        self.stores: list[kv.SharedStore | None] = [None, None]
+        self.hashes = kv.block_hashes(range(8), 1, bits=128)
+        for page in range(8):
+            for part in self.pools[0].parts:
+                kv.arrays.array_at(
+                    part.owner, part.pointer, part.shape, np.dtype(np.uint16), part.strides
+                )[page] = page + 1
+
+    def steps(self) -> list[Step]:
+        def open_(n: int, capacity_bytes: int | None) -> Callable[[], None]:
+            def run() -> None:
+                self.stores[n] = kv.SharedStore.open(
+                    "shm:faults", self.pools[n], capacity_bytes=capacity_bytes, folder=self.folder
+                )
+
+            return run
+
+        def put(*pages: int) -> Callable[[], None]:
+            def run() -> None:
+                hashes = [self.hashes[page] for page in pages]
+                outcomes = self.stores[0].put(hashes, pages)
+                if not {*outcomes} <= {"stored", "known"}:  # there was no lock, or no memory
+                    outcomes = self.stores[0].put(hashes, pages)
+                assert {*outcomes} <= {"stored", "known"}, outcomes
+
+            return run
+
+        def get() -> None:
+            there = self.stores[1].get(self.hashes, range(8))
+            for page, hit in enumerate(there):
+                contents = {bits(None, self.pools[1].k(i)[page]) for i in range(LAYERS)}
+                expected = np.full((PAGE, HEADS, WIDTH), page + 1, np.uint16).tobytes()
+                assert not hit or contents == {expected}, f"page {page}: wrong bytes"
+            self.results["blocks"] = sum(there)
+
+        return [
+            ("SharedStore", open_(0, 40_000)), ("SharedStore", open_(1, None)),
+            ("put", put(0, 1, 2)), ("get", get), ("put", put(3, 4, 5)), ("put", put(6, 7)),
+            ("get", get), ("remove", lambda: self.stores[1].remove()),
+        ]  # fmt: skip
+
+    def state(self, step: str) -> Any:
+        """Return the files there are, and the blocks, but for those that the step puts."""
+        there = [path.name for path in self.folder.glob("*kvcupy-faults*")]
+        reader = self.stores[1]
+        return there, None if reader is None or step == "put" else reader.exists(self.hashes)
+
+    def result(self) -> dict[str, Any]:
+        return dict(self.results)
+
+    def close(self) -> None:
+        for store in self.stores:
+            if store is not None:
+                store.close()
+
+
 def cache_in(folder: Path) -> Any:
     """Let the disk cache lie in a folder."""
     return mock.patch.dict("os.environ", {"KVCUPY_CACHE_DIR": str(folder)})
@@ -1263,5 +1325,5 @@ def programs() -> dict[str, type[Program]]:
 
 PROGRAMS = programs()
 
-HOST_ALONE = ("Disk", "KernelCache", "Calibration", "Explored", "Checked")
+HOST_ALONE = ("Disk", "Shared", "KernelCache", "Calibration", "Explored", "Checked")
 """What is about files or the host device; the others run on the stand-in for CUDA too."""

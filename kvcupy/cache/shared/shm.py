@@ -114,9 +114,8 @@ class ShmBackend(ProcessLocal):
             layout = Layout.fit(int(capacity_bytes), block_bytes)
         try:
             self._fd, self._map, layout = _open_mapped(path, block_bytes, capacity_bytes, layout)
-        except OSError as error:
-            error.filename, error.filename2 = str(path), None
-            raise
+        except OSError as error:  # which may name another file
+            raise OSError(error.errno, error.strerror, str(path)) from error
         self._layout = layout
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self._bytes = memoryview(self._map)
@@ -153,7 +152,7 @@ class ShmBackend(ProcessLocal):
 
     def _read(self, key: bytes, block: Block) -> bytes | None:
         slot = self._find(key)
-        if not self._used(slot):
+        if slot < 0:
             return None
         records, at = self._records, slot * _RECORD_WORDS
         generation = records[at + _GENERATION]
@@ -181,6 +180,7 @@ class ShmBackend(ProcessLocal):
         if records[at + _GENERATION] != generation:
             self._torn += 1
             return None
+        records[at + _USED] = 1
         return header
 
     def _find(self, key: bytes) -> int:
@@ -474,7 +474,14 @@ class ShmBackend(ProcessLocal):
 
     def _unlock(self) -> None:
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
+            except OSError:  # then it goes with the descriptor, in whose place another comes
+                another = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    os.dup2(another, self._fd, inheritable=False)
+                finally:
+                    os.close(another)
         finally:
             self._mutex.release()
 
@@ -603,54 +610,63 @@ def _open_mapped(
 ) -> tuple[int, mmap.mmap, Layout]:
     """Open and map a file, which is made if necessary and there is a layout for it."""
     while True:
-        descriptor = _open(path, layout)
+        try:
+            descriptor = os.open(path, _FLAGS)
+        except FileNotFoundError:
+            if layout is None:
+                raise FileNotFoundError(
+                    errno.ENOENT, "capacity_bytes: expected a size, for there is no such store"
+                ) from None
+            with suppress(FileExistsError):  # another process was first
+                return *_make(path, layout), layout
+            continue
         try:
             actual = _read_layout(descriptor, path, block_bytes, capacity_bytes)
-            # A map has a descriptor of its own, which children inherit. It must not be the one that
-            # is locked.
-            with suppress(FileNotFoundError):
-                another = os.open(path, _FLAGS)
-                try:
-                    if os.path.samestat(os.fstat(another), os.fstat(descriptor)):
-                        return descriptor, mmap.mmap(another, actual.num_bytes), actual
-                finally:
-                    os.close(another)
+            if (mapped := _mapped(path, descriptor, actual)) is not None:
+                return descriptor, mapped, actual
         except BaseException:
             os.close(descriptor)
             raise
         os.close(descriptor)  # it was removed just now
 
 
-def _open(path: Path, layout: Layout | None) -> int:
-    """Open a file, or make it with a layout."""
-    while True:
-        try:
-            return os.open(path, _FLAGS)
-        except FileNotFoundError:
-            if layout is None:
-                raise FileNotFoundError(
-                    errno.ENOENT, "capacity_bytes: expected a size, for there is no such store",
-                    str(path),
-                ) from None  # fmt: skip
-        with suppress(FileExistsError):  # another process was first
-            return _make(path, layout)
-
-
-def _make(path: Path, layout: Layout) -> int:
-    """Make a file under another name, so that it has its name when it is whole; open it."""
+def _make(path: Path, layout: Layout) -> tuple[int, mmap.mmap]:
+    """Make, open and map a file, under another name, so that it has its name when it is whole."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
     descriptor = os.open(unfinished, _FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         os.ftruncate(descriptor, layout.num_bytes)
         os.posix_fallocate(descriptor, 0, layout.payloads_at)
         os.pwrite(descriptor, layout.header(), 0)
-        os.link(unfinished, path)
+        mapped = _mapped(unfinished, descriptor, layout)
+        assert mapped is not None
+        try:
+            os.link(unfinished, path)
+        except BaseException:
+            mapped.close()
+            raise
     except BaseException:
         os.close(descriptor)
         raise
     finally:
         unfinished.unlink()
-    return descriptor
+    return descriptor, mapped
+
+
+def _mapped(path: Path, descriptor: int, layout: Layout) -> mmap.mmap | None:
+    """Map an open file; None if it is not at its path any more.
+
+    A map has a descriptor of its own, which children inherit: it must not be the one that is
+    locked, nor a duplicate of it.
+    """
+    with suppress(FileNotFoundError):
+        another = os.open(path, _FLAGS)
+        try:
+            if os.path.samestat(os.fstat(another), os.fstat(descriptor)):
+                return mmap.mmap(another, layout.num_bytes)
+        finally:
+            os.close(another)
+    return None
 
 
 def _read_layout(

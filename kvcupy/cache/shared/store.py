@@ -345,6 +345,10 @@ class SharedStore(ProcessLocal):
     def stats(self) -> dict[str, Any]:
         """Return counts of this process since the store was opened, and what the backend knows.
 
+        Raises
+        ------
+        KvcupyError : the store is closed, or was opened by another process
+
         Notes
         -----
         Blocks: `stored`, `known`, `full` and `failed` of puts; `hits` and `misses` of gets, and of
@@ -601,15 +605,12 @@ def _chunks(numbers: list[int], count: int) -> Iterator[list[int]]:
 
 
 def _seconds(deadline_s: Any) -> float:
-    try:
-        seconds = float(deadline_s)
-    except (TypeError, ValueError):
-        raise TypeError(f"deadline_s: expected seconds, got {deadline_s!r}") from None
-    if isinstance(deadline_s, (str, bytes, bool)):
+    is_number = isinstance(deadline_s, (int, float, np.integer, np.floating))
+    if not is_number or isinstance(deadline_s, bool):
         raise TypeError(f"deadline_s: expected seconds, got {deadline_s!r}")
-    if not 0 <= seconds < 1e9:
+    if not 0 <= deadline_s < 10**9:
         raise ValueError(f"deadline_s: expected 0 to 1e9 seconds, got {deadline_s!r}")
-    return seconds
+    return float(deadline_s)
 
 
 def _samples(

@@ -1,0 +1,27 @@
+"""Compute a prompt's blocks once, for all processes of this machine, and those started later."""
+
+import os
+
+import kvcupy as kv
+
+name = f"shm:example-{os.getpid()}"  # processes that share use one name
+hashes = kv.block_hashes(range(160), 16, bits=128)  # of the prompt, 16 tokens a block
+
+
+def process(number):
+    """Do what each process does; here one after the other."""
+    pool = kv.KVPool(64, 16, 4, 8, 128, layout="page_first_direct", placement="pinned")
+    pages = pool.allocator.alloc(len(hashes))
+    with kv.SharedStore.open(name, pool, capacity_bytes=2**26) as store:
+        known = store.exists(hashes)
+        there = store.get(hashes[:known], pages[:known])
+        print(f"process {number}: {sum(there)} of {len(hashes)} blocks were there")
+        for layer in range(4):  # the rest is computed
+            pool.k(layer)[pages[known:]] = 1
+        print("put:", store.put(hashes[known:], pages[known:]))
+        if number == 1:
+            store.remove()  # else they stay until the machine restarts
+
+
+process(0)
+process(1)
