@@ -9,6 +9,8 @@ from . import metrics
 from .arrays import ArrayView, view_as
 from .cache.engine import TransferEngine
 from .cache.identity import BlockKeys, block_hashes
+from .cache.migration.receiver import PageReceiver
+from .cache.migration.sender import PageSender
 from .cache.paged.cache import PagedKVCache
 from .cache.pages import PageAllocator
 from .cache.pool import KVPool, MLAPool
@@ -25,6 +27,7 @@ from .errors import (
     KvcupyError,
     OrderError,
     OrderWarning,
+    TransferError,
     UnknownSequence,
 )
 from .ops.attention import paged_attention
@@ -65,10 +68,13 @@ __all__ = [
     "OrderError",
     "OrderWarning",
     "PageAllocator",
+    "PageReceiver",
+    "PageSender",
     "PagedKVCache",
     "SharedStore",
     "TieredCache",
     "TransferEngine",
+    "TransferError",
     "UnknownSequence",
     "apply_rope",
     "bind",

@@ -43,6 +43,21 @@ class CacheFull(KvcupyError):
     """There are fewer free pages than requested."""
 
 
+class TransferError(KvcupyError):
+    """Pages could not be moved between two processes.
+
+    Attributes
+    ----------
+    reason : "cancelled", "late" (the deadline), "expired" (the lease), "withdrawn", "taken" (by
+        other pulls), "lost" (the peer or the connection), "corrupt", "identity" (of the pools),
+        "secret", "version", "ticket", "closed" or "failed" (the work that was to write the pages)
+    """
+
+    def __init__(self, message: str, reason: str = "lost") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class OrderError(KvcupyError):
     """Work touches the same bytes as earlier work with nothing that orders it; see `report`."""
 

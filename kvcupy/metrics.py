@@ -100,6 +100,9 @@ _COUNTERS = {
     "kvcupy_cache_shared_errors_total": "Calls of shared stores by tiered caches that raised.",
     "kvcupy_cache_moved_bytes_total": "Bytes moved between tiers.",
     "kvcupy_cache_moved_seconds_total": "Seconds that moves between tiers took.",
+    "kvcupy_migration_offers_total": "Offers of page senders that are over, by outcome.",
+    "kvcupy_migration_pulls_total": "Pulls of page receivers that are over, by outcome.",
+    "kvcupy_migration_bytes_total": "Bytes of pages sent to and received from other processes.",
     "kvcupy_shared_blocks_total": "Blocks put into shared stores, or asked of them.",
     "kvcupy_shared_bytes_total": "Bytes moved to shared stores and from them.",
     "kvcupy_shared_seconds_total": "Seconds that calls of shared stores took.",
@@ -111,6 +114,8 @@ _GAUGES = {
     "kvcupy_cache_shared_queued_blocks": "Blocks that wait to be put into a shared store.",
     "kvcupy_pool_pages": "Pages of pools.",
     "kvcupy_pool_allocated_pages": "Allocated pages of pools.",
+    "kvcupy_migration_offered_pages": "Pages that page senders have not freed yet.",
+    "kvcupy_migration_quarantined_pages": "Pages of failed pulls that may still be written.",
     "kvcupy_sequences": "Sequences of paged caches.",
     "kvcupy_sequence_tokens": "Tokens of the sequences of paged caches; shared ones for each.",
 }

@@ -59,9 +59,9 @@ def name_values(values: dict[str, Any]) -> str:
     return ", ".join(texts) or "defaults"
 
 
-def full_only(*values: Any) -> Any:
+def full_only(*values: Any, id: str | None = None) -> Any:
     """Return a case of `pytest.mark.parametrize` that only ``--full`` runs."""
-    return pytest.param(*values, marks=pytest.mark.full)
+    return pytest.param(*values, marks=pytest.mark.full, id=id)
 
 
 def examples(count: int) -> int:

@@ -13,6 +13,7 @@ import pytest
 
 import kvcupy as kv
 from kvcupy.cache.engine import Transfer
+from kvcupy.cache.migration.receiver import Pull
 from kvcupy.cache.tiered.leases import Lease
 from kvcupy.devices import host, host_streams
 from kvcupy.order.checker import OrderChecker
@@ -83,6 +84,9 @@ def test_nothing_public_is_left_out(fuzzing):
         "HostEvent": ("HostEvent", host_streams.HostEvent, "Stream"),
         "HostGraph": ("", host_streams.HostGraph, "Stream"),
         "Transfer": ("Transfer", Transfer, "TransferEngine"),
+        "PageSender": ("PageSender", kv.PageSender, "migration"),
+        "PageReceiver": ("PageReceiver", kv.PageReceiver, "migration"),
+        "Pull": ("Pull", Pull, "migration"),
         "Lease": ("Lease", Lease, "TieredCache"), "Timeline": ("Timeline", Timeline, "timeline"),
         "OrderChecker": ("", OrderChecker, "declare"),
     }  # fmt: skip
@@ -109,7 +113,7 @@ def test_every_parameter_has_a_meaning(fuzzing):
     from fuzzing.attempts import MEANINGS
 
     kinds = [kv.BlockKeys, kv.KVPool, kv.MLAPool, kv.PageAllocator, kv.PagedKVCache, kv.TieredCache,
-             kv.TransferEngine]  # fmt: skip
+             kv.TransferEngine, kv.PageSender, kv.PageReceiver]  # fmt: skip
     functions = [getattr(kv, name) for name in kv.__all__ if not inspect.isclass(getattr(kv, name))]
     functions = [function for function in functions if inspect.isfunction(function)] + kinds
     kinds.append(kv.SharedStore)  # made by `open`

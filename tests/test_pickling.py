@@ -35,6 +35,10 @@ def objects():
     yield engine.save([0], [1])
     yield tiers
     yield tiers.acquire([])
+    with kv.PageSender(pools[0]) as sender, kv.PageReceiver(pools[1]) as receiver:
+        yield sender
+        yield receiver
+        yield receiver.pull(sender.offer(pools[0].allocator.alloc(1)), [0])
     yield stream
     yield device.as_stream(None)
     yield device.event()

@@ -63,6 +63,7 @@ _meaning(
     values.real,
     """
     k_scale v_scale scale sm_scale logits_soft_cap eps base sinks deadline_s shared_prefetch
+    lease_s timeout_s
 """,
 )
 _meaning(
@@ -70,7 +71,8 @@ _meaning(
     """
     page_size skip_slot window num_pages num_layers num_kv_heads num_q_heads head_dim v_head_dim
     latent_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens parent
-    num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries
+    num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
+    max_connections staging_pages max_pulls max_quarantined_pages
 """,
 )
 _meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes")
@@ -78,14 +80,14 @@ _meaning(
     values.text,
     """
     layout placement method policy write action lse_base rope_mode format library source struct
-    reports url tenant model checksum shared_write wait
+    reports url tenant model checksum shared_write wait listen advertise engine
 """,
 )
 _meaning(
     values.flag,
     """
     interleaved sections_interleaved write_key causal convert scales cascade timing readonly
-    barriers
+    barriers by_layer
 """,
 )
 _meaning(values.dtype, "dtype")
@@ -99,9 +101,11 @@ _meaning(
     values.anything,
     """
     src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
-    before operation index owner arguments options params identity shared
+    before operation index owner arguments options params identity shared secret heads tls
+    attachment ticket
 """,
 )
+_meaning(values.no_function, "release")
 
 
 class Finding(Exception):

@@ -17,6 +17,7 @@ from paged_snapshot import pages_of_pool
 
 import kvcupy as kv
 from kvcupy.cache.identity import PoolIdentity
+from kvcupy.cache.migration.protocol import Ticket
 from kvcupy.cache.tiered.leases import Lease
 
 from . import values
@@ -34,6 +35,9 @@ METHODS = {
     "HostEvent": "done synchronize error elapsed_us",
     "TransferEngine": "save load flush send",
     "Transfer": "wait done synchronize wait_layer",
+    "PageSender": "offer layer_done withdraw stats close",
+    "PageReceiver": "inspect pull stats close",
+    "Pull": "wait_layer wait done synchronize cancel",
     "TieredCache": "match acquire prefetch insert evict stats flush take_host_pages clear close",
     "Lease": "wait_layer wait release",
     "BlockKeys": "keys",
@@ -357,6 +361,70 @@ def engine(case: Case) -> None:
             raise AssertionError("Transfer: not done after synchronize")
 
 
+def migration(case: Case) -> None:
+    """Offer pages, pull them, and give some of that up."""
+    source, target = new_pool(), new_pool(8, layout="page_head")
+    secret = case.rng.choice([None, b"0123456789abcdef"])
+    common: Arguments = {"secret": secret, "model": "m", "engine": "socket"}
+    listen = case.rng.choice(["tcp:127.0.0.1:0", f"unix:{case.folder / 'pages'}"])
+    sender = construct(case, kv.PageSender, {"pool": source, "listen": listen, **common})
+    if sender is None:
+        return
+    case.exits.callback(sender.close)
+    receiver = construct(case, kv.PageReceiver, {"pool": target, **common})
+    if receiver is None or case.chance(0.1):
+        return
+    case.exits.callback(receiver.close)
+    tickets: list[bytes] = []
+    handles: list[Any] = []
+    lost = 0  # allocated pages that a broken list left out
+
+    def offered() -> Arguments:
+        pages = source.allocator.alloc(min(source.allocator.num_free, 2))
+        return {"pages": pages, "by_layer": case.chance(0.2), "lease_s": 5.0}
+
+    def ticket() -> bytes:
+        return case.rng.choice(tickets) if tickets else b"none"
+
+    def pulled() -> Arguments:
+        pages = case.rng.sample(range(8), 2)
+        return {"ticket": ticket(), "pages": pages, "deadline_s": case.rng.choice([0.05, 1.0])}
+
+    def state() -> Any:
+        return sender.stats()["offers"] if case.chance(0.1) else None
+
+    of_sender = methods("PageSender", {
+        "offer": offered, "withdraw": lambda: {"ticket": ticket()}, "stats": dict,
+        "layer_done": lambda: {"ticket": ticket(), "layer": case.rng.randrange(2)}, "close": dict,
+    })  # fmt: skip
+    of_receiver = methods("PageReceiver", {
+        "inspect": lambda: {"ticket": ticket()}, "pull": pulled, "stats": dict, "close": dict,
+    })  # fmt: skip
+    of_pull = methods("Pull", {
+        "wait_layer": lambda: {"layer": 1}, "wait": dict, "done": dict, "synchronize": dict,
+        "cancel": dict,
+    })  # fmt: skip
+    for _ in range(case.rng.randrange(2, 12)):
+        chosen: Any = case.rng.choice([sender, receiver, receiver, *handles[-1:]])
+        makers = {sender: of_sender, receiver: of_receiver}.get(chosen, of_pull)
+        name = case.rng.choice([n for n in makers if n != "close"] * 3 + ["stats", "close"])
+        if name not in makers:
+            continue
+        arguments = makers[name]()
+        result = try_method(case, chosen, name, arguments, settle=False)
+        if name == "offer" and isinstance(result, bytes):
+            tickets.append(result)
+            lost += len(arguments["pages"]) - Ticket.decoded(result, sender._secret).num_pages
+        elif name == "offer" and len(arguments["pages"]):
+            source.allocator.free(arguments["pages"])
+        elif hasattr(result, "wait_layer"):
+            handles.append(result)
+    receiver.close()
+    sender.close()
+    if source.allocator.num_free != source.num_pages - lost:
+        raise AssertionError("PageSender: pages are not free after close")
+
+
 # --- Caches ---------------------------------------------------------------------------------------
 
 
@@ -678,6 +746,6 @@ def shared(case: Case) -> None:
 
 PROGRAMS: dict[str, Callable[[Case], None]] = {
     "PageAllocator": allocator, "pools": pools, "wrap": wrapped, "Device": device,
-    "Stream": streams, "TransferEngine": engine, "TieredCache": tiered, "PagedKVCache": paged,
-    "BlockKeys": block_keys, "SharedStore": shared,
+    "Stream": streams, "TransferEngine": engine, "migration": migration, "TieredCache": tiered,
+    "PagedKVCache": paged, "BlockKeys": block_keys, "SharedStore": shared,
 }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Pages on their way to a pool of another process: offered by a sender, pulled by a receiver."""

@@ -1,0 +1,279 @@
+"""What moves the bytes of a pull, and what sender and receiver give it to work with.
+
+A pull is one connection, with a thread at each end. Behind the grant both call their engine, which
+moves the layers in order. `socket` sends them over that same connection.
+"""
+
+from __future__ import annotations
+
+import importlib
+import struct
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...errors import TransferError
+from ..pages import Pages
+from .layers import PageBytes, Staging
+from .protocol import CHECKSUM, LAYER, LEAST_MESSAGE_BYTES, RENEW, Channel, Lost
+
+if TYPE_CHECKING:
+    from ...devices.protocol import Stream
+    from ..pool import Pool
+
+_POLL_S = 0.001  # while a layer that is asked for is not ready
+_LAYER = struct.Struct(">IQ")  # number, bytes
+_CHECKSUM = struct.Struct(">IQ")  # number of the layer, checksum
+
+
+class Engine(Protocol):
+    """Moves layers of pages between a sender's pool and a receiver's.
+
+    A sender and a receiver each have one. It is made with the pool, which it may register with a
+    network; the pages that it may touch are those of the pulls that it is called for.
+
+    Attributes
+    ----------
+    name : that users pass, and that both ends must share
+    poll_s : how often `poll` is called while something is offered, or pulled; None: never
+    staged : whether it moves pages by `layers.PageBytes`, and so those of a pool that the host
+        cannot address by way of a `Staging`; else it must reach the pool by itself
+    """
+
+    name: str
+    poll_s: float | None
+    staged: bool
+
+    def describe(self) -> bytes:
+        """Return what the engine of the peer must know of this one, in at most 512 KiB. It goes
+        over the authenticated connection: the receiver's with PULL, the sender's with GRANT."""
+        ...
+
+    def serve(self, service: Service) -> None:
+        """Let the receiver have every layer, each once it is ready; return when it says that it has
+        them. Whatever is raised ends the pull, and pages are no longer read then."""
+        ...
+
+    def pull(self, task: PullTask) -> None:
+        """Bring every layer into the pages, and call `task.arrived(layer)` for each in order, once
+        it is complete and verified. Whatever is raised fails the pull."""
+        ...
+
+    def quiet(self, task: PullTask) -> bool:
+        """Return whether nothing can land in the pages of a pull any more, after `pull` raised."""
+        ...
+
+    def poll(self) -> None:
+        """Make progress, where the engine has no thread that does."""
+
+    def close(self, deadline: float) -> None:
+        """Give up what the engine holds."""
+
+
+class Service:
+    """One pull as its sender sees it.
+
+    Attributes
+    ----------
+    channel : the connection
+    pool, pages : int64 (n,), those that are offered
+    heads : of the pool, those that are asked for
+    number, generation : of the offer
+    peer : what the receiver's engine described
+    lease_s : how long the peer may be silent
+    run_pages : that a layer is sent in runs of (see `layers`)
+    """
+
+    def __init__(
+        self, channel: Channel, pool: Pool, pages: Pages, heads: range, *, number: int,
+        generation: int, peer: bytes, lease_s: float, run_pages: int, page_bytes: PageBytes,
+        staging: Staging | None, stream: Callable[[], Stream], check: Callable[[], None],
+        renew: Callable[[], None], is_ready: Callable[[int], bool],
+    ) -> None:  # fmt: skip
+        self.channel, self.pool, self.pages, self.heads = channel, pool, pages, heads
+        self.number, self.generation, self.peer = number, generation, peer
+        self.lease_s, self.run_pages = lease_s, run_pages
+        self.page_bytes, self.staging, self.stream = page_bytes, staging, stream
+        self.check, self.renew = check, renew
+        self._is_ready = is_ready
+
+    def wait_ready(self, layer: int) -> None:
+        """Wait until a layer has been written, and answer the receiver meanwhile.
+
+        Raises
+        ------
+        TransferError : the offer is over, or what should write the layer has failed
+        Lost : the receiver is gone
+        """
+        while True:
+            self.check()
+            if self._is_ready(layer):
+                return
+            self.channel.flush(self.deadline())
+            if self.channel.readable(_POLL_S):
+                self.channel.receive(self.deadline(), RENEW)
+                self.renew()
+
+    def deadline(self) -> float:
+        """Return until when the receiver has to react to what is done now."""
+        return time.monotonic() + self.lease_s
+
+
+class PullTask:
+    """One pull, or one sender's part of it, as its receiver sees it.
+
+    Attributes
+    ----------
+    channel : the connection
+    pool, pages : int64 (n,), where the pages go
+    heads : of the pool, those that come
+    number, generation : of the offer
+    peer : what the sender's engine described
+    deadline : of the whole pull, a value of time.monotonic
+    lease_s : how long this end may be silent
+    run_pages : that a layer is sent in runs of (see `layers`)
+    """
+
+    def __init__(
+        self, channel: Channel, pool: Pool, pages: Pages, heads: range, *, number: int,
+        generation: int, peer: bytes, lease_s: float, deadline: float, run_pages: int,
+        page_bytes: PageBytes, staging: Staging | None, stream: Callable[[], Stream],
+        check: Callable[[], None], arrived: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self.channel, self.pool, self.pages, self.heads = channel, pool, pages, heads
+        self.number, self.generation, self.peer = number, generation, peer
+        self.lease_s, self.deadline, self.run_pages = lease_s, deadline, run_pages
+        self.page_bytes, self.staging, self.stream = page_bytes, staging, stream
+        self.check, self.arrived = check, arrived
+        self._renew_at = time.monotonic() + lease_s / 3
+
+    def receive(self, *kinds: int) -> tuple[int, bytes]:
+        """Return the next message, and renew the lease as long as there is none.
+
+        Raises
+        ------
+        TransferError : the sender has refused, or the pull is cancelled
+        Lost, TimeoutError : there will be none, or not in time
+        """
+        while True:
+            now = time.monotonic()
+            if now >= self.deadline:
+                raise TimeoutError("timed out")
+            if self.channel.readable(min(self._renew_at, self.deadline) - now):
+                self.check()
+                return self.channel.receive(self.deadline, *kinds)
+            self.check()
+            self.renew_if_due()
+
+    def renew_if_due(self) -> None:
+        """Renew the lease, if a third of it has passed since the last time."""
+        if time.monotonic() >= self._renew_at:
+            self.channel.send(RENEW, b"", self.deadline)
+            self._renew_at = time.monotonic() + self.lease_s / 3
+
+
+class SocketEngine:
+    """Sends layers over the connection on which they were asked for. Both ends take part.
+
+    A layer is complete when its checksum is right, and nothing lands in pages of a pull after its
+    thread has ended: it is that thread which puts bytes there.
+    """
+
+    name = "socket"
+    poll_s: float | None = None
+    staged = True
+
+    def __init__(self, pool: Pool) -> None:
+        del pool
+
+    def describe(self) -> bytes:
+        return b""
+
+    def serve(self, service: Service) -> None:
+        channel, pages = service.channel, service.pages
+        num_bytes = len(pages) * service.page_bytes.page_bytes
+        for layer in range(service.pool.num_layers):
+            service.wait_ready(layer)
+            channel.send(LAYER, _LAYER.pack(layer, num_bytes), service.deadline(), more=True)
+            checksum = channel.checksum(service.number, service.generation, layer)
+            for start in range(0, len(pages), service.run_pages):
+                run = pages[start : start + service.run_pages]
+                if service.staging is None:
+                    self._send(service, run, layer, checksum)
+                    continue
+                with service.staging.borrowed(len(run), service.deadline()) as staged:
+                    service.staging.save(run, staged, layer, service.stream())
+                    self._send(service, staged, layer, checksum)
+            end = _CHECKSUM.pack(layer, checksum.intdigest())
+            channel.send(CHECKSUM, end, service.deadline(), more=True)
+        channel.flush(service.deadline())
+
+    def _send(self, service: Service, pages: Pages, layer: int, checksum: Any) -> None:
+        channel = service.channel
+        channel.moving = True  # whoever ends the offer from now on aborts the channel
+        for views in service.page_bytes.reading(pages, layer):
+            service.check()
+            for view in views:
+                checksum.update(view)
+            channel.send_data(views, service.deadline())
+            service.renew()  # the receiver takes what is sent: it lives
+        channel.moving = False
+
+    def pull(self, task: PullTask) -> None:
+        num_bytes = len(task.pages) * task.page_bytes.page_bytes
+        for layer in range(task.pool.num_layers):
+            _, head = task.receive(LAYER)
+            if head != _LAYER.pack(layer, num_bytes):
+                raise Lost("the sender sends another layer than the next")
+            checksum = task.channel.checksum(task.number, task.generation, layer)
+            first = bytearray(LEAST_MESSAGE_BYTES)  # of the message behind the layer
+            for start in range(0, len(task.pages), task.run_pages):
+                run = task.pages[start : start + task.run_pages]
+                message = first if start + len(run) == len(task.pages) else None
+                if task.staging is None:
+                    self._receive(task, run, layer, checksum, message)
+                    continue
+                with task.staging.borrowed(len(run), task.deadline) as staged:
+                    self._receive(task, staged, layer, checksum, message)
+                    task.staging.load(staged, run, layer, task.stream())
+            _, end = task.channel.received(first, task.deadline, CHECKSUM)
+            if end != _CHECKSUM.pack(layer, checksum.intdigest()):
+                raise TransferError(f"layer {layer}: its checksum is wrong", "corrupt")
+            task.arrived(layer)
+
+    def _receive(
+        self, task: PullTask, pages: Pages, layer: int, checksum: Any, message: bytearray | None
+    ) -> None:
+        left = len(pages) * task.page_bytes.page_bytes
+        for views in task.page_bytes.writing(pages, layer):
+            task.check()
+            left -= sum([view.nbytes for view in views])
+            task.channel.receive_data(views, task.deadline, None if left else message)
+            for view in views:
+                checksum.update(view)
+
+    def quiet(self, task: PullTask) -> bool:
+        return True
+
+    def poll(self) -> None:
+        """Nothing: each pull has a thread."""
+
+    def close(self, deadline: float) -> None:
+        """Nothing: connections are closed by their owners."""
+
+
+_ELSEWHERE = {"nixl": ("kvcupy.interop.nixl", "NixlEngine")}  # where optional wheels are needed
+
+
+def engine_for(name: Any, pool: Pool) -> Engine:
+    """Return a new engine by name: ValueError if there is none, ImportError without its wheel."""
+    if name == SocketEngine.name:
+        return SocketEngine(pool)
+    if not isinstance(name, str):
+        raise TypeError(f"engine: expected a str, got {type(name).__name__}")
+    if name not in _ELSEWHERE:
+        expected = ", ".join(("socket", *_ELSEWHERE))
+        raise ValueError(f"engine: expected one of {expected}, got {name!r}")
+    module, kind = _ELSEWHERE[name]
+    engine: Engine = getattr(importlib.import_module(module), kind)(pool)
+    return engine

@@ -1,0 +1,203 @@
+"""The bytes of one layer of some pages, and of some of its heads, in the order of the wire.
+
+    K of page 0, K of page 1, ..., V of page 0, ..., scales of K, scales of V
+
+of each run of pages: all of them, or as many as both ends have staging for. Each of these is
+(page_size, heads, width), whatever the layout of the pool, so that pools of all layouts exchange
+pages. What lies in memory like that is sent and received in place, neighbours as one run;
+the rest is packed, some hundred kilobytes at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from ...arrays import ArrayView, array_at
+from ...ops import transfer
+from ..pages import Pages
+from ..pool import KVPool, MLAPool, Pool
+
+_CHUNK_BYTES = 512 << 10  # that are checksummed while they are in the processor's cache
+_STAGING_PAGES = 64  # where a pool needs staging, unless another number is asked for
+
+
+class PageBytes:
+    """Pages of a pool as bytes.
+
+    Parameters
+    ----------
+    pool : whose memory the host can address
+    heads : of the pool, which of them
+
+    Attributes
+    ----------
+    page_bytes : of a page of one layer
+    """
+
+    def __init__(self, pool: Pool, heads: range) -> None:
+        self._layers: list[list[_Part]] = [[] for _ in range(pool.num_layers)]
+        for group in pool.groups:
+            for part in (*group.parts, *group.scale_parts):
+                for i, layer in enumerate(group.layers):
+                    self._layers[layer].append(_Part(part[:, i], heads))
+        self.page_bytes = sum(part.page_bytes for part in self._layers[0])
+
+    def reading(self, pages: Pages, layer: int) -> Iterator[list[memoryview]]:
+        """Yield the bytes to send, in groups; those of one turn are valid until the next."""
+        return _grouped(view for part in self._layers[layer] for view in part.reading(pages))
+
+    def writing(self, pages: Pages, layer: int) -> Iterator[list[memoryview]]:
+        """Yield memory to fill, in groups, which must be filled when the next is asked for."""
+        for is_packed, parts in groupby(self._layers[layer], key=lambda part: part.is_packed):
+            if is_packed:
+                yield from _grouped(view for part in parts for view in part.runs(pages))
+                continue
+            for part in parts:
+                for chunk in part.chunks(pages):
+                    packed = np.empty((len(chunk), *part.array.shape[1:]), np.uint8)
+                    yield [_flat(packed)]
+                    part.array[chunk] = packed
+
+
+def _flat(array: Any) -> memoryview:
+    return memoryview(array.reshape(-1))
+
+
+def _grouped(views: Iterator[memoryview]) -> Iterator[list[memoryview]]:
+    """Cut and group memory into pieces of `_CHUNK_BYTES`, the last one less."""
+    group: list[memoryview] = []
+    room = _CHUNK_BYTES
+    for view in views:
+        num_bytes, start = view.nbytes, 0
+        while num_bytes - start >= room:
+            group.append(view[start : start + room])
+            yield group
+            start, group, room = start + room, [], _CHUNK_BYTES
+        if start < num_bytes:
+            group.append(view[start:] if start else view)
+            room -= num_bytes - start
+    if group:
+        yield group
+
+
+class _Part:
+    """K, V or scales of one layer, of some heads, as uint8 (pages, page_size, heads, bytes).
+
+    Attributes
+    ----------
+    is_packed : whether the bytes of a page lie in memory as they are sent
+    """
+
+    def __init__(self, part: ArrayView, heads: range) -> None:
+        num_pages, page_size, _, width = part.shape
+        shape = (num_pages, page_size, len(heads), width * part.itemsize)
+        first = part.pointer + heads.start * part.strides[2]
+        strides = (*part.strides[:3], 1)
+        self.array: Any = array_at(part.owner, first, shape, np.dtype(np.uint8), strides)
+        self.page_bytes = self.array[0].size
+        self.is_packed = self.array[0].flags.c_contiguous
+        if self.is_packed:
+            stride, last = strides[0], strides[0] * (num_pages - 1)
+            size = abs(last) + self.page_bytes
+            start = first + min(0, last)
+            span: Any = array_at(part.owner, start, (size,), np.dtype(np.uint8))
+            self._span, self._stride, self._zero = memoryview(span), stride, first - start
+
+    def chunks(self, pages: Pages) -> Iterator[Pages]:
+        """Split pages into pieces of about `_CHUNK_BYTES`."""
+        step = max(1, _CHUNK_BYTES // self.page_bytes)
+        for i in range(0, len(pages), step):
+            yield pages[i : i + step]
+
+    def reading(self, pages: Pages) -> Iterator[memoryview]:
+        """Yield the bytes of pages, copied where they do not lie in memory like that."""
+        if self.is_packed:
+            yield from self.runs(pages)
+            return
+        for chunk in self.chunks(pages):
+            yield _flat(np.ascontiguousarray(self.array[chunk]))
+
+    def runs(self, pages: Pages) -> Iterator[memoryview]:
+        """Yield the memory of pages, neighbours as one."""
+        span, size = self._span, self.page_bytes
+        starts: Pages = pages * self._stride + self._zero
+        if self._stride != size or len(pages) < 2:
+            for start in starts.tolist():
+                yield span[start : start + size]
+            return
+        first = np.concatenate(([0], np.flatnonzero(np.diff(pages) != 1) + 1))
+        sizes = np.diff(np.append(first, len(pages))) * size
+        for start, num_bytes in zip(starts[first].tolist(), sizes.tolist(), strict=True):
+            yield span[start : start + num_bytes]
+
+
+# --- Pools that the host cannot address -----------------------------------------------------------
+
+
+class Staging:
+    """Pinned pages through which those of a GPU's memory pass.
+
+    Parameters
+    ----------
+    pool : that has the pages
+    num_pages : of the staging pool, which transfers at one time share
+    """
+
+    def __init__(self, pool: Pool, num_pages: int) -> None:
+        common: dict[str, Any] = {
+            "dtype": pool.dtype, "layout": "page_first_direct", "placement": "pinned",
+            "device": pool.device, "scales": bool(pool.scale_parts),
+        }  # fmt: skip
+        sizes = (num_pages, pool.page_size, pool.num_layers)
+        self.pool: Pool
+        if isinstance(pool, MLAPool):
+            self.pool = MLAPool(*sizes, pool.head_dim, **common)
+        else:
+            self.pool = KVPool(
+                *sizes, pool.num_kv_heads, pool.head_dim, v_head_dim=pool.v_head_dim, **common
+            )
+        self._owner = pool
+        self._save = [transfer.prepare(pool, self.pool, layers=[i]) for i in range(pool.num_layers)]
+        self._load = [transfer.prepare(self.pool, pool, layers=[i]) for i in range(pool.num_layers)]
+        self._freed = threading.Condition()
+
+    @contextmanager
+    def borrowed(self, count: int, deadline: float) -> Iterator[Pages]:
+        """Lend pages, at most all there are; TimeoutError if they are not free until a deadline."""
+        allocator = self.pool.allocator
+        with self._freed:
+            while allocator.num_free < count:
+                if not self._freed.wait(deadline - time.monotonic()):
+                    raise TimeoutError("no staging pages are free")
+            pages = allocator.alloc(count)
+        try:
+            yield pages
+        finally:
+            with self._freed:
+                allocator.free(pages)
+                self._freed.notify_all()
+
+    def save(self, pages: Pages, staged: Pages, layer: int, stream: Any) -> None:
+        """Copy pages of a layer to staging pages on a stream, and wait for that."""
+        self._save[layer].issue(transfer.PagePairs.of_arrays(pages, staged), stream)
+        stream.synchronize()
+
+    def load(self, staged: Pages, pages: Pages, layer: int, stream: Any) -> None:
+        """Copy staging pages of a layer to pages on a stream, and wait for that."""
+        self._load[layer].issue(transfer.PagePairs.of_arrays(staged, pages), stream)
+        stream.synchronize()
+
+
+def staging_for(pool: Pool, staging_pages: int | None) -> Staging | None:
+    """Return the staging of a pool: what was asked for, or what its memory needs."""
+    addressable = all(part.device == "host" for part in (*pool.parts, *pool.scale_parts))
+    if staging_pages is None and addressable:
+        return None
+    return Staging(pool, min(pool.num_pages, staging_pages or _STAGING_PAGES))

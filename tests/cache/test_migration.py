@@ -1,0 +1,618 @@
+"""`PageSender` and `PageReceiver`: what moves, when, and who has the pages afterwards."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from helpers import full_only
+from migration_cases import (
+    HEADS,
+    SECRET,
+    assert_pulled,
+    eventually,
+    fill,
+    filled,
+    is_poisoned,
+    pair,
+    parts_of,
+    poison,
+    pool_of,
+    reason_of,
+)
+from stream_cases import Gate
+
+import kvcupy as kv
+from kvcupy.cache.migration import protocol
+
+LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
+LAYERS = range(3)
+
+
+@pytest.mark.parametrize("theirs", LAYOUTS)
+@pytest.mark.parametrize("own", LAYOUTS)
+@pytest.mark.covering
+def test_layouts_may_differ(own, theirs):
+    with pair(filled(layout=theirs), pool_of(layout=own)) as (sender, receiver, source, target):
+        offered = source.allocator.alloc(7)[[5, 0, 1, 2, 6, 4, 3]]
+        ticket = sender.offer(offered)
+        pages = [3, 4, 5, 11, 0, 2, 1]
+        poison(target, range(12))
+        pull = receiver.pull(ticket, pages)
+        pull.synchronize()
+        assert pull.done()
+        assert pull.num_bytes == 7 * target.page_bytes
+        assert_pulled(target, pages, offered)
+        assert is_poisoned(target, [6, 7, 8, 9, 10])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kind": "mla"}, {"kind": "mla", "dtype": "fp8_e4m3", "scales": True},
+     {"dtype": "int8", "scales": True}, {"dtype": "bf16", "v_head_dim": 16},
+     {"placement": "device"}, {"placement": "pageable"}],
+    ids=str,
+)  # fmt: skip
+def test_kinds_of_pools(options):
+    with pair(filled(**options), pool_of(**options)) as (sender, receiver, source, target):
+        offered = source.allocator.alloc(3)
+        receiver.pull(sender.offer(offered), [9, 8, 2]).synchronize()
+        assert_pulled(target, [9, 8, 2], offered)
+
+
+def test_wrapped_arrays():
+    """HND, and K and V in one array per layer: nothing lies as on the wire."""
+
+    def wrapped():
+        arrays = [np.zeros((12, 2, HEADS, 4, 16), np.float16) for _ in LAYERS]
+        by_slot = [a.transpose(0, 1, 3, 2, 4) for a in arrays]
+        return kv.KVPool.wrap([a[:, 0] for a in by_slot], [a[:, 1] for a in by_slot], device="host")
+
+    source = wrapped()
+    fill(source)
+    with pair(source, pool_of(v_head_dim=16)) as (sender, receiver, _, target):
+        receiver.pull(sender.offer(source.allocator.alloc(2)), [1, 0]).synchronize()
+        assert_pulled(target, [1, 0], [0, 1])
+    target = wrapped()
+    with pair(filled(v_head_dim=16), target) as (sender, receiver, source, _):
+        receiver.pull(sender.offer(source.allocator.alloc(2)), [1, 0]).synchronize()
+        assert_pulled(target, [1, 0], [0, 1])
+
+
+@pytest.mark.parametrize("staged", [1, 3, 12])
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+@pytest.mark.covering
+def test_staging(side, staged):
+    """As for a pool of a GPU: pages pass through pinned ones, of which there may be few."""
+    options = {side: {"staging_pages": staged}}
+    pools = filled(placement="device"), pool_of(placement="device", layout="page_head")
+    with pair(*pools, **options) as (sender, receiver, source, target):
+        offered = source.allocator.alloc(5)
+        receiver.pull(sender.offer(offered), [4, 1, 9, 8, 0]).synchronize()
+        assert_pulled(target, [4, 1, 9, 8, 0], offered)
+
+
+# --- Heads ---
+
+
+def test_two_senders_to_four_receivers():
+    """Tensor parallelism 2 to 4: each receiver has half of the heads of one sender."""
+    halves, quarters = [range(0, 2), range(2, 4)], [range(i, i + 1) for i in range(4)]
+    sources = [filled(heads) for heads in halves]
+    targets = [pool_of(heads) for heads in quarters]
+    senders = [
+        kv.PageSender(pool, heads=(heads.start, HEADS))
+        for pool, heads in zip(sources, halves, strict=True)
+    ]
+    tickets = [
+        sender.offer(pool.allocator.alloc(4), pulls=2)
+        for sender, pool in zip(senders, sources, strict=True)
+    ]
+    for i, target in enumerate(targets):
+        with kv.PageReceiver(target, heads=(i, HEADS)) as receiver:
+            pull = receiver.pull(tickets[i // 2], [7, 3, 2, 9])
+            pull.synchronize()
+            assert pull.num_bytes == 4 * target.page_bytes
+        assert_pulled(target, [7, 3, 2, 9], range(4), quarters[i])
+        # The pages are free when the last of two pulls is through.
+        expected = 12 if i % 2 else 8
+        eventually(lambda pool=sources[i // 2], n=expected: pool.allocator.num_free == n)
+    for sender in senders:
+        sender.close()
+
+
+def test_four_senders_to_one_receiver():
+    """Tensor parallelism 4 to 1: one pull has a ticket of each sender."""
+    sources = [filled(range(i, i + 1)) for i in range(4)]
+    senders = [kv.PageSender(pool, heads=(i, HEADS)) for i, pool in enumerate(sources)]
+    tickets = [s.offer(p.allocator.alloc(3)) for s, p in zip(senders, sources, strict=True)]
+    target = pool_of()
+    with kv.PageReceiver(target) as receiver:
+        for several, message in [
+            (tickets[:3], r"expected 0 to 3, each once, got \[0, 1, 2\]"),
+            ([*tickets, tickets[2]], r"got \[0, 1, 2, 2, 3\]"),
+        ]:
+            with pytest.raises(kv.TransferError, match=message) as caught:
+                receiver.pull(several, [1, 2, 3])
+            assert caught.value.reason == "identity"
+        receiver.pull(tickets[::-1], [5, 6, 2]).synchronize()
+        assert_pulled(target, [5, 6, 2], range(3))
+    for sender, source in zip(senders, sources, strict=True):
+        sender.close()
+        source.allocator.check_leaks()
+
+
+def test_a_part_that_fails_fails_the_pull():
+    sources = [filled(range(i, i + 2)) for i in (0, 2)]
+    senders = [kv.PageSender(pool, heads=(2 * i, HEADS)) for i, pool in enumerate(sources)]
+    tickets = [
+        s.offer(p.allocator.alloc(3), by_layer=True) for s, p in zip(senders, sources, strict=True)
+    ]
+    target = pool_of()
+    with kv.PageReceiver(target) as receiver:
+        pull = receiver.pull(tickets, [1, 2, 3])
+        senders[0].layer_done(tickets[0], 0)
+        senders[1].layer_done(tickets[1], 0)
+        pull.wait_layer(0)
+        senders[1].withdraw(tickets[1])
+        assert reason_of(pull) == "withdrawn"
+        assert receiver.stats()["quarantined_pages"] == 0
+    for sender in senders:
+        sender.close()
+    for pool in sources:
+        pool.allocator.check_leaks()
+
+
+# --- Layers and streams ---
+
+
+def test_layers_are_sent_as_they_are_done():
+    with pair() as (sender, receiver, source, target):
+        offered = source.allocator.alloc(4)
+        ticket = sender.offer(offered, by_layer=True)
+        poison(target, range(12))
+        pull = receiver.pull(ticket, [0, 1, 2, 3])
+        sender.layer_done(ticket, 1)  # not the first: it waits for that
+        assert not pull.done()
+        sender.layer_done(ticket, 0)
+        pull.wait_layer(1)
+        assert_pulled(target, range(4), offered, layers=[0, 1])
+        with pytest.raises(ValueError, match="layer: expected one that is not done"):
+            sender.layer_done(ticket, 0)
+        assert all((array[:4] == 0xA5).all() for _, layer, array in parts_of(target) if layer == 2)
+        sender.layer_done(ticket, 2)
+        pull.synchronize()
+        assert_pulled(target, range(4), offered)
+
+
+def test_a_layer_waits_for_the_stream_that_writes_it():
+    """Control: without the wait for `after` the poison would arrive."""
+    source = pool_of()
+    poison(source, range(12), 0x5A)
+    with pair(source) as (sender, receiver, _, target):
+        writer = kv.device("host").stream()
+        gate = Gate(writer)
+        writer.call(lambda: fill(source))
+        pull = receiver.pull(sender.offer(source.allocator.alloc(4), after=writer), [3, 2, 1, 0])
+        eventually(lambda: sender.stats()["pulls"] == 1)
+        time.sleep(0.02)
+        assert not pull.done()
+        gate.open()
+        pull.synchronize()
+        assert_pulled(target, [3, 2, 1, 0], range(4))
+
+
+def test_a_stream_waits_for_a_layer():
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2), by_layer=True)
+        pull = receiver.pull(ticket, [5, 6])
+        stream, seen = kv.device("host").stream(), []
+        for layer in LAYERS:
+            pull.wait_layer(layer, stream)  # does not block
+            stream.call(lambda layer=layer: seen.append(
+                [a[[5, 6]].copy() for _, n, a in parts_of(target) if n == layer]
+            ))  # fmt: skip
+        assert seen == []
+        for layer in LAYERS:
+            assert len(seen) <= layer
+            sender.layer_done(ticket, layer)
+            eventually(lambda layer=layer: len(seen) == layer + 1)
+        stream.synchronize()
+        for layer in LAYERS:
+            expected = [a[[5, 6]] for _, n, a in parts_of(target) if n == layer]
+            assert all((a == b).all() for a, b in zip(seen[layer], expected, strict=True))
+        assert_pulled(target, [5, 6], [0, 1])
+
+
+def test_a_stream_that_waits_fails_with_the_pull():
+    with pair() as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(2), by_layer=True)
+        pull = receiver.pull(ticket, [5, 6])
+        stream, seen = kv.device("host").stream(), []
+        pull.wait(stream)
+        stream.call(lambda: seen.append(1))
+        pull.cancel()
+        with pytest.raises(kv.DeviceError, match="cancelled"):
+            stream.synchronize()
+        assert seen == []
+        assert reason_of(pull) == "cancelled"
+        for wait in (pull.wait, lambda: pull.wait_layer(0), pull.done, lambda: pull.wait(stream)):
+            with pytest.raises(kv.TransferError, match="cancelled"):
+                wait()
+        sender.withdraw(ticket)
+        for layer in LAYERS:  # pages are not free while something may write them
+            assert source.allocator.num_free == 10
+            sender.layer_done(ticket, layer)
+
+
+def test_pages_are_not_overwritten_while_a_stream_uses_them():
+    with pair() as (sender, receiver, source, target):
+        poison(target, range(12))
+        user, seen = kv.device("host").stream(), []
+        gate = Gate(user)
+        user.call(lambda: seen.append(is_poisoned(target, [0, 1])))
+        pull = receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1], after=user)
+        eventually(lambda: sender.stats()["pulls"] == 1)
+        time.sleep(0.02)
+        gate.open()
+        pull.synchronize()
+        assert seen == [True]
+
+
+def test_work_that_fails_ends_the_offer():
+    with pair() as (sender, receiver, source, _):
+        writer = kv.device("host").stream()
+        writer.call(lambda: 1 / 0)
+        ticket = sender.offer(source.allocator.alloc(2), after=writer)
+        assert reason_of(receiver.pull(ticket, [0, 1])) == "failed"
+        eventually(lambda: source.allocator.num_free == 12)
+        assert reason_of(receiver.pull(ticket, [0, 1])) == "failed"
+        with pytest.raises(kv.DeviceError, match="division"):
+            writer.synchronize()
+
+
+def test_order_is_checked():
+    """A stream that reads a page must wait for the pull; the wait is the edge."""
+    for waits in (True, False):
+        with (
+            kv.order_checker(action="record") as checker,
+            pair() as (sender, receiver, source, target),
+        ):
+            ticket = sender.offer(source.allocator.alloc(1), by_layer=True)
+            pull = receiver.pull(ticket, [2])
+            stream = kv.device("host").stream()
+            rows = np.zeros((1, HEADS, 16), np.float16)
+            if waits:
+                pull.wait_layer(0, stream)
+            kv.store_kv(
+                rows, np.zeros((1, HEADS, 24), np.float16), target.k(0), target.v(0),
+                np.array([8]), stream=stream,
+            )  # fmt: skip
+            for layer in LAYERS:
+                sender.layer_done(ticket, layer)
+            pull.synchronize()
+            stream.synchronize()
+        assert bool(checker.reports) is not waits
+
+
+# --- Leases and endings ---
+
+
+def test_a_lease_ends():
+    with pair() as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(3), lease_s=0.05)
+        assert source.allocator.num_free == 9
+        eventually(lambda: source.allocator.num_free == 12)
+        assert reason_of(receiver.pull(ticket, [0, 1, 2])) == "expired"
+        assert sender.stats()["expired"] == 1
+        assert sender.withdraw(ticket) is False
+
+
+def test_a_pull_renews_the_lease():
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(3), lease_s=1.0, by_layer=True)
+        (offer,) = sender._offers.values()
+        end = offer.expires
+        pull = receiver.pull(ticket, [0, 1, 2])
+        eventually(lambda: offer.expires > end + 0.6)  # twice, after a third of the lease each
+        for layer in LAYERS:
+            sender.layer_done(ticket, layer)
+        pull.synchronize()
+        assert_pulled(target, range(3), range(3))
+
+
+def test_a_receiver_that_is_silent_loses_the_lease(monkeypatch):
+    """Control of the renewal above: without it the lease ends under the pull."""
+    from kvcupy.cache.migration.engines import PullTask
+
+    monkeypatch.setattr(PullTask, "renew_if_due", lambda task: time.sleep(0.01))
+    with pair() as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(3), lease_s=0.15, by_layer=True)
+        pull = receiver.pull(ticket, [0, 1, 2])
+        assert reason_of(pull) == "expired"
+        for layer in LAYERS:
+            sender.layer_done(ticket, layer)
+
+
+def test_withdrawn():
+    with pair() as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(3))
+        assert sender.withdraw(ticket) is True
+        assert source.allocator.num_free == 12
+        assert sender.withdraw(ticket) is False
+        assert reason_of(receiver.pull(ticket, [0, 1, 2])) == "withdrawn"
+
+
+def test_an_offer_is_fetched_once():
+    with pair() as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(2), by_layer=True)
+        first = receiver.pull(ticket, [0, 1])
+        eventually(lambda: sender.stats()["pulls"] == 1)
+        assert reason_of(receiver.pull(ticket, [2, 3])) == "taken"
+        first.cancel()  # gives its place back
+        assert reason_of(first) == "cancelled"
+        eventually(lambda: sender.stats()["pulls"] == 0)
+        second = receiver.pull(ticket, [2, 3])
+        for layer in LAYERS:
+            sender.layer_done(ticket, layer)
+        second.synchronize()
+        eventually(lambda: source.allocator.num_free == 12)
+        assert reason_of(receiver.pull(ticket, [4, 5])) == "taken"
+
+
+def test_release_instead_of_free():
+    released = []
+    with pair() as (sender, receiver, source, _):
+        offered = source.allocator.alloc(2)
+        ticket = sender.offer(offered, release=lambda pages: released.append(pages.tolist()))
+        receiver.pull(ticket, [0, 1]).synchronize()
+        eventually(lambda: released)
+        sender.close()
+        assert released == [offered.tolist()]
+        assert source.allocator.num_free == 10
+        source.allocator.free(offered)
+
+
+@pytest.mark.parametrize("which", ["sender", "receiver"])
+def test_closing_in_the_middle(which):
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2), by_layer=True)
+        pages = target.allocator.alloc(2)
+        pull = receiver.pull(ticket, pages)
+        sender.layer_done(ticket, 0)
+        pull.wait_layer(0)
+        (sender if which == "sender" else receiver).close()
+        assert reason_of(pull) in ("closed", "lost")
+        target.allocator.free(pages)
+        assert target.allocator.num_free == 12
+        if which == "sender":
+            assert source.allocator.num_free == 12
+            with pytest.raises(kv.KvcupyError, match="PageSender: it is closed"):
+                sender.offer(source.allocator.alloc(1))
+            source.allocator.free([source.allocator.allocated()[0]])
+        else:
+            with pytest.raises(kv.KvcupyError, match="PageReceiver: it is closed"):
+                receiver.pull(ticket, [0, 1])
+        for layer in (1, 2):
+            sender.layer_done(ticket, layer)
+
+
+def test_cancelled_pages_stay_until_nothing_can_land(monkeypatch):
+    """A stuck engine keeps pages in quarantine, and too many of them refuse new pulls."""
+    from kvcupy.cache.migration.engines import SocketEngine
+
+    quiet = threading.Event()
+    monkeypatch.setattr(SocketEngine, "quiet", lambda engine, task: quiet.is_set())
+    with pair(receiver={"max_quarantined_pages": 3}) as (sender, receiver, source, target):
+        tickets = [sender.offer(source.allocator.alloc(3), by_layer=True) for _ in range(2)]
+        pages = target.allocator.alloc(3)
+        pull = receiver.pull(tickets[0], pages)
+        sender.layer_done(tickets[0], 0)
+        pull.wait_layer(0)
+        pull.cancel()
+        target.allocator.free(pages)
+        assert receiver.stats()["quarantined_pages"] == 3
+        assert target.allocator.num_free == 9
+        with pytest.raises(kv.CacheFull, match="in quarantine"):
+            receiver.pull(tickets[1], [6, 7, 8])
+        quiet.set()
+        assert reason_of(pull) == "cancelled"
+        assert receiver.stats()["quarantined_pages"] == 0
+        assert target.allocator.num_free == 12
+        for ticket in tickets:
+            sender.withdraw(ticket)
+            for layer in LAYERS:
+                if ticket != tickets[0] or layer:
+                    sender.layer_done(ticket, layer)
+
+
+# --- Tickets and arguments ---
+
+
+def test_a_ticket_says_what_is_offered():
+    with pair(secret=SECRET) as (sender, receiver, source, _):
+        hashes = kv.block_hashes(range(12), 4, bits=128)
+        ticket = sender.offer(
+            source.allocator.alloc(3), hashes=hashes, attachment=b"more", lease_s=7
+        )
+        read = receiver.inspect(ticket)
+        assert (read.num_pages, read.hashes, read.attachment) == (3, tuple(hashes), b"more")
+        assert (read.lease_s, read.num_pulls, read.address) == (7.0, 1, sender.address)
+        short = receiver.inspect(sender.offer(source.allocator.alloc(2), hashes=[1, 2]))
+        assert short.hashes == (1, 2)
+        pull = receiver.pull(ticket, [0, 1, 2])
+        assert (pull.hashes, pull.attachment) == (tuple(hashes), b"more")
+        pull.synchronize()
+
+
+def test_damaged_tickets():
+    with pair(secret=SECRET) as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(1), hashes=[5], attachment=b"x")
+        for i in range(0, len(ticket), 3):
+            damaged = bytearray(ticket)
+            damaged[i] ^= 1 + i % 255
+            with pytest.raises(kv.TransferError):
+                receiver.inspect(damaged)
+        for cut in (ticket[:-1], ticket + b"\0", ticket[:40], b"", os.urandom(500)):
+            with pytest.raises(kv.TransferError):
+                receiver.inspect(cut)
+        with pytest.raises(TypeError, match="ticket: expected bytes, got str"):
+            receiver.inspect("ticket")
+        with pytest.raises(kv.TransferError, match="another secret") as caught:
+            kv.PageReceiver(pool_of(), secret=b"0123456789abcdef").inspect(ticket)
+        assert caught.value.reason == "secret"
+        other = kv.PageSender(pool_of(), secret=SECRET)
+        with pytest.raises(kv.TransferError, match="of this sender"):
+            other.withdraw(ticket)
+        other.close()
+
+
+def test_tickets_whose_parts_do_not_add_up():
+    """They are authentic, but of a sender that is broken."""
+    from dataclasses import replace
+
+    with pair() as (sender, receiver, source, _):
+        ticket = receiver.inspect(sender.offer(source.allocator.alloc(2)))
+        for broken in (
+            replace(ticket, num_pages=protocol.MAX_PAGES + 1), replace(ticket, address="ftp:x"),
+            replace(ticket, hashes=(1, 2, 3)),
+        ):  # fmt: skip
+            with pytest.raises((kv.TransferError, ValueError)):
+                receiver.pull(broken.encoded(b""), [0, 1])
+        eventually(lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [({"page_size": 8}, "page_size: expected 8, got 4"), ({"num_layers": 2}, "num_layers"),
+     ({"dtype": "bf16"}, "format"), ({"v_head_dim": 16}, "v_head_dim"),
+     ({"kind": "mla"}, "kind: expected mla, got kv")],
+    ids=str,
+)  # fmt: skip
+def test_pools_that_differ(options, difference):
+    with pair(receiver_pool=pool_of(**options)) as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2))
+        poison(target, range(12))
+        with pytest.raises(kv.TransferError, match=difference) as caught:
+            receiver.pull(ticket, [0, 1])
+        assert caught.value.reason == "identity"
+        assert sender.stats()["connections"] == 0
+        assert is_poisoned(target, range(12))
+
+
+def test_models_that_differ():
+    with pair(sender={"model": "a"}, receiver={"model": "b"}) as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(1))
+        with pytest.raises(kv.TransferError, match="model: expected b, got a"):
+            receiver.pull(ticket, [0])
+
+
+def test_arguments_of_offer():
+    with pair() as (sender, _, source, _):
+        pages = source.allocator.alloc(2)
+        for error, message, arguments in [
+            (ValueError, "pages", {"pages": [7]}), (ValueError, "pages", {"pages": []}),
+            (ValueError, "pages", {"pages": [0, 0]}), (TypeError, "pages", {"pages": 1}),
+            (ValueError, "hashes", {"hashes": [1]}), (TypeError, "hashes", {"hashes": ["a", "b"]}),
+            (ValueError, "lease_s", {"lease_s": 0}), (TypeError, "lease_s", {"lease_s": "1"}),
+            (ValueError, "lease_s", {"lease_s": float("nan")}), (ValueError, "pulls", {"pulls": 0}),
+            (TypeError, "attachment", {"attachment": "x"}), (TypeError, "release", {"release": 1}),
+            (TypeError, "after", {"after": "stream"}),
+        ]:  # fmt: skip
+            with pytest.raises(error, match=rf"^{message}: "):
+                sender.offer(**{"pages": pages, **arguments})
+        assert sender.stats()["offers"] == 0
+        ticket = sender.offer(pages)
+        with pytest.raises(ValueError, match=r"^pages: expected pages that are not offered, got 0"):
+            sender.offer(pages[:1])
+        sender.withdraw(ticket)
+        pages = source.allocator.alloc(2)
+        shared = [sender.offer(pages, release=lambda pages: None) for _ in range(2)]
+        assert all(map(sender.withdraw, shared))
+        source.allocator.free(pages)
+
+
+def test_arguments_of_pull():
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2))
+        for error, message, arguments in [
+            (ValueError, "pages", {"pages": [0]}), (ValueError, "pages", {"pages": [0, 12]}),
+            (ValueError, "pages", {"pages": [-1, 0]}), (ValueError, "pages", {"pages": [3, 3]}),
+            (TypeError, "pages", {"pages": None}), (ValueError, "ticket", {"ticket": []}),
+            (ValueError, "deadline_s", {"deadline_s": -1}),
+            (TypeError, "deadline_s", {"deadline_s": None}), (TypeError, "after", {"after": 1}),
+        ]:  # fmt: skip
+            with pytest.raises(error, match=rf"^{message}: "):
+                receiver.pull(**{"ticket": ticket, "pages": [0, 1], **arguments})
+        assert receiver.stats()["pulls"] == 0
+        pull = receiver.pull(ticket, [0, 1])
+        for layer in (3, -1):
+            with pytest.raises(ValueError, match="layer: expected 0 to 2"):
+                pull.wait_layer(layer)
+        pull.synchronize()
+        pull.cancel()  # too late to have an effect
+        assert pull.done() and target.allocator.num_free == 12
+
+
+def test_arguments_of_both(tmp_path):
+    pool = pool_of()
+    for error, message, arguments in [
+        (TypeError, "pool", {"pool": 3}), (TypeError, "secret", {"secret": "text"}),
+        (ValueError, "secret: expected at least 16 bytes", {"secret": b"short"}),
+        (ValueError, "engine", {"engine": "pigeon"}), (TypeError, "engine", {"engine": None}),
+        (TypeError, "heads", {"heads": 3}), (ValueError, "heads", {"heads": (1, 4)}),
+        (TypeError, "model", {"model": b"x"}), (TypeError, "tls", {"tls": True}),
+        (ValueError, "staging_pages", {"staging_pages": 0}),
+    ]:  # fmt: skip
+        for kind in (kv.PageSender, kv.PageReceiver):
+            with pytest.raises(error, match=rf"^{message}"):
+                kind(**{"pool": pool, **arguments})
+    for error, message, listen in [
+        (TypeError, "listen", 80), (ValueError, "listen", "tcp:nowhere"),
+        (ValueError, "listen", "tcp:127.0.0.1:70000"), (ValueError, "listen", "unix:"),
+        (ValueError, "listen: expected a path of at most 107 bytes", "unix:" + "x" * 108),
+        (ValueError, "secret: expected one, or tls", "tcp:0.0.0.0:0"),
+        (ValueError, "secret: expected one, or tls", "tcp:192.0.2.1:0"),
+    ]:  # fmt: skip
+        with pytest.raises(error, match=rf"^{message}"):
+            kv.PageSender(pool, listen=listen)
+    with pytest.raises(ValueError, match=r"^advertise: expected the address of this machine"):
+        kv.PageSender(pool, listen="tcp:0.0.0.0:0", secret=SECRET)
+    with pytest.raises(ValueError, match=r"^max_pulls: "):
+        kv.PageReceiver(pool, max_pulls=0)
+
+
+def test_full_duplicates_are_harmless(tmp_path):
+    """Many pulls at a time, over connections that are used again."""
+    with pair(receiver={"max_pulls": 4}) as (sender, receiver, source, _):
+        for _ in range(3):
+            tickets = [sender.offer(source.allocator.alloc(2)) for _ in range(4)]
+            pulls = [receiver.pull(ticket, [2 * i, 2 * i + 1]) for i, ticket in enumerate(tickets)]
+            for pull in pulls:
+                pull.synchronize()
+            assert sender.stats()["connections"] <= 4
+            eventually(lambda: source.allocator.num_free == 12)
+
+
+@pytest.mark.parametrize("count", [1, full_only(2)])
+def test_metrics(count):
+    labels = {"outcome": "completed"}
+    before = [
+        kv.metrics.value("kvcupy_migration_pulls_total", **labels),
+        kv.metrics.value("kvcupy_migration_offers_total", **labels),
+        kv.metrics.value("kvcupy_migration_bytes_total", direction="sent"),
+    ]
+    with pair() as (sender, receiver, source, target):
+        for _ in range(count):
+            receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1]).synchronize()
+        eventually(lambda: sender.stats()["completed"] == count)
+        after = [
+            kv.metrics.value("kvcupy_migration_pulls_total", **labels),
+            kv.metrics.value("kvcupy_migration_offers_total", **labels),
+            kv.metrics.value("kvcupy_migration_bytes_total", direction="sent"),
+        ]
+        expected = [count, count, 2 * count * target.page_bytes]
+        assert [b - a for a, b in zip(before, after, strict=True)] == expected
