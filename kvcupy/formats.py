@@ -97,9 +97,9 @@ FOUR_BIT: dict[str, FourBitFormat] = {
     for name, limit, ctype, group, scale_format, size in (
         ("nvfp4", 6.0, "nvfp4", 16, "fp8_e4m3", 1),
         ("mxfp4", 6.0, "mxfp4", 32, "e8m0", 1),
-        ("int4", 7.0, "int4", 32, "fp16", 2),
-        ("int4_g64", 7.0, "int4", 64, "fp16", 2),
-        ("int4_g128", 7.0, "int4", 128, "fp16", 2),
+        ("int4", 7.0, "int4x2", 32, "fp16", 2),
+        ("int4_g64", 7.0, "int4x2", 64, "fp16", 2),
+        ("int4_g128", 7.0, "int4x2", 128, "fp16", 2),
     )
 }
 
@@ -151,6 +151,16 @@ def itemsize(name: str) -> int:
 def carrier_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype in which every array library can hold the bits of `name`."""
     return CACHE_FORMATS[name].carrier if name in CACHE_FORMATS else np.dtype(name)
+
+
+def bytes_per_element(name: str) -> float:
+    """Return the bytes of a row by its elements, with the group scales of a four-bit format.
+
+    >>> bytes_per_element("bf16"), bytes_per_element("nvfp4")
+    (2, 0.5625)
+    """
+    four_bit = FOUR_BIT.get(name)
+    return itemsize(name) if four_bit is None else four_bit.group_bytes / four_bit.group
 
 
 def require_groups(format: FourBitFormat, width: int, name: str) -> None:

@@ -793,13 +793,15 @@ class RopePlan(Plan):
                 continue
             rows, out = rotated.rows, rotated.out
             source = rows if part.rotates or out is None else out
-            params[f"{field}token_bytes"], params[f"{field}head_bytes"] = source[3:]
+            params[f"{field}token_bytes"] = source.token_bytes
+            params[f"{field}head_bytes"] = source.head_bytes
             if out is not None:
-                params[f"{name}_out_token_bytes"], params[f"{name}_out_head_bytes"] = out[3:]
-                strides += out[3:]
+                params[f"{name}_out_token_bytes"] = out.token_bytes
+                params[f"{name}_out_head_bytes"] = out.head_bytes
+                strides += [out.token_bytes, out.head_bytes]
             params[count], head_dim = rows.num_heads, rows.width
             num_heads += rows.num_heads
-            strides += rows[3:]
+            strides += [rows.token_bytes, rows.head_bytes]
             if rotated.norm is not None and rotated.norm.format == "fp32":
                 params["norm_is_float"] = True
         if part.v is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from .. import devices, faults
 from ..arrays import ArrayView, describe
 from ..devices.protocol import Device
-from ..formats import FORMATS
+from ..formats import FORMATS, FOUR_BIT
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
 from . import call, checks, fallback
@@ -60,10 +60,13 @@ PARAMS = np.dtype(
 COPY = Kernel("store.cu", "store_copy", PARAMS, "CacheRowsParams")
 CONVERT = Kernel("store.cu", "store_convert", PARAMS, "CacheRowsParams")
 DYNAMIC = Kernel("store.cu", "store_dynamic", PARAMS, "CacheRowsParams", barriers=True)
+FOUR_BIT_STORE = Kernel("store.cu", "store_four_bit", PARAMS, "CacheRowsParams", barriers=True)
 GATHER_COPY = Kernel("gather.cu", "gather_copy", PARAMS, "CacheRowsParams")
 GATHER_CONVERT = Kernel("gather.cu", "gather_convert", PARAMS, "CacheRowsParams")
+GATHER_FOUR_BIT = Kernel("gather.cu", "gather_four_bit", PARAMS, "CacheRowsParams")
 
 PACK = 8  # elements that a thread converts at a time, where alignment allows
+CODES_PER_THREAD = 16  # elements of a four-bit row, kCodesPerThread in kernels_src/four_bit.cuh
 WORDS = (16, 8, 4, 2, 1)  # bytes that a thread copies at a time
 
 
@@ -77,6 +80,11 @@ def specialisations() -> list[Specialisation]:
                 if target.quantised:
                     needed.append(DYNAMIC.specialise(source.ctype, target.ctype, count))
                 needed.append(GATHER_CONVERT.specialise(source.ctype, target.ctype, count))
+    for four_bit in dict.fromkeys(f.ctype for f in FOUR_BIT.values()):
+        for rows in FORMATS.values():
+            for count in (CODES_PER_THREAD, 1):
+                needed.append(FOUR_BIT_STORE.specialise(rows.ctype, four_bit, count))
+                needed.append(GATHER_FOUR_BIT.specialise(four_bit, rows.ctype, count))
     return needed
 
 
@@ -333,7 +341,7 @@ def _outputs_to_allocate(arguments: dict[str, Any], layout: Any, dtype: str | No
         if names.rows in arguments:
             continue
         cache = arguments[names.cache]
-        format = checks.number_format(cache, names.cache)
+        format = checks.number_format(cache, names.cache, four_bit=True)
         default = "bf16" if format.quantised else format.name
         target = dtype or (arguments[other].format if other in arguments else default)
         if cache.ndim == 2:
@@ -397,6 +405,13 @@ class _CacheRowsPlan(Plan):
     def _groups(self) -> list[dict[str, KVOperand]]:
         """Return the operands by launch: both in one if they take the same kernel."""
         k, v = self.k, self.v
+        if k.four_bit or v.four_bit:
+            parts = [each.byte_operands() if each.copies else [each] for each in (k, v)]
+            if len(parts[0]) == len(parts[1]) > 1:
+                return [{"k": a, "v": b} for a, b in zip(*parts, strict=True)]
+            if len(parts[0]) > 1 or len(parts[1]) > 1:
+                return [{"k": a} for a in parts[0]] + [{"v": b} for b in parts[1]]
+            (k,), (v,) = parts
         same_kernel = self.kernel_of(k) is self.kernel_of(v)
         if same_kernel and (k.copies or self.formats_of(k) == self.formats_of(v)):
             return [{"k": k, "v": v}]
@@ -415,8 +430,16 @@ class _CacheRowsPlan(Plan):
         steps = [alignment]
         for operand in operands.values():
             steps += map(abs, operand.row_strides + operand.cache_strides)
-        if first.copies:
+        if first.four_bit is not None and not first.copies:
+            rows = [alignment]
+            for operand in operands.values():
+                rows += map(abs, operand.row_strides)
+            step = CODES_PER_THREAD if call.widest(rows) == 16 else 1
+            specialisation = kernel.specialise(*self.formats_of(first), step)
+        elif first.copies:
             widths = {f: n * operands[f].rows_format.itemsize for f, n in widths.items()}
+            for operand in operands.values():
+                steps += [operand.rows_offset_bytes, operand.cache_offset_bytes]
             step = call.widest((*widths.values(), *steps))
             specialisation = kernel.specialise(step)
         else:
@@ -429,8 +452,11 @@ class _CacheRowsPlan(Plan):
         call.require_countable(num_rows, self.slots_name)
         # HeldRow::kHeld of the kernel with dynamic scales
         packs_per_thread = 2 if kernel is DYNAMIC and first.rows_format.itemsize <= 2 else 1
+        taken = step * packs_per_thread
+        if kernel in (FOUR_BIT_STORE, GATHER_FOUR_BIT):
+            taken = CODES_PER_THREAD
         geometry = call.spread(
-            num_rows, -(-max(widths.values()) // (step * packs_per_thread)), device.sm_count,
+            num_rows, -(-max(widths.values()) // taken), device.sm_count,
             warp_lanes=device.warp_lanes, whole_warps=kernel.barriers,
         )  # fmt: skip
         params: dict[str, Any] = {
@@ -445,9 +471,12 @@ class _CacheRowsPlan(Plan):
         for field, rows_field in (("k", "key"), ("v", "value")):
             if field in operands:
                 operand = operands[field]
-                params |= operand.params(field, widths[field])
-                pointers |= {rows_field: operand.names.rows, **operand.pointers(field)}
-        smem_bytes = geometry.block[0] // 32 * 4 if kernel.barriers else 0
+                params |= operand.params(field, widths[field], alignment)
+                offset = operand.rows_offset_bytes
+                name = operand.names.rows
+                pointers |= {rows_field: (name, offset) if offset else name}
+                pointers |= operand.pointers(field)
+        smem_bytes = geometry.block[0] // 32 * 4 if kernel is DYNAMIC else 0
         return Launch(
             device, specialisation, geometry.grid, geometry.block, smem_bytes, params, pointers,
             self.operation.names,
@@ -460,6 +489,8 @@ class StorePlan(_CacheRowsPlan):
     def kernel_of(self, operand: KVOperand) -> Kernel:
         if operand.copies:
             return COPY
+        if operand.four_bit is not None:
+            return FOUR_BIT_STORE
         return CONVERT if operand.scale_cache is None else DYNAMIC
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
@@ -477,7 +508,9 @@ class GatherPlan(_CacheRowsPlan):
     """A gather of K and V."""
 
     def kernel_of(self, operand: KVOperand) -> Kernel:
-        return GATHER_COPY if operand.copies else GATHER_CONVERT
+        if operand.copies:
+            return GATHER_COPY
+        return GATHER_CONVERT if operand.four_bit is None else GATHER_FOUR_BIT
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
         return operand.cache_format.ctype, operand.rows_format.ctype
