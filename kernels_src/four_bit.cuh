@@ -40,13 +40,11 @@ struct FourBitRow {
   char* scales;
 };
 
-__device__ __forceinline__ FourBitRow four_bit_row(char* cache, const KVOperand& operand, i64 slot,
-                                                   int head, int page_size, int page_shift) {
+__device__ __forceinline__ FourBitRow four_bit_row(char* cache, const KVOperand& operand,
+                                                   const SlotPlace& place, int head) {
   const GroupScales& scales = operand.group_scales;
-  return {cache + slot_offset_bytes(operand.cache, slot, page_size, page_shift) +
-              head * operand.cache.head_bytes,
-          cache + scales.offset_bytes +
-              slot_offset_bytes(scales.strides, slot, page_size, page_shift) +
+  return {cache + offset_bytes(operand.cache, place) + head * operand.cache.head_bytes,
+          cache + scales.offset_bytes + offset_bytes(scales.strides, place) +
               head * scales.strides.head_bytes};
 }
 
@@ -174,21 +172,43 @@ __device__ __forceinline__ u32 encode_group_scale(float absmax, float divisor) {
   }
 }
 
-// The code of x / step, saturating; of a NaN that of an infinity. Signs are those of x.
+// The codes of eight magnitudes over a step, without signs, in a word; of infinities the largest.
+// Next to a power of two whose last bit is worth 1 a sum is a whole number, rounded once. E2M1
+// counts its codes by halves up to 2, by ones up to 4 and by twos up to 6: the least of three
+// lines. The sums end with the codes, and what is above those adds up to a constant.
 template <typename TFormat>
-__device__ __forceinline__ u32 encode_code(float x, const ScaleDivisor& step) {
-  float rough;
-  float exact;
-  step.divide(x, rough, exact);
-  if constexpr (kE2m1<TFormat>) {
-    const u32 magnitude = encode_magnitude<1, 1>(exact, kLargestCode<TFormat>);
-    return (magnitude & 7) | (__float_as_uint(x) >> 28 & 8);
-  } else {
-    constexpr float kAligner = 12582912.0f;  // 1.5 * 2**23: its last bit is worth 1
-    const float magnitude = fminf(fabsf(exact), kLargestCode<TFormat>);
-    const u32 with_sign = __float_as_uint(magnitude) | (__float_as_uint(x) & 0x80000000);
-    return __float_as_uint(__fadd_rn(__uint_as_float(with_sign), kAligner)) & 15;
+__device__ __forceinline__ u32 encode_magnitudes(const float* x, const ScaleDivisor& step) {
+  constexpr float kAligner = 8388608.0f;  // 2**23, whose bits are kAbove
+  constexpr u32 kAbove = 0x4b000000;
+  constexpr u32 kAllAbove = kAbove * 0x11111111u;
+  u32 word = 0;
+#pragma unroll
+  for (int i = 7; i >= 0; --i) {
+    float rough;
+    float exact;  // NaN where it is out of range: fminf drops that
+    step.divide(x[i], rough, exact);
+    float code = __fadd_rn(exact, kAligner);
+    if constexpr (kE2m1<TFormat>) {
+      code = fminf(__fmaf_rn(exact, 2.0f, kAligner), __fadd_rn(exact, kAligner + 2.0f));
+      code = fminf(code, __fmaf_rn(exact, 0.5f, kAligner + 4.0f));
+    }
+    word = word * 16 + __float_as_uint(fminf(code, kAligner + 7.0f));
   }
+  return word - kAllAbove;
+}
+
+// Eight codes, from their magnitudes and the signs, which are the upper bits of four each.
+template <typename TFormat>
+__device__ __forceinline__ u32 codes_with_signs(u32 magnitudes, u32 signs) {
+  if constexpr (kE2m1<TFormat>) return magnitudes | signs;
+  const u32 ones = signs >> 3;  // two's complement: inverted, plus one, without a carry
+  const u32 inverted = magnitudes ^ ones * 15;
+  return ((inverted & 0x77777777) + ones) ^ (inverted & 0x88888888);
+}
+
+// The signs of eight numbers, the uppermost bits of bytes: of 0, 2, 4, 6 and of 1, 3, 5, 7.
+__device__ __forceinline__ u32 interleave_signs(u32 even, u32 odd) {
+  return (even >> 4 & 0x08080808) | (odd & 0x80808080);
 }
 
 // What 16 elements are stored as.
@@ -243,38 +263,83 @@ struct SixteenCodes {
 
 using Sixteen = Pack<float, kCodesPerThread>;
 
-// Elements with 0 for NaN.
-__device__ __forceinline__ Sixteen without_nan(const Sixteen& x) {
-  Sixteen result;
+#ifdef __CUDACC__
+// Two numbers of 16 bits in a word.
+__device__ __forceinline__ float2 floats_of_pair(u32 pair, half) { return floats_of_halves(pair); }
+__device__ __forceinline__ float2 floats_of_pair(u32 pair, bfloat16) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+}
+#endif
+
+// Eight numbers as magnitudes, and their signs as codes_with_signs takes them.
+template <typename T>
+__device__ __forceinline__ u32 split_signs(const T* numbers, float* magnitudes) {
+  u32 tops[4];  // bytes of 0 and 1 uppermost in half words, and so on
+#ifdef __CUDACC__
+  if constexpr (sizeof(T) == 2) {
+    const u32* words = reinterpret_cast<const u32*>(numbers);
 #pragma unroll
-  for (int i = 0; i < kCodesPerThread; ++i) {
-    result.values[i] = x.values[i] == x.values[i] ? x.values[i] : 0.0f;
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = floats_of_pair(words[i], T{});
+      magnitudes[2 * i] = fabsf(pair.x);
+      magnitudes[2 * i + 1] = fabsf(pair.y);
+      tops[i] = words[i];
+    }
+  } else
+#endif
+  {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float first = to_float(numbers[2 * i]);
+      const float second = to_float(numbers[2 * i + 1]);
+      magnitudes[2 * i] = fabsf(first);
+      magnitudes[2 * i + 1] = fabsf(second);
+      tops[i] = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);
+    }
   }
-  return result;
+  const u32 lower = __byte_perm(tops[0], tops[1], 0x7531);  // the upper bytes of 0, 1, 2, 3
+  const u32 upper = __byte_perm(tops[2], tops[3], 0x7531);
+  return interleave_signs(__byte_perm(lower, upper, 0x6420), __byte_perm(lower, upper, 0x7531));
 }
 
-// The largest magnitude, at most the largest float; there is no NaN.
-__device__ __forceinline__ float finite_absmax(const Sixteen& x) {
+// Make every NaN a zero, and return the largest magnitude, at most the largest float.
+template <typename T>
+__device__ __forceinline__ float clear_nan(Pack<T, kCodesPerThread>& pack) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(T) == 2) {  // in pairs; a NaN is rare
+    const auto* pairs = reinterpret_cast<const PairOf<T>*>(pack.values);
+    PairOf<T> top = __habs2(pairs[0]);
+#pragma unroll
+    for (int i = 1; i < kCodesPerThread / 2; ++i) top = __hmax2_nan(top, __habs2(pairs[i]));
+    const float a = to_float(top.x);
+    const float b = to_float(top.y);
+    if (!isnan(a + b)) return fminf(fmaxf(a, b), kFloatMax);
+  }
+#endif
   float largest = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kCodesPerThread; ++i) largest = fmaxf(largest, fabsf(x.values[i]));
+  for (int i = 0; i < kCodesPerThread; ++i) {
+    const float x = to_float(pack.values[i]);
+    if (x != x) pack.values[i] = T{};
+    largest = fmaxf(largest, fabsf(x));
+  }
   return fminf(largest, kFloatMax);
 }
 
 // The codes of elements without NaN, of a group with this largest magnitude and step.
-template <typename TFormat>
-__device__ __forceinline__ SixteenCodes encode_codes(const Sixteen& x, float absmax, float step) {
+template <typename TFormat, typename T>
+__device__ __forceinline__ SixteenCodes encode_codes(const Pack<T, kCodesPerThread>& x,
+                                                     float absmax, float step) {
   constexpr float kSmallest = __builtin_bit_cast(float, 1);
   const ScaleDivisor divisor(fmaxf(step, kSmallest));
   SixteenCodes codes;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    u32 word = 0;
-#pragma unroll
-    for (int i = 7; i >= 0; --i) {
-      word = word * 16 + encode_code<TFormat>(x.values[half * 8 + i], divisor);
-    }
-    codes.words[half] = absmax > 0.0f ? word : 0;
+  for (int i = 0; i < 2; ++i) {
+    float magnitudes[8];
+    const u32 signs = split_signs(x.values + 8 * i, magnitudes);
+    const u32 word =
+        codes_with_signs<TFormat>(encode_magnitudes<TFormat>(magnitudes, divisor), signs);
+    codes.words[i] = absmax > 0.0f ? word : 0;
   }
   return codes;
 }
@@ -287,14 +352,13 @@ __device__ __forceinline__ void store_group_scale(char* target, u32 bits) {
 
 // Store 16 elements, from element `at` of a row, of a group that neighbouring threads hold; the
 // first of them stores its scale, too. `scale` is that of the tensor or head. Every thread of the
-// warp must call it: with zeros, and not `active`, where it has no elements.
-template <typename TFormat>
-__device__ __forceinline__ void store_in_group(const Sixteen& elements, float scale, int at,
+// warp must call it; those that have no elements are not `active`.
+template <typename TFormat, typename T>
+__device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float scale, int at,
                                                bool active, const FourBitRow& row,
                                                const KVOperand& operand) {
   const int shift = group_shift<TFormat>(operand);
-  const Sixteen x = without_nan(elements);
-  const float absmax = max_within_warp(finite_absmax(x), (1 << shift) / kCodesPerThread);
+  const float absmax = max_within_warp(clear_nan(x), (1 << shift) / kCodesPerThread);
   const u32 bits = encode_group_scale<TFormat>(absmax, __fmul_rn(kLargestCode<TFormat>, scale));
   const float step = __fmul_rn(group_scale<TFormat>(bits), scale);
   const SixteenCodes codes = encode_codes<TFormat>(x, absmax, step);
@@ -339,15 +403,16 @@ inline void store_row_alone(const char* in, float scale, int width, const FourBi
   for (int first = 0; first < width; first += group) {
     float absmax = 0.0f;
     for (int at = first; at < first + group; at += kCodesPerThread) {
-      const auto pack = load_sixteen<T, kCount>(in + at * static_cast<int>(sizeof(T)));
-      absmax = fmaxf(absmax, finite_absmax(without_nan(to_floats(pack))));
+      auto pack = load_sixteen<T, kCount>(in + at * static_cast<int>(sizeof(T)));
+      absmax = fmaxf(absmax, clear_nan(pack));
     }
     const u32 bits = encode_group_scale<TFormat>(absmax, kLargestCode<TFormat> * scale);
     const float step = group_scale<TFormat>(bits) * scale;
     store_group_scale<TFormat>(row.scales + first / group * kGroupScaleBytes<TFormat>, bits);
     for (int at = first; at < first + group; at += kCodesPerThread) {
-      const auto pack = load_sixteen<T, kCount>(in + at * static_cast<int>(sizeof(T)));
-      encode_codes<TFormat>(without_nan(to_floats(pack)), absmax, step)
+      auto pack = load_sixteen<T, kCount>(in + at * static_cast<int>(sizeof(T)));
+      clear_nan(pack);
+      encode_codes<TFormat>(pack, absmax, step)
           .store(row.codes + at / 2, operand.group_scales.code_word_bytes);
     }
   }

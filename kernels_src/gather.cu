@@ -71,10 +71,9 @@ __global__ void gather_four_bit(const __grid_constant__ CacheRowsParams p) {
   if (row.slot < 0) return;
   const int lanes = 1 << p.lane_shift;
   const int lane = threadIdx.x & (lanes - 1);
-  const FourBitRow k_in =
-      four_bit_row(p.k_cache, p.k, row.slot, row.head, p.page_size, p.page_shift);
-  const FourBitRow v_in =
-      four_bit_row(p.v_cache, p.v, row.slot, row.head, p.page_size, p.page_shift);
+  const SlotPlace place = place_of(row.slot, p.page_size, p.page_shift);
+  const FourBitRow k_in = four_bit_row(p.k_cache, p.k, place, row.head);
+  const FourBitRow v_in = four_bit_row(p.v_cache, p.v, place, row.head);
   char* k_out = outside_row(p.key, p.k, row);
   char* v_out = outside_row(p.value, p.v, row);
   const float k_scale = p.k.width ? static_scale(p.k_scale, p.k, row.head) : 1.0f;

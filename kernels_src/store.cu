@@ -184,10 +184,9 @@ __global__ void store_four_bit(const __grid_constant__ CacheRowsParams p) {
   const int lane = threadIdx.x & (lanes - 1);
   const char* k_in = outside_row(p.key, p.k, row);
   const char* v_in = outside_row(p.value, p.v, row);
-  const FourBitRow k_out =
-      four_bit_row(p.k_cache, p.k, row.slot, row.head, p.page_size, p.page_shift);
-  const FourBitRow v_out =
-      four_bit_row(p.v_cache, p.v, row.slot, row.head, p.page_size, p.page_shift);
+  const SlotPlace place = place_of(row.slot, p.page_size, p.page_shift);
+  const FourBitRow k_out = four_bit_row(p.k_cache, p.k, place, row.head);
+  const FourBitRow v_out = four_bit_row(p.v_cache, p.v, place, row.head);
   const float k_scale = p.k.width ? static_scale(p.k_scale, p.k, row.head) : 1.0f;
   const float v_scale = p.v.width ? static_scale(p.v_scale, p.v, row.head) : 1.0f;
 #if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
@@ -202,15 +201,15 @@ __global__ void store_four_bit(const __grid_constant__ CacheRowsParams p) {
 
   for (int first = 0; first < max(p.k.width, p.v.width); first += lanes * kCodesPerThread) {
     const int at = first + lane * kCodesPerThread;
-    const bool has_k = active && at < p.k.width;
-    const bool has_v = active && at < p.v.width;
-    Pack<TIn, kCodesPerThread> k = {};
-    Pack<TIn, kCodesPerThread> v = {};
-    // Load
-    if (has_k) k = load_sixteen<TIn, kCount>(k_in + at * kInBytes);
-    if (has_v) v = load_sixteen<TIn, kCount>(v_in + at * kInBytes);
+    const bool has_k = at < p.k.width;
+    const bool has_v = at < p.v.width;
+    Pack<TIn, kCodesPerThread> k;
+    Pack<TIn, kCodesPerThread> v;
+    // Load: threads without elements take those of another
+    if (p.k.width) k = load_sixteen<TIn, kCount>(k_in + (has_k ? at : 0) * kInBytes);
+    if (p.v.width) v = load_sixteen<TIn, kCount>(v_in + (has_v ? at : 0) * kInBytes);
     // Convert, Store
-    store_in_group<TFormat>(to_floats(k), k_scale, at, has_k, k_out, p.k);
-    store_in_group<TFormat>(to_floats(v), v_scale, at, has_v, v_out, p.v);
+    if (p.k.width) store_in_group<TFormat>(k, k_scale, at, active && has_k, k_out, p.k);
+    if (p.v.width) store_in_group<TFormat>(v, v_scale, at, active && has_v, v_out, p.v);
   }
 }

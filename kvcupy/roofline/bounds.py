@@ -439,9 +439,14 @@ def _stored(name: str, kv_format: str, asked: float, **options: Any) -> Row:
     )  # fmt: skip
 
 
+def _asked_of_codes(kv_format: str) -> float:
+    """Return the bytes per element of codes that are accessed in words of 8; scales never are."""
+    return 0.5 if formats.FOUR_BIT[kv_format].row_bytes(_WIDTH) % 8 == 0 else 0
+
+
 def _gathered(name: str, kv_format: str) -> Row:
     elements, size = 2 * _HEADS * _WIDTH, formats.bytes_per_element(kv_format)
-    asked = elements * (2 + (0.5 if kv_format in formats.FOUR_BIT else size))
+    asked = elements * (2 + (_asked_of_codes(kv_format) if size < 1 else size))
     return Row(
         name, partial(_gather, kv_format=kv_format), "gather_", "K and V of a token",
         elements * (size + 2), _bytes(asked), _TOKENS,
@@ -516,7 +521,8 @@ def _prefill(k_width: int, v_width: int) -> Row:
 ROWS: tuple[Row, ...] = (
     _stored("store bf16", "bf16", 4), _stored("store bf16 to fp8_e4m3", "fp8_e4m3", 3),
     _stored("store bf16 to fp8_e4m3, dynamic scales", "fp8_e4m3", 3, dynamic=True),
-    *[_stored(f"store bf16 to {name}", name, 2.5) for name in ("nvfp4", "mxfp4", "int4")],
+    *[_stored(f"store bf16 to {name}", name, 2 + _asked_of_codes(name))
+      for name in ("nvfp4", "mxfp4", "int4")],
     _rotated("bf16"), _rotated("fp8_e4m3"),
     _gathered("gather bf16", "bf16"), _gathered("gather fp8_e4m3 to bf16", "fp8_e4m3"),
     *[_gathered(f"gather {name} to bf16", name) for name in ("nvfp4", "mxfp4", "int4")],
