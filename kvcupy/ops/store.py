@@ -11,7 +11,7 @@ import numpy as np
 from .. import devices, faults
 from ..arrays import ArrayView, describe
 from ..devices.protocol import Device
-from ..formats import FORMATS, FOUR_BIT
+from ..formats import FORMATS, FOUR_BIT, FourBitFormat
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
 from . import call, checks, fallback
@@ -504,8 +504,9 @@ class StorePlan(_CacheRowsPlan):
         device, slots = self.device, views[self.slots_name]
         report_slots(device, slots, self.k.cache.num_slots, self.skip_slot, self.fault_id)
         for operand in (self.k, self.v):
-            rows = device.carrier(views[operand.names.rows])
-            store_rows(device, operand, rows, views, slots, self.skip_slot)
+            rows = views[operand.names.rows]
+            bits = None if rows.scales is not None else device.carrier(rows)
+            store_rows(device, operand, bits, views, slots, self.skip_slot)
 
 
 class GatherPlan(_CacheRowsPlan):
@@ -527,6 +528,9 @@ class GatherPlan(_CacheRowsPlan):
             cache, names = operand.cache, operand.names
             valid = (numbers >= 0) & (numbers < cache.num_slots)
             chosen = numbers[valid]
+            if operand.four_bit is not None:
+                self._gather_groups(operand, operand.four_bit, views, valid, chosen)
+                continue
             pages = device.carrier(operand.cache_view(views))
             bits = pages[chosen // cache.page_size, chosen % cache.page_size]
             if not operand.copies:
@@ -538,6 +542,30 @@ class GatherPlan(_CacheRowsPlan):
                     values = fallback.multiply(values, static_scale(device, operand, values, views))
                 bits = fallback.encode(values, operand.rows_format.name)
             device.carrier(views[names.rows])[valid] = bits
+
+    def _gather_groups(
+        self, operand: KVOperand, format: FourBitFormat, views: Views, valid: Any, chosen: Any
+    ) -> None:
+        """Read the rows of the chosen slots of a four-bit cache into those of valid tokens."""
+        device, page_size = self.device, operand.cache.page_size
+        codes, scales = (
+            device.carrier(part)[chosen // page_size, chosen % page_size]
+            for part in _codes_and_scales(operand.cache_view(views))
+        )
+        rows = views[operand.names.rows]
+        if operand.copies:
+            for part, bits in zip(_codes_and_scales(rows), (codes, scales), strict=True):
+                device.carrier(part)[valid] = bits
+            return
+        scale = static_scale(device, operand, np.zeros(0, np.float32), views)
+        values = fallback.decode_groups(codes, scales, format, scale)
+        device.carrier(rows)[valid] = fallback.encode(values, operand.rows_format.name)
+
+
+def _codes_and_scales(v: ArrayView) -> tuple[ArrayView, ArrayView]:
+    """Return what a view of a four-bit format consists of."""
+    assert v.scales is not None
+    return v.codes, v.scales
 
 
 # --- Parts of fallbacks, which rotation with a store takes too ------------------------------------
@@ -551,7 +579,8 @@ def store_rows(
 
     Parameters
     ----------
-    rows : bits of the rows, (tokens, heads, width), as the device's own array
+    rows : bits of the rows, (tokens, heads, width), as the device's own array; None for those of a
+        four-bit format, which `views` has
     views : of cache and scales, by name
     allowed : which tokens may be stored at all
 
@@ -564,6 +593,18 @@ def store_rows(
     valid = (numbers >= 0) & (numbers < cache.num_slots) & (numbers != skip_slot) & allowed
     chosen = numbers[valid]
     where = (chosen // cache.page_size, chosen % cache.page_size)
+    if operand.four_bit is not None:
+        targets = [device.carrier(part) for part in _codes_and_scales(operand.cache_view(views))]
+        if operand.copies:
+            parts = _codes_and_scales(views[names.rows])
+            stored = [device.carrier(part)[: len(numbers)][valid] for part in parts]
+        else:
+            floats = fallback.decode(rows[valid], operand.rows_format.name)
+            scale = static_scale(device, operand, floats, views)
+            stored = list(fallback.encode_groups(floats, operand.four_bit, scale))
+        for target, bits in zip(targets, stored, strict=True):
+            target[where] = bits
+        return
     values = rows[valid]
     target = device.carrier(operand.cache_view(views))
     dynamic = operand.scale_cache is not None
