@@ -268,6 +268,33 @@ def four_bit_view(codes: ArrayView, scales: ArrayView, format: str) -> ArrayView
     )  # fmt: skip
 
 
+def columns(v: ArrayView, start: int, stop: int) -> ArrayView:
+    """Return some elements of each row; of a four-bit format whole groups."""
+    format = formats.FOUR_BIT.get(v.format)
+    if format is None or v.scales is None:
+        return v[..., start:stop]
+    if (start, stop) == (0, v.shape[-1]):
+        return v
+    group = format.group
+    codes, scales = (
+        v.codes[..., start // 2 : stop // 2],
+        v.scales[..., start // group : stop // group],
+    )
+    return four_bit_view(codes, scales, v.format)
+
+
+def strides_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
+    """Return the byte strides of a C-contiguous array of a number format.
+
+    >>> strides_of((4, 2, 16), "bf16"), strides_of((4, 2, 16), "nvfp4")
+    ((64, 32, 2), (18, 9, 0))
+    """
+    four_bit = formats.FOUR_BIT.get(format)
+    if four_bit is None:
+        return contiguous_strides(shape, formats.itemsize(format))
+    return (*contiguous_strides(shape[:-1], four_bit.row_bytes(shape[-1])), 0)
+
+
 def bytes_of(v: ArrayView, name: str = "array") -> ArrayView:
     """Return a view as it is, or the bytes of a four-bit format, uint8 (..., row_bytes).
 

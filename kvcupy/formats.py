@@ -6,6 +6,7 @@ of elements; their unit is the row.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -161,6 +162,13 @@ def bytes_per_element(name: str) -> float:
     """
     four_bit = FOUR_BIT.get(name)
     return itemsize(name) if four_bit is None else four_bit.group_bytes / four_bit.group
+
+
+def num_bytes(shape: tuple[int, ...], name: str) -> int:
+    """Return the bytes of an array, with the group scales of a four-bit format."""
+    four_bit = FOUR_BIT.get(name)
+    unit, size = (1, itemsize(name)) if four_bit is None else (four_bit.group, four_bit.group_bytes)
+    return math.prod(shape) // unit * size
 
 
 def require_groups(format: FourBitFormat, width: int, name: str) -> None:

@@ -55,12 +55,12 @@ from ..arrays import (
     ArrayView,
     Prober,
     address_of,
-    contiguous_strides,
     four_bit_array,
     is_four_bit,
     note_written,
     overlap,
     probe_arguments,
+    strides_of,
     taking,
     view,
     wait_for_producers,
@@ -941,11 +941,9 @@ def format_name(dtype: Any) -> str:
 def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayView:
     """Describe an output for `Plan.allocated`: in the library of `like`, on its device."""
     four_bit = formats.FOUR_BIT.get(format)
-    if four_bit is None:
-        strides = contiguous_strides(shape, formats.itemsize(format))
-    else:
+    if four_bit is not None:
         formats.require_groups(four_bit, shape[-1], "dtype")
-        strides = (*contiguous_strides(shape[:-1], four_bit.row_bytes(shape[-1])), 0)
+    strides = strides_of(shape, format)
     return ArrayView(0, shape, strides, format, like.device, library=like.library)
 
 

@@ -29,7 +29,7 @@ from typing import Any, cast
 import numpy as np
 
 from .. import compile_check, formats, sources
-from ..arrays import ArrayView, contiguous_strides
+from ..arrays import ArrayView, strides_of
 from ..devices import nvrtc
 from ..devices.protocol import Device
 from ..errors import CompileError
@@ -229,11 +229,7 @@ class PlannedDevice:
 
     def array(self, *shape: int, format: str) -> ArrayView:
         """Return an array of this device, which no memory stands behind."""
-        four_bit = formats.FOUR_BIT.get(format)
-        if four_bit is None:
-            strides = contiguous_strides(shape, formats.itemsize(format))
-        else:
-            strides = (*contiguous_strides(shape[:-1], four_bit.row_bytes(shape[-1])), 0)
+        strides = strides_of(shape, format)
         # Operations look a device up by what an array says: a name, or the device itself.
         v = ArrayView(self._next, shape, strides, format, cast(str, self), library="cupy")
         self._next += -(-v.num_bytes // 256) * 256
