@@ -358,10 +358,10 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
     }
   }
 
+  const bool copies = live && (live != in || norm);
   if constexpr (kFourBit<TCache>) {
     char* staged = dynamic_shared<char>() +
                    (threadIdx.x >> p.lane_shift) * p.head_dim * static_cast<int>(sizeof(T));
-    const bool copies = live && (live != in || norm);
     for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
       Pack<T, kCount> x;
       Pack<T, kCount> y;
@@ -400,7 +400,6 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
                          to_cache<T, TCache>(y, divisor));
     }
   }
-  const bool copies = live && (live != in || norm);
   for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
     const Pack<T, kCount> x = rotary.pass(i);
     if (copies) x.store(live + i * static_cast<int>(sizeof(T)));
