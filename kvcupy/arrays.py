@@ -79,6 +79,8 @@ class ArrayView(ProcessLocal):
         self.owner = owner
         self.scales = scales
         if format in formats.FOUR_BIT:
+            if not shape:
+                raise ValueError(f"shape: expected rows for {format}, got {shape!r}")
             self.strides = (*strides[:-1], 0)
             if scales is None:
                 self.scales = _scales_behind(self)
