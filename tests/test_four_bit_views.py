@@ -128,6 +128,23 @@ def test_tensors_count_their_changes():
     assert scales[2].all()
 
 
+def test_operators_of_torch():
+    """Their fakes know how many elements a row of bytes has."""
+    torch = pytest.importorskip("torch")
+    from kvcupy.interop import torch as operators
+
+    key = torch.randn(3, 2, 128)
+    caches = [torch.zeros(8, 2, 72, dtype=torch.uint8) for _ in range(2)]
+    slots = torch.tensor([1, 5, 3])
+    operators.store_kv(key, key, *caches, slots, format="nvfp4")
+    k, _ = operators.gather_kv(*caches, slots, format="nvfp4")
+    assert (k.shape, k.dtype) == (key.shape, torch.bfloat16)
+    assert (k - key).norm() < 0.2 * key.norm()
+    with torch._subclasses.FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (*caches, slots)]
+        assert operators.gather_kv(*fakes, format="nvfp4")[0].shape == key.shape
+
+
 REFUSED = {
     "rows of no whole groups": (lambda: kv.view_as(packed(3)[:, :70], "nvfp4"),
                                 "array: .* 9 bytes"),
