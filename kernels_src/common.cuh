@@ -151,12 +151,25 @@ struct CacheStrides {
   i64 head_bytes;
 };
 
+// The page of a slot, and where in it.
+struct SlotPlace {
+  i64 page;
+  i64 offset;
+};
+
 // page_shift is log2(page_size), or -1 when page_size is no power of two.
+__device__ __forceinline__ SlotPlace place_of(i64 slot, int page_size, int page_shift) {
+  const i64 page = page_shift >= 0 ? slot >> page_shift : slot / page_size;
+  return {page, slot - page * page_size};
+}
+
+__device__ __forceinline__ i64 offset_bytes(const CacheStrides& strides, const SlotPlace& place) {
+  return place.page * strides.page_bytes + place.offset * strides.offset_bytes;
+}
+
 __device__ __forceinline__ i64 slot_offset_bytes(const CacheStrides& strides, i64 slot,
                                                  int page_size, int page_shift) {
-  const i64 page = page_shift >= 0 ? slot >> page_shift : slot / page_size;
-  const i64 offset = slot - page * page_size;
-  return page * strides.page_bytes + offset * strides.offset_bytes;
+  return offset_bytes(strides, place_of(slot, page_size, page_shift));
 }
 
 // --- Shared memory and reductions ----------------------------------------------------------------

@@ -3,6 +3,15 @@
 
 #include "numeric.cuh"
 
+// Where the group scales of a four-bit cache lie (four_bit.cuh): behind the codes of each row, or
+// in an array of their own.
+struct GroupScales {
+  i64 offset_bytes;      // from the codes of the first row to its scales
+  CacheStrides strides;  // between scales, as those of the cache are between codes
+  int group_shift;       // log2 of the elements that share one
+  int code_word_bytes;   // in which codes are accessed: 1, 2, 4 or 8
+};
+
 // Strides of the rows outside the cache and of the cache; scales; width. A width of 0 leaves K or
 // V out of a launch.
 struct KVOperand {
@@ -12,8 +21,9 @@ struct KVOperand {
   i64 scale_head_bytes;        // stride of scale [num_heads]; 0: one scale for all heads
   i64 scale_cache_slot_bytes;  // strides of scale_cache [num_slots, num_heads]
   i64 scale_cache_head_bytes;
-  float scale;  // where no scale array is given
-  int width;    // elements per row; bytes where rows are copied as they are
+  GroupScales group_scales;  // of a four-bit cache
+  float scale;               // where no scale array is given
+  int width;                 // elements per row; bytes where rows are copied as they are
 };
 
 // The scale of a head, known before the launch.

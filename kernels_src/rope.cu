@@ -8,10 +8,11 @@
 // cache.
 //
 // RMSNorm before the rotation and dynamic scales need a whole row at once: those launches (kReduce)
-// read the row up to three times, from L1 after the first.
+// read the row up to three times, from L1 after the first. So do the groups of a four-bit cache,
+// whose rotated keys pass through shared memory: a thread encodes 16 neighbouring elements.
 //
 // Bytes: each row is read once and written once per destination; cos and sin of a token stay in L1.
-#include "kv_operand.cuh"
+#include "four_bit.cuh"
 
 // How pairs choose among three positions per token (mrope).
 constexpr int kNoSections = 0;           // one position per token
@@ -260,7 +261,30 @@ __device__ __forceinline__ float sum_of_squares(const char* in, int width, int l
   return sum;
 }
 
-// grid: (rows / (block / lanes)), block: (a multiple of 32), smem: 0
+// Encode a row into a four-bit cache, by all threads of a warp; a row that is not stored is not
+// `active`. `longest` is the width of the longest row of the launch.
+template <typename T, typename TFormat, int kCount>
+__device__ __forceinline__ void store_groups(const char* in, float scale, int width, int longest,
+                                             bool active, const FourBitRow& row,
+                                             const KVOperand& operand, int lane, int lanes) {
+  constexpr int kLoads = kCount > 1 ? kCodesPerThread : 1;
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+  if (lanes == 1) {
+    if (active) store_row_alone<T, TFormat, kLoads>(in, scale, width, row, operand);
+    return;
+  }
+#endif
+  for (int first = 0; first < longest; first += lanes * kCodesPerThread) {
+    const int at = first + lane * kCodesPerThread;
+    const bool stores = active && at < width;
+    Pack<T, kCodesPerThread> x = {};
+    if (stores) x = load_sixteen<T, kLoads>(in + at * static_cast<int>(sizeof(T)));
+    store_in_group<TFormat>(x, scale, at, stores, row, operand);
+  }
+}
+
+// grid: (rows / (block / lanes)), block: (a multiple of 32), smem: with a four-bit cache a row of
+// the key for each row of the block, else 0
 template <typename T, typename TCache, int kCount, bool kReduce>
 __global__ void rope_store(const __grid_constant__ RopeParams p) {
   const int lanes = 1 << p.lane_shift;
@@ -334,30 +358,52 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
     }
   }
 
-  const ScaleDivisor divisor(scale);
-  if (is_value) {
-    for (int i = lane * kCount; i < width; i += lanes * kCount) {
-      Pack<T, kCount> x;
-      x.load(in + i * static_cast<int>(sizeof(T)));
-      to_cache<T, TCache>(x, divisor).store(cached + i * static_cast<int>(sizeof(TCache)));
-    }
-    return;
-  }
-  for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
-    Pack<T, kCount> x;
-    Pack<T, kCount> y;
-    rotary.rotate_pairs(i, x, y);
-    if (live) rotary.store_pairs(live, i, x, y);
-    if (cached) {
-      rotary.store_pairs(cached, i, to_cache<T, TCache>(x, divisor),
-                         to_cache<T, TCache>(y, divisor));
-    }
-  }
   const bool copies = live && (live != in || norm);
-  for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
-    const Pack<T, kCount> x = rotary.pass(i);
-    if (copies) x.store(live + i * static_cast<int>(sizeof(T)));
-    if (cached)
-      to_cache<T, TCache>(x, divisor).store(cached + i * static_cast<int>(sizeof(TCache)));
+  if constexpr (kFourBit<TCache>) {
+    char* staged = dynamic_shared<char>() +
+                   (threadIdx.x >> p.lane_shift) * p.head_dim * static_cast<int>(sizeof(T));
+    for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
+      Pack<T, kCount> x;
+      Pack<T, kCount> y;
+      rotary.rotate_pairs(i, x, y);
+      if (live) rotary.store_pairs(live, i, x, y);
+      if (cached) rotary.store_pairs(staged, i, x, y);
+    }
+    for (int i = passing + lane * kCount; i < width && !is_value; i += lanes * kCount) {
+      const Pack<T, kCount> x = rotary.pass(i);
+      if (copies) x.store(live + i * static_cast<int>(sizeof(T)));
+      if (cached) x.store(staged + i * static_cast<int>(sizeof(T)));
+    }
+    __syncwarp();
+    const SlotPlace place = place_of(slot, p.page_size, p.page_shift);
+    store_groups<T, TCache, kCount>(
+        is_value ? in : staged, scale, width, max(p.k_cache ? p.head_dim : 0, p.v.width), cached,
+        four_bit_row(is_value ? p.v_cache : p.k_cache, operand, place, head), operand, lane, lanes);
+  } else {
+    const ScaleDivisor divisor(scale);
+    if (is_value) {
+      for (int i = lane * kCount; i < width; i += lanes * kCount) {
+        Pack<T, kCount> x;
+        x.load(in + i * static_cast<int>(sizeof(T)));
+        to_cache<T, TCache>(x, divisor).store(cached + i * static_cast<int>(sizeof(TCache)));
+      }
+      return;
+    }
+    for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
+      Pack<T, kCount> x;
+      Pack<T, kCount> y;
+      rotary.rotate_pairs(i, x, y);
+      if (live) rotary.store_pairs(live, i, x, y);
+      if (cached) {
+        rotary.store_pairs(cached, i, to_cache<T, TCache>(x, divisor),
+                           to_cache<T, TCache>(y, divisor));
+      }
+    }
+    for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
+      const Pack<T, kCount> x = rotary.pass(i);
+      if (copies) x.store(live + i * static_cast<int>(sizeof(T)));
+      if (cached)
+        to_cache<T, TCache>(x, divisor).store(cached + i * static_cast<int>(sizeof(TCache)));
+    }
   }
 }

@@ -32,17 +32,25 @@ class ArrayView(ProcessLocal):
     pointer : address of element (0, 0, ...)
     shape : elements on each axis
     strides : bytes between neighbours on each axis; zero and negative are possible
-    format : a name of `kvcupy.formats.FORMATS`, else a NumPy dtype name such as "int64"
+    format : a name of `kvcupy.formats.CACHE_FORMATS`, else a NumPy dtype name such as "int64"
     itemsize : bytes per element
+    scales : ArrayView of the group scales (..., groups) of a four-bit format, else None
     device : "host", "cuda:0", ...
     library : "numpy", "cupy", "torch" or "dlpack": whose current stream `stream=None` means
     readonly : whether the exporter forbids writing
     owner : the object that keeps the memory alive
+
+    Notes
+    -----
+    The rows of a four-bit format are counted in elements: `shape` is logical, `pointer` and
+    `strides` are those of the codes, with a last stride of 0, and `itemsize` is 1. What holds the
+    bytes is `memory`: `packed`, uint8 (..., row_bytes), where the scales follow the codes of each
+    row, else `codes`, uint8 (..., width / 2), and `scales`.
     """
 
     __slots__ = (
-        "device", "format", "itemsize", "library", "owner", "pointer", "readonly", "shape",
-        "strides",
+        "device", "format", "itemsize", "library", "owner", "pointer", "readonly", "scales",
+        "shape", "strides",
     )  # fmt: skip
 
     _instead = "it is an address; pickle device.to_numpy(view), and tag that with kv.view_as"
@@ -58,6 +66,7 @@ class ArrayView(ProcessLocal):
         library: str = "numpy",
         readonly: bool = False,
         owner: object = None,
+        scales: ArrayView | None = None,
     ) -> None:
         self.pointer = pointer
         self.shape = shape
@@ -68,6 +77,13 @@ class ArrayView(ProcessLocal):
         self.library = library
         self.readonly = readonly
         self.owner = owner
+        self.scales = scales
+        if format in formats.FOUR_BIT:
+            if not shape:
+                raise ValueError(f"shape: expected rows for {format}, got {shape!r}")
+            self.strides = (*strides[:-1], 0)
+            if scales is None:
+                self.scales = _scales_behind(self)
 
     @property
     def ndim(self) -> int:
@@ -81,12 +97,52 @@ class ArrayView(ProcessLocal):
         return product
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements, with the group scales of a four-bit format."""
+        format = formats.FOUR_BIT.get(self.format)
+        if format is None:
+            return self.size * self.itemsize
+        return self.size // format.group * format.group_bytes
+
+    @property
     def pinned(self) -> bool:
         """Whether this is page-locked host memory, which a GPU reads and writes directly."""
-        return self.device == "host" and is_pinned(self.owner)
+        return self.device == "host" and all([is_pinned(part.owner) for part in self.memory])
+
+    @property
+    def codes(self) -> ArrayView:
+        """The codes of a four-bit format, uint8 (..., width / 2), without the scales."""
+        return self._bytes(self.shape[-1] // 2)
+
+    @property
+    def packed(self) -> ArrayView | None:
+        """The bytes of a four-bit format, uint8 (..., row_bytes); None where the scales do not
+        follow the codes of each row."""
+        assert self.scales is not None
+        behind = _scales_behind(self)
+        if (self.scales.pointer, self.scales.strides) != (behind.pointer, behind.strides):
+            return None
+        return self._bytes(formats.FOUR_BIT[self.format].row_bytes(self.shape[-1]))
+
+    @property
+    def memory(self) -> tuple[ArrayView, ...]:
+        """The views of whole bytes that hold the elements: itself, but for four-bit formats."""
+        if self.scales is None:
+            return (self,)
+        packed = self.packed
+        return (self.codes, self.scales) if packed is None else (packed,)
+
+    def _bytes(self, width: int) -> ArrayView:
+        return ArrayView(
+            self.pointer, (*self.shape[:-1], width), (*self.strides[:-1], 1), "uint8", self.device,
+            library=self.library, readonly=self.readonly, owner=self.owner,
+        )  # fmt: skip
 
     def byte_range(self) -> tuple[int, int]:
         """Return the first address, and the one past the last, that the view can touch."""
+        if self.scales is not None:
+            ranges = [part.byte_range() for part in self.memory]
+            return min(low for low, _ in ranges), max(high for _, high in ranges)
         low = high = self.pointer
         for n, stride in zip(self.shape, self.strides, strict=True):
             if n == 0:
@@ -102,14 +158,18 @@ class ArrayView(ProcessLocal):
         return ArrayView(
             self.pointer, self.shape, self.strides, self.format, self.device,
             library=self.library, readonly=self.readonly,
+            scales=self.scales and self.scales.without_owner(),
         )  # fmt: skip
 
     def __getitem__(self, index: Any) -> ArrayView:
         """Return part of the array, by integers, slices, `...` and None, as NumPy reads them.
 
+        Rows of a four-bit format are whole: its last axis takes `:` alone.
+
         Raises
         ------
-        TypeError, ValueError : the index is none of these, or a slice has no steps
+        TypeError, ValueError : the index is none of these, a slice has no steps, or rows of a
+            four-bit format would be cut
         IndexError : it is out of range, or has more axes than the array
         """
         steps = index if isinstance(index, tuple) else (index,)
@@ -117,6 +177,8 @@ class ArrayView(ProcessLocal):
             raise TypeError(f"index: expected integers, slices, ... or None, got {index!r}")
         if ... not in steps:
             steps = (*steps, ...)  # else NumPy would read a single element
+        if self.scales is not None:
+            return self._rows(steps, self.scales)
         try:
             part = _untyped(self)[steps]
         except (TypeError, ValueError) as error:  # of a slice
@@ -129,6 +191,20 @@ class ArrayView(ProcessLocal):
             library=self.library, readonly=self.readonly, owner=self.owner,
         )  # fmt: skip
 
+    def _rows(self, steps: tuple[Any, ...], scales: ArrayView) -> ArrayView:
+        """Index the axes before the rows of a four-bit format."""
+        num_taken = sum(step is not None and step is not ... for step in steps)
+        last = steps[-1]
+        if num_taken >= self.ndim and steps.index(...) == len(steps) - 1:
+            last = steps[-2]  # nothing is left for the ellipsis
+        whole = last is ... or (isinstance(last, slice) and last in (slice(None), slice(0, None)))
+        if not whole or num_taken > self.ndim:
+            raise ValueError(
+                f"index: expected : on the last axis of {self.format}, whose rows are whole, "
+                f"got {steps!r}"
+            )
+        return four_bit_view(self.codes[steps], scales[steps], self.format)
+
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return type and number of the device in DLPack's numbering."""
         kind, _, index = self.device.partition(":")
@@ -139,14 +215,20 @@ class ArrayView(ProcessLocal):
 
         `options` are `stream`, `max_version`, `dl_device` and `copy`, as DLPack defines them. bf16
         and fp8 are exported under their own type codes, which NumPy and CuPy do not import.
+        Four-bit formats are exported as their bytes, uint8 (..., row_bytes).
 
         Raises
         ------
         BufferError : the array is read-only, which the consumer's version of DLPack cannot express,
-            or the consumer asks for another device
+            the consumer asks for another device, or a four-bit view's scales do not follow its
+            codes (`codes` and `scales` are exported one by one)
         TypeError, ValueError : an option is not as DLPack defines it
         """
-        return dlpack.export(_bits(self), self.format, options)
+        try:
+            whole = bytes_of(self)
+        except ValueError as error:
+            raise BufferError(str(error)) from None
+        return dlpack.export(_bits(whole), whole.format, options)
 
     def __repr__(self) -> str:
         return f"<{describe(self)} on {self.device} at {self.pointer:#x}>"
@@ -163,16 +245,86 @@ def overlap(a: ArrayView, b: ArrayView) -> bool:
     b_low, b_high = b.byte_range()
     if a_high <= b_low or b_high <= a_low or a.device != b.device:
         return False
+    if a.scales is not None or b.scales is not None:
+        return any(overlap(part, other) for part in a.memory for other in b.memory)
     return bool(np.shares_memory(_untyped(a), _untyped(b)))
 
 
+def _scales_behind(v: ArrayView) -> ArrayView:
+    """Return the group scales of a four-bit view that follow the codes of each row."""
+    format = formats.FOUR_BIT[v.format]
+    width = v.shape[-1]
+    return ArrayView(
+        v.pointer + width // 2, (*v.shape[:-1], width // format.group),
+        (*v.strides[:-1], format.scale_bytes), format.scale_carrier, v.device,
+        library=v.library, readonly=v.readonly, owner=v.owner,
+    )  # fmt: skip
+
+
+def four_bit_view(codes: ArrayView, scales: ArrayView, format: str) -> ArrayView:
+    """Return the elements of a four-bit format, from views of its codes and group scales."""
+    return ArrayView(
+        codes.pointer, (*codes.shape[:-1], 2 * codes.shape[-1]), codes.strides, format,
+        codes.device, library=codes.library, readonly=codes.readonly or scales.readonly,
+        owner=codes.owner, scales=scales,
+    )  # fmt: skip
+
+
+def columns(v: ArrayView, start: int, stop: int) -> ArrayView:
+    """Return some elements of each row; of a four-bit format whole groups."""
+    format = formats.FOUR_BIT.get(v.format)
+    if format is None or v.scales is None:
+        return v[..., start:stop]
+    if (start, stop) == (0, v.shape[-1]):
+        return v
+    group = format.group
+    codes, scales = (
+        v.codes[..., start // 2 : stop // 2],
+        v.scales[..., start // group : stop // group],
+    )
+    return four_bit_view(codes, scales, v.format)
+
+
+def strides_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
+    """Return the byte strides of a C-contiguous array of a number format.
+
+    >>> strides_of((4, 2, 16), "bf16"), strides_of((4, 2, 16), "nvfp4")
+    ((64, 32, 2), (18, 9, 0))
+    """
+    four_bit = formats.FOUR_BIT.get(format)
+    if four_bit is None:
+        return contiguous_strides(shape, formats.itemsize(format))
+    return (*contiguous_strides(shape[:-1], four_bit.row_bytes(shape[-1])), 0)
+
+
+def bytes_of(v: ArrayView, name: str = "array") -> ArrayView:
+    """Return a view as it is, or the bytes of a four-bit format, uint8 (..., row_bytes).
+
+    Raises
+    ------
+    ValueError : the scales do not follow the codes of each row
+    """
+    if v.scales is None:
+        return v
+    packed = v.packed
+    if packed is None:
+        raise ValueError(
+            f"{name}: expected {v.format} with the scales behind the codes of each row, got scales "
+            "in an array of their own; take .codes and .scales"
+        )
+    return packed
+
+
 def transposed(v: ArrayView, axes: Sequence[int]) -> ArrayView:
-    """Return a view with its axes in another order."""
+    """Return a view with its axes in another order; the rows of a four-bit format stay last."""
+    if v.scales is not None and v.packed is None:
+        return four_bit_view(transposed(v.codes, axes), transposed(v.scales, axes), v.format)
     return reshaped(v, tuple(v.shape[i] for i in axes), tuple(v.strides[i] for i in axes))
 
 
 def reshaped(v: ArrayView, shape: tuple[int, ...], strides: tuple[int, ...]) -> ArrayView:
     """Return the same memory with other axes."""
+    bytes_of(v)  # raises for scales that have strides of their own
     return ArrayView(
         v.pointer, shape, strides, v.format, v.device,
         library=v.library, readonly=v.readonly, owner=v.owner,
@@ -203,6 +355,10 @@ def overlaps_itself(v: ArrayView) -> bool:
     >>> overlaps_itself(view(np.lib.stride_tricks.sliding_window_view(np.zeros(5), 3)))
     True
     """
+    if v.scales is not None:
+        codes, *scales = v.memory
+        apart = not any(overlap(codes, other) for other in scales)
+        return not apart or any(map(overlaps_itself, v.memory))
     reach = v.itemsize
     for step, n in sorted((abs(s), n) for n, s in zip(v.shape, v.strides, strict=True) if n > 1):
         if step < reach:
@@ -348,6 +504,10 @@ Probe = Callable[[Any], tuple[int, Signature]]
 
 
 def _probe_view(x: ArrayView) -> tuple[int, Signature]:
+    if x.scales is not None:  # a plan finds them by their distance from the codes
+        scales = x.scales.pointer - x.pointer, x.scales.strides
+        signature = x.format, x.shape, x.strides, x.device, x.library, x.readonly, scales
+        return x.pointer, signature
     return x.pointer, (x.format, x.shape, x.strides, x.device, x.library, x.readonly)
 
 
@@ -772,31 +932,53 @@ def _view_cuda_interface(x: Any, interface: dict[str, Any]) -> ArrayView:
     )  # fmt: skip
 
 
-def view_as(array: Any, format: str) -> ArrayView:
+def view_as(array: Any, format: str, *, scales: Any = None) -> ArrayView:
     """Tag an array of integers that holds the bits of a number format.
 
     Parameters
     ----------
-    array : uint16 or uint8 array (also int16, int8) of any library, any shape and strides
-    format : one of "fp32 fp16 bf16 fp8_e4m3 fp8_e5m2 int8"
+    array : uint16 or uint8 array (also int16, int8) of any library, any shape and strides. Of a
+        four-bit format: uint8 (..., row_bytes), whose rows are codes and then scales
+        (`kvcupy.formats.FourBitFormat`), or with `scales` the codes alone, uint8 (..., width / 2);
+        contiguous along a row
+    format : one of "fp32 fp16 bf16 fp8_e4m3 fp8_e5m2 int8", or of the four-bit formats "nvfp4 mxfp4
+        int4 int4_g64 int4_g128"
+    scales : of a four-bit format whose scales are in an array of their own, (..., groups), with any
+        strides but the last: uint8, or fp8_e4m3 for nvfp4 and fp16 for int4
 
     Returns
     -------
-    ArrayView : the same memory, accepted wherever an array is; it keeps `array` alive
+    ArrayView : the same memory, accepted wherever an array is; it keeps `array` alive. Of a
+        four-bit format its last dimension counts elements
 
     Raises
     ------
-    ValueError : unknown format, or its size is not the array's
+    ValueError : unknown format, its size is not the array's, rows are no whole groups or not
+        contiguous, or the fp16 scales of int4 are at odd addresses
     TypeError : `array` holds neither integers nor that format
+
+    Notes
+    -----
+    Alignment of four-bit rows: none, but that of fp16 for int4. Kernels access codes in words of as
+    many bytes, up to 8, as divide all strides and addresses: with a head of 128 elements a row of
+    nvfp4 is 72 bytes, and its words 8.
 
     Examples
     --------
     >>> view_as(np.zeros((4, 8), np.uint16), "bf16")
     <(4, 8) bf16 on host at 0x...>
+    >>> view_as(np.zeros((4, 72), np.uint8), "nvfp4")
+    <(4, 128) nvfp4 on host at 0x...>
     """
-    if not isinstance(format, str) or format not in formats.FORMATS:
-        raise ValueError(f"format: expected one of {', '.join(formats.FORMATS)}, got {format!r}")
+    if not isinstance(format, str) or format not in formats.CACHE_FORMATS:
+        known = ", ".join(formats.CACHE_FORMATS)
+        raise ValueError(f"format: expected one of {known}, got {format!r}")
     v = view(array, "array")
+    four_bit = formats.FOUR_BIT.get(format)
+    if four_bit is not None:
+        return _view_four_bit(v, four_bit, scales)
+    if scales is not None:
+        raise ValueError(f"scales: expected None for {format}, got an array")
     if v.format != format:
         if not v.format.startswith(("int", "uint")):
             raise TypeError(f"array: expected integers that hold {format} bits, got {v.format}")
@@ -807,6 +989,93 @@ def view_as(array: Any, format: str) -> ArrayView:
         v.pointer, v.shape, v.strides, format, v.device,
         library=v.library, readonly=v.readonly, owner=v.owner,
     )  # fmt: skip
+
+
+def _view_four_bit(v: ArrayView, format: formats.FourBitFormat, scales: Any) -> ArrayView:
+    """Return the elements of rows of bytes, with the scales behind the codes or by themselves."""
+    if v.format == format.name and scales is None:
+        return v
+    if v.format not in ("uint8", "int8"):
+        raise TypeError(f"array: expected uint8 that hold {format.name} rows, got {v.format}")
+    _require_row_bytes(v, 1, "array")
+    num_bytes = v.shape[-1]
+    unit = format.group_bytes if scales is None else format.group // 2
+    if num_bytes % unit or not num_bytes:
+        what = "codes and scales" if scales is None else "codes"
+        raise ValueError(
+            f"array: expected rows of a multiple of {unit} bytes, the {what} of {format.group} "
+            f"elements of {format.name}, got {describe(v)}"
+        )
+    num_groups = num_bytes // unit
+    shape = (*v.shape[:-1], num_groups * format.group)
+    if scales is None:
+        result = ArrayView(
+            v.pointer, shape, v.strides, format.name, v.device,
+            library=v.library, readonly=v.readonly, owner=v.owner,
+        )  # fmt: skip
+        _require_row_bytes(result.scales or v, format.scale_bytes, "array")
+        return result
+    s = view(scales, "scales")
+    allowed = {"fp8_e4m3": ("fp8_e4m3", "uint8"), "e8m0": ("float8_e8m0fnu", "uint8")}.get(
+        format.scale_format, ("fp16", "uint16")
+    )
+    if s.format not in allowed:
+        known = " or ".join(allowed)
+        raise TypeError(f"scales: expected {known} for {format.name}, got {s.format}")
+    if s.shape != (*v.shape[:-1], num_groups):
+        expected = (*v.shape[:-1], num_groups)
+        raise ValueError(f"scales: expected {expected} for {describe(v)}, got {describe(s)}")
+    if s.device != v.device:
+        raise ValueError(f"scales: expected {v.device} like array, got {s.device}")
+    _require_row_bytes(s, format.scale_bytes, "scales")
+    own = ArrayView(
+        s.pointer, s.shape, s.strides, format.scale_carrier, s.device,
+        library=s.library, readonly=s.readonly, owner=s.owner,
+    )  # fmt: skip
+    return four_bit_view(v, own, format.name)
+
+
+def is_four_bit(dtype: Any) -> bool:
+    """Return whether a dtype argument names a four-bit format."""
+    return isinstance(dtype, str) and dtype in formats.FOUR_BIT
+
+
+def four_bit_array(make: Callable[[Any, Any], Any], shape: Any, format: str) -> ArrayView:
+    """Return an array of a four-bit format over bytes that `make(shape, dtype)` allocates.
+
+    Raises
+    ------
+    TypeError, ValueError : the last axis is no whole number of groups, or what `make` raises
+    """
+    four_bit = formats.FOUR_BIT[format]
+    try:
+        *outer, width = (shape,) if isinstance(shape, (int, np.integer)) else shape
+        width = operator.index(width)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"shape: expected an int or several, got {shape!r}") from None
+    formats.require_groups(four_bit, width, "shape")
+    if width < 0:
+        raise ValueError(f"shape: expected sizes from 0 on, got {shape!r}")
+    raw = view(make((*outer, four_bit.row_bytes(width)), np.dtype(np.uint8)))
+    return ArrayView(
+        raw.pointer, (*raw.shape[:-1], width), raw.strides, format, raw.device,
+        library=raw.library, owner=raw.owner,
+    )  # fmt: skip
+
+
+def _require_row_bytes(v: ArrayView, size: int, name: str) -> None:
+    """Raise ValueError unless rows are contiguous, of elements at multiples of their size."""
+    if not v.shape:
+        raise ValueError(f"{name}: expected rows along the last axis, got {describe(v)}")
+    if v.shape[-1] > 1 and v.strides[-1] != size:
+        raise ValueError(
+            f"{name}: expected a contiguous last dimension, got strides of {v.strides} bytes"
+        )
+    if any(n % size for n in (v.pointer, *v.strides)):
+        raise ValueError(
+            f"{name}: expected rows at multiples of {size} bytes, for the fp16 scales, got address "
+            f"{v.pointer:#x} and strides of {v.strides} bytes"
+        )
 
 
 # --- What other libraries must know, or wait for --------------------------------------------------
@@ -822,7 +1091,9 @@ def note_written(arrays: Sequence[Any]) -> None:
         return
     for array in arrays:
         if type(array) not in _TORCH_TYPES:
+            views = [x for x in arrays if type(x) is ArrayView]
             owners = [x.owner if type(x) is ArrayView else x for x in arrays]
+            owners += [x.scales.owner for x in views if x.scales is not None]
             arrays = [x for x in owners if type(x) in _TORCH_TYPES]
             break
     if arrays:
@@ -854,7 +1125,11 @@ def wait_for_producers(arrays: Iterable[Any], stream: Any) -> None:
     """
     if not STREAMED_TYPES:
         return
-    owners: list[Any] = [a.owner if type(a) is ArrayView else a for a in arrays]
+    owners: list[Any] = []
+    for a in arrays:
+        owners.append(a.owner if type(a) is ArrayView else a)
+        if type(a) is ArrayView and a.scales is not None:
+            owners.append(a.scales.owner)
     streamed = (owner for owner in owners if type(owner) in STREAMED_TYPES)
     producers = [owner.__cuda_array_interface__.get("stream") for owner in streamed]
     for pointer in dict.fromkeys(producers):
@@ -877,6 +1152,7 @@ def tensor_of(v: ArrayView, name: str = "array") -> Any:
     """
     import torch
 
+    v = bytes_of(v, name)
     if any(step < 0 for step in v.strides):  # torch.from_dlpack would abort the process
         raise ValueError(f"{name}: expected strides that torch has, got {v.strides} bytes")
     dtype = getattr(torch, formats.numpy_dtype(v.format).name)

@@ -1,7 +1,12 @@
-"""The number formats: names, sizes, limits, and the dtypes that carry them."""
+"""The number formats: names, sizes, limits, and the dtypes that carry them.
+
+`FORMATS` have elements of whole bytes. `FOUR_BIT` have two codes a byte and a scale for each group
+of elements; their unit is the row.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -47,6 +52,61 @@ FORMATS: dict[str, Format] = {
     )
 }
 
+
+@dataclass(frozen=True)
+class FourBitFormat(Format):
+    """A format of two codes a byte, element 2i in the low nibble of byte i, scaled by groups.
+
+    A row of `width` elements is `width / 2` bytes of codes, then its scales in order; or its scales
+    lie in an array of their own. value = code * group scale * scale of the tensor or head.
+
+    Attributes
+    ----------
+    group : elements that share a scale; the width of a row is a multiple of it
+    scale_format : of the group scales: "fp8_e4m3", "e8m0" (a power of two) or "fp16"
+    scale_bytes : of one group scale
+    """
+
+    group: int
+    scale_format: str
+    scale_bytes: int
+
+    @property
+    def native(self) -> bool:
+        """False: no library has it; arrays of it are views of bytes."""
+        return False
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a group with its scale."""
+        return self.group // 2 + self.scale_bytes
+
+    def row_bytes(self, width: int) -> int:
+        """Return the bytes of a row of `width` elements with its scales."""
+        return width // self.group * self.group_bytes
+
+    @property
+    def scale_carrier(self) -> str:
+        """The format of a view of the group scales; e8m0 is viewed as bytes."""
+        return "uint8" if self.scale_format == "e8m0" else self.scale_format
+
+
+FOUR_BIT: dict[str, FourBitFormat] = {
+    name: FourBitFormat(
+        name, 1, np.dtype(np.uint8), np.dtype(np.uint8), limit, ctype, group, scale_format, size
+    )
+    for name, limit, ctype, group, scale_format, size in (
+        ("nvfp4", 6.0, "nvfp4", 16, "fp8_e4m3", 1),
+        ("mxfp4", 6.0, "mxfp4", 32, "e8m0", 1),
+        ("int4", 7.0, "int4x2", 32, "fp16", 2),
+        ("int4_g64", 7.0, "int4x2", 64, "fp16", 2),
+        ("int4_g128", 7.0, "int4x2", 128, "fp16", 2),
+    )
+}
+
+CACHE_FORMATS: dict[str, Format] = {**FORMATS, **FOUR_BIT}
+"""What caches and pools may hold."""
+
 _TAGS: dict[str, str] = {f.numpy.name: f.name for f in FORMATS.values()}
 
 
@@ -79,10 +139,40 @@ def numpy_dtype(name: Any) -> np.dtype[Any]:
 
 @lru_cache(maxsize=256)
 def itemsize(name: str) -> int:
-    """Return the bytes per element of a format, or of a NumPy dtype by name."""
+    """Return the bytes per element of a format, or of a NumPy dtype by name.
+
+    Four-bit formats are counted by rows (`FourBitFormat.row_bytes`); the unit of their memory is a
+    byte.
+    """
+    if name in FOUR_BIT:
+        return 1
     return numpy_dtype(name).itemsize
 
 
 def carrier_dtype(name: str) -> np.dtype[Any]:
     """Return the dtype in which every array library can hold the bits of `name`."""
-    return FORMATS[name].carrier if name in FORMATS else np.dtype(name)
+    return CACHE_FORMATS[name].carrier if name in CACHE_FORMATS else np.dtype(name)
+
+
+def bytes_per_element(name: str) -> float:
+    """Return the bytes of a row by its elements, with the group scales of a four-bit format.
+
+    >>> bytes_per_element("bf16"), bytes_per_element("nvfp4")
+    (2, 0.5625)
+    """
+    four_bit = FOUR_BIT.get(name)
+    return itemsize(name) if four_bit is None else four_bit.group_bytes / four_bit.group
+
+
+def num_bytes(shape: tuple[int, ...], name: str) -> int:
+    """Return the bytes of an array, with the group scales of a four-bit format."""
+    four_bit = FOUR_BIT.get(name)
+    unit, size = (1, itemsize(name)) if four_bit is None else (four_bit.group, four_bit.group_bytes)
+    return math.prod(shape) // unit * size
+
+
+def require_groups(format: FourBitFormat, width: int, name: str) -> None:
+    """Raise ValueError unless rows of `width` elements are whole groups of a four-bit format."""
+    if width % format.group:
+        expected = f"rows of a multiple of {format.group} elements for {format.name}"
+        raise ValueError(f"{name}: expected {expected}, got {width}")

@@ -126,7 +126,7 @@ def _num_bytes(accesses: Iterable[Access]) -> int | None:
     total = 0
     for access in accesses:
         array, slots = access.view, access.slots
-        num_bytes = array.size * array.itemsize
+        num_bytes = array.num_bytes
         if isinstance(slots, Slots):
             return None
         if slots is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from .. import devices, formats, metrics
 from ..arrays import (
     ArrayView,
     array_at,
+    bytes_of,
     describe,
     first_overlap,
     memory_of,
@@ -97,8 +97,17 @@ class Pool(ProcessLocal, abc.ABC):
         self.placement = _choice(placement, "placement", _PLACEMENTS)
         if not isinstance(scales, (bool, np.bool_)):
             raise TypeError(f"scales: expected True or False, got {scales!r}")
-        if scales and not formats.FORMATS[self.dtype].quantised:
+        if scales and not formats.CACHE_FORMATS[self.dtype].quantised:
             raise ValueError(f"scales: expected False for a {self.dtype} pool, got True")
+        four_bit = formats.FOUR_BIT.get(self.dtype)
+        if four_bit is not None:
+            if scales:
+                raise ValueError(
+                    f"scales: expected False for a {self.dtype} pool, whose groups have scales of "
+                    "their own, got True"
+                )
+            for name, width in zip(self._width_names, widths, strict=True):
+                formats.require_groups(four_bit, width, name)
         self.device: Device = devices.get(device)
         self._fill(widths, bool(scales))
         self.allocator = PageAllocator(self.num_pages)
@@ -195,6 +204,7 @@ class Pool(ProcessLocal, abc.ABC):
     # --- Wrapping existing memory ---
 
     _has_heads = True
+    _width_names: tuple[str, ...] = ("head_dim", "v_head_dim")  # arguments
 
     @classmethod
     def _over(cls, arrays: dict[str, Any], layout: str, page_size: Any, device: Any) -> Any:
@@ -215,7 +225,7 @@ class Pool(ProcessLocal, abc.ABC):
         self.dtype, self.layout = first[0].format, layout
         views = [part for layer in layers for part in layer]
         self.device, self.placement = _where(views, device)
-        self.num_bytes = sum(v.size * v.itemsize for v in views)
+        self.num_bytes = sum(v.num_bytes for v in views)
         self.page_bytes = self.num_bytes // self.num_pages
         self._group([
             LayerGroup(run, tuple(_stacked([layers[i][n] for i in run]) for n in range(len(first))))
@@ -254,9 +264,7 @@ class Pool(ProcessLocal, abc.ABC):
         specs = [(self._shape(order, width), self.dtype) for width in widths]
         if scales:
             specs += [(self._shape(scale_order, 1), "fp32") for _ in widths]
-        self.num_bytes = sum(
-            math.prod(shape) * formats.FORMATS[format].itemsize for shape, format in specs
-        )
+        self.num_bytes = sum(formats.num_bytes(*spec) for spec in specs)
         self.page_bytes = self.num_bytes // self.num_pages
         if self.num_bytes >= 2**63:
             raise ValueError(f"num_pages: expected less than 2**63 bytes, got {self.num_bytes}")
@@ -318,7 +326,8 @@ class KVPool(Pool):
     ----------
     num_pages, page_size, num_layers, num_kv_heads, head_dim : counts; head_dim is the width of K
     v_head_dim : the width of V; None is that of K
-    dtype : name of a number format, or its NumPy, ml_dtypes or torch dtype
+    dtype : name of a number format, or its NumPy, ml_dtypes or torch dtype. With a four-bit format
+        widths are whole groups, and the scales of a row follow its codes in every layout
     layout : axes as stored, K and V in arrays of their own. "layer_first" (layers, pages,
         page_size, heads, width), "page_first" (pages, page_size, layers, heads, width),
         "page_first_direct" (pages, layers, page_size, heads, width), "page_head" (pages, heads,
@@ -337,8 +346,8 @@ class KVPool(Pool):
     -----
     Attributes: those of `Pool`. Bytes: exactly `num_bytes`, in one allocation each for K, for V and
     for the scales of each. `k(layer)` and `v(layer)` are arrays of the device's library (NumPy,
-    CuPy; fp8 on a GPU as ArrayViews), which export DLPack in every format; `torch_k` and `torch_v`
-    return them as tensors. `KVPool.wrap` makes a pool over existing memory.
+    CuPy; fp8 on a GPU and four-bit formats as ArrayViews), which export DLPack in every format;
+    `torch_k` and `torch_v` return them as tensors. `KVPool.wrap` makes a pool over existing memory.
     Source: sgl-project/sglang `python/sglang/srt/mem_cache/memory_pool_host.py` (the layouts).
 
     Examples
@@ -480,6 +489,7 @@ class MLAPool(Pool):
         return pool
 
     _has_heads = False
+    _width_names = ("latent_dim",)
 
     def _row(self) -> str:
         return f"a latent of {self.latent_dim}"
@@ -518,7 +528,8 @@ def _zeros(device: Device, placement: str, shape: tuple[int, ...], format: str) 
     if placement == "pageable":
         return devices.get("host").zeros(shape, format)
     array = device.empty_pinned(shape, format)
-    array.view(np.uint8)[...] = 0
+    v = bytes_of(view(array))
+    array_at(v.owner, v.pointer, (formats.num_bytes(shape, format),), np.dtype(np.uint8))[...] = 0
     return array
 
 
@@ -579,6 +590,8 @@ def _stacked(layers: Sequence[ArrayView]) -> ArrayView:
 
 def _array_of(device: Device, v: ArrayView) -> Any:
     """Return an array of the device's library over a view, or the view if it lacks the format."""
+    if v.scales is not None:
+        return v
     dtype = formats.numpy_dtype(v.format)
     if v.device == "host":
         return array_at(v.owner, v.pointer, v.shape, dtype, v.strides)
@@ -681,12 +694,13 @@ def _require_alike(parts: Sequence[Sequence[_Named]], names: Sequence[str]) -> N
             f"{names[-1]}: expected {len(parts[0])} layers like {names[0]}, got {len(parts[-1])}"
         )
     first_name, first = parts[0][0]
-    checks.number_format(first, first_name)
+    checks.number_format(first, first_name, four_bit=True)
     for part in parts:
         for name, v in part:
             if not v.size:
                 raise ValueError(f"{name}: expected at least one element, got {describe(v)}")
-            hint = "; tag it with kv.view_as" if v.format not in formats.FORMATS else ""
+            bytes_of(v, name)  # raises for group scales in an array of their own
+            hint = "; tag it with kv.view_as" if v.format not in formats.CACHE_FORMATS else ""
             of_part = part[0][1].shape
             shape = of_part if part is parts[0] else (*first.shape[:3], of_part[3])
             for expected, got, is_alike in (

@@ -25,7 +25,7 @@ from .cuda_context import CudaContext
 from .cuda_launch import CudaFunction, Launcher
 from .cuda_memory import CopyPlan, RunCopies
 from .cuda_streams import Event, Stream
-from .protocol import Dim3, copy_views, require_runs
+from .protocol import Dim3, byte_pairs, copy_views, require_runs
 
 
 class CudaDevice:
@@ -63,10 +63,13 @@ class CudaDevice:
     # --- Memory ---
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        """Return an uninitialised array; `dtype` may be a format name. fp8 comes as ArrayView.
+        """Return an uninitialised array; `dtype` may be a format name.
 
-        Its memory belongs to the current stream's arena of CuPy's pool.
+        fp8 and four-bit formats come as ArrayView. Its memory belongs to the current stream's arena
+        of CuPy's pool.
         """
+        if arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(self.empty, shape, dtype)
         return self._allocate("empty", shape, formats.tag(dtype))
 
     def zeros(self, shape: Any, dtype: Any) -> Any:
@@ -74,6 +77,8 @@ class CudaDevice:
 
         It is never part of a capture.
         """
+        if arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(self.zeros, shape, dtype)
         stream = self.as_stream(None, "cupy")
         if stream.capturing:
             with self.context.current(), self.stream().cupy:
@@ -82,8 +87,13 @@ class CudaDevice:
         stream.synchronize()
         return array
 
-    def empty_pinned(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
-        """Return pinned memory of exact size, near the GPU where known, as a NumPy array."""
+    def empty_pinned(self, shape: Any, dtype: Any) -> Any:
+        """Return pinned memory of exact size, near the GPU where known, as a NumPy array.
+
+        Four-bit formats come as ArrayView.
+        """
+        if arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(self.empty_pinned, shape, dtype)
         element = formats.numpy_dtype(dtype)
         shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(int(n) for n in shape)
         num_bytes = int(np.prod(shape, dtype=np.int64)) * element.itemsize
@@ -103,11 +113,13 @@ class CudaDevice:
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """Return a copy of an array as NumPy array (bf16, fp8: ml_dtypes).
 
+        Four-bit formats give their bytes, uint8 (..., row_bytes).
+
         Notes
         -----
         Stream: the current one of the array's library; it is waited for. Capture: illegal.
         """
-        view = arrays.view(array)
+        view = arrays.bytes_of(arrays.view(array))
         dtype = formats.numpy_dtype(view.format)
         if view.device == "host":
             if observe.order_observers:
@@ -141,10 +153,12 @@ class CudaDevice:
         if of.size == 0:
             return
         arrays.wait_for_producers((to, of), queue)
-        observe.issue(
-            lambda: observe.copy_of(queue, of, to),
-            lambda: self._enqueue_copy(to, of, queue),
-        )
+
+        def enqueue() -> None:
+            for target, source in byte_pairs(to, of):
+                self._enqueue_copy(target, source, queue)
+
+        observe.issue(lambda: observe.copy_of(queue, of, to), enqueue)
         if to.library == "torch":
             arrays.note_written([to])
 
@@ -185,10 +199,13 @@ class CudaDevice:
     def carrier(self, view: ArrayView) -> Any:
         """Return the bytes of a view as a CuPy array of the carrier dtype, without a copy.
 
+        Those of a four-bit format are (..., row_bytes).
+
         Raises
         ------
         ValueError : the view is on another device, or in host memory that is not pinned
         """
+        view = arrays.bytes_of(view)
         pointer = cuda_memory.device_address(self.context, view)
         if pointer is None:
             raise ValueError(

@@ -28,7 +28,7 @@ from ..kernels import Specialisation
 from ..observe import Access
 from . import cxx, host_memory
 from .host_streams import HostContext, HostEvent, HostStream, InlineStream
-from .protocol import Dim3, copy_views
+from .protocol import Dim3, byte_pairs, copy_views
 
 # Config of kernels_src/host/runner.h: grid, block, smem_bytes, max_workers, seed, run_together.
 _CONFIG = struct.Struct("@3I3IIIQP")
@@ -157,16 +157,25 @@ class HostDevice:
 
     # --- Memory ---
 
-    def empty(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
-        """Return an uninitialised array, aligned to 256 bytes; `dtype` may be a format name."""
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """Return an uninitialised array, aligned to 256 bytes; `dtype` may be a format name.
+
+        Four-bit formats come as ArrayView.
+        """
+        if arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(self.empty, shape, dtype)
         return _allocate(np.empty, shape, dtype)
 
-    def zeros(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
-        """Return an array of zeros; `dtype` may be a format name."""
+    def zeros(self, shape: Any, dtype: Any) -> Any:
+        """Return an array of zeros; `dtype` may be a format name, as for `empty`."""
+        if arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(self.zeros, shape, dtype)
         return _allocate(np.zeros, shape, dtype)
 
-    def empty_pinned(self, shape: Any, dtype: Any) -> np.ndarray[Any, Any]:
+    def empty_pinned(self, shape: Any, dtype: Any) -> Any:
         """Return uninitialised memory of exact size that `ArrayView.pinned` recognises."""
+        if arrays.is_four_bit(dtype):
+            return arrays.four_bit_array(self.empty_pinned, shape, dtype)
         array = self.empty(shape, dtype)
         pinned = arrays.pinned_at(array, array.ctypes.data, array.shape, array.dtype)
         return observe.watched(pinned)
@@ -183,25 +192,32 @@ class HostDevice:
             raise TypeError(f"array: expected a NumPy array, {error}") from None
         if source.dtype.hasobject or not source.dtype.itemsize:
             raise TypeError(f"array: expected an array of numbers, got {source.dtype}")
-        copy = self.empty(source.shape, source.dtype)
+        copy: np.ndarray[Any, Any] = self.empty(source.shape, source.dtype)
         copy[...] = source
         return copy
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
         """Return a copy of an array of this device as NumPy array (bf16, fp8: ml_dtypes).
 
+        Four-bit formats give their bytes, uint8 (..., row_bytes).
+
         Raises
         ------
-        TypeError, ValueError : it is no array, or on a GPU
+        TypeError, ValueError : it is no array, or on a GPU; or of a four-bit format whose scales
+            are in an array of their own
         """
-        view = arrays.view(array)
+        view = arrays.bytes_of(arrays.view(array))
         _require_here(view, "array")
         if observe.order_observers:
             observe.touched_by_host("to_numpy", (Access(view, name="array"),))
         return self.carrier(view).view(formats.numpy_dtype(view.format)).copy()
 
     def carrier(self, view: arrays.ArrayView) -> np.ndarray[Any, Any]:
-        """Return the bytes of a view as NumPy array of the carrier dtype, without a copy."""
+        """Return the bytes of a view as NumPy array of the carrier dtype, without a copy.
+
+        Those of a four-bit format are (..., row_bytes).
+        """
+        view = arrays.bytes_of(view)
         return arrays.array_at(
             view.owner, view.pointer, view.shape, formats.carrier_dtype(view.format), view.strides,
             readonly=view.readonly,
@@ -219,13 +235,14 @@ class HostDevice:
         if not to.device == of.device == "host":
             for v, name in ((to, "dst"), (of, "src")):
                 _require_here(v, name)
-        target, source = self.carrier(to), self.carrier(of)
         queue = self.as_stream(stream)
-        copy = partial(host_memory.copy_array, target, source)
-        observe.issue(
-            lambda: observe.copy_of(queue, of, to),
-            lambda: queue.enqueue(copy),
-        )
+        parts = [(self.carrier(a), self.carrier(b)) for a, b in byte_pairs(to, of)]
+
+        def enqueue() -> None:
+            for target, source in parts:
+                queue.enqueue(partial(host_memory.copy_array, target, source))
+
+        observe.issue(lambda: observe.copy_of(queue, of, to), enqueue)
         if to.library == "torch":
             arrays.note_written([to])
 

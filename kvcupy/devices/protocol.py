@@ -223,6 +223,17 @@ def copy_views(dst: Any, src: Any) -> tuple[ArrayView, ArrayView]:
     return to, of
 
 
+def byte_pairs(to: ArrayView, of: ArrayView) -> list[tuple[ArrayView, ArrayView]]:
+    """Return what a copy moves in whole bytes, target and source: all at once, or the codes and the
+    scales of a four-bit format, where one of the two has them in arrays of their own."""
+    targets, sources = to.memory, of.memory
+    if len(targets) != len(sources):
+        assert to.scales is not None
+        assert of.scales is not None
+        return [(to.codes, of.codes), (to.scales, of.scales)]
+    return list(zip(targets, sources, strict=True))
+
+
 def require_runs(dst: Any, src: Any, sizes: Any) -> None:
     """Raise unless three arrays describe runs, for `Device.copy_runs`.
 

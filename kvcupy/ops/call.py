@@ -55,10 +55,12 @@ from ..arrays import (
     ArrayView,
     Prober,
     address_of,
-    contiguous_strides,
+    four_bit_array,
+    is_four_bit,
     note_written,
     overlap,
     probe_arguments,
+    strides_of,
     taking,
     view,
     wait_for_producers,
@@ -809,7 +811,8 @@ def require_countable(num_rows: int, name: str) -> None:
 
 # --- Aliasing -------------------------------------------------------------------------------------
 
-_Layout = tuple[tuple[int, ...], tuple[int, ...], str]  # shape, strides and format
+# Shape, strides and format; of a four-bit format where its scales are, and their strides.
+_Layout = tuple[tuple[int, ...], tuple[int, ...], str, tuple[int, tuple[int, ...]] | None]
 
 _ANYWHERE = 1 << 52  # an address, far from those that do not exist
 
@@ -847,7 +850,10 @@ class Aliasing:
         for i, v in enumerate(views):
             if v is None:
                 continue
-            self._layouts[i] = v.shape, v.strides, v.format
+            scales = None
+            if v.scales is not None:
+                scales = v.scales.pointer - v.pointer, v.scales.strides
+            self._layouts[i] = v.shape, v.strides, v.format, scales
             if v.itemsize > 1:
                 if i not in words or alignment % v.itemsize:
                     self._itemsizes.append((i, v.itemsize))
@@ -887,8 +893,18 @@ class Aliasing:
 @lru_cache(maxsize=4096)  # interleaved arrays, K and V of one pool say, keep their distance
 def _share_bytes(layout: _Layout, other: _Layout, distance: int) -> bool:
     """Return whether two arrays share a byte, the second `distance` bytes after the first."""
-    first = ArrayView(_ANYWHERE, *layout, "host")
-    return overlap(first, ArrayView(_ANYWHERE + distance, *other, "host"))
+    return overlap(_view_at(_ANYWHERE, layout), _view_at(_ANYWHERE + distance, other))
+
+
+def _view_at(address: int, layout: _Layout) -> ArrayView:
+    """Return a view of a layout at an address."""
+    shape, strides, format, scales = layout
+    if scales is None:
+        return ArrayView(address, shape, strides, format, "host")
+    start_bytes, scale_strides = scales
+    own = checks.GroupScales(start_bytes, scale_strides[:-1])
+    whole = ArrayView(address, shape, strides, format, "host")
+    return ArrayView(address, shape, strides, format, "host", scales=own.of(whole, address, shape))
 
 
 def same_layout(a: ArrayView | None, b: ArrayView | None) -> bool:
@@ -908,9 +924,9 @@ def format_name(dtype: Any) -> str:
     ------
     TypeError, ValueError : it is not a dtype, or not a number format
     """
-    if isinstance(dtype, str) and dtype in formats.FORMATS:
+    if isinstance(dtype, str) and dtype in formats.CACHE_FORMATS:
         return dtype
-    known, text = ", ".join(formats.FORMATS), str(dtype)
+    known, text = ", ".join(formats.CACHE_FORMATS), str(dtype)
     try:
         name = formats.tag(text[6:] if text.startswith("torch.") else formats.numpy_dtype(dtype))
     except TypeError:
@@ -924,7 +940,10 @@ def format_name(dtype: Any) -> str:
 
 def to_allocate(like: ArrayView, shape: tuple[int, ...], format: str) -> ArrayView:
     """Describe an output for `Plan.allocated`: in the library of `like`, on its device."""
-    strides = contiguous_strides(shape, formats.itemsize(format))
+    four_bit = formats.FOUR_BIT.get(format)
+    if four_bit is not None:
+        formats.require_groups(four_bit, shape[-1], "dtype")
+    strides = strides_of(shape, format)
     return ArrayView(0, shape, strides, format, like.device, library=like.library)
 
 
@@ -952,6 +971,13 @@ def _allocator(
 @lru_cache(maxsize=1024)
 def _torch_allocator(shape: tuple[int, ...], format: str, device_name: str) -> Callable[[], Any]:
     torch = sys.modules["torch"]
+    if is_four_bit(format):
+        device = torch.device(device_name)
+
+        def allocate(shape: Any, dtype: Any) -> Any:
+            return torch.zeros(shape, dtype=torch.uint8, device=device)
+
+        return partial(four_bit_array, allocate, shape, format)
     dtype = getattr(torch, formats.numpy_dtype(format).name)
     return partial(torch.zeros, shape, dtype=dtype, device=torch.device(device_name))
 

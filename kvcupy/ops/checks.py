@@ -15,10 +15,32 @@ import numpy as np
 
 from .. import formats
 from ..arrays import ArrayView, describe, overlap, view
-from ..formats import Format
+from ..formats import FOUR_BIT, Format, FourBitFormat, require_groups
 from ..observe import Access, Slots
 
 # --- Rows and caches ------------------------------------------------------------------------------
+
+
+class GroupScales(NamedTuple):
+    """Where the group scales of four-bit rows lie.
+
+    Attributes
+    ----------
+    start_bytes : from the codes of the first row to its scales
+    strides : between scales, as those of the rows or the cache are between codes
+    """
+
+    start_bytes: int
+    strides: tuple[int, ...]
+
+    def of(self, v: ArrayView, pointer: int, shape: tuple[int, ...]) -> ArrayView:
+        """Return the scales of a view of `shape`, whose codes begin at `pointer`."""
+        format = FOUR_BIT[v.format]
+        return ArrayView(
+            pointer + self.start_bytes, (*shape[:-1], shape[-1] // format.group),
+            (*self.strides, format.scale_bytes), format.scale_carrier, v.device,
+            owner=v.scales and v.scales.owner,
+        )  # fmt: skip
 
 
 class Rows(NamedTuple):
@@ -29,18 +51,26 @@ class Rows(NamedTuple):
     width: int
     token_bytes: int
     head_bytes: int
+    scales: GroupScales | None = None
 
     def of(self, whole: ArrayView, num_tokens: int) -> ArrayView:
         """Return the first rows of an argument, (num_tokens, heads, width)."""
         shape = (num_tokens, self.num_heads, self.width)
         strides = (self.token_bytes, self.head_bytes, whole.itemsize)
+        scales = self.scales and self.scales.of(whole, whole.pointer, shape)
         return ArrayView(
-            whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner
-        )
+            whole.pointer, shape, strides, whole.format, whole.device, owner=whole.owner,
+            scales=scales,
+        )  # fmt: skip
 
 
 class Cache(NamedTuple):
-    """A cache by byte strides. A slot is `page * page_size + offset`."""
+    """A cache by byte strides. A slot is `page * page_size + offset`.
+
+    Attributes
+    ----------
+    scales : of a four-bit format, with strides of pages, offsets and heads
+    """
 
     num_slots: int
     page_size: int
@@ -49,6 +79,7 @@ class Cache(NamedTuple):
     page_bytes: int
     offset_bytes: int
     head_bytes: int
+    scales: GroupScales | None = None
 
     @property
     def page_shift(self) -> int:
@@ -60,12 +91,33 @@ class Cache(NamedTuple):
         """Return the same cache with pages of one slot, where slots are evenly spaced anyway."""
         if self.page_bytes != self.page_size * self.offset_bytes:
             return self
-        return self._replace(page_size=1, page_bytes=self.offset_bytes, offset_bytes=0)
+        scales = self.scales
+        if scales is not None:
+            page_bytes, offset_bytes, head_bytes = scales.strides
+            if page_bytes != self.page_size * offset_bytes:
+                return self
+            scales = scales._replace(strides=(offset_bytes, 0, head_bytes))
+        return self._replace(
+            page_size=1, page_bytes=self.offset_bytes, offset_bytes=0, scales=scales
+        )
 
 
-def number_format(v: ArrayView, name: str) -> Format:
-    """Return the number format of an argument."""
+def number_format(v: ArrayView, name: str, *, four_bit: bool = False) -> Format:
+    """Return the number format of an argument.
+
+    Parameters
+    ----------
+    four_bit : whether the operation takes four-bit formats, too
+    """
     known = formats.FORMATS.get(v.format)
+    if v.format in FOUR_BIT:
+        if four_bit:
+            return FOUR_BIT[v.format]
+        names = ", ".join(formats.FORMATS)
+        raise ValueError(
+            f"{name}: expected one of the formats {names}, got {v.format}, which this does not "
+            "take; gather_kv widens it"
+        )
     if known is None:
         hint = "; tag it with kv.view_as" if v.format in ("uint8", "uint16") else ""
         if v.format == "float64":
@@ -82,13 +134,33 @@ def rows(v: ArrayView, name: str) -> Rows:
         expected = "(tokens, heads, width) or (tokens, width)"
         raise ValueError(f"{name}: expected {expected}, got {describe(v)}")
     _require_rows_contiguous(v, name)
+    scales = None
+    if v.scales is not None:
+        own = rows(v.scales, name)
+        start_bytes = v.scales.pointer - v.pointer
+        scales = GroupScales(start_bytes, (own.token_bytes, own.head_bytes))
     if len(shape) == 2:
-        return Rows(shape[0], 1, shape[1], strides[0], 0)
-    return Rows(shape[0], shape[1], shape[2], strides[0], strides[1])
+        return Rows(shape[0], 1, shape[1], strides[0], 0, scales)
+    return Rows(shape[0], shape[1], shape[2], strides[0], strides[1], scales)
 
 
 def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool = True) -> Cache:
     """Read an argument as a cache for rows of `rows_ndim` dimensions."""
+    codes = _cache(v, name, layout, rows_ndim, written=written)
+    if v.scales is None:
+        return codes
+    own = _cache(v.scales, name, layout, rows_ndim, written=written)
+    return codes._replace(scales=_scales_of(v, own))
+
+
+def _scales_of(v: ArrayView, own: Cache) -> GroupScales:
+    """Return where the group scales of a view lie, whose strides are those of `own`."""
+    assert v.scales is not None
+    strides = own.page_bytes, own.offset_bytes, own.head_bytes
+    return GroupScales(v.scales.pointer - v.pointer, strides)
+
+
+def _cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool) -> Cache:
     shape, strides = v.shape, v.strides
     _require_rows_contiguous(v, name)
     if written:
@@ -112,6 +184,13 @@ def cache(v: ArrayView, name: str, layout: str, rows_ndim: int, *, written: bool
 
 def mla_cache(v: ArrayView, name: str) -> Cache:
     """Read an argument as an MLA cache, (num_slots, width) or (num_pages, page_size, width)."""
+    codes = _mla_cache(v, name)
+    if v.scales is None:
+        return codes
+    return codes._replace(scales=_scales_of(v, _mla_cache(v.scales, name)))
+
+
+def _mla_cache(v: ArrayView, name: str) -> Cache:
     _require_rows_contiguous(v, name)
     require_output(v, name)
     if v.ndim == 2:
@@ -153,13 +232,18 @@ V = KVNames("value", "v_cache", "v_scale", "v_scale_cache")
 LATENT = KVNames("latent", "cache", "scale")
 ROPE_KEY = KVNames("rope_key", "cache", "scale")
 
-_CACHE = np.dtype([(f"{n}_bytes", np.int64) for n in ("page", "offset", "head")], align=True)
+_STRIDES = np.dtype([(f"{n}_bytes", np.int64) for n in ("page", "offset", "head")], align=True)
 
-# KVOperand of kernels_src/kv_operand.cuh
+# GroupScales and KVOperand of kernels_src/kv_operand.cuh
+_GROUP_SCALES = np.dtype([
+    ("offset_bytes", np.int64), ("strides", _STRIDES), ("group_shift", np.int32),
+    ("code_word_bytes", np.int32),
+], align=True)  # fmt: skip
 OPERAND_PARAMS = np.dtype([
-    ("token_bytes", np.int64), ("head_bytes", np.int64), ("cache", _CACHE),
+    ("token_bytes", np.int64), ("head_bytes", np.int64), ("cache", _STRIDES),
     ("scale_head_bytes", np.int64), ("scale_cache_slot_bytes", np.int64),
-    ("scale_cache_head_bytes", np.int64), ("scale", np.float32), ("width", np.int32),
+    ("scale_cache_head_bytes", np.int64), ("group_scales", _GROUP_SCALES), ("scale", np.float32),
+    ("width", np.int32),
 ], align=True)  # fmt: skip
 
 
@@ -170,6 +254,7 @@ class KVOperand(NamedTuple):
     ----------
     names : of the arguments
     cache_offset_bytes : where the operand begins in each row of the cache
+    rows_offset_bytes : where it begins in each row outside
     """
 
     rows: Rows
@@ -180,6 +265,12 @@ class KVOperand(NamedTuple):
     scale_cache: ArrayView | None = None
     names: KVNames = KVNames("", "", "")
     cache_offset_bytes: int = 0
+    rows_offset_bytes: int = 0
+
+    @property
+    def four_bit(self) -> FourBitFormat | None:
+        """The format of a four-bit cache."""
+        return self.cache_format if isinstance(self.cache_format, FourBitFormat) else None
 
     @property
     def copies(self) -> bool:
@@ -189,6 +280,8 @@ class KVOperand(NamedTuple):
     @property
     def heads_join(self) -> bool:
         """Whether the heads of a token are one row, outside and inside the cache."""
+        if self.four_bit is not None:  # scales lie between the codes of heads
+            return self.rows.num_heads == 1
         outside = self.rows.head_bytes == self.rows.width * self.rows_format.itemsize
         inside = self.cache.head_bytes == self.rows.width * self.cache_format.itemsize
         one_scale = self.scale_cache is None and self.scale.head_bytes == 0
@@ -203,6 +296,58 @@ class KVOperand(NamedTuple):
         head_bytes = self.cache.head_bytes if self.cache.num_heads > 1 else 0
         return [self.cache.page_bytes, self.cache.offset_bytes, head_bytes]
 
+    def byte_operands(self) -> list[KVOperand]:
+        """Return the operands that copy the rows of a four-bit format as bytes.
+
+        One, where the scales follow the codes in each row of both sides; else codes, then scales.
+        """
+        format, rows, cache = self.four_bit, self.rows, self.cache
+        if format is None:
+            return [self]
+        assert rows.scales is not None
+        assert cache.scales is not None
+        code_bytes, scale_bytes = rows.width // 2, rows.width // format.group * format.scale_bytes
+        by_rows = rows.scales == (code_bytes, (rows.token_bytes, rows.head_bytes))
+        by_cache = cache.scales == (
+            code_bytes, (cache.page_bytes, cache.offset_bytes, cache.head_bytes)
+        )  # fmt: skip
+        is_byte = formats.FORMATS["int8"]
+        whole = self._replace(rows_format=is_byte, cache_format=is_byte)
+        if by_rows and by_cache:
+            width = code_bytes + scale_bytes
+            return [whole._replace(
+                rows=rows._replace(width=width, scales=None),
+                cache=cache._replace(width=width, scales=None),
+            )]  # fmt: skip
+        codes = whole._replace(
+            rows=rows._replace(width=code_bytes, scales=None),
+            cache=cache._replace(width=code_bytes, scales=None),
+        )
+        token_bytes, head_bytes = rows.scales.strides
+        page_bytes, offset_bytes, cache_head_bytes = cache.scales.strides
+        scales = whole._replace(
+            rows=Rows(rows.num_tokens, rows.num_heads, scale_bytes, token_bytes, head_bytes),
+            cache=cache._replace(
+                width=scale_bytes, scales=None, page_bytes=page_bytes, offset_bytes=offset_bytes,
+                head_bytes=cache_head_bytes,
+            ),
+            rows_offset_bytes=self.rows_offset_bytes + rows.scales.start_bytes,
+            cache_offset_bytes=self.cache_offset_bytes + cache.scales.start_bytes,
+        )  # fmt: skip
+        return [codes, scales]
+
+    def code_word_bytes(self, alignment: int) -> int:
+        """Return in which words, up to 8 bytes, the codes of a four-bit cache can be accessed.
+
+        Parameters
+        ----------
+        alignment : a word that divides it divides the address of the cache
+        """
+        together = 8 | alignment | self.cache_offset_bytes
+        for step in self.cache_strides:
+            together |= step
+        return together & -together
+
     def cache_view(self, views: Mapping[str, ArrayView]) -> ArrayView:
         """Return the cache by pages, (num_pages, page_size, heads, width)."""
         whole, cache = views[self.names.cache], self.cache
@@ -211,7 +356,10 @@ class KVOperand(NamedTuple):
             cache.page_bytes, cache.offset_bytes, cache.head_bytes, self.cache_format.itemsize,
         )  # fmt: skip
         pointer = whole.pointer + self.cache_offset_bytes
-        return ArrayView(pointer, shape, strides, whole.format, whole.device, owner=whole.owner)
+        scales = cache.scales and cache.scales.of(whole, pointer, shape)
+        return ArrayView(
+            pointer, shape, strides, whole.format, whole.device, owner=whole.owner, scales=scales
+        )
 
     def slots_of(
         self, name: str, view: ArrayView, slots: ArrayView | Slots, skip_slot: int = -1
@@ -228,16 +376,27 @@ class KVOperand(NamedTuple):
             return None
         cache = self.cache
         if view.ndim != 4:  # whole: K and V of MLA lie side by side
+            scales = None
+            if cache.scales is not None:
+                assert view.scales is not None
+                start_bytes = view.scales.pointer - view.pointer
+                scales = GroupScales(start_bytes, cache.scales.strides[:2])
+            shape = cache.num_slots // cache.page_size, cache.page_size, view.shape[-1]
             view = ArrayView(
-                view.pointer, (cache.num_slots // cache.page_size, cache.page_size, view.shape[-1]),
-                (cache.page_bytes, cache.offset_bytes, view.itemsize), view.format, view.device,
-                owner=view.owner,
+                view.pointer, shape, (cache.page_bytes, cache.offset_bytes, view.itemsize),
+                view.format, view.device, owner=view.owner,
+                scales=scales and scales.of(view, view.pointer, shape),
             )  # fmt: skip
         axes = ("slot", "", "head") if cache.page_size == 1 else ("page", "offset", "head")
         return Access(view, slots, cache.page_size, 1, name, axes[: view.ndim - 1], skip_slot)
 
-    def params(self, field: str, width: int) -> dict[str, Any]:
-        """Return the fields of the operand's Params, which is nested as `field`."""
+    def params(self, field: str, width: int, alignment: int = 1) -> dict[str, Any]:
+        """Return the fields of the operand's Params, which is nested as `field`.
+
+        Parameters
+        ----------
+        alignment : of a four-bit cache, as `code_word_bytes` takes it
+        """
         rows, cache, scales = self.rows, self.cache, self.scale_cache
         fields = {
             "token_bytes": rows.token_bytes, "head_bytes": rows.head_bytes,
@@ -247,6 +406,16 @@ class KVOperand(NamedTuple):
         }  # fmt: skip
         if scales is not None:
             fields["scale_cache_slot_bytes"], fields["scale_cache_head_bytes"] = scales.strides
+        if self.four_bit is not None and cache.scales is not None:
+            page_bytes, offset_bytes, head_bytes = cache.scales.strides
+            fields |= {
+                "group_scales.offset_bytes": cache.scales.start_bytes,
+                "group_scales.strides.page_bytes": page_bytes,
+                "group_scales.strides.offset_bytes": offset_bytes,
+                "group_scales.strides.head_bytes": head_bytes,
+                "group_scales.group_shift": self.four_bit.group.bit_length() - 1,
+                "group_scales.code_word_bytes": self.code_word_bytes(alignment),
+            }
         return {f"{field}.{name}": value for name, value in fields.items()}
 
     def pointers(self, field: str) -> dict[str, Any]:
@@ -299,8 +468,9 @@ def _kv_operand(
 ) -> KVOperand:
     rows_view, cache_view = arguments[names.rows], arguments[names.cache]
     static, dynamic = arguments.get(names.scale), arguments.get(names.scale_cache)
-    rows_format = number_format(rows_view, names.rows)
-    cache_format = number_format(cache_view, names.cache)
+    rows_format = number_format(rows_view, names.rows, four_bit=True)
+    cache_format = number_format(cache_view, names.cache, four_bit=True)
+    _require_convertible(names.rows, rows_format, cache_format)
     own_rows = rows(rows_view, names.rows)
     own_cache = cache(cache_view, names.cache, layout, rows_view.ndim, written=into_cache)
     if not into_cache:
@@ -318,6 +488,13 @@ def _kv_operand(
     return KVOperand(own_rows, own_cache, rows_format, cache_format, own_scale, own_scales, names)
 
 
+def _require_convertible(name: str, rows_format: Format, cache_format: Format) -> None:
+    """Raise ValueError for rows of a four-bit format beside a cache of another."""
+    if rows_format.name in FOUR_BIT and rows_format is not cache_format:
+        expected = f"{cache_format.name} like the cache, or one of {', '.join(formats.FORMATS)}"
+        raise ValueError(f"{name}: expected {expected}, got {rows_format.name}")
+
+
 def mla_operands(arguments: Mapping[str, Any]) -> tuple[KVOperand, KVOperand]:
     """Check latent and rope rows, (tokens, width) each, that share the rows of one cache.
 
@@ -331,15 +508,31 @@ def mla_operands(arguments: Mapping[str, Any]) -> tuple[KVOperand, KVOperand]:
         if v.ndim != 2:
             raise ValueError(f"{names.rows}: expected (tokens, width), got {describe(v)}")
     own_rows = [rows(arguments[names.rows], names.rows) for names in all_names]
-    formats = [number_format(arguments[names.rows], names.rows) for names in all_names]
+    formats = [
+        number_format(arguments[names.rows], names.rows, four_bit=True) for names in all_names
+    ]
     whole = arguments["cache"]
-    cache_format, both = number_format(whole, "cache"), mla_cache(whole, "cache")
+    cache_format = number_format(whole, "cache", four_bit=True)
+    both = mla_cache(whole, "cache")
+    for names, format in zip(all_names, formats, strict=True):
+        _require_convertible(names.rows, format, cache_format)
     first, second = [own.width for own in own_rows]
     if both.width != first + second:
         raise ValueError(f"cache: expected rows of {first} + {second}, got {describe(whole)}")
     static = scale(arguments.get("scale"), "scale", 1, cache_format)
     caches = [both._replace(width=own.width).flattened() for own in own_rows]
     offsets = 0, first * cache_format.itemsize
+    if isinstance(cache_format, FourBitFormat):
+        require_groups(cache_format, first, "latent")
+        offsets = 0, first // 2
+        starts = [0, first // cache_format.group * cache_format.scale_bytes - first // 2]
+        caches = [
+            cache._replace(
+                scales=cache.scales
+                and cache.scales._replace(start_bytes=cache.scales.start_bytes + start)
+            )
+            for cache, start in zip(caches, starts, strict=True)
+        ]
     latent, rope_key = (
         KVOperand(own, cache, format, cache_format, static, None, names, offset)
         for own, cache, format, names, offset in zip(
@@ -421,6 +614,9 @@ def scale_cache(
         raise TypeError(f"{name}: expected float32, got {describe(v)}")
     if not format.quantised:
         raise ValueError(f"{name}: expected None for a {format.name} cache, got an array")
+    if format.name in FOUR_BIT:
+        expected = f"None for a {format.name} cache, whose groups have scales of their own"
+        raise ValueError(f"{name}: expected {expected}, got an array")
     if static[1] is not None:
         raise ValueError(f"{name}: expected None beside {static[0]}, got an array")
     if v.shape != (target.num_slots, target.num_heads):
@@ -506,6 +702,10 @@ def require_output(v: ArrayView, name: str) -> None:
             "of NumPy, CuPy or torch where it is immutable, as JAX's are (the functions of "
             "kvcupy.interop.jax return new ones)"
         )
+    if v.scales is not None:
+        for part in v.memory:
+            require_output(part, name)
+        return
     repeats = 0 in v.strides and v.size
     if repeats and any(n > 1 and s == 0 for n, s in zip(v.shape, v.strides, strict=True)):
         raise ValueError(f"{name}: expected distinct elements, got a broadcast array")
@@ -514,6 +714,8 @@ def require_output(v: ArrayView, name: str) -> None:
 def require_contiguous(v: ArrayView, name: str) -> None:
     """Raise ValueError for gaps between the elements of the last axis."""
     shape, strides = v.shape, v.strides
+    if v.scales is not None:  # a view of rows that are
+        return
     if shape and shape[-1] > 1 and strides[-1] != v.itemsize and v.size:
         raise ValueError(
             f"{name}: expected a contiguous last dimension ({v.itemsize} bytes a step), got "

@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import formats
 from ..devices.protocol import Device
+from ..formats import FourBitFormat
 
 # Mantissa bits and smallest normal exponent.
 _FP8 = {"fp8_e4m3": (3, -6), "fp8_e5m2": (2, -14)}
@@ -89,6 +90,88 @@ def dynamic_scale(values: Any, name: str) -> Any:
     largest = xp.minimum(known.max(axis=-1), np.finfo(np.float32).max)
     limit = np.float32(formats.FORMATS[name].limit or 1)
     return xp.maximum(largest, np.float32(1e-6)).astype(xp.float32) / limit
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_CODES = {  # values of the sixteen codes
+    6.0: np.array([*_E2M1, *(-x for x in _E2M1)], np.float32),
+    7.0: np.array([*range(8), *range(-8, 0)], np.float32),
+}
+_FLOAT_MAX, _TINY = np.finfo(np.float32).max, np.float32(2.0**-149)
+
+
+def _group_scales(bits: Any, format: FourBitFormat) -> Any:
+    """Return the float32 values of group scales, from arrays of their carrier dtype."""
+    xp = module_of(bits)
+    if format.scale_format == "e8m0":
+        wide = bits.astype(xp.uint32)
+        values = xp.where(wide == 0, 0x00400000, xp.where(wide == 255, 0x7FC00000, wide << 23))
+        return values.astype(xp.uint32).view(xp.float32)
+    return decode(bits, format.scale_format)
+
+
+def _scale_of_groups(values: Any, format: FourBitFormat, scale: Any) -> tuple[Any, Any]:
+    """Return the scales of groups, in their carrier dtype, and whether a group is zeros.
+
+    Parameters
+    ----------
+    values : float32 (..., groups, group), without NaN
+    scale : of the tensor or head, which goes with (..., groups)
+    """
+    xp = module_of(values)
+    absmax = xp.minimum(xp.abs(values).max(axis=-1), _FLOAT_MAX).astype(xp.float32)
+    quotient = (absmax / (np.float32(format.limit) * scale)).astype(xp.float32)
+    is_zero = absmax == 0
+    if format.scale_format == "e8m0":
+        bits = quotient.view(xp.uint32).astype(xp.int64)
+        powers = xp.minimum((bits + 0x007FFFFF) >> 23, 254)
+        return xp.where(bits <= 0x00400000, 0, powers).astype(xp.uint8), is_zero
+    if format.scale_format == "fp16":
+        halves = xp.minimum(quotient, 65504).astype(xp.float16)
+        smallest = xp.float16(2.0**-24)
+        return xp.where(is_zero, 0, xp.maximum(halves, smallest)).astype(xp.float16), is_zero
+    codes = encode(quotient, format.scale_format)
+    return xp.where(is_zero, 0, xp.maximum(codes, 1)).astype(xp.uint8), is_zero
+
+
+@QUIET
+def encode_groups(values: Any, format: FourBitFormat, scale: Any) -> tuple[Any, Any]:
+    """Return codes, uint8 (..., width / 2), and group scales of float32 rows (..., width).
+
+    The steps are those of `kvcupy.reference.four_bit`.
+
+    Parameters
+    ----------
+    scale : of the tensor or head, which goes with (..., groups)
+    """
+    xp = module_of(values)
+    known = xp.where(xp.isnan(values), 0, values).astype(xp.float32)
+    groups = known.reshape(*known.shape[:-1], -1, format.group)
+    scales, is_zero = _scale_of_groups(groups, format, scale)
+    step = xp.maximum((_group_scales(scales, format) * scale).astype(xp.float32), _TINY)
+    quotients = (groups / step[..., None]).astype(xp.float32)
+    exact = xp.abs(quotients).astype(xp.float64)
+    if format.limit == 6:
+        exact = xp.minimum(xp.minimum(2 * exact, exact + 2), exact / 2 + 4)
+    magnitudes = xp.rint(xp.minimum(exact, 7)).astype(xp.int64)
+    negative = xp.signbit(groups)
+    if format.limit == 6:
+        codes = magnitudes | xp.where(negative, 8, 0)
+    else:
+        codes = xp.where(negative, -magnitudes, magnitudes) & 15
+    codes = xp.where(is_zero[..., None], 0, codes).reshape(known.shape).astype(xp.uint8)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+
+
+@QUIET
+def decode_groups(codes: Any, scales: Any, format: FourBitFormat, scale: Any) -> Any:
+    """Return float32 rows (..., width) of codes and group scales, as `encode_groups` gives them."""
+    xp = module_of(codes)
+    values = xp.asarray(_CODES[format.limit or 7.0])
+    both = xp.stack([values[codes & 15], values[codes >> 4]], axis=-1)
+    groups = both.reshape(*scales.shape, format.group)
+    step = (_group_scales(scales, format) * scale).astype(xp.float32)
+    return (groups * step[..., None]).astype(xp.float32).reshape(*scales.shape[:-1], -1)
 
 
 def note_fault(device: Device, count: int, operation: int, position: Any, value: Any) -> None:

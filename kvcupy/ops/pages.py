@@ -50,7 +50,7 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
     ----------
     cache : a pool, of which every layer is copied, with its scales; or an array of any dtype with
         pages on its first axis, or a list or tuple of them (the layers of K and V, say). Written in
-        place. The last axis is contiguous
+        place. The last axis is contiguous. Of a four-bit format codes and scales are copied
     src_pages, dst_pages : int32 or int64 (N,). A pair with a negative page is skipped. Past the
         end: likewise, and raised by `check_faults`
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
@@ -73,7 +73,7 @@ def copy_pages(cache: Any, src_pages: Any, dst_pages: Any, *, stream: Any = None
     >>> cache[3].tolist()
     [0, 1, 2]
     """
-    layers = _arrays_of(cache)
+    layers = [part for layer in _arrays_of(cache) for part in _bytes_of(layer)]
     if len(layers) == 0:
         raise ValueError("cache: expected at least one array, got none")
     if len(layers) == 1 and layers[0] is cache:
@@ -184,6 +184,13 @@ def _arrays_of(cache: Any) -> Sequence[Any]:
     if hasattr(cache, "parts"):
         return (*cache.parts, *getattr(cache, "scale_parts", ()))
     return (cache,)
+
+
+def _bytes_of(layer: Any) -> tuple[Any, ...]:
+    """Return what holds the bytes of an array; of a four-bit format perhaps two."""
+    if isinstance(layer, ArrayView) and layer.scales is not None:
+        return layer.memory
+    return (layer,)
 
 
 def _require_layers(views: list[ArrayView]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from .. import devices, faults, streams
 from ..arrays import ArrayView, describe
 from ..config import config
-from ..formats import FORMATS, Format
+from ..formats import FORMATS, FOUR_BIT, Format
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
 from . import call, checks, fallback
@@ -79,16 +79,18 @@ ROTATED = ("fp32", "fp16", "bf16")
 REPORT_POSITIONS, REPORT_SLOTS = 1, 2  # as in kernels_src/rope.cu
 
 _PACK = 8  # pairs, or elements that are not rotated, that a thread takes at a time
+_STAGED_BYTES = 48 * 1024  # of a block, at most: what every GPU has without asking
 
 
 def specialisations() -> list[Specialisation]:
     """Return every specialisation that the operations on RoPE can ask for."""
+    caches = [(cache, reduces) for cache in FORMATS.values() for reduces in (False, True)]
+    four_bit = {format.ctype: format for format in FOUR_BIT.values()}
     return [
         _specialise(FORMATS[rows], cache, count, reduces)
         for rows in ROTATED
-        for cache in FORMATS.values()
+        for cache, reduces in [*caches, *((format, True) for format in four_bit.values())]
         for count in (_PACK, 1)
-        for reduces in (False, True)
     ]
 
 
@@ -604,8 +606,8 @@ class Part(NamedTuple):
 
     @property
     def reduces(self) -> bool:
-        """Whether whole rows must be known first: for RMSNorm, or for dynamic scales."""
-        if any(stored.scale_cache is not None for stored in self.stored):
+        """Whether whole rows must be known first: for RMSNorm, dynamic scales, or groups."""
+        if any(stored.scale_cache is not None or stored.four_bit for stored in self.stored):
             return True
         return self.rotates and any(rotated.norm is not None for rotated in self.rotated)
 
@@ -773,13 +775,14 @@ class RopePlan(Plan):
             if stored is None or self.slots is None:
                 continue
             cache, slots = stored.cache, self.slots.view
-            params |= stored.params(field, stored.rows.width)
+            params |= stored.params(field, stored.rows.width, alignment)
             # A pack of one-byte elements is half a word of 16 bytes, so rows may lie at multiples
             # of 8. But interleaved pairs are written both halves at once: those are whole words.
             pairs_together = field == "k" and rotation.interleaved and part.rotates
             half_words = stored.cache_format.itemsize == 1 and not pairs_together
             strides += stored.row_strides
-            strides += [(2 if half_words else 1) * stride for stride in stored.cache_strides]
+            if stored.four_bit is None:
+                strides += [(2 if half_words else 1) * stride for stride in stored.cache_strides]
             params |= {
                 "num_stored": slots.shape[0], "slot_stride_bytes": slots.strides[0],
                 "slot_bytes": slots.itemsize, "num_slots": cache.num_slots,
@@ -793,13 +796,15 @@ class RopePlan(Plan):
                 continue
             rows, out = rotated.rows, rotated.out
             source = rows if part.rotates or out is None else out
-            params[f"{field}token_bytes"], params[f"{field}head_bytes"] = source[3:]
+            params[f"{field}token_bytes"] = source.token_bytes
+            params[f"{field}head_bytes"] = source.head_bytes
             if out is not None:
-                params[f"{name}_out_token_bytes"], params[f"{name}_out_head_bytes"] = out[3:]
-                strides += out[3:]
+                params[f"{name}_out_token_bytes"] = out.token_bytes
+                params[f"{name}_out_head_bytes"] = out.head_bytes
+                strides += [out.token_bytes, out.head_bytes]
             params[count], head_dim = rows.num_heads, rows.width
             num_heads += rows.num_heads
-            strides += rows[3:]
+            strides += [rows.token_bytes, rows.head_bytes]
             if rotated.norm is not None and rotated.norm.format == "fp32":
                 params["norm_is_float"] = True
         if part.v is not None:
@@ -815,17 +820,40 @@ class RopePlan(Plan):
         num_rows = rotation.num_tokens * num_heads
         call.require_countable(num_rows, "positions")
         units = max(pairs, unrotated, (v_width + 1) // 2) // pack
+        # A thread holds 16 elements of a group.
+        groups = [stored.four_bit.group // 16 for stored in part.stored if stored.four_bit]
         geometry = call.spread(
-            num_rows, max(1, units), device.sm_count,
+            num_rows, max(1, units, *groups), device.sm_count,
             warp_lanes=device.warp_lanes, whole_warps=True, max_lanes=32,
         )  # fmt: skip
+        smem_bytes = 0
+        if groups and part.key is not None:
+            row_bytes = head_dim * part.key.format.itemsize
+            geometry, smem_bytes = _staging(geometry, row_bytes, num_rows, part.key.names.rows)
         params["num_rows"], params["lane_shift"] = num_rows, geometry.lane_shift
         specialisation = _specialise(*part.formats, pack, part.reduces)
         pointers = part.pointers(stores=self.slots is not None)
         return Launch(
-            device, specialisation, geometry.grid, geometry.block, 0, params, pointers,
+            device, specialisation, geometry.grid, geometry.block, smem_bytes, params, pointers,
             self.operation.names,
         )  # fmt: skip
+
+
+def _staging(
+    geometry: call.Geometry, row_bytes: int, num_rows: int, name: str
+) -> tuple[call.Geometry, int]:
+    """Return blocks so small that their rows fit in shared memory, and the bytes of a block."""
+    threads = geometry.block[0]
+    while threads > 32 and threads // geometry.lanes * row_bytes > _STAGED_BYTES:
+        threads //= 2
+    rows = threads // geometry.lanes
+    if rows * row_bytes > _STAGED_BYTES:
+        most = _STAGED_BYTES // rows
+        raise ValueError(
+            f"{name}: expected rows of at most {most} bytes for a four-bit cache, got {row_bytes}"
+        )
+    grid = (-(-num_rows // rows), 1, 1)
+    return call.Geometry(geometry.lanes, grid, (threads, 1, 1)), rows * row_bytes
 
 
 class TwoStreamPlan:

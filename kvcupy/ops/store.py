@@ -11,7 +11,7 @@ import numpy as np
 from .. import devices, faults
 from ..arrays import ArrayView, describe
 from ..devices.protocol import Device
-from ..formats import FORMATS
+from ..formats import FORMATS, FOUR_BIT, FourBitFormat
 from ..kernels import Kernel, Specialisation
 from ..observe import Access
 from . import call, checks, fallback
@@ -60,10 +60,13 @@ PARAMS = np.dtype(
 COPY = Kernel("store.cu", "store_copy", PARAMS, "CacheRowsParams")
 CONVERT = Kernel("store.cu", "store_convert", PARAMS, "CacheRowsParams")
 DYNAMIC = Kernel("store.cu", "store_dynamic", PARAMS, "CacheRowsParams", barriers=True)
+FOUR_BIT_STORE = Kernel("store.cu", "store_four_bit", PARAMS, "CacheRowsParams", barriers=True)
 GATHER_COPY = Kernel("gather.cu", "gather_copy", PARAMS, "CacheRowsParams")
 GATHER_CONVERT = Kernel("gather.cu", "gather_convert", PARAMS, "CacheRowsParams")
+GATHER_FOUR_BIT = Kernel("gather.cu", "gather_four_bit", PARAMS, "CacheRowsParams")
 
 PACK = 8  # elements that a thread converts at a time, where alignment allows
+CODES_PER_THREAD = 16  # elements of a four-bit row, kCodesPerThread in kernels_src/four_bit.cuh
 WORDS = (16, 8, 4, 2, 1)  # bytes that a thread copies at a time
 
 
@@ -77,6 +80,11 @@ def specialisations() -> list[Specialisation]:
                 if target.quantised:
                     needed.append(DYNAMIC.specialise(source.ctype, target.ctype, count))
                 needed.append(GATHER_CONVERT.specialise(source.ctype, target.ctype, count))
+    for four_bit in dict.fromkeys(f.ctype for f in FOUR_BIT.values()):
+        for rows in FORMATS.values():
+            for count in (CODES_PER_THREAD, 1):
+                needed.append(FOUR_BIT_STORE.specialise(rows.ctype, four_bit, count))
+                needed.append(GATHER_FOUR_BIT.specialise(four_bit, rows.ctype, count))
     return needed
 
 
@@ -104,19 +112,22 @@ def store_kv(
 
     Parameters
     ----------
-    key : (T', H, D), or (T', W) with 2-D caches; T' >= T; any number format
+    key : (T', H, D), or (T', W) with 2-D caches; T' >= T; any number format, of the four-bit ones
+        that of the cache
     value : (T', H, Dv), or (T', Wv)
     k_cache, v_cache : written in place. (num_slots, H, D), or paged: "NHD" (num_pages, page_size,
         H, D), "HND" (num_pages, H, page_size, D); or (num_slots, W). Same format as the rows: bits
         are copied, and a static scale only describes them. Another format: float32 arithmetic, one
-        rounding
+        rounding; a four-bit format scales each group of elements by itself, and its D and Dv are
+        whole groups
     slot_mapping : int32 or int64 (T,); slot = page * page_size + offset. Negative: skipped. Past
         the end: skipped, and raised by `check_faults`
     k_scale, v_scale : dequantisation multipliers for quantised caches: None (1), a number, or
         float32 of one element or (H,)
     k_scale_cache, v_scale_cache : float32 (num_slots, H), written in place; each token and head
         then gets its own scale, max(absmax, 1e-6) / limit. Absmax ignores NaN and takes an infinity
-        as the largest float32; rows already in the cache's format get the scale 1
+        as the largest float32; rows already in the cache's format get the scale 1. Not for four-bit
+        formats
     skip_slot : a sink slot that is never written
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
@@ -164,7 +175,8 @@ def store_mla(
     ----------
     latent : (T', R), T' >= T; any number format
     rope_key : (T', P)
-    cache : (num_slots, R + P) or (num_pages, page_size, R + P), written in place
+    cache : (num_slots, R + P) or (num_pages, page_size, R + P), written in place; of a four-bit
+        format R and P are whole groups
     slot_mapping : int32 or int64 (T,), as in `store_kv`
     scale : of a quantised cache: None (1), a number, or float32 of one element
     skip_slot : a sink slot that is never written
@@ -219,7 +231,8 @@ def gather_kv(
     k_out, v_out : written in place, (T', H, D) and (T', H, Dv), T' >= T, or (T', W) with 2-D
         caches; None: allocated, zero where a slot is skipped
     dtype : format of allocated outputs ("bf16", a NumPy dtype, ...). None: that of the other
-        output, else the cache's if it is not quantised, else "bf16"
+        output, else the cache's if it is not quantised, else "bf16". The four-bit format of the
+        cache gives its rows as they are, as an ArrayView
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Returns
@@ -233,7 +246,8 @@ def gather_kv(
 
     Notes
     -----
-    Same format in and out: bits are copied. Else float32 arithmetic, stored * scale, one rounding.
+    Same format in and out: bits are copied. Else float32 arithmetic, stored * scale, one rounding;
+    of a four-bit format code * (group scale * scale), where the scales' product is rounded, too.
     Stream: one kernel, in order; K and V of different format pairs take one each. Capture: legal
     with both outputs given. Bytes: each row read once and written once.
     Source: vLLM `gather_and_maybe_dequant_cache`.
@@ -333,7 +347,7 @@ def _outputs_to_allocate(arguments: dict[str, Any], layout: Any, dtype: str | No
         if names.rows in arguments:
             continue
         cache = arguments[names.cache]
-        format = checks.number_format(cache, names.cache)
+        format = checks.number_format(cache, names.cache, four_bit=True)
         default = "bf16" if format.quantised else format.name
         target = dtype or (arguments[other].format if other in arguments else default)
         if cache.ndim == 2:
@@ -397,6 +411,13 @@ class _CacheRowsPlan(Plan):
     def _groups(self) -> list[dict[str, KVOperand]]:
         """Return the operands by launch: both in one if they take the same kernel."""
         k, v = self.k, self.v
+        if k.four_bit or v.four_bit:
+            parts = [each.byte_operands() if each.copies else [each] for each in (k, v)]
+            if len(parts[0]) == len(parts[1]) > 1:
+                return [{"k": a, "v": b} for a, b in zip(*parts, strict=True)]
+            if len(parts[0]) > 1 or len(parts[1]) > 1:
+                return [{"k": a} for a in parts[0]] + [{"v": b} for b in parts[1]]
+            (k,), (v,) = parts
         same_kernel = self.kernel_of(k) is self.kernel_of(v)
         if same_kernel and (k.copies or self.formats_of(k) == self.formats_of(v)):
             return [{"k": k, "v": v}]
@@ -415,8 +436,16 @@ class _CacheRowsPlan(Plan):
         steps = [alignment]
         for operand in operands.values():
             steps += map(abs, operand.row_strides + operand.cache_strides)
-        if first.copies:
+        if first.four_bit is not None and not first.copies:
+            rows = [alignment]
+            for operand in operands.values():
+                rows += map(abs, operand.row_strides)
+            step = CODES_PER_THREAD if call.widest(rows) == 16 else 1
+            specialisation = kernel.specialise(*self.formats_of(first), step)
+        elif first.copies:
             widths = {f: n * operands[f].rows_format.itemsize for f, n in widths.items()}
+            for operand in operands.values():
+                steps += [operand.rows_offset_bytes, operand.cache_offset_bytes]
             step = call.widest((*widths.values(), *steps))
             specialisation = kernel.specialise(step)
         else:
@@ -429,8 +458,15 @@ class _CacheRowsPlan(Plan):
         call.require_countable(num_rows, self.slots_name)
         # HeldRow::kHeld of the kernel with dynamic scales
         packs_per_thread = 2 if kernel is DYNAMIC and first.rows_format.itemsize <= 2 else 1
+        taken = step * packs_per_thread
+        packs = -(-max(widths.values()) // taken)
+        if first.four_bit is not None and kernel in (FOUR_BIT_STORE, GATHER_FOUR_BIT):
+            # Two packs of a thread share what finding its row costs. A group has a thread per pack.
+            packs = -(-max(widths.values()) // (2 * CODES_PER_THREAD))
+            groups = [operand.four_bit.group for operand in operands.values() if operand.four_bit]
+            packs = max(packs, *[group // CODES_PER_THREAD for group in groups])
         geometry = call.spread(
-            num_rows, -(-max(widths.values()) // (step * packs_per_thread)), device.sm_count,
+            num_rows, packs, device.sm_count,
             warp_lanes=device.warp_lanes, whole_warps=kernel.barriers,
         )  # fmt: skip
         params: dict[str, Any] = {
@@ -445,9 +481,12 @@ class _CacheRowsPlan(Plan):
         for field, rows_field in (("k", "key"), ("v", "value")):
             if field in operands:
                 operand = operands[field]
-                params |= operand.params(field, widths[field])
-                pointers |= {rows_field: operand.names.rows, **operand.pointers(field)}
-        smem_bytes = geometry.block[0] // 32 * 4 if kernel.barriers else 0
+                params |= operand.params(field, widths[field], alignment)
+                offset = operand.rows_offset_bytes
+                name = operand.names.rows
+                pointers |= {rows_field: (name, offset) if offset else name}
+                pointers |= operand.pointers(field)
+        smem_bytes = geometry.block[0] // 32 * 4 if kernel is DYNAMIC else 0
         return Launch(
             device, specialisation, geometry.grid, geometry.block, smem_bytes, params, pointers,
             self.operation.names,
@@ -460,6 +499,8 @@ class StorePlan(_CacheRowsPlan):
     def kernel_of(self, operand: KVOperand) -> Kernel:
         if operand.copies:
             return COPY
+        if operand.four_bit is not None:
+            return FOUR_BIT_STORE
         return CONVERT if operand.scale_cache is None else DYNAMIC
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
@@ -469,15 +510,18 @@ class StorePlan(_CacheRowsPlan):
         device, slots = self.device, views[self.slots_name]
         report_slots(device, slots, self.k.cache.num_slots, self.skip_slot, self.fault_id)
         for operand in (self.k, self.v):
-            rows = device.carrier(views[operand.names.rows])
-            store_rows(device, operand, rows, views, slots, self.skip_slot)
+            rows = views[operand.names.rows]
+            bits = None if rows.scales is not None else device.carrier(rows)
+            store_rows(device, operand, bits, views, slots, self.skip_slot)
 
 
 class GatherPlan(_CacheRowsPlan):
     """A gather of K and V."""
 
     def kernel_of(self, operand: KVOperand) -> Kernel:
-        return GATHER_COPY if operand.copies else GATHER_CONVERT
+        if operand.copies:
+            return GATHER_COPY
+        return GATHER_CONVERT if operand.four_bit is None else GATHER_FOUR_BIT
 
     def formats_of(self, operand: KVOperand) -> tuple[str, str]:
         return operand.cache_format.ctype, operand.rows_format.ctype
@@ -490,6 +534,9 @@ class GatherPlan(_CacheRowsPlan):
             cache, names = operand.cache, operand.names
             valid = (numbers >= 0) & (numbers < cache.num_slots)
             chosen = numbers[valid]
+            if operand.four_bit is not None:
+                self._gather_groups(operand, operand.four_bit, views, valid, chosen)
+                continue
             pages = device.carrier(operand.cache_view(views))
             bits = pages[chosen // cache.page_size, chosen % cache.page_size]
             if not operand.copies:
@@ -501,6 +548,30 @@ class GatherPlan(_CacheRowsPlan):
                     values = fallback.multiply(values, static_scale(device, operand, values, views))
                 bits = fallback.encode(values, operand.rows_format.name)
             device.carrier(views[names.rows])[valid] = bits
+
+    def _gather_groups(
+        self, operand: KVOperand, format: FourBitFormat, views: Views, valid: Any, chosen: Any
+    ) -> None:
+        """Read the rows of the chosen slots of a four-bit cache into those of valid tokens."""
+        device, page_size = self.device, operand.cache.page_size
+        codes, scales = (
+            device.carrier(part)[chosen // page_size, chosen % page_size]
+            for part in _codes_and_scales(operand.cache_view(views))
+        )
+        rows = views[operand.names.rows]
+        if operand.copies:
+            for part, bits in zip(_codes_and_scales(rows), (codes, scales), strict=True):
+                device.carrier(part)[valid] = bits
+            return
+        scale = static_scale(device, operand, np.zeros(0, np.float32), views)
+        values = fallback.decode_groups(codes, scales, format, scale)
+        device.carrier(rows)[valid] = fallback.encode(values, operand.rows_format.name)
+
+
+def _codes_and_scales(v: ArrayView) -> tuple[ArrayView, ArrayView]:
+    """Return what a view of a four-bit format consists of."""
+    assert v.scales is not None
+    return v.codes, v.scales
 
 
 # --- Parts of fallbacks, which rotation with a store takes too ------------------------------------
@@ -514,7 +585,8 @@ def store_rows(
 
     Parameters
     ----------
-    rows : bits of the rows, (tokens, heads, width), as the device's own array
+    rows : bits of the rows, (tokens, heads, width), as the device's own array; None for those of a
+        four-bit format, which `views` has
     views : of cache and scales, by name
     allowed : which tokens may be stored at all
 
@@ -527,6 +599,18 @@ def store_rows(
     valid = (numbers >= 0) & (numbers < cache.num_slots) & (numbers != skip_slot) & allowed
     chosen = numbers[valid]
     where = (chosen // cache.page_size, chosen % cache.page_size)
+    if operand.four_bit is not None:
+        targets = [device.carrier(part) for part in _codes_and_scales(operand.cache_view(views))]
+        if operand.copies:
+            parts = _codes_and_scales(views[names.rows])
+            stored = [device.carrier(part)[: len(numbers)][valid] for part in parts]
+        else:
+            floats = fallback.decode(rows[valid], operand.rows_format.name)
+            scale = static_scale(device, operand, floats, views)
+            stored = list(fallback.encode_groups(floats, operand.four_bit, scale))
+        for target, bits in zip(targets, stored, strict=True):
+            target[where] = bits
+        return
     values = rows[valid]
     target = device.carrier(operand.cache_view(views))
     dynamic = operand.scale_cache is not None

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import faults, observe, scratch
-from ..arrays import ArrayView, describe, overlap
+from .. import faults, formats, observe, scratch
+from ..arrays import ArrayView, bytes_of, describe, overlap
 from ..config import config
 from ..devices import cache
 from ..devices.protocol import Device, Stream
@@ -671,10 +671,13 @@ class PoolPages:
 
     Attributes
     ----------
-    groups : the layer numbers of each group, and its pages; together all layers in order
+    groups : the layer numbers of each group, and its pages; together all layers in order. Those of
+        a four-bit format are bytes
+    dtype : the pool's number format
     """
 
     groups: tuple[tuple[range, LayerPages], ...]
+    dtype: str
 
     @classmethod
     def of(cls, pool: Any) -> PoolPages:
@@ -682,11 +685,11 @@ class PoolPages:
         groups = []
         for group in pool.groups:
             parts, scales = (
-                tuple(v.without_owner() for v in views)
+                tuple(bytes_of(v).without_owner() for v in views)
                 for views in (group.parts, group.scale_parts)
             )
             groups.append((group.layers, LayerPages(parts, scales, pool.placement == "device")))
-        return cls(tuple(groups))
+        return cls(tuple(groups), pool.dtype)
 
     @property
     def num_layers(self) -> int:
@@ -737,6 +740,15 @@ def _require_geometry(
     if len(src.parts) != len(dst.parts):
         kinds = {1: "an MLA pool", 2: "a pool of K and V"}
         raise mismatch(kinds[len(src.parts)], kinds[len(dst.parts)])
+    if source.dtype != target.dtype:
+        for pool_dtype in (source.dtype, target.dtype):
+            if options.convert and pool_dtype in formats.FOUR_BIT:
+                raise ValueError(
+                    f"convert: expected pools of {', '.join(formats.FORMATS)}, got {source.dtype} "
+                    f"to {target.dtype}: four-bit pages are copied as they are"
+                )
+            if pool_dtype in formats.FOUR_BIT:
+                raise mismatch(source.dtype, target.dtype)
     for part, a, b in zip("KV", src.parts, dst.parts, strict=False):
         # (layers, page_size, heads, width)
         of_src, of_dst = (source.num_layers, *a.shape[2:]), (target.num_layers, *b.shape[2:])

@@ -63,6 +63,9 @@ def byte_ranges(
     """
     if 0 in view.shape:
         return _NOTHING
+    if view.scales is not None:
+        parts = [byte_ranges(part, slots, page_size, offset_axis) for part in view.memory]
+        return parts[0] if len(parts) == 1 else _joined(*parts)
     starts = np.full(1, view.pointer, np.int64)
     inner = list(zip(view.shape, view.strides, strict=True))
     if slots is not None:
@@ -88,6 +91,15 @@ def byte_ranges(
     return ByteRanges(first, np.concatenate([ends[:-1][apart], ends[-1:]]))
 
 
+def _joined(a: ByteRanges, b: ByteRanges) -> ByteRanges:
+    """Return the bytes that are in one of two."""
+    order = np.argsort(np.concatenate([a.starts, b.starts]), kind="stable")
+    starts = np.concatenate([a.starts, b.starts])[order]
+    reach = np.maximum.accumulate(np.concatenate([a.ends, b.ends])[order])
+    first = np.flatnonzero(np.concatenate([[True], starts[1:] > reach[:-1]]))
+    return ByteRanges(starts[first], reach[np.append(first[1:], len(starts)) - 1])
+
+
 def locate(view: ArrayView, ranges: ByteRanges, axes: Sequence[str] = ()) -> str:
     """Say where in a view some of its bytes lie: `page 3, head 2-4`; "" if everywhere.
 
@@ -104,6 +116,9 @@ def locate(view: ArrayView, ranges: ByteRanges, axes: Sequence[str] = ()) -> str
     """
     if not len(ranges):
         return ""
+    if view.scales is not None:
+        holding = [part for part in view.memory if len(byte_ranges(part) & ranges)]
+        return locate(holding[0], byte_ranges(holding[0]) & ranges, axes) if holding else ""
     parts = []
     for axis, indices in _indices(view, ranges):
         if 1 < view.shape[axis] > len(indices):

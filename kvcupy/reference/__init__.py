@@ -8,6 +8,16 @@ one way to do each thing. It imports NumPy alone, and checks no arguments but th
 
 from .attention import merge_states, paged_attention, sees
 from .formats import FORMAT_OF_DTYPE, LIMIT, bits_of, decode, encode, format_of
+from .four_bit import (
+    FOUR_BIT,
+    FourBitRows,
+    decode_codes,
+    decode_scales,
+    dequantise_rows,
+    encode_codes,
+    encode_scales,
+    quantise_rows,
+)
 from .indexing import find_duplicate_slots, page_table_csr, slot_mapping
 from .rope import (
     apply_rope,
@@ -32,10 +42,11 @@ from .store import (
 from .transfer import transfer_pages
 
 __all__ = [
-    "FORMAT_OF_DTYPE", "LIMIT", "apply_rope", "bits_of", "copy_pages", "cos_sin", "decode",
-    "divide", "dynamic_scales", "encode", "find_duplicate_slots", "format_of", "gather_kv",
-    "merge_states", "num_slots", "page_table_csr", "paged_attention", "pair_axes",
-    "position_faults", "rope_frequencies", "rope_rows", "rope_store_kv", "rope_store_mla",
-    "rope_table", "rotate", "sees", "slot_mapping", "slot_row", "store_kv", "store_mla",
-    "transfer_pages",
+    "FORMAT_OF_DTYPE", "FOUR_BIT", "LIMIT", "FourBitRows", "apply_rope", "bits_of", "copy_pages",
+    "cos_sin", "decode", "decode_codes", "decode_scales", "dequantise_rows", "divide",
+    "dynamic_scales", "encode", "encode_codes", "encode_scales", "find_duplicate_slots",
+    "format_of", "gather_kv", "merge_states", "num_slots", "page_table_csr", "paged_attention",
+    "pair_axes", "position_faults", "quantise_rows", "rope_frequencies", "rope_rows",
+    "rope_store_kv", "rope_store_mla", "rope_table", "rotate", "sees", "slot_mapping", "slot_row",
+    "store_kv", "store_mla", "transfer_pages",
 ]  # fmt: skip

@@ -58,6 +58,7 @@ FLOAT_FORMATS = {
     "bf16": FloatFormat("uint16", 8, 7, 0x7F7F, True, 0x7F80, 0x7FC0),
     "fp8_e4m3": FloatFormat("uint8", 4, 3, 0x7E, False, 0x7E, 0x7F),
     "fp8_e5m2": FloatFormat("uint8", 5, 2, 0x7B, True, 0x7B, 0x7E),
+    "e2m1": FloatFormat("uint8", 2, 1, 0x7, False, 0x7, 0x0),  # of four_bit.py: it has no NaN
 }
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from .formats import LIMIT, Array, Float32, bits_of, decode, encode, format_of
+from .four_bit import FourBitRows, dequantise_rows, quantise_rows
 
+Rows = Array | FourBitRows
 Scale = float | Array | None
 Faults = list[tuple[int, int]]
 
@@ -38,8 +42,10 @@ def divide(rows: Float32, scales: Float32) -> Float32:
         return np.asarray(rows / scales[:, None], np.float32)
 
 
-def scaled(rows: Array, scales: Array | None) -> Float32:
+def scaled(rows: Rows, scales: Array | None) -> Float32:
     """Multiply stored rows by their scales, None for 1: one float32 multiplication per element."""
+    if isinstance(rows, FourBitRows):
+        return dequantise_rows(rows, scales)
     stored = decode(rows, format_of(rows)).astype(np.float32)  # exact: float32 holds every format
     if scales is None:
         return stored
@@ -53,8 +59,18 @@ def write_rounded(values: Array, target: Array) -> None:
     bits_of(target, fmt)[...] = bits_of(encode(values, fmt), fmt)
 
 
-def copy_bits(source: Array, target: Array) -> None:
+def row_format(rows: Rows) -> str:
+    """Return the number format of rows."""
+    return rows.fmt if isinstance(rows, FourBitRows) else format_of(rows)
+
+
+def copy_bits(source: Rows, target: Rows) -> None:
     """Copy elements between arrays of one format."""
+    if isinstance(target, FourBitRows):
+        assert isinstance(source, FourBitRows)
+        target[...] = source
+        return
+    assert not isinstance(source, FourBitRows)
     fmt = format_of(source)
     bits_of(target, fmt)[...] = bits_of(source, fmt)
 
@@ -65,37 +81,47 @@ def scale_per_head(scale: Scale, num_heads: int) -> Float32:
     return np.broadcast_to(values, (num_heads,))
 
 
-def _store_row(row: Array, target: Array, scales: Float32, scale_row: Array | None = None) -> None:
+def _store_row(row: Rows, target: Rows, scales: Float32, scale_row: Array | None = None) -> None:
     """Write one token, `row` (H, D), to `target`, a view of its slot in the cache.
 
     With `scale_row` (H,), the scales come from the row itself and are recorded there.
     """
-    if format_of(row) == format_of(target):  # the bits are copied, unscaled
+    if row_format(row) == row_format(target):  # the bits are copied, unscaled
         copy_bits(row, target)
         if scale_row is not None:
             scale_row[...] = np.float32(1)
         return
     x = scaled(row, None)
+    if isinstance(target, FourBitRows):
+        quantise_rows(x, target, scales)
+        return
     if scale_row is not None:
         scales = dynamic_scales(x, format_of(target))
         scale_row[...] = scales
     write_rounded(divide(x, scales), target)
 
 
-def num_slots(cache: Array, layout: str = "NHD") -> int:
+def at_least_2d(row: Rows) -> Rows:
+    """Return a row of one head as (1, D)."""
+    if isinstance(row, FourBitRows):
+        return row if row.ndim > 1 else row[None]
+    return np.atleast_2d(row)
+
+
+def num_slots(cache: Rows, layout: str = "NHD") -> int:
     """Return how many tokens a cache of 2, 3 or 4 dimensions has slots for."""
     if cache.ndim < 4:
         return int(cache.shape[0])
     return int(cache.shape[0] * cache.shape[1 if layout == "NHD" else 2])
 
 
-def slot_row(cache: Array, slot: int, layout: str = "NHD") -> Array:
+def slot_row(cache: Any, slot: int, layout: str = "NHD") -> Any:
     """Return a view of the (H, D) elements of a slot; a 2-D cache has one head."""
     if cache.ndim < 4:
-        return np.atleast_2d(cache[slot])
+        return at_least_2d(cache[slot])
     pages = cache if layout == "NHD" else cache.swapaxes(1, 2)
     page, offset = divmod(slot, pages.shape[1])
-    return np.asarray(pages[page, offset])
+    return pages[page, offset]
 
 
 def split_slots(
@@ -133,10 +159,10 @@ def split_pages(
 
 
 def store_kv(
-    key: Array,
-    value: Array,
-    k_cache: Array,
-    v_cache: Array,
+    key: Rows,
+    value: Rows,
+    k_cache: Rows,
+    v_cache: Rows,
     slot_mapping: Array,
     *,
     layout: str = "NHD",
@@ -153,7 +179,8 @@ def store_kv(
     key, value
         ``(T, H, D)`` and ``(T, H, Dv)``, or ``(T, width)``; rows past the slots are not read.
     k_cache, v_cache
-        ``(num_slots, H, D)``, ``(num_slots, width)``, or paged as `layout` says.
+        ``(num_slots, H, D)``, ``(num_slots, width)``, or paged as `layout` says. Those of a
+        four-bit format are `FourBitRows`, and scale each group of elements themselves.
     layout
         ``"NHD"`` ``(num_pages, page_size, H, D)`` or ``"HND"`` ``(num_pages, H, page_size, D)``.
     slot_mapping, skip_slot
@@ -173,15 +200,15 @@ def store_kv(
     for rows, cache, scale, scale_cache in operands:
         scales = scale_per_head(scale, rows.shape[1] if rows.ndim == 3 else 1)
         for token, slot in writes:
-            row, target = np.atleast_2d(rows[token]), slot_row(cache, slot, layout)
+            row, target = at_least_2d(rows[token]), slot_row(cache, slot, layout)
             _store_row(row, target, scales, None if scale_cache is None else scale_cache[slot])
     return faults
 
 
 def store_mla(
-    latent: Array,
-    rope_key: Array,
-    cache: Array,
+    latent: Rows,
+    rope_key: Rows,
+    cache: Rows,
     slot_mapping: Array,
     *,
     scale: Scale = None,
@@ -192,24 +219,28 @@ def store_mla(
     The cache is ``(num_slots, R + P)`` or ``(num_pages, page_size, R + P)``, with one scale for
     both parts. Slots, `skip_slot` and the faults returned are those of `store_kv`.
     """
-    heads = cache[:, :, None] if cache.ndim == 3 else cache[:, None]
+    heads: Any = cache[:, :, None] if cache.ndim == 3 else cache[:, None]
     writes, faults = split_slots(slot_mapping, num_slots(heads), skip_slot)
     scales = scale_per_head(scale, 1)
     rank = latent.shape[1]
     for token, slot in writes:
         target = slot_row(heads, slot)
-        _store_row(latent[token][None], target[:, :rank], scales)
-        _store_row(rope_key[token][None], target[:, rank:], scales)
+        if isinstance(target, FourBitRows):
+            parts = target.columns(0, rank), target.columns(rank, target.shape[-1])
+        else:
+            parts = target[:, :rank], target[:, rank:]
+        _store_row(latent[token][None], parts[0], scales)
+        _store_row(rope_key[token][None], parts[1], scales)
     return faults
 
 
 def gather_kv(
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Rows,
+    v_cache: Rows,
     slots: Array,
     *,
-    k_out: Array,
-    v_out: Array,
+    k_out: Rows,
+    v_out: Rows,
     layout: str = "NHD",
     k_scale: Scale = None,
     v_scale: Scale = None,
@@ -233,10 +264,11 @@ def gather_kv(
     for cache, out, scale, scale_cache in operands:
         scales = scale_per_head(scale, out.shape[1] if out.ndim == 3 else 1)
         for token, slot in reads:
-            row, target = slot_row(cache, slot, layout), np.atleast_2d(out[token])
-            if format_of(row) == format_of(target):
+            row, target = slot_row(cache, slot, layout), at_least_2d(out[token])
+            if row_format(row) == row_format(target):
                 copy_bits(row, target)
             else:
+                assert not isinstance(target, FourBitRows)
                 factors = scales if scale_cache is None else scale_cache[slot]
                 write_rounded(scaled(row, factors), target)
     return faults

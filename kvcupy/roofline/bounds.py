@@ -29,7 +29,7 @@ from typing import Any, cast
 import numpy as np
 
 from .. import compile_check, formats, sources
-from ..arrays import ArrayView, contiguous_strides
+from ..arrays import ArrayView, strides_of
 from ..devices import nvrtc
 from ..devices.protocol import Device
 from ..errors import CompileError
@@ -229,10 +229,10 @@ class PlannedDevice:
 
     def array(self, *shape: int, format: str) -> ArrayView:
         """Return an array of this device, which no memory stands behind."""
-        strides = contiguous_strides(shape, formats.itemsize(format))
+        strides = strides_of(shape, format)
         # Operations look a device up by what an array says: a name, or the device itself.
         v = ArrayView(self._next, shape, strides, format, cast(str, self), library="cupy")
-        self._next += -(-prod(shape) * v.itemsize // 256) * 256
+        self._next += -(-v.num_bytes // 256) * 256
         return v
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> ArrayView:
@@ -325,7 +325,7 @@ def _store(device: PlannedDevice, kv_format: str, *, dynamic: bool = False) -> N
 
 
 def _scales(kv_format: str) -> dict[str, Any]:
-    return {"k_scale": 0.5, "v_scale": 0.5} if formats.FORMATS[kv_format].quantised else {}
+    return {"k_scale": 0.5, "v_scale": 0.5} if formats.CACHE_FORMATS[kv_format].quantised else {}
 
 
 def _gather(device: PlannedDevice, kv_format: str) -> None:
@@ -426,30 +426,39 @@ def _bytes(each: float) -> Callable[[Planned], float]:
 
 
 def _stored(name: str, kv_format: str, asked: float, **options: Any) -> Row:
-    """Return a row of bf16 K and V that are stored."""
-    elements, itemsize = 2 * _HEADS * _WIDTH, formats.itemsize(kv_format)
+    """Return a row of bf16 K and V that are stored; group scales are not in `asked`."""
+    elements, size = 2 * _HEADS * _WIDTH, formats.bytes_per_element(kv_format)
     return Row(
         name, partial(_store, kv_format=kv_format, **options), "store_", "K and V of a token",
-        elements * (2 + itemsize), _bytes(elements * asked), _TOKENS,
-        word_bytes=min(16, 8 * itemsize),
+        elements * (2 + size), _bytes(elements * asked), _TOKENS,
+        word_bytes=min(16, 8 * formats.itemsize(kv_format)),
     )  # fmt: skip
 
 
+def _asked_of_codes(kv_format: str) -> float:
+    """Return the bytes per element of codes that are accessed in words of 8; scales never are."""
+    return 0.5 if formats.FOUR_BIT[kv_format].row_bytes(_WIDTH) % 8 == 0 else 0
+
+
 def _gathered(name: str, kv_format: str) -> Row:
-    itemsize = formats.itemsize(kv_format)
-    moved = 2 * _HEADS * _WIDTH * (itemsize + 2)
+    elements, size = 2 * _HEADS * _WIDTH, formats.bytes_per_element(kv_format)
+    asked = elements * (2 + (_asked_of_codes(kv_format) if size < 1 else size))
     return Row(
-        name, partial(_gather, kv_format=kv_format), "gather_", "K and V of a token", moved,
-        _bytes(moved), _TOKENS, word_bytes=min(16, 8 * itemsize),
+        name, partial(_gather, kv_format=kv_format), "gather_", "K and V of a token",
+        elements * (size + 2), _bytes(asked), _TOKENS,
+        word_bytes=min(16, 8 * formats.itemsize(kv_format)),
     )  # fmt: skip
 
 
 def _rotated(kv_format: str) -> Row:
     """Return a row about a key, which moves most: to the live key and the cache; and its angles."""
-    moved = _WIDTH * (2 + 2 + formats.itemsize(kv_format))
+    size = formats.bytes_per_element(kv_format)
+    # Groups are encoded from the row as shared memory has it.
+    asked = 2 + 2 + 4 + (2 + _asked_of_codes(kv_format) if size < 1 else size)
     return Row(
         f"rope_store {kv_format}", partial(_rope_store, kv_format=kv_format), "rope_store",
-        "head of a key", moved, _bytes(moved + 4 * _WIDTH), _TOKENS * (_QUERY_HEADS + 2 * _HEADS),
+        "head of a key", _WIDTH * (2 + 2 + size), _bytes(_WIDTH * asked),
+        _TOKENS * (_QUERY_HEADS + 2 * _HEADS),
         block=_first_key_block, word_bytes=8,
     )  # fmt: skip
 
@@ -511,8 +520,11 @@ def _prefill(k_width: int, v_width: int) -> Row:
 ROWS: tuple[Row, ...] = (
     _stored("store bf16", "bf16", 4), _stored("store bf16 to fp8_e4m3", "fp8_e4m3", 3),
     _stored("store bf16 to fp8_e4m3, dynamic scales", "fp8_e4m3", 3, dynamic=True),
-    _rotated("bf16"), _rotated("fp8_e4m3"),
+    *[_stored(f"store bf16 to {name}", name, 2 + _asked_of_codes(name))
+      for name in ("nvfp4", "mxfp4", "int4")],
+    _rotated("bf16"), _rotated("fp8_e4m3"), _rotated("nvfp4"),
     _gathered("gather bf16", "bf16"), _gathered("gather fp8_e4m3 to bf16", "fp8_e4m3"),
+    *[_gathered(f"gather {name} to bf16", name) for name in ("nvfp4", "mxfp4", "int4")],
     Row("copy_pages bf16", _copy_pages, "copy_pages", "page", 4 * _PAGE * _HEADS * _WIDTH,
         _bytes(4 * _PAGE * _HEADS * _WIDTH), 1024),
     _transferred("load bf16 pages from pinned memory", "transfer_copy", "bf16"),

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .. import reference
 from ..arrays import view_as
-from ..formats import FORMATS
+from ..formats import FORMATS, FOUR_BIT
 
 Array = npt.NDArray[Any]
 Cut = Callable[[Any], Any]
@@ -198,7 +198,9 @@ def address(array: Any) -> int:
 
 
 def typed_view(device: Any, raw: Any, dtype: np.dtype[Any], fmt: str, cut: Cut) -> Any:
-    """View device bytes as `dtype`, cut to shape."""
+    """View device bytes as `dtype`, cut to shape; those of a four-bit format are its rows."""
+    if fmt in FOUR_BIT:
+        return view_as(cut(raw), fmt)
     if device.kind == "cuda" and fmt.startswith("fp8"):
         return view_as(cut(raw), fmt)
     return cut(raw.view(dtype))
@@ -287,10 +289,12 @@ class Argument:
     def __init__(self, buffer: Buffer, cut: Cut) -> None:
         self.buffer, self.fmt, self._cut = buffer, buffer.fmt, cut
         inside = slice(buffer.start, buffer.stop)
-        self.view = cut(buffer.want[inside].view(buffer.dtype))
+        self.view: Any = cut(buffer.want[inside].view(buffer.dtype))
         self.array = typed_view(
             buffer.case.device, buffer.raw[inside], buffer.dtype, buffer.fmt, cut
         )
+        if buffer.fmt in FOUR_BIT:
+            self.view = reference.FourBitRows.packed(self.view, buffer.fmt)
 
     @property
     def raw_array(self) -> Any:
@@ -366,6 +370,8 @@ class Arguments:
         name: str = "input",
     ) -> Argument:  # fmt: skip
         """Draw an input of base shape `shape`, special values among its elements."""
+        if fmt in FOUR_BIT:
+            return self.place(self.four_bit_rows(fmt, shape), fmt, cut, name=name)
         content = random_elements(self.rng, fmt, int(np.prod(shape))).reshape(shape)
         return self.place(content, fmt, cut, misalign=misalign, name=name)
 
@@ -382,8 +388,17 @@ class Arguments:
         name: str = "output",
     ) -> Argument:  # fmt: skip
         """Draw what an output of base shape `shape` holds beforehand: anything but NaN."""
+        if fmt in FOUR_BIT:
+            return self.place(
+                self.four_bit_rows(fmt, shape), fmt, cut, misalign=misalign, name=name
+            )
         content = random_finite(self.rng, fmt, int(np.prod(shape))).reshape(shape)
         return self.place(content, fmt, cut, misalign=misalign, name=name)
+
+    def four_bit_rows(self, fmt: str, shape: tuple[int, ...]) -> Array:
+        """Draw the bytes of rows of a four-bit format, any bits: uint8 (..., row_bytes)."""
+        size = (*shape[:-1], FOUR_BIT[fmt].row_bytes(shape[-1]))
+        return self.rng.integers(0, 256, size, dtype=np.uint8)
 
     def slots(
         self, values: Any, dtype: str = "int64", step: int = 1, name: str = "slot_mapping"

@@ -799,7 +799,8 @@ def _pool_of(
         "dtype": dtype, "device": device,
     }  # fmt: skip
     if latent_dim is None:
-        dynamic = FORMATS[format_name(dtype)].quantised and not has_static_scales
+        own = FORMATS.get(format_name(dtype))  # groups of a four-bit format have scales anyway
+        dynamic = own is not None and own.quantised and not has_static_scales
         return KVPool(  # raises for None, by the argument's name
             **shared, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim,
             scales=dynamic,

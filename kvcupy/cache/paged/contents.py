@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from ... import formats
-from ...arrays import ArrayView, describe, view
+from ...arrays import ArrayView, columns, describe, view, view_as
 from ...devices.protocol import Stream
 from ...errors import file_path
-from ...formats import FORMATS, numpy_dtype
+from ...formats import CACHE_FORMATS, FOUR_BIT, numpy_dtype
 from ...ops import call, checks
 from ...ops.page_pairs import upload
 from ...ops.store import gather_kv, store_kv
@@ -73,8 +73,8 @@ class Contents:
         for arguments in layers.caches:
             k, v = arguments["k_cache"], arguments["v_cache"]
             if self._is_latent:  # latent and rope key, side by side
-                v = k[..., layers.v_width :]
-                k = k[..., : layers.v_width]
+                v = columns(k, layers.v_width, k.shape[-1])
+                k = columns(k, 0, layers.v_width)
             self._bits.append((k, v))
             self._arguments.append({**arguments, "k_cache": k, "v_cache": v})
 
@@ -84,7 +84,7 @@ class Contents:
         """Return K and V of positions: (L, n, H, D), (L, n, H, Dv); of MLA (L, n, R), (L, n, P)."""
         own = self._device.as_stream(stream, self._pool.parts[0].library)
         with self._access.on(own, sequence):
-            format = "bf16" if FORMATS[self._pool.dtype].quantised else self._pool.dtype
+            format = "bf16" if CACHE_FORMATS[self._pool.dtype].quantised else self._pool.dtype
             if dtype is not None:
                 format = call.format_name(dtype)
             user = None if stream is None else own
@@ -142,10 +142,13 @@ class Contents:
                         )
                 arrays.update(zip(names, outs, strict=True))
             stream.synchronize()
-            tensors = {
-                name: (view(array).format, view(array).shape, self._device.to_numpy(array))
-                for name, array in arrays.items()
-            }
+            tensors = {}
+            for name, array in arrays.items():
+                v, data = view(array), self._device.to_numpy(array)
+                if v.scales is None:
+                    tensors[name] = v.format, v.shape, data
+                else:  # files have no such format
+                    tensors[name] = _BYTES, data.shape, data.view(np.int8)
         own = {name: str(getattr(sequence, name)) for name in _OWN}
         write_file(path, tensors, {**self._fields(), **own})
 
@@ -179,7 +182,9 @@ class Contents:
                 for name in names:
                     format, shape, data = saved.tensors[name]
                     bits = np.frombuffer(data, numpy_dtype(format)).reshape(shape)
-                    rows.append(self._device.asarray(bits))
+                    uploaded = self._device.asarray(bits)
+                    four_bit = caches[0][0].scales is not None
+                    rows.append(view_as(uploaded, caches[0][0].format) if four_bit else uploaded)
                 for layer, (k, v) in enumerate(caches):
                     if saved.length:
                         store_kv(rows[0][layer], rows[1][layer], k, v, slots, stream=stream)
@@ -188,7 +193,7 @@ class Contents:
     def _expected(self, count: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return format and shape of the tensors of so many tokens, by name."""
         return {
-            name: (cache.format, (len(caches), count, *_row(cache)))
+            name: _in_file(cache.format, (len(caches), count, *_row(cache)))
             for names, caches in self._stored()
             for name, cache in zip(names, caches[0], strict=True)
         }
@@ -229,6 +234,17 @@ class Contents:
         """Upload the slots of the tokens at positions `start` to `stop` - 1."""
         slots = sequence.slots(sequence.places(start, stop), self._pool.page_size)
         return upload([slots], self._device, stream)[0]
+
+
+_BYTES = "int8"  # as which the rows of a four-bit format are in a file
+
+
+def _in_file(format: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return format and shape of an array in a file."""
+    four_bit = FOUR_BIT.get(format)
+    if four_bit is None:
+        return format, shape
+    return _BYTES, (*shape[:-1], four_bit.row_bytes(shape[-1]))
 
 
 def _row(cache: ArrayView) -> tuple[int, ...]:

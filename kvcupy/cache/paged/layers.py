@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ... import devices, scratch
-from ...arrays import MAX_TRIES, ArrayView, Prober, contiguous_strides, describe, view
+from ...arrays import MAX_TRIES, ArrayView, Prober, columns, describe, strides_of, view
 from ...devices.protocol import Device, Stream
-from ...formats import FORMATS
+from ...formats import CACHE_FORMATS, FORMATS, FOUR_BIT, bytes_per_element
 from ...ops import checks
 from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
 from ...ops.attention_kernels import AttentionOptions
@@ -126,6 +126,7 @@ class Layers:
     ) -> None:
         self._device: Device = pool.device
         self._num_q_heads = num_q_heads
+        self._dtype = pool.dtype
         self.rope = rope
         self._is_latent = isinstance(pool, MLAPool)
         self.width = pool.head_dim
@@ -133,7 +134,7 @@ class Layers:
         self.caches: list[dict[str, Any]] = []
         for layer in range(pool.num_layers):
             k, v = (pool.views(layer)[i] for i in (0, -1))
-            arguments: dict[str, Any] = {"k_cache": k, "v_cache": v[..., : self.v_width]}
+            arguments: dict[str, Any] = {"k_cache": k, "v_cache": columns(v, 0, self.v_width)}
             if scales:
                 arguments["k_scale"], arguments["v_scale"] = scales[layer]
             elif pool.scale_parts:
@@ -165,7 +166,7 @@ class Layers:
         # Kind and number of tokens of the last call, its options, and what they came to.
         self._last: tuple[Any, ...] = (None,) * 8
         widths = self.width + (0 if self._is_latent else self.v_width)
-        self.key_bytes = pool.num_kv_heads * widths * FORMATS[pool.dtype].itemsize
+        self.key_bytes = int(pool.num_kv_heads * widths * bytes_per_element(pool.dtype))
         self.state_bytes = 4 * num_q_heads * self.v_width
 
     def check(
@@ -225,6 +226,10 @@ class Layers:
         return rows, options, arrays, pointers, kind
 
     def _check_rows(self, query: Any, out: Any, logits: Any, num_tokens: int) -> ArrayView:
+        if self._dtype in FOUR_BIT:
+            raise ValueError(
+                f"pool: expected one of {', '.join(FORMATS)} for attention, got {self._dtype}"
+            )
         rows = view(query, "query")
         check_query(rows)
         self._require_rows(rows, "query", num_tokens, self.width)
@@ -390,7 +395,7 @@ class Layers:
 
 def borrow(device: Device, shape: tuple[int, ...], format: str, stream: Stream) -> ArrayView:
     """Return scratch memory, which is the caller's until work in flight has used it."""
-    strides = contiguous_strides(shape, FORMATS[format].itemsize)
+    strides = strides_of(shape, format)
     memory = scratch.borrow(device, shape[0] * strides[0], stream)
     return ArrayView(
         memory.pointer, shape, strides, format, memory.device,
@@ -430,7 +435,7 @@ def scales_of(pool: Pool, k_scale: Any, v_scale: Any) -> list[tuple[Any, Any]]:
     """Return the static scales of K and V of each layer; empty if there are none."""
     if k_scale is None and v_scale is None:
         return []
-    if not FORMATS[pool.dtype].quantised:
+    if not CACHE_FORMATS[pool.dtype].quantised:
         name = "k_scale" if k_scale is not None else "v_scale"
         raise ValueError(f"{name}: expected None for a cache of {pool.dtype}")
     if isinstance(pool, MLAPool):

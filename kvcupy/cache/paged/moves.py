@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ... import devices
-from ...arrays import ArrayView, describe, reshaped
+from ...arrays import ArrayView, bytes_of, describe, reshaped, view_as
 from ...devices.protocol import Event, Stream
 from ...errors import CacheFull, CaptureError, DeviceError, KvcupyError
 from ...ops.page_pairs import PagePairs, upload
@@ -246,16 +246,18 @@ class PageMover:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._pages = (*pool.parts, *pool.scale_parts)
+        self._pages = (*map(bytes_of, pool.parts), *pool.scale_parts)
         # Wrapped arrays may have heads before slots, or V between the pages of K.
         self._uneven = [
-            _halves(pool.views(layer))
+            _halves(tuple(map(_as_numbers, pool.views(layer))))
             for group in pool.groups
             if pool.layout == "layer_first" and not all(map(_is_even, group.parts))
             for layer in group.layers
         ]
         even = [g for g in pool.groups if not self._uneven or all(map(_is_even, g.parts))]
-        self._slots = tuple(_slots_first(v) for g in even for v in (*g.parts, *g.scale_parts))
+        self._slots = tuple(
+            _slots_first(bytes_of(v)) for g in even for v in (*g.parts, *g.scale_parts)
+        )
         self._device = devices.get(self._pages[0].device)
         self._library = self._pages[0].library
 
@@ -461,6 +463,11 @@ def _is_even(part: ArrayView) -> bool:
     """Return whether the slots of (pages, layers, page_size, ...) are evenly spaced."""
     pages, _, page_size, *_ = part.shape
     return 1 in (pages, page_size) or part.strides[0] == page_size * part.strides[2]
+
+
+def _as_numbers(v: ArrayView) -> ArrayView:
+    """Return a view in a format of whole bytes, to be copied as it is."""
+    return v if v.scales is None else view_as(bytes_of(v), "int8")
 
 
 def _halves(views: tuple[ArrayView, ...]) -> tuple[ArrayView, ArrayView]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from ... import observe
-from ...arrays import ArrayView, array_at
+from ...arrays import ArrayView, array_at, bytes_of
 from ...config import cache_logger
 from ...errors import ProcessLocal, file_path
 from ...observe import Access
@@ -61,7 +61,7 @@ class DiskBlocks:
         if any(part.device != "host" for part in parts):
             raise ValueError("host_pool: expected memory of the host where there is a disk")
         self._pool = pool
-        self._pieces = [_pieces(part) for part in parts]
+        self._pieces = [_pieces(bytes_of(part)) for part in parts]
         Layout.fit(num_bytes, pool.page_bytes, "disk_bytes")  # an error names the user's argument
         self._file = DiskTier(path, num_bytes, pool.page_bytes, _identity(pool))
         self.num_slots, self.page_bytes = self._file.num_slots, pool.page_bytes

@@ -1,0 +1,447 @@
+// Four-bit formats: two codes a byte, element 2i in the low nibble of byte i, and a scale for each
+// group of elements. value = code * step, where step = group scale * scale of the tensor or head.
+//
+// A thread takes 16 elements, which are 8 bytes of codes. A larger group is held by neighbouring
+// threads, which share its largest magnitude by shuffles. Codes are decoded by arithmetic alone:
+// their bits, put where fp16 has its own, are numbers that a product or a difference sets right.
+#pragma once
+
+#include "fp8.cuh"
+#include "kv_operand.cuh"
+
+// What a cache holds; int4x2 has two's complement codes, from -7 to 7.
+struct nvfp4 {};
+struct mxfp4 {};
+struct int4x2 {};
+
+template <typename T>
+constexpr bool kFourBit = kSameType<T, nvfp4> || kSameType<T, mxfp4> || kSameType<T, int4x2>;
+template <typename T>
+constexpr bool kE2m1 = kSameType<T, nvfp4> || kSameType<T, mxfp4>;
+template <typename T>
+constexpr float kLargestCode = kE2m1<T> ? 6.0f : 7.0f;
+template <typename T>
+constexpr int kGroupScaleBytes = kSameType<T, int4x2> ? 2 : 1;
+
+constexpr int kCodesPerThread = 16;
+
+// log2 of the elements that share a scale.
+template <typename TFormat>
+__device__ __forceinline__ int group_shift(const KVOperand& operand) {
+  static_assert(kFourBit<TFormat>, "a format of groups");
+  if constexpr (kSameType<TFormat, nvfp4>) return 4;
+  if constexpr (kSameType<TFormat, mxfp4>) return 5;
+  return operand.group_scales.group_shift;
+}
+
+// A row of the cache: codes and group scales.
+struct FourBitRow {
+  char* codes;
+  char* scales;
+};
+
+__device__ __forceinline__ FourBitRow four_bit_row(char* cache, const KVOperand& operand,
+                                                   const SlotPlace& place, int head) {
+  const GroupScales& scales = operand.group_scales;
+  return {cache + offset_bytes(operand.cache, place) + head * operand.cache.head_bytes,
+          cache + scales.offset_bytes + offset_bytes(scales.strides, place) +
+              head * scales.strides.head_bytes};
+}
+
+// --- Decoding ------------------------------------------------------------------------------------
+
+// Eight elements as fp16, or as bf16: pair i is elements 2i, in the lower half, and 2i + 1.
+struct EightHalves {
+  u32 pairs[4];
+};
+
+// Bytes 0 and 1, or 2 and 3, of two words by turns.
+__device__ __forceinline__ u32 interleave_lower(u32 even, u32 odd) {
+  return __byte_perm(even, odd, 0x5140);
+}
+__device__ __forceinline__ u32 interleave_upper(u32 even, u32 odd) {
+  return __byte_perm(even, odd, 0x7362);
+}
+
+#ifdef __CUDACC__
+__device__ __forceinline__ u32 add_halves(u32 x, u32 y) {
+  return word_of(__hadd2(halves_of(x), halves_of(y)));
+}
+__device__ __forceinline__ float2 floats_of_pair(u32 pair) { return floats_of_halves(pair); }
+#else
+inline u32 add_halves(u32 x, u32 y) {
+  const half lower = from_float<half>(half_of(x, 0) + half_of(y, 0));
+  const half upper = from_float<half>(half_of(x, 1) + half_of(y, 1));
+  return lower.bits | u32{upper.bits} << 16;
+}
+inline float2 floats_of_pair(u32 pair) { return {half_of(pair, 0), half_of(pair, 1)}; }
+#endif
+
+// Eight codes of E2M1. Sign, exponent and mantissa go to the upper byte of an fp16, s000eem0: that
+// is the number times 2**-14, subnormal ones too.
+__device__ __forceinline__ EightHalves decode_e2m1x8(u32 codes) {
+  constexpr u32 kRebias = 0x74007400;  // 2**14
+  const u32 even = (codes << 1 & 0x0e0e0e0e) | (codes << 4 & 0x80808080);
+  const u32 odd = (codes >> 3 & 0x0e0e0e0e) | (codes & 0x80808080);
+  const u32 lower = interleave_lower(even, odd);
+  const u32 upper = interleave_upper(even, odd);
+  return {multiply_halves(lower_pair(lower), kRebias), multiply_halves(upper_pair(lower), kRebias),
+          multiply_halves(lower_pair(upper), kRebias), multiply_halves(upper_pair(upper), kRebias)};
+}
+
+// Eight codes of two's complement. The last bit of an fp16 between 1024 and 2048 is worth 1.
+__device__ __forceinline__ EightHalves decode_int4x8(u32 codes) {
+  constexpr u32 kAligner = 0x64646464;   // upper bytes of 1024
+  constexpr u32 kOffset = 0xe408e408;    // -1032
+  const u32 above = codes ^ 0x88888888;  // the codes plus 8
+  const u32 even = above & 0x0f0f0f0f;
+  const u32 odd = above >> 4 & 0x0f0f0f0f;
+  const u32 lower = interleave_lower(even, odd);
+  const u32 upper = interleave_upper(even, odd);
+  return {add_halves(__byte_perm(lower, kAligner, 0x4140), kOffset),
+          add_halves(__byte_perm(lower, kAligner, 0x4342), kOffset),
+          add_halves(__byte_perm(upper, kAligner, 0x4140), kOffset),
+          add_halves(__byte_perm(upper, kAligner, 0x4342), kOffset)};
+}
+
+template <typename TFormat>
+__device__ __forceinline__ EightHalves decode_eight(u32 codes) {
+  if constexpr (kE2m1<TFormat>) return decode_e2m1x8(codes);
+  return decode_int4x8(codes);
+}
+
+// The same codes as bf16, which every one of them fits. A float32 of the fp16 loses nothing in its
+// upper half.
+__device__ __forceinline__ EightHalves as_bfloat16(const EightHalves& halves) {
+  EightHalves result;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 values = floats_of_pair(halves.pairs[i]);
+    result.pairs[i] = __byte_perm(__float_as_uint(values.x), __float_as_uint(values.y), 0x7632);
+  }
+  return result;
+}
+
+// The value of a group scale, from its bits.
+template <typename TFormat>
+__device__ __forceinline__ float group_scale(u32 bits) {
+  if constexpr (kSameType<TFormat, nvfp4>) {
+#ifdef __CUDACC__
+    fp8_e4m3 code;
+    code.__x = static_cast<unsigned char>(bits);
+    return to_float(code);
+#else
+    return to_float(fp8_e4m3{static_cast<unsigned char>(bits)});
+#endif
+  } else if constexpr (kSameType<TFormat, mxfp4>) {
+    const u32 power = bits << 23;  // 2**-127 is subnormal, and 255 is NaN
+    return __uint_as_float(bits == 0 ? 0x00400000 : bits == 255 ? 0x7fc00000 : power);
+  } else {
+    return floats_of_pair(bits).x;
+  }
+}
+
+// The bits of a group scale in memory, at a multiple of its size.
+template <typename TFormat>
+__device__ __forceinline__ u32 load_group_scale(const char* address) {
+  return *reinterpret_cast<const Word<kGroupScaleBytes<TFormat>>*>(address);
+}
+
+// --- Encoding ------------------------------------------------------------------------------------
+
+// The bits of the scale of a group whose largest magnitude is `absmax`, finite: absmax / divisor
+// rounded to float32, and then to nearest even, or up to a power of two. At least the smallest
+// positive scale, but for a group of zeros.
+template <typename TFormat>
+__device__ __forceinline__ u32 encode_group_scale(float absmax, float divisor) {
+  const float quotient = __fdiv_rn(absmax, divisor);
+  if constexpr (kSameType<TFormat, mxfp4>) {
+    const u32 bits = __float_as_uint(quotient);
+    if (bits <= 0x00400000) return 0;  // up to 2**-127
+    return min((bits + 0x007fffff) >> 23, u32{254});
+  } else {
+    u32 bits;
+    if constexpr (kSameType<TFormat, nvfp4>) {
+      const fp8_e4m3 code = from_float<fp8_e4m3>(quotient);
+      bits = *reinterpret_cast<const unsigned char*>(&code);
+    } else {
+      const half code = from_float<half>(fminf(quotient, 65504.0f));
+      bits = *reinterpret_cast<const unsigned short*>(&code);
+    }
+    return absmax > 0.0f ? max(bits, u32{1}) : 0;
+  }
+}
+
+// The codes of eight magnitudes over a step, without signs, in a word; of infinities the largest.
+// Next to a power of two whose last bit is worth 1 a sum is a whole number, rounded once. E2M1
+// counts its codes by halves up to 2, by ones up to 4 and by twos up to 6: the least of three
+// lines. The sums end with the codes, and what is above those adds up to a constant.
+template <typename TFormat>
+__device__ __forceinline__ u32 encode_magnitudes(const float* x, const ScaleDivisor& step) {
+  constexpr float kAligner = 8388608.0f;  // 2**23, whose bits are kAbove
+  constexpr u32 kAbove = 0x4b000000;
+  constexpr u32 kAllAbove = kAbove * 0x11111111u;
+  u32 word = 0;
+#pragma unroll
+  for (int i = 7; i >= 0; --i) {
+    float rough;
+    float exact;  // NaN where it is out of range: fminf drops that
+    step.divide(x[i], rough, exact);
+    float code = __fadd_rn(exact, kAligner);
+    if constexpr (kE2m1<TFormat>) {
+      code = fminf(__fmaf_rn(exact, 2.0f, kAligner), __fadd_rn(exact, kAligner + 2.0f));
+      code = fminf(code, __fmaf_rn(exact, 0.5f, kAligner + 4.0f));
+    }
+    word = word * 16 + __float_as_uint(fminf(code, kAligner + 7.0f));
+  }
+  return word - kAllAbove;
+}
+
+// Eight codes, from their magnitudes and the signs, which are the upper bits of four each.
+template <typename TFormat>
+__device__ __forceinline__ u32 codes_with_signs(u32 magnitudes, u32 signs) {
+  if constexpr (kE2m1<TFormat>) return magnitudes | signs;
+  const u32 ones = signs >> 3;  // two's complement: inverted, plus one, without a carry
+  const u32 inverted = magnitudes ^ ones * 15;
+  return ((inverted & 0x77777777) + ones) ^ (inverted & 0x88888888);
+}
+
+// The signs of eight numbers, the uppermost bits of bytes: of 0, 2, 4, 6 and of 1, 3, 5, 7.
+__device__ __forceinline__ u32 interleave_signs(u32 even, u32 odd) {
+  return (even >> 4 & 0x08080808) | (odd & 0x80808080);
+}
+
+// What 16 elements are stored as.
+struct SixteenCodes {
+  alignas(8) u32 words[2];
+
+  // Words of `word_bytes`, a power of two up to 8 that divides the address.
+  __device__ __forceinline__ void store(char* target, int word_bytes) const {
+    if (word_bytes == 8) {
+      *reinterpret_cast<Word<8>*>(target) = *reinterpret_cast<const Word<8>*>(words);
+    } else if (word_bytes == 4) {
+      store_words<4>(target);
+    } else if (word_bytes == 2) {
+      store_words<2>(target);
+    } else {
+      store_words<1>(target);
+    }
+  }
+
+  __device__ __forceinline__ void load(const char* source, int word_bytes) {
+    if (word_bytes == 8) {
+      *reinterpret_cast<Word<8>*>(words) = *reinterpret_cast<const Word<8>*>(source);
+    } else if (word_bytes == 4) {
+      load_words<4>(source);
+    } else if (word_bytes == 2) {
+      load_words<2>(source);
+    } else {
+      load_words<1>(source);
+    }
+  }
+
+ private:
+  template <int kBytes>
+  __device__ __forceinline__ void store_words(char* target) const {
+#pragma unroll
+    for (int i = 0; i < 8 / kBytes; ++i) {
+      reinterpret_cast<Word<kBytes>*>(target)[i] =
+          static_cast<Word<kBytes>>(words[i * kBytes / 4] >> i * kBytes % 4 * 8);
+    }
+  }
+
+  template <int kBytes>
+  __device__ __forceinline__ void load_words(const char* source) {
+    words[0] = words[1] = 0;
+#pragma unroll
+    for (int i = 0; i < 8 / kBytes; ++i) {
+      words[i * kBytes / 4] |= u32{reinterpret_cast<const Word<kBytes>*>(source)[i]}
+                               << i * kBytes % 4 * 8;
+    }
+  }
+};
+
+using Sixteen = Pack<float, kCodesPerThread>;
+
+#ifdef __CUDACC__
+// Two numbers of 16 bits in a word.
+__device__ __forceinline__ float2 floats_of_pair(u32 pair, half) { return floats_of_halves(pair); }
+__device__ __forceinline__ float2 floats_of_pair(u32 pair, bfloat16) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
+}
+#endif
+
+// Eight numbers as magnitudes, and their signs as codes_with_signs takes them.
+template <typename T>
+__device__ __forceinline__ u32 split_signs(const T* numbers, float* magnitudes) {
+  u32 tops[4];  // bytes of 0 and 1 uppermost in half words, and so on
+#ifdef __CUDACC__
+  if constexpr (sizeof(T) == 2) {
+    const u32* words = reinterpret_cast<const u32*>(numbers);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = floats_of_pair(words[i], T{});
+      magnitudes[2 * i] = fabsf(pair.x);
+      magnitudes[2 * i + 1] = fabsf(pair.y);
+      tops[i] = words[i];
+    }
+  } else
+#endif
+  {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float first = to_float(numbers[2 * i]);
+      const float second = to_float(numbers[2 * i + 1]);
+      magnitudes[2 * i] = fabsf(first);
+      magnitudes[2 * i + 1] = fabsf(second);
+      tops[i] = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);
+    }
+  }
+  const u32 lower = __byte_perm(tops[0], tops[1], 0x7531);  // the upper bytes of 0, 1, 2, 3
+  const u32 upper = __byte_perm(tops[2], tops[3], 0x7531);
+  return interleave_signs(__byte_perm(lower, upper, 0x6420), __byte_perm(lower, upper, 0x7531));
+}
+
+// Make every NaN a zero, and return the largest magnitude, at most the largest float.
+template <typename T>
+__device__ __forceinline__ float clear_nan(Pack<T, kCodesPerThread>& pack) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(T) == 2) {  // in pairs; a NaN is rare
+    const auto* pairs = reinterpret_cast<const PairOf<T>*>(pack.values);
+    PairOf<T> top = __habs2(pairs[0]);
+#pragma unroll
+    for (int i = 1; i < kCodesPerThread / 2; ++i) top = __hmax2_nan(top, __habs2(pairs[i]));
+    const float a = to_float(top.x);
+    const float b = to_float(top.y);
+    if (!isnan(a + b)) return fminf(fmaxf(a, b), kFloatMax);
+  }
+#endif
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kCodesPerThread; ++i) {
+    const float x = to_float(pack.values[i]);
+    if (x != x) pack.values[i] = T{};
+    largest = fmaxf(largest, fabsf(x));
+  }
+  return fminf(largest, kFloatMax);
+}
+
+// The codes of elements without NaN, of a group with this largest magnitude and step.
+template <typename TFormat, typename T>
+__device__ __forceinline__ SixteenCodes encode_codes(const Pack<T, kCodesPerThread>& x,
+                                                     float absmax, float step) {
+  constexpr float kSmallest = __builtin_bit_cast(float, 1);
+  const ScaleDivisor divisor(fmaxf(step, kSmallest));
+  SixteenCodes codes;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float magnitudes[8];
+    const u32 signs = split_signs(x.values + 8 * i, magnitudes);
+    const u32 word =
+        codes_with_signs<TFormat>(encode_magnitudes<TFormat>(magnitudes, divisor), signs);
+    codes.words[i] = absmax > 0.0f ? word : 0;
+  }
+  return codes;
+}
+
+template <typename TFormat>
+__device__ __forceinline__ void store_group_scale(char* target, u32 bits) {
+  *reinterpret_cast<Word<kGroupScaleBytes<TFormat>>*>(target) =
+      static_cast<Word<kGroupScaleBytes<TFormat>>>(bits);
+}
+
+// Store 16 elements, from element `at` of a row, of a group that neighbouring threads hold; the
+// first of them stores its scale, too. `scale` is that of the tensor or head. Every thread of the
+// warp must call it; those that have no elements are not `active`.
+template <typename TFormat, typename T>
+__device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float scale, int at,
+                                               bool active, const FourBitRow& row,
+                                               const KVOperand& operand) {
+  const int shift = group_shift<TFormat>(operand);
+  const float absmax = max_within_warp(clear_nan(x), (1 << shift) / kCodesPerThread);
+  const u32 bits = encode_group_scale<TFormat>(absmax, __fmul_rn(kLargestCode<TFormat>, scale));
+  const float step = __fmul_rn(group_scale<TFormat>(bits), scale);
+  const SixteenCodes codes = encode_codes<TFormat>(x, absmax, step);
+  if (!active) return;
+  codes.store(row.codes + at / 2, operand.group_scales.code_word_bytes);
+  const int group = at >> shift;
+  if (group << shift == at)
+    store_group_scale<TFormat>(row.scales + group * kGroupScaleBytes<TFormat>, bits);
+}
+
+// 16 elements of T, in words if kCount is 16, or one by one.
+template <typename T, int kCount>
+__device__ __forceinline__ Pack<T, kCodesPerThread> load_sixteen(const char* source) {
+  Pack<T, kCodesPerThread> pack;
+  if constexpr (kCount == kCodesPerThread) {
+    pack.load(source);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCodesPerThread; ++i) {
+      pack.values[i] = reinterpret_cast<const T*>(source)[i];
+    }
+  }
+  return pack;
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void store_sixteen(const Pack<T, kCodesPerThread>& pack, char* target) {
+  if constexpr (kCount == kCodesPerThread) {
+    pack.store(target);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCodesPerThread; ++i) reinterpret_cast<T*>(target)[i] = pack.values[i];
+  }
+}
+
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+// Store a row by one thread, which holds every group.
+template <typename T, typename TFormat, int kCount>
+inline void store_row_alone(const char* in, float scale, int width, const FourBitRow& row,
+                            const KVOperand& operand) {
+  const int group = 1 << group_shift<TFormat>(operand);
+  for (int first = 0; first < width; first += group) {
+    float absmax = 0.0f;
+    for (int at = first; at < first + group; at += kCodesPerThread) {
+      auto pack = load_sixteen<T, kCount>(in + at * static_cast<int>(sizeof(T)));
+      absmax = fmaxf(absmax, clear_nan(pack));
+    }
+    const u32 bits = encode_group_scale<TFormat>(absmax, kLargestCode<TFormat> * scale);
+    const float step = group_scale<TFormat>(bits) * scale;
+    store_group_scale<TFormat>(row.scales + first / group * kGroupScaleBytes<TFormat>, bits);
+    for (int at = first; at < first + group; at += kCodesPerThread) {
+      auto pack = load_sixteen<T, kCount>(in + at * static_cast<int>(sizeof(T)));
+      clear_nan(pack);
+      encode_codes<TFormat>(pack, absmax, step)
+          .store(row.codes + at / 2, operand.group_scales.code_word_bytes);
+    }
+  }
+}
+#endif
+
+// Load the codes of 16 elements, from element `at` of a row, and the bits of their group's scale.
+template <typename TFormat>
+__device__ __forceinline__ void load_in_group(const FourBitRow& row, int at,
+                                              const KVOperand& operand, SixteenCodes& codes,
+                                              u32& scale_bits) {
+  codes.load(row.codes + at / 2, operand.group_scales.code_word_bytes);
+  const int group = at >> group_shift<TFormat>(operand);
+  scale_bits = load_group_scale<TFormat>(row.scales + group * kGroupScaleBytes<TFormat>);
+}
+
+// 16 elements as floats: codes * step, each product rounded once.
+template <typename TFormat>
+__device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes, float step) {
+  Sixteen out;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const EightHalves values = decode_eight<TFormat>(codes.words[half]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = floats_of_pair(values.pairs[i]);
+      out.values[half * 8 + 2 * i] = __fmul_rn(pair.x, step);
+      out.values[half * 8 + 2 * i + 1] = __fmul_rn(pair.y, step);
+    }
+  }
+  return out;
+}

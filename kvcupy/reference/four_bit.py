@@ -1,0 +1,214 @@
+"""The four-bit formats: two codes a byte, and a scale for each group of elements of a row.
+
+All arithmetic is float32, step by step, each step rounded once, to nearest even, so that a kernel
+can give the same bits. For a group of a row, with `scale` that of the tensor or head:
+
+1. x: the elements as float32, NaN as 0; absmax: the largest magnitude, at most the largest float32
+2. divisor = float32(limit * scale), with the largest code as limit: 6, or 7 of int4
+3. quotient = float32(absmax / divisor)
+4. group scale = quotient in its format: to nearest even and at most the largest finite value (e4m3,
+   fp16), or the power of two that is not below it, from 2**-127 to 2**127 (e8m0). At least the
+   smallest positive value; but in a group of zeros 0, or 2**-127 in e8m0
+5. step = float32(group scale * scale), at least 2**-149
+6. code = the nearest even code of float32(x / step), with its sign, saturating: E2M1, or integers
+   from -7 to 7. In a group of zeros 0
+
+A code stands for float32(code * float32(group scale * scale)).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .formats import Array, Float32, Float64, decode, encode
+
+#: The smallest positive float32.
+TINY = np.float32(2.0**-149)
+
+
+@dataclass(frozen=True)
+class FourBitFormat:
+    """How a four-bit format is stored."""
+
+    code: str
+    """"e2m1", or "int4": two's complement."""
+    group: int
+    """Elements that share a scale."""
+    scale: str
+    """The format of group scales: "fp8_e4m3", "e8m0" or "fp16"."""
+    scale_carrier: str
+    """The dtype of their bits."""
+    smallest_scale: float
+
+    @property
+    def limit(self) -> float:
+        """The largest magnitude of a code."""
+        return 6.0 if self.code == "e2m1" else 7.0
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a group with its scale."""
+        return self.group // 2 + np.dtype(self.scale_carrier).itemsize
+
+
+FOUR_BIT = {
+    "nvfp4": FourBitFormat("e2m1", 16, "fp8_e4m3", "uint8", 2.0**-9),
+    "mxfp4": FourBitFormat("e2m1", 32, "e8m0", "uint8", 2.0**-127),
+    "int4": FourBitFormat("int4", 32, "fp16", "uint16", 2.0**-24),
+    "int4_g64": FourBitFormat("int4", 64, "fp16", "uint16", 2.0**-24),
+    "int4_g128": FourBitFormat("int4", 128, "fp16", "uint16", 2.0**-24),
+}
+
+
+class FourBitRows:
+    """Rows of a four-bit format, in place: the codes and the scales of an array.
+
+    Parameters
+    ----------
+    codes
+        uint8 ``(..., D / 2)``, element 2i in the low nibble of byte i.
+    scales
+        The bits of the group scales, ``(..., D / group)``: uint8, or uint16 for fp16.
+    """
+
+    def __init__(self, codes: Array, scales: Array, fmt: str) -> None:
+        self.codes, self.scales, self.fmt = codes, scales, fmt
+        self.shape = (*codes.shape[:-1], 2 * codes.shape[-1])
+        self.ndim = len(self.shape)
+
+    @classmethod
+    def packed(cls, rows: Array, fmt: str) -> FourBitRows:
+        """Return the rows of uint8 ``(..., row_bytes)``, each its codes and then its scales."""
+        form = FOUR_BIT[fmt]
+        split = rows.shape[-1] // form.group_bytes * (form.group // 2)
+        return cls(rows[..., :split], rows[..., split:].view(form.scale_carrier), fmt)
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, index: Any) -> FourBitRows:
+        """Index the axes before the last."""
+        return FourBitRows(self.codes[index], self.scales[index], self.fmt)
+
+    def __setitem__(self, index: Any, other: FourBitRows) -> None:
+        self.codes[index], self.scales[index] = other.codes, other.scales
+
+    def columns(self, start: int, stop: int) -> FourBitRows:
+        """Return some elements of each row, whole groups."""
+        group = FOUR_BIT[self.fmt].group
+        codes = self.codes[..., start // 2 : stop // 2]
+        return FourBitRows(codes, self.scales[..., start // group : stop // group], self.fmt)
+
+    def swapaxes(self, first: int, second: int) -> FourBitRows:
+        """Exchange two axes before the last."""
+        codes, scales = (a.swapaxes(first, second) for a in (self.codes, self.scales))
+        return FourBitRows(codes, scales, self.fmt)
+
+
+def decode_codes(packed: Array, code: str) -> Float64:
+    """Return the values of packed codes, uint8 ``(..., n)``, as float64 ``(..., 2n)``.
+
+    Parameters
+    ----------
+    code
+        ``"e2m1"`` or ``"int4"``.
+    """
+    nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    if code == "int4":
+        signed = nibbles.astype(np.int64)
+        return np.where(signed > 7, signed - 16, signed).astype(np.float64)
+    return decode(nibbles, "e2m1")
+
+
+def encode_codes(values: Array, code: str) -> Array:
+    """Round values to codes once, to nearest even, saturating; NaN becomes 0.
+
+    Returns
+    -------
+    uint8 ``(..., n)`` for values ``(..., 2n)``
+    """
+    known = np.where(np.isnan(values), 0.0, np.asarray(values, np.float64))
+    if code == "int4":
+        nibbles = np.clip(np.rint(known), -7, 7).astype(np.int64) & 15
+    else:
+        nibbles = encode(known, "e2m1")
+    nibbles = nibbles.astype(np.uint8)
+    return np.asarray(nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), np.uint8)
+
+
+def decode_scales(bits: Array, fmt: str) -> Float32:
+    """Return the values of the bits of group scales; float32 holds each of them."""
+    form = FOUR_BIT[fmt]
+    if form.scale == "e8m0":
+        values = np.ldexp(1.0, bits.astype(np.int32) - 127)
+        return np.where(bits == 255, np.nan, values).astype(np.float32)
+    return decode(np.ascontiguousarray(bits), form.scale).astype(np.float32)
+
+
+def encode_scales(quotients: Array, are_zero: Array, fmt: str) -> Array:
+    """Return the bits of group scales, of quotients that are not negative (step 4).
+
+    Parameters
+    ----------
+    are_zero
+        Which groups hold zeros alone.
+    """
+    form = FOUR_BIT[fmt]
+    if form.scale == "e8m0":
+        wide = np.asarray(quotients, np.float64)
+        mantissa, exponent = np.frexp(np.where(np.isinf(wide), 2.0**127, wide))
+        exponent = np.where(mantissa > 0.5, exponent, exponent - 1)  # 2**exponent >= the quotient
+        exponent = np.where((wide == 0) | are_zero, -127, np.clip(exponent, -127, 127))
+        return np.asarray(exponent + 127, np.uint8)
+    largest = 448.0 if form.scale == "fp8_e4m3" else 65504.0
+    bounded = np.minimum(np.asarray(quotients, np.float64), largest)
+    bits = encode(bounded, form.scale)  # the smallest positive value has the bits 1
+    bits = np.where(are_zero, 0, np.maximum(bits, 1))
+    return np.asarray(bits, form.scale_carrier)
+
+
+def quantise_rows(rows: Array, target: FourBitRows, scales: Array) -> None:
+    """Store rows in a four-bit format, by the steps above.
+
+    Parameters
+    ----------
+    rows
+        float32 ``(..., D)``.
+    target
+        ``(..., D)``, written in place.
+    scales
+        float32 ``(...)`` scales of the tensor or head.
+    """
+    form = FOUR_BIT[target.fmt]
+    with np.errstate(all="ignore"):
+        x = np.where(np.isnan(rows), np.float32(0), rows.astype(np.float32))
+        groups = x.reshape(*x.shape[:-1], -1, form.group)
+        scale = np.asarray(scales, np.float32)[..., None]
+        absmax = np.minimum(np.abs(groups).max(axis=-1), np.finfo(np.float32).max)
+        divisor = np.asarray(np.float32(form.limit) * scale, np.float32)
+        bits = encode_scales(np.asarray(absmax / divisor, np.float32), absmax == 0, target.fmt)
+        step = np.asarray(decode_scales(bits, target.fmt) * scale, np.float32)
+        quotients = np.asarray(groups / np.maximum(step, TINY)[..., None], np.float32)
+    quotients = np.where((absmax == 0)[..., None], np.float32(0), quotients).reshape(x.shape)
+    target.codes[...] = encode_codes(quotients, form.code)
+    target.scales[...] = bits
+
+
+def dequantise_rows(rows: FourBitRows, scales: Array | None = None) -> Float32:
+    """Return the values of rows, float32 ``(..., D)``.
+
+    Parameters
+    ----------
+    scales
+        float32 ``(...)`` scales of the tensor or head; None for 1.
+    """
+    form = FOUR_BIT[rows.fmt]
+    codes = decode_codes(rows.codes, form.code).astype(np.float32)
+    step = decode_scales(rows.scales, rows.fmt)
+    with np.errstate(all="ignore"):
+        if scales is not None:
+            step = np.asarray(step * np.asarray(scales, np.float32)[..., None], np.float32)
+        return np.asarray(codes * np.repeat(step, form.group, axis=-1), np.float32)

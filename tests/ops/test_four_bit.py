@@ -1,0 +1,306 @@
+"""Stores into caches of the four-bit formats, and gathers out of them, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from four_bit_cases import FLOATS, FOUR_BIT, KINDS, place_rows, split_cache
+from helpers import FORMATS, LAYOUTS, Case, cache_shape, refused
+from rope_cases import SLOTS, RopeCase, mla_arguments, store_arguments
+from store_calls import shuffled_slots
+
+import kvcupy as kv
+from kvcupy import formats, reference
+
+SCALES = {
+    "none": None,
+    "float": 0.37,
+    "one element": np.float32([1.3]),
+    "per head": np.float32([0.2, 5.0, 1e-3]),
+    "extreme": np.float32([1e-38, 3e38, 1e-45]),
+}
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+@pytest.mark.parametrize("source", FORMATS)
+def test_store_in_every_format(device, source, fmt, scale):
+    case = Case(device, 1)
+    key, value = (place_rows(case, source, (48, 3, n), name=str(n)) for n in (128, 384))
+    caches = [case.output(fmt, (64, 3, n), name=f"cache {n}") for n in (128, 384)]
+    case.store_kv(
+        key, value, *caches, shuffled_slots(case, 48, 64), k_scale=SCALES[scale], v_scale=0.5
+    )
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+@pytest.mark.parametrize("target", FORMATS)
+def test_gather_in_every_format(device, target, fmt, scale):
+    case = Case(device, 2)
+    caches = [case.output(fmt, (64, 3, n), name=f"cache {n}") for n in (128, 384)]
+    outs = [case.output(target, (48, 3, n), name=f"out {n}") for n in (128, 384)]
+    for out in outs:
+        out.buffer.exact = False
+    case.call(
+        "gather_kv", *caches, shuffled_slots(case, 48, 64), k_out=outs[0], v_out=outs[1],
+        k_scale=SCALES[scale], v_scale=0.5,
+    )  # fmt: skip
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("layout", ["NHD", "HND", "slots", "2-D"])
+def test_layouts_there_and_back(device, layout, fmt):
+    """Also from one cache into another, as rows of its own format."""
+    case = Case(device, 3)
+    shape = (lambda width: (9, width)) if layout == "2-D" else (lambda width: (9, 3, width))
+    key, value = (place_rows(case, "bf16", shape(n)) for n in (128, 256))
+    caches = [case.output(fmt, cache_shape(layout, 4, 3, 3, n)) for n in (128, 256)]
+    options = {"layout": layout} if layout in LAYOUTS else {}
+    slots = shuffled_slots(case, 9, 12)
+    case.store_kv(key, value, *caches, slots, **options)
+    rows = [case.output(fmt, shape(n), name=f"rows {n}") for n in (128, 256)]
+    case.call("gather_kv", *caches, slots, k_out=rows[0], v_out=rows[1], **options)
+    others = [case.output(fmt, cache_shape(layout, 4, 3, 3, n)) for n in (128, 256)]
+    case.store_kv(*rows, *others, slots[::-1].copy(), **options)
+
+
+def test_words_of_every_size(device):
+    """Rows of 9, 18, 36 and 72 bytes: codes at multiples of 1, 2, 4 and 8."""
+    for width, source in itertools.product((16, 32, 64, 128), ("bf16", "fp32")):
+        case = Case(device, 4)
+        key, value = (place_rows(case, source, (7, 2, width)) for _ in range(2))
+        caches = [case.output("nvfp4", (3, 3, 2, width)) for _ in range(2)]
+        slots = shuffled_slots(case, 7, 9)
+        case.store_kv(key, value, *caches, slots)
+        outs = [case.output(source, (7, 2, width)) for _ in range(2)]
+        for out in outs:
+            out.buffer.exact = False
+        case.call("gather_kv", *caches, slots, k_out=outs[0], v_out=outs[1])
+
+
+@pytest.mark.parametrize("misalign", [1, 4])
+def test_rows_at_any_element(device, misalign):
+    case = Case(device, 5)
+    key = place_rows(case, "bf16", (7, 2, 32), misalign=misalign)
+    value = place_rows(case, "bf16", (7, 5, 48), lambda a: a[:, 1:4:2, 5:37])
+    caches = [case.output("mxfp4", (9, 2, 32), misalign=3) for _ in range(2)]
+    slots = shuffled_slots(case, 7, 9)
+    case.store_kv(key, value, *caches, slots)
+    outs = [case.output("fp16", (7, 2, 32), misalign=misalign) for _ in range(2)]
+    for out in outs:
+        out.buffer.exact = False
+    case.call("gather_kv", *caches, slots, k_out=outs[0], v_out=outs[1])
+
+
+def test_key_and_value_of_two_formats(device):
+    case = Case(device, 6)
+    key, value = place_rows(case, "bf16", (9, 2, 128)), place_rows(case, "fp16", (9, 2, 64))
+    for k_fmt, v_fmt in (("nvfp4", "int4"), ("int4", "int4_g64"), ("fp8_e4m3", "mxfp4")):
+        k_cache, v_cache = (
+            case.output(f, (12, 2, n)) for f, n in ((k_fmt, 128), (v_fmt, 64))
+        )  # fmt: skip
+        slots = shuffled_slots(case, 9, 12)
+        case.store_kv(key, value, k_cache, v_cache, slots, k_scale=0.5)
+        outs = [case.output("bf16", (9, 2, n)) for n in (128, 64)]
+        for out in outs:
+            out.buffer.exact = False
+        case.call("gather_kv", k_cache, v_cache, slots, k_out=outs[0], v_out=outs[1], k_scale=0.5)
+
+
+@pytest.mark.parametrize("fmt", KINDS)
+def test_scales_in_an_array_of_their_own(device, fmt):
+    """Pages of vLLM: the codes of a page, then its scales. Gathered into packed rows, and back."""
+    if device.kind != "host":
+        pytest.skip("strides over memory that the test makes with NumPy")
+    case = Case(device, 7)
+    caches = [split_cache(case, fmt, 4, 3, 2, n) for n in (128, 256)]
+    arrays, mirrors = [c[0] for c in caches], [c[1] for c in caches]
+    key, value = (place_rows(case, "bf16", (9, 2, n)) for n in (128, 256))
+    slots = shuffled_slots(case, 9, 12)
+    kv.store_kv(key.array, value.array, *arrays, slots, v_scale=3.0)
+    reference.store_kv(key.view, value.view, *mirrors, slots, v_scale=3.0)
+    case.check_buffers()
+    rows = [case.output(fmt, (9, 2, n), name=f"rows {n}") for n in (128, 256)]
+    kv.gather_kv(*arrays, slots, k_out=rows[0].array, v_out=rows[1].array)
+    reference.gather_kv(*mirrors, slots, k_out=rows[0].view, v_out=rows[1].view)
+    case.check_buffers()
+    other = slots[::-1].copy()
+    kv.store_kv(rows[0].array, rows[1].array, *arrays, other)
+    reference.store_kv(rows[0].view, rows[1].view, *mirrors, other)
+    case.check_buffers()
+    outs = [case.output("fp16", (9, 2, n), name=f"out {n}") for n in (128, 256)]
+    kv.gather_kv(*arrays, slots, k_out=outs[0].array, v_out=outs[1].array, v_scale=3.0)
+    reference.gather_kv(*mirrors, slots, k_out=outs[0].view, v_out=outs[1].view, v_scale=3.0)
+    for out in outs:
+        out.buffer.exact = False
+    case.check_buffers()
+
+
+def test_gather_allocates_bf16_or_packed_rows(device):
+    case = Case(device, 8)
+    caches = [case.output("nvfp4", (6, 2, 32)) for _ in range(2)]
+    arrays = [cache.array for cache in caches]
+    slots = case.device.asarray(np.array([3, -1, 5]))
+    k, v = kv.gather_kv(*arrays, slots)
+    want = [np.zeros((3, 2, 32), ml_dtypes.bfloat16) for _ in range(2)]
+    reference.gather_kv(
+        *[c.view for c in caches], np.array([3, -1, 5]), k_out=want[0], v_out=want[1]
+    )
+    for got, expected in zip((k, v), want, strict=True):
+        np.testing.assert_array_equal(
+            device.to_numpy(got).view(np.uint16), expected.view(np.uint16)
+        )
+    k, _ = kv.gather_kv(*arrays, slots, dtype="nvfp4")
+    assert (k.format, k.shape) == ("nvfp4", (3, 2, 32))
+    packed = device.to_numpy(k)
+    np.testing.assert_array_equal(packed[0], caches[0].live()[3])
+    assert not packed[1].any()
+
+
+@pytest.mark.parametrize("fmt", KINDS)
+def test_store_mla(device, fmt):
+    group = formats.FOUR_BIT[fmt].group
+    for paged, source in ((False, "bf16"), (True, "fp32")):
+        case = Case(device, 9)
+        latent = place_rows(case, source, (6, 4 * group))
+        rope_key = place_rows(case, source, (6, 2 * group))
+        shape = (3, 4, 6 * group) if paged else (12, 6 * group)
+        cache = case.output(fmt, shape, name="cache")
+        case.store_mla(latent, rope_key, cache, [7, 0, -1, 11, 3, 4], scale=0.25)
+        packed = [case.output(fmt, (6, n * group)) for n in (4, 2)]
+        case.store_mla(*packed, cache, [8, 1, -1, 10, 2, 5])
+
+
+def test_a_latent_of_no_whole_groups_is_refused(device):
+    case = Case(device, 10)
+    latent, rope_key = place_rows(case, "bf16", (6, 40)), place_rows(case, "bf16", (6, 24))
+    cache = case.output("nvfp4", (12, 64))
+    call = lambda: kv.store_mla(latent.array, rope_key.array, cache.array, np.arange(6))  # noqa: E731
+    refused(case, call, ValueError, "latent")
+
+
+# Rotation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("rotary_dim", [128, 48, 8])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("source", FLOATS)
+def test_rope_store(device, source, fmt, interleaved, rotary_dim):
+    for layout, write_key in (("NHD", True), ("HND", False)):
+        case = RopeCase(device, 11)
+        args = store_arguments(
+            case, source, fmt, layout=layout, width=128, v_width=256, rotary_dim=rotary_dim
+        )
+        case.store(
+            *args, [7, 12, -1, 11, 3, 4], layout=layout, write_key=write_key,
+            interleaved=interleaved, k_scale=np.float32([0.5, 3.0]),
+        )  # fmt: skip
+
+
+def test_rope_store_of_what_the_pack_does_not_fit(device):
+    """Odd rotary widths and rows at any element: one by one."""
+    for width, rotary_dim, source in ((16, 6, "bf16"), (48, 22, "fp32"), (80, 80, "fp16")):
+        case = RopeCase(device, 12)
+        args = store_arguments(
+            case, source, "nvfp4", width=width, v_width=32, rotary_dim=rotary_dim
+        )
+        case.store(*args, SLOTS)
+
+
+def test_rope_store_with_norms_and_no_query(device):
+    case = RopeCase(device, 13)
+    query, key, *rest = store_arguments(case, "bf16", "int4_g64", width=64, v_width=128)
+    norms = {f"{n}_norm": case.rows("fp32", (64,), name=n) for n in ("query", "key")}
+    case.store(query, key, *rest, SLOTS, **norms)
+    case.store(None, key, *rest, SLOTS[::-1], key_norm=norms["key_norm"])
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
+def test_rope_store_on_two_streams(device, fmt):
+    """The copies read keys from where the rotation wrote them, or rotate as they copy."""
+    for write_key in (True, False):
+        case = RopeCase(device, 14)
+        args = store_arguments(case, "bf16", fmt, width=64, v_width=32)
+        streams = [device.stream() for _ in range(2)]
+        case.store(
+            *args, SLOTS, write_key=write_key, stream=streams[0], alt_stream=streams[1]
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", KINDS)
+def test_rope_store_mla(device, fmt):
+    group = formats.FOUR_BIT[fmt].group
+    for paged in (False, True):
+        case = RopeCase(device, 15)
+        args = mla_arguments(case, "bf16", fmt, rank=4 * group, width=group, paged=paged)
+        case.store_mla_rotated(*args, SLOTS, write_key=not paged, scale=0.5)
+
+
+def test_rows_too_long_to_stage_are_refused(device):
+    case = RopeCase(device, 16)
+    width = 49152 // 4 + 128
+    args = store_arguments(case, "fp32", "nvfp4", width=width, v_width=16, rotary_dim=16)
+    arrays = [arg.array for arg in args]
+    slots = device.asarray(np.array(SLOTS))
+    call = lambda: kv.rope_store_kv(*arrays, slots)  # noqa: E731
+    refused(case, call, ValueError, "key")
+
+
+# Refusals ------------------------------------------------------------------------------------
+
+
+def calls(case, device):
+    """Name of the argument, what is wrong, and the call."""
+    key = place_rows(case, "bf16", (4, 2, 64)).array
+    cache = case.output("nvfp4", (8, 2, 64)).array
+    other = case.output("mxfp4", (8, 2, 64)).array
+    plain = case.output("bf16", (8, 2, 64)).array
+    rows = case.output("nvfp4", (4, 2, 64)).array
+    dynamic = device.zeros((8, 2), "fp32")
+    slots = device.asarray(np.arange(4))
+    table = device.asarray(np.zeros((1, 4), np.int32))
+    lens = device.asarray(np.array([4], np.int32))
+    query = place_rows(case, "bf16", (1, 2, 64)).array
+    paged = cache[:, None]
+    return {
+        "k_scale_cache": lambda: kv.store_kv(key, key, cache, other, slots, k_scale_cache=dynamic),
+        "key": lambda: kv.store_kv(rows, key, other, cache, slots),
+        "value": lambda: kv.store_kv(key, rows, cache, plain, slots),
+        "k_out": lambda: kv.gather_kv(plain, plain, slots, k_out=rows),
+        "k_scale": lambda: kv.store_kv(key, key, cache, other, slots, k_scale=-1.0),
+        "k_cache": lambda: kv.paged_attention(query, paged, paged, table, lens),
+        "v_cache": lambda: kv.store_kv(key, key, cache, cache, slots),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["k_scale_cache", "key", "value", "k_out", "k_scale", "k_cache", "v_cache"]
+)
+def test_what_does_not_fit_is_refused(device, name):
+    case = Case(device, 17)
+    refused(case, calls(case, device)[name], ValueError, f"{name}|k_cache")
+
+
+def test_every_format_on_the_lenient_host(device, lenient_host):
+    """A thread holds whole rows there."""
+    for fmt, source in (("nvfp4", "bf16"), ("int4_g128", "fp32")):
+        case = RopeCase(device, 18)
+        key, value = (place_rows(case, source, (48, 3, n)) for n in (128, 384))
+        caches = [case.output(fmt, (64, 3, n)) for n in (128, 384)]
+        slots = shuffled_slots(case, 48, 64)
+        case.store_kv(key, value, *caches, slots, k_scale=0.3)
+        outs = [case.output(source, (48, 3, n)) for n in (128, 384)]
+        for out in outs:
+            out.buffer.exact = False
+        case.call("gather_kv", *caches, slots, k_out=outs[0], v_out=outs[1], k_scale=0.3)
+        args = store_arguments(case, source, fmt, width=128, v_width=256, rotary_dim=48)
+        case.store(*args, SLOTS)
