@@ -541,6 +541,35 @@ def test_an_interrupted_put_leaves_whole_blocks(shared, monkeypatch):
     assert one.store.stats()["recovered"] == len(steps) - 1, "all but the last were in the middle"
 
 
+def test_a_repair_that_is_interrupted_is_made_again_and_its_store_can_be_closed(
+    shared, monkeypatch
+):
+    user, hashes = shared(), block_hashes(3)
+    user.put(*hashes[:2])
+    Raw(user).header[shm._DIRTY] = 1
+    descriptors = num_descriptors()
+
+    def interrupt(backend, step):
+        if step == "rebuilt":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shm.ShmBackend, "_at", interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            user.put(hashes[2])
+    user.store.close()  # while the traceback has arrays over its memory
+    assert caught.tb is not None and num_descriptors() < descriptors
+    other = shared()
+    assert other.put(hashes[2]) == ["stored"] and other.get(*hashes) == [True] * 3
+    assert other.store.stats()["recovered"] == 2
+
+
+def test_a_system_without_what_it_needs_is_named(shared, monkeypatch):
+    monkeypatch.setattr(shm, "fcntl", None)
+    with pytest.raises(OSError, match=r"url: expected a system with flock"):
+        shared()
+
+
 def test_a_block_that_is_replaced_while_it_is_read_is_missed(shared, monkeypatch):
     """By the generation alone: there are no checksums."""
     one, other = shared(2, checksum="none"), shared(2, checksum="none")
