@@ -288,7 +288,7 @@ def test_no_byte_that_changes_makes_a_wrong_block(shared, path):
     user, hashes = shared(4), block_hashes(6)
     layout = Layout(PAGE_BYTES, 4)
     places = [
-        *range(2048, 2048 + 64, 7), *range(4096, 4096 + 8 * layout.num_buckets, 3),
+        *range(2048, 2048 + 64), *range(4096, 4096 + 8 * layout.num_buckets, 3),
         *range(layout.records_at, layout.records_at + 4 * shm.RECORD_BYTES, 5),
         *range(layout.payloads_at, layout.num_bytes, 509),
     ]  # fmt: skip
@@ -367,11 +367,22 @@ def test_numbers_that_were_damaged_are_counted_again(shared):
     assert user.put(hashes[5]) == ["stored"] and all_there(user, hashes) == 6
     raw.header[shm._FREE] = 2**40
     assert user.put(hashes[6]) == ["stored"] and all_there(user, hashes) == 6
+    raw.header[shm._NUM_BLOCKS] = 0
+    assert user.put(hashes[7]) == ["stored"], "in the place of another"
+    raw.header[shm._DIRTY] = 1
+    assert user.put(hashes[8]) == ["stored"] and all_there(user, hashes) == 6
     buckets = raw.backend._buckets
     for i in range(len(buckets)):
         buckets[i] = 0  # nothing is found, and no victim is where it should be
     assert {*user.put(*hashes[:3])} <= {"stored", "known"} and all_there(user, hashes) >= 3
     assert user.store.stats()["recovered"] >= 4
+
+
+def test_the_generation_of_a_free_slot_may_be_damaged(shared):
+    user, [block_hash] = shared(), block_hashes(1)
+    Raw(user).write(0, shm._GENERATION, 2**40 + 1)
+    assert user.put(block_hash) == ["stored"]
+    assert user.get(block_hash) == [True]
 
 
 def test_of_two_copies_of_a_block_one_is_kept(shared):
