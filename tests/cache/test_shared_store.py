@@ -6,10 +6,12 @@ import copy
 import errno
 import os
 import pickle
+import random
 import threading
 import time
 from pathlib import Path
 
+import helpers
 import pytest
 from shared_cases import Writer, block_hashes, bytes_of, fill, holds, new_pool
 
@@ -307,6 +309,36 @@ def test_no_byte_that_changes_makes_a_wrong_block(shared, path):
     fresh = shared(4)
     assert fresh.put(*block_hashes(4, 1000)) == ["stored"] * 4
     assert fresh.get(*block_hashes(4, 1000)) == [True] * 4
+
+
+@pytest.mark.parametrize("num_blocks", [1, 3, 8])
+def test_no_damage_makes_a_wrong_block_or_an_error(tmp_path, num_blocks):
+    """Many bytes at random moments, most of them in what says where blocks are."""
+    layout = Layout(PAGE_BYTES, num_blocks)
+    bookkeeping = [
+        *range(2048, 2048 + 64), *range(4096, 4096 + 8 * layout.num_buckets),
+        *range(layout.records_at, layout.records_at + shm.RECORD_BYTES * num_blocks),
+    ]  # fmt: skip
+    hashes = block_hashes(20)
+    for seed in range(helpers.examples(60)):
+        rng = random.Random(f"damage {num_blocks} {seed}")
+        url, options = f"shm:{seed}", {"capacity_bytes": layout.num_bytes, "folder": tmp_path}
+        with Writer(url, **options) as one, Writer(url, **options) as other:
+            memory = one.store._backend._bytes
+            for _ in range(60):
+                user, some = rng.choice([one, other]), rng.sample(hashes, rng.choice([1, 2, 3]))
+                if rng.random() < 0.5:
+                    assert "failed" not in user.put(*some), seed
+                else:
+                    user.get(*some)  # asserts that they are right
+                user.store._bad.clear()
+                for _ in range(rng.choice([0, 0, 1, 4, 64])):
+                    place = rng.choice(bookkeeping)
+                    if rng.random() < 0.2:
+                        place = rng.randrange(layout.payloads_at, layout.num_bytes)
+                    memory[place] = rng.choice(
+                        [0, 255, memory[place] ^ 1 << rng.randrange(8), rng.randrange(256)]
+                    )
 
 
 class Raw:
