@@ -580,6 +580,16 @@ class TestNonsense:
         assert backend.exists(KEYS[:1], soon()) == [True]
         assert backend.stats()["connections"] == 1
 
+    @pytest.mark.parametrize("page", [
+        b"*2\r\n$1\r\n0\r\n*1\r\n:5\r\n", b"*2\r\n:0\r\n*0\r\n", b"*2\r\n$1\r\n0\r\n$1\r\nx\r\n",
+        b"*1\r\n*0\r\n", b"*2\r\n$-1\r\n*-1\r\n", b"*2\r\n" * 9, b"*60000\r\n", b"$70000\r\nx",
+    ])  # fmt: skip
+    def test_pages_of_keys_that_are_none(self, impostor, page):
+        backend = open_backend(f"unix:{impostor.path}", connect=False)
+        impostor.reply = page
+        with pytest.raises(BackendLost):
+            backend.remove(soon())
+
     def test_mutated_replies_stay_within_the_buffers(self, impostor):
         order = random.Random(20261122)
         good = b"".join(

@@ -394,6 +394,20 @@ def test_pages_are_held_back_while_something_may_land_in_them(shelf, lost):
     assert allocator.num_free == 8
 
 
+def test_pages_of_a_put_that_is_still_read_are_held_back(shelf):
+    store = open_over(shelf)
+    allocator = store.pool.allocator
+    pages = allocator.alloc(3)
+    fill(store.pool, pages, HASHES[:3])
+    shelf.completion = Landing()
+    shelf.failures = [None, BackendLost("late", ["stored", "failed", "known"])]
+    assert store.put(HASHES[:3], pages) == ["stored", "failed", "known"]
+    allocator.free(pages)
+    assert allocator.num_free == 7
+    shelf.completion.over = True
+    assert allocator.num_free == 8
+
+
 def test_a_buffer_is_not_used_again_while_something_may_land_in_it(shelf):
     store = open_over(shelf, layout="layer_first")
     put(store, 2)
