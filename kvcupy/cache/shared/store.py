@@ -96,9 +96,8 @@ class SharedStore(ProcessLocal):
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._times_s = {"put": 0.0, "get": 0.0}
-        self._bad: dict[
-            bytes, float
-        ] = {}  # keys that failed, and until when they are not asked for
+        # Keys that failed, and until when they are not asked for.
+        self._bad: dict[bytes, float] = {}
         self._lost_in_a_row, self._skipped_until = 0, -math.inf
         self._scratch: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
         counts, times_s = self._counts, self._times_s
