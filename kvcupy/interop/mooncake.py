@@ -431,9 +431,8 @@ class _Clients:
         ------
         BackendLost : it failed, or was not over in time
         """
-        client, lane = self._take(deadline)
         job = _Job(call, keys, blocks)
-        lane.jobs.put(job)
+        client, lane = self._begin(job, deadline)
         try:
             in_time = job.wait(deadline)
         except BaseException:  # such as KeyboardInterrupt
@@ -497,7 +496,8 @@ class _Clients:
         with self._changed:
             return self._changed.wait_for(lambda: not self._draining, wait_s)
 
-    def _take(self, deadline: float) -> tuple[_Client, _Lane]:
+    def _begin(self, job: _Job, deadline: float) -> tuple[_Client, _Lane]:
+        """Let a thread run a call; return it and its client."""
         if os.getpid() != self._pid:
             raise BackendLost("the store was opened in another process; open it in each")
         with self._changed:
@@ -513,6 +513,7 @@ class _Clients:
                     self._current = _Client(self._settings, 0, self._pages)
                     self._counts["clients"] += 1
                 if (lane := self._current.take_lane()) is not None:
+                    lane.jobs.put(job)  # before anything that `_Client.drain` puts there
                     return self._current, lane
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not self._changed.wait(remaining):

@@ -109,6 +109,8 @@ def timed(
 def serve(listener: socket.socket, num_bytes: int, count: int) -> None:
     """Take and send blocks in turn: a put is answered with a byte, a get with the next block."""
     connection, _ = listener.accept()
+    if listener.family == socket.AF_INET:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     blocks = itertools.cycle([memoryview(bytearray(num_bytes)) for _ in range(count)])
     request = bytearray(1)
     while connection.recv_into(request):

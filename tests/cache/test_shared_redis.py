@@ -561,6 +561,35 @@ class TestNonsense:
         assert set(outcomes) <= {"failed"} | ({"known"} if b"$-1" in NONSENSE[number] else set())
         assert not any(removed) and not any(alive)
 
+    def test_a_value_must_end_where_it_says(self, impostor):
+        value = b"$%d\r\n" % (BLOCK_BYTES + len(HEADER)) + HEADER + content(KEYS[0])
+        backend, memory = open_backend(f"unix:{impostor.path}", connect=False), Memory(1)
+        impostor.reply = value + b"\r\n"
+        assert backend.get(KEYS[:1], memory.blocks, soon()) == [HEADER]
+        impostor.reply = value + b"xx"
+        with pytest.raises(BackendLost, match="Redis server") as caught:
+            backend.get(KEYS[:1], memory.blocks, soon())
+        assert list(caught.value.results) == [None] and memory.gaps_are_whole
+
+    def test_a_connection_with_more_replies_than_requests_is_closed(self, impostor):
+        backend = open_backend(f"unix:{impostor.path}", connect=False)
+        impostor.reply = b":1\r\n:0\r\n"
+        assert backend.exists(KEYS[:1], soon()) == [True]
+        assert backend.stats()["connections"] == 0
+        impostor.reply = b":1\r\n"
+        assert backend.exists(KEYS[:1], soon()) == [True]
+        assert backend.stats()["connections"] == 1
+
+    @pytest.mark.parametrize("page", [
+        b"*2\r\n$1\r\n0\r\n*1\r\n:5\r\n", b"*2\r\n:0\r\n*0\r\n", b"*2\r\n$1\r\n0\r\n$1\r\nx\r\n",
+        b"*1\r\n*0\r\n", b"*2\r\n$-1\r\n*-1\r\n", b"*2\r\n" * 9, b"*60000\r\n", b"$70000\r\nx",
+    ])  # fmt: skip
+    def test_pages_of_keys_that_are_none(self, impostor, page):
+        backend = open_backend(f"unix:{impostor.path}", connect=False)
+        impostor.reply = page
+        with pytest.raises(BackendLost):
+            backend.remove(soon())
+
     def test_mutated_replies_stay_within_the_buffers(self, impostor):
         order = random.Random(20261122)
         good = b"".join(

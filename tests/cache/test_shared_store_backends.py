@@ -408,6 +408,21 @@ def test_pages_of_a_put_that_is_still_read_are_held_back(shelf):
     assert allocator.num_free == 8
 
 
+@pytest.mark.parametrize("call", ["get", "put"])
+def test_pages_of_an_interrupted_call_are_held_back(shelf, call):
+    store = open_over(shelf)
+    allocator = store.pool.allocator
+    pages = allocator.alloc(3)
+    shelf.completion = Landing()
+    shelf.failures = [KeyboardInterrupt()] if call == "get" else [None, KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        getattr(store, call)(HASHES[:3], pages)
+    allocator.free(pages)
+    assert allocator.num_free == 5
+    shelf.completion.over = True
+    assert allocator.num_free == 8
+
+
 def test_a_buffer_is_not_used_again_while_something_may_land_in_it(shelf):
     store = open_over(shelf, layout="layer_first")
     put(store, 2)

@@ -238,11 +238,11 @@ class TestStore:
             assert backend.busy(keys) is None
 
     def test_memory_of_a_pool_is_out_of_reach_of_others(self, store):
-        pages = Pages()
-        put(store(b"one"), pages, KEYS)
+        backend = store(b"one")
+        put(backend, Pages(), KEYS)
         opened = listening()
         assert opened  # it does listen
-        pointers, sizes = pages.wire.addresses(0)
+        pointers, sizes = backend._clients._pages.addresses(0)
         for port in opened:
             with socket.create_connection(("127.0.0.1", port), 5) as stranger:
                 stranger.settimeout(0.5)
@@ -376,6 +376,26 @@ class TestLost:
         assert backend.stats() == {
             "clients": 2, "late": 1, "failed_transfers": 0, "errors": 0, "draining": 0,
         }  # fmt: skip
+
+    @pytest.mark.slow  # Mooncake itself gives up after 60 s
+    def test_nothing_lands_after_a_call_that_has_failed(self, servers, backend_of):
+        started = servers("--client_ttl=600")
+        node = started.add_node(256 * MEBIBYTE)
+        pages = Pages(64)
+        keys = [key_of(i) for i in range(64)]
+        backend = backend_of(started, pages)
+        put(backend, pages, keys)
+        pages.wipe()
+        pause(node)
+        with pytest.raises(BackendLost, match="-800"):
+            backend.get(keys, pages.blocks, soon(300))
+        if (completion := backend.busy(keys)) is not None:
+            completion.synchronize()
+        node.send_signal(signal.SIGCONT)
+        time.sleep(2)
+        assert pages.is_wiped
+        assert backend.get(keys, pages.blocks, soon()) == [HEADER] * 64
+        assert pages.has(keys)
 
     @pytest.mark.full
     def test_calls_that_do_not_come_back_are_bounded_and_keep_their_memory(

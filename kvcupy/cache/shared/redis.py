@@ -302,9 +302,9 @@ class RedisBackend(ProcessLocal):
         while True:
             mine = self._prefix + b"*"
             listed = self._ask(deadline, b"SCAN", cursor, b"MATCH", mine, b"COUNT", _SCAN_COUNT)
-            if not (isinstance(listed, list) and len(listed) == 2 and isinstance(listed[1], list)):
+            cursor, keys = _page_of_keys(listed)
+            if keys is None:
                 raise BackendLost(f"redis {self._address}: {_NO_REDIS}")
-            cursor, keys = listed
             if keys:
                 count = self._ask(deadline, b"UNLINK", *keys)
                 removed += count if isinstance(count, int) else 0
@@ -684,6 +684,16 @@ def _reason(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "timeouts"
     return "wrong_replies" if isinstance(error, _Nonsense) else "errors"
+
+
+def _page_of_keys(listed: Any) -> tuple[bytes, list[bytes] | None]:
+    """Return the cursor and keys of an answer to SCAN; None if it is none."""
+    if isinstance(listed, list) and len(listed) == 2:
+        cursor, keys = listed
+        are_bytes = isinstance(keys, list) and all(isinstance(key, bytes) for key in keys)
+        if isinstance(cursor, bytes) and are_bytes:
+            return cursor, keys
+    return b"", None
 
 
 def _remaining(deadline: float) -> float:

@@ -130,7 +130,10 @@ class SharedStore(ProcessLocal):
         checksum : that blocks are stored with: "xxh3_64" (`kvcupy[shared]`), "sum64", or "none",
             which reads blocks without verifying their bytes; None: the first that there is
         retries : of a call that has lost the server, within its deadline
-        options : of the backend. "shm:": `folder` of the file, "/dev/shm"
+        options : of the backend. "shm:": `folder` of the file, "/dev/shm". Redis: `user`,
+            `password`, `db`, `ca_file`, `cert_file`, `key_file`, `verify`, `ttl_s`,
+            `max_connections`; Mooncake: `segment_bytes`, `host`, `protocol`, `devices`; see
+            docs/shared_store_servers.md
 
         Raises
         ------
@@ -255,9 +258,13 @@ class SharedStore(ProcessLocal):
                 with self._blocks([numbers[i] for i in chunk], gather=True) as blocks:
                     asked = [keys[i] for i in chunk]
                     headers = _Headers(self, asked, blocks)
-                    results = self._call(
-                        self._backend.put, asked, blocks, headers, deadline=deadline
-                    )
+                    try:
+                        results = self._call(
+                            self._backend.put, asked, blocks, headers, deadline=deadline
+                        )
+                    except BaseException:
+                        self._hold_back(asked, [numbers[i] for i in chunk], blocks)
+                        raise
                     for i, outcome in zip(chunk, results or [FAILED] * len(chunk), strict=True):
                         outcomes[i] = outcome
                     failed = [i for i in chunk if outcomes[i] == FAILED]
@@ -315,7 +322,11 @@ class SharedStore(ProcessLocal):
         """Read blocks of one call to the backend; return which are there and as they were put."""
         backend = self._backend
         with self._blocks(pages, gather=False) as blocks:
-            headers = self._call(backend.get, keys, blocks, deadline=deadline)
+            try:
+                headers = self._call(backend.get, keys, blocks, deadline=deadline)
+            except BaseException:  # such as KeyboardInterrupt
+                self._hold_back(keys, pages, blocks)
+                raise
             failed = [*keys] if headers is None else []
             headers = headers or [None] * len(keys)
             verdicts = [
