@@ -7,6 +7,7 @@ import errno
 import os
 import pickle
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -308,6 +309,99 @@ def test_no_byte_that_changes_makes_a_wrong_block(shared, path):
     assert fresh.get(*block_hashes(4, 1000)) == [True] * 4
 
 
+class Raw:
+    """The numbers of a file, as a user of it has them."""
+
+    def __init__(self, user):
+        self.backend = user.store._backend
+        self.header, self.records = self.backend._words, self.backend._records
+
+    def word(self, slot, word):
+        return self.records[slot * shm._RECORD_WORDS + word]
+
+    def write(self, slot, word, value):
+        self.records[slot * shm._RECORD_WORDS + word] = value
+
+
+def all_there(user, hashes):
+    """All that is found can be read, is right, and is what the store counts."""
+    known = [h for h in hashes if user.store.exists([h])]
+    assert all(all(user.get(h)) for h in known)
+    assert len(known) == user.store.stats()["blocks"]
+    return len(known)
+
+
+def test_a_slot_that_is_being_written_is_missed_and_given_up_by_the_next_writer(shared):
+    user, hashes = shared(4, checksum="none"), block_hashes(3)
+    user.put(*hashes[:2])
+    raw = Raw(user)
+    slot = raw.backend._find(user.store._keys.keys(hashes)[0])
+    raw.write(slot, shm._GENERATION, raw.word(slot, shm._GENERATION) + 1)
+    assert user.get(*hashes[:2]) == [False, True]
+    assert [user.store.exists([h]) for h in hashes] == [0, 1, 0]
+    assert user.put(hashes[0]) == ["stored"]
+    assert user.get(*hashes[:2]) == [True, True] and all_there(user, hashes) == 2
+
+
+def test_blocks_of_another_length_are_missed(shared):
+    user, [block_hash] = shared(), block_hashes(1)
+    user.put(block_hash)
+    backend, [key] = user.store._backend, user.store._keys.keys([block_hash])
+    for num_bytes in (0, PAGE_BYTES - 1, PAGE_BYTES + 1):
+        into = bytearray(num_bytes)
+        assert backend.get([key], [[memoryview(into)]], time.monotonic() + 60) == [None]
+        assert into == bytes(num_bytes), "nothing is written"
+    [header] = backend.get([key], [[memoryview(bytearray(PAGE_BYTES))]], time.monotonic() + 60)
+    assert header is not None
+    too_long = [memoryview(bytes(4097))]
+    assert backend.put([b"k" * 32], [too_long], [header], time.monotonic() + 60) == ["full"]
+
+
+def test_numbers_that_were_damaged_are_counted_again(shared):
+    user, hashes = shared(6), block_hashes(12)
+    user.put(*hashes[:4])
+    raw = Raw(user)
+    raw.header[shm._HIGH_WATER] = 1  # slots above are in use
+    assert user.put(hashes[4]) == ["stored"] and all_there(user, hashes) == 5
+    raw.header[shm._FREE] = 2  # that slot is in use too
+    assert user.put(hashes[5]) == ["stored"] and all_there(user, hashes) == 6
+    raw.header[shm._FREE] = 2**40
+    assert user.put(hashes[6]) == ["stored"] and all_there(user, hashes) == 6
+    buckets = raw.backend._buckets
+    for i in range(len(buckets)):
+        buckets[i] = 0  # nothing is found, and no victim is where it should be
+    assert {*user.put(*hashes[:3])} <= {"stored", "known"} and all_there(user, hashes) >= 3
+    assert user.store.stats()["recovered"] >= 4
+
+
+def test_of_two_copies_of_a_block_one_is_kept(shared):
+    user, hashes = shared(6), block_hashes(4)
+    user.put(*hashes[:2])
+    raw = Raw(user)
+    bucket = raw.backend._bucket(user.store._keys.keys(hashes)[0])
+    raw.backend._buckets[bucket] ^= 1 << 40  # it is not found, and stored again
+    assert user.put(hashes[0]) == ["stored"]
+    raw.header[shm._DIRTY] = 1
+    assert user.put(hashes[2]) == ["stored"]
+    assert all_there(user, hashes) == 3
+    assert user.put(*block_hashes(3, 50)) == ["stored"] * 3
+    assert user.store.stats()["evicted"] == 0, "the other copy's slot is free"
+
+
+def test_the_slot_of_a_dropped_block_is_used_next(shared, path):
+    user, hashes = shared(3), block_hashes(4)
+    user.put(*hashes[:3])
+    slot = Raw(user).backend._find(user.store._keys.keys(hashes)[1])
+    with path.open("r+b") as file:
+        file.seek(Layout(PAGE_BYTES, 3).payload_at(slot))
+        file.write(b"damaged")
+    assert user.get(*hashes[:3]) == [True, False, True]
+    assert user.put(hashes[3]) == ["stored"]
+    assert user.get(hashes[0], hashes[2], hashes[3]) == [True] * 3, "nothing had to go"
+    stats = user.store.stats()
+    assert (stats["evicted"], stats["recovered"], stats["blocks"]) == (0, 0, 3)
+
+
 def test_a_damaged_block_is_dropped_and_can_be_stored_again(shared, path):
     one, other = shared(), shared()
     hashes = block_hashes(2)
@@ -445,6 +539,35 @@ def test_an_interrupted_put_leaves_whole_blocks(shared, monkeypatch):
         there = [h for h in (*hashes, *block_hashes(1000)) if other.store.exists([h])]
         assert len(there) == one.store.stats()["blocks"] <= 4, step
     assert one.store.stats()["recovered"] == len(steps) - 1, "all but the last were in the middle"
+
+
+def test_a_repair_that_is_interrupted_is_made_again_and_its_store_can_be_closed(
+    shared, monkeypatch
+):
+    user, hashes = shared(), block_hashes(3)
+    user.put(*hashes[:2])
+    Raw(user).header[shm._DIRTY] = 1
+    descriptors = num_descriptors()
+
+    def interrupt(backend, step):
+        if step == "rebuilt":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shm.ShmBackend, "_at", interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            user.put(hashes[2])
+    user.store.close()  # while the traceback has arrays over its memory
+    assert caught.tb is not None and num_descriptors() < descriptors
+    other = shared()
+    assert other.put(hashes[2]) == ["stored"] and other.get(*hashes) == [True] * 3
+    assert other.store.stats()["recovered"] == 2
+
+
+def test_a_system_without_what_it_needs_is_named(shared, monkeypatch):
+    monkeypatch.setattr(shm, "fcntl", None)
+    with pytest.raises(OSError, match=r"url: expected a system with flock"):
+        shared()
 
 
 def test_a_block_that_is_replaced_while_it_is_read_is_missed(shared, monkeypatch):

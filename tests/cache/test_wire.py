@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
+import subprocess
+import sys
 
 import helpers
 import ml_dtypes
@@ -185,6 +187,12 @@ def test_which_pools_have_pieces():
     assert kind("layer_first") == (2 * LAYERS, True)
     assert kind("layer_first", 8) == (2 * LAYERS, False)
     assert kind("page_first") == (2 * LAYERS * SIZE, False)
+    latents = [np.zeros((PAGES, SIZE, 512), np.float16) for _ in range(LAYERS)]
+    pages = WirePages(kv.MLAPool.wrap(latents))
+    assert (pages.num_pieces, pages.is_direct) == (LAYERS, True), "one head has no stride"
+    layers = [np.zeros((PAGES, SIZE, HEADS, 4096), np.float16) for _ in range(2 * LAYERS)]
+    apart = kv.KVPool.wrap(layers[:LAYERS], layers[LAYERS:])
+    assert WirePages(apart).is_direct and not WirePages(apart, "page_head").is_direct
     pages = WirePages(kv_pool("page_first"))
     for call in (pages.pieces, pages.addresses, lambda page: pages.layer_pieces(page, 0)):
         with pytest.raises(ValueError, match=r"^pool: expected pieces of at least 4096 bytes"):
@@ -217,6 +225,17 @@ def test_checksums_are_the_same_for_ever():
     assert checksum([data], "sum64") == 8305236288685418851
     if "xxh3_64" in wire.HASHERS:
         assert checksum([data], "xxh3_64") == 13852265625588812019
+
+
+def test_without_xxhash_there_is_a_checksum_too():
+    program = (
+        "import sys; sys.modules['xxhash'] = None; from kvcupy.cache import wire;"
+        "print(wire.DEFAULT_CHECKSUM, *wire.HASHERS, wire.checksum([b'a' * 5000]))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert output.split() == ["sum64", "sum64", str(checksum([b"a" * 5000], "sum64"))]
 
 
 def test_sum64_by_hand():

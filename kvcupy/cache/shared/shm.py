@@ -105,8 +105,9 @@ class ShmBackend(ProcessLocal):
     """
 
     def __init__(self, path: Path, block_bytes: int, capacity_bytes: int | None) -> None:
-        if fcntl is None:
-            raise OSError(errno.ENOTSUP, "shm: expected a system with flock", str(path))
+        if fcntl is None or not hasattr(os, "posix_fallocate"):
+            message = "url: expected a system with flock and posix_fallocate for shm:"
+            raise OSError(errno.ENOTSUP, message, str(path))
         self.path = path
         layout = None
         if capacity_bytes is not None:
@@ -152,7 +153,7 @@ class ShmBackend(ProcessLocal):
 
     def _read(self, key: bytes, block: Block) -> bytes | None:
         slot = self._find(key)
-        if not self._used(slot):
+        if slot < 0:
             return None
         records, at = self._records, slot * _RECORD_WORDS
         generation = records[at + _GENERATION]
@@ -180,6 +181,7 @@ class ShmBackend(ProcessLocal):
         if records[at + _GENERATION] != generation:
             self._torn += 1
             return None
+        records[at + _USED] = 1
         return header
 
     def _find(self, key: bytes) -> int:
@@ -511,12 +513,11 @@ class ShmBackend(ProcessLocal):
         _opened.discard(self)
         if self._fd < 0:
             return
-        for view in (self._words, self._buckets, self._records):
-            view.release()
+        views = self._words, self._buckets, self._records, self._bytes
         del self._array
-        self._bytes.release()
-        with suppress(BufferError):  # a view of it is still in use; it goes with that
-            self._map.close()
+        for release in (*(view.release for view in views), self._map.close):
+            with suppress(BufferError):  # an error's traceback may still use it; it goes with that
+                release()
         self._close_file()
         self._fd = -1
 
