@@ -13,7 +13,7 @@ from tiered_store_cases import MemoryStore
 
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
-SMALL = ("--limit", 60, "--scale", 16, "--device-blocks", 60, "--host-blocks", 150)
+SMALL = ("--limit", 40, "--scale", 16, "--device-blocks", 60, "--host-blocks", 150)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_processes_find_each_others_blocks(demo, tmp_path, capsys):
     alone, over = report["points"]
     for point in (alone, over):
         counts = point["counts"]
-        assert point["served"] == [30, 30] and counts["requests"] == 60
+        assert point["served"] == [20, 20] and counts["requests"] == 40
         hits = sum(counts.get(f"hit.{tier}", 0) for tier in ("device", "host", "shared"))
         assert hits + counts["missed"] == report["blocks"]
         assert counts["checked_bytes"] == hits * report["page_bytes"]
@@ -63,7 +63,7 @@ def test_one_that_is_killed_does_not_disturb_the_other(demo, capsys):
     assert (status, left) == (0, [])
     for point in report["points"]:
         assert (point["killed"], point["failed"]) == ([0], [])
-        assert point["served"] == [15, 30]
+        assert point["served"] == [10, 20]
         assert point["counts"]["wrong_bytes"] == 0
     assert "killed: process 0" in capsys.readouterr().out
 

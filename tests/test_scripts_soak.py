@@ -71,10 +71,10 @@ def test_a_shared_store_below_the_tiers(device_name, tmp_path, few_plans, monkey
 
     monkeypatch.setattr(soaking.server, "HOST_PAGES", 16)  # so that blocks are evicted soon
     path = tmp_path / "soak.json"
-    assert soak(device_name, "--steps", 300, "--shared", "--json", path) == 0
-    for name, server in json.loads(path.read_text())["servers"].items():
-        blocks = server["blocks"]
-        assert blocks["shared_hits"] > 0 == blocks["shared_errors"], name
+    assert soak(device_name, "--steps", 240, "--shared", "--json", path) == 0
+    servers = json.loads(path.read_text())["servers"].values()
+    assert sum(server["blocks"]["shared_hits"] for server in servers) > 0
+    assert [server["blocks"]["shared_errors"] for server in servers] == [0, 0, 0]
 
 
 def test_it_runs_for_a_time(device_name, capsys):

@@ -788,7 +788,7 @@ time.sleep(0.02)
 """
 
 
-@pytest.mark.parametrize("seconds", [0, 0.1, 60])
+@pytest.mark.parametrize("seconds", [helpers.full_only(0), helpers.full_only(0.1), 60])
 def test_the_interpreter_ends_cleanly(seconds):
     """With a call of the store in progress, too."""
     code = AT_EXIT.format(path=sys.path, seconds=seconds)

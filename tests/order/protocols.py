@@ -417,9 +417,8 @@ def tiered_shared(device):
     w.cache.evict(2)
     w.insert(third, fourth)  # whose copies take the place of the first two in host memory
     w.work()
-    w.use(third, fourth)
     w.cache.evict(2)
-    w.use(third, fourth, settle=False)
+    w.use(fourth, third, settle=False)  # each to where the other was
     while w.cache.match([first, second]).host < 2:  # there may be no page at first
         w.cache.prefetch([first, second])
         w.work()
