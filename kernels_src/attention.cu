@@ -9,6 +9,8 @@
 // Bytes: each visible K and V row once per tile, which in decode is once for all heads of its
 // group. When keys are rotated on read, also the other half of the rotary part, from L1, and a row
 // of the table.
+//
+// On a processor, where a block is one thread, host/attention.h does this for blocks of keys.
 #include "attention_end.cuh"
 #include "attention_rows.cuh"
 
