@@ -57,6 +57,15 @@ def test_rows_are_indexed_whole():
             v[index]
 
 
+def test_other_formats_have_no_codes():
+    v = kv.view_as(np.zeros((3, 4), np.uint8), "fp8_e4m3")
+    assert v.scales is None
+    assert v.memory == (v,)
+    for part in ("codes", "packed"):
+        with pytest.raises(ValueError, match=r"format: expected one of nvfp4.* got fp8_e4m3"):
+            getattr(v, part)
+
+
 def test_some_groups_of_each_row():
     v = kv.view_as(packed(4, 3), "nvfp4")
     part = arrays.columns(v, 32, 96)

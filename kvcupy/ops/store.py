@@ -458,15 +458,14 @@ class _CacheRowsPlan(Plan):
         call.require_countable(num_rows, self.slots_name)
         # HeldRow::kHeld of the kernel with dynamic scales
         packs_per_thread = 2 if kernel is DYNAMIC and first.rows_format.itemsize <= 2 else 1
-        taken = step * packs_per_thread
-        packs = -(-max(widths.values()) // taken)
-        if first.four_bit is not None and kernel in (FOUR_BIT_STORE, GATHER_FOUR_BIT):
+        taken, fewest = step * packs_per_thread, 1
+        if kernel in (FOUR_BIT_STORE, GATHER_FOUR_BIT):
             # Two packs of a thread share what finding its row costs. A group has a thread per pack.
-            packs = -(-max(widths.values()) // (2 * CODES_PER_THREAD))
+            taken = 2 * CODES_PER_THREAD
             groups = [operand.four_bit.group for operand in operands.values() if operand.four_bit]
-            packs = max(packs, *[group // CODES_PER_THREAD for group in groups])
+            fewest = max(groups) // CODES_PER_THREAD
         geometry = call.spread(
-            num_rows, packs, device.sm_count,
+            num_rows, max(fewest, -(-max(widths.values()) // taken)), device.sm_count,
             warp_lanes=device.warp_lanes, whole_warps=kernel.barriers,
         )  # fmt: skip
         params: dict[str, Any] = {
