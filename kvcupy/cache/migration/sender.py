@@ -91,6 +91,7 @@ class PageSender(ProcessLocal):
     ------
     TypeError, ValueError : an argument does not fit
     OSError : it cannot listen there
+    KvcupyError : no thread can be started
     ImportError : the engine needs a package that is missing
 
     Notes
@@ -162,7 +163,14 @@ class PageSender(ProcessLocal):
         self._woken.setblocking(False)
         protocol.closed_in_children.add(self)
         self._keeper = threading.Thread(target=self._keep, name="kvcupy page sender", daemon=True)
-        self._keeper.start()
+        try:
+            self._keeper.start()
+        except RuntimeError as error:
+            for each in (self._server, self._wake, self._woken):
+                each.close()
+            if self._unlink is not None:
+                self._unlink()
+            raise KvcupyError(f"PageSender: no thread that listens: {error}") from error
         metrics.follow(self, _samples)
 
     def __repr__(self) -> str:
