@@ -1,9 +1,10 @@
 """Measure pages on their way from another process: the socket engine beside a plain socket.
 
-A block is a page of all layers, K and V. Both ways move the same bytes from the memory of the other
-process to that of this one, over TCP of this machine and over a Unix socket. The plain socket calls
-`sendall` and `recv_into`, 1 MiB at a time, with nothing checked and nothing agreed upon. Rounds
-alternate between the two. Caller: what `offer` and `pull` take of the threads that call them.
+A block is a page of all layers, K and V. Both ways move the same memory of the other process to the
+same memory of this one, over TCP of this machine and over a Unix socket. The plain socket calls
+`sendmsg` and `recvmsg_into` for lists of areas that were made before, 1 MiB at a time: nothing is
+checked, agreed upon or freed. Rounds alternate between the two. Caller: what `offer` and `pull`
+take of the threads that call them.
 
     python scripts/bench.py migration
 """
@@ -14,7 +15,6 @@ import argparse
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -32,7 +32,7 @@ import kvcupy as kv
 from kvcupy.bench.report import format_table
 from kvcupy.doctor import environment
 
-CASES = ((2 << 20, 1), (2 << 20, 32))
+CASES = ((64 << 10, 1), (64 << 10, 32), (1 << 20, 1), (1 << 20, 32), (2 << 20, 1), (2 << 20, 32))
 LAYER_BYTES = 64 << 10  # of a block: K and V of 16 tokens, 8 heads of 128 in bf16
 NUM_PAGES = 64
 ROUND_S = 0.25
@@ -43,7 +43,7 @@ def pool_of(block_bytes: int) -> kv.KVPool:
     """Return a pool of host memory whose pages have so many bytes, none of them zero pages."""
     pool = kv.KVPool(
         NUM_PAGES, 16, block_bytes // LAYER_BYTES, 8, 128,
-        placement="pinned", device="host", layout=os.environ.get("LAYOUT") or "page_first_direct",
+        placement="pinned", device="host", layout="page_first_direct",
     )  # fmt: skip
     for layer in range(pool.num_layers):
         for array in (pool.k(layer), pool.v(layer)):
@@ -51,10 +51,40 @@ def pool_of(block_bytes: int) -> kv.KVPool:
     return pool
 
 
-class _Plain:
-    """Sends so many bytes whenever it is asked to, over a plain socket."""
+def pieces_of(pool: kv.KVPool, blocks: int) -> list[list[memoryview]]:
+    """Return the memory of the pages that move, in the order of the wire, in lists of 1 MiB."""
+    views = [
+        memoryview(array[page].view(np.uint8).reshape(-1))
+        for layer in range(pool.num_layers)
+        for array in (pool.k(layer), pool.v(layer))
+        for page in pages_of(blocks)
+    ]
+    count = max(1, _PIECE_BYTES // views[0].nbytes)
+    return [views[i : i + count] for i in range(0, len(views), count)]
 
-    def __init__(self, address: str) -> None:
+
+def pages_of(blocks: int) -> list[int]:
+    """Return the pages that move: none of them are neighbours."""
+    return list(range(0, 2 * blocks, 2))
+
+
+def move(pieces: list[list[memoryview]], call: Callable[[list[memoryview]], int]) -> None:
+    """Call `sendmsg`, or the like, until all pieces are through."""
+    for views in pieces:
+        rest = views
+        while rest:
+            moved = call(rest)
+            while rest and moved >= rest[0].nbytes:
+                moved -= rest[0].nbytes
+                rest = rest[1:]
+            if moved:
+                rest = [rest[0][moved:], *rest[1:]]
+
+
+class _Plain:
+    """Sends pages of a pool over a plain socket whenever it gets a byte."""
+
+    def __init__(self, address: str, pool: kv.KVPool, blocks: int) -> None:
         if address.startswith("unix:"):
             self._server = socket.socket(socket.AF_UNIX)
             self._server.bind(address.removeprefix("unix:"))
@@ -63,17 +93,14 @@ class _Plain:
         else:
             self._server = socket.create_server(("127.0.0.1", 0))
             self.address = f"tcp:127.0.0.1:{self._server.getsockname()[1]}"
-        self._memory = memoryview(np.ones(NUM_PAGES * max(b for b, _ in CASES), np.uint8))
+        self._pieces = pieces_of(pool, blocks)
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        while True:
-            connection, _ = self._server.accept()
-            with connection:
-                while head := connection.recv(8):
-                    count = struct.unpack("<Q", head)[0]
-                    for start in range(0, count, _PIECE_BYTES):
-                        connection.sendall(self._memory[start : min(count, start + _PIECE_BYTES)])
+        connection, _ = self._server.accept()
+        with connection, self._server:
+            while connection.recv(1):
+                move(self._pieces, connection.sendmsg)
 
 
 def connect(address: str) -> socket.socket:
@@ -90,22 +117,21 @@ def connect(address: str) -> socket.socket:
 
 def serve() -> None:
     """Be the other process: make pools and offers as standard input says."""
-    senders: dict[tuple[str, int], tuple[kv.PageSender, kv.KVPool]] = {}
     for line in sys.stdin:
         request = json.loads(line)
-        if "plain" in request:
-            answer = _Plain(request["plain"]).address
+        blocks = request["blocks"]
+        if "listen" in request:
+            pool = pool_of(request["block_bytes"])
+            sender = kv.PageSender(pool, listen=request["listen"])
+            plain = _Plain(request["plain"], pool, blocks)
+            answer: Any = plain.address
         else:
-            key = request["listen"], request["block_bytes"]
-            if key not in senders:
-                pool = pool_of(request["block_bytes"])
-                senders[key] = kv.PageSender(pool, listen=request["listen"]), pool
-            sender, pool = senders[key]
-            while pool.allocator.num_free < request["blocks"]:
-                time.sleep(0.0002)
-            pages = pool.allocator.alloc(request["blocks"])
+            while pool.allocator.num_free < NUM_PAGES:
+                time.sleep(0.0001)
+            owned = pool.allocator.alloc(2 * blocks)
+            pool.allocator.free(owned[1::2])
             start = time.perf_counter()
-            ticket = sender.offer(pages)
+            ticket = sender.offer(owned[::2])
             answer = [ticket.hex(), (time.perf_counter() - start) * 1e6]
         print(json.dumps(answer), flush=True)
 
@@ -143,63 +169,53 @@ def _rounds(ways: dict[str, Callable[[], float]], rounds: int, round_s: float) -
     return times
 
 
-def measure(ask: Callable[..., Any], folder: Path, transport: str, *, quick: bool) -> Iterator[Any]:
-    """Yield a row for each size of block and number of blocks."""
+def measure(
+    ask: Callable[..., Any], folder: str, block_bytes: int, blocks: int, *, quick: bool
+) -> dict[str, Any]:
+    """Measure one size of block and number of blocks; `folder` is empty for TCP."""
+    pool = pool_of(block_bytes)
+    pages, pieces = pages_of(blocks), pieces_of(pool, blocks)
+    name = f"{folder}/{block_bytes}-{blocks}"
+    listen = [f"unix:{name}{end}" if folder else "tcp:127.0.0.1:0" for end in ("pages", "plain")]
+    plain = connect(ask(listen=listen[0], plain=listen[1], block_bytes=block_bytes, blocks=blocks))
+    offers: list[float] = []
+    pulls: list[float] = []
+    with plain, kv.PageReceiver(pool) as receiver:
 
-    def listen(name: str) -> str:
-        return f"unix:{folder}/{name}" if transport == "unix" else "tcp:127.0.0.1:0"
+        def migrate() -> float:
+            ticket, offer_us = ask(blocks=blocks)
+            data = bytes.fromhex(ticket)
+            start = time.perf_counter()
+            pull = receiver.pull(data, pages)
+            called = time.perf_counter()
+            pull.synchronize()
+            end = time.perf_counter()
+            offers.append(offer_us)
+            pulls.append((called - start) * 1e6)
+            return end - start
 
-    plain = connect(ask(plain=listen("plain")))
-    cases = ((64 << 10, 1), (1 << 20, 8)) if quick else CASES
-    for block_bytes, blocks in cases:
-        pool = pool_of(block_bytes)
-        num_bytes = blocks * block_bytes
-        pages = list(range(blocks)) if os.environ.get("LAYOUT") else list(range(0, 2 * blocks, 2))
-        target = memoryview(np.ones(NUM_PAGES * block_bytes, np.uint8))
-        offers: list[float] = []
-        pulls: list[float] = []
-        address = listen(f"pages{block_bytes}")
-        with kv.PageReceiver(pool) as receiver:
+        def copy() -> float:
+            start = time.perf_counter()
+            plain.sendall(b"1")
+            move(pieces, lambda views: plain.recvmsg_into(views, 0, socket.MSG_WAITALL)[0])
+            return time.perf_counter() - start
 
-            def migrate() -> float:
-                ticket, offer_us = ask(listen=address, block_bytes=block_bytes, blocks=blocks)
-                data = bytes.fromhex(ticket)
-                start = time.perf_counter()
-                pull = receiver.pull(data, pages)
-                called = time.perf_counter()
-                pull.synchronize()
-                end = time.perf_counter()
-                offers.append(offer_us)
-                pulls.append((called - start) * 1e6)
-                return end - start
-
-            def copy() -> float:
-                start = time.perf_counter()
-                plain.sendall(struct.pack("<Q", num_bytes))
-                received = 0
-                while received < num_bytes:
-                    received += plain.recv_into(
-                        target[received : min(num_bytes, received + _PIECE_BYTES)]
-                    )
-                return time.perf_counter() - start
-
-            migrate()
-            times = _rounds(
-                {"migration": migrate, "plain": copy},
-                2 if quick else 7,
-                0.01 if quick else ROUND_S,
-            )
-        best = {name: min(taken) for name, taken in times.items()}
-        yield {
-            "transport": transport, "block_bytes": block_bytes, "blocks": blocks,
-            **{f"{name}_us": median(taken) * 1e6 for name, taken in times.items()},
-            **{f"best_{name}_us": taken * 1e6 for name, taken in best.items()},
-            "migration_gb_per_s": num_bytes / best["migration"] / 1e9,
-            "plain_gb_per_s": num_bytes / best["plain"] / 1e9,
-            "ratio": best["plain"] / best["migration"],
-            "offer_call_us": median(offers), "pull_call_us": median(pulls),
-        }  # fmt: skip
-    plain.close()
+        migrate()
+        copy()
+        times = _rounds(
+            {"migration": migrate, "plain": copy}, 2 if quick else 7, 0.01 if quick else ROUND_S
+        )
+    best = {name: min(taken) for name, taken in times.items()}
+    num_bytes = blocks * block_bytes
+    return {
+        "transport": "unix" if folder else "tcp", "block_bytes": block_bytes, "blocks": blocks,
+        **{f"{name}_us": median(taken) * 1e6 for name, taken in times.items()},
+        **{f"best_{name}_us": taken * 1e6 for name, taken in best.items()},
+        "migration_gb_per_s": num_bytes / best["migration"] / 1e9,
+        "plain_gb_per_s": num_bytes / best["plain"] / 1e9,
+        "ratio": best["plain"] / best["migration"],
+        "offer_call_us": median(offers), "pull_call_us": median(pulls),
+    }  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -208,9 +224,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(device: Any, options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
+    cases = ((64 << 10, 1), (1 << 20, 8)) if options.quick else CASES
     with tempfile.TemporaryDirectory() as folder, other_process() as ask:
-        for transport in ("tcp", "unix"):
-            rows += measure(ask, Path(folder), transport, quick=options.quick)
+        for where in ("", folder):
+            for block_bytes, blocks in cases:
+                rows.append(measure(ask, where, block_bytes, blocks, quick=options.quick))
     return {"rows": rows, "cpus": os.cpu_count()}
 
 

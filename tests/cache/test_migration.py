@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import threading
 import time
 
@@ -595,6 +597,65 @@ def test_full_duplicates_are_harmless(tmp_path):
                 pull.synchronize()
             assert sender.stats()["connections"] <= 4
             eventually(lambda: source.allocator.num_free == 12)
+
+
+@pytest.mark.parametrize("name", ["kvcupy pull", "kvcupy pages", "kvcupy page sender"])
+def test_no_thread(name, monkeypatch, tmp_path):
+    start = threading.Thread.start
+
+    def refused(thread):
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    if name == "kvcupy page sender":
+        with monkeypatch.context() as patch, pytest.raises(kv.KvcupyError, match="no thread"):
+            patch.setattr(threading.Thread, "start", refused)
+            kv.PageSender(pool_of(), listen=f"unix:{tmp_path}/pages")
+        assert not list(tmp_path.iterdir())
+        return
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2))
+        pages = target.allocator.alloc(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            assert reason_of(receiver.pull(ticket, pages)) == "lost"
+        receiver.pull(ticket, pages).synchronize()
+        assert_pulled(target, pages, [0, 1])
+        target.allocator.free(pages)
+        assert target.allocator.num_free == 12
+
+
+@pytest.mark.parametrize("call", ["accept", "sendmsg", "recvmsg_into"])
+def test_calls_of_the_system_that_fail(call, monkeypatch):
+    """Each call in turn; what is tried again then comes through."""
+    method = getattr(socket.socket, call)
+    for number in range(1, 12):
+        calls = []
+
+        def failing(connection, *arguments, calls=calls, number=number):
+            calls.append(call)
+            if len(calls) == number:
+                raise OSError(errno.ECONNABORTED, "failed")
+            return method(connection, *arguments)
+
+        with pair() as (sender, receiver, source, target):
+            ticket = sender.offer(source.allocator.alloc(2), lease_s=5, pulls=2)
+            with monkeypatch.context() as patch:
+                patch.setattr(socket.socket, call, failing)
+                first = receiver.pull(ticket, [0, 1])
+                eventually(first._landing.done)
+            try:
+                first.synchronize()
+                assert_pulled(target, [0, 1], [0, 1])
+            except kv.TransferError as error:
+                assert error.reason == "lost"
+            eventually(lambda sender=sender: sender.stats()["pulls"] == 0)
+            receiver.pull(ticket, [3, 4]).synchronize()
+            assert_pulled(target, [3, 4], [0, 1])
+            sender.withdraw(ticket)
+        if len(calls) < number:
+            break
 
 
 @pytest.mark.parametrize("count", [1, full_only(2)])

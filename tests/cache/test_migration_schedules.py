@@ -166,7 +166,7 @@ def own_threads():
     return [t.name for t in threading.enumerate() if t.name.startswith("kvcupy p")]
 
 
-@pytest.mark.parametrize("part", [*range(4), *map(full_only, range(4, 12))])
+@pytest.mark.parametrize("part", [*range(4), *map(full_only, range(4, 8))])
 def test_schedules(part, monkeypatch, lenient_host):
     assert HEADS == 4
     monkeypatch.setattr(protocol, "HANDSHAKE_S", 1.0)

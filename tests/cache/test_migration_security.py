@@ -69,7 +69,7 @@ def test_flipped_bits(direction, secret, proxy, monkeypatch):  # noqa: F811
     monkeypatch.setattr(protocol, "HANDSHAKE_S", 0.5)
     total = 176 if direction == "change_up" else 9000
     rng = random.Random(5)
-    offsets = [rng.randrange(total) for _ in range(examples(60))] + [0, 5, 40, 87, 90, 125, 150]
+    offsets = [rng.randrange(total) for _ in range(examples(40))] + [0, 5, 40, 87, 90, 125, 150]
     outcomes = set()
     for offset in offsets:
         between = proxy(**{direction: flipped(offset, rng.randrange(8))})
@@ -171,9 +171,8 @@ def test_nonsense(monkeypatch):
 
 @pytest.mark.parametrize(
     "after",
-    [struct.pack(">BI", 1, 2**32 - 1), struct.pack(">BI", 99, 0) + bytes(16),
-     struct.pack(">BI", 1, 4) + bytes(20), struct.pack(">BI", 5, 0) + bytes(16)],
-    ids=["huge", "unknown", "forged", "out of turn"],
+    [(1, 2**32 - 1), (99, 12), (1, 12), (5, 12), (1, 3)],
+    ids=["huge", "unknown", "forged", "out of turn", "short"],
 )  # fmt: skip
 def test_nonsense_behind_the_handshake(after):
     """From one who knows the secret; nothing is allocated for what a length says."""
@@ -181,7 +180,7 @@ def test_nonsense_behind_the_handshake(after):
         with connected(sender) as connection:
             deadline = time.monotonic() + 9
             kept = protocol.as_receiver(connection, SECRET, sender._digest, deadline)
-            connection.sendall(after)
+            connection.sendall(struct.pack(">BI", *after) + bytes(28))
             assert ended(connection) and kept
         eventually(lambda: sender.stats()["connections"] == 0)
         receiver.pull(sender.offer(source.allocator.alloc(1)), [0]).synchronize()

@@ -443,11 +443,12 @@ _TIMING = "times a batch; `Batch.note` asks whether what came before it has fail
 _FAILURES = "surfaces a failure of what is over, or tells whether there was one"
 _ANOTHER = "calls a method of another class that has such a name"
 _STATISTICS = "for statistics: whoever uses a page asks for what fills or reads that page"
-_THREADS = "of one thread for another: the tiers say what has arrived, and who may use a page"
 _ASKS_AGAIN = "spares asking in a loop: nothing goes on before the block has arrived"
 _DONE_AT_RETURN = "the call promises to be over; to_numpy and later work wait by themselves"
 _TORCH_FILLS = "torch fills zeros on its current stream of a GPU; a device's are there at return"
 _NO_STREAM = "between threads and servers, with no work on a stream; tests stop servers instead"
+_SOCKETS = "between processes, whose sockets are not simulated: test_migration_controls.py has it"
+_THREADS = "of one thread of the host for another, not for a stream"
 ON_A_GPU = "of the library's current stream: on the host device that is the calling thread"
 
 NOT_NEEDED = {
@@ -464,6 +465,34 @@ NOT_NEEDED = {
             "Transfer.elapsed_us: self.synchronize()": "for the times of a batch that is over",
             "TransferQueue._issue: stream.record(self._device.event(timing=True))": _TIMING,
             "TransferQueue._reap: batch.join()": _FAILURES,
+        },
+        "cache/migration/layers.py": {
+            "Staging.borrowed: self._freed.wait(deadline - time.monotonic())": _THREADS,
+            "Staging.load: stream.synchronize()": _SOCKETS,
+            "Staging.save: stream.synchronize()": _SOCKETS,
+        },
+        "cache/migration/receiver.py": {
+            "Landing.synchronize: self._over.wait(None if timeout_s is None else "
+            "max(0.0, timeout_s))": _THREADS,
+            "Landing.wait: self.synchronize()": _THREADS,
+            "Landing.wait_layer: self.synchronize()": _THREADS,
+            "PageReceiver._run: pull._landing.synchronize()": _THREADS,
+            "PageReceiver.close: thread.join(max(0.0, deadline - time.monotonic()))": _THREADS,
+            "PageReceiver.pull: self._pool.allocator.busy(ordered, pull._landing)": _SOCKETS,
+            "Pull._event_of: stream.record()": _SOCKETS,
+            "Pull._part_ended: self._landing.end()": _ANOTHER,
+            "Pull._part_ended: self._stream.synchronize()": _FAILURES,
+            "Pull._wait: waiting.wait(event)": _SOCKETS,
+            "Pull._wait_for_users: self._after.done()": _SOCKETS,
+            "Pull.done: self._landing.done()": _THREADS,
+            "Pull.synchronize: self._landing.synchronize()": _THREADS,
+        },
+        "cache/migration/sender.py": {
+            "PageSender._is_ready: completion.done()": _SOCKETS,
+            "PageSender._written_by: completion.done()":
+                "spares announcing what is over to the allocator",
+            "PageSender._written_by: self._pool.allocator.busy(pages, completion)": _SOCKETS,
+            "PageSender.close: thread.join(max(0.0, deadline - time.monotonic()))": _THREADS,
         },
         PAGES: {"StreamCompletion.failure: self._relay.synchronize()": _FAILURES},
         "cache/paged/cache.py": {

@@ -24,7 +24,7 @@ from ...ops import transfer
 from ..pages import Pages
 from ..pool import KVPool, MLAPool, Pool
 
-_CHUNK_BYTES = 512 << 10  # that are checksummed while they are in the processor's cache
+_CHUNK_BYTES = 256 << 10  # that are checksummed while they are in the processor's cache
 _STAGING_PAGES = 64  # where a pool needs staging, unless another number is asked for
 
 

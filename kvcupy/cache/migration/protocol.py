@@ -30,6 +30,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,8 @@ def _hmac(secret: bytes, purpose: bytes, *parts: bytes) -> bytes:
 
 # --- Tickets --------------------------------------------------------------------------------------
 
+_encoded = lru_cache(64)(PoolIdentity.encoded)
+_decoded = lru_cache(64)(PoolIdentity.decoded)
 _TICKET = struct.Struct(">4sBBQQ16s16s16sQIHHBBII")
 _TICKET_MAGIC = b"KVPT"
 
@@ -252,7 +255,7 @@ class Ticket:
     attachment: bytes = b""
 
     def encoded(self, secret: bytes) -> bytes:
-        address, identity = self.address.encode(), self.identity.encoded()
+        address, identity = self.address.encode(), _encoded(self.identity)
         engine = self.engine.encode()
         wide = any(h >> 64 for h in self.hashes)
         hash_bytes = (16 if wide else 8) if self.hashes else 0
@@ -295,7 +298,7 @@ class Ticket:
             start += size
         hashes = parts[3]
         try:
-            identity = PoolIdentity.decoded(parts[1])
+            identity = _decoded(parts[1])
             address, engine = parts[0].decode(), parts[2].decode()
         except (ValueError, TypeError) as error:
             raise TransferError(f"ticket: {error}", "ticket") from error

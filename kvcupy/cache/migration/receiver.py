@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -36,6 +36,7 @@ from .sender import (
 if TYPE_CHECKING:
     from ...devices.protocol import Event, Stream
 
+_IDLE_S = 10.0  # that a thread waits for the next pull
 _MOST_IDLE = 4  # connections kept per sender
 _CONFIRM_S = 1.0
 _CLOSE_S = 5.0
@@ -90,7 +91,7 @@ class PageReceiver(ProcessLocal):
         self._page_bytes: dict[range, PageBytes] = {}
         self._lock = threading.Lock()  # guards all of the below
         self._pulls: set[Pull] = set()  # whose pages may be written
-        self._threads: set[threading.Thread] = set()
+        self._workers = _Workers()
         self._idle: dict[tuple[str, bytes], list[tuple[Channel, bytes]]] = {}
         self._counts: Counter[str] = Counter()
         self._closed = False
@@ -217,10 +218,7 @@ class PageReceiver(ProcessLocal):
             pull._fail(TransferError("the receiver was closed", "closed"))
         for channel, _ in (each for channels in idle.values() for each in channels):
             channel.close()
-        with self._lock:
-            threads = list(self._threads)
-        for thread in threads:  # also those that tell the sender that they are done
-            thread.join(max(0.0, deadline - time.monotonic()))
+        self._workers.close(deadline)  # also those that tell the sender that they are done
         if first:
             self._engine.close(deadline)
 
@@ -251,7 +249,8 @@ class PageReceiver(ProcessLocal):
         if len(outside):
             raise ValueError(f"pages: expected 0 to {self._pool.num_pages - 1}, got {outside[0]}")
         ordered: Pages = np.array(listed, np.int64)
-        if len(np.unique(ordered)) != len(ordered):
+        ascending = np.sort(ordered)
+        if (ascending[1:] == ascending[:-1]).any():
             raise ValueError("pages: expected each page once")
         if not tickets:
             raise ValueError("ticket: expected at least one")
@@ -346,24 +345,6 @@ class PageReceiver(ProcessLocal):
         channel.close()
 
     # --- One part of a pull, in a thread of its own ---
-
-    def _start(self, pull: Pull, part: tuple[Ticket, Address, range]) -> None:
-        def run() -> None:
-            try:
-                self._run(pull, *part)
-            finally:
-                with self._lock:
-                    self._threads.discard(thread)
-
-        thread = threading.Thread(target=run, name="kvcupy pull", daemon=True)
-        with self._lock:
-            self._threads.add(thread)
-        try:
-            thread.start()
-        except RuntimeError:
-            with self._lock:
-                self._threads.discard(thread)
-            raise
 
     def _run(self, pull: Pull, ticket: Ticket, address: Address, heads: range) -> None:
         """Fetch one part of a pull, and settle it whatever happens."""
@@ -480,6 +461,49 @@ class PageReceiver(ProcessLocal):
 
 
 _COUNTS = ("completed", "failed", "cancelled", "received_bytes")
+
+
+class _Workers:
+    """Daemon threads, which wait for more to do for a while: starting one takes its time."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._threads: set[threading.Thread] = set()
+        self._num_idle = 0
+        self._closed = False
+
+    def run(self, job: Callable[[], None]) -> None:
+        """Let a thread call a function; RuntimeError if none can be started."""
+        with self._changed:
+            if len(self._jobs) >= self._num_idle:
+                thread = threading.Thread(target=self._work, name="kvcupy pull", daemon=True)
+                thread.start()
+                self._threads.add(thread)
+            self._jobs.append(job)
+            self._changed.notify()
+
+    def close(self, deadline: float) -> None:
+        """Let the threads end when they have nothing to do, and wait for that."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._num_idle += 1
+                self._changed.wait_for(lambda: self._jobs or self._closed, _IDLE_S)
+                self._num_idle -= 1
+                if not self._jobs:
+                    self._threads.discard(threading.current_thread())
+                    return
+                job = self._jobs.popleft()
+            job()
+            del job  # and with it the pull
 
 
 class Landing:
@@ -671,7 +695,7 @@ class Pull(ProcessLocal):
             self._event_of(self._pool.num_layers - 1)
         for part in self._parts:
             try:
-                self._receiver._start(self, part)
+                self._receiver._workers.run(partial(self._receiver._run, self, *part))
             except RuntimeError as error:
                 self._fail(TransferError(f"no thread for the pull: {error}", "lost"))
                 self._part_ended()

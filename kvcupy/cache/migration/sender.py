@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ _IDLE_S = 60.0  # that a connection is kept without a pull
 _MOST_HANDSHAKES = 16  # at a time
 _MOST_PULLS = 1 << 20  # of an offer
 _MOST_ENDED = 1024  # offers of which it is remembered why they ended
+_BUFFER_BYTES = 1 << 20  # that a Unix socket takes, so that both ends work at a time
 _CLOSE_S = 5.0
 
 
@@ -90,6 +91,7 @@ class PageSender(ProcessLocal):
     ------
     TypeError, ValueError : an argument does not fit
     OSError : it cannot listen there
+    KvcupyError : no thread can be started
     ImportError : the engine needs a package that is missing
 
     Notes
@@ -161,7 +163,14 @@ class PageSender(ProcessLocal):
         self._woken.setblocking(False)
         protocol.closed_in_children.add(self)
         self._keeper = threading.Thread(target=self._keep, name="kvcupy page sender", daemon=True)
-        self._keeper.start()
+        try:
+            self._keeper.start()
+        except RuntimeError as error:
+            for each in (self._server, self._wake, self._woken):
+                each.close()
+            if self._unlink is not None:
+                self._unlink()
+            raise KvcupyError(f"PageSender: no thread that listens: {error}") from error
         metrics.follow(self, _samples)
 
     def __repr__(self) -> str:
@@ -494,7 +503,9 @@ class PageSender(ProcessLocal):
         accepted = connection
         try:
             connection.setblocking(True)
-            if connection.family != socket.AF_UNIX:
+            if connection.family == socket.AF_UNIX:  # as TCP does by itself
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            else:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is not None:
                 protocol.set_timeout(connection, deadline)
@@ -708,6 +719,7 @@ def identity_of(pool: Any, heads: Any, model: Any) -> PoolIdentity:
         raise ValueError(f"heads: {error}") from None
 
 
+@lru_cache(64)
 def common_digest(identity: PoolIdentity) -> bytes:
     """Return a digest of what the pools of sender and receiver must share: all but which heads they
     hold, and their layouts."""
