@@ -272,7 +272,7 @@ class ShmBackend(ProcessLocal):
         slot = free
         self._at("marked")
         records, at = self._records, slot * _RECORD_WORDS
-        records[at + _GENERATION] += 1  # odd: no reader takes it
+        records[at + _GENERATION] |= 1  # odd: no reader takes it
         self._at("odd")
         start = self._layout.payload_at(slot)
         for piece in block:
@@ -366,7 +366,7 @@ class ShmBackend(ProcessLocal):
         for word in range(_KEY, _KEY + KEY_BYTES // 8):
             records[at + word] = 0
         records[at + _GENERATION] += 1
-        self._words[_NUM_BLOCKS] -= 1
+        self._words[_NUM_BLOCKS] = max(0, self._words[_NUM_BLOCKS] - 1)
 
     def _free(self, slot: int) -> None:
         self._records[slot * _RECORD_WORDS + _NEXT] = self._words[_FREE]
