@@ -588,6 +588,13 @@ def test_wrong_options(device, blocks, options, error, name):
         kv.TieredCache(*pools, **{"shared": blocks.store, **options})
 
 
+def test_a_store_of_another_pool_is_refused(device, blocks):
+    """It would write elsewhere."""
+    other = SharedBlocks(device)
+    with pytest.raises(ValueError, match=r"^shared: expected a store of host_pool"):
+        kv.TieredCache(blocks.device_pool, blocks.host_pool, shared=other.store)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "name"),
     [

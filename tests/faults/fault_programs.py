@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import inspect
+import itertools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -734,6 +736,7 @@ class Tiered(Program):
     """
 
     write = "through"
+    first = 1000  # hash
     kept: tuple[int, ...] = (0, 1, 2, 3)  # through closing and opening
 
     def __init__(self, device: Any, folder: Path) -> None:
@@ -755,7 +758,7 @@ class Tiered(Program):
 
     def insert(self, *blocks: int) -> None:
         """Insert blocks that are not on the device; a stream writes them meanwhile."""
-        missing = [b for b in blocks if not self.tiers.match([1000 + b]).device]
+        missing = [b for b in blocks if not self.tiers.match([self.first + b]).device]
         allocator = self.near.allocator
         short = len(missing) - (allocator.num_pages - allocator.num_allocated)
         if short > 0:
@@ -766,7 +769,9 @@ class Tiered(Program):
                 parts = [s(layer) for s in (self.near.k, self.near.v) for layer in range(LAYERS)]
                 for part, values in zip(parts, self.blocks[block], strict=True):
                     self.device.copy(part[page], values, stream=self.compute)
-            unneeded = self.tiers.insert([1000 + b for b in missing], pages, after=self.compute)
+            unneeded = self.tiers.insert(
+                [self.first + b for b in missing], pages, after=self.compute
+            )
         except BaseException:
             settle(self.device)
             self.near.allocator.free(pages)  # they have stayed the caller's
@@ -777,7 +782,7 @@ class Tiered(Program):
     def use(self, *blocks: int) -> None:
         """Acquire blocks, and compare their bytes; those that are lost are inserted anew."""
         while blocks:
-            with self.tiers.acquire([1000 + b for b in blocks]) as lease:
+            with self.tiers.acquire([self.first + b for b in blocks], deadline_s=0) as lease:
                 lease.wait(self.compute)
                 self.compute.synchronize()
                 pages = pages_of(self.device, self.near)
@@ -875,6 +880,65 @@ class TieredBack(Tiered):
 
     write = "back"
     kept = ()
+
+
+class TieredShared(Tiered):
+    """Over a shared store, in place of the file; its thread takes its steps when it is told."""
+
+    first = 2**64
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.stored: dict[int, list[Any]] = {}
+
+    def open(self) -> None:
+        self.tiers = kv.TieredCache(self.near, self.far, shared=self, shared_prefetch=1.0)
+        self.tiers._store._thread = threading.current_thread()  # so that none is started
+
+    def exists(self, hashes: list[int]) -> int:
+        return sum(1 for _ in itertools.takewhile(self.stored.__contains__, hashes))
+
+    def put(self, hashes: list[int], pages: list[int]) -> list[str]:
+        for hash, page in zip(hashes, pages, strict=True):
+            self.stored[hash] = [np.array(part[page]) for part in self.far_parts()]
+        return ["stored"] * len(hashes)
+
+    def get(self, hashes: list[int], pages: list[int]) -> list[bool]:
+        for hash, page in zip(hashes, pages, strict=True):
+            for part, values in zip(self.far_parts(), self.stored[hash], strict=True):
+                part[page] = values
+        return [True] * len(hashes)
+
+    def far_parts(self) -> list[Any]:
+        return [s(layer) for s in (self.far.k, self.far.v) for layer in range(LAYERS)]
+
+    def insert(self, *blocks: int) -> None:
+        super().insert(*blocks)
+        self.work()
+
+    def use(self, *blocks: int) -> None:
+        self.tiers.prefetch([self.first + b for b in blocks])
+        self.work()
+        super().use(*blocks)
+
+    def work(self) -> None:
+        """Let the store's thread do all that is queued, and that can be done by now."""
+        worker = self.tiers._store
+        while (step := worker._next()) is not None or worker._puts:
+            if step is not None:
+                step()
+            else:
+                self.tiers.engine.save_stream.synchronize()
+
+    def close_tiers(self) -> None:
+        self.tiers.close(deadline_s=0)
+
+    def reset(self) -> None:
+        settle(self.device)
+        if self.tiers is not None and not self.tiers.closed:
+            self.tiers.close(deadline_s=0)
+        self.tiers = None
+        self.stored.clear()
 
 
 class PagedTiers(Paged):

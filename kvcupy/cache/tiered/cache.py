@@ -163,7 +163,7 @@ class TieredCache(ProcessLocal):
                     i += 1
                 counts.append(i)
             if self._store is None:
-                return Match(*counts)
+                return Match._make(counts)
             missing = list(dict.fromkeys([hash for hash in keys[i:] if hash not in tiers]))
         stored = self._store.count_known(missing)
         shared = len(keys) if stored == len(missing) else keys.index(missing[stored])
