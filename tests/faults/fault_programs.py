@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -457,6 +458,74 @@ class EngineOfCopies(Engine):
 
 
 # --- The paged cache ------------------------------------------------------------------------------
+
+
+class Migration(Program):
+    """Pages offered and pulled, in one process; a pull that fails is made again, as users do."""
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.near = filled(device, pool_of(device, 6), 1)
+        self.far = filled(device, pool_of(device, 8, layout="page_first"), 2)
+        self.sender: Any = None
+        self.receiver: Any = None
+        self.compute = device.stream()
+        device.synchronize()
+
+    def steps(self) -> list[Step]:
+        def send() -> None:
+            if self.sender is not None:
+                self.sender.close()
+            self.sender = kv.PageSender(self.near)
+
+        def receive() -> None:
+            if self.receiver is not None:
+                self.receiver.close()
+            self.receiver = kv.PageReceiver(self.far)
+
+        def pull() -> None:
+            for attempt in range(3):
+                pages = self.near.allocator.alloc(2)
+                try:
+                    ticket = self.sender.offer(pages, after=self.compute)
+                except BaseException:
+                    self.near.allocator.free(pages)
+                    raise
+                try:
+                    handle = self.receiver.pull(ticket, [4, 5])
+                    proceed(self.device)
+                    try:
+                        handle.wait_layer(1, self.compute)
+                    finally:
+                        while not handle.done():
+                            proceed(self.device)
+                    self.compute.synchronize()
+                    return
+                except (kv.TransferError, kv.DeviceError):
+                    if attempt == 2:
+                        raise
+                finally:
+                    self.sender.withdraw(ticket)
+                    while self.near.allocator.num_free < 6:
+                        time.sleep(0.001)
+
+        return [("PageSender", send), ("PageReceiver", receive), ("pull", pull)]
+
+    def state(self, step: str) -> Any:
+        settle(self.device)
+        others = np.delete(pages_of(self.device, self.far), [4, 5], 0).tobytes()
+        return others, self.near.allocator.num_free, self.far.allocator.num_free
+
+    def result(self) -> dict[str, Any]:
+        return {"far": pages_of(self.device, self.far).tobytes()}
+
+    def leaks(self) -> list[str]:
+        return [] if self.near.allocator.num_free == 6 else ["pages of the sender are not free"]
+
+    def close(self) -> None:
+        for end in (self.sender, self.receiver):
+            if end is not None:
+                end.close()
 
 
 class Paged(Program):

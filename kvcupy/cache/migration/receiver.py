@@ -561,6 +561,7 @@ class Pull(ProcessLocal):
         self._landing = Landing()
         self._receiver, self._pool, self._parts = receiver, pool, parts
         self._after = after
+        self._is_staged = receiver._staging is not None and receiver._engine.staged
         self._changed = threading.Condition()
         self._channels: list[Channel] = []
         self._missing = [len(parts)] * pool.num_layers  # parts, of each layer
@@ -583,7 +584,8 @@ class Pull(ProcessLocal):
         ----------
         layer : 0 to num_layers - 1
         stream : Stream, or a CuPy or torch stream; None: the current one. The host does not block,
-            except where the stream is the calling thread itself
+            except where the stream is the calling thread itself, and where pages come by way of
+            staging pages
 
         Raises
         ------
@@ -596,7 +598,8 @@ class Pull(ProcessLocal):
         Notes
         -----
         On a GPU streams that wait for layers which are not there yet do so by `Stream.call`, one
-        after the other.
+        after the other. Behind staging pages a GPU copies each layer, which streams that share its
+        hardware queue with one that waits would hold up: so there the host waits.
         """
         self._wait(self._pool.layer_number(layer), stream)
 
@@ -644,6 +647,9 @@ class Pull(ProcessLocal):
     def _wait(self, layer: int, stream: Any) -> None:
         waiting = waiting_stream(self._pool.device, stream, "a pull")
         self._raise_failure()
+        if self._is_staged:  # a stream that waited might hold up the copy that it waits for
+            self._await_layer(layer)
+            return
         if self._num_arrived > layer and not observe.order_observers:
             return
         event = self._event_of(layer)
@@ -691,7 +697,7 @@ class Pull(ProcessLocal):
     # --- For the receiver, and its threads ---
 
     def _start(self) -> None:
-        if observe.order_observers:  # else when somebody waits
+        if observe.order_observers and not self._is_staged:  # else when somebody waits
             self._event_of(self._pool.num_layers - 1)
         for part in self._parts:
             try:
