@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import examples
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -407,7 +407,7 @@ def run(machine, test_device, count):
         OnDevice,
         settings=settings(
             max_examples=examples(count), stateful_step_count=40, deadline=None, print_blob=True,
-            suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate],
+            suppress_health_check=list(HealthCheck),
         ),
     )  # fmt: skip
 
@@ -449,6 +449,17 @@ class SharingMachine(Machine):
 
     def known_elsewhere(self):
         return set(self.store.blocks)
+
+    def unchanged_if_full(self, function, *args, still=True):
+        """What an acquire has fetched stays in host memory; the device is as before."""
+        if function != self.blocks.cache.acquire or not still:
+            return super().unchanged_if_full(function, *args, still=still)
+        self.blocks.settle_quietly()
+        before = snapshot(self.blocks)["device"]
+        lease = super().unchanged_if_full(function, *args, still=False)
+        if lease is None and not self.failures:
+            assert snapshot(self.blocks)["device"] == before
+        return lease
 
     @rule(hashes=HASHES)
     def match(self, hashes):
