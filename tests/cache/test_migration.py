@@ -245,6 +245,7 @@ def test_a_stream_that_waits_fails_with_the_pull():
             with pytest.raises(kv.TransferError, match="cancelled"):
                 wait()
         sender.withdraw(ticket)
+        eventually(lambda: sender.stats()["pulls"] == 0)
         for layer in LAYERS:  # pages are not free while something may write them
             assert source.allocator.num_free == 10
             sender.layer_done(ticket, layer)
@@ -324,6 +325,22 @@ def test_a_pull_renews_the_lease():
             sender.layer_done(ticket, layer)
         pull.synchronize()
         assert_pulled(target, range(3), range(3))
+
+
+def test_what_a_receiver_takes_renews_the_lease(monkeypatch):
+    send, late = protocol.Channel.send_data, iter(range(8))
+
+    def sending(channel, views, deadline):
+        if next(late, None) is not None:
+            time.sleep(0.15)
+        send(channel, views, deadline)
+
+    monkeypatch.setattr(protocol.Channel, "send_data", sending)
+    large = {"head_dim": 512, "v_head_dim": 512, "page_size": 64, "num_layers": 1}
+    with pair(filled(**large), pool_of(**large)) as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(12), lease_s=0.8)
+        receiver.pull(ticket, range(12)).synchronize()
+        assert_pulled(target, range(12), range(12))
 
 
 def test_a_receiver_that_is_silent_loses_the_lease(monkeypatch):

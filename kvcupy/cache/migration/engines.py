@@ -247,6 +247,7 @@ class SocketEngine:
         left = len(pages) * task.page_bytes.page_bytes
         for views in task.page_bytes.writing(pages, layer):
             task.check()
+            task.renew_if_due()
             left -= sum([view.nbytes for view in views])
             task.channel.receive_data(views, task.deadline, None if left else message)
             for view in views:

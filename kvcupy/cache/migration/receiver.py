@@ -753,8 +753,10 @@ class Pull(ProcessLocal):
             if self.failure is None:
                 self._pool.note_written()
                 for channel in channels:  # a sender that does not hear it waits for its lease
-                    with suppress(Lost, TimeoutError):
+                    try:
                         channel.send(DONE, b"", time.monotonic() + _CONFIRM_S)
+                    except (Lost, TimeoutError):
+                        channel.abort()
             elif self._stream is not None:  # it is no one else's, and this handle has the failure
                 with suppress(DeviceError):
                     self._stream.synchronize()

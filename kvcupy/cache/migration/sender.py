@@ -618,12 +618,15 @@ class PageSender(ProcessLocal):
         before = channel.num_bytes
         try:
             self._engine.serve(service)
+            channel.moving = True  # so that it is not waited for when the offer is over
+            self._check(offer)
             while channel.receive(service.deadline(), DONE, RENEW)[0] != DONE:
                 self._renew(offer)
             self._check(offer)
         finally:
             with self._changed:
                 self._counts["sent_bytes"] += channel.num_bytes - before
+                channel.moving = False
         self._leave(channel, offer)
 
     def _leave(self, channel: Channel, offer: _Offer, lost: str = "") -> None:
