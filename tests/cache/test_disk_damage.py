@@ -119,6 +119,15 @@ def test_the_checksum_is_that_of_files_written_before():
     assert checksum(10, [contents(10, 20_000)]).hex() == "0f40f25c0d7bda3914e5d59c4c25fdf5"
 
 
+def test_records_of_hashes_of_64_bits_are_those_of_files_written_before():
+    record = Record(2**64 - 3, 7, 2, 5000, bytes(range(16)))
+    expected = "fdffffffffffffff0000000000000000" + "0700000000000000" + "02000000" + "88130000"
+    expected += "000102030405060708090a0b0c0d0e0f" + "6798eb830d9b46d869b053b42e4feaa8"
+    raw = disk_format.encode_record(record)
+    assert raw.hex() == expected
+    assert disk_format.decode_record(memoryview(raw), disk_format.Layout(3, 5000), 2) == record
+
+
 def test_the_checksum_knows_hash_and_length():
     page = contents(10, 8192)
     changed = [checksum(10, [page]), checksum(11, [page]), checksum(2**127 + 10, [page])]

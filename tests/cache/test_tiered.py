@@ -275,7 +275,7 @@ def test_hashes_with_a_sign(blocks):
         ([A], [0.5], ValueError, "pages"),
         ([A], [[0]], ValueError, "pages"),
         ([0.5], [0], TypeError, "hashes"),
-        ([2**64], [0], ValueError, "hashes"),
+        ([2**128], [0], ValueError, "hashes"),
         (7, [0], TypeError, "hashes"),
     ],
 )

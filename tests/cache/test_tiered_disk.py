@@ -67,6 +67,21 @@ def test_a_block_comes_back_from_disk(device, path, write, layout):
     blocks.assert_no_leak()
 
 
+def test_hashes_of_128_bits_go_through_all_tiers_and_outlive_the_process(device, path):
+    """Beside those of 64 bits that end alike, and above what a signed number of 128 bits holds."""
+    hashes = [2**128 - 1, 2**64 - 1, 2**127, 7, 2**64 + 7, *kv.block_hashes(range(2), 1, bits=128)]
+    pools = [pool_of(device, 4), pool_of(device, 4, placement="pinned")]
+    blocks = Blocks(device, pools=pools, disk=path, disk_bytes=ROOM)
+    write_down(blocks, hashes)
+    blocks.use(hashes[:4], known=4)
+    blocks.cache.close()
+    blocks = Blocks(device, pools=pools, disk=path, disk_bytes=ROOM)
+    for some in (hashes[:4], hashes[4:]):
+        assert blocks.cache.match(some) == (0, 0, len(some))
+        blocks.use(some, known=len(some))
+    blocks.cache.close()
+
+
 def test_one_load_for_blocks_of_all_tiers(device, path, monkeypatch):
     blocks = Blocks(device, 4, 4, disk=path, disk_bytes=ROOM)
     write_down(blocks, [A, B, C, D, E, F])

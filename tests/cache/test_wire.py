@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
+import subprocess
+import sys
 
 import helpers
 import ml_dtypes
@@ -223,6 +225,17 @@ def test_checksums_are_the_same_for_ever():
     assert checksum([data], "sum64") == 8305236288685418851
     if "xxh3_64" in wire.HASHERS:
         assert checksum([data], "xxh3_64") == 13852265625588812019
+
+
+def test_without_xxhash_there_is_a_checksum_too():
+    program = (
+        "import sys; sys.modules['xxhash'] = None; from kvcupy.cache import wire;"
+        "print(wire.DEFAULT_CHECKSUM, *wire.HASHERS, wire.checksum([b'a' * 5000]))"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert output.split() == ["sum64", "sum64", str(checksum([b"a" * 5000], "sum64"))]
 
 
 def test_sum64_by_hand():

@@ -431,8 +431,9 @@ _STATISTICS = "for statistics: whoever uses a page asks for what fills or reads 
 _ASKS_AGAIN = "spares asking in a loop: nothing goes on before the block has arrived"
 _DONE_AT_RETURN = "the call promises to be over; to_numpy and later work wait by themselves"
 _TORCH_FILLS = "torch fills zeros on its current stream of a GPU; a device's are there at return"
+_NO_STREAM = "between threads and servers, with no work on a stream; tests stop servers instead"
 _SOCKETS = "between processes, whose sockets are not simulated: test_migration_controls.py has it"
-_THREADS = "the host waits for a thread of its own, not for a stream"
+_THREADS = "of one thread of the host for another, not for a stream"
 ON_A_GPU = "of the library's current stream: on the host device that is the calling thread"
 
 NOT_NEEDED = {
@@ -514,6 +515,10 @@ NOT_NEEDED = {
             "CompletionQueue.settle: completion.done()": _STATISTICS,
             "CompletionQueue.settle: queue[0].done()": _STATISTICS,
             "SharedTiers.attempt: wait()": _ASKS_AGAIN,
+        },
+        "cache/shared/store.py": {
+            "SharedStore._hold_back: self._backend.busy(keys)": _ANOTHER,
+            "SharedStore._hold_back: self.pool.allocator.busy(pages, completion)": _NO_STREAM,
         },
         "ops/call.py": {
             "Plan.allocate: own_stream.wait(self.device.as_stream(None, library))": _TORCH_FILLS,

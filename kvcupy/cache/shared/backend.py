@@ -93,8 +93,9 @@ class Backend(Protocol):
         ...
 
     def busy(self, keys: Sequence[bytes]) -> Completion | None:
-        """Return what is over when nothing can land any more in the blocks of keys that `get` did
-        not return, or was lost with; None where nothing can after the call.
+        """Return what is over when the blocks of keys are accessed no more that `get` did not
+        return or `put` did not store, or either was lost with; None where that is over with the
+        call.
         """
         ...
 

@@ -105,8 +105,9 @@ class ShmBackend(ProcessLocal):
     """
 
     def __init__(self, path: Path, block_bytes: int, capacity_bytes: int | None) -> None:
-        if fcntl is None:
-            raise OSError(errno.ENOTSUP, "shm: expected a system with flock", str(path))
+        if fcntl is None or not hasattr(os, "posix_fallocate"):
+            message = "url: expected a system with flock and posix_fallocate for shm:"
+            raise OSError(errno.ENOTSUP, message, str(path))
         self.path = path
         layout = None
         if capacity_bytes is not None:
@@ -271,7 +272,7 @@ class ShmBackend(ProcessLocal):
         slot = free
         self._at("marked")
         records, at = self._records, slot * _RECORD_WORDS
-        records[at + _GENERATION] += 1  # odd: no reader takes it
+        records[at + _GENERATION] |= 1  # odd: no reader takes it
         self._at("odd")
         start = self._layout.payload_at(slot)
         for piece in block:
@@ -365,7 +366,7 @@ class ShmBackend(ProcessLocal):
         for word in range(_KEY, _KEY + KEY_BYTES // 8):
             records[at + word] = 0
         records[at + _GENERATION] += 1
-        self._words[_NUM_BLOCKS] -= 1
+        self._words[_NUM_BLOCKS] = max(0, self._words[_NUM_BLOCKS] - 1)
 
     def _free(self, slot: int) -> None:
         self._records[slot * _RECORD_WORDS + _NEXT] = self._words[_FREE]
@@ -512,12 +513,11 @@ class ShmBackend(ProcessLocal):
         _opened.discard(self)
         if self._fd < 0:
             return
-        for view in (self._words, self._buckets, self._records):
-            view.release()
+        views = self._words, self._buckets, self._records, self._bytes
         del self._array
-        self._bytes.release()
-        with suppress(BufferError):  # a view of it is still in use; it goes with that
-            self._map.close()
+        for release in (*(view.release for view in views), self._map.close):
+            with suppress(BufferError):  # an error's traceback may still use it; it goes with that
+                release()
         self._close_file()
         self._fd = -1
 

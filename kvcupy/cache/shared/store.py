@@ -96,9 +96,8 @@ class SharedStore(ProcessLocal):
         self._closed = False
         self._counts: Counter[str] = Counter()
         self._times_s = {"put": 0.0, "get": 0.0}
-        self._bad: dict[
-            bytes, float
-        ] = {}  # keys that failed, and until when they are not asked for
+        # Keys that failed, and until when they are not asked for.
+        self._bad: dict[bytes, float] = {}
         self._lost_in_a_row, self._skipped_until = 0, -math.inf
         self._scratch: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
         counts, times_s = self._counts, self._times_s
@@ -259,8 +258,10 @@ class SharedStore(ProcessLocal):
                     results = self._call(
                         self._backend.put, asked, blocks, headers, deadline=deadline
                     )
-                for i, outcome in zip(chunk, results or [FAILED] * len(chunk), strict=True):
-                    outcomes[i] = outcome
+                    for i, outcome in zip(chunk, results or [FAILED] * len(chunk), strict=True):
+                        outcomes[i] = outcome
+                    failed = [i for i in chunk if outcomes[i] == FAILED]
+                    self._hold_back([keys[i] for i in failed], [numbers[i] for i in failed], blocks)
             self._count_put(keys, outcomes)
         return outcomes
 
@@ -326,12 +327,7 @@ class SharedStore(ProcessLocal):
                     if verdict:
                         self._pages.write_from(page, block[0])
             missing = [i for i, header in enumerate(headers) if header is None]
-            if missing and (completion := backend.busy([keys[i] for i in missing])) is not None:
-                # Something may still be written to their memory.
-                if self._pages.is_direct:
-                    self.pool.allocator.busy([pages[i] for i in missing], completion)
-                else:
-                    blocks.clear()  # so that the memory is not used again
+            self._hold_back([keys[i] for i in missing], [pages[i] for i in missing], blocks)
         damaged = [key for key, verdict in zip(keys, verdicts, strict=True) if verdict is False]
         if damaged:
             self._count("damaged", len(damaged))
@@ -339,6 +335,14 @@ class SharedStore(ProcessLocal):
             self._call(backend.discard, damaged, deadline=deadline)
         self._note_bad(damaged + failed)
         return [verdict is True for verdict in verdicts]
+
+    def _hold_back(self, keys: Sequence[bytes], pages: Sequence[int], blocks: list[Block]) -> None:
+        """Keep memory that an engine may still access from being used for something else."""
+        if keys and (completion := self._backend.busy(keys)) is not None:
+            if self._pages.is_direct:
+                self.pool.allocator.busy(pages, completion)
+            else:
+                blocks.clear()
 
     # --- The rest ---
 
