@@ -277,28 +277,26 @@ def test_work_that_fails_ends_the_offer():
             writer.synchronize()
 
 
-def test_order_is_checked():
-    """A stream that reads a page must wait for the pull; the wait is the edge."""
-    for waits in (True, False):
-        with (
-            kv.order_checker(action="record") as checker,
-            pair() as (sender, receiver, source, target),
-        ):
-            ticket = sender.offer(source.allocator.alloc(1), by_layer=True)
-            pull = receiver.pull(ticket, [2])
-            stream = kv.device("host").stream()
-            rows = np.zeros((1, HEADS, 16), np.float16)
-            if waits:
-                pull.wait_layer(0, stream)
-            kv.store_kv(
-                rows, np.zeros((1, HEADS, 24), np.float16), target.k(0), target.v(0),
-                np.array([8]), stream=stream,
-            )  # fmt: skip
-            for layer in LAYERS:
-                sender.layer_done(ticket, layer)
-            pull.synchronize()
-            stream.synchronize()
-        assert bool(checker.reports) is not waits
+@pytest.mark.races("without")
+@pytest.mark.parametrize("waits", [True, False], ids=["with", "without"])
+def test_order_is_checked(waits):
+    """A stream that writes to a page must wait for the pull; the wait is the edge."""
+    with (
+        kv.order_checker(action="record") as checker,
+        pair() as (sender, receiver, source, target),
+    ):
+        ticket = sender.offer(source.allocator.alloc(1), by_layer=True)
+        pull = receiver.pull(ticket, [2])
+        stream = kv.device("host").stream()
+        key, value = (np.zeros((1, HEADS, width), np.float16) for width in (16, 24))
+        if waits:
+            pull.wait_layer(0, stream)
+        kv.store_kv(key, value, target.k(0), target.v(0), np.array([8]), stream=stream)
+        for layer in LAYERS:
+            sender.layer_done(ticket, layer)
+        pull.synchronize()
+        stream.synchronize()
+    assert bool(checker.reports) is not waits
 
 
 # --- Leases and endings ---

@@ -680,9 +680,8 @@ class Pull(ProcessLocal):
 
     def _operation(self, layer: int, stream: Any) -> Operation:
         return Operation(
-            f"pull {layer}", stream, (), tuple(accesses(self._pool, self._pages, layer)),
-            keeps_arrays=False,
-        )  # fmt: skip
+            f"pull {layer}", stream, (), tuple(accesses(self._pool, self._pages, layer))
+        )
 
     def _await_layer(self, layer: int) -> None:
         with self._changed:
@@ -757,6 +756,8 @@ class Pull(ProcessLocal):
                         channel.send(DONE, b"", time.monotonic() + _CONFIRM_S)
                     except (Lost, TimeoutError):
                         channel.abort()
+                if observe.order_observers and self._stream is not None:
+                    self._stream.synchronize()  # tells them that the host is behind it
             elif self._stream is not None:  # it is no one else's, and this handle has the failure
                 with suppress(DeviceError):
                     self._stream.synchronize()
