@@ -479,6 +479,8 @@ NOT_NEEDED = {
             "PageReceiver._run: pull._landing.synchronize()": _THREADS,
             "_Workers.close: thread.join(max(0.0, deadline - time.monotonic()))": _THREADS,
             "PageReceiver.pull: self._pool.allocator.busy(ordered, pull._landing)": _SOCKETS,
+            "Pull._event_of: self._after.wait(self._stream)":
+                "for checkers alone: the pull's threads wait for it by themselves",
             "Pull._event_of: stream.record()": _SOCKETS,
             "Pull._part_ended: self._landing.end()": _ANOTHER,
             "Pull._part_ended: self._stream.synchronize()": _FAILURES,

@@ -102,6 +102,11 @@ class PageReceiver(ProcessLocal):
     def __repr__(self) -> str:
         return f"<PageReceiver into {self._pool!r}, {len(self._pulls)} pulls>"
 
+    @property
+    def pool(self) -> Pool:
+        """The pool whose pages it moves."""
+        return self._pool
+
     def __enter__(self) -> PageReceiver:
         return self
 
@@ -668,6 +673,8 @@ class Pull(ProcessLocal):
             if self._stream is None:
                 self._stream = self._pool.device.stream()
                 self._stream.name = "pull"
+                if self._after is not None and observe.order_observers:
+                    self._after.wait(self._stream)  # the pull's threads wait for it by themselves
             stream = self._stream
             while len(self._events) <= layer:
                 number = len(self._events)
