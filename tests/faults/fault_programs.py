@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -457,6 +458,74 @@ class EngineOfCopies(Engine):
 
 
 # --- The paged cache ------------------------------------------------------------------------------
+
+
+class Migration(Program):
+    """Pages offered and pulled, in one process; a pull that fails is made again, as users do."""
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.near = filled(device, pool_of(device, 6), 1)
+        self.far = filled(device, pool_of(device, 8, layout="page_first"), 2)
+        self.sender: Any = None
+        self.receiver: Any = None
+        self.compute = device.stream()
+        device.synchronize()
+
+    def steps(self) -> list[Step]:
+        def send() -> None:
+            if self.sender is not None:
+                self.sender.close()
+            self.sender = kv.PageSender(self.near)
+
+        def receive() -> None:
+            if self.receiver is not None:
+                self.receiver.close()
+            self.receiver = kv.PageReceiver(self.far)
+
+        def pull() -> None:
+            for attempt in range(3):
+                pages = self.near.allocator.alloc(2)
+                try:
+                    ticket = self.sender.offer(pages, after=self.compute)
+                except BaseException:
+                    self.near.allocator.free(pages)
+                    raise
+                try:
+                    handle = self.receiver.pull(ticket, [4, 5])
+                    proceed(self.device)
+                    try:
+                        handle.wait_layer(1, self.compute)
+                    finally:
+                        while not handle.done():
+                            proceed(self.device)
+                    self.compute.synchronize()
+                    return
+                except (kv.TransferError, kv.DeviceError):
+                    if attempt == 2:
+                        raise
+                finally:
+                    self.sender.withdraw(ticket)
+                    while self.near.allocator.num_free < 6:
+                        time.sleep(0.001)
+
+        return [("PageSender", send), ("PageReceiver", receive), ("pull", pull)]
+
+    def state(self, step: str) -> Any:
+        settle(self.device)
+        others = np.delete(pages_of(self.device, self.far), [4, 5], 0).tobytes()
+        return others, self.near.allocator.num_free, self.far.allocator.num_free
+
+    def result(self) -> dict[str, Any]:
+        return {"far": pages_of(self.device, self.far).tobytes()}
+
+    def leaks(self) -> list[str]:
+        return [] if self.near.allocator.num_free == 6 else ["pages of the sender are not free"]
+
+    def close(self) -> None:
+        for end in (self.sender, self.receiver):
+            if end is not None:
+                end.close()
 
 
 class Paged(Program):
@@ -1037,6 +1106,126 @@ class PagedTiers(Paged):
         return held
 
 
+class PagedExchange(Paged):
+    """Sequences that are exported, and imported by the same cache, also in a running step."""
+
+    owns_pages = False
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.sender = kv.PageSender(self.cache.pool)
+        self.receiver = kv.PageReceiver(self.cache.pool)
+        self.ticket = b""
+
+    def steps(self) -> list[Step]:
+        cache = self.cache
+
+        def step(name: str, count: int) -> Callable[[], None]:
+            def run() -> None:
+                self.results[f"{name} {count}"] = self.forward([name], [count])
+
+            return run
+
+        def export() -> None:
+            self.ticket = cache.export_sequence("a", self.sender)
+
+        def export_again(count: int) -> None:
+            cache.fork_sequence("a", "again", count)
+            self.ticket = cache.export_sequence("again", self.sender)
+            cache.remove_sequence("again")
+
+        def imported(name: str, count: int) -> Callable[[], None]:
+            def run() -> None:
+                for is_last in (False, True):
+                    if not self.is_open:  # a failure has ended the offer
+                        export_again(count)
+                    try:
+                        pull = cache.import_sequence(name, self.ticket, self.receiver)
+                        while not pull.done():
+                            proceed(self.device)
+                            time.sleep(0)
+                        return
+                    except BaseException as error:
+                        if name in cache:
+                            cache.remove_sequence(name)
+                        # The failure of a sender's thread is not told: it ends the connection.
+                        if is_last or getattr(error, "reason", "") != "lost":
+                            raise
+                    finally:
+                        self.idle()
+
+            return run
+
+        def begin() -> None:
+            cache.begin_forward(["a"], [3])
+            self.fresh = {"a": 3}
+
+        def attention(layer: int) -> Callable[[], None]:
+            def run() -> None:
+                self.results[f"layer {layer}"] = self.attend(layer, 3, self.stream)
+
+            return run
+
+        def end() -> None:
+            if self.fresh:  # ending is over even if it raises
+                self.fresh = {}
+                cache.end_forward()
+
+        return [
+            ("add", lambda: cache.add_sequence("a")),
+            ("forward", step("a", 6)),
+            ("export", export),
+            ("forward", step("a", 2)),
+            ("import", imported("b", 6)),
+            ("forward", step("b", 1)),
+            ("begin", begin),
+            ("attention", attention(0)),
+            ("export", export),
+            ("attention", attention(1)),
+            ("end", end),
+            ("import", imported("c", 11)),
+            ("remove", lambda: cache.remove_sequence("a")),
+            ("forward", step("c", 1)),
+        ]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an offer can still be imported."""
+        return self.sender.stats()["offers"] > 0
+
+    def idle(self) -> None:
+        """Wait until no offer is being served."""
+        while self.sender.stats()["pulls"]:
+            time.sleep(0.001)
+
+    def state(self, step: str) -> Any:
+        self.idle()
+        self.cache.num_available_pages  # noqa: B018 - what ended exports have held is released
+        seen: dict[str, Any] = super().state(step)
+        if step == "import":  # the offer may have failed, and its pages are released
+            return {name: seen[name] for name in ("sequences", "total", "files", "bytes")}
+        if step == "end":  # it is over, and the offer is withdrawn
+            return {name: seen[name] for name in ("sequences", "total", "files")}
+        return seen
+
+    def reset(self) -> None:
+        super().reset()
+        if self.ticket:
+            self.sender.withdraw(self.ticket)
+        self.idle()
+
+    def leaks(self) -> list[str]:
+        if self.ticket:
+            self.sender.withdraw(self.ticket)
+        self.idle()
+        self.cache.num_available_pages  # noqa: B018
+        return super().leaks()
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.sender.close()
+
+
 # --- Streams, graphs, timelines -------------------------------------------------------------------
 
 
@@ -1389,5 +1578,7 @@ def programs() -> dict[str, type[Program]]:
 
 PROGRAMS = programs()
 
-HOST_ALONE = ("Disk", "Shared", "KernelCache", "Calibration", "Explored", "Checked")
+HOST_ALONE = (
+    "Disk", "Shared", "KernelCache", "Calibration", "Explored", "Checked",
+)  # fmt: skip
 """What is about files or the host device; the others run on the stand-in for CUDA too."""

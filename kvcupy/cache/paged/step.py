@@ -18,6 +18,7 @@ from ...devices.protocol import Stream
 from ...errors import CaptureError, DeviceError, KvcupyError
 from ...ops import checks
 from ..pool import Pool
+from .exchange import Export
 from .layers import Layers
 from .moves import AccessOrder, CopiedPages, PageAccess, PageMover
 from .sequences import (
@@ -76,6 +77,7 @@ class Step:
     cascade : prefixes to be attended first, or None
     copies : of shared pages that were replaced for it
     copied : their completion, if there are any
+    exports : of sequences of it, whose layers go out as they are written
     loads : of transfers, leases and copies that bring some pages of its sequences
     """
 
@@ -90,6 +92,7 @@ class Step:
     cascade: Cascade | None = None
     copies: list[PageCopy] = field(default_factory=list)
     copied: CopiedPages | None = None
+    exports: list[Export] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_tokens = sum(self.counts)
@@ -288,9 +291,13 @@ class Steps:
         self.running: Step | None = None
         self.tables: StepTables | None = None
 
+    def is_running(self, seq: Hashable) -> bool:
+        """Return whether a sequence belongs to the running step."""
+        return self.running is not None and seq in self.running.names
+
     def require_outside(self, seq: Hashable, name: str = "seq") -> None:
         """Raise if a sequence belongs to the running step."""
-        if self.running is not None and seq in self.running.names:
+        if self.is_running(seq):
             raise KvcupyError(
                 f"{name}: {seq!r} belongs to the running step; call end_forward first"
             )
@@ -337,7 +344,10 @@ class Steps:
         if step is None:
             raise KvcupyError("no step is running: call begin_forward before end_forward")
         try:
-            self._close()
+            try:
+                self._close()
+            finally:
+                self._finish_exports(step)
         finally:
             self._sequences.release_replaced(step.copies)
             is_loaded = step.is_loaded
@@ -350,6 +360,21 @@ class Steps:
             metrics.note("kvcupy_step_seconds", perf_counter() - self._begun_s)
             metrics.add("kvcupy_step_tokens_total", sum(step.counts))
 
+    def _finish_exports(self, step: Step) -> None:
+        """Let those layers of exported sequences go out whose attention did not run here."""
+        if not step.exports:
+            return
+        stream = self.access.copy_stream
+        try:
+            with self.access.on(stream, *step.sequences):
+                pass  # what loads their pages is waited for too
+            for export in step.exports:
+                export.finish(stream)
+        except BaseException:
+            for export in step.exports:
+                export.withdraw(self.access.copy_stream_behind_all())
+            raise
+
     def abort(self) -> None:
         """Close the running step, if there is one, and take its tokens back."""
         step = self.running
@@ -358,6 +383,8 @@ class Steps:
         try:
             self._close()
         finally:
+            for export in step.exports:
+                export.withdraw(self.access.copy_stream_behind_all())
             if step.copied is not None:
                 for copy in step.copies:  # the sequence has its shared page again
                     loads = copy.sequence.loads

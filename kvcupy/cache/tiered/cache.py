@@ -216,8 +216,9 @@ class TieredCache(ProcessLocal):
         ------
         TypeError, ValueError, CaptureError : an argument does not fit
         KvcupyError : the cache is closed
-        CacheFull : too few pages are free or can be evicted; nothing has changed. Blocks from disk
-            pass through pages of the host pool, which has to have enough for all of them at once
+        CacheFull : too few pages are free or can be evicted; nothing has changed, but that blocks
+            of the shared store may have arrived in host memory. Blocks from disk pass through pages
+            of the host pool, which has to have enough for all of them at once
 
         Notes
         -----
