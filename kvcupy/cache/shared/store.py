@@ -64,7 +64,8 @@ class SharedStore(ProcessLocal):
     Failure: a store that is lost, late, full or damaged is an outcome and a counter, never an
     exception. What arrives is verified; a block that is not what was stored is a miss, and dropped.
     After 3 calls in a row that were lost or late, the store is left alone for 10 s: nothing is
-    found and puts fail. Blocks that could not be fetched are not asked for again for 10 s.
+    found and puts fail. Calls that had less than half of the store's deadline do not count. Blocks
+    that could not be fetched are not asked for again for 10 s.
 
     Stream: calls are the processor's. Pages that are put must be complete, and those that are got
     into must not be in use, before the call; both are free for other uses when it returns. Where an
