@@ -308,7 +308,7 @@ class SharedStore(ProcessLocal):
             at_once = min(self._backend.blocks_per_get, self._blocks_at_once())
             for chunk in _chunks(asked, at_once):
                 if time.monotonic() >= deadline:
-                    self._count("late", len(keys) - chunk[0])
+                    self._count("late", sum(i >= chunk[0] for i in asked))
                     break
                 arrived = self._get_some(
                     [keys[i] for i in chunk], [numbers[i] for i in chunk], deadline
