@@ -261,6 +261,24 @@ struct SixteenCodes {
   }
 };
 
+// The codes of eight elements, at a multiple of `word_bytes`, a power of two.
+__device__ __forceinline__ u32 load_eight_codes(const char* source, int word_bytes) {
+  if (word_bytes >= 4) return *reinterpret_cast<const u32*>(source);
+  u32 codes = 0;
+  if (word_bytes == 2) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      codes |= u32{reinterpret_cast<const Word<2>*>(source)[i]} << i * 16;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      codes |= u32{reinterpret_cast<const Word<1>*>(source)[i]} << i * 8;
+    }
+  }
+  return codes;
+}
+
 using Sixteen = Pack<float, kCodesPerThread>;
 
 #ifdef __CUDACC__
@@ -429,19 +447,29 @@ __device__ __forceinline__ void load_in_group(const FourBitRow& row, int at,
   scale_bits = load_group_scale<TFormat>(row.scales + group * kGroupScaleBytes<TFormat>);
 }
 
-// 16 elements as floats: codes * step, each product rounded once.
+// Eight elements as floats: codes * step, each product rounded once.
+template <typename TFormat>
+__device__ __forceinline__ Pack<float, 8> decode_codes(u32 codes, float step) {
+  Pack<float, 8> out;
+  const EightHalves values = decode_eight<TFormat>(codes);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = floats_of_pair(values.pairs[i]);
+    out.values[2 * i] = __fmul_rn(pair.x, step);
+    out.values[2 * i + 1] = __fmul_rn(pair.y, step);
+  }
+  return out;
+}
+
+// Likewise 16.
 template <typename TFormat>
 __device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes, float step) {
   Sixteen out;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const EightHalves values = decode_eight<TFormat>(codes.words[half]);
+    const Pack<float, 8> eight = decode_codes<TFormat>(codes.words[half], step);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = floats_of_pair(values.pairs[i]);
-      out.values[half * 8 + 2 * i] = __fmul_rn(pair.x, step);
-      out.values[half * 8 + 2 * i + 1] = __fmul_rn(pair.y, step);
-    }
+    for (int i = 0; i < 8; ++i) out.values[half * 8 + i] = eight.values[i];
   }
   return out;
 }

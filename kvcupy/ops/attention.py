@@ -309,6 +309,11 @@ def check_call(arguments: dict[str, Any], options: AttentionOptions) -> Attentio
             f"v_cache: expected pages and heads as in k_cache {describe(arguments['k_cache'])}, "
             f"got {describe(arguments['v_cache'])}"
         )
+    if (k.four_bit or v.four_bit) and k.cache_format is not v.cache_format:
+        raise ValueError(
+            f"v_cache: expected {k.cache_format.name} like k_cache, as one of them has four bits, "
+            f"got {v.cache_format.name}"
+        )
     num_kv_heads, width = k.cache.num_heads, k.cache.width
     if query.shape[2] != width:
         raise ValueError(
@@ -343,7 +348,7 @@ def check_query(query: ArrayView, name: str = "query") -> None:
 
 def _check_cache(arguments: dict[str, Any], names: KVNames, layout: str) -> KVOperand:
     name, array = names.cache, arguments[names.cache]
-    cache_format = checks.number_format(array, name)
+    cache_format = checks.number_format(array, name, four_bit=True)
     if array.ndim not in (3, 4):
         raise ValueError(
             f"{name}: expected (num_pages, page_size, heads, width) by layout, "
@@ -599,7 +604,7 @@ class AttentionPlan(Plan):
             Launch(
                 device, tiling.specialisation, (tiles, num_kv_heads, num_splits),
                 (tiling.threads, 1, 1), tiling.smem_bytes,
-                attention_params(call, num_splits, tiling.lanes), pointers, names,
+                attention_params(call, num_splits, tiling.lanes, alignment), pointers, names,
             )
         )  # fmt: skip
         if num_splits > 1:
@@ -726,7 +731,14 @@ def _softmax(xp: Any, scores: Any, mask: Any, v: Any, sinks: Any) -> tuple[Any, 
 
 def _cached_rows(device: Device, operand: KVOperand, views: Views, pages: Any, offsets: Any) -> Any:
     """Return the float32 rows of K or V in slots of pages, (slots, heads, width)."""
-    bits = device.carrier(operand.cache_view(views))[pages, offsets]
+    cache = operand.cache_view(views)
+    if operand.four_bit is not None and cache.scales is not None:
+        scale = np.float32(operand.scale.value)
+        if operand.scale.array is not None:
+            scale = device.carrier(views[operand.names.scale]).reshape(-1, 1)
+        parts = [device.carrier(part)[pages, offsets] for part in (cache.codes, cache.scales)]
+        return fallback.decode_groups(*parts, operand.four_bit, scale)
+    bits = device.carrier(cache)[pages, offsets]
     values = fallback.decode(bits, operand.cache_format.name)
     if operand.scale_cache is not None:
         scales = device.carrier(views[operand.names.scale_cache])

@@ -24,7 +24,7 @@ from .. import faults
 from ..arrays import ArrayView
 from ..config import SHARED_BYTES
 from ..devices.protocol import Device
-from ..formats import FORMATS
+from ..formats import FORMATS, FOUR_BIT
 from ..kernels import Kernel, Specialisation
 from .call import require_countable, widest
 from .checks import OPERAND_PARAMS, KVOperand
@@ -153,7 +153,8 @@ STARTS_PARAMS = np.dtype(
 )
 
 FORMAT_NUMBERS = {
-    name: i for i, name in enumerate(("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"))
+    name: i
+    for i, name in enumerate(("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", *FOUR_BIT))
 }
 
 _LOG2_E = math.log2(math.e)
@@ -165,13 +166,16 @@ _STRIDE_FIELDS = {
 }  # fmt: skip
 
 
-def attention_params(call: AttentionCall, num_splits: int, lanes: int) -> dict[str, Any]:
-    """Return the Params of a call, but for the addresses."""
+def attention_params(
+    call: AttentionCall, num_splits: int, lanes: int, alignment: int
+) -> dict[str, Any]:
+    """Return the Params of a call, but for the addresses, whose words are of `alignment`."""
     options, cache, views = call.options, call.k.cache, call.views
     query, out = views["query"], views["out"]
     table, seq_lens = views["block_table"], views["seq_lens"]
     params = {
-        **call.k.params("k", call.k.cache.width), **call.v.params("v", call.v.cache.width),
+        **call.k.params("k", call.k.cache.width, alignment),
+        **call.v.params("v", call.v.cache.width, alignment),
         "k_format": FORMAT_NUMBERS[call.k.cache_format.name],
         "v_format": FORMAT_NUMBERS[call.v.cache_format.name],
         "query_format": FORMAT_NUMBERS[query.format],
@@ -260,15 +264,18 @@ PREFILL = Kernel(
 
 # Packed rows per tile of the plain kernel, by the packs of a row that a lane holds where a warp
 # shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is bf16 on Turing.
+FOUR_BIT_CTYPES = tuple(dict.fromkeys(f.ctype for f in FOUR_BIT.values()))
 _PACKS_PER_LANE = (1, 3)
 _Rows = dict[str, dict[int, tuple[int, ...]]]
 _DECODE_ROWS: _Rows = {
     "float": {1: (1, 4), 3: (1,)}, "half": {1: (1,)}, "bfloat16": {1: (1, 4)},
+    **dict.fromkeys(FOUR_BIT_CTYPES, {1: (1, 4), 3: (1,)}),
     "AnyFormat": {1: (1, 4, 8), 3: (1, 2)},
 }  # fmt: skip
 # Keys of 16 bits are rotated on tensor cores, as most of 8 bits; those of float32 are few.
 _ROTATING_ROWS: _Rows = {
     "fp8_e4m3": {1: (1, 4)}, "fp8_e5m2": {1: (1, 4)}, "int8": {1: (1, 4)},
+    **dict.fromkeys(FOUR_BIT_CTYPES, {1: (1, 4), 3: (1,)}),
     "AnyFormat": {1: (1, 4, 8), 3: (1,)},
 }  # fmt: skip
 _HOST_ROWS = (1, 4, 8)
@@ -625,7 +632,9 @@ def _prefill_specialisation_of(call: AttentionCall) -> Specialisation:
 
 def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
     name = call.k.cache_format.ctype
-    if call.k.cache_format is not call.v.cache_format or not _has_whole_packs(call, alignment):
+    if call.k.four_bit is None and (
+        call.k.cache_format is not call.v.cache_format or not _has_whole_packs(call, alignment)
+    ):
         name = _ANY_FORMAT
     row_counts: tuple[int, ...]
     packs = -(-max(call.k.cache.width, call.v.cache.width) // _PACK)

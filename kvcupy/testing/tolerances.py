@@ -109,6 +109,11 @@ def slot_values(args: Mapping[str, Any], side: str) -> Float64:
     pages = args[f"{side}_cache"]
     if args.get("layout") == "HND":
         pages = pages.swapaxes(1, 2)
+    if isinstance(pages, reference.FourBitRows):
+        static = args.get(f"{side}_scale")
+        scales = np.asarray(1.0 if static is None else static, np.float32).reshape(-1)
+        values = reference.dequantise_rows(pages, np.broadcast_to(scales, pages.shape[2]))
+        return values.reshape(-1, *pages.shape[2:]).astype(np.float64)
     stored = reference.decode(pages, reference.format_of(pages)).reshape(-1, *pages.shape[2:])
     scale = args.get(f"{side}_scale_cache")
     if scale is None:
