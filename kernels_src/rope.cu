@@ -358,10 +358,10 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
     }
   }
 
+  const bool copies = live && (live != in || norm);
   if constexpr (kFourBit<TCache>) {
     char* staged = dynamic_shared<char>() +
                    (threadIdx.x >> p.lane_shift) * p.head_dim * static_cast<int>(sizeof(T));
-    const bool copies = live && (live != in || norm);
     for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
       Pack<T, kCount> x;
       Pack<T, kCount> y;
@@ -379,32 +379,31 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
     store_groups<T, TCache, kCount>(
         is_value ? in : staged, scale, width, max(p.k_cache ? p.head_dim : 0, p.v.width), cached,
         four_bit_row(is_value ? p.v_cache : p.k_cache, operand, place, head), operand, lane, lanes);
-    return;
-  }
-  const ScaleDivisor divisor(scale);
-  if (is_value) {
-    for (int i = lane * kCount; i < width; i += lanes * kCount) {
+  } else {
+    const ScaleDivisor divisor(scale);
+    if (is_value) {
+      for (int i = lane * kCount; i < width; i += lanes * kCount) {
+        Pack<T, kCount> x;
+        x.load(in + i * static_cast<int>(sizeof(T)));
+        to_cache<T, TCache>(x, divisor).store(cached + i * static_cast<int>(sizeof(TCache)));
+      }
+      return;
+    }
+    for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
       Pack<T, kCount> x;
-      x.load(in + i * static_cast<int>(sizeof(T)));
-      to_cache<T, TCache>(x, divisor).store(cached + i * static_cast<int>(sizeof(TCache)));
+      Pack<T, kCount> y;
+      rotary.rotate_pairs(i, x, y);
+      if (live) rotary.store_pairs(live, i, x, y);
+      if (cached) {
+        rotary.store_pairs(cached, i, to_cache<T, TCache>(x, divisor),
+                           to_cache<T, TCache>(y, divisor));
+      }
     }
-    return;
-  }
-  for (int i = lane * kCount; i < pairs; i += lanes * kCount) {
-    Pack<T, kCount> x;
-    Pack<T, kCount> y;
-    rotary.rotate_pairs(i, x, y);
-    if (live) rotary.store_pairs(live, i, x, y);
-    if (cached) {
-      rotary.store_pairs(cached, i, to_cache<T, TCache>(x, divisor),
-                         to_cache<T, TCache>(y, divisor));
+    for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
+      const Pack<T, kCount> x = rotary.pass(i);
+      if (copies) x.store(live + i * static_cast<int>(sizeof(T)));
+      if (cached)
+        to_cache<T, TCache>(x, divisor).store(cached + i * static_cast<int>(sizeof(TCache)));
     }
-  }
-  const bool copies = live && (live != in || norm);
-  for (int i = passing + lane * kCount; i < width; i += lanes * kCount) {
-    const Pack<T, kCount> x = rotary.pass(i);
-    if (copies) x.store(live + i * static_cast<int>(sizeof(T)));
-    if (cached)
-      to_cache<T, TCache>(x, divisor).store(cached + i * static_cast<int>(sizeof(TCache)));
   }
 }

@@ -79,6 +79,8 @@ class ArrayView(ProcessLocal):
         self.owner = owner
         self.scales = scales
         if format in formats.FOUR_BIT:
+            if not shape:
+                raise ValueError(f"shape: expected rows for {format}, got {shape!r}")
             self.strides = (*strides[:-1], 0)
             if scales is None:
                 self.scales = _scales_behind(self)
@@ -109,18 +111,31 @@ class ArrayView(ProcessLocal):
 
     @property
     def codes(self) -> ArrayView:
-        """The codes of a four-bit format, uint8 (..., width / 2), without the scales."""
+        """The codes of a four-bit format, uint8 (..., width / 2), without the scales.
+
+        ValueError for another format.
+        """
+        self._require_four_bit()
         return self._bytes(self.shape[-1] // 2)
 
     @property
     def packed(self) -> ArrayView | None:
         """The bytes of a four-bit format, uint8 (..., row_bytes); None where the scales do not
-        follow the codes of each row."""
-        assert self.scales is not None
-        behind = _scales_behind(self)
-        if (self.scales.pointer, self.scales.strides) != (behind.pointer, behind.strides):
+        follow the codes of each row.
+
+        ValueError for another format.
+        """
+        scales, behind = self._require_four_bit(), _scales_behind(self)
+        if (scales.pointer, scales.strides) != (behind.pointer, behind.strides):
             return None
         return self._bytes(formats.FOUR_BIT[self.format].row_bytes(self.shape[-1]))
+
+    def _require_four_bit(self) -> ArrayView:
+        """Return the group scales; ValueError if the format has none."""
+        if self.scales is None:
+            known = ", ".join(formats.FOUR_BIT)
+            raise ValueError(f"format: expected one of {known}, got {self.format}")
+        return self.scales
 
     @property
     def memory(self) -> tuple[ArrayView, ...]:

@@ -39,9 +39,11 @@ REGISTER_BUDGET: dict[str, int] = {
     "store_copy": 72,
     "store_convert": 64,
     "store_dynamic": 64,
+    "store_four_bit": 128,  # fp32 rows, element by element; 16-bit rows in words take 64
     "rope_store": 116,  # fp32 rows with a norm into a quantised cache; bf16 rows take 80
     "gather_copy": 72,
     "gather_convert": 64,
+    "gather_four_bit": 64,
     "copy_pages": 64,
     "slot_mapping": 64,
     "transfer_copy": 128,  # a bounded grid: what counts is what one thread has in flight

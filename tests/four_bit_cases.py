@@ -16,17 +16,29 @@ LARGEST_GROUP = 128
 
 
 def hard_rows(case: Case, fmt: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Rows of which some have elements around every boundary of codes, some any bits, some none."""
+    """Rows of which some have elements around every boundary of codes, some any bits, some none.
+
+    The largest element of every other 16 is the largest code times a scale that e4m3 and fp16 have,
+    so that halfway values are met exactly where the scale of the tensor is 1.
+    """
     rng, count = case.rng, int(np.prod(shape))
-    ratios = rng.choice(np.arange(-7.5, 7.75, 0.25), count).reshape(shape)
-    nudge = rng.choice([1, 1, 1 + 2.0**-8, 1 - 2.0**-9, 1 + 2.0**-11], shape)
-    scale = np.exp2(rng.integers(-12, 8, (*shape[:-1], 1)))
-    rows = from_values(np.clip(ratios * nudge * scale, -6e4, 6e4), fmt)
+    limit = rng.choice([6, 7], (*shape[:-1], 1))
+    ratios = rng.choice(np.arange(-6, 6.25, 0.25), count).reshape(shape)
+    largest = np.arange(shape[-1]) % 16 == 3
+    chosen = np.repeat(rng.random((*shape[:-1], shape[-1] // 16 + 1)) < 0.5, 16, axis=-1)
+    largest = largest & chosen[..., : shape[-1]]
+    ratios = np.where(largest, limit, np.where(ratios == limit, 1, ratios))
+    nudge = rng.choice([1, 1, 1, 1 - 2.0**-8, 1 - 2.0**-20], shape)
+    scale = rng.integers(8, 16, (*shape[:-1], 1)) * np.exp2(
+        rng.choice([-30, -16, -9, -8, -6, -5, -4, -3, 0, 3], (*shape[:-1], 1))
+    )
+    rows = from_values(ratios * np.where(ratios == limit, 1, nudge) * scale, fmt)
     any_bits = random_elements(rng, fmt, count).reshape(shape)
     kinds = rng.integers(0, 6, (*shape[:-1], 1))
     bits = f"u{rows.dtype.itemsize}"
     mixed = np.where(kinds == 0, any_bits.view(bits), rows.view(bits)).view(rows.dtype)
-    mixed[np.broadcast_to(kinds == 1, shape) & (np.arange(shape[-1]) % 96 < 32)] = 0
+    zeros = np.broadcast_to(kinds == 1, shape) & (np.arange(shape[-1]) % 96 < 32)
+    mixed[zeros] = from_values(rng.choice([0.0, -0.0], int(zeros.sum())), fmt)
     return mixed
 
 

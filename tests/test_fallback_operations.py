@@ -17,6 +17,7 @@ import pytest
 from every_call import CALLS, rope_store_kv
 from ops import (
     test_copy_pages,
+    test_four_bit,
     test_gather,
     test_indexing,
     test_rope,
@@ -79,6 +80,7 @@ globals().update(
     | again(test_rope_streams, "test_against_transformers")
     | again(test_rope_errors)
     | again(test_gather)
+    | again(test_four_bit, "test_every_format_on_the_lenient_host")
     | again(test_copy_pages)
     | again(test_indexing)
 )

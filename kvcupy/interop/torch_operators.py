@@ -109,12 +109,15 @@ def _empty_rows(v: Values, name: str) -> Any:
         shape = (num_tokens, cache.shape[1], cache.shape[3])
     else:
         shape = (num_tokens, *cache.shape[2 if cache.ndim == 4 else 1 :])
+    four_bit = formats.FOUR_BIT.get(v.get("format") or "")
+    if four_bit is not None:  # the cache is bytes, the rows are elements
+        shape = (*shape[:-1], shape[-1] // four_bit.group_bytes * four_bit.group)
     return cache.new_empty(shape, dtype=v.get("dtype") or _dtype_of_rows(cache, v.get("format")))
 
 
 def _dtype_of_rows(cache: Any, format: str | None) -> Any:
     """Return the dtype that the rows of a cache are gathered as, unless another is asked for."""
-    known = formats.FORMATS.get(format or _format_of(cache))
+    known = formats.CACHE_FORMATS.get(format or _format_of(cache))
     return torch.bfloat16 if known is not None and known.quantised else cache.dtype
 
 

@@ -112,19 +112,22 @@ def store_kv(
 
     Parameters
     ----------
-    key : (T', H, D), or (T', W) with 2-D caches; T' >= T; any number format
+    key : (T', H, D), or (T', W) with 2-D caches; T' >= T; any number format, of the four-bit ones
+        that of the cache
     value : (T', H, Dv), or (T', Wv)
     k_cache, v_cache : written in place. (num_slots, H, D), or paged: "NHD" (num_pages, page_size,
         H, D), "HND" (num_pages, H, page_size, D); or (num_slots, W). Same format as the rows: bits
         are copied, and a static scale only describes them. Another format: float32 arithmetic, one
-        rounding
+        rounding; a four-bit format scales each group of elements by itself, and its D and Dv are
+        whole groups
     slot_mapping : int32 or int64 (T,); slot = page * page_size + offset. Negative: skipped. Past
         the end: skipped, and raised by `check_faults`
     k_scale, v_scale : dequantisation multipliers for quantised caches: None (1), a number, or
         float32 of one element or (H,)
     k_scale_cache, v_scale_cache : float32 (num_slots, H), written in place; each token and head
         then gets its own scale, max(absmax, 1e-6) / limit. Absmax ignores NaN and takes an infinity
-        as the largest float32; rows already in the cache's format get the scale 1
+        as the largest float32; rows already in the cache's format get the scale 1. Not for four-bit
+        formats
     skip_slot : a sink slot that is never written
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
@@ -172,7 +175,8 @@ def store_mla(
     ----------
     latent : (T', R), T' >= T; any number format
     rope_key : (T', P)
-    cache : (num_slots, R + P) or (num_pages, page_size, R + P), written in place
+    cache : (num_slots, R + P) or (num_pages, page_size, R + P), written in place; of a four-bit
+        format R and P are whole groups
     slot_mapping : int32 or int64 (T,), as in `store_kv`
     scale : of a quantised cache: None (1), a number, or float32 of one element
     skip_slot : a sink slot that is never written
@@ -227,7 +231,8 @@ def gather_kv(
     k_out, v_out : written in place, (T', H, D) and (T', H, Dv), T' >= T, or (T', W) with 2-D
         caches; None: allocated, zero where a slot is skipped
     dtype : format of allocated outputs ("bf16", a NumPy dtype, ...). None: that of the other
-        output, else the cache's if it is not quantised, else "bf16"
+        output, else the cache's if it is not quantised, else "bf16". The four-bit format of the
+        cache gives its rows as they are, as an ArrayView
     stream : to run on; None: the current one of the arrays' library, see `kvcupy.ops`
 
     Returns
@@ -241,7 +246,8 @@ def gather_kv(
 
     Notes
     -----
-    Same format in and out: bits are copied. Else float32 arithmetic, stored * scale, one rounding.
+    Same format in and out: bits are copied. Else float32 arithmetic, stored * scale, one rounding;
+    of a four-bit format code * (group scale * scale), where the scales' product is rounded, too.
     Stream: one kernel, in order; K and V of different format pairs take one each. Capture: legal
     with both outputs given. Bytes: each row read once and written once.
     Source: vLLM `gather_and_maybe_dequant_cache`.
@@ -452,15 +458,14 @@ class _CacheRowsPlan(Plan):
         call.require_countable(num_rows, self.slots_name)
         # HeldRow::kHeld of the kernel with dynamic scales
         packs_per_thread = 2 if kernel is DYNAMIC and first.rows_format.itemsize <= 2 else 1
-        taken = step * packs_per_thread
-        packs = -(-max(widths.values()) // taken)
-        if first.four_bit is not None and kernel in (FOUR_BIT_STORE, GATHER_FOUR_BIT):
+        taken, fewest = step * packs_per_thread, 1
+        if kernel in (FOUR_BIT_STORE, GATHER_FOUR_BIT):
             # Two packs of a thread share what finding its row costs. A group has a thread per pack.
-            packs = -(-max(widths.values()) // (2 * CODES_PER_THREAD))
+            taken = 2 * CODES_PER_THREAD
             groups = [operand.four_bit.group for operand in operands.values() if operand.four_bit]
-            packs = max(packs, *[group // CODES_PER_THREAD for group in groups])
+            fewest = max(groups) // CODES_PER_THREAD
         geometry = call.spread(
-            num_rows, packs, device.sm_count,
+            num_rows, max(fewest, -(-max(widths.values()) // taken)), device.sm_count,
             warp_lanes=device.warp_lanes, whole_warps=kernel.barriers,
         )  # fmt: skip
         params: dict[str, Any] = {

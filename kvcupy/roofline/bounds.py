@@ -461,10 +461,13 @@ def _gathered(name: str, kv_format: str) -> Row:
 
 def _rotated(kv_format: str) -> Row:
     """Return a row about a key, which moves most: to the live key and the cache; and its angles."""
-    moved = _WIDTH * (2 + 2 + formats.itemsize(kv_format))
+    size = formats.bytes_per_element(kv_format)
+    # Groups are encoded from the row as shared memory has it.
+    asked = 2 + 2 + 4 + (2 + _asked_of_codes(kv_format) if size < 1 else size)
     return Row(
         f"rope_store {kv_format}", partial(_rope_store, kv_format=kv_format), "rope_store",
-        "head of a key", moved, _bytes(moved + 4 * _WIDTH), _TOKENS * (_QUERY_HEADS + 2 * _HEADS),
+        "head of a key", _WIDTH * (2 + 2 + size), _bytes(_WIDTH * asked),
+        _TOKENS * (_QUERY_HEADS + 2 * _HEADS),
         block=_first_key_block, word_bytes=8,
     )  # fmt: skip
 
@@ -530,7 +533,7 @@ ROWS: tuple[Row, ...] = (
     _stored("store bf16 to fp8_e4m3, dynamic scales", "fp8_e4m3", 3, dynamic=True),
     *[_stored(f"store bf16 to {name}", name, 2 + _asked_of_codes(name))
       for name in ("nvfp4", "mxfp4", "int4")],
-    _rotated("bf16"), _rotated("fp8_e4m3"),
+    _rotated("bf16"), _rotated("fp8_e4m3"), _rotated("nvfp4"),
     _gathered("gather bf16", "bf16"), _gathered("gather fp8_e4m3 to bf16", "fp8_e4m3"),
     *[_gathered(f"gather {name} to bf16", name) for name in ("nvfp4", "mxfp4", "int4")],
     Row("copy_pages bf16", _copy_pages, "copy_pages", "page", 4 * _PAGE * _HEADS * _WIDTH,

@@ -372,6 +372,18 @@ def array_view(case: Case) -> None:
     bits = array if case.chance(0.5) else array.view(case.rng.choice(["u4", "i4", "u2", "u1"]))
     formats = ["bf16", "fp16", "int8", "fp32", "fp8_e4m3", "x", None, 3, [], ""]
     tagged = case.attempt(kv.view_as, {"array": bits, "format": case.rng.choice(formats)})
+    rows = case.place(np.zeros((3, 146), np.uint8))
+    scales = case.place(np.zeros((3, 32), np.uint8))
+    own = [None, scales, scales[:, :8], scales[:, ::2], scales[0], array, 3, "x"]
+    chosen = case.attempt(kv.view_as, {
+        "array": rows[:, : case.rng.choice([0, 16, 64, 68, 72, 136, 144, 146])],
+        "format": case.rng.choice(["nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128"]),
+        "scales": case.rng.choice(own),
+    })  # fmt: skip
+    if isinstance(chosen, kv.ArrayView):
+        tagged = chosen if case.chance(0.5) else tagged
+        case.attempt(lambda index: chosen[index], {"index": index}, names=["index", "shape"],
+                     described=kv.ArrayView.__getitem__, label="ArrayView[]")  # fmt: skip
     if isinstance(tagged, kv.ArrayView):
         repr(tagged), tagged.byte_range(), tagged.without_owner(), tagged.size, tagged.pinned
     names = ["stream", "max_version", "dl_device", "copy", "x"]

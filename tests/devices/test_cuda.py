@@ -664,6 +664,23 @@ def test_arrays_of_every_format_go_there_and_back(device, name):
     np.testing.assert_array_equal(device.to_numpy(device.asarray(source)), source)
 
 
+def test_four_bit_arrays_are_views_of_bytes(api, device):
+    """Those with scales of their own are copied in two parts."""
+    raw = np.random.default_rng(0).integers(0, 256, (3, 2, 72), dtype=np.uint8)
+    source = arrays.view_as(device.asarray(raw), "nvfp4")
+    assert source.shape == (3, 2, 128)
+    target, pinned = device.zeros((3, 2, 128), "nvfp4"), device.empty_pinned((3, 2, 128), "nvfp4")
+    assert (target.format, target.packed.shape, pinned.pinned) == ("nvfp4", (3, 2, 72), True)
+    np.testing.assert_array_equal(device.carrier(target), 0)
+    codes, scales = (device.zeros((3, 2, n), np.uint8) for n in (64, 8))
+    apart = arrays.view_as(codes, "nvfp4", scales=scales)
+    device.copy(apart, source)
+    device.copy(target, apart)
+    device.copy(pinned, target)
+    np.testing.assert_array_equal(device.to_numpy(pinned), raw)
+    np.testing.assert_array_equal(device.to_numpy(target), raw)
+
+
 def test_the_fault_record_is_four_zeros_made_once(device):
     assert device.fault_array().tolist() == [0, 0, 0, 0]
     assert device.fault_array() is device.fault_array()

@@ -29,7 +29,7 @@ MUTATIONS = {
         checks.check_gather, "gather.cu"),
     "K gathered where V belongs": Mutation(
         "outside_row(p.key, p.k, row)", "outside_row(p.value, p.k, row)", checks.check_gather,
-        "gather.cu", count=2),
+        "gather.cu", count=3),
     "pages the other way": Mutation(
         PAGE.format("src"), PAGE.format("(dst)"), checks.check_pages, "pages.cu",
         (("pages.cu", PAGE.format("dst"), PAGE.format("src")),)),

@@ -1,0 +1,254 @@
+"""Pages of the four-bit formats: pools, transfers, tiers, files and the paged cache."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+from four_bit_cases import FOUR_BIT, KINDS
+
+import kvcupy as kv
+from kvcupy import arrays, formats
+from kvcupy.cache.inspection import inspect
+from kvcupy.cache.paged.moves import PageMover
+
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+LAYERS, PAGE, HEADS, WIDTH = 3, 4, 2, 128
+
+
+def new_pool(device, fmt, pages=6, **options):
+    return kv.KVPool(pages, PAGE, LAYERS, HEADS, WIDTH, dtype=fmt, device=device, **options)
+
+
+def fill(pool, seed=0):
+    """Store rows in every slot of every layer."""
+    rng, device = np.random.default_rng(seed), pool.device
+    slots = device.asarray(np.arange(pool.num_pages * PAGE))
+    for layer in range(pool.num_layers):
+        key, value = (
+            device.asarray(rng.standard_normal((len(slots), HEADS, WIDTH)).astype(np.float32))
+            for _ in range(2)
+        )
+        kv.store_kv(key, value, pool.k(layer), pool.v(layer), slots)
+
+
+def contents(pool):
+    """The bytes of a pool by layer, (K and V, layers, pages, page_size, heads, row_bytes)."""
+    host = kv.device("host") if pool.placement != "device" else pool.device
+    return np.array([
+        [host.to_numpy(view(layer)) for layer in range(pool.num_layers)]
+        for view in (pool.k, pool.v)
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+def test_pools_count_their_bytes(device, fmt):
+    row_bytes = formats.FOUR_BIT[fmt].row_bytes(WIDTH)
+    for layout in LAYOUTS:
+        for placement in ("device", "pinned", "pageable"):
+            pool = new_pool(device, fmt, layout=layout, placement=placement)
+            assert pool.page_bytes == 2 * LAYERS * PAGE * HEADS * row_bytes
+            assert pool.num_bytes == 6 * pool.page_bytes
+            assert pool.k(1).shape == (6, PAGE, HEADS, WIDTH)
+            assert not contents(pool).any()
+    latent = kv.MLAPool(6, PAGE, LAYERS, 5 * WIDTH, dtype=fmt, device=device)
+    assert latent.k(0).shape == (6, PAGE, 5 * WIDTH)
+    assert latent.page_bytes == LAYERS * PAGE * 5 * row_bytes
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("method", ["auto", "kernel", "copy", "staged"])
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize("fmt", KINDS)
+def test_transfers_move_bytes(device, fmt, source, target, method):
+    src, dst = new_pool(device, fmt, layout=source), new_pool(device, fmt, 5, layout=target)
+    fill(src)
+    before = contents(src)
+    kv.transfer_pages(src, dst, [0, 5, 2], [4, 0, 1], method=method)
+    device.synchronize()
+    want = np.zeros_like(contents(dst))
+    want[:, :, [4, 0, 1]] = before[:, :, [0, 5, 2]]
+    np.testing.assert_array_equal(contents(dst), want)
+    np.testing.assert_array_equal(contents(src), before)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "int4_g128"])
+def test_an_engine_and_copies_of_pages(device, fmt):
+    pool, host = (new_pool(device, fmt, placement=p) for p in ("device", "pinned"))
+    fill(pool)
+    before = contents(pool)
+    engine = kv.TransferEngine(pool, host)
+    saved = engine.save([1, 4], [0, 3])
+    assert saved.num_bytes == 2 * pool.page_bytes
+    saved.synchronize()
+    np.testing.assert_array_equal(contents(host)[:, :, [0, 3]], before[:, :, [1, 4]])
+    engine.load([3, 0], [2, 5]).synchronize()
+    kv.copy_pages(pool, device.asarray(np.array([3])), device.asarray(np.array([0])))
+    device.synchronize()
+    want = before.copy()
+    want[:, :, [2, 5, 0]] = before[:, :, [4, 1, 3]]
+    np.testing.assert_array_equal(contents(pool), want)
+
+
+def test_copies_of_pages_with_scales_of_their_own():
+    rng = np.random.default_rng(1)
+    codes, scales = (rng.integers(0, 256, (5, 3, n), dtype=np.uint8) for n in (64, 8))
+    before = codes.copy(), scales.copy()
+    kv.copy_pages(kv.view_as(codes, "nvfp4", scales=scales), np.array([4]), np.array([1]))
+    for array, old in zip((codes, scales), before, strict=True):
+        old[1] = old[4]
+        np.testing.assert_array_equal(array, old)
+
+
+def test_wrapped_pools():
+    raw = [np.zeros((2, 6, PAGE, HEADS, 72), np.uint8) for _ in range(LAYERS)]
+    views = [kv.view_as(a, "nvfp4") for a in raw]
+    pool = kv.KVPool.wrap([v[0] for v in views], [v[1] for v in views])
+    assert (pool.dtype, pool.head_dim, pool.num_bytes) == (
+        "nvfp4",
+        WIDTH,
+        sum(a.nbytes for a in raw),
+    )
+    fill(pool)
+    np.testing.assert_array_equal(contents(pool)[1, 2], raw[2][1])
+    assert raw[2].any()
+    other = new_pool(kv.device("host"), "nvfp4", layout="page_first")
+    kv.transfer_pages(pool, other, [1], [0])
+    np.testing.assert_array_equal(contents(other)[:, :, 0], contents(pool)[:, :, 1])
+    apart = kv.view_as(raw[0][0][..., :64], "nvfp4", scales=raw[0][0][..., 64:].copy())
+    with pytest.raises(ValueError, match=r"k.*scales"):
+        kv.KVPool.wrap([apart], [views[0][1]])
+
+
+def refusals(device):
+    pool = new_pool(device, "nvfp4")
+    same = {"device": device, "dtype": "nvfp4"}
+    return {
+        "head_dim": lambda: kv.KVPool(4, 4, 1, 1, 100, **same),
+        "v_head_dim": lambda: kv.KVPool(4, 4, 1, 1, 64, v_head_dim=24, **same),
+        "latent_dim": lambda: kv.MLAPool(4, 4, 1, 72, **same),
+        "scales": lambda: kv.KVPool(4, 4, 1, 1, 64, scales=True, **same),
+        "dst_pool": lambda: kv.transfer_pages(pool, new_pool(device, "int4"), [0], [0]),
+        "convert": lambda: kv.transfer_pages(
+            pool, new_pool(device, "bf16"), [0], [0], convert=True
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["head_dim", "v_head_dim", "latent_dim", "scales", "dst_pool", "convert"]
+)
+def test_what_does_not_fit_is_refused(device, name):
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        refusals(device)[name]()
+
+
+def test_tiers_keep_the_bytes(device, tmp_path):
+    pool = new_pool(device, "nvfp4")
+    host = new_pool(device, "nvfp4", 4, placement="pinned")
+    fill(pool)
+    before = contents(pool)
+    first, second = (kv.block_hashes(range(n, n + 3 * PAGE), PAGE) for n in (0, 100))
+    cache = kv.TieredCache(pool, host, disk=tmp_path / "blocks.kv", disk_bytes=2**20)
+    with closing(cache):
+        pages = {}
+        for hashes in (first, second):  # the host has room for four: some of the first go to disk
+            pages[hashes[0]] = pool.allocator.alloc(3)
+            cache.insert(hashes, pages[hashes[0]])
+            cache.flush()
+            cache.evict(3)
+        assert cache.match(first).host < cache.match(first).disk == 3
+        for hashes in (first, second):
+            lease = cache.acquire(hashes)
+            assert lease.num_blocks == 3
+            lease.wait(None)
+            device.synchronize()
+            want = before[:, :, pages[hashes[0]]]
+            np.testing.assert_array_equal(contents(pool)[:, :, lease.pages], want)
+            lease.release()
+    assert "nvfp4" in inspect(tmp_path / "blocks.kv")["formats"]
+    with pytest.raises(ValueError, match="disk"):  # int4 has as many bytes
+        kv.TieredCache(
+            new_pool(device, "int4"), new_pool(device, "int4", 2, placement="pinned"),
+            disk=tmp_path / "blocks.kv", disk_bytes=2**20,
+        )  # fmt: skip
+
+
+def new_cache(device, fmt, latent_dim=None, **options):
+    heads, width = (1, 6 * WIDTH) if latent_dim else (HEADS, WIDTH)
+    return kv.PagedKVCache(
+        num_layers=2, num_q_heads=4, num_kv_heads=heads, head_dim=width, num_pages=12,
+        page_size=PAGE, dtype=fmt, device=device, latent_dim=latent_dim, **options,
+    )  # fmt: skip
+
+
+def rows_of(cache, count, latent_dim=None, seed=2):
+    """K and V, or latent and rope key, of some tokens, as `set_kv` takes them."""
+    rng = np.random.default_rng(seed)
+    shapes = ((HEADS, WIDTH), (HEADS, WIDTH))
+    if latent_dim:
+        shapes = (latent_dim,), (6 * WIDTH - latent_dim,)
+    return [
+        cache.device.asarray(rng.standard_normal((2, count, *s)).astype(np.float32)) for s in shapes
+    ]
+
+
+def read(cache, seq, start, stop):
+    return [cache.device.to_numpy(x) for x in cache.get_kv(seq, start, stop, dtype="fp32")]
+
+
+@pytest.mark.parametrize("latent_dim", [None, 4 * WIDTH], ids=["KV", "latent"])
+@pytest.mark.parametrize("fmt", KINDS)
+def test_a_paged_cache_up_to_attention(device, fmt, latent_dim, tmp_path):
+    cache = new_cache(device, fmt, latent_dim)
+    cache.add_sequence(0)
+    with cache.forward([0], [9]):
+        pass
+    rows = rows_of(cache, 9, latent_dim)
+    cache.set_kv(0, 0, *rows)
+    stored = read(cache, 0, 0, 9)
+    for got, want in zip(stored, rows, strict=True):
+        exact = device.to_numpy(want)
+        assert np.linalg.norm(got - exact) < 0.2 * np.linalg.norm(exact)
+    cache.fork_sequence(0, 1, at=6)
+    cache.set_kv(1, 5, *[x[:, :1] for x in rows])
+    for got, of_parent in zip(read(cache, 1, 0, 6), stored, strict=True):
+        np.testing.assert_array_equal(got[:, :5], of_parent[:, :5])
+        np.testing.assert_array_equal(got[:, 5], of_parent[:, 0])
+    cache.save_sequence(0, tmp_path / "sequence.safetensors")
+    assert inspect(tmp_path / "sequence.safetensors")["dtype"] == fmt
+    other = new_cache(device, fmt, latent_dim)
+    other.load_sequence("again", tmp_path / "sequence.safetensors")
+    for got, want in zip(read(other, "again", 0, 9), stored, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def test_attention_is_refused_before_anything_is_written(device):
+    cache = new_cache(device, "nvfp4")
+    cache.add_sequence(0)
+    with cache.forward([0], [3]):
+        pass
+    cache.set_kv(0, 0, *rows_of(cache, 3))
+    before = contents(cache.pool)
+    query = device.zeros((2, 4, WIDTH), "fp32")
+    with cache.forward([0], [2]), pytest.raises(ValueError, match=r"pool: .*nvfp4"):
+        cache.attention(0, query, query[:, :HEADS], query[:, :HEADS])
+    device.synchronize()
+    np.testing.assert_array_equal(contents(cache.pool), before)
+
+
+def test_slots_that_move_in_pools_of_uneven_slots():
+    """A wrapped pool whose heads come first: tokens move one by one, as bytes."""
+    raw = [np.zeros((2, 6, HEADS, PAGE, 72), np.uint8) for _ in range(2)]
+    k, v = (
+        [arrays.transposed(kv.view_as(a[i], "nvfp4"), (0, 2, 1, 3)) for a in raw] for i in (0, 1)
+    )
+    pool = kv.KVPool.wrap(k, v)
+    fill(pool)
+    before = contents(pool).reshape(2, 2, 6 * PAGE, HEADS, 72)
+    PageMover(pool).move_slots([1, 9, 23], [2, 1, 0])
+    want = before.copy()
+    want[:, :, [2, 1, 0]] = before[:, :, [1, 9, 23]]
+    np.testing.assert_array_equal(contents(pool).reshape(want.shape), want)
