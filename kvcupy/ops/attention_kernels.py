@@ -341,6 +341,7 @@ def specialisations() -> list[Specialisation]:
         decode_mma_specialisation(name, *widths)
         for name in (*LATENT_FORMATS, *_FOUR_BIT_KINDS)
         for widths in PREFILL_WIDTHS
+        if not (name == "mxfp4" and widths[0] % 128)  # whose scales are no whole words
     ]
     decodes += [latent_specialisation(name) for name in LATENT_FORMATS]
     decodes += [
