@@ -93,7 +93,8 @@ struct OwnScales {
   const char* v;
 };
 
-// Write the rows of a tile to its table. Every lane must call it.
+// Write the rows of a tile to its table. Every lane must call it. Codes of a missing key may be
+// any: with scales of zero they are zeros.
 template <typename Table>
 __device__ __forceinline__ OwnScales set_four_bit_rows(Table& table, int stage,
                                                        const AttentionParams& p,
@@ -106,8 +107,8 @@ __device__ __forceinline__ OwnScales set_four_bit_rows(Table& table, int stage,
   const SlotPlace place = {exists ? page : 0, offset_in_page(p, found.place)};
   const FourBitRow k = four_bit_row(const_cast<char*>(p.k_cache), p.k, place, kv_head);
   const FourBitRow v = four_bit_row(const_cast<char*>(p.v_cache), p.v, place, kv_head);
-  table.k[stage][key] = exists ? k.codes : nullptr;
-  table.v[stage][key] = exists ? v.codes : nullptr;
+  table.k[stage][key] = exists ? k.codes : p.k_cache;
+  table.v[stage][key] = exists ? v.codes : p.v_cache;
   const u32 present = __ballot_sync(kAllLanes, exists);
   if (key == 0) table.present[stage] = present;
   __syncwarp();  // the table is written
@@ -117,9 +118,9 @@ __device__ __forceinline__ OwnScales set_four_bit_rows(Table& table, int stage,
 // Start copying the codes of a tile, in words of kBytes.
 template <int kRowBytes, int kBytes>
 __device__ __forceinline__ void fetch_codes_by(char* tile, const char* const (&rows)[32],
-                                               int row_bytes, const char* anywhere) {
+                                               int row_bytes) {
   constexpr int kWords = kRowBytes / kBytes;
-  constexpr int kLanes = kWords % 16 == 0 ? 16 : kWords % 8 == 0 ? 8 : 4;
+  constexpr int kLanes = kWords % 8 == 0 ? 8 : 4;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) {
@@ -128,20 +129,19 @@ __device__ __forceinline__ void fetch_codes_by(char* tile, const char* const (&r
 #pragma unroll
     for (int j = 0; j < kWords / kLanes; ++j) {
       const int at = (lane % kLanes + j * kLanes) * kBytes;
-      const bool exist = from && at < row_bytes;
-      copy_word_async<kBytes>(tile + chunk_at<kRowBytes>(row, at / 16) + at % 16,
-                              exist ? from + at : anywhere, exist);
+      copy_word_async<kBytes>(tile + chunk_at<kRowBytes>(row, at / 16) + at % 16, from + at,
+                              at < row_bytes);
     }
   }
 }
 
 template <int kWidth>
 __device__ __forceinline__ void fetch_codes(char* tile, const char* const (&rows)[32],
-                                            const KVOperand& operand, const char* anywhere) {
+                                            const KVOperand& operand) {
   if (operand.group_scales.code_word_bytes == 8) {
-    fetch_codes_by<kWidth / 2, 8>(tile, rows, operand.width / 2, anywhere);
+    fetch_codes_by<kWidth / 2, 8>(tile, rows, operand.width / 2);
   } else {
-    fetch_codes_by<kWidth / 2, 4>(tile, rows, operand.width / 2, anywhere);
+    fetch_codes_by<kWidth / 2, 4>(tile, rows, operand.width / 2);
   }
 }
 
@@ -151,7 +151,7 @@ __device__ __forceinline__ void fetch_four_bit_keys(char* tile, const AttentionP
                                                     Table& table, int stage, const OwnScales& own) {
   fetch_scales<group_bytes<TCache>(kWidth)>(table.k_groups[stage][threadIdx.x % 32], own.k,
                                             group_scale_bytes<TCache>(p.k), p.k_cache);
-  fetch_codes<kWidth>(tile, table.k[stage], p.k, p.k_cache);
+  fetch_codes<kWidth>(tile, table.k[stage], p.k);
 }
 
 template <typename TCache, int kWidthV, typename Table>
@@ -160,7 +160,7 @@ __device__ __forceinline__ void fetch_four_bit_values(char* tile, const Attentio
                                                       const OwnScales& own) {
   fetch_scales<group_bytes<TCache>(kWidthV)>(table.v_groups[stage][threadIdx.x % 32], own.v,
                                              group_scale_bytes<TCache>(p.v), p.v_cache);
-  fetch_codes<kWidthV>(tile, table.v[stage], p.v, p.v_cache);
+  fetch_codes<kWidthV>(tile, table.v[stage], p.v);
 }
 
 // The scale of each chunk of 32 elements of a lane's own key, as bits, from its group scales.

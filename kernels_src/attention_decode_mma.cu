@@ -1,5 +1,5 @@
 // Paged attention of few packed rows on tensor cores: decode with grouped heads, and caches of 8
-// bits.
+// and 4 bits.
 //
 // A block takes 16 packed rows of one sequence, KV head and split, which its four warps share. The
 // keys are dealt to the warps in tiles of 16, or of 32 where rows are narrow, each with shared
@@ -13,7 +13,8 @@
 // neighbours to a lane: those of a key are depth 4t to 4t + 3 of 16, so the query is permuted
 // alike; those of a value are columns of two products that interleave. Such a query is scaled to
 // [1, 2) row by row, by a power of two, which scores take back. A static scale of V is applied to
-// the output, one per key to its weight, relative to the largest so far.
+// the output, one per key to its weight, relative to the largest so far. Elements of 4 bits:
+// attention_decode_four_bit.cuh.
 //
 // Keys that no row sees are zero in shared memory, as in attention_prefill.cu.
 //

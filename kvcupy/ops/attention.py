@@ -98,7 +98,8 @@ def paged_attention(
     ----------
     query : fp32, fp16 or bf16 (T, Hq, D), the new tokens of all sequences, one after another
     k_cache, v_cache : any format, (num_pages, page_size, H, D) and (..., Dv) in the layout; widths
-        up to 768. Hq is a multiple of H. For MLA, both are views of one latent cache, H = 1
+        up to 768. Hq is a multiple of H. For MLA, both are views of one latent cache, H = 1. K and
+        V of four bits have one format
     block_table : int32 or int64 (B, max_pages), the pages of each sequence; entries past its end
         are not read. Keys of a negative page are not visible; nor are those of a page past the end
         of the cache, which `check_faults` raises
@@ -134,7 +135,8 @@ def paged_attention(
     -----
     Sums are float32, and the output is rounded once. On tensor cores products of 16-bit numbers are
     exact. Softmax weights are rounded to the 16-bit format where a sequence has many new tokens,
-    and to twice its bits where it has few. A query that sees no key gives 0, and -inf in `lse_out`.
+    and to twice its bits where it has few. There values of int4 are rounded to fp16 once, and four
+    bits are otherwise exact. A query that sees no key gives 0, and -inf in `lse_out`.
     Stream: up to three kernels, in order. Capture: legal with outputs given; grid and workspace
     depend on shapes alone. Bytes: in decode, visible K and V are read once for all query heads of a
     KV head. Source: FlashInfer, Ye et al. 2025; Flash-Decoding, Dao et al. 2023.

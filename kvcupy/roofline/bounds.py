@@ -408,9 +408,10 @@ def _asked_of_key(launch: Planned) -> float:
     kernel, arguments = launch.specialisation.kernel, launch.specialisation.arguments
     itemsize = next((f.itemsize for f in formats.FORMATS.values() if f.ctype == arguments[0]), 2)
     four_bit = next((f for f in formats.FOUR_BIT.values() if f.ctype == arguments[0]), None)
-    if four_bit is not None:  # on tensor cores; scales are words of 4 bytes
-        scales = four_bit.row_bytes(_WIDTH) - _WIDTH // 2
-        return 2 * (_WIDTH // 2 + (scales if _code_word_bytes(four_bit.name) == 4 else 0))
+    if four_bit is not None:  # on tensor cores
+        if _code_word_bytes(four_bit.name) == 8:
+            return 2 * (_WIDTH // 2)
+        return 2 * four_bit.row_bytes(_WIDTH) + 4  # scales, and an entry of the block table
     (record,) = np.frombuffer(launch.params, kernel.params)
     if kernel.name == "attention_decode":  # element type, rows, packs of 8 elements per lane
         return 2 * int(arguments[2]) * (8 << int(record["lane_shift"])) * itemsize
