@@ -93,43 +93,75 @@ struct OwnScales {
   const char* v;
 };
 
+// What has the strides of the codes of K, so that it is found from them.
+struct SharedStrides {
+  bool k_scales;
+  bool v_codes;
+  bool v_scales;
+};
+
+__device__ __forceinline__ bool have_same_strides(const CacheStrides& a, const CacheStrides& b) {
+  return a.page_bytes == b.page_bytes && a.offset_bytes == b.offset_bytes &&
+         a.head_bytes == b.head_bytes;
+}
+
+__device__ __forceinline__ SharedStrides shared_strides(const AttentionParams& p) {
+  return {have_same_strides(p.k.cache, p.k.group_scales.strides),
+          have_same_strides(p.k.cache, p.v.cache),
+          have_same_strides(p.k.cache, p.v.group_scales.strides)};
+}
+
 // Write the rows of a tile to its table. Every lane must call it. Codes of a missing key may be
 // any: with scales of zero they are zeros.
 template <typename Table>
 __device__ __forceinline__ OwnScales set_four_bit_rows(Table& table, int stage,
                                                        const AttentionParams& p,
                                                        const AttentionTile& t,
+                                                       const SharedStrides& as_codes,
                                                        const KeyPlace& found) {
   const int key = threadIdx.x % 32;
   const int kv_head = blockIdx.y;
   const i64 page = check_page(p, t, found.place, found.page, kv_head == 0);
   const bool exists = page >= 0;
   const SlotPlace place = {exists ? page : 0, offset_in_page(p, found.place)};
-  const FourBitRow k = four_bit_row(const_cast<char*>(p.k_cache), p.k, place, kv_head);
-  const FourBitRow v = four_bit_row(const_cast<char*>(p.v_cache), p.v, place, kv_head);
-  table.k[stage][key] = exists ? k.codes : p.k_cache;
-  table.v[stage][key] = exists ? v.codes : p.v_cache;
+  const auto distance = [&](const CacheStrides& strides) {
+    return exists ? offset_bytes(strides, place) + kv_head * strides.head_bytes : 0;
+  };
+  const i64 codes = distance(p.k.cache);
+  table.k[stage][key] = p.k_cache + codes;
+  table.v[stage][key] = p.v_cache + (as_codes.v_codes ? codes : distance(p.v.cache));
   const u32 present = __ballot_sync(kAllLanes, exists);
   if (key == 0) table.present[stage] = present;
   __syncwarp();  // the table is written
-  return {exists ? k.scales : nullptr, exists ? v.scales : nullptr};
+  if (!exists) return {nullptr, nullptr};
+  const GroupScales& k = p.k.group_scales;
+  const GroupScales& v = p.v.group_scales;
+  return {p.k_cache + k.offset_bytes + (as_codes.k_scales ? codes : distance(k.strides)),
+          p.v_cache + v.offset_bytes + (as_codes.v_scales ? codes : distance(v.strides))};
 }
 
-// Start copying the codes of a tile, in words of kBytes.
+// Start copying the codes of a tile, in words of kBytes. The rows are known before the first copy,
+// which need not wait for shared memory then.
 template <int kRowBytes, int kBytes>
 __device__ __forceinline__ void fetch_codes_by(char* tile, const char* const (&rows)[32],
                                                int row_bytes) {
   constexpr int kWords = kRowBytes / kBytes;
   constexpr int kLanes = kWords % 8 == 0 ? 8 : 4;
-  const int lane = threadIdx.x % 32;
+  constexpr int kRows = 32 / kLanes;  // at once
+  const int first = threadIdx.x % 32 / kLanes;
+  const int column = threadIdx.x % kLanes * kBytes;
+  const char* from[kLanes];
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) from[i] = rows[first + i * kRows] + column;
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) {
-    const int row = lane / kLanes + i * (32 / kLanes);
-    const char* from = rows[row];
+    constexpr int kPeriod = 8;  // of `chunk_at`, in rows
+    const int phase = i * kRows % kPeriod;
 #pragma unroll
     for (int j = 0; j < kWords / kLanes; ++j) {
-      const int at = (lane % kLanes + j * kLanes) * kBytes;
-      copy_word_async<kBytes>(tile + chunk_at<kRowBytes>(row, at / 16) + at % 16, from + at,
+      const int at = column + j * (kLanes * kBytes);
+      char* to = tile + chunk_at<kRowBytes>(first + phase, at / 16) + at % 16;
+      copy_word_async<kBytes>(to + (i * kRows - phase) * kRowBytes, from[i] + j * (kLanes * kBytes),
                               at < row_bytes);
     }
   }
@@ -173,6 +205,12 @@ __device__ __forceinline__ u32 chunk_scale(const char* scales, int chunk,
 
 // --- Scores --------------------------------------------------------------------------------------
 
+// Where the prepared scale of a key is: those that a lane takes, of keys 8n + 2t and 8n + 2t + 1,
+// are next to each other.
+__device__ __forceinline__ int place_of_key(int key) {
+  return key % 8 / 2 * 8 + key / 8 * 2 + key % 2;
+}
+
 // Scales of keys for `multiply_keys_four_bit`, of a tile that has arrived. Other lanes see them
 // after a barrier.
 template <typename TCache, int kWidth, typename Table>
@@ -182,7 +220,12 @@ __device__ __forceinline__ void prepare_key_scales(Table& table, int stage, cons
 #pragma unroll
     for (int chunk = 0; chunk < kWidth / 32; ++chunk) {
       const u32 bits = chunk_scale<TCache>(table.k_groups[stage][key], chunk, k);
-      table.k_chunk_scales[chunk][key] = group_scale<TCache>(bits);
+      float scale = group_scale<TCache>(bits);
+      // 2**-127 counts as nothing.
+      if constexpr (kSameType<TCache, mxfp4>) {
+        scale = __uint_as_float(bits == 255 ? 0x7fc00000 : bits << 23);
+      }
+      table.k_chunk_scales[chunk][place_of_key(key)] = scale;
     }
   }
 }
@@ -228,6 +271,12 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
       u32 a[2][4];
       step(chunk * 2, a[0]);
       step(chunk * 2 + 1, a[1]);
+      Pack<float, 4> sums_scales[2];
+      if constexpr (!kScalesCodes) {
+        const char* own = reinterpret_cast<const char*>(&table.k_chunk_scales[chunk][lane % 4 * 8]);
+        sums_scales[0].load(own);
+        sums_scales[1].load(own + 16);
+      }
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         EightHalves codes = spread_codes<TCache>(b[n]);
@@ -241,9 +290,11 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
           float sums[4] = {};
           mma_m16n8k16<half>(sums, a[0], codes.pairs[0], codes.pairs[1]);
           mma_m16n8k16<half>(sums, a[1], codes.pairs[2], codes.pairs[3]);
-          const float* own = &table.k_chunk_scales[chunk][n * 8 + lane % 4 * 2];
 #pragma unroll
-          for (int j = 0; j < 4; ++j) s[n][j] = fmaf(sums[j], own[j % 2], s[n][j]);
+          for (int j = 0; j < 4; ++j) {
+            const float scale = sums_scales[n / 2].values[n % 2 * 2 + j % 2];
+            s[n][j] = fmaf(sums[j], scale, s[n][j]);
+          }
         }
       }
     }
@@ -293,7 +344,7 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
           scales[i] =
               group_scale<TCache>(static_cast<unsigned char>(table.k_groups[stage][key][group]));
         } else {
-          scales[i] = table.k_chunk_scales[chunks[i]][key];
+          scales[i] = table.k_chunk_scales[chunks[i]][place_of_key(key)];
         }
       }
       if constexpr (!kScalesCodes) {
@@ -349,7 +400,7 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
       for (int j = 0; j < 4; ++j) {
         float power = 1.0f;
         if constexpr (!kScalesCodes) {
-          const int column = n * 8 + lane % 4 * 2 + j % 2;
+          const int column = place_of_key(n * 8 + lane % 4 * 2 + j % 2);
           power = power_of_two_below(fmaxf(fabsf(table.k_chunk_scales[chunks[0]][column]),
                                            fabsf(table.k_chunk_scales[chunks[1]][column])));
         }
@@ -428,8 +479,9 @@ __device__ __forceinline__ void prepare_value_scales(Table& table, int stage, co
       constexpr u32 kLeast = 256 - 30;
       const u32 above = max_of_halves(both + 0x01000100 - top, kLeast << 16 | kLeast);
       const u32 halves = (above - (kLeast << 16 | kLeast)) << 10;
-      table.v_chunk_scales[pair * 2][key] = static_cast<unsigned short>(halves);
-      table.v_chunk_scales[pair * 2 + 1][key] = static_cast<unsigned short>(halves >> 16);
+      table.v_chunk_scales[pair * 2][place_of_key(key)] = static_cast<unsigned short>(halves);
+      table.v_chunk_scales[pair * 2 + 1][place_of_key(key)] =
+          static_cast<unsigned short>(halves >> 16);
     }
   } else if constexpr (kSameType<TCache, int4x2>) {
     constexpr u32 kMost = 0x7000;  // 8192, of which seven still fit
@@ -451,7 +503,7 @@ __device__ __forceinline__ void prepare_value_scales(Table& table, int stage, co
     const u32 factor = units.unit == 1.0f ? 0x3c003c00 : 0x30003000;
 #pragma unroll
     for (int chunk = 0; chunk < kWidthV / 32; ++chunk) {
-      table.v_chunk_scales[chunk][key] =
+      table.v_chunk_scales[chunk][place_of_key(key)] =
           static_cast<unsigned short>(multiply_halves(scales[chunk], factor));
     }
   }
@@ -489,11 +541,16 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
               *reinterpret_cast<const u32*>(table.v_groups[stage][key + 1] + pair * 4);
           widen_scales(__byte_perm(first, second, lane & 16 ? 0x7351 : 0x6240), scales[0][h],
                        scales[1][h]);
-        } else {
+        }
+      }
+      if constexpr (!kSameType<TCache, nvfp4>) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            scales[i][h] = *reinterpret_cast<const u32*>(&table.v_chunk_scales[pair * 2 + i][key]);
-          }
+        for (int i = 0; i < 2; ++i) {
+          Pack<u32, 2> two;
+          two.load(reinterpret_cast<const char*>(
+              &table.v_chunk_scales[pair * 2 + i][lane % 4 * 8 + k * 4]));
+          scales[i][0] = two.values[0];
+          scales[i][1] = two.values[1];
         }
       }
 #pragma unroll

@@ -62,8 +62,8 @@ struct DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV, true> {
   const char* v[kStages][kKeys];
   alignas(16) char k_groups[kStages][kKeys][group_bytes<TCache>(kWidth)];
   char v_groups[kStages][kKeys][group_bytes<TCache>(kWidthV)];
-  float k_chunk_scales[kPrepares ? kWidth / 32 : 1][kPrepares ? kKeys : 1];
-  unsigned short v_chunk_scales[kPrepares ? kWidthV / 32 : 1][kPrepares ? kKeys : 2];
+  alignas(16) float k_chunk_scales[kPrepares ? kWidth / 32 : 1][kPrepares ? kKeys : 1];
+  alignas(16) unsigned short v_chunk_scales[kPrepares ? kWidthV / 32 : 1][kPrepares ? kKeys : 2];
   u32 present[kStages];
 };
 
@@ -237,29 +237,6 @@ __device__ __forceinline__ float inverse_of_power(float power) {
   return __uint_as_float(0x7f000000u - __float_as_uint(power));
 }
 
-// Store the blocks of 16 elements that a lane has of a row, times `inverse`, as `spread_codes` has
-// keys: element 8t + 4e + j of 32 becomes element 2t + e of chunk j.
-template <int kWidth, int kOwn>
-__device__ __forceinline__ void store_query_four_bit(char* queries, int row,
-                                                     const Pack<float, 16> (&floats)[kOwn],
-                                                     float inverse) {
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-    const int block = threadIdx.x % 8 + i * 8;
-    if (block >= kWidth / 16) continue;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      Pack<u32, 2> pairs;
-#pragma unroll
-      for (int t = 0; t < 2; ++t) {
-        const float* eight = floats[i].values + 8 * t;
-        pairs.values[t] = pack_pair<half>(eight[j] * inverse, eight[4 + j] * inverse);
-      }
-      pairs.store(queries + chunk_offset<kWidth>(row, block / 2 * 4 + j) + block % 2 * 8);
-    }
-  }
-}
-
 // Bring the queries of a block to shared memory as `multiply_keys` takes them; eight lanes share a
 // row. Others see them after a barrier.
 template <typename TCache, int kWidth>
@@ -299,27 +276,38 @@ __device__ __forceinline__ void load_queries(char* queries, DecodeTile& shared,
     }
     scale = power_of_two_below(max_within_warp(largest, 8));
     const float inverse = inverse_of_power(scale);
-    if constexpr (kFourBit<TCache>) {
-      store_query_four_bit<kWidth>(queries, row, floats, inverse);
-      if (threadIdx.x % 8 == 0) shared.query_scales[row] = scale;
-      return;
-    }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float* four = floats[i].values + 4 * j;
-        words[i][0].values[j] = pack_pair<half>(four[0] * inverse, four[2] * inverse);
-        words[i][1].values[j] = pack_pair<half>(four[1] * inverse, four[3] * inverse);
+        if constexpr (kFourBit<TCache>) {
+          const float* x = floats[i].values + j;
+          words[i][j / 2].values[j % 2 * 2] = pack_pair<half>(x[0] * inverse, x[4] * inverse);
+          words[i][j / 2].values[j % 2 * 2 + 1] = pack_pair<half>(x[8] * inverse, x[12] * inverse);
+        } else {
+          const float* four = floats[i].values + 4 * j;
+          words[i][0].values[j] = pack_pair<half>(four[0] * inverse, four[2] * inverse);
+          words[i][1].values[j] = pack_pair<half>(four[1] * inverse, four[3] * inverse);
+        }
       }
     }
   }
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int block = threadIdx.x % 8 + i * 8;
+    if (block >= kBlocks) continue;
+    if constexpr (kFourBit<TCache>) {  // element 8t + 4e + j of 32 is element 2t + e of chunk j
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if (block < kBlocks) words[i][j].store(queries + chunk_offset<kWidth>(row, block * 2 + j));
+      for (int j = 0; j < 4; ++j) {
+        const u32* two = words[i][j / 2].values + j % 2 * 2;
+        const Pack<u32, 2> pairs = {{two[0], two[1]}};
+        pairs.store(queries + chunk_offset<kWidth>(row, block / 2 * 4 + j) + block % 2 * 8);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        words[i][j].store(queries + chunk_offset<kWidth>(row, block * 2 + j));
+      }
     }
   }
   if (threadIdx.x % 8 == 0) shared.query_scales[row] = scale;

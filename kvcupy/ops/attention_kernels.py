@@ -421,7 +421,7 @@ def _four_bit_table_bytes(
 ) -> int:
     """Return the bytes of a `DecodeTable` of a four-bit format."""
     scales = [-(-n // format.group * format.scale_bytes // 4) * 4 for n in (k_width, v_width)]
-    prepared = 4 + 4  # one key's float, and two fp16
+    prepared = 16 + 4  # a float at a multiple of 16 bytes, and two fp16
     if format.group != 16:
         prepared = keys * (k_width // 32 * 4 + v_width // 32 * 2)
     total = stages * (keys * (16 + sum(scales)) + 4) + prepared

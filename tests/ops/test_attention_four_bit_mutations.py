@@ -113,7 +113,7 @@ MUTATIONS = {
     "a group per chunk": Mutation(
         "chunk * 32 >> group_shift<TCache>(operand)", "chunk", check_int4_g64, TILES),
     "queries in their own order": Mutation(
-        "eight[4 + j] * inverse", "eight[j] * inverse", check_decode, SHARED),
+        "x[4] * inverse", "x[0] * inverse", check_decode, SHARED),
     "columns of values in another order": Mutation(
         "row + chunk * 32 + i * 4", "row + chunk * 32 + (1 - i) * 4", check_decode, TILES),
     "the unit of codes forgotten": Mutation(
