@@ -150,19 +150,22 @@ __device__ __forceinline__ void fetch_codes_by(char* tile, const char* const (&r
   constexpr int kRows = 32 / kLanes;  // at once
   const int first = threadIdx.x % 32 / kLanes;
   const int column = threadIdx.x % kLanes * kBytes;
-  const char* from[kLanes];
-#pragma unroll
-  for (int i = 0; i < kLanes; ++i) from[i] = rows[first + i * kRows] + column;
+  constexpr int kAhead = kRowBytes < 128 ? kLanes : 2;  // wider rows leave fewer registers
+  const char* from[kAhead];
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) {
+    if (i % kAhead == 0) {
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) from[j] = rows[first + (i + j) * kRows] + column;
+    }
     constexpr int kPeriod = 8;  // of `chunk_at`, in rows
     const int phase = i * kRows % kPeriod;
 #pragma unroll
     for (int j = 0; j < kWords / kLanes; ++j) {
       const int at = column + j * (kLanes * kBytes);
       char* to = tile + chunk_at<kRowBytes>(first + phase, at / 16) + at % 16;
-      copy_word_async<kBytes>(to + (i * kRows - phase) * kRowBytes, from[i] + j * (kLanes * kBytes),
-                              at < row_bytes);
+      copy_word_async<kBytes>(to + (i * kRows - phase) * kRowBytes,
+                              from[i % kAhead] + j * (kLanes * kBytes), at < row_bytes);
     }
   }
 }
@@ -247,7 +250,8 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
       load_matrices<false>(a, queries + chunk_offset<kWidth>(lane % 16, k * 2 + lane / 16));
     }
   };
-#pragma unroll
+  constexpr int kUnroll = Shape::kQueryInRegisters ? kWidth / 64 : 1;  // else loads come too early
+#pragma unroll kUnroll
   for (int pair = 0; pair < kWidth / 64; ++pair) {  // of chunks
     u32 scales[4][2];
     if constexpr (kScalesCodes) {

@@ -92,7 +92,7 @@ struct DecodeShape {
   static constexpr int kKeys =
       kFourBit<TCache> || (sizeof(TCache) == 1 && kWidth <= 128 && kWidthV <= 128) ? 32 : 16;
   static constexpr bool kQueryInRegisters = kWidth <= 192;
-  static constexpr int kBlocks = kWidth <= 64 ? 3 : 2;  // per SM, as registers allow
+  static constexpr int kBlocks = kWidth <= 64 && !kFourBit<TCache> ? 3 : 2;  // per SM, as registers
   static constexpr int kKeyRowBytes = bytes_of_elements<TCache>(kWidth);
   static constexpr int kValueRowBytes = bytes_of_elements<TCache>(kWidthV);
   static constexpr int kValuesAt = kKeys * kKeyRowBytes;

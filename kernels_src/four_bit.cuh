@@ -448,6 +448,25 @@ __device__ __forceinline__ void load_in_group(const FourBitRow& row, int at,
 }
 
 // Eight elements as floats: codes * step, each product rounded once.
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+template <typename TFormat>
+inline Pack<float, 8> decode_codes(u32 codes, float step) {
+  using namespace kvcupy_host;
+  const Ints shifts = {0, 4, 8, 12, 16, 20, 24, 28};
+  const Ints nibbles = (Ints{} + static_cast<int>(codes)) >> shifts & 15;
+  if constexpr (!kE2m1<TFormat>) {
+    const Floats values = __builtin_convertvector((nibbles ^ 8) - 8, Floats);
+    return bits_as<Pack<float, 8>>(values * step);
+  }
+  // Exponent and mantissa where float32 has them, but for 0 and 0.5.
+  const Ints magnitudes = nibbles & 7;
+  const Ints normal = (magnitudes << 22) + (126 << 23);
+  const Ints small = bits_as<Ints>(__builtin_convertvector(magnitudes, Floats) * 0.5f);
+  const Ints are_small = magnitudes < 2;
+  const Ints bits = (are_small & small) | (~are_small & normal) | (nibbles & 8) << 28;
+  return bits_as<Pack<float, 8>>(bits_as<Floats>(bits) * step);
+}
+#else
 template <typename TFormat>
 __device__ __forceinline__ Pack<float, 8> decode_codes(u32 codes, float step) {
   Pack<float, 8> out;
@@ -460,6 +479,7 @@ __device__ __forceinline__ Pack<float, 8> decode_codes(u32 codes, float step) {
   }
   return out;
 }
+#endif
 
 // Likewise 16.
 template <typename TFormat>
