@@ -387,11 +387,16 @@ __device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float
     store_group_scale<TFormat>(row.scales + group * kGroupScaleBytes<TFormat>, bits);
 }
 
-// 16 elements of T, in words if kCount is 16, or one by one.
+__device__ __forceinline__ bool is_aligned(const char* address) {
+  return reinterpret_cast<u64>(address) % 16 == 0;
+}
+
+// 16 elements of T, in words if kCount is 16, or if they lie so; else one by one. A cache whose
+// rows are aligned to less may stand beside rows that are.
 template <typename T, int kCount>
 __device__ __forceinline__ Pack<T, kCodesPerThread> load_sixteen(const char* source) {
   Pack<T, kCodesPerThread> pack;
-  if constexpr (kCount == kCodesPerThread) {
+  if (kCount == kCodesPerThread || is_aligned(source)) {
     pack.load(source);
   } else {
 #pragma unroll
@@ -404,7 +409,7 @@ __device__ __forceinline__ Pack<T, kCodesPerThread> load_sixteen(const char* sou
 
 template <typename T, int kCount>
 __device__ __forceinline__ void store_sixteen(const Pack<T, kCodesPerThread>& pack, char* target) {
-  if constexpr (kCount == kCodesPerThread) {
+  if (kCount == kCodesPerThread || is_aligned(target)) {
     pack.store(target);
   } else {
 #pragma unroll

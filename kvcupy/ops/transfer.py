@@ -689,7 +689,7 @@ class PoolPages:
                 for views in (group.parts, group.scale_parts)
             )
             groups.append((group.layers, LayerPages(parts, scales, pool.placement == "device")))
-        return cls(tuple(groups), pool.dtype)
+        return cls(tuple(groups), pool.groups[0].parts[0].format)
 
     @property
     def num_layers(self) -> int:

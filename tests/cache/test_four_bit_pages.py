@@ -58,7 +58,7 @@ def test_pools_count_their_bytes(device, fmt):
     assert latent.page_bytes == LAYERS * PAGE * 5 * row_bytes
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("method", ["auto", "kernel", "copy", "staged"])
 @pytest.mark.parametrize("target", LAYOUTS)
 @pytest.mark.parametrize("source", LAYOUTS)
