@@ -325,14 +325,18 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
     const bool apart = rotary && !p.interleaved;
     if (apart && at >= half_dim) continue;  // the first half takes it along
     const int chunks[2] = {c, apart ? c + half_dim / 32 : c};
+    constexpr bool kHoldsQueries = kWidth <= 192;  // wider rows leave no registers for them
     u32 a[2][2][4];
     u32 b[2][4];
+    const auto load_query = [&](int i, int j) {
+      load_matrices<false>(
+          a[i][j], queries + chunk_offset<kWidth>(lane % 16, chunks[i] * 4 + j * 2 + lane / 16));
+    };
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        load_matrices<false>(
-            a[i][j], queries + chunk_offset<kWidth>(lane % 16, chunks[i] * 4 + j * 2 + lane / 16));
+        if (kHoldsQueries) load_query(i, j);
       }
       load_matrices<false>(b[i], keys + chunk_at<kRowBytes>(lane, chunks[i]));
     }
@@ -396,6 +400,7 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
         if (i == 1 && !apart) break;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
+          if (!kHoldsQueries) load_query(i, j);
           mma_m16n8k16<half>(sums, a[i][j], pack_pair<half>(x[i][2 * j], x[i][2 * j + 4]),
                              pack_pair<half>(x[i][2 * j + 1], x[i][2 * j + 5]));
         }

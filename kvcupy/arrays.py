@@ -299,7 +299,8 @@ def columns(v: ArrayView, start: int, stop: int) -> ArrayView:
     group = format.group
     if start % group or stop % group:
         raise ValueError(
-            f"columns: expected whole groups of {group} elements of {v.format}, got {start} to {stop}"
+            f"columns: expected whole groups of {group} elements of {v.format}, got {start} to "
+            f"{stop}"
         )
     codes, scales = (
         v.codes[..., start // 2 : stop // 2],

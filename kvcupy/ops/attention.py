@@ -738,8 +738,10 @@ def _cached_rows(device: Device, operand: KVOperand, views: Views, pages: Any, o
         scale = np.float32(operand.scale.value)
         if operand.scale.array is not None:
             scale = device.carrier(views[operand.names.scale]).reshape(-1, 1)
-        parts = [device.carrier(part)[pages, offsets] for part in (cache.codes, cache.scales)]
-        return fallback.decode_groups(*parts, operand.four_bit, scale)
+        codes, scales = (
+            device.carrier(part)[pages, offsets] for part in (cache.codes, cache.scales)
+        )
+        return fallback.decode_groups(codes, scales, operand.four_bit, scale)
     bits = device.carrier(cache)[pages, offsets]
     values = fallback.decode(bits, operand.cache_format.name)
     if operand.scale_cache is not None:

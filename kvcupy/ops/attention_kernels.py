@@ -270,13 +270,13 @@ _PACKS_PER_LANE = (1, 3)
 _Rows = dict[str, dict[int, tuple[int, ...]]]
 _DECODE_ROWS: _Rows = {
     "float": {1: (1, 4), 3: (1,)}, "half": {1: (1,)}, "bfloat16": {1: (1, 4)},
-    **dict.fromkeys(FOUR_BIT_CTYPES, {1: (1, 4), 3: (1,)}),
+    **{name: {1: (1, 4), 3: (1,)} for name in FOUR_BIT_CTYPES},
     "AnyFormat": {1: (1, 4, 8), 3: (1, 2)},
 }  # fmt: skip
 # Keys of 16 bits are rotated on tensor cores, as most of 8 bits; those of float32 are few.
 _ROTATING_ROWS: _Rows = {
     "fp8_e4m3": {1: (1, 4)}, "fp8_e5m2": {1: (1, 4)}, "int8": {1: (1, 4)},
-    **dict.fromkeys(FOUR_BIT_CTYPES, {1: (1, 4), 3: (1,)}),
+    **{name: {1: (1, 4), 3: (1,)} for name in FOUR_BIT_CTYPES},
     "AnyFormat": {1: (1, 4, 8), 3: (1,)},
 }  # fmt: skip
 _HOST_ROWS = (1, 4, 8)
@@ -341,7 +341,7 @@ def specialisations() -> list[Specialisation]:
         decode_mma_specialisation(name, *widths)
         for name in (*LATENT_FORMATS, *_FOUR_BIT_KINDS)
         for widths in PREFILL_WIDTHS
-        if not (name == "mxfp4" and widths[0] % 128)  # whose scales are no whole words
+        if name != "mxfp4" or widths[0] % 128 == 0  # else scales of a row are no whole words
     ]
     decodes += [latent_specialisation(name) for name in LATENT_FORMATS]
     decodes += [
@@ -399,9 +399,7 @@ def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int
     k_width, v_width = map(int, widths)
     four_bit = next((f for f in FOUR_BIT.values() if f.ctype == ctype), None)
     itemsize = next((f.itemsize for f in FORMATS.values() if f.ctype == ctype), 1)
-    keys = _TILE_KEYS[
-        four_bit is not None or (itemsize == 1 and max(k_width, v_width) <= _NARROW)
-    ]
+    keys = _TILE_KEYS[four_bit is not None or (itemsize == 1 and max(k_width, v_width) <= _NARROW)]
     tile_bytes = keys * itemsize * (k_width + v_width) // (1 if four_bit is None else 2)
     stages = 4 if tile_bytes <= 2048 else 2 if tile_bytes <= 10240 else 1
     if arch == "sm_75":

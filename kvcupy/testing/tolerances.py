@@ -35,7 +35,7 @@ tokens, and rotated keys."""
 VALUE_ROUNDING = {
     fmt: 2.0**-11 if form.code == "int4" else 0.0 for fmt, form in reference.FOUR_BIT.items()
 }
-"""Relative error of values that tensor cores take, half a unit of fp16: a code of int4 times an fp16
+"""Relative error of values that tensor cores take, half a unit of fp16: a code of int4 times its
 scale has 14 bits. Products of the other formats with their scales are exact."""
 TRUNCATION = {"fp32": 0.0, "fp16": 0.25, "bf16": 0.25}
 """Units that a score loses per element where tensor cores, which truncate, sum its products."""
@@ -45,8 +45,8 @@ REASONS = {
     " even; a NaN that a conversion produced equals any NaN",
     "rotation": "half an ulp for the one rounding, and a float32 rounding of each product",
     "attention": "half an ulp for the one rounding, what float32 loses in sums of D and of n terms"
-    " (the square root of their number), and weights rounded for a tensor core in prefill; values of"
-    " int4 rounded to fp16 there",
+    " (the square root of their number), weights rounded for a tensor core in prefill, and values"
+    " of int4 rounded to fp16 for one",
     "merge": "half an ulp for the one rounding, and a float32 rounding of each lse and product",
 }
 """What each kind of comparison allows, and why."""

@@ -260,7 +260,9 @@ def test_attention_of_a_paged_cache(device, fmt, query_fmt):
         for seq, count in zip(seqs, counts, strict=True):
             k, v = read(cache, seq, 0, cache.sequence_length(seq))
             for layer, out in enumerate(outs):
-                want = attended(query[start : start + count].astype(np.float32), k[layer], v[layer], 2)
+                want = attended(
+                    query[start : start + count].astype(np.float32), k[layer], v[layer], 2
+                )
                 got = device.to_numpy(out)[start : start + count].astype(np.float64)
                 np.testing.assert_allclose(got, want, atol=0.03 if query_fmt == "bf16" else 1e-5)
             start += count

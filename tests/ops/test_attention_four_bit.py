@@ -79,8 +79,10 @@ def test_scales_in_an_array_of_their_own(device, fmt, new):
 def test_masks(device, fmt, new):
     case = AttentionCase(device, 5)
     lens, new = [75, 0, 40, 13], new and [9, 0, 3, 13]
-    args = case.arguments(lens, new, fmt="fp16", cache_fmt=fmt, widths=(128, 128), heads=(6, 2),
-                          page_size=16, padding=2 if new else 0, scales=("per head", "float"))  # fmt: skip
+    args = case.arguments(
+        lens, new, fmt="fp16", cache_fmt=fmt, widths=(128, 128), heads=(6, 2), page_size=16,
+        padding=2 if new else 0, scales=("per head", "float"),
+    )  # fmt: skip
     case.attend(args, window=17, sinks=5)
     case.attend(args, sinks=case.sinks(6), logits_soft_cap=6.0)
     if new:
@@ -138,3 +140,48 @@ def test_what_store_kv_writes(device, fmt):
         stored = reference.dequantise_rows(cache.view).reshape(-1, 2, 128)[slots]
         assert np.abs(stored - row.astype(float)).max() < 1.5
     case.attend(args)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
+def test_values_that_are_part_of_latents(device, fmt):
+    """Wider than tensor cores take: on the plain path."""
+    case = AttentionCase(device, 9)
+    args = case.arguments([21, 3], [2, 1], fmt="bf16", cache_fmt=fmt, heads=(4, 1),
+                          widths=(576, 512), page_size=16, scales=("float", "none"))  # fmt: skip
+    k_cache = args["k_cache"]
+    args["v_cache"] = Views(k_cache.array[..., :512], k_cache.view.columns(0, 512))
+    case.attend(args | {"v_scale": args["k_scale"]})
+    with pytest.raises(ValueError, match=r"index: .*whole groups"):
+        k_cache.array[..., :500]
+
+
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+def test_where_each_thread_takes_rows_of_its_own(lenient_host, fmt):
+    case = AttentionCase(kv.device("host"), 10)
+    args = case.arguments([41, 0, 9], [5, 0, 1], fmt="bf16", cache_fmt=fmt, widths=(128, 256),
+                          heads=(6, 2), page_size=16, scales=("per head", "float"))  # fmt: skip
+    case.attend(args)
+    case.attend(args | case.rope(64, start=32, positions=25))
+
+
+def call(case, k_fmt="nvfp4", v_fmt="nvfp4", **more):
+    return case.arguments([9, 6], fmt="bf16", cache_fmt=(k_fmt, v_fmt), widths=(128, 128)) | more
+
+
+@pytest.mark.parametrize(
+    ("k_fmt", "v_fmt"),
+    [("nvfp4", "mxfp4"), ("int4", "int4_g64"), ("fp8_e4m3", "nvfp4"), ("mxfp4", "bf16")],
+)
+def test_two_formats_are_refused(device, k_fmt, v_fmt):
+    case = AttentionCase(device, 11)
+    args = call(case, k_fmt, v_fmt)
+    with pytest.raises(ValueError, match=rf"v_cache: expected {k_fmt} like k_cache.* got {v_fmt}"):
+        case.issue(args)
+
+
+def test_scales_of_slots_are_refused(device):
+    case = AttentionCase(device, 12)
+    args = call(case)
+    scales = case.place(np.ones((len(args["k_cache"].view) * 4, 2), np.float32), "fp32")
+    with pytest.raises(ValueError, match=r"k_scale_cache: expected None for a nvfp4 cache"):
+        case.issue(args | {"k_scale_cache": scales})
