@@ -139,7 +139,7 @@ class Operations:
         kv.gather_kv(*self.caches("int8"), self.slots, dtype="bf16", **self.scales())
 
     def four_bit(self) -> None:
-        """Store into four-bit caches, rotated or not, and read them."""
+        """Store into four-bit caches, rotated or not, read them, and attend over them."""
         size, heads = self.size, self.size.kv_heads
         if size.head_dim % 32:  # rows are whole groups
             return
@@ -151,6 +151,9 @@ class Operations:
             table = self.table(size.head_dim)
             kv.rope_store_kv(None, key, value, table, self.positions, *caches, self.slots)
             kv.gather_kv(*caches, self.slots, dtype="bf16")
+            pages, lengths = self._sequences()
+            query = self.values(size.sequences, size.heads, size.head_dim)
+            kv.paged_attention(query, *caches, pages, lengths)
 
     def move_pages(self) -> None:
         """Copy pages within an array, and between pools with every method."""
