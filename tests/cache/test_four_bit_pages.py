@@ -103,6 +103,24 @@ def test_copies_of_pages_with_scales_of_their_own():
         np.testing.assert_array_equal(array, old)
 
 
+@pytest.mark.parametrize(
+    ("fmt", "source", "target"),
+    [("nvfp4", "layer_first", "page_first"), ("int4_g64", "page_head", "page_first_direct")],
+)
+def test_pages_move_to_another_process(device, fmt, source, target):
+    one, other = new_pool(device, fmt, layout=source), new_pool(device, fmt, 5, layout=target)
+    fill(one)
+    fill(other, 1)
+    device.synchronize()
+    want = contents(other)
+    want[:, :, [4, 0, 1]] = contents(one)[:, :, [0, 5, 2]]
+    one.allocator.alloc(6)
+    other.allocator.alloc(5)
+    with kv.PageSender(one) as sender, kv.PageReceiver(other) as receiver:
+        receiver.pull(sender.offer([0, 5, 2]), [4, 0, 1]).synchronize()
+    np.testing.assert_array_equal(contents(other), want)
+
+
 def test_wrapped_pools():
     raw = [np.zeros((2, 6, PAGE, HEADS, 72), np.uint8) for _ in range(LAYERS)]
     views = [kv.view_as(a, "nvfp4") for a in raw]
