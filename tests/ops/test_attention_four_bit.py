@@ -185,3 +185,14 @@ def test_scales_of_slots_are_refused(device):
     scales = case.place(np.ones((len(args["k_cache"].view) * 4, 2), np.float32), "fp32")
     with pytest.raises(ValueError, match=r"k_scale_cache: expected None for a nvfp4 cache"):
         case.issue(args | {"k_scale_cache": scales})
+
+
+def test_a_cache_without_pages(device):
+    """Whose codes are not even copied for keys that are missing."""
+    cache = kv.view_as(device.empty((0, 4, 2, 72), np.uint8), "nvfp4")
+    case = AttentionCase(device, 13)
+    query = case.queries("bf16", 2, 4, 128).array
+    table, lens = (device.asarray(np.array(x, np.int32)) for x in ([[-1, -1], [-1, -1]], [5, 7]))
+    out = kv.paged_attention(query, cache, cache, table, lens)
+    assert not device.to_numpy(out).astype(np.float32).any()
+    kv.check_faults(device)
