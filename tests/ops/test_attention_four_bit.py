@@ -196,3 +196,15 @@ def test_a_cache_without_pages(device):
     out = kv.paged_attention(query, cache, cache, table, lens)
     assert not device.to_numpy(out).astype(np.float32).any()
     kv.check_faults(device)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64"])
+@pytest.mark.parametrize("widths", [(64, 64), (192, 128), (256, 256), (192, 64), (64, 256)])
+def test_widths_of_tensor_cores(device, widths, fmt, rope):
+    """Padded and not, in words of 4 bytes and of 8; those of two bytes on the plain path."""
+    case = AttentionCase(device, 14)
+    args = case.arguments([70, 33], [2, 1], fmt="fp16", cache_fmt=fmt, widths=widths, heads=(4, 2),
+                          page_size=16, scales=("float", "per head"))  # fmt: skip
+    case.attend(args | (case.rope(64, positions=60) if rope else {}))
