@@ -174,6 +174,19 @@ def decode_groups(codes: Any, scales: Any, format: FourBitFormat, scale: Any) ->
     return (groups * step[..., None]).astype(xp.float32).reshape(*scales.shape[:-1], -1)
 
 
+def split_rows(rows: Any, format: FourBitFormat) -> tuple[Any, Any]:
+    """Return codes and group scales, as `encode_groups` does, of bytes (..., row_bytes)."""
+    split = rows.shape[-1] // format.group_bytes * (format.group // 2)
+    scales = module_of(rows).ascontiguousarray(rows[..., split:])
+    return rows[..., :split], scales.view(np.float16) if format.scale_bytes == 2 else scales
+
+
+def join_rows(codes: Any, scales: Any) -> Any:
+    """Return bytes (..., row_bytes) of codes and group scales, as `encode_groups` returns them."""
+    xp = module_of(codes)
+    return xp.concatenate([codes, xp.ascontiguousarray(scales).view(np.uint8)], axis=-1)
+
+
 def note_fault(device: Device, count: int, operation: int, position: Any, value: Any) -> None:
     """Note faults in the device's record, as `report_fault` of the kernels does.
 
