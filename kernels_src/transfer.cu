@@ -553,12 +553,12 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
         v_scale_to[r] = reinterpret_cast<float*>(
             const_cast<char*>(scale_of(p.dst_v_scale, p.dst_v_scale_strides, dst, at)));
         if (p.dst_k_scale && p.k_width > step) {
-          k_scales[r] = scale_of_long_row<TFormat, TOut>(k_from[r], p.k_width, live[r], lane, lanes,
-                                                         operand);
+          k_scales[r] =
+              scale_of_long_row<TFormat, TOut>(k_from[r], p.k_width, live[r], lane, lanes, operand);
         }
         if (p.dst_v_scale && p.v_width > step) {
-          v_scales[r] = scale_of_long_row<TFormat, TOut>(v_from[r], p.v_width, live[r], lane, lanes,
-                                                         operand);
+          v_scales[r] =
+              scale_of_long_row<TFormat, TOut>(v_from[r], p.v_width, live[r], lane, lanes, operand);
         }
       }
     }

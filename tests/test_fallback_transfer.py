@@ -13,6 +13,7 @@ from ops import (
     test_transfer,
     test_transfer_convert,
     test_transfer_errors,
+    test_transfer_four_bit,
     test_transfer_graphs,
     test_transfer_sizes,
     test_transfer_streams,
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.again
 globals().update(
     again(test_transfer)
     | again(test_transfer_convert)
+    | again(test_transfer_four_bit)
     | again(test_transfer_sizes)
     | again(test_transfer_streams)
     | again(test_transfer_graphs)

@@ -132,7 +132,7 @@ def refusals(device):
         "scales": lambda: kv.KVPool(4, 4, 1, 1, 64, scales=True, **same),
         "dst_pool": lambda: kv.transfer_pages(pool, new_pool(device, "int4"), [0], [0]),
         "convert": lambda: kv.transfer_pages(
-            pool, new_pool(device, "bf16"), [0], [0], convert=True
+            pool, new_pool(device, "int4"), [0], [0], convert=True
         ),
     }  # fmt: skip
 
