@@ -172,7 +172,7 @@ def test_pages_of_every_kind(device, narrows, method):
 
 
 @each_way
-@pytest.mark.parametrize("offsets", itertools.product([0, 1, 2, 4, 8], [0, 1]), ids=str)
+@pytest.mark.parametrize("offsets", list(itertools.product([0, 1, 2, 4, 8], [0, 1])), ids=str)
 def test_wrapped_pools_of_any_alignment(offsets, narrows):
     """Codes in words of 1, 2, 4 and 8 bytes, beside rows in words and element by element."""
     host = kv.device("host")
