@@ -39,7 +39,11 @@ pytestmark = pytest.mark.again
 globals().update(
     again(test_transfer)
     | again(test_transfer_convert)
-    | again(test_transfer_four_bit)
+    | again(
+        test_transfer_four_bit,
+        "test_a_quarter_of_the_bytes_crosses_the_link",
+        "test_every_format_on_the_lenient_host",
+    )
     | again(test_transfer_sizes)
     | again(test_transfer_streams)
     | again(test_transfer_graphs)

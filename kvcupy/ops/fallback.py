@@ -146,7 +146,8 @@ def encode_groups(values: Any, format: FourBitFormat, scale: Any) -> tuple[Any, 
     """
     xp = module_of(values)
     known = xp.where(xp.isnan(values), 0, values).astype(xp.float32)
-    groups = known.reshape(*known.shape[:-1], -1, format.group)
+    num_groups = known.shape[-1] // format.group
+    groups = known.reshape(*known.shape[:-1], num_groups, format.group)
     scales, is_zero = _scale_of_groups(groups, format, scale)
     step = xp.maximum((_group_scales(scales, format) * scale).astype(xp.float32), _TINY)
     quotients = (groups / step[..., None]).astype(xp.float32)
@@ -171,7 +172,8 @@ def decode_groups(codes: Any, scales: Any, format: FourBitFormat, scale: Any) ->
     both = xp.stack([values[codes & 15], values[codes >> 4]], axis=-1)
     groups = both.reshape(*scales.shape, format.group)
     step = (_group_scales(scales, format) * scale).astype(xp.float32)
-    return (groups * step[..., None]).astype(xp.float32).reshape(*scales.shape[:-1], -1)
+    width = format.group * scales.shape[-1]
+    return (groups * step[..., None]).astype(xp.float32).reshape(*scales.shape[:-1], width)
 
 
 def split_rows(rows: Any, format: FourBitFormat) -> tuple[Any, Any]:

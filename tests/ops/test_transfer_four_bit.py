@@ -93,6 +93,15 @@ def test_rows_of_any_length(device, packed, other, groups, narrows):
 
 
 @each_way
+def test_every_format_on_the_lenient_host(device, lenient_host, narrows):
+    """A thread holds whole rows there."""
+    for packed, other in itertools.product(KINDS, ("bf16", "fp32", "fp8_e4m3", "int8")):
+        case = TransferCase(device, 11)
+        both = pools(case, packed, other, narrows, scales=True)
+        case.transfer(*both, SRC, DST, method="kernel", convert=True)
+
+
+@each_way
 @pytest.mark.parametrize("packed", KINDS)
 def test_many_rows(device, packed, narrows):
     """More than a grid's threads take at once, with a grid of any size."""
