@@ -138,7 +138,7 @@ def test_conversion_of_four_bits_is_a_gather_and_a_store(packed, other):
         got_by, want_by = (copies(by) if by else None for _ in range(2))
         got_rows, want_rows, rows = (
             reference.FourBitRows.packed(a, packed) if a.shape[-1] != shape[-1] else a
-            for a in (got, want, plain if narrows else raw)
+            for a in (got, want, (plain if narrows else raw)[:, :5])
         )
         reference.transfer_pages(
             [rows], [got_rows], SRC, DST, layers=1,
