@@ -200,6 +200,12 @@ class MixedTwin(Twin):
 
     Model = MixedModel
 
+    def attend_layer(self, layer, *, window=None, sinks=None, **options):
+        """Attend, without those masks that a cache with `past` refuses."""
+        if window is not None and window <= self.model.recent + 1:
+            options["window"] = window
+        return super().attend_layer(layer, **options)
+
     def check(self, contents=True):
         super().check(contents)
         assert self.cache.num_available_past_pages == self.model.available_past, "past pages"
