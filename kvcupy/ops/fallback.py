@@ -171,7 +171,8 @@ def decode_groups(codes: Any, scales: Any, format: FourBitFormat, scale: Any) ->
     both = xp.stack([values[codes & 15], values[codes >> 4]], axis=-1)
     groups = both.reshape(*scales.shape, format.group)
     step = (_group_scales(scales, format) * scale).astype(xp.float32)
-    return (groups * step[..., None]).astype(xp.float32).reshape(*scales.shape[:-1], -1)
+    width = scales.shape[-1] * format.group
+    return (groups * step[..., None]).astype(xp.float32).reshape(*scales.shape[:-1], width)
 
 
 def note_fault(device: Device, count: int, operation: int, position: Any, value: Any) -> None:

@@ -85,7 +85,7 @@ def test_words_of_every_size(device):
         case.call("gather_kv", *caches, slots, k_out=outs[0], v_out=outs[1])
 
 
-@pytest.mark.parametrize("misalign", [1, 4])
+@pytest.mark.parametrize("misalign", [0, 1, 4])
 def test_rows_at_any_element(device, misalign):
     case = Case(device, 5)
     key = place_rows(case, "bf16", (7, 2, 32), misalign=misalign)

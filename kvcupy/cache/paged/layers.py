@@ -10,7 +10,7 @@ import numpy as np
 from ... import devices, scratch
 from ...arrays import MAX_TRIES, ArrayView, Prober, columns, describe, strides_of, view
 from ...devices.protocol import Device, Stream
-from ...formats import CACHE_FORMATS, FORMATS, FOUR_BIT, bytes_per_element
+from ...formats import CACHE_FORMATS, bytes_per_element
 from ...ops import checks
 from ...ops.attention import LayerArrays, StepAttention, check_options, check_query
 from ...ops.attention_kernels import AttentionOptions
@@ -258,10 +258,6 @@ class Layers:
             )
 
     def _check_rows(self, query: Any, out: Any, logits: Any, num_tokens: int) -> ArrayView:
-        if self._dtype in FOUR_BIT:
-            raise ValueError(
-                f"pool: expected one of {', '.join(FORMATS)} for attention, got {self._dtype}"
-            )
         rows = view(query, "query")
         check_query(rows)
         self._require_rows(rows, "query", num_tokens, self.width)
