@@ -7,19 +7,19 @@ from page_order_cases import scribble
 
 
 def begun(world):
-    """A step of 17 tokens whose end is to demote, and whose tables are uploaded."""
+    """A step of 12 tokens whose end is to demote, and whose tables are uploaded."""
     world.cache.add_sequence("a")
-    world.cache.begin_forward(["a"], [17])
-    world.attend(17)
+    world.cache.begin_forward(["a"], [12])
+    world.attend(12)
 
 
 def demotion_waits_for_the_step_that_wrote(world):
     world.cache.add_sequence("a")
-    world.cache.begin_forward(["a"], [17])
+    world.cache.begin_forward(["a"], [12])
     world.cache.slot_mapping(stream=world.streams["compute"])
     world.settle()
     gate = world.gate("compute")
-    world.attend(17)
+    world.attend(12)
     yield
     world.cache.end_forward()
     world.finish(gate, "copy")
@@ -59,7 +59,7 @@ def step_waits_for_the_demotion(world):
     """
     begun(world)
     world.cache.end_forward()
-    for _ in range(3):
+    for _ in range(2):
         world.step("a")
     world.cache.begin_forward(["a"], [1])
     world.attend(1)
@@ -75,7 +75,7 @@ def promotion_waits_for_the_set(world):
     """A demoted page, part of which is to be kept, is written to and then converted back."""
     begun(world)
     world.cache.end_forward()
-    world.cache.pop_tokens("a", 10)
+    world.cache.pop_tokens("a", 5)
     world.settle()
     gate = world.gate("other")
     world.write("a", 4, 3, "other")
@@ -89,7 +89,7 @@ def promotion_waits_for_the_set(world):
 def reader_waits_for_the_promotion(world):
     begun(world)
     world.cache.end_forward()
-    world.cache.pop_tokens("a", 10)
+    world.cache.pop_tokens("a", 5)
     scribble(world)
     world.settle()
     gate = world.gate("copy")
@@ -101,7 +101,7 @@ def reader_waits_for_the_promotion(world):
     world.cache.end_forward()
 
 
-MIXED = {"past": "fp8_e4m3", "recent": 5}
+MIXED = {"past": "fp8_e4m3", "recent": 3}
 ONE = {**MIXED, "slots_in_flight": 1}
 ORDER_CASES = {
     "demotion, step": OrderCase(demotion_waits_for_the_step_that_wrote, "copy", (0,), 2, MIXED),

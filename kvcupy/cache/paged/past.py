@@ -53,7 +53,7 @@ class Past:
         """Copy pages onto pages of either pool, converted where they are of different pools.
 
         `wide` copies within the pool of the cache. Bytes: converted rows pass through a buffer in
-        the cache's format; each is read and written twice.
+        the cache's format (float32 if that is quantised); each is read and written twice.
         """
         sources, targets = np.asarray(src, np.int64), np.asarray(dst, np.int64)
         first = self._wide_pool.num_pages
@@ -79,7 +79,8 @@ class Past:
 
     def _convert(self, src: Layers, dst: Layers, sources: Ints, targets: Ints, s: Stream) -> None:
         slots = upload([self._slots(sources), self._slots(targets)], self.pool.device, s)
-        format = wide_format(self._wide_pool)
+        quantised = CACHE_FORMATS[self._wide_pool.dtype].quantised
+        format = "fp32" if quantised else self._wide_pool.dtype
         count = slots.shape[1]
         key, value = (
             borrow(self.pool.device, (count, self.pool.num_kv_heads, width), format, s)
