@@ -13,7 +13,7 @@ import pytest
 
 import kvcupy as kv
 from kvcupy import observe
-from kvcupy.timelines.timeline import Timeline, timeline
+from kvcupy.timelines.timeline import Span, Timeline, timeline
 
 
 class ManualEvent:
@@ -331,3 +331,28 @@ def test_a_call_without_a_stream_has_a_lane(device):
         device.copy(target, source)
     (span,) = result.spans
     assert span.name == "copy" and span.lane
+
+
+# Spans of others ---
+
+
+def test_spans_of_another_process_join_in_order(device, tmp_path):
+    before_s = time.perf_counter()
+    with timeline() as recorded:
+        operate(device.stream(), "own", 0, 0)
+    assert before_s <= recorded.start_s <= time.perf_counter()
+    own = [span.name for span in recorded.spans]
+    late, early = (Span(name, "lane", us, 2.0, "other") for name, us in (("z", 1e9), ("a", -1e9)))
+    recorded.add(iter([late, early]))
+    assert [span.name for span in recorded.spans] == ["a", *own, "z"]
+    recorded.save(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {"a", "z"} <= {event["name"] for event in events if event["ph"] == "X"}
+
+
+@pytest.mark.parametrize("spans", [5, [("a", "lane", 0.0, 1.0)], None])
+def test_what_is_no_span_is_not_added(spans):
+    recorded = Timeline()
+    with pytest.raises(TypeError, match=r"^spans"):
+        recorded.add(spans)
+    assert recorded.spans == []

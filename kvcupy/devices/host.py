@@ -217,7 +217,8 @@ class HostDevice:
 
         Those of a four-bit format are (..., row_bytes).
         """
-        view = arrays.bytes_of(view)
+        if view.scales is not None:
+            view = arrays.bytes_of(view)
         return arrays.array_at(
             view.owner, view.pointer, view.shape, formats.carrier_dtype(view.format), view.strides,
             readonly=view.readonly,
@@ -236,10 +237,12 @@ class HostDevice:
             for v, name in ((to, "dst"), (of, "src")):
                 _require_here(v, name)
         queue = self.as_stream(stream)
-        parts = [(self.carrier(a), self.carrier(b)) for a, b in byte_pairs(to, of)]
+        is_plain = to.scales is None and of.scales is None
+        pairs = [(to, of)] if is_plain else byte_pairs(to, of)
 
         def enqueue() -> None:
-            for target, source in parts:
+            for a, b in pairs:
+                target, source = self.carrier(a), self.carrier(b)
                 queue.enqueue(partial(host_memory.copy_array, target, source))
 
         observe.issue(lambda: observe.copy_of(queue, of, to), enqueue)

@@ -274,7 +274,10 @@ class MooncakeBackend(ProcessLocal):
                     headers[i] = _header(row)
             self._require_no_failure(codes, headers)
         if len(usable) < len(keys):
-            raise BackendLost("calls that were given up may still write to these pages", headers)
+            raise BackendLost(
+                "calls that were given up may still write to these pages", headers,
+                repeatable=False,
+            )  # fmt: skip
         return headers
 
     def busy(self, keys: Sequence[bytes]) -> _Quiet | None:
@@ -324,7 +327,11 @@ class MooncakeBackend(ProcessLocal):
     def _require_no_failure(self, codes: Iterable[int], results: Sequence[Any]) -> None:
         failures = [code for code in codes if _is_unsafe(code) or code in _NO_MASTER]
         if failures:
-            raise BackendLost(f"mooncake {self._settings.master}: code {failures[0]}", results)
+            # A node that died stays in the index for some 10 s, and each failure costs a client.
+            raise BackendLost(
+                f"mooncake {self._settings.master}: code {failures[0]}", results,
+                repeatable=not any(map(_is_unsafe, failures)),
+            )  # fmt: skip
 
 
 # --- Calls of the store, with memory for headers ---

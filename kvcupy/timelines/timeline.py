@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,39 @@ class Timeline:
             self._waits.setdefault(stream, []).append(origin)
 
     # The result.
+
+    @property
+    def start_s(self) -> float:
+        """When the block began, by `time.perf_counter`, which processes of Linux share."""
+        return self._start_s
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Add what was measured elsewhere, such as in another process.
+
+        Parameters
+        ----------
+        spans : Spans, whose times count from the start of this timeline
+
+        Raises
+        ------
+        TypeError : they are something else
+
+        Examples
+        --------
+        >>> with timeline() as recorded:
+        ...     pass
+        >>> recorded.add([Span("layer 0", "network", 10.0, 5.0, "another process")])
+        >>> recorded.spans[0].end_us
+        15.0
+        """
+        try:
+            added = list(spans)
+        except TypeError:
+            raise TypeError(f"spans: expected a list, got {type(spans).__name__}") from None
+        for span in added:
+            if not isinstance(span, Span):
+                raise TypeError(f"spans: expected Spans, got {type(span).__name__}")
+        self._spans += added
 
     @property
     def spans(self) -> list[Span]:

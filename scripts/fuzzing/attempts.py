@@ -102,7 +102,7 @@ _meaning(
     """
     src_pool dst_pool device_pool host_pool pool tiers scaling transfer event since function program
     before operation index owner arguments options params identity shared secret heads tls
-    attachment ticket
+    attachment ticket sender receiver spans
 """,
 )
 _meaning(values.no_function, "release")

@@ -479,6 +479,9 @@ def timeline(case: Case) -> None:
         case.device.copy(array, case.place(np.ones(4, np.float32)), stream=case.device.stream())
     case.device.synchronize()
     case.arena.remember()
+    spans = {"spans": [kv.timelines.timeline.Span("other", "lane", 0.0, 1.0)]}
+    changed, broken = case.break_some(spans, spans, case.rng.choice([0, 1]))
+    case.attempt(line.add, changed, valid=not broken, names=["spans"])
     target = {"path": case.folder / "t.json"}
     changed, broken = case.break_some(target, target, case.rng.choice([0, 1]))
     case.attempt(line.save, changed, valid=not broken, names=["path"])

@@ -9,6 +9,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ METHODS = {
         add_sequence begin_forward attention end_forward attention_qkv attention_mla remove_sequence
         sequence_length offload onboard fork_sequence pop_tokens enable_sliding_window get_kv set_kv
         query_positions slot_mapping block_table page_table_csr clear commit_token_tree
-        save_sequence load_sequence attach
+        save_sequence load_sequence attach export_sequence import_sequence
     """,
 }
 """What the programs here call, by the class of the object."""
@@ -557,6 +558,8 @@ class Paged:
         self.case, self.cache = case, cache
         self.tokens: int | None = None
         self.fmt = "fp32"
+        self.ends: tuple[Any, Any] | None = None  # a sender and a receiver, once there are some
+        self.ticket = b""
         if case.chance(0.3) and (tiers := self.tiers()) is not None:
             cache.attach(tiers)
 
@@ -571,6 +574,23 @@ class Paged:
             placement="pinned", device="host", scales=bool(pool.scale_parts),
         )  # fmt: skip
         return kv.TieredCache(pool, host)
+
+    def sender_and_receiver(self) -> tuple[Any, Any]:
+        """Return both ends of exports of this cache to itself."""
+        if self.ends is None:
+            self.ends = kv.PageSender(self.cache.pool), kv.PageReceiver(self.cache.pool)
+            for end in self.ends:
+                self.case.exits.callback(end.close)
+        return self.ends
+
+    def imported(self, pull: Any) -> None:
+        """Wait until nothing of a transfer changes what `state` sees."""
+        with suppress(kv.TransferError):
+            pull.synchronize()
+        sender, _ = self.sender_and_receiver()
+        sender.withdraw(self.ticket)
+        while sender.stats()["pulls"]:
+            time.sleep(0.001)
 
     def present(self) -> Any:
         names = [name for name in self.NAMES if name in self.cache]
@@ -590,7 +610,9 @@ class Paged:
         names = [name for name in self.NAMES if name in cache]
         lengths = {name: cache.sequence_length(name) for name in names}
         pages = [hash(part.tobytes()) for part in pages_of_pool(cache)]
-        return pages, lengths, cache.num_available_pages, cache.total_length
+        # The pages of an export come back at any time.
+        available = cache.num_available_pages if self.ends is None else None
+        return pages, lengths, available, cache.total_length
 
     def makers(self) -> Makers:
         rng, cache = self.case.rng, self.cache
@@ -654,6 +676,13 @@ class Paged:
             "save_sequence": lambda: {**seq(), "path": self.case.folder / "saved"},
             "load_sequence": lambda: {"seq": self.absent(), "path": self.case.folder / "saved"},
             "attach": lambda: {"tiers": self.tiers()},
+            "export_sequence": lambda: {
+                **seq(), "sender": self.sender_and_receiver()[0], "lease_s": 20.0,
+            },
+            "import_sequence": lambda: {
+                "seq": self.absent(), "ticket": self.ticket, "deadline_s": 0.1,
+                "receiver": self.sender_and_receiver()[1],
+            },
         })  # fmt: skip
 
     def run(self) -> None:
@@ -673,6 +702,10 @@ class Paged:
                 self.tokens = len(cache.query_positions())
             elif name in ("end_forward", "clear"):
                 self.tokens = None
+            elif name == "export_sequence":
+                self.ticket = result
+            elif name == "import_sequence":
+                self.imported(result)
         cache.clear()
         case.settle()
         if cache.total_length or any(name in cache for name in self.NAMES):

@@ -245,6 +245,7 @@ def test_a_stream_that_waits_fails_with_the_pull():
             with pytest.raises(kv.TransferError, match="cancelled"):
                 wait()
         sender.withdraw(ticket)
+        eventually(lambda: sender.stats()["pulls"] == 0)
         for layer in LAYERS:  # pages are not free while something may write them
             assert source.allocator.num_free == 10
             sender.layer_done(ticket, layer)
@@ -276,28 +277,26 @@ def test_work_that_fails_ends_the_offer():
             writer.synchronize()
 
 
-def test_order_is_checked():
-    """A stream that reads a page must wait for the pull; the wait is the edge."""
-    for waits in (True, False):
-        with (
-            kv.order_checker(action="record") as checker,
-            pair() as (sender, receiver, source, target),
-        ):
-            ticket = sender.offer(source.allocator.alloc(1), by_layer=True)
-            pull = receiver.pull(ticket, [2])
-            stream = kv.device("host").stream()
-            rows = np.zeros((1, HEADS, 16), np.float16)
-            if waits:
-                pull.wait_layer(0, stream)
-            kv.store_kv(
-                rows, np.zeros((1, HEADS, 24), np.float16), target.k(0), target.v(0),
-                np.array([8]), stream=stream,
-            )  # fmt: skip
-            for layer in LAYERS:
-                sender.layer_done(ticket, layer)
-            pull.synchronize()
-            stream.synchronize()
-        assert bool(checker.reports) is not waits
+@pytest.mark.races("without")
+@pytest.mark.parametrize("waits", [True, False], ids=["with", "without"])
+def test_order_is_checked(waits):
+    """A stream that writes to a page must wait for the pull; the wait is the edge."""
+    with (
+        kv.order_checker(action="record") as checker,
+        pair() as (sender, receiver, source, target),
+    ):
+        ticket = sender.offer(source.allocator.alloc(1), by_layer=True)
+        pull = receiver.pull(ticket, [2])
+        stream = kv.device("host").stream()
+        key, value = (np.zeros((1, HEADS, width), np.float16) for width in (16, 24))
+        if waits:
+            pull.wait_layer(0, stream)
+        kv.store_kv(key, value, target.k(0), target.v(0), np.array([8]), stream=stream)
+        for layer in LAYERS:
+            sender.layer_done(ticket, layer)
+        pull.synchronize()
+        stream.synchronize()
+    assert bool(checker.reports) is not waits
 
 
 # --- Leases and endings ---
@@ -324,6 +323,22 @@ def test_a_pull_renews_the_lease():
             sender.layer_done(ticket, layer)
         pull.synchronize()
         assert_pulled(target, range(3), range(3))
+
+
+def test_what_a_receiver_takes_renews_the_lease(monkeypatch):
+    send, late = protocol.Channel.send_data, iter(range(8))
+
+    def sending(channel, views, deadline):
+        if next(late, None) is not None:
+            time.sleep(0.15)
+        send(channel, views, deadline)
+
+    monkeypatch.setattr(protocol.Channel, "send_data", sending)
+    large = {"head_dim": 512, "v_head_dim": 512, "page_size": 64, "num_layers": 1}
+    with pair(filled(**large), pool_of(**large)) as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(12), lease_s=0.8)
+        receiver.pull(ticket, range(12)).synchronize()
+        assert_pulled(target, range(12), range(12))
 
 
 def test_a_receiver_that_is_silent_loses_the_lease(monkeypatch):

@@ -153,6 +153,27 @@ def test_the_receiver_is_stopped(process):  # noqa: F811
         assert receiver.ask("wait", sources=list(range(12)))["reason"] in ("", "lost", "expired")
 
 
+@pytest.mark.parametrize("listen", ["tcp:127.0.0.1:0", "unix"])
+def test_withdrawn_from_a_stopped_receiver(process, listen, tmp_path):  # noqa: F811
+    """Whether the sender is blocked in a send, or has sent all of it: it does not wait."""
+    source = filled(**LARGE)
+    listen = f"unix:{tmp_path}/pages" if listen == "unix" else listen
+    with kv.PageSender(source, listen=listen) as sender:
+        receiver = process("receiver", pool=LARGE)
+        ticket = sender.offer(source.allocator.alloc(12), by_layer=True, lease_s=600)
+        receiver.ask("pull", ticket=ticket.hex(), count=12)
+        sender.layer_done(ticket, 0)
+        receiver.ask("wait_layer", layer=0)
+        receiver.signal(signal.SIGSTOP)
+        receiver.wait_until_stopped()
+        for layer in (1, 2):
+            sender.layer_done(ticket, layer)
+        eventually(lambda: next(iter(sender._offers.values())).channels)
+        time.sleep(0.1)  # until it is blocked; the test holds wherever it is
+        sender.withdraw(ticket)
+        eventually(lambda: source.allocator.num_free == 12)
+
+
 @pytest.mark.parametrize("ends", [full_only("deadline"), "cancel", full_only("close")])
 def test_a_stopped_sender_lands_nothing_later(process, receiving, ends):  # noqa: F811
     """It stops in the middle of a layer, and goes on when the pages have another owner."""

@@ -118,7 +118,7 @@ class Schedule:
 
     def wait(self):
         """Let a stream wait for a layer, and see what it finds then."""
-        if self.pulls:
+        if self.pulls and self.receiver._staging is None:  # else it is the host that would wait
             pull, _, _ = self.rng.choice(self.pulls)
             try:
                 pull.wait_layer(self.rng.randrange(3), kv.device("host").stream())

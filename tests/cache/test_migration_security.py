@@ -91,6 +91,18 @@ def test_flipped_bits(direction, secret, proxy, monkeypatch):  # noqa: F811
     assert "secret" in outcomes
 
 
+@pytest.mark.parametrize("direction", ["change", "change_up"])
+def test_a_message_that_is_changed(direction, proxy):  # noqa: F811
+    """In a field in which any number would do: the lease that is granted, a page run."""
+    offset = 104 + 5 + 7 if direction == "change" else 88 + 5 + 43
+    between = proxy(**{direction: flipped(offset, 1)})
+    with pair(sender={"advertise": between.address}) as (sender, receiver, source, _):
+        between.target = sender.address
+        pull = receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1])
+        assert reason_of(pull) == "lost"
+        assert sender.stats()["completed"] == 0
+
+
 @pytest.mark.parametrize("cut", [0, 30, 88, 140, 200, 1000, 4000])
 def test_cut_off(cut, proxy):  # noqa: F811
     between = proxy(lambda data, before: None if before + len(data) > cut else data)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import inspect
+import itertools
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -457,6 +460,74 @@ class EngineOfCopies(Engine):
 # --- The paged cache ------------------------------------------------------------------------------
 
 
+class Migration(Program):
+    """Pages offered and pulled, in one process; a pull that fails is made again, as users do."""
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.near = filled(device, pool_of(device, 6), 1)
+        self.far = filled(device, pool_of(device, 8, layout="page_first"), 2)
+        self.sender: Any = None
+        self.receiver: Any = None
+        self.compute = device.stream()
+        device.synchronize()
+
+    def steps(self) -> list[Step]:
+        def send() -> None:
+            if self.sender is not None:
+                self.sender.close()
+            self.sender = kv.PageSender(self.near)
+
+        def receive() -> None:
+            if self.receiver is not None:
+                self.receiver.close()
+            self.receiver = kv.PageReceiver(self.far)
+
+        def pull() -> None:
+            for attempt in range(3):
+                pages = self.near.allocator.alloc(2)
+                try:
+                    ticket = self.sender.offer(pages, after=self.compute)
+                except BaseException:
+                    self.near.allocator.free(pages)
+                    raise
+                try:
+                    handle = self.receiver.pull(ticket, [4, 5])
+                    proceed(self.device)
+                    try:
+                        handle.wait_layer(1, self.compute)
+                    finally:
+                        while not handle.done():
+                            proceed(self.device)
+                    self.compute.synchronize()
+                    return
+                except (kv.TransferError, kv.DeviceError):
+                    if attempt == 2:
+                        raise
+                finally:
+                    self.sender.withdraw(ticket)
+                    while self.near.allocator.num_free < 6:
+                        time.sleep(0.001)
+
+        return [("PageSender", send), ("PageReceiver", receive), ("pull", pull)]
+
+    def state(self, step: str) -> Any:
+        settle(self.device)
+        others = np.delete(pages_of(self.device, self.far), [4, 5], 0).tobytes()
+        return others, self.near.allocator.num_free, self.far.allocator.num_free
+
+    def result(self) -> dict[str, Any]:
+        return {"far": pages_of(self.device, self.far).tobytes()}
+
+    def leaks(self) -> list[str]:
+        return [] if self.near.allocator.num_free == 6 else ["pages of the sender are not free"]
+
+    def close(self) -> None:
+        for end in (self.sender, self.receiver):
+            if end is not None:
+                end.close()
+
+
 class Paged(Program):
     """Steps, forks, trees, windows and contents of a `PagedKVCache`."""
 
@@ -734,6 +805,7 @@ class Tiered(Program):
     """
 
     write = "through"
+    first = 1000  # hash
     kept: tuple[int, ...] = (0, 1, 2, 3)  # through closing and opening
 
     def __init__(self, device: Any, folder: Path) -> None:
@@ -755,7 +827,7 @@ class Tiered(Program):
 
     def insert(self, *blocks: int) -> None:
         """Insert blocks that are not on the device; a stream writes them meanwhile."""
-        missing = [b for b in blocks if not self.tiers.match([1000 + b]).device]
+        missing = [b for b in blocks if not self.tiers.match([self.first + b]).device]
         allocator = self.near.allocator
         short = len(missing) - (allocator.num_pages - allocator.num_allocated)
         if short > 0:
@@ -766,7 +838,9 @@ class Tiered(Program):
                 parts = [s(layer) for s in (self.near.k, self.near.v) for layer in range(LAYERS)]
                 for part, values in zip(parts, self.blocks[block], strict=True):
                     self.device.copy(part[page], values, stream=self.compute)
-            unneeded = self.tiers.insert([1000 + b for b in missing], pages, after=self.compute)
+            unneeded = self.tiers.insert(
+                [self.first + b for b in missing], pages, after=self.compute
+            )
         except BaseException:
             settle(self.device)
             self.near.allocator.free(pages)  # they have stayed the caller's
@@ -777,7 +851,7 @@ class Tiered(Program):
     def use(self, *blocks: int) -> None:
         """Acquire blocks, and compare their bytes; those that are lost are inserted anew."""
         while blocks:
-            with self.tiers.acquire([1000 + b for b in blocks]) as lease:
+            with self.tiers.acquire([self.first + b for b in blocks], deadline_s=0) as lease:
                 lease.wait(self.compute)
                 self.compute.synchronize()
                 pages = pages_of(self.device, self.near)
@@ -877,6 +951,65 @@ class TieredBack(Tiered):
     kept = ()
 
 
+class TieredShared(Tiered):
+    """Over a shared store, in place of the file; its thread takes its steps when it is told."""
+
+    first = 2**64
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.stored: dict[int, list[Any]] = {}
+
+    def open(self) -> None:
+        self.tiers = kv.TieredCache(self.near, self.far, shared=self, shared_prefetch=1.0)
+        self.tiers._store._thread = threading.current_thread()  # so that none is started
+
+    def exists(self, hashes: list[int]) -> int:
+        return sum(1 for _ in itertools.takewhile(self.stored.__contains__, hashes))
+
+    def put(self, hashes: list[int], pages: list[int]) -> list[str]:
+        for hash, page in zip(hashes, pages, strict=True):
+            self.stored[hash] = [np.array(part[page]) for part in self.far_parts()]
+        return ["stored"] * len(hashes)
+
+    def get(self, hashes: list[int], pages: list[int]) -> list[bool]:
+        for hash, page in zip(hashes, pages, strict=True):
+            for part, values in zip(self.far_parts(), self.stored[hash], strict=True):
+                part[page] = values
+        return [True] * len(hashes)
+
+    def far_parts(self) -> list[Any]:
+        return [s(layer) for s in (self.far.k, self.far.v) for layer in range(LAYERS)]
+
+    def insert(self, *blocks: int) -> None:
+        super().insert(*blocks)
+        self.work()
+
+    def use(self, *blocks: int) -> None:
+        self.tiers.prefetch([self.first + b for b in blocks])
+        self.work()
+        super().use(*blocks)
+
+    def work(self) -> None:
+        """Let the store's thread do all that is queued, and that can be done by now."""
+        worker = self.tiers._store
+        while (step := worker._next()) is not None or worker._puts:
+            if step is not None:
+                step()
+            else:
+                self.tiers.engine.save_stream.synchronize()
+
+    def close_tiers(self) -> None:
+        self.tiers.close(deadline_s=0)
+
+    def reset(self) -> None:
+        settle(self.device)
+        if self.tiers is not None and not self.tiers.closed:
+            self.tiers.close(deadline_s=0)
+        self.tiers = None
+        self.stored.clear()
+
+
 class PagedTiers(Paged):
     """A `PagedKVCache` with a tiered cache: prefixes, offload and onboard."""
 
@@ -971,6 +1104,126 @@ class PagedTiers(Paged):
             if pool.allocator.num_free != pool.num_pages:
                 held.append(f"{pool.num_pages - pool.allocator.num_free} pages of {pool}")
         return held
+
+
+class PagedExchange(Paged):
+    """Sequences that are exported, and imported by the same cache, also in a running step."""
+
+    owns_pages = False
+
+    def __init__(self, device: Any, folder: Path) -> None:
+        super().__init__(device, folder)
+        self.sender = kv.PageSender(self.cache.pool)
+        self.receiver = kv.PageReceiver(self.cache.pool)
+        self.ticket = b""
+
+    def steps(self) -> list[Step]:
+        cache = self.cache
+
+        def step(name: str, count: int) -> Callable[[], None]:
+            def run() -> None:
+                self.results[f"{name} {count}"] = self.forward([name], [count])
+
+            return run
+
+        def export() -> None:
+            self.ticket = cache.export_sequence("a", self.sender)
+
+        def export_again(count: int) -> None:
+            cache.fork_sequence("a", "again", count)
+            self.ticket = cache.export_sequence("again", self.sender)
+            cache.remove_sequence("again")
+
+        def imported(name: str, count: int) -> Callable[[], None]:
+            def run() -> None:
+                for is_last in (False, True):
+                    if not self.is_open:  # a failure has ended the offer
+                        export_again(count)
+                    try:
+                        pull = cache.import_sequence(name, self.ticket, self.receiver)
+                        while not pull.done():
+                            proceed(self.device)
+                            time.sleep(0)
+                        return
+                    except BaseException as error:
+                        if name in cache:
+                            cache.remove_sequence(name)
+                        # The failure of a sender's thread is not told: it ends the connection.
+                        if is_last or getattr(error, "reason", "") != "lost":
+                            raise
+                    finally:
+                        self.idle()
+
+            return run
+
+        def begin() -> None:
+            cache.begin_forward(["a"], [3])
+            self.fresh = {"a": 3}
+
+        def attention(layer: int) -> Callable[[], None]:
+            def run() -> None:
+                self.results[f"layer {layer}"] = self.attend(layer, 3, self.stream)
+
+            return run
+
+        def end() -> None:
+            if self.fresh:  # ending is over even if it raises
+                self.fresh = {}
+                cache.end_forward()
+
+        return [
+            ("add", lambda: cache.add_sequence("a")),
+            ("forward", step("a", 6)),
+            ("export", export),
+            ("forward", step("a", 2)),
+            ("import", imported("b", 6)),
+            ("forward", step("b", 1)),
+            ("begin", begin),
+            ("attention", attention(0)),
+            ("export", export),
+            ("attention", attention(1)),
+            ("end", end),
+            ("import", imported("c", 11)),
+            ("remove", lambda: cache.remove_sequence("a")),
+            ("forward", step("c", 1)),
+        ]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an offer can still be imported."""
+        return self.sender.stats()["offers"] > 0
+
+    def idle(self) -> None:
+        """Wait until no offer is being served."""
+        while self.sender.stats()["pulls"]:
+            time.sleep(0.001)
+
+    def state(self, step: str) -> Any:
+        self.idle()
+        self.cache.num_available_pages  # noqa: B018 - what ended exports have held is released
+        seen: dict[str, Any] = super().state(step)
+        if step == "import":  # the offer may have failed, and its pages are released
+            return {name: seen[name] for name in ("sequences", "total", "files", "bytes")}
+        if step == "end":  # it is over, and the offer is withdrawn
+            return {name: seen[name] for name in ("sequences", "total", "files")}
+        return seen
+
+    def reset(self) -> None:
+        super().reset()
+        if self.ticket:
+            self.sender.withdraw(self.ticket)
+        self.idle()
+
+    def leaks(self) -> list[str]:
+        if self.ticket:
+            self.sender.withdraw(self.ticket)
+        self.idle()
+        self.cache.num_available_pages  # noqa: B018
+        return super().leaks()
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.sender.close()
 
 
 # --- Streams, graphs, timelines -------------------------------------------------------------------
@@ -1325,5 +1578,7 @@ def programs() -> dict[str, type[Program]]:
 
 PROGRAMS = programs()
 
-HOST_ALONE = ("Disk", "Shared", "KernelCache", "Calibration", "Explored", "Checked")
+HOST_ALONE = (
+    "Disk", "Shared", "KernelCache", "Calibration", "Explored", "Checked",
+)  # fmt: skip
 """What is about files or the host device; the others run on the stand-in for CUDA too."""

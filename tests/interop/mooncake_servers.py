@@ -5,6 +5,8 @@ As a program: a node, `python mooncake_servers.py MASTER SEGMENT_BYTES`.
 
 from __future__ import annotations
 
+import ctypes.util
+import importlib.util
 import os
 import signal
 import socket
@@ -16,16 +18,18 @@ from pathlib import Path
 
 import pytest
 
-try:
-    import mooncake.store
 
-    PROBLEM = ""
-except ImportError as error:
-    PROBLEM = str(error)
+def problem():
+    """Return why Mooncake cannot be used, "" if it can. Importing it would start threads."""
+    if importlib.util.find_spec("mooncake") is None:
+        return "there is no Mooncake: pip install kvcupy[mooncake]"
+    if ctypes.util.find_library("ibverbs") is None:
+        return "there is no libibverbs: apt-get install libibverbs1 libnl-3-200 libnl-route-3-200"
+    return ""
 
-needs_mooncake = pytest.mark.skipif(
-    bool(PROBLEM), reason=f"no Mooncake ({PROBLEM}): pip install kvcupy[mooncake], libibverbs1"
-)
+
+PROBLEM = problem()
+needs_mooncake = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM)
 
 
 def free_ports(count):
@@ -54,7 +58,8 @@ class Servers:
         return f"mooncake://{self.address}"
 
     def start_master(self):
-        program = Path(mooncake.store.__file__).with_name("mooncake_master")
+        (folder,) = importlib.util.find_spec("mooncake").submodule_search_locations
+        program = Path(folder) / "mooncake_master"
         with (self.folder / "master.log").open("ab") as log:
             self.master = subprocess.Popen(
                 [
@@ -118,7 +123,9 @@ def servers_in(tmp_path):
 
 
 def node(master, segment_bytes):
-    store = mooncake.store.MooncakeDistributedStore()
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
     print(store.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, 0, "tcp", "", master), flush=True)
     signal.pause()
 

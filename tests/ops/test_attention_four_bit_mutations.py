@@ -109,7 +109,9 @@ MUTATIONS = {
         "__any_sync(kAllLanes, large)", "false", check_large_values, TILES),
     "what was summed before large values": Mutation(
         "o[n][i] *= 0.125f;", "o[n][i] *= 1.0f;", check_large_values, TILES),
-    "the scale of the key before": Mutation("own[j % 2]", "own[0]", check_int4, TILES),
+    "the scale of the key before": Mutation(
+        "sums_scales[n / 2].values[n % 2 * 2 + j % 2]", "sums_scales[n / 2].values[n % 2 * 2]",
+        check_int4, TILES),
     "a group per chunk": Mutation(
         "chunk * 32 >> group_shift<TCache>(operand)", "chunk", check_int4_g64, TILES),
     "queries in their own order": Mutation(
@@ -122,7 +124,9 @@ MUTATIONS = {
         "prepare_key_scales<TCache, kWidth>(table, stage, p.k); __syncwarp();",
         "prepare_key_scales<TCache, kWidth>(table, stage, p.k);", check_int4, KERNEL),
     "scales of keys for values": Mutation(
-        "exists ? v.scales : nullptr", "exists ? k.scales : nullptr", check_decode, TILES),
+        "p.v_cache + v.offset_bytes", "p.v_cache + k.offset_bytes", check_decode, TILES),
+    "rows of values where those of keys are": Mutation(
+        "as_codes.v_codes ? codes", "true ? codes", check_decode, TILES),
     "rotated the other way": Mutation(
         "-x[1][j] * sines.values[j]", "x[1][j] * sines.values[j]", check_rotated, TILES),
     "neighbours rotated the other way": Mutation(

@@ -479,8 +479,10 @@ NOT_NEEDED = {
             "Landing.wait: self.synchronize()": _THREADS,
             "Landing.wait_layer: self.synchronize()": _THREADS,
             "PageReceiver._run: pull._landing.synchronize()": _THREADS,
-            "PageReceiver.close: thread.join(max(0.0, deadline - time.monotonic()))": _THREADS,
+            "_Workers.close: thread.join(max(0.0, deadline - time.monotonic()))": _THREADS,
             "PageReceiver.pull: self._pool.allocator.busy(ordered, pull._landing)": _SOCKETS,
+            "Pull._event_of: self._after.wait(self._stream)":
+                "for checkers alone: the pull's threads wait for it by themselves",
             "Pull._event_of: stream.record()": _SOCKETS,
             "Pull._part_ended: self._landing.end()": _ANOTHER,
             "Pull._part_ended: self._stream.synchronize()": _FAILURES,

@@ -10,6 +10,7 @@ import itertools
 import tempfile
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import paged_world
@@ -373,7 +374,8 @@ class SharedTiers(Tiers):
 
     def __init__(self, device, *sizes, **options):
         self.stored = {}
-        super().__init__(device, *sizes, shared=self, **options)
+        store = SimpleNamespace(exists=self.exists, put=self.put, get=self.get)
+        super().__init__(device, *sizes, shared=store, **options)
         self.worker = self.cache._store
         self.worker._thread = threading.current_thread()  # so that none is started
 

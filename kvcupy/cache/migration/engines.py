@@ -35,14 +35,17 @@ class Engine(Protocol):
     Attributes
     ----------
     name : that users pass, and that both ends must share
-    poll_s : how often `poll` is called while something is offered, or pulled; None: never
+    poll_s : how often the sender calls `poll` now; None: not at all. It is asked again when a pull
+        is over
     staged : whether it moves pages by `layers.PageBytes`, and so those of a pool that the host
         cannot address by way of a `Staging`; else it must reach the pool by itself
     """
 
     name: str
-    poll_s: float | None
     staged: bool
+
+    @property
+    def poll_s(self) -> float | None: ...
 
     def describe(self) -> bytes:
         """Return what the engine of the peer must know of this one, in at most 512 KiB. It goes
@@ -96,6 +99,10 @@ class Service:
         self.page_bytes, self.staging, self.stream = page_bytes, staging, stream
         self.check, self.renew = check, renew
         self._is_ready = is_ready
+
+    def is_ready(self, layer: int) -> bool:
+        """Return whether a layer has been written."""
+        return self._is_ready(layer)
 
     def wait_ready(self, layer: int) -> None:
         """Wait until a layer has been written, and answer the receiver meanwhile.
@@ -247,6 +254,7 @@ class SocketEngine:
         left = len(pages) * task.page_bytes.page_bytes
         for views in task.page_bytes.writing(pages, layer):
             task.check()
+            task.renew_if_due()
             left -= sum([view.nbytes for view in views])
             task.channel.receive_data(views, task.deadline, None if left else message)
             for view in views:

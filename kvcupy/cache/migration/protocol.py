@@ -351,7 +351,7 @@ class Channel:
         self._timeout_s = 0.0  # that the system keeps
         self._unsent: list[memoryview] = []  # messages that go along with what is sent next
         self.num_bytes = 0  # of pages, sent and received
-        self.moving = False  # whether pages are being sent
+        self.moving = False  # whether who ends an offer must abort this, for it may be blocked
 
     def __del__(self) -> None:
         self._socket.close()

@@ -102,6 +102,11 @@ class PageReceiver(ProcessLocal):
     def __repr__(self) -> str:
         return f"<PageReceiver into {self._pool!r}, {len(self._pulls)} pulls>"
 
+    @property
+    def pool(self) -> Pool:
+        """The pool whose pages it moves."""
+        return self._pool
+
     def __enter__(self) -> PageReceiver:
         return self
 
@@ -561,6 +566,7 @@ class Pull(ProcessLocal):
         self._landing = Landing()
         self._receiver, self._pool, self._parts = receiver, pool, parts
         self._after = after
+        self._is_staged = receiver._staging is not None and receiver._engine.staged
         self._changed = threading.Condition()
         self._channels: list[Channel] = []
         self._missing = [len(parts)] * pool.num_layers  # parts, of each layer
@@ -583,7 +589,8 @@ class Pull(ProcessLocal):
         ----------
         layer : 0 to num_layers - 1
         stream : Stream, or a CuPy or torch stream; None: the current one. The host does not block,
-            except where the stream is the calling thread itself
+            except where the stream is the calling thread itself, and where pages come by way of
+            staging pages
 
         Raises
         ------
@@ -596,7 +603,8 @@ class Pull(ProcessLocal):
         Notes
         -----
         On a GPU streams that wait for layers which are not there yet do so by `Stream.call`, one
-        after the other.
+        after the other. Behind staging pages a GPU copies each layer, which streams that share its
+        hardware queue with one that waits would hold up: so there the host waits.
         """
         self._wait(self._pool.layer_number(layer), stream)
 
@@ -644,6 +652,9 @@ class Pull(ProcessLocal):
     def _wait(self, layer: int, stream: Any) -> None:
         waiting = waiting_stream(self._pool.device, stream, "a pull")
         self._raise_failure()
+        if self._is_staged:  # a stream that waited might hold up the copy that it waits for
+            self._await_layer(layer)
+            return
         if self._num_arrived > layer and not observe.order_observers:
             return
         event = self._event_of(layer)
@@ -662,6 +673,8 @@ class Pull(ProcessLocal):
             if self._stream is None:
                 self._stream = self._pool.device.stream()
                 self._stream.name = "pull"
+                if self._after is not None and observe.order_observers:
+                    self._after.wait(self._stream)  # the pull's threads wait for it by themselves
             stream = self._stream
             while len(self._events) <= layer:
                 number = len(self._events)
@@ -674,9 +687,8 @@ class Pull(ProcessLocal):
 
     def _operation(self, layer: int, stream: Any) -> Operation:
         return Operation(
-            f"pull {layer}", stream, (), tuple(accesses(self._pool, self._pages, layer)),
-            keeps_arrays=False,
-        )  # fmt: skip
+            f"pull {layer}", stream, (), tuple(accesses(self._pool, self._pages, layer))
+        )
 
     def _await_layer(self, layer: int) -> None:
         with self._changed:
@@ -691,7 +703,7 @@ class Pull(ProcessLocal):
     # --- For the receiver, and its threads ---
 
     def _start(self) -> None:
-        if observe.order_observers:  # else when somebody waits
+        if observe.order_observers and not self._is_staged:  # else when somebody waits
             self._event_of(self._pool.num_layers - 1)
         for part in self._parts:
             try:
@@ -747,8 +759,12 @@ class Pull(ProcessLocal):
             if self.failure is None:
                 self._pool.note_written()
                 for channel in channels:  # a sender that does not hear it waits for its lease
-                    with suppress(Lost, TimeoutError):
+                    try:
                         channel.send(DONE, b"", time.monotonic() + _CONFIRM_S)
+                    except (Lost, TimeoutError):
+                        channel.abort()
+                if observe.order_observers and self._stream is not None:
+                    self._stream.synchronize()  # tells them that the host is behind it
             elif self._stream is not None:  # it is no one else's, and this handle has the failure
                 with suppress(DeviceError):
                     self._stream.synchronize()

@@ -176,6 +176,11 @@ class PageSender(ProcessLocal):
     def __repr__(self) -> str:
         return f"<PageSender at {self.address}, {len(self._offers)} offers>"
 
+    @property
+    def pool(self) -> Pool:
+        """The pool whose pages it moves."""
+        return self._pool
+
     def __enter__(self) -> PageSender:
         return self
 
@@ -444,7 +449,6 @@ class PageSender(ProcessLocal):
     # --- The thread that listens, and ends leases ---
 
     def _keep(self) -> None:
-        poll_s = self._engine.poll_s
         while not self._closed:
             now = time.monotonic()
             with self._changed:
@@ -453,7 +457,8 @@ class PageSender(ProcessLocal):
                 if offer.expires <= now:
                     self._end(offer, "expired")
             ends = [offer.expires - now for offer in offers if not offer.ended]
-            if poll_s is not None and ends:
+            poll_s = self._engine.poll_s
+            if poll_s is not None:
                 self._engine.poll()
                 ends.append(poll_s)
             if protocol.any_readable((self._server, self._woken), min(ends, default=3600.0)):
@@ -618,12 +623,15 @@ class PageSender(ProcessLocal):
         before = channel.num_bytes
         try:
             self._engine.serve(service)
+            channel.moving = True  # so that it is not waited for when the offer is over
+            self._check(offer)
             while channel.receive(service.deadline(), DONE, RENEW)[0] != DONE:
                 self._renew(offer)
             self._check(offer)
         finally:
             with self._changed:
                 self._counts["sent_bytes"] += channel.num_bytes - before
+                channel.moving = False
         self._leave(channel, offer)
 
     def _leave(self, channel: Channel, offer: _Offer, lost: str = "") -> None:
@@ -638,6 +646,8 @@ class PageSender(ProcessLocal):
         if is_last:
             self._end(offer, "completed")
         self._settle(offer)
+        if self._engine.poll_s is not None:
+            self._notify()
 
     def _refuse(self, channel: Channel, reason: str, message: str) -> bool:
         with self._changed:

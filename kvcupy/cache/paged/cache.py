@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,12 +22,17 @@ from ..identity import hash_list
 from ..pool import KVPool, MLAPool, Pool, positive_int
 from ..tiered.cache import TieredCache
 from .contents import Contents
+from .exchange import Exports, decode_state, encode_state
 from .layers import Layers, rope_of, scales_of
 from .moves import Tiers
 from .past import Past, past_pool_of
 from .sequences import CachedSequence, Sequences
 from .step import Step, Steps, require_on_device
 from .tables import StepTables, Tables, block_table
+
+if TYPE_CHECKING:
+    from ..migration.receiver import PageReceiver, Pull
+    from ..migration.sender import PageSender
 
 _PAGE_SIZE, _DTYPE = 16, "bf16"  # defaults
 _NO_STEP = "no step is running: call begin_forward first"
@@ -186,6 +191,7 @@ class PagedKVCache(ProcessLocal):
         )  # fmt: skip
         self._contents = Contents(pool, self._layers, self._steps.access, self._past)
         self._tiers = Tiers(pool, self._sequences, self._steps.access)
+        self._exports = Exports(pool, self._sequences, self._steps.access, self._tiers)
         metrics.follow(self, _sequence_samples)
 
     def __repr__(self) -> str:
@@ -201,6 +207,7 @@ class PagedKVCache(ProcessLocal):
     @property
     def num_available_pages(self) -> int:
         """Pages that are not allocated."""
+        self._exports.reclaim()
         return self.pool.num_pages - self.pool.allocator.num_allocated
 
     @property
@@ -394,6 +401,8 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         KvcupyError : no step is running
+        DeviceError, TransferError : layers of an exported sequence could not be sent, and its offer
+            is withdrawn; the step has ended
         """
         self._steps.end()
 
@@ -550,6 +559,9 @@ class PagedKVCache(ProcessLocal):
         if step.loads and not own.capturing:
             step.wait_layer(int(layer), own)
         layers.run(int(layer), arrays, pointers, kind, rows, options, uploaded, own)
+        if step.exports and not own.capturing:
+            for export in step.exports:
+                export.layer_written(int(layer), own)
         return out
 
     # --- Tables ---
@@ -796,6 +808,120 @@ class PagedKVCache(ProcessLocal):
         for its own part. The host waits for the save, if that is not done yet.
         """
         self._tiers.onboard(self._sequences.find(seq))
+
+    # --- Other caches ---
+
+    def export_sequence(self, seq: Hashable, sender: PageSender, *, lease_s: float = 30.0) -> bytes:
+        """Offer a sequence to a cache of another process, with its window and its hashes.
+
+        Parameters
+        ----------
+        seq : a sequence with tokens, also one of the running step: what is offered is then the end
+            of that step, and each layer goes out as soon as its attention has run
+        sender : a PageSender of the `pool` of this cache
+        lease_s : seconds for which the pages are held, unless a receiver renews that
+
+        Returns
+        -------
+        bytes : the ticket, for `import_sequence` of a cache over there
+
+        Raises
+        ------
+        UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
+        TypeError, ValueError : an argument does not fit, the sequence is empty or offloaded, its
+            tree is not committed, or its window is to slide at the end of the running step
+        KvcupyError : the sender is closed, or pages of the sequence could not be loaded
+
+        After an error nothing has changed.
+
+        Notes
+        -----
+        What is offered is the sequence as it is at the call. It may be extended, forked or removed
+        at once: its pages are held until the receiver has them, the lease is over or the sender
+        closes. Who appends to its last page copies that page first. Pages that are let go become
+        free at the next call that needs pages, or asks for `num_available_pages`; full ones with
+        hashes of a removed sequence go to the tiered cache then.
+        A step that is taken back withdraws the offer: the receiver gets a TransferError.
+        Stream: pages go out behind all steps so far, and of the running step behind the attention
+        of each layer; a step that runs as a graph goes out when it has ended.
+        """
+        sequence = self._exported(seq)
+        if getattr(sender, "pool", None) is not self.pool:
+            raise ValueError("sender: expected a PageSender of the pool of this cache")
+        described = encode_state(sequence, self._exchanged())
+        step = self._steps.running if self._steps.is_running(seq) else None
+        export = self._exports.start(
+            sequence, sender, described, by_layer=step is not None, lease_s=lease_s
+        )
+        if step is not None:
+            step.exports.append(export)
+        return export.ticket
+
+    def import_sequence(
+        self, seq: Hashable, ticket: bytes, receiver: PageReceiver, *, deadline_s: float = 30.0
+    ) -> Pull:
+        """Add a sequence that a cache of another process has exported.
+
+        Parameters
+        ----------
+        ticket : what `export_sequence` returned over there
+        receiver : a PageReceiver of the `pool` of this cache
+        deadline_s : seconds after which the transfer has failed if it is not complete, the rest of
+            a step included in which the sequence was exported
+
+        Returns
+        -------
+        Pull : the transfer, for who wants to wait for it, or to cancel it
+
+        Raises
+        ------
+        TypeError, ValueError : an argument does not fit, the sequence exists, or the ticket is of a
+            sequence that this cache cannot hold
+        TransferError : the ticket was made with another secret or for another kind of pool
+        CacheFull : there are too few pages
+
+        After an error nothing has changed.
+
+        Notes
+        -----
+        The sequence may be used at once. Stream: its pages arrive in the background, layer by
+        layer; the attention of each layer waits for its own part, which raises TransferError if the
+        transfer fails. The sequence can then only be removed, and its pages become free when
+        nothing can land in them any more.
+        """
+        self._sequences.require_new(seq, "seq")
+        if getattr(receiver, "pool", None) is not self.pool:
+            raise ValueError("receiver: expected a PageReceiver of the pool of this cache")
+        described = receiver.inspect(ticket).attachment
+        state, num_pages = decode_state(described, self._exchanged(), self.pool.page_size)
+        pages = self._sequences.allocate(num_pages)
+        try:
+            pull = receiver.pull(
+                ticket, pages, deadline_s=deadline_s,
+                after=self._steps.access.copy_stream_behind_all(),
+            )  # fmt: skip
+        except BaseException:
+            self.pool.allocator.free(pages)
+            raise
+        self._sequences.receive(seq, state, pages, pull)
+        return pull
+
+    def _exported(self, seq: Hashable) -> CachedSequence:
+        """Return a sequence that can be exported."""
+        sequence = self._on_device(seq)
+        if sequence.parents:
+            raise ValueError(f"seq: {seq!r} has a token tree: call commit_token_tree first")
+        if sequence.length == 0:
+            raise ValueError(f"seq: expected a sequence with tokens, got {seq!r}, which is empty")
+        if self._steps.is_running(seq) and 0 < sequence.window < sequence.length:
+            raise ValueError(
+                f"seq: the window of {seq!r} slides at the end of the step; export it after that"
+            )
+        return sequence
+
+    def _exchanged(self) -> dict[str, str]:
+        """Return what caches that exchange sequences must have in common."""
+        return {**self._contents.fields(), "page_size": str(self.pool.page_size)}
 
     # --- Parts ---
 

@@ -190,7 +190,7 @@ class Contents:
                 else:  # files have no such format
                     tensors[name] = _BYTES, data.shape, data.view(np.int8)
         own = {name: str(getattr(sequence, name)) for name in _OWN}
-        write_file(path, tensors, {**self._fields(), **own})
+        write_file(path, tensors, {**self.fields(), **own})
 
     def _save_widened(self, sequence: CachedSequence, path: str | Path, stream: Stream) -> None:
         """Write the tokens of a sequence to a file, old ones widened to the others' format."""
@@ -205,7 +205,7 @@ class Contents:
     def open(self, path: str | Path) -> SavedSequence:
         """Return what a file holds; raise unless it is of a sequence of such a cache."""
         tensors, metadata = read_file(path)
-        check_metadata(metadata, self._fields())
+        check_metadata(metadata, self.fields())
         try:
             length, window, sinks = (int(metadata[name]) for name in _OWN)
         except (KeyError, ValueError):
@@ -248,8 +248,8 @@ class Contents:
             for name, cache in zip(names, caches[0], strict=True)
         }
 
-    def _fields(self) -> dict[str, str]:
-        """Return the metadata that a file must have in common with this cache."""
+    def fields(self) -> dict[str, str]:
+        """Return what a file, or another cache, must have in common with this one."""
         pool = self._pool
         digest = hashlib.sha256()
         for arguments in self._arguments:

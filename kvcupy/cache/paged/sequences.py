@@ -163,6 +163,8 @@ class Sequences:
         self._leased = LeasedPages(self._references)
         # Called when too few pages are free, with how many are needed.
         self.evict: Callable[[int], object] | None = None
+        # Called before pages are allocated: some that were held may have been let go.
+        self.reclaim: Callable[[], object] | None = None
         self._known: dict[Hashable, CachedSequence] = {}
         self.total_length = 0
 
@@ -225,6 +227,12 @@ class Sequences:
         sequence = self.find(seq)
         if sequence.offloaded is not None:
             sequence.offloaded.free()
+        self.drop(sequence, published)
+        self.total_length -= sequence.length
+        del self._known[seq]
+
+    def drop(self, sequence: CachedSequence, published: Collection[int] = ()) -> None:
+        """Release the pages of a sequence, but for those that it has `published`."""
         if published:
             self._references[list(published)] = 0
             self.forget_demoted(published)
@@ -232,8 +240,18 @@ class Sequences:
             self._release(np.array(rest, np.int64))
         else:
             self._release(sequence.pages)
-        self.total_length -= sequence.length
-        del self._known[seq]
+
+    def hold(self, sequence: CachedSequence) -> CachedSequence:
+        """Return the pages of a sequence as they are now, with its hashes; `drop` releases them.
+
+        They are shared, the partial one too: whoever appends to the sequence copies that first.
+        """
+        held = CachedSequence()
+        held.length = sequence.length
+        held.hashes, held.loads = list(sequence.hashes), list(sequence.loads)
+        held.extend(sequence.pages)
+        self._references[held.pages] += 1
+        return held
 
     def clear(self) -> None:
         """Drop all sequences."""
@@ -367,6 +385,8 @@ class Sequences:
         """Allocate pages, all or none; a tiered cache evicts blocks where too few are free."""
         if count == 0:
             return np.empty(0, np.int64)
+        if self.reclaim is not None:
+            self.reclaim()
         if self.evict is not None and self._allocator.num_free < count:
             with suppress(CacheFull):  # pages in flight may suffice
                 self.evict(count)
@@ -401,6 +421,15 @@ class Sequences:
         sequence.extend(pages)
         sequence.offloaded = None
         sequence.loads.append(load)
+
+    def receive(self, seq: Hashable, state: CachedSequence, pages: Ints, load: Completion) -> None:
+        """Add a sequence like `state`, in allocated pages that `load` fills."""
+        self.require_new(seq, "seq")
+        self._known[seq] = state
+        self._references[pages] = 1
+        state.extend(pages)
+        state.loads.append(load)
+        self.total_length += state.length
 
     def share_first_page(self, sequences: Sequence[CachedSequence]) -> list[bool]:
         """Return, for each sequence, whether another refers to its first page; all have pages."""

@@ -19,6 +19,7 @@ from ...errors import CaptureError, DeviceError, KvcupyError
 from ...ops import checks
 from ..pages import Completion
 from ..pool import Pool
+from .exchange import Export
 from .layers import Layers
 from .moves import AccessOrder, CopiedPages, PageAccess, PageMover
 from .past import Past
@@ -79,6 +80,7 @@ class Step:
     copies : of shared pages that were replaced for it
     copied : their completion, if there are any
     first_past : the number from which on pages are of the pool of old tokens; None: there is none
+    exports : of sequences of it, whose layers go out as they are written
     loads : of transfers, leases and copies that bring some pages of its sequences
     """
 
@@ -94,6 +96,7 @@ class Step:
     copies: list[PageCopy] = field(default_factory=list)
     copied: CopiedPages | None = None
     first_past: int | None = None
+    exports: list[Export] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.num_tokens = sum(self.counts)
@@ -319,9 +322,13 @@ class Steps:
         self.running: Step | None = None
         self.tables: StepTables | None = None
 
+    def is_running(self, seq: Hashable) -> bool:
+        """Return whether a sequence belongs to the running step."""
+        return self.running is not None and seq in self.running.names
+
     def require_outside(self, seq: Hashable, name: str = "seq") -> None:
         """Raise if a sequence belongs to the running step."""
-        if self.running is not None and seq in self.running.names:
+        if self.is_running(seq):
             raise KvcupyError(
                 f"{name}: {seq!r} belongs to the running step; call end_forward first"
             )
@@ -369,7 +376,10 @@ class Steps:
         if step is None:
             raise KvcupyError("no step is running: call begin_forward before end_forward")
         try:
-            self._close()
+            try:
+                self._close()
+            finally:
+                self._finish_exports(step)
         finally:
             self._sequences.release_replaced(step.copies)
             is_loaded = step.is_loaded
@@ -383,6 +393,21 @@ class Steps:
             metrics.note("kvcupy_step_seconds", perf_counter() - self._begun_s)
             metrics.add("kvcupy_step_tokens_total", sum(step.counts))
 
+    def _finish_exports(self, step: Step) -> None:
+        """Let those layers of exported sequences go out whose attention did not run here."""
+        if not step.exports:
+            return
+        stream = self.access.copy_stream
+        try:
+            with self.access.on(stream, *step.sequences):
+                pass  # what loads their pages is waited for too
+            for export in step.exports:
+                export.finish(stream)
+        except BaseException:
+            for export in step.exports:
+                export.withdraw(self.access.copy_stream_behind_all())
+            raise
+
     def abort(self) -> None:
         """Close the running step, if there is one, and take its tokens back."""
         step = self.running
@@ -391,6 +416,8 @@ class Steps:
         try:
             self._close()
         finally:
+            for export in step.exports:
+                export.withdraw(self.access.copy_stream_behind_all())
             if step.copied is not None:
                 for copy in step.copies:  # the sequence has its shared page again
                     loads = copy.sequence.loads

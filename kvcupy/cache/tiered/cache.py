@@ -163,7 +163,7 @@ class TieredCache(ProcessLocal):
                     i += 1
                 counts.append(i)
             if self._store is None:
-                return Match(*counts)
+                return Match._make(counts)
             missing = list(dict.fromkeys([hash for hash in keys[i:] if hash not in tiers]))
         stored = self._store.count_known(missing)
         shared = len(keys) if stored == len(missing) else keys.index(missing[stored])
@@ -216,8 +216,9 @@ class TieredCache(ProcessLocal):
         ------
         TypeError, ValueError, CaptureError : an argument does not fit
         KvcupyError : the cache is closed
-        CacheFull : too few pages are free or can be evicted; nothing has changed. Blocks from disk
-            pass through pages of the host pool, which has to have enough for all of them at once
+        CacheFull : too few pages are free or can be evicted; nothing has changed, but that blocks
+            of the shared store may have arrived in host memory. Blocks from disk pass through pages
+            of the host pool, which has to have enough for all of them at once
 
         Notes
         -----

@@ -42,17 +42,21 @@ class Match(_LocalMatch):
     (Match(device=1, host=2, disk=2, shared=5), 3)
     """
 
-    shared: int
-    _has_store: bool
+    _shared: int | None = None  # where there is a store
 
     def __new__(cls, device: int, host: int, disk: int, shared: int | None = None) -> Match:
         match = super().__new__(cls, device, host, disk)
-        match.shared, match._has_store = disk if shared is None else shared, shared is not None
+        if shared is not None:
+            match._shared = shared
         return match
 
     def __repr__(self) -> str:
         local = super().__repr__()
-        return f"{local[:-1]}, shared={self.shared})" if self._has_store else local
+        return local if self._shared is None else f"{local[:-1]}, shared={self._shared})"
+
+    @property
+    def shared(self) -> int:
+        return self.disk if self._shared is None else self._shared
 
 
 class Lease(ProcessLocal):

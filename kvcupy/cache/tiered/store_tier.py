@@ -138,6 +138,8 @@ class StoreTier:
         for name in ("exists", "put", "get"):
             if not callable(getattr(store, name, None)):
                 raise TypeError(f"shared: expected a store with {name}(), got {store!r}")
+        if getattr(store, "pool", pool) is not pool:
+            raise ValueError("shared: expected a store of host_pool, got one of another pool")
         if not isinstance(write, str) or write not in WRITES:
             raise ValueError(f"shared_write: expected one of {', '.join(WRITES)}, got {write!r}")
         checks.require_number(share, "shared_prefetch")

@@ -1,0 +1,300 @@
+"""Prefill in one process and decode in another, and show how much of the migration is hidden.
+
+The decoding process gets the sequence's pages while the prefilling one still computes:
+
+    prefill   compute   |layer 0|layer 1|layer 2|layer 3| ...
+    pages                       |layer 0|layer 1|layer 2| ...
+    decode    compute                                      |step 1|step 2| ...
+
+Two ways: the sequence is exported in the step that prefills it, so that each layer leaves as soon
+as its attention has run; and it is exported when all is computed. Both are compared with one
+process that does everything: the tokens must be the same.
+
+migration     from the export of a computed sequence to the arrival of its last page: ticket,
+              connection, handshake and all
+exposed       from the end of the computation to the arrival of the last page; negative where it
+              arrives while the last layer still computes
+hidden        1 - exposed / migration, of medians, and at most 1: what of the migration no one has
+              to wait for
+with export   the time of the computation beside which layers leave, to compare with that alone
+
+    python scripts/disaggregated_demo.py --out build/disaggregated
+    python scripts/disaggregated_demo.py --engine nixl --json build/disaggregated.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+# Each process computes on one core, and has another for its pages; before NumPy loads its BLAS.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+from common.measure import device_for_products, log_compilation, one_core_per_stream
+from serving.disaggregated import (
+    LAYERS,
+    NO_EXPORT,
+    WHOLE,
+    Node,
+    NodeSettings,
+    Prefilled,
+    PrefillProcess,
+    on_their_way,
+    serve_prefills,
+)
+from serving.llama import Llama, LlamaConfig
+from serving.llama_files import random_weights
+
+import kvcupy as kv
+from kvcupy.bench.report import describe, format_table, write_json
+from kvcupy.timelines.timeline import Span, Timeline
+
+HEADS = 8, 8  # of queries, of keys and values
+DRAWN_OF = 3  # runs, of which the shortest is drawn: other programs disturbed it least
+
+
+class WrongTokens(Exception):
+    """Two processes did not give the tokens of one."""
+
+
+def make_node(arguments: argparse.Namespace) -> Node:
+    """Return the same node in both processes: weights follow from the seed."""
+    q_heads, kv_heads = HEADS
+    config = LlamaConfig(
+        vocab=1024, hidden=arguments.hidden, intermediate=2 * arguments.hidden,
+        layers=arguments.layers, q_heads=q_heads, kv_heads=kv_heads,
+        head_dim=arguments.hidden // q_heads,
+    )  # fmt: skip
+    device = device_for_products(arguments.device)
+    weights = random_weights(device, config)
+    goal = arguments.tokens + arguments.output_tokens
+    model = Llama(device, config, weights, context=goal)
+    pages = -(-goal // arguments.page_size) * arguments.requests
+    settings = NodeSettings(2 * pages, arguments.page_size, arguments.dtype, arguments.tokens)
+    return Node(model, settings)
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Be the prefilling process."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing else writes between the answers
+    node = make_node(arguments)
+    sender = kv.PageSender(node.cache.pool, listen=arguments.listen, engine=arguments.engine)
+    try:
+        with one_core_per_stream(node.device):
+            serve_prefills(node, sender, sys.stdin, answers)
+    finally:
+        sender.close()
+
+
+def measure(
+    node: Node,
+    process: PrefillProcess,
+    prompts: Sequence[Sequence[int]],
+    output_tokens: int,
+    rounds: int,
+) -> tuple[dict[str, list[Prefilled]], int]:
+    """Prefill every prompt in every way, round by round; check the tokens of each."""
+    expected = node.generate(prompts, output_tokens)
+    samples: dict[str, list[Prefilled]] = {LAYERS: [], WHOLE: [], NO_EXPORT: []}
+    checked = 0
+    for number in range(rounds + 1):  # the first warms up
+        for way, results in samples.items():
+            names = [(way, number, i) for i in range(len(prompts))]
+            runs = [process.prefill(*pair, way) for pair in zip(names, prompts, strict=True)]
+            if number:
+                results += runs
+            if way == NO_EXPORT:
+                continue
+            outputs = [[run.token] for run in runs]
+            node.decode(names, outputs, output_tokens)
+            if outputs != expected:
+                raise WrongTokens(f"{way}: expected {expected}, got {outputs}")
+            checked += sum(map(len, outputs))
+    return samples, checked
+
+
+def summary(samples: dict[str, list[Prefilled]]) -> dict[str, Any]:
+    """Return times in ms, and how much of the migration is hidden."""
+    times = {
+        "compute_ms": [run.end_s - run.start_s for run in samples[NO_EXPORT]],
+        "compute_with_export_ms": [run.end_s - run.start_s for run in samples[LAYERS]],
+        "migration_ms": [run.arrived_s - run.exported_s for run in samples[WHOLE]],
+        "exposed_ms": [run.arrived_s - run.end_s for run in samples[LAYERS]],
+        "one_after_another_ms": [run.arrived_s - run.start_s for run in samples[WHOLE]],
+        "layer_by_layer_ms": [run.arrived_s - run.start_s for run in samples[LAYERS]],
+    }
+    result: dict[str, Any] = {}
+    for prefix, reduced in (("", median), ("least_", min), ("most_", max)):
+        result |= {prefix + name: 1e3 * reduced(values) for name, values in times.items()}
+    result["hidden"] = min(1.0, 1 - result["exposed_ms"] / result["migration_ms"])
+    num_bytes = samples[WHOLE][0].num_bytes
+    result["bytes_per_sequence"] = num_bytes
+    result["gb_per_s"] = num_bytes / result["migration_ms"] / 1e6
+    result["runs"] = len(samples[LAYERS])
+    return result
+
+
+def draw(
+    node: Node, process: PrefillProcess, prompt: Sequence[int], output_tokens: int, out: Path
+) -> None:
+    """Save a timeline of both processes as a page, as JSON and as a picture."""
+
+    def record() -> Any:
+        with kv.timeline() as recorded:
+            run = process.prefill("drawn", prompt, LAYERS, timeline=True)
+            node.decode(["drawn"], [[run.token]], output_tokens)
+        own_us = recorded.start_s * 1e6
+        spans = [
+            *(_moved(span, 0, "1 prefill") for span in run.spans),
+            *(_moved(span, 0, "2 pages") for span in on_their_way(run)),
+            *(_moved(span, own_us, "3 decode") for span in recorded.spans),
+        ]
+        spans = [span for span in spans if span.lane in ("compute", "on their way")]
+        start_us = min(span.start_us for span in spans)
+        merged = Timeline()
+        merged.add(_moved(span, -start_us, span.device) for span in spans)
+        return merged, max(span.end_us for span in merged.spans)
+
+    merged, _ = min((record() for _ in range(DRAWN_OF)), key=lambda pair: pair[1])
+    out.mkdir(parents=True, exist_ok=True)
+    title = f"A prompt of {len(prompt)} tokens: prefill and decode in two processes"
+    for suffix in ("html", "json"):
+        merged.save(out / f"timeline.{suffix}", title=title)
+    merged.plot(out / "timeline.png", title=title)
+
+
+def _moved(span: Span, us: float, device: str) -> Span:
+    return replace(span, start_us=span.start_us + us, device=device)
+
+
+def run(arguments: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+    """Be the decoding process: start the other one, measure, and return the report."""
+    node = make_node(arguments)
+    where = describe(node.device)  # now: the tree may change while this runs
+    rng = np.random.default_rng(arguments.seed)
+    prompts = rng.integers(0, 1024, (arguments.requests, arguments.tokens)).tolist()
+    with ExitStack() as ending, one_core_per_stream(node.device):
+        folder = Path(ending.enter_context(tempfile.TemporaryDirectory()))
+        listen = arguments.listen or f"unix:{folder / 'pages'}"
+        receiver = kv.PageReceiver(node.cache.pool, engine=arguments.engine)
+        ending.callback(receiver.close)
+        process = PrefillProcess([*command, "--worker", "--listen", listen], node, receiver)
+        ending.callback(process.close)
+        samples, checked = measure(
+            node, process, prompts, arguments.output_tokens, arguments.rounds
+        )
+        if arguments.out:
+            draw(node, process, prompts[0], arguments.output_tokens, arguments.out)
+        stats = receiver.stats()
+    node.cache.clear()
+    if node.cache.num_available_pages != node.cache.pool.num_pages:
+        raise WrongTokens(f"pages were not given back: {node.cache}")
+    return {
+        **where,
+        "quick": arguments.quick,
+        "engine": arguments.engine,
+        "listen": listen.partition(":")[0],
+        "layers": arguments.layers,
+        "hidden_size": arguments.hidden,
+        "tokens": arguments.tokens,
+        "output_tokens": arguments.output_tokens,
+        "page_size": arguments.page_size,
+        "dtype": arguments.dtype,
+        "requests": arguments.requests,
+        "tokens_checked": checked,
+        "receiver": stats,
+        **summary(samples),
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    """Return the table."""
+    columns = {
+        "compute": "compute_ms", "with export": "compute_with_export_ms",
+        "migration": "migration_ms", "exposed": "exposed_ms",
+        "one after another": "one_after_another_ms", "layer by layer": "layer_by_layer_ms",
+    }  # fmt: skip
+    rows = [
+        (name, *(report[prefix + column] for column in columns.values()))
+        for name, prefix in (("median", ""), ("least", "least_"), ("most", "most_"))
+    ]
+    notes = [
+        f"{report['hidden']:.0%} of the migration is hidden, of medians",
+        f"{report['bytes_per_sequence'] / 1e6:.1f} MB per sequence, alone at "
+        f"{report['gb_per_s']:.2f} GB/s; {report['runs']} runs",
+        f"{report['tokens_checked']} tokens are those of one process",
+    ]
+    if report["quick"]:
+        notes.append(
+            "--quick: runs this few and short show that it works, not how much it hides; "
+            "run it without --quick for that."
+        )
+    return "\n\n".join([format_table(("ms", *columns), rows), "\n".join(notes)])
+
+
+def header(report: dict[str, Any]) -> str:
+    return (
+        f"{report['device']} ({report['gpu_and_driver'] or report['processor']}), "
+        f"{report['date']}, commit {(report['commit'] or 'unknown')[:12]}\n"
+        f"random Llama of {report['layers']} layers, hidden {report['hidden_size']}; "
+        f"{report['requests']} prompts of {report['tokens']} tokens, pages of "
+        f"{report['page_size']} {report['dtype']} tokens; engine {report['engine']}, "
+        f"{report['listen']}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--device", help="host, cuda, cuda:1; default: a GPU if there is one")
+    add("--engine", choices=("socket", "nixl"), default="socket", help="that moves the pages")
+    add("--listen", help='of the sender: "unix:PATH" or "tcp:127.0.0.1:PORT"; default: unix')
+    add("--layers", type=int, help="of the model; default 8")
+    add("--hidden", type=int, help="of the model; default 256")
+    add("--tokens", type=int, help="of a prompt; default 1024")
+    add("--output-tokens", type=int, default=8, help="of an answer")
+    add("--requests", type=int, help="prompts; default 2")
+    add("--page-size", type=int, default=16, help="tokens per page")
+    add("--dtype", default="fp32", choices=("fp32", "fp16", "bf16", "fp8_e4m3", "int8"),
+        help="of the cache")  # fmt: skip
+    add("--rounds", type=int, help="measured runs of each way; default 9")
+    add("--seed", type=int, default=0, help="of the prompts")
+    add("--quick", action="store_true", help="few layers, tokens and rounds")
+    add("--json", type=Path, help="write the report here")
+    add("--out", type=Path, help="write a timeline (HTML, JSON and PNG) to this folder")
+    add("--worker", action="store_true", help=argparse.SUPPRESS)  # be the other process
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(given)
+    defaults = {"layers": 8, "hidden": 256, "tokens": 1024, "requests": 2, "rounds": 9}
+    if arguments.quick:
+        defaults = {"layers": 3, "hidden": 64, "tokens": 48, "requests": 2, "rounds": 1}
+    for name, value in defaults.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    if arguments.worker:
+        work(arguments)
+        return 0
+    report = run(arguments, [str(Path(__file__).resolve()), *given])
+    print(f"{header(report)}\n\n{render(report)}")
+    if arguments.json:
+        write_json(arguments.json, report)
+    if arguments.out:
+        print(f"\ntimeline: {arguments.out / 'timeline.html'}")
+    return 0
+
+
+if __name__ == "__main__":
+    log_compilation()
+    sys.exit(main())

@@ -1,0 +1,418 @@
+"""The engine "nixl" between processes: what comes over, and what never lands after it was given up.
+
+UCX is told to use TCP, over which a stopped owner of memory stops a READ too, as RDMA in software
+does; by shared memory it would be over at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import full_only
+from line_process import LineProcess
+
+import kvcupy as kv
+from kvcupy.interop import nixl
+
+needs_nixl = pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in nixl._WHEELS),
+    reason="needs NIXL: pip install --no-deps nixl-cu12",
+)
+
+
+PROGRAM = "import time; from nixl_world import *"
+
+
+@pytest.fixture(scope="module")
+def idle():
+    """Processes that tests have left as they were, for others."""
+    peers = []
+    yield peers
+    for peer in peers:
+        peer.end()
+
+
+@pytest.fixture
+def peers(idle, tmp_path_factory):
+    """A sender and a receiver with pools; the first has three pages to offer."""
+    folder = tmp_path_factory.mktemp("nixl")
+    started = [
+        LineProcess(PROGRAM, folder / f"printed{i}", UCX_TLS="tcp") for i in range(2 - len(idle))
+    ]
+    for peer in started:
+        idle.append(peer)
+        peer.reply()
+    sender, receiver = pair = idle.pop(), idle.pop()
+    try:
+        sender.send(f"""
+w = World(8, page_size=64, width=256)
+w.sender = kv.PageSender(w.pool, listen="unix:{folder}/s", engine="nixl")
+w.pages = w.allocator.alloc(5)[[4, 0, 2]]
+w.allocator.free([p for p in range(5) if p not in w.pages])
+w.fill(w.pages, 1)
+""")
+        receiver.do("""
+w = World(8, layout="page_first_direct", page_size=64, width=256)
+w.receiver = kv.PageReceiver(w.pool, engine="nixl")
+""")
+        sender.reply()
+        yield pair
+        for peer in pair:
+            assert Path(peer.printed).read_text() == ""
+            if peer.is_as_it_was:
+                peer.do("end = w.sender or w.receiver; end.close()")
+                idle.append(peer)
+    finally:
+        for peer in pair:
+            if peer not in idle:
+                peer.end()
+
+
+def offer(sender, **options):
+    return sender.do(f"""
+w.ticket = w.sender.offer(w.pages, **{options!r})
+answer(w.ticket.hex())
+""")
+
+
+def start_pull(receiver, ticket, deadline_s=30.0):
+    return receiver.do(f"""
+w.pages = w.allocator.alloc(3)
+w.pull = w.receiver.pull(bytes.fromhex("{ticket}"), w.pages, deadline_s={deadline_s})
+""")
+
+
+def assert_all_free(*peers):
+    for peer in peers:
+        assert peer.do("answer(poll(lambda: w.allocator.num_free == 8))"), "pages are missing"
+
+
+def stop_in_a_read(sender, receiver, deadline_s=30.0, **options):
+    """Begin a pull whose sender stops while its second layer is read."""
+    sender.do("w.stop_after_layer(1)")
+    receiver.do(f"w.read_when_stopped({sender.process.pid})")
+    ticket = offer(sender, by_layer=True, **options)
+    sender.do("w.sender.layer_done(w.ticket, 0)")
+    start_pull(receiver, ticket, deadline_s)
+    receiver.do("w.pull.wait_layer(0)")
+    sender.send("[w.sender.layer_done(w.ticket, layer) for layer in (1, 2)]")
+    sender.wait_stopped()
+    # READ, though nothing of it has come.
+    assert receiver.do("""
+engine = w.receiver._engine
+answer(poll(lambda: engine._readings or w.pull.failure) and not w.pull.failure)
+"""), receiver.do("answer(str(w.pull.failure))")
+    receiver.do("time.sleep(0.1)")
+
+
+@needs_nixl
+def test_pages_come_over_and_are_free_once(peers):
+    """Also by layer, twice over one connection, and between two layouts."""
+    sender, receiver = peers
+    start_pull(receiver, offer(sender))
+    assert receiver.do("answer(w.outcome())") == "done"
+    assert receiver.do("answer(w.holds(w.pages, 1))")
+    assert_all_free(sender)
+    sender.do("w.pages = w.allocator.alloc(3); w.fill(w.pages, 2)")
+    ticket = offer(sender, by_layer=True)
+    receiver.do("w.allocator.free(w.pages)")
+    start_pull(receiver, ticket)
+    for layer in range(3):
+        assert receiver.do("answer(w.pull.done())") is False
+        sender.do(f"w.sender.layer_done(w.ticket, {layer})")
+        receiver.do(f"w.pull.wait_layer({layer})")
+        assert receiver.do(f"answer(w.holds(w.pages, 2, range({layer + 1})))")
+    assert receiver.do("answer(w.outcome())") == "done"
+    receiver.do("w.allocator.free(w.pages)")
+    assert_all_free(sender, receiver)
+    stats = receiver.do("answer(w.receiver.stats())")
+    assert stats["completed"] == 2 and stats["received_bytes"] == 2 * 3 * 3 * 2 * 64 * 2 * 256 * 4
+    sender.do("w.sender.close()")
+    receiver.do("w.receiver.close()")
+
+
+@needs_nixl
+@pytest.mark.parametrize("way", ["cancelled", full_only("late")])
+def test_nothing_lands_in_pages_that_are_used_again(peers, way):
+    """The sender stops while its second layer is read; the pages wait for the READ to end."""
+    sender, receiver = peers
+    stop_in_a_read(sender, receiver, 30.0 if way == "cancelled" else 1.0)
+    if way == "cancelled":
+        receiver.do("w.pull.cancel()")
+    assert receiver.do("answer(poll(lambda: w.pull.failure is not None))")
+    receiver.do("w.allocator.free(w.pages)")
+    assert receiver.do("time.sleep(0.3); answer(w.allocator.num_free)") == 5
+    assert receiver.do("answer(w.receiver.stats()['quarantined_pages'])") == 3
+    sender.go_on()
+    sender.reply()
+    assert receiver.do("answer(w.outcome())") == way
+    assert_all_free(receiver)
+    receiver.do("w.reused = w.allocator.alloc(8); w.set_all(w.reused, 5.0); time.sleep(0.3)")
+    assert receiver.do("w.receiver._engine.poll(); answer(w.is_all(w.reused, 5.0))")
+    receiver.do("w.allocator.free(w.reused)")
+    sender.do("w.sender.withdraw(w.ticket)")
+    assert_all_free(sender, receiver)
+
+
+@needs_nixl
+def test_without_quarantine_it_would(peers):
+    """A control: the pages are used again at once, and the READ overwrites them."""
+    sender, receiver = peers
+    receiver.is_as_it_was = False
+    receiver.do("type(w.receiver._engine).quiet = lambda self, task: True")
+    stop_in_a_read(sender, receiver)
+    receiver.do("w.pull.cancel(); w.allocator.free(w.pages)")
+    assert_all_free(receiver)
+    receiver.do("w.reused = w.allocator.alloc(8); w.set_all(w.reused, 5.0)")
+    sender.go_on()
+    sender.reply()
+    assert receiver.do("""
+readings = [reading for reading, _ in w.receiver._engine._readings.values()]
+answer(poll(lambda: [r.done() for r in readings] and not w.is_all(w.reused, 5.0), 5), )
+"""), receiver.do("answer([(r.state, str(r.failure)) for r in readings])")
+
+
+@needs_nixl
+@pytest.mark.parametrize("moment", [full_only("before"), "during"])
+def test_a_sender_that_is_killed(peers, moment):
+    sender, receiver = peers
+    if moment == "during":
+        stop_in_a_read(sender, receiver)
+    else:
+        ticket = offer(sender, by_layer=True)
+        sender.do("w.sender.layer_done(w.ticket, 0)")
+        start_pull(receiver, ticket)
+        receiver.do("w.pull.wait_layer(0)")
+    sender.kill()
+    assert receiver.do("answer(w.outcome())") == "lost"
+    receiver.do("w.allocator.free(w.pages)")
+    assert_all_free(receiver)
+    receiver.do("w.receiver.close()")
+
+
+@needs_nixl
+@pytest.mark.full
+def test_a_receiver_that_is_killed(peers):
+    sender, receiver = peers
+    start_pull(receiver, offer(sender, by_layer=True, lease_s=0.5))
+    sender.do("w.sender.layer_done(w.ticket, 0)")
+    receiver.do("w.pull.wait_layer(0)")
+    receiver.kill()
+    sender.do("[w.sender.layer_done(w.ticket, layer) for layer in (1, 2)]")
+    assert_all_free(sender)
+
+
+@needs_nixl
+def test_a_lease_that_ends_during_a_read(peers):
+    """The pages are others' by the time that they are read: the sender does not confirm."""
+    sender, receiver = peers
+    stop_in_a_read(sender, receiver, lease_s=0.3)
+    receiver.stop()
+    time.sleep(0.5)
+    sender.go_on()
+    sender.reply()
+    assert_all_free(sender)
+    sender.do("w.set_all(w.allocator.alloc(8), 9.0)")
+    receiver.go_on()
+    assert receiver.do("answer(w.outcome())") in ("expired", "lost")
+    receiver.do("w.allocator.free(w.pages)")
+    assert_all_free(receiver)
+
+
+@needs_nixl
+def test_bytes_that_differ_are_noticed(peers):
+    """What is read is not what the sender has: its own checksum says so."""
+    sender, receiver = peers
+    sender.is_as_it_was = False
+    sender.do("""
+from kvcupy.cache.migration.layers import PageBytes
+honest = PageBytes.reading
+def flipped(self, pages, layer):
+    for views in honest(self, pages, layer):
+        copy = bytearray(views[0])
+        copy[7] ^= layer == 1
+        yield [memoryview(copy), *views[1:]]
+PageBytes.reading = flipped
+""")
+    start_pull(receiver, offer(sender))
+    assert receiver.do("answer(w.outcome())") == "corrupt"
+    receiver.do("w.allocator.free(w.pages)")
+    assert_all_free(receiver)
+
+
+@needs_nixl
+@pytest.mark.full
+def test_closing_a_receiver_that_waits_for_a_read(peers):
+    """What cannot end stays for the life of the process: nothing is deregistered under a READ."""
+    sender, receiver = peers
+    receiver.is_as_it_was = False
+    stop_in_a_read(sender, receiver)
+    receiver.do("w.receiver.close(timeout_s=0.2)")
+    assert receiver.do("from kvcupy.interop import nixl; answer(len(nixl._abandoned))") == 1
+    receiver.do("w.allocator.free(w.pages)")
+    assert receiver.do("answer(w.allocator.num_free)") == 5
+    sender.go_on()
+    assert_all_free(receiver)
+
+
+# --- Without another process ---
+
+
+@pytest.mark.parametrize("layout", ["page_first", "page_head"])
+def test_layouts_that_scatter_a_layer_are_refused(device, layout):
+    pool = kv.KVPool(4, 4, 2, 2, 8, dtype="fp16", layout=layout, device="host")
+    with pytest.raises(ValueError, match=r"^pool: .*layer_first"):
+        nixl.BlockAddresses(pool)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+@pytest.mark.parametrize("kind", ["kv", "mla", "scales", "wrapped", "interleaved"])
+def test_addresses_are_those_of_the_blocks(layout, kind):
+    """Read as plain memory, they are the pages of the layers, part by part."""
+    options = {"dtype": "int8", "layout": layout, "device": "host"}
+    if kind == "kv":
+        pool = kv.KVPool(6, 4, 3, 2, 8, v_head_dim=4, **options)
+    elif kind == "mla":
+        pool = kv.MLAPool(6, 4, 3, 16, **options)
+    elif kind == "scales":
+        if layout != "layer_first":
+            pytest.skip("scales of a page lie apart in this layout")
+        pool = kv.KVPool(6, 4, 3, 2, 8, scales=True, **options)
+    elif kind == "interleaved":
+        both = [np.zeros((6, 2, 4, 2, 8), np.int8) for _ in range(3)]
+        pool = kv.KVPool.wrap([array[:, 0] for array in both], [array[:, 1] for array in both])
+    else:
+        pool = kv.KVPool.wrap(*([np.zeros((6, 4, 2, 8), np.int8) for _ in range(3)] for _ in "kv"))
+    rng = np.random.default_rng(0)
+    parts = [*pool.parts, *pool.scale_parts]
+    for part in parts:
+        array = kv.device("host").to_numpy(part)
+        array[...] = rng.integers(-100, 100, array.shape)
+    blocks, pages = nixl.BlockAddresses(pool), np.array([4, 0, 5])
+    addresses, sizes = nixl.addresses_of(blocks.regions, pages, range(1, 3))
+    blocks_at = list(zip(addresses.tolist(), sizes.tolist(), strict=True))
+    got = [ctypes.string_at(address, size) for address, size in blocks_at]
+    expected = []
+    for layer in (1, 2):
+        views = [pool.k(layer), *([] if kind == "mla" else [pool.v(layer)])]
+        if pool.scale_parts:
+            views += [s.reshape(6, 4, 2) for s in (pool.k_scale(layer), pool.v_scale(layer))]
+        expected += [np.ascontiguousarray(v[p]).tobytes() for v in views for p in pages]
+    assert got == expected
+    if kind == "interleaved":
+        assert len(blocks.memory) <= 3 and sum(n for _, n in blocks.memory) == pool.num_bytes
+    for address, size in blocks_at:
+        assert any(a <= address and address + size <= a + n for a, n in blocks.memory)
+
+
+def test_joined_blocks_move_the_same_bytes():
+    rng = np.random.default_rng(3)
+    for _ in range(200):
+        size = int(rng.integers(1, 5))
+        mine, theirs = (rng.permutation(12)[:8].astype(np.int64) for _ in range(2))
+        if rng.random() < 0.5:
+            theirs = mine + 3
+        joined = nixl.joined(mine * size, theirs * size, np.full(8, size))
+        moved = {
+            (int(a) + i, int(b) + i) for a, b, n in zip(*joined, strict=True) for i in range(int(n))
+        }
+        assert moved == {
+            (a * size + i, b * size + i)
+            for a, b in zip(mine.tolist(), theirs.tolist(), strict=True)
+            for i in range(size)
+        }
+
+
+def test_a_process_is_known_by_more_than_its_number():
+    me = nixl.Process.own()
+    assert not me.is_dead()
+    assert nixl.Process(me.boot, me.namespace, me.pid, me.started + 1).is_dead()
+    assert not nixl.Process("another boot", me.namespace, me.pid, me.started + 1).is_dead()
+    assert not nixl.Process("", "", me.pid, 0).is_dead()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    other = nixl.Process(me.boot, me.namespace, child.pid, nixl._started(child.pid))
+    assert not other.is_dead()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie still has the number
+    assert other.is_dead()
+    child.communicate()
+    assert other.is_dead()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metadata": 1}, {"metadata": "!"}, {"process": {}}, {"regions": [[[1, 2]]]},
+        {"regions": [[[1, 2, "3"]]]}, {"regions": [[[1, 2, 2**80]]]}, {"regions": 5},
+        {"process": {"boot": "", "namespace": "", "pid": True, "started": 0}},
+    ],
+)  # fmt: skip
+def test_what_a_sender_says_of_itself_is_checked(change):
+    from kvcupy.cache.migration.protocol import Lost
+
+    peer = nixl.Peer(b"opaque", nixl.Process.own(), [[nixl.Region(1, 2, 3)]])
+    assert nixl.Peer.decoded(peer.encoded()) == peer
+    with pytest.raises(Lost):
+        nixl.Peer.decoded(json.dumps({**json.loads(peer.encoded()), **change}).encode())
+    with pytest.raises(Lost):
+        nixl.Peer.decoded(b"\xff")
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(nixl, "_WHEELS", ("kvcupy_has_no_such_wheel",))
+    with pytest.raises(ImportError, match=re.escape("pip install --no-deps nixl-cu12")):
+        nixl.load()
+
+
+class nixlRemoteDisconnectError(Exception):
+    pass
+
+
+class FakeAgent:
+    """Says of a READ what a list says, and then the last of it for ever."""
+
+    def __init__(self, *states):
+        self.states, self.released = list(states), 0
+
+    def state_of(self, handle):
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    def release(self, handle, lists):
+        self.released += 1
+
+
+def test_a_read_ends_when_nixl_says_so_or_the_sender_has_been_dead_for_a_while(monkeypatch):
+    me = nixl.Process.own()
+    agent = FakeAgent("PROC", "PROC", "DONE")
+    reading = nixl.Reading(agent, me, "handle", ())
+    assert [reading.done() for _ in range(3)] == [False, False, True]
+    assert reading.failure is None and agent.released == 1 and reading.done()
+    # An error that leaves it open whether bytes are under way does not end it.
+    agent = FakeAgent(ValueError("it was invalidated"))
+    reading = nixl.Reading(agent, me, "handle", ())
+    assert not reading.done() and isinstance(reading.failure, ValueError)
+    agent.states = [nixlRemoteDisconnectError()]
+    assert reading.done() and agent.released == 1
+    # What a dead sender had sent may still arrive.
+    dead = nixl.Process(me.boot, me.namespace, me.pid, me.started + 1)
+    agent = FakeAgent("PROC")
+    reading = nixl.Reading(agent, dead, "handle", ())
+    time.sleep(nixl._LOOK_S)
+    assert not reading.done() and not reading.done()
+    monkeypatch.setattr(nixl, "_GRACE_S", -1.0)
+    assert not reading.done()  # it does not look all the time
+    time.sleep(nixl._LOOK_S)
+    assert reading.done() and "dead" in str(reading.failure)
