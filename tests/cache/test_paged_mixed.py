@@ -225,7 +225,8 @@ def test_sliding_windows(device):
 
 @pytest.mark.parametrize("arguments", [
     {"past": "fp32"}, {"past": "nothing"}, {"recent": -1}, {"recent": None}, {"sinks": -1},
-    {"num_past_pages": 0}, {"cascade": True}, {"k_scale": 0.5, "dtype": "fp8_e4m3", "past": "nvfp4"},
+    {"num_past_pages": 0}, {"cascade": True},
+    {"k_scale": 0.5, "dtype": "fp8_e4m3", "past": "nvfp4"},
     {"past": None}, {"past": None, "recent": None, "sinks": 1}, {"past": "mxfp4"},
 ])  # fmt: skip
 def test_refused(device, arguments):
@@ -261,8 +262,11 @@ def test_a_tiered_cache(device):
     for k, want in zip(*(c.cache.get_kv("b", 16, 26) for c in (mixed, plain)), strict=True):
         assert device.to_numpy(k).tobytes() == device.to_numpy(want).tobytes()
     assert mixed.bits("b") == mixed.bits("c")
-    with pytest.raises(ValueError, match="without demoted pages"):
-        mixed.cache.offload("b")
+    for refused in (
+        lambda: mixed.cache.offload("b"), lambda: mixed.cache.export_sequence("b", None),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="without demoted pages"):
+            refused()
     for name in "bc":
         mixed.cache.remove_sequence(name)  # the recent full pages go there, without those before
     assert mixed.cache.num_available_past_pages == 30

@@ -1,4 +1,4 @@
-"""`PagedKVCache` with `past`: any calls in any order, with the model beside it after each of them."""
+"""`PagedKVCache` with `past`: any calls in any order, with the model beside it after each."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class MixedMachine(PagedCacheMachine):
         self.twin = MixedTwin(
             self.device, seed=seed, page_size=page_size, num_pages=NUM_PAGES, dtype=dtype,
             rope=rope_of(8, 2 * NUM_PAGES * 4), rope_mode=mode, max_batch_tokens=MOST_TOKENS,
-            head_dim=16 if past == "nvfp4" else 8, past=past, recent=recent, sinks=sinks, num_past_pages=num_past_pages,
+            head_dim=16 if past == "nvfp4" else 8, past=past, recent=recent,
+            sinks=sinks, num_past_pages=num_past_pages,
         )  # fmt: skip
         self.open = []
 

@@ -104,7 +104,7 @@ class PagedKVCache(ProcessLocal):
     scales are one per token and head, or those of its groups. Attention reads each format by a
     launch of its own and merges them. Not with `past`: latent_dim, k_scale and v_scale,
     cascade=True, a `window` of attention longer than recent + 1 or with first keys, page tables for
-    other libraries, and `offload` of a sequence with demoted pages.
+    other libraries, and `offload` and `export_sequence` of a sequence with demoted pages.
 
     Threads: one at a time.
     Source: apache/tvm `src/runtime/vm/paged_kv_cache.cc` and pull 16692; Kwon et al. 2023.
@@ -789,8 +789,7 @@ class PagedKVCache(ProcessLocal):
         """
         self._tiers.require("seq")
         sequence = self._settled(seq)
-        if any(self._sequences.past_range(sequence)):
-            raise ValueError(f"seq: expected a sequence without demoted pages, got {seq!r}")
+        self._require_wide(sequence, seq)
         self._tiers.offload(sequence)
 
     def onboard(self, seq: Hashable) -> None:
@@ -829,7 +828,8 @@ class PagedKVCache(ProcessLocal):
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         TypeError, ValueError : an argument does not fit, the sequence is empty or offloaded, its
-            tree is not committed, or its window is to slide at the end of the running step
+            tree is not committed, some of its pages are demoted, or its window is to slide at the
+            end of the running step
         KvcupyError : the sender is closed, or pages of the sequence could not be loaded
 
         After an error nothing has changed.
@@ -909,6 +909,7 @@ class PagedKVCache(ProcessLocal):
     def _exported(self, seq: Hashable) -> CachedSequence:
         """Return a sequence that can be exported."""
         sequence = self._on_device(seq)
+        self._require_wide(sequence, seq)
         if sequence.parents:
             raise ValueError(f"seq: {seq!r} has a token tree: call commit_token_tree first")
         if sequence.length == 0:
@@ -938,6 +939,11 @@ class PagedKVCache(ProcessLocal):
         if sequence.parents:
             raise ValueError(f"{name}: {seq!r} has a token tree: call commit_token_tree first")
         return sequence
+
+    def _require_wide(self, sequence: CachedSequence, seq: Hashable) -> None:
+        """Raise if pages of a sequence are demoted."""
+        if any(self._sequences.past_range(sequence)):
+            raise ValueError(f"seq: expected a sequence without demoted pages, got {seq!r}")
 
     def _require_one_pool(self, name: str) -> None:
         """Raise if the pages of a sequence may be of two pools."""

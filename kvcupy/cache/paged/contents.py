@@ -200,7 +200,7 @@ class Contents:
         for name, array in zip(("k", "v"), arrays, strict=True):
             tensors[name] = view(array).format, view(array).shape, self._device.to_numpy(array)
         own = {name: str(getattr(sequence, name)) for name in _OWN}
-        write_file(path, tensors, {**self._fields(), **own})
+        write_file(path, tensors, {**self.fields(), **own})
 
     def open(self, path: str | Path) -> SavedSequence:
         """Return what a file holds; raise unless it is of a sequence of such a cache."""

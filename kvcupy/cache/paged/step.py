@@ -507,6 +507,7 @@ class Steps:
         leaving = [
             (sequence, index, int(sequence.pages[index]))
             for sequence in sequences
+            if not any(load.failure for load in sequence.loads)  # it can only be removed
             for index in known.leaving(sequence, past.recent, past.sinks)
         ]
         if not leaving:
