@@ -387,10 +387,10 @@ class Layers:
             return
         calls = [
             (step.rest, own, options, sinks, at_sinks),
-            (past, self._past._arrays[layer], options._replace(causal=False), None, 0),
+            (past, self._past._arrays[layer], options._replace(causal=False, sink_keys=0), None, 0),
         ]
         if self._sinks:
-            calls.append((step.first, own, options._replace(causal=False), None, 0))
+            calls.append((step.first, own, options._replace(causal=False, sink_keys=0), None, 0))
         count = len(calls)
         scratch = step.scratch.get((stream, None)) or self._borrow_states(step, stream, count)
         states, lse, merged_lse, *parts = scratch
