@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers import full_only
 from mixed_model import MixedTwin
 from paged_cases import BINARY, rope_of
 from paged_tiers_cases import Prefixed, tokens_of
@@ -14,7 +15,7 @@ MIXED = {"num_pages": 24, "num_past_pages": 20, "past": "fp8_e4m3", "recent": 6,
 
 
 @pytest.mark.parametrize("past", PASTS)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [full_only("fp32"), "bf16"])
 @pytest.mark.parametrize("mode", ["none", "inline"])
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_steps_cross_the_border(device, past, dtype, mode, sinks):
@@ -64,7 +65,7 @@ def test_formats(device, dtype, past, width):
     twin.step("ab", [2, 1])
 
 
-@pytest.mark.parametrize("popped", range(14))
+@pytest.mark.parametrize("popped", [n if n % 3 == 1 else full_only(n) for n in range(14)])
 def test_popping_across_the_border(device, popped):
     """What is popped, then appended to: a demoted page that is partly filled is converted back."""
     twin = MixedTwin(device, **MIXED)
@@ -84,7 +85,7 @@ def test_trees(device):
     twin.step("ab", [1, 1])
 
 
-@pytest.mark.parametrize("at", range(18))
+@pytest.mark.parametrize("at", [n if n % 3 == 1 else full_only(n) for n in range(18)])
 def test_forks(device, at):
     """Full pages are shared, demoted ones too; what one leaves behind the other may still have."""
     twin = MixedTwin(device, **{**MIXED, "recent": 4})
@@ -121,20 +122,34 @@ def test_a_shared_page_is_converted_once(device):
     assert twin.cache.num_available_pages == 24 - 3 * 2
 
 
-def test_written_pages_are_converted_anew(device):
-    """One has left a page that another pops into and writes: that one's is another page."""
-    for change in ("append", "set_kv"):
-        twin = MixedTwin(device, **{**MIXED, "recent": 4})
-        twin.prefill("a", 8)
-        twin.fork("a", "b")
-        twin.step("a", [5])
-        if change == "append":
-            twin.pop("b", 5)
-            twin.step("b", [9])
-        else:
-            twin.remove("a")
-            twin.set_kv("b", 1, 2)
-            twin.step("b", [5])
+@pytest.mark.parametrize("change", ["append", "set_kv behind", "set_kv ahead"])
+def test_written_pages_are_converted_anew(device, change):
+    """One has left a page that another has. Either is written to: they are the same no more."""
+    twin = MixedTwin(device, **{**MIXED, "recent": 4})
+    twin.prefill("a", 8)
+    twin.fork("a", "b")
+    twin.step("a", [5])
+    if change == "append":
+        twin.pop("b", 2)
+    else:
+        twin.set_kv("b" if "behind" in change else "a", 5, 2)
+    twin.step("b", [7])
+    assert twin.model.is_past("b")[4:8].all()
+
+
+def test_a_sequence_whose_pages_never_came(device):
+    """It keeps its pages, and the step of the others ends."""
+
+    class Failed:
+        failure = ValueError("lost")
+
+    twin = MixedTwin(device, **MIXED)
+    twin.prefill("a", 5, "b", 5)
+    free = twin.cache.num_available_past_pages
+    twin.cache._sequences.find("a").loads.append(Failed())
+    twin.cache.begin_forward(["a", "b"], [6, 6])
+    twin.cache.end_forward()
+    assert twin.cache.num_available_past_pages == free - 1
 
 
 def test_a_full_past(device):
