@@ -104,11 +104,12 @@ def test_a_past_that_nobody_reaches_changes_nothing(device, models, expected, sp
     assert [len(tokens) for tokens in outcome.tokens] == [20, 30, 5]
 
 
+@pytest.mark.full
 def test_the_report_on_a_past(capsys, tmp_path):
     import serve_demo
 
     file = tmp_path / "serve.json"
-    small = ["--device", "host", "--layers", "1", "--hidden", "128", "--requests", "3"]
+    small = ["--device", "host", "--layers", "1", "--hidden", "128", "--requests", "2"]
     arguments = [
         *small,
         "--rounds",

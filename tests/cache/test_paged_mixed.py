@@ -10,7 +10,7 @@ from paged_tiers_cases import Prefixed, tokens_of
 
 import kvcupy as kv
 
-PASTS = ["fp8_e4m3", "int8", "nvfp4"]
+PASTS = ["fp8_e4m3", full_only("int8"), "nvfp4"]
 MIXED = {"num_pages": 24, "num_past_pages": 20, "past": "fp8_e4m3", "recent": 6, "head_dim": 16}
 
 

@@ -43,5 +43,5 @@ class MixedMachine(PagedCacheMachine):
 def test_any_calls(device, tmp_path):
     run_state_machine_as_test(
         lambda: MixedMachine(device, tmp_path),
-        settings=settings(SETTINGS, max_examples=examples(40)),
+        settings=settings(SETTINGS, max_examples=examples(28)),
     )

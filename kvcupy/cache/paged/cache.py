@@ -95,14 +95,14 @@ class PagedKVCache(ProcessLocal):
     Capture: legal for steps of one token per sequence; see `attention`.
 
     Precision: with `past`, the end of a step demotes each page of its sequences that holds none of
-    their first `sinks` and last `recent` committed tokens, all or none of its slots: it is
-    converted on the copy stream, behind all work on it so far, and then is free. Where the past
+    their first `sinks` and none of their last `recent` committed tokens: it is converted on the
+    copy stream, behind all work on it so far, and is free. Where the past
     has no free page, it stays as it is until the end of a later step. A page that several sequences
     share is converted once: each moves to the demoted page when it leaves its own window, and the
     last frees the other. A token that is demoted stays so, also if tokens behind it are popped;
-    appending to a demoted page, or forking within it, converts it back to dtype as it is. Its
-    scales are one per token and head, or those of its groups. Attention reads each format by a
-    launch of its own and merges them. Not with `past`: latent_dim, k_scale and v_scale,
+    appending to a demoted page, or forking within it, converts it back to dtype with the values
+    that are left. Scales are one per token and head, or those of groups. Attention reads each
+    format by a launch of its own and merges them. Not with `past`: latent_dim, k_scale and v_scale,
     cascade=True, a `window` of attention longer than recent + 1 or with first keys, page tables for
     other libraries, and `offload` and `export_sequence` of a sequence with demoted pages.
 
