@@ -692,3 +692,72 @@ def test_metrics(count):
         ]
         expected = [count, count, 2 * count * target.page_bytes]
         assert [b - a for a, b in zip(before, after, strict=True)] == expected
+
+
+def test_connections_to_senders_that_are_gone_are_closed():
+    """A receiver outlives many senders, each with an identity of its own."""
+    with pair() as (sender, receiver, source, _):
+        for _ in range(3):
+            pool = filled()
+            with kv.PageSender(pool) as short:
+                receiver.pull(short.offer(pool.allocator.alloc(1)), [0]).synchronize()
+                eventually(lambda: pool.allocator.num_free == 12)
+                eventually(lambda: receiver.stats()["connections"] >= 1)
+        receiver.pull(sender.offer(source.allocator.alloc(1)), [0]).synchronize()
+        eventually(lambda: receiver.stats()["connections"] == 1)
+
+
+def test_a_pull_that_cannot_start_is_over():
+    """Such as where the order checker raises: it counts no longer, and holds no pages."""
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2))
+        pages = target.allocator.alloc(2)
+        writer = kv.device("host").stream()
+        with kv.order_checker(action="raise"):
+            values = np.ones((1, HEADS, 16), np.float16), np.ones((1, HEADS, 24), np.float16)
+            slots = np.array([int(pages[0]) * 4], np.int64)
+            kv.store_kv(*values, target.k(0), target.v(0), slots, stream=writer)
+            with pytest.raises(kv.OrderError):
+                receiver.pull(ticket, pages)
+            writer.synchronize()
+        stats = receiver.stats()
+        assert (stats["pulls"], stats["quarantined_pages"], stats["failed"]) == (0, 0, 1)
+        target.allocator.free(pages)
+        assert target.allocator.num_free == 12
+        receiver.pull(ticket, [0, 1]).synchronize()
+
+
+def test_an_engine_that_fails_to_poll(monkeypatch):
+    """The thread that listens goes on, and ends leases."""
+    with pair() as (sender, receiver, source, _):
+        polls = []
+
+        def poll():
+            polls.append(None)
+            raise OSError("a peer has disconnected")
+
+        monkeypatch.setattr(sender._engine, "poll", poll)
+        monkeypatch.setattr(sender._engine, "poll_s", 0.01)
+        sender._notify()
+        eventually(lambda: len(polls) > 1)
+        sender.offer(source.allocator.alloc(1), lease_s=0.02)
+        eventually(lambda: sender.stats()["expired"] == 1)
+        receiver.pull(sender.offer(source.allocator.alloc(1)), [0]).synchronize()
+
+
+def test_layers_are_announced_while_the_sender_closes(monkeypatch):
+    """What is written is announced after all pages were freed: legal, without effect."""
+    with pair() as (sender, _, source, _):
+        for when in ("_offer_of", "_written_by"):
+            with kv.PageSender(source) as closing:
+                ticket = closing.offer(source.allocator.alloc(2), by_layer=True)
+                method = getattr(closing, when)
+
+                def then_close(*arguments, method=method, closing=closing):
+                    found = method(*arguments)
+                    closing.close()
+                    return found
+
+                monkeypatch.setattr(closing, when, then_close)
+                closing.layer_done(ticket, 0)
+                assert source.allocator.num_free == 12

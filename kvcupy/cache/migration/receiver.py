@@ -182,10 +182,12 @@ class PageReceiver(ProcessLocal):
             self._pulls.add(pull)
         try:
             self._pool.allocator.busy(ordered, pull._landing)
-            pull._start()
+            pull._prepare()
         except BaseException:
             pull._fail(TransferError("the pull could not be started", "lost"))
+            pull._settle()
             raise
+        pull._start()
         return pull
 
     def stats(self) -> dict[str, int]:
@@ -310,22 +312,30 @@ class PageReceiver(ProcessLocal):
 
     def _connect(self, ticket: Ticket, address: Address, deadline: float) -> tuple[Channel, bytes]:
         """Return a connection to a ticket's sender behind its handshake, and its pool's digest."""
-        deadline = min(deadline, time.monotonic() + protocol.HANDSHAKE_S)
-        connection = address.connect(max(0.001, deadline - time.monotonic()))
+        until = min(deadline, time.monotonic() + protocol.HANDSHAKE_S)
         try:
-            if self._tls is not None:
-                protocol.set_timeout(connection, deadline)
-                connection = self._tls.wrap_socket(connection, server_hostname=address.host or None)
-            channel, digest = protocol.as_receiver(connection, self._secret, self._digest, deadline)
-        except BaseException:
-            connection.close()
-            raise
+            channel, digest = self._shake_hands(address, until)
+        except TimeoutError:
+            if time.monotonic() >= deadline:
+                raise
+            raise Lost(f"no sender has answered within {protocol.HANDSHAKE_S:g} s") from None
         if channel.peer != ticket.sender_id:
             channel.close()
             raise TransferError(
                 f"the sender that made the ticket no longer listens on {address}", "lost"
             )
         return channel, digest
+
+    def _shake_hands(self, address: Address, deadline: float) -> tuple[Channel, bytes]:
+        connection = address.connect(max(0.001, deadline - time.monotonic()))
+        try:
+            if self._tls is not None:
+                protocol.set_timeout(connection, deadline)
+                connection = self._tls.wrap_socket(connection, server_hostname=address.host or None)
+            return protocol.as_receiver(connection, self._secret, self._digest, deadline)
+        except BaseException:
+            connection.close()
+            raise
 
     def _borrow(self, ticket: Ticket) -> tuple[Channel, bytes] | None:
         """Return a connection that an earlier pull has left, if there is one."""
@@ -343,6 +353,13 @@ class PageReceiver(ProcessLocal):
 
     def _give_back(self, ticket: Ticket, channel: Channel, digest: bytes) -> None:
         with self._lock:
+            for key, channels in list(self._idle.items()):  # of senders that are gone
+                ended = [each for each in channels if each[0].readable(0)]
+                for each in ended:
+                    channels.remove(each)
+                    each[0].close()
+                if not channels:
+                    del self._idle[key]
             idle = self._idle.setdefault((ticket.address, ticket.sender_id), [])
             if not self._closed and len(idle) < _MOST_IDLE:
                 idle.append((channel, digest))
@@ -356,9 +373,9 @@ class PageReceiver(ProcessLocal):
         task = None
         try:
             channel, digest, granted = self._granted(pull, ticket, address, heads)
-            task = self._task(pull, ticket, channel, heads, granted)
             before = channel.num_bytes
             try:
+                task = self._task(pull, ticket, channel, heads, granted)
                 pull._wait_for_users()
                 self._engine.pull(task)
             except BaseException:
@@ -702,9 +719,11 @@ class Pull(ProcessLocal):
 
     # --- For the receiver, and its threads ---
 
-    def _start(self) -> None:
+    def _prepare(self) -> None:
         if observe.order_observers and not self._is_staged:  # else when somebody waits
             self._event_of(self._pool.num_layers - 1)
+
+    def _start(self) -> None:
         for part in self._parts:
             try:
                 self._receiver._workers.run(partial(self._receiver._run, self, *part))
@@ -755,6 +774,10 @@ class Pull(ProcessLocal):
             if self._num_running:
                 return
             channels, self._channels = self._channels, []
+        self._settle(channels)
+
+    def _settle(self, channels: Sequence[Channel] = ()) -> None:
+        """Note that nothing lands in the pages any more, and tell the senders of `channels`."""
         try:
             if self.failure is None:
                 self._pool.note_written()

@@ -296,11 +296,14 @@ class PageSender(ProcessLocal):
         if offer is None:
             return
         with self._changed:
+            if offer.is_released:  # the sender has closed meanwhile
+                return
             if offer.written[number] is not None:
                 raise ValueError(f"layer: expected one that is not done yet, got {number}")
         completion = self._written_by(stream, offer.pages, "stream")
         with self._changed:
-            offer.written[number] = completion
+            if not offer.is_released:
+                offer.written[number] = completion
         self._settle(offer)
 
     def withdraw(self, ticket: bytes) -> bool:
@@ -354,8 +357,7 @@ class PageSender(ProcessLocal):
                 self._settle(offer)
             self._notify()
             for connection in connections:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                protocol.shut_down(connection)
         for thread in (self._keeper, *connections.values()):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -429,13 +431,12 @@ class PageSender(ProcessLocal):
             if not offer.ended or offer.channels or unwritten or offer.is_released:
                 return
             offer.is_released = True
+            offer.written = []
             self._unreleased.discard(offer)
         try:
             offer.release(offer.pages)
         except Exception as error:
             cache_logger.exception("the pages of an offer could not be released: %s", error)
-        finally:
-            offer.written = []
 
     def _free(self, pages: Pages) -> None:
         with self._changed:
@@ -459,7 +460,10 @@ class PageSender(ProcessLocal):
             ends = [offer.expires - now for offer in offers if not offer.ended]
             poll_s = self._engine.poll_s
             if poll_s is not None:
-                self._engine.poll()
+                try:
+                    self._engine.poll()
+                except Exception as error:  # of one peer: this thread is needed for all others
+                    cache_logger.warning("%s could not make progress: %s", self, error)
                 ends.append(poll_s)
             if protocol.any_readable((self._server, self._woken), min(ends, default=3600.0)):
                 with suppress(BlockingIOError):
