@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -97,7 +97,7 @@ class PageReceiver(ProcessLocal):
         self._closed = False
         self._pid = os.getpid()
         protocol.closed_in_children.add(self)
-        metrics.follow(self, _samples)
+        metrics.follow(self, _samples, partial(_totals, self._counts))
 
     def __repr__(self) -> str:
         return f"<PageReceiver into {self._pool!r}, {len(self._pulls)} pulls>"
@@ -376,7 +376,7 @@ class PageReceiver(ProcessLocal):
             before = channel.num_bytes
             try:
                 task = self._task(pull, ticket, channel, heads, granted)
-                pull._wait_for_users()
+                pull._wait_for_users(task)
                 self._engine.pull(task)
             except BaseException:
                 channel.close()
@@ -737,10 +737,11 @@ class Pull(ProcessLocal):
             self._channels.append(channel)
         self._check()
 
-    def _wait_for_users(self) -> None:
+    def _wait_for_users(self, task: PullTask) -> None:
         """Wait until the pages are not used any more."""
         while self._after is not None and not self._after.done():
             self._check()
+            task.renew_if_due()
             if time.monotonic() > self._deadline:
                 raise TimeoutError("timed out")
             time.sleep(0.0005)
@@ -821,7 +822,11 @@ def _difference(own: Any, theirs: Any) -> str:
 
 def _samples(receiver: PageReceiver) -> Iterator[tuple[str, metrics.Labels, float]]:
     stats = receiver.stats()
-    for name in ("completed", "failed", "cancelled"):
-        yield "kvcupy_migration_pulls_total", (("outcome", name),), stats[name]
-    yield "kvcupy_migration_bytes_total", (("direction", "received"),), stats["received_bytes"]
+    yield from _totals(stats)
     yield "kvcupy_migration_quarantined_pages", (), stats["quarantined_pages"]
+
+
+def _totals(counts: Mapping[str, int]) -> Iterator[tuple[str, metrics.Labels, float]]:
+    for name in ("completed", "failed", "cancelled"):
+        yield "kvcupy_migration_pulls_total", (("outcome", name),), counts[name]
+    yield "kvcupy_migration_bytes_total", (("direction", "received"),), counts["received_bytes"]

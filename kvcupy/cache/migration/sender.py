@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -171,7 +171,7 @@ class PageSender(ProcessLocal):
             if self._unlink is not None:
                 self._unlink()
             raise KvcupyError(f"PageSender: no thread that listens: {error}") from error
-        metrics.follow(self, _samples)
+        metrics.follow(self, _samples, partial(_totals, self._counts))
 
     def __repr__(self) -> str:
         return f"<PageSender at {self.address}, {len(self._offers)} offers>"
@@ -226,9 +226,9 @@ class PageSender(ProcessLocal):
         -----
         The pages are freed exactly once, to `pool.allocator`: when `pulls` receivers are done, when
         the lease is over, when `withdraw` takes the offer back, when the work that writes them has
-        failed, or when the sender closes; and never before all layers were announced, nor while a
-        page is being read. Lease and pages are the sender's affair alone: a receiver that hangs or
-        dies keeps nothing.
+        failed, or when the sender closes; never while a page is being read, nor, unless the sender
+        closes, before all layers were announced. Lease and pages are the sender's affair alone: a
+        receiver that hangs or dies keeps nothing.
         """
         ordered = self._checked_pages(pages)
         lease = positive_seconds(lease_s, "lease_s")
@@ -698,10 +698,14 @@ _COUNTS = (
 
 def _samples(sender: PageSender) -> Iterator[tuple[str, metrics.Labels, float]]:
     stats = sender.stats()
-    for name in ("completed", "expired", "withdrawn", "failed", "closed"):
-        yield "kvcupy_migration_offers_total", (("outcome", name),), stats[name]
-    yield "kvcupy_migration_bytes_total", (("direction", "sent"),), stats["sent_bytes"]
+    yield from _totals(stats)
     yield "kvcupy_migration_offered_pages", (), stats["offered_pages"]
+
+
+def _totals(counts: Mapping[str, int]) -> Iterator[tuple[str, metrics.Labels, float]]:
+    for name in ("completed", "expired", "withdrawn", "failed", "closed"):
+        yield "kvcupy_migration_offers_total", (("outcome", name),), counts[name]
+    yield "kvcupy_migration_bytes_total", (("direction", "sent"),), counts["sent_bytes"]
 
 
 def _inode(path: str) -> int:
