@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(128, 2)
     const i64 mine = first + of_warp * kKeys;
     Elements<TCache, kCount> k[kKeys][kSteps];
     Elements<TCache, kCount> v[kKeys][kSteps];
-    Elements<TCache, kCount> partners[kRotateKeys ? kKeys : 1][kRotateKeys ? kSteps : 1];
+    Partners<TCache, kCount> partners[kRotateKeys ? kKeys : 1][kRotateKeys ? kSteps : 1];
     i64 keys[kKeys];
     float k_scales[kKeys];
     float v_scales[kKeys];
@@ -253,8 +253,8 @@ __global__ void __launch_bounds__(128, 2)
       }
       const bool there = keys[n] >= 0;
       if (!there) page = 0;
-      const char* k_row = row_of(p.k_cache, p.k, page, offset, kv_head);
-      const char* v_row = row_of(p.v_cache, p.v, page, offset, kv_head);
+      const auto k_row = cached_row<TCache>(p.k_cache, p.k_scale, p.k, page, offset, kv_head);
+      const auto v_row = cached_row<TCache>(p.v_cache, p.v_scale, p.v, page, offset, kv_head);
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const int i = (s * lanes + lane) * kCount;
@@ -264,9 +264,13 @@ __global__ void __launch_bounds__(128, 2)
         }
         v[n][s].load(v_row, i, there ? p.v.width : 0, p.v_format);
       }
-      const i64 slot = page * p.page_size + offset;
-      k_scales[n] = there ? scale_of_row(p.k_scale, p.k_scale_cache, p.k, slot, kv_head) : 0.0f;
-      v_scales[n] = there ? scale_of_row(p.v_scale, p.v_scale_cache, p.v, slot, kv_head) : 0.0f;
+      if constexpr (kFourBit<TCache>) {  // the steps of their groups have them
+        k_scales[n] = v_scales[n] = 1.0f;
+      } else {
+        const i64 slot = page * p.page_size + offset;
+        k_scales[n] = there ? scale_of_row(p.k_scale, p.k_scale_cache, p.k, slot, kv_head) : 0.0f;
+        v_scales[n] = there ? scale_of_row(p.v_scale, p.v_scale_cache, p.v, slot, kv_head) : 0.0f;
+      }
     }
 
     // Scores

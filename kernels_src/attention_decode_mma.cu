@@ -1,5 +1,5 @@
 // Paged attention of few packed rows on tensor cores: decode with grouped heads, and caches of 8
-// bits.
+// and 4 bits.
 //
 // A block takes 16 packed rows of one sequence, KV head and split, which its four warps share. The
 // keys are dealt to the warps in tiles of 16, or of 32 where rows are narrow, each with shared
@@ -13,12 +13,13 @@
 // neighbours to a lane: those of a key are depth 4t to 4t + 3 of 16, so the query is permuted
 // alike; those of a value are columns of two products that interleave. Such a query is scaled to
 // [1, 2) row by row, by a power of two, which scores take back. A static scale of V is applied to
-// the output, one per key to its weight, relative to the largest so far.
+// the output, one per key to its weight, relative to the largest so far. Elements of 4 bits:
+// attention_decode_four_bit.cuh.
 //
 // Keys that no row sees are zero in shared memory, as in attention_prefill.cu.
 //
 // Bytes: visible K and V once per 16 rows; Q and the output once.
-#include "attention_decode_mma.cuh"
+#include "attention_decode_four_bit.cuh"
 
 // Scores of the keys of a tile, eight after eight. `query` has the fragments of the queries, where
 // they fit into registers.
@@ -229,8 +230,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   char* shared_bytes = dynamic_shared<char>();
   char* ring = shared_bytes + warp * Shape::kRingBytes;
   char* queries = shared_bytes + Shape::kQueryAt;
-  auto& table =
-      reinterpret_cast<DecodeTable<TCache, kStages, kKeys>*>(shared_bytes + Shape::kTablesAt)[warp];
+  auto& table = reinterpret_cast<typename Shape::Table*>(shared_bytes + Shape::kTablesAt)[warp];
   auto& shared = *reinterpret_cast<DecodeTile*>(shared_bytes + Shape::kTileAt);
   if (!begin_block<kKeys>(shared, p, kv_head, split)) return;
   const AttentionTile& t = shared.tile;
@@ -242,6 +242,25 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     return begin + (i64{number} * kDecodeWarps + warp) * kKeys;
   };
 
+  OwnScales own_scales = {};  // of four bits, of the tile that is fetched
+  [[maybe_unused]] const SharedStrides as_codes = shared_strides(p);
+  const auto begin_keys = [&](int stage, char* keys, const KeyPlace& place) {
+    if constexpr (kFourBit<TCache>) {
+      own_scales = set_four_bit_rows(table, stage, p, t, as_codes, place);
+      fetch_four_bit_keys<TCache, kWidth>(keys, p, table, stage, own_scales);
+    } else {
+      set_rows(table, stage, p, t, place);
+      fetch_keys<TCache, kWidth>(keys, p, table, stage);
+    }
+  };
+  const auto begin_values = [&](int stage, char* values) {
+    if constexpr (kFourBit<TCache>) {
+      fetch_four_bit_values<TCache, kWidthV>(values, p, table, stage, own_scales);
+    } else {
+      fetch_values<TCache, kWidthV>(values, p, table, stage);
+    }
+  };
+
   // The first tiles are on their way while queries are loaded.
   KeyPlace places[kStages];
 #pragma unroll
@@ -250,15 +269,10 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   }
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) {
-    if (stage < own_tiles) {
-      set_rows(table, stage, p, t, places[stage]);
-      fetch_keys<TCache, kWidth>(ring + stage * Shape::kTileBytes, p, table, stage);
-    }
+    char* tile = ring + stage * Shape::kTileBytes;
+    if (stage < own_tiles) begin_keys(stage, tile, places[stage]);
     end_copy_group();
-    if (stage < own_tiles) {
-      fetch_values<TCache, kWidthV>(ring + stage * Shape::kTileBytes + Shape::kValuesAt, p, table,
-                                    stage);
-    }
+    if (stage < own_tiles) begin_values(stage, tile + Shape::kValuesAt);
     end_copy_group();
   }
   KeyPlace next = {};
@@ -279,11 +293,13 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     factors[h] = shared.query_scales[lane / 4 + h * 8] * (p.score_scale * k_scale);
+    if constexpr (kFourBit<TCache>) factors[h] *= 1.0f / kCodeUnit<TCache>;
   }
 
   float largest[2] = {-kInfinity, -kInfinity};  // of rows g and g + 8: logit, base 2
   float sum[2] = {};                            // of this lane's weights, against the largest
   float o[kWidthV / 8][4] = {};
+  [[maybe_unused]] ValueUnits<TCache, kWidthV> units;  // of four bits
   float value_scale = p.v_scale_cache ? kSmallestScale : static_scale(p.v_scale, p.v, kv_head);
 
   int stage = 0;
@@ -302,7 +318,18 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
 
     // Scores
     float s[kKeys / 8][4] = {};
-    if constexpr (sizeof(TCache) == 1) {
+    if constexpr (kFourBit<TCache>) {
+      if constexpr (Shape::Table::kPrepares) {
+        prepare_key_scales<TCache, kWidth>(table, stage, p.k);
+        __syncwarp();  // scales are ready
+      }
+      if (p.rope_table) {
+        multiply_rotated_four_bit<TCache, kWidth>(s, keys, queries, p, t, first_of(number), table,
+                                                  stage);
+      } else {
+        multiply_keys_four_bit<TCache, kWidth>(s, keys, queries, query, table, stage);
+      }
+    } else if constexpr (sizeof(TCache) == 1) {
       if (p.rope_table) {
         multiply_rotated_keys<TCache, kWidth>(s, keys, queries, p, t, first_of(number));
       } else {
@@ -318,28 +345,29 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[n][i] *= factors[i / 2];
     }
-    if (p.k_scale_cache) {
+    if constexpr (!kFourBit<TCache>) {
+      if (p.k_scale_cache) {
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
+        for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          s[n][i] *= table.k_scales[stage][n * 8 + lane % 4 * 2 + i % 2];
+          for (int i = 0; i < 4; ++i) {
+            s[n][i] *= table.k_scales[stage][n * 8 + lane % 4 * 2 + i % 2];
+          }
         }
       }
-    }
-    if (p.v_scale_cache) {
+      if (p.v_scale_cache) {
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
+        for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          v_scales[n][i] = table.v_scales[stage][n * 8 + lane % 4 * 2 + i];
+          for (int i = 0; i < 2; ++i) {
+            v_scales[n][i] = table.v_scales[stage][n * 8 + lane % 4 * 2 + i];
+          }
         }
       }
     }
     __syncwarp();  // keys and their scales are no longer needed
     if (more) {
-      set_rows(table, stage, p, t, next);
-      fetch_keys<TCache, kWidth>(keys, p, table, stage);
+      begin_keys(stage, keys, next);
       if (number + kStages + 1 < own_tiles) {
         next = look_up<kKeys>(p, t, first_of(number + kStages + 1) + lane, end);
       }
@@ -356,7 +384,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     }
     hide_keys(s, present, shared.limits, shared.seen_by_all, p, t, 0, first_of(number));
     weigh(s, largest, sum, o);
-    if (p.v_scale_cache) {
+    if (!kFourBit<TCache> && p.v_scale_cache) {
       const float inverse = raise_value_scale(v_scales, value_scale, o);
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n) {
@@ -368,9 +396,17 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
     // Values
     wait_for_copy_groups<kPending>();
     __syncwarp();  // values have arrived
-    multiply_values<TCache, Shape::kValueRowBytes>(o, s, values, 0);
+    if constexpr (kFourBit<TCache>) {
+      if constexpr (Shape::Table::kPrepares) {
+        prepare_value_scales<TCache, kWidthV>(table, stage, p.v, units, o);
+        __syncwarp();  // scales are ready
+      }
+      multiply_values_four_bit<TCache, kWidthV>(o, s, values, table, stage);
+    } else {
+      multiply_values<TCache, Shape::kValueRowBytes>(o, s, values, 0);
+    }
     __syncwarp();  // values are no longer needed
-    if (more) fetch_values<TCache, kWidthV>(values, p, table, stage);
+    if (more) begin_values(stage, values);
     end_copy_group();
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
@@ -384,7 +420,11 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
       shared.merge.sums[warp][lane / 4 + h * 8] = total;
     }
   }
-  leave_values<TCache, kWidthV>(reinterpret_cast<float*>(ring), o, value_scale);
+  if constexpr (kFourBit<TCache>) {
+    leave_values_four_bit<TCache, kWidthV>(reinterpret_cast<float*>(ring), o, units, value_scale);
+  } else {
+    leave_values<TCache, kWidthV>(reinterpret_cast<float*>(ring), o, value_scale);
+  }
   __syncthreads();  // the results of all warps are there
   for (int row = warp; row < t.num_rows; row += kDecodeWarps) {
     finish_row<kWidthV>(p, t, shared.merge, shared_bytes, Shape::kRingBytes, row, kv_head, split);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "attention_tiles.cuh"
+#include "four_bit.cuh"
 
 constexpr int kDecodeRows = 16;
 constexpr int kDecodeWarps = 4;
@@ -27,8 +28,15 @@ struct MmaFormatOf<bfloat16> {
 template <typename TCache>
 using MmaFormat = typename MmaFormatOf<TCache>::type;
 
+// Bytes of elements of a cache, next to each other.
+template <typename TCache>
+constexpr int bytes_of_elements(int count) {
+  return kFourBit<TCache> ? count / 2 : count * static_cast<int>(sizeof(TCache));
+}
+
 // Where the keys of a ring of tiles lie, and their scales.
-template <typename TCache, int kStages, int kKeys>
+template <typename TCache, int kStages, int kKeys, int kWidth = 0, int kWidthV = 0,
+          bool kIsFourBit = kFourBit<TCache>>
 struct DecodeTable {
   const char* k[kStages][kKeys];  // rows in the cache; null: not visible
   const char* v[kStages][kKeys];
@@ -36,6 +44,27 @@ struct DecodeTable {
   float k_scales[kStages][kKeys];  // where each key has one
   float v_scales[kStages][kKeys];
   u32 present[kStages];  // a bit per key: whether it is visible
+};
+
+// Bytes of the group scales of a row, at most, in whole words of 4.
+template <typename TCache>
+constexpr int group_bytes(int width) {
+  const int smallest = kSameType<TCache, nvfp4> ? 16 : 32;
+  return (width / smallest * kGroupScaleBytes<TCache> + 3) / 4 * 4;
+}
+
+// Likewise of four bits, with the group scales as they are in the cache, and as they are multiplied
+// (attention_decode_four_bit.cuh): nvfp4 takes them as they are.
+template <typename TCache, int kStages, int kKeys, int kWidth, int kWidthV>
+struct DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV, true> {
+  static constexpr bool kPrepares = !kSameType<TCache, nvfp4>;
+  const char* k[kStages][kKeys];
+  const char* v[kStages][kKeys];
+  alignas(16) char k_groups[kStages][kKeys][group_bytes<TCache>(kWidth)];
+  char v_groups[kStages][kKeys][group_bytes<TCache>(kWidthV)];
+  alignas(16) float k_chunk_scales[kPrepares ? kWidth / 32 : 1][kPrepares ? kKeys : 1];
+  alignas(16) unsigned short v_chunk_scales[kPrepares ? kWidthV / 32 : 1][kPrepares ? kKeys : 2];
+  u32 present[kStages];
 };
 
 // What the warps have of each row: the largest logit, and the sum of weights against it.
@@ -60,11 +89,12 @@ template <typename TCache, int kWidth, int kWidthV>
 struct DecodeShape {
   static_assert(kWidth % 64 == 0 && kWidthV % 64 == 0, "rows are whole groups of 64 bytes");
   // Narrow rows come in larger tiles: what is done once per tile is then done half as often.
-  static constexpr int kKeys = sizeof(TCache) == 1 && kWidth <= 128 && kWidthV <= 128 ? 32 : 16;
+  static constexpr int kKeys =
+      kFourBit<TCache> || (sizeof(TCache) == 1 && kWidth <= 128 && kWidthV <= 128) ? 32 : 16;
   static constexpr bool kQueryInRegisters = kWidth <= 192;
-  static constexpr int kBlocks = kWidth <= 64 ? 3 : 2;  // per SM, as registers allow
-  static constexpr int kKeyRowBytes = kWidth * static_cast<int>(sizeof(TCache));
-  static constexpr int kValueRowBytes = kWidthV * static_cast<int>(sizeof(TCache));
+  static constexpr int kBlocks = kWidth <= 64 && !kFourBit<TCache> ? 3 : 2;  // per SM, as registers
+  static constexpr int kKeyRowBytes = bytes_of_elements<TCache>(kWidth);
+  static constexpr int kValueRowBytes = bytes_of_elements<TCache>(kWidthV);
   static constexpr int kValuesAt = kKeys * kKeyRowBytes;
   static constexpr int kTileBytes = kKeys * (kKeyRowBytes + kValueRowBytes);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -72,13 +102,13 @@ struct DecodeShape {
 #else
   static constexpr int kStages = kTileBytes <= 2048 ? 4 : kTileBytes <= 10240 ? 2 : 1;
 #endif
+  using Table = DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV>;
   static constexpr int kMergeBytes = kDecodeRows * (kWidthV + kValuePadding) * 4;
   static constexpr int kRingBytes =
       kStages * kTileBytes > kMergeBytes ? kStages * kTileBytes : kMergeBytes;
   static constexpr int kQueryAt = kDecodeWarps * kRingBytes;
   static constexpr int kTablesAt = kQueryAt + kDecodeRows * kWidth * 2;
-  static constexpr int kTileAt =
-      kTablesAt + kDecodeWarps * static_cast<int>(sizeof(DecodeTable<TCache, kStages, kKeys>));
+  static constexpr int kTileAt = kTablesAt + kDecodeWarps * static_cast<int>(sizeof(Table));
   static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(DecodeTile));
 };
 
@@ -124,10 +154,10 @@ __device__ __forceinline__ KeyPlace look_up(const AttentionParams& p, const Atte
 }
 
 // Write the rows of a tile to its table, and start copying their scales. Every lane must call it.
-template <typename TCache, int kStages, int kKeys>
-__device__ __forceinline__ void set_rows(DecodeTable<TCache, kStages, kKeys>& table, int stage,
-                                         const AttentionParams& p, const AttentionTile& t,
-                                         const KeyPlace& found) {
+template <typename TCache, int kStages, int kKeys, int kWidth, int kWidthV>
+__device__ __forceinline__ void set_rows(
+    DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV, false>& table, int stage,
+    const AttentionParams& p, const AttentionTile& t, const KeyPlace& found) {
   const int i = threadIdx.x % 32;
   const int kv_head = blockIdx.y;
   const i64 page = check_page(p, t, found.place, found.page, kv_head == 0);
@@ -178,19 +208,17 @@ __device__ __forceinline__ void fetch_tile(char* tile, const char* const (&rows)
   }
 }
 
-template <typename TCache, int kWidth, int kStages, int kKeys>
-__device__ __forceinline__ void fetch_keys(char* tile, const AttentionParams& p,
-                                           const DecodeTable<TCache, kStages, kKeys>& table,
+template <typename TCache, int kWidth, typename Table>
+__device__ __forceinline__ void fetch_keys(char* tile, const AttentionParams& p, const Table& table,
                                            int stage) {
   constexpr int kBytes = sizeof(TCache);
   fetch_tile<kWidth * kBytes, 32>(tile, table.k[stage], p.k.width * kBytes, p.k_cache,
                                   threadIdx.x % 32);
 }
 
-template <typename TCache, int kWidthV, int kStages, int kKeys>
+template <typename TCache, int kWidthV, typename Table>
 __device__ __forceinline__ void fetch_values(char* tile, const AttentionParams& p,
-                                             const DecodeTable<TCache, kStages, kKeys>& table,
-                                             int stage) {
+                                             const Table& table, int stage) {
   constexpr int kBytes = sizeof(TCache);
   fetch_tile<kWidthV * kBytes, 32>(tile, table.v[stage], p.v.width * kBytes, p.v_cache,
                                    threadIdx.x % 32);
@@ -252,18 +280,34 @@ __device__ __forceinline__ void load_queries(char* queries, DecodeTile& shared,
     for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float* four = floats[i].values + 4 * j;
-        words[i][0].values[j] = pack_pair<half>(four[0] * inverse, four[2] * inverse);
-        words[i][1].values[j] = pack_pair<half>(four[1] * inverse, four[3] * inverse);
+        if constexpr (kFourBit<TCache>) {
+          const float* x = floats[i].values + j;
+          words[i][j / 2].values[j % 2 * 2] = pack_pair<half>(x[0] * inverse, x[4] * inverse);
+          words[i][j / 2].values[j % 2 * 2 + 1] = pack_pair<half>(x[8] * inverse, x[12] * inverse);
+        } else {
+          const float* four = floats[i].values + 4 * j;
+          words[i][0].values[j] = pack_pair<half>(four[0] * inverse, four[2] * inverse);
+          words[i][1].values[j] = pack_pair<half>(four[1] * inverse, four[3] * inverse);
+        }
       }
     }
   }
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int block = threadIdx.x % 8 + i * 8;
+    if (block >= kBlocks) continue;
+    if constexpr (kFourBit<TCache>) {  // element 8t + 4e + j of 32 is element 2t + e of chunk j
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if (block < kBlocks) words[i][j].store(queries + chunk_offset<kWidth>(row, block * 2 + j));
+      for (int j = 0; j < 4; ++j) {
+        const u32* two = words[i][j / 2].values + j % 2 * 2;
+        const Pack<u32, 2> pairs = {{two[0], two[1]}};
+        pairs.store(queries + chunk_offset<kWidth>(row, block / 2 * 4 + j) + block % 2 * 8);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        words[i][j].store(queries + chunk_offset<kWidth>(row, block * 2 + j));
+      }
     }
   }
   if (threadIdx.x % 8 == 0) shared.query_scales[row] = scale;

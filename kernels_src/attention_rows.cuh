@@ -3,11 +3,12 @@
 #pragma once
 
 #include "attention_rope.cuh"
+#include "four_bit.cuh"
 
 // Any format, chosen at run time, and rows of any alignment.
 struct AnyFormat {};
 
-template <typename T, int kCount>
+template <typename T, int kCount, bool kIsFourBit = kFourBit<T>>
 struct Elements {
   static constexpr int kBytes = sizeof(T);
   Pack<T, kCount> pack;
@@ -23,7 +24,7 @@ struct Elements {
 };
 
 template <int kCount>
-struct Elements<AnyFormat, kCount> {
+struct Elements<AnyFormat, kCount, false> {
   static constexpr int kBytes = 8;  // takes as many registers as if
   Pack<float, kCount> pack;
 
@@ -54,19 +55,89 @@ struct Elements<AnyFormat, kCount> {
   __device__ __forceinline__ Pack<float, kCount> floats() const { return pack; }
 };
 
+// A row of a four-bit cache, and what its group scales are multiplied by.
+template <typename T>
+struct ScaledRow {
+  const char* codes;
+  const char* scales;
+  float scale;
+  int group_shift;
+  int word_bytes;
+
+  // What the codes of a group are multiplied by.
+  __device__ __forceinline__ float step(u32 scale_bits) const {
+    return __fmul_rn(group_scale<T>(scale_bits), scale);
+  }
+  __device__ __forceinline__ u32 scale_bits(int i) const {
+    return load_group_scale<T>(scales + (i >> group_shift) * kGroupScaleBytes<T>);
+  }
+};
+
+// A row as `Elements` loads it. `scale` is of the tensor or head; only four-bit rows have a use for
+// it.
+template <typename T>
+__device__ __forceinline__ auto cached_row(const char* cache, const char* scale,
+                                           const KVOperand& operand, i64 page, i64 offset,
+                                           int head) {
+  if constexpr (kFourBit<T>) {
+    const FourBitRow row = four_bit_row(const_cast<char*>(cache), operand, {page, offset}, head);
+    return ScaledRow<T>{row.codes, row.scales, static_scale(scale, operand, head),
+                        group_shift<T>(operand), operand.group_scales.code_word_bytes};
+  } else {
+    return row_of(cache, operand, page, offset, head);
+  }
+}
+
+// Eight elements of four bits are of one group, whose step they are multiplied by.
+template <typename T>
+struct Elements<T, 8, true> {
+  static constexpr int kBytes = 1;
+  u32 codes;
+  u32 scale_bits;
+  float scale;
+
+  __device__ __forceinline__ void load(const ScaledRow<T>& row, int i, int width, int) {
+    codes = 0;
+    scale_bits = 0;
+    scale = row.scale;
+    if (i >= width) return;
+    codes = load_eight_codes(row.codes + i / 2, row.word_bytes);
+    scale_bits = row.scale_bits(i);
+  }
+  __device__ __forceinline__ Pack<float, 8> floats() const {
+    return decode_codes<T>(codes, __fmul_rn(group_scale<T>(scale_bits), scale));
+  }
+};
+
+// One element of a four-bit row.
+template <typename T>
+__device__ __forceinline__ float load_element(const ScaledRow<T>& row, int i) {
+  const u32 codes = static_cast<unsigned char>(row.codes[i / 2]);
+  const u32 code = codes >> i % 2 * 4 & 15;
+  return decode_codes<T>(code, row.step(row.scale_bits(i))).values[0];
+}
+
+// In what the partners of rotated elements are loaded.
+template <typename T, int kCount>
+using Partners = Elements<SelectType<kFourBit<T>, AnyFormat, T>, kCount>;
+
 // The partners of elements i to i + 7 of a row of K, as `rotate_element` and `rotate_pack` take
 // them.
-template <typename TCache, int kCount>
-__device__ __forceinline__ Elements<TCache, kCount> load_partners(const AttentionParams& p,
-                                                                  const char* row, int i,
+template <typename TCache, int kCount, typename Row>
+__device__ __forceinline__ Partners<TCache, kCount> load_partners(const AttentionParams& p,
+                                                                  const Row& row, int i,
                                                                   int width) {
-  Elements<TCache, kCount> partners;
-  if constexpr (kSameType<TCache, AnyFormat>) {
+  Partners<TCache, kCount> partners;
+  if constexpr (kSameType<TCache, AnyFormat> || kFourBit<TCache>) {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       const int other = partner_of(p, i + j);
       const bool there = other >= 0 && other < width;
-      partners.pack.values[j] = there ? load_any(row, other, p.k_format) : 0.0f;
+      if constexpr (kFourBit<TCache>) {
+        partners.pack.values[j] = there ? load_element(row, other) : 0.0f;
+      } else {
+        partners.pack.values[j] = there ? load_any(row, other, p.k_format) : 0.0f;
+      }
     }
   } else {
     const int other = p.interleaved ? -1 : partner_of(p, i);
@@ -78,14 +149,14 @@ __device__ __forceinline__ Elements<TCache, kCount> load_partners(const Attentio
 template <typename TCache, int kCount>
 __device__ __forceinline__ Pack<float, kCount> rotated(const AttentionParams& p,
                                                        const Elements<TCache, kCount>& k,
-                                                       const Elements<TCache, kCount>& partners,
+                                                       const Partners<TCache, kCount>& partners,
                                                        const float* angles, int i) {
-  if constexpr (kSameType<TCache, AnyFormat>) {
+  if constexpr (kSameType<TCache, AnyFormat> || kFourBit<TCache>) {
+    const Pack<float, kCount> own = k.floats();
     Pack<float, kCount> result;
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
-      result.values[j] =
-          rotate_element(p, k.pack.values[j], partners.pack.values[j], angles, i + j);
+      result.values[j] = rotate_element(p, own.values[j], partners.pack.values[j], angles, i + j);
     }
     return result;
   } else {

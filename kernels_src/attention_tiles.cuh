@@ -12,8 +12,10 @@
 // Where chunk `chunk` of row `row` begins, in a tile of rows of kRowBytes.
 template <int kRowBytes>
 __device__ __forceinline__ int chunk_at(int row, int chunk) {
-  static_assert(kRowBytes % 64 == 0, "two rows are whole groups of 128 bytes");
-  const int permuted = kRowBytes % 128 == 0 ? chunk ^ (row & 7) : chunk ^ (row / 2 & 3);
+  static_assert(kRowBytes % 32 == 0, "four rows are whole groups of 128 bytes");
+  const int permuted = kRowBytes % 128 == 0  ? chunk ^ (row & 7)
+                       : kRowBytes % 64 == 0 ? chunk ^ (row / 2 & 3)
+                                             : chunk ^ (row / 4 & 1);
   return row * kRowBytes + permuted * 16;
 }
 

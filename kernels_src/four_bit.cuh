@@ -261,6 +261,24 @@ struct SixteenCodes {
   }
 };
 
+// The codes of eight elements, at a multiple of `word_bytes`, a power of two.
+__device__ __forceinline__ u32 load_eight_codes(const char* source, int word_bytes) {
+  if (word_bytes >= 4) return *reinterpret_cast<const u32*>(source);
+  u32 codes = 0;
+  if (word_bytes == 2) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      codes |= u32{reinterpret_cast<const Word<2>*>(source)[i]} << i * 16;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      codes |= u32{reinterpret_cast<const Word<1>*>(source)[i]} << i * 8;
+    }
+  }
+  return codes;
+}
+
 using Sixteen = Pack<float, kCodesPerThread>;
 
 #ifdef __CUDACC__
@@ -434,19 +452,49 @@ __device__ __forceinline__ void load_in_group(const FourBitRow& row, int at,
   scale_bits = load_group_scale<TFormat>(row.scales + group * kGroupScaleBytes<TFormat>);
 }
 
-// 16 elements as floats: codes * step, each product rounded once.
+// Eight elements as floats: codes * step, each product rounded once.
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+template <typename TFormat>
+inline Pack<float, 8> decode_codes(u32 codes, float step) {
+  using namespace kvcupy_host;
+  const Ints shifts = {0, 4, 8, 12, 16, 20, 24, 28};
+  const Ints nibbles = (Ints{} + static_cast<int>(codes)) >> shifts & 15;
+  if constexpr (!kE2m1<TFormat>) {
+    const Floats values = __builtin_convertvector((nibbles ^ 8) - 8, Floats);
+    return bits_as<Pack<float, 8>>(values * step);
+  }
+  // Exponent and mantissa where float32 has them, but for 0 and 0.5.
+  const Ints magnitudes = nibbles & 7;
+  const Ints normal = (magnitudes << 22) + (126 << 23);
+  const Ints small = bits_as<Ints>(__builtin_convertvector(magnitudes, Floats) * 0.5f);
+  const Ints are_small = magnitudes < 2;
+  const Ints bits = (are_small & small) | (~are_small & normal) | (nibbles & 8) << 28;
+  return bits_as<Pack<float, 8>>(bits_as<Floats>(bits) * step);
+}
+#else
+template <typename TFormat>
+__device__ __forceinline__ Pack<float, 8> decode_codes(u32 codes, float step) {
+  Pack<float, 8> out;
+  const EightHalves values = decode_eight<TFormat>(codes);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = floats_of_pair(values.pairs[i]);
+    out.values[2 * i] = __fmul_rn(pair.x, step);
+    out.values[2 * i + 1] = __fmul_rn(pair.y, step);
+  }
+  return out;
+}
+#endif
+
+// Likewise 16.
 template <typename TFormat>
 __device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes, float step) {
   Sixteen out;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const EightHalves values = decode_eight<TFormat>(codes.words[half]);
+    const Pack<float, 8> eight = decode_codes<TFormat>(codes.words[half], step);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = floats_of_pair(values.pairs[i]);
-      out.values[half * 8 + 2 * i] = __fmul_rn(pair.x, step);
-      out.values[half * 8 + 2 * i + 1] = __fmul_rn(pair.y, step);
-    }
+    for (int i = 0; i < 8; ++i) out.values[half * 8 + i] = eight.values[i];
   }
   return out;
 }

@@ -184,7 +184,7 @@ __device__ __forceinline__ void load_matrices(u32 (&to)[4], const char* row) {
 // too.
 __device__ __forceinline__ void copy_async(char* shared, const char* global, bool exist) {
 #ifndef __CUDACC__
-  kvcupy_host::begin_copy(shared, global, exist);
+  kvcupy_host::begin_copy(shared, global, exist, 16);
 #elif __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                "l"(__cvta_generic_to_global(global)), "r"(exist ? 16 : 0)
@@ -193,6 +193,23 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, boo
   uint4 word = {0, 0, 0, 0};
   if (exist) word = __ldg(reinterpret_cast<const uint4*>(global));
   *reinterpret_cast<uint4*>(shared) = word;
+#endif
+}
+
+// Likewise a word of 4 or 8 bytes.
+template <int kBytes>
+__device__ __forceinline__ void copy_word_async(char* shared, const char* global, bool exist) {
+  static_assert(kBytes == 4 || kBytes == 8, "what cp.async copies by way of L1");
+#ifndef __CUDACC__
+  kvcupy_host::begin_copy(shared, global, exist, kBytes);
+#elif __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(shared)),
+               "l"(__cvta_generic_to_global(global)), "n"(kBytes), "r"(exist ? kBytes : 0)
+               : "memory");
+#else
+  Word<kBytes> word = {};
+  if (exist) word = __ldg(reinterpret_cast<const Word<kBytes>*>(global));
+  *reinterpret_cast<Word<kBytes>*>(shared) = word;
 #endif
 }
 

@@ -99,6 +99,17 @@ constexpr bool kSameType = false;
 template <typename A>
 constexpr bool kSameType<A, A> = true;
 
+template <bool kFirst, typename A, typename B>
+struct TypeSelection {
+  using type = A;
+};
+template <typename A, typename B>
+struct TypeSelection<false, A, B> {
+  using type = B;
+};
+template <bool kFirst, typename A, typename B>
+using SelectType = typename TypeSelection<kFirst, A, B>::type;
+
 constexpr float kFloatMax = 3.402823466e+38f;
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
 

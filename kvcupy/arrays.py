@@ -177,7 +177,7 @@ class ArrayView(ProcessLocal):
     def __getitem__(self, index: Any) -> ArrayView:
         """Return part of the array, by integers, slices, `...` and None, as NumPy reads them.
 
-        Rows of a four-bit format are whole: its last axis takes `:` alone.
+        Of a four-bit format the last axis takes whole groups alone, `[..., :512]` say.
 
         Raises
         ------
@@ -205,18 +205,24 @@ class ArrayView(ProcessLocal):
         )  # fmt: skip
 
     def _rows(self, steps: tuple[Any, ...], scales: ArrayView) -> ArrayView:
-        """Index the axes before the rows of a four-bit format."""
+        """Index the axes before the rows of a four-bit format, and take whole groups of rows."""
         num_taken = sum(step is not None and step is not ... for step in steps)
-        last = steps[-1]
-        if num_taken >= self.ndim and steps.index(...) == len(steps) - 1:
-            last = steps[-2]  # nothing is left for the ellipsis
-        whole = last is ... or (isinstance(last, slice) and last in (slice(None), slice(0, None)))
+        at = len(steps) - 1
+        if num_taken >= self.ndim and steps.index(...) == at:
+            at -= 1  # nothing is left for the ellipsis
+        last, width, group = steps[at], self.shape[-1], formats.FOUR_BIT[self.format].group
+        start, stop, step = _bounds_of(slice(None) if last is ... else last, width)
+        whole = step == 1 and start % group == 0 and stop % group == 0
+        whole = whole and (start < stop or (start, stop) == (0, width))
         if not whole or num_taken > self.ndim:
             raise ValueError(
-                f"index: expected : on the last axis of {self.format}, whose rows are whole, "
+                f"index: expected : or whole groups of {group} on the last axis of {self.format}, "
                 f"got {steps!r}"
             )
-        return four_bit_view(self.codes[steps], scales[steps], self.format)
+        if last is not ...:
+            steps = (*steps[:at], slice(None), *steps[at + 1 :])
+        rows = four_bit_view(self.codes[steps], scales[steps], self.format)
+        return columns(rows, start, stop)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return type and number of the device in DLPack's numbering."""
@@ -263,6 +269,14 @@ def overlap(a: ArrayView, b: ArrayView) -> bool:
     return bool(np.shares_memory(_untyped(a), _untyped(b)))
 
 
+def _bounds_of(step: Any, size: int) -> tuple[int, int, int]:
+    """Return start, stop and step of a slice; of anything else, and a wrong one, a step of 0."""
+    try:
+        return step.indices(size) if isinstance(step, slice) else (0, 0, 0)
+    except (TypeError, ValueError):
+        return 0, 0, 0
+
+
 def _scales_behind(v: ArrayView) -> ArrayView:
     """Return the group scales of a four-bit view that follow the codes of each row."""
     format = formats.FOUR_BIT[v.format]
@@ -291,6 +305,11 @@ def columns(v: ArrayView, start: int, stop: int) -> ArrayView:
     if (start, stop) == (0, v.shape[-1]):
         return v
     group = format.group
+    if start % group or stop % group:
+        raise ValueError(
+            f"columns: expected whole groups of {group} elements of {v.format}, got {start} to "
+            f"{stop}"
+        )
     codes, scales = (
         v.codes[..., start // 2 : stop // 2],
         v.scales[..., start // group : stop // group],

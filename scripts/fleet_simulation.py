@@ -40,18 +40,12 @@ QUERY_US = 20.0  # of a metadata server, for each request, unless told
 def measured_costs(folder: Path) -> dict[str, Any]:
     """Read what one node can do from the results of benchmarks; None where there is none."""
     costs: dict[str, Any] = dict.fromkeys(
-        ("load_gb_per_s", "save_gb_per_s", "match_us", "store_get_gb_per_s", "store_put_gb_per_s")
+        ("load_gb_per_s", "save_gb_per_s", "store_get_gb_per_s", "store_put_gb_per_s")
     )
     try:
         peaks = json.loads((folder / "bench_transfer_host.json").read_text())["peak_gb_per_s"]
         costs["load_gb_per_s"], costs["save_gb_per_s"] = peaks["to device"], peaks["to host"]
     except (OSError, KeyError):
-        pass
-    try:
-        rows = json.loads((folder / "bench_scale_host.json").read_text())["rows"]
-        matches = [r for r in rows if r["operation"] == "match" and r["batch"] == 64]
-        costs["match_us"] = max(row["median_us"] for row in matches)
-    except (OSError, KeyError, ValueError):
         pass
     try:
         rows = json.loads((folder / "bench_shared_host.json").read_text())["rows"]

@@ -97,6 +97,24 @@ def scales_of(kind, heads, side):
     }[kind]
 
 
+POISON_SCALE = {
+    fmt: {"fp8_e4m3": 0x7F, "e8m0": 0xFF, "fp16": 0x7E00}[form.scale]
+    for fmt, form in reference.FOUR_BIT.items()
+}
+"""Bits of a group scale that is NaN."""
+
+
+def four_bit_rows(values, fmt, scales):
+    """Quantise rows, (..., width); return their bytes, (..., row_bytes)."""
+    form = reference.FOUR_BIT[fmt]
+    size = values.shape[-1] // form.group * form.group_bytes
+    rows = np.zeros((*values.shape[:-1], size), np.uint8)
+    scales = np.broadcast_to(scales, values.shape[:-1])
+    target = reference.FourBitRows.packed(rows, fmt)
+    reference.quantise_rows(values.astype(np.float32), target, scales)
+    return rows
+
+
 class AttentionCase(Case):
     """The buffers of one test, with calls of the attention operations that check everything."""
 
@@ -116,22 +134,31 @@ class AttentionCase(Case):
             scale = np.broadcast_to(np.asarray(static, np.float64).reshape(1, -1, 1), scale.shape)
             placed = self.place(static, "fp32") if isinstance(static, np.ndarray) else static
             option = {f"{side}_scale": placed}
+        if fmt in reference.FOUR_BIT:
+            rows = four_bit_rows(values, fmt, scale[..., 0])
+            poison = reference.FourBitRows.packed(rows, fmt)
+            poison.scales[~used] = POISON_SCALE[fmt]
+            return rows.reshape(pages, page_size, heads, -1), option
         stored = from_values(values / scale, fmt)
         if fmt != "int8":  # which has no NaN: there, values of the same size must do
             stored[~used] = from_values(np.nan, fmt)
         return stored.reshape(pages, page_size, heads, width), option
 
-    def caches(self, k, v, how="NHD"):
-        """Place K and V (pages, page_size, H, width) in some arrangement, and name the layout."""
+    def caches(self, k, v, how="NHD", fmts=(None, None)):
+        """Place K and V (pages, page_size, H, width) in some arrangement, and name the layout.
+
+        `fmts` are those of rows of bytes.
+        """
+        fmts = [fmt or reference.format_of(part) for fmt, part in zip(fmts, (k, v), strict=True)]
         if how in TOGETHER:
             store, cut, layout = TOGETHER[how]
-            both = self.place(store(k, v), reference.format_of(k), name="kv_cache")
+            both = self.place(store(k, v), fmts[0], name="kv_cache")
             parts = [both.sub(lambda a, i=i: cut(a)[i]) for i in (0, 1)]
         else:
             store, cut, layout = SEPARATE[how]
             parts = [
-                self.place(store(part), reference.format_of(part), cut, name=name)
-                for part, name in ((k, "k_cache"), (v, "v_cache"))
+                self.place(store(part), fmt, cut, name=name)
+                for part, name, fmt in zip((k, v), ("k_cache", "v_cache"), fmts, strict=True)
             ]
         return {"k_cache": parts[0], "v_cache": parts[1], "layout": layout}
 
@@ -190,7 +217,8 @@ class AttentionCase(Case):
         size = (used, pages, page_size, heads[1])
         k, k_option = self._cache("k", k_fmt, *size, widths[0], scales[0], loud)
         v, v_option = self._cache("v", v_fmt, *size, widths[1], scales[1], 1.0)
-        args |= self.caches(k, v, how) | k_option | v_option
+        fmts = [f if f in reference.FOUR_BIT else None for f in (k_fmt, v_fmt)]
+        args |= self.caches(k, v, how, fmts) | k_option | v_option
         args["block_table"] = self.table(table, index[0], table_how)
         args["seq_lens"] = self.slots(seq_lens, index[1], step)
         if query_lens is not None:

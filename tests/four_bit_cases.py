@@ -46,8 +46,12 @@ def place_rows(case: Case, fmt: str, shape: tuple[int, ...], cut=None, **options
     return case.place(hard_rows(case, fmt, shape), fmt, cut, **options)
 
 
-def split_cache(case: Case, fmt: str, pages: int, page_size: int, heads: int, width: int):
+def split_cache(
+    case: Case, fmt: str, pages: int, page_size: int, heads: int, width: int, *, usual: bool = False
+):
     """A cache as vLLM keeps one: a page is its codes, then its scales; device view and mirror.
+
+    Of any bits, or with scales of a `usual` size.
 
     Returns
     -------
@@ -56,9 +60,11 @@ def split_cache(case: Case, fmt: str, pages: int, page_size: int, heads: int, wi
     form = formats.FOUR_BIT[fmt]
     rows = page_size * heads
     codes, scales = rows * width // 2, rows * width // form.group * form.scale_bytes
-    whole = case.place(
-        case.rng.integers(0, 256, (pages, codes + scales), dtype=np.uint8), "uint8", name="pages"
-    )
+    bits = case.rng.integers(0, 256, (pages, codes + scales), dtype=np.uint8)
+    if usual:
+        ones = {"fp8_e4m3": [0x38], "e8m0": [127], "fp16": [0, 0x3C]}[form.scale_format]
+        bits[:, codes:] = np.resize(ones, scales)
+    whole = case.place(bits, "uint8", name="pages")
 
     own = reference.FOUR_BIT[fmt]
     mirror = reference.FourBitRows(*strided(whole.view, codes, own, page_size, heads, width), fmt)

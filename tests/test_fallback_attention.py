@@ -14,6 +14,7 @@ from ops import (
     test_attention,
     test_attention_errors,
     test_attention_formats,
+    test_attention_four_bit,
     test_attention_masks,
     test_attention_paged,
     test_attention_paged_errors,
@@ -33,6 +34,7 @@ globals().update(
     again(test_attention, "test_many_heads_share_a_latent")
     | again(test_attention_masks)
     | again(test_attention_formats, "test_offsets_past_two_gigabytes")
+    | again(test_attention_four_bit, "test_where_each_thread_takes_rows_of_its_own")
     | again(test_attention_errors)
     | again(test_attention_paged)
     | again(test_attention_paged_errors)

@@ -51,10 +51,25 @@ def test_rows_are_indexed_whole():
         assert part.shape == (*want.shape[:-1], 128), index
         assert part.packed.strides == want.strides, index
         assert part.pointer == want.ctypes.data, index
-    for index in ((0, 0, 5), (..., slice(0, 64)), (..., None), (0, 0, slice(None), None), (0,) * 4,
-                  (..., slice(None, None, 2)), (..., -1)):  # fmt: skip
+    for index in ((0, 0, 5), (..., slice(0, 72)), (..., None), (0, 0, slice(None), None), (0,) * 4,
+                  (..., slice(None, None, 2)), (..., -1), (..., slice(8, 128)), (..., slice(1.5)),
+                  (..., slice(0, 16, 0)), (..., slice(64, 32)), (..., slice(16, 16))):  # fmt: skip
         with pytest.raises(ValueError, match=r"index: .*whole"):
             v[index]
+
+
+def test_whole_groups_of_rows_are_views():
+    raw = packed(4, 3)
+    v = kv.view_as(raw, "nvfp4")
+    for index, codes, scales in (
+        ((..., slice(0, 64)), raw[..., :32], raw[..., 64:68]),
+        ((1, slice(None), slice(-32, None)), raw[1, :, 48:64], raw[1, :, 70:]),
+    ):
+        part = v[index]
+        assert part.shape == (*codes.shape[:-1], 2 * codes.shape[-1])
+        assert (part.pointer, part.scales.pointer) == (codes.ctypes.data, scales.ctypes.data)
+        assert part.strides[:-1] == codes.strides[:-1]
+        assert part.scales.shape == scales.shape
 
 
 def test_other_formats_have_no_codes():

@@ -88,7 +88,7 @@ KVCUPY_UNWATCHED inline void load_matrices_in_warp(u32 (&to)[4], const char* row
 // Copies are made when the thread waits for them: a read before that sees the old contents.
 
 #ifdef KVCUPY_STRICT  // the runner's (strict.cpp)
-void begin_copy(char* to, const char* from, bool exist);
+void begin_copy(char* to, const char* from, bool exist, int bytes);
 void commit_copies();
 void wait_for_groups(unsigned left);
 void finish_copies();
@@ -97,6 +97,7 @@ struct Copy {
   char* to;
   const char* from;  // null: zeros
   unsigned group;
+  int bytes;
 };
 struct Copies {
   static constexpr int kMost = 32;  // more are made at once
@@ -108,15 +109,15 @@ static thread_local Copies copies_of_block[kMostThreads];
 
 inline void make_copy(const Copy& copy) {
   if (copy.from) {
-    memcpy(copy.to, copy.from, 16);
+    memcpy(copy.to, copy.from, copy.bytes);
   } else {
-    memset(copy.to, 0, 16);
+    memset(copy.to, 0, copy.bytes);
   }
 }
 
-inline void begin_copy(char* to, const char* from, bool exist) {
+inline void begin_copy(char* to, const char* from, bool exist, int bytes) {
   Copies& copies = copies_of_block[thread_of_block()];
-  const Copy copy{to, exist ? from : nullptr, copies.group};
+  const Copy copy{to, exist ? from : nullptr, copies.group, bytes};
   if (copies.count == Copies::kMost) {
     make_copy(copy);
   } else {

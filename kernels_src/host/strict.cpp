@@ -339,9 +339,10 @@ void* fragment_memory(size_t bytes) {
   return memory;
 }
 
-static void require_aligned(const void* address, const char* what) {
-  if (reinterpret_cast<uintptr_t>(address) % 16 == 0) return;
-  refuse(this_thread(), nullptr, "misaligned address %p: %s needs a multiple of 16", address, what);
+static void require_aligned(const void* address, const char* what, int bytes = 16) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return;
+  refuse(this_thread(), nullptr, "misaligned address %p: %s needs a multiple of %d", address, what,
+         bytes);
   leave_refused();
 }
 
@@ -364,23 +365,23 @@ static Copies& copies_of_thread() {
   return copies;
 }
 
-void begin_copy(char* to, const char* from, bool exist) {
-  require_aligned(to, "the target of cp.async");
-  require_aligned(from, "the source of cp.async");
+void begin_copy(char* to, const char* from, bool exist, int bytes) {
+  require_aligned(to, "the target of cp.async", bytes);
+  require_aligned(from, "the source of cp.async", bytes);
   if (!states_of(to) || states_of(from)) {
     refuse(this_thread(), nullptr,
            "cp.async from %p to %p, which is not from global to shared memory",
            static_cast<const void*>(from), static_cast<const void*>(to));
     leave_refused();
   }
-  watch_access(to, 16, kWrite, __builtin_return_address(0));
+  watch_access(to, bytes, kWrite, __builtin_return_address(0));
   Copies& copies = copies_of_thread();
-  if (!copies.add({to, exist ? from : nullptr, copies.group})) {
+  if (!copies.add({to, exist ? from : nullptr, copies.group, bytes})) {
     refuse(this_thread(), nullptr, "no memory for what cp.async has begun");
     leave_refused();
   }
   ByteState* states = states_of(to);
-  for (int i = 0; i < 16; ++i) {
+  for (int i = 0; i < bytes; ++i) {
     states[i].in_flight = true;
     states[i].copier = static_cast<uint16_t>(this_thread());
   }
@@ -399,13 +400,13 @@ void wait_for_groups(unsigned left) {
       continue;
     }
     if (copy.from) {
-      memcpy(copy.to, copy.from, 16);
+      memcpy(copy.to, copy.from, copy.bytes);
     } else {
-      memset(copy.to, 0, 16);
+      memset(copy.to, 0, copy.bytes);
     }
     ByteState* states = states_of(copy.to);
-    for (int k = 0; k < 16; ++k) states[k].in_flight = false;
-    watch_access(copy.to, 16, kWrite, nullptr);
+    for (int k = 0; k < copy.bytes; ++k) states[k].in_flight = false;
+    watch_access(copy.to, copy.bytes, kWrite, nullptr);
   }
   copies.count = kept;
 }

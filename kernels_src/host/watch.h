@@ -44,6 +44,7 @@ struct Copy {
   char* to;
   const char* from;  // null: zeros
   unsigned group;
+  int bytes;
 };
 
 // The copies that one thread has begun and not waited for.

@@ -1,7 +1,8 @@
 """Pages of a pool as bytes, in the order in which processes exchange them, and their checksum.
 
     page_first_direct   K of all layers | V of all layers | scales of K | scales of V
-                        (layers, page_size, heads, width) each; what a page has in that layout
+                        (layers, page_size, heads, width) each; what a page has in that layout.
+                        Rows of four-bit formats are codes and group scales, as in a pool
     page_head           the same parts, (heads, page_size, layers, width) each
 
 MLA has one part, and one of scales. The pools of all layouts but "page_head" use the first order,
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from .. import observe
-from ..arrays import ArrayView, array_at
+from ..arrays import ArrayView, array_at, bytes_of
 from ..observe import Access
 from .pool import Pool
 
@@ -101,7 +102,10 @@ class WirePages:
                 f"{pool.placement} on {pool.device.name}"
             )
         self.pool, self.wire = pool, wire
-        by_group = [(group.layers, (*group.parts, *group.scale_parts)) for group in pool.groups]
+        by_group = [
+            (group.layers, [*map(bytes_of, group.parts), *group.scale_parts])
+            for group in pool.groups
+        ]
         self._planes: list[_Plane] = []
         offset = 0
         for number in range(len(by_group[0][1])):

@@ -274,7 +274,10 @@ class MooncakeBackend(ProcessLocal):
                     headers[i] = _header(row)
             self._require_no_failure(codes, headers)
         if len(usable) < len(keys):
-            raise BackendLost("calls that were given up may still write to these pages", headers)
+            raise BackendLost(
+                "calls that were given up may still write to these pages", headers,
+                repeatable=False,
+            )  # fmt: skip
         return headers
 
     def busy(self, keys: Sequence[bytes]) -> _Quiet | None:
@@ -324,7 +327,11 @@ class MooncakeBackend(ProcessLocal):
     def _require_no_failure(self, codes: Iterable[int], results: Sequence[Any]) -> None:
         failures = [code for code in codes if _is_unsafe(code) or code in _NO_MASTER]
         if failures:
-            raise BackendLost(f"mooncake {self._settings.master}: code {failures[0]}", results)
+            # A node that died stays in the index for some 10 s, and each failure costs a client.
+            raise BackendLost(
+                f"mooncake {self._settings.master}: code {failures[0]}", results,
+                repeatable=not any(map(_is_unsafe, failures)),
+            )  # fmt: skip
 
 
 # --- Calls of the store, with memory for headers ---
@@ -580,14 +587,20 @@ class _Client:
         self._lock = threading.Lock()
 
     def take_lane(self) -> _Lane | None:
-        """Return a thread without a call, or None if all have one. Called with a lock held."""
+        """Return a thread without a call, or None if all have one. Called with a lock held.
+
+        BackendLost if the system has no more threads.
+        """
         if self.idle:
             return self.idle.pop()
         if len(self._lanes) == _CALLS_AT_ONCE:
             return None
         lane = _Lane(self, self._headers[len(self._lanes)])
+        try:
+            lane.start()
+        except RuntimeError as error:  # the system has no more threads
+            raise BackendLost(f"mooncake {self._settings.master}: {error}") from error
         self._lanes.append(lane)
-        lane.start()
         return lane
 
     def store(self, job: _Job) -> Any:

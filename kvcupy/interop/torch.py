@@ -488,7 +488,7 @@ def paged_attention(
         new: Tensor = _call(_ops.paged_attention.default, *arguments, stream=stream)
         return new
     if out is None:
-        new = out_of_attention({"query": query, "v_cache": v_cache})
+        new = out_of_attention({"query": query, "v_cache": v_cache, "format": format})
         out = new.zero_()  # of rows past the last sequence nothing is written
     _call(_ops.paged_attention_out.default, *arguments, stream=stream, out=out, lse_out=lse_out)
     return out

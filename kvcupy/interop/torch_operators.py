@@ -94,7 +94,8 @@ class Row:
 def out_of_attention(v: Values) -> Any:
     """Return what attention fills."""
     query = v["query"]
-    return query.new_empty((*query.shape[:2], v["v_cache"].shape[-1]))
+    width = _width_of_rows(v["v_cache"].shape[-1], v.get("format"))
+    return query.new_empty((*query.shape[:2], width))
 
 
 def rows_of_gather(v: Values) -> Any:
@@ -109,10 +110,14 @@ def _empty_rows(v: Values, name: str) -> Any:
         shape = (num_tokens, cache.shape[1], cache.shape[3])
     else:
         shape = (num_tokens, *cache.shape[2 if cache.ndim == 4 else 1 :])
-    four_bit = formats.FOUR_BIT.get(v.get("format") or "")
-    if four_bit is not None:  # the cache is bytes, the rows are elements
-        shape = (*shape[:-1], shape[-1] // four_bit.group_bytes * four_bit.group)
+    shape = (*shape[:-1], _width_of_rows(shape[-1], v.get("format")))
     return cache.new_empty(shape, dtype=v.get("dtype") or _dtype_of_rows(cache, v.get("format")))
+
+
+def _width_of_rows(size: int, format: str | None) -> int:
+    """Return the elements of a row of a cache; of a four-bit format `size` counts bytes."""
+    four_bit = formats.FOUR_BIT.get(format or "")
+    return size if four_bit is None else size // four_bit.group_bytes * four_bit.group
 
 
 def _dtype_of_rows(cache: Any, format: str | None) -> Any:

@@ -98,7 +98,8 @@ def paged_attention(
     ----------
     query : fp32, fp16 or bf16 (T, Hq, D), the new tokens of all sequences, one after another
     k_cache, v_cache : any format, (num_pages, page_size, H, D) and (..., Dv) in the layout; widths
-        up to 768. Hq is a multiple of H. For MLA, both are views of one latent cache, H = 1
+        up to 768. Hq is a multiple of H. For MLA, both are views of one latent cache, H = 1. K and
+        V of four bits have one format
     block_table : int32 or int64 (B, max_pages), the pages of each sequence; entries past its end
         are not read. Keys of a negative page are not visible; nor are those of a page past the end
         of the cache, which `check_faults` raises
@@ -134,7 +135,8 @@ def paged_attention(
     -----
     Sums are float32, and the output is rounded once. On tensor cores products of 16-bit numbers are
     exact. Softmax weights are rounded to the 16-bit format where a sequence has many new tokens,
-    and to twice its bits where it has few. A query that sees no key gives 0, and -inf in `lse_out`.
+    and to twice its bits where it has few. There values of int4 are rounded to fp16 once, and four
+    bits are otherwise exact. A query that sees no key gives 0, and -inf in `lse_out`.
     Stream: up to three kernels, in order. Capture: legal with outputs given; grid and workspace
     depend on shapes alone. Bytes: in decode, visible K and V are read once for all query heads of a
     KV head. Source: FlashInfer, Ye et al. 2025; Flash-Decoding, Dao et al. 2023.
@@ -309,6 +311,11 @@ def check_call(arguments: dict[str, Any], options: AttentionOptions) -> Attentio
             f"v_cache: expected pages and heads as in k_cache {describe(arguments['k_cache'])}, "
             f"got {describe(arguments['v_cache'])}"
         )
+    if (k.four_bit or v.four_bit) and k.cache_format is not v.cache_format:
+        raise ValueError(
+            f"v_cache: expected {k.cache_format.name} like k_cache, as one of them has four bits, "
+            f"got {v.cache_format.name}"
+        )
     num_kv_heads, width = k.cache.num_heads, k.cache.width
     if query.shape[2] != width:
         raise ValueError(
@@ -343,7 +350,7 @@ def check_query(query: ArrayView, name: str = "query") -> None:
 
 def _check_cache(arguments: dict[str, Any], names: KVNames, layout: str) -> KVOperand:
     name, array = names.cache, arguments[names.cache]
-    cache_format = checks.number_format(array, name)
+    cache_format = checks.number_format(array, name, four_bit=True)
     if array.ndim not in (3, 4):
         raise ValueError(
             f"{name}: expected (num_pages, page_size, heads, width) by layout, "
@@ -599,7 +606,7 @@ class AttentionPlan(Plan):
             Launch(
                 device, tiling.specialisation, (tiles, num_kv_heads, num_splits),
                 (tiling.threads, 1, 1), tiling.smem_bytes,
-                attention_params(call, num_splits, tiling.lanes), pointers, names,
+                attention_params(call, num_splits, tiling.lanes, alignment), pointers, names,
             )
         )  # fmt: skip
         if num_splits > 1:
@@ -726,7 +733,16 @@ def _softmax(xp: Any, scores: Any, mask: Any, v: Any, sinks: Any) -> tuple[Any, 
 
 def _cached_rows(device: Device, operand: KVOperand, views: Views, pages: Any, offsets: Any) -> Any:
     """Return the float32 rows of K or V in slots of pages, (slots, heads, width)."""
-    bits = device.carrier(operand.cache_view(views))[pages, offsets]
+    cache = operand.cache_view(views)
+    if operand.four_bit is not None and cache.scales is not None:
+        scale = np.float32(operand.scale.value)
+        if operand.scale.array is not None:
+            scale = device.carrier(views[operand.names.scale]).reshape(-1, 1)
+        codes, scales = (
+            device.carrier(part)[pages, offsets] for part in (cache.codes, cache.scales)
+        )
+        return fallback.decode_groups(codes, scales, operand.four_bit, scale)
+    bits = device.carrier(cache)[pages, offsets]
     values = fallback.decode(bits, operand.cache_format.name)
     if operand.scale_cache is not None:
         scales = device.carrier(views[operand.names.scale_cache])

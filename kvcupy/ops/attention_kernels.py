@@ -1,7 +1,7 @@
 """The attention kernels: which of them a call takes, how it is tiled, and their Params.
 
 `attention_prefill` works on tiles of 64 packed rows with tensor cores, where query and cache are
-fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 bits, and
+fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 and 4 bits, and
 `attention_decode_latent` likewise where rows are wide, and `attention_decode_heads` on tiles of 64
 where many heads share those. `attention_decode` takes every other call: a few packed rows per tile.
 All split keys over blocks. `attention_starts` runs before them where sequences have several new
@@ -24,7 +24,7 @@ from .. import faults
 from ..arrays import ArrayView
 from ..config import SHARED_BYTES
 from ..devices.protocol import Device
-from ..formats import FORMATS
+from ..formats import CACHE_FORMATS, FORMATS, FOUR_BIT, FourBitFormat
 from ..kernels import Kernel, Specialisation
 from .call import require_countable, widest
 from .checks import OPERAND_PARAMS, KVOperand
@@ -153,7 +153,8 @@ STARTS_PARAMS = np.dtype(
 )
 
 FORMAT_NUMBERS = {
-    name: i for i, name in enumerate(("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"))
+    name: i
+    for i, name in enumerate(("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", *FOUR_BIT))
 }
 
 _LOG2_E = math.log2(math.e)
@@ -165,13 +166,16 @@ _STRIDE_FIELDS = {
 }  # fmt: skip
 
 
-def attention_params(call: AttentionCall, num_splits: int, lanes: int) -> dict[str, Any]:
-    """Return the Params of a call, but for the addresses."""
+def attention_params(
+    call: AttentionCall, num_splits: int, lanes: int, alignment: int
+) -> dict[str, Any]:
+    """Return the Params of a call, but for the addresses, whose words are of `alignment`."""
     options, cache, views = call.options, call.k.cache, call.views
     query, out = views["query"], views["out"]
     table, seq_lens = views["block_table"], views["seq_lens"]
     params = {
-        **call.k.params("k", call.k.cache.width), **call.v.params("v", call.v.cache.width),
+        **call.k.params("k", call.k.cache.width, alignment),
+        **call.v.params("v", call.v.cache.width, alignment),
         "k_format": FORMAT_NUMBERS[call.k.cache_format.name],
         "v_format": FORMAT_NUMBERS[call.v.cache_format.name],
         "query_format": FORMAT_NUMBERS[query.format],
@@ -260,15 +264,19 @@ PREFILL = Kernel(
 
 # Packed rows per tile of the plain kernel, by the packs of a row that a lane holds where a warp
 # shares it. Tensor cores take most calls of 16 and 8 bits: what is left of those is bf16 on Turing.
+FOUR_BIT_CTYPES = tuple(dict.fromkeys(f.ctype for f in FOUR_BIT.values()))
+_FOUR_BIT_KINDS = ("nvfp4", "mxfp4", "int4")  # one of each of them
 _PACKS_PER_LANE = (1, 3)
 _Rows = dict[str, dict[int, tuple[int, ...]]]
 _DECODE_ROWS: _Rows = {
     "float": {1: (1, 4), 3: (1,)}, "half": {1: (1,)}, "bfloat16": {1: (1, 4)},
+    **{name: {1: (1, 4), 3: (1,)} for name in FOUR_BIT_CTYPES},
     "AnyFormat": {1: (1, 4, 8), 3: (1, 2)},
 }  # fmt: skip
 # Keys of 16 bits are rotated on tensor cores, as most of 8 bits; those of float32 are few.
 _ROTATING_ROWS: _Rows = {
     "fp8_e4m3": {1: (1, 4)}, "fp8_e5m2": {1: (1, 4)}, "int8": {1: (1, 4)},
+    **{name: {1: (1, 4), 3: (1,)} for name in FOUR_BIT_CTYPES},
     "AnyFormat": {1: (1, 4, 8), 3: (1,)},
 }  # fmt: skip
 _HOST_ROWS = (1, 4, 8)
@@ -301,7 +309,8 @@ LATENT_WIDTHS = (576, 512)
 """The most elements of a row of K and of V that the kernel for wide rows takes."""
 
 PREFILL_FORMATS = {"fp16": "half", "bf16": "bfloat16"}
-DECODE_MMA_FORMATS = (*PREFILL_FORMATS, "fp8_e4m3", "fp8_e5m2", "int8")
+LATENT_FORMATS = (*PREFILL_FORMATS, "fp8_e4m3", "fp8_e5m2", "int8")
+DECODE_MMA_FORMATS = (*LATENT_FORMATS, *FOUR_BIT)
 
 _WORD_BYTES = 16  # rows are copied to shared memory in words of this size
 _MIN_ROWS_PER_SEQUENCE = 16  # of prefill: with fewer, most of a tile would be empty
@@ -330,13 +339,14 @@ def specialisations() -> list[Specialisation]:
     ]
     decodes += [
         decode_mma_specialisation(name, *widths)
-        for name in DECODE_MMA_FORMATS
+        for name in (*LATENT_FORMATS, *_FOUR_BIT_KINDS)
         for widths in PREFILL_WIDTHS
+        if name != "mxfp4" or widths[0] % 128 == 0  # else scales of a row are no whole words
     ]
-    decodes += [latent_specialisation(name) for name in DECODE_MMA_FORMATS]
+    decodes += [latent_specialisation(name) for name in LATENT_FORMATS]
     decodes += [
         DECODE_HEADS.specialise(FORMATS[name].ctype, keys)
-        for name in DECODE_MMA_FORMATS
+        for name in LATENT_FORMATS
         for keys in HEADS_KEYS
     ]
     starts = [kernel.specialise(lanes) for lanes, kernel in STARTS.items()]
@@ -380,24 +390,40 @@ def decode_mma_specialisation(format_name: str, k_width: int, v_width: int) -> S
     widths = padded_widths(k_width, v_width)
     if widths is None:
         raise ValueError(f"widths {k_width}, {v_width}: expected at most {PREFILL_WIDTHS[-1]}")
-    return DECODE_MMA.specialise(FORMATS[format_name].ctype, *widths)
+    return DECODE_MMA.specialise(CACHE_FORMATS[format_name].ctype, *widths)
 
 
 def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int:
     """Return the dynamic shared memory of a block, `DecodeShape::kBytes` of the kernel."""
     ctype, *widths = specialisation.arguments
     k_width, v_width = map(int, widths)
-    itemsize = next(f.itemsize for f in FORMATS.values() if f.ctype == ctype)
-    keys = _TILE_KEYS[itemsize == 1 and max(k_width, v_width) <= _NARROW]
-    tile_bytes = keys * itemsize * (k_width + v_width)
+    four_bit = next((f for f in FOUR_BIT.values() if f.ctype == ctype), None)
+    itemsize = next((f.itemsize for f in FORMATS.values() if f.ctype == ctype), 1)
+    keys = _TILE_KEYS[four_bit is not None or (itemsize == 1 and max(k_width, v_width) <= _NARROW)]
+    tile_bytes = keys * itemsize * (k_width + v_width) // (1 if four_bit is None else 2)
     stages = 4 if tile_bytes <= 2048 else 2 if tile_bytes <= 10240 else 1
     if arch == "sm_75":
         stages = 1
     merge_bytes = DECODE_MMA_ROWS * (v_width + 8) * 4
-    per_key = 8 * (2 * stages + (stages if itemsize == 2 else 1)) + 8 * stages
-    table_bytes = -(-(keys * per_key + 4 * stages) // 8) * 8
+    if four_bit is None:
+        per_key = 8 * (2 * stages + (stages if itemsize == 2 else 1)) + 8 * stages
+        table_bytes = -(-(keys * per_key + 4 * stages) // 8) * 8
+    else:
+        table_bytes = _four_bit_table_bytes(four_bit, stages, keys, k_width, v_width)
     per_warp = max(stages * tile_bytes, merge_bytes) + table_bytes
     return _DECODE_WARPS * per_warp + DECODE_MMA_ROWS * k_width * 2 + _DECODE_TILE_BYTES
+
+
+def _four_bit_table_bytes(
+    format: FourBitFormat, stages: int, keys: int, k_width: int, v_width: int
+) -> int:
+    """Return the bytes of a `DecodeTable` of a four-bit format."""
+    scales = [-(-n // format.group * format.scale_bytes // 4) * 4 for n in (k_width, v_width)]
+    prepared = 16 + 4  # a float at a multiple of 16 bytes, and two fp16
+    if format.group != 16:
+        prepared = keys * (k_width // 32 * 4 + v_width // 32 * 2)
+    total = stages * (keys * (16 + sum(scales)) + 4) + prepared
+    return -(-total // 16) * 16
 
 
 def latent_specialisation(format_name: str) -> Specialisation:
@@ -550,16 +576,42 @@ def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> boo
     It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
     one of 8 bits, and rows are whole 16-byte words at aligned addresses. One row alone wastes most
     of each product, which still takes less time than float32 arithmetic. `is_reachable` says what
-    Turing lacks.
+    Turing lacks. Of four bits: `_suits_four_bit_mma`.
     """
     if padded_widths(*_widths(call)) is None:
         return False
+    if call.k.four_bit is not None:
+        return _suits_four_bit_mma(device, call, alignment)
     if not _has_words_for_tensor_cores(device, call, alignment):
         return False
     if call.k.cache_format.itemsize == 1:
         if call.rotates_keys and not _has_rotary_packs(call, alignment, 2 * _PACK):
             return False
     elif not _has_whole_packs(call, alignment):
+        return False
+    return is_reachable(_decode_mma_specialisation_of(call), device.arch)
+
+
+def _suits_four_bit_mma(device: Device, call: AttentionCall, alignment: int) -> bool:
+    """Return whether the decode kernel on tensor cores takes a call over four-bit caches.
+
+    Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, and
+    rotated keys whole chunks of 32 elements.
+    """
+    query, out = call.views["query"], call.views["out"]
+    if device.warp_lanes != 32 or query.format not in PREFILL_FORMATS:
+        return False
+    if widest((alignment, *map(abs, (*query.strides[:2], *out.strides[:2])))) < _WORD_BYTES:
+        return False
+    for operand in (call.k, call.v):
+        format, scales = operand.four_bit, operand.cache.scales
+        assert format is not None
+        assert scales is not None
+        scale_bytes = operand.cache.width // format.group * format.scale_bytes
+        steps = (scale_bytes, scales.start_bytes, *scales.strides)
+        if operand.code_word_bytes(alignment) < 4 or any(n % 4 for n in steps):
+            return False
+    if call.rotates_keys and not _has_rotary_packs(call, alignment, 4 * _PACK):
         return False
     return is_reachable(_decode_mma_specialisation_of(call), device.arch)
 
@@ -576,7 +628,7 @@ def _has_words_for_tensor_cores(device: Device, call: AttentionCall, alignment: 
         device.warp_lanes != 32
         or query.format not in PREFILL_FORMATS
         or cache_format is not call.v.cache_format
-        or cache_format.name not in DECODE_MMA_FORMATS
+        or cache_format.name not in LATENT_FORMATS
         or (cache_format.itemsize == 2 and query.format != cache_format.name)
     ):
         return False
@@ -625,7 +677,9 @@ def _prefill_specialisation_of(call: AttentionCall) -> Specialisation:
 
 def _decode_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling:
     name = call.k.cache_format.ctype
-    if call.k.cache_format is not call.v.cache_format or not _has_whole_packs(call, alignment):
+    if call.k.four_bit is None and (
+        call.k.cache_format is not call.v.cache_format or not _has_whole_packs(call, alignment)
+    ):
         name = _ANY_FORMAT
     row_counts: tuple[int, ...]
     packs = -(-max(call.k.cache.width, call.v.cache.width) // _PACK)

@@ -8,18 +8,21 @@ from __future__ import annotations
 import numpy as np
 
 from .formats import Array, Float64, decode, format_of
+from .four_bit import FourBitRows
 from .rope import rotate_values
-from .store import Faults, Scale, num_slots, scale_per_head, scaled
+from .store import Faults, Rows, Scale, num_slots, scale_per_head, scaled
 
 
 def _rows_of_slots(
-    cache: Array, layout: str, scale: Scale, scale_cache: Array | None
+    cache: Rows, layout: str, scale: Scale, scale_cache: Array | None
 ) -> tuple[Float64, int]:
     """Return the values of a paged cache, (num_slots, H, D), and the page size."""
     pages = cache if layout == "NHD" else cache.swapaxes(1, 2)
-    rows = pages.reshape(num_slots(cache, layout), *pages.shape[2:])
+    shape = num_slots(cache, layout), *pages.shape[2:]
     scales = scale_per_head(scale, pages.shape[2]) if scale_cache is None else scale_cache
-    return scaled(rows, scales).astype(np.float64), int(pages.shape[1])
+    if isinstance(pages, FourBitRows):
+        return scaled(pages, scales).reshape(shape).astype(np.float64), int(pages.shape[1])
+    return scaled(pages.reshape(shape), scales).astype(np.float64), int(pages.shape[1])
 
 
 def rotate_keys(
@@ -95,8 +98,8 @@ def _attend(
 
 def paged_attention(
     query: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Rows,
+    v_cache: Rows,
     block_table: Array,
     seq_lens: Array,
     *,

@@ -353,7 +353,7 @@ def _transfer(device: PlannedDevice, host_format: str) -> None:
     shape = 1024, 32, _PAGE, _HEADS, _WIDTH
     pinned = [device.array(*shape, format=host_format) for _ in "kv"]
     own = [device.array(*shape, format="bf16") for _ in "kv"]
-    src, dst = LayerPages(tuple(pinned), (), False), LayerPages(tuple(own), (), True)
+    src, dst = LayerPages.of(pinned, (), on_device=False), LayerPages.of(own, (), on_device=True)
     planned = cast(Device, device)
     for launch in launches(planned, src, dst, max_blocks=link_blocks(planned), reports=True):
         device.launches.append(Planned(
@@ -407,6 +407,11 @@ def _asked_of_key(launch: Planned) -> float:
     """Return the bytes of a key and its value that an attention kernel loads, padding included."""
     kernel, arguments = launch.specialisation.kernel, launch.specialisation.arguments
     itemsize = next((f.itemsize for f in formats.FORMATS.values() if f.ctype == arguments[0]), 2)
+    four_bit = next((f for f in formats.FOUR_BIT.values() if f.ctype == arguments[0]), None)
+    if four_bit is not None:  # on tensor cores
+        if _code_word_bytes(four_bit.name) == 8:
+            return 2 * (_WIDTH // 2)
+        return 2 * four_bit.row_bytes(_WIDTH) + 4  # scales, and an entry of the block table
     (record,) = np.frombuffer(launch.params, kernel.params)
     if kernel.name == "attention_decode":  # element type, rows, packs of 8 elements per lane
         return 2 * int(arguments[2]) * (8 << int(record["lane_shift"])) * itemsize
@@ -416,6 +421,11 @@ def _asked_of_key(launch: Planned) -> float:
     # The widths here are those that kernels exist for, so that nothing is padded.
     k_width, v_width = (int(record[name]["width"]) for name in "kv")
     return (k_width + (0 if kernel.name in _LOADS_KEYS_ALONE else v_width)) * itemsize
+
+
+def _code_word_bytes(kv_format: str) -> int:
+    """Return in which words attention copies the codes of a four-bit format."""
+    return 8 if formats.FOUR_BIT[kv_format].row_bytes(_WIDTH) % 8 == 0 else 4
 
 
 _LOADS_KEYS_ALONE = ("attention_decode_latent",)  # its values are part of them
@@ -470,10 +480,11 @@ def _first_key_block(launch: Planned) -> int:
 
 
 def _transferred(name: str, kernel: str, host_format: str) -> Row:
-    width, itemsize = 2 * _WIDTH, formats.itemsize(host_format)
+    width, size = 2 * _WIDTH, formats.bytes_per_element(host_format)
+    asked = width * (2 + (_asked_of_codes(host_format) if size < 1 else size))
     return Row(name, partial(_transfer, host_format=host_format), kernel, "head of K and V",
-               width * itemsize, _bytes(width * (itemsize + 2)), over_link=True,
-               word_bytes=min(16, 8 * itemsize))  # fmt: skip
+               width * size, _bytes(asked), over_link=True,
+               word_bytes=min(16, 8 * formats.itemsize(host_format)))  # fmt: skip
 
 
 def _merged(states: int) -> Row:
@@ -487,14 +498,16 @@ def _merged(states: int) -> Row:
 def _decode(kv_format: str, group: int, scales: str = "") -> Row:
     """Return a row of a decode step; a scale per token and head is 4 bytes of K and 4 of V."""
     itemsize = formats.itemsize(kv_format)
+    size = formats.bytes_per_element(kv_format)
     call = partial(
         _attend, kv_format=kv_format, query_format=kv_format if itemsize == 2 else "bf16",
         heads=(_HEADS * group, _HEADS), widths=(_WIDTH, _WIDTH), scales=scales,
     )  # fmt: skip
     name = f"decode {kv_format} group {group}" + (f", scales {scales}" if scales else "")
-    moved = 2 * _WIDTH * itemsize + (8 if scales == "per token and head" else 0)
+    moved = 2 * _WIDTH * size + (8 if scales == "per token and head" else 0)
+    word_bytes = min(16, 8 * itemsize) if size >= 1 else _code_word_bytes(kv_format)
     return Row(name, call, "attention_", "key of a KV head", moved, _asked_of_key,
-               sharing=_tiles_per_sequence, word_bytes=min(16, 8 * itemsize))  # fmt: skip
+               sharing=_tiles_per_sequence, word_bytes=word_bytes)  # fmt: skip
 
 
 def _mla(kv_format: str, heads: int) -> Row:
@@ -529,8 +542,11 @@ ROWS: tuple[Row, ...] = (
         _bytes(4 * _PAGE * _HEADS * _WIDTH), 1024),
     _transferred("load bf16 pages from pinned memory", "transfer_copy", "bf16"),
     _transferred("load fp8_e4m3 pages as bf16", "transfer_convert", "fp8_e4m3"),
+    *[_transferred(f"load {name} pages as bf16", "transfer_from_four_bit", name)
+      for name in ("nvfp4", "mxfp4", "int4")],
     _merged(2), _merged(8),
     *[_decode(name, group) for name in ("fp16", "bf16", "fp8_e4m3", "int8") for group in (1, 4, 8)],
+    *[_decode(name, group) for name in ("nvfp4", "mxfp4", "int4") for group in (1, 4, 8)],
     *[_decode(name, 4, scales) for name in ("fp8_e4m3", "int8")
       for scales in ("per head", "per token and head")],
     *[_mla(name, heads) for name in ("bf16", "fp8_e4m3") for heads in (16, 64, 128)],

@@ -311,6 +311,9 @@ class Argument:
 
     def take_over(self) -> None:
         """Let the mirror hold what the device holds, once that was compared another way."""
+        if self.fmt in FOUR_BIT:
+            self.view[...] = reference.FourBitRows.packed(self.live(), self.fmt)
+            return
         unsigned = UNSIGNED[self.buffer.dtype.itemsize]
         self.view.view(unsigned)[...] = self.live().view(unsigned)
 

@@ -32,6 +32,11 @@ FEW = 8
 WEIGHT_ROUNDING = {"fp32": 0.0, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Relative error of what is rounded for a tensor core, half a unit: softmax weights of many new
 tokens, and rotated keys."""
+VALUE_ROUNDING = {
+    fmt: 2.0**-11 if form.code == "int4" else 0.0 for fmt, form in reference.FOUR_BIT.items()
+}
+"""Relative error of values that tensor cores take, half a unit of fp16: a code of int4 times its
+scale has 14 bits. Products of the other formats with their scales are exact."""
 TRUNCATION = {"fp32": 0.0, "fp16": 0.25, "bf16": 0.25}
 """Units that a score loses per element where tensor cores, which truncate, sum its products."""
 
@@ -40,7 +45,8 @@ REASONS = {
     " even; a NaN that a conversion produced equals any NaN",
     "rotation": "half an ulp for the one rounding, and a float32 rounding of each product",
     "attention": "half an ulp for the one rounding, what float32 loses in sums of D and of n terms"
-    " (the square root of their number), and weights rounded for a tensor core in prefill",
+    " (the square root of their number), weights rounded for a tensor core in prefill, and values"
+    " of int4 rounded to fp16 for one",
     "merge": "half an ulp for the one rounding, and a float32 rounding of each lse and product",
 }
 """What each kind of comparison allows, and why."""
@@ -109,6 +115,11 @@ def slot_values(args: Mapping[str, Any], side: str) -> Float64:
     pages = args[f"{side}_cache"]
     if args.get("layout") == "HND":
         pages = pages.swapaxes(1, 2)
+    if isinstance(pages, reference.FourBitRows):
+        static = args.get(f"{side}_scale")
+        scales = np.asarray(1.0 if static is None else static, np.float32).reshape(-1)
+        values = reference.dequantise_rows(pages, np.broadcast_to(scales, pages.shape[2]))
+        return values.reshape(-1, *pages.shape[2:]).astype(np.float64)
     stored = reference.decode(pages, reference.format_of(pages)).reshape(-1, *pages.shape[2:])
     scale = args.get(f"{side}_scale_cache")
     if scale is None:
@@ -159,6 +170,8 @@ def attention_errors(
     of_score = ROUNDING * (size * units + FEW * cap)
     rounded_weights = rounded_weights or args.get("query_lens") is not None
     rounded = WEIGHT_ROUNDING[fmt] if rounded_weights else 0.0
+    if fmt != "fp32" and isinstance(args["v_cache"], reference.FourBitRows):
+        rounded += VALUE_ROUNDING[args["v_cache"].fmt]
     if args.get("rope_table") is not None:
         share = min(1.0, 4 / np.sqrt(args["rope_table"].shape[1]))
         of_score = of_score + size * WEIGHT_ROUNDING[fmt] * share

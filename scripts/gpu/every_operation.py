@@ -138,6 +138,23 @@ class Operations:
         kv.gather_kv(*self.caches(), self.slots)
         kv.gather_kv(*self.caches("int8"), self.slots, dtype="bf16", **self.scales())
 
+    def four_bit(self) -> None:
+        """Store into four-bit caches, rotated or not, read them, and attend over them."""
+        size, heads = self.size, self.size.kv_heads
+        if size.head_dim % 32:  # rows are whole groups
+            return
+        for fmt in ("nvfp4", "mxfp4", "int4"):
+            shape = (self.pages, PAGE_SIZE, heads, size.head_dim)
+            caches = [self.device.zeros(shape, fmt) for _ in "kv"]
+            key, value = self.rows(heads, heads)
+            kv.store_kv(key, value, *caches, self.slots)
+            table = self.table(size.head_dim)
+            kv.rope_store_kv(None, key, value, table, self.positions, *caches, self.slots)
+            kv.gather_kv(*caches, self.slots, dtype="bf16")
+            pages, lengths = self._sequences()
+            query = self.values(size.sequences, size.heads, size.head_dim)
+            kv.paged_attention(query, *caches, pages, lengths)
+
     def move_pages(self) -> None:
         """Copy pages within an array, and between pools with every method."""
         some = np.arange(0, self.pages // 2)
@@ -155,6 +172,9 @@ class Operations:
             kv.transfer_pages(far, near, pages, pages, method=method)
         kv.transfer_pages(near, packed, pages, pages, convert=True)
         kv.transfer_pages(packed, near, pages, pages, convert=True)
+        codes = kv.KVPool(*shape, dtype="nvfp4", layout="page_first", device=device)
+        kv.transfer_pages(near, codes, pages, pages, convert=True)
+        kv.transfer_pages(codes, near, pages, pages, convert=True)
         with suppress(kv.IndexFault):  # the copy engine records no fault, a kernel does
             kv.transfer_pages(near, far, [self.pages], [0], method="copy")
             kv.check_faults(device)
@@ -235,7 +255,8 @@ class Operations:
 CALLS: dict[str, Callable[[Operations], None]] = {
     method.__name__: method
     for method in (
-        Operations.store, Operations.rotate, Operations.gather, Operations.move_pages,
+        Operations.store, Operations.rotate, Operations.gather, Operations.four_bit,
+        Operations.move_pages,
         Operations.find_slots, Operations.decode, Operations.prefill, Operations.merge,
         Operations.serve,
     )

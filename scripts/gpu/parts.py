@@ -180,6 +180,8 @@ _FULL: dict[str, tuple[float, tuple[str, ...]]] = {
     "offload_demo": (8, _PICTURES),
     "serve_demo": (3, _PICTURES),
     "replay_trace": (2, ()),
+    "shared_demo": (2, ()),
+    "disaggregated_demo": (2, _PICTURES),
     "soak": (3, ("--steps", "60000")),
 }
 _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
@@ -196,6 +198,8 @@ _QUICK: dict[str, tuple[float, tuple[str, ...]]] = {
     "offload_demo": (0.5, ("--quick",)),
     "serve_demo": (0.5, ("--requests", "8", "--rounds", "1")),
     "replay_trace": (0.5, ("--limit", "200")),
+    "shared_demo": (0.5, ("--limit", "60")),
+    "disaggregated_demo": (0.5, ("--quick",)),
     "soak": (0.5, ("--steps", "1000")),
 }
 

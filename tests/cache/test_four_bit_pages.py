@@ -7,6 +7,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from four_bit_cases import FOUR_BIT, KINDS
+from helpers import from_values
 
 import kvcupy as kv
 from kvcupy import arrays, formats
@@ -102,6 +103,24 @@ def test_copies_of_pages_with_scales_of_their_own():
         np.testing.assert_array_equal(array, old)
 
 
+@pytest.mark.parametrize(
+    ("fmt", "source", "target"),
+    [("nvfp4", "layer_first", "page_first"), ("int4_g64", "page_head", "page_first_direct")],
+)
+def test_pages_move_to_another_process(device, fmt, source, target):
+    one, other = new_pool(device, fmt, layout=source), new_pool(device, fmt, 5, layout=target)
+    fill(one)
+    fill(other, 1)
+    device.synchronize()
+    want = contents(other)
+    want[:, :, [4, 0, 1]] = contents(one)[:, :, [0, 5, 2]]
+    one.allocator.alloc(6)
+    other.allocator.alloc(5)
+    with kv.PageSender(one) as sender, kv.PageReceiver(other) as receiver:
+        receiver.pull(sender.offer([0, 5, 2]), [4, 0, 1]).synchronize()
+    np.testing.assert_array_equal(contents(other), want)
+
+
 def test_wrapped_pools():
     raw = [np.zeros((2, 6, PAGE, HEADS, 72), np.uint8) for _ in range(LAYERS)]
     views = [kv.view_as(a, "nvfp4") for a in raw]
@@ -132,7 +151,7 @@ def refusals(device):
         "scales": lambda: kv.KVPool(4, 4, 1, 1, 64, scales=True, **same),
         "dst_pool": lambda: kv.transfer_pages(pool, new_pool(device, "int4"), [0], [0]),
         "convert": lambda: kv.transfer_pages(
-            pool, new_pool(device, "bf16"), [0], [0], convert=True
+            pool, new_pool(device, "int4"), [0], [0], convert=True
         ),
     }  # fmt: skip
 
@@ -174,6 +193,65 @@ def test_tiers_keep_the_bytes(device, tmp_path):
             new_pool(device, "int4"), new_pool(device, "int4", 2, placement="pinned"),
             disk=tmp_path / "blocks.kv", disk_bytes=2**20,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
+def test_tiers_narrow_on_the_way_down_and_widen_on_the_way_up(device, dtype, tmp_path):
+    options = {"dtype": dtype, "scales": dtype == "fp8_e4m3"}
+    pool, twice = (
+        kv.KVPool(6, PAGE, LAYERS, HEADS, WIDTH, device=device, **options) for _ in range(2)
+    )
+    host = new_pool(device, "nvfp4", 4, placement="pinned")
+    rng = np.random.default_rng(5)
+    for part in pool.parts:
+        raw = rng.integers(0x30, 0x3F, (part.size, part.itemsize), dtype=np.uint8)
+        whole = arrays.reshaped(part, (raw.size,), (1,))
+        device.copy(
+            arrays.ArrayView(
+                part.pointer, whole.shape, (1,), "uint8", part.device,
+                library=part.library, owner=part.owner,
+            ),
+            raw.reshape(-1),
+        )  # fmt: skip
+    for scale in pool.scale_parts:
+        device.copy(scale, np.full(scale.shape, 0.5, np.float32))
+    device.synchronize()
+    between = new_pool(device, "nvfp4")
+    kv.transfer_pages(pool, between, range(6), range(6), convert=True)
+    kv.transfer_pages(between, twice, range(6), range(6), convert=True)
+    device.synchronize()
+    want = contents(twice)
+    assert not np.array_equal(want, contents(pool))
+
+    first, second = (kv.block_hashes(range(n, n + 3 * PAGE), PAGE) for n in (0, 100))
+    cache = kv.TieredCache(
+        pool, host, disk=tmp_path / "blocks.kv", disk_bytes=2**20, host_dtype="nvfp4"
+    )
+    with closing(cache):
+        pages = {}
+        for hashes in (first, second):
+            pages[hashes[0]] = pool.allocator.alloc(3)
+            cache.insert(hashes, pages[hashes[0]])
+            cache.flush()
+            cache.evict(3)
+        assert cache.match(first).host < cache.match(first).disk == 3
+        for hashes in (first, second, first):
+            lease = cache.acquire(hashes)
+            lease.wait(None)
+            device.synchronize()
+            np.testing.assert_array_equal(
+                contents(pool)[:, :, lease.pages], want[:, :, pages[hashes[0]]]
+            )
+            lease.release()
+    assert "nvfp4" in inspect(tmp_path / "blocks.kv")["formats"]
+
+
+def test_tiers_of_other_formats_are_asked_for_by_name(device):
+    pool, host = new_pool(device, "bf16"), new_pool(device, "nvfp4", placement="pinned")
+    with pytest.raises(ValueError, match=r"^host_pool: .*bf16.*nvfp4"):
+        kv.TieredCache(pool, host)
+    with pytest.raises(ValueError, match=r"^host_dtype: expected nvfp4 like host_pool, got 'int4'"):
+        kv.TieredCache(pool, host, host_dtype="int4")
 
 
 def new_cache(device, fmt, latent_dim=None, **options):
@@ -225,18 +303,72 @@ def test_a_paged_cache_up_to_attention(device, fmt, latent_dim, tmp_path):
         np.testing.assert_array_equal(got, want)
 
 
-def test_attention_is_refused_before_anything_is_written(device):
-    cache = new_cache(device, "nvfp4")
+def attended(query, k, v, group):
+    """The output of the newest tokens (n, Hq, D) over the keys (m, H, D) of a sequence."""
+    keys, values = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+    out = np.zeros((*query.shape[:2], v.shape[-1]))
+    for i, row in enumerate(query):
+        seen = slice(0, len(keys) - len(query) + i + 1)
+        scores = np.einsum("hd,khd->hk", row.astype(np.float64), keys[seen]) / np.sqrt(k.shape[-1])
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        out[i] = np.einsum("hk,khd->hd", weights, values[seen])
+    return out
+
+
+@pytest.mark.parametrize("query_fmt", ["fp32", "bf16"])
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+def test_attention_of_a_paged_cache(device, fmt, query_fmt):
+    """Prefill, a fork within a page, and decode: over exactly what `get_kv` gives."""
+    cache, rng = new_cache(device, fmt), np.random.default_rng(3)
+
+    def step(seqs, counts):
+        query, key, value = (
+            from_values(rng.standard_normal((sum(counts), n, WIDTH)), query_fmt)
+            for n in (2 * HEADS, HEADS, HEADS)
+        )
+        with cache.forward(seqs, counts):
+            outs = [
+                cache.attention(layer, *map(device.asarray, (query, key, value)))
+                for layer in range(2)
+            ]
+        device.synchronize()
+        start = 0
+        for seq, count in zip(seqs, counts, strict=True):
+            k, v = read(cache, seq, 0, cache.sequence_length(seq))
+            for layer, out in enumerate(outs):
+                want = attended(
+                    query[start : start + count].astype(np.float32), k[layer], v[layer], 2
+                )
+                got = device.to_numpy(out)[start : start + count].astype(np.float64)
+                np.testing.assert_allclose(got, want, atol=0.03 if query_fmt == "bf16" else 1e-5)
+            start += count
+
     cache.add_sequence(0)
-    with cache.forward([0], [3]):
-        pass
-    cache.set_kv(0, 0, *rows_of(cache, 3))
-    before = contents(cache.pool)
-    query = device.zeros((2, 4, WIDTH), "fp32")
-    with cache.forward([0], [2]), pytest.raises(ValueError, match=r"pool: .*nvfp4"):
-        cache.attention(0, query, query[:, :HEADS], query[:, :HEADS])
-    device.synchronize()
-    np.testing.assert_array_equal(contents(cache.pool), before)
+    step([0], [7])
+    cache.fork_sequence(0, 1, at=6)
+    step([1, 0], [1, 2])
+    step([0, 1], [1, 1])
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
+def test_keys_that_are_rotated_in_attention(device, fmt):
+    """Cached raw they give about what is cached rotated, within what the format loses."""
+    outs = []
+    for mode in ("normal", "inline"):
+        table = kv.rope_table(64, WIDTH, device=device)
+        cache = new_cache(device, fmt, rope=table, rope_mode=mode)
+        rng = np.random.default_rng(4)
+        rows = [
+            from_values(rng.standard_normal((9, n, WIDTH)) * 0.5, "bf16")
+            for n in (2 * HEADS, HEADS, HEADS)
+        ]
+        cache.add_sequence(0)
+        with cache.forward([0], [9]):
+            outs.append(device.to_numpy(cache.attention(0, *map(device.asarray, rows))))
+    normal, inline = (out.astype(np.float64) for out in outs)
+    assert np.abs(normal - inline).max() > 0
+    assert np.linalg.norm(normal - inline) < 0.1 * np.linalg.norm(normal)
 
 
 def test_slots_that_move_in_pools_of_uneven_slots():
@@ -252,3 +384,25 @@ def test_slots_that_move_in_pools_of_uneven_slots():
     want = before.copy()
     want[:, :, [2, 1, 0]] = before[:, :, [1, 9, 23]]
     np.testing.assert_array_equal(contents(pool).reshape(want.shape), want)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4"])
+def test_attention_over_latents(device, fmt):
+    """Values are the latent part of keys."""
+    latent_dim = 4 * WIDTH
+    cache, rng = new_cache(device, fmt, latent_dim), np.random.default_rng(5)
+    cache.add_sequence(0)
+    for count in (6, 1):
+        query, latent, key = (
+            from_values(rng.standard_normal(shape) * 0.3, "bf16")
+            for shape in ((count, 4, 6 * WIDTH), (count, latent_dim), (count, 2 * WIDTH))
+        )
+        with cache.forward([0], [count]):
+            arrays = map(device.asarray, (query, latent, key))
+            out = cache.attention_mla(1, *arrays, sm_scale=(6 * WIDTH) ** -0.5)
+            device.synchronize()
+    parts = read(cache, 0, 0, 7)
+    latents, keys = (np.asarray(x[1], np.float32).reshape(7, 1, -1) for x in parts)
+    k = np.concatenate([latents, keys], axis=-1)
+    want = attended(query.astype(np.float32), k, latents, 4)
+    np.testing.assert_allclose(device.to_numpy(out).astype(np.float64), want, atol=0.02)

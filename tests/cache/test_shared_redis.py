@@ -583,7 +583,9 @@ class TestNonsense:
     @pytest.mark.parametrize("page", [
         b"*2\r\n$1\r\n0\r\n*1\r\n:5\r\n", b"*2\r\n:0\r\n*0\r\n", b"*2\r\n$1\r\n0\r\n$1\r\nx\r\n",
         b"*1\r\n*0\r\n", b"*2\r\n$-1\r\n*-1\r\n", b"*2\r\n" * 9, b"*60000\r\n", b"$70000\r\nx",
-    ])  # fmt: skip
+        b"*2\r\n$1\r\n0\r\n*1\r\n$257\r\n" + b"x" * 257 + b"\r\n",
+        b"*2\r\n$1\r\n0\r\n*20000\r\n" + b"$1\r\nx\r\n" * 20000,
+    ], ids=range(10))  # fmt: skip
     def test_pages_of_keys_that_are_none(self, impostor, page):
         backend = open_backend(f"unix:{impostor.path}", connect=False)
         impostor.reply = page
@@ -672,6 +674,10 @@ WRONG = [
     ("redis://h:99999", {}, ValueError, "url"),
     ("redis://h/x", {}, ValueError, "url"),
     ("redis://h/1?x=1", {}, ValueError, "url"),
+    ("redis://a..b", {}, ValueError, "url: expected"),
+    ("redis://" + "a" * 64, {}, ValueError, "url: expected"),
+    ("redis://h", {"password": "\ud800"}, ValueError, "password: expected"),
+    ("redis://h", {"user": "\udfff", "password": "p"}, ValueError, "user: expected"),
     ("unix:", {}, ValueError, "url"),
     (b"redis://h", {}, TypeError, "url"),
     ("redis://:p@h", {"password": "q"}, ValueError, "password"),
@@ -695,7 +701,14 @@ def test_urls_that_do_not_fit(url, options, error, name):
     assert caught.value.__context__ is None or ":p@" not in str(caught.value.__context__)
 
 
-@pytest.mark.parametrize("options", [{"ttl_s": 0}, {"ttl_s": -1}, {"max_connections": 0}])
-def test_options_that_do_not_fit(options):
-    with pytest.raises(ValueError, match=next(iter(options))):
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"ttl_s": 0}, ValueError), ({"ttl_s": -1}, ValueError), ({"ttl_s": "1"}, TypeError),
+        ({"max_connections": 0}, ValueError), ({"max_connections": 1.5}, TypeError),
+        ({"max_connections": "4"}, TypeError),
+    ],
+)  # fmt: skip
+def test_options_that_do_not_fit(options, error):
+    with pytest.raises(error, match=f"^{next(iter(options))}: expected"):
         RedisBackend(redis_address("redis://h"), b"", **options)

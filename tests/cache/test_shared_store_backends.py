@@ -226,6 +226,28 @@ def test_blocks_that_could_not_be_fetched_are_asked_for_again_later(store, shelf
     assert store.get(HASHES[:4], range(4)) == [True] * 4 and store.exists(HASHES[:4]) == 4
 
 
+def test_blocks_that_a_lost_call_did_not_deliver_are_asked_for_again_later(store, shelf, clock):
+    """Such as those of a node that died, which the store's index still has."""
+    put(store)
+    shelf.failures = [BackendLost("gone", [None, None])]
+    assert store.get(HASHES[:2], [0, 1]) == [False, False]
+    assert store.exists(HASHES[:4]) == 0 and store.exists(HASHES[2:4]) == 2
+    clock.now += 10.1
+    assert store.exists(HASHES[:4]) == 4
+
+
+def test_blocks_that_were_not_asked_for_are_there_when_the_store_is(store, shelf, clock):
+    put(store)
+    shelf.failures = [BackendLost("gone")] * 3
+    for _ in range(3):
+        store.exists(HASHES[:1])
+    clock.now += 9.9
+    assert store.get(HASHES[:2], [0, 1]) == [False, False]
+    assert store.stats()["skipped"] == 1
+    clock.now += 0.2
+    assert store.get(HASHES[:2], [0, 1]) == [True, True]
+
+
 def test_the_keys_that_failed_are_bounded(store, monkeypatch):
     monkeypatch.setattr(store_module, "_MOST_BAD", 5)
     store._note_bad([bytes([n]) for n in range(9)])
@@ -289,6 +311,13 @@ def test_a_lost_call_is_repeated_as_often_as_asked_for(shelf, clock):
     assert len(shelf.failures) == 2, "there is no time left"
 
 
+def test_a_call_that_would_fail_again_is_not_repeated(shelf, clock):
+    store = open_over(shelf, retries=2)
+    shelf.failures = [BackendLost("bytes are under way", repeatable=False)] * 3
+    assert store.exists(HASHES[:1]) == 0
+    assert len(shelf.failures) == 2
+
+
 def test_after_three_lost_calls_it_is_left_alone_for_ten_seconds(store, shelf, clock):
     put(store, 2)
     shelf.failures = [BackendLost("gone")] * 3
@@ -307,7 +336,6 @@ def test_after_three_lost_calls_it_is_left_alone_for_ten_seconds(store, shelf, c
     assert store.exists(HASHES[:2]) == 0 and not shelf.failures, "one failure is enough now"
     shelf.calls.clear()
     clock.now += 10.1
-    store._bad.clear()
     assert store.exists(HASHES[:2]) == 2
     shelf.failures = [BackendLost("gone")] * 2
     assert [store.exists(HASHES[:2]) for _ in range(3)] == [0, 0, 2], "the count starts anew"
@@ -324,6 +352,31 @@ def test_late_calls_count_as_lost_but_not_those_that_were_in_a_hurry(store, shel
         assert store.get(HASHES[:1], [1]) == [True]
     assert store.stats()["slow"] == 3
     assert store.get(HASHES[:1], [1]) == [False] and store.stats()["skipped"] == 1
+
+
+def test_a_caller_with_little_time_does_not_close_the_store_to_others(store, shelf):
+    put(store, 2)
+    shelf.takes_s = 1.0
+    for _ in range(4):
+        shelf.failures = [BackendLost("it did not answer in time")]
+        assert store.get(HASHES[:1], [1], deadline_s=0.5) == [False]
+    assert store.stats()["lost"] == 4
+    shelf.takes_s = 0.0
+    assert store.get(HASHES[:2], [0, 1]) == [True, True], "nor is its block left alone"
+
+
+def test_what_a_call_has_no_time_for_is_not_asked_of_the_backend(store, shelf, monkeypatch):
+    monkeypatch.setattr(store_module, "_KEYS_PER_QUERY", 2)
+    monkeypatch.setattr(store_module, "_SCRATCH_BYTES", 2 * store.pool.page_bytes)
+    shelf.takes_s = 2.0
+    assert put(store, 8) == ["stored"] * 4 + ["failed"] * 4
+    assert shelf.calls == [("exists", 8), ("put", 2), ("put", 2)]
+    assert store.stats()["failed"] == 4
+    shelf.takes_s, shelf.calls = 0.0, []
+    assert put(store, 8) == ["known"] * 4 + ["stored"] * 4
+    shelf.takes_s, shelf.calls = 2.0, []
+    assert store.exists(HASHES) == 6, "as far as it is known"
+    assert len(shelf.calls) == 3
 
 
 def test_what_is_late_is_a_miss(store, shelf):

@@ -318,6 +318,48 @@ def test_no_page_is_anybody_elses_while_a_get_may_write_it(device):
     blocks.assert_no_leak()
 
 
+class Landing:
+    """What an engine still writes after a get has given up."""
+
+    def __init__(self):
+        self.over = False
+
+    def done(self):
+        return self.over
+
+    def synchronize(self):
+        assert self.over, "nobody has to wait for it"
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_pages_in_which_bytes_may_still_land_are_used_for_nothing(device, monkeypatch, raises):
+    blocks = SharedBlocks(device, 4, 4)
+    blocks.publish(A, B)
+    blocks.store.lacking = {*names(A, B)}
+    landing, allocator, used = Landing(), blocks.host_pool.allocator, []
+    real = blocks.store.get
+
+    def give_up(hashes, pages):
+        answer = real(hashes, pages)
+        used.extend(pages)
+        allocator.busy(pages, landing)
+        if raises:
+            raise OSError("gone")
+        return answer
+
+    monkeypatch.setattr(blocks.store, "get", give_up)
+    assert blocks.cache.acquire(names(A, B)).num_blocks == 0
+    blocks.idle()
+    assert used and allocator.num_free == 4 - len(used)
+    blocks.insert(names(C, D, E, F))
+    blocks.cache.flush()
+    others = [copy.page for copy in blocks.tiers.host.copies.values()]
+    assert len(others) == 4 - len(used) and not {*others} & {*used}
+    landing.over = True
+    assert allocator.num_free == len(used)
+    blocks.assert_no_leak()
+
+
 def test_a_call_that_does_not_end_makes_the_cache_full(device, monkeypatch):
     monkeypatch.setattr(store_tier, "_PATIENCE_S", 0.05)
     blocks = SharedBlocks(device, 4, 4)

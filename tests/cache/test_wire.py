@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcupy as kv
-from kvcupy.arrays import array_at
+from kvcupy.arrays import array_at, bytes_of
 from kvcupy.cache import wire
 from kvcupy.cache.wire import WirePages, checksum
 
@@ -38,6 +38,10 @@ def wrapped(kind):
     def array(*shape):
         return rng.integers(0, 255, (*shape, 16), np.uint8).view(np.float16)
 
+    if kind == "four-bit":
+        layers = [rng.integers(0, 255, (2, PAGES, SIZE, HEADS, 36), np.uint8) for _ in "123"]
+        views = [kv.view_as(layer, "nvfp4") for layer in layers]
+        return kv.KVPool.wrap([layer[0] for layer in views], [layer[1] for layer in views])
     if kind == "list":  # in allocations of their own
         both = [[array(PAGES, SIZE, HEADS) for _ in range(LAYERS)] for _ in range(2)]
     elif kind == "combined":  # vLLM: K and V of a layer in one array
@@ -57,6 +61,7 @@ def planes(pool):
     """K and V, or the latent, and scales: (layers, page_size, heads, width) of each page."""
 
     def bits(v):
+        v = bytes_of(v)
         return array_at(v.owner, v.pointer, v.shape, np.dtype(f"u{v.itemsize}"), v.strides)
 
     num_parts = len(pool.views(0))
@@ -76,6 +81,7 @@ def in_wire_order(pool, page):
 def fill(pool, seed):
     rng = np.random.default_rng(seed)
     for part in (*pool.parts, *pool.scale_parts):
+        part = bytes_of(part)
         words = np.dtype(f"u{part.itemsize}")
         array = array_at(part.owner, part.pointer, part.shape, words, part.strides)
         array[...] = rng.integers(0, 2**words.itemsize * 8 - 1, part.shape).astype(words)
@@ -89,11 +95,16 @@ POOLS = {
     "pageable": lambda: kv_pool("layer_first", placement="pageable"),
     "pinned, bf16": lambda: kv_pool("page_first_direct", placement="pinned", dtype="bf16"),
     "fp8": lambda: kv_pool("layer_first", dtype="fp8_e4m3", scales=True),
+    **{f"{layout}, {format}": lambda layout=layout, format=format, width=width: kv_pool(
+           layout, dtype=format, width=width)
+       for layout, format, width in zip(LAYOUTS, ("nvfp4", "mxfp4", "int4", "int4_g64"),
+                                        (32, 64, 64, 128), strict=True)},
+    "latent, nvfp4": lambda: kv.MLAPool(PAGES, SIZE, LAYERS, 48, dtype="nvfp4", device="host"),
     "latent": lambda: kv.MLAPool(PAGES, SIZE, LAYERS, 12, device="host"),
     "latent, page_first, scales": lambda: kv.MLAPool(
         PAGES, SIZE, LAYERS, 12, dtype="int8", layout="page_first", scales=True, device="host"),
     **{f"wrapped, {kind}": lambda kind=kind: wrapped(kind)
-       for kind in ("list", "combined", "heads first", "backwards", "far apart")},
+       for kind in ("list", "combined", "heads first", "backwards", "far apart", "four-bit")},
 }  # fmt: skip
 
 

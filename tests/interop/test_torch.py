@@ -209,6 +209,25 @@ def test_attention_without_all_outputs(calls, given, compile_):
         assert_same(some, {n: outputs[n] for n in given})
 
 
+def test_attention_over_bytes_of_four_bits(device):
+    """Rows of 72 bytes are 128 elements, for fakes too."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    place = torch_device(device)
+    caches = [torch.zeros(4, 16, 2, 72, dtype=torch.uint8, device=place) for _ in "kv"]
+    rows, slots = torch.randn(9, 2, 128, device=place), torch.arange(16, 25, device=place)
+    kvt.store_kv(rows, rows, *caches, slots, format="nvfp4")
+    query = torch.randn(1, 4, 128, device=place).bfloat16()
+    table, lens = (torch.tensor(x, dtype=torch.int32, device=place) for x in ([[1]], [9]))
+    got = kvt.paged_attention(query, *caches, table, lens, format="nvfp4")
+    views = [kv.view_as(cache, "nvfp4") for cache in caches]
+    assert_bits(got, kv.paged_attention(query, *views, table, lens), "out")
+    assert got.shape == (1, 4, 128) and got.abs().sum() > 0
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in (query, *caches, table, lens)]
+        assert kvt.paged_attention(*fakes, format="nvfp4").shape == got.shape
+
+
 @pytest.mark.parametrize("shape", ["slots", "NHD", "HND", "two axes"])
 def test_shapes_of_gathered_rows(device, shape):
     sizes = {"slots": (9, 2, 8), "NHD": (3, 3, 2, 8), "HND": (3, 2, 3, 8), "two axes": (9, 16)}

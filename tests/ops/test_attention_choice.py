@@ -13,6 +13,7 @@ import kvcupy as kv
 from kvcupy import devices, ops
 from kvcupy.arrays import view
 from kvcupy.devices.host import HostDevice
+from kvcupy.formats import FOUR_BIT
 from kvcupy.ops import attention_kernels
 from kvcupy.ops import call as op_call
 from kvcupy.ops.attention import check_call, check_options
@@ -48,7 +49,10 @@ def launched(device, *, sequences=1, new=None, heads=(4, 2), dtype=np.float16, w
     """Return names and grids of the launches of a call; most of the table is unused."""
     tokens = sequences * (new or 1)
     query = np.ones((tokens, heads[0], width), dtype)
-    cache = np.ones((4, 16, heads[1], width), cache_dtype or dtype)
+    if cache_dtype in FOUR_BIT:
+        cache = cache_of(cache_dtype, width, 4, 16, heads[1])
+    else:
+        cache = np.ones((4, 16, heads[1], width), cache_dtype or dtype)
     table = np.zeros((sequences, max_pages), np.int32)
     lens = np.full(sequences, max(20, new or 1))
     if new is not None:
@@ -202,6 +206,29 @@ def test_all_else_takes_the_plain_path(watch, call):
     assert "attention_decode" in names(launched(watch(), max_pages=2, new=16, **call))
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64"])
+@pytest.mark.parametrize("more", [{}, {"new": 16}, table_of(128), table_of(64, start=32)], ids=str)
+def test_caches_of_four_bits_go_to_the_tensor_cores(watch, fmt, more):
+    assert "attention_decode_mma" in names(launched(watch(), width=128, cache_dtype=fmt, **more))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"cache_dtype": "int4_g128"},  # rows of 66 bytes
+        {"cache_dtype": "mxfp4", "width": 64},  # of 34
+        {"cache_dtype": "nvfp4", "width": 96},  # of 54
+        {"cache_dtype": "nvfp4", "width": 512},
+        {"cache_dtype": "nvfp4", "dtype": np.float32},
+        {"cache_dtype": "nvfp4"} | table_of(96),  # halves that are not whole chunks
+        {"cache_dtype": "nvfp4"} | table_of(64, start=16),
+    ],
+    ids=str,
+)
+def test_other_rows_of_four_bits_take_the_plain_path(watch, more):
+    assert "attention_decode" in names(launched(watch(), max_pages=2, **{"width": 128, **more}))
+
+
 def test_where_threads_do_not_run_in_lockstep_there_are_no_tensor_cores(watch):
     assert "attention_decode" in names(launched(watch(warp_lanes=1), new=16, max_pages=2))
 
@@ -215,13 +242,19 @@ class GPU:
         self.arch = arch
 
 
+def cache_of(fmt, width, pages=2, page_size=4, heads=1):
+    if fmt in FOUR_BIT:
+        return HostDevice().zeros((pages, page_size, heads, width), fmt)
+    return np.zeros((pages, page_size, heads, width), DTYPE[fmt])
+
+
 def chosen(device, formats, widths, heads, *, ragged, rotates, alignment):
     """Return the kernel of a call of as many tokens as heads, in one sequence."""
     arrays = {
         "query": np.zeros((heads, heads, widths[0]), DTYPE[formats[0]]),
         "out": np.zeros((heads, heads, widths[1]), DTYPE[formats[0]]),
-        "k_cache": np.zeros((2, 4, 1, widths[0]), DTYPE[formats[1]]),
-        "v_cache": np.zeros((2, 4, 1, widths[1]), DTYPE[formats[1]]),
+        "k_cache": cache_of(formats[1], widths[0]),
+        "v_cache": cache_of(formats[1], widths[1]),
         "block_table": np.zeros((1 if ragged else heads, 2), np.int32),
         "seq_lens": np.zeros(1 if ragged else heads, np.int32),
     }
@@ -237,7 +270,8 @@ def chosen(device, formats, widths, heads, *, ragged, rotates, alignment):
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86"])
 def test_calls_take_every_kernel_that_is_reachable_and_no_other(arch):
     """What no call takes need not be compiled; what a call takes must have been checked."""
-    plain, quantised = ("fp32", "fp16", "bf16"), ("fp8_e4m3", "fp8_e5m2", "int8")
+    plain = ("fp32", "fp16", "bf16")
+    quantised = ("fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4")
     taken = {
         chosen(GPU(arch), formats, widths, heads, ragged=ragged, rotates=rotates, alignment=aligned)
         for formats in [(name, name) for name in plain]

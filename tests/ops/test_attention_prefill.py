@@ -222,7 +222,7 @@ def test_the_geometry_of_wide_rows_is_the_kernels():
     program = ['#include "attention_decode_latent.cu"']
     program.append(f'static_assert(kLatentWidth == {kernels.LATENT_WIDTHS[0]}, "width of K");')
     program.append(f'static_assert(kLatentWidthV == {kernels.LATENT_WIDTHS[1]}, "width of V");')
-    for fmt in kernels.DECODE_MMA_FORMATS:
+    for fmt in kernels.LATENT_FORMATS:
         specialisation = kernels.latent_specialisation(fmt)
         size = kernels.latent_smem_bytes(specialisation)
         assert size <= 99 * 1024, "the limit of a block on every architecture from sm_80 on"
@@ -237,7 +237,7 @@ def test_the_geometry_of_many_heads_is_the_kernels():
         f'static_assert(kHeadsRows == {kernels.HEADS_ROWS}, "rows");',
         f'static_assert(kHeadsThreads == {kernels.HEADS_THREADS}, "threads");',
     ]
-    for fmt, arch in itertools.product(kernels.DECODE_MMA_FORMATS, SHARED_BYTES):
+    for fmt, arch in itertools.product(kernels.LATENT_FORMATS, SHARED_BYTES):
         if arch == "sm_75":
             continue
         specialisation = kernels.heads_specialisation(fmt, arch)

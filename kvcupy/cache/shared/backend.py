@@ -30,12 +30,17 @@ class BackendLost(Exception):
     ----------
     results : what the call would have returned, as far as that is known: as many, or none
     refused : whether it is there, but does not let this user in
+    repeatable : whether the same call may succeed at once; not so if it is `refused`
     """
 
-    def __init__(self, message: str, results: Sequence[Any] = (), *, refused: bool = False) -> None:
+    def __init__(
+        self, message: str, results: Sequence[Any] = (), *,
+        refused: bool = False, repeatable: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.results = results
         self.refused = refused
+        self.repeatable = repeatable and not refused
 
 
 class Backend(Protocol):

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ...errors import ProcessLocal, file_path
+from ...ops import checks
 from ..wire import WirePages
 from .backend import FAILED, FULL, KNOWN, MOST_HEADER_BYTES, STORED, BackendLost, Block
 
@@ -29,6 +30,7 @@ _BLOCKS_PER_GET = 4
 _QUESTIONS_AHEAD = 1024
 _MAX_RECONNECTS = 2  # of one call
 _SCAN_COUNT = b"1000"
+_KEYS_PER_REPLY, _KEY_BYTES = 1 << 14, 256  # at most; a server returns some more than asked for
 _NO_REDIS = "it does not answer as a Redis server does"
 _REFUSALS = (b"-NOAUTH", b"-NOPERM", b"-WRONGPASS")
 _LENGTH = re.compile(rb"\d{1,18}")
@@ -132,6 +134,11 @@ def redis_address(
         raise ValueError(f"db: expected the number of a database, got {db!r}")
     if user and not password:
         raise ValueError("password: expected one for the user")
+    for name, text in (("user", user), ("password", password)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name}: expected text that UTF-8 can encode") from None
     tls = _tls(ca_file, cert_file, key_file, verify) if secure else None
     return RedisAddress(host, port, path, db or 0, user, password, tls)
 
@@ -142,7 +149,8 @@ def _server(url: str) -> tuple[str, int, bool, dict[str, str]]:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError:
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # also of a name that no host can have
         raise ValueError(f"url: expected {form}") from None
     db = parts.path.removeprefix("/")
     known = parts.scheme in ("redis", "rediss") and parts.hostname and (not db or db.isdecimal())
@@ -213,8 +221,11 @@ class RedisBackend(ProcessLocal):
         self, address: RedisAddress, namespace: bytes, *, ttl_s: float | None = None,
         max_connections: int = 4,
     ) -> None:  # fmt: skip
-        if ttl_s is not None and not 0.001 <= ttl_s < 1e12:
-            raise ValueError(f"ttl_s: expected seconds, at least 0.001, got {ttl_s!r}")
+        if ttl_s is not None:
+            checks.require_number(ttl_s, "ttl_s")
+            if not 0.001 <= ttl_s < 1e12:
+                raise ValueError(f"ttl_s: expected seconds, at least 0.001, got {ttl_s!r}")
+        checks.require_int(max_connections, "max_connections")
         if max_connections < 1:
             raise ValueError(f"max_connections: expected at least 1, got {max_connections}")
         self._address = address
@@ -621,7 +632,7 @@ class _Connection:
         return bytes(header)
 
     def structure(self, deadline: float, depth: int = 0) -> Any:
-        """Receive any reply, of at most a few thousand small parts: int, bytes, None or list."""
+        """Receive a reply of keys and numbers: int, bytes, None, or a list, in a list at most."""
         line = self.reply(deadline)
         kind, text = line[:1], line[1:]
         if kind == b"+":
@@ -633,11 +644,11 @@ class _Connection:
         number = int(text)
         if kind == b":":
             return number
-        if kind == b"$" and number <= 1 << 16:
+        if kind == b"$" and number <= _KEY_BYTES:
             data = bytearray(number + 2)
             self._receive([memoryview(data)], deadline)
             return bytes(data[:-2])
-        if kind == b"*" and depth < 3 and number <= 1 << 16:
+        if kind == b"*" and depth < 2 and number <= _KEYS_PER_REPLY:
             return [self.structure(deadline, depth + 1) for _ in range(number)]
         raise _Nonsense
 

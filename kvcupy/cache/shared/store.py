@@ -64,12 +64,13 @@ class SharedStore(ProcessLocal):
     Failure: a store that is lost, late, full or damaged is an outcome and a counter, never an
     exception. What arrives is verified; a block that is not what was stored is a miss, and dropped.
     After 3 calls in a row that were lost or late, the store is left alone for 10 s: nothing is
-    found and puts fail. Blocks that could not be fetched are not asked for again for 10 s.
+    found and puts fail. Calls that had less than half of the store's deadline do not count. Blocks
+    that could not be fetched are not asked for again for 10 s.
 
     Stream: calls are the processor's. Pages that are put must be complete, and those that are got
-    into must not be in use, before the call; both are free for other uses when it returns. Where an
-    engine may still write into a page after a failed `get`, `pool.allocator` holds it back when it
-    is freed, until that is over.
+    into must not be in use, before the call; both are free for other uses when it returns, unless
+    that failed over an engine that may still access them (Mooncake): free such pages to
+    `pool.allocator`, which holds them back until that is over, and write nothing there before.
 
     Capture: legal; nothing is put on a stream. Bytes: those of the pages, once each way. Pools
     whose pages lie in small pieces (`WirePages.is_direct`) copy them once more.
@@ -222,6 +223,8 @@ class SharedStore(ProcessLocal):
         with self._using():
             deadline = time.monotonic() + self._deadline_s
             for start in range(0, len(keys), _KEYS_PER_QUERY):
+                if start and time.monotonic() >= deadline:
+                    return start
                 asked = keys[start : start + _KEYS_PER_QUERY]
                 known = self._known(asked, deadline)
                 if not all(known):
@@ -255,11 +258,13 @@ class SharedStore(ProcessLocal):
             missing = [i for i, there in enumerate(known) if not there]
             self._pages.announce("put shared", [numbers[i] for i in missing], is_read=True)
             for chunk in _chunks(missing, self._blocks_at_once()):
+                if time.monotonic() >= deadline:
+                    break
                 with self._blocks([numbers[i] for i in chunk], gather=True) as blocks:
                     asked = [keys[i] for i in chunk]
                     headers = _Headers(self, asked, blocks)
                     try:
-                        results = self._call(
+                        results, _ = self._call(
                             self._backend.put, asked, blocks, headers, deadline=deadline
                         )
                     except BaseException:
@@ -303,7 +308,7 @@ class SharedStore(ProcessLocal):
             at_once = min(self._backend.blocks_per_get, self._blocks_at_once())
             for chunk in _chunks(asked, at_once):
                 if time.monotonic() >= deadline:
-                    self._count("late", len(keys) - chunk[0])
+                    self._count("late", sum(i >= chunk[0] for i in asked))
                     break
                 arrived = self._get_some(
                     [keys[i] for i in chunk], [numbers[i] for i in chunk], deadline
@@ -323,12 +328,14 @@ class SharedStore(ProcessLocal):
         backend = self._backend
         with self._blocks(pages, gather=False) as blocks:
             try:
-                headers = self._call(backend.get, keys, blocks, deadline=deadline)
+                headers, lost = self._call(backend.get, keys, blocks, deadline=deadline)
             except BaseException:  # such as KeyboardInterrupt
                 self._hold_back(keys, pages, blocks)
                 raise
-            failed = [*keys] if headers is None else []
             headers = headers or [None] * len(keys)
+            failed = []
+            if lost:  # else the others are not there, or were not asked for
+                failed = [k for k, header in zip(keys, headers, strict=True) if header is None]
             verdicts = [
                 None if header is None else self._verify(header, key, block)
                 for header, key, block in zip(headers, keys, blocks, strict=True)
@@ -485,52 +492,62 @@ class SharedStore(ProcessLocal):
 
     def _known(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """Return which blocks the store has, except those that could not be fetched just now."""
-        known = self._call(self._backend.exists, keys, deadline=deadline)
+        known, _ = self._call(self._backend.exists, keys, deadline=deadline)
         if known is None:
             return [False] * len(keys)
         return [there and not bad for there, bad in zip(known, self._are_bad(keys), strict=True)]
 
     def _call(
         self, function: Callable[..., _Result], *arguments: Any, deadline: float
-    ) -> _Result | None:
-        """Call a method of the backend; None if it is lost, or was lost too often just now."""
+    ) -> tuple[_Result | None, bool]:
+        """Call a method of the backend, unless it was lost too often just now.
+
+        Returns
+        -------
+        what it returns, as far as that is known, else None; and whether the backend was lost, for
+        another reason than that the caller was in a hurry
+        """
         started = time.monotonic()
         with self._changed:
             if started < self._skipped_until:
                 self._counts["skipped"] += 1
-                return None
+                return None, False
         result: Any = None
-        lost: Exception | None = None
+        failure: Exception | None = None
         for _ in range(1 + self._retries):
             try:
                 result = function(*arguments, deadline)
             except (BackendLost, OSError) as error:
-                lost = error
+                failure = error
                 self._count("lost", 1)
                 results = getattr(error, "results", ())
                 result = list(results) or None
-                if getattr(error, "refused", False) or time.monotonic() >= deadline:
+                if not getattr(error, "repeatable", True) or time.monotonic() >= deadline:
                     break
             else:
-                lost = None
+                failure = None
                 break
-        # That a caller was in a hurry is not the server's fault.
-        late = time.monotonic() - started >= self._deadline_s
+        now = time.monotonic()
+        late = now - started >= self._deadline_s
+        # That a caller had little time, or little of it left, is not the server's fault.
+        hurried = now >= deadline and deadline - started < self._deadline_s / 2
+        lost = failure is not None and not hurried
         with self._changed:
-            if lost is None and not late:
-                self._lost_in_a_row = 0
-                return cast("_Result", result)
-            if late and lost is None:
+            if not lost and not late:
+                if failure is None:
+                    self._lost_in_a_row = 0
+                return cast("_Result | None", result), False
+            if failure is None:
                 self._counts["slow"] += 1
             self._lost_in_a_row += 1
             skips = self._lost_in_a_row >= _LOST_IN_A_ROW
             if skips:
-                self._skipped_until = time.monotonic() + _SKIPPED_S
+                self._skipped_until = now + _SKIPPED_S
         if skips:
             cache_logger.warning(
-                "%r is not asked for %g s: %s", self._backend, _SKIPPED_S, lost or "it is late"
+                "%r is not asked for %g s: %s", self._backend, _SKIPPED_S, failure or "it is late"
             )
-        return cast("_Result | None", result)
+        return cast("_Result | None", result), lost
 
     def _are_bad(self, keys: Sequence[bytes]) -> list[bool]:
         if not self._bad:

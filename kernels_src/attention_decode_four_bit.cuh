@@ -1,0 +1,605 @@
+// Tiles of four-bit rows on tensor cores, for attention_decode_mma.cu: how codes become fragments,
+// and where their scales come in.
+//
+// `ldmatrix` brings a lane eight codes at a time, which become four pairs of fp16 by arithmetic:
+// pair j is elements j and 4 + j. Of a key those are depth 8t + j and 8t + 4 + j of 32: two
+// fragments, to which the query is permuted. Transposed they are column 4g + j of two neighbouring
+// keys: four products that interleave. E2M1 stays 2**-14 times what it is; scores and values take
+// that back.
+//
+// Scales of groups of 16 (nvfp4) multiply the codes in fp16, exactly: seven bits of mantissa, never
+// below 2**-24. Larger groups hold all of a chunk of 32 elements. Their scales meet the keys as
+// float32, on the sums of a chunk, so that scores are exact. On values they are fp16: exactly with
+// powers of two (mxfp4), taken relative to the largest so far of the 32 columns, and with one
+// rounding to fp16 with int4.
+#pragma once
+
+#include "attention_decode_mma.cuh"
+
+// --- Codes ---------------------------------------------------------------------------------------
+
+#ifdef __CUDACC__
+__device__ __forceinline__ u32 multiply_add_halves(u32 x, u32 y, u32 z) {
+  return word_of(__hfma2(halves_of(x), halves_of(y), halves_of(z)));
+}
+#else
+inline u32 multiply_add_halves(u32 x, u32 y, u32 z) {
+  const half lower = from_float<half>(half_of(x, 0) * half_of(y, 0) + half_of(z, 0));
+  const half upper = from_float<half>(half_of(x, 1) * half_of(y, 1) + half_of(z, 1));
+  return lower.bits | u32{upper.bits} << 16;
+}
+#endif
+
+// What codes are multiplied by to get what `spread_codes` returns.
+template <typename TCache>
+constexpr float kCodeUnit = kE2m1<TCache> ? 0x1p-14f : 1.0f;
+
+// Eight codes as fp16: pair j is codes j, in the lower half, and 4 + j, times kCodeUnit.
+template <typename TCache>
+__device__ __forceinline__ EightHalves spread_codes(u32 codes) {
+  if constexpr (kE2m1<TCache>) {
+    // Sign, exponent and mantissa are the upper bytes of fp16, s000eem0.
+    const u32 even = (codes << 1 & 0x0e0e0e0e) | (codes << 4 & 0x80808080);
+    const u32 odd = (codes >> 3 & 0x0e0e0e0e) | (codes & 0x80808080);
+    return {__byte_perm(even, 0, 0x2404), __byte_perm(odd, 0, 0x2404), even & 0xff00ff00,
+            odd & 0xff00ff00};
+  } else {
+    // The codes plus 8 are the last bits of 1024, or stand four bits further up.
+    constexpr u32 kAligner = 0x64006400;
+    constexpr u32 kOffset = 0xe408e408;       // -1032
+    constexpr u32 kSixteenth = 0x2c002c00;    // 1 / 16
+    constexpr u32 kOffsetAbove = 0xd480d480;  // -72
+    const u32 lower = codes ^ 0x88888888;
+    const u32 upper = lower >> 8;
+    return {add_halves((lower & 0x000f000f) | kAligner, kOffset),
+            multiply_add_halves((lower & 0x00f000f0) | kAligner, kSixteenth, kOffsetAbove),
+            add_halves((upper & 0x000f000f) | kAligner, kOffset),
+            multiply_add_halves((upper & 0x00f000f0) | kAligner, kSixteenth, kOffsetAbove)};
+  }
+}
+
+// Four bytes of e4m3 as two pairs of fp16.
+__device__ __forceinline__ void widen_scales(u32 bytes, u32& lower, u32& upper) {
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(lower) : "h"(static_cast<unsigned short>(bytes)));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(upper) : "h"(static_cast<unsigned short>(bytes >> 16)));
+#else
+  lower = decode_e4m3_pair(lower_pair(bytes));
+  upper = decode_e4m3_pair(upper_pair(bytes));
+#endif
+}
+
+// --- Scales --------------------------------------------------------------------------------------
+
+// Start copying the group scales of a key; zeros where it is missing.
+template <int kBytes>
+__device__ __forceinline__ void fetch_scales(char* to, const char* from, int num_bytes,
+                                             const char* anywhere) {
+#pragma unroll
+  for (int at = 0; at < kBytes; at += 4) {
+    const bool exist = from && at < num_bytes;
+    copy_word_async<4>(to + at, exist ? from + at : anywhere, exist);
+  }
+}
+
+template <typename TCache>
+__device__ __forceinline__ int group_scale_bytes(const KVOperand& operand) {
+  return (operand.width >> group_shift<TCache>(operand)) * kGroupScaleBytes<TCache>;
+}
+
+// Where the group scales of a lane's own key lie; null: there is no key.
+struct OwnScales {
+  const char* k;
+  const char* v;
+};
+
+// What has the strides of the codes of K, so that it is found from them.
+struct SharedStrides {
+  bool k_scales;
+  bool v_codes;
+  bool v_scales;
+};
+
+__device__ __forceinline__ bool have_same_strides(const CacheStrides& a, const CacheStrides& b) {
+  return a.page_bytes == b.page_bytes && a.offset_bytes == b.offset_bytes &&
+         a.head_bytes == b.head_bytes;
+}
+
+__device__ __forceinline__ SharedStrides shared_strides(const AttentionParams& p) {
+  return {have_same_strides(p.k.cache, p.k.group_scales.strides),
+          have_same_strides(p.k.cache, p.v.cache),
+          have_same_strides(p.k.cache, p.v.group_scales.strides)};
+}
+
+// Write the rows of a tile to its table. Every lane must call it. Codes of a missing key may be
+// any: with scales of zero they are zeros.
+template <typename Table>
+__device__ __forceinline__ OwnScales set_four_bit_rows(Table& table, int stage,
+                                                       const AttentionParams& p,
+                                                       const AttentionTile& t,
+                                                       const SharedStrides& as_codes,
+                                                       const KeyPlace& found) {
+  const int key = threadIdx.x % 32;
+  const int kv_head = blockIdx.y;
+  const i64 page = check_page(p, t, found.place, found.page, kv_head == 0);
+  const bool exists = page >= 0;
+  const SlotPlace place = {exists ? page : 0, offset_in_page(p, found.place)};
+  const auto distance = [&](const CacheStrides& strides) {
+    return exists ? offset_bytes(strides, place) + kv_head * strides.head_bytes : 0;
+  };
+  const i64 codes = distance(p.k.cache);
+  table.k[stage][key] = p.k_cache + codes;
+  table.v[stage][key] = p.v_cache + (as_codes.v_codes ? codes : distance(p.v.cache));
+  const u32 present = __ballot_sync(kAllLanes, exists);
+  if (key == 0) table.present[stage] = present;
+  __syncwarp();  // the table is written
+  if (!exists) return {nullptr, nullptr};
+  const GroupScales& k = p.k.group_scales;
+  const GroupScales& v = p.v.group_scales;
+  return {p.k_cache + k.offset_bytes + (as_codes.k_scales ? codes : distance(k.strides)),
+          p.v_cache + v.offset_bytes + (as_codes.v_scales ? codes : distance(v.strides))};
+}
+
+// Start copying the codes of a tile, in words of kBytes. The rows are known before the first copy,
+// which need not wait for shared memory then.
+template <int kRowBytes, int kBytes>
+__device__ __forceinline__ void fetch_codes_by(char* tile, const char* const (&rows)[32],
+                                               int row_bytes) {
+  constexpr int kWords = kRowBytes / kBytes;
+  constexpr int kLanes = kWords % 8 == 0 ? 8 : 4;
+  constexpr int kRows = 32 / kLanes;  // at once
+  const int first = threadIdx.x % 32 / kLanes;
+  const int column = threadIdx.x % kLanes * kBytes;
+  constexpr int kAhead = kRowBytes < 128 ? kLanes : 2;  // wider rows leave fewer registers
+  const char* from[kAhead];
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) {
+    if (i % kAhead == 0) {
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) from[j] = rows[first + (i + j) * kRows] + column;
+    }
+    constexpr int kPeriod = 8;  // of `chunk_at`, in rows
+    const int phase = i * kRows % kPeriod;
+#pragma unroll
+    for (int j = 0; j < kWords / kLanes; ++j) {
+      const int at = column + j * (kLanes * kBytes);
+      char* to = tile + chunk_at<kRowBytes>(first + phase, at / 16) + at % 16;
+      copy_word_async<kBytes>(to + (i * kRows - phase) * kRowBytes,
+                              from[i % kAhead] + j * (kLanes * kBytes), at < row_bytes);
+    }
+  }
+}
+
+template <int kWidth>
+__device__ __forceinline__ void fetch_codes(char* tile, const char* const (&rows)[32],
+                                            const KVOperand& operand, const AttentionParams& p) {
+  const int row_bytes = p.num_pages > 0 ? operand.width / 2 : 0;  // else there is nothing to read
+  if (operand.group_scales.code_word_bytes == 8) {
+    fetch_codes_by<kWidth / 2, 8>(tile, rows, row_bytes);
+  } else {
+    fetch_codes_by<kWidth / 2, 4>(tile, rows, row_bytes);
+  }
+}
+
+// Start copying the keys of a tile, or its values, with their scales.
+template <typename TCache, int kWidth, typename Table>
+__device__ __forceinline__ void fetch_four_bit_keys(char* tile, const AttentionParams& p,
+                                                    Table& table, int stage, const OwnScales& own) {
+  fetch_scales<group_bytes<TCache>(kWidth)>(table.k_groups[stage][threadIdx.x % 32], own.k,
+                                            group_scale_bytes<TCache>(p.k), p.k_cache);
+  fetch_codes<kWidth>(tile, table.k[stage], p.k, p);
+}
+
+template <typename TCache, int kWidthV, typename Table>
+__device__ __forceinline__ void fetch_four_bit_values(char* tile, const AttentionParams& p,
+                                                      Table& table, int stage,
+                                                      const OwnScales& own) {
+  fetch_scales<group_bytes<TCache>(kWidthV)>(table.v_groups[stage][threadIdx.x % 32], own.v,
+                                             group_scale_bytes<TCache>(p.v), p.v_cache);
+  fetch_codes<kWidthV>(tile, table.v[stage], p.v, p);
+}
+
+// The scale of each chunk of 32 elements of a lane's own key, as bits, from its group scales.
+template <typename TCache>
+__device__ __forceinline__ u32 chunk_scale(const char* scales, int chunk,
+                                           const KVOperand& operand) {
+  const int group = chunk * 32 >> group_shift<TCache>(operand);
+  return load_group_scale<TCache>(scales + group * kGroupScaleBytes<TCache>);
+}
+
+// --- Scores --------------------------------------------------------------------------------------
+
+// Where the prepared scale of a key is: those that a lane takes, of keys 8n + 2t and 8n + 2t + 1,
+// are next to each other.
+__device__ __forceinline__ int place_of_key(int key) {
+  return key % 8 / 2 * 8 + key / 8 * 2 + key % 2;
+}
+
+// Scales of keys for `multiply_keys_four_bit`, of a tile that has arrived. Other lanes see them
+// after a barrier.
+template <typename TCache, int kWidth, typename Table>
+__device__ __forceinline__ void prepare_key_scales(Table& table, int stage, const KVOperand& k) {
+  if constexpr (!kSameType<TCache, nvfp4>) {
+    const int key = threadIdx.x % 32;
+#pragma unroll
+    for (int chunk = 0; chunk < kWidth / 32; ++chunk) {
+      const u32 bits = chunk_scale<TCache>(table.k_groups[stage][key], chunk, k);
+      float scale = group_scale<TCache>(bits);
+      // 2**-127 counts as nothing.
+      if constexpr (kSameType<TCache, mxfp4>) {
+        scale = __uint_as_float(bits == 255 ? 0x7fc00000 : bits << 23);
+      }
+      table.k_chunk_scales[chunk][place_of_key(key)] = scale;
+    }
+  }
+}
+
+// Scores of the 32 keys of a tile, eight after eight, as `multiply_keys` has them of wider
+// elements.
+template <typename TCache, int kWidth, typename Table>
+__device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const char* keys,
+                                                       const char* queries, const u32 (*query)[4],
+                                                       const Table& table, int stage) {
+  using Shape = DecodeShape<TCache, kWidth, kWidth>;
+  constexpr bool kScalesCodes = kSameType<TCache, nvfp4>;
+  const int lane = threadIdx.x % 32;
+  const auto step = [&](int k, u32(&a)[4]) {
+    if constexpr (Shape::kQueryInRegisters) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = query[k][i];
+    } else {
+      load_matrices<false>(a, queries + chunk_offset<kWidth>(lane % 16, k * 2 + lane / 16));
+    }
+  };
+  constexpr int kUnroll = Shape::kQueryInRegisters ? kWidth / 64 : 1;  // else loads come too early
+#pragma unroll kUnroll
+  for (int pair = 0; pair < kWidth / 64; ++pair) {  // of chunks
+    u32 scales[4][2];
+    if constexpr (kScalesCodes) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        // Of four groups of a key, this lane's depth is in the even or in the odd ones.
+        const char* own = table.k_groups[stage][n * 8 + lane / 4] + pair * 4;
+        const u32 four = *reinterpret_cast<const u32*>(own);
+        u32 both;
+        u32 unused;
+        widen_scales(__byte_perm(four, 0, lane & 2 ? 0x4431 : 0x4420), both, unused);
+        scales[n][0] = __byte_perm(both, 0, 0x1010);
+        scales[n][1] = __byte_perm(both, 0, 0x3232);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int chunk = pair * 2 + i;
+      u32 b[4];  // of keys 0 to 7, and so on
+      load_matrices<false>(b, keys + chunk_at<Shape::kKeyRowBytes>(lane, chunk));
+      u32 a[2][4];
+      step(chunk * 2, a[0]);
+      step(chunk * 2 + 1, a[1]);
+      Pack<float, 4> sums_scales[2];
+      if constexpr (!kScalesCodes) {
+        const char* own = reinterpret_cast<const char*>(&table.k_chunk_scales[chunk][lane % 4 * 8]);
+        sums_scales[0].load(own);
+        sums_scales[1].load(own + 16);
+      }
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        EightHalves codes = spread_codes<TCache>(b[n]);
+        if constexpr (kScalesCodes) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            codes.pairs[j] = multiply_halves(codes.pairs[j], scales[n][i]);
+          mma_m16n8k16<half>(s[n], a[0], codes.pairs[0], codes.pairs[1]);
+          mma_m16n8k16<half>(s[n], a[1], codes.pairs[2], codes.pairs[3]);
+        } else {
+          float sums[4] = {};
+          mma_m16n8k16<half>(sums, a[0], codes.pairs[0], codes.pairs[1]);
+          mma_m16n8k16<half>(sums, a[1], codes.pairs[2], codes.pairs[3]);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float scale = sums_scales[n / 2].values[n % 2 * 2 + j % 2];
+            s[n][j] = fmaf(sums[j], scale, s[n][j]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Likewise where keys are rotated on their way and rounded to fp16. The elements of a pair are a
+// lane's own: neighbours, or at the same place of two chunks. Scales of larger groups are taken
+// relative to a power of two, which scores take back.
+template <typename TCache, int kWidth, typename Table>
+__device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], const char* keys,
+                                                          const char* queries,
+                                                          const AttentionParams& p,
+                                                          const AttentionTile& t, i64 first,
+                                                          const Table& table, int stage) {
+  constexpr int kRowBytes = DecodeShape<TCache, kWidth, kWidth>::kKeyRowBytes;
+  constexpr bool kScalesCodes = kSameType<TCache, nvfp4>;
+  const int lane = threadIdx.x % 32;
+  const int half_dim = p.rotary_dim / 2;
+#pragma unroll 1
+  for (int c = 0; c < kWidth / 32; ++c) {
+    const int at = c * 32 - p.rotary_start;
+    const bool rotary = at >= 0 && at < p.rotary_dim;
+    const bool apart = rotary && !p.interleaved;
+    if (apart && at >= half_dim) continue;  // the first half takes it along
+    const int chunks[2] = {c, apart ? c + half_dim / 32 : c};
+    constexpr bool kHoldsQueries = kWidth <= 192;  // wider rows leave no registers for them
+    u32 a[2][2][4];
+    u32 b[2][4];
+    const auto load_query = [&](int i, int j) {
+      load_matrices<false>(
+          a[i][j], queries + chunk_offset<kWidth>(lane % 16, chunks[i] * 4 + j * 2 + lane / 16));
+    };
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        if (kHoldsQueries) load_query(i, j);
+      }
+      load_matrices<false>(b[i], keys + chunk_at<kRowBytes>(lane, chunks[i]));
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int key = n * 8 + lane / 4;
+      const float* angles = angles_of(p, t, key_of(p, t, first + key));
+      float scales[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (kScalesCodes) {
+          const int group = chunks[i] * 2 + (lane & 2) / 2;
+          scales[i] =
+              group_scale<TCache>(static_cast<unsigned char>(table.k_groups[stage][key][group]));
+        } else {
+          scales[i] = table.k_chunk_scales[chunks[i]][place_of_key(key)];
+        }
+      }
+      if constexpr (!kScalesCodes) {
+        const float inverse =
+            inverse_of_power(power_of_two_below(fmaxf(fabsf(scales[0]), fabsf(scales[1]))));
+        scales[0] *= inverse;
+        scales[1] *= inverse;
+      }
+      float x[2][8];  // depth 8t to 8t + 7 of either chunk
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const EightHalves codes = spread_codes<TCache>(b[i][n]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          x[i][j] = lower_of<half>(codes.pairs[j]) * (1.0f / kCodeUnit<TCache>)*scales[i];
+          x[i][4 + j] = upper_of<half>(codes.pairs[j]) * (1.0f / kCodeUnit<TCache>)*scales[i];
+        }
+      }
+      if (apart) {
+        Pack<float, 8> cosines;
+        Pack<float, 8> sines;
+        cosines.load(reinterpret_cast<const char*>(angles + at + lane % 4 * 8));
+        sines.load(reinterpret_cast<const char*>(angles + half_dim + at + lane % 4 * 8));
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float near = x[0][j];
+          x[0][j] = fmaf(near, cosines.values[j], -x[1][j] * sines.values[j]);
+          x[1][j] = fmaf(x[1][j], cosines.values[j], near * sines.values[j]);
+        }
+      } else if (rotary) {
+        Pack<float, 4> cosines;
+        Pack<float, 4> sines;
+        cosines.load(reinterpret_cast<const char*>(angles + at / 2 + lane % 4 * 4));
+        sines.load(reinterpret_cast<const char*>(angles + half_dim + at / 2 + lane % 4 * 4));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float even = x[0][2 * j];
+          x[0][2 * j] = fmaf(even, cosines.values[j], -x[0][2 * j + 1] * sines.values[j]);
+          x[0][2 * j + 1] = fmaf(x[0][2 * j + 1], cosines.values[j], even * sines.values[j]);
+        }
+      }
+      float sums[4] = {};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i == 1 && !apart) break;
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if (!kHoldsQueries) load_query(i, j);
+          mma_m16n8k16<half>(sums, a[i][j], pack_pair<half>(x[i][2 * j], x[i][2 * j + 4]),
+                             pack_pair<half>(x[i][2 * j + 1], x[i][2 * j + 5]));
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float power = 1.0f;
+        if constexpr (!kScalesCodes) {
+          const int column = place_of_key(n * 8 + lane % 4 * 2 + j % 2);
+          power = power_of_two_below(fmaxf(fabsf(table.k_chunk_scales[chunks[0]][column]),
+                                           fabsf(table.k_chunk_scales[chunks[1]][column])));
+        }
+        s[n][j] = fmaf(sums[j] * kCodeUnit<TCache>, power, s[n][j]);
+      }
+    }
+  }
+}
+
+// --- Values --------------------------------------------------------------------------------------
+
+// The units of weighted values, for each 32 columns: what sums are to be multiplied by.
+template <typename TCache, int kWidthV>
+struct ValueUnits {
+  __device__ __forceinline__ float of_chunk(int) const { return 1.0f / kCodeUnit<TCache>; }
+};
+
+// Of mxfp4 the largest group scale so far, two columns of 16 bits in a word: as its exponent.
+template <int kWidthV>
+struct ValueUnits<mxfp4, kWidthV> {
+  u32 tops[kWidthV / 64] = {};
+
+  __device__ __forceinline__ float of_chunk(int chunk) const {
+    const u32 top = tops[chunk / 2] >> chunk % 2 * 16 & 0xffff;
+    return top == 255 ? __uint_as_float(0x7fc00000) : __uint_as_float(top << 23) * 0.5f;
+  }
+};
+
+// Of int4 1, or 8 once a scale could make a value overflow.
+template <int kWidthV>
+struct ValueUnits<int4x2, kWidthV> {
+  float unit = 1.0f;
+
+  __device__ __forceinline__ float of_chunk(int) const { return unit; }
+};
+
+__device__ __forceinline__ u32 max_of_halves(u32 x, u32 y) {
+#if __CUDA_ARCH__ >= 800
+  return word_of(__hmax2(halves_of(x), halves_of(y)));
+#else
+  const u32 lower = max(x & 0xffff, y & 0xffff);
+  return max(x >> 16, y >> 16) << 16 | lower;
+#endif
+}
+
+// Make the scales of the values of a tile what `multiply_values_four_bit` takes. Other lanes see
+// them after a barrier. Every lane must call it.
+template <typename TCache, int kWidthV, typename Table>
+__device__ __forceinline__ void prepare_value_scales(Table& table, int stage, const KVOperand& v,
+                                                     ValueUnits<TCache, kWidthV>& units,
+                                                     float (&o)[kWidthV / 8][4]) {
+  const int key = threadIdx.x % 32;
+  const char* own = table.v_groups[stage][key];
+  if constexpr (kSameType<TCache, mxfp4>) {
+#pragma unroll
+    for (int pair = 0; pair < kWidthV / 64; ++pair) {
+      const u32 both =
+          chunk_scale<TCache>(own, pair * 2, v) | chunk_scale<TCache>(own, pair * 2 + 1, v) << 16;
+      u32 top = max_of_halves(both, units.tops[pair]);
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) {
+        top = max_of_halves(top, __shfl_xor_sync(kAllLanes, top, distance));
+      }
+      if (top != units.tops[pair]) {  // for all lanes alike
+        const u32 rise = top - units.tops[pair];
+        units.tops[pair] = top;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const u32 exponent = rise >> n / 4 * 16 & 0xffff;
+          const float rescale = exponent < 127 ? __uint_as_float((127 - exponent) << 23) : 0.0f;
+#pragma unroll
+          for (int i = 0; i < 4; ++i) o[pair * 8 + n][i] *= rescale;
+        }
+      }
+      // 2 to the (scale - top + 15), or 0.
+      constexpr u32 kLeast = 256 - 30;
+      const u32 above = max_of_halves(both + 0x01000100 - top, kLeast << 16 | kLeast);
+      const u32 halves = (above - (kLeast << 16 | kLeast)) << 10;
+      table.v_chunk_scales[pair * 2][place_of_key(key)] = static_cast<unsigned short>(halves);
+      table.v_chunk_scales[pair * 2 + 1][place_of_key(key)] =
+          static_cast<unsigned short>(halves >> 16);
+    }
+  } else if constexpr (kSameType<TCache, int4x2>) {
+    constexpr u32 kMost = 0x7000;  // 8192, of which seven still fit
+    u32 scales[kWidthV / 32];
+    bool large = false;
+#pragma unroll
+    for (int chunk = 0; chunk < kWidthV / 32; ++chunk) {
+      scales[chunk] = chunk_scale<TCache>(own, chunk, v);
+      large = large || (scales[chunk] & 0x7fff) > kMost;
+    }
+    if (units.unit == 1.0f && __any_sync(kAllLanes, large)) {
+      units.unit = 8.0f;
+#pragma unroll
+      for (int n = 0; n < kWidthV / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[n][i] *= 0.125f;
+      }
+    }
+    const u32 factor = units.unit == 1.0f ? 0x3c003c00 : 0x30003000;
+#pragma unroll
+    for (int chunk = 0; chunk < kWidthV / 32; ++chunk) {
+      table.v_chunk_scales[chunk][place_of_key(key)] =
+          static_cast<unsigned short>(multiply_halves(scales[chunk], factor));
+    }
+  }
+}
+
+// o += weights * values of a tile, as `multiply_values` adds wider elements.
+template <typename TCache, int kWidthV, typename Table>
+__device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8][4],
+                                                         const float (&s)[4][4], const char* values,
+                                                         const Table& table, int stage) {
+  constexpr int kRowBytes = kWidthV / 2;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    u32 a[4];
+    u32 rest[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&pairs)[4] = s[2 * k + i / 2];
+      split_pair<half>(pairs[i % 2 * 2], pairs[i % 2 * 2 + 1], a[i], rest[i]);
+    }
+#pragma unroll
+    for (int pair = 0; pair < kWidthV / 64; ++pair) {
+      u32 b[4];  // of either chunk, keys 0 to 7 and 8 to 15
+      load_matrices<true>(b,
+                          values + chunk_at<kRowBytes>(k * 16 + lane % 16, pair * 2 + lane / 16));
+      u32 scales[2][2];  // by chunk, then as the keys of b
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int key = k * 16 + h * 8 + lane % 4 * 2;
+        if constexpr (kSameType<TCache, nvfp4>) {
+          // Of four groups of either key, this lane's columns are in the even or in the odd ones.
+          const u32 first = *reinterpret_cast<const u32*>(table.v_groups[stage][key] + pair * 4);
+          const u32 second =
+              *reinterpret_cast<const u32*>(table.v_groups[stage][key + 1] + pair * 4);
+          widen_scales(__byte_perm(first, second, lane & 16 ? 0x7351 : 0x6240), scales[0][h],
+                       scales[1][h]);
+        }
+      }
+      if constexpr (!kSameType<TCache, nvfp4>) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Pack<u32, 2> two;
+          two.load(reinterpret_cast<const char*>(
+              &table.v_chunk_scales[pair * 2 + i][lane % 4 * 8 + k * 4]));
+          scales[i][0] = two.values[0];
+          scales[i][1] = two.values[1];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        EightHalves codes[2] = {spread_codes<TCache>(b[2 * i]), spread_codes<TCache>(b[2 * i + 1])};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const u32 b0 = multiply_halves(codes[0].pairs[j], scales[i][0]);
+          const u32 b1 = multiply_halves(codes[1].pairs[j], scales[i][1]);
+          mma_m16n8k16<half>(o[(pair * 2 + i) * 4 + j], a, b0, b1);
+          mma_m16n8k16<half>(o[(pair * 2 + i) * 4 + j], rest, b0, b1);
+        }
+      }
+    }
+  }
+}
+
+// Write what a warp has of the weighted values to its part of shared memory.
+template <typename TCache, int kWidthV>
+__device__ __forceinline__ void leave_values_four_bit(float* values,
+                                                      const float (&o)[kWidthV / 8][4],
+                                                      const ValueUnits<TCache, kWidthV>& units,
+                                                      float scale) {
+  constexpr int kStride = kWidthV + kValuePadding;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float* row = values + (lane / 4 + h * 8) * kStride + lane % 4 * 8;
+#pragma unroll
+    for (int chunk = 0; chunk < kWidthV / 32; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        Pack<float, 4> four;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          four.values[j] = o[chunk * 4 + j][2 * h + i] * units.of_chunk(chunk) * scale;
+        }
+        four.store(reinterpret_cast<char*>(row + chunk * 32 + i * 4));
+      }
+    }
+  }
+}

@@ -1,0 +1,210 @@
+"""`paged_attention` over caches of the four-bit formats."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from attention_cases import ARRANGEMENTS, FLOATS, AttentionCase
+from four_bit_cases import FOUR_BIT, KINDS, split_cache
+from helpers import Arg, from_values
+
+import kvcupy as kv
+from kvcupy import reference
+
+LENS, NEW = [6, 1, 9], [2, 1, 5]
+both = pytest.mark.parametrize("new", [None, NEW], ids=["decode", "append"])
+SCALES = ("none", "float", "one element", "per head")
+
+
+class Views(Arg):
+    """An argument made of parts of another."""
+
+    def __init__(self, array, view):
+        self.array, self.view = array, view
+
+
+@pytest.mark.covering(2)
+@both
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("cache_fmt", FOUR_BIT)
+@pytest.mark.parametrize("fmt", FLOATS)
+def test_formats(device, fmt, cache_fmt, scales, new):
+    case = AttentionCase(device, 1)
+    kinds = scales, SCALES[SCALES.index(scales) - 1]
+    case.attend(
+        case.arguments(LENS, new, fmt=fmt, cache_fmt=cache_fmt, widths=(128, 256), scales=kinds)
+    )
+
+
+@pytest.mark.covering(1)
+@both
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4"])
+@pytest.mark.parametrize("how", [a for a in ARRANGEMENTS if a != "wider rows"])
+def test_arrangements(device, how, fmt, new):
+    case = AttentionCase(device, 2)
+    case.attend(case.arguments(LENS, new, fmt="bf16", cache_fmt=fmt, widths=(64, 64), how=how))
+
+
+@both
+def test_rows_at_any_byte(device, new):
+    """Rows of 9, 18, 27 and 36 bytes, at odd addresses too."""
+    for fmt, widths, how in (
+        ("nvfp4", (16, 32), "NHD"), ("nvfp4", (48, 64), "HND"), ("nvfp4", (32, 32), "wider rows"),
+        ("mxfp4", (96, 32), "NHD"), ("int4", (32, 96), "NHD"),
+    ):  # fmt: skip
+        case = AttentionCase(device, 3)
+        case.attend(
+            case.arguments(LENS, new, fmt="bf16", cache_fmt=fmt, widths=widths, how=how,
+                           scales=("per head", "float"), heads=(6, 3), page_size=3)
+        )  # fmt: skip
+
+
+@both
+@pytest.mark.parametrize("fmt", KINDS)
+def test_scales_in_an_array_of_their_own(device, fmt, new):
+    """Pages of vLLM: the codes of a page, then its scales."""
+    if device.kind != "host":
+        pytest.skip("the case views NumPy arrays")
+    case = AttentionCase(device, 4)
+    args = case.arguments([9, 5], new and [2, 1], fmt="bf16", cache_fmt="nvfp4", widths=(128, 128))
+    pages, page_size = args["k_cache"].view.shape[:2]
+    for name in ("k_cache", "v_cache"):
+        array, mirror, _ = split_cache(case, fmt, pages, page_size, 2, 128, usual=True)
+        args[name] = Views(array, mirror)
+    case.attend(args)
+
+
+@both
+@pytest.mark.parametrize("fmt", KINDS)
+def test_masks(device, fmt, new):
+    case = AttentionCase(device, 5)
+    lens, new = [75, 0, 40, 13], new and [9, 0, 3, 13]
+    args = case.arguments(
+        lens, new, fmt="fp16", cache_fmt=fmt, widths=(128, 128), heads=(6, 2), page_size=16,
+        padding=2 if new else 0, scales=("per head", "float"),
+    )  # fmt: skip
+    case.attend(args, window=17, sinks=5)
+    case.attend(args, sinks=case.sinks(6), logits_soft_cap=6.0)
+    if new:
+        case.attend(args, causal=False)
+        case.attend(args, tree_mask=case.tree(new, sum(new) + 2, 15), window=20, sinks=2)
+
+
+@both
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("fmt", KINDS)
+@pytest.mark.parametrize("query", FLOATS)
+def test_rotated_keys(device, query, fmt, interleaved, new):
+    """Whole rows, parts of them, and parts that cut packs."""
+    for dim, start in ((128, 0), (64, 32), (24, 10)):
+        case = AttentionCase(device, 6)
+        lens, news = [41, 21], new and [5, 3]
+        args = case.arguments(lens, news, fmt=query, cache_fmt=fmt, widths=(128, 128), page_size=16)
+        case.attend(args | case.rope(dim, start=start, positions=25, interleaved=interleaved))
+
+
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+def test_every_code_and_scale(device, fmt):
+    """One key per sequence, so that the output is the value: codes times any finite scale."""
+    form = reference.FOUR_BIT[fmt]
+    case = AttentionCase(device, 7)
+    args = case.arguments([1] * 64, fmt="fp32", cache_fmt=fmt, heads=(1, 1), page_size=1,
+                          widths=(128, 128))  # fmt: skip
+    rows = args["v_cache"].view
+    bits = case.rng.permutation(np.arange(2 ** (8 * rows.scales.itemsize)))[: rows.scales.size]
+    rows.scales[...] = np.resize(bits, rows.scales.shape).astype(rows.scales.dtype)
+    known = np.isfinite(reference.decode_scales(rows.scales, fmt))
+    rows.scales[~known] = 1
+    rows.codes[...] = np.resize(np.arange(256), rows.codes.shape)
+    args["v_cache"].buffer.restore()
+    assert form.group in (16, 32, 64, 128)
+    out, _ = case.attend(args)
+    table = args["block_table"].view[:, 0]
+    want = reference.dequantise_rows(rows[table])[:, 0]
+    assert np.array_equal(out.live(), want)
+
+
+@pytest.mark.parametrize("fmt", KINDS)
+def test_what_store_kv_writes(device, fmt):
+    case = AttentionCase(device, 8)
+    args = case.arguments([9, 5], [3, 2], fmt="bf16", cache_fmt=fmt, widths=(128, 128))
+    table = args["block_table"].view
+    slots = table[0, np.arange(9) // 4].astype(np.int64) * 4 + np.arange(9) % 4
+    rows = [from_values(case.rng.standard_normal((9, 2, 128)) * 2, "bf16") for _ in "kv"]
+    caches = [args[name] for name in ("k_cache", "v_cache")]
+    kv.store_kv(*(case.place(r, "bf16").array for r in rows), *(c.array for c in caches),
+                device.asarray(slots))  # fmt: skip
+    for row, cache in zip(rows, caches, strict=True):
+        cache.take_over()
+        stored = reference.dequantise_rows(cache.view).reshape(-1, 2, 128)[slots]
+        assert np.abs(stored - row.astype(float)).max() < 1.5
+    case.attend(args)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "int4"])
+def test_values_that_are_part_of_latents(device, fmt):
+    """Wider than tensor cores take: on the plain path."""
+    case = AttentionCase(device, 9)
+    args = case.arguments([21, 3], [2, 1], fmt="bf16", cache_fmt=fmt, heads=(4, 1),
+                          widths=(576, 512), page_size=16, scales=("float", "none"))  # fmt: skip
+    k_cache = args["k_cache"]
+    args["v_cache"] = Views(k_cache.array[..., :512], k_cache.view.columns(0, 512))
+    case.attend(args | {"v_scale": args["k_scale"]})
+    with pytest.raises(ValueError, match=r"index: .*whole groups"):
+        k_cache.array[..., :500]
+
+
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+def test_where_each_thread_takes_rows_of_its_own(lenient_host, fmt):
+    case = AttentionCase(kv.device("host"), 10)
+    args = case.arguments([41, 0, 9], [5, 0, 1], fmt="bf16", cache_fmt=fmt, widths=(128, 256),
+                          heads=(6, 2), page_size=16, scales=("per head", "float"))  # fmt: skip
+    case.attend(args)
+    case.attend(args | case.rope(64, start=32, positions=25))
+
+
+def call(case, k_fmt="nvfp4", v_fmt="nvfp4", **more):
+    return case.arguments([9, 6], fmt="bf16", cache_fmt=(k_fmt, v_fmt), widths=(128, 128)) | more
+
+
+@pytest.mark.parametrize(
+    ("k_fmt", "v_fmt"),
+    [("nvfp4", "mxfp4"), ("int4", "int4_g64"), ("fp8_e4m3", "nvfp4"), ("mxfp4", "bf16")],
+)
+def test_two_formats_are_refused(device, k_fmt, v_fmt):
+    case = AttentionCase(device, 11)
+    args = call(case, k_fmt, v_fmt)
+    with pytest.raises(ValueError, match=rf"v_cache: expected {k_fmt} like k_cache.* got {v_fmt}"):
+        case.issue(args)
+
+
+def test_scales_of_slots_are_refused(device):
+    case = AttentionCase(device, 12)
+    args = call(case)
+    scales = case.place(np.ones((len(args["k_cache"].view) * 4, 2), np.float32), "fp32")
+    with pytest.raises(ValueError, match=r"k_scale_cache: expected None for a nvfp4 cache"):
+        case.issue(args | {"k_scale_cache": scales})
+
+
+def test_a_cache_without_pages(device):
+    """Whose codes are not even copied for keys that are missing."""
+    cache = kv.view_as(device.empty((0, 4, 2, 72), np.uint8), "nvfp4")
+    case = AttentionCase(device, 13)
+    query = case.queries("bf16", 2, 4, 128).array
+    table, lens = (device.asarray(np.array(x, np.int32)) for x in ([[-1, -1], [-1, -1]], [5, 7]))
+    out = kv.paged_attention(query, cache, cache, table, lens)
+    assert not device.to_numpy(out).astype(np.float32).any()
+    kv.check_faults(device)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64"])
+@pytest.mark.parametrize("widths", [(64, 64), (192, 128), (256, 256), (192, 64), (64, 256)])
+def test_widths_of_tensor_cores(device, widths, fmt, rope):
+    """Padded and not, in words of 4 bytes and of 8; those of two bytes on the plain path."""
+    case = AttentionCase(device, 14)
+    args = case.arguments([70, 33], [2, 1], fmt="fp16", cache_fmt=fmt, widths=widths, heads=(4, 2),
+                          page_size=16, scales=("float", "per head"))  # fmt: skip
+    case.attend(args | (case.rope(64, positions=60) if rope else {}))
