@@ -271,7 +271,7 @@ class Agent:
             name, count = self._peers.pop(key, (None, 0))
             if name is None:
                 idle = [k for k, (_, used) in self._peers.items() if not used]
-                for old in idle[: len(idle) - _MOST_PEERS + 1]:
+                for old in idle[: max(0, len(idle) - _MOST_PEERS + 1)]:
                     self._forget(old)
                 name = self._agent.add_remote_agent(metadata)
             self._peers[key] = name, count + 1

@@ -276,10 +276,23 @@ def _assign(record: Any, name: str, value: Any, label: str) -> None:
         except (TypeError, ValueError, OverflowError):
             expected = "an integer" if dtype.kind in "iu" else "a number"
             raise TypeError(f"{label}: expected {expected}, got {value!r}") from None
+    elif dtype.base.kind in "iu":  # NumPy would cut off fractions, and wrap what is too large
+        value = _integers(value, dtype, label)
     try:
         record[name] = value
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{label}: expected what fits {dtype}, got {value!r}") from error
+
+
+def _integers(value: Any, dtype: np.dtype[Any], label: str) -> Any:
+    """Return the value of a field that is an array of integers; raise unless it holds all."""
+    numbers = np.asarray(value)
+    if numbers.dtype.kind not in "biuO":
+        raise TypeError(f"{label}: expected integers, got {value!r}")
+    limits = np.iinfo(dtype.base)
+    if numbers.size and not (limits.min <= numbers.min() and numbers.max() <= limits.max):
+        raise ValueError(f"{label}: expected what fits {dtype}, got {value!r}")
+    return numbers
 
 
 def _dim3(value: Any, name: str, least: int) -> Dim3:

@@ -247,6 +247,9 @@ class Proxy:
                     self.gate.wait(PATIENCE_S)
                 target.sendall(changed)
         self._end(source, target)
+        with suppress(OSError):  # who still sends finds out only when there is room again
+            while source.recv(1 << 16):
+                pass
 
     @staticmethod
     def _end(*sockets):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import socket
 import threading
@@ -13,6 +14,7 @@ import pytest
 from helpers import full_only
 from migration_cases import (
     HEADS,
+    PATIENCE_S,
     SECRET,
     assert_pulled,
     eventually,
@@ -263,6 +265,44 @@ def test_pages_are_not_overwritten_while_a_stream_uses_them():
         gate.open()
         pull.synchronize()
         assert seen == [True]
+
+
+def test_who_waits_for_a_stream_renews_the_lease():
+    with pair() as (sender, receiver, source, target):
+        user = kv.device("host").stream()
+        gate = Gate(user)
+        ticket = sender.offer(source.allocator.alloc(2), lease_s=0.6)
+        pull = receiver.pull(ticket, [0, 1], after=user)
+        time.sleep(1.8)
+        gate.open()
+        pull.synchronize()
+        assert_pulled(target, [0, 1], [0, 1])
+        eventually(lambda: sender.stats()["completed"] == 1)
+
+
+def test_an_offer_that_ends_does_not_wait_for_a_stopped_receiver(monkeypatch):
+    """Nor where only the end of a layer is not taken any more."""
+    flush, blocked = protocol.Channel.flush, threading.Event()
+
+    def blocking(channel, deadline):
+        checksum = channel._unsent and channel._unsent[0][0] == protocol.CHECKSUM
+        flush(channel, deadline)
+        if checksum:  # as if there were no room for it
+            blocked.set()
+            channel.receive(deadline, protocol.REFUSED)
+
+    with pair() as (sender, receiver, source, _):
+        ticket = sender.offer(source.allocator.alloc(2), by_layer=True, lease_s=1000)
+        sender.layer_done(ticket, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(protocol.Channel, "flush", blocking)
+            pull = receiver.pull(ticket, [0, 1], deadline_s=1000)
+            assert blocked.wait(PATIENCE_S)
+            for layer in (1, 2):
+                sender.layer_done(ticket, layer)
+            sender.withdraw(ticket)
+            eventually(lambda: source.allocator.num_free == 12)
+        pull.cancel()
 
 
 def test_work_that_fails_ends_the_offer():
@@ -692,3 +732,96 @@ def test_metrics(count):
         ]
         expected = [count, count, 2 * count * target.page_bytes]
         assert [b - a for a, b in zip(before, after, strict=True)] == expected
+
+
+def test_metrics_of_senders_and_receivers_that_are_gone():
+    """Totals never go down, which a scraper would take for a restart."""
+
+    def totals():
+        return [
+            kv.metrics.value("kvcupy_migration_pulls_total", outcome="completed"),
+            kv.metrics.value("kvcupy_migration_offers_total", outcome="completed"),
+            kv.metrics.value("kvcupy_migration_bytes_total", direction="sent"),
+            kv.metrics.value("kvcupy_migration_bytes_total", direction="received"),
+        ]
+
+    gc.collect()
+    before = totals()
+    source, target = filled(), pool_of()
+    with kv.PageSender(source) as sender, kv.PageReceiver(target) as receiver:
+        receiver.pull(sender.offer(source.allocator.alloc(2)), [0, 1]).synchronize()
+        eventually(lambda: source.allocator.num_free == 12)
+    num_bytes = 2 * target.page_bytes
+    del sender, receiver
+    gc.collect()
+    moved = [b - a for a, b in zip(before, totals(), strict=True)]
+    assert moved == [1, 1, num_bytes, num_bytes]
+
+
+def test_connections_to_senders_that_are_gone_are_closed():
+    """A receiver outlives many senders, each with an identity of its own."""
+    with pair() as (sender, receiver, source, _):
+        for _ in range(3):
+            pool = filled()
+            with kv.PageSender(pool) as short:
+                receiver.pull(short.offer(pool.allocator.alloc(1)), [0]).synchronize()
+                eventually(lambda pool=pool: pool.allocator.num_free == 12)
+                eventually(lambda: receiver.stats()["connections"] >= 1)
+        receiver.pull(sender.offer(source.allocator.alloc(1)), [0]).synchronize()
+        eventually(lambda: receiver.stats()["connections"] == 1)
+
+
+def test_a_pull_that_cannot_start_is_over():
+    """Such as where the order checker raises: it counts no longer, and holds no pages."""
+    with pair() as (sender, receiver, source, target):
+        ticket = sender.offer(source.allocator.alloc(2))
+        pages = target.allocator.alloc(2)
+        writer = kv.device("host").stream()
+        with kv.order_checker(action="raise"):
+            values = np.ones((1, HEADS, 16), np.float16), np.ones((1, HEADS, 24), np.float16)
+            slots = np.array([int(pages[0]) * 4], np.int64)
+            kv.store_kv(*values, target.k(0), target.v(0), slots, stream=writer)
+            with pytest.raises(kv.OrderError):
+                receiver.pull(ticket, pages)
+            writer.synchronize()
+        stats = receiver.stats()
+        assert (stats["pulls"], stats["quarantined_pages"], stats["failed"]) == (0, 0, 1)
+        target.allocator.free(pages)
+        assert target.allocator.num_free == 12
+        receiver.pull(ticket, [0, 1]).synchronize()
+
+
+def test_an_engine_that_fails_to_poll(monkeypatch):
+    """The thread that listens goes on, and ends leases."""
+    with pair() as (sender, receiver, source, _):
+        polls = []
+
+        def poll():
+            polls.append(None)
+            raise OSError("a peer has disconnected")
+
+        monkeypatch.setattr(sender._engine, "poll", poll)
+        monkeypatch.setattr(sender._engine, "poll_s", 0.01)
+        sender._notify()
+        eventually(lambda: len(polls) > 1)
+        sender.offer(source.allocator.alloc(1), lease_s=0.02)
+        eventually(lambda: sender.stats()["expired"] == 1)
+        receiver.pull(sender.offer(source.allocator.alloc(1)), [0]).synchronize()
+
+
+def test_layers_are_announced_while_the_sender_closes(monkeypatch):
+    """What is written is announced after all pages were freed: legal, without effect."""
+    with pair() as (_, _, source, _):
+        for when in ("_offer_of", "_written_by"):
+            with kv.PageSender(source) as closing:
+                ticket = closing.offer(source.allocator.alloc(2), by_layer=True)
+                method = getattr(closing, when)
+
+                def then_close(*arguments, method=method, closing=closing):
+                    found = method(*arguments)
+                    closing.close()
+                    return found
+
+                monkeypatch.setattr(closing, when, then_close)
+                closing.layer_done(ticket, 0)
+                assert source.allocator.num_free == 12

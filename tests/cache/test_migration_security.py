@@ -9,6 +9,7 @@ import socket
 import ssl
 import struct
 import subprocess
+import threading
 import time
 from contextlib import suppress
 
@@ -257,7 +258,8 @@ def test_a_sender_that_says_nothing(monkeypatch):
 
         ticket = receiver.inspect(sender.offer(source.allocator.alloc(1)))
         elsewhere = replace(ticket, address=f"tcp:127.0.0.1:{silent.getsockname()[1]}")
-        assert reason_of(receiver.pull(elsewhere.encoded(b""), [0])) == "late"
+        assert reason_of(receiver.pull(elsewhere.encoded(b""), [0])) == "lost"
+        assert reason_of(receiver.pull(elsewhere.encoded(b""), [0], deadline_s=0.1)) == "late"
 
 
 def test_addresses_of_other_machines_need_a_secret():
@@ -326,6 +328,33 @@ def test_tls(contexts):
             assert reason_of(plain.pull(ticket, [0, 1, 2], deadline_s=2)) in ("lost", "late")
         with kv.PageReceiver(pool_of(), tls=ssl.create_default_context()) as stranger:
             assert reason_of(stranger.pull(ticket, [0, 1, 2], deadline_s=2)) == "lost"
+
+
+def test_tls_stays_until_a_connection_has_ended(contexts, monkeypatch):
+    """A thread that still sends while another aborts sends nothing that is not encrypted."""
+    ends = socket.socketpair()
+    result = {}
+
+    def accept():
+        result["peer"] = contexts[0].wrap_socket(ends[0], server_side=True)
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    connection = contexts[1].wrap_socket(ends[1], server_hostname="127.0.0.1")
+    thread.join()
+    channel = protocol.Channel(connection, b"s", b"r", b"d", 2, b"")
+    shutdown = socket.socket.shutdown
+
+    def sending(self, how):
+        channel.send_data([memoryview(b"content of a page")], time.monotonic() + 5)
+        shutdown(self, how)
+
+    monkeypatch.setattr(socket.socket, "shutdown", sending)
+    channel.abort()
+    sent = b"".join(iter(lambda: socket.socket.recv(result["peer"], 4096), b""))
+    assert sent and b"content" not in sent
+    result["peer"].close()
+    channel.close()
 
 
 def test_listening_beyond_this_machine():

@@ -13,8 +13,10 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -421,3 +423,25 @@ def test_a_read_ends_when_nixl_says_so_or_the_sender_has_been_dead_for_a_while(m
     assert not reading.done()  # it does not look all the time
     time.sleep(nixl._LOOK_S)
     assert reading.done() and "dead" in str(reading.failure)
+
+
+@pytest.mark.parametrize("count", [40, 70])
+def test_idle_peers_stay_connected(count, monkeypatch):
+    """As many as are allowed; those that have been idle longest are forgotten."""
+
+    class Fake:
+        forgotten: ClassVar = []
+
+        def add_remote_agent(self, metadata):
+            return metadata
+
+        def remove_remote_agent(self, name):
+            self.forgotten.append(int(name))
+
+    agent = object.__new__(nixl.Agent)
+    agent._lock, agent._agent, agent._peers = threading.Lock(), Fake(), {}
+    monkeypatch.setattr(Fake, "forgotten", [])
+    for i in range(count):
+        key, _ = agent.add_peer(str(i).encode())
+        agent.release_peer(key, failed=False)
+    assert Fake.forgotten == list(range(max(0, count - nixl._MOST_PEERS)))

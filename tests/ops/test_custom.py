@@ -250,15 +250,36 @@ __global__ void __launch_bounds__(32) one_row(const __grid_constant__ Mine p) {
   out.store(p.cache + slot_offset_bytes(p.k.cache, p.table[1], 4, 2));
 }
 """
-OPERAND = np.dtype(
+CACHE_STRIDES = [(f"{axis}_bytes", np.int64) for axis in ("page", "offset", "head")]
+GROUP_SCALES = np.dtype(
     [
-        ("token_bytes", np.int64), ("head_bytes", np.int64),
-        ("cache", [(f"{axis}_bytes", np.int64) for axis in ("page", "offset", "head")]),
-        ("scale_head_bytes", np.int64), ("scale_cache_slot_bytes", np.int64),
-        ("scale_cache_head_bytes", np.int64), ("scale", np.float32), ("width", np.int32),
+        ("offset_bytes", np.int64), ("strides", CACHE_STRIDES), ("group_shift", np.int32),
+        ("code_word_bytes", np.int32),
     ],
     align=True,
 )  # fmt: skip
+OPERAND = np.dtype(
+    [
+        ("token_bytes", np.int64), ("head_bytes", np.int64), ("cache", CACHE_STRIDES),
+        ("scale_head_bytes", np.int64), ("scale_cache_slot_bytes", np.int64),
+        ("scale_cache_head_bytes", np.int64), ("group_scales", GROUP_SCALES),
+        ("scale", np.float32), ("width", np.int32),
+    ],
+    align=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("table", "error"),
+    [([1.5, 2], TypeError), (np.array([1.0, 2.0]), TypeError), ("12", TypeError),
+     ([2**31, 0], ValueError), (np.array([0, 2**40 + 1]), ValueError), ([1, 2, 3], ValueError)],
+    ids=str,
+)  # fmt: skip
+def test_a_field_that_is_an_array_holds_all_of_its_value(table, error, arrays):
+    """As a number does: nothing is cut off, and nothing wraps."""
+    scale = scale_kernel(fields=[*FIELDS, ("table", np.int32, (2,))])
+    with pytest.raises(error, match=r"^table: expected (integers|what fits)"):
+        call(scale, arrays, table=table)
 
 
 def test_templates_nested_structs_and_null_pointers(device):
@@ -272,6 +293,9 @@ def test_templates_nested_structs_and_null_pointers(device):
     operand = {name: 0 for name in OPERAND.names}
     operand |= {"token_bytes": 16, "scale": 0.5, "width": 8}
     operand["cache"] = {"page_bytes": 32, "offset_bytes": 8, "head_bytes": 8}
+    operand["group_scales"] = {
+        "offset_bytes": 0, "strides": operand["cache"], "group_shift": 0, "code_word_bytes": 0
+    }  # fmt: skip
     arguments = {"grid": 1, "block": 1, "rows": rows, "cache": cache, "none": None,
                  "k": operand, "table": [0, 6]}  # fmt: skip
     kernel(**arguments)

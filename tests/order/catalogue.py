@@ -484,8 +484,8 @@ NOT_NEEDED = {
             "Pull._event_of: self._after.wait(self._stream)":
                 "for checkers alone: the pull's threads wait for it by themselves",
             "Pull._event_of: stream.record()": _SOCKETS,
-            "Pull._part_ended: self._landing.end()": _ANOTHER,
-            "Pull._part_ended: self._stream.synchronize()": _FAILURES,
+            "Pull._settle: self._landing.end()": _ANOTHER,
+            "Pull._settle: self._stream.synchronize()": _FAILURES,
             "Pull._wait: waiting.wait(event)": _SOCKETS,
             "Pull._wait_for_users: self._after.done()": _SOCKETS,
             "Pull.done: self._landing.done()": _THREADS,

@@ -116,10 +116,24 @@ class Service:
             self.check()
             if self._is_ready(layer):
                 return
-            self.channel.flush(self.deadline())
+            self.flush()
             if self.channel.readable(_POLL_S):
                 self.channel.receive(self.deadline(), RENEW)
                 self.renew()
+
+    def flush(self) -> None:
+        """Send what is kept back; who ends the offer does not wait for a receiver that is stopped.
+
+        Raises
+        ------
+        TransferError, Lost : as `wait_ready`
+        """
+        self.channel.moving = True
+        try:
+            self.check()
+            self.channel.flush(self.deadline())
+        finally:
+            self.channel.moving = False
 
     def deadline(self) -> float:
         """Return until when the receiver has to react to what is done now."""
@@ -213,7 +227,7 @@ class SocketEngine:
                     self._send(service, staged, layer, checksum)
             end = _CHECKSUM.pack(layer, checksum.intdigest())
             channel.send(CHECKSUM, end, service.deadline(), more=True)
-        channel.flush(service.deadline())
+        service.flush()
 
     def _send(self, service: Service, pages: Pages, layer: int, checksum: Any) -> None:
         channel = service.channel

@@ -495,8 +495,7 @@ class Channel:
 
     def abort(self) -> None:
         """Let a thread that waits for the peer fail at once. Any thread may call this."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        shut_down(self._socket)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -542,6 +541,15 @@ def set_timeout(connection: socket.socket, deadline: float) -> None:
     timeval = struct.pack("@ll", *divmod(int(remaining_s * 1e6) + 1, 1_000_000))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+
+def shut_down(connection: socket.socket) -> None:
+    """End a connection that another thread may be using.
+
+    `SSLSocket.shutdown` would first take the encryption away, and that thread would go on without.
+    """
+    with suppress(OSError):
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:

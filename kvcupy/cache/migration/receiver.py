@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -97,7 +97,7 @@ class PageReceiver(ProcessLocal):
         self._closed = False
         self._pid = os.getpid()
         protocol.closed_in_children.add(self)
-        metrics.follow(self, _samples)
+        metrics.follow(self, _samples, partial(_totals, self._counts))
 
     def __repr__(self) -> str:
         return f"<PageReceiver into {self._pool!r}, {len(self._pulls)} pulls>"
@@ -182,10 +182,12 @@ class PageReceiver(ProcessLocal):
             self._pulls.add(pull)
         try:
             self._pool.allocator.busy(ordered, pull._landing)
-            pull._start()
+            pull._prepare()
         except BaseException:
             pull._fail(TransferError("the pull could not be started", "lost"))
+            pull._settle()
             raise
+        pull._start()
         return pull
 
     def stats(self) -> dict[str, int]:
@@ -310,22 +312,30 @@ class PageReceiver(ProcessLocal):
 
     def _connect(self, ticket: Ticket, address: Address, deadline: float) -> tuple[Channel, bytes]:
         """Return a connection to a ticket's sender behind its handshake, and its pool's digest."""
-        deadline = min(deadline, time.monotonic() + protocol.HANDSHAKE_S)
-        connection = address.connect(max(0.001, deadline - time.monotonic()))
+        until = min(deadline, time.monotonic() + protocol.HANDSHAKE_S)
         try:
-            if self._tls is not None:
-                protocol.set_timeout(connection, deadline)
-                connection = self._tls.wrap_socket(connection, server_hostname=address.host or None)
-            channel, digest = protocol.as_receiver(connection, self._secret, self._digest, deadline)
-        except BaseException:
-            connection.close()
-            raise
+            channel, digest = self._shake_hands(address, until)
+        except TimeoutError:
+            if time.monotonic() >= deadline:
+                raise
+            raise Lost(f"no sender has answered within {protocol.HANDSHAKE_S:g} s") from None
         if channel.peer != ticket.sender_id:
             channel.close()
             raise TransferError(
                 f"the sender that made the ticket no longer listens on {address}", "lost"
             )
         return channel, digest
+
+    def _shake_hands(self, address: Address, deadline: float) -> tuple[Channel, bytes]:
+        connection = address.connect(max(0.001, deadline - time.monotonic()))
+        try:
+            if self._tls is not None:
+                protocol.set_timeout(connection, deadline)
+                connection = self._tls.wrap_socket(connection, server_hostname=address.host or None)
+            return protocol.as_receiver(connection, self._secret, self._digest, deadline)
+        except BaseException:
+            connection.close()
+            raise
 
     def _borrow(self, ticket: Ticket) -> tuple[Channel, bytes] | None:
         """Return a connection that an earlier pull has left, if there is one."""
@@ -343,6 +353,13 @@ class PageReceiver(ProcessLocal):
 
     def _give_back(self, ticket: Ticket, channel: Channel, digest: bytes) -> None:
         with self._lock:
+            for key, channels in list(self._idle.items()):  # of senders that are gone
+                ended = [each for each in channels if each[0].readable(0)]
+                for each in ended:
+                    channels.remove(each)
+                    each[0].close()
+                if not channels:
+                    del self._idle[key]
             idle = self._idle.setdefault((ticket.address, ticket.sender_id), [])
             if not self._closed and len(idle) < _MOST_IDLE:
                 idle.append((channel, digest))
@@ -356,10 +373,10 @@ class PageReceiver(ProcessLocal):
         task = None
         try:
             channel, digest, granted = self._granted(pull, ticket, address, heads)
-            task = self._task(pull, ticket, channel, heads, granted)
             before = channel.num_bytes
             try:
-                pull._wait_for_users()
+                task = self._task(pull, ticket, channel, heads, granted)
+                pull._wait_for_users(task)
                 self._engine.pull(task)
             except BaseException:
                 channel.close()
@@ -702,9 +719,11 @@ class Pull(ProcessLocal):
 
     # --- For the receiver, and its threads ---
 
-    def _start(self) -> None:
+    def _prepare(self) -> None:
         if observe.order_observers and not self._is_staged:  # else when somebody waits
             self._event_of(self._pool.num_layers - 1)
+
+    def _start(self) -> None:
         for part in self._parts:
             try:
                 self._receiver._workers.run(partial(self._receiver._run, self, *part))
@@ -718,10 +737,11 @@ class Pull(ProcessLocal):
             self._channels.append(channel)
         self._check()
 
-    def _wait_for_users(self) -> None:
+    def _wait_for_users(self, task: PullTask) -> None:
         """Wait until the pages are not used any more."""
         while self._after is not None and not self._after.done():
             self._check()
+            task.renew_if_due()
             if time.monotonic() > self._deadline:
                 raise TimeoutError("timed out")
             time.sleep(0.0005)
@@ -755,6 +775,10 @@ class Pull(ProcessLocal):
             if self._num_running:
                 return
             channels, self._channels = self._channels, []
+        self._settle(channels)
+
+    def _settle(self, channels: Sequence[Channel] = ()) -> None:
+        """Note that nothing lands in the pages any more, and tell the senders of `channels`."""
         try:
             if self.failure is None:
                 self._pool.note_written()
@@ -798,7 +822,11 @@ def _difference(own: Any, theirs: Any) -> str:
 
 def _samples(receiver: PageReceiver) -> Iterator[tuple[str, metrics.Labels, float]]:
     stats = receiver.stats()
-    for name in ("completed", "failed", "cancelled"):
-        yield "kvcupy_migration_pulls_total", (("outcome", name),), stats[name]
-    yield "kvcupy_migration_bytes_total", (("direction", "received"),), stats["received_bytes"]
+    yield from _totals(stats)
     yield "kvcupy_migration_quarantined_pages", (), stats["quarantined_pages"]
+
+
+def _totals(counts: Mapping[str, int]) -> Iterator[tuple[str, metrics.Labels, float]]:
+    for name in ("completed", "failed", "cancelled"):
+        yield "kvcupy_migration_pulls_total", (("outcome", name),), counts[name]
+    yield "kvcupy_migration_bytes_total", (("direction", "received"),), counts["received_bytes"]

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -171,7 +171,7 @@ class PageSender(ProcessLocal):
             if self._unlink is not None:
                 self._unlink()
             raise KvcupyError(f"PageSender: no thread that listens: {error}") from error
-        metrics.follow(self, _samples)
+        metrics.follow(self, _samples, partial(_totals, self._counts))
 
     def __repr__(self) -> str:
         return f"<PageSender at {self.address}, {len(self._offers)} offers>"
@@ -226,9 +226,9 @@ class PageSender(ProcessLocal):
         -----
         The pages are freed exactly once, to `pool.allocator`: when `pulls` receivers are done, when
         the lease is over, when `withdraw` takes the offer back, when the work that writes them has
-        failed, or when the sender closes; and never before all layers were announced, nor while a
-        page is being read. Lease and pages are the sender's affair alone: a receiver that hangs or
-        dies keeps nothing.
+        failed, or when the sender closes; never while a page is being read, nor, unless the sender
+        closes, before all layers were announced. Lease and pages are the sender's affair alone: a
+        receiver that hangs or dies keeps nothing.
         """
         ordered = self._checked_pages(pages)
         lease = positive_seconds(lease_s, "lease_s")
@@ -296,11 +296,14 @@ class PageSender(ProcessLocal):
         if offer is None:
             return
         with self._changed:
+            if offer.is_released:  # the sender has closed meanwhile
+                return
             if offer.written[number] is not None:
                 raise ValueError(f"layer: expected one that is not done yet, got {number}")
         completion = self._written_by(stream, offer.pages, "stream")
         with self._changed:
-            offer.written[number] = completion
+            if not offer.is_released:
+                offer.written[number] = completion
         self._settle(offer)
 
     def withdraw(self, ticket: bytes) -> bool:
@@ -354,8 +357,7 @@ class PageSender(ProcessLocal):
                 self._settle(offer)
             self._notify()
             for connection in connections:
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+                protocol.shut_down(connection)
         for thread in (self._keeper, *connections.values()):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -429,13 +431,12 @@ class PageSender(ProcessLocal):
             if not offer.ended or offer.channels or unwritten or offer.is_released:
                 return
             offer.is_released = True
+            offer.written = []
             self._unreleased.discard(offer)
         try:
             offer.release(offer.pages)
         except Exception as error:
             cache_logger.exception("the pages of an offer could not be released: %s", error)
-        finally:
-            offer.written = []
 
     def _free(self, pages: Pages) -> None:
         with self._changed:
@@ -459,7 +460,10 @@ class PageSender(ProcessLocal):
             ends = [offer.expires - now for offer in offers if not offer.ended]
             poll_s = self._engine.poll_s
             if poll_s is not None:
-                self._engine.poll()
+                try:
+                    self._engine.poll()
+                except Exception as error:  # of one peer: this thread is needed for all others
+                    cache_logger.warning("%s could not make progress: %s", self, error)
                 ends.append(poll_s)
             if protocol.any_readable((self._server, self._woken), min(ends, default=3600.0)):
                 with suppress(BlockingIOError):
@@ -694,10 +698,14 @@ _COUNTS = (
 
 def _samples(sender: PageSender) -> Iterator[tuple[str, metrics.Labels, float]]:
     stats = sender.stats()
-    for name in ("completed", "expired", "withdrawn", "failed", "closed"):
-        yield "kvcupy_migration_offers_total", (("outcome", name),), stats[name]
-    yield "kvcupy_migration_bytes_total", (("direction", "sent"),), stats["sent_bytes"]
+    yield from _totals(stats)
     yield "kvcupy_migration_offered_pages", (), stats["offered_pages"]
+
+
+def _totals(counts: Mapping[str, int]) -> Iterator[tuple[str, metrics.Labels, float]]:
+    for name in ("completed", "expired", "withdrawn", "failed", "closed"):
+        yield "kvcupy_migration_offers_total", (("outcome", name),), counts[name]
+    yield "kvcupy_migration_bytes_total", (("direction", "sent"),), counts["sent_bytes"]
 
 
 def _inode(path: str) -> int:
