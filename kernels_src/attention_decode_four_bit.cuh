@@ -172,11 +172,12 @@ __device__ __forceinline__ void fetch_codes_by(char* tile, const char* const (&r
 
 template <int kWidth>
 __device__ __forceinline__ void fetch_codes(char* tile, const char* const (&rows)[32],
-                                            const KVOperand& operand) {
+                                            const KVOperand& operand, const AttentionParams& p) {
+  const int row_bytes = p.num_pages > 0 ? operand.width / 2 : 0;  // else there is nothing to read
   if (operand.group_scales.code_word_bytes == 8) {
-    fetch_codes_by<kWidth / 2, 8>(tile, rows, operand.width / 2);
+    fetch_codes_by<kWidth / 2, 8>(tile, rows, row_bytes);
   } else {
-    fetch_codes_by<kWidth / 2, 4>(tile, rows, operand.width / 2);
+    fetch_codes_by<kWidth / 2, 4>(tile, rows, row_bytes);
   }
 }
 
@@ -186,7 +187,7 @@ __device__ __forceinline__ void fetch_four_bit_keys(char* tile, const AttentionP
                                                     Table& table, int stage, const OwnScales& own) {
   fetch_scales<group_bytes<TCache>(kWidth)>(table.k_groups[stage][threadIdx.x % 32], own.k,
                                             group_scale_bytes<TCache>(p.k), p.k_cache);
-  fetch_codes<kWidth>(tile, table.k[stage], p.k);
+  fetch_codes<kWidth>(tile, table.k[stage], p.k, p);
 }
 
 template <typename TCache, int kWidthV, typename Table>
@@ -195,7 +196,7 @@ __device__ __forceinline__ void fetch_four_bit_values(char* tile, const Attentio
                                                       const OwnScales& own) {
   fetch_scales<group_bytes<TCache>(kWidthV)>(table.v_groups[stage][threadIdx.x % 32], own.v,
                                              group_scale_bytes<TCache>(p.v), p.v_cache);
-  fetch_codes<kWidthV>(tile, table.v[stage], p.v);
+  fetch_codes<kWidthV>(tile, table.v[stage], p.v, p);
 }
 
 // The scale of each chunk of 32 elements of a lane's own key, as bits, from its group scales.

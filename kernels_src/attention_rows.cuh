@@ -64,7 +64,7 @@ struct ScaledRow {
   int group_shift;
   int word_bytes;
 
-  // The steps of codes from element i on, up to the end of its group.
+  // What the codes of a group are multiplied by.
   __device__ __forceinline__ float step(u32 scale_bits) const {
     return __fmul_rn(group_scale<T>(scale_bits), scale);
   }

@@ -7,7 +7,7 @@
 // again soon: loads and stores are streaming.
 //
 // Bytes: each row is read once and written once, plus two page numbers per piece.
-#include "numeric.cuh"
+#include "four_bit.cuh"
 #include "transfer_rows.cuh"
 
 constexpr int kTransferThreads = 512;
@@ -118,8 +118,10 @@ struct TransferConvertParams {
   TransferStrides dst_k_scale_strides;
   TransferStrides dst_v_scale_strides;
   TransferRows rows;
-  int k_width;  // elements per row
-  int v_width;  // elements per row; 0: there is no V
+  int k_width;          // elements per row
+  int v_width;          // elements per row; 0: there is no V
+  int group_shift;      // of a four-bit pool: log2 of the elements that share a scale
+  int code_word_bytes;  // in which its codes are accessed: 1, 2, 4 or 8
 };
 
 // Convert one row, K or V, by the lanes that share it (at most a warp), of any width: a row that
@@ -315,5 +317,282 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     convert_held<TIn, TOut>(
         v, v_targets, elements, shift, lanes, p.dst_v_scale && p.v_width,
         [&](int i) { return scale_at(p.dst_v_scale, p.dst_v_scale_strides, i); });
+  }
+}
+
+// --- Four-bit pools ------------------------------------------------------------------------------
+
+// A row of a pool: codes, and the group scales behind them.
+__device__ __forceinline__ FourBitRow packed_row(char* row, int width) {
+  return {row, row + width / 2};
+}
+
+// What four_bit.cuh asks of an operand whose rows have been found.
+__device__ __forceinline__ KVOperand groups_of(const TransferConvertParams& p) {
+  KVOperand operand{};
+  operand.group_scales.group_shift = p.group_shift;
+  operand.group_scales.code_word_bytes = p.code_word_bytes;
+  return operand;
+}
+
+// Sixteen elements of a row, times its scale if it is quantised.
+template <typename TIn>
+__device__ __forceinline__ auto scaled_sixteen(const Pack<TIn, kCodesPerThread>& x, float factor) {
+  if constexpr (kQuantised<TIn>) {
+    return products(to_floats(x), factor);
+  } else {
+    return x;
+  }
+}
+
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+// Encode a row by one thread, which holds every group.
+template <typename TIn, typename TFormat, int kCount>
+inline void encode_row_alone(const char* from, float factor, int width, char* to,
+                             const KVOperand& operand) {
+  FourBitRow row = packed_row(to, width);
+  if constexpr (!kQuantised<TIn>) {
+    store_row_alone<TIn, TFormat, kCount>(from, 1.0f, width, row, operand);
+  } else {
+    const int group = 1 << group_shift<TFormat>(operand);
+    alignas(64) float values[128];
+    for (int first = 0; first < width; first += group) {
+      for (int i = 0; i < group; ++i) {
+        values[i] = to_float(reinterpret_cast<const TIn*>(from)[first + i]) * factor;
+      }
+      const char* in = reinterpret_cast<const char*>(values);
+      store_row_alone<float, TFormat, kCodesPerThread>(in, 1.0f, group, row, operand);
+      row.codes += group / 2;
+      row.scales += kGroupScaleBytes<TFormat>;
+    }
+  }
+}
+#endif
+
+// Into a four-bit pool: a thread takes 16 elements of K and 16 of V, of as many rows at a time as
+// it has registers for. A group is a part of a row, which neighbouring lanes share; they number at
+// least a group's packs. grid: at most max_blocks, block: kConvertThreads, smem: 0
+template <typename TIn, typename TFormat, int kCount>
+__global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
+    transfer_to_four_bit(const __grid_constant__ TransferConvertParams p) {
+  constexpr int kRows = sizeof(TIn) > 2 ? 1 : 2;
+  constexpr int kInBytes = sizeof(TIn);
+  const KVOperand operand = groups_of(p);
+  const int lanes = 1 << p.rows.lane_shift;
+  const int lane = threadIdx.x & (lanes - 1);
+  const u32 groups = gridDim.x * (blockDim.x >> p.rows.lane_shift);
+  const u32 group =
+      blockIdx.x * (blockDim.x >> p.rows.lane_shift) + (threadIdx.x >> p.rows.lane_shift);
+  const u32 of_warp = group & (32 / lanes - 1);
+
+  // The loops are warp-uniform: lanes exchange values.
+  for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups * kRows) {
+    const char* k_from[kRows];
+    const char* v_from[kRows];
+    char* k_to[kRows];
+    char* v_to[kRows];
+    float k_factors[kRows];
+    float v_factors[kRows];
+    bool live[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const TransferPlace at = find_piece(p.rows, p.src_pages, p.dst_pages, p.faults,
+                                          first + of_warp + r * groups, lane == 0);
+      live[r] = at.src_page >= 0;
+      const i64 src = live[r] ? at.src_page : 0;
+      const i64 dst = live[r] ? at.dst_page : 0;
+      k_from[r] = p.src_k + offset_of(p.src_k_strides, src, at);
+      v_from[r] = p.src_v + offset_of(p.src_v_strides, src, at);
+      k_to[r] = p.dst_k + offset_of(p.dst_k_strides, dst, at);
+      v_to[r] = p.dst_v + offset_of(p.dst_v_strides, dst, at);
+      k_factors[r] = v_factors[r] = 1.0f;
+      if constexpr (kQuantised<TIn>) {
+        const char* k_scale = scale_of(p.src_k_scale, p.src_k_scale_strides, src, at);
+        const char* v_scale = scale_of(p.src_v_scale, p.src_v_scale_strides, src, at);
+        if (live[r] && k_scale) k_factors[r] = *reinterpret_cast<const float*>(k_scale);
+        if (live[r] && v_scale) v_factors[r] = *reinterpret_cast<const float*>(v_scale);
+      }
+    }
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+    if (lanes == 1) {
+      for (int r = 0; r < kRows; ++r) {
+        if (!live[r]) continue;
+        encode_row_alone<TIn, TFormat, kCount>(k_from[r], k_factors[r], p.k_width, k_to[r],
+                                               operand);
+        encode_row_alone<TIn, TFormat, kCount>(v_from[r], v_factors[r], p.v_width, v_to[r],
+                                               operand);
+      }
+      continue;
+    }
+#endif
+
+    for (int start = 0; start < max(p.k_width, p.v_width); start += lanes * kCodesPerThread) {
+      const int element = start + lane * kCodesPerThread;
+      const bool has_k = element < p.k_width;
+      const bool has_v = element < p.v_width;
+      Pack<TIn, kCodesPerThread> k[kRows];
+      Pack<TIn, kCodesPerThread> v[kRows];
+      // Load
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        k[r] = {};
+        v[r] = {};
+        if (live[r] && has_k) k[r] = load_sixteen<TIn, kCount>(k_from[r] + element * kInBytes);
+        if (live[r] && has_v) v[r] = load_sixteen<TIn, kCount>(v_from[r] + element * kInBytes);
+      }
+      // Convert, Store
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        store_in_group<TFormat>(scaled_sixteen(k[r], k_factors[r]), 1.0f, element, live[r] && has_k,
+                                packed_row(k_to[r], p.k_width), operand);
+        if (p.v_width) {
+          store_in_group<TFormat>(scaled_sixteen(v[r], v_factors[r]), 1.0f, element,
+                                  live[r] && has_v, packed_row(v_to[r], p.v_width), operand);
+        }
+      }
+    }
+  }
+}
+
+// The codes of 16 elements, and their group's scale; of none, zeros.
+template <typename TFormat>
+struct HeldCodes {
+  SixteenCodes codes;
+  u32 scale_bits;
+
+  __device__ __forceinline__ void load(char* row, int width, int element, bool live,
+                                       const KVOperand& operand) {
+    codes.words[0] = codes.words[1] = scale_bits = 0;
+    if (live && element < width)
+      load_in_group<TFormat>(packed_row(row, width), element, operand, codes, scale_bits);
+  }
+
+  __device__ __forceinline__ Sixteen values() const {
+    return decode_codes<TFormat>(codes, group_scale<TFormat>(scale_bits));
+  }
+
+  __device__ __forceinline__ float absmax() const {
+    AbsMax<kCodesPerThread> largest;
+    largest.add(values());
+    return largest.value();
+  }
+
+  template <typename TOut, int kCount>
+  __device__ __forceinline__ void store(char* target, float scale) const {
+    if constexpr (kQuantised<TOut>) {
+      store_sixteen<TOut, kCount>(quantise<TOut>(values(), ScaleDivisor(scale)), target);
+    } else {
+      store_sixteen<TOut, kCount>(from_floats<TOut>(values()), target);
+    }
+  }
+};
+
+// The scale that a row gets in a quantised pool, from its lanes' largest magnitude.
+template <typename TOut>
+__device__ __forceinline__ float scale_of_row(float absmax, int lanes) {
+  if constexpr (kQuantised<TOut>) return dynamic_scale<TOut>(max_within_warp(absmax, lanes));
+  return 1.0f;
+}
+
+// The same of a row that its lanes read in several steps.
+template <typename TFormat, typename TOut>
+__device__ __forceinline__ float scale_of_long_row(char* row, int width, bool live, int lane,
+                                                   int lanes, const KVOperand& operand) {
+  float absmax = 0.0f;
+  for (int start = 0; start < width; start += lanes * kCodesPerThread) {
+    HeldCodes<TFormat> held;
+    held.load(row, width, start + lane * kCodesPerThread, live, operand);
+    absmax = fmaxf(absmax, held.absmax());
+  }
+  return scale_of_row<TOut>(absmax, lanes);
+}
+
+// Out of a four-bit pool: a thread takes 16 elements of K and 16 of V, of four rows at a time. Rows
+// that get a scale are held until it is known, or read twice where they are long.
+// grid: at most max_blocks, block: kConvertThreads, smem: 0
+template <typename TFormat, typename TOut, int kCount>
+__global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
+    transfer_from_four_bit(const __grid_constant__ TransferConvertParams p) {
+  constexpr int kRows = kQuantised<TOut> ? 2 : 4;
+  constexpr int kOutBytes = sizeof(TOut);
+  const KVOperand operand = groups_of(p);
+  const int lanes = 1 << p.rows.lane_shift;
+  const int lane = threadIdx.x & (lanes - 1);
+  const u32 groups = gridDim.x * (blockDim.x >> p.rows.lane_shift);
+  const u32 group =
+      blockIdx.x * (blockDim.x >> p.rows.lane_shift) + (threadIdx.x >> p.rows.lane_shift);
+  const u32 of_warp = group & (32 / lanes - 1);
+  const int step = lanes * kCodesPerThread;
+
+  // The loops are warp-uniform: lanes exchange values.
+  for (u32 first = group - of_warp; first < p.rows.num_pieces; first += groups * kRows) {
+    char* k_from[kRows];
+    char* v_from[kRows];
+    char* k_to[kRows];
+    char* v_to[kRows];
+    float* k_scale_to[kRows];
+    float* v_scale_to[kRows];
+    float k_scales[kRows];
+    float v_scales[kRows];
+    bool live[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const TransferPlace at = find_piece(p.rows, p.src_pages, p.dst_pages, p.faults,
+                                          first + of_warp + r * groups, lane == 0);
+      live[r] = at.src_page >= 0;
+      const i64 src = live[r] ? at.src_page : 0;
+      const i64 dst = live[r] ? at.dst_page : 0;
+      k_from[r] = const_cast<char*>(p.src_k) + offset_of(p.src_k_strides, src, at);
+      v_from[r] = const_cast<char*>(p.src_v) + offset_of(p.src_v_strides, src, at);
+      k_to[r] = p.dst_k + offset_of(p.dst_k_strides, dst, at);
+      v_to[r] = p.dst_v + offset_of(p.dst_v_strides, dst, at);
+      k_scales[r] = v_scales[r] = 1.0f;
+      if constexpr (kQuantised<TOut>) {
+        k_scale_to[r] = reinterpret_cast<float*>(
+            const_cast<char*>(scale_of(p.dst_k_scale, p.dst_k_scale_strides, dst, at)));
+        v_scale_to[r] = reinterpret_cast<float*>(
+            const_cast<char*>(scale_of(p.dst_v_scale, p.dst_v_scale_strides, dst, at)));
+        if (p.dst_k_scale && p.k_width > step) {
+          k_scales[r] =
+              scale_of_long_row<TFormat, TOut>(k_from[r], p.k_width, live[r], lane, lanes, operand);
+        }
+        if (p.dst_v_scale && p.v_width > step) {
+          v_scales[r] =
+              scale_of_long_row<TFormat, TOut>(v_from[r], p.v_width, live[r], lane, lanes, operand);
+        }
+      }
+    }
+
+    for (int start = 0; start < max(p.k_width, p.v_width); start += step) {
+      const int element = start + lane * kCodesPerThread;
+      HeldCodes<TFormat> k[kRows];
+      HeldCodes<TFormat> v[kRows];
+      // Load
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        k[r].load(k_from[r], p.k_width, element, live[r], operand);
+        v[r].load(v_from[r], p.v_width, element, live[r], operand);
+      }
+      // Convert, Store
+      if constexpr (kQuantised<TOut>) {
+        if (start == 0 && p.dst_k_scale) {
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            if (p.k_width <= step) k_scales[r] = scale_of_row<TOut>(k[r].absmax(), lanes);
+            if (p.v_width <= step) v_scales[r] = scale_of_row<TOut>(v[r].absmax(), lanes);
+            if (live[r] && lane == 0) *k_scale_to[r] = k_scales[r];
+            if (live[r] && lane == 0 && p.v_width) *v_scale_to[r] = v_scales[r];
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (!live[r]) continue;
+        if (element < p.k_width)
+          k[r].template store<TOut, kCount>(k_to[r] + element * kOutBytes, k_scales[r]);
+        if (element < p.v_width)
+          v[r].template store<TOut, kCount>(v_to[r] + element * kOutBytes, v_scales[r]);
+      }
+    }
   }
 }

@@ -213,9 +213,9 @@ class ArrayView(ProcessLocal):
         if num_taken >= self.ndim and steps.index(...) == at:
             at -= 1  # nothing is left for the ellipsis
         last, width, group = steps[at], self.shape[-1], formats.FOUR_BIT[self.format].group
-        taken = slice(None) if last is ... else last
-        start, stop, step = taken.indices(width) if isinstance(taken, slice) else (1, 1, 1)
+        start, stop, step = _bounds_of(slice(None) if last is ... else last, width)
         whole = step == 1 and start % group == 0 and stop % group == 0
+        whole = whole and (start < stop or (start, stop) == (0, width))
         if not whole:
             raise ValueError(
                 f"index: expected : or whole groups of {group} on the last axis of {self.format}, "
@@ -224,7 +224,7 @@ class ArrayView(ProcessLocal):
         if last is not ...:
             steps = (*steps[:at], slice(None), *steps[at + 1 :])
         rows = four_bit_view(self.codes[steps], scales[steps], self.format)
-        return columns(rows, start, max(start, stop))
+        return columns(rows, start, stop)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return type and number of the device in DLPack's numbering."""
@@ -269,6 +269,14 @@ def overlap(a: ArrayView, b: ArrayView) -> bool:
     if a.scales is not None or b.scales is not None:
         return any(overlap(part, other) for part in a.memory for other in b.memory)
     return bool(np.shares_memory(_untyped(a), _untyped(b)))
+
+
+def _bounds_of(step: Any, size: int) -> tuple[int, int, int]:
+    """Return start, stop and step of a slice; of anything else, and a wrong one, a step of 0."""
+    try:
+        return step.indices(size) if isinstance(step, slice) else (0, 0, 0)
+    except (TypeError, ValueError):
+        return 0, 0, 0
 
 
 def _scales_behind(v: ArrayView) -> ArrayView:

@@ -48,6 +48,8 @@ REGISTER_BUDGET: dict[str, int] = {
     "slot_mapping": 64,
     "transfer_copy": 128,  # a bounded grid: what counts is what one thread has in flight
     "transfer_convert": 128,  # likewise
+    "transfer_to_four_bit": 128,
+    "transfer_from_four_bit": 128,
     "note_fault": 32,
     "attention_starts": 64,
     "attention_decode": 255,  # blocks of 128 threads: two a multiprocessor, whose loads fill it

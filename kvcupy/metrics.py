@@ -89,6 +89,8 @@ _COUNTERS = {
     "kvcupy_bytes_total": "Bytes that operations read and write, where shapes and host lists tell.",
     "kvcupy_stream_waits_total": "Waits of streams for events.",
     "kvcupy_step_tokens_total": "Tokens of the steps of paged caches.",
+    "kvcupy_demoted_pages_total": "Pages of paged caches converted to the format of old tokens.",
+    "kvcupy_promoted_pages_total": "Pages of old tokens converted back.",
     "kvcupy_cache_hits_total": "Blocks asked of tiered caches, by the highest tier that had them.",
     "kvcupy_cache_misses_total": "Blocks asked of tiered caches that no tier had.",
     "kvcupy_cache_insertions_total": "Blocks inserted into tiered caches.",

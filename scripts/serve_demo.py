@@ -10,10 +10,12 @@ compute stream is still busy:
 
 That is measured against the same steps with the copy on the compute stream itself. With --speculate
 a step verifies a small tree of draft tokens for each request that decodes. Every request's tokens
-are compared with those of a plain forward pass without a cache.
+are compared with those of a plain forward pass without a cache; with --past, which keeps old tokens
+in a narrower format, with those of a cache of one format.
 
     python scripts/serve_demo.py --out build/serve
     python scripts/serve_demo.py --trace trace.jsonl --scale 32 --speculate
+    python scripts/serve_demo.py --dtype bf16 --past nvfp4 --recent 128 --sinks 16
     python scripts/serve_demo.py --model path/to/llama --dtype bf16
 """
 
@@ -23,7 +25,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     model, prompts = make_model(device, arguments, lambda vocab: prompts_of(arguments, vocab))
     pages = arguments.pages or enough_pages(prompts, arguments.page_size, arguments.max_running)
     settings = CacheSettings(pages, arguments.page_size, arguments.dtype)
+    if arguments.past:
+        settings = replace(
+            settings, past=arguments.past, recent=arguments.recent, sinks=arguments.sinks
+        )
     policy = Policy(
         budget=arguments.budget, max_running=arguments.max_running, share=not arguments.no_sharing,
         branches=arguments.branches if arguments.speculate else 0, depth=arguments.depth,
@@ -153,6 +159,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             model, prompts, first.tokens, arguments.dtype,
             lambda done: progress.show("checked", done),
         )  # fmt: skip
+    past = None
+    if arguments.past:
+        plain = replace(settings, past=None, recent=None, sinks=0)
+        server = Server(model, plain, policy, ahead=arguments.ahead)
+        with one_core_per_stream(device):
+            outcome, _ = server.serve(prompts)
+        past = compare_with_plain(first, outcome, servers[OWN].cache, prompts, settings)
     progress.end()
     counts = first.counts
     output = sum(map(len, first.tokens))
@@ -187,8 +200,38 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "counts": asdict(counts),
         "acceptance_rate": counts.accepted / counts.guesses if counts.guesses else None,
         "tokens_per_tree": 1 + counts.accepted / counts.tree_steps if counts.tree_steps else None,
+        "past": past,
         "checked": asdict(checked) if checked else None,
     }
+
+
+def compare_with_plain(
+    mixed: Outcome, plain: Outcome, cache: Any, prompts: Sequence[Prompt], settings: CacheSettings
+) -> dict[str, Any]:
+    """Compare the tokens with those of a cache of one format, and count the bytes of both.
+
+    Bytes are those of a request's pages when it is complete: old pages in the narrower format.
+    """
+    size, own, old = settings.page_size, cache.pool.page_bytes, cache.past_pool.page_bytes
+    recent, sinks = settings.recent or 0, -(-settings.sinks // settings.page_size)
+    wide_bytes = mixed_bytes = 0
+    for prompt in prompts:
+        pages = -(-prompt.goal // size)
+        demoted = max(0, (prompt.goal - recent) // size - sinks)
+        wide_bytes += pages * own
+        mixed_bytes += (pages - demoted) * own + demoted * old
+    pairs = [
+        (a, b)
+        for one, other in zip(mixed.tokens, plain.tokens, strict=True)
+        for a, b in zip(one, other, strict=True)
+    ]
+    return {
+        "format": settings.past, "recent": settings.recent, "sinks": settings.sinks,
+        "same_tokens": sum(a == b for a, b in pairs), "tokens": len(pairs),
+        "same_requests": sum(a == b for a, b in zip(mixed.tokens, plain.tokens, strict=True)),
+        "page_bytes": own, "past_page_bytes": old,
+        "tokens_in_the_bytes": wide_bytes / mixed_bytes, "at_most": own / old,
+    }  # fmt: skip
 
 
 def require_same(first: Outcome, others: Sequence[Outcome]) -> None:
@@ -239,6 +282,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--page-size", type=int, default=16, help="tokens per page")
     add("--dtype", default="fp32", choices=("fp32", "fp16", "bf16", "fp8_e4m3", "int8"),
         help="of the cache")  # fmt: skip
+    add("--past", help="narrower format of old tokens, such as nvfp4; default: none")
+    add("--recent", type=int, default=128, help="with --past, last tokens that stay in --dtype")
+    add("--sinks", type=int, default=16, help="with --past, first tokens that stay in --dtype")
     add("--compute", default="float32", choices=("float32", "float16"), help="of the matrices")
     add("--budget", type=int, default=96, help="tokens per step")
     add("--max-running", type=int, default=32, help="requests at a time")
@@ -254,8 +300,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--out", type=Path, help="write a timeline (JSON and PNG) to this folder")
     add("--drawn", type=int, default=3, help="steps in the timeline")
     arguments = parser.parse_args(argv)
-    if arguments.check is None:
-        arguments.check = arguments.model is None
+    if arguments.check is None:  # a plain pass has one format
+        arguments.check = arguments.model is None and arguments.past is None
     report = run(arguments)
     print(f"{header(report)}\n\n{render(report)}")
     if arguments.json:

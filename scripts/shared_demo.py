@@ -25,6 +25,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +213,12 @@ def remove_store(arguments: argparse.Namespace) -> dict[str, Any]:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     where = describe(chosen_device(arguments.device))
     requests = requests_of(arguments.trace, arguments.limit, arguments.seed)
-    points = []
-    for shared in (False, True):
-        points.append(run_processes(arguments, shared=shared))
+    try:
+        points = [run_processes(arguments, shared=shared) for shared in (False, True)]
+    except BaseException:  # the memory would stay until the machine restarts
+        with suppress(OSError):
+            remove_store(arguments)
+        raise
     return {
         **where,
         "trace": Path(arguments.trace).name if arguments.trace else f"seed {arguments.seed}",

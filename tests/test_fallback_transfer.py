@@ -13,6 +13,7 @@ from ops import (
     test_transfer,
     test_transfer_convert,
     test_transfer_errors,
+    test_transfer_four_bit,
     test_transfer_graphs,
     test_transfer_sizes,
     test_transfer_streams,
@@ -38,6 +39,11 @@ pytestmark = pytest.mark.again
 globals().update(
     again(test_transfer)
     | again(test_transfer_convert)
+    | again(
+        test_transfer_four_bit,
+        "test_a_quarter_of_the_bytes_crosses_the_link",
+        "test_every_format_on_the_lenient_host",
+    )
     | again(test_transfer_sizes)
     | again(test_transfer_streams)
     | again(test_transfer_graphs)

@@ -223,3 +223,23 @@ def test_the_table_of_formats_says_the_same(fmt):
     assert (table.group, table.limit, table.scale_format) == (form.group, form.limit, form.scale)
     assert table.group_bytes == form.group_bytes
     assert formats.carrier_dtype(table.scale_carrier).itemsize == table.scale_bytes
+
+
+@pytest.mark.parametrize("width, block", [(128, 128), (80, 16), (96, 32), (7, 1)])
+def test_hadamard_by_the_signs_of_its_matrix(width, block):
+    """Entry (i, j) of a block is -1 to the number of bits that i and j share, over its root."""
+    signs = [[(-1) ** (i & j).bit_count() for j in range(block)] for i in range(block)]
+    matrix = np.kron(np.eye(width // block), signs) / np.sqrt(block)
+    rows = np.random.default_rng(0).standard_normal((3, 2, width)).astype(np.float32)
+    rotated = reference.hadamard(rows)
+    np.testing.assert_allclose(rotated, rows.astype(np.float64) @ matrix, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(reference.hadamard(rotated), rows, rtol=0, atol=1e-12)
+
+
+def test_limit_is_the_code_of_the_largest_magnitude():
+    rows = np.linspace(-1, 1, 32, dtype=np.float32).reshape(1, 32) * 3
+    for limit, code in ((None, 6.0), (4.0, 4.0)):
+        target = FourBitRows.packed(np.zeros((1, 18), np.uint8), "nvfp4")
+        reference.quantise_rows(rows, target, np.ones(1, np.float32), limit=limit)
+        codes = reference.decode_codes(target.codes, "e2m1").reshape(2, 16)
+        assert np.abs(codes).max(axis=1).tolist() == [code, code]

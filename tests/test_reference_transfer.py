@@ -123,6 +123,47 @@ def scale_caches(arrays, layer):
     }
 
 
+@pytest.mark.parametrize("other", FORMATS)
+@pytest.mark.parametrize("packed", reference.FOUR_BIT)
+def test_conversion_of_four_bits_is_a_gather_and_a_store(packed, other):
+    """Both ways, of rows of two groups; what has scales has them on both sides."""
+    rng = np.random.default_rng(6)
+    form = reference.FOUR_BIT[packed]
+    shape = (LAYERS, 6, SIZE, HEADS, 2 * form.group)
+    plain = random_elements(rng, other, int(np.prod(shape))).reshape(shape)
+    raw = rng.integers(0, 256, (*shape[:-1], 2 * form.group_bytes), dtype=np.uint8)
+    by = scales(rng, 6)[:1] if other in QUANTISED else None
+    for narrows in (True, False):
+        got, want = ((raw if narrows else plain).copy() for _ in range(2))
+        got_by, want_by = (copies(by) if by else None for _ in range(2))
+        got_rows, want_rows, rows = (
+            reference.FourBitRows.packed(a, packed) if a.shape[-1] != shape[-1] else a
+            for a in (got, want, (plain if narrows else raw)[:, :5])
+        )
+        reference.transfer_pages(
+            [rows], [got_rows], SRC, DST, layers=1,
+            src_scales=by if narrows else None, dst_scales=None if narrows else got_by,
+        )  # fmt: skip
+        for of, to in WHOLE.items():
+            for offset in range(SIZE):
+                row, target = rows[1, of, offset][None], want_rows[1, to, offset][None]
+                of_row = None if by is None or not narrows else by[0][1, of, offset][None]
+                floats = np.zeros((1, *shape[-2:]), np.float32)
+                slot = np.array([0])
+                options = {} if of_row is None else dict.fromkeys(SCALE_CACHES, of_row)
+                reference.gather_kv(row, row, slot, k_out=floats, v_out=floats, **options)
+                options = {}
+                if want_by is not None and not narrows:
+                    options = dict.fromkeys(SCALE_CACHES, want_by[0][1, to, offset][None])
+                reference.store_kv(floats, floats, target, target, slot, **options)
+        assert np.array_equal(bits(got), bits(want))
+        if by is not None:
+            assert np.array_equal(got_by, want_by)
+
+
+SCALE_CACHES = ("k_scale_cache", "v_scale_cache")
+
+
 def test_conversion_by_hand():
     """One token of two heads: int8 with scales to fp8 with scales, to fp16, and back to int8."""
     stored = np.int8([[127, -64, 0, 1], [0, 0, 0, 0]]).reshape(1, 1, 1, 2, 4)

@@ -37,12 +37,14 @@ def prompts_of(*pairs, gap_ms=0.0, vocab=VOCAB, seed=3):
     ]
 
 
-def serve(model, prompts, *, pages=64, page_size=8, dtype="fp32", server=None, **policy):
+def serve(
+    model, prompts, *, pages=64, page_size=8, dtype="fp32", server=None, settings=None, **policy
+):
     """Serve prompts; return what came out."""
     from serving.engine import CacheSettings, Server
     from serving.schedule import Policy
 
-    settings = CacheSettings(pages, page_size, dtype)
+    settings = CacheSettings(pages, page_size, dtype, **(settings or {}))
     small = Policy(budget=24, max_running=4)
     running = Server(model, settings, replace(small, **policy), **(server or {}))
     outcome, _ = running.serve(prompts)
@@ -85,6 +87,45 @@ def models(device):
         return known[key]
 
     return model
+
+
+# Old tokens in a narrower format
+
+
+@pytest.mark.parametrize("speculate", [0, 2])
+def test_a_past_that_nobody_reaches_changes_nothing(device, models, expected, speculate):
+    """And with one that is reached every request still gets its tokens, and every page is free."""
+    model = models()
+    prompts = prompts_of((0, 60, 20), (30, 9, 30), (30, 41, 5))
+    past = {"past": "fp8_e4m3", "recent": 200, "num_past_pages": 40}
+    outcome = serve(model, prompts, settings=past, branches=speculate)
+    assert outcome.tokens == expected(model, prompts)
+    outcome = serve(model, prompts, settings={**past, "recent": 16, "sinks": 4}, branches=speculate)
+    assert [len(tokens) for tokens in outcome.tokens] == [20, 30, 5]
+
+
+def test_the_report_on_a_past(capsys, tmp_path):
+    import serve_demo
+
+    file = tmp_path / "serve.json"
+    small = ["--device", "host", "--layers", "1", "--hidden", "128", "--requests", "3"]
+    arguments = [
+        *small,
+        "--rounds",
+        "1",
+        "--past",
+        "fp8_e4m3",
+        "--recent",
+        "24",
+        "--json",
+        str(file),
+    ]
+    assert serve_demo.main(arguments) == 0
+    past = json.loads(file.read_text())["past"]
+    assert past["page_bytes"] / past["past_page_bytes"] == past["at_most"] > 3
+    assert 1 < past["tokens_in_the_bytes"] < past["at_most"]
+    assert 0 < past["same_tokens"] <= past["tokens"]
+    assert "cache of fp32 alone" in capsys.readouterr().out
 
 
 # The model against transformers --------------------------------------------------------------

@@ -11,6 +11,8 @@ import pytest
 from replay_cases import small_settings, small_trace
 from tiered_store_cases import MemoryStore
 
+import kvcupy as kv
+
 pytestmark = pytest.mark.usefixtures("scripts_on_path")
 
 SMALL = ("--limit", 40, "--scale", 16, "--device-blocks", 60, "--host-blocks", 150)
@@ -66,6 +68,25 @@ def test_one_that_is_killed_does_not_disturb_the_other(demo, capsys):
         assert point["served"] == [10, 20]
         assert point["counts"]["wrong_bytes"] == 0
     assert "killed: process 0" in capsys.readouterr().out
+
+
+def test_a_run_that_is_interrupted_leaves_no_memory(demo, monkeypatch):
+    import shared_demo
+
+    def interrupt(arguments, *, shared):
+        made.append(Path(f"/dev/shm/kvcupy-{arguments.url.removeprefix('shm:')}"))
+        shape = shared_demo.settings_of(arguments).shape
+        page = (shape.tokens, shape.layers, shape.heads, shape.width)
+        pool = kv.KVPool(1, *page, layout="page_first_direct", device="host")
+        with shared_demo.open_store(arguments, pool):
+            assert made[-1].exists()
+        raise KeyboardInterrupt
+
+    made = []
+    monkeypatch.setattr(shared_demo, "run_processes", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        demo()
+    assert len(made) == 1 and not made[0].exists()
 
 
 def test_a_wrong_byte_of_a_store_is_noticed(device):

@@ -14,7 +14,8 @@ import pytest
 from helpers import DTYPE, UNSIGNED, Arg, Case, names_number, random_elements
 
 import kvcupy as kv
-from kvcupy import ArrayView, reference
+from kvcupy import ArrayView, arrays, reference
+from kvcupy.formats import FOUR_BIT
 
 POOL_LAYOUTS = {
     "layer_first": "LPTHD",
@@ -42,6 +43,9 @@ class Memory:
 
     def __init__(self, case, name, view, axes, sizes, fmt, content):
         self.case, self.name, self.fmt = case, name, fmt
+        if fmt in FOUR_BIT:
+            sizes = {**sizes, "D": FOUR_BIT[fmt].row_bytes(sizes["D"])}
+            view = arrays.bytes_of(view)
         shape = tuple(sizes[axis] for axis in axes)
         self.want = content(fmt, int(np.prod(shape))).reshape(shape)
         self.loose = np.zeros(shape, bool)
@@ -66,7 +70,8 @@ class Memory:
 
     @property
     def view(self):
-        return self.by_layer(self.want)
+        rows = self.by_layer(self.want)
+        return reference.FourBitRows.packed(rows, self.fmt) if self.fmt in FOUR_BIT else rows
 
     def upload(self, stream=None):
         """Copy the mirror to the device in the order of `stream`, without waiting for it."""
@@ -83,7 +88,7 @@ class Memory:
         got, want = self.download(), self.want
         unsigned = UNSIGNED[want.dtype.itemsize]
         wrong = got.view(unsigned) != want.view(unsigned)
-        if self.loose.any() and wrong.any():
+        if self.loose.any() and wrong.any() and self.fmt not in FOUR_BIT:
             both = np.isnan(reference.decode(got, self.fmt))
             wrong &= ~(self.loose & both & np.isnan(reference.decode(want, self.fmt)))
         if not wrong.any():
@@ -94,7 +99,7 @@ class Memory:
             f"{self.name}: {int(wrong.sum())} of {want.size} elements differ; first in layer "
             f"{layer}, page {page}, token {offset}, at {rest}: "
             f"got {self.by_layer(got.view(unsigned))[at]:#x} ({self.by_layer(got)[at]}), "
-            f"want {self.by_layer(want.view(unsigned))[at]:#x} ({self.view[at]}), "
+            f"want {self.by_layer(want.view(unsigned))[at]:#x} ({self.by_layer(want)[at]}), "
             f"seed {self.case.seed}"
         )
 
@@ -148,9 +153,9 @@ class TransferCase(Case):
     # Arguments
 
     def bits(self, fmt, count):
-        """Draw random bits, which include NaN of every kind."""
-        size = DTYPE[fmt].itemsize
-        return self.rng.integers(0, 256, count * size, dtype=np.uint8).view(DTYPE[fmt])
+        """Draw random bits, which include NaN of every kind; of a four-bit format, bytes."""
+        dtype = DTYPE.get(fmt, np.dtype(np.uint8))
+        return self.rng.integers(0, 256, count * dtype.itemsize, dtype=np.uint8).view(dtype)
 
     def values(self, fmt, count):
         """Draw usual magnitudes, special values, and random bits."""

@@ -587,14 +587,20 @@ class _Client:
         self._lock = threading.Lock()
 
     def take_lane(self) -> _Lane | None:
-        """Return a thread without a call, or None if all have one. Called with a lock held."""
+        """Return a thread without a call, or None if all have one. Called with a lock held.
+
+        BackendLost if the system has no more threads.
+        """
         if self.idle:
             return self.idle.pop()
         if len(self._lanes) == _CALLS_AT_ONCE:
             return None
         lane = _Lane(self, self._headers[len(self._lanes)])
+        try:
+            lane.start()
+        except RuntimeError as error:  # the system has no more threads
+            raise BackendLost(f"mooncake {self._settings.master}: {error}") from error
         self._lanes.append(lane)
-        lane.start()
         return lane
 
     def store(self, job: _Job) -> Any:

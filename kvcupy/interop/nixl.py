@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..arrays import bytes_of
 from ..cache.migration.protocol import CHECKSUM, LAYER, READ, RENEW, Lost
 from ..cache.pool import Pool
 from ..config import cache_logger
@@ -128,7 +129,7 @@ class BlockAddresses:
         for parts in ("parts", "scale_parts"):
             for group in pool.groups:
                 for part in getattr(group, parts):
-                    spans.append(self._add(pool, part, group.layers))
+                    spans.append(self._add(pool, bytes_of(part), group.layers))
         # Pointer and bytes of what is to be registered: parts may lie between one another.
         self.memory: list[tuple[int, int]] = []
         start, end = min(spans)

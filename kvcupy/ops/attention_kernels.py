@@ -1,7 +1,7 @@
 """The attention kernels: which of them a call takes, how it is tiled, and their Params.
 
 `attention_prefill` works on tiles of 64 packed rows with tensor cores, where query and cache are
-fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 bits, and
+fp16, or bf16; `attention_decode_mma` on tiles of 16, also of caches of 8 and 4 bits, and
 `attention_decode_latent` likewise where rows are wide, and `attention_decode_heads` on tiles of 64
 where many heads share those. `attention_decode` takes every other call: a few packed rows per tile.
 All split keys over blocks. `attention_starts` runs before them where sequences have several new
@@ -576,7 +576,7 @@ def suits_decode_mma(device: Device, call: AttentionCall, alignment: int) -> boo
     It does where threads run in warps, queries are fp16 or bf16, both caches have their format or
     one of 8 bits, and rows are whole 16-byte words at aligned addresses. One row alone wastes most
     of each product, which still takes less time than float32 arithmetic. `is_reachable` says what
-    Turing lacks.
+    Turing lacks. Of four bits: `_suits_four_bit_mma`.
     """
     if padded_widths(*_widths(call)) is None:
         return False

@@ -146,7 +146,8 @@ def encode_groups(values: Any, format: FourBitFormat, scale: Any) -> tuple[Any, 
     """
     xp = module_of(values)
     known = xp.where(xp.isnan(values), 0, values).astype(xp.float32)
-    groups = known.reshape(*known.shape[:-1], -1, format.group)
+    num_groups = known.shape[-1] // format.group
+    groups = known.reshape(*known.shape[:-1], num_groups, format.group)
     scales, is_zero = _scale_of_groups(groups, format, scale)
     step = xp.maximum((_group_scales(scales, format) * scale).astype(xp.float32), _TINY)
     quotients = (groups / step[..., None]).astype(xp.float32)
@@ -171,8 +172,21 @@ def decode_groups(codes: Any, scales: Any, format: FourBitFormat, scale: Any) ->
     both = xp.stack([values[codes & 15], values[codes >> 4]], axis=-1)
     groups = both.reshape(*scales.shape, format.group)
     step = (_group_scales(scales, format) * scale).astype(xp.float32)
-    width = scales.shape[-1] * format.group
+    width = format.group * scales.shape[-1]
     return (groups * step[..., None]).astype(xp.float32).reshape(*scales.shape[:-1], width)
+
+
+def split_rows(rows: Any, format: FourBitFormat) -> tuple[Any, Any]:
+    """Return codes and group scales, as `encode_groups` does, of bytes (..., row_bytes)."""
+    split = rows.shape[-1] // format.group_bytes * (format.group // 2)
+    scales = module_of(rows).ascontiguousarray(rows[..., split:])
+    return rows[..., :split], scales.view(np.float16) if format.scale_bytes == 2 else scales
+
+
+def join_rows(codes: Any, scales: Any) -> Any:
+    """Return bytes (..., row_bytes) of codes and group scales, as `encode_groups` returns them."""
+    xp = module_of(codes)
+    return xp.concatenate([codes, xp.ascontiguousarray(scales).view(np.uint8)], axis=-1)
 
 
 def note_fault(device: Device, count: int, operation: int, position: Any, value: Any) -> None:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import faults, formats, observe, scratch
-from ..arrays import ArrayView, bytes_of, describe, overlap
+from ..arrays import ArrayView, describe, overlap
 from ..config import config
 from ..devices import cache
 from ..devices.protocol import Device, Stream
@@ -73,8 +73,9 @@ def transfer_pages(
         host are staged if that makes the pieces so long; on the host device kernels
     max_blocks : of the kernels; None: one for every 24 SMs of the device, where bytes leave its
         memory or enter it
-    convert : allow pools of different formats. Scales of a quantised pool are dynamic, one per
-        token and head, as in `store_kv`; without scales they are 1
+    convert : allow pools of different formats, of which at most one is a four-bit format. Scales
+        of an fp8 or int8 pool are dynamic, one per token and head, as in `store_kv`; without scales
+        they are 1. Rows in a four-bit pool are those that `store_kv` stores
     stream : Stream, or a CuPy or torch stream. None: the current one of the library that the page
         lists come from, if they lie on the GPU, else torch's if a pool is made of torch tensors.
         Else the one that is current in CuPy or torch: torch's inside `torch.cuda.stream(s)` and
@@ -424,14 +425,24 @@ def _move_by_arrays(
             device.carrier(target)[dst_pages] = device.carrier(source)[src_pages]
         return
     for i, (source, target) in enumerate(zip(src.parts, dst.parts, strict=True)):
-        values = fallback.decode(device.carrier(source)[src_pages], src.format)
+        stored = device.carrier(source)[src_pages]
+        if src.four_bit is not None:
+            codes, groups = fallback.split_rows(stored, src.four_bit)
+            values = fallback.decode_groups(codes, groups, src.four_bit, np.float32(1))
+        else:
+            values = fallback.decode(stored, src.format)
         if src.scales:
             values = fallback.multiply(values, device.carrier(src.scales[i])[src_pages])
         if dst.scales:
             scale = fallback.dynamic_scale(values, dst.format)
             device.carrier(dst.scales[i])[dst_pages] = scale[..., None]
             values = fallback.divide(values, scale[..., None])
-        device.carrier(target)[dst_pages] = fallback.encode(values, dst.format)
+        if dst.four_bit is not None:
+            codes, groups = fallback.encode_groups(values, dst.four_bit, np.float32(1))
+            encoded = fallback.join_rows(codes, groups)
+        else:
+            encoded = fallback.encode(values, dst.format)
+        device.carrier(target)[dst_pages] = encoded
 
 
 # --- Layers by kernel or copy engine --------------------------------------------------------------
@@ -593,7 +604,9 @@ def _compact(
         )
         pointer += step
     num_parts = len(like.parts)
-    return LayerPages(tuple(arrays[:num_parts]), tuple(arrays[num_parts:]), on_device=True)
+    return LayerPages(
+        tuple(arrays[:num_parts]), tuple(arrays[num_parts:]), on_device=True, format=like.format
+    )
 
 
 # --- Options and pools ----------------------------------------------------------------------------
@@ -671,25 +684,19 @@ class PoolPages:
 
     Attributes
     ----------
-    groups : the layer numbers of each group, and its pages; together all layers in order. Those of
-        a four-bit format are bytes
-    dtype : the pool's number format
+    groups : the layer numbers of each group, and its pages; together all layers in order
     """
 
     groups: tuple[tuple[range, LayerPages], ...]
-    dtype: str
 
     @classmethod
     def of(cls, pool: Any) -> PoolPages:
         """Describe a pool, and keep nothing of it alive."""
-        groups = []
-        for group in pool.groups:
-            parts, scales = (
-                tuple(bytes_of(v).without_owner() for v in views)
-                for views in (group.parts, group.scale_parts)
-            )
-            groups.append((group.layers, LayerPages(parts, scales, pool.placement == "device")))
-        return cls(tuple(groups), pool.groups[0].parts[0].format)
+        on_device = pool.placement == "device"
+        return cls(tuple([
+            (group.layers, LayerPages.of(group.parts, group.scale_parts, on_device=on_device))
+            for group in pool.groups
+        ]))  # fmt: skip
 
     @property
     def num_layers(self) -> int:
@@ -740,24 +747,24 @@ def _require_geometry(
     if len(src.parts) != len(dst.parts):
         kinds = {1: "an MLA pool", 2: "a pool of K and V"}
         raise mismatch(kinds[len(src.parts)], kinds[len(dst.parts)])
-    if source.dtype != target.dtype:
-        for pool_dtype in (source.dtype, target.dtype):
-            if options.convert and pool_dtype in formats.FOUR_BIT:
-                raise ValueError(
-                    f"convert: expected pools of {', '.join(formats.FORMATS)}, got {source.dtype} "
-                    f"to {target.dtype}: four-bit pages are copied as they are"
-                )
-            if pool_dtype in formats.FOUR_BIT:
-                raise mismatch(source.dtype, target.dtype)
-    for part, a, b in zip("KV", src.parts, dst.parts, strict=False):
+    for i, (a, b) in enumerate(zip(src.parts, dst.parts, strict=True)):
+        part = "KV"[i]
         # (layers, page_size, heads, width)
-        of_src, of_dst = (source.num_layers, *a.shape[2:]), (target.num_layers, *b.shape[2:])
+        of_src = (source.num_layers, *a.shape[2:-1], src.widths[i])
+        of_dst = (target.num_layers, *b.shape[2:-1], dst.widths[i])
         if of_src != of_dst:
             raise ValueError(
                 f"{dst_name}: expected pages of (layers, page_size, heads, width) "
                 f"{of_src} like {part} of {src_name}, got {of_dst}"
             )
     if src.format != dst.format:
+        if src.four_bit and dst.four_bit:
+            if options.convert:
+                raise ValueError(
+                    f"convert: expected one of {', '.join(formats.FORMATS)} on one side, got "
+                    f"{src.format} to {dst.format}"
+                )
+            raise mismatch(src.format, dst.format)
         if not options.convert:
             raise mismatch(src.format, f"{dst.format}; convert=True converts in transit")
         if options.method == "copy":

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from .. import faults, formats
-from ..arrays import ArrayView
+from ..arrays import ArrayView, bytes_of
 from ..devices.protocol import Device, Stream
 from ..kernels import Kernel, Specialisation
 from . import call
 from .page_pairs import Lists, PageRuns
-from .store import PACK, WORDS
+from .store import CODES_PER_THREAD, PACK, WORDS
 
 _Numbers = np.ndarray[Any, Any]
 _Params = dict[str, int]  # fields of a Params struct, `rows.num_pieces` of a nested one
@@ -36,14 +36,28 @@ class LayerPages:
 
     Attributes
     ----------
-    parts : K and V, or the latent, each (pages, layers, page_size, heads, width)
+    parts : K and V, or the latent, each (pages, layers, page_size, heads, width); of a four-bit
+        format the bytes, (..., row_bytes)
     scales : float32 (pages, layers, page_size, heads, 1) for each part, or empty
     on_device : whether this is memory of the device itself, not of the host
+    format : the pool's number format
     """
 
     parts: tuple[ArrayView, ...]
     scales: tuple[ArrayView, ...]
     on_device: bool
+    format: str
+
+    @classmethod
+    def of(
+        cls, parts: Iterable[ArrayView], scales: Iterable[ArrayView], *, on_device: bool
+    ) -> LayerPages:
+        """Describe views of a pool, and keep nothing of it alive."""
+        views = tuple(parts)
+        by_address, scales = (
+            tuple(bytes_of(v).without_owner() for v in own) for own in (views, scales)
+        )
+        return cls(by_address, scales, on_device, views[0].format)
 
     @property
     def arrays(self) -> tuple[ArrayView, ...]:
@@ -54,18 +68,26 @@ class LayerPages:
         return self.parts[0].shape[0]
 
     @property
-    def format(self) -> str:
-        return self.parts[0].format
+    def four_bit(self) -> formats.FourBitFormat | None:
+        return formats.FOUR_BIT.get(self.format)
+
+    @property
+    def widths(self) -> list[int]:
+        """Elements of a row, for each part."""
+        group, size = (
+            (1, 1) if self.four_bit is None else (self.four_bit.group, self.four_bit.group_bytes)
+        )
+        return [v.shape[-1] // size * group for v in self.parts]
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of K and V in a page, without scales."""
+        """Bytes of K and V in a page, without scales other than those of groups."""
         return sum(v.size // v.shape[0] * v.itemsize for v in self.parts)
 
     def layers(self, layers: slice) -> LayerPages:
         """Return some of these layers."""
         parts, scales = (tuple(v[:, layers] for v in own) for own in (self.parts, self.scales))
-        return LayerPages(parts, scales, self.on_device)
+        return replace(self, parts=parts, scales=scales)
 
 
 @dataclass(frozen=True)
@@ -246,16 +268,22 @@ def _params(arrays: tuple[str, ...], *sizes: tuple[str, type]) -> np.dtype[Any]:
 _COPY_PARAMS = _params(
     _COPIED, ("k_words", np.int64), ("v_words", np.int64), ("piece_words", np.int32)
 )
-_CONVERT_PARAMS = _params(_CONVERTED, ("k_width", np.int32), ("v_width", np.int32))
+_CONVERT_PARAMS = _params(
+    _CONVERTED,
+    *((name, np.int32) for name in ("k_width", "v_width", "group_shift", "code_word_bytes")),
+)
 
 COPY = Kernel("transfer.cu", "transfer_copy", _COPY_PARAMS, "TransferCopyParams")
 
 # By the lanes of a warp: where there are several they exchange values.
-CONVERT = {
-    lanes: Kernel("transfer.cu", "transfer_convert", _CONVERT_PARAMS, "TransferConvertParams",
-                  barriers=lanes > 1)
-    for lanes in (32, 1)
-}  # fmt: skip
+CONVERT, TO_FOUR_BIT, FROM_FOUR_BIT = (
+    {
+        lanes: Kernel("transfer.cu", name, _CONVERT_PARAMS, "TransferConvertParams",
+                      barriers=lanes > 1)
+        for lanes in (32, 1)
+    }
+    for name in ("transfer_convert", "transfer_to_four_bit", "transfer_from_four_bit")
+)  # fmt: skip
 
 _NOTE_PARAMS = np.dtype(
     [("faults", np.uint64), *((name, np.int64) for name in faults.RECORD_FIELDS)], align=True
@@ -280,7 +308,17 @@ def specialisations() -> list[Specialisation]:
         for count in pack_sizes(source)
         if source is not target
     ]
-    return [*copies, *converts, NOTE]
+    four_bit = [
+        specialisation
+        for packed in dict.fromkeys(format.ctype for format in formats.FOUR_BIT.values())
+        for other in formats.FORMATS.values()
+        for count in (CODES_PER_THREAD, 1)
+        for specialisation in (
+            TO_FOUR_BIT[32].specialise(other.ctype, packed, count),
+            FROM_FOUR_BIT[32].specialise(packed, other.ctype, count),
+        )
+    ]
+    return [*copies, *converts, *four_bit, NOTE]
 
 
 def pack_sizes(source: formats.Format) -> tuple[int, ...]:
@@ -327,7 +365,7 @@ class PageLaunch(call.Launch):
 
     Parameters
     ----------
-    specialisation : of `COPY` or `CONVERT`
+    specialisation : of `COPY`, or of a kernel that converts
     params : the Params but for pointers and page lists
     arrays : addresses of the pools' arrays, by pointer field
     threads : per block
@@ -427,22 +465,36 @@ def _convert(
 ) -> PageLaunch:
     parts = (*src.parts, *dst.parts)
     rows = _addressed(head_rows(src.parts, dst.parts), device, parts)
-    source, target = formats.FORMATS[src.format], formats.FORMATS[dst.format]
-    num_parts = len(src.parts)
-    widths = [v.shape[-1] for v in src.parts]
+    source, target = formats.CACHE_FORMATS[src.format], formats.CACHE_FORMATS[dst.format]
+    num_parts, widths = len(src.parts), src.widths
     sides = (("src", src, source, 0), ("dst", dst, target, num_parts))
-    elements = next(
-        count for count in pack_sizes(source)
-        if count == 1 or (all(n % count == 0 for n in widths) and all(
-            rows.alignment(range(first, first + num_parts)) >= min(16, count * format.itemsize)
-            for _, _, format, first in sides
-        ))
-    )  # fmt: skip
-    lanes = _lanes(-(-max(widths) // elements), device.warp_lanes)
+    alignments = {side: rows.alignment(range(i, i + num_parts)) for side, _, _, i in sides}
+    kernels, fewest, groups = CONVERT, 1, {}
+    four_bit = src.four_bit or dst.four_bit
+    if four_bit is None:
+        elements = taken = next(
+            count for count in pack_sizes(source)
+            if count == 1 or (all(n % count == 0 for n in widths) and all(
+                alignments[side] >= min(16, count * format.itemsize)
+                for side, _, format, _ in sides
+            ))
+        )  # fmt: skip
+    else:
+        packed, other = ("src", "dst") if src.four_bit else ("dst", "src")
+        kernels = FROM_FOUR_BIT if src.four_bit else TO_FOUR_BIT
+        taken = CODES_PER_THREAD
+        elements = CODES_PER_THREAD if alignments[other] == 16 else 1
+        fewest = min(four_bit.group // CODES_PER_THREAD, device.warp_lanes)
+        groups = {
+            "group_shift": four_bit.group.bit_length() - 1,
+            "code_word_bytes": min(8, alignments[packed]),
+        }
+    lanes = max(fewest, _lanes(-(-max(widths) // taken), device.warp_lanes))
 
     params = {
         "k_width": widths[0],
         "v_width": widths[1] if num_parts > 1 else 0,
+        **groups,
         **_rows_params(rows, 1, lanes, (src.num_pages, dst.num_pages), reports),
     }
     arrays = {}
@@ -456,7 +508,7 @@ def _convert(
                 name = f"{side}_{part}{suffix}"
                 arrays[name] = own.addresses[i]
                 params |= _nested(f"{name}_strides", STRIDES, own.strides(i))
-    kernel = CONVERT[1 if device.warp_lanes == 1 else 32]
+    kernel = kernels[1 if device.warp_lanes == 1 else 32]
     return PageLaunch(
         device, kernel.specialise(source.ctype, target.ctype, elements), params, arrays,
         _CONVERT_THREADS, rows.rows_per_page, _CONVERT_THREADS // lanes, max_blocks,

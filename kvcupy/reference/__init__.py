@@ -16,6 +16,7 @@ from .four_bit import (
     dequantise_rows,
     encode_codes,
     encode_scales,
+    hadamard,
     quantise_rows,
 )
 from .indexing import find_duplicate_slots, page_table_csr, slot_mapping
@@ -45,8 +46,8 @@ __all__ = [
     "FORMAT_OF_DTYPE", "FOUR_BIT", "LIMIT", "FourBitRows", "apply_rope", "bits_of", "copy_pages",
     "cos_sin", "decode", "decode_codes", "decode_scales", "dequantise_rows", "divide",
     "dynamic_scales", "encode", "encode_codes", "encode_scales", "find_duplicate_slots",
-    "format_of", "gather_kv", "merge_states", "num_slots", "page_table_csr", "paged_attention",
-    "pair_axes", "position_faults", "quantise_rows", "rope_frequencies", "rope_rows",
-    "rope_store_kv", "rope_store_mla", "rope_table", "rotate", "sees", "slot_mapping", "slot_row",
-    "store_kv", "store_mla", "transfer_pages",
+    "format_of", "gather_kv", "hadamard", "merge_states", "num_slots", "page_table_csr",
+    "paged_attention", "pair_axes", "position_faults", "quantise_rows", "rope_frequencies",
+    "rope_rows", "rope_store_kv", "rope_store_mla", "rope_table", "rotate", "sees", "slot_mapping",
+    "slot_row", "store_kv", "store_mla", "transfer_pages",
 ]  # fmt: skip

@@ -170,7 +170,9 @@ def encode_scales(quotients: Array, are_zero: Array, fmt: str) -> Array:
     return np.asarray(bits, form.scale_carrier)
 
 
-def quantise_rows(rows: Array, target: FourBitRows, scales: Array) -> None:
+def quantise_rows(
+    rows: Array, target: FourBitRows, scales: Array, *, limit: float | None = None
+) -> None:
     """Store rows in a four-bit format, by the steps above.
 
     Parameters
@@ -181,14 +183,18 @@ def quantise_rows(rows: Array, target: FourBitRows, scales: Array) -> None:
         ``(..., D)``, written in place.
     scales
         float32 ``(...)`` scales of the tensor or head.
+    limit
+        What step 2 divides by, for studies: the code that the largest magnitude of a group becomes.
+        None: the largest there is, as in every operation.
     """
     form = FOUR_BIT[target.fmt]
+    limit = form.limit if limit is None else limit
     with np.errstate(all="ignore"):
         x = np.where(np.isnan(rows), np.float32(0), rows.astype(np.float32))
         groups = x.reshape(*x.shape[:-1], -1, form.group)
         scale = np.asarray(scales, np.float32)[..., None]
         absmax = np.minimum(np.abs(groups).max(axis=-1), np.finfo(np.float32).max)
-        divisor = np.asarray(np.float32(form.limit) * scale, np.float32)
+        divisor = np.asarray(np.float32(limit) * scale, np.float32)
         bits = encode_scales(np.asarray(absmax / divisor, np.float32), absmax == 0, target.fmt)
         step = np.asarray(decode_scales(bits, target.fmt) * scale, np.float32)
         quotients = np.asarray(groups / np.maximum(step, TINY)[..., None], np.float32)
@@ -212,3 +218,33 @@ def dequantise_rows(rows: FourBitRows, scales: Array | None = None) -> Float32:
         if scales is not None:
             step = np.asarray(step * np.asarray(scales, np.float32)[..., None], np.float32)
         return np.asarray(codes * np.repeat(step, form.group, axis=-1), np.float32)
+
+
+def hadamard(rows: Array) -> Float64:
+    """Multiply the last dimension by an orthonormal Hadamard matrix, which is its own inverse.
+
+    It spreads an outlier over its whole block, so that group scales follow the rest of the row.
+    Queries multiplied by it have the same products with keys multiplied by it. A specification
+    alone: no operation of the package rotates rows yet.
+
+    Parameters
+    ----------
+    rows
+        ``(..., D)``. Blocks are as wide as the largest power of two that divides D.
+
+    Notes
+    -----
+    Source: Sylvester's construction; for caches QuaRot (arXiv 2404.00456).
+
+    >>> hadamard(np.array([3.0, 1.0])) * np.sqrt(2)
+    array([4., 2.])
+    """
+    width = rows.shape[-1]
+    block = width & -width
+    x = np.asarray(rows, np.float64).reshape(-1, block)
+    half = 1
+    while half < block:
+        first, second = np.moveaxis(x.reshape(-1, block // (2 * half), 2, half), 2, 0)
+        x = np.stack([first + second, first - second], axis=2).reshape(-1, block)
+        half *= 2
+    return np.asarray(x.reshape(rows.shape) / np.sqrt(block), np.float64)

@@ -7,11 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from .formats import Array, format_of
-from .store import Faults, copy_bits, divide, dynamic_scales, scaled, split_pages, write_rounded
+from .four_bit import FourBitRows, quantise_rows
+from .store import (
+    Faults,
+    Rows,
+    copy_bits,
+    divide,
+    dynamic_scales,
+    row_format,
+    scaled,
+    split_pages,
+    write_rounded,
+)
 
 
 def _convert_row(
-    row: Array, target: Array, scales: Array | None, target_scales: Array | None
+    row: Rows, target: Rows, scales: Array | None, target_scales: Array | None
 ) -> None:
     """Write one token of one layer, `row` (H, D), to `target` (H, D), of another format.
 
@@ -19,6 +30,9 @@ def _convert_row(
     (H,) receive those of `target`, None for 1.
     """
     x = scaled(row, scales)
+    if isinstance(target, FourBitRows):
+        quantise_rows(x, target, np.ones(len(x), np.float32))
+        return
     divisors = np.ones(len(x), np.float32)
     if target_scales is not None:
         divisors = dynamic_scales(x, format_of(target))
@@ -26,11 +40,9 @@ def _convert_row(
     write_rounded(divide(x, divisors), target)
 
 
-def _transfer_page(
-    src: Array, dst: Array, scales: Array | None, target_scales: Array | None
-) -> None:
+def _transfer_page(src: Rows, dst: Rows, scales: Array | None, target_scales: Array | None) -> None:
     """Transfer one page of one layer, ``(page_size, H, D)``, with scales ``(page_size, H)``."""
-    if format_of(src) == format_of(dst):  # the bits are copied, those of the scales too
+    if row_format(src) == row_format(dst):  # the bits are copied, those of the scales too
         copy_bits(src, dst)
         if scales is not None and target_scales is not None:
             copy_bits(scales, target_scales)
@@ -44,8 +56,8 @@ def _transfer_page(
 
 
 def transfer_pages(
-    src: Sequence[Array],
-    dst: Sequence[Array],
+    src: Sequence[Rows],
+    dst: Sequence[Rows],
     src_pages: Array,
     dst_pages: Array,
     *,
@@ -60,6 +72,7 @@ def transfer_pages(
     src, dst
         K and V, or one latent, each ``(layers, pages, page_size, H, D)``, of any strides. The two
         pools may differ in the number of pages, and in format: then elements are converted.
+        `FourBitRows` where the format is one of four bits.
     src_pages, dst_pages
         Integers; a pair with a negative page, or with one past the end, is skipped. No page may be
         both read and written, or written twice.

@@ -353,7 +353,7 @@ def _transfer(device: PlannedDevice, host_format: str) -> None:
     shape = 1024, 32, _PAGE, _HEADS, _WIDTH
     pinned = [device.array(*shape, format=host_format) for _ in "kv"]
     own = [device.array(*shape, format="bf16") for _ in "kv"]
-    src, dst = LayerPages(tuple(pinned), (), False), LayerPages(tuple(own), (), True)
+    src, dst = LayerPages.of(pinned, (), on_device=False), LayerPages.of(own, (), on_device=True)
     planned = cast(Device, device)
     for launch in launches(planned, src, dst, max_blocks=link_blocks(planned), reports=True):
         device.launches.append(Planned(
@@ -480,10 +480,11 @@ def _first_key_block(launch: Planned) -> int:
 
 
 def _transferred(name: str, kernel: str, host_format: str) -> Row:
-    width, itemsize = 2 * _WIDTH, formats.itemsize(host_format)
+    width, size = 2 * _WIDTH, formats.bytes_per_element(host_format)
+    asked = width * (2 + (_asked_of_codes(host_format) if size < 1 else size))
     return Row(name, partial(_transfer, host_format=host_format), kernel, "head of K and V",
-               width * itemsize, _bytes(width * (itemsize + 2)), over_link=True,
-               word_bytes=min(16, 8 * itemsize))  # fmt: skip
+               width * size, _bytes(asked), over_link=True,
+               word_bytes=min(16, 8 * formats.itemsize(host_format)))  # fmt: skip
 
 
 def _merged(states: int) -> Row:
@@ -541,6 +542,8 @@ ROWS: tuple[Row, ...] = (
         _bytes(4 * _PAGE * _HEADS * _WIDTH), 1024),
     _transferred("load bf16 pages from pinned memory", "transfer_copy", "bf16"),
     _transferred("load fp8_e4m3 pages as bf16", "transfer_convert", "fp8_e4m3"),
+    *[_transferred(f"load {name} pages as bf16", "transfer_from_four_bit", name)
+      for name in ("nvfp4", "mxfp4", "int4")],
     _merged(2), _merged(8),
     *[_decode(name, group) for name in ("fp16", "bf16", "fp8_e4m3", "int8") for group in (1, 4, 8)],
     *[_decode(name, group) for name in ("nvfp4", "mxfp4", "int4") for group in (1, 4, 8)],

@@ -36,6 +36,10 @@ class CacheSettings:
     num_pages: int
     page_size: int = 16
     dtype: str = "fp32"
+    past: str | None = None
+    recent: int | None = None
+    sinks: int = 0
+    num_past_pages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,10 @@ class Server:
             num_pages=settings.num_pages,
             page_size=settings.page_size,
             dtype=settings.dtype,
+            past=settings.past,
+            recent=settings.recent,
+            sinks=settings.sinks,
+            num_past_pages=settings.num_past_pages,
             rope=model.rope,
             max_batch_tokens=policy.budget,
             device=device,

@@ -150,6 +150,17 @@ def render(report: dict[str, Any]) -> str:
             f"{report['acceptance_rate']:.0%} accepted: {report['tokens_per_tree']:.2f} tokens "
             "per tree"
         )
+    past = report.get("past")
+    if past is not None:
+        lines += [
+            f"past            {past['format']}, but for the last {past['recent']} and the first "
+            f"{past['sinks']} tokens",
+            f"                {past['same_tokens']} of {past['tokens']} tokens and "
+            f"{past['same_requests']} of {report['requests']} requests are those of a",
+            f"                cache of {report['dtype']} alone; these requests take "
+            f"1 / {past['tokens_in_the_bytes']:.2f} of its bytes,",
+            f"                and the demoted pages 1 / {past['at_most']:.2f}",
+        ]
     if checked is not None:
         lines.append(
             f"checked         {checked['tokens']} tokens are those of a plain uncached pass "

@@ -40,10 +40,12 @@ class Twin:
         quantised
     """
 
+    Model = PagedModel
+
     def __init__(self, device, *, seed=0, fmt=None, **options):
         self.device, self.seed = device, seed
         self.options = {**SMALL, **options}
-        self.model = PagedModel(**self.options)
+        self.model = self.Model(**self.options)
         on_device = {
             name: device.asarray(value) if isinstance(value, np.ndarray) else value
             for name, value in self.options.items()

@@ -103,6 +103,24 @@ def test_copies_of_pages_with_scales_of_their_own():
         np.testing.assert_array_equal(array, old)
 
 
+@pytest.mark.parametrize(
+    ("fmt", "source", "target"),
+    [("nvfp4", "layer_first", "page_first"), ("int4_g64", "page_head", "page_first_direct")],
+)
+def test_pages_move_to_another_process(device, fmt, source, target):
+    one, other = new_pool(device, fmt, layout=source), new_pool(device, fmt, 5, layout=target)
+    fill(one)
+    fill(other, 1)
+    device.synchronize()
+    want = contents(other)
+    want[:, :, [4, 0, 1]] = contents(one)[:, :, [0, 5, 2]]
+    one.allocator.alloc(6)
+    other.allocator.alloc(5)
+    with kv.PageSender(one) as sender, kv.PageReceiver(other) as receiver:
+        receiver.pull(sender.offer([0, 5, 2]), [4, 0, 1]).synchronize()
+    np.testing.assert_array_equal(contents(other), want)
+
+
 def test_wrapped_pools():
     raw = [np.zeros((2, 6, PAGE, HEADS, 72), np.uint8) for _ in range(LAYERS)]
     views = [kv.view_as(a, "nvfp4") for a in raw]
@@ -133,7 +151,7 @@ def refusals(device):
         "scales": lambda: kv.KVPool(4, 4, 1, 1, 64, scales=True, **same),
         "dst_pool": lambda: kv.transfer_pages(pool, new_pool(device, "int4"), [0], [0]),
         "convert": lambda: kv.transfer_pages(
-            pool, new_pool(device, "bf16"), [0], [0], convert=True
+            pool, new_pool(device, "int4"), [0], [0], convert=True
         ),
     }  # fmt: skip
 
@@ -175,6 +193,65 @@ def test_tiers_keep_the_bytes(device, tmp_path):
             new_pool(device, "int4"), new_pool(device, "int4", 2, placement="pinned"),
             disk=tmp_path / "blocks.kv", disk_bytes=2**20,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3"])
+def test_tiers_narrow_on_the_way_down_and_widen_on_the_way_up(device, dtype, tmp_path):
+    options = {"dtype": dtype, "scales": dtype == "fp8_e4m3"}
+    pool, twice = (
+        kv.KVPool(6, PAGE, LAYERS, HEADS, WIDTH, device=device, **options) for _ in range(2)
+    )
+    host = new_pool(device, "nvfp4", 4, placement="pinned")
+    rng = np.random.default_rng(5)
+    for part in pool.parts:
+        raw = rng.integers(0x30, 0x3F, (part.size, part.itemsize), dtype=np.uint8)
+        whole = arrays.reshaped(part, (raw.size,), (1,))
+        device.copy(
+            arrays.ArrayView(
+                part.pointer, whole.shape, (1,), "uint8", part.device,
+                library=part.library, owner=part.owner,
+            ),
+            raw.reshape(-1),
+        )  # fmt: skip
+    for scale in pool.scale_parts:
+        device.copy(scale, np.full(scale.shape, 0.5, np.float32))
+    device.synchronize()
+    between = new_pool(device, "nvfp4")
+    kv.transfer_pages(pool, between, range(6), range(6), convert=True)
+    kv.transfer_pages(between, twice, range(6), range(6), convert=True)
+    device.synchronize()
+    want = contents(twice)
+    assert not np.array_equal(want, contents(pool))
+
+    first, second = (kv.block_hashes(range(n, n + 3 * PAGE), PAGE) for n in (0, 100))
+    cache = kv.TieredCache(
+        pool, host, disk=tmp_path / "blocks.kv", disk_bytes=2**20, host_dtype="nvfp4"
+    )
+    with closing(cache):
+        pages = {}
+        for hashes in (first, second):
+            pages[hashes[0]] = pool.allocator.alloc(3)
+            cache.insert(hashes, pages[hashes[0]])
+            cache.flush()
+            cache.evict(3)
+        assert cache.match(first).host < cache.match(first).disk == 3
+        for hashes in (first, second, first):
+            lease = cache.acquire(hashes)
+            lease.wait(None)
+            device.synchronize()
+            np.testing.assert_array_equal(
+                contents(pool)[:, :, lease.pages], want[:, :, pages[hashes[0]]]
+            )
+            lease.release()
+    assert "nvfp4" in inspect(tmp_path / "blocks.kv")["formats"]
+
+
+def test_tiers_of_other_formats_are_asked_for_by_name(device):
+    pool, host = new_pool(device, "bf16"), new_pool(device, "nvfp4", placement="pinned")
+    with pytest.raises(ValueError, match=r"^host_pool: .*bf16.*nvfp4"):
+        kv.TieredCache(pool, host)
+    with pytest.raises(ValueError, match=r"^host_dtype: expected nvfp4 like host_pool, got 'int4'"):
+        kv.TieredCache(pool, host, host_dtype="int4")
 
 
 def new_cache(device, fmt, latent_dim=None, **options):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import access_order_cases
 import graph_order_cases
+import mixed_order_cases
 import page_order_cases
 import pytest
 import table_order_cases
@@ -22,6 +23,7 @@ CASES = {
     for kind, cases in (
         ("tables", table_order_cases.ORDER_CASES), ("pages", page_order_cases.ORDER_CASES),
         ("access", access_order_cases.ORDER_CASES), ("graphs", graph_order_cases.ORDER_CASES),
+        ("mixed", mixed_order_cases.ORDER_CASES),
     )
     for name, case in cases.items()
 }  # fmt: skip

@@ -106,6 +106,8 @@ FORMATS = {
     "pages of one": {"page_size": 1, "num_pages": 90},
     "one slot, given": {"slots_in_flight": 1, "copy": "given"},
     "copies compute": {"copy": "compute"},
+    "past": {"past": "fp8_e4m3", "recent": 3},
+    "past, sinks": {"past": "int8", "recent": 3, "sinks": 2, "rope_mode": "inline"},
 }
 
 
@@ -115,7 +117,10 @@ def test_other_caches(device, name):
     def program(world):
         return generate(world, {n: Decoder(world, n) for n in (2, 4)})
 
-    check(device, program, **PLAIN, **FORMATS[name])
+    options = {**PLAIN, **FORMATS[name]}
+    if "rope_mode" in options:
+        options["rope"] = device.asarray(rope_of(8))
+    check(device, program, **options)
 
 
 @pytest.mark.usefixtures("quick_host")

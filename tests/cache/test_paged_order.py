@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import access_order_cases
+import mixed_order_cases
 import page_order_cases
 import pytest
 import table_order_cases
@@ -20,6 +21,7 @@ ORDER_CASES = {
     **table_order_cases.ORDER_CASES,
     **page_order_cases.ORDER_CASES,
     **access_order_cases.ORDER_CASES,
+    **mixed_order_cases.ORDER_CASES,
 }
 TWO_WAITS = [name for name, case in ORDER_CASES.items() if len(case.drop) == 2]
 

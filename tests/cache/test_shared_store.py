@@ -389,6 +389,23 @@ def test_blocks_of_another_length_are_missed(shared):
     assert backend.put([b"k" * 32], [too_long], [header], time.monotonic() + 60) == ["full"]
 
 
+@pytest.mark.parametrize("word", ["_LENGTH", "_HEADER_LENGTH"])
+@pytest.mark.parametrize("value", [0, 17, 2**40])
+def test_a_block_that_no_get_can_have_is_not_known(shared, word, value):
+    """Else it could be neither read nor stored again for as long as it is asked for."""
+    one, other = shared(4), shared(4)
+    hashes = block_hashes(3)
+    one.put(*hashes[:2])
+    raw = Raw(one)
+    if (word, value) == ("_HEADER_LENGTH", 17):
+        value = shm.MOST_HEADER_BYTES + 1
+    raw.write(raw.backend._find(one.store._keys.keys(hashes)[0]), getattr(shm, word), value)
+    assert one.get(*hashes[:2]) == [False, True]
+    assert [other.store.exists([h]) for h in hashes] == [0, 1, 0]
+    assert other.put(*hashes) == ["stored", "known", "stored"]
+    assert one.get(*hashes) == [True] * 3 and all_there(one, hashes) == 3
+
+
 def test_numbers_that_were_damaged_are_counted_again(shared):
     user, hashes = shared(6), block_hashes(12)
     user.put(*hashes[:4])

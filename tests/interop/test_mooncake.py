@@ -335,6 +335,7 @@ class TestLost:
         with pytest.raises(BackendLost, match="-800") as caught:
             backend.get(KEYS, pages.blocks, soon())
         assert list(caught.value.results) == [None] * 8
+        assert not caught.value.repeatable, "it would cost another client"
         completion = backend.busy(KEYS)
         if completion is not None:  # else it is over already
             completion.synchronize()
@@ -541,6 +542,22 @@ def test_arguments_that_do_not_fit(arguments, error, name):
     }  # fmt: skip
     with pytest.raises(error, match=name):
         mooncake.open_backend(arguments.pop("url"), Pages().wire, deadline=soon(), **arguments)
+
+
+def test_a_system_without_threads_is_a_lost_store_until_it_has_some(monkeypatch):
+    settings = mooncake._Settings("127.0.0.1:1", "127.0.0.1", "tcp", "", ())
+    clients = mooncake._Clients(settings, Pages().wire)
+
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mooncake._Lane, "start", fail)
+        with pytest.raises(BackendLost, match="can't start new thread"):
+            clients.call(lambda store, headers: [0], (), (), soon())
+    monkeypatch.setattr(mooncake._Client, "store", lambda client, job: None)
+    assert clients.call(lambda store, headers: [0], (), (), soon()) == [0]
+    assert clients.close(60.0), "no thread is waited for that never ran"
 
 
 def test_what_is_missing_is_named(monkeypatch):

@@ -22,6 +22,7 @@ from helpers import full_only
 from line_process import LineProcess
 
 import kvcupy as kv
+from kvcupy.arrays import bytes_of
 from kvcupy.interop import nixl
 
 needs_nixl = pytest.mark.skipif(
@@ -276,12 +277,14 @@ def test_layouts_that_scatter_a_layer_are_refused(device, layout):
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
-@pytest.mark.parametrize("kind", ["kv", "mla", "scales", "wrapped", "interleaved"])
+@pytest.mark.parametrize("kind", ["kv", "four-bit", "mla", "scales", "wrapped", "interleaved"])
 def test_addresses_are_those_of_the_blocks(layout, kind):
     """Read as plain memory, they are the pages of the layers, part by part."""
     options = {"dtype": "int8", "layout": layout, "device": "host"}
     if kind == "kv":
         pool = kv.KVPool(6, 4, 3, 2, 8, v_head_dim=4, **options)
+    elif kind == "four-bit":
+        pool = kv.KVPool(6, 4, 3, 2, 64, v_head_dim=32, **{**options, "dtype": "nvfp4"})
     elif kind == "mla":
         pool = kv.MLAPool(6, 4, 3, 16, **options)
     elif kind == "scales":
@@ -294,7 +297,7 @@ def test_addresses_are_those_of_the_blocks(layout, kind):
     else:
         pool = kv.KVPool.wrap(*([np.zeros((6, 4, 2, 8), np.int8) for _ in range(3)] for _ in "kv"))
     rng = np.random.default_rng(0)
-    parts = [*pool.parts, *pool.scale_parts]
+    parts = [*map(bytes_of, pool.parts), *pool.scale_parts]
     for part in parts:
         array = kv.device("host").to_numpy(part)
         array[...] = rng.integers(-100, 100, array.shape)
@@ -305,6 +308,8 @@ def test_addresses_are_those_of_the_blocks(layout, kind):
     expected = []
     for layer in (1, 2):
         views = [pool.k(layer), *([] if kind == "mla" else [pool.v(layer)])]
+        if kind == "four-bit":
+            views = [kv.device("host").to_numpy(view) for view in views]
         if pool.scale_parts:
             views += [s.reshape(6, 4, 2) for s in (pool.k_scale(layer), pool.v_scale(layer))]
         expected += [np.ascontiguousarray(v[p]).tobytes() for v in views for p in pages]

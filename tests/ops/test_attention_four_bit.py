@@ -185,3 +185,26 @@ def test_scales_of_slots_are_refused(device):
     scales = case.place(np.ones((len(args["k_cache"].view) * 4, 2), np.float32), "fp32")
     with pytest.raises(ValueError, match=r"k_scale_cache: expected None for a nvfp4 cache"):
         case.issue(args | {"k_scale_cache": scales})
+
+
+def test_a_cache_without_pages(device):
+    """Whose codes are not even copied for keys that are missing."""
+    cache = kv.view_as(device.empty((0, 4, 2, 72), np.uint8), "nvfp4")
+    case = AttentionCase(device, 13)
+    query = case.queries("bf16", 2, 4, 128).array
+    table, lens = (device.asarray(np.array(x, np.int32)) for x in ([[-1, -1], [-1, -1]], [5, 7]))
+    out = kv.paged_attention(query, cache, cache, table, lens)
+    assert not device.to_numpy(out).astype(np.float32).any()
+    kv.check_faults(device)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64"])
+@pytest.mark.parametrize("widths", [(64, 64), (192, 128), (256, 256), (192, 64), (64, 256)])
+def test_widths_of_tensor_cores(device, widths, fmt, rope):
+    """Padded and not, in words of 4 bytes and of 8; those of two bytes on the plain path."""
+    case = AttentionCase(device, 14)
+    args = case.arguments([70, 33], [2, 1], fmt="fp16", cache_fmt=fmt, widths=widths, heads=(4, 2),
+                          page_size=16, scales=("float", "per head"))  # fmt: skip
+    case.attend(args | (case.rope(64, positions=60) if rope else {}))

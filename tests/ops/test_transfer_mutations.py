@@ -27,15 +27,17 @@ MUTATIONS = {
     "K of a transfer by the strides of V": Mutation(
         K_FROM, K_FROM.replace("src_k_strides", "src_v_strides"), SHORT, "transfer.cu"),
     "K of a transfer to where V belongs": Mutation(
-        "k_to[r] = p.dst_k + offset_of(p.dst_k_strides", "k_to[r] = p.dst_k + offset_of("
-        "p.dst_v_strides", SHORT, "transfer.cu"),
+        "k_to[r] = p.dst_k + offset_of(p.dst_k_strides, dst, at) + skipped",
+        "k_to[r] = p.dst_k + offset_of(p.dst_v_strides, dst, at) + skipped", SHORT, "transfer.cu"),
     "the piece of a row forgotten": Mutation(
         "i64{at.piece} * p.piece_words * kWordBytes", "0", LONG, "transfer.cu"),
     "only whole pieces": Mutation(
         "left < piece_words ? left : piece_words", "left < piece_words ? 0 : piece_words", LONG,
         "transfer.cu"),
     "pieces of a transfer left out": Mutation(
-        "first += groups * kRows", "first += groups * (kRows + 1)", SHORT, "transfer.cu"),
+        "first = group; first < p.rows.num_pieces; first += groups * kRows",
+        "first = group; first < p.rows.num_pieces; first += groups * (kRows + 1)", SHORT,
+        "transfer.cu"),
     "the second row of a thread twice": Mutation(
         "first + r * groups", "first + (r / 2) * groups", SHORT, "transfer.cu"),
     "words of a transfer left out": Mutation(

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import access_order_cases
 import graph_order_cases
+import mixed_order_cases
 import order_case
 import page_order_cases
 import protocols
@@ -414,6 +415,7 @@ PROTOCOLS += [
         ("fork of a sequence", cases_of(_PAGE_CASES, "fork"), _ACCESS),
         ("copy on write", cases_of(_PAGE_CASES, "begin", "own page"), _ACCESS),
         ("tree commit", cases_of(_PAGE_CASES, "commit"), _ACCESS),
+        ("demotion of old pages", mixed_order_cases.ORDER_CASES, _ACCESS),
         ("sliding window", cases_of(_ACCESS_CASES, "slid"), _ACCESS),
         (
             "pages between streams",
@@ -506,6 +508,7 @@ NOT_NEEDED = {
         "cache/paged/contents.py": {
             "Contents.restore: stream.synchronize()": _DONE_AT_RETURN,
             "Contents.save: stream.synchronize()": _DONE_AT_RETURN,
+            "Contents._save_widened: stream.synchronize()": _DONE_AT_RETURN,
         },
         MOVES: {
             "CopiedPages.__init__: stream.record()": _FAILURES,

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import ArrayView, array_at
+from ...arrays import ArrayView, array_at, bytes_of
 from ...ops import transfer
 from ..pages import Pages
 from ..pool import KVPool, MLAPool, Pool
@@ -44,7 +44,7 @@ class PageBytes:
     def __init__(self, pool: Pool, heads: range) -> None:
         self._layers: list[list[_Part]] = [[] for _ in range(pool.num_layers)]
         for group in pool.groups:
-            for part in (*group.parts, *group.scale_parts):
+            for part in (*map(bytes_of, group.parts), *group.scale_parts):
                 for i, layer in enumerate(group.layers):
                     self._layers[layer].append(_Part(part[:, i], heads))
         self.page_bytes = sum(part.page_bytes for part in self._layers[0])

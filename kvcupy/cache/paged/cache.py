@@ -25,6 +25,7 @@ from .contents import Contents
 from .exchange import Exports, decode_state, encode_state
 from .layers import Layers, rope_of, scales_of
 from .moves import Tiers
+from .past import Past, past_pool_of
 from .sequences import CachedSequence, Sequences
 from .step import Step, Steps, require_on_device
 from .tables import StepTables, Tables, block_table
@@ -66,10 +67,16 @@ class PagedKVCache(ProcessLocal):
         (`KVPool.wrap`); None: one is allocated. Pages come from its allocator, so that other users
         may allocate some of them
     slots_in_flight : steps whose tables may be uploading or in use at once
+    past : a format narrower than dtype, in which old tokens are kept; None: all are kept in dtype.
+        See the notes on precision
+    recent, sinks : with past, tokens of a sequence that stay in dtype: at least the last `recent`
+        before each step, and the first `sinks`
+    num_past_pages : with past, pages for old tokens; None: as many as num_pages
 
     Attributes
     ----------
     pool : the KVPool or MLAPool that holds the pages
+    past_pool : the KVPool of the demoted pages, or None
     device : the Device
 
     Raises
@@ -86,6 +93,19 @@ class PagedKVCache(ProcessLocal):
     compute streams that wrote them. A step may use several streams, as long as the caller orders
     its layers.
     Capture: legal for steps of one token per sequence; see `attention`.
+
+    Precision: with `past`, the end of a step demotes each page of its sequences that holds none of
+    their first `sinks` and last `recent` committed tokens, all or none of its slots: it is
+    converted on the copy stream, behind all work on it so far, and then is free. Where the past
+    has no free page, it stays as it is until the end of a later step. A page that several sequences
+    share is converted once: each moves to the demoted page when it leaves its own window, and the
+    last frees the other. A token that is demoted stays so, also if tokens behind it are popped;
+    appending to a demoted page, or forking within it, converts it back to dtype as it is. Its
+    scales are one per token and head, or those of its groups. Attention reads each format by a
+    launch of its own and merges them. Not with `past`: latent_dim, k_scale and v_scale,
+    cascade=True, a `window` of attention longer than recent + 1 or with first keys, page tables for
+    other libraries, and `offload` and `export_sequence` of a sequence with demoted pages.
+
     Threads: one at a time.
     Source: apache/tvm `src/runtime/vm/paged_kv_cache.cc` and pull 16692; Kwon et al. 2023.
 
@@ -114,6 +134,8 @@ class PagedKVCache(ProcessLocal):
         slots_in_flight: int = 2, v_head_dim: int | None = None, latent_dim: int | None = None,
         k_scale: Any = None, v_scale: Any = None, max_seq_len: int | None = None,
         cascade: bool | None = None, pool: Pool | None = None,
+        past: Any = None, recent: int | None = None, sinks: int = 0,
+        num_past_pages: int | None = None,
     ) -> None:  # fmt: skip
         pool = _pool_of(
             pool, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim,
@@ -127,7 +149,16 @@ class PagedKVCache(ProcessLocal):
             raise ValueError(f"num_q_heads: expected a multiple of {heads}, got {num_q_heads}")
         if not (cascade is None or isinstance(cascade, (bool, np.bool_))):
             raise ValueError(f"cascade: expected None, True or False, got {cascade!r}")
-        max_tokens = rotation.max_positions or pool.num_pages * pool.page_size
+        self.past_pool = past_pool_of(pool, past, recent, sinks, num_past_pages)
+        num_all_pages = pool.num_pages
+        if self.past_pool is not None:
+            if cascade:
+                raise ValueError("cascade: expected None or False with past, got True")
+            if k_scale is not None or v_scale is not None:
+                raise ValueError("k_scale, v_scale: expected None with past")
+            cascade = False
+            num_all_pages += self.past_pool.num_pages
+        max_tokens = rotation.max_positions or num_all_pages * pool.page_size
         if max_seq_len is not None:
             max_tokens = positive_int(max_seq_len, "max_seq_len")
         self.pool = pool
@@ -136,18 +167,29 @@ class PagedKVCache(ProcessLocal):
         self._is_latent = latent_dim is not None
         self._rope_mode = rotation.mode
         self._warned = False
-        self._layers = Layers(pool, self._num_q_heads, rotation, scales_of(pool, k_scale, v_scale))
-        self._sequences = Sequences(pool.allocator, pool.page_size)
+        kept, past_layers = (int(recent or 0), int(sinks)), None
+        if self.past_pool is not None:
+            past_layers = Layers(self.past_pool, self._num_q_heads, rotation, [])
+        self._layers = Layers(
+            pool, self._num_q_heads, rotation, scales_of(pool, k_scale, v_scale), past_layers, *kept
+        )
+        self._past: Past | None = None
+        past_allocator = None
+        if self.past_pool is not None and past_layers is not None:
+            self._past = Past(pool, self.past_pool, self._layers, past_layers, *kept)
+            past_allocator = self.past_pool.allocator
+        self._sequences = Sequences(pool.allocator, pool.page_size, past_allocator)
         self._steps = Steps(
             pool, self._layers, self._sequences,
             copy_stream=copy_stream,
             slots_in_flight=positive_int(slots_in_flight, "slots_in_flight"),
             max_batch_tokens=positive_int(max_batch_tokens, "max_batch_tokens"),
             # One more than the tokens fill: there may be an evicted span behind the sinks.
-            max_pages=min(pool.num_pages, -(-max_tokens // pool.page_size) + 1),
+            max_pages=min(num_all_pages, -(-max_tokens // pool.page_size) + 1),
             cascade=cascade,
+            past=self._past,
         )  # fmt: skip
-        self._contents = Contents(pool, self._layers, self._steps.access)
+        self._contents = Contents(pool, self._layers, self._steps.access, self._past)
         self._tiers = Tiers(pool, self._sequences, self._steps.access)
         self._exports = Exports(pool, self._sequences, self._steps.access, self._tiers)
         metrics.follow(self, _sequence_samples)
@@ -167,6 +209,13 @@ class PagedKVCache(ProcessLocal):
         """Pages that are not allocated."""
         self._exports.reclaim()
         return self.pool.num_pages - self.pool.allocator.num_allocated
+
+    @property
+    def num_available_past_pages(self) -> int:
+        """Pages for old tokens that are not allocated; 0 without `past`."""
+        if self.past_pool is None:
+            return 0
+        return self.past_pool.num_pages - self.past_pool.allocator.num_allocated
 
     @property
     def total_length(self) -> int:
@@ -546,12 +595,13 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        KvcupyError, TypeError, ValueError : as `query_positions`
+        KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has a `past`
 
         Notes
         -----
         A sequence whose window has slid has unused slots between its sinks and what follows.
         """
+        self._require_one_pool("block_table")
         return self.device.carrier(block_table(self._tables(stream)))
 
     def page_table_csr(self, *, stream: Any = None) -> tuple[Any, Any, Any]:
@@ -565,8 +615,9 @@ class PagedKVCache(ProcessLocal):
 
         Raises
         ------
-        KvcupyError, TypeError, ValueError : as `query_positions`
+        KvcupyError, TypeError, ValueError : as `query_positions`; or the cache has a `past`
         """
+        self._require_one_pool("page_table_csr")
         self._running()
         lists = self._steps.lists(self._stream(stream))
         indptr, indices, last_page_len = map(self.device.carrier, lists.values())
@@ -664,7 +715,8 @@ class PagedKVCache(ProcessLocal):
 
         Notes
         -----
-        Stream: waits for all steps so far. Capture: illegal.
+        Stream: waits for all steps so far. Capture: illegal. With `past` demoted tokens are written
+        as `get_kv` gives them; loading the file demotes them again.
         """
         self._contents.save(self._settled(seq), path)
 
@@ -688,6 +740,7 @@ class PagedKVCache(ProcessLocal):
             self._sequences.grow([sequence], [saved.length], reserved)
             sequence.window, sequence.sinks = saved.window, saved.sinks
             self._contents.restore(sequence, saved)
+            self._steps.demote([sequence])
         except BaseException:
             self._sequences.remove(seq)
             raise
@@ -723,7 +776,8 @@ class PagedKVCache(ProcessLocal):
         Raises
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
-        ValueError : it is offloaded already, its tree is not committed, or there is no tiered cache
+        ValueError : it is offloaded already, its tree is not committed, some of its pages are
+            demoted, or there is no tiered cache
         CacheFull : the host pool is full, and nothing can be evicted; nothing has changed
         KvcupyError : it belongs to the running step
 
@@ -734,7 +788,9 @@ class PagedKVCache(ProcessLocal):
         a length and can be removed. Bytes: its pages, shared ones included.
         """
         self._tiers.require("seq")
-        self._tiers.offload(self._settled(seq))
+        sequence = self._settled(seq)
+        self._require_wide(sequence, seq)
+        self._tiers.offload(sequence)
 
     def onboard(self, seq: Hashable) -> None:
         """Bring an offloaded sequence back; one that is on the device stays as it is.
@@ -772,7 +828,8 @@ class PagedKVCache(ProcessLocal):
         ------
         UnknownSequence, TypeError : there is no such sequence, or it cannot be the name of one
         TypeError, ValueError : an argument does not fit, the sequence is empty or offloaded, its
-            tree is not committed, or its window is to slide at the end of the running step
+            tree is not committed, some of its pages are demoted, or its window is to slide at the
+            end of the running step
         KvcupyError : the sender is closed, or pages of the sequence could not be loaded
 
         After an error nothing has changed.
@@ -852,6 +909,7 @@ class PagedKVCache(ProcessLocal):
     def _exported(self, seq: Hashable) -> CachedSequence:
         """Return a sequence that can be exported."""
         sequence = self._on_device(seq)
+        self._require_wide(sequence, seq)
         if sequence.parents:
             raise ValueError(f"seq: {seq!r} has a token tree: call commit_token_tree first")
         if sequence.length == 0:
@@ -881,6 +939,16 @@ class PagedKVCache(ProcessLocal):
         if sequence.parents:
             raise ValueError(f"{name}: {seq!r} has a token tree: call commit_token_tree first")
         return sequence
+
+    def _require_wide(self, sequence: CachedSequence, seq: Hashable) -> None:
+        """Raise if pages of a sequence are demoted."""
+        if any(self._sequences.past_range(sequence)):
+            raise ValueError(f"seq: expected a sequence without demoted pages, got {seq!r}")
+
+    def _require_one_pool(self, name: str) -> None:
+        """Raise if the pages of a sequence may be of two pools."""
+        if self._past is not None:
+            raise KvcupyError(f"{name}: the pages of a cache with past are of two pools")
 
     def _running(self) -> tuple[Step, StepTables]:
         steps = self._steps

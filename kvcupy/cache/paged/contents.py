@@ -6,6 +6,7 @@ A file is of the safetensors format: tensors bit for bit, and metadata that say 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -22,14 +23,15 @@ from ... import formats
 from ...arrays import ArrayView, columns, describe, view, view_as
 from ...devices.protocol import Stream
 from ...errors import file_path
-from ...formats import CACHE_FORMATS, FOUR_BIT, numpy_dtype
+from ...formats import FOUR_BIT, numpy_dtype
 from ...ops import call, checks
 from ...ops.page_pairs import upload
 from ...ops.store import gather_kv, store_kv
 from ..pool import MLAPool, Pool
 from .layers import Layers
 from .moves import PageAccess
-from .sequences import CachedSequence
+from .past import Past, wide_format
+from .sequences import CachedSequence, Ints
 
 Tensor = tuple[str, tuple[int, ...], Any]  # format, shape, and bits: an array or other memory
 PathLike = str | os.PathLike[str]
@@ -61,9 +63,13 @@ class Contents:
     Parameters
     ----------
     layers, access : those of the cache whose pool it is
+    past : where its old tokens are; None: in the pool like the others
     """
 
-    def __init__(self, pool: Pool, layers: Layers, access: PageAccess) -> None:
+    def __init__(
+        self, pool: Pool, layers: Layers, access: PageAccess, past: Past | None = None
+    ) -> None:
+        self._past = past
         self._pool, self._layers, self._access = pool, layers, access
         self._device = pool.device
         self._is_latent = isinstance(pool, MLAPool)
@@ -84,15 +90,21 @@ class Contents:
         """Return K and V of positions: (L, n, H, D), (L, n, H, Dv); of MLA (L, n, R), (L, n, P)."""
         own = self._device.as_stream(stream, self._pool.parts[0].library)
         with self._access.on(own, sequence):
-            format = "bf16" if CACHE_FORMATS[self._pool.dtype].quantised else self._pool.dtype
+            format = wide_format(self._pool)
             if dtype is not None:
                 format = call.format_name(dtype)
             user = None if stream is None else own
             k, v = (self._zeros(part, stop - start, format, user) for part in self._bits[0])
-            slots = self._slots(sequence, start, stop, own)
-            if start < stop:
-                for layer, arguments in enumerate(self._arguments):
-                    gather_kv(slots=slots, k_out=k[layer], v_out=v[layer], stream=own, **arguments)
+            for rows, slots, is_past in self._spans(sequence, start, stop):
+                uploaded = upload([slots], self._device, own)[0]
+                stored = self._arguments
+                if is_past and self._past is not None:
+                    stored = self._past.layers.caches
+                for layer, arguments in enumerate(stored):
+                    gather_kv(
+                        slots=uploaded, k_out=k[layer][rows], v_out=v[layer][rows], stream=own,
+                        **arguments,
+                    )  # fmt: skip
         return (k[:, :, 0], v[:, :, 0]) if self._is_latent else (k, v)
 
     def check(self, key: Any, value: Any) -> tuple[ArrayView, ArrayView]:
@@ -118,11 +130,36 @@ class Contents:
     ) -> None:
         """Write K and V, shaped as `read` gives them, quantised if the cache is."""
         with self._access.on(stream, sequence):
-            slots = self._slots(sequence, start, start + key.shape[1], stream)
-            for layer, cache in enumerate(self._layers.stores):
-                self._layers.store(
-                    key[layer], value[layer], slot_mapping=slots, stream=stream, **cache
-                )
+            for rows, slots, is_past in self._spans(sequence, start, start + key.shape[1]):
+                uploaded = upload([slots], self._device, stream)[0]
+                layers = self._layers
+                if is_past and self._past is not None:
+                    layers = self._past.layers
+                for layer, cache in enumerate(layers.stores):
+                    layers.store(
+                        key[layer, rows], value[layer, rows], slot_mapping=uploaded, stream=stream,
+                        **cache,
+                    )  # fmt: skip
+
+    def _spans(
+        self, sequence: CachedSequence, start: int, stop: int
+    ) -> list[tuple[slice, Ints, bool]]:
+        """Return the slots of the tokens at some positions, pool by pool.
+
+        Each with which of those tokens they are, and whether in the pool of old tokens.
+        """
+        if start == stop:
+            return []
+        slots = sequence.slots(sequence.places(start, stop), self._pool.page_size)
+        if self._past is None:
+            return [(slice(0, stop - start), slots, False)]
+        first = self._pool.num_pages * self._pool.page_size
+        is_past = slots >= first
+        cuts = [0, *(np.flatnonzero(np.diff(is_past)) + 1).tolist(), stop - start]
+        return [
+            (slice(a, b), slots[a:b] - first * bool(is_past[a]), bool(is_past[a]))
+            for a, b in itertools.pairwise(cuts)
+        ]
 
     # --- Files ---
 
@@ -130,6 +167,9 @@ class Contents:
         """Write the tokens of a sequence to a file, as they are stored. Waits for them."""
         stream = self._device.as_stream(None, self._pool.parts[0].library)
         arrays: dict[str, Any] = {}
+        if self._past is not None:
+            self._save_widened(sequence, path, stream)
+            return
         with self._access.on(stream, sequence):
             slots = self._slots(sequence, 0, sequence.length, stream)
             for names, caches in self._stored():
@@ -149,6 +189,16 @@ class Contents:
                     tensors[name] = v.format, v.shape, data
                 else:  # files have no such format
                     tensors[name] = _BYTES, data.shape, data.view(np.int8)
+        own = {name: str(getattr(sequence, name)) for name in _OWN}
+        write_file(path, tensors, {**self.fields(), **own})
+
+    def _save_widened(self, sequence: CachedSequence, path: str | Path, stream: Stream) -> None:
+        """Write the tokens of a sequence to a file, old ones widened to the others' format."""
+        arrays = self.read(sequence, 0, sequence.length, None, stream)
+        stream.synchronize()
+        tensors = {}
+        for name, array in zip(("k", "v"), arrays, strict=True):
+            tensors[name] = view(array).format, view(array).shape, self._device.to_numpy(array)
         own = {name: str(getattr(sequence, name)) for name in _OWN}
         write_file(path, tensors, {**self.fields(), **own})
 

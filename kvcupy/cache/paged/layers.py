@@ -19,7 +19,7 @@ from ...ops.merge import merge_states
 from ...ops.rope import step_rope_store, step_rope_store_mla, step_rotation
 from ...ops.store import LatentArrays, step_store, step_store_mla, store_kv, store_mla
 from ..pool import MLAPool, Pool
-from .tables import TRANSPOSED_TABLE, Tables, block_table
+from .tables import TRANSPOSED_TABLE, Tables, block_table, past_table
 
 _MAX_CHECKED = 256  # kinds of rows that are remembered, and pairs of addresses
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)
@@ -67,6 +67,8 @@ class StepCalls:
     rotation : rotates queries where keys are cached as they are; else None
     attention : over all keys
     prefix, rest : of a cascade, attention over the shared prefixes and over what follows them
+    past, first, rest : where some tokens are of the pool of old tokens, attention over them, over
+        those before and over those behind them
     scratch : memory that all layers use, one after another in the order of a stream: by stream, and
         by the format of rotated queries, or None for the states of a cascade
     is_captured : whether a graph reads the tables: it outlives the step, and so has its own scratch
@@ -96,6 +98,17 @@ class StepCalls:
                 shared[name] = tables[name]
         self.attention = StepAttention(**shared)
         self.prefix: StepAttention | None = None
+        self.past: StepAttention | None = None
+        if "past_starts" in tables:
+            # Old keys are older than all queries: which of them a query sees needs no mask.
+            starts, stops = tables["past_starts"], tables["past_stops"]
+            names = "query_lens", "cu_query_lens", "evicted_starts", "evicted_lens", "rope_table"
+            old = {name: shared[name] for name in names if name in shared}
+            self.past = StepAttention(
+                block_table=past_table(tables), seq_lens=stops, key_starts=starts, **old
+            )
+            self.first = StepAttention(block_table=shared["block_table"], seq_lens=starts, **old)
+            self.rest = StepAttention(key_starts=stops, **shared)
         if "prefix_table" in tables:
             self.prefix = StepAttention(
                 block_table=tables["prefix_table"], seq_lens=tables["prefix_lens"],
@@ -111,6 +124,8 @@ class Layers:
     Parameters
     ----------
     scales : for each layer, the static scales of K and V; empty if none, or if the pool has its own
+    past : the layers of the pool of old tokens; None: there is none
+    recent, sinks : tokens of a sequence that are not in it: the last, and the first
 
     Attributes
     ----------
@@ -122,8 +137,10 @@ class Layers:
     """
 
     def __init__(
-        self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]]
-    ) -> None:
+        self, pool: Pool, num_q_heads: int, rope: Rope, scales: list[tuple[Any, Any]],
+        past: Layers | None = None, recent: int = 0, sinks: int = 0,
+    ) -> None:  # fmt: skip
+        self._past, self._recent, self._sinks = past, recent, sinks
         self._device: Device = pool.device
         self._num_q_heads = num_q_heads
         self._dtype = pool.dtype
@@ -221,9 +238,24 @@ class Layers:
         options = check_options(
             "NHD", sm_scale, True, window, sinks, logits_soft_cap, *self._rotation
         )
+        if self._past is not None and options.window:
+            self._check_window(options)
         if logits is None:
             self._last = kind, num_tokens, sm_scale, window, sinks, logits_soft_cap, rows, options
         return rows, options, arrays, pointers, kind
+
+    def _check_window(self, options: AttentionOptions) -> None:
+        """Raise if a query might see keys of the past through a window: which, is not known."""
+        if options.window > self._recent + 1:
+            raise ValueError(
+                f"window: expected at most {self._recent + 1} tokens, or None, in a cache with "
+                f"past and recent={self._recent}, got {options.window}"
+            )
+        if options.sink_keys:
+            raise ValueError(
+                "sinks: expected no first keys beside a window in a cache with past, "
+                f"got {options.sink_keys}"
+            )
 
     def _check_rows(self, query: Any, out: Any, logits: Any, num_tokens: int) -> ArrayView:
         rows = view(query, "query")
@@ -253,7 +285,8 @@ class Layers:
         sinks = None if logits is None else view(logits, "sinks")
         checks.require_aligned([("query", query), ("out", written), ("sinks", sinks)])
         inputs: list[tuple[str, Any]] = [("sinks", sinks)]
-        inputs += [(name, v) for cache in self.caches for name, v in cache.items()]
+        old = [] if self._past is None else self._past.caches
+        inputs += [(name, v) for cache in (*self.caches, *old) for name, v in cache.items()]
         if self.rope.mode == "none":  # else attention reads a rotated copy
             inputs.append(("query", query))
         checks.require_disjoint(
@@ -312,6 +345,10 @@ class Layers:
             )  # fmt: skip
             at_query = query.pointer
         own = self._arrays[layer]
+        if step.past is not None:
+            self._run_past(layer, step, step.past, query, at_query, arrays, pointers, out, kind,
+                           options, stream)  # fmt: skip
+            return
         # A window depends on the position of each query, which a pass over a prefix does not know.
         if step.prefix is None or options.window:
             step.attention.issue(
@@ -320,8 +357,8 @@ class Layers:
             )  # fmt: skip
             return
         # Attend over shared prefixes, then over the rest of each sequence, and merge the two.
-        scratch = step.scratch.get((stream, None)) or self._borrow_states(step, stream)
-        states, first, second, lse, first_lse, second_lse, merged_lse = scratch
+        scratch = step.scratch.get((stream, None)) or self._borrow_states(step, stream, 2)
+        states, lse, merged_lse, first, second, first_lse, second_lse = scratch
         unmasked = options._replace(causal=False, sink_keys=0)
         step.prefix.issue(
             (query, first, first_lse, None), (at_query, first.pointer, first_lse.pointer, 0), kind,
@@ -331,6 +368,40 @@ class Layers:
             (query, second, second_lse, sinks),
             (at_query, second.pointer, second_lse.pointer, at_sinks), kind, own, stream, (options,),
         )  # fmt: skip
+        merge_states(states, lse, None, None, out=out, lse_out=merged_lse, stream=stream)
+
+    def _run_past(
+        self, layer: int, step: StepCalls, past: StepAttention, query: Any, at_query: int,
+        arrays: tuple[Any, ...], pointers: tuple[int, ...], out: Any, kind: object,
+        options: AttentionOptions, stream: Stream,
+    ) -> None:  # fmt: skip
+        """Attend over old tokens, over those before and behind them, and merge."""
+        assert self._past is not None
+        sinks, at_out, at_sinks = arrays[4], pointers[3], pointers[4]
+        own = self._arrays[layer]
+        if options.window:  # within the recent tokens
+            step.rest.issue(
+                (query, out, None, sinks), (at_query, at_out, 0, at_sinks), kind, own, stream,
+                (options,),
+            )  # fmt: skip
+            return
+        calls = [
+            (step.rest, own, options, sinks, at_sinks),
+            (past, self._past._arrays[layer], options._replace(causal=False, sink_keys=0), None, 0),
+        ]
+        if self._sinks:
+            calls.append((step.first, own, options._replace(causal=False, sink_keys=0), None, 0))
+        count = len(calls)
+        scratch = step.scratch.get((stream, None)) or self._borrow_states(step, stream, count)
+        states, lse, merged_lse, *parts = scratch
+        for call, of_layer, own_options, logits, at_logits, state, state_lse in (
+            (*calls[i], parts[i], parts[count + i]) for i in range(count)
+        ):
+            call.issue(
+                (query, state, state_lse, logits),
+                (at_query, state.pointer, state_lse.pointer, at_logits), kind, of_layer, stream,
+                (own_options,),
+            )  # fmt: skip
         merge_states(states, lse, None, None, out=out, lse_out=merged_lse, stream=stream)
 
     def _rotate(
@@ -378,12 +449,13 @@ class Layers:
             step.scratch[stream, format] = whole, copied, rotated
         return whole, copied, rotated
 
-    def _borrow_states(self, step: StepCalls, stream: Stream) -> tuple[ArrayView, ...]:
-        """Borrow memory for two states: their outputs, all and each, and LSE, all, each, merged."""
+    def _borrow_states(self, step: StepCalls, stream: Stream, count: int) -> tuple[ArrayView, ...]:
+        """Borrow memory for so many states: all outputs, all LSE, merged LSE; each output, LSE."""
         rows = step.num_tokens, self._num_q_heads
-        states = borrow(self._device, (2, *rows, self.v_width), "fp32", stream)
-        lse = borrow(self._device, (3, *rows), "fp32", stream)
-        parts = states, states[0], states[1], lse[:2], lse[0], lse[1], lse[2]
+        states = borrow(self._device, (count, *rows, self.v_width), "fp32", stream)
+        lse = borrow(self._device, (count + 1, *rows), "fp32", stream)
+        each = (*(states[i] for i in range(count)), *(lse[i] for i in range(count)))
+        parts = states, lse[:count], lse[count], *each
         if not step.is_captured:
             step.scratch[stream, None] = parts
         return parts

@@ -391,6 +391,7 @@ class Tiers:
             return set()
         count = min(len(sequence.hashes), sequence.committed // self._pool.page_size)
         owned = self._sequences.owned(sequence, count)
+        owned = owned[sequence.pages[owned] < self._pool.num_pages]  # those that are not demoted
         pages = sequence.pages[owned].tolist()
         if not pages:
             return set()

@@ -4,6 +4,9 @@ A token has a *position*, counted in what is cached, and a *place*, which says w
 `pages[place // page_size]`, offset `place % page_size`. They differ where a sliding window has
 evicted tokens behind the sinks: the evicted places lie between, until they fill pages that can be
 freed.
+
+Where old tokens are kept in a narrower format, their pages are of a second pool. They are numbered
+on from those of the first, so that a list of pages names both.
 """
 
 from __future__ import annotations
@@ -137,12 +140,26 @@ class Reservation:
 
 
 class Sequences:
-    """All sequences of a cache, and how many of them refer to each page."""
+    """All sequences of a cache, and how many of them refer to each page.
 
-    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
-        self._allocator = allocator
+    Attributes
+    ----------
+    first_past : the number of the first page of the pool of old tokens
+    """
+
+    def __init__(
+        self, allocator: PageAllocator, page_size: int, past_allocator: PageAllocator | None = None
+    ) -> None:
+        self._allocator, self._past_allocator = allocator, past_allocator
         self._page_size = page_size
-        self._references = np.zeros(allocator.num_pages, np.int32)
+        self.first_past = num_pages = allocator.num_pages
+        if past_allocator is not None:
+            num_pages += past_allocator.num_pages
+        self._references = np.zeros(num_pages, np.int32)
+        # Of shared pages that some sequence has left behind: the demoted page, and its copy. Of
+        # demoted pages: the page that they are of.
+        self._demoted: dict[int, tuple[int, Completion]] = {}
+        self._origins: dict[int, int] = {}
         self._leased = LeasedPages(self._references)
         # Called when too few pages are free, with how many are needed.
         self.evict: Callable[[int], object] | None = None
@@ -218,6 +235,7 @@ class Sequences:
         """Release the pages of a sequence, but for those that it has `published`."""
         if published:
             self._references[list(published)] = 0
+            self.forget_demoted(published)
             rest = [page for page in sequence.pages.tolist() if page not in published]
             self._release(np.array(rest, np.int64))
         else:
@@ -251,10 +269,14 @@ class Sequences:
         references = self._references.item  # a scalar of NumPy takes several times as long
         for sequence, count in zip(sequences, counts, strict=True):
             end, num_pages = sequence.length + sequence.evicted, sequence.num_pages
-            if end % size and references(page := sequence._pages.item(num_pages - 1)) > 1:
-                dropped[page] = dropped.get(page, 0) + 1
-                if references(page) > dropped[page]:  # the last sequence may keep it
+            if end % size:
+                page = sequence._pages.item(num_pages - 1)
+                if page >= self.first_past:  # new tokens are not stored in the past's format
                     shared.append((sequence, num_pages - 1, page))
+                elif references(page) > 1:
+                    dropped[page] = dropped.get(page, 0) + 1
+                    if references(page) > dropped[page]:  # the last sequence may keep it
+                        shared.append((sequence, num_pages - 1, page))
             num_new.append(-(-(end + count) // size) - num_pages)
         pages = self.allocate(len(shared) + sum(num_new))
         copies = [PageCopy(*place, int(page)) for place, page in zip(shared, pages, strict=False)]
@@ -302,6 +324,8 @@ class Sequences:
         dropped = sequence.pages[num_pages:]
         sequence.num_pages = num_pages
         self._release(dropped)
+        if sequence.end % self._page_size:  # it may be written to
+            self.forget_demoted(sequence.pages[-1:].tolist())
 
     def slide(self, sequence: CachedSequence) -> None:
         """Evict the tokens that have left a sequence's window, and the pages that only they had."""
@@ -368,6 +392,22 @@ class Sequences:
                 self.evict(count)
         return self._allocator.alloc(count)
 
+    def allocate_past(self, count: int) -> Ints:
+        """Allocate pages of the pool of old tokens, all or none; numbered as in sequences."""
+        assert self._past_allocator is not None
+        return self._past_allocator.alloc(count) + self.first_past
+
+    def free(self, pages: Ints) -> None:
+        """Free allocated pages of either pool that belong to no sequence."""
+        if self._past_allocator is None:
+            self._allocator.free(pages)
+            return
+        past = pages >= self.first_past
+        if not past.all():
+            self._allocator.free(pages[~past])
+        if past.any():
+            self._past_allocator.free(pages[past] - self.first_past)
+
     def offload(self, sequence: CachedSequence, offloaded: OffloadedPages) -> None:
         """Replace the pages of a sequence with pages in host memory."""
         pages = sequence.pages.copy()
@@ -396,6 +436,64 @@ class Sequences:
         references = self._references.item
         return [references(sequence._pages.item(0)) > 1 for sequence in sequences]
 
+    # --- Old tokens in a narrower format ---
+
+    def past_range(self, sequence: CachedSequence) -> tuple[int, int]:
+        """Return the indices of a sequence's first demoted page and behind its last; they are
+        neighbours. Both are 0 if it has none."""
+        if self._past_allocator is None:
+            return 0, 0
+        demoted = np.flatnonzero(sequence.pages >= self.first_past)
+        return (int(demoted[0]), int(demoted[-1]) + 1) if len(demoted) else (0, 0)
+
+    def leaving(self, sequence: CachedSequence, recent: int, sinks: int) -> range:
+        """Return the indices of the pages that are to be demoted next.
+
+        They hold none of the first `sinks` tokens and none of the last `recent` committed ones, and
+        follow those that are demoted already.
+        """
+        oldest = sequence.committed - recent  # the first token that is recent
+        if oldest <= 0:
+            return range(0)
+        size = self._page_size
+        first = 0 if sinks == 0 else -(-(int(sequence.places(sinks - 1, sinks)[0]) + 1) // size)
+        start, stop = self.past_range(sequence)
+        if stop > start:
+            if stop < first:
+                return range(0)
+            first = stop
+        return range(first, int(sequence.places(oldest, oldest + 1)[0]) // size)
+
+    def demoted(self, page: int) -> tuple[int, Completion] | None:
+        """Return the demoted page of a shared page, and its copy, if another sequence has left it.
+
+        One whose copy has failed is forgotten.
+        """
+        known = self._demoted.get(page)
+        if known is not None and known[1].failure is not None:
+            self.forget_demoted([page])
+            return None
+        return known
+
+    def demote(self, sequence: CachedSequence, index: int, page: int, copied: Completion) -> None:
+        """Replace a page of a sequence with its demoted page; others that share it keep it."""
+        old = int(sequence.pages[index])
+        sequence.pages[index] = page
+        self._references[page] += 1
+        if self._references[old] > 1:
+            self._demoted[old], self._origins[page] = (page, copied), old
+        self._release(np.array([old]))
+
+    def forget_demoted(self, pages: Iterable[int]) -> None:
+        """Forget what pages of either pool were demoted to or from: they are written, or freed."""
+        if not self._demoted:
+            return
+        for page in pages:
+            if page in self._demoted:
+                del self._origins[self._demoted.pop(page)[0]]
+            elif page in self._origins:
+                del self._demoted[self._origins.pop(page)]
+
     def _release(self, pages: Ints) -> None:
         """Drop one reference to each of some pages; those without any are freed."""
         if len(pages) == 0:
@@ -403,9 +501,12 @@ class Sequences:
         left = self._references[pages] - 1
         self._references[pages] = left
         if not left.all():
-            self._allocator.free(pages[left == 0])
+            self.forget_demoted(pages[left == 0].tolist())
+            self.free(pages[left == 0])
         if len(self._leased):
             self._leased.release_unused(pages.tolist())
+            unused = [page for page in self._demoted if self._references.item(page) == 0]
+            self.forget_demoted(unused)
 
 
 class LeasedPages:

@@ -17,10 +17,12 @@ from ... import metrics
 from ...devices.protocol import Stream
 from ...errors import CaptureError, DeviceError, KvcupyError
 from ...ops import checks
+from ..pages import Completion
 from ..pool import Pool
 from .exchange import Export
 from .layers import Layers
 from .moves import AccessOrder, CopiedPages, PageAccess, PageMover
+from .past import Past
 from .sequences import (
     CachedSequence,
     Ints,
@@ -77,6 +79,7 @@ class Step:
     cascade : prefixes to be attended first, or None
     copies : of shared pages that were replaced for it
     copied : their completion, if there are any
+    first_past : the number from which on pages are of the pool of old tokens; None: there is none
     exports : of sequences of it, whose layers go out as they are written
     loads : of transfers, leases and copies that bring some pages of its sequences
     """
@@ -92,6 +95,7 @@ class Step:
     cascade: Cascade | None = None
     copies: list[PageCopy] = field(default_factory=list)
     copied: CopiedPages | None = None
+    first_past: int | None = None
     exports: list[Export] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -130,11 +134,15 @@ class Step:
         tree_lens int32 (B,), cu_query_lens int32 (B + 1,), tree_mask bool (T, nodes),
         tree_positions int32 (B, nodes), and of a cascade prefix_table int32 (groups, pages),
         prefix_lens, prefix_queries int32 (groups,), cu_prefix_queries int32 (groups + 1,),
-        key_starts int32 (B,)
+        key_starts int32 (B,); and if some pages are of the pool of old tokens past_table int32 (B,
+        pages of the longest), past_starts, past_stops int32 (B,)
         """
         table = np.zeros((len(self.sequences), self.num_pages), np.int32)
         tables = self._plain(table)
         tables["block_table"] = table
+        if self.first_past is not None and (table >= self.first_past).any():
+            tables["past_table"] = past_table = np.zeros_like(table)
+            tables |= self._split(table, past_table)
         if not self.is_decode:
             tables["query_lens"] = np.array(self.counts, np.int32)
             tables["cu_query_lens"] = _starts(tables["query_lens"])
@@ -158,16 +166,21 @@ class Step:
         if not self.is_decode:
             raise CaptureError("append_lengths: expected one token per sequence in a captured step")
         count = len(self.counts)
-        names = "positions", "seq_lens", "evicted_starts", "evicted_lens"
+        names = ["positions", "seq_lens", "evicted_starts", "evicted_lens"]
+        rows = count
+        if self.first_past is not None:
+            names += ["past_starts", "past_stops"]
+            rows = 2 * count  # pages of the one pool, then of the other
         return {
             "slots": ((count,), "int64"),
             **{name: ((count,), "int32") for name in names},
-            TRANSPOSED_TABLE: ((self.max_pages, count), "int32"),  # last: it may be shorter
+            TRANSPOSED_TABLE: ((self.max_pages, rows), "int32"),  # last: it may be shorter
         }
 
     def captured_tables(self, shapes: Shapes) -> dict[str, Ints]:
         """Return the tables for a captured step, which may have had more sequences."""
-        max_pages, max_count = shapes[TRANSPOSED_TABLE][0]
+        max_pages, max_rows = shapes[TRANSPOSED_TABLE][0]
+        max_count = shapes["slots"][0][0]
         count = len(self.counts)
         if not self.is_decode or count > max_count:
             raise ValueError(
@@ -179,13 +192,16 @@ class Step:
                 f"seqs: expected at most {max_pages} pages each, which the captured step has room "
                 f"for (max_seq_len), got {self.num_pages}"
             )
-        table = np.zeros((self.num_pages, max_count), np.int32)
+        table = np.zeros((self.num_pages, max_rows), np.int32)
         padded: dict[str, Ints] = {
             name: np.full(max_count, -1 if name == "slots" else 0, format)
             for name, (_, format) in shapes.items()
             if name != TRANSPOSED_TABLE
         }
-        for name, array in self._plain(table.T).items():
+        tables = self._plain(table.T)
+        if self.first_past is not None:
+            tables |= self._split(table.T[:count], table.T[max_count : max_count + count])
+        for name, array in tables.items():
             padded[name][:count] = array
         return {**padded, TRANSPOSED_TABLE: table}
 
@@ -226,6 +242,20 @@ class Step:
                     depths = tree_depths(sequence.parents)[-count:]
                     positions[first : first + count] = sequence.committed + np.array(depths)
         return {"positions": positions.astype(np.int32), "slots": slots, **tables}
+
+    def _split(self, table: Ints, past_table: Ints) -> dict[str, Ints]:
+        """Move the pages of old tokens, and return between which positions those are."""
+        demoted = table >= self.first_past
+        past_table[demoted] = table[demoted] - self.first_past
+        table[demoted] = 0
+        starts = demoted.argmax(axis=1)
+        places = np.stack([starts, starts + demoted.sum(axis=1)]) * self.page_size
+        if any(s.evicted for s in self.sequences):
+            sinks = np.array([s.sinks for s in self.sequences])
+            evicted = np.array([s.evicted for s in self.sequences])
+            places = np.where(places <= sinks, places, np.maximum(places - evicted, sinks))
+        names = "past_starts", "past_stops"
+        return dict(zip(names, places.astype(np.int32), strict=True))
 
     def _add_trees(self, tables: dict[str, Ints]) -> None:
         sequences = self.sequences
@@ -274,10 +304,11 @@ class Steps:
     def __init__(
         self, pool: Pool, layers: Layers, sequences: Sequences, *,
         copy_stream: Any, slots_in_flight: int, max_batch_tokens: int, max_pages: int,
-        cascade: bool | None,
+        cascade: bool | None, past: Past | None = None,
     ) -> None:  # fmt: skip
         self._pool, self._layers, self._sequences = pool, layers, sequences
         self._mover = PageMover(pool)
+        self._past = past
         self._max_batch_tokens, self._max_pages = max_batch_tokens, max_pages
         self._cascade = cascade
         self._order = AccessOrder()
@@ -335,6 +366,7 @@ class Steps:
             tree_positions=self._layers.rope.mode == "inline",
             cascade=self._find_cascade(sequences, sum(counts)), copies=reserved.copies,
             copied=copied,
+            first_past=None if self._past is None else self._sequences.first_past,
         )  # fmt: skip
         self.tables = self._ring.open(self.running)
 
@@ -356,6 +388,7 @@ class Steps:
                     sequence.loads.clear()
                 if sequence.window and not sequence.parents:
                     self._sequences.slide(sequence)
+        self.demote(step.sequences)
         if self._begun_s is not None:
             metrics.note("kvcupy_step_seconds", perf_counter() - self._begun_s)
             metrics.add("kvcupy_step_tokens_total", sum(step.counts))
@@ -461,6 +494,48 @@ class Steps:
 
     # --- Pages ---
 
+    def demote(self, sequences: Sequence[CachedSequence]) -> None:
+        """Replace pages that sequences have left behind, as far as there are pages for them.
+
+        After an error none is replaced. A shared page is converted once: the next sequence that
+        leaves it takes what it was converted to.
+        """
+        past = self._past
+        if past is None:
+            return
+        known = self._sequences
+        leaving = [
+            (sequence, index, int(sequence.pages[index]))
+            for sequence in sequences
+            if not any(load.failure for load in sequence.loads)  # it can only be removed
+            for index in known.leaving(sequence, past.recent, past.sinks)
+        ]
+        if not leaving:
+            return
+        pages = list(dict.fromkeys(p for *_, p in leaving if known.demoted(p) is None))
+        pages = pages[: past.pool.allocator.num_free]
+        fresh = known.allocate_past(len(pages))
+        targets = dict(zip(pages, fresh.tolist(), strict=True))
+        copied = None
+        if pages:
+            owners = list({id(s): s for s, _, page in leaving if page in targets}.values())
+            try:
+                copied = self._copy_pages(pages, fresh.tolist(), *owners)
+            except BaseException:
+                known.free(fresh)
+                raise
+            metrics.add("kvcupy_demoted_pages_total", len(pages))
+        blocked: set[int] = set()  # sequences that keep a page: those behind it are kept too
+        for sequence, index, page in leaving:
+            before = known.demoted(page)
+            target, completion = before or (targets.get(page), copied)
+            if id(sequence) in blocked or target is None or completion is None:
+                blocked.add(id(sequence))
+                continue
+            known.demote(sequence, index, target, completion)
+            if completion not in sequence.loads:
+                _add_load(sequence, completion)
+
     def fork(self, parent: CachedSequence, child: Hashable, at: int) -> None:
         """Add a sequence that shares the first tokens of another."""
         pages = self._sequences.fork(parent, child, at)
@@ -475,13 +550,26 @@ class Steps:
     def unshare(self, sequence: CachedSequence, places: Ints) -> None:
         """Copy the shared pages that hold some places of a sequence, so that it may write there."""
         shared = self._sequences.shared(sequence, places)
-        if len(shared) == 0:
-            return
-        fresh = self._sequences.allocate(len(shared))
+        if len(shared):
+            self._unshare(sequence, shared)
+        indices = np.unique(places // self._pool.page_size)
+        self._sequences.forget_demoted(sequence.pages[indices].tolist())
+
+    def _unshare(self, sequence: CachedSequence, shared: Ints) -> None:
+        pages = sequence.pages[shared]
+        demoted = pages >= self._sequences.first_past
+        fresh = np.empty(len(shared), np.int64)
+        fresh[~demoted] = self._sequences.allocate(len(shared) - int(demoted.sum()))
         try:
-            copied = self._copy_pages(sequence.pages[shared].tolist(), fresh.tolist(), sequence)
+            if demoted.any():
+                fresh[demoted] = self._sequences.allocate_past(int(demoted.sum()))
         except BaseException:
-            self._pool.allocator.free(fresh)
+            self._sequences.free(fresh[~demoted])
+            raise
+        try:
+            copied = self._copy_pages(pages.tolist(), fresh.tolist(), sequence)
+        except BaseException:
+            self._sequences.free(fresh)
             raise
         _add_load(sequence, copied)
         self._sequences.replace(sequence, shared, fresh)
@@ -491,7 +579,10 @@ class Steps:
     ) -> CopiedPages:
         stream = self.access.copy_stream
         with self.access.on(stream, *sequences):
-            self._mover.copy_pages(src, dst, stream)
+            if self._past is None:
+                self._mover.copy_pages(src, dst, stream)
+            else:
+                self._past.copy_pages(self._mover, src, dst, stream)
             return CopiedPages(stream)
 
     # --- Checks ---
@@ -555,7 +646,7 @@ def require_on_device(sequence: CachedSequence, seq: Hashable, name: str) -> Non
         raise ValueError(f"{name}: {seq!r} is offloaded: call onboard first")
 
 
-def _add_load(sequence: CachedSequence, copied: CopiedPages) -> None:
+def _add_load(sequence: CachedSequence, copied: Completion) -> None:
     """Note what brings pages of a sequence, and forget earlier copies that have succeeded.
 
     Steps that attend forget them too, but there may be none.

@@ -36,7 +36,10 @@ Shapes = dict[str, tuple[tuple[int, ...], str]]
 """Shape and format of each of several arrays, by name."""
 
 TRANSPOSED_TABLE = "transposed_block_table"
-"""Name of a captured step's page table, (pages, sequences): its first rows are in use."""
+"""Name of a captured step's page table, (pages, sequences): its first rows are in use.
+
+Where there is a pool of old tokens, the columns of its pages follow.
+"""
 
 _ALIGNMENT = 16  # bytes; what the widest load of a kernel asks for
 _LEAST_BYTES = 4096
@@ -48,7 +51,15 @@ def block_table(tables: Tables) -> ArrayView:
     table = tables.get("block_table")
     if table is not None:
         return table
-    return transposed(tables[TRANSPOSED_TABLE], (1, 0))
+    return transposed(tables[TRANSPOSED_TABLE], (1, 0))[: tables["seq_lens"].shape[0]]
+
+
+def past_table(tables: Tables) -> ArrayView:
+    """Return a step's page table of old tokens, likewise."""
+    table = tables.get("past_table")
+    if table is not None:
+        return table
+    return transposed(tables[TRANSPOSED_TABLE], (1, 0))[tables["seq_lens"].shape[0] :]
 
 
 # --- Memory ---

@@ -134,6 +134,11 @@ def redis_address(
         raise ValueError(f"db: expected the number of a database, got {db!r}")
     if user and not password:
         raise ValueError("password: expected one for the user")
+    for name, text in (("user", user), ("password", password)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name}: expected text that UTF-8 can encode") from None
     tls = _tls(ca_file, cert_file, key_file, verify) if secure else None
     return RedisAddress(host, port, path, db or 0, user, password, tls)
 
@@ -144,7 +149,8 @@ def _server(url: str) -> tuple[str, int, bool, dict[str, str]]:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError:
+        (parts.hostname or "").encode("idna")
+    except ValueError:  # also of a name that no host can have
         raise ValueError(f"url: expected {form}") from None
     db = parts.path.removeprefix("/")
     known = parts.scheme in ("redis", "rediss") and parts.hostname and (not db or db.isdecimal())

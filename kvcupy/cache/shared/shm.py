@@ -212,7 +212,12 @@ class ShmBackend(ProcessLocal):
     def _used(self, slot: int) -> bool:
         """Return whether a slot has a whole block, and note that it is used, which keeps it."""
         records, at = self._records, slot * _RECORD_WORDS
-        if slot < 0 or records[at + _GENERATION] & 1 or not records[at + _LENGTH]:
+        if (
+            slot < 0
+            or records[at + _GENERATION] & 1
+            or records[at + _LENGTH] != self._layout.block_bytes
+            or not 0 < records[at + _HEADER_LENGTH] <= MOST_HEADER_BYTES
+        ):
             return False
         if not records[at + _USED]:
             records[at + _USED] = 1
@@ -264,7 +269,7 @@ class ShmBackend(ProcessLocal):
                 return KNOWN
             self._recover()  # nobody is writing it: it was damaged
         num_bytes = sum(map(len, block))
-        if num_bytes > self._layout.block_bytes:
+        if num_bytes != self._layout.block_bytes:
             return FULL
         free = self._take_slot(written)
         if free is None:
@@ -416,8 +421,10 @@ class ShmBackend(ProcessLocal):
         self._at("emptied")
         records = np.frombuffer(self._records, np.uint64).reshape(-1, _RECORD_WORDS)
         records = records[: self._layout.num_slots]
-        generations = records[:, _GENERATION]
-        whole = (generations & np.uint64(1) == 0) & (records[:, _LENGTH] > 0)
+        generations, header_lengths = records[:, _GENERATION], records[:, _HEADER_LENGTH]
+        whole = generations & np.uint64(1) == 0
+        whole &= records[:, _LENGTH] == np.uint64(self._layout.block_bytes)
+        whole &= (header_lengths > 0) & (header_lengths <= MOST_HEADER_BYTES)
         for slot in np.flatnonzero(whole).tolist():
             key = self._key(slot)
             assert key is not None

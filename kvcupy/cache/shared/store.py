@@ -68,9 +68,9 @@ class SharedStore(ProcessLocal):
     that could not be fetched are not asked for again for 10 s.
 
     Stream: calls are the processor's. Pages that are put must be complete, and those that are got
-    into must not be in use, before the call; both are free for other uses when it returns. Where an
-    engine may still write into a page after a failed `get`, `pool.allocator` holds it back when it
-    is freed, until that is over.
+    into must not be in use, before the call; both are free for other uses when it returns, unless
+    that failed over an engine that may still access them (Mooncake): free such pages to
+    `pool.allocator`, which holds them back until that is over, and write nothing there before.
 
     Capture: legal; nothing is put on a stream. Bytes: those of the pages, once each way. Pools
     whose pages lie in small pieces (`WirePages.is_direct`) copy them once more.
@@ -308,7 +308,7 @@ class SharedStore(ProcessLocal):
             at_once = min(self._backend.blocks_per_get, self._blocks_at_once())
             for chunk in _chunks(asked, at_once):
                 if time.monotonic() >= deadline:
-                    self._count("late", len(keys) - chunk[0])
+                    self._count("late", sum(i >= chunk[0] for i in asked))
                     break
                 arrived = self._get_some(
                     [keys[i] for i in chunk], [numbers[i] for i in chunk], deadline

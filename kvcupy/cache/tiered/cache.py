@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ... import metrics
 from ...errors import CacheFull, CaptureError, KvcupyError, ProcessLocal
 from ...ops import checks
+from ...ops.call import format_name
 from ..engine import TransferEngine
 from ..identity import hash_list
 from ..pages import Pages, StreamCompletion, page_array
@@ -47,6 +48,9 @@ class TieredCache(ProcessLocal):
         device nor the store has it. "second_use": when it is acquired for the second time
     shared_prefetch : the share of the host pool's pages that blocks from the store may take while
         they are on their way, or have arrived and wait for the rest of their prefix
+    host_dtype : the number format of `host_pool`, where it is another than that of `device_pool`:
+        blocks are converted on their way down and back, as by `transfer_pages(convert=True)`. Disk
+        and store have blocks as the host pool has them
 
     Attributes
     ----------
@@ -60,7 +64,8 @@ class TieredCache(ProcessLocal):
     Notes
     -----
     Blocks: the tiers are inclusive: a block that is loaded stays in the lower tiers too, until it
-    is evicted there. No block is lost while the tiers below have space.
+    is evicted there. No block is lost while the tiers below have space. With `host_dtype` a block
+    that comes back has the values that the host pool's format kept.
 
     Stream: `insert` takes pages that are complete on its stream `after`. `acquire` may overwrite
     evicted pages, which only work before its `after` may still read. Pages of a released lease must
@@ -97,6 +102,7 @@ class TieredCache(ProcessLocal):
         self, device_pool: Any, host_pool: Any, *,
         disk: Any = None, disk_bytes: int = 0, policy: Any = "lru", write: str = "through",
         shared: Any = None, shared_write: str = "through", shared_prefetch: float = 0.25,
+        host_dtype: Any = None,
     ) -> None:  # fmt: skip
         if not isinstance(write, str) or write not in ("through", "back"):
             raise ValueError(f'write: expected "through" or "back", got {write!r}')
@@ -108,7 +114,11 @@ class TieredCache(ProcessLocal):
         orders = [policies.make(policy) for _ in range(3)]
         self._policy = policy
         self._through = write == "through"
-        self.engine = TransferEngine(device_pool, host_pool)
+        self.engine = TransferEngine(device_pool, host_pool, convert=host_dtype is not None)
+        if host_dtype is not None and format_name(host_dtype) != host_pool.dtype:
+            raise ValueError(
+                f"host_dtype: expected {host_pool.dtype} like host_pool, got {host_dtype!r}"
+            )
         self.device_pool, self.host_pool = device_pool, host_pool
         store = None
         if shared is not None:

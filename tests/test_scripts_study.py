@@ -1,0 +1,189 @@
+"""scripts/quantisation_study.py: that it measures what caches hold, and attention over it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import kvcupy as kv
+from kvcupy import reference
+
+pytestmark = pytest.mark.usefixtures("scripts_on_path")
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def scheme_of(fmt, **fields):
+    from quantisation.schemes import Scheme
+
+    return Scheme(fmt, **fields)
+
+
+def rows_of(scheme, tokens=24, heads=2, width=32):
+    """Queries of twice the heads, and rows as a scheme stores them."""
+    from quantisation.schemes import cached
+
+    table = reference.rope_table(tokens, width)
+    keys, values = normal(tokens, heads, width), normal(tokens, heads, width)
+    return normal(tokens, 2 * heads, width), cached(scheme, keys, values, table)
+
+
+@pytest.mark.usefixtures("lenient_host")
+@pytest.mark.parametrize("fmt", ["nvfp4", "int8"])
+def test_rows_are_what_a_cache_holds(fmt):
+    rows, slots, device = normal(8, 2, 64), np.arange(8), kv.device("host")
+    cache = [device.zeros((8, 2, 64), fmt) for _ in "kv"]
+    scales = {f"{x}_scale_cache": np.zeros((8, 2), np.float32) for x in "kv" if fmt == "int8"}
+    kv.store_kv(rows, rows, *cache, slots, **scales)
+    held, _ = kv.gather_kv(*cache, slots, dtype="fp32", **scales)
+    np.testing.assert_array_equal(scheme_of(fmt).stored(rows), held)
+
+
+def test_the_better_scale_of_each_group():
+    rows = normal(64, 128)
+    six, both = (scheme_of("nvfp4", four_over_six=f).stored(rows) for f in (False, True))
+    six, both = (np.square(x - rows).reshape(-1, 16).sum(axis=1) for x in (six, both))
+    assert (both <= six).all()
+    assert 0.1 < (both < six).mean() < 0.9
+
+
+def test_a_rotation_spreads_an_outlier():
+    rows = normal(64, 128)
+    rows[:, 5] *= 50
+    errors = [
+        np.linalg.norm(scheme_of("int4_g128", hadamard=h).stored(rows) - rows)
+        for h in (False, True)
+    ]
+    assert errors[1] < errors[0] / 2
+
+
+@pytest.mark.parametrize("recent, sinks", [(0, 0), (5, 0), (0, 3), (5, 3), (1, 1)])
+@pytest.mark.parametrize("block", [7, 128])
+def test_attention_by_one_query_at_a_time(recent, sinks, block, monkeypatch):
+    from quantisation import schemes
+
+    monkeypatch.setattr(schemes, "QUERIES_PER_BLOCK", block)
+    scheme = scheme_of("int4", recent=recent, sinks=sinks)
+    query, rows = rows_of(scheme)
+    got = schemes.attend(scheme, query, rows, 0.3, keep_logits=True)
+    for i in range(len(query)):
+        in_16_bits = [i - j < recent or j < sinks for j in range(i + 1)]
+        for head in range(4):
+            keys, values = (
+                np.where(np.array(in_16_bits)[:, None], exact[: i + 1, head // 2],
+                         past[: i + 1, head // 2]).astype(np.float64)
+                for exact, past in ((rows.recent_keys, rows.keys),
+                                    (rows.recent_values, rows.values))
+            )  # fmt: skip
+            logits = keys @ query[i, head] * 0.3
+            weight = np.exp(logits - logits.max())
+            np.testing.assert_allclose(got.logits[head, i, : i + 1], logits, rtol=0, atol=1e-5)
+            want = weight @ values / weight.sum()
+            np.testing.assert_allclose(got.outputs[i, head], want, rtol=0, atol=1e-5)
+
+
+def test_a_window_of_everything_is_a_cache_of_16_bits():
+    from quantisation.schemes import attend, cached, output_error
+
+    table, keys, values = reference.rope_table(24, 32), normal(24, 2, 32), normal(24, 2, 32)
+    query, exact = normal(24, 4, 32), scheme_of("bf16")
+    want = attend(exact, query, cached(exact, keys, values, table), 1.0)
+    for recent, is_equal in ((24, True), (0, False)):
+        scheme = scheme_of("nvfp4", recent=recent)
+        got = attend(scheme, query, cached(scheme, keys, values, table), 1.0)
+        assert (output_error(got, want) == 0) == is_equal
+
+
+def test_what_all_keys_share_is_no_error():
+    from quantisation.schemes import Attended, logit_error
+
+    logits = normal(2, 8, 8)
+    want, shifted = (Attended(x, normal(8, 2, 4)) for x in (logits, logits + normal(2, 8, 1)))
+    assert logit_error(shifted, want) < 1e-6
+    assert logit_error(Attended(logits + np.tril(normal(8, 8)), want.outputs), want) > 0.3
+
+
+def test_keys_before_rope_are_rotated_by_their_readers():
+    from quantisation.schemes import cached, rope
+
+    table, keys = reference.rope_table(8, 32), normal(8, 2, 32)
+    scheme = scheme_of("int8", pre_rope=True)
+    plain = scheme_of("bf16").stored(keys)
+    got = cached(scheme, keys, keys, table).keys
+    np.testing.assert_array_equal(got, rope(scheme.stored(plain), table))
+    _, want = reference.apply_rope(None, keys, table, np.arange(8))
+    np.testing.assert_allclose(rope(keys, table), want, rtol=0, atol=1e-5)
+
+
+def test_projections_of_a_gguf_file_pair_the_halves_of_heads():
+    from quantisation.llama import halves_paired
+    from quantisation.schemes import rope
+
+    weight, x, table = normal(2 * 8, 5), normal(6, 5), reference.rope_table(6, 8)
+    halves = rope((x @ halves_paired(weight, 2).T).reshape(6, 2, 8), table)
+    cosine, sine = (np.asarray(half, np.float64) for half in np.split(table, 2, axis=1))
+    neighbours = reference.rotate((x @ weight.T).reshape(6, 2, 8), cosine, sine, interleaved=True)
+    products = [np.einsum("ihd,jhd->hij", rows, rows) for rows in (halves, neighbours)]
+    np.testing.assert_allclose(*products, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.full
+def test_the_model_is_the_one_of_transformers():
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from quantisation.llama import Llama
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        initializer_range=0.3,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config).float().eval()
+    names = {
+        "embed_tokens": "token_embd", "input_layernorm": "attn_norm", "q_proj": "attn_q",
+        "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",
+        "post_attention_layernorm": "ffn_norm", "gate_proj": "ffn_gate", "up_proj": "ffn_up",
+        "down_proj": "ffn_down", "norm": "output_norm",
+    }  # fmt: skip
+    model = Llama.__new__(Llama)
+    model.layers, model.heads, model.kv_heads, model.width = 2, 4, 2, 16
+    model.rope_base, model.eps, model.weights = 10000.0, np.float32(config.rms_norm_eps), {}
+    for name, value in theirs.model.named_parameters():
+        words = name.split(".")
+        layer = f"blk.{words[1]}." if words[0] == "layers" else ""
+        model.weights[f"{layer}{names[words[-2]]}.weight"] = value.detach().numpy()
+    tokens = RNG.integers(0, 61, 20)
+    with torch.no_grad():
+        logits = theirs(torch.tensor(tokens)[None]).logits[0]
+    want = torch.log_softmax(logits, -1).numpy()[5:20]
+    got, coarse = (
+        model.log_probabilities(tokens, scheme_of(fmt), slice(5, 20)) for fmt in ("bf16", "nvfp4")
+    )
+    error, coarse_error = (np.abs(np.exp(x) - np.exp(want)).max() for x in (got, coarse))
+    assert error < 0.02 < coarse_error  # theirs keeps keys and values in fp32
+
+
+def test_report_of_drawn_rows(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    import quantisation_study
+
+    paths = [tmp_path / "study.json", tmp_path / "study.png"]
+    quantisation_study.main(
+        ["--tokens", "8", "--seeds", "1", "--no-model", "--json", str(paths[0]), "--plot",
+         str(paths[1])]
+    )  # fmt: skip
+    report = json.loads(paths[0].read_text())
+    rows = {(row["rows"], row["scheme"]): row for row in report["rows"]}
+    assert len(rows) == len(report["rows"]) == 3 * len(quantisation_study.row_schemes())
+    assert rows["llama", "bf16"]["output_error"] == 0
+    assert rows["llama", "nvfp4"]["bits"] == 4.5
+    assert 0 < rows["llama", "nvfp4"]["output_error"] < rows["llama", "int4_g128"]["output_error"]
+    assert "int4_g128, hadamard" in capsys.readouterr().out
+    assert paths[1].stat().st_size > 10_000
