@@ -268,6 +268,10 @@ MUTATIONS = {
     "powers without their last term": (
         "power = multiply_add(power, rest, spread(1.3399931e-3f));",
         "power = power * rest;", None),
+    "scales of four-bit rows twice": (
+        "block.k_scales[n] = block.v_scales[n] = 1.0f;",
+        "block.k_scales[n] = block.v_scales[n] = static_scale(p.v_scale, p.v, kv_head);",
+        check_four_bits),
     "the page of the first key for all": (
         "if (entry_of(p, place) != entry) {", "if (entry < 0) {", check_few_rows),
 }  # fmt: skip
