@@ -207,6 +207,8 @@ class ArrayView(ProcessLocal):
     def _rows(self, steps: tuple[Any, ...], scales: ArrayView) -> ArrayView:
         """Index the axes before the rows of a four-bit format, and take whole groups of rows."""
         num_taken = sum(step is not None and step is not ... for step in steps)
+        if num_taken > self.ndim:
+            raise IndexError(f"index: expected at most {self.ndim} axes, got {steps!r}")
         at = len(steps) - 1
         if num_taken >= self.ndim and steps.index(...) == at:
             at -= 1  # nothing is left for the ellipsis
@@ -214,7 +216,7 @@ class ArrayView(ProcessLocal):
         start, stop, step = _bounds_of(slice(None) if last is ... else last, width)
         whole = step == 1 and start % group == 0 and stop % group == 0
         whole = whole and (start < stop or (start, stop) == (0, width))
-        if not whole or num_taken > self.ndim:
+        if not whole:
             raise ValueError(
                 f"index: expected : or whole groups of {group} on the last axis of {self.format}, "
                 f"got {steps!r}"

@@ -51,7 +51,7 @@ def test_rows_are_indexed_whole():
         assert part.shape == (*want.shape[:-1], 128), index
         assert part.packed.strides == want.strides, index
         assert part.pointer == want.ctypes.data, index
-    for index in ((0, 0, 5), (..., slice(0, 72)), (..., None), (0, 0, slice(None), None), (0,) * 4,
+    for index in ((0, 0, 5), (..., slice(0, 72)), (..., None), (0, 0, slice(None), None),
                   (..., slice(None, None, 2)), (..., -1), (..., slice(8, 128)), (..., slice(1.5)),
                   (..., slice(0, 16, 0)), (..., slice(64, 32)), (..., slice(16, 16))):  # fmt: skip
         with pytest.raises(ValueError, match=r"index: .*whole"):
@@ -169,6 +169,14 @@ def test_operators_of_torch():
         assert operators.gather_kv(*fakes, format="nvfp4")[0].shape == key.shape
 
 
+def test_more_indices_than_axes():
+    """As NumPy has it, and every other format."""
+    v = kv.view_as(packed(8), "nvfp4")
+    assert v[3, 16:32].shape == (16,)
+    with pytest.raises(IndexError, match="at most 2 axes"):
+        v[3, 16:32, 0]
+
+
 REFUSED = {
     "rows of no whole groups": (lambda: kv.view_as(packed(3)[:, :70], "nvfp4"),
                                 "array: .* 9 bytes"),
@@ -277,3 +285,20 @@ def test_the_order_checker_sees_slots(device):
         device.synchronize()
         assert {report.kind for report in checker.reports} == {"WAW"}
         assert any(re.search(r"slots? 3|index 3", str(report)) for report in checker.reports)
+
+
+def test_the_order_checker_sees_other_scales_of_the_same_codes(device):
+    """Codes are written once more, with other scales: those of before are still written."""
+    if device.kind != "host":
+        pytest.skip("streams of the host device")
+    raw = np.zeros((10, 64), np.uint8)  # codes of 8 rows, and scales twice
+    codes, inner, outer = raw[:8], raw[8].reshape(8, 8), raw[9].reshape(8, 8)
+    first, again = (kv.view_as(codes, "nvfp4", scales=scales) for scales in (outer, inner))
+    third = kv.view_as(split(rows=8)[0], "nvfp4", scales=outer)
+    latent, rope_key, slots = np.ones((1, 96), np.float32), np.ones((1, 32), np.float32), [3]
+    streams = [device.stream() for _ in range(2)]
+    with kv.order_checker(action="record") as checker:
+        for cache, stream in ((first, streams[0]), (again, streams[0]), (third, streams[1])):
+            kv.store_mla(latent, rope_key, cache, np.array(slots), stream=stream)
+    device.synchronize()
+    assert [report.kind for report in checker.reports] == ["WAW"]

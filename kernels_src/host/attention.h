@@ -238,12 +238,18 @@ inline void for_rows(int count, const Product& product) {
 
 // --- A tile --------------------------------------------------------------------------------------
 
+// A row of a cache, as `Elements` loads it.
+template <typename TCache>
+using CachedRow = SelectType<kFourBit<TCache>, ScaledRow<TCache>, const char*>;
+
 // Some keys that follow one another in a split, and where they lie.
-template <int kKeys>
+template <typename TCache, int kKeys>
 struct KeyBlock {
-  bool complete;         // all keys are there
-  i64 keys[kKeys];       // ascending; negative: not there, and rows are zeros
-  const char* k[kKeys];  // rows
+  bool complete;                    // all keys are there
+  i64 keys[kKeys];                  // ascending; negative: not there, and rows are zeros
+  CachedRow<TCache> k_rows[kKeys];  // in the cache, of keys that are there
+  CachedRow<TCache> v_rows[kKeys];
+  const char* k[kKeys];  // as products read them
   const char* v[kKeys];
   float k_scales[kKeys];
   float v_scales[kKeys];
@@ -257,7 +263,7 @@ struct HostTile {
   static constexpr int kMostRows = kRows * kTogether;
   static constexpr int kKeys = kSteps <= 32 ? 32 : 16;
   static_assert(kKeys <= 32, "holes are the bits of a word");
-  using Block = KeyBlock<kKeys>;
+  using Block = KeyBlock<TCache, kKeys>;
 
   const AttentionParams& p;
   AttentionTile t;
@@ -338,12 +344,18 @@ struct HostTile {
         }
         if (page >= 0) {
           const i64 offset = offset_in_page(p, place);
-          const i64 slot = page * p.page_size + offset;
           block.keys[n] = key;
-          block.k[n] = row_of(p.k_cache, p.k, page, offset, kv_head);
-          block.v[n] = row_of(p.v_cache, p.v, page, offset, kv_head);
-          block.k_scales[n] = scale_of_row(p.k_scale, p.k_scale_cache, p.k, slot, kv_head);
-          block.v_scales[n] = scale_of_row(p.v_scale, p.v_scale_cache, p.v, slot, kv_head);
+          block.k_rows[n] = cached_row<TCache>(p.k_cache, p.k_scale, p.k, page, offset, kv_head);
+          block.v_rows[n] = cached_row<TCache>(p.v_cache, p.v_scale, p.v, page, offset, kv_head);
+          if constexpr (kFourBit<TCache>) {  // the steps of their groups have the scales
+            block.k_scales[n] = block.v_scales[n] = 1.0f;
+          } else {
+            const i64 slot = page * p.page_size + offset;
+            block.k[n] = block.k_rows[n];
+            block.v[n] = block.v_rows[n];
+            block.k_scales[n] = scale_of_row(p.k_scale, p.k_scale_cache, p.k, slot, kv_head);
+            block.v_scales[n] = scale_of_row(p.v_scale, p.v_scale_cache, p.v, slot, kv_head);
+          }
           continue;
         }
       }
@@ -354,38 +366,42 @@ struct HostTile {
     }
   }
 
-  static void fetch(const char* row, int width) {
-    if constexpr (!kSameType<TCache, AnyFormat>) {
-      const int bytes = width * static_cast<int>(sizeof(TCache));
-      for (int i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(row + i, 0, 2);
+  static void fetch(const CachedRow<TCache>& row, int width) {
+    const auto fetch_bytes = [](const char* from, int bytes) {
+      for (int i = 0; i < bytes; i += kLineBytes) __builtin_prefetch(from + i, 0, 2);
+    };
+    if constexpr (kFourBit<TCache>) {
+      fetch_bytes(row.codes, width / 2);
+      fetch_bytes(row.scales, (width >> row.group_shift) * kGroupScaleBytes<TCache>);
+    } else if constexpr (!kSameType<TCache, AnyFormat>) {
+      fetch_bytes(row, width * static_cast<int>(sizeof(TCache)));
     }
   }
 
   void fetch(const Block& block, int n) const {
     if (block.keys[n] < 0) return;
-    fetch(block.k[n], p.k.width);
-    fetch(block.v[n], p.v.width);
+    fetch(block.k_rows[n], p.k.width);
+    fetch(block.v_rows[n], p.v.width);
   }
 
   // Convert a block to float32.
   void stage(Block& block, const Block* ahead) {
     for (int n = 0; n < kKeys; ++n) {
       if (ahead) fetch(*ahead, n);
-      const bool there = block.keys[n] >= 0;
+      if (block.keys[n] < 0) continue;  // rows are zeros, of float32 too
       const float* angles = nullptr;
       if constexpr (kRotateKeys) angles = angles_of(p, t, block.keys[n]);
       for (int i = 0; i < kWidth; i += kPack) {
         Elements<TCache, kPack> k;
-        k.load(block.k[n], i, there ? p.k.width : 0, p.k_format);
+        k.load(block.k_rows[n], i, p.k.width, p.k_format);
         Pack<float, kPack> floats = k.floats();
         if constexpr (kRotateKeys) {
-          const auto partners =
-              load_partners<TCache, kPack>(p, block.k[n], i, there ? p.k.width : 0);
+          const auto partners = load_partners<TCache, kPack>(p, block.k_rows[n], i, p.k.width);
           floats = rotated(p, k, partners, angles, i);
         }
         floats.store(reinterpret_cast<char*>(staged_k[n] + i));
         Elements<TCache, kPack> v;
-        v.load(block.v[n], i, there ? p.v.width : 0, p.v_format);
+        v.load(block.v_rows[n], i, p.v.width, p.v_format);
         v.floats().store(reinterpret_cast<char*>(staged_v[n] + i));
       }
       block.k[n] = reinterpret_cast<const char*>(staged_k[n]);

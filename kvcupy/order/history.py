@@ -115,6 +115,11 @@ class Touch:
             return False
         if (mine.pointer, mine.shape, mine.strides) != (its.pointer, its.shape, its.strides):
             return False
+        scales, others = mine.scales, its.scales  # of four-bit formats
+        if (scales and (scales.pointer, scales.strides)) != (
+            others and (others.pointer, others.strides)
+        ):
+            return False
         if self.slots is None or other.slots is None:
             return self.slots is other.slots and not self.unknown and not other.unknown
         return np.array_equal(self.slots, other.slots)

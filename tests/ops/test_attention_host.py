@@ -101,6 +101,30 @@ def check_scores_that_are_no_numbers(device):
     return case
 
 
+def check_four_bits(device, fmt="nvfp4", how="NHD"):
+    """Scales of K and V beside those of groups, which lie behind the rows or by themselves; a block
+    without its first page."""
+    case = AttentionCase(device, 75)
+    args = case.arguments(
+        [77, 0, 1, 45], [3, 0, 1, 9], fmt="bf16", cache_fmt=fmt, heads=(6, 2), widths=(128, 256),
+        page_size=16, how=how, scales=("per head", "float"),
+    )  # fmt: skip
+    table = args["block_table"].view.copy()
+    table[3, 2] = -1
+    case.attend(args | {"block_table": case.table(table)})
+    return case
+
+
+def check_rotated_four_bits(device, fmt="int4", *, interleaved=False):
+    """Keys that are rotated when they are read."""
+    case = AttentionCase(device, 76)
+    args = case.arguments(
+        [41, 0, 33], [2, 0, 1], fmt="fp16", cache_fmt=fmt, heads=(4, 2), widths=(128, 128)
+    )
+    case.attend(args | case.rope(64, start=32, interleaved=interleaved))
+    return case
+
+
 CHECKS = (
     check_few_rows, check_many_rows, check_no_keys_of_a_tile, check_values_that_are_no_numbers,
     check_scores_that_are_no_numbers,
@@ -121,6 +145,21 @@ def test_values(host, check):
 )  # fmt: skip
 def test_values_of_16_bits(host, check, fmt):
     check(host, fmt)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "how"),
+    [("nvfp4", "NHD"), full_only("mxfp4", "HND"), full_only("int4_g128", "NHD")],
+)
+def test_values_of_four_bits(host, fmt, how):
+    check_four_bits(host, fmt, how)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "interleaved"), [("int4", False), full_only("nvfp4", True), full_only("mxfp4", False)]
+)
+def test_rotated_keys_of_four_bits(host, fmt, interleaved):
+    check_rotated_four_bits(host, fmt, interleaved=interleaved)
 
 
 def test_a_value_that_is_no_number_among_many_rows(host):
@@ -229,6 +268,10 @@ MUTATIONS = {
     "powers without their last term": (
         "power = multiply_add(power, rest, spread(1.3399931e-3f));",
         "power = power * rest;", None),
+    "scales of four-bit rows twice": (
+        "block.k_scales[n] = block.v_scales[n] = 1.0f;",
+        "block.k_scales[n] = block.v_scales[n] = static_scale(p.v_scale, p.v, kv_head);",
+        check_four_bits),
     "the page of the first key for all": (
         "if (entry_of(p, place) != entry) {", "if (entry < 0) {", check_few_rows),
 }  # fmt: skip
