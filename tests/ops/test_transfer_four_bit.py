@@ -101,6 +101,7 @@ def test_every_format_on_the_lenient_host(device, lenient_host, narrows):
         case.transfer(*both, SRC, DST, method="kernel", convert=True)
 
 
+@pytest.mark.covering
 @each_way
 @pytest.mark.parametrize("packed", KINDS)
 def test_many_rows(device, packed, narrows):
@@ -312,7 +313,7 @@ def conversions(draw):
     }
 
 
-@settings(max_examples=examples(60), deadline=None, database=None)
+@settings(max_examples=examples(40), deadline=None, database=None)
 @given(call=conversions())
 def test_any_conversion(device, call):
     case = TransferCase(device, call["seed"])
