@@ -260,6 +260,7 @@ def render(report: dict[str, Any]) -> str:
 def draw(report: dict[str, Any], path: Path) -> None:
     """Draw errors against bits: of outputs on drawn rows, and of the model's predictions."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 
     model = report["model"]
     figure = Figure(figsize=(12, 5.2), dpi=130, layout="constrained")
@@ -279,6 +280,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
     panels[0].set_xticks(range(len(names)), names, rotation=30, ha="right")
     panels[0].set(yscale="log", ylabel="relative error of attention outputs, %",
                   title="Rows with outlier channels")  # fmt: skip
+    percent = FuncFormatter(lambda value, _: f"{value:g}")
+    panels[0].yaxis.set_major_formatter(percent)
+    panels[0].yaxis.set_minor_formatter(percent)
     panels[0].legend(frameon=False, fontsize=8)
     if model:
         results = model["results"][1:][::-1]
@@ -289,8 +293,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
         labels = [f"{row['scheme']} ({row['bits']:.3g} bits)" for row in results]
         panels[1].set_yticks(range(len(results)), labels, fontsize=7)
         panels[1].set(
-            xscale="log", xlabel="divergence of next-token distributions from bf16 (blue: recent "
-            "tokens in 16 bits)", title=model["model"],
+            xscale="log", xlabel="divergence of next tokens from bf16",
+            title=f"{model['file']}\n(blue: recent tokens in 16 bits)",
         )  # fmt: skip
     for axes in panels:
         axes.grid(axis="both", color="#E2E2E2", linewidth=0.6)
@@ -322,7 +326,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--no-model", action="store_true", help="drawn rows alone")
     add("--text", type=Path, help="what the model reads; default: Python's own documentation")
     add("--context", type=int, default=512, help="tokens of a chunk; its second half is scored")
-    add("--chunks", type=int, default=1, help="chunks, spread over the text")
+    add("--chunks", type=int, default=2, help="chunks, spread over the text")
     add("--quick", action="store_true", help="64 tokens of one sequence, and one chunk of 128")
     add("--json", type=Path, help="write the report here")
     add("--plot", type=Path, help="draw a chart (PNG)")
