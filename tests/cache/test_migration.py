@@ -6,8 +6,10 @@ import errno
 import gc
 import os
 import socket
+import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +32,7 @@ from migration_cases import (
 from stream_cases import Gate
 
 import kvcupy as kv
-from kvcupy.cache.migration import protocol
+from kvcupy.cache.migration import engines, protocol
 
 LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
 LAYERS = range(3)
@@ -190,6 +192,51 @@ def test_layers_are_sent_as_they_are_done():
         sender.layer_done(ticket, 2)
         pull.synchronize()
         assert_pulled(target, range(4), offered)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "expected"), [(3, [(0, 1), (1, 2)]), (1, [(0, 1), (1, 1), (2, 1)])]
+)
+def test_small_layers_that_are_ready_go_together(num_layers, expected, monkeypatch):
+    """Up to some bytes, and without a layer waiting for one that is not ready."""
+    sent = []
+    send = protocol.Channel.send
+
+    def recorded(channel, kind, payload, *arguments, **options):
+        if kind == protocol.LAYER:
+            sent.append(struct.unpack_from(">II", payload))
+        return send(channel, kind, payload, *arguments, **options)
+
+    monkeypatch.setattr(protocol.Channel, "send", recorded)
+    with pair() as (sender, receiver, source, target):
+        layer_bytes = 4 * source.page_bytes // source.num_layers
+        monkeypatch.setattr(engines, "_TOGETHER_BYTES", num_layers * layer_bytes)
+        offered = source.allocator.alloc(4)
+        ticket = sender.offer(offered, by_layer=True)
+        pull = receiver.pull(ticket, [0, 1, 2, 3])
+        sender.layer_done(ticket, 0)
+        pull.wait_layer(0)  # which is here although others that would go with it are not written
+        sender.layer_done(ticket, 2)
+        sender.layer_done(ticket, 1)
+        pull.synchronize()
+        assert_pulled(target, range(4), offered)
+    assert sent == expected
+
+
+@pytest.mark.parametrize("count", [0, 2, 4])
+def test_a_sender_that_announces_other_layers_is_left(count, monkeypatch):
+    """More than there are, fewer than their bytes, or none."""
+    layers = engines._LAYER
+    forged = SimpleNamespace(
+        pack=lambda first, _, num_bytes: layers.pack(first, count, num_bytes),
+        unpack=layers.unpack, size=layers.size,
+    )  # fmt: skip
+    monkeypatch.setattr(engines, "_LAYER", forged)
+    with pair() as (sender, receiver, source, target):
+        poison(target, range(12))
+        pull = receiver.pull(sender.offer(source.allocator.alloc(4)), [0, 1, 2, 3])
+        assert reason_of(pull) == "lost"
+        assert is_poisoned(target, range(12))
 
 
 def test_a_layer_waits_for_the_stream_that_writes_it():

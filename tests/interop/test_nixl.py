@@ -240,10 +240,10 @@ def test_bytes_that_differ_are_noticed(peers):
     sender.do("""
 from kvcupy.cache.migration.layers import PageBytes
 honest = PageBytes.reading
-def flipped(self, pages, layer):
-    for views in honest(self, pages, layer):
+def flipped(self, pages, layers):
+    for views in honest(self, pages, layers):
         copy = bytearray(views[0])
-        copy[7] ^= layer == 1
+        copy[7] ^= 1 in layers
         yield [memoryview(copy), *views[1:]]
 PageBytes.reading = flipped
 """)

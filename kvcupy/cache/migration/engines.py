@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from ..pool import Pool
 
 _POLL_S = 0.001  # while a layer that is asked for is not ready
-_LAYER = struct.Struct(">IQ")  # number, bytes
-_CHECKSUM = struct.Struct(">IQ")  # number of the layer, checksum
+_TOGETHER_BYTES = 1 << 20  # of layers that are ready at the same time, and so go together
+_LAYER = struct.Struct(">IIQ")  # the first, how many, their bytes
+_CHECKSUM = struct.Struct(">IIQ")  # the first, how many, their checksum
 
 
 class Engine(Protocol):
@@ -196,8 +197,9 @@ class PullTask:
 class SocketEngine:
     """Sends layers over the connection on which they were asked for. Both ends take part.
 
-    A layer is complete when its checksum is right, and nothing lands in pages of a pull after its
-    thread has ended: it is that thread which puts bytes there.
+    Small layers that are ready at the same time go together, under one checksum. They are complete
+    when that is right, and nothing lands in pages of a pull after its thread has ended: it is that
+    thread which puts bytes there.
     """
 
     name = "socket"
@@ -212,27 +214,36 @@ class SocketEngine:
 
     def serve(self, service: Service) -> None:
         channel, pages = service.channel, service.pages
-        num_bytes = len(pages) * service.page_bytes.page_bytes
-        for layer in range(service.pool.num_layers):
-            service.wait_ready(layer)
-            channel.send(LAYER, _LAYER.pack(layer, num_bytes), service.deadline(), more=True)
-            checksum = channel.checksum(service.number, service.generation, layer)
+        layer_bytes = len(pages) * service.page_bytes.page_bytes
+        most = max(1, _TOGETHER_BYTES // max(1, layer_bytes))
+        stop = 0
+        while stop < service.pool.num_layers:
+            first, end = stop, min(stop + most, service.pool.num_layers)
+            service.wait_ready(first)
+            stop += 1
+            while stop < end and service.is_ready(stop):
+                stop += 1
+            layers = range(first, stop)
+            head = _LAYER.pack(first, len(layers), len(layers) * layer_bytes)
+            channel.send(LAYER, head, service.deadline(), more=True)
+            checksum = channel.checksum(service.number, service.generation, first, len(layers))
             for start in range(0, len(pages), service.run_pages):
                 run = pages[start : start + service.run_pages]
                 if service.staging is None:
-                    self._send(service, run, layer, checksum)
+                    self._send(service, run, layers, checksum)
                     continue
                 with service.staging.borrowed(len(run), service.deadline()) as staged:
-                    service.staging.save(run, staged, layer, service.stream())
-                    self._send(service, staged, layer, checksum)
-            end = _CHECKSUM.pack(layer, checksum.intdigest())
-            channel.send(CHECKSUM, end, service.deadline(), more=True)
+                    for layer in layers:
+                        service.staging.save(run, staged, layer, service.stream())
+                    self._send(service, staged, layers, checksum)
+            tail = _CHECKSUM.pack(first, len(layers), checksum.intdigest())
+            channel.send(CHECKSUM, tail, service.deadline(), more=True)
         service.flush()
 
-    def _send(self, service: Service, pages: Pages, layer: int, checksum: Any) -> None:
+    def _send(self, service: Service, pages: Pages, layers: range, checksum: Any) -> None:
         channel = service.channel
         channel.moving = True  # whoever ends the offer from now on aborts the channel
-        for views in service.page_bytes.reading(pages, layer):
+        for views in service.page_bytes.reading(pages, layers):
             service.check()
             for view in views:
                 checksum.update(view)
@@ -241,32 +252,48 @@ class SocketEngine:
         channel.moving = False
 
     def pull(self, task: PullTask) -> None:
-        num_bytes = len(task.pages) * task.page_bytes.page_bytes
-        for layer in range(task.pool.num_layers):
+        layer_bytes = len(task.pages) * task.page_bytes.page_bytes
+        stop = 0
+        while stop < task.pool.num_layers:
             _, head = task.receive(LAYER)
-            if head != _LAYER.pack(layer, num_bytes):
-                raise Lost("the sender sends another layer than the next")
-            checksum = task.channel.checksum(task.number, task.generation, layer)
-            first = bytearray(LEAST_MESSAGE_BYTES)  # of the message behind the layer
+            layers = self._announced(head, stop, task.pool.num_layers, layer_bytes)
+            stop = layers.stop
+            checksum = task.channel.checksum(
+                task.number, task.generation, layers.start, len(layers)
+            )
+            first = bytearray(LEAST_MESSAGE_BYTES)  # of the message behind the layers
             for start in range(0, len(task.pages), task.run_pages):
                 run = task.pages[start : start + task.run_pages]
                 message = first if start + len(run) == len(task.pages) else None
                 if task.staging is None:
-                    self._receive(task, run, layer, checksum, message)
+                    self._receive(task, run, layers, checksum, message)
                     continue
                 with task.staging.borrowed(len(run), task.deadline) as staged:
-                    self._receive(task, staged, layer, checksum, message)
-                    task.staging.load(staged, run, layer, task.stream())
-            _, end = task.channel.received(first, task.deadline, CHECKSUM)
-            if end != _CHECKSUM.pack(layer, checksum.intdigest()):
-                raise TransferError(f"layer {layer}: its checksum is wrong", "corrupt")
-            task.arrived(layer)
+                    self._receive(task, staged, layers, checksum, message)
+                    for layer in layers:
+                        task.staging.load(staged, run, layer, task.stream())
+            _, tail = task.channel.received(first, task.deadline, CHECKSUM)
+            if tail != _CHECKSUM.pack(layers.start, len(layers), checksum.intdigest()):
+                last = f" to {stop - 1}" if len(layers) > 1 else ""
+                raise TransferError(f"layer {layers.start}{last}: the checksum is wrong", "corrupt")
+            for layer in layers:
+                task.arrived(layer)
+
+    def _announced(self, head: bytes, first: int, num_layers: int, layer_bytes: int) -> range:
+        """Return the layers that come next; Lost unless they are those, and of their size."""
+        if len(head) == _LAYER.size:
+            start, count, num_bytes = _LAYER.unpack(head)
+            is_next = start == first and 1 <= count <= num_layers - first
+            if is_next and num_bytes == count * layer_bytes:
+                return range(first, first + count)
+        raise Lost("the sender sends other layers than the next")
 
     def _receive(
-        self, task: PullTask, pages: Pages, layer: int, checksum: Any, message: bytearray | None
-    ) -> None:
-        left = len(pages) * task.page_bytes.page_bytes
-        for views in task.page_bytes.writing(pages, layer):
+        self, task: PullTask, pages: Pages, layers: range, checksum: Any,
+        message: bytearray | None,
+    ) -> None:  # fmt: skip
+        left = len(layers) * len(pages) * task.page_bytes.page_bytes
+        for views in task.page_bytes.writing(pages, layers):
             task.check()
             task.renew_if_due()
             left -= sum([view.nbytes for view in views])

@@ -1,8 +1,8 @@
-"""The bytes of one layer of some pages, and of some of its heads, in the order of the wire.
+"""The bytes of layers of some pages, and of some of their heads, in the order of the wire.
 
     K of page 0, K of page 1, ..., V of page 0, ..., scales of K, scales of V
 
-of each run of pages: all of them, or as many as both ends have staging for. Each of these is
+of each layer, and of each run of pages: all, or as many as both ends have staging for. Each is
 (page_size, heads, width), whatever the layout of the pool, so that pools of all layouts exchange
 pages. What lies in memory like that is sent and received in place, neighbours as one run;
 the rest is packed, some hundred kilobytes at a time.
@@ -24,7 +24,8 @@ from ...ops import transfer
 from ..pages import Pages
 from ..pool import KVPool, MLAPool, Pool
 
-_CHUNK_BYTES = 256 << 10  # that are checksummed while they are in the processor's cache
+_CHUNK_BYTES = 256 << 10  # that are packed or unpacked while they are in the processor's cache
+_CALL_BYTES = 1 << 20  # that one call to the system moves: fewer cost more time in Python
 _STAGING_PAGES = 64  # where a pool needs staging, unless another number is asked for
 
 
@@ -49,13 +50,13 @@ class PageBytes:
                     self._layers[layer].append(_Part(part[:, i], heads))
         self.page_bytes = sum(part.page_bytes for part in self._layers[0])
 
-    def reading(self, pages: Pages, layer: int) -> Iterator[list[memoryview]]:
+    def reading(self, pages: Pages, layers: range) -> Iterator[list[memoryview]]:
         """Yield the bytes to send, in groups; those of one turn are valid until the next."""
-        return _grouped(view for part in self._layers[layer] for view in part.reading(pages))
+        return _grouped(view for part in self._parts(layers) for view in part.reading(pages))
 
-    def writing(self, pages: Pages, layer: int) -> Iterator[list[memoryview]]:
+    def writing(self, pages: Pages, layers: range) -> Iterator[list[memoryview]]:
         """Yield memory to fill, in groups, which must be filled when the next is asked for."""
-        for is_packed, parts in groupby(self._layers[layer], key=lambda part: part.is_packed):
+        for is_packed, parts in groupby(self._parts(layers), key=lambda part: part.is_packed):
             if is_packed:
                 yield from _grouped(view for part in parts for view in part.runs(pages))
                 continue
@@ -65,21 +66,25 @@ class PageBytes:
                     yield [_flat(packed)]
                     part.array[chunk] = packed
 
+    def _parts(self, layers: range) -> Iterator[_Part]:
+        for layer in layers:
+            yield from self._layers[layer]
+
 
 def _flat(array: Any) -> memoryview:
     return memoryview(array.reshape(-1))
 
 
 def _grouped(views: Iterator[memoryview]) -> Iterator[list[memoryview]]:
-    """Cut and group memory into pieces of `_CHUNK_BYTES`, the last one less."""
+    """Cut and group memory into pieces of `_CALL_BYTES`, the last one less."""
     group: list[memoryview] = []
-    room = _CHUNK_BYTES
+    room = _CALL_BYTES
     for view in views:
         num_bytes, start = view.nbytes, 0
         while num_bytes - start >= room:
             group.append(view[start : start + room])
             yield group
-            start, group, room = start + room, [], _CHUNK_BYTES
+            start, group, room = start + room, [], _CALL_BYTES
         if start < num_bytes:
             group.append(view[start:] if start else view)
             room -= num_bytes - start

@@ -57,7 +57,7 @@ MIN_SECRET_BYTES = 16
 
 _HEAD = struct.Struct(">BI")  # kind, bytes of the payload
 _MAC_BYTES = 16
-_LEAST_PAYLOAD_BYTES = 12  # shorter ones are filled up, so that one call receives most messages
+_LEAST_PAYLOAD_BYTES = 16  # shorter ones are filled up, so that one call receives most messages
 LEAST_MESSAGE_BYTES = _HEAD.size + _LEAST_PAYLOAD_BYTES + _MAC_BYTES
 _MOST_BUFFERS = 512  # memory areas that one call to the system takes
 
