@@ -12,7 +12,6 @@
 
 constexpr int kTransferThreads = 512;
 constexpr int kConvertThreads = 256;
-constexpr int kDecodeThreads = 512;     // codes are short: more threads keep a link busy
 constexpr int kConvertBlocksPerSm = 2;  // 128 registers: what counts is what a thread has in flight
 
 struct TransferCopyParams {
@@ -510,9 +509,9 @@ __device__ __forceinline__ float scale_of_long_row(char* row, int width, bool li
 
 // Out of a four-bit pool: a thread takes 16 elements of K and 16 of V, of four rows at a time. Rows
 // that get a scale are held until it is known, or read twice where they are long.
-// grid: at most max_blocks, block: kDecodeThreads, smem: 0
+// grid: at most max_blocks, block: kConvertThreads, smem: 0
 template <typename TFormat, typename TOut, int kCount>
-__global__ void __launch_bounds__(kDecodeThreads)
+__global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
     transfer_from_four_bit(const __grid_constant__ TransferConvertParams p) {
   constexpr int kRows = kQuantised<TOut> ? 2 : 4;
   constexpr int kOutBytes = sizeof(TOut);

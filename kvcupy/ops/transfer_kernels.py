@@ -293,7 +293,6 @@ NOTE = Kernel("faults.cu", "note_fault", _NOTE_PARAMS, "NoteFaultParams").specia
 
 _COPY_THREADS = 512  # kTransferThreads
 _CONVERT_THREADS = 256  # kConvertThreads
-_DECODE_THREADS = 512  # kDecodeThreads, of the kernel that reads four-bit pools
 _IN_FLIGHT = 4  # kInFlight of transfer_copy
 _LONGEST_PIECE_BYTES = 64 * 1024  # where a single thread copies a piece
 _BLOCKS_PER_SM = 2
@@ -510,10 +509,9 @@ def _convert(
                 arrays[name] = own.addresses[i]
                 params |= _nested(f"{name}_strides", STRIDES, own.strides(i))
     kernel = kernels[1 if device.warp_lanes == 1 else 32]
-    threads = _CONVERT_THREADS if src.four_bit is None else _DECODE_THREADS
     return PageLaunch(
         device, kernel.specialise(source.ctype, target.ctype, elements), params, arrays,
-        threads, rows.rows_per_page, threads // lanes, max_blocks,
+        _CONVERT_THREADS, rows.rows_per_page, _CONVERT_THREADS // lanes, max_blocks,
     )  # fmt: skip
 
 
