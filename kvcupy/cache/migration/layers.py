@@ -24,8 +24,7 @@ from ...ops import transfer
 from ..pages import Pages
 from ..pool import KVPool, MLAPool, Pool
 
-_CHUNK_BYTES = 256 << 10  # that are packed or unpacked while they are in the processor's cache
-_CALL_BYTES = 1 << 20  # that one call to the system moves: fewer cost more time in Python
+_CHUNK_BYTES = 256 << 10  # that are checksummed while they are in the processor's cache
 _STAGING_PAGES = 64  # where a pool needs staging, unless another number is asked for
 
 
@@ -76,15 +75,15 @@ def _flat(array: Any) -> memoryview:
 
 
 def _grouped(views: Iterator[memoryview]) -> Iterator[list[memoryview]]:
-    """Cut and group memory into pieces of `_CALL_BYTES`, the last one less."""
+    """Cut and group memory into pieces of `_CHUNK_BYTES`, the last one less."""
     group: list[memoryview] = []
-    room = _CALL_BYTES
+    room = _CHUNK_BYTES
     for view in views:
         num_bytes, start = view.nbytes, 0
         while num_bytes - start >= room:
             group.append(view[start : start + room])
             yield group
-            start, group, room = start + room, [], _CALL_BYTES
+            start, group, room = start + room, [], _CHUNK_BYTES
         if start < num_bytes:
             group.append(view[start:] if start else view)
             room -= num_bytes - start
