@@ -401,7 +401,9 @@ def test_the_guide_lists_every_logger_and_level():
     package = Path(kv.__file__).parent
     texts = {path.relative_to(package).as_posix(): path.read_text()
              for path in package.rglob("*.py")}  # fmt: skip
-    made = [name for name, text in texts.items() if "getLogger(" in text or "getChild" in text]
+    made = [
+        name for name, text in texts.items() if re.search(r'getLogger\((?!"nixl"\))|getChild', text)
+    ]  # NIXL's is told to be quiet
     assert made == ["config.py"]
     listed, logger = set(), ""
     for name, level in re.findall(r"^\| (`kvcupy[.\w]*` )?\| ([A-Z]+) \|", GUIDE, re.MULTILINE):

@@ -27,7 +27,7 @@ def test_every_script_has_a_help(name):
 
 
 WITH_DEVICE = [
-    (name.removesuffix(".py"), ()) for name in RUN if "--device" in (SCRIPTS / name).read_text()
+    (name.removesuffix(".py"), ()) for name in RUN if '"--device"' in (SCRIPTS / name).read_text()
 ] + [("bench", (name,)) for name in BENCHMARKS]
 
 

@@ -734,6 +734,8 @@ def _softmax(xp: Any, scores: Any, mask: Any, v: Any, sinks: Any) -> tuple[Any, 
 def _cached_rows(device: Device, operand: KVOperand, views: Views, pages: Any, offsets: Any) -> Any:
     """Return the float32 rows of K or V in slots of pages, (slots, heads, width)."""
     cache = operand.cache_view(views)
+    if cache.shape[0] == 0:  # no page has a key
+        return fallback.module_of(pages).zeros((*pages.shape, *cache.shape[2:]), np.float32)
     if operand.four_bit is not None and cache.scales is not None:
         scale = np.float32(operand.scale.value)
         if operand.scale.array is not None:

@@ -72,7 +72,7 @@ _meaning(
     page_size skip_slot window num_pages num_layers num_kv_heads num_q_heads head_dim v_head_dim
     latent_dim layer n at start stop max_blocks max_seq_len max_batch_tokens block_tokens parent
     num_blocks max_positions rotary_dim priority bits head_start total_kv_heads retries pulls
-    max_connections staging_pages max_pulls max_quarantined_pages
+    max_connections staging_pages max_pulls max_quarantined_pages recent num_past_pages
 """,
 )
 _meaning(values.small_integer, "schedules seed slots_in_flight disk_bytes capacity_bytes")
@@ -90,7 +90,7 @@ _meaning(
     barriers by_layer
 """,
 )
-_meaning(values.dtype, "dtype")
+_meaning(values.dtype, "dtype host_dtype past")
 _meaning(
     values.stream, "stream alt_stream after load_stream save_stream copy_stream main others other"
 )

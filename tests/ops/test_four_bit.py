@@ -267,24 +267,17 @@ def calls(case, device):
     rows = case.output("nvfp4", (4, 2, 64)).array
     dynamic = device.zeros((8, 2), "fp32")
     slots = device.asarray(np.arange(4))
-    table = device.asarray(np.zeros((1, 4), np.int32))
-    lens = device.asarray(np.array([4], np.int32))
-    query = place_rows(case, "bf16", (1, 2, 64)).array
-    paged = cache[:, None]
     return {
         "k_scale_cache": lambda: kv.store_kv(key, key, cache, other, slots, k_scale_cache=dynamic),
         "key": lambda: kv.store_kv(rows, key, other, cache, slots),
         "value": lambda: kv.store_kv(key, rows, cache, plain, slots),
         "k_out": lambda: kv.gather_kv(plain, plain, slots, k_out=rows),
         "k_scale": lambda: kv.store_kv(key, key, cache, other, slots, k_scale=-1.0),
-        "k_cache": lambda: kv.paged_attention(query, paged, paged, table, lens),
         "v_cache": lambda: kv.store_kv(key, key, cache, cache, slots),
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["k_scale_cache", "key", "value", "k_out", "k_scale", "k_cache", "v_cache"]
-)
+@pytest.mark.parametrize("name", ["k_scale_cache", "key", "value", "k_out", "k_scale", "v_cache"])
 def test_what_does_not_fit_is_refused(device, name):
     case = Case(device, 17)
     refused(case, calls(case, device)[name], ValueError, f"{name}|k_cache")
