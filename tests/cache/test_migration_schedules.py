@@ -163,13 +163,14 @@ class Schedule:
 
 
 def own_threads():
-    return [t.name for t in threading.enumerate() if t.name.startswith("kvcupy p")]
+    return {t for t in threading.enumerate() if t.name.startswith("kvcupy p")}
 
 
 @pytest.mark.parametrize("part", [*range(4), *map(full_only, range(4, 8))])
 def test_schedules(part, monkeypatch, lenient_host):
     assert HEADS == 4
     monkeypatch.setattr(protocol, "HANDSHAKE_S", 1.0)
+    before = own_threads()  # of other tests in this process
     failures = Failures(monkeypatch)
     outcomes = Counter()
     for i in range(NUM_SCHEDULES // 4):
@@ -182,4 +183,4 @@ def test_schedules(part, monkeypatch, lenient_host):
         outcomes.update(schedule.outcomes)
     failures.share = 0
     assert set(outcomes) >= {"completed", "cancelled"}
-    eventually(lambda: not own_threads(), "all threads end")
+    eventually(lambda: own_threads() <= before, "all threads end")
