@@ -23,7 +23,10 @@ ORDER_CASES = {
     **access_order_cases.ORDER_CASES,
     **mixed_order_cases.ORDER_CASES,
 }
-TWO_WAITS = [name for name, case in ORDER_CASES.items() if len(case.drop) == 2]
+# The tables of "step, demotion" are uploaded behind the pages: a wait for these alone brings none.
+TWO_WAITS = [
+    name for name, case in ORDER_CASES.items() if len(case.drop) == 2 and name != "step, demotion"
+]
 
 # With the copies behind the gate of the steps, the host waits where elsewhere a copy does.
 ANYWHERE = [name for name in ORDER_CASES if not name.startswith("slot, ")]
