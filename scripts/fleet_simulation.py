@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from common.arguments import positive
 from replay.fleet import ROUTES, WRITES, Fleet, FleetResult, simulate_fleet
 from replay.requests import BLOCK_TOKENS, requests_of
 from replay.simulation import TIERS, Sizes
@@ -238,14 +239,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=Path, help="write the report here")
     add("--plot", type=Path, help="draw a chart (PNG)")
     return parser.parse_args(argv)
-
-
-def positive(text: str) -> int:
-    """Read a count of at least one."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return value
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from common.arguments import positive
 from common.measure import chosen_device, log_compilation, one_core_per_stream
 from common.workload import Request
 from replay.draw import draw_comparison, draw_over_time
@@ -237,14 +238,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.disk is not None and len(arguments.policy) > 1:
         parser.error("--disk: expected one policy, because each starts with an empty file")
     return arguments
-
-
-def positive(text: str) -> int:
-    """Read a count of at least one."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return value
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from common.arguments import positive
 from common.measure import chosen_device, one_core_per_stream
 from replay.draw import COLOURS
 from replay.requests import BLOCK_TOKENS, requests_of
@@ -336,14 +337,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.url is None:
         arguments.url = f"shm:kvcupy-demo-{os.getpid()}"
     return arguments
-
-
-def positive(text: str) -> int:
-    """Read a count of at least one."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
-    return value
 
 
 if __name__ == "__main__":
