@@ -220,6 +220,11 @@ __global__ void __launch_bounds__(128, 2)
       elements.load(row, (s * lanes + lane) * kCount, exists ? p.k.width : 0, p.query_format);
       query[r][s] = elements.floats();
     }
+    if constexpr (kFourBit<TCache>) {
+      if (p.k.group_scales.rotation_shift) {
+        apply_hadamard(query[r], p.k.group_scales, lane, lanes);
+      }
+    }
   }
 
   Softmax<kRows, kSteps> own;
@@ -328,6 +333,14 @@ __global__ void __launch_bounds__(128, 2)
         for (int r = 0; r < kRows; ++r) {
           if (logits[r][n] != -kInfinity) multiply_add(weights[r], floats, own.values[r][s]);
         }
+      }
+    }
+  }
+  if constexpr (kFourBit<TCache>) {  // of each group, before they are merged
+    if (p.v.group_scales.rotation_shift) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        apply_hadamard(own.values[r], p.v.group_scales, lane, lanes);
       }
     }
   }

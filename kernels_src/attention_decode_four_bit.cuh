@@ -207,6 +207,89 @@ __device__ __forceinline__ u32 chunk_scale(const char* scales, int chunk,
   return load_group_scale<TCache>(scales + group * kGroupScaleBytes<TCache>);
 }
 
+// --- Queries -------------------------------------------------------------------------------------
+
+// Pairs of the elements of a row that a lane brings: word e of (i, j) is element 2t + e of chunk j,
+// for its i-th block of 16 elements.
+template <int kWidth>
+struct QueryPairs {
+  static constexpr int kBlocks = kWidth / 16;     // per row
+  static constexpr int kOwn = (kBlocks + 7) / 8;  // of each of eight lanes that share a row
+  Pack<u32, 2> words[kOwn][4];
+
+  __device__ __forceinline__ void store(char* queries) const {
+    const int row = threadIdx.x / 8;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int block = threadIdx.x % 8 + i * 8;
+      if (block >= kBlocks) continue;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        words[i][j].store(queries + chunk_offset<kWidth>(row, block / 2 * 4 + j) + block % 2 * 8);
+      }
+    }
+  }
+};
+
+// Bring the queries of a block to shared memory as `multiply_keys_four_bit` takes them: element 8t
+// + 4e + j of 32 is element 2t + e of chunk j. They are rotated as the keys are, which needs more
+// bits than fp16 has: returned is what its rounding left. Others see them after a barrier.
+template <int kWidth>
+__device__ __forceinline__ QueryPairs<kWidth> load_four_bit_queries(char* queries,
+                                                                    DecodeTile& shared,
+                                                                    const AttentionParams& p,
+                                                                    const AttentionTile& t,
+                                                                    int kv_head) {
+  constexpr int kOwn = QueryPairs<kWidth>::kOwn;
+  const int row = threadIdx.x / 8;
+  const int lane = threadIdx.x % 8;
+  const bool is_half = p.query_format == 1;
+  const char* from = row < t.num_rows ? query_row(p, t, row, kv_head) : nullptr;
+  Pack<float, 16> floats[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int at = (lane + i * 8) * 16 + j * 8;
+      Pack<u32, 4> words = {};
+      if (from && at < p.k.width) words.load(from + at * 2);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const u32 pair = words.values[n];
+        float* two = floats[i].values + j * 8 + n * 2;
+        two[0] = is_half ? lower_of<half>(pair) : lower_of<bfloat16>(pair);
+        two[1] = is_half ? upper_of<half>(pair) : upper_of<bfloat16>(pair);
+      }
+    }
+  }
+  if (p.k.group_scales.rotation_shift) apply_hadamard(floats, p.k.group_scales, lane, 8);
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+    for (int j = 0; j < 16; ++j) largest = fmaxf(largest, fabsf(floats[i].values[j]));
+  }
+  const float scale = power_of_two_below(max_within_warp(largest, 8));
+  const float inverse = inverse_of_power(scale);
+  QueryPairs<kWidth> pairs;
+  QueryPairs<kWidth> rests;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float* x = floats[i].values + e * 8 + j;
+        split_pair<half>(x[0] * inverse, x[4] * inverse, pairs.words[i][j].values[e],
+                         rests.words[i][j].values[e]);
+      }
+    }
+  }
+  pairs.store(queries);
+  if (lane == 0) shared.query_scales[row] = scale;
+  return rests;
+}
+
 // --- Scores --------------------------------------------------------------------------------------
 
 // Where the prepared scale of a key is: those that a lane takes, of keys 8n + 2t and 8n + 2t + 1,
@@ -235,23 +318,26 @@ __device__ __forceinline__ void prepare_key_scales(Table& table, int stage, cons
 }
 
 // Scores of the 32 keys of a tile, eight after eight, as `multiply_keys` has them of wider
-// elements.
-template <typename TCache, int kWidth, typename Table>
+// elements. kHasRest: queries have a `rest` each.
+template <typename TCache, int kWidth, bool kHasRest, typename Table>
 __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const char* keys,
                                                        const char* queries, const u32 (*query)[4],
-                                                       const Table& table, int stage) {
+                                                       const char* rest, const Table& table,
+                                                       int stage) {
   using Shape = DecodeShape<TCache, kWidth, kWidth>;
   constexpr bool kScalesCodes = kSameType<TCache, nvfp4>;
   const int lane = threadIdx.x % 32;
+  constexpr bool kInRegisters =
+      Shape::kQueryInRegisters && (!kHasRest || Shape::kRestReplacesQuery);
   const auto step = [&](int k, u32(&a)[4]) {
-    if constexpr (Shape::kQueryInRegisters) {
+    if constexpr (kInRegisters) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i] = query[k][i];
     } else {
       load_matrices<false>(a, queries + chunk_offset<kWidth>(lane % 16, k * 2 + lane / 16));
     }
   };
-  constexpr int kUnroll = Shape::kQueryInRegisters ? kWidth / 64 : 1;  // else loads come too early
+  constexpr int kUnroll = kInRegisters ? kWidth / 64 : 1;  // else loads come too early
 #pragma unroll kUnroll
   for (int pair = 0; pair < kWidth / 64; ++pair) {  // of chunks
     u32 scales[4][2];
@@ -276,6 +362,14 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
       u32 a[2][4];
       step(chunk * 2, a[0]);
       step(chunk * 2 + 1, a[1]);
+      u32 rests[2][4];
+      if constexpr (kHasRest) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          load_matrices<false>(
+              rests[j], rest + chunk_offset<kWidth>(lane % 16, chunk * 4 + j * 2 + lane / 16));
+        }
+      }
       Pack<float, 4> sums_scales[2];
       if constexpr (!kScalesCodes) {
         const char* own = reinterpret_cast<const char*>(&table.k_chunk_scales[chunk][lane % 4 * 8]);
@@ -291,10 +385,18 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
             codes.pairs[j] = multiply_halves(codes.pairs[j], scales[n][i]);
           mma_m16n8k16<half>(s[n], a[0], codes.pairs[0], codes.pairs[1]);
           mma_m16n8k16<half>(s[n], a[1], codes.pairs[2], codes.pairs[3]);
+          if constexpr (kHasRest) {
+            mma_m16n8k16<half>(s[n], rests[0], codes.pairs[0], codes.pairs[1]);
+            mma_m16n8k16<half>(s[n], rests[1], codes.pairs[2], codes.pairs[3]);
+          }
         } else {
           float sums[4] = {};
           mma_m16n8k16<half>(sums, a[0], codes.pairs[0], codes.pairs[1]);
           mma_m16n8k16<half>(sums, a[1], codes.pairs[2], codes.pairs[3]);
+          if constexpr (kHasRest) {
+            mma_m16n8k16<half>(sums, rests[0], codes.pairs[0], codes.pairs[1]);
+            mma_m16n8k16<half>(sums, rests[1], codes.pairs[2], codes.pairs[3]);
+          }
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const float scale = sums_scales[n / 2].values[n % 2 * 2 + j % 2];

@@ -176,8 +176,9 @@ __device__ __forceinline__ void multiply_rotated_keys(float (&s)[kScores][4], co
   }
 }
 
-// Merge what the warps left of a row, and write it. Every lane of a warp must call it.
-template <int kWidthV>
+// Merge what the warps left of a row, and write it, its rotation undone. Every lane of a warp must
+// call it.
+template <typename TCache, int kWidthV>
 __device__ __forceinline__ void finish_row(const AttentionParams& p, const AttentionTile& t,
                                            const DecodeMerge& merge, const char* values_of_warps,
                                            int bytes_per_warp, int row, int kv_head, int split) {
@@ -195,7 +196,7 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
   }
   const RowEnd end = end_of_row(p, t, row, kv_head, split, largest, sum);
   const int lane = threadIdx.x % 32;
-  for (int column = lane * 4; column < p.v.width; column += 128) {
+  const auto total_of = [&](int column) {
     Pack<float, 4> total = {};
 #pragma unroll
     for (int w = 0; w < kDecodeWarps; ++w) {
@@ -207,14 +208,35 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Atten
         if (weights[w] != 0.0f) total.values[i] += own.values[i] * weights[w];
       }
     }
-    store_four(end, column, total);
+    return total;
+  };
+  bool is_rotated = false;
+  if constexpr (kFourBit<TCache>) is_rotated = p.v.group_scales.rotation_shift != 0;
+  if (is_rotated) {
+    Pack<float, 4> totals[(kWidthV + 127) / 128] = {};
+#pragma unroll
+    for (int i = 0; i < (kWidthV + 127) / 128; ++i) {
+      const int column = lane * 4 + i * 128;
+      if (column < p.v.width) totals[i] = total_of(column);
+    }
+    apply_hadamard(totals, p.v.group_scales, lane, 32);
+#pragma unroll
+    for (int i = 0; i < (kWidthV + 127) / 128; ++i) {
+      const int column = lane * 4 + i * 128;
+      if (column < p.v.width) store_four(end, column, totals[i]);
+    }
+  } else {
+    for (int column = lane * 4; column < p.v.width; column += 128) {
+      store_four(end, column, total_of(column));
+    }
   }
   if (lane == 0 && end.lse) *end.lse = end.lse_value;
 }
 
 // TCache: format of the cache, and, if it has 16 bits, of queries and, unless that is float32,
 // output; else those are of 16 bits.
-// grid: (tiles, H, num_splits), block: 128, smem: DecodeShape::kBytes
+// grid: (tiles, H, num_splits), block: 128, smem: DecodeShape::kBytes, or kRotatedBytes where
+// four-bit keys are rotated
 template <typename TCache, int kWidth, int kWidthV>
 __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kWidthV>::kBlocks)
     attention_decode_mma(const __grid_constant__ AttentionParams p) {
@@ -230,6 +252,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   char* shared_bytes = dynamic_shared<char>();
   char* ring = shared_bytes + warp * Shape::kRingBytes;
   char* queries = shared_bytes + Shape::kQueryAt;
+  [[maybe_unused]] char* rest = shared_bytes + Shape::kRestAt;  // of rotated queries
   auto& table = reinterpret_cast<typename Shape::Table*>(shared_bytes + Shape::kTablesAt)[warp];
   auto& shared = *reinterpret_cast<DecodeTile*>(shared_bytes + Shape::kTileAt);
   if (!begin_block<kKeys>(shared, p, kv_head, split)) return;
@@ -277,7 +300,12 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   }
   KeyPlace next = {};
   if (kStages < own_tiles) next = look_up<kKeys>(p, t, first_of(kStages) + lane, end);
-  load_queries<TCache, kWidth>(queries, shared, p, t, kv_head);
+  [[maybe_unused]] QueryPairs<kWidth> rests;
+  if constexpr (kFourBit<TCache>) {
+    rests = load_four_bit_queries<kWidth>(queries, shared, p, t, kv_head);
+  } else {
+    load_queries<TCache, kWidth>(queries, shared, p, t, kv_head);
+  }
   set_limits(shared, p, t);
   __syncthreads();  // queries and limits are there
 
@@ -286,6 +314,13 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       load_matrices<false>(query[k], queries + chunk_offset<kWidth>(lane % 16, k * 2 + lane / 16));
+    }
+  }
+  if constexpr (kFourBit<TCache>) {
+    if (p.k.group_scales.rotation_shift) {
+      if constexpr (Shape::kRestReplacesQuery) __syncthreads();  // that is in registers
+      rests.store(rest);
+      __syncthreads();  // the rests are there
     }
   }
   const float k_scale = p.k_scale_cache ? 1.0f : static_scale(p.k_scale, p.k, kv_head);
@@ -326,8 +361,10 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
       if (p.rope_table) {
         multiply_rotated_four_bit<TCache, kWidth>(s, keys, queries, p, t, first_of(number), table,
                                                   stage);
+      } else if (p.k.group_scales.rotation_shift) {
+        multiply_keys_four_bit<TCache, kWidth, true>(s, keys, queries, query, rest, table, stage);
       } else {
-        multiply_keys_four_bit<TCache, kWidth>(s, keys, queries, query, table, stage);
+        multiply_keys_four_bit<TCache, kWidth, false>(s, keys, queries, query, rest, table, stage);
       }
     } else if constexpr (sizeof(TCache) == 1) {
       if (p.rope_table) {
@@ -427,6 +464,7 @@ __global__ void __launch_bounds__(kDecodeThreads, DecodeShape<TCache, kWidth, kW
   }
   __syncthreads();  // the results of all warps are there
   for (int row = warp; row < t.num_rows; row += kDecodeWarps) {
-    finish_row<kWidthV>(p, t, shared.merge, shared_bytes, Shape::kRingBytes, row, kv_head, split);
+    finish_row<TCache, kWidthV>(p, t, shared.merge, shared_bytes, Shape::kRingBytes, row, kv_head,
+                                split);
   }
 }

@@ -6,6 +6,7 @@
 
 #include "attention_tiles.cuh"
 #include "four_bit.cuh"
+#include "hadamard.cuh"
 
 constexpr int kDecodeRows = 16;
 constexpr int kDecodeWarps = 4;
@@ -110,6 +111,12 @@ struct DecodeShape {
   static constexpr int kTablesAt = kQueryAt + kDecodeRows * kWidth * 2;
   static constexpr int kTileAt = kTablesAt + kDecodeWarps * static_cast<int>(sizeof(Table));
   static constexpr int kBytes = kTileAt + static_cast<int>(sizeof(DecodeTile));
+  // Where keys are rotated: what rounding to 16 bits left of the queries. Of narrow rows it takes
+  // the place of queries that have moved on to registers; others leave no registers for both.
+  static constexpr bool kRestReplacesQuery = kWidth <= 128;
+  static constexpr int kRestAt = kRestReplacesQuery ? kQueryAt : kBytes;
+  static constexpr int kRotatedBytes = kBytes + (kRestReplacesQuery ? 0 : kDecodeRows * kWidth * 2);
+  static_assert(kRestAt % 16 == 0 || !kFourBit<TCache>, "matrices begin at multiples of 16 bytes");
 };
 
 // Find the rows and the keys of a block, and return whether there are any. A split without keys
@@ -238,7 +245,7 @@ __device__ __forceinline__ float inverse_of_power(float power) {
 }
 
 // Bring the queries of a block to shared memory as `multiply_keys` takes them; eight lanes share a
-// row. Others see them after a barrier.
+// row. Others see them after a barrier. Of four bits: `load_four_bit_queries`.
 template <typename TCache, int kWidth>
 __device__ __forceinline__ void load_queries(char* queries, DecodeTile& shared,
                                              const AttentionParams& p, const AttentionTile& t,
@@ -280,15 +287,9 @@ __device__ __forceinline__ void load_queries(char* queries, DecodeTile& shared,
     for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if constexpr (kFourBit<TCache>) {
-          const float* x = floats[i].values + j;
-          words[i][j / 2].values[j % 2 * 2] = pack_pair<half>(x[0] * inverse, x[4] * inverse);
-          words[i][j / 2].values[j % 2 * 2 + 1] = pack_pair<half>(x[8] * inverse, x[12] * inverse);
-        } else {
-          const float* four = floats[i].values + 4 * j;
-          words[i][0].values[j] = pack_pair<half>(four[0] * inverse, four[2] * inverse);
-          words[i][1].values[j] = pack_pair<half>(four[1] * inverse, four[3] * inverse);
-        }
+        const float* four = floats[i].values + 4 * j;
+        words[i][0].values[j] = pack_pair<half>(four[0] * inverse, four[2] * inverse);
+        words[i][1].values[j] = pack_pair<half>(four[1] * inverse, four[3] * inverse);
       }
     }
   }
@@ -296,18 +297,9 @@ __device__ __forceinline__ void load_queries(char* queries, DecodeTile& shared,
   for (int i = 0; i < kOwn; ++i) {
     const int block = threadIdx.x % 8 + i * 8;
     if (block >= kBlocks) continue;
-    if constexpr (kFourBit<TCache>) {  // element 8t + 4e + j of 32 is element 2t + e of chunk j
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const u32* two = words[i][j / 2].values + j % 2 * 2;
-        const Pack<u32, 2> pairs = {{two[0], two[1]}};
-        pairs.store(queries + chunk_offset<kWidth>(row, block / 2 * 4 + j) + block % 2 * 8);
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        words[i][j].store(queries + chunk_offset<kWidth>(row, block * 2 + j));
-      }
+    for (int j = 0; j < 2; ++j) {
+      words[i][j].store(queries + chunk_offset<kWidth>(row, block * 2 + j));
     }
   }
   if (threadIdx.x % 8 == 0) shared.query_scales[row] = scale;

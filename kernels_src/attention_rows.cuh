@@ -4,6 +4,7 @@
 
 #include "attention_rope.cuh"
 #include "four_bit.cuh"
+#include "hadamard.cuh"
 
 // Any format, chosen at run time, and rows of any alignment.
 struct AnyFormat {};

@@ -321,6 +321,7 @@ struct HostTile {
         elements.load(row, i, p.k.width, p.query_format);
         elements.pack.store(reinterpret_cast<char*>(query[r] + i));
       }
+      if (p.k.group_scales.rotation_shift) apply_hadamard(query[r], p.k.group_scales);
       memset(values[r], 0, sizeof values[r]);
       sums[r] = Vector{};
       largest[r] = -kInfinity;
@@ -583,6 +584,7 @@ struct HostTile {
     for (int r = 0; r < t.num_rows; ++r) {
       const RowEnd end = end_of_row(p, t, r, kv_head, split, largest[r], sum_of(sums[r]));
       const float inverse = end.divisor != 0.0f ? 1.0f / end.divisor : 0.0f;
+      if (p.v.group_scales.rotation_shift) apply_hadamard(values[r], p.v.group_scales);
       switch (end.format) {
         case 0:
           write<float>(end.out, r, inverse);
