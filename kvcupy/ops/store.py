@@ -563,7 +563,7 @@ class GatherPlan(_CacheRowsPlan):
                 device.carrier(part)[valid] = bits
             return
         scale = static_scale(device, operand, np.zeros(0, np.float32), views)
-        values = fallback.decode_groups(codes, scales, format, scale)
+        values = fallback.decode_groups(codes, scales, format, scale, operand.rotated_width)
         device.carrier(rows)[valid] = fallback.encode(values, operand.rows_format.name)
 
 
@@ -606,7 +606,9 @@ def store_rows(
         else:
             floats = fallback.decode(rows[valid], operand.rows_format.name)
             scale = static_scale(device, operand, floats, views)
-            stored = list(fallback.encode_groups(floats, operand.four_bit, scale))
+            stored = list(
+                fallback.encode_groups(floats, operand.four_bit, scale, operand.rotated_width)
+            )
         for target, bits in zip(targets, stored, strict=True):
             target[where] = bits
         return

@@ -41,12 +41,14 @@ class LayerPages:
     scales : float32 (pages, layers, page_size, heads, 1) for each part, or empty
     on_device : whether this is memory of the device itself, not of the host
     format : the pool's number format
+    rotated_widths : the first elements of a row that are stored rotated, for each part
     """
 
     parts: tuple[ArrayView, ...]
     scales: tuple[ArrayView, ...]
     on_device: bool
     format: str
+    rotated_widths: tuple[int, ...]
 
     @classmethod
     def of(
@@ -57,7 +59,8 @@ class LayerPages:
         by_address, scales = (
             tuple(bytes_of(v).without_owner() for v in own) for own in (views, scales)
         )
-        return cls(by_address, scales, on_device, views[0].format)
+        rotated = tuple(v.rotated_width for v in views)
+        return cls(by_address, scales, on_device, views[0].format, rotated)
 
     @property
     def arrays(self) -> tuple[ArrayView, ...]:
@@ -66,6 +69,17 @@ class LayerPages:
     @property
     def num_pages(self) -> int:
         return self.parts[0].shape[0]
+
+    @property
+    def encoding(self) -> tuple[str, tuple[int, ...]]:
+        """What the bytes of the parts mean: pages of one encoding are copied as they are."""
+        return self.format, self.rotated_widths
+
+    @property
+    def described(self) -> str:
+        """The encoding, for messages."""
+        own = [formats.encoding(self.format, width) for width in self.rotated_widths]
+        return " and ".join(dict.fromkeys(own))
 
     @property
     def four_bit(self) -> formats.FourBitFormat | None:
@@ -417,7 +431,7 @@ def launches(
     If it `reports`, the first of them records pages past the end. CompileError if a kernel cannot
     be compiled.
     """
-    if src.format != dst.format:
+    if src.encoding != dst.encoding:
         return [_convert(device, src, dst, max_blocks, reports)]
     pages = src.num_pages, dst.num_pages
     copies = [_copy(device, src.parts, dst.parts, pages, max_blocks, reports)]
