@@ -11,6 +11,7 @@ struct GroupScales {
   int group_shift;       // log2 of the elements that share one
   int code_word_bytes;   // in which codes are accessed: 1, 2, 4 or 8
   int rotation_shift;    // log2 of the elements that are rotated together; 0: none are
+  int rotated_width;     // of the first elements of a row, which are rotated: whole such blocks
 };
 
 // Strides of the rows outside the cache and of the cache; scales; width. A width of 0 leaves K or

@@ -23,6 +23,7 @@ from page_cases import poisoned_table
 
 import kvcupy as kv
 from kvcupy import reference
+from kvcupy.arrays import four_bit_view
 from kvcupy.ops.attention import LayerArrays, StepAttention, check_options
 from kvcupy.testing.arrays import assert_near
 from kvcupy.testing.tolerances import attention_errors, merge_errors
@@ -113,6 +114,28 @@ def four_bit_rows(values, fmt, scales):
     target = reference.FourBitRows.packed(rows, fmt)
     reference.quantise_rows(values.astype(np.float32), target, scales)
     return rows
+
+
+class Views(Arg):
+    """An argument made of parts of another."""
+
+    def __init__(self, array, view):
+        self.array, self.view = array, view
+
+
+def as_rotated(arg, rotated_width=None):
+    """Return a four-bit cache whose bytes are read as rows that were rotated before they were stored.
+
+    They are as random rotated as not.
+    """
+    width = rotated_width or arg.view.shape[-1]
+    array = four_bit_view(arg.array.codes, arg.array.scales, arg.array.format, width)
+    return Views(array, reference.FourBitRows(arg.view.codes, arg.view.scales, arg.view.fmt, width))
+
+
+def rotated(args, *names):
+    """Return arguments with rotated caches, of K and V if none is named."""
+    return args | {name: as_rotated(args[name]) for name in names or ("k_cache", "v_cache")}
 
 
 class AttentionCase(Case):

@@ -356,8 +356,6 @@ def _check_cache(arguments: dict[str, Any], names: KVNames, layout: str) -> KVOp
             f"{name}: expected (num_pages, page_size, heads, width) by layout, "
             f"got {describe(array)}"
         )
-    if array.rotated_width:
-        raise ValueError(f"{name}: expected rows that are not rotated, got {describe(array)}")
     cache = checks.cache(array, name, layout, 3, written=False)
     if 0 in (cache.num_heads, cache.width):
         raise ValueError(f"{name}: expected heads and width, got {describe(array)}")
@@ -474,6 +472,12 @@ def _check_rope(
                 f"got {describe(table)}"
             )
         checks.require_contiguous(table, "rope_table")
+        keys = arguments["k_cache"]
+        if rotary_start < keys.rotated_width:
+            raise ValueError(
+                "rope_table: expected None, as RoPE of a key cannot follow the rotation that it is "
+                f"stored with, got an array for k_cache {describe(keys)}"
+            )
         if rotary_start + table.shape[1] > width:
             raise ValueError(
                 f"rotary_start: expected at most {width - table.shape[1]}, to rotate "

@@ -537,7 +537,7 @@ def choose_tiling(device: Device, call: AttentionCall, alignment: int) -> Tiling
         return Tiling(chosen, PREFILL_ROWS, 1, PREFILL_THREADS, prefill_smem_bytes(chosen))
     if suits_decode_mma(device, call, alignment):
         chosen = _decode_mma_specialisation_of(call)
-        smem_bytes = decode_mma_smem_bytes(chosen, device.arch)
+        smem_bytes = _decode_mma_smem_bytes_of(call, device.arch)
         return Tiling(chosen, DECODE_MMA_ROWS, 1, DECODE_MMA_THREADS, smem_bytes)
     if suits_latent(device, call, alignment):
         chosen = heads_specialisation(call.k.cache_format.name, device.arch)
@@ -596,7 +596,7 @@ def _suits_four_bit_mma(device: Device, call: AttentionCall, alignment: int) -> 
     """Return whether the decode kernel on tensor cores takes a call over four-bit caches.
 
     Codes and the group scales of a row must be whole words of 4 bytes at aligned addresses, and
-    rotated keys whole chunks of 32 elements.
+    keys that RoPE rotates on their way whole chunks of 32 elements. Those are not stored rotated.
     """
     query, out = call.views["query"], call.views["out"]
     if device.warp_lanes != 32 or query.format not in PREFILL_FORMATS:
@@ -611,13 +611,26 @@ def _suits_four_bit_mma(device: Device, call: AttentionCall, alignment: int) -> 
         steps = (scale_bytes, scales.start_bytes, *scales.strides)
         if operand.code_word_bytes(alignment) < 4 or any(n % 4 for n in steps):
             return False
-    if call.rotates_keys and not _has_rotary_packs(call, alignment, 4 * _PACK):
+    if call.rotates_keys and (
+        call.k.rotated_width or not _has_rotary_packs(call, alignment, 4 * _PACK)
+    ):
         return False
-    return is_reachable(_decode_mma_specialisation_of(call), device.arch)
+    if not is_reachable(_decode_mma_specialisation_of(call), device.arch):
+        return False
+    most_bytes = SHARED_BYTES.get(device.arch, _LEAST_SMEM_BYTES)
+    return not call.k.rotated_width or _decode_mma_smem_bytes_of(call, device.arch) <= most_bytes
 
 
 def _decode_mma_specialisation_of(call: AttentionCall) -> Specialisation:
     return decode_mma_specialisation(call.k.cache_format.name, *_widths(call))
+
+
+def _decode_mma_smem_bytes_of(call: AttentionCall, arch: str) -> int:
+    """Return the dynamic shared memory of a block, with `rest` of queries over rotated keys."""
+    chosen = _decode_mma_specialisation_of(call)
+    k_width = int(chosen.arguments[1])
+    rest_bytes = DECODE_MMA_ROWS * k_width * 2 if call.k.rotated_width and k_width > _NARROW else 0
+    return decode_mma_smem_bytes(chosen, arch) + rest_bytes
 
 
 def _has_words_for_tensor_cores(device: Device, call: AttentionCall, alignment: int) -> bool:

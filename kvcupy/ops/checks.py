@@ -238,6 +238,7 @@ _STRIDES = np.dtype([(f"{n}_bytes", np.int64) for n in ("page", "offset", "head"
 _GROUP_SCALES = np.dtype([
     ("offset_bytes", np.int64), ("strides", _STRIDES), ("group_shift", np.int32),
     ("code_word_bytes", np.int32), ("rotation_shift", np.int32),
+    ("rotated_width", np.int32),
 ], align=True)  # fmt: skip
 OPERAND_PARAMS = np.dtype([
     ("token_bytes", np.int64), ("head_bytes", np.int64), ("cache", _STRIDES),
@@ -425,6 +426,7 @@ class KVOperand(NamedTuple):
                 "group_scales.group_shift": self.four_bit.group.bit_length() - 1,
                 "group_scales.code_word_bytes": self.code_word_bytes(alignment),
                 "group_scales.rotation_shift": max(0, self.rotation_block.bit_length() - 1),
+                "group_scales.rotated_width": self.rotated_width,
             }
         return {f"{field}.{name}": value for name, value in fields.items()}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import ARRANGEMENTS, FLOATS, AttentionCase
+from attention_cases import ARRANGEMENTS, FLOATS, AttentionCase, Views
 from four_bit_cases import FOUR_BIT, KINDS, split_cache
-from helpers import Arg, from_values
+from helpers import from_values
 
 import kvcupy as kv
 from kvcupy import reference
@@ -14,13 +14,6 @@ from kvcupy import reference
 LENS, NEW = [6, 1, 9], [2, 1, 5]
 both = pytest.mark.parametrize("new", [None, NEW], ids=["decode", "append"])
 SCALES = ("none", "float", "one element", "per head")
-
-
-class Views(Arg):
-    """An argument made of parts of another."""
-
-    def __init__(self, array, view):
-        self.array, self.view = array, view
 
 
 @pytest.mark.covering(2)

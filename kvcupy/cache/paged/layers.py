@@ -158,6 +158,12 @@ class Layers:
                 arguments["k_scale_cache"] = view(pool.k_scale(layer))
                 arguments["v_scale_cache"] = view(pool.v_scale(layer))
             self.caches.append(arguments)
+        rotated_width = self.caches[0]["k_cache"].rotated_width
+        if rope.mode == "inline" and rope.first < rotated_width:
+            raise ValueError(
+                'rope_mode: expected "normal" or "none", as RoPE of a key cannot follow the '
+                f'rotation that it is stored with, got "inline" with {rotated_width} rotated elements'
+            )
         self.stores = self.caches
         if self._is_latent:
             self.stores = [
