@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_cases import AttentionCase
+from attention_cases import AttentionCase, Views, as_rotated, rotated
 from helpers import full_only
 from mutation_cases import Mutation
 
@@ -23,7 +23,10 @@ def vary_scales(case, arg, low=-3, high=4):
     arg.buffer.restore()
 
 
-def check_decode(device, cache_fmt="nvfp4", fmt="bf16", widths=(128, 64), rope=False, **options):
+def check_decode(
+    device, cache_fmt="nvfp4", fmt="bf16", widths=(128, 64), rope=False, stored_rotated=False,
+    **options,
+):  # fmt: skip
     """Two tiles of a warp; groups of very different sizes; a scale per head."""
     case = AttentionCase(device, 70)
     args = case.arguments(
@@ -34,6 +37,8 @@ def check_decode(device, cache_fmt="nvfp4", fmt="bf16", widths=(128, 64), rope=F
         vary_scales(case, args[name])
     if rope:
         args |= case.rope(64, start=64, positions=250, **options)
+    if stored_rotated:
+        args = rotated(args)
     case.attend(args, *case.results(args, fmt="fp32"))
     return case
 
@@ -83,8 +88,54 @@ def check_large_values(device):
     return case
 
 
+def check_stored_rotated(device):
+    """Blocks of 64 and of 128, of fewer elements than a row has."""
+    return check_decode(device, widths=(192, 128), stored_rotated=True)
+
+
+def check_stored_rotated_wide(device):
+    """Blocks of 256, of more elements than lanes hold at once."""
+    return check_decode(device, widths=(256, 256), stored_rotated=True)
+
+
+def check_stored_rotated_narrow(device):
+    """What rounding leaves of queries takes their place."""
+    return check_decode(device, widths=(128, 64), stored_rotated=True)
+
+
+def check_stored_rotated_loud(device):
+    """Scores so large that they need more bits of the queries than one fp16 has."""
+    case = AttentionCase(device, 73)
+    args = case.arguments([300, 0, 37], fmt="bf16", cache_fmt="nvfp4", heads=(8, 2),
+                          widths=(128, 128), page_size=16, loud=4.0)  # fmt: skip
+    args = rotated(args)
+    case.attend(args, *case.results(args, fmt="fp32"))
+    return case
+
+
+def check_plain_stored_rotated(device):
+    return check_decode(device, fmt="fp32", widths=(96, 128), stored_rotated=True)
+
+
+def check_stored_rotated_latents(device, latent=128, fmt="bf16"):
+    """Of which the first part alone is rotated."""
+    case = AttentionCase(device, 72)
+    args = case.arguments([37, 3], fmt=fmt, cache_fmt="nvfp4", heads=(4, 1), page_size=16,
+                          widths=(latent + 64, latent))  # fmt: skip
+    k = as_rotated(args["k_cache"], latent)
+    v = Views(k.array[..., :latent], k.view.columns(0, latent))
+    args |= {"k_cache": k, "v_cache": v}
+    case.attend(args, *case.results(args, fmt="fp32"))
+    return case
+
+
+def check_plain_stored_rotated_latents(device):
+    """Blocks of 512, of more elements than a warp holds at once."""
+    return check_stored_rotated_latents(device, 512)
+
+
 TILES, ROWS = "attention_decode_four_bit.cuh", "attention_rows.cuh"
-KERNEL, SHARED = "attention_decode_mma.cu", "attention_decode_mma.cuh"
+KERNEL, PLAIN, HADAMARD = "attention_decode_mma.cu", "attention.cu", "hadamard.cuh"
 
 MUTATIONS = {
     "odd codes that are even ones": Mutation(
@@ -115,7 +166,7 @@ MUTATIONS = {
     "a group per chunk": Mutation(
         "chunk * 32 >> group_shift<TCache>(operand)", "chunk", check_int4_g64, TILES),
     "queries in their own order": Mutation(
-        "x[4] * inverse", "x[0] * inverse", check_decode, SHARED),
+        "x[4] * inverse", "x[0] * inverse", check_decode, TILES),
     "columns of values in another order": Mutation(
         "row + chunk * 32 + i * 4", "row + chunk * 32 + (1 - i) * 4", check_decode, TILES),
     "the unit of codes forgotten": Mutation(
@@ -142,17 +193,57 @@ MUTATIONS = {
         "decode_codes<T>(codes, group_scale<T>(scale_bits))", check_plain, ROWS),
     "the other nibble of a partner": Mutation(
         "codes >> i % 2 * 4 & 15", "codes >> (i + 1) % 2 * 4 & 15", check_plain_rotated, ROWS),
+    "queries not rotated": Mutation(
+        "if (p.k.group_scales.rotation_shift) apply_hadamard(floats", "if (false) apply_hadamard(floats",
+        check_stored_rotated, TILES),
+    "rotated queries of 11 bits": Mutation(
+        "} else if (p.k.group_scales.rotation_shift) {", "} else if (false) {",
+        check_stored_rotated_loud, KERNEL),
+    "rests of queries that nobody brings": Mutation(
+        "rests.store(rest);", "", check_stored_rotated_narrow, KERNEL),
+    "rests over queries that others read": Mutation(
+        "if constexpr (Shape::kRestReplacesQuery) __syncthreads();", "",
+        check_stored_rotated_narrow, KERNEL),
+    "values as they are stored": Mutation(
+        "apply_hadamard(totals, p.v.group_scales, lane, 32);", "", check_stored_rotated, KERNEL),
+    "values rotated as keys are": Mutation(
+        "apply_hadamard(totals, p.v.group_scales, lane, 32);",
+        "apply_hadamard(totals, p.k.group_scales, lane, 32);", check_stored_rotated, KERNEL),
+    "blocks as wide as a row": Mutation(
+        "distance >= lanes || distance * kCount >= block", "distance >= lanes",
+        check_stored_rotated, HADAMARD),
+    "blocks that end with the lanes": Mutation(
+        "if (distance * lanes * kCount >= block) break;", "break;",
+        check_stored_rotated_wide, HADAMARD),
+    "blocks of latents that end with the lanes": Mutation(
+        "if (distance * lanes * kCount >= block) break;", "break;",
+        check_plain_stored_rotated_latents, HADAMARD),
+    "sums for differences": Mutation(
+        "lane & distance ? other - own : own + other", "own + other",
+        check_stored_rotated, HADAMARD),
+    "a block of an odd power of two without its root": Mutation(
+        "power * 0.70710678f", "power", check_stored_rotated, HADAMARD),
+    "the rope part rotated with the latent": Mutation(
+        "< rotation.rotated_width", "< (1 << 20)", check_stored_rotated_latents, HADAMARD,
+        count=2),
+    "queries not rotated on the plain path": Mutation(
+        "if (p.k.group_scales.rotation_shift)", "if (false)", check_plain_stored_rotated, PLAIN),
+    "values as they are stored on the plain path": Mutation(
+        "if (p.v.group_scales.rotation_shift)", "if (false)", check_plain_stored_rotated, PLAIN),
 }  # fmt: skip
 USUAL = (
     "odd codes that are even ones", "values not rescaled when a group's scale rises",
-    "the scale of the next group on the plain path",
+    "the scale of the next group on the plain path", "queries not rotated",
+    "values as they are stored",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "check",
     [check_decode, check_mxfp4, check_int4, check_int4_g64, check_plain, check_plain_rotated,
-     check_rotated, check_rotated_int4, check_interleaved, check_large_values],
+     check_rotated, check_rotated_int4, check_interleaved, check_large_values,
+     check_stored_rotated, check_stored_rotated_wide, check_stored_rotated_narrow,
+     check_stored_rotated_loud, check_plain_stored_rotated, check_stored_rotated_latents, check_plain_stored_rotated_latents],
     ids=lambda check: check.__name__,
 )  # fmt: skip
 def test_a_check_passes(device, check):
