@@ -211,6 +211,96 @@ __device__ __forceinline__ u32 interleave_signs(u32 even, u32 odd) {
   return (even >> 4 & 0x08080808) | (odd & 0x80808080);
 }
 
+// --- Rotation ------------------------------------------------------------------------------------
+//
+// Rows may be multiplied by an orthonormal Hadamard matrix as they are stored, and again as they
+// are read, in blocks of a power of two, from 16 to 512 elements. A thread does the butterflies
+// within its 16 elements, and exchanges them with the others that hold the block: a part of a warp.
+
+using Sixteen = Pack<float, kCodesPerThread>;
+
+constexpr float kRotatedLimit = 5.192296858534828e33f;  // 2**112: sums stay finite
+
+// How a warp rotates. Its threads may hold parts of different rows.
+struct Rotation {
+  int shift;       // log2 of the block that this thread holds a part of; 0: it keeps its elements
+  int most_shift;  // the same for all threads of the warp: no less than any of theirs
+};
+
+__device__ __forceinline__ Rotation rotation_of(const KVOperand& operand) {
+  return {operand.group_scales.rotation_shift, operand.group_scales.rotation_shift};
+}
+
+// 1 / sqrt(1 << shift), rounded once.
+__device__ __forceinline__ float rotation_scale(int shift) {
+  constexpr float kRootOfHalf = 0.70710678118654752f;
+  const float power = __uint_as_float(static_cast<u32>(127 - (shift >> 1)) << 23);
+  return __fmul_rn(power, shift & 1 ? kRootOfHalf : 1.0f);
+}
+
+// What is rotated before it is stored: NaN as 0, and no magnitude above the limit.
+template <typename T>
+__device__ __forceinline__ Sixteen bounded_sixteen(const Pack<T, kCodesPerThread>& pack) {
+  Sixteen x = to_floats(pack);
+#pragma unroll
+  for (int i = 0; i < kCodesPerThread; ++i) {
+    const float value = fminf(fmaxf(x.values[i], -kRotatedLimit), kRotatedLimit);
+    x.values[i] = x.values[i] == x.values[i] ? value : 0.0f;
+  }
+  return x;
+}
+
+// Every thread of the warp must call it, with consecutive parts of a block in neighbouring threads.
+__device__ __forceinline__ Sixteen rotate_sixteen(const Sixteen& in, const Rotation& rotation) {
+  Sixteen x = in;
+#pragma unroll
+  for (int half = 1; half < kCodesPerThread; half *= 2) {
+#pragma unroll
+    for (int i = 0; i < kCodesPerThread; ++i) {
+      if (i & half) continue;
+      const float first = x.values[i];
+      const float second = x.values[i + half];
+      x.values[i] = __fadd_rn(first, second);
+      x.values[i + half] = __fadd_rn(first, -second);
+    }
+  }
+  const int lanes = (1 << rotation.shift) / kCodesPerThread;
+  for (int distance = 1; distance < (1 << rotation.most_shift) / kCodesPerThread; distance *= 2) {
+    const bool is_second = threadIdx.x & distance;
+#pragma unroll
+    for (int i = 0; i < kCodesPerThread; ++i) {
+      const float other = __shfl_xor_sync(kAllLanes, x.values[i], distance);
+      const float own = is_second ? -x.values[i] : x.values[i];
+      if (distance < lanes) x.values[i] = __fadd_rn(other, own);
+    }
+  }
+  const float scale = rotation_scale(rotation.shift);
+#pragma unroll
+  for (int i = 0; i < kCodesPerThread; ++i) {
+    x.values[i] = rotation.shift ? __fmul_rn(x.values[i], scale) : in.values[i];
+  }
+  return x;
+}
+
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+// Rotate a block by one thread.
+inline void rotate_alone(float* x, int shift) {
+  const int block = 1 << shift;
+  for (int half = 1; half < block; half *= 2) {
+    for (int first = 0; first < block; first += 2 * half) {
+      for (int i = first; i < first + half; ++i) {
+        const float a = x[i];
+        const float b = x[i + half];
+        x[i] = a + b;
+        x[i + half] = a - b;
+      }
+    }
+  }
+  const float scale = rotation_scale(shift);
+  for (int i = 0; i < block; ++i) x[i] *= scale;
+}
+#endif
+
 // What 16 elements are stored as.
 struct SixteenCodes {
   alignas(8) u32 words[2];
@@ -278,8 +368,6 @@ __device__ __forceinline__ u32 load_eight_codes(const char* source, int word_byt
   }
   return codes;
 }
-
-using Sixteen = Pack<float, kCodesPerThread>;
 
 #ifdef __CUDACC__
 // Two numbers of 16 bits in a word.
@@ -368,15 +456,13 @@ __device__ __forceinline__ void store_group_scale(char* target, u32 bits) {
       static_cast<Word<kGroupScaleBytes<TFormat>>>(bits);
 }
 
-// Store 16 elements, from element `at` of a row, of a group that neighbouring threads hold; the
-// first of them stores its scale, too. `scale` is that of the tensor or head. Every thread of the
-// warp must call it; those that have no elements are not `active`.
+// Encode 16 elements without NaN and store them; `largest` is the largest magnitude among them.
 template <typename TFormat, typename T>
-__device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float scale, int at,
-                                               bool active, const FourBitRow& row,
-                                               const KVOperand& operand) {
+__device__ __forceinline__ void encode_in_group(const Pack<T, kCodesPerThread>& x, float largest,
+                                                float scale, int at, bool active,
+                                                const FourBitRow& row, const KVOperand& operand) {
   const int shift = group_shift<TFormat>(operand);
-  const float absmax = max_within_warp(clear_nan(x), (1 << shift) / kCodesPerThread);
+  const float absmax = max_within_warp(largest, (1 << shift) / kCodesPerThread);
   const u32 bits = encode_group_scale<TFormat>(absmax, __fmul_rn(kLargestCode<TFormat>, scale));
   const float step = __fmul_rn(group_scale<TFormat>(bits), scale);
   const SixteenCodes codes = encode_codes<TFormat>(x, absmax, step);
@@ -385,6 +471,25 @@ __device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float
   const int group = at >> shift;
   if (group << shift == at)
     store_group_scale<TFormat>(row.scales + group * kGroupScaleBytes<TFormat>, bits);
+}
+
+// Store 16 elements, from element `at` of a row, of a group that neighbouring threads hold; the
+// first of them stores its scale, too. `scale` is that of the tensor or head. Every thread of the
+// warp must call it; those that have no elements are not `active`. The elements are rotated before
+// if `rotation`, which is that of the warp, says so.
+template <typename TFormat, typename T>
+__device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float scale, int at,
+                                               bool active, const FourBitRow& row,
+                                               const KVOperand& operand, const Rotation& rotation) {
+  if (rotation.most_shift == 0) {
+    const float largest = clear_nan(x);
+    encode_in_group<TFormat>(x, largest, scale, at, active, row, operand);
+    return;
+  }
+  const Sixteen rotated = rotate_sixteen(bounded_sixteen(x), rotation);
+  AbsMax<kCodesPerThread> largest;
+  largest.add(rotated);
+  encode_in_group<TFormat>(rotated, largest.value(), scale, at, active, row, operand);
 }
 
 __device__ __forceinline__ bool is_aligned(const char* address) {
@@ -418,10 +523,10 @@ __device__ __forceinline__ void store_sixteen(const Pack<T, kCodesPerThread>& pa
 }
 
 #if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
-// Store a row by one thread, which holds every group.
+// Store a row that is not rotated by one thread, which holds every group.
 template <typename T, typename TFormat, int kCount>
-inline void store_row_alone(const char* in, float scale, int width, const FourBitRow& row,
-                            const KVOperand& operand) {
+inline void store_groups_alone(const char* in, float scale, int width, const FourBitRow& row,
+                               const KVOperand& operand) {
   const int group = 1 << group_shift<TFormat>(operand);
   for (int first = 0; first < width; first += group) {
     float absmax = 0.0f;
@@ -438,6 +543,34 @@ inline void store_row_alone(const char* in, float scale, int width, const FourBi
       encode_codes<TFormat>(pack, absmax, step)
           .store(row.codes + at / 2, operand.group_scales.code_word_bytes);
     }
+  }
+}
+
+constexpr int kMaxRotationBlock = 512;
+
+// Store a row by one thread, which holds every group.
+template <typename T, typename TFormat, int kCount>
+inline void store_row_alone(const char* in, float scale, int width, const FourBitRow& row,
+                            const KVOperand& operand) {
+  const int shift = operand.group_scales.rotation_shift;
+  if (shift == 0) {
+    store_groups_alone<T, TFormat, kCount>(in, scale, width, row, operand);
+    return;
+  }
+  alignas(64) float block[kMaxRotationBlock];
+  const int block_width = 1 << shift;
+  const int groups = block_width >> group_shift<TFormat>(operand);
+  FourBitRow part = row;
+  for (int first = 0; first < width; first += block_width) {
+    for (int i = 0; i < block_width; i += kCodesPerThread) {
+      const char* source = in + (first + i) * static_cast<int>(sizeof(T));
+      bounded_sixteen(load_sixteen<T, kCount>(source)).store(reinterpret_cast<char*>(block + i));
+    }
+    rotate_alone(block, shift);
+    const char* rotated = reinterpret_cast<const char*>(block);
+    store_groups_alone<float, TFormat, kCodesPerThread>(rotated, scale, block_width, part, operand);
+    part.codes += block_width / 2;
+    part.scales += groups * kGroupScaleBytes<TFormat>;
   }
 }
 #endif

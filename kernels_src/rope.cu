@@ -266,7 +266,8 @@ __device__ __forceinline__ float sum_of_squares(const char* in, int width, int l
 template <typename T, typename TFormat, int kCount>
 __device__ __forceinline__ void store_groups(const char* in, float scale, int width, int longest,
                                              bool active, const FourBitRow& row,
-                                             const KVOperand& operand, int lane, int lanes) {
+                                             const KVOperand& operand, const Rotation& rotation,
+                                             int lane, int lanes) {
   constexpr int kLoads = kCount > 1 ? kCodesPerThread : 1;
 #if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
   if (lanes == 1) {
@@ -279,7 +280,7 @@ __device__ __forceinline__ void store_groups(const char* in, float scale, int wi
     const bool stores = active && at < width;
     Pack<T, kCodesPerThread> x = {};
     if (stores) x = load_sixteen<T, kLoads>(in + at * static_cast<int>(sizeof(T)));
-    store_in_group<TFormat>(x, scale, at, stores, row, operand);
+    store_in_group<TFormat>(x, scale, at, stores, row, operand, rotation);
   }
 }
 
@@ -376,9 +377,13 @@ __global__ void rope_store(const __grid_constant__ RopeParams p) {
     }
     __syncwarp();
     const SlotPlace place = place_of(slot, p.page_size, p.page_shift);
+    const Rotation rotation = {
+        rotation_of(operand).shift,
+        max(p.k_cache ? rotation_of(p.k).shift : 0, p.v_cache ? rotation_of(p.v).shift : 0)};
     store_groups<T, TCache, kCount>(
         is_value ? in : staged, scale, width, max(p.k_cache ? p.head_dim : 0, p.v.width), cached,
-        four_bit_row(is_value ? p.v_cache : p.k_cache, operand, place, head), operand, lane, lanes);
+        four_bit_row(is_value ? p.v_cache : p.k_cache, operand, place, head), operand, rotation,
+        lane, lanes);
   } else {
     const ScaleDivisor divisor(scale);
     if (is_value) {

@@ -199,6 +199,7 @@ __global__ void store_four_bit(const __grid_constant__ CacheRowsParams p) {
 #endif
   constexpr int kInBytes = sizeof(TIn);
 
+  // The loop is warp-uniform: lanes exchange values.
   for (int first = 0; first < max(p.k.width, p.v.width); first += lanes * kCodesPerThread) {
     const int at = first + lane * kCodesPerThread;
     const bool has_k = at < p.k.width;
@@ -209,7 +210,11 @@ __global__ void store_four_bit(const __grid_constant__ CacheRowsParams p) {
     if (p.k.width) k = load_sixteen<TIn, kCount>(k_in + (has_k ? at : 0) * kInBytes);
     if (p.v.width) v = load_sixteen<TIn, kCount>(v_in + (has_v ? at : 0) * kInBytes);
     // Convert, Store
-    if (p.k.width) store_in_group<TFormat>(k, k_scale, at, active && has_k, k_out, p.k);
-    if (p.v.width) store_in_group<TFormat>(v, v_scale, at, active && has_v, v_out, p.v);
+    if (p.k.width) {
+      store_in_group<TFormat>(k, k_scale, at, active && has_k, k_out, p.k, rotation_of(p.k));
+    }
+    if (p.v.width) {
+      store_in_group<TFormat>(v, v_scale, at, active && has_v, v_out, p.v, rotation_of(p.v));
+    }
   }
 }

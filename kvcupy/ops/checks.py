@@ -282,6 +282,11 @@ class KVOperand(NamedTuple):
         return formats.rotation_block(self.rotated_width)
 
     @property
+    def shared_elements(self) -> int:
+        """Elements of a four-bit row that depend on one another: a group, or a rotated block."""
+        return max(self.four_bit.group if self.four_bit else 1, self.rotation_block)
+
+    @property
     def copies(self) -> bool:
         """Whether bits are copied: rows and cache are of one format."""
         return self.rows_format is self.cache_format
