@@ -5,7 +5,6 @@
 #pragma once
 
 #include "attention_tiles.cuh"
-#include "four_bit.cuh"
 #include "hadamard.cuh"
 
 constexpr int kDecodeRows = 16;

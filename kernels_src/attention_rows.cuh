@@ -3,7 +3,6 @@
 #pragma once
 
 #include "attention_rope.cuh"
-#include "four_bit.cuh"
 #include "hadamard.cuh"
 
 // Any format, chosen at run time, and rows of any alignment.

@@ -282,7 +282,7 @@ __device__ __forceinline__ Sixteen rotate_sixteen(const Sixteen& in, const Rotat
   return x;
 }
 
-#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+#ifndef __CUDACC__
 // Rotate a block by one thread.
 inline void rotate_alone(float* x, int shift) {
   const int block = 1 << shift;

@@ -311,6 +311,13 @@ struct HostTile {
     }
   }
 
+  // Rotate a row as those of a four-bit cache are.
+  static void rotate(float* row, const GroupScales& rotation) {
+    const int shift = rotation.rotation_shift;
+    if (shift == 0) return;
+    for (int i = 0; i < rotation.rotated_width; i += 1 << shift) rotate_alone(row + i, shift);
+  }
+
   void start() {
     first_tree = first_tree_key(p, t);
     memset(zeros, 0, sizeof zeros);
@@ -321,7 +328,7 @@ struct HostTile {
         elements.load(row, i, p.k.width, p.query_format);
         elements.pack.store(reinterpret_cast<char*>(query[r] + i));
       }
-      if (p.k.group_scales.rotation_shift) apply_hadamard(query[r], p.k.group_scales);
+      rotate(query[r], p.k.group_scales);
       memset(values[r], 0, sizeof values[r]);
       sums[r] = Vector{};
       largest[r] = -kInfinity;
@@ -584,7 +591,7 @@ struct HostTile {
     for (int r = 0; r < t.num_rows; ++r) {
       const RowEnd end = end_of_row(p, t, r, kv_head, split, largest[r], sum_of(sums[r]));
       const float inverse = end.divisor != 0.0f ? 1.0f / end.divisor : 0.0f;
-      if (p.v.group_scales.rotation_shift) apply_hadamard(values[r], p.v.group_scales);
+      rotate(values[r], p.v.group_scales);
       switch (end.format) {
         case 0:
           write<float>(end.out, r, inverse);

@@ -29,7 +29,7 @@ from typing import Any, cast
 import numpy as np
 
 from .. import compile_check, formats, sources
-from ..arrays import ArrayView, strides_of
+from ..arrays import ArrayView, four_bit_view, strides_of
 from ..devices import nvrtc
 from ..devices.protocol import Device
 from ..errors import CompileError
@@ -380,11 +380,16 @@ def _merge(device: PlannedDevice, states: int) -> None:
 def _attend(
     device: PlannedDevice, kv_format: str, *, query_format: str, heads: tuple[int, int],
     widths: tuple[int, int], tokens: int = 1, sequences: int = _SEQUENCES, scales: str = "",
+    rotated: bool = False,
 ) -> None:  # fmt: skip
     num_pages = _KEYS // _PAGE
     k_cache, v_cache = _caches(device, kv_format, widths, heads=heads[1], slots=sequences * _KEYS)
     if widths[0] > widths[1] and heads[1] == 1:  # MLA: values are part of the latent
         v_cache = k_cache[..., : widths[1]]
+    if rotated:
+        k_cache, v_cache = (
+            four_bit_view(v.codes, v.scales, v.format, v.shape[-1]) for v in (k_cache, v_cache)
+        )
     options: dict[str, Any] = {}
     if tokens > 1:
         options["query_lens"] = device.array(sequences, format="int32")
@@ -495,15 +500,17 @@ def _merged(states: int) -> Row:
     )  # fmt: skip
 
 
-def _decode(kv_format: str, group: int, scales: str = "") -> Row:
+def _decode(kv_format: str, group: int, scales: str = "", *, rotated: bool = False) -> Row:
     """Return a row of a decode step; a scale per token and head is 4 bytes of K and 4 of V."""
     itemsize = formats.itemsize(kv_format)
     size = formats.bytes_per_element(kv_format)
     call = partial(
         _attend, kv_format=kv_format, query_format=kv_format if itemsize == 2 else "bf16",
         heads=(_HEADS * group, _HEADS), widths=(_WIDTH, _WIDTH), scales=scales,
+        rotated=rotated,
     )  # fmt: skip
     name = f"decode {kv_format} group {group}" + (f", scales {scales}" if scales else "")
+    name += ", rotated" if rotated else ""
     moved = 2 * _WIDTH * size + (8 if scales == "per token and head" else 0)
     word_bytes = min(16, 8 * itemsize) if size >= 1 else _code_word_bytes(kv_format)
     return Row(name, call, "attention_", "key of a KV head", moved, _asked_of_key,
@@ -547,6 +554,7 @@ ROWS: tuple[Row, ...] = (
     _merged(2), _merged(8),
     *[_decode(name, group) for name in ("fp16", "bf16", "fp8_e4m3", "int8") for group in (1, 4, 8)],
     *[_decode(name, group) for name in ("nvfp4", "mxfp4", "int4") for group in (1, 4, 8)],
+    *[_decode(name, 4, rotated=True) for name in ("nvfp4", "mxfp4", "int4")],
     *[_decode(name, 4, scales) for name in ("fp8_e4m3", "int8")
       for scales in ("per head", "per token and head")],
     *[_mla(name, heads) for name in ("bf16", "fp8_e4m3") for heads in (16, 64, 128)],

@@ -221,8 +221,8 @@ MUTATIONS = {
     "sums for differences": Mutation(
         "lane & distance ? other - own : own + other", "own + other",
         check_stored_rotated, HADAMARD),
-    "a block of an odd power of two without its root": Mutation(
-        "power * 0.70710678f", "power", check_stored_rotated, HADAMARD),
+    "blocks not divided by their root": Mutation(
+        "if (is_rotated(s)) row[s].values[j] *= scale;", "", check_stored_rotated, HADAMARD),
     "the rope part rotated with the latent": Mutation(
         "< rotation.rotated_width", "< (1 << 20)", check_stored_rotated_latents, HADAMARD,
         count=2),
