@@ -17,12 +17,14 @@ from kvcupy import formats, reference
 from kvcupy.testing.arrays import assert_near
 
 
-def as_cached(rows: np.ndarray, fmt: str, scale: np.ndarray | None) -> np.ndarray:
-    """What a cache of any format gives back of rows (T, H, D)."""
+def as_cached(
+    rows: np.ndarray, fmt: str, scale: np.ndarray | None, *, rotated: bool = False
+) -> np.ndarray:
+    """What a cache of any format gives back of rows (T, H, D), which it may store rotated."""
     if fmt not in formats.FOUR_BIT:
         return as_cached_by_element(rows, fmt, scale)
     bits = np.zeros((*rows.shape[:-1], formats.FOUR_BIT[fmt].row_bytes(rows.shape[-1])), np.uint8)
-    packed = reference.FourBitRows.packed(bits, fmt)
+    packed = reference.FourBitRows.packed(bits, fmt, rows.shape[-1] if rotated else 0)
     values = reference.decode(rows, reference.format_of(rows)).astype(np.float32)
     reference.quantise_rows(values, packed, np.ones(rows.shape[:-1], np.float32))
     return reference.dequantise_rows(packed)
@@ -31,9 +33,12 @@ def as_cached(rows: np.ndarray, fmt: str, scale: np.ndarray | None) -> np.ndarra
 class MixedModel(PagedModel):
     """What a `PagedKVCache` with `past` does."""
 
-    def __init__(self, *, past, recent, sinks=0, num_past_pages=None, num_pages, **options):
+    def __init__(
+        self, *, past, recent, sinks=0, num_past_pages=None, num_pages, rotation=None, **options
+    ):  # fmt: skip
         super().__init__(num_pages=num_pages, **options)
         self.past, self.recent, self.sinks = past, recent, sinks
+        self.rotated = rotation is not None  # rows of the past
         self.num_past_pages = num_past_pages or num_pages
         self.past_pages: dict[int, dict[int, Token]] = {}  # every page that was ever demoted
         self.demoted: dict[int, int] = {}  # of pages that others still use
@@ -55,9 +60,12 @@ class MixedModel(PagedModel):
 
     def _converted(self, token: Token, fmt: str) -> Token:
         return Token(
-            *(np.stack([as_cached(layer[None], fmt, None)[0] for layer in side])
+            *(np.stack([self._as_cached(layer[None], fmt)[0] for layer in side])
               for side in (token.k, token.v))
         )  # fmt: skip
+
+    def _as_cached(self, rows: np.ndarray, fmt: str) -> np.ndarray:
+        return as_cached(rows, fmt, None, rotated=self.rotated and fmt == self.past)
 
     def _forget(self, page: int) -> None:
         self.demoted = {w: p for w, p in self.demoted.items() if page not in (w, p)}
@@ -188,7 +196,7 @@ class MixedModel(PagedModel):
             token = sequence.tokens[start + i]
             for layer in range(self.num_layers):
                 for side, rows in (("k", key), ("v", value)):
-                    stored = as_cached(rows[layer][i : i + 1], self.past, None)
+                    stored = self._as_cached(rows[layer][i : i + 1], self.past)
                     getattr(token, side)[layer] = stored[0]
             self.past_pages[page][offset] = token
 

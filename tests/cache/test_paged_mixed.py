@@ -33,6 +33,29 @@ def test_steps_cross_the_border(device, past, dtype, mode, sinks):
     assert twin.model.is_past("b").any()
 
 
+@pytest.mark.parametrize(
+    ("past", "width"),
+    [("nvfp4", 16), ("int4", 96), full_only("mxfp4", 64), full_only("int4_g128", 128)],
+)
+@pytest.mark.parametrize("dtype", [full_only("fp32"), "bf16", full_only("fp8_e4m3")])
+@pytest.mark.parametrize("sinks", [0, 3])
+def test_a_past_that_is_stored_rotated(device, past, width, dtype, sinks):
+    """Demoted, converted back, copied for a fork, written and read by `get_kv` and `set_kv`."""
+    twin = MixedTwin(
+        device, **{**MIXED, "past": past, "head_dim": width, "dtype": dtype, "sinks": sinks},
+        rotation="hadamard",
+    )  # fmt: skip
+    assert (twin.cache.pool.rotation, twin.cache.past_pool.rotation) == (None, "hadamard")
+    twin.prefill("a", 17, "b", 3)
+    twin.step("ba", [9, 1])
+    twin.fork("a", "c", 6)
+    twin.step("ca", [1, 5], logits_soft_cap=4.0)
+    assert twin.model.is_past("a").any()
+    twin.pop("a", 16)
+    twin.set_kv("a", 1, 4)
+    twin.step("ab", [2, 9])
+
+
 @pytest.mark.parametrize("sinks", [0, 3])
 @pytest.mark.parametrize("past", ["fp8_e4m3", "int8"])
 def test_keys_that_are_cached_rotated(device, past, sinks):
