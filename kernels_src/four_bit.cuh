@@ -282,6 +282,17 @@ __device__ __forceinline__ Sixteen rotate_sixteen(const Sixteen& in, const Rotat
   return x;
 }
 
+// The first elements of rows, which are stored rotated, and log2 of what rotates together; or
+// zeros.
+struct RotatedPart {
+  int width;
+  int shift;
+};
+
+__device__ __forceinline__ Rotation rotation_at(const RotatedPart& part, int element) {
+  return {element < part.width ? part.shift : 0, part.shift};
+}
+
 #ifndef __CUDACC__
 // Rotate a block by one thread.
 inline void rotate_alone(float* x, int shift) {
@@ -546,7 +557,27 @@ inline void store_groups_alone(const char* in, float scale, int width, const Fou
   }
 }
 
-constexpr int kMaxRotationBlock = 512;
+// Elements of a row that a thread rotates by itself at a time: whole groups and blocks.
+constexpr int kElementsAlone = 512;
+
+// Store elements of a row, which are rotated in place, from `first` on, a multiple of so many.
+template <typename TFormat>
+inline void encode_alone(float* x, float scale, int first, int count, const FourBitRow& row,
+                         const KVOperand& operand, const RotatedPart& rotated) {
+  for (int i = 0; i < count && first + i < rotated.width && rotated.shift;
+       i += 1 << rotated.shift) {
+    for (int j = i; j < i + (1 << rotated.shift); j += kCodesPerThread) {
+      Sixteen pack;
+      pack.load(reinterpret_cast<const char*>(x + j));
+      bounded_sixteen(pack).store(reinterpret_cast<char*>(x + j));
+    }
+    rotate_alone(x + i, rotated.shift);
+  }
+  const int group = first >> group_shift<TFormat>(operand);
+  const FourBitRow part = {row.codes + first / 2, row.scales + group * kGroupScaleBytes<TFormat>};
+  const char* values = reinterpret_cast<const char*>(x);
+  store_groups_alone<float, TFormat, kCodesPerThread>(values, scale, count, part, operand);
+}
 
 // Store a row by one thread, which holds every group.
 template <typename T, typename TFormat, int kCount>
@@ -557,20 +588,14 @@ inline void store_row_alone(const char* in, float scale, int width, const FourBi
     store_groups_alone<T, TFormat, kCount>(in, scale, width, row, operand);
     return;
   }
-  alignas(64) float block[kMaxRotationBlock];
-  const int block_width = 1 << shift;
-  const int groups = block_width >> group_shift<TFormat>(operand);
-  FourBitRow part = row;
-  for (int first = 0; first < width; first += block_width) {
-    for (int i = 0; i < block_width; i += kCodesPerThread) {
+  alignas(64) float x[kElementsAlone];
+  for (int first = 0; first < width; first += kElementsAlone) {
+    const int count = min(kElementsAlone, width - first);
+    for (int i = 0; i < count; i += kCodesPerThread) {
       const char* source = in + (first + i) * static_cast<int>(sizeof(T));
-      bounded_sixteen(load_sixteen<T, kCount>(source)).store(reinterpret_cast<char*>(block + i));
+      to_floats(load_sixteen<T, kCount>(source)).store(reinterpret_cast<char*>(x + i));
     }
-    rotate_alone(block, shift);
-    const char* rotated = reinterpret_cast<const char*>(block);
-    store_groups_alone<float, TFormat, kCodesPerThread>(rotated, scale, block_width, part, operand);
-    part.codes += block_width / 2;
-    part.scales += groups * kGroupScaleBytes<TFormat>;
+    encode_alone<TFormat>(x, scale, first, count, row, operand, {width, shift});
   }
 }
 #endif
@@ -631,3 +656,22 @@ __device__ __forceinline__ Sixteen decode_codes(const SixteenCodes& codes, float
   }
   return out;
 }
+
+#if !defined(__CUDACC__) && !defined(KVCUPY_STRICT)
+// Restore elements of a row by one thread, from `first` on, a multiple of kElementsAlone.
+template <typename TFormat>
+inline void decode_alone(const FourBitRow& row, float scale, int first, int count,
+                         const KVOperand& operand, const RotatedPart& rotated, float* out) {
+  for (int i = 0; i < count; i += kCodesPerThread) {
+    SixteenCodes codes;
+    u32 bits;
+    load_in_group<TFormat>(row, first + i, operand, codes, bits);
+    decode_codes<TFormat>(codes, group_scale<TFormat>(bits) * scale)
+        .store(reinterpret_cast<char*>(out + i));
+  }
+  for (int i = 0; i < count && first + i < rotated.width && rotated.shift;
+       i += 1 << rotated.shift) {
+    rotate_alone(out + i, rotated.shift);
+  }
+}
+#endif

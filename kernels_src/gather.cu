@@ -81,21 +81,14 @@ __device__ __forceinline__ void restore_sixteen(const SixteenCodes& codes, u32 b
 template <typename TFormat, typename TOut, int kCount>
 inline void restore_row_alone(const FourBitRow& row, float scale, const KVOperand& operand,
                               char* out) {
-  const int shift = operand.group_scales.rotation_shift;
-  const int block_width = shift ? 1 << shift : kCodesPerThread;
-  alignas(64) float block[kMaxRotationBlock];
-  for (int first = 0; first < operand.width; first += block_width) {
-    for (int i = 0; i < block_width; i += kCodesPerThread) {
-      SixteenCodes codes;
-      u32 bits;
-      load_in_group<TFormat>(row, first + i, operand, codes, bits);
-      decode_codes<TFormat>(codes, group_scale<TFormat>(bits) * scale)
-          .store(reinterpret_cast<char*>(block + i));
-    }
-    if (shift) rotate_alone(block, shift);
-    for (int i = 0; i < block_width; i += kCodesPerThread) {
+  const RotatedPart rotated = {operand.width, operand.group_scales.rotation_shift};
+  alignas(64) float x[kElementsAlone];
+  for (int first = 0; first < operand.width; first += kElementsAlone) {
+    const int count = min(kElementsAlone, operand.width - first);
+    decode_alone<TFormat>(row, scale, first, count, operand, rotated, x);
+    for (int i = 0; i < count; i += kCodesPerThread) {
       Sixteen values;
-      values.load(reinterpret_cast<const char*>(block + i));
+      values.load(reinterpret_cast<const char*>(x + i));
       store_sixteen<TOut, kCount>(from_floats<TOut>(values),
                                   out + (first + i) * static_cast<int>(sizeof(TOut)));
     }
