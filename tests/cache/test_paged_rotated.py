@@ -1,0 +1,109 @@
+"""`PagedKVCache` whose four-bit rows are stored rotated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from helpers import from_values, full_only
+from mixed_model import MixedTwin
+from paged_cases import rope_of
+from test_four_bit_pages import HEADS, WIDTH, attended, new_cache, read, rows_of
+from test_paged_mixed import MIXED
+
+import kvcupy as kv
+from kvcupy.reference.attention import rotate_keys
+
+ROTATED = {"rotation": "hadamard"}
+
+
+def step(cache, rng, seqs, counts, fmt, **options):
+    """Attend in both layers over what `get_kv` gives, and compare."""
+    device = cache.device
+    query, key, value = (
+        from_values(rng.standard_normal((sum(counts), n, WIDTH)), fmt)
+        for n in (2 * HEADS, HEADS, HEADS)
+    )
+    with cache.forward(seqs, counts):
+        outs = [
+            cache.attention(layer, *map(device.asarray, (query, key, value)), **options)
+            for layer in range(2)
+        ]
+    device.synchronize()
+    start = 0
+    for seq, count in zip(seqs, counts, strict=True):
+        k, v = read(cache, seq, 0, cache.sequence_length(seq))
+        for layer, out in enumerate(outs):
+            want = attended(query[start : start + count].astype(np.float32), k[layer], v[layer], 2)
+            got = device.to_numpy(out)[start : start + count].astype(np.float64)
+            np.testing.assert_allclose(got, want, atol=0.03 if fmt == "bf16" else 1e-5)
+        start += count
+
+
+@pytest.mark.parametrize("query_fmt", ["fp32", "bf16"])
+@pytest.mark.parametrize("fmt", ["nvfp4", full_only("mxfp4"), full_only("int4"), "int4_g128"])
+def test_attention(device, fmt, query_fmt):
+    """Prefill, a fork within a page, a prefix that several share, and decode."""
+    cache, rng = new_cache(device, fmt, cascade=True, **ROTATED), np.random.default_rng(3)
+    cache.add_sequence(0)
+    step(cache, rng, [0], [9], query_fmt)
+    cache.fork_sequence(0, 1, at=6)
+    step(cache, rng, [1, 0], [1, 2], query_fmt)
+    cache.fork_sequence(0, 2)
+    step(cache, rng, [0, 1, 2], [1, 1, 1], query_fmt)
+
+
+@pytest.mark.parametrize("latent_dim", [None, 4 * WIDTH], ids=["KV", "latent"])
+@pytest.mark.parametrize("fmt", ["nvfp4", full_only("int4_g128")])
+def test_contents_forks_and_files(device, fmt, latent_dim, tmp_path):
+    cache = new_cache(device, fmt, latent_dim, **ROTATED)
+    cache.add_sequence(0)
+    with cache.forward([0], [9]):
+        pass
+    rows = rows_of(cache, 9, latent_dim)
+    cache.set_kv(0, 0, *rows)
+    stored = read(cache, 0, 0, 9)
+    for got, want in zip(stored, rows, strict=True):
+        exact = device.to_numpy(want)
+        assert np.linalg.norm(got - exact) < 0.2 * np.linalg.norm(exact)
+    cache.fork_sequence(0, 1, at=6)
+    cache.set_kv(1, 5, *[x[:, :1] for x in rows])
+    for got, of_parent in zip(read(cache, 1, 0, 6), stored, strict=True):
+        np.testing.assert_array_equal(got[:, :5], of_parent[:, :5])
+        np.testing.assert_array_equal(got[:, 5], of_parent[:, 0])
+    cache.save_sequence(0, tmp_path / "sequence.safetensors")
+    other = new_cache(device, fmt, latent_dim, **ROTATED)
+    other.load_sequence("again", tmp_path / "sequence.safetensors")
+    for got, want in zip(read(other, "again", 0, 9), stored, strict=True):
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match="hadamard"):
+        new_cache(device, fmt, latent_dim).load_sequence(0, tmp_path / "sequence.safetensors")
+
+
+@pytest.mark.parametrize("mode", ["none", full_only("normal"), "inline"])
+def test_latents(device, mode):
+    """The latent alone is rotated: keys of the rope part may still be raw."""
+    latent_dim, rng = 4 * WIDTH, np.random.default_rng(5)
+    table = None if mode == "none" else kv.rope_table(64, 2 * WIDTH, device=device)
+    cache = new_cache(device, "nvfp4", latent_dim, rope=table, rope_mode=mode, **ROTATED)
+    cache.add_sequence(0)
+    for count in (6, 1):
+        query, latent, key = (
+            from_values(rng.standard_normal(shape) * 0.3, "bf16")
+            for shape in ((count, 4, 6 * WIDTH), (count, latent_dim), (count, 2 * WIDTH))
+        )
+        with cache.forward([0], [count]):
+            arrays = map(device.asarray, (query, latent, key))
+            out = cache.attention_mla(1, *arrays, sm_scale=(6 * WIDTH) ** -0.5)
+            device.synchronize()
+    assert np.isfinite(device.to_numpy(out).astype(np.float32)).all()
+    parts = read(cache, 0, 0, 7)
+    latents, keys = (np.asarray(x[1], np.float32).reshape(7, 1, -1) for x in parts)
+    query = query.astype(np.float64)
+    if mode != "none":  # the query of the last token, and where they are raw all keys
+        angles = device.to_numpy(table)
+        query = rotate_keys(query, angles, np.array([6]), start=latent_dim)
+        if mode == "inline":
+            keys = rotate_keys(keys.astype(np.float64), angles, np.arange(7))
+    k = np.concatenate([latents, keys], axis=-1)
+    want = attended(query, k, latents, 4)
+    np.testing.assert_allclose(device.to_numpy(out).astype(np.float64), want, atol=0.02)
