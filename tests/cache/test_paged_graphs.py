@@ -108,6 +108,8 @@ FORMATS = {
     "copies compute": {"copy": "compute"},
     "past": {"past": "fp8_e4m3", "recent": 3},
     "past, sinks": {"past": "int8", "recent": 3, "sinks": 2, "rope_mode": "inline"},
+    "rotated": {"dtype": "nvfp4", "head_dim": 16, "rotation": "hadamard"},
+    "rotated past": {"past": "nvfp4", "recent": 3, "head_dim": 16, "rotation": "hadamard"},
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import attention_checks
 import numpy as np
 import pytest
-from attention_cases import AttentionCase
+from attention_cases import AttentionCase, rotated
 from helpers import KernelSources, from_values, full_only
 from mutation_cases import NOTICED
 
@@ -125,9 +125,21 @@ def check_rotated_four_bits(device, fmt="int4", *, interleaved=False):
     return case
 
 
+def check_stored_rotated(device):
+    """Keys and values that are stored rotated, and values alone."""
+    case = AttentionCase(device, 77)
+    for new in ([2, 0, 1], [33, 0, 2]):
+        args = case.arguments(
+            [41, 0, 33], new, fmt="fp16", cache_fmt="nvfp4", heads=(4, 2), widths=(128, 96)
+        )
+        case.attend(rotated(args))
+        case.attend(rotated(args, "v_cache"))
+    return case
+
+
 CHECKS = (
     check_few_rows, check_many_rows, check_no_keys_of_a_tile, check_values_that_are_no_numbers,
-    check_scores_that_are_no_numbers,
+    check_scores_that_are_no_numbers, check_stored_rotated,
 )  # fmt: skip
 
 
@@ -272,12 +284,18 @@ MUTATIONS = {
         "block.k_scales[n] = block.v_scales[n] = 1.0f;",
         "block.k_scales[n] = block.v_scales[n] = static_scale(p.v_scale, p.v, kv_head);",
         check_four_bits),
+    "queries not rotated": ("rotate(query[r], p.k.group_scales);", "", check_stored_rotated),
+    "values as they are stored": (
+        "rotate(values[r], p.v.group_scales);", "", check_stored_rotated),
+    "the first block of a row alone": (
+        "i < rotation.rotated_width; i += 1 << shift", "i < 1 << shift; i += 1 << shift",
+        check_stored_rotated),
     "the page of the first key for all": (
         "if (entry_of(p, place) != entry) {", "if (entry < 0) {", check_few_rows),
 }  # fmt: skip
 TELLING = (
     "values not rescaled", "values that are no numbers weigh nothing and are added",
-    "rows without keys keep their range", "keys after the query",
+    "rows without keys keep their range", "keys after the query", "queries not rotated",
 )  # fmt: skip
 
 
