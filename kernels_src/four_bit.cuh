@@ -486,21 +486,24 @@ __device__ __forceinline__ void encode_in_group(const Pack<T, kCodesPerThread>& 
 
 // Store 16 elements, from element `at` of a row, of a group that neighbouring threads hold; the
 // first of them stores its scale, too. `scale` is that of the tensor or head. Every thread of the
-// warp must call it; those that have no elements are not `active`. The elements are rotated before
-// if `rotation`, which is that of the warp, says so.
+// warp must call it; those that have no elements are not `active`.
 template <typename TFormat, typename T>
 __device__ __forceinline__ void store_in_group(Pack<T, kCodesPerThread> x, float scale, int at,
                                                bool active, const FourBitRow& row,
-                                               const KVOperand& operand, const Rotation& rotation) {
-  if (rotation.most_shift == 0) {
-    const float largest = clear_nan(x);
-    encode_in_group<TFormat>(x, largest, scale, at, active, row, operand);
-    return;
-  }
-  const Sixteen rotated = rotate_sixteen(bounded_sixteen(x), rotation);
-  AbsMax<kCodesPerThread> largest;
-  largest.add(rotated);
-  encode_in_group<TFormat>(rotated, largest.value(), scale, at, active, row, operand);
+                                               const KVOperand& operand) {
+  const float largest = clear_nan(x);
+  encode_in_group<TFormat>(x, largest, scale, at, active, row, operand);
+}
+
+// The same of elements that are rotated before.
+template <typename TFormat, typename T>
+__device__ __forceinline__ void rotate_in_group(const Pack<T, kCodesPerThread>& x, float scale,
+                                                int at, bool active, const FourBitRow& row,
+                                                const KVOperand& operand,
+                                                const Rotation& rotation) {
+  Sixteen rotated = rotate_sixteen(rotation.shift ? bounded_sixteen(x) : to_floats(x), rotation);
+  const float largest = clear_nan(rotated);
+  encode_in_group<TFormat>(rotated, largest, scale, at, active, row, operand);
 }
 
 __device__ __forceinline__ bool is_aligned(const char* address) {

@@ -449,16 +449,21 @@ __global__ void __launch_bounds__(kConvertThreads, kConvertBlocksPerSm)
         if (live[r] && has_v) v[r] = load_sixteen<TIn, kCount>(v_from[r] + element * kInBytes);
       }
       // Convert, Store
+      const auto store = [&](const auto& x, float factor, char* to, int width, bool has,
+                             const RotatedPart& rotated) {
+        const FourBitRow row = packed_row(to, width);
+        if (rotated.shift == 0) {
+          store_in_group<TFormat>(scaled_sixteen(x, factor), 1.0f, element, has, row, operand);
+        } else {
+          rotate_in_group<TFormat>(scaled_sixteen(x, factor), 1.0f, element, has, row, operand,
+                                   rotation_at(rotated, element));
+        }
+      };
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        store_in_group<TFormat>(scaled_sixteen(k[r], k_factors[r]), 1.0f, element, live[r] && has_k,
-                                packed_row(k_to[r], p.k_width), operand,
-                                rotation_at(p.dst.k_rotated, element));
-        if (p.v_width) {
-          store_in_group<TFormat>(scaled_sixteen(v[r], v_factors[r]), 1.0f, element,
-                                  live[r] && has_v, packed_row(v_to[r], p.v_width), operand,
-                                  rotation_at(p.dst.v_rotated, element));
-        }
+        store(k[r], k_factors[r], k_to[r], p.k_width, live[r] && has_k, p.dst.k_rotated);
+        if (p.v_width)
+          store(v[r], v_factors[r], v_to[r], p.v_width, live[r] && has_v, p.dst.v_rotated);
       }
     }
   }
