@@ -124,7 +124,7 @@ class Views(Arg):
 
 
 def as_rotated(arg, rotated_width=None):
-    """Return a four-bit cache whose bytes are read as rows that were rotated before they were stored.
+    """Return a four-bit cache whose bytes are read as rows that were stored rotated.
 
     They are as random rotated as not.
     """

@@ -19,6 +19,7 @@ from ops import (
     test_attention_paged,
     test_attention_paged_errors,
     test_attention_rope,
+    test_attention_rotated,
     test_attention_streams,
     test_merge,
 )
@@ -39,6 +40,7 @@ globals().update(
     | again(test_attention_paged)
     | again(test_attention_paged_errors)
     | again(test_attention_rope)
+    | again(test_attention_rotated, "test_where_each_thread_takes_rows_of_its_own")
     | again(test_attention_streams)
     | again(test_merge)
 )

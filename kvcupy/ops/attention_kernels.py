@@ -414,6 +414,12 @@ def decode_mma_smem_bytes(specialisation: Specialisation, arch: str = "") -> int
     return _DECODE_WARPS * per_warp + DECODE_MMA_ROWS * k_width * 2 + _DECODE_TILE_BYTES
 
 
+def decode_mma_rest_bytes(specialisation: Specialisation) -> int:
+    """Return what a block takes more where keys are stored rotated, up to `kRotatedBytes`."""
+    k_width = int(specialisation.arguments[1])
+    return DECODE_MMA_ROWS * k_width * 2 if k_width > _NARROW else 0
+
+
 def _four_bit_table_bytes(
     format: FourBitFormat, stages: int, keys: int, k_width: int, v_width: int
 ) -> int:
@@ -628,8 +634,7 @@ def _decode_mma_specialisation_of(call: AttentionCall) -> Specialisation:
 def _decode_mma_smem_bytes_of(call: AttentionCall, arch: str) -> int:
     """Return the dynamic shared memory of a block, with `rest` of queries over rotated keys."""
     chosen = _decode_mma_specialisation_of(call)
-    k_width = int(chosen.arguments[1])
-    rest_bytes = DECODE_MMA_ROWS * k_width * 2 if call.k.rotated_width and k_width > _NARROW else 0
+    rest_bytes = decode_mma_rest_bytes(chosen) if call.k.rotated_width else 0
     return decode_mma_smem_bytes(chosen, arch) + rest_bytes
 
 

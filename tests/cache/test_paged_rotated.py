@@ -5,10 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from helpers import from_values, full_only
-from mixed_model import MixedTwin
-from paged_cases import rope_of
 from test_four_bit_pages import HEADS, WIDTH, attended, new_cache, read, rows_of
-from test_paged_mixed import MIXED
 
 import kvcupy as kv
 from kvcupy.reference.attention import rotate_keys

@@ -12,6 +12,7 @@ from helpers import DTYPE, name_values
 import kvcupy as kv
 from kvcupy import devices, ops
 from kvcupy.arrays import view
+from kvcupy.config import SHARED_BYTES
 from kvcupy.devices.host import HostDevice
 from kvcupy.formats import FOUR_BIT
 from kvcupy.ops import attention_kernels
@@ -242,19 +243,24 @@ class GPU:
         self.arch = arch
 
 
-def cache_of(fmt, width, pages=2, page_size=4, heads=1):
+def cache_of(fmt, width, pages=2, page_size=4, heads=1, **rotation):
     if fmt in FOUR_BIT:
-        return HostDevice().zeros((pages, page_size, heads, width), fmt)
+        return HostDevice().zeros((pages, page_size, heads, width), fmt, **rotation)
     return np.zeros((pages, page_size, heads, width), DTYPE[fmt])
 
 
 def chosen(device, formats, widths, heads, *, ragged, rotates, alignment):
     """Return the kernel of a call of as many tokens as heads, in one sequence."""
+    call = call_of(formats, widths, heads, ragged=ragged, rotates=rotates)
+    return attention_kernels.choose_tiling(device, call, alignment).specialisation
+
+
+def call_of(formats, widths, heads, *, ragged=False, rotates=False, **rotation):
     arrays = {
         "query": np.zeros((heads, heads, widths[0]), DTYPE[formats[0]]),
         "out": np.zeros((heads, heads, widths[1]), DTYPE[formats[0]]),
-        "k_cache": cache_of(formats[1], widths[0]),
-        "v_cache": cache_of(formats[1], widths[1]),
+        "k_cache": cache_of(formats[1], widths[0], **rotation),
+        "v_cache": cache_of(formats[1], widths[1], **rotation),
         "block_table": np.zeros((1 if ragged else heads, 2), np.int32),
         "seq_lens": np.zeros(1 if ragged else heads, np.int32),
     }
@@ -263,8 +269,31 @@ def chosen(device, formats, widths, heads, *, ragged, rotates, alignment):
     if rotates:
         arrays["rope_table"] = np.zeros((8, widths[0]), np.float32)
     views = {name: view(array, name) for name, array in arrays.items()}
-    call = check_call(views, check_options("NHD", None, True, None, None, None))
-    return attention_kernels.choose_tiling(device, call, alignment).specialisation
+    return check_call(views, check_options("NHD", None, True, None, None, None))
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86", "sm_90"])
+@pytest.mark.parametrize("fmt", FOUR_BIT)
+def test_rotated_caches_take_the_kernels_of_others(arch, fmt):
+    """But where shared memory has no room for what rounding leaves of queries."""
+    for width in (64, 128, 192, 256, 512):
+        if width % FOUR_BIT[fmt].group:
+            continue
+        v_width = 128 if width == 192 else min(width, 256)
+        plain, rotated = (
+            attention_kernels.choose_tiling(
+                GPU(arch), call_of(("bf16", fmt), (width, v_width), 8, **rotation), 256
+            )
+            for rotation in ({}, {"rotation": "hadamard"})
+        )
+        assert rotated.smem_bytes <= SHARED_BYTES[arch]
+        if (arch, FOUR_BIT[fmt].ctype, width) == ("sm_86", "int4x2", 256):
+            assert rotated.specialisation.kernel is attention_kernels.DECODE[32]
+        else:
+            assert rotated.specialisation == plain.specialisation
+            more = {192: 6144, 256: 8192}.get(width, 0)
+            is_plain = plain.specialisation.kernel is attention_kernels.DECODE[32]
+            assert rotated.smem_bytes == plain.smem_bytes + (0 if is_plain else more)
 
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_86"])

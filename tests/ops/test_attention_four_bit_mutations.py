@@ -194,7 +194,8 @@ MUTATIONS = {
     "the other nibble of a partner": Mutation(
         "codes >> i % 2 * 4 & 15", "codes >> (i + 1) % 2 * 4 & 15", check_plain_rotated, ROWS),
     "queries not rotated": Mutation(
-        "if (p.k.group_scales.rotation_shift) apply_hadamard(floats", "if (false) apply_hadamard(floats",
+        "if (p.k.group_scales.rotation_shift) apply_hadamard(floats",
+        "if (false) apply_hadamard(floats",
         check_stored_rotated, TILES),
     "rotated queries of 11 bits": Mutation(
         "} else if (p.k.group_scales.rotation_shift) {", "} else if (false) {",
@@ -243,7 +244,8 @@ USUAL = (
     [check_decode, check_mxfp4, check_int4, check_int4_g64, check_plain, check_plain_rotated,
      check_rotated, check_rotated_int4, check_interleaved, check_large_values,
      check_stored_rotated, check_stored_rotated_wide, check_stored_rotated_narrow,
-     check_stored_rotated_loud, check_plain_stored_rotated, check_stored_rotated_latents, check_plain_stored_rotated_latents],
+     check_stored_rotated_loud, check_plain_stored_rotated, check_stored_rotated_latents,
+     check_plain_stored_rotated_latents],
     ids=lambda check: check.__name__,
 )  # fmt: skip
 def test_a_check_passes(device, check):

@@ -215,6 +215,10 @@ def test_the_geometry_of_decode_is_the_kernels():
         assert size <= 99 * 1024, "the limit of a block on every architecture from sm_80 on"
         assert kernels.decode_mma_smem_bytes(specialisation, "sm_75") <= size
         program.append(f'static_assert(DecodeShape<{named}>::kBytes == {size}, "bytes");')
+        rest = kernels.decode_mma_rest_bytes(specialisation)
+        program.append(
+            f'static_assert(DecodeShape<{named}>::kRotatedBytes == {size + rest}, "bytes");'
+        )
     cxx.check("\n".join(program))
 
 

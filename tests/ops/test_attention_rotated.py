@@ -49,7 +49,7 @@ def test_widths(device, width, query, fmt):
     "widths", [(64, 64), (192, 128), (256, 256), (192, 64), (64, 256)], ids=str
 )
 def test_k_and_v_by_themselves(device, widths, which, fmt):
-    """Padded and not, on tensor cores; those of mxfp4 with scales of two bytes on the plain path."""
+    """Padded and not, on tensor cores; mxfp4 with scales of two bytes on the plain path."""
     case = AttentionCase(device, 3)
     args = case.arguments([70, 33], [2, 1], fmt="fp16", cache_fmt=fmt, widths=widths, heads=(4, 2),
                           page_size=16, scales=("float", "per head"))  # fmt: skip
@@ -118,7 +118,12 @@ def test_splits(device):
 
 @pytest.mark.parametrize(
     ("fmt", "latent", "rope"),
-    [("nvfp4", 512, 64), full_only("int4", 512, 64), ("nvfp4", 128, 64), full_only("nvfp4", 384, 16)],
+    [
+        ("nvfp4", 512, 64),
+        full_only("int4", 512, 64),
+        ("nvfp4", 128, 64),
+        full_only("nvfp4", 384, 16),
+    ],
 )
 def test_latents(device, fmt, latent, rope):
     """The latent alone is rotated, of keys and of queries; what comes out is a latent."""
@@ -147,7 +152,7 @@ def test_where_each_thread_takes_rows_of_its_own(lenient_host, fmt):
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "int4_g64"])
 def test_rows_that_were_rotated_by_the_reference(device, fmt):
-    """Attention over rows that `reference.hadamard` rotated is the plain one over rows it did not."""
+    """As attention over plain rows, with `reference.hadamard` around it."""
     case = AttentionCase(device, 11)
     args = case.arguments([150, 37], fmt="bf16", cache_fmt=fmt, widths=(128, 128), heads=(8, 2),
                           page_size=16)  # fmt: skip

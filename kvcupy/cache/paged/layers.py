@@ -162,7 +162,7 @@ class Layers:
         if rope.mode == "inline" and rope.first < rotated_width:
             raise ValueError(
                 'rope_mode: expected "normal" or "none", as RoPE of a key cannot follow the '
-                f'rotation that it is stored with, got "inline" with {rotated_width} rotated elements'
+                'rotation that it is stored with, got "inline"'
             )
         self.stores = self.caches
         if self._is_latent:
