@@ -752,7 +752,9 @@ def _cached_rows(device: Device, operand: KVOperand, views: Views, pages: Any, o
         codes, scales = (
             device.carrier(part)[pages, offsets] for part in (cache.codes, cache.scales)
         )
-        return fallback.decode_groups(codes, scales, operand.four_bit, scale)
+        return fallback.decode_groups(
+            codes, scales, operand.four_bit, scale, operand.rotated_width
+        )
     bits = device.carrier(cache)[pages, offsets]
     values = fallback.decode(bits, operand.cache_format.name)
     if operand.scale_cache is not None:
