@@ -99,7 +99,7 @@ def paged_attention(
     query : fp32, fp16 or bf16 (T, Hq, D), the new tokens of all sequences, one after another
     k_cache, v_cache : any format, (num_pages, page_size, H, D) and (..., Dv) in the layout; widths
         up to 768. Hq is a multiple of H. For MLA, both are views of one latent cache, H = 1. K and
-        V of four bits have one format
+        V of four bits have one format; each may be stored rotated, see `kvcupy.view_as`
     block_table : int32 or int64 (B, max_pages), the pages of each sequence; entries past its end
         are not read. Keys of a negative page are not visible; nor are those of a page past the end
         of the cache, which `check_faults` raises
@@ -136,7 +136,9 @@ def paged_attention(
     Sums are float32, and the output is rounded once. On tensor cores products of 16-bit numbers are
     exact. Softmax weights are rounded to the 16-bit format where a sequence has many new tokens,
     and to twice its bits where it has few. There values of int4 are rounded to fp16 once, and four
-    bits are otherwise exact. A query that sees no key gives 0, and -inf in `lse_out`.
+    bits are otherwise exact. Over keys that are stored rotated the query is rotated likewise, and
+    over such values the output is rotated back, in float32, once per split. A query that sees no
+    key gives 0, and -inf in `lse_out`.
     Stream: up to three kernels, in order. Capture: legal with outputs given; grid and workspace
     depend on shapes alone. Bytes: in decode, visible K and V are read once for all query heads of a
     KV head. Source: FlashInfer, Ye et al. 2025; Flash-Decoding, Dao et al. 2023.
@@ -191,7 +193,8 @@ class StepAttention(StepOperation):
         that are not rotated: each is rotated by its position before the score. The query comes
         rotated. A position past the table counts as its last. Two options belong to it:
         `interleaved`, whether pairs that rotate together are neighbours or halves apart, and
-        `rotary_start`, the first of the rotary_dim elements of a key that are rotated
+        `rotary_start`, the first of the rotary_dim elements of a key that are rotated. Elements
+        that a four-bit cache stores rotated are not among those
     tree_positions : int32 (B, max(tree_lens)), the positions by which the keys that `tree_mask`
         decides about are rotated, instead of their own
     cu_query_lens : int32 (B + 1,), 0 and the sums of `query_lens`, contiguous; None: each call sums
@@ -752,9 +755,7 @@ def _cached_rows(device: Device, operand: KVOperand, views: Views, pages: Any, o
         codes, scales = (
             device.carrier(part)[pages, offsets] for part in (cache.codes, cache.scales)
         )
-        return fallback.decode_groups(
-            codes, scales, operand.four_bit, scale, operand.rotated_width
-        )
+        return fallback.decode_groups(codes, scales, operand.four_bit, scale, operand.rotated_width)
     bits = device.carrier(cache)[pages, offsets]
     values = fallback.decode(bits, operand.cache_format.name)
     if operand.scale_cache is not None:

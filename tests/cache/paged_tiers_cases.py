@@ -18,7 +18,10 @@ FORMATS = {
     "fp8": {"dtype": "fp8_e4m3"},
     "mla": MLA,
     "mla bf16": {**MLA, "dtype": "bf16"},
-}
+    "rotated": {"dtype": "nvfp4", "head_dim": 16, "rotation": "hadamard"},
+    "mla rotated": {**MLA, "dtype": "nvfp4", "head_dim": 48, "latent_dim": 32,
+                    "rotation": "hadamard"},
+}  # fmt: skip
 
 
 def tokens_of(seed, count):
@@ -62,6 +65,10 @@ class Prefixed:
     def host_pool_of(self, num_pages, options):
         shape = [num_pages, options["page_size"], NUM_LAYERS]
         more = {"dtype": options["dtype"], "layout": "page_first", "placement": "pinned"}
+        if rotation := options.get("rotation"):
+            more["rotation"] = rotation
+            if self.is_latent:
+                more["rotated_width"] = options["latent_dim"]
         if self.is_latent:
             return kv.MLAPool(*shape, options["head_dim"], device=self.device, **more)
         if options["dtype"] in QUANTISED:

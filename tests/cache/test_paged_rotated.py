@@ -104,3 +104,13 @@ def test_latents(device, mode):
     k = np.concatenate([latents, keys], axis=-1)
     want = attended(query, k, latents, 4)
     np.testing.assert_allclose(device.to_numpy(out).astype(np.float64), want, atol=0.02)
+
+
+def test_rope_in_attention_is_refused(device):
+    """Keys would be rotated by their positions after they were stored rotated."""
+    table = kv.rope_table(64, WIDTH, device=device)
+    for options in ({"dtype": "nvfp4"}, {"dtype": "bf16", "past": "nvfp4", "recent": 4}):
+        fmt = options.pop("dtype")
+        with pytest.raises(ValueError, match=r'^rope_mode: expected "normal" or "none"'):
+            new_cache(device, fmt, rope=table, rope_mode="inline", **options, **ROTATED)
+        new_cache(device, fmt, rope=table, rope_mode="inline", **options)
