@@ -28,14 +28,18 @@ def test_formats(device, fmt, cache_fmt, scales, new):
     case.attend(rotated(args))
 
 
+WIDTHS = [
+    (fmt, width)
+    for fmt, form in formats.FOUR_BIT.items()
+    for width in range(form.group, 257, form.group)
+]
+
+
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "int4", "int4_g64", "int4_g128"])
+@pytest.mark.parametrize(("fmt", "width"), WIDTHS)
 @pytest.mark.parametrize("query", ["fp32", "bf16"])
-@pytest.mark.parametrize("width", [n for n in range(16, 257, 16)])
-def test_widths(device, width, query, fmt):
-    """Blocks of 16 to 256, on tensor cores and on the plain path; grouped heads, and splits."""
-    if width % formats.FOUR_BIT[fmt].group:
-        pytest.skip("not whole groups")
+def test_widths(device, fmt, width, query):
+    """Blocks of 16 to 256, on tensor cores and on the plain path; grouped heads."""
     case = AttentionCase(device, 2)
     args = case.arguments([70, 33], [2, 1], fmt=query, cache_fmt=fmt, widths=(width, width),
                           heads=(6, 2), page_size=16, scales=("float", "per head"))  # fmt: skip
