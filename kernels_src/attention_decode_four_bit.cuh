@@ -11,7 +11,8 @@
 // below 2**-24. Larger groups hold all of a chunk of 32 elements. Their scales meet the keys as
 // float32, on the sums of a chunk, so that scores are exact. On values they are fp16: exactly with
 // powers of two (mxfp4), taken relative to the largest so far of the 32 columns, and with one
-// rounding to fp16 with int4.
+// rounding to fp16 with integers. Where groups have minima, a chunk of a score is
+// scale * sum(q * code) + minimum * sum(q), and a value is code * scale + minimum, rounded once.
 #pragma once
 
 #include "attention_decode_mma.cuh"
@@ -44,12 +45,14 @@ __device__ __forceinline__ EightHalves spread_codes(u32 codes) {
     return {__byte_perm(even, 0, 0x2404), __byte_perm(odd, 0, 0x2404), even & 0xff00ff00,
             odd & 0xff00ff00};
   } else {
-    // The codes plus 8 are the last bits of 1024, or stand four bits further up.
+    // The codes, plus 8 if they are signed, are the last bits of 1024, or stand four bits further
+    // up.
+    constexpr bool kSigned = !kHasMinimum<TCache>;
     constexpr u32 kAligner = 0x64006400;
-    constexpr u32 kOffset = 0xe408e408;       // -1032
-    constexpr u32 kSixteenth = 0x2c002c00;    // 1 / 16
-    constexpr u32 kOffsetAbove = 0xd480d480;  // -72
-    const u32 lower = codes ^ 0x88888888;
+    constexpr u32 kOffset = kSigned ? 0xe408e408 : 0xe400e400;       // -1032 or -1024
+    constexpr u32 kSixteenth = 0x2c002c00;                           // 1 / 16
+    constexpr u32 kOffsetAbove = kSigned ? 0xd480d480 : 0xd400d400;  // -72 or -64
+    const u32 lower = kSigned ? codes ^ 0x88888888 : codes;
     const u32 upper = lower >> 8;
     return {add_halves((lower & 0x000f000f) | kAligner, kOffset),
             multiply_add_halves((lower & 0x00f000f0) | kAligner, kSixteenth, kOffsetAbove),
@@ -224,7 +227,14 @@ __device__ __forceinline__ void prepare_key_scales(Table& table, int stage, cons
 #pragma unroll
     for (int chunk = 0; chunk < kWidth / 32; ++chunk) {
       const u32 bits = chunk_scale<TCache>(table.k_groups[stage][key], chunk, k);
-      float scale = group_scale<TCache>(bits);
+      float scale;
+      if constexpr (kHasMinimum<TCache>) {
+        const float2 pair = floats_of_pair(bits);
+        scale = pair.x;
+        table.k_chunk_scales[kWidth / 32 + chunk][place_of_key(key)] = pair.y;
+      } else {
+        scale = group_scale<TCache>(bits);
+      }
       // 2**-127 counts as nothing.
       if constexpr (kSameType<TCache, mxfp4>) {
         scale = __uint_as_float(bits == 255 ? 0x7fc00000 : bits << 23);
@@ -276,11 +286,20 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
       u32 a[2][4];
       step(chunk * 2, a[0]);
       step(chunk * 2 + 1, a[1]);
+      const auto load_scales = [&](Pack<float, 4>(&to)[2], int row) {
+        const char* own = reinterpret_cast<const char*>(&table.k_chunk_scales[row][lane % 4 * 8]);
+        to[0].load(own);
+        to[1].load(own + 16);
+      };
       Pack<float, 4> sums_scales[2];
-      if constexpr (!kScalesCodes) {
-        const char* own = reinterpret_cast<const char*>(&table.k_chunk_scales[chunk][lane % 4 * 8]);
-        sums_scales[0].load(own);
-        sums_scales[1].load(own + 16);
+      Pack<float, 4> minima[2];
+      float query_sums[4] = {};  // of rows g and g + 8, twice
+      if constexpr (!kScalesCodes) load_scales(sums_scales, chunk);
+      if constexpr (kHasMinimum<TCache>) {
+        constexpr u32 kOnes = 0x3c003c00;
+        load_scales(minima, kWidth / 32 + chunk);
+        mma_m16n8k16<half>(query_sums, a[0], kOnes, kOnes);
+        mma_m16n8k16<half>(query_sums, a[1], kOnes, kOnes);
       }
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
@@ -298,12 +317,25 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const float scale = sums_scales[n / 2].values[n % 2 * 2 + j % 2];
+            if constexpr (kHasMinimum<TCache>) {
+              s[n][j] = fmaf(query_sums[j], minima[n / 2].values[n % 2 * 2 + j % 2], s[n][j]);
+            }
             s[n][j] = fmaf(sums[j], scale, s[n][j]);
           }
         }
       }
     }
   }
+}
+
+// What rotated elements of a chunk of a key are relative to, before it is made a power of two.
+template <typename TCache, int kWidth, typename Table>
+__device__ __forceinline__ float size_of_chunk(const Table& table, int chunk, int column) {
+  float size = fabsf(table.k_chunk_scales[chunk][column]);
+  if constexpr (kHasMinimum<TCache>) {
+    size = fmaxf(size, fabsf(table.k_chunk_scales[kWidth / 32 + chunk][column]));
+  }
+  return size;
 }
 
 // Likewise where keys are rotated on their way and rounded to fp16. The elements of a pair are a
@@ -326,6 +358,10 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
     const bool apart = rotary && !p.interleaved;
     if (apart && at >= half_dim) continue;  // the first half takes it along
     const int chunks[2] = {c, apart ? c + half_dim / 32 : c};
+    [[maybe_unused]] const auto power_of_chunks = [&](int column) {
+      return power_of_two_below(fmaxf(size_of_chunk<TCache, kWidth>(table, chunks[0], column),
+                                      size_of_chunk<TCache, kWidth>(table, chunks[1], column)));
+    };
     constexpr bool kHoldsQueries = kWidth <= 192;  // wider rows leave no registers for them
     u32 a[2][2][4];
     u32 b[2][4];
@@ -346,6 +382,7 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
       const int key = n * 8 + lane / 4;
       const float* angles = angles_of(p, t, key_of(p, t, first + key));
       float scales[2];
+      float minima[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if constexpr (kScalesCodes) {
@@ -355,12 +392,17 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
         } else {
           scales[i] = table.k_chunk_scales[chunks[i]][place_of_key(key)];
         }
+        if constexpr (kHasMinimum<TCache>) {
+          minima[i] = table.k_chunk_scales[kWidth / 32 + chunks[i]][place_of_key(key)];
+        }
       }
       if constexpr (!kScalesCodes) {
-        const float inverse =
-            inverse_of_power(power_of_two_below(fmaxf(fabsf(scales[0]), fabsf(scales[1]))));
-        scales[0] *= inverse;
-        scales[1] *= inverse;
+        const float inverse = inverse_of_power(power_of_chunks(place_of_key(key)));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          scales[i] *= inverse;
+          if constexpr (kHasMinimum<TCache>) minima[i] *= inverse;
+        }
       }
       float x[2][8];  // depth 8t to 8t + 7 of either chunk
 #pragma unroll
@@ -370,6 +412,10 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
         for (int j = 0; j < 4; ++j) {
           x[i][j] = lower_of<half>(codes.pairs[j]) * (1.0f / kCodeUnit<TCache>)*scales[i];
           x[i][4 + j] = upper_of<half>(codes.pairs[j]) * (1.0f / kCodeUnit<TCache>)*scales[i];
+          if constexpr (kHasMinimum<TCache>) {
+            x[i][j] += minima[i];
+            x[i][4 + j] += minima[i];
+          }
         }
       }
       if (apart) {
@@ -410,9 +456,7 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
       for (int j = 0; j < 4; ++j) {
         float power = 1.0f;
         if constexpr (!kScalesCodes) {
-          const int column = place_of_key(n * 8 + lane % 4 * 2 + j % 2);
-          power = power_of_two_below(fmaxf(fabsf(table.k_chunk_scales[chunks[0]][column]),
-                                           fabsf(table.k_chunk_scales[chunks[1]][column])));
+          power = power_of_chunks(place_of_key(n * 8 + lane % 4 * 2 + j % 2));
         }
         s[n][j] = fmaf(sums[j] * kCodeUnit<TCache>, power, s[n][j]);
       }
@@ -439,12 +483,28 @@ struct ValueUnits<mxfp4, kWidthV> {
   }
 };
 
-// Of int4 1, or 8 once a scale could make a value overflow.
+// Of integers 1, or more once a scale could make a value overflow.
 template <int kWidthV>
 struct ValueUnits<int4x2, kWidthV> {
+  static constexpr float kRaised = 8.0f;
   float unit = 1.0f;
 
   __device__ __forceinline__ float of_chunk(int) const { return unit; }
+
+  // 8192, of which seven still fit.
+  static __device__ __forceinline__ bool is_large(u32 scale) { return (scale & 0x7fff) > 0x7000; }
+};
+template <int kWidthV>
+struct ValueUnits<uint4x2, kWidthV> {
+  static constexpr float kRaised = 16.0f;
+  float unit = 1.0f;
+
+  __device__ __forceinline__ float of_chunk(int) const { return unit; }
+
+  // 15 of 2048 above 32768 still fit.
+  static __device__ __forceinline__ bool is_large(u32 scale) {
+    return (scale & 0x7fff) > 0x6800 || (scale >> 16 & 0x7fff) > 0x7800;
+  }
 };
 
 __device__ __forceinline__ u32 max_of_halves(u32 x, u32 y) {
@@ -493,28 +553,34 @@ __device__ __forceinline__ void prepare_value_scales(Table& table, int stage, co
       table.v_chunk_scales[pair * 2 + 1][place_of_key(key)] =
           static_cast<unsigned short>(halves >> 16);
     }
-  } else if constexpr (kSameType<TCache, int4x2>) {
-    constexpr u32 kMost = 0x7000;  // 8192, of which seven still fit
+  } else if constexpr (!kE2m1<TCache>) {
+    using Units = ValueUnits<TCache, kWidthV>;
     u32 scales[kWidthV / 32];
     bool large = false;
 #pragma unroll
     for (int chunk = 0; chunk < kWidthV / 32; ++chunk) {
       scales[chunk] = chunk_scale<TCache>(own, chunk, v);
-      large = large || (scales[chunk] & 0x7fff) > kMost;
+      large = large || Units::is_large(scales[chunk]);
     }
     if (units.unit == 1.0f && __any_sync(kAllLanes, large)) {
-      units.unit = 8.0f;
+      units.unit = Units::kRaised;
 #pragma unroll
       for (int n = 0; n < kWidthV / 8; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) o[n][i] *= 0.125f;
+        for (int i = 0; i < 4; ++i) o[n][i] *= 1.0f / Units::kRaised;
       }
     }
-    const u32 factor = units.unit == 1.0f ? 0x3c003c00 : 0x30003000;
+    const u32 factor = units.unit == 1.0f    ? 0x3c003c00
+                       : kHasMinimum<TCache> ? 0x2c002c00
+                                             : 0x30003000;
 #pragma unroll
     for (int chunk = 0; chunk < kWidthV / 32; ++chunk) {
-      table.v_chunk_scales[chunk][place_of_key(key)] =
-          static_cast<unsigned short>(multiply_halves(scales[chunk], factor));
+      const u32 both = multiply_halves(scales[chunk], factor);
+      table.v_chunk_scales[chunk][place_of_key(key)] = static_cast<unsigned short>(both);
+      if constexpr (kHasMinimum<TCache>) {
+        table.v_chunk_scales[kWidthV / 32 + chunk][place_of_key(key)] =
+            static_cast<unsigned short>(both >> 16);
+      }
     }
   }
 }
@@ -541,6 +607,7 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
       load_matrices<true>(b,
                           values + chunk_at<kRowBytes>(k * 16 + lane % 16, pair * 2 + lane / 16));
       u32 scales[2][2];  // by chunk, then as the keys of b
+      u32 minima[2][2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int key = k * 16 + h * 8 + lane % 4 * 2;
@@ -556,11 +623,15 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
       if constexpr (!kSameType<TCache, nvfp4>) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          Pack<u32, 2> two;
-          two.load(reinterpret_cast<const char*>(
-              &table.v_chunk_scales[pair * 2 + i][lane % 4 * 8 + k * 4]));
-          scales[i][0] = two.values[0];
-          scales[i][1] = two.values[1];
+          const auto load_pair = [&](u32(&to)[2], int row) {
+            Pack<u32, 2> two;
+            two.load(
+                reinterpret_cast<const char*>(&table.v_chunk_scales[row][lane % 4 * 8 + k * 4]));
+            to[0] = two.values[0];
+            to[1] = two.values[1];
+          };
+          load_pair(scales[i], pair * 2 + i);
+          if constexpr (kHasMinimum<TCache>) load_pair(minima[i], kWidthV / 32 + pair * 2 + i);
         }
       }
 #pragma unroll
@@ -568,8 +639,15 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
         EightHalves codes[2] = {spread_codes<TCache>(b[2 * i]), spread_codes<TCache>(b[2 * i + 1])};
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const u32 b0 = multiply_halves(codes[0].pairs[j], scales[i][0]);
-          const u32 b1 = multiply_halves(codes[1].pairs[j], scales[i][1]);
+          u32 b0;
+          u32 b1;
+          if constexpr (kHasMinimum<TCache>) {
+            b0 = multiply_add_halves(codes[0].pairs[j], scales[i][0], minima[i][0]);
+            b1 = multiply_add_halves(codes[1].pairs[j], scales[i][1], minima[i][1]);
+          } else {
+            b0 = multiply_halves(codes[0].pairs[j], scales[i][0]);
+            b1 = multiply_halves(codes[1].pairs[j], scales[i][1]);
+          }
           mma_m16n8k16<half>(o[(pair * 2 + i) * 4 + j], a, b0, b1);
           mma_m16n8k16<half>(o[(pair * 2 + i) * 4 + j], rest, b0, b1);
         }

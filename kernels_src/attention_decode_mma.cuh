@@ -54,16 +54,19 @@ constexpr int group_bytes(int width) {
 }
 
 // Likewise of four bits, with the group scales as they are in the cache, and as they are multiplied
-// (attention_decode_four_bit.cuh): nvfp4 takes them as they are.
+// (attention_decode_four_bit.cuh): nvfp4 takes them as they are. Where groups have minima, those of
+// all chunks follow the scales of all chunks.
 template <typename TCache, int kStages, int kKeys, int kWidth, int kWidthV>
 struct DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV, true> {
   static constexpr bool kPrepares = !kSameType<TCache, nvfp4>;
+  static constexpr int kPrepared = kPrepares ? kHasMinimum<TCache> ? 2 : 1 : 0;  // of a chunk
   const char* k[kStages][kKeys];
   const char* v[kStages][kKeys];
   alignas(16) char k_groups[kStages][kKeys][group_bytes<TCache>(kWidth)];
   char v_groups[kStages][kKeys][group_bytes<TCache>(kWidthV)];
-  alignas(16) float k_chunk_scales[kPrepares ? kWidth / 32 : 1][kPrepares ? kKeys : 1];
-  alignas(16) unsigned short v_chunk_scales[kPrepares ? kWidthV / 32 : 1][kPrepares ? kKeys : 2];
+  alignas(16) float k_chunk_scales[kPrepares ? kPrepared * kWidth / 32 : 1][kPrepares ? kKeys : 1];
+  alignas(16) unsigned short v_chunk_scales[kPrepares ? kPrepared * kWidthV / 32 : 1]
+                                           [kPrepares ? kKeys : 2];
   u32 present[kStages];
 };
 

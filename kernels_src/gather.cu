@@ -91,12 +91,12 @@ __global__ void gather_four_bit(const __grid_constant__ CacheRowsParams p) {
     if (at < p.v.width) load_in_group<TFormat>(v_in, at, p.v, v, v_bits);
     // Convert, Store
     if (at < p.k.width) {
-      const float step = __fmul_rn(group_scale<TFormat>(k_bits), k_scale);
+      const auto step = group_step<TFormat>(k_bits, k_scale);
       store_sixteen<TOut, kCount>(from_floats<TOut>(decode_codes<TFormat>(k, step)),
                                   k_out + at * kOutBytes);
     }
     if (at < p.v.width) {
-      const float step = __fmul_rn(group_scale<TFormat>(v_bits), v_scale);
+      const auto step = group_step<TFormat>(v_bits, v_scale);
       store_sixteen<TOut, kCount>(from_floats<TOut>(decode_codes<TFormat>(v, step)),
                                   v_out + at * kOutBytes);
     }

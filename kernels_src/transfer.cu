@@ -468,7 +468,7 @@ struct HeldCodes {
   }
 
   __device__ __forceinline__ Sixteen values() const {
-    return decode_codes<TFormat>(codes, group_scale<TFormat>(scale_bits));
+    return decode_codes<TFormat>(codes, group_step<TFormat>(scale_bits, 1.0f));
   }
 
   __device__ __forceinline__ float absmax() const {
