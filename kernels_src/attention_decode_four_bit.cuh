@@ -291,16 +291,23 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
         to[0].load(own);
         to[1].load(own + 16);
       };
-      Pack<float, 4> sums_scales[2];
-      Pack<float, 4> minima[2];
-      float query_sums[4] = {};  // of rows g and g + 8, twice
-      if constexpr (!kScalesCodes) load_scales(sums_scales, chunk);
       if constexpr (kHasMinimum<TCache>) {
         constexpr u32 kOnes = 0x3c003c00;
+        Pack<float, 4> minima[2];
         load_scales(minima, kWidth / 32 + chunk);
-        mma_m16n8k16<half>(query_sums, a[0], kOnes, kOnes);
-        mma_m16n8k16<half>(query_sums, a[1], kOnes, kOnes);
+        float sums[4] = {};  // of the queries of rows g and g + 8, twice
+        mma_m16n8k16<half>(sums, a[0], kOnes, kOnes);
+        mma_m16n8k16<half>(sums, a[1], kOnes, kOnes);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            s[n][j] = fmaf(sums[j], minima[n / 2].values[n % 2 * 2 + j % 2], s[n][j]);
+          }
+        }
       }
+      Pack<float, 4> sums_scales[2];
+      if constexpr (!kScalesCodes) load_scales(sums_scales, chunk);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         EightHalves codes = spread_codes<TCache>(b[n]);
@@ -317,9 +324,6 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const float scale = sums_scales[n / 2].values[n % 2 * 2 + j % 2];
-            if constexpr (kHasMinimum<TCache>) {
-              s[n][j] = fmaf(query_sums[j], minima[n / 2].values[n % 2 * 2 + j % 2], s[n][j]);
-            }
             s[n][j] = fmaf(sums[j], scale, s[n][j]);
           }
         }
@@ -594,6 +598,12 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
+    // What is prepared for the keys of a lane, which neighbour each other.
+    [[maybe_unused]] const auto prepared = [&](int row) {
+      Pack<u32, 2> two;
+      two.load(reinterpret_cast<const char*>(&table.v_chunk_scales[row][lane % 4 * 8 + k * 4]));
+      return two;
+    };
     u32 a[4];
     u32 rest[4];
 #pragma unroll
@@ -607,7 +617,6 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
       load_matrices<true>(b,
                           values + chunk_at<kRowBytes>(k * 16 + lane % 16, pair * 2 + lane / 16));
       u32 scales[2][2];  // by chunk, then as the keys of b
-      u32 minima[2][2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int key = k * 16 + h * 8 + lane % 4 * 2;
@@ -623,27 +632,26 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
       if constexpr (!kSameType<TCache, nvfp4>) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const auto load_pair = [&](u32(&to)[2], int row) {
-            Pack<u32, 2> two;
-            two.load(
-                reinterpret_cast<const char*>(&table.v_chunk_scales[row][lane % 4 * 8 + k * 4]));
-            to[0] = two.values[0];
-            to[1] = two.values[1];
-          };
-          load_pair(scales[i], pair * 2 + i);
-          if constexpr (kHasMinimum<TCache>) load_pair(minima[i], kWidthV / 32 + pair * 2 + i);
+          const Pack<u32, 2> two = prepared(pair * 2 + i);
+          scales[i][0] = two.values[0];
+          scales[i][1] = two.values[1];
         }
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         EightHalves codes[2] = {spread_codes<TCache>(b[2 * i]), spread_codes<TCache>(b[2 * i + 1])};
+        Pack<u32, 2> minima;
+        if constexpr (kHasMinimum<TCache>) {
+          minima = prepared(kWidthV / 32 + pair * 2 + i);
+          if constexpr (kWidthV > 192) __syncwarp();  // else loads come too early, and spill
+        }
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           u32 b0;
           u32 b1;
           if constexpr (kHasMinimum<TCache>) {
-            b0 = multiply_add_halves(codes[0].pairs[j], scales[i][0], minima[i][0]);
-            b1 = multiply_add_halves(codes[1].pairs[j], scales[i][1], minima[i][1]);
+            b0 = multiply_add_halves(codes[0].pairs[j], scales[i][0], minima.values[0]);
+            b1 = multiply_add_halves(codes[1].pairs[j], scales[i][1], minima.values[1]);
           } else {
             b0 = multiply_halves(codes[0].pairs[j], scales[i][0]);
             b1 = multiply_halves(codes[1].pairs[j], scales[i][1]);
