@@ -227,19 +227,16 @@ __device__ __forceinline__ void prepare_key_scales(Table& table, int stage, cons
 #pragma unroll
     for (int chunk = 0; chunk < kWidth / 32; ++chunk) {
       const u32 bits = chunk_scale<TCache>(table.k_groups[stage][key], chunk, k);
-      float scale;
       if constexpr (kHasMinimum<TCache>) {
-        const float2 pair = floats_of_pair(bits);
-        scale = pair.x;
-        table.k_chunk_scales[kWidth / 32 + chunk][place_of_key(key)] = pair.y;
+        table.chunk_pairs[chunk][place_of_key(key)] = bits;
       } else {
-        scale = group_scale<TCache>(bits);
+        float scale = group_scale<TCache>(bits);
+        // 2**-127 counts as nothing.
+        if constexpr (kSameType<TCache, mxfp4>) {
+          scale = __uint_as_float(bits == 255 ? 0x7fc00000 : bits << 23);
+        }
+        table.k_chunk_scales[chunk][place_of_key(key)] = scale;
       }
-      // 2**-127 counts as nothing.
-      if constexpr (kSameType<TCache, mxfp4>) {
-        scale = __uint_as_float(bits == 255 ? 0x7fc00000 : bits << 23);
-      }
-      table.k_chunk_scales[chunk][place_of_key(key)] = scale;
     }
   }
 }
@@ -286,28 +283,30 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
       u32 a[2][4];
       step(chunk * 2, a[0]);
       step(chunk * 2 + 1, a[1]);
-      const auto load_scales = [&](Pack<float, 4>(&to)[2], int row) {
-        const char* own = reinterpret_cast<const char*>(&table.k_chunk_scales[row][lane % 4 * 8]);
-        to[0].load(own);
-        to[1].load(own + 16);
-      };
+      Pack<float, 4> sums_scales[2];
       if constexpr (kHasMinimum<TCache>) {
         constexpr u32 kOnes = 0x3c003c00;
-        Pack<float, 4> minima[2];
-        load_scales(minima, kWidth / 32 + chunk);
         float sums[4] = {};  // of the queries of rows g and g + 8, twice
         mma_m16n8k16<half>(sums, a[0], kOnes, kOnes);
         mma_m16n8k16<half>(sums, a[1], kOnes, kOnes);
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
+          Pack<u32, 2> pairs;
+          pairs.load(
+              reinterpret_cast<const char*>(&table.chunk_pairs[chunk][lane % 4 * 8 + n * 2]));
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            s[n][j] = fmaf(sums[j], minima[n / 2].values[n % 2 * 2 + j % 2], s[n][j]);
+          for (int j = 0; j < 2; ++j) {
+            const float2 own = floats_of_pair(pairs.values[j]);
+            sums_scales[n / 2].values[n % 2 * 2 + j] = own.x;
+            s[n][j] = fmaf(sums[j], own.y, s[n][j]);
+            s[n][2 + j] = fmaf(sums[2 + j], own.y, s[n][2 + j]);
           }
         }
+      } else if constexpr (!kScalesCodes) {
+        const char* own = reinterpret_cast<const char*>(&table.k_chunk_scales[chunk][lane % 4 * 8]);
+        sums_scales[0].load(own);
+        sums_scales[1].load(own + 16);
       }
-      Pack<float, 4> sums_scales[2];
-      if constexpr (!kScalesCodes) load_scales(sums_scales, chunk);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         EightHalves codes = spread_codes<TCache>(b[n]);
@@ -332,14 +331,27 @@ __device__ __forceinline__ void multiply_keys_four_bit(float (&s)[4][4], const c
   }
 }
 
-// What rotated elements of a chunk of a key are relative to, before it is made a power of two.
-template <typename TCache, int kWidth, typename Table>
-__device__ __forceinline__ float size_of_chunk(const Table& table, int chunk, int column) {
-  float size = fabsf(table.k_chunk_scales[chunk][column]);
+// The prepared scale of a chunk of a key, and its minimum if it has one.
+template <typename TCache, typename Table>
+__device__ __forceinline__ float2 scale_of_chunk(const Table& table, int chunk, int column) {
   if constexpr (kHasMinimum<TCache>) {
-    size = fmaxf(size, fabsf(table.k_chunk_scales[kWidth / 32 + chunk][column]));
+    return floats_of_pair(table.chunk_pairs[chunk][column]);
+  } else {
+    return make_float2(table.k_chunk_scales[chunk][column], 0.0f);
   }
-  return size;
+}
+
+// The power of two that the elements of two chunks of a key are relative to where they are rotated.
+template <typename TCache, typename Table>
+__device__ __forceinline__ float power_of_chunks(const Table& table, const int (&chunks)[2],
+                                                 int column) {
+  float largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float2 own = scale_of_chunk<TCache>(table, chunks[i], column);
+    largest = fmaxf(largest, fmaxf(fabsf(own.x), fabsf(own.y)));
+  }
+  return power_of_two_below(largest);
 }
 
 // Likewise where keys are rotated on their way and rounded to fp16. The elements of a pair are a
@@ -362,10 +374,6 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
     const bool apart = rotary && !p.interleaved;
     if (apart && at >= half_dim) continue;  // the first half takes it along
     const int chunks[2] = {c, apart ? c + half_dim / 32 : c};
-    [[maybe_unused]] const auto power_of_chunks = [&](int column) {
-      return power_of_two_below(fmaxf(size_of_chunk<TCache, kWidth>(table, chunks[0], column),
-                                      size_of_chunk<TCache, kWidth>(table, chunks[1], column)));
-    };
     constexpr bool kHoldsQueries = kWidth <= 192;  // wider rows leave no registers for them
     u32 a[2][2][4];
     u32 b[2][4];
@@ -394,14 +402,14 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
           scales[i] =
               group_scale<TCache>(static_cast<unsigned char>(table.k_groups[stage][key][group]));
         } else {
-          scales[i] = table.k_chunk_scales[chunks[i]][place_of_key(key)];
-        }
-        if constexpr (kHasMinimum<TCache>) {
-          minima[i] = table.k_chunk_scales[kWidth / 32 + chunks[i]][place_of_key(key)];
+          const float2 own = scale_of_chunk<TCache>(table, chunks[i], place_of_key(key));
+          scales[i] = own.x;
+          minima[i] = own.y;
         }
       }
       if constexpr (!kScalesCodes) {
-        const float inverse = inverse_of_power(power_of_chunks(place_of_key(key)));
+        const float inverse =
+            inverse_of_power(power_of_chunks<TCache>(table, chunks, place_of_key(key)));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           scales[i] *= inverse;
@@ -460,7 +468,8 @@ __device__ __forceinline__ void multiply_rotated_four_bit(float (&s)[4][4], cons
       for (int j = 0; j < 4; ++j) {
         float power = 1.0f;
         if constexpr (!kScalesCodes) {
-          power = power_of_chunks(place_of_key(n * 8 + lane % 4 * 2 + j % 2));
+          power =
+              power_of_chunks<TCache>(table, chunks, place_of_key(n * 8 + lane % 4 * 2 + j % 2));
         }
         s[n][j] = fmaf(sums[j] * kCodeUnit<TCache>, power, s[n][j]);
       }
@@ -580,10 +589,10 @@ __device__ __forceinline__ void prepare_value_scales(Table& table, int stage, co
 #pragma unroll
     for (int chunk = 0; chunk < kWidthV / 32; ++chunk) {
       const u32 both = multiply_halves(scales[chunk], factor);
-      table.v_chunk_scales[chunk][place_of_key(key)] = static_cast<unsigned short>(both);
       if constexpr (kHasMinimum<TCache>) {
-        table.v_chunk_scales[kWidthV / 32 + chunk][place_of_key(key)] =
-            static_cast<unsigned short>(both >> 16);
+        table.chunk_pairs[chunk][place_of_key(key)] = both;
+      } else {
+        table.v_chunk_scales[chunk][place_of_key(key)] = static_cast<unsigned short>(both);
       }
     }
   }
@@ -598,12 +607,6 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
-    // What is prepared for the keys of a lane, which neighbour each other.
-    [[maybe_unused]] const auto prepared = [&](int row) {
-      Pack<u32, 2> two;
-      two.load(reinterpret_cast<const char*>(&table.v_chunk_scales[row][lane % 4 * 8 + k * 4]));
-      return two;
-    };
     u32 a[4];
     u32 rest[4];
 #pragma unroll
@@ -629,10 +632,12 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
                        scales[1][h]);
         }
       }
-      if constexpr (!kSameType<TCache, nvfp4>) {
+      if constexpr (!kSameType<TCache, nvfp4> && !kHasMinimum<TCache>) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          const Pack<u32, 2> two = prepared(pair * 2 + i);
+          Pack<u32, 2> two;
+          two.load(reinterpret_cast<const char*>(
+              &table.v_chunk_scales[pair * 2 + i][lane % 4 * 8 + k * 4]));
           scales[i][0] = two.values[0];
           scales[i][1] = two.values[1];
         }
@@ -640,9 +645,16 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         EightHalves codes[2] = {spread_codes<TCache>(b[2 * i]), spread_codes<TCache>(b[2 * i + 1])};
-        Pack<u32, 2> minima;
+        u32 minima[2];
         if constexpr (kHasMinimum<TCache>) {
-          minima = prepared(kWidthV / 32 + pair * 2 + i);
+          Pack<u32, 4> pairs;  // as the keys of b
+          pairs.load(reinterpret_cast<const char*>(
+              &table.chunk_pairs[pair * 2 + i][lane % 4 * 8 + k * 4]));
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            scales[i][h] = __byte_perm(pairs.values[2 * h], pairs.values[2 * h + 1], 0x5410);
+            minima[h] = __byte_perm(pairs.values[2 * h], pairs.values[2 * h + 1], 0x7632);
+          }
           if constexpr (kWidthV > 192) __syncwarp();  // else loads come too early, and spill
         }
 #pragma unroll
@@ -650,8 +662,8 @@ __device__ __forceinline__ void multiply_values_four_bit(float (&o)[kWidthV / 8]
           u32 b0;
           u32 b1;
           if constexpr (kHasMinimum<TCache>) {
-            b0 = multiply_add_halves(codes[0].pairs[j], scales[i][0], minima.values[0]);
-            b1 = multiply_add_halves(codes[1].pairs[j], scales[i][1], minima.values[1]);
+            b0 = multiply_add_halves(codes[0].pairs[j], scales[i][0], minima[0]);
+            b1 = multiply_add_halves(codes[1].pairs[j], scales[i][1], minima[1]);
           } else {
             b0 = multiply_halves(codes[0].pairs[j], scales[i][0]);
             b1 = multiply_halves(codes[1].pairs[j], scales[i][1]);

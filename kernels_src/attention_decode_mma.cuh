@@ -54,19 +54,29 @@ constexpr int group_bytes(int width) {
 }
 
 // Likewise of four bits, with the group scales as they are in the cache, and as they are multiplied
-// (attention_decode_four_bit.cuh): nvfp4 takes them as they are. Where groups have minima, those of
-// all chunks follow the scales of all chunks.
+// (attention_decode_four_bit.cuh): nvfp4 takes them as they are.
 template <typename TCache, int kStages, int kKeys, int kWidth, int kWidthV>
 struct DecodeTable<TCache, kStages, kKeys, kWidth, kWidthV, true> {
   static constexpr bool kPrepares = !kSameType<TCache, nvfp4>;
-  static constexpr int kPrepared = kPrepares ? kHasMinimum<TCache> ? 2 : 1 : 0;  // of a chunk
   const char* k[kStages][kKeys];
   const char* v[kStages][kKeys];
   alignas(16) char k_groups[kStages][kKeys][group_bytes<TCache>(kWidth)];
   char v_groups[kStages][kKeys][group_bytes<TCache>(kWidthV)];
-  alignas(16) float k_chunk_scales[kPrepares ? kPrepared * kWidth / 32 : 1][kPrepares ? kKeys : 1];
-  alignas(16) unsigned short v_chunk_scales[kPrepares ? kPrepared * kWidthV / 32 : 1]
-                                           [kPrepares ? kKeys : 2];
+  alignas(16) float k_chunk_scales[kPrepares ? kWidth / 32 : 1][kPrepares ? kKeys : 1];
+  alignas(16) unsigned short v_chunk_scales[kPrepares ? kWidthV / 32 : 1][kPrepares ? kKeys : 2];
+  u32 present[kStages];
+};
+
+// Where groups have minima, chunks of keys get a scale and a minimum of fp16, and those of values
+// take their place.
+template <int kStages, int kKeys, int kWidth, int kWidthV>
+struct DecodeTable<uint4x2, kStages, kKeys, kWidth, kWidthV, true> {
+  static constexpr bool kPrepares = true;
+  const char* k[kStages][kKeys];
+  const char* v[kStages][kKeys];
+  alignas(16) char k_groups[kStages][kKeys][group_bytes<uint4x2>(kWidth)];
+  char v_groups[kStages][kKeys][group_bytes<uint4x2>(kWidthV)];
+  alignas(16) u32 chunk_pairs[(kWidth > kWidthV ? kWidth : kWidthV) / 32][kKeys];
   u32 present[kStages];
 };
 

@@ -421,7 +421,9 @@ def _four_bit_table_bytes(
     scales = [-(-n // format.group * format.scale_bytes // 4) * 4 for n in (k_width, v_width)]
     prepared = 16 + 4  # a float at a multiple of 16 bytes, and two fp16
     if format.group != 16:
-        prepared = keys * (k_width // 32 * 4 + v_width // 32 * 2) * (1 + format.has_minimum)
+        prepared = keys * (k_width // 32 * 4 + v_width // 32 * 2)
+    if format.has_minimum:  # pairs of fp16, of keys and then of values
+        prepared = keys * max(k_width, v_width) // 32 * 4
     total = stages * (keys * (16 + sum(scales)) + 4) + prepared
     return -(-total // 16) * 16
 
